@@ -1,0 +1,24 @@
+"""moesaic: mixtures of experts in vision, routed by patch, by sample and by channel.
+
+>>> import torch, moesaic
+>>> layer = moesaic.PatchMoE(64, 64, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3)
+>>> y = layer(torch.randn(2, 64, 16, 16))
+"""
+
+from moesaic.layers import PatchMoE, record_routing
+from moesaic.ops import backend
+from moesaic.record import Routing
+from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
+
+__version__ = "0.1.0.dev0"
+
+__all__ = [
+    "ExpertChoice",
+    "PatchMoE",
+    "Routing",
+    "SoftRouter",
+    "TokenChoice",
+    "__version__",
+    "backend",
+    "record_routing",
+]

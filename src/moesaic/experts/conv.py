@@ -1,0 +1,78 @@
+"""Stacked convolutions, any odd kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.checks import at_least_one
+from moesaic.experts.experts import Experts
+from moesaic.ops import ConvWeights, PatchSpec, run_conv
+from moesaic.record import Routing
+
+__all__ = ["ConvExperts"]
+
+
+class ConvExperts(Experts):
+    """E convolutions with "same" zero padding: ``weight`` (E, O, C, ks, ks), ``bias`` (E, O).
+
+    >>> experts = ConvExperts(8, 640, 80, kernel_size=3)
+    >>> len(experts), tuple(experts.weight.shape)
+    (8, (8, 80, 640, 3, 3))
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        *,
+        bias: bool = True,
+        norm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(experts, in_channels, out_channels, norm=norm, device=device, dtype=dtype)
+        at_least_one("ConvExperts", kernel_size=kernel_size)
+        if kernel_size % 2 == 0:
+            raise ValueError(
+                f"ConvExperts: kernel_size={kernel_size} has no centre pixel; use an odd size, "
+                f"{kernel_size - 1 or 1} or {kernel_size + 1}"
+            )
+        self.kernel_size = kernel_size
+        self.has_bias = bias
+        shape = (experts, out_channels, in_channels, kernel_size, kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, out_channels, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Each expert starts as ``nn.Conv2d`` does: uniform within ±1/√fan_in."""
+        bound = 1 / math.sqrt(self.in_channels * self.kernel_size**2)
+        nn.init.uniform_(self.weight, -bound, bound, generator=generator)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound, generator=generator)
+
+    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec) -> Tensor:
+        return run_conv(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> ConvExperts:
+        # model.to(memory_format=channels_last) takes 4-D weights only: show it the convolutions one after another
+        def applied(tensor: Tensor) -> Tensor:
+            if tensor.ndim != 5:
+                return fn(tensor)
+            return fn(tensor.flatten(0, 1)).unflatten(0, tensor.shape[:2])
+
+        super()._apply(applied, *args, **kwargs)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"{len(self)} × ({self.in_channels} → {self.out_channels}), kernel_size={self.kernel_size}, "
+            f"bias={self.has_bias}"
+        )

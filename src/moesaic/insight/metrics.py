@@ -1,0 +1,392 @@
+"""Numbers that say what a routing did: who works, how sure the choice was, who works on the same.
+
+Every function reads one ``Routing`` (join the passes over a data set with
+``record_routing(model, keep="all")``). Functions that return tensors leave them on the routing's
+device and never wait for it; functions that return Python numbers do wait. None of them builds an
+autograd graph: losses live in ``moesaic.routing``.
+
+*Load* counts the units an expert works on. A soft router sends every unit to every expert, so
+there the load is the total weight instead, and every set of units is the set of all units.
+
+Where nothing was routed (a batch of 0) a number is 0, a list is empty and an overlap is the
+identity: no expert overlaps with another, and none is called dead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic.record import Chooser, Routing, Unit
+
+__all__ = [
+    "Agreement",
+    "Summary",
+    "agreement",
+    "coverage",
+    "dead_experts",
+    "dispatch_entropy",
+    "load_share",
+    "overlap",
+    "routing_entropy",
+    "summary",
+    "utilisation",
+]
+
+Labels = Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]
+
+
+def load_share(routing: Routing) -> Tensor:
+    """(E,): each expert's share of the load, load_e / Σ load; the equal share is 1/E.
+
+    Where experts choose, each takes as many units as the others and the shares are equal by
+    construction; look at `overlap` there.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0], [0], [0], [1]]])                     # one image: four units choose one expert each
+    >>> routing = Routing("patch", torch.zeros(1, 4, 3), index, torch.ones(1, 4, 1), "unit", grid=(2, 2))
+    >>> load_share(routing).tolist()
+    [0.75, 0.25, 0.0]
+    """
+    load_E = routing.load.detach()
+    total = load_E.sum()
+    return load_E / torch.where(total > 0, total, 1)
+
+
+def dead_experts(routing: Routing, threshold: float = 0.1) -> list[int]:
+    """The experts whose share of the load is below ``threshold`` times the equal share 1/E.
+
+    An expert that works on nothing is dead at every threshold. If units exist and nobody works on
+    any (all were dropped), all experts are dead.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0], [0], [0], [1]]])
+    >>> routing = Routing("patch", torch.zeros(1, 4, 3), index, torch.ones(1, 4, 1), "unit", grid=(2, 2))
+    >>> dead_experts(routing), dead_experts(routing, threshold=0.8)      # the equal share is a third
+    ([2], [1, 2])
+    """
+    check_fraction("dead_experts", "threshold", threshold)
+    if routing.batch * routing.units == 0:
+        return []
+    return starved(load_share(routing).tolist(), threshold)
+
+
+def utilisation(routing: Routing) -> float:
+    """The effective number of experts over their number: exp(H(load shares)) / E, H the entropy.
+
+    1 when all experts carry the same load, 1/E when one carries all of it, 0 when there is none.
+    Always 1 where experts choose a fixed number of units.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0], [0], [1], [1]]])                     # two of four experts share the work
+    >>> utilisation(Routing("patch", torch.zeros(1, 4, 4), index, torch.ones(1, 4, 1), "unit", grid=(2, 2)))
+    0.5
+    """
+    share_E = load_share(routing).double().cpu()
+    if not share_E.any():
+        return 0.0
+    # rounding may carry the exponential a hair over E
+    return min(1.0, torch.special.entr(share_E).sum().exp().item() / routing.experts)
+
+
+def routing_entropy(routing: Routing, *, normalised: bool = False) -> float:
+    """How undecided the choosers were: the mean entropy, in nats, of the softmax of the scores each faced.
+
+    ============  ======================================================  =========
+    who chooses   the distribution                                        maximum
+    ============  ======================================================  =========
+    ``expert``    over the units of an image, for each expert             log N
+    ``unit``      over the experts, for each unit                         log E
+    ``soft``      over all slots of all experts, for each unit            log (E·S)
+    ============  ======================================================  =========
+
+    Scores are those before noise. ``normalised`` divides by the maximum, which puts every layer on
+    the scale from 0 (certain) to 1 (as good as random); where there is one option, it is 0.
+    NaN scores give NaN; `check_scores` finds them.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> undecided = Routing("patch", torch.zeros(1, 4, 2), torch.tensor([[[0], [1]]]), torch.ones(1, 2, 1), "expert")
+    >>> round(routing_entropy(undecided), 4), routing_entropy(undecided, normalised=True)    # log 4
+    (1.3863, 1.0)
+    """
+    if routing.batch * routing.units == 0:
+        return 0.0
+    scores = routing.scores.detach()
+    faced = scores.transpose(1, 2) if routing.chooser == "expert" else scores.flatten(2)
+    entropy = torch.special.entr(faced.softmax(-1)).sum(-1).mean().item()
+    options = faced.shape[-1]
+    if not normalised:
+        return entropy
+    return entropy / math.log(options) if options > 1 else 0.0
+
+
+def dispatch_entropy(routing: Routing, clusters: Labels) -> float:
+    """How mixed the experts' work is, in nats, given the clusters the data came from (Chen et al. 2022, eq. 6.1).
+
+    With n_km the number of units of cluster k that expert m works on, n_m = Σ_k n_km and n = Σ_m n_m,
+
+        entropy = − Σ_{m: n_m ≠ 0} (n_m / n) Σ_k (n_km / n_m) log (n_km / n_m)
+
+    0 when each expert works on one cluster only, log of the number of clusters when each works on
+    all of equally large clusters alike. It does not see whether an expert is idle, nor whether a
+    cluster is split among experts. A unit that goes to several experts counts at each of them.
+
+    ``clusters`` holds integer labels, any values: (B,) for images, whose units all carry the
+    image's label, or (B, N) for units.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0]], [[0]], [[1]], [[1]]])               # four samples, two to each expert
+    >>> routing = Routing("sample", torch.zeros(4, 1, 2), index, torch.ones(4, 1, 1), "unit")
+    >>> dispatch_entropy(routing, [7, 7, 9, 9])
+    0.0
+    >>> round(dispatch_entropy(routing, [7, 9, 7, 9]), 4)                # log 2
+    0.6931
+    """
+    label_BN = _cluster_labels(routing, clusters)
+    if label_BN.numel() == 0:
+        return 0.0
+    labels, cluster_BN = torch.unique(label_BN, return_inverse=True)
+    work_BNE = routing.weights.detach() if routing.chooser == "soft" else routing.mask.long()
+    # counts stay integers, exact however large the data set
+    count_kE = work_BNE.new_zeros(len(labels), routing.experts)
+    count_kE = count_kE.index_add(0, cluster_BN.flatten(), work_BNE.flatten(0, 1)).double().cpu()
+    count_E = count_kE.sum(0)
+    total = count_E.sum()
+    if total == 0:
+        return 0.0
+    entropy_E = torch.special.entr(count_kE / torch.where(count_E > 0, count_E, 1)).sum(0)
+    return (count_E / total @ entropy_E).item()
+
+
+def coverage(routing: Routing) -> float:
+    """The share of units that at least one expert works on; 1 where the router is soft.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0, 1], [1, 2]]])                         # two experts take two of four patches each
+    >>> coverage(Routing("patch", torch.zeros(1, 4, 2), index, torch.ones(1, 2, 2), "expert", grid=(2, 2)))
+    0.75
+    """
+    units = routing.batch * routing.units
+    return routing.mask.any(-1).sum().item() / units if units else 0.0
+
+
+def overlap(routing: Routing) -> Tensor:
+    """(E, E): how alike the experts' sets of units are, |U_e ∩ U_f| / |U_e ∪ U_f| (Jaccard), averaged over images.
+
+    1 where two experts always work on the same units, 0 where they never share one; the diagonal
+    is 1. Two experts that choose L of N units at random overlap by about L / (2N − L). Images in
+    which neither of the two works on anything do not count.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0, 1], [1, 2], [0, 1]]])
+    >>> routing = Routing("patch", torch.zeros(1, 4, 3), index, torch.ones(1, 3, 2), "expert", grid=(2, 2))
+    >>> [[round(value, 2) for value in row] for row in overlap(routing).tolist()]
+    [[1.0, 0.33, 1.0], [0.33, 1.0, 0.33], [1.0, 0.33, 1.0]]
+    """
+    works_BNE = routing.mask.to(routing.scores.dtype)
+    # the numbers of shared units are integers that bfloat16 could not hold
+    with torch.autocast(works_BNE.device.type, enabled=False):
+        both_BEE = works_BNE.mT @ works_BNE
+    size_BE = works_BNE.sum(1)
+    either_BEE = size_BE[:, :, None] + size_BE[:, None, :] - both_BEE
+    jaccard_BEE = both_BEE / either_BEE.clamp(min=1)
+    overlap_EE = jaccard_BEE.sum(0) / (either_BEE > 0).sum(0).clamp(min=1)
+    return torch.where(torch.eye(routing.experts, dtype=torch.bool, device=overlap_EE.device), 1.0, overlap_EE)
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Whether the routing found the patches that are known to matter; made by `agreement`, on the CPU."""
+
+    images: int
+    """Images with a known discriminative patch; the others count nowhere below."""
+    reached: float
+    """Share of images in which at least one discriminative patch reaches at least one expert."""
+    hit_rate: Tensor
+    """(E,): share of images in which the expert works on a discriminative patch."""
+    chance: Tensor
+    """(E,): the hit rate it would have if it chose as many units of each image at random."""
+    precision: Tensor
+    """(E,): share of the expert's work that is on discriminative patches; 0 for one that does none."""
+
+    def __str__(self) -> str:
+        columns = zip(self.hit_rate.tolist(), self.chance.tolist(), self.precision.tolist(), strict=True)
+        rows = [f"{e:6d}  {hit:8.3f}  {chance:6.3f}  {right:9.3f}" for e, (hit, chance, right) in enumerate(columns)]
+        return "\n".join(
+            [
+                f"a discriminative patch reaches some expert in {self.reached:.1%} of {self.images} images",
+                "expert  hit rate  chance  precision",
+                *rows,
+            ]
+        )
+
+
+def agreement(routing: Routing, discriminative: Labels) -> Agreement:
+    """How well the routing agrees with patches that are known to be discriminative.
+
+    ``discriminative`` names them by (B,) integers, the one such patch of each image, or by (B, N)
+    booleans, True on each of them; images without any are left out. Compare ``hit_rate`` with
+    ``chance``: an expert that takes many patches hits often for no merit.
+
+    With L patches per expert and one discriminative patch per image, precision is at most 1/L.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0], [3]], [[2], [3]]])                   # two images, two experts, one patch each
+    >>> routing = Routing("patch", torch.zeros(2, 4, 2), index, torch.ones(2, 2, 1), "expert", grid=(2, 2))
+    >>> print(agreement(routing, torch.tensor([0, 2])))                  # patch 0 of the first, patch 2 of the second
+    a discriminative patch reaches some expert in 100.0% of 2 images
+    expert  hit rate  chance  precision
+         0     1.000   0.250      1.000
+         1     0.000   0.250      0.000
+    """
+    marked_BN = _marked_units(routing, discriminative)
+    known_B = marked_BN.any(1)
+    marked_BN, mask_BNE = marked_BN[known_B], routing.mask.cpu()[known_B]
+    images = len(mask_BNE)
+    found_BNE = mask_BNE & marked_BN[:, :, None]
+    hit_BE = found_BNE.any(1)
+    chance_BE = _chance_of_a_hit(mask_BNE.sum(1), marked_BN.sum(1), routing.units)
+    return Agreement(
+        images=images,
+        reached=hit_BE.any(1).sum().item() / max(1, images),
+        hit_rate=hit_BE.sum(0) / max(1, images),
+        chance=chance_BE.sum(0) / max(1, images),
+        precision=found_BNE.sum((0, 1)) / mask_BNE.sum((0, 1)).clamp(min=1),
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The headline numbers of a routing; made by `summary`, printed as a small table."""
+
+    unit: Unit
+    chooser: Chooser
+    batch: int
+    units: int
+    load_share: tuple[float, ...]
+    dead_experts: tuple[int, ...]
+    utilisation: float
+    routing_entropy: float
+    """Normalised: 0 certain, 1 as good as random."""
+    coverage: float
+    overlap: float
+    """Mean over the pairs of different experts; 0 for one expert."""
+
+    def __str__(self) -> str:
+        who = {"expert": "experts choose", "unit": f"{self.unit}s choose", "soft": "nobody chooses (soft)"}
+        experts = len(self.load_share)
+        dead = ", ".join(map(str, self.dead_experts)) or "none"
+        return "\n".join(
+            [
+                f"{self.batch} images × {self.units} units ({self.unit}), {experts} experts, {who[self.chooser]}",
+                f"load share       {' '.join(f'{share:.3f}' for share in self.load_share)}  (equal {1 / experts:.3f})",
+                f"dead experts     {dead}",
+                f"utilisation      {self.utilisation:.3f}",
+                f"routing entropy  {self.routing_entropy:.3f}  (0 certain, 1 as good as random)",
+                f"coverage         {self.coverage:.3f}",
+                f"overlap          {self.overlap:.3f}  (mean over pairs of experts)",
+            ]
+        )
+
+
+def summary(routing: Routing) -> Summary:
+    """The headline numbers of a routing, at the functions' default settings.
+
+    >>> import torch
+    >>> from moesaic.record import Routing
+    >>> index = torch.tensor([[[0, 1], [1, 2]]])
+    >>> print(summary(Routing("patch", torch.zeros(1, 4, 2), index, torch.ones(1, 2, 2), "expert", grid=(2, 2))))
+    1 images × 4 units (patch), 2 experts, experts choose
+    load share       0.500 0.500  (equal 0.500)
+    dead experts     none
+    utilisation      1.000
+    routing entropy  1.000  (0 certain, 1 as good as random)
+    coverage         0.750
+    overlap          0.333  (mean over pairs of experts)
+    """
+    return Summary(
+        unit=routing.unit,
+        chooser=routing.chooser,
+        batch=routing.batch,
+        units=routing.units,
+        load_share=tuple(load_share(routing).tolist()),
+        dead_experts=tuple(dead_experts(routing)),
+        utilisation=utilisation(routing),
+        routing_entropy=routing_entropy(routing, normalised=True),
+        coverage=coverage(routing),
+        overlap=mean_of_pairs(overlap(routing)).item(),
+    )
+
+
+def starved(shares: Sequence[float], threshold: float) -> list[int]:
+    """The experts whose share is below ``threshold`` times the equal share."""
+    return [e for e, share in enumerate(shares) if share < threshold / len(shares)]
+
+
+def mean_of_pairs(matrix_EE: Tensor) -> Tensor:
+    """The mean over pairs of different experts, 0 where there is no pair."""
+    experts = len(matrix_EE)
+    return (matrix_EE.sum() - matrix_EE.trace()) / max(1, experts * (experts - 1))
+
+
+def check_fraction(who: str, name: str, value: float) -> None:
+    if not 0 < value <= 1:
+        raise ValueError(f"{who}: {name}={value} is out of range; use a number above 0 and at most 1")
+
+
+def _cluster_labels(routing: Routing, clusters: Labels) -> Tensor:
+    """(B, N) integer labels of units."""
+    labels = torch.as_tensor(clusters, device=routing.scores.device)
+    if labels.is_floating_point() or labels.is_complex():
+        raise TypeError(f"dispatch_entropy: clusters are {labels.dtype}; labels are integers: use clusters.long()")
+    B, N = routing.batch, routing.units
+    if labels.shape not in ((B,), (B, N)):
+        raise ValueError(
+            f"dispatch_entropy: clusters have shape {tuple(labels.shape)}; give ({B},), a label for each image, "
+            f"or ({B}, {N}), a label for each unit"
+        )
+    return labels if labels.ndim == 2 else labels[:, None].expand(B, N)
+
+
+def _marked_units(routing: Routing, discriminative: Labels) -> Tensor:
+    """(B, N) booleans on the CPU: the discriminative units."""
+    given = torch.as_tensor(discriminative).cpu()
+    B, N = routing.batch, routing.units
+    marks = given.dtype == torch.bool
+    if given.shape != ((B, N) if marks else (B,)) or given.is_floating_point() or given.is_complex():
+        wrong = TypeError if given.shape in ((B,), (B, N)) else ValueError
+        raise wrong(
+            f"agreement: discriminative is {given.dtype} of shape {tuple(given.shape)}; give integers of shape ({B},), "
+            f"the discriminative patch of each image, or booleans of shape ({B}, {N}), True on each such patch"
+        )
+    if marks:
+        return given
+    if ((given < 0) | (given >= N)).any():
+        raise ValueError(
+            f"agreement: discriminative names patches from {given.min()} to {given.max()}; an image has the "
+            f"patches 0 to {N - 1}, counted row by row"
+        )
+    return given[:, None] == torch.arange(N)
+
+
+def _chance_of_a_hit(taken_BE: Tensor, marked_B: Tensor, units: int) -> Tensor:
+    """(B, E): 1 − C(N−d, l) / C(N, l), the chance that l of N units, drawn at random, hold one of d marked ones."""
+    taken = taken_BE.double()
+    spared = units - marked_B[:, None].double()
+    log_miss = torch.lgamma(spared + 1) - torch.lgamma((spared - taken).clamp(min=0) + 1)
+    log_miss = log_miss - math.lgamma(units + 1) + torch.lgamma(units - taken + 1)
+    return torch.where(taken > spared, 1.0, 1 - log_miss.exp())

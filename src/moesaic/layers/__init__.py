@@ -1,0 +1,6 @@
+"""What is routed: layers that join a router, experts and a backend; and a way to look at their routing."""
+
+from moesaic.layers.patch_moe import PatchMoE
+from moesaic.layers.routed import Observer, Routed, observe, record_routing, routed_layers
+
+__all__ = ["Observer", "PatchMoE", "Routed", "observe", "record_routing", "routed_layers"]

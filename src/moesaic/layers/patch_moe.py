@@ -1,0 +1,231 @@
+"""``PatchMoE``: a convolution whose experts each work on the patches routed to them.
+
+Chowdhury et al. 2023, Section 3, for feature maps of any depth; the released WRN block is
+``gate="softmax_all", gate_on="input", expert_norm=True``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.experts import ConvExperts, Experts
+from moesaic.layers.routed import Routed
+from moesaic.ops import Combine, Context, GateOn, PatchSpec
+from moesaic.record import Routing
+from moesaic.routing import ExpertChoice, Router, SoftRouter
+from moesaic.routing.expert_choice import ExpertGate
+
+__all__ = ["PatchMoE"]
+
+
+class PatchMoE(Routed):
+    """Routes the patches of a map (B, C, H, W) to experts and returns a map (B, C', H, W).
+
+    Expert e has a mask M_e (1 on its patches, else 0) and a gate map G_e (its gate there, else 0):
+
+        gate_on="output":  y_e = G_e ⊙ conv_e(f_e(M_e ⊙ x))
+        gate_on="input":   y_e = conv_e(f_e(G_e ⊙ x))
+
+    f_e is the identity, or ReLU ∘ BatchNorm_e over the whole masked map with ``expert_norm``.
+    Only the chosen patches are computed: L/N of the dense convolution's multiply-adds.
+
+    Args:
+        in_channels: channels of the map.
+        out_channels: channels of the result.
+        experts: how many convolutions, or an ``Experts`` object such as ``MLPExperts``, which then
+            brings its own kernel, bias and norm.
+        patches_per_expert: L, how many patches of each image an expert takes.
+        patch_size: p, patches are p×p pixels of the map.
+        kernel_size: of the experts, odd.
+        gate: ``"softmax_selected"``, ``"softmax_all"`` or ``"one"``; see ``ExpertChoice``.
+        gate_on: whether the gate scales an expert's output or its input.
+        context: ``"map"``: a convolution sees across the borders between its patches; ``"patch"``:
+            each patch is on its own, zero-padded.
+        expert_norm: BatchNorm and ReLU of each expert's masked map in front of it.
+        combine: ``"concat"``: each expert owns out_channels / experts channels; ``"sum"``: each
+            gives all of them.
+        bias: whether the experts have one.
+        router: any other router in place of expert choice; it brings its own gate, patch size and
+            patch count.
+
+    >>> import torch, moesaic
+    >>> layer = moesaic.PatchMoE(64, 64, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3)
+    >>> layer(torch.randn(2, 64, 16, 16)).shape
+    torch.Size([2, 64, 16, 16])
+
+    Its arguments are readable as attributes; ``experts`` and ``router`` are the modules, and
+    ``len(layer.experts)`` the count.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        *,
+        experts: int | Experts,
+        patches_per_expert: int | None = None,
+        patch_size: int = 1,
+        kernel_size: int = 1,
+        gate: ExpertGate = "softmax_selected",
+        gate_on: GateOn = "output",
+        context: Context = "map",
+        expert_norm: bool = False,
+        combine: Combine = "concat",
+        bias: bool = True,
+        router: Router | nn.Module | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        at_least_one("PatchMoE", in_channels=in_channels, out_channels=out_channels)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.gate_on: GateOn = one_of("PatchMoE", "gate_on", gate_on, get_args(GateOn))
+        self.context: Context = one_of("PatchMoE", "context", context, get_args(Context))
+        self.combine: Combine = one_of("PatchMoE", "combine", combine, get_args(Combine))
+        if isinstance(experts, Experts):
+            self.experts = experts
+        else:
+            at_least_one("PatchMoE", experts=experts)
+            width = self._expert_width(experts)
+            self.experts = ConvExperts(
+                experts, in_channels, width, kernel_size, bias=bias, norm=expert_norm, device=device, dtype=dtype
+            )
+        self._check_experts(self.experts)
+        self.expert_norm = self.experts.norm is not None
+        self.kernel_size = self.experts.kernel_size
+        self.bias = self.experts.has_bias
+        if router is None:
+            if patches_per_expert is None:
+                raise TypeError("PatchMoE: patches_per_expert is missing; say how many patches each expert takes")
+            router = ExpertChoice(
+                in_channels, len(self.experts), patches_per_expert, patch_size, gate=gate, device=device, dtype=dtype
+            )
+        self.router = router
+        self.patch_size: int = getattr(router, "patch_size", patch_size)
+        self.patches_per_expert: int | None = getattr(router, "patches_per_expert", None)
+        self.gate: str | None = getattr(router, "gate", None)
+        if isinstance(router, SoftRouter):
+            self._check_soft()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check_input(x)
+        routing = self._emit(self.route(x))
+        if routing.chooser == "soft":
+            return self._run_soft(x, routing)
+        spec = PatchSpec(self.patch_size, self.gate_on, self.context, self.combine)
+        return self.experts(x, routing, spec)
+
+    def route(self, x: Tensor) -> Routing:
+        """What the router chooses for a map, without running the experts."""
+        routing = self.router(x)
+        if routing.experts != len(self.experts):
+            raise ValueError(
+                f"PatchMoE: the router routes to {routing.experts} experts, but the layer has {len(self.experts)}; "
+                "build both for the same number"
+            )
+        grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
+        if routing.grid != grid:
+            raise ValueError(
+                f"PatchMoE: the router returned a grid of {routing.grid} for a map of {grid[0]}×{grid[1]} patches; "
+                f"its patch_size must be the layer's, {self.patch_size}"
+            )
+        return routing
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, gate_on={self.gate_on!r}, context={self.context!r}, "
+            f"combine={self.combine!r}"
+        )
+
+    def _run_soft(self, x: Tensor, routing: Routing) -> Tensor:
+        """Mix patches into slots, run each expert on its slots as patches of their own, mix back."""
+        self._check_soft()
+        assert routing.dispatch is not None and routing.grid is not None
+        p, (rows, columns) = self.patch_size, routing.grid
+        B, E, S = routing.batch, routing.experts, routing.dispatch.shape[3]
+        patches = x.reshape(B, -1 if B else x.shape[1], rows, p, columns, p).movedim(4, 3).flatten(2, 3)
+        slots = torch.einsum("bnes,bcnij->bciesj", routing.dispatch.to(x.dtype), patches).flatten(3)
+        own = torch.arange(E * S, device=x.device).view(1, E, S).expand(B, E, S)
+        slot_routing = Routing(
+            "patch",
+            scores=routing.scores.new_zeros(B, E * S, E),
+            index=own,
+            gate=torch.ones_like(own, dtype=routing.gate.dtype),
+            chooser="expert",
+            grid=(1, E * S),
+            may_drop=False,
+        )
+        y = self.experts(slots, slot_routing, PatchSpec(p, "output", "patch", "sum"))
+        y = y.unflatten(3, (E, S, p))
+        keep = "eo" if self.combine == "concat" else "o"
+        y = torch.einsum(f"bnes,boiesj->b{keep}nij", routing.gate.to(y.dtype), y)
+        y = y.flatten(1, 2) if self.combine == "concat" else y
+        return y.unflatten(2, (rows, columns)).movedim(4, 3).flatten(4, 5).flatten(2, 3)
+
+    def _expert_width(self, experts: int) -> int:
+        if self.combine == "sum":
+            return self.out_channels
+        if self.out_channels % experts:
+            lower, upper = self.out_channels // experts * experts, (self.out_channels // experts + 1) * experts
+            fits = f"{lower} or {upper}" if lower else f"{upper}"
+            raise ValueError(
+                f"PatchMoE: out_channels={self.out_channels} cannot be shared by experts={experts} under "
+                f"combine='concat'; use out_channels={fits}, another number of experts, or combine='sum'"
+            )
+        return self.out_channels // experts
+
+    def _check_experts(self, experts: Experts) -> None:
+        width = self._expert_width(len(experts))
+        if experts.in_channels != self.in_channels or experts.out_channels != width:
+            raise ValueError(
+                f"PatchMoE: the experts map {experts.in_channels} to {experts.out_channels} channels each, but "
+                f"in_channels={self.in_channels}, out_channels={self.out_channels} under combine={self.combine!r} "
+                f"needs {self.in_channels} to {width}"
+            )
+
+    def _check_soft(self) -> None:
+        for option, value, needed, why in (
+            ("gate_on", self.gate_on, "output", "a slot's weight applies to what comes out of it"),
+            ("expert_norm", self.expert_norm, False, "slots are mixtures, so there is no masked map to normalise"),
+            ("context", self.context if self.kernel_size > 1 else "patch", "patch", "slots have no neighbours"),
+        ):
+            if value != needed:
+                raise ValueError(f"PatchMoE: {option}={value!r} has no meaning under SoftRouter: {why}; use {needed!r}")
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.ndim != 4:
+            raise ValueError(
+                f"PatchMoE: takes maps (B, C, H, W), got {x.ndim} axes {tuple(x.shape)}; "
+                "give a single image a batch axis with x[None], and tokens (B, N, C) a grid with "
+                "x.transpose(1, 2).unflatten(2, (H, W))"
+            )
+        if x.shape[1] != self.in_channels:
+            raise ValueError(
+                f"PatchMoE: in_channels={self.in_channels}, got a map of {x.shape[1]} channels {tuple(x.shape)}; "
+                "axes are (B, C, H, W)"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"PatchMoE: takes floating-point maps, got {x.dtype}; convert with x.float() / 255 or so")
+        if x.dtype != self.experts.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
+                ".to(dtype), or run under torch.autocast"
+            )
+        H, W, p = x.shape[2], x.shape[3], self.patch_size
+        if H % p or W % p or not H or not W:
+            raise ValueError(f"PatchMoE: a {H}×{W} map is not divisible into {p}×{p} patches; {_way_out(H, W, p)}")
+
+
+def _way_out(H: int, W: int, p: int) -> str:
+    pad = f"pad it to {max(math.ceil(H / p), 1) * p}×{max(math.ceil(W / p), 1) * p}"
+    common = math.gcd(H, W)
+    divisors = [d for d in range(1, common + 1) if common % d == 0]
+    near = [max((d for d in divisors if d < p), default=0), min((d for d in divisors if d > p), default=0)]
+    fits = " or ".join(str(d) for d in near if d)
+    return f"{pad} or use patch_size={fits}" if fits else pad

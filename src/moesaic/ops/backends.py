@@ -1,0 +1,198 @@
+"""The one dispatch point: which backend runs the experts of a routed map.
+
+A backend implements two operations, ``conv`` and ``mlp``, with the meaning the ``reference``
+backend spells out. It registers itself by name; layers call ``run_conv`` and ``run_mlp`` and
+never learn who ran them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from moesaic.checks import one_of
+from moesaic.record import Routing
+
+__all__ = [
+    "Activation",
+    "Backend",
+    "Combine",
+    "Context",
+    "ConvWeights",
+    "GateOn",
+    "MLPWeights",
+    "Norm",
+    "PatchSpec",
+    "backend",
+    "backends",
+    "register_backend",
+    "run_conv",
+    "run_mlp",
+    "select_backend",
+]
+
+GateOn = Literal["output", "input"]
+Context = Literal["map", "patch"]
+Combine = Literal["concat", "sum"]
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class PatchSpec:
+    """How patches of a map meet the experts; the meaning of each option is ``PatchMoE``'s."""
+
+    patch_size: int
+    gate_on: GateOn
+    context: Context
+    combine: Combine
+
+
+@dataclass(frozen=True)
+class Norm:
+    """BatchNorm of each expert's masked map, followed by ReLU; tensors are (E, C).
+
+    In training the running statistics are updated in place.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    running_mean: Tensor
+    running_var: Tensor
+    momentum: float
+    eps: float
+    training: bool
+
+
+@dataclass(frozen=True)
+class ConvWeights:
+    """Stacked convolutions. ``weight`` (E, O, C, ks, ks) has the dtype to compute in."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class MLPWeights:
+    """Stacked two-layer perceptrons, applied to each pixel: C → J → O."""
+
+    weight_in: Tensor
+    """(E, J, C)"""
+    bias_in: Tensor | None
+    weight_out: Tensor
+    """(E, O, J)"""
+    bias_out: Tensor | None
+    activation: Activation
+
+
+class Backend(Protocol):
+    """What a backend offers. Both operations take a map (B, C, H, W) and return (B, O', H, W).
+
+    O' is E·O for ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype.
+    """
+
+    name: str
+
+    def refusal(self, x: Tensor, routing: Routing) -> str | None:
+        """Why this backend cannot run here, or None if it can."""
+        ...
+
+    def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor: ...
+
+    def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor: ...
+
+
+_registered: dict[str, Backend] = {}
+_asked_for: str | None = None
+
+
+def register_backend(candidate: Backend) -> None:
+    """Make a backend known by its name; those registered later are preferred where they fit."""
+    _registered[candidate.name] = candidate
+
+
+def backends() -> list[str]:
+    """The names of the registered backends, the preferred one last.
+
+    >>> backends()
+    ['reference', 'torch']
+    """
+    return list(_registered)
+
+
+class backend(ContextDecorator):
+    """Run everything inside the block on the backend of that name, instead of the fastest that fits.
+
+    Works as a decorator too. The choice holds for the whole process, not for one thread.
+
+    >>> import torch, moesaic
+    >>> layer, x = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=3), torch.randn(1, 4, 5, 5)
+    >>> with moesaic.backend("reference"):
+    ...     y = layer(x)
+    >>> torch.allclose(y, layer(x), atol=1e-6)
+    True
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = one_of("backend", "name", name, list(_registered))
+        self._before: list[str | None] = []
+
+    def __enter__(self) -> backend:
+        global _asked_for
+        self._before.append(_asked_for)
+        _asked_for = self.name
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        global _asked_for
+        _asked_for = self._before.pop()
+
+
+def select_backend(x: Tensor, routing: Routing) -> Backend:
+    """The backend asked for with ``backend(...)``, or else the preferred one that fits."""
+    if _asked_for is not None:
+        chosen = _registered[_asked_for]
+        refusal = chosen.refusal(x, routing)
+        if refusal is not None:
+            raise ValueError(f"backend {chosen.name!r} cannot run this: {refusal}; leave the choice to moesaic")
+        return chosen
+    for name in reversed(_registered):
+        if _registered[name].refusal(x, routing) is None:
+            return _registered[name]
+    raise RuntimeError(f"no backend fits a {x.dtype} map on {x.device}; known are {', '.join(_registered)}")
+
+
+def run_conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
+    """Run stacked convolutions over the routed patches of a map."""
+    dtype = _compute_dtype(x)
+    cast = ConvWeights(experts.weight.to(dtype), _to(experts.bias, dtype))
+    with torch.autocast(x.device.type, enabled=False):
+        return select_backend(x, routing).conv(x, routing, cast, norm, spec)
+
+
+def run_mlp(x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
+    """Run stacked perceptrons over the routed patches of a map, pixel by pixel."""
+    dtype = _compute_dtype(x)
+    cast = MLPWeights(
+        experts.weight_in.to(dtype),
+        _to(experts.bias_in, dtype),
+        experts.weight_out.to(dtype),
+        _to(experts.bias_out, dtype),
+        experts.activation,
+    )
+    with torch.autocast(x.device.type, enabled=False):
+        return select_backend(x, routing).mlp(x, routing, cast, norm, spec)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)

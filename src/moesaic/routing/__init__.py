@@ -1,0 +1,21 @@
+"""Who chooses: scores in, a ``Routing`` record out; and losses that keep a choice balanced."""
+
+from moesaic.record import NOBODY, Routing
+from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
+from moesaic.routing.expert_choice import ExpertChoice
+from moesaic.routing.router import Router
+from moesaic.routing.soft import SoftRouter
+from moesaic.routing.token_choice import TokenChoice
+
+__all__ = [
+    "NOBODY",
+    "ExpertChoice",
+    "Router",
+    "Routing",
+    "SoftRouter",
+    "TokenChoice",
+    "entropy_loss",
+    "importance_loss",
+    "load_balance_loss",
+    "z_loss",
+]

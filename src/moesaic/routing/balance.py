@@ -1,0 +1,87 @@
+"""Balance losses: plain functions of a ``Routing``, each a scalar to add to the task's loss.
+
+Expert choice needs none of the first two, for its loads are equal by construction; routers in
+which units choose do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesaic.record import Routing
+
+__all__ = ["entropy_loss", "importance_loss", "load_balance_loss", "z_loss"]
+
+
+def load_balance_loss(routing: Routing) -> Tensor:
+    """E · Σ_e f_e · P_e (Fedus et al. 2022, eq. 4): 1 when balanced, up to E when one expert takes all.
+
+    f_e is the share of the assignments that went to expert e, P_e the mean softmax probability of
+    expert e; the gradient flows through P.
+
+    >>> import torch
+    >>> from moesaic import TokenChoice
+    >>> even = TokenChoice(1, experts=2).choose(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
+    >>> round(float(load_balance_loss(even)), 4)
+    1.0
+    """
+    probability_E = _scores_BNE(routing).softmax(-1).sum((0, 1)) / max(routing.batch * routing.units, 1)
+    load_E = routing.load.to(probability_E.dtype)
+    share_E = load_E / load_E.sum().clamp_min(1)
+    return routing.experts * (share_E * probability_E).sum()
+
+
+def importance_loss(routing: Routing) -> Tensor:
+    """The squared coefficient of variation of the experts' total gates (Shazeer et al. 2017, eqs. 6–7).
+
+    >>> import torch
+    >>> from moesaic import TokenChoice
+    >>> even = TokenChoice(1, experts=2).choose(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
+    >>> float(importance_loss(even))
+    0.0
+    """
+    importance_E = routing.weights.sum((0, 1))
+    mean = importance_E.mean()
+    return importance_E.var(correction=0) / mean.square().clamp_min(torch.finfo(mean.dtype).tiny)
+
+
+def z_loss(routing: Routing) -> Tensor:
+    """mean (log Σ exp scores)² over the axis along which the router chose (Zoph et al. 2022, eq. 5).
+
+    It keeps scores small, where softmax is exact and its gradient alive.
+
+    >>> import torch
+    >>> from moesaic import TokenChoice
+    >>> round(float(z_loss(TokenChoice(1, experts=4).choose(torch.zeros(1, 9, 4)))), 4)     # (log 4)²
+    1.9218
+    """
+    return _mean(_choices(routing).logsumexp(-1).square())
+
+
+def entropy_loss(routing: Routing) -> Tensor:
+    """Mean entropy, in nats, of the softmax over the axis along which the router chose.
+
+    Add it to make the choice decided, subtract it to keep the router exploring.
+
+    >>> import torch
+    >>> from moesaic import TokenChoice
+    >>> round(float(entropy_loss(TokenChoice(1, experts=4).choose(torch.zeros(1, 9, 4)))), 4)  # log 4
+    1.3863
+    """
+    log_p = _choices(routing).log_softmax(-1)
+    return _mean(-(log_p.exp() * log_p).sum(-1))
+
+
+def _scores_BNE(routing: Routing) -> Tensor:
+    return routing.scores if routing.scores.ndim == 3 else routing.scores.logsumexp(-1)
+
+
+def _choices(routing: Routing) -> Tensor:
+    """Scores with the alternatives a chooser had along the last axis."""
+    return routing.scores.transpose(1, 2) if routing.chooser == "expert" else routing.scores.flatten(2)
+
+
+def _mean(values: Tensor) -> Tensor:
+    """The mean, and 0 of an empty batch."""
+    return values.sum() / max(values.numel(), 1)

@@ -1,0 +1,83 @@
+"""The base of the routers: a linear score for every unit and expert, then a choice.
+
+A patch's score for an expert is the expert's p×p kernel applied to the patch, without bias
+(Chowdhury et al. 2023, Section 3.1: g = ⟨w_s, x^(j)⟩). To write a router, subclass ``Router``
+and implement ``choose``.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.checks import at_least_one
+from moesaic.record import Routing, Unit
+
+__all__ = ["Router", "best"]
+
+
+class Router(nn.Module):
+    """Scores the patches of a map with one kernel per expert: ``weight`` (E, C, p, p).
+
+    Scores are computed in float32 at least, whatever the dtype of the map and of autocast: a
+    rounded score may choose another patch, and that error is not small.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        experts: int,
+        patch_size: int = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        at_least_one(type(self).__name__, in_channels=in_channels, experts=experts, patch_size=patch_size)
+        self.in_channels = in_channels
+        self.experts = experts
+        self.patch_size = patch_size
+        self.weight = nn.Parameter(torch.empty(experts, in_channels, patch_size, patch_size, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Small random kernels: the choice starts out random, the gates nearly even."""
+        fan_in = self.in_channels * self.patch_size**2
+        nn.init.normal_(self.weight, std=0.1 / math.sqrt(fan_in), generator=generator)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, N, E), patches in reading order."""
+        p = self.patch_size
+        B, C, H, W = x.shape
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            # One matrix product over patches in one order: the same numbers for every memory
+            # format, and no TF32, which convolutions would use.
+            patches = x.to(dtype).view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 3, 5, 1)
+            kernels = self.weight.to(dtype).permute(2, 3, 1, 0)
+            return patches.reshape(B, (H // p) * (W // p), p * p * C) @ kernels.reshape(p * p * C, -1)
+
+    def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
+        """The choice itself: scores (B, N, E) in, the record of who works on what out."""
+        raise TypeError(f"{type(self).__name__} is a Router without a choice: implement choose(scores, unit, grid)")
+
+    def forward(self, x: Tensor) -> Routing:
+        grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
+        return self.choose(self.scores(x), unit="patch", grid=grid)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, experts={self.experts}, patch_size={self.patch_size}"
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """The indices of the ``count`` largest scores along the last axis, best first; ties go to the lower index.
+
+    >>> best(torch.tensor([1.0, 3.0, 3.0, 0.0]), 2).tolist()
+    [1, 2]
+    """
+    if torch.onnx.is_in_onnx_export():
+        # ONNX has no stable sort, but its TopK breaks ties as we do; torch.topk promises nothing.
+        return scores.topk(count).indices
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

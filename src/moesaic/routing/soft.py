@@ -1,0 +1,73 @@
+"""Nobody chooses: each slot of an expert holds a convex mixture of all units (soft MoE).
+
+Puigcerver et al. 2024. Dispatch is a softmax over units, combine a softmax over slots, both of
+the same scores; units and slot kernels are scaled to unit length, with one learned scale.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moesaic.checks import at_least_one
+from moesaic.record import Routing, Unit
+from moesaic.routing.router import Router
+
+__all__ = ["SoftRouter"]
+
+
+class SoftRouter(Router):
+    """Fills ``slots_per_expert`` slots per expert with mixtures of patches; ``weight`` is (E·S, C, p, p).
+
+    >>> import torch, moesaic
+    >>> router = moesaic.SoftRouter(3, experts=4, slots_per_expert=2, patch_size=8)
+    >>> routing = router(torch.randn(5, 3, 32, 32))
+    >>> routing.dispatch.shape                                      # each slot's mixture of 16 patches
+    torch.Size([5, 16, 4, 2])
+    >>> bool(torch.allclose(routing.dispatch.sum(1), torch.ones(())))
+    True
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        experts: int,
+        slots_per_expert: int = 1,
+        patch_size: int = 1,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        at_least_one("SoftRouter", experts=experts, slots_per_expert=slots_per_expert)
+        super().__init__(in_channels, experts * slots_per_expert, patch_size, device=device, dtype=dtype)
+        self.experts = experts
+        self.slots_per_expert = slots_per_expert
+        self.scale = nn.Parameter(torch.ones((), device=device, dtype=dtype))
+
+    def scores(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) → (B, N, E·S): cosines between patches and slot kernels, times the scale."""
+        p = self.patch_size
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        dots = super().scores(x)
+        with torch.autocast(x.device.type, enabled=False):
+            energy = F.avg_pool2d(x.to(dtype).square().sum(1, keepdim=True), p, divisor_override=1)
+            length_patch = energy.flatten(1).unsqueeze(-1).clamp_min(1e-12).sqrt()
+            length_kernel = self.weight.to(dtype).flatten(1).norm(dim=1).clamp_min(1e-6)
+            return dots / length_patch / length_kernel * self.scale.to(dtype)
+
+    def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
+        shape = (*scores.shape[:2], self.experts, self.slots_per_expert)
+        return Routing(
+            unit,
+            scores=scores.view(shape),
+            index=None,
+            gate=scores.softmax(2).view(shape),
+            chooser="soft",
+            grid=grid,
+            dispatch=scores.softmax(1).view(shape),
+            may_drop=False,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, slots_per_expert={self.slots_per_expert}"
