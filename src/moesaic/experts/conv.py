@@ -66,7 +66,7 @@ class ConvExperts(Experts):
         def applied(tensor: Tensor) -> Tensor:
             if tensor.ndim != 5:
                 return fn(tensor)
-            return fn(tensor.flatten(0, 1)).unflatten(0, tensor.shape[:2])
+            return fn(tensor.flatten(0, 1)).view(tensor.shape)
 
         super()._apply(applied, *args, **kwargs)
         return self

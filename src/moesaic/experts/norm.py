@@ -47,9 +47,7 @@ class ExpertNorm(nn.Module):
             raise ValueError(
                 "ExpertNorm: one value per channel has no variance to train on; use a larger batch or map, or eval()"
             )
-        return Norm(
-            self.weight, self.bias, self.running_mean, self.running_var, self.momentum, self.eps, self.training
-        )
+        return Norm(self.weight, self.bias, self.running_mean, self.running_var, self.momentum, self.eps, self.training)
 
     def extra_repr(self) -> str:
         experts, channels = self.weight.shape

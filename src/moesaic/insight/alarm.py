@@ -7,7 +7,7 @@ ends; a model that nobody watches pays nothing.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -16,11 +16,15 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from moesaic.insight.metrics import check_fraction, mean_of_pairs, overlap, starved
-from moesaic.layers.routed import Routed, observe
+from moesaic.checks import at_least_one
+from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, starved
+from moesaic.layers import Routed, observe
 from moesaic.record import Routing
 
 __all__ = ["CollapseAlarm", "CollapseWarning", "check_scores"]
+
+
+_ROUNDING = 1e-6
 
 
 class CollapseWarning(UserWarning):
@@ -31,7 +35,7 @@ class CollapseWarning(UserWarning):
 class _Window:
     """What a layer did since the alarm last looked, summed on the layer's device."""
 
-    load_E: Tensor
+    load: Tensor
     overlap: Tensor
     overlap_by_chance: Tensor
     images: int = 0
@@ -68,8 +72,7 @@ class CollapseAlarm:
     """
 
     def __init__(self, model: nn.Module, *, every: int = 100, threshold: float = 0.1, copies: float = 0.9) -> None:
-        if every < 1:
-            raise ValueError(f"CollapseAlarm: every={every} is out of range; look every 1 or more passes")
+        at_least_one("CollapseAlarm", every=every)
         check_fraction("CollapseAlarm", "threshold", threshold)
         check_fraction("CollapseAlarm", "copies", copies)
         self.model = model
@@ -84,8 +87,9 @@ class CollapseAlarm:
     def __enter__(self) -> Self:
         if self._observing is not None:
             raise RuntimeError("CollapseAlarm: already watching; leave its `with` block before entering it again")
-        self._observing = observe(self.model, self._hear)
-        self._observing.__enter__()
+        observing = observe(self.model, self._hear)
+        observing.__enter__()
+        self._observing = observing
         return self
 
     def __exit__(
@@ -110,7 +114,7 @@ class CollapseAlarm:
         if window is None:
             nothing = torch.zeros((), device=load_E.device)
             window = self._windows[name] = _Window(torch.zeros_like(load_E), nothing, nothing)
-        window.load_E = window.load_E + load_E
+        window.load = window.load + load_E
         window.images += routing.batch
         if routing.chooser == "expert":
             window.overlap = window.overlap + routing.batch * mean_of_pairs(overlap(routing))
@@ -123,21 +127,19 @@ class CollapseAlarm:
         if finding:
             # first, for the warning may be an error that somebody catches
             self._warned.add(name)
-            where = f"layer {name!r}" if name else "the layer"
-            message = f"{where}, last {self.every} of {self._passes[name]} training passes: {finding}"
-            warnings.warn(f"CollapseAlarm: {message}", CollapseWarning, stacklevel=2)
+            when = f"last {self.every} of {self._passes[name]} training passes"
+            warnings.warn(f"CollapseAlarm: {_place(name)}, {when}: {finding}", CollapseWarning, stacklevel=2)
 
     def _deaths(self, window: _Window) -> str:
-        load: list[float] = window.load_E.tolist()
-        total = sum(load)
-        shares = [units / total if total else 0.0 for units in load]
-        dead = starved(shares, self.threshold)
+        load = floats(window.load)
+        dead = starved(load, self.threshold)
         if not dead:
             return ""
-        equal = 1 / len(shares)
-        named = ", ".join(f"{e} ({shares[e]:.2%} of the load)" for e in dead)
+        total = sum(load) or 1
+        equal = 1 / len(load)
+        named = ", ".join(f"{e} ({load[e] / total:.2%} of the load)" for e in dead)
         return (
-            f"{len(dead)} of {len(shares)} experts are dead: {named}; an equal share is {equal:.2%}, "
+            f"{len(dead)} of {len(load)} experts are dead: {named}; an equal share is {equal:.2%}, "
             f"the limit {self.threshold * equal:.2%}. Add a balance loss or noise to the router, lower its learning "
             "rate, or let experts choose (ExpertChoice), which gives each the same load"
         )
@@ -146,8 +148,8 @@ class CollapseAlarm:
         mean = window.overlap.item() / window.images
         chance = window.overlap_by_chance.item() / window.images
         limit = chance + self.copies * (1 - chance)
-        # experts that take all units have a chance of 1, give or take rounding
-        if mean <= limit or chance > 1 - 1e-6:
+        # experts that take all units overlap fully by chance: they have no choice
+        if mean < limit - _ROUNDING or chance > 1 - _ROUNDING:
             return ""
         return (
             f"the experts choose the same units: mean overlap {mean:.3f}, where random choices give {chance:.3f}, "
@@ -167,7 +169,7 @@ def _overlap_by_chance(routing: Routing) -> Tensor:
 
 
 @contextmanager
-def check_scores(model: nn.Module) -> Iterator[None]:
+def check_scores(model: nn.Module) -> Generator[None]:
     """Raise FloatingPointError, naming the layer, as soon as a router's scores are NaN or infinite inside the block.
 
     It waits for the device at every pass of every routed layer: for finding a fault, not for training.
@@ -177,10 +179,10 @@ def check_scores(model: nn.Module) -> Iterator[None]:
     >>> model = torch.nn.Sequential(torch.nn.Identity(), PatchMoE(4, 4, experts=2, patches_per_expert=1))
     >>> x = torch.zeros(1, 4, 2, 2)
     >>> x[0, 0, 1, 0] = float("inf")
-    >>> with check_scores(model):                                        # doctest: +ELLIPSIS
+    >>> with check_scores(model):
     ...     y = model(x)
     Traceback (most recent call last):
-    FloatingPointError: check_scores: layer '1': 2 of 8 scores are not finite (...), shape (1, 4, 2), first at (0, 2, 0)...
+    FloatingPointError: check_scores: layer '1': 2 of 8 scores are not finite (...), shape (1, 4, 2), ...
     """
     with observe(model, _refuse_bad_scores):
         yield
@@ -193,9 +195,14 @@ def _refuse_bad_scores(name: str, layer: Routed, routing: Routing) -> None:
         return
     nans = int(scores.isnan().sum())
     count = int(bad.sum())
-    first = tuple(bad.nonzero()[0].tolist())
+    first = tuple(int(place) for place in bad.nonzero()[0])
     raise FloatingPointError(
-        f"check_scores: layer {name!r}: {count} of {scores.numel()} scores are not finite ({nans} NaN, "
+        f"check_scores: {_place(name)}: {count} of {scores.numel()} scores are not finite ({nans} NaN, "
         f"{count - nans} infinite), shape {tuple(scores.shape)}, first at {first}; look at the layer's input and at "
         "router.weight: a learning rate or a loss scale that is too high is the usual cause"
     )
+
+
+def _place(name: str) -> str:
+    """The layer in words; the name is empty where the model is itself the layer."""
+    return f"layer {name!r}" if name else "the layer"

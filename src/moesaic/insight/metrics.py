@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -76,7 +77,7 @@ def dead_experts(routing: Routing, threshold: float = 0.1) -> list[int]:
     check_fraction("dead_experts", "threshold", threshold)
     if routing.batch * routing.units == 0:
         return []
-    return starved(load_share(routing).tolist(), threshold)
+    return starved(floats(routing.load), threshold)
 
 
 def utilisation(routing: Routing) -> float:
@@ -91,23 +92,18 @@ def utilisation(routing: Routing) -> float:
     >>> utilisation(Routing("patch", torch.zeros(1, 4, 4), index, torch.ones(1, 4, 1), "unit", grid=(2, 2)))
     0.5
     """
-    share_E = load_share(routing).double().cpu()
+    share_E = load_share(routing).cpu().double()
     if not share_E.any():
         return 0.0
-    # rounding may carry the exponential a hair over E
-    return min(1.0, torch.special.entr(share_E).sum().exp().item() / routing.experts)
+    return min(_entropy(share_E, 0).exp().item() / routing.experts, 1.0)
 
 
 def routing_entropy(routing: Routing, *, normalised: bool = False) -> float:
     """How undecided the choosers were: the mean entropy, in nats, of the softmax of the scores each faced.
 
-    ============  ======================================================  =========
-    who chooses   the distribution                                        maximum
-    ============  ======================================================  =========
-    ``expert``    over the units of an image, for each expert             log N
-    ``unit``      over the experts, for each unit                         log E
-    ``soft``      over all slots of all experts, for each unit            log (E·S)
-    ============  ======================================================  =========
+    - where experts choose: over the units of an image, for each expert; at most log N
+    - where units choose: over the experts, for each unit; at most log E
+    - soft: over all slots of all experts, for each unit; at most log (E·S)
 
     Scores are those before noise. ``normalised`` divides by the maximum, which puts every layer on
     the scale from 0 (certain) to 1 (as good as random); where there is one option, it is 0.
@@ -123,11 +119,12 @@ def routing_entropy(routing: Routing, *, normalised: bool = False) -> float:
         return 0.0
     scores = routing.scores.detach()
     faced = scores.transpose(1, 2) if routing.chooser == "expert" else scores.flatten(2)
-    entropy = torch.special.entr(faced.softmax(-1)).sum(-1).mean().item()
-    options = faced.shape[-1]
+    highest = math.log(faced.shape[-1])
+    # rounding may carry it a hair over; in this order min lets NaN through
+    entropy = min(_entropy(faced.softmax(-1), -1).mean().item(), highest)
     if not normalised:
         return entropy
-    return entropy / math.log(options) if options > 1 else 0.0
+    return entropy / highest if highest else 0.0
 
 
 def dispatch_entropy(routing: Routing, clusters: Labels) -> float:
@@ -153,19 +150,16 @@ def dispatch_entropy(routing: Routing, clusters: Labels) -> float:
     >>> round(dispatch_entropy(routing, [7, 9, 7, 9]), 4)                # log 2
     0.6931
     """
-    label_BN = _cluster_labels(routing, clusters)
-    if label_BN.numel() == 0:
-        return 0.0
-    labels, cluster_BN = torch.unique(label_BN, return_inverse=True)
+    labels, cluster = np.unique(_cluster_labels(routing, clusters).flatten().numpy(), return_inverse=True)
     work_BNE = routing.weights.detach() if routing.chooser == "soft" else routing.mask.long()
-    # counts stay integers, exact however large the data set
-    count_kE = work_BNE.new_zeros(len(labels), routing.experts)
-    count_kE = count_kE.index_add(0, cluster_BN.flatten(), work_BNE.flatten(0, 1)).double().cpu()
+    # counts are summed as integers, exact however large the data set
+    count_kE = work_BNE.new_zeros(len(labels), routing.experts, device="cpu")
+    count_kE = count_kE.index_add(0, torch.from_numpy(cluster), work_BNE.flatten(0, 1).cpu()).double()
     count_E = count_kE.sum(0)
     total = count_E.sum()
     if total == 0:
         return 0.0
-    entropy_E = torch.special.entr(count_kE / torch.where(count_E > 0, count_E, 1)).sum(0)
+    entropy_E = _entropy(count_kE / torch.where(count_E > 0, count_E, 1), 0)
     return (count_E / total @ entropy_E).item()
 
 
@@ -223,7 +217,7 @@ class Agreement:
     """(E,): share of the expert's work that is on discriminative patches; 0 for one that does none."""
 
     def __str__(self) -> str:
-        columns = zip(self.hit_rate.tolist(), self.chance.tolist(), self.precision.tolist(), strict=True)
+        columns = zip(floats(self.hit_rate), floats(self.chance), floats(self.precision), strict=True)
         rows = [f"{e:6d}  {hit:8.3f}  {chance:6.3f}  {right:9.3f}" for e, (hit, chance, right) in enumerate(columns)]
         return "\n".join(
             [
@@ -264,7 +258,7 @@ def agreement(routing: Routing, discriminative: Labels) -> Agreement:
         images=images,
         reached=hit_BE.any(1).sum().item() / max(1, images),
         hit_rate=hit_BE.sum(0) / max(1, images),
-        chance=chance_BE.sum(0) / max(1, images),
+        chance=chance_BE.sum(0).float() / max(1, images),
         precision=found_BNE.sum((0, 1)) / mask_BNE.sum((0, 1)).clamp(min=1),
     )
 
@@ -287,12 +281,13 @@ class Summary:
     """Mean over the pairs of different experts; 0 for one expert."""
 
     def __str__(self) -> str:
-        who = {"expert": "experts choose", "unit": f"{self.unit}s choose", "soft": "nobody chooses (soft)"}
+        plural = "patches" if self.unit == "patch" else f"{self.unit}s"
+        who = {"expert": "experts choose", "unit": f"{plural} choose", "soft": "nobody chooses (soft)"}
         experts = len(self.load_share)
         dead = ", ".join(map(str, self.dead_experts)) or "none"
         return "\n".join(
             [
-                f"{self.batch} images × {self.units} units ({self.unit}), {experts} experts, {who[self.chooser]}",
+                f"{self.batch} images × {self.units} {plural}, {experts} experts; {who[self.chooser]}",
                 f"load share       {' '.join(f'{share:.3f}' for share in self.load_share)}  (equal {1 / experts:.3f})",
                 f"dead experts     {dead}",
                 f"utilisation      {self.utilisation:.3f}",
@@ -310,7 +305,7 @@ def summary(routing: Routing) -> Summary:
     >>> from moesaic.record import Routing
     >>> index = torch.tensor([[[0, 1], [1, 2]]])
     >>> print(summary(Routing("patch", torch.zeros(1, 4, 2), index, torch.ones(1, 2, 2), "expert", grid=(2, 2))))
-    1 images × 4 units (patch), 2 experts, experts choose
+    1 images × 4 patches, 2 experts; experts choose
     load share       0.500 0.500  (equal 0.500)
     dead experts     none
     utilisation      1.000
@@ -323,7 +318,7 @@ def summary(routing: Routing) -> Summary:
         chooser=routing.chooser,
         batch=routing.batch,
         units=routing.units,
-        load_share=tuple(load_share(routing).tolist()),
+        load_share=tuple(floats(load_share(routing))),
         dead_experts=tuple(dead_experts(routing)),
         utilisation=utilisation(routing),
         routing_entropy=routing_entropy(routing, normalised=True),
@@ -332,9 +327,14 @@ def summary(routing: Routing) -> Summary:
     )
 
 
-def starved(shares: Sequence[float], threshold: float) -> list[int]:
-    """The experts whose share is below ``threshold`` times the equal share."""
-    return [e for e, share in enumerate(shares) if share < threshold / len(shares)]
+def floats(values_E: Tensor) -> list[float]:
+    return [float(value) for value in values_E.cpu()]
+
+
+def starved(load: Sequence[float], threshold: float) -> list[int]:
+    """The experts whose load is below ``threshold`` times the mean load, and those that have none."""
+    limit = threshold * sum(load)
+    return [e for e, units in enumerate(load) if units == 0 or units * len(load) < limit]
 
 
 def mean_of_pairs(matrix_EE: Tensor) -> Tensor:
@@ -348,9 +348,14 @@ def check_fraction(who: str, name: str, value: float) -> None:
         raise ValueError(f"{who}: {name}={value} is out of range; use a number above 0 and at most 1")
 
 
+def _entropy(share: Tensor, axis: int) -> Tensor:
+    """− Σ p log p along an axis, in nats; what has no share adds nothing."""
+    return 0 - torch.xlogy(share, share).sum(axis)
+
+
 def _cluster_labels(routing: Routing, clusters: Labels) -> Tensor:
-    """(B, N) integer labels of units."""
-    labels = torch.as_tensor(clusters, device=routing.scores.device)
+    """(B, N) integer labels of units, on the CPU."""
+    labels = torch.as_tensor(clusters).cpu()
     if labels.is_floating_point() or labels.is_complex():
         raise TypeError(f"dispatch_entropy: clusters are {labels.dtype}; labels are integers: use clusters.long()")
     B, N = routing.batch, routing.units

@@ -9,6 +9,9 @@ dark images would hide. No palette parts more than eight, so the next eight expe
 frames, and every expert is named in writing.
 """
 
+# matplotlib's stubs leave keyword arguments untyped
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -43,12 +46,15 @@ _HEADERS: dict[Chooser, tuple[str, str, str]] = {
 
 # inches
 _MARGIN, _GAP, _TITLE, _HEADER = 0.15, 0.14, 0.25, 0.3
-_PANEL, _PANEL_IN_ONE_ROW = 1.6, 2.6
+_PANEL, _PANEL_IN_ONE_ROW = 1.75, 2.6
 _MOST_COLUMNS = 8
 
 # points
 _INCH = 72
 _FRAME, _CASING = 2.4, 0.5
+_SMALLEST_NUMBER, _LARGEST_NUMBER = 4.5, 8.0
+_NUMBER_PER_PATCH = (0.22, 0.4)
+"""Font size of a number over the width and the height of the patch it is written on."""
 
 
 def overlay(
@@ -92,34 +98,36 @@ def overlay(
 
     view = _View.of(routing, picked, len(pixels))
     page = _Page(rows=len(pixels), panels=len(picked), aspect=pixels.shape[1] / pixels.shape[2])
+    legible = page.fits_numbers(grid)
     figure = Figure(figsize=page.size, facecolor="white")
+    over_images, over_panels, over_numbers = _HEADERS[routing.chooser]
+    page.add_header(figure, over_images, over_numbers if legible else over_panels)
     for b, image in enumerate(pixels):
         whole = _Canvas(page.add_image(figure, b), image, grid, page.image_width)
-        whole.veil(np.where(view.framed_BEN[b].any(0), 0.0, _VEIL / 2))
-        whole.frames(view.framed_BEN[b], picked)
+        whole.veil(np.where(view.framed[b].any(0), 0.0, _VEIL / 2))
+        whole.frames(view.framed[b], picked)
         if titles is not None:
             whole.title(titles[b])
         for i, expert in enumerate(picked):
             panel = _Canvas(page.add_panel(figure, b, i), image, grid, page.panel_width)
-            panel.name(expert, idle=not view.clear_BEN[b, i].any())
-            panel.veil(_VEIL * (1 - view.clear_BEN[b, i]))
+            panel.name(expert, idle=not view.clear[b, i].any())
+            panel.veil(_VEIL * (1 - view.clear[b, i]))
             if not view.soft:
-                panel.frames(view.framed_BEN[b, i : i + 1], [expert])
-            panel.numbers(view.value_BEN[b, i], view.numbered_BEN[b, i], expert)
-    over_images, plain, numbered = _HEADERS[routing.chooser]
-    page.add_header(figure, over_images, numbered if any(axes.texts[1:] for axes in figure.axes) else plain)
+                panel.frames(view.framed[b, i : i + 1], [expert])
+            if legible:
+                panel.numbers(view.value[b, i], view.numbered[b, i], expert)
     return figure
 
 
 @dataclass(frozen=True)
 class _View:
-    """What of a routing is drawn, for each image, picked expert and patch."""
+    """What of a routing is drawn: (B, E, N), for each image, picked expert and patch."""
 
-    framed_BEN: NDArray[np.bool_]
-    clear_BEN: NDArray[np.float64]
+    framed: NDArray[np.bool_]
+    clear: NDArray[np.float64]
     """How clearly the expert sees the patch, from 0 (veiled) to 1."""
-    value_BEN: NDArray[np.float64]
-    numbered_BEN: NDArray[np.bool_]
+    value: NDArray[np.float64]
+    numbered: NDArray[np.bool_]
     soft: bool
 
     @classmethod
@@ -171,6 +179,12 @@ class _Page:
     def image_width(self) -> float:
         return self.image_height / self.aspect
 
+    def fits_numbers(self, grid: tuple[int, int]) -> bool:
+        """Whether numbers on the patches of a panel are large enough to be read."""
+        across, down = _NUMBER_PER_PATCH
+        width, height = self.panel_width * _INCH / grid[1], self.panel_height * _INCH / grid[0]
+        return min(width * across, height * down) >= _SMALLEST_NUMBER
+
     @property
     def size(self) -> tuple[float, float]:
         return self._left(self.panel_columns) - _GAP + _MARGIN, self._top(self.rows) - _TITLE - _GAP + _MARGIN
@@ -221,8 +235,9 @@ class _Canvas:
         """The expert's name above the canvas, after a piece of its frame: the key to the colours."""
         above = 1 + 0.5 * _TITLE * _INCH / self.height
         here = self.axes.transAxes
-        look = {"color": _colour(expert), "linestyle": _dash(expert), "linewidth": 4, "solid_capstyle": "butt"}
-        self.axes.plot((0.0, 14 / self.width), (above, above), transform=here, clip_on=False, **look)
+        look: dict[str, Any] = {"color": _colour(expert), "linestyle": _dash(expert), "linewidth": 4}
+        ends = (0.0, 14 / self.width)
+        self.axes.plot(ends, (above, above), transform=here, clip_on=False, solid_capstyle="butt", **look)
         text = f"expert {expert}" + (" (idle)" if idle else "")
         self.axes.text(18 / self.width, above, text, fontsize=8, va="center_baseline", color=_INK, transform=here)
 
@@ -235,7 +250,7 @@ class _Canvas:
         """From the outside in, a frame for each expert that has the patch."""
         deepest = max(1, int(framed_EN.sum(0).max()))
         # broad, but never so broad that the frames hide the patch
-        pitch = min(_FRAME + _CASING, 0.3 * self.patch.min() / deepest)
+        pitch = min(_FRAME + _CASING, self.patch.min() * min(0.09, 0.3 / deepest))
         colour_width = pitch * _FRAME / (_FRAME + _CASING)
         depth_EN = framed_EN.cumsum(0) - 0.5
         for framed_N, depth_N, expert in zip(framed_EN, depth_EN, experts, strict=True):
@@ -247,12 +262,10 @@ class _Canvas:
             self._outline(corners, _colour(expert), colour_width, _dash(expert))
 
     def numbers(self, value_N: NDArray[np.float64], shown_N: NDArray[np.bool_], expert: int) -> None:
-        """At the foot of the patches, so that what is on them can be seen; nowhere if they could not be read."""
-        size = min(8.0, 0.26 * self.patch[0], 0.4 * self.patch[1])
-        if size < 4.5:
-            return
+        """At the foot of the patches, so that what is on them can be seen."""
+        size = min(_LARGEST_NUMBER, *(self.patch * _NUMBER_PER_PATCH))
         box = {"boxstyle": "square,pad=0.2", "facecolor": _colour(expert), "edgecolor": "none"}
-        look = {"fontsize": size, "ha": "center", "va": "bottom", "color": _ink(expert), "bbox": box}
+        look: dict[str, Any] = {"fontsize": size, "ha": "center", "va": "bottom", "color": _ink(expert), "bbox": box}
         for n in np.flatnonzero(shown_N):
             row, column = divmod(int(n), self.columns)
             foot = row + 1 - (0.2 * size + 1) / self.patch[1]
@@ -270,7 +283,7 @@ class _Canvas:
     def _outline(self, corners: NDArray[np.float64], colour: str, width: float, dash: Any) -> None:
         from matplotlib.collections import PolyCollection
 
-        look = {"facecolors": "none", "edgecolors": colour, "linewidths": width, "linestyles": dash}
+        look: dict[str, Any] = {"facecolors": "none", "edgecolors": colour, "linewidths": width, "linestyles": dash}
         self.axes.add_collection(PolyCollection(list(corners), joinstyle="miter", snap=False, **look), autolim=False)
 
 
@@ -307,7 +320,7 @@ def _picked_experts(routing: Routing, experts: Sequence[int] | None) -> list[int
         return list(range(routing.experts))
     picked = list(experts)
     if not picked or any(not 0 <= e < routing.experts for e in picked):
-        raise ValueError(f"overlay: experts={picked}; pick one or more from 0 to {routing.experts - 1}, or None for all")
+        raise ValueError(f"overlay: experts={picked}; pick from 0 to {routing.experts - 1}, or None for all of them")
     return picked
 
 

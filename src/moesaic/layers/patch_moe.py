@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moesaic.checks import at_least_one, one_of
 from moesaic.experts import ConvExperts, Experts
 from moesaic.layers.routed import Routed
-from moesaic.ops import Combine, Context, GateOn, PatchSpec
+from moesaic.ops import Combine, Context, GateOn, PatchSpec, autocast_dtype
 from moesaic.record import Routing
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
@@ -149,7 +149,7 @@ class PatchMoE(Routed):
         assert routing.dispatch is not None and routing.grid is not None
         p, (rows, columns) = self.patch_size, routing.grid
         B, E, S = routing.batch, routing.experts, routing.dispatch.shape[3]
-        patches = x.reshape(B, -1 if B else x.shape[1], rows, p, columns, p).movedim(4, 3).flatten(2, 3)
+        patches = x.reshape(B, self.in_channels, rows, p, columns, p).movedim(4, 3).flatten(2, 3)
         slots = torch.einsum("bnes,bcnij->bciesj", routing.dispatch.to(x.dtype), patches).flatten(3)
         own = torch.arange(E * S, device=x.device).view(1, E, S).expand(B, E, S)
         slot_routing = Routing(
@@ -162,11 +162,11 @@ class PatchMoE(Routed):
             may_drop=False,
         )
         y = self.experts(slots, slot_routing, PatchSpec(p, "output", "patch", "sum"))
-        y = y.unflatten(3, (E, S, p))
+        y = y.view(*y.shape[:3], E, S, p)
         keep = "eo" if self.combine == "concat" else "o"
         y = torch.einsum(f"bnes,boiesj->b{keep}nij", routing.gate.to(y.dtype), y)
-        y = y.flatten(1, 2) if self.combine == "concat" else y
-        return y.unflatten(2, (rows, columns)).movedim(4, 3).flatten(4, 5).flatten(2, 3)
+        y = y.reshape(B, self.out_channels, rows, columns, p, p)
+        return y.movedim(4, 3).flatten(4, 5).flatten(2, 3)
 
     def _expert_width(self, experts: int) -> int:
         if self.combine == "sum":
@@ -212,7 +212,7 @@ class PatchMoE(Routed):
             )
         if not x.is_floating_point():
             raise TypeError(f"PatchMoE: takes floating-point maps, got {x.dtype}; convert with x.float() / 255 or so")
-        if x.dtype != self.experts.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != self.experts.dtype and autocast_dtype(x) is None:
             raise TypeError(
                 f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"

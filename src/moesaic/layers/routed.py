@@ -5,9 +5,9 @@ Observers cost nothing when there are none: no copies, no synchronisation with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +42,16 @@ def routed_layers(model: nn.Module) -> dict[str, Routed]:
     >>> list(routed_layers(model))
     ['1']
     """
-    modules = model.named_modules()
-    return {name.replace("_orig_mod.", ""): layer for name, layer in modules if isinstance(layer, Routed)}
+
+    def plain(name: str) -> str:
+        return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())  # torch types it in part
+    return {plain(name): layer for name, layer in modules if isinstance(layer, Routed)}
 
 
 @contextmanager
-def observe(model: nn.Module, observer: Observer) -> Iterator[None]:
+def observe(model: nn.Module, observer: Observer) -> Generator[None]:
     """Call ``observer(name, layer, routing)`` whenever a routed layer of ``model`` runs inside the block."""
     layers = routed_layers(model)
     if not layers:
@@ -66,12 +70,12 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer, tell in listening:
-            layer._observers.remove(tell)  # pyright: ignore[reportPrivateUsage]
+        for layer, told in listening:
+            layer._observers.remove(told)  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager
-def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> Iterator[dict[str, Routing]]:
+def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> Generator[dict[str, Routing]]:
     """Collect what the routed layers of ``model`` choose: ``{module name: Routing}``.
 
     ``keep="last"`` holds each layer's latest forward pass with its autograd graph, so that a

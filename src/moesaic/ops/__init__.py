@@ -1,11 +1,9 @@
 """How it runs: gather → compute → combine on a backend, behind one dispatch point.
 
-Importing this room registers the backends; later ones are preferred where they fit.
+Backends register below in the order of preference, the preferred one last.
 """
 
-from moesaic.ops import reference_backend as _reference  # noqa: F401  registers "reference"
-from moesaic.ops import torch_backend as _torch  # noqa: F401  registers "torch"
-from moesaic.ops.backends import (
+from moesaic.ops.dispatch import (
     Activation,
     Backend,
     Combine,
@@ -22,6 +20,9 @@ from moesaic.ops.backends import (
     run_mlp,
     select_backend,
 )
+from moesaic.ops.precision import autocast_dtype, autocast_off
+from moesaic.ops.reference_backend import ReferenceBackend
+from moesaic.ops.torch_backend import TorchBackend
 
 __all__ = [
     "Activation",
@@ -33,6 +34,8 @@ __all__ = [
     "MLPWeights",
     "Norm",
     "PatchSpec",
+    "autocast_dtype",
+    "autocast_off",
     "backend",
     "backends",
     "register_backend",
@@ -40,3 +43,6 @@ __all__ = [
     "run_mlp",
     "select_backend",
 ]
+
+register_backend(ReferenceBackend())
+register_backend(TorchBackend())

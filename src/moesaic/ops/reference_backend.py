@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.backends import ConvWeights, MLPWeights, Norm, PatchSpec, register_backend
+from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec
 from moesaic.record import Routing
 
 __all__ = ["ReferenceBackend"]
@@ -96,7 +96,8 @@ def _norm_relu(masked: Tensor, e: int, norm: Norm) -> Tensor:
 def _over_pixels(values_BNE: Tensor, x: Tensor, p: int) -> Tensor:
     """A value per patch and expert, as maps over pixels (B, E, H, W)."""
     grid = (x.shape[2] // p, x.shape[3] // p)
-    return values_BNE.transpose(1, 2).unflatten(2, grid).repeat_interleave(p, 2).repeat_interleave(p, 3)
+    values = values_BNE.transpose(1, 2).reshape(x.shape[0], values_BNE.shape[2], *grid)
+    return values.repeat_interleave(p, 2).repeat_interleave(p, 3)
 
 
 def _cut(x: Tensor, p: int) -> Tensor:
@@ -109,6 +110,3 @@ def _join(patches: Tensor, shape: torch.Size, p: int) -> Tensor:
     """Patches back into a map: (B·N, O, p, p) → (B, O, H, W)."""
     B, _, H, W = shape
     return patches.view(B, H // p, W // p, patches.shape[1], p, p).permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
-
-
-register_backend(ReferenceBackend())

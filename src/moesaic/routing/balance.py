@@ -47,7 +47,7 @@ def importance_loss(routing: Routing) -> Tensor:
 
 
 def z_loss(routing: Routing) -> Tensor:
-    """mean (log Σ exp scores)² over the axis along which the router chose (Zoph et al. 2022, eq. 5).
+    """Mean (log Σ exp scores)² over the axis along which the router chose (Zoph et al. 2022, eq. 5).
 
     It keeps scores small, where softmax is exact and its gradient alive.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
+from moesaic.ops import autocast_off
 from moesaic.record import Routing, Unit
 
 __all__ = ["Router", "best"]
@@ -39,7 +40,9 @@ class Router(nn.Module):
         self.in_channels = in_channels
         self.experts = experts
         self.patch_size = patch_size
-        self.weight = nn.Parameter(torch.empty(experts, in_channels, patch_size, patch_size, device=device, dtype=dtype))
+        self.weight = nn.Parameter(
+            torch.empty(experts, in_channels, patch_size, patch_size, device=device, dtype=dtype)
+        )
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
@@ -52,7 +55,7 @@ class Router(nn.Module):
         p = self.patch_size
         B, C, H, W = x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_off(x):
             # One matrix product over patches in one order: the same numbers for every memory
             # format, and no TF32, which convolutions would use.
             patches = x.to(dtype).view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 3, 5, 1)

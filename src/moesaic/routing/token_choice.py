@@ -65,7 +65,9 @@ class TokenChoice(Router):
         if not 1 <= top_k <= experts:
             raise ValueError(f"TokenChoice: top_k={top_k}, but there are {experts} experts; use 1 to {experts}")
         if capacity_factor is not None and capacity_factor <= 0:
-            raise ValueError(f"TokenChoice: capacity_factor={capacity_factor}; it must be above 0, or None for dropless")
+            raise ValueError(
+                f"TokenChoice: capacity_factor={capacity_factor}; it must be above 0, or None for dropless"
+            )
         self.top_k = top_k
         self.gate: TokenGate = one_of("TokenChoice", "gate", gate, get_args(TokenGate))
         self.noise: Noise | None = one_of("TokenChoice", "noise", noise, (*get_args(Noise), None))
@@ -98,9 +100,9 @@ class TokenChoice(Router):
     def _draw(self, scores: Tensor) -> Tensor:
         kind: Noise | None = self.noise
         if kind == "gaussian":
-            drawn = torch.randn(
-                scores.shape, generator=self.generator, device=scores.device, dtype=scores.dtype
-            ).div(self.experts)
+            drawn = torch.randn(scores.shape, generator=self.generator, device=scores.device, dtype=scores.dtype).div(
+                self.experts
+            )
         else:
             drawn = torch.rand(scores.shape, generator=self.generator, device=scores.device, dtype=scores.dtype)
             if kind == "gumbel":

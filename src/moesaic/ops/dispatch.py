@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import one_of
+from moesaic.ops.precision import autocast_dtype, autocast_off
 from moesaic.record import Routing
 
 __all__ = [
@@ -148,7 +149,9 @@ class backend(ContextDecorator):
         _asked_for = self.name
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         global _asked_for
         _asked_for = self._before.pop()
 
@@ -169,15 +172,15 @@ def select_backend(x: Tensor, routing: Routing) -> Backend:
 
 def run_conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
     """Run stacked convolutions over the routed patches of a map."""
-    dtype = _compute_dtype(x)
+    dtype = autocast_dtype(x) or x.dtype
     cast = ConvWeights(experts.weight.to(dtype), _to(experts.bias, dtype))
-    with torch.autocast(x.device.type, enabled=False):
+    with autocast_off(x):
         return select_backend(x, routing).conv(x, routing, cast, norm, spec)
 
 
 def run_mlp(x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
     """Run stacked perceptrons over the routed patches of a map, pixel by pixel."""
-    dtype = _compute_dtype(x)
+    dtype = autocast_dtype(x) or x.dtype
     cast = MLPWeights(
         experts.weight_in.to(dtype),
         _to(experts.bias_in, dtype),
@@ -185,13 +188,8 @@ def run_mlp(x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None,
         _to(experts.bias_out, dtype),
         experts.activation,
     )
-    with torch.autocast(x.device.type, enabled=False):
+    with autocast_off(x):
         return select_backend(x, routing).mlp(x, routing, cast, norm, spec)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

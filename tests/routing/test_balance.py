@@ -1,0 +1,68 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesaic
+from moesaic.routing import entropy_loss, importance_loss, load_balance_loss, z_loss
+
+LOSSES = (entropy_loss, importance_loss, load_balance_loss, z_loss)
+
+
+def by_unit(scores: torch.Tensor, k: int = 1) -> moesaic.Routing:
+    return moesaic.TokenChoice(1, scores.shape[-1], k).choose(scores)
+
+
+def test_load_balance_is_one_when_even_and_e_when_one_expert_takes_all():
+    even = torch.eye(4).expand(2, 4, 4) * 100
+    assert load_balance_loss(by_unit(even)).item() == pytest.approx(1)
+    collapsed = torch.tensor([100.0, 0, 0, 0]).expand(2, 4, 4)
+    assert load_balance_loss(by_unit(collapsed)).item() == pytest.approx(4)
+
+
+def test_importance_is_the_squared_coefficient_of_variation_of_the_gates():
+    routing = by_unit(torch.randn(3, 5, 4))
+    total = routing.weights.sum((0, 1))
+    expected = total.var(correction=0) / total.mean() ** 2
+    torch.testing.assert_close(importance_loss(routing), expected)
+
+
+def test_z_loss_and_entropy_look_along_the_axis_of_the_choice():
+    scores = torch.zeros(2, 5, 3)
+    experts_choose = moesaic.ExpertChoice(1, 3, 1).choose(scores)
+    assert entropy_loss(by_unit(scores)).item() == pytest.approx(math.log(3))
+    assert entropy_loss(experts_choose).item() == pytest.approx(math.log(5))
+    assert z_loss(by_unit(scores)).item() == pytest.approx(math.log(3) ** 2)
+    assert z_loss(experts_choose).item() == pytest.approx(math.log(5) ** 2)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_step_down_the_gradient_lowers_the_loss(loss):
+    scores = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    before = loss(by_unit(scores))
+    (gradient,) = torch.autograd.grad(before, scores)
+    assert gradient.abs().sum() > 0
+    assert loss(by_unit(scores.detach() - 0.01 * gradient / gradient.norm())) < before
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@given(B=st.integers(0, 2), N=st.integers(1, 4), E=st.integers(1, 4))
+def test_losses_are_finite_for_every_router_and_an_empty_batch(loss, B, N, E):
+    scores = torch.randn(B, N, E)
+    for routing in (
+        by_unit(scores),
+        moesaic.ExpertChoice(1, E, 1).choose(scores),
+        moesaic.SoftRouter(1, E, 1).choose(scores),
+    ):
+        value = loss(routing)
+        assert value.shape == ()
+        assert torch.isfinite(value)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_nan_is_not_hidden(loss):
+    scores = torch.randn(1, 4, 3)
+    scores[0, 1, 2] = torch.nan
+    assert loss(by_unit(scores)).isnan()

@@ -1,0 +1,47 @@
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesaic
+from moesaic.routing import NOBODY
+
+
+@given(B=st.integers(0, 3), N=st.integers(1, 5), E=st.integers(1, 4), seed=st.integers(0, 99))
+def test_dense_views_hold_what_the_compact_form_says(B, N, E, seed):
+    scores = torch.randn(B, N, E, generator=torch.Generator().manual_seed(seed))
+    by_expert = moesaic.ExpertChoice(1, E, N).choose(scores)
+    by_unit = moesaic.TokenChoice(1, E, E).choose(scores)
+    for b in range(B):
+        for e in range(E):
+            for unit, gate in zip(by_expert.index[b, e], by_expert.gate[b, e], strict=True):
+                assert by_expert.weights[b, unit, e] == gate
+        for n in range(N):
+            for expert, gate in zip(by_unit.index[b, n], by_unit.gate[b, n], strict=True):
+                assert by_unit.weights[b, n, expert] == gate
+    for routing in (by_expert, by_unit):
+        assert routing.mask.all()
+        assert routing.weights.shape == routing.mask.shape == (B, N, E)
+        assert routing.load.tolist() == [B * N] * E
+
+
+def test_a_place_that_went_to_nobody_appears_in_no_view():
+    scores = torch.zeros(1, 3, 2)
+    index = torch.tensor([[[0, NOBODY], [2, 1]]])
+    gate = torch.tensor([[[0.5, 0.0], [0.25, 0.75]]])
+    routing = moesaic.Routing("patch", scores, index, gate, "expert")
+    assert routing.weights[0].tolist() == [[0.5, 0.0], [0.0, 0.75], [0.0, 0.25]]
+    assert routing.mask[0].tolist() == [[True, False], [False, True], [False, True]]
+    assert routing.load.tolist() == [1, 2]
+
+
+def test_the_gate_carries_gradient_into_the_dense_view():
+    scores = torch.randn(2, 4, 3, requires_grad=True)
+    moesaic.ExpertChoice(1, 3, 2).choose(scores).weights.square().sum().backward()
+    assert scores.grad.abs().sum() > 0
+
+
+def test_a_soft_routing_reaches_everyone():
+    routing = moesaic.SoftRouter(1, 3, 2).choose(torch.randn(2, 5, 6))
+    assert routing.mask.all()
+    torch.testing.assert_close(routing.weights.sum(-1), torch.ones(2, 5))
+    torch.testing.assert_close(routing.load.sum(), torch.tensor(10.0))

@@ -1,0 +1,147 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import moesaic
+from moesaic.routing import NOBODY, Router
+
+
+@given(p=st.integers(1, 3), rows=st.integers(1, 4), columns=st.integers(1, 4), E=st.integers(1, 4))
+def test_a_score_is_the_kernel_applied_at_stride_p(p, rows, columns, E):
+    router = moesaic.ExpertChoice(3, E, 1, p, dtype=torch.float64)
+    x = torch.randn(2, 3, rows * p, columns * p, dtype=torch.float64)
+    expected = F.conv2d(x, router.weight, stride=p).flatten(2).transpose(1, 2)
+    torch.testing.assert_close(router.scores(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_scores_are_float32_whatever_the_map_is(dtype):
+    router = moesaic.ExpertChoice(3, 2, 1).to(dtype)
+    assert router(torch.randn(1, 3, 4, 4, dtype=dtype)).scores.dtype == torch.float32
+
+
+class TestExpertChoice:
+    scores = torch.tensor([[[2.0, 0.0], [1.0, 0.0], [0.0, 3.0]]])
+
+    def test_softmax_selected_sums_to_one_over_the_picked(self):
+        routing = moesaic.ExpertChoice(1, 2, 2).choose(self.scores)
+        assert routing.index.tolist() == [[[0, 1], [2, 0]]]
+        torch.testing.assert_close(routing.gate[0, 0], torch.tensor([2.0, 1.0]).softmax(0))
+
+    def test_softmax_all_keeps_the_share_among_all_patches(self):
+        routing = moesaic.ExpertChoice(1, 2, 2, gate="softmax_all").choose(self.scores)
+        torch.testing.assert_close(routing.gate[0, 0], torch.tensor([2.0, 1.0, 0.0]).softmax(0)[:2])
+
+    def test_gate_one_is_one_and_gives_the_router_no_gradient(self):
+        routing = moesaic.ExpertChoice(1, 2, 2, gate="one").choose(self.scores.clone().requires_grad_())
+        assert (routing.gate == 1).all()
+        assert not routing.gate.requires_grad
+
+    def test_more_patches_than_there_are_is_an_error_that_says_how_many(self):
+        with pytest.raises(
+            ValueError, match=r"patches_per_expert=5, but a 2×2 grid has only 4 patches; take at most 4"
+        ):
+            moesaic.ExpertChoice(3, 2, 5, patch_size=2)(torch.randn(1, 3, 4, 4))
+
+
+class TestTokenChoice:
+    def test_every_unit_is_served_without_a_capacity(self):
+        routing = moesaic.TokenChoice(1, 4, 2).choose(torch.randn(3, 5, 4))
+        assert int(routing.load.sum()) == 3 * 5 * 2
+        assert (routing.index != NOBODY).all()
+
+    def test_softmax_all_gates_are_probabilities_over_all_experts(self):
+        scores = torch.randn(3, 5, 4)
+        routing = moesaic.TokenChoice(1, 4, 2).choose(scores)
+        torch.testing.assert_close(routing.weights, scores.softmax(-1) * routing.mask)
+
+    @pytest.mark.parametrize("noise", ["uniform", "gaussian", "gumbel"])
+    def test_noise_moves_the_choice_only_while_training_and_never_the_gate(self, noise):
+        scores = torch.zeros(4, 50, 3)
+        router = moesaic.TokenChoice(1, 3, noise=noise)
+        noisy, calm = router.train().choose(scores), router.eval().choose(scores)
+        assert noisy.index.unique().numel() == 3
+        assert (calm.index == 0).all()
+        torch.testing.assert_close(noisy.gate, calm.gate)
+        router.in_eval = True
+        assert router.choose(scores).index.unique().numel() == 3
+
+    @pytest.mark.parametrize("noise", ["uniform", "gaussian", "gumbel"])
+    def test_noise_repeats_with_its_seed(self, noise):
+        scores = torch.zeros(4, 50, 3)
+        chosen = [
+            moesaic.TokenChoice(1, 3, noise=noise, generator=torch.Generator().manual_seed(seed)).choose(scores).index
+            for seed in (1, 1, 2)
+        ]
+        assert torch.equal(chosen[0], chosen[1])
+        assert not torch.equal(chosen[0], chosen[2])
+
+    @pytest.mark.parametrize(
+        ("noise", "mean", "std"), [("uniform", 0.5, 12**-0.5), ("gaussian", 0, 1 / 8), ("gumbel", 0.5772, 1.2825)]
+    )
+    def test_noise_has_the_distribution_it_is_named_for(self, noise, mean, std):
+        router = moesaic.TokenChoice(1, 8, noise=noise, noise_scale=2.0, generator=torch.Generator().manual_seed(0))
+        drawn = router._draw(torch.zeros(100, 100, 8)) / 2
+        assert drawn.mean().item() == pytest.approx(mean, abs=0.01)
+        assert drawn.std().item() == pytest.approx(std, rel=0.01)
+
+    @given(B=st.integers(0, 3), N=st.integers(1, 6), E=st.integers(1, 4), factor=st.sampled_from([0.3, 1.0, 2.0]))
+    def test_no_expert_exceeds_its_capacity_and_nobody_is_dropped_while_there_is_room(self, B, N, E, factor):
+        K = min(2, E)
+        router = moesaic.TokenChoice(1, E, K, capacity_factor=factor)
+        scores = torch.randn(B, N, E)
+        routing, dropless = router.choose(scores), moesaic.TokenChoice(1, E, K).choose(scores)
+        capacity = router.capacity(B * N)
+        assert torch.equal(routing.load, dropless.load.clamp_max(capacity))
+        assert (routing.gate[routing.index == NOBODY] == 0).all()
+
+    def test_the_surest_units_of_the_batch_are_served_first(self):
+        scores = torch.tensor([[[1.0, 0.0], [4.0, 0.0]], [[3.0, 0.0], [2.0, 0.0]]])
+        routing = moesaic.TokenChoice(1, 2, capacity_factor=1.0).choose(scores)
+        assert routing.index.flatten().tolist() == [NOBODY, 0, 0, NOBODY]
+
+    def test_second_choices_wait_for_all_first_choices(self):
+        scores = torch.tensor([[[9.0, 8.0], [0.0, 0.1]]])
+        routing = moesaic.TokenChoice(1, 2, 2, capacity_factor=0.5).choose(scores)
+        assert routing.index[0].tolist() == [[0, NOBODY], [1, NOBODY]]
+
+    def test_an_impossible_top_k_or_capacity_is_refused(self):
+        with pytest.raises(ValueError, match="top_k=5, but there are 4 experts; use 1 to 4"):
+            moesaic.TokenChoice(1, 4, 5)
+        with pytest.raises(ValueError, match="capacity_factor=0; it must be above 0, or None"):
+            moesaic.TokenChoice(1, 4, capacity_factor=0)
+
+
+class TestSoftRouter:
+    def test_slots_are_convex_mixtures_of_units_and_units_of_slots(self):
+        routing = moesaic.SoftRouter(3, 4, 2, 2)(torch.randn(2, 3, 6, 6))
+        torch.testing.assert_close(routing.dispatch.sum(1), torch.ones(2, 4, 2))
+        torch.testing.assert_close(routing.gate.sum((2, 3)), torch.ones(2, 9))
+        assert (routing.dispatch > 0).all()
+
+    def test_scores_are_cosines_so_the_scale_of_the_image_does_not_matter(self):
+        router, x = moesaic.SoftRouter(3, 4, 2, 2), torch.randn(2, 3, 6, 6)
+        assert router(x).scores.abs().max() <= 1
+        torch.testing.assert_close(router(x).gate, router(7 * x).gate)
+
+
+def test_an_unknown_option_is_refused_with_what_is_known():
+    with pytest.raises(
+        ValueError, match=r"ExpertChoice: gate='softmax' is unknown; use 'softmax_selected', 'softmax_all' or"
+    ):
+        moesaic.ExpertChoice(3, 2, 1, gate="softmax")
+    with pytest.raises(
+        ValueError, match=r"TokenChoice: noise='normal' is unknown; use 'uniform', 'gaussian', 'gumbel' or"
+    ):
+        moesaic.TokenChoice(3, 2, noise="normal")
+    with pytest.raises(ValueError, match="TokenChoice: experts=0; it must be at least 1"):
+        moesaic.TokenChoice(3, 0)
+    with pytest.raises(TypeError, match=r"ExpertChoice: patch_size=2.0 is a float; it must be a whole number"):
+        moesaic.ExpertChoice(3, 2, 1, patch_size=2.0)
+
+
+def test_a_router_without_a_choice_says_what_is_missing():
+    with pytest.raises(TypeError, match=r"Router without a choice: implement choose"):
+        Router(3, 2)(torch.randn(1, 3, 4, 4))

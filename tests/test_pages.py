@@ -1,0 +1,29 @@
+"""The examples in the README and the documentation run, in the order in which a reader meets them."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```(?:python|pycon)\b[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+PAGES_WITH_CODE = [page for page in PAGES if FENCE.search(page.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # examples may write files
+    text = page.read_text("utf-8")
+    names: dict[str, object] = {"__name__": "__main__"}
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for block in FENCE.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        if ">>>" in block[1]:
+            test = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
+            assert runner.run(test, clear_globs=False).failed == 0, f"an example of {page.name} fails, see the output"
+            names = test.globs
+        else:  # blank lines before the code give tracebacks the page's own line numbers
+            exec(compile("\n" * line + block[1], str(page), "exec"), names)

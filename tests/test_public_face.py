@@ -1,0 +1,39 @@
+"""What a user gets from ``import moesaic``: a short list of names, explained, and nothing heavy."""
+
+import subprocess
+import sys
+
+import pytest
+
+import moesaic
+
+NAMES = [
+    "ExpertChoice",
+    "PatchMoE",
+    "Routing",
+    "SoftRouter",
+    "TokenChoice",
+    "__version__",
+    "backend",
+    "record_routing",
+]
+
+LATE = {"PIL", "jinja2", "matplotlib", "mlxtend", "pandas", "rich", "sklearn", "tyro"}
+
+
+def test_the_public_names_are_the_curated_ones():
+    assert sorted(moesaic.__all__) == NAMES
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "__version__"])
+def test_every_public_name_explains_itself_with_an_example(name: str):
+    text = getattr(moesaic, name).__doc__
+    assert text, f"moesaic.{name} has no docstring"
+    assert ">>>" in text, f"the docstring of moesaic.{name} has no example"
+
+
+def test_importing_moesaic_imports_nothing_that_only_some_users_need():
+    # imported after torch, so that what torch itself loads is not held against us
+    code = "import sys, torch; before = set(sys.modules); import moesaic; print(*set(sys.modules) - before)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not LATE & set(run.stdout.split())
