@@ -1,7 +1,8 @@
-"""The examples in the README and the documentation run, in the order in which a reader meets them."""
+"""The examples in the README and the documentation run, and the site's menu leads somewhere."""
 
 import doctest
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,11 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
             names = test.globs
         else:  # blank lines before the code give tracebacks the page's own line numbers
             exec(compile("\n" * line + block[1], str(page), "exec"), names)
+
+
+def test_every_entry_of_the_menu_has_its_page():
+    # the strict build of the site does not notice a missing one
+    site = (ROOT / "zensical.toml").read_text("utf-8")
+    listed = re.findall(r"[\w/-]+\.md", str(tomllib.loads(site)["project"]["nav"]))
+    assert listed
+    assert [page for page in listed if not (ROOT / "docs" / page).is_file()] == []

@@ -131,27 +131,35 @@ def test_initialisation_repeats_with_its_seed():
     assert not torch.equal(drawn(1), drawn(2))
 
 
+SOFT = moesaic.SoftRouter(3, 4, 1, 2)
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("options", "error", "says"),
         [
-            ({"experts": 3}, ValueError, "out_channels=8 cannot be shared by experts=3 under combine='concat'; use out_channels=6 or 9, another number of experts, or combine='sum'"),
+            ({"experts": 3}, ValueError, "out_channels=8 cannot be shared by experts=3 under combine='concat'"),
+            ({"experts": 3}, ValueError, "use out_channels=6 or 9, another number of experts, or combine='sum'"),
             ({"experts": 9}, ValueError, "use out_channels=9, another"),
             ({"experts": 0}, ValueError, "PatchMoE: experts=0; it must be at least 1"),
             ({"experts": 2.0}, TypeError, "PatchMoE: experts=2.0 is a float; it must be a whole number"),
+            ({"experts": MLPExperts(4, 5, 7, 2)}, ValueError, "experts map 5 to 2 channels each, but in_channels=3"),
             ({"patches_per_expert": None}, TypeError, "patches_per_expert is missing"),
             ({"patches_per_expert": 0}, ValueError, "patches_per_expert=0; it must be at least 1"),
             ({"kernel_size": 4}, ValueError, "kernel_size=4 has no centre pixel; use an odd size, 3 or 5"),
             ({"gate": "two"}, ValueError, "gate='two' is unknown; use 'softmax_selected', 'softmax_all' or 'one'"),
-            ({"gate_on": "outputs"}, ValueError, "gate_on='outputs' is unknown; use 'output' or 'input' (did you mean 'output'?)"),
+            ({"gate_on": "outputs"}, ValueError, "gate_on='outputs' is unknown; use 'output' or 'input'"),
             ({"context": "image"}, ValueError, "context='image' is unknown; use 'map' or 'patch'"),
             ({"combine": "cat"}, ValueError, "combine='cat' is unknown; use 'concat' or 'sum'"),
-            ({"experts": MLPExperts(4, 5, 7, 2)}, ValueError, "the experts map 5 to 2 channels each, but in_channels=3"),
-            ({"router": moesaic.SoftRouter(3, 4, 1, 2), "kernel_size": 3}, ValueError, "context='map' has no meaning under SoftRouter: slots have no neighbours; use 'patch'"),
-            ({"router": moesaic.SoftRouter(3, 4, 1, 2), "expert_norm": True}, ValueError, "expert_norm=True has no meaning under SoftRouter"),
-            ({"router": moesaic.SoftRouter(3, 4, 1, 2), "gate_on": "input"}, ValueError, "gate_on='input' has no meaning under SoftRouter"),
+            (
+                {"router": SOFT, "kernel_size": 3},
+                ValueError,
+                "context='map' has no meaning under SoftRouter: slots have",
+            ),
+            ({"router": SOFT, "expert_norm": True}, ValueError, "expert_norm=True has no meaning under SoftRouter"),
+            ({"router": SOFT, "gate_on": "input"}, ValueError, "gate_on='input' has no meaning under SoftRouter"),
         ],
-    )  # fmt: skip
+    )
     def test_an_impossible_layer_is_refused_when_it_is_built(self, options, error, says):
         with pytest.raises(error, match=re.escape(says)):
             moesaic.PatchMoE(3, 8, **LAYER | options)
@@ -159,14 +167,14 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("x", "error", "says"),
         [
-            (torch.randn(3, 6, 6), ValueError, "takes maps (B, C, H, W), got 3 axes (3, 6, 6); give a single image a batch axis"),
-            (torch.randn(1, 6, 6, 3), ValueError, "in_channels=3, got a map of 6 channels (1, 6, 6, 3); axes are (B, C, H, W)"),
-            (torch.ones(1, 3, 6, 6, dtype=torch.uint8), TypeError, "takes floating-point maps, got torch.uint8"),
-            (torch.randn(1, 3, 6, 6, dtype=torch.float64), TypeError, "the map is torch.float64, the weights are torch.float32; convert"),
+            (torch.randn(3, 6, 6), ValueError, "takes maps (B, C, H, W), got 3 axes (3, 6, 6); give a single image"),
+            (torch.randn(1, 6, 6, 3), ValueError, "in_channels=3, got a map of 6 channels (1, 6, 6, 3); axes are"),
+            (torch.ones(1, 3, 6, 6).byte(), TypeError, "takes floating-point maps, got torch.uint8"),
+            (torch.randn(1, 3, 6, 6).double(), TypeError, "the map is torch.float64, the weights are torch.float32;"),
             (torch.randn(1, 3, 2, 2), ValueError, "patches_per_expert=2, but a 1×1 grid has only 1 patches"),
             (torch.randn(1, 3, 0, 2), ValueError, "a 0×2 map is not divisible into 2×2 patches; pad it to 2×2"),
         ],
-    )  # fmt: skip
+    )
     def test_an_impossible_map_is_refused_with_the_way_out(self, x, error, says):
         with pytest.raises(error, match=re.escape(says)):
             moesaic.PatchMoE(3, 8, **LAYER)(x)

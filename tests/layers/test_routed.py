@@ -44,12 +44,13 @@ def test_all_passes_are_joined_along_the_batch_without_a_graph(model):
 
 
 def test_maps_of_two_sizes_cannot_be_joined(model):
-    with (
-        pytest.raises(ValueError, match="0 routed 16 units in one pass and 4 in another"),
-        moesaic.record_routing(model, keep="all"),
-    ):
-        model(torch.randn(1, 3, 8, 8))
-        model(torch.randn(1, 3, 4, 4))
+    def record_both() -> None:
+        with moesaic.record_routing(model, keep="all"):
+            model(torch.randn(1, 3, 8, 8))
+            model(torch.randn(1, 3, 4, 4))
+
+    with pytest.raises(ValueError, match="0 routed 16 units in one pass and 4 in another"):
+        record_both()
 
 
 def test_nothing_listens_after_the_block_even_if_it_failed(model):
@@ -76,11 +77,9 @@ def test_a_model_without_routed_layers_is_refused():
 
 
 def test_an_unknown_keep_is_refused(model):
-    with (
-        pytest.raises(ValueError, match="keep='first' is unknown; use 'last' or 'all'"),
-        moesaic.record_routing(model, "first"),
-    ):
-        pass
+    listening = moesaic.record_routing(model, "first")
+    with pytest.raises(ValueError, match="keep='first' is unknown; use 'last' or 'all'"):
+        listening.__enter__()
 
 
 def test_observers_see_every_layer_with_its_name(model):

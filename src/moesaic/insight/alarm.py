@@ -1,7 +1,8 @@
 """Watch the routing while a model runs: an alarm for experts that die, a check for scores that are not numbers.
 
 Both listen to the routed layers through ``moesaic.layers.observe`` and are gone when their block
-ends; a model that nobody watches pays nothing.
+ends; a model that nobody watches pays nothing. In a compiled model each routed layer breaks the
+graph while it is watched, which ``fullgraph=True`` does not allow.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
 from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, starved
-from moesaic.layers import Routed, observe
+from moesaic.layers import Observer, Routed, observe
 from moesaic.record import Routing
 
 __all__ = ["CollapseAlarm", "CollapseWarning", "check_scores"]
@@ -87,7 +88,7 @@ class CollapseAlarm:
     def __enter__(self) -> Self:
         if self._observing is not None:
             raise RuntimeError("CollapseAlarm: already watching; leave its `with` block before entering it again")
-        observing = observe(self.model, self._hear)
+        observing = _watch(self.model, self._hear)
         observing.__enter__()
         self._observing = observing
         return self
@@ -184,7 +185,7 @@ def check_scores(model: nn.Module) -> Generator[None]:
     Traceback (most recent call last):
     FloatingPointError: check_scores: layer '1': 2 of 8 scores are not finite (...), shape (1, 4, 2), ...
     """
-    with observe(model, _refuse_bad_scores):
+    with _watch(model, _refuse_bad_scores):
         yield
 
 
@@ -201,6 +202,12 @@ def _refuse_bad_scores(name: str, layer: Routed, routing: Routing) -> None:
         f"{count - nans} infinite), shape {tuple(scores.shape)}, first at {first}; look at the layer's input and at "
         "router.weight: a learning rate or a loss scale that is too high is the usual cause"
     )
+
+
+def _watch(model: nn.Module, observer: Observer) -> AbstractContextManager[None]:
+    # Compiled, an observer's counters would be constants of the graph, and each pass a new compilation.
+    way_out = "compile without fullgraph=True while somebody watches the routing"
+    return observe(model, cast("Observer", torch.compiler.disable(observer, reason=way_out)))
 
 
 def _place(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from moesaic.checks import one_of
 from moesaic.record import Routing
 
 __all__ = ["Observer", "Routed", "observe", "record_routing", "routed_layers"]
@@ -89,8 +90,7 @@ def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> G
     >>> routing["0"].index.shape, routing["0"].grid
     (torch.Size([5, 2, 3]), (4, 4))
     """
-    if keep not in ("last", "all"):
-        raise ValueError(f"record_routing: keep={keep!r} is unknown; use 'last' or 'all'")
+    one_of("record_routing", "keep", keep, ("last", "all"))
     records: dict[str, Routing] = {}
     passes: dict[str, list[Routing]] = {}
 

@@ -33,7 +33,7 @@ class ReferenceBackend:
     def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         def expert(e: int, masked: Tensor) -> Tensor:
             bias = None if experts.bias is None else experts.bias[e]
-            weight = experts.weight[e]
+            weight = experts.weight[e].contiguous()  # torch's float64 convolution knows no other format
             if spec.context == "map":
                 return F.conv2d(masked, weight, bias, padding=weight.shape[-1] // 2)
             alone = F.conv2d(_cut(masked, spec.patch_size), weight, bias, padding=weight.shape[-1] // 2)

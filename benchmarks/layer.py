@@ -1,0 +1,146 @@
+"""PatchMoE against the dense convolution it stands for, and against routing by masks.
+
+    python benchmarks/layer.py [--shape celeba] [--repetitions 20] [--out FILE.json]
+
+Every figure is a ratio within one run: the dense layer's median time over ours, for the forward
+pass (no gradients) and for a training step (forward and backward, all gradients). Dense and
+routed layers have the same memory format; masked is the reference backend, which runs every
+expert over the whole map as the released code does.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import in_turns, machine, show, write
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import moesaic
+
+RELEASED = {"gate": "softmax_all", "gate_on": "input", "expert_norm": True}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer's map and routing; the dense peer has the same channels and kernel."""
+
+    batch: int
+    channels: int
+    size: int
+    experts: int
+    patches_per_expert: int
+    patch_size: int
+    kernel_size: int
+
+    def dense(self) -> nn.Module:
+        return nn.Conv2d(self.channels, self.channels, self.kernel_size, padding=self.kernel_size // 2)
+
+    def routed(self, **options: Any) -> nn.Module:
+        return moesaic.PatchMoE(
+            self.channels,
+            self.channels,
+            experts=self.experts,
+            patches_per_expert=self.patches_per_expert,
+            patch_size=self.patch_size,
+            kernel_size=self.kernel_size,
+            **options,
+        )
+
+
+SHAPES = {
+    "celeba": Shape(8, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3),
+    "cifar": Shape(8, 640, 8, experts=4, patches_per_expert=16, patch_size=1, kernel_size=1),
+}
+
+
+def forward(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    def run() -> None:
+        with torch.no_grad():
+            model(x)
+
+    return run
+
+
+def step(model: nn.Module, x: Tensor) -> Callable[[], object]:
+    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        y = model(x)
+        y.backward(torch.ones_like(y))
+
+    return run
+
+
+def multiply_adds(model: nn.Module, x: Tensor) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    return counter.get_total_flops() // 2
+
+
+class Masked(nn.Module):
+    """A routed layer on the reference backend."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    @moesaic.backend("reference")
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def compare(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for label, memory_format in (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last)):
+        torch.manual_seed(0)
+        x = torch.randn(shape.batch, shape.channels, shape.size, shape.size).contiguous(memory_format=memory_format)
+        models = {
+            "dense convolution": shape.dense(),
+            "PatchMoE": shape.routed(),
+            "PatchMoE, released block": shape.routed(**RELEASED),
+            "PatchMoE, context='patch'": shape.routed(context="patch"),
+            "masked (reference backend)": Masked(shape.routed()),
+        }
+        models = {name: model.to(memory_format=memory_format) for name, model in models.items()}
+        passes = in_turns({name: forward(model, x) for name, model in models.items()}, repetitions)
+        steps = in_turns({name: step(model, x) for name, model in models.items()}, repetitions)
+        dense = multiply_adds(models["dense convolution"], x)
+        for name, model in models.items():
+            rows.append(
+                {
+                    "layer": name,
+                    "format": label,
+                    "multiply-adds / dense": round(multiply_adds(model, x) / dense, 4),
+                    "forward ms": passes[name].median,
+                    "forward × dense": passes["dense convolution"].median / passes[name].median,
+                    "step ms": steps[name].median,
+                    "step × dense": steps["dense convolution"].median / steps[name].median,
+                    "timing": {"forward": passes[name], "step": steps[name]},
+                }
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="may be given several times; default: all")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/layer-cpu.json")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine(), "repetitions": arguments.repetitions, "shapes": {}}
+    for name in arguments.shape or SHAPES:
+        rows = compare(SHAPES[name], arguments.repetitions)
+        results["shapes"][name] = {"shape": asdict(SHAPES[name]), "rows": rows}
+        title = f"{name}: {SHAPES[name]}"
+        show(title, [{key: value for key, value in row.items() if key != "timing"} for row in rows])
+    print(f"ratios above 1: faster than dense. Written to {write('layer-cpu', results, arguments.out)}")
+
+
+if __name__ == "__main__":
+    main()
