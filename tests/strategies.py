@@ -91,7 +91,7 @@ def run(layer: moesaic.PatchMoE, x: Tensor, backend: str, steps: int = 1) -> dic
         x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
         with moesaic.backend(backend):
             y = layer(x)
-        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(step), dtype=y.dtype))
+        y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(step), dtype=y.dtype).to(y.device))
         assert x.grad is not None
         found[f"output {step}"], found[f"gradient of input {step}"] = y.detach(), x.grad
     for name, parameter in layer.named_parameters():

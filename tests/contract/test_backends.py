@@ -10,23 +10,26 @@ import moesaic
 from moesaic.ops import backends
 
 FAST = [name for name in backends() if name != "reference"]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", FAST)
 @settings(max_examples=150)
 @given(case=cases(), training=st.booleans())
-def test_a_fast_backend_equals_the_reference(backend, case: Case, training):
-    layer, x = case.build().train(training), case.map()
+def test_a_fast_backend_equals_the_reference(backend, device, case: Case, training):
+    layer, x = case.build().train(training).to(device), case.map().to(device)
     assert_same(run(layer, x, backend, steps=2), run(layer, x, "reference", steps=2), tolerance=1e-10)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @given(case=cases(batch=st.integers(1, 2), bias=True))
-def test_low_precision_stays_within_its_rounding_of_float64(backend, dtype, case: Case):
-    exact, x = case.build(), case.map()
+def test_low_precision_stays_within_its_rounding_of_float64(backend, device, dtype, case: Case):
+    exact, x = case.build().to(device), case.map().to(device)
     # the same numbers in both, so that all that differs is the arithmetic
-    rounded = case.build().to(dtype)
+    rounded = case.build().to(device, dtype)
     exact.load_state_dict(rounded.state_dict())
     x = x.to(dtype)
     with moesaic.record_routing(rounded) as low, moesaic.backend(backend):

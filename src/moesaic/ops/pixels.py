@@ -109,14 +109,7 @@ class Pixels:
     def matmul(self, values: Tensor, weight_EOC: Tensor) -> Tensor:
         """Each expert's pixels times its matrix."""
         weight_ECO = weight_EOC.transpose(1, 2)
-        if self.ends is None:
-            return torch.bmm(values, weight_ECO)
-        aligned = all(size * values.element_size() % 16 == 0 for size in weight_ECO.shape[1:])
-        if aligned and values.dtype != torch.float64 and values.shape[0] > 0:
-            return F.grouped_mm(values, weight_ECO, offs=self.ends.int())
-        # grouped_mm takes neither float64 nor odd widths: one GEMM an expert, for the price of a host sync
-        bounds: list[int] = [0, *self.ends.tolist()]
-        return torch.cat([values[bounds[e] : bounds[e + 1]] @ weight_ECO[e] for e in range(len(bounds) - 1)])
+        return torch.bmm(values, weight_ECO) if self.ends is None else _ragged_matmul(values, weight_ECO, self.ends)
 
     def landings(self, kernel: int) -> tuple[Tensor, Tensor | None]:
         """Where each tap of each pixel lands among the rows of the output, and the expert's gate there.
@@ -174,3 +167,17 @@ class Pixels:
 
     def _repeated(self, values_P: Tensor) -> Tensor:
         return values_P.unsqueeze(1).expand(-1, self.spec.patch_size**2).flatten()
+
+
+def _ragged_matmul(rows: Tensor, weight_ECO: Tensor, ends: Tensor) -> Tensor:
+    """Rows sorted by expert times their expert's matrix."""
+    if rows.dtype == torch.float64 or rows.shape[0] == 0:
+        # grouped_mm has no float64: one GEMM an expert, for the price of a host sync
+        bounds: list[int] = [0, *ends.tolist()]
+        return torch.cat([rows[bounds[e] : bounds[e + 1]] @ weight_ECO[e] for e in range(len(bounds) - 1)])
+    _, C, O = weight_ECO.shape
+    step = 16 // rows.element_size()  # it reads rows in steps of 16 bytes
+    if C % step or O % step:
+        rows = F.pad(rows, (0, -C % step))
+        weight_ECO = F.pad(weight_ECO, (0, -O % step, 0, -C % step))
+    return F.grouped_mm(rows, weight_ECO, offs=ends.int())[:, :O]

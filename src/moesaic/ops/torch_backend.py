@@ -43,13 +43,14 @@ class TorchBackend:
         weight = experts.weight
         pixels = Pixels.chosen(routing, x, spec)
         values, constant = _expert_inputs(x, pixels, norm)
+        O, ks = weight.shape[1], weight.shape[3]
+        taps_EkOC = weight.permute(0, 3, 4, 1, 2).flatten(1, 3)
         null = experts.bias
         if constant is not None:
             values = values - pixels.per_expert(constant)
-            null = _answer_to_constant(constant.to(weight.dtype), experts, pixels)
-        taps_EkOC = weight.permute(0, 3, 4, 1, 2).flatten(1, 3)
+            taps_EkO = torch.bmm(taps_EkOC, constant.to(weight.dtype).unsqueeze(2)).view(-1, ks, ks, O)
+            null = _answer_to_constant(taps_EkO, experts.bias, pixels)
         contributions = pixels.matmul(values.to(weight.dtype), taps_EkOC)
-        O, ks = weight.shape[1], weight.shape[3]
         return _combine(contributions.view(-1, ks * ks, O), null, pixels, x)
 
     def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
@@ -104,18 +105,20 @@ def _masked_statistics(values: Tensor, pixels: Pixels, count: int, norm: Norm) -
     return mean, var
 
 
-def _answer_to_constant(constant_EC: Tensor, experts: ConvWeights, pixels: Pixels) -> Tensor:
-    """What each convolution answers to a constant map: (E, O), or (E, H, W, O) where zero padding shows."""
-    weight, ks = experts.weight, experts.weight.shape[3]
-    taps_EkkO = torch.einsum("ec,eocij->eijo", constant_EC, weight)
+def _answer_to_constant(taps_EkkO: Tensor, bias: Tensor | None, pixels: Pixels) -> Tensor:
+    """What each convolution answers to a constant map, given each tap's answer to the constant.
+
+    (E, O), or (E, H, W, O) for kernels that see the zero padding.
+    """
+    ks = taps_EkkO.shape[1]
     if ks == 1:
         null = taps_EkkO[:, 0, 0]
-        return null if experts.bias is None else null + experts.bias
+        return null if bias is None else null + bias
     (H, W), p = pixels.map_size, pixels.spec.patch_size
     height, width = (H, W) if pixels.spec.context == "map" else (p, p)
-    inside = (_taps_inside(height, ks, constant_EC), _taps_inside(width, ks, constant_EC))
+    inside = (_taps_inside(height, ks, taps_EkkO), _taps_inside(width, ks, taps_EkkO))
     null = torch.einsum("hi,wj,eijo->ehwo", *inside, taps_EkkO).repeat(1, H // height, W // width, 1)
-    return null if experts.bias is None else null + experts.bias[:, None, None]
+    return null if bias is None else null + bias[:, None, None]
 
 
 def _taps_inside(size: int, kernel: int, like: Tensor) -> Tensor:

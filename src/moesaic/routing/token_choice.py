@@ -115,7 +115,7 @@ class TokenChoice(Router):
         B, N, K = index_BNK.shape
         order = best(gate_BNK.detach()[..., 0].flatten(), B * N)
         choice_KU = index_BNK.reshape(B * N, K)[order].T
-        asked = torch.nn.functional.one_hot(choice_KU.flatten(), self.experts)
+        asked = (choice_KU.reshape(-1, 1) == torch.arange(self.experts, device=order.device)).long()
         turn_KU = ((asked.cumsum(0) - 1) * asked).sum(-1).view(K, B * N)
         served = torch.empty_like(turn_KU, dtype=torch.bool)
         served[:, order] = turn_KU < self.capacity(B * N)

@@ -1,0 +1,90 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import moesaic
+from moesaic.experts import MLPExperts
+
+LAYERS = {
+    "expert choice": lambda: moesaic.PatchMoE(8, 16, experts=4, patches_per_expert=2, patch_size=2, kernel_size=3),
+    "released": lambda: moesaic.PatchMoE(
+        8, 16, experts=4, patches_per_expert=2, kernel_size=3, gate="softmax_all", gate_on="input", expert_norm=True
+    ),
+    "mlp": lambda: moesaic.PatchMoE(8, 16, experts=MLPExperts(4, 8, 8, 16), patches_per_expert=2, combine="sum"),
+    "token choice": lambda: moesaic.PatchMoE(8, 16, experts=4, router=moesaic.TokenChoice(8, 4, 2, 2)),
+    "token choice with capacity": lambda: moesaic.PatchMoE(
+        8, 16, experts=4, expert_norm=True, router=moesaic.TokenChoice(8, 4, 2, 2, capacity_factor=0.5)
+    ),
+}
+
+
+class NoHostSync(TorchDispatchMode):
+    """Refuses whatever brings a value from the device to the host, or has a shape that depends on one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "unique"}, name
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_training_step_never_waits_for_the_device(layer):
+    layer, x = LAYERS[layer](), torch.randn(2, 8, 8, 8, requires_grad=True)
+    with NoHostSync():
+        layer(x).square().sum().backward()
+    assert x.grad.abs().sum() > 0
+
+
+def test_the_guard_against_host_syncs_catches_one():
+    with NoHostSync(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        torch.ones(()).item()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    # torch's own grouped_mm waits for the device in float32
+    [
+        (name, dtype)
+        for name in LAYERS
+        for dtype in (torch.bfloat16, torch.float32)
+        if "token" not in name or dtype.itemsize == 2
+    ],
+)
+def test_a_training_step_never_waits_for_cuda(layer, dtype):
+    layer = LAYERS[layer]().to("cuda", dtype)
+    x = torch.randn(2, 8, 8, 8, device="cuda", dtype=dtype, requires_grad=True)
+    layer(x).square().sum().backward()  # what is set up once may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layer", ["expert choice", "released", "mlp"])
+def test_a_training_step_fits_into_a_cuda_graph(layer):
+    layer = LAYERS[layer]().cuda()
+    x = torch.randn(2, 8, 8, 8, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            layer(x).square().sum().backward()
+    torch.cuda.current_stream().wait_stream(stream)
+    layer.eval()
+    layer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x)
+        y.square().sum().backward()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(y, layer(x))
+
+
+@pytest.mark.gpu
+def test_cuda_compiles_into_one_graph():
+    layer = LAYERS["released"]().cuda().eval()
+    x = torch.randn(2, 8, 8, 8, device="cuda")
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-4, atol=1e-4)
