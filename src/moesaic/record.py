@@ -122,9 +122,11 @@ class Routing:
     def _spread(self, values: Tensor) -> Tensor:
         """Values in the shape of ``index``, laid out over (B, N, E)."""
         length = self.units if self.chooser == "expert" else self.experts
-        rows = self._index.shape[:2]
-        # one column more takes what belongs to nobody
-        spread = values.new_zeros(*rows, length + 1)
-        place = torch.where(self.used, self._index, length)
-        spread = spread.scatter(2, place, values)[..., :length]
+        rows, place = self._index.shape[:2], self._index
+        if self.may_drop:
+            # one column more takes what belongs to nobody
+            place = torch.where(self.used, place, length)
+            spread = values.new_zeros(*rows, length + 1).scatter(2, place, values)[..., :length]
+        else:
+            spread = values.new_zeros(*rows, length).scatter(2, place, values)
         return spread.transpose(1, 2) if self.chooser == "expert" else spread

@@ -115,11 +115,14 @@ class PatchMoE(Routed):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
+        memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+        x = x.contiguous(memory_format=torch.channels_last)
         routing = self._emit(self.route(x))
         if routing.chooser == "soft":
-            return self._run_soft(x, routing)
-        spec = PatchSpec(self.patch_size, self.gate_on, self.context, self.combine)
-        return self.experts(x, routing, spec)
+            y = self._run_soft(x, routing)
+        else:
+            y = self.experts(x, routing, PatchSpec(self.patch_size, self.gate_on, self.context, self.combine))
+        return y.contiguous(memory_format=memory_format)
 
     def route(self, x: Tensor) -> Routing:
         """What the router chooses for a map, without running the experts."""

@@ -94,7 +94,8 @@ class MLPWeights:
 class Backend(Protocol):
     """What a backend offers. Both operations take a map (B, C, H, W) and return (B, O', H, W).
 
-    O' is E·O for ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype.
+    O' is E·O for ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype and any
+    memory format. Maps come in channels_last, so that a pixel's channels lie together.
     """
 
     name: str

@@ -45,13 +45,13 @@ class TorchBackend:
         values, constant = _expert_inputs(x, pixels, norm)
         O, ks = weight.shape[1], weight.shape[3]
         taps_EkOC = weight.permute(0, 3, 4, 1, 2).flatten(1, 3)
-        null = experts.bias
-        if constant is not None:
-            values = values - pixels.per_expert(constant)
-            taps_EkO = torch.bmm(taps_EkOC, constant.to(weight.dtype).unsqueeze(2)).view(-1, ks, ks, O)
-            null = _answer_to_constant(taps_EkO, experts.bias, pixels)
-        contributions = pixels.matmul(values.to(weight.dtype), taps_EkOC)
-        return _combine(contributions.view(-1, ks * ks, O), null, pixels, x)
+        if constant is None:
+            contributions, null = pixels.matmul(values.to(weight.dtype), taps_EkOC), experts.bias
+        else:
+            deviations = (values - pixels.per_expert(constant)).to(weight.dtype)
+            contributions, answers = pixels.matmul_with(deviations, constant.to(weight.dtype), taps_EkOC)
+            null = _answer_to_constant(answers.view(-1, ks, ks, O), experts.bias, pixels)
+        return _combine(contributions.reshape(-1, ks * ks, O), null, pixels, x)
 
     def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         dtype = experts.weight_in.dtype
@@ -71,7 +71,7 @@ def _expert_inputs(x: Tensor, pixels: Pixels, norm: Norm | None) -> tuple[Tensor
     B, C, H, W = x.shape
     values = pixels.take(x.permute(0, 2, 3, 1).reshape(B * H * W, C))
     if pixels.spec.gate_on == "input":
-        values = values * pixels.per_patch(pixels.gate_P)
+        values = values * pixels.grouped(pixels.gate_R.unsqueeze(1))
     if norm is None:
         return values, None
     wide = torch.promote_types(values.dtype, torch.float32)
@@ -82,21 +82,17 @@ def _expert_inputs(x: Tensor, pixels: Pixels, norm: Norm | None) -> tuple[Tensor
         mean, var = norm.running_mean.to(wide), norm.running_var.to(wide)
     scale = norm.weight.to(wide) * torch.rsqrt(var + norm.eps)
     shift = norm.bias.to(wide) - mean * scale
-    return F.relu(values * pixels.per_expert(scale) + pixels.per_expert(shift)), F.relu(shift)
+    normed = torch.addcmul(pixels.per_expert(shift), values, pixels.per_expert(scale))
+    return F.relu(normed), F.relu(shift)
 
 
 def _masked_statistics(values: Tensor, pixels: Pixels, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
-    """Mean and variance (E, C) over the whole masked map: the chosen pixels' values, zeros everywhere else."""
-    n = max(count, 1)
-    used = None if pixels.used_P is None else pixels.per_patch(pixels.used_P)
-
-    def total(of: Tensor) -> Tensor:
-        return pixels.sum(of if used is None else of.where(used, 0))
-
-    mean = total(values) / n
-    squares = total((values - pixels.per_expert(mean)).square())
-    zeros = count - total(torch.ones_like(values[..., :1]))
-    var = (squares + zeros * mean.square()) / n
+    """Mean and variance (E, C) over the whole masked map of ``count`` positions: chosen values, and zeros elsewhere."""
+    chosen, mean_chosen, var_chosen = pixels.moments(values)
+    share = chosen / max(count, 1)
+    mean = share * mean_chosen
+    # the variance within the chosen, and between them and the zeros
+    var = share * var_chosen + share * (1 - share) * mean_chosen.square()
     if count > 0:
         with torch.no_grad():
             unbiased = var * (count / max(count - 1, 1))
@@ -141,7 +137,7 @@ def _perceptron(values: Tensor, experts: MLPWeights, pixels: Pixels | None) -> T
 
 
 def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels, x: Tensor) -> Tensor:
-    """Add every pixel's contributions into the map, each at its tap's shift; (B, O', H, W) in x's memory format.
+    """Add every pixel's contributions into the map, each at its tap's shift: (B, O', H, W).
 
     ``null`` is what an expert answers where it was given nothing, (E, O) or (E, H, W, O): under
     ``gate_on="input"`` it stands everywhere, under ``"output"`` on the expert's own patches, gated.
@@ -151,21 +147,19 @@ def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels, x: Tensor) -
     taps, width = taps_RkO.shape[1:]
     dtype, wide = taps_RkO.dtype, torch.promote_types(taps_RkO.dtype, torch.float32)
     landing_Rk, gate_Rk = pixels.landings(math.isqrt(taps))
-    taps_RkO = taps_RkO.to(wide) if gate_Rk is None else taps_RkO * gate_Rk.unsqueeze(-1)
-    y = taps_RkO.new_zeros((B * H * W + B) * pixels.lanes, width)
-    y.index_add_(0, landing_Rk.flatten(), taps_RkO.flatten(0, 1))
+    lanes, rows = pixels.lanes, B * H * W * pixels.lanes
+    if null is None or gate_Rk is not None:
+        y = x.new_zeros(rows + B * lanes, width, dtype=wide)
+    else:
+        everywhere = null.to(wide).movedim(0, -2)
+        everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
+        y = everywhere.expand(B, H, W, lanes * width).reshape(rows, width)
+        y = torch.cat([y, y.new_zeros(B * lanes, width)])
+    contributions = taps_RkO.to(wide) if gate_Rk is None else taps_RkO * gate_Rk.unsqueeze(-1)
+    y.index_add_(0, landing_Rk.flatten(), contributions.flatten(0, 1))
     if null is not None and gate_Rk is not None:
-        own_R1, _ = pixels.landings(1)
-        at_own = pixels.per_expert(null) if null.ndim == 2 else pixels.take_by_expert(null)
-        gated = at_own * pixels.per_patch(pixels.gate_P)
-        y.index_add_(0, own_R1.flatten(), gated.reshape(-1, width))
-    y = y[: B * H * W * pixels.lanes].view(B, H, W, pixels.lanes * width)
-    if null is not None and gate_Rk is None:
-        everywhere = null.movedim(0, -2)
-        y = y + (everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2))
-    y = y.to(dtype).permute(0, 3, 1, 2)
-    return y if _is_channels_last(x) else y.contiguous()
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        own = taps // 2  # the kernel's centre lands where the pixel is
+        null_R = pixels.per_expert(null) if null.ndim == 2 else pixels.take_by_expert(null)
+        gated = null_R * pixels.grouped(pixels.gate_R.unsqueeze(1))
+        y.index_add_(0, landing_Rk[:, own], gated.reshape(-1, width))
+    return y[:rows].view(B, H, W, lanes * width).to(dtype).permute(0, 3, 1, 2)

@@ -58,7 +58,7 @@ class Router(nn.Module):
         with autocast_off(x):
             # One matrix product over patches in one order: the same numbers for every memory
             # format, and no TF32, which convolutions would use.
-            patches = x.to(dtype).view(B, C, H // p, p, W // p, p).permute(0, 2, 4, 3, 5, 1)
+            patches = x.to(dtype).permute(0, 2, 3, 1).reshape(B, H // p, p, W // p, p, C).transpose(2, 3)
             kernels = self.weight.to(dtype).permute(2, 3, 1, 0)
             return patches.reshape(B, (H // p) * (W // p), p * p * C) @ kernels.reshape(p * p * C, -1)
 
