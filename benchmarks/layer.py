@@ -3,9 +3,9 @@
     python benchmarks/layer.py [--shape celeba] [--repetitions 20] [--out FILE.json]
 
 Every figure is a ratio within one run: the dense layer's median time over ours, for the forward
-pass (no gradients) and for a training step (forward and backward, all gradients). Dense and
-routed layers have the same memory format; masked is the reference backend, which runs every
-expert over the whole map as the released code does.
+pass (without gradients) and for a training step (forward and backward, all gradients). All layers
+of a table have the same memory format and are timed in turns. Masked is the reference backend,
+which runs every expert over the whole map as the released code does.
 """
 
 import argparse
@@ -36,6 +36,13 @@ class Shape:
     patch_size: int
     kernel_size: int
 
+    def __str__(self) -> str:
+        grid = self.size // self.patch_size
+        return (
+            f"maps {self.batch}×{self.channels}×{self.size}×{self.size}, {self.kernel_size}×{self.kernel_size} kernel, "
+            f"{self.experts} experts, each {self.patches_per_expert} of {grid * grid} patches"
+        )
+
     def dense(self) -> nn.Module:
         return nn.Conv2d(self.channels, self.channels, self.kernel_size, padding=self.kernel_size // 2)
 
@@ -55,6 +62,9 @@ SHAPES = {
     "celeba": Shape(8, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3),
     "cifar": Shape(8, 640, 8, experts=4, patches_per_expert=16, patch_size=1, kernel_size=1),
 }
+
+
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 def forward(model: nn.Module, x: Tensor) -> Callable[[], object]:
@@ -95,36 +105,32 @@ class Masked(nn.Module):
         return self.layer(x)
 
 
-def compare(shape: Shape, repetitions: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for label, memory_format in (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last)):
-        torch.manual_seed(0)
-        x = torch.randn(shape.batch, shape.channels, shape.size, shape.size).contiguous(memory_format=memory_format)
-        models = {
-            "dense convolution": shape.dense(),
-            "PatchMoE": shape.routed(),
-            "PatchMoE, released block": shape.routed(**RELEASED),
-            "PatchMoE, context='patch'": shape.routed(context="patch"),
-            "masked (reference backend)": Masked(shape.routed()),
+def compare(shape: Shape, memory_format: torch.memory_format, repetitions: int) -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    x = torch.randn(shape.batch, shape.channels, shape.size, shape.size).contiguous(memory_format=memory_format)
+    models = {
+        "dense convolution": shape.dense(),
+        "PatchMoE": shape.routed(),
+        "PatchMoE, context='patch'": shape.routed(context="patch"),
+        "PatchMoE, released block": shape.routed(**RELEASED),
+        "masked (reference)": Masked(shape.routed()),
+    }
+    models = {name: model.to(memory_format=memory_format) for name, model in models.items()}
+    passes = in_turns({name: forward(model, x) for name, model in models.items()}, repetitions)
+    steps = in_turns({name: step(model, x) for name, model in models.items()}, repetitions)
+    dense = "dense convolution"
+    return [
+        {
+            "layer": name,
+            "multiply-adds": round(multiply_adds(model, x) / multiply_adds(models[dense], x), 4),
+            "forward, ms": passes[name].median,
+            "× dense": passes[dense].median / passes[name].median,
+            "step, ms": steps[name].median,
+            "× dense, step": steps[dense].median / steps[name].median,
+            "quartiles, ms": {"forward": passes[name], "step": steps[name]},
         }
-        models = {name: model.to(memory_format=memory_format) for name, model in models.items()}
-        passes = in_turns({name: forward(model, x) for name, model in models.items()}, repetitions)
-        steps = in_turns({name: step(model, x) for name, model in models.items()}, repetitions)
-        dense = multiply_adds(models["dense convolution"], x)
-        for name, model in models.items():
-            rows.append(
-                {
-                    "layer": name,
-                    "format": label,
-                    "multiply-adds / dense": round(multiply_adds(model, x) / dense, 4),
-                    "forward ms": passes[name].median,
-                    "forward × dense": passes["dense convolution"].median / passes[name].median,
-                    "step ms": steps[name].median,
-                    "step × dense": steps["dense convolution"].median / steps[name].median,
-                    "timing": {"forward": passes[name], "step": steps[name]},
-                }
-            )
-    return rows
+        for name, model in models.items()
+    ]
 
 
 def main() -> None:
@@ -135,11 +141,14 @@ def main() -> None:
     arguments = parser.parse_args()
     results: dict[str, Any] = {"machine": machine(), "repetitions": arguments.repetitions, "shapes": {}}
     for name in arguments.shape or SHAPES:
-        rows = compare(SHAPES[name], arguments.repetitions)
-        results["shapes"][name] = {"shape": asdict(SHAPES[name]), "rows": rows}
-        title = f"{name}: {SHAPES[name]}"
-        show(title, [{key: value for key, value in row.items() if key != "timing"} for row in rows])
-    print(f"ratios above 1: faster than dense. Written to {write('layer-cpu', results, arguments.out)}")
+        shape = SHAPES[name]
+        results["shapes"][name] = {"shape": asdict(shape)}
+        for label, memory_format in FORMATS.items():
+            rows = compare(shape, memory_format, arguments.repetitions)
+            results["shapes"][name][label] = rows
+            show(f"{name}, {label}: {shape}", [{k: v for k, v in row.items() if k != "quartiles, ms"} for row in rows])
+    print("multiply-adds: share of the dense layer's; × dense: above 1 is faster than the dense layer")
+    print(f"written to {write('layer-cpu', results, arguments.out)}")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -71,12 +72,12 @@ def processor() -> str:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=120).print(table)
+    Console(width=110).print(table)
 
 
 def write(name: str, content: dict[str, Any], out: Path | None) -> Path:
