@@ -22,7 +22,7 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
     runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
     for block in FENCE.finditer(text):
         line = text.count("\n", 0, block.start(1))
-        if ">>>" in block[1]:
+        if block[1].startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
             assert runner.run(test, clear_globs=False).failed == 0, f"an example of {page.name} fails, see the output"
             names = test.globs
