@@ -34,6 +34,7 @@ class Case:
         E, C, p = options["experts"], self.shape[1], options["patch_size"]
         out = options.pop("width") * (E if options["combine"] == "concat" else 1)
         if self.router != "expert":
+            del options["patches_per_expert"], options["gate"]
             factor = 0.5 if self.router == "capacity" else None
             options["router"] = moesaic.TokenChoice(
                 C, E, min(2, E), p, capacity_factor=factor, in_eval=True, dtype=self.dtype

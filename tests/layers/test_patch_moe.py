@@ -132,6 +132,8 @@ def test_initialisation_repeats_with_its_seed():
 
 
 SOFT = moesaic.SoftRouter(3, 4, 1, 2)
+PICKS_2, PICKS_3 = moesaic.ExpertChoice(3, 4, 2, 2), moesaic.ExpertChoice(3, 4, 3, 2)
+MLP = MLPExperts(4, 3, 5, 2)
 
 
 class TestBadInput:
@@ -152,17 +154,44 @@ class TestBadInput:
             ({"context": "image"}, ValueError, "context='image' is unknown; use 'map' or 'patch'"),
             ({"combine": "cat"}, ValueError, "combine='cat' is unknown; use 'concat' or 'sum'"),
             (
-                {"router": SOFT, "kernel_size": 3},
+                {"router": SOFT},
                 ValueError,
-                "context='map' has no meaning under SoftRouter: slots have",
+                "patches_per_expert=2, but its router has none; leave patches_per_expert out",
             ),
-            ({"router": SOFT, "expert_norm": True}, ValueError, "expert_norm=True has no meaning under SoftRouter"),
-            ({"router": SOFT, "gate_on": "input"}, ValueError, "gate_on='input' has no meaning under SoftRouter"),
+            ({"router": PICKS_3}, ValueError, "patches_per_expert=2, but its router has patches_per_expert=3; leave"),
+            ({"router": PICKS_2, "patch_size": 4}, ValueError, "patch_size=4, but its router has patch_size=2; leave"),
+            ({"router": PICKS_2, "gate": "one"}, ValueError, "gate='one', but its router has gate='softmax_selected'"),
+            (
+                {"experts": MLP, "kernel_size": 3},
+                ValueError,
+                "kernel_size=3, but its experts have kernel_size=1; leave",
+            ),
+            (
+                {"experts": MLP, "expert_norm": True},
+                ValueError,
+                "expert_norm=True, but its experts have expert_norm=Fal",
+            ),
+            ({"experts": MLP, "bias": False}, ValueError, "bias=False, but its experts have bias=True; leave bias out"),
         ],
     )
     def test_an_impossible_layer_is_refused_when_it_is_built(self, options, error, says):
         with pytest.raises(error, match=re.escape(says)):
             moesaic.PatchMoE(3, 8, **LAYER | options)
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            (
+                {"kernel_size": 3},
+                "context='map' has no meaning under SoftRouter: slots have no neighbours; use 'patch'",
+            ),
+            ({"expert_norm": True}, "expert_norm=True has no meaning under SoftRouter"),
+            ({"gate_on": "input"}, "gate_on='input' has no meaning under SoftRouter"),
+        ],
+    )
+    def test_what_has_no_meaning_for_mixtures_is_refused(self, options, says):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            moesaic.PatchMoE(3, 8, experts=4, router=SOFT, **options)
 
     @pytest.mark.parametrize(
         ("x", "error", "says"),

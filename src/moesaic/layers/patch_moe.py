@@ -90,6 +90,12 @@ class PatchMoE(Routed):
         self.combine: Combine = one_of("PatchMoE", "combine", combine, get_args(Combine))
         if isinstance(experts, Experts):
             self.experts = experts
+            _check_agreement(
+                "its experts have",
+                kernel_size=(kernel_size, 1, experts.kernel_size),
+                expert_norm=(expert_norm, False, experts.norm is not None),
+                bias=(bias, True, experts.has_bias),
+            )
         else:
             at_least_one("PatchMoE", experts=experts)
             width = self._expert_width(experts)
@@ -110,6 +116,12 @@ class PatchMoE(Routed):
         self.patch_size: int = getattr(router, "patch_size", patch_size)
         self.patches_per_expert: int | None = getattr(router, "patches_per_expert", None)
         self.gate: str | None = getattr(router, "gate", None)
+        _check_agreement(
+            "its router has",
+            patches_per_expert=(patches_per_expert, None, self.patches_per_expert),
+            patch_size=(patch_size, 1, self.patch_size),
+            gate=(gate, "softmax_selected", self.gate),
+        )
         if isinstance(router, SoftRouter):
             self._check_soft()
 
@@ -223,6 +235,14 @@ class PatchMoE(Routed):
         H, W, p = x.shape[2], x.shape[3], self.patch_size
         if H % p or W % p or not H or not W:
             raise ValueError(f"PatchMoE: a {H}×{W} map is not divisible into {p}×{p} patches; {_way_out(H, W, p)}")
+
+
+def _check_agreement(owner_has: str, **options: tuple[object, object, object]) -> None:
+    """Refuse an option that an object given to the layer decides otherwise; each is (asked, default, the object's)."""
+    for name, (asked, default, actual) in options.items():
+        if asked not in (default, actual):
+            its_own = "none" if actual is None else f"{name}={actual!r}"
+            raise ValueError(f"PatchMoE: {name}={asked!r}, but {owner_has} {its_own}; leave {name} out")
 
 
 def _way_out(H: int, W: int, p: int) -> str:
