@@ -1,6 +1,6 @@
 """PatchMoE against the dense convolution it stands for, and against routing by masks.
 
-    python benchmarks/layer.py [--shape celeba] [--repetitions 20] [--out FILE.json]
+    python benchmarks/layer.py [--shape celeba] [--device cuda --dtype bfloat16] [--out FILE.json]
 
 Every figure is a ratio within one run: the dense layer's median time over ours, for the forward
 pass (without gradients) and for a training step (forward and backward, all gradients). All layers
@@ -10,7 +10,7 @@ which runs every expert over the whole map as the released code does.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ SHAPES = {
     "celeba": Shape(8, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3),
     "cifar": Shape(8, 640, 8, experts=4, patches_per_expert=16, patch_size=1, kernel_size=1),
 }
+GPU_BATCH = {"celeba": 128, "cifar": 512}
 
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -105,9 +106,12 @@ class Masked(nn.Module):
         return self.layer(x)
 
 
-def compare(shape: Shape, memory_format: torch.memory_format, repetitions: int) -> list[dict[str, Any]]:
+def compare(
+    shape: Shape, memory_format: torch.memory_format, where: dict[str, Any], repetitions: int
+) -> list[dict[str, Any]]:
     torch.manual_seed(0)
-    x = torch.randn(shape.batch, shape.channels, shape.size, shape.size).contiguous(memory_format=memory_format)
+    x = torch.randn(shape.batch, shape.channels, shape.size, shape.size, **where)
+    x = x.contiguous(memory_format=memory_format)
     models = {
         "dense convolution": shape.dense(),
         "PatchMoE": shape.routed(),
@@ -115,7 +119,9 @@ def compare(shape: Shape, memory_format: torch.memory_format, repetitions: int) 
         "PatchMoE, released block": shape.routed(**RELEASED),
         "masked (reference)": Masked(shape.routed()),
     }
-    models = {name: model.to(memory_format=memory_format) for name, model in models.items()}
+    models = {name: model.to(**where, memory_format=memory_format) for name, model in models.items()}
+    if where["device"] == "cuda":
+        models["PatchMoE, compiled"] = torch.compile(models["PatchMoE"], fullgraph=True)
     passes = in_turns({name: forward(model, x) for name, model in models.items()}, repetitions)
     steps = in_turns({name: step(model, x) for name, model in models.items()}, repetitions)
     dense = "dense convolution"
@@ -137,18 +143,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, action="append", help="may be given several times; default: all")
     parser.add_argument("--repetitions", type=int, default=20)
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/layer-cpu.json")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="a GPU gets larger batches")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/layer-DEVICE.json")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine(), "repetitions": arguments.repetitions, "shapes": {}}
+    where = {"device": arguments.device, "dtype": getattr(torch, arguments.dtype)}
+    results: dict[str, Any] = {
+        "machine": machine(),
+        "device": arguments.device,
+        "dtype": arguments.dtype,
+        "repetitions": arguments.repetitions,
+        "shapes": {},
+    }
     for name in arguments.shape or SHAPES:
         shape = SHAPES[name]
+        if arguments.device == "cuda":
+            shape = replace(shape, batch=GPU_BATCH[name])
         results["shapes"][name] = {"shape": asdict(shape)}
         for label, memory_format in FORMATS.items():
-            rows = compare(shape, memory_format, arguments.repetitions)
+            rows = compare(shape, memory_format, where, arguments.repetitions)
             results["shapes"][name][label] = rows
             show(f"{name}, {label}: {shape}", [{k: v for k, v in row.items() if k != "quartiles, ms"} for row in rows])
     print("multiply-adds: share of the dense layer's; × dense: above 1 is faster than the dense layer")
-    print(f"written to {write('layer-cpu', results, arguments.out)}")
+    print(f"written to {write(f'layer-{arguments.device}', results, arguments.out)}")
 
 
 if __name__ == "__main__":

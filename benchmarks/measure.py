@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -72,12 +69,19 @@ def processor() -> str:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console(width=110).print(table)
+    """Print a table; plain, so that benchmarks need nothing but torch."""
+    header = list(rows[0])
+    cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(header, *cells, strict=True)]
+    print(f"\n{title}\n")
+    for line in [header, ["─" * width for width in widths], *cells]:
+        name, *numbers = line
+        print(
+            name.ljust(widths[0]),
+            *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True)),
+            sep="  ",
+        )
+    print()
 
 
 def write(name: str, content: dict[str, Any], out: Path | None) -> Path:

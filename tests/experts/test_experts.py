@@ -1,0 +1,57 @@
+import pytest
+import torch
+from torch import nn
+
+import moesaic
+from moesaic.experts import ConvExperts, MLPExperts
+
+
+def test_each_convolution_starts_as_torch_starts_one():
+    torch.manual_seed(0)
+    ours, theirs = ConvExperts(4, 64, 32, 3), nn.Conv2d(64, 32, 3)
+    bound = (64 * 9) ** -0.5
+    for tensor in (ours.weight, ours.bias, theirs.weight, theirs.bias):
+        assert tensor.abs().max() <= bound
+        assert tensor.abs().max() > 0.9 * bound
+
+
+def test_each_perceptron_layer_starts_as_torch_starts_one():
+    experts = MLPExperts(4, 16, 64, 8)
+    assert experts.weight_in.abs().max() <= 16**-0.5
+    assert experts.weight_out.abs().max() <= 64**-0.5
+    assert experts.weight_in.abs().max() > 0.9 * 16**-0.5
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_momentum_and_eps_have_the_meaning_of_torch(backend):
+    layer = moesaic.PatchMoE(3, 4, experts=1, patches_per_expert=4, patch_size=2, expert_norm=True, gate="one")
+    layer.experts.norm.momentum, layer.experts.norm.eps = 0.01, 1e-3
+    norm = nn.BatchNorm2d(3, momentum=0.01, eps=1e-3)
+    conv = nn.Conv2d(3, 4, 1)
+    with torch.no_grad():
+        conv.weight.copy_(layer.experts.weight[0])
+        conv.bias.copy_(layer.experts.bias[0])
+    for _ in range(3):
+        x = torch.randn(5, 3, 4, 4) * 3 + 1
+        with moesaic.backend(backend):
+            y = layer(x)
+        torch.testing.assert_close(y, conv(norm(x).relu()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.experts.norm.running_mean[0], norm.running_mean)
+    torch.testing.assert_close(layer.experts.norm.running_var[0], norm.running_var)
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: ConvExperts(2, 3, 4, kernel_size=2), "kernel_size=2 has no centre pixel; use an odd size, 1 or 3"),
+        (lambda: ConvExperts(2, 0, 4), "ConvExperts: in_channels=0; it must be at least 1"),
+        (lambda: MLPExperts(2, 3, 0, 4), "MLPExperts: hidden_channels=0; it must be at least 1"),
+        (
+            lambda: MLPExperts(2, 3, 5, 4, activation="tanh"),
+            "activation='tanh' is unknown; use 'gelu', 'relu' or 'silu'",
+        ),
+    ],
+)
+def test_impossible_experts_are_refused(build, says):
+    with pytest.raises(ValueError, match=says):
+        build()
