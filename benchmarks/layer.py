@@ -121,6 +121,7 @@ def compare(
     }
     models = {name: model.to(**where, memory_format=memory_format) for name, model in models.items()}
     if where["device"] == "cuda":
+        torch.compiler.reset()  # each shape gets a graph of its own, not a share of one for all shapes
         models["PatchMoE, compiled"] = torch.compile(models["PatchMoE"], fullgraph=True)
     passes = in_turns({name: forward(model, x) for name, model in models.items()}, repetitions)
     steps = in_turns({name: step(model, x) for name, model in models.items()}, repetitions)

@@ -155,11 +155,15 @@ def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels, x: Tensor) -
         everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
         y = everywhere.expand(B, H, W, lanes * width).reshape(rows, width)
         y = torch.cat([y, y.new_zeros(B * lanes, width)])
-    contributions = taps_RkO.to(wide) if gate_Rk is None else taps_RkO * gate_Rk.unsqueeze(-1)
+    contributions = taps_RkO.to(wide)
+    if gate_Rk is not None:
+        # without gradients nobody needs the ungated ones: spare the memory, whose first touch costs more than the product
+        gate = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
+        contributions = gate(contributions, gate_Rk.to(wide).unsqueeze(-1))
     y.index_add_(0, landing_Rk.flatten(), contributions.flatten(0, 1))
     if null is not None and gate_Rk is not None:
         own = taps // 2  # the kernel's centre lands where the pixel is
         null_R = pixels.per_expert(null) if null.ndim == 2 else pixels.take_by_expert(null)
-        gated = null_R * pixels.grouped(pixels.gate_R.unsqueeze(1))
+        gated = null_R.to(wide) * pixels.grouped(pixels.gate_R.to(wide).unsqueeze(1))
         y.index_add_(0, landing_Rk[:, own], gated.reshape(-1, width))
     return y[:rows].view(B, H, W, lanes * width).to(dtype).permute(0, 3, 1, 2)
