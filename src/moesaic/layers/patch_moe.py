@@ -129,7 +129,7 @@ class PatchMoE(Routed):
         self._check_input(x)
         memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
         x = x.contiguous(memory_format=torch.channels_last)
-        routing = self._emit(self.route(x))
+        routing = self._emit(self._route(x))
         if routing.chooser == "soft":
             y = self._run_soft(x, routing)
         else:
@@ -138,6 +138,16 @@ class PatchMoE(Routed):
 
     def route(self, x: Tensor) -> Routing:
         """What the router chooses for a map, without running the experts."""
+        self._check_input(x)
+        return self._route(x)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.in_channels}, {self.out_channels}, gate_on={self.gate_on!r}, context={self.context!r}, "
+            f"combine={self.combine!r}"
+        )
+
+    def _route(self, x: Tensor) -> Routing:
         routing = self.router(x)
         if routing.experts != len(self.experts):
             raise ValueError(
@@ -151,12 +161,6 @@ class PatchMoE(Routed):
                 f"its patch_size must be the layer's, {self.patch_size}"
             )
         return routing
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_channels}, {self.out_channels}, gate_on={self.gate_on!r}, context={self.context!r}, "
-            f"combine={self.combine!r}"
-        )
 
     def _run_soft(self, x: Tensor, routing: Routing) -> Tensor:
         """Mix patches into slots, run each expert on its slots as patches of their own, mix back."""

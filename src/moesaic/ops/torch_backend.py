@@ -157,9 +157,9 @@ def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels, x: Tensor) -
         y = torch.cat([y, y.new_zeros(B * lanes, width)])
     contributions = taps_RkO.to(wide)
     if gate_Rk is not None:
-        # without gradients nobody needs the ungated ones: spare the memory, whose first touch costs more than the product
-        gate = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
-        contributions = gate(contributions, gate_Rk.to(wide).unsqueeze(-1))
+        # in place where no gradient needs the ungated ones: touching fresh memory costs more than the product
+        times = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
+        contributions = times(contributions, gate_Rk.to(wide).unsqueeze(-1))
     y.index_add_(0, landing_Rk.flatten(), contributions.flatten(0, 1))
     if null is not None and gate_Rk is not None:
         own = taps // 2  # the kernel's centre lands where the pixel is
