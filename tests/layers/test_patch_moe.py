@@ -3,6 +3,8 @@ import re
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch.func import functional_call, stack_module_state, vmap
 
 import moesaic
 from moesaic.experts import ConvExperts, MLPExperts
@@ -113,6 +115,31 @@ def test_a_model_moves_to_channels_last_and_back_with_its_numbers():
     assert torch.equal(model[0].experts.weight, before)
     model.to(memory_format=torch.contiguous_format)
     assert layer.experts.weight.is_contiguous()
+
+
+@pytest.mark.parametrize("options", [{}, {"gate": "softmax_all", "gate_on": "input", "expert_norm": True}])
+def test_an_ensemble_of_layers_runs_at_once_under_vmap(options):
+    layers = [moesaic.PatchMoE(3, 8, **LAYER, kernel_size=3, **options).eval() for _ in range(3)]
+    x = torch.randn(2, 3, 6, 6)
+    weights, buffers = stack_module_state(layers)
+    skeleton = copy.deepcopy(layers[0]).to("meta")
+    together = vmap(lambda w, b: functional_call(skeleton, (w, b), (x,)))(weights, buffers)
+    torch.testing.assert_close(together, torch.stack([layer(x) for layer in layers]))
+
+
+def test_gradients_of_gradients_are_right():
+    layer = moesaic.PatchMoE(2, 4, experts=2, patches_per_expert=2, patch_size=2, kernel_size=3, dtype=torch.float64)
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(layer, (x,))
+
+
+def test_weights_survive_safetensors(tmp_path):
+    layer = moesaic.PatchMoE(3, 8, **LAYER, kernel_size=3, expert_norm=True)
+    save_file(layer.state_dict(), tmp_path / "layer.safetensors")
+    other = moesaic.PatchMoE(3, 8, **LAYER, kernel_size=3, expert_norm=True)
+    other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+    x = torch.randn(2, 3, 6, 6)
+    assert torch.equal(other(x), layer(x))
 
 
 def test_layers_can_be_built_on_a_device_and_in_a_dtype():

@@ -147,19 +147,19 @@ def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels, x: Tensor) -
     taps, width = taps_RkO.shape[1:]
     dtype, wide = taps_RkO.dtype, torch.promote_types(taps_RkO.dtype, torch.float32)
     landing_Rk, gate_Rk = pixels.landings(math.isqrt(taps))
-    lanes, rows = pixels.lanes, B * H * W * pixels.lanes
-    if null is None or gate_Rk is not None:
-        y = x.new_zeros(rows + B * lanes, width, dtype=wide)
-    else:
-        everywhere = null.to(wide).movedim(0, -2)
-        everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
-        y = everywhere.expand(B, H, W, lanes * width).reshape(rows, width)
-        y = torch.cat([y, y.new_zeros(B * lanes, width)])
     contributions = taps_RkO.to(wide)
     if gate_Rk is not None:
         # in place where no gradient needs the ungated ones: touching fresh memory costs more than the product
         times = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
         contributions = times(contributions, gate_Rk.to(wide).unsqueeze(-1))
+    lanes, rows = pixels.lanes, B * H * W * pixels.lanes
+    if null is None or gate_Rk is not None:
+        y = contributions.new_zeros(rows + B * lanes, width)
+    else:
+        everywhere = null.to(wide).movedim(0, -2)
+        everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
+        y = everywhere.expand(B, H, W, lanes * width).reshape(rows, width)
+        y = torch.cat([y, contributions.new_zeros(B * lanes, width)])
     y.index_add_(0, landing_Rk.flatten(), contributions.flatten(0, 1))
     if null is not None and gate_Rk is not None:
         own = taps // 2  # the kernel's centre lands where the pixel is
