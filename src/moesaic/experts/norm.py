@@ -45,7 +45,7 @@ class ExpertNorm(nn.Module):
         """What a backend needs, after checking that a variance can be taken."""
         if self.training and values_per_channel == 1:
             raise ValueError(
-                "ExpertNorm: one value per channel has no variance to train on; use a larger batch or map, or eval()"
+                "ExpertNorm: one value per channel has no variance to train on; use a larger batch or map, or eval mode"
             )
         return Norm(self.weight, self.bias, self.running_mean, self.running_var, self.momentum, self.eps, self.training)
 
