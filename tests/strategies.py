@@ -1,7 +1,7 @@
 """Layers and maps of every kind and odd shape, for property tests."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,8 +10,20 @@ from torch import Tensor
 
 import moesaic
 from moesaic.experts import MLPExperts
+from moesaic.record import NOBODY
 
 BACKENDS = ("reference", "torch")
+
+
+class PickyChoice(moesaic.ExpertChoice):
+    """Experts take only the patches they score above zero: places of ``index`` stay unused."""
+
+    def choose(self, scores: Tensor, **kwargs: Any) -> moesaic.Routing:
+        routing = super().choose(scores, **kwargs)
+        wanted = scores.transpose(1, 2).gather(2, routing.index) > 0
+        return replace(
+            routing, index=routing.index.where(wanted, NOBODY), gate=routing.gate.where(wanted, 0), may_drop=True
+        )
 
 
 @dataclass
@@ -33,7 +45,10 @@ class Case:
         options = dict(self.options)
         E, C, p = options["experts"], self.shape[1], options["patch_size"]
         out = options.pop("width") * (E if options["combine"] == "concat" else 1)
-        if self.router != "expert":
+        if self.router == "picky":
+            L, gate = options.pop("patches_per_expert"), options.pop("gate")
+            options["router"] = PickyChoice(C, E, L, p, gate=gate, dtype=self.dtype)
+        elif self.router != "expert":
             del options["patches_per_expert"], options["gate"]
             factor = 0.5 if self.router == "capacity" else None
             options["router"] = moesaic.TokenChoice(
@@ -62,7 +77,7 @@ def cases(draw: st.DrawFn, *, batch: st.SearchStrategy[int] = st.integers(0, 3),
     rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     mlp = fixed.pop("mlp", None)
     mlp = draw(st.booleans()) if mlp is None else mlp
-    router = fixed.pop("router", None) or draw(st.sampled_from(["expert", "unit", "capacity"]))
+    router = fixed.pop("router", None) or draw(st.sampled_from(["expert", "picky", "unit", "capacity"]))
     options: dict[str, Any] = {
         "experts": draw(st.integers(1, 4)),
         "width": draw(st.integers(1, 3)),

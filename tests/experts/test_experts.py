@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import moesaic
 from moesaic.experts import ConvExperts, MLPExperts
@@ -20,6 +21,22 @@ def test_each_perceptron_layer_starts_as_torch_starts_one():
     assert experts.weight_in.abs().max() <= 16**-0.5
     assert experts.weight_out.abs().max() <= 64**-0.5
     assert experts.weight_in.abs().max() > 0.9 * 16**-0.5
+
+
+@pytest.mark.parametrize(("name", "function"), [("gelu", F.gelu), ("relu", F.relu), ("silu", F.silu)])
+def test_the_activation_is_the_one_it_is_named_for(name, function):
+    layer = moesaic.PatchMoE(
+        3, 2, experts=MLPExperts(1, 3, 5, 2, activation=name, bias=False), patches_per_expert=4, gate="one", bias=False
+    )
+    x = torch.randn(1, 3, 2, 2)
+    weight_in, weight_out = layer.experts.weight_in[0], layer.experts.weight_out[0]
+    expected = torch.einsum("oj,jbhw->bohw", weight_out, function(torch.einsum("jc,bchw->jbhw", weight_in, x)))
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_expert_norm_starts_with_the_momentum_and_eps_of_torch():
+    ours, theirs = ConvExperts(2, 3, 4, norm=True).norm, nn.BatchNorm2d(3)
+    assert (ours.momentum, ours.eps) == (theirs.momentum, theirs.eps)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

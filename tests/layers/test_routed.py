@@ -43,6 +43,22 @@ def test_all_passes_are_joined_along_the_batch_without_a_graph(model):
     assert not routing["0"].gate.requires_grad
 
 
+def test_joined_passes_keep_mixtures_and_dropped_units():
+    x = torch.randn(4, 3, 4, 4)
+    soft = moesaic.PatchMoE(3, 4, experts=2, router=moesaic.SoftRouter(3, 2, 2))
+    with moesaic.record_routing(soft, keep="all") as routing:
+        soft(x[:1])
+        soft(x[1:])
+    torch.testing.assert_close(routing[""].dispatch, soft.route(x).dispatch)
+
+    full = moesaic.PatchMoE(3, 4, experts=2, router=moesaic.TokenChoice(3, 2, capacity_factor=0.5))
+    with moesaic.record_routing(full, keep="all") as routing:
+        full.eval()(x)
+        full.train()(x)
+    assert routing[""].load.sum() < 2 * 4 * 16
+    assert routing[""].mask.sum() == (routing[""].index >= 0).sum()
+
+
 def test_maps_of_two_sizes_cannot_be_joined(model):
     def record_both() -> None:
         with moesaic.record_routing(model, keep="all"):

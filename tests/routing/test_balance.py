@@ -22,6 +22,20 @@ def test_load_balance_is_one_when_even_and_e_when_one_expert_takes_all():
     assert load_balance_loss(by_unit(collapsed)).item() == pytest.approx(4)
 
 
+def test_the_load_counts_units_not_gates():
+    scores = torch.tensor([[[9.0, 0.0], [9.0, 0.0], [0.0, 0.1], [0.0, 0.1]]])
+    probability = scores.softmax(-1).mean((0, 1))
+    assert load_balance_loss(by_unit(scores)).item() == pytest.approx(2 * (0.5 * probability).sum().item())
+
+
+def test_a_soft_routing_weighs_an_expert_by_all_its_slots():
+    scores = torch.randn(1, 3, 4)
+    routing = moesaic.SoftRouter(1, 2, 2).choose(scores)
+    probability = scores.softmax(-1).view(1, 3, 2, 2).sum(-1).mean((0, 1))
+    share = routing.load / routing.load.sum()
+    torch.testing.assert_close(load_balance_loss(routing), 2 * (share * probability).sum())
+
+
 def test_importance_is_the_squared_coefficient_of_variation_of_the_gates():
     routing = by_unit(torch.randn(3, 5, 4))
     total = routing.weights.sum((0, 1))

@@ -40,6 +40,14 @@ def test_the_gate_carries_gradient_into_the_dense_view():
     assert scores.grad.abs().sum() > 0
 
 
+def test_a_detached_record_holds_no_graph():
+    scores = torch.randn(2, 4, 6, requires_grad=True)
+    for routing in (moesaic.SoftRouter(1, 3, 2).choose(scores), moesaic.TokenChoice(1, 6).choose(scores)):
+        cut = routing.detach()
+        assert not any(t.requires_grad for t in (cut.scores, cut.gate, cut.dispatch) if t is not None)
+        assert torch.equal(cut.weights, routing.weights)
+
+
 def test_a_soft_routing_reaches_everyone():
     routing = moesaic.SoftRouter(1, 3, 2).choose(torch.randn(2, 5, 6))
     assert routing.mask.all()

@@ -107,6 +107,22 @@ class TestTokenChoice:
         routing = moesaic.TokenChoice(1, 2, 2, capacity_factor=0.5).choose(scores)
         assert routing.index[0].tolist() == [[0, NOBODY], [1, NOBODY]]
 
+    def test_priority_goes_by_the_first_choice_alone(self):
+        # unit 1 is surer of its first choice, unit 0 of both together
+        scores = torch.tensor([[[2.0, 1.9, 0.0, 0.0], [2.2, 0.1, 0.1, 0.1]]])
+        routing = moesaic.TokenChoice(1, 4, 2, capacity_factor=0.9).choose(scores)
+        gate = scores.softmax(-1).topk(2).values[0]
+        assert gate[1, 0] > gate[0, 0]
+        assert gate[0].sum() > gate[1].sum()
+        assert routing.index[0, :, 0].tolist() == [NOBODY, 0]
+
+    def test_capacity_drops_nobody_in_eval_unless_asked(self):
+        router = moesaic.TokenChoice(1, 2, capacity_factor=0.5).eval()
+        scores = torch.tensor([[[1.0, 0.0]] * 4])
+        assert router.choose(scores).load.tolist() == [4, 0]
+        router.in_eval = True
+        assert router.choose(scores).load.tolist() == [1, 0]
+
     def test_an_impossible_top_k_or_capacity_is_refused(self):
         with pytest.raises(ValueError, match="top_k=5, but there are 4 experts; use 1 to 4"):
             moesaic.TokenChoice(1, 4, 5)
@@ -120,6 +136,25 @@ class TestSoftRouter:
         torch.testing.assert_close(routing.dispatch.sum(1), torch.ones(2, 4, 2))
         torch.testing.assert_close(routing.gate.sum((2, 3)), torch.ones(2, 9))
         assert (routing.dispatch > 0).all()
+
+    @pytest.mark.parametrize("autocast", [False, True])
+    def test_a_score_is_the_cosine_of_patch_and_kernel_times_the_scale(self, autocast):
+        router, x = moesaic.SoftRouter(3, 2, 2, 2), torch.randn(2, 3, 4, 4)
+        with torch.no_grad():
+            router.scale.fill_(5.0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            scores = router(x).scores
+        patch = x[1, :, 2:4, 0:2].flatten()  # patch 2 of image 1
+        expected = [5 * F.cosine_similarity(patch, kernel.flatten(), 0) for kernel in router.weight]
+        torch.testing.assert_close(scores[1, 2].flatten(), torch.stack(expected), rtol=1e-5, atol=1e-6)
+
+    def test_a_black_image_is_mixed_evenly(self):
+        router = moesaic.SoftRouter(3, 2, 2, 2)
+        x = torch.zeros(1, 3, 4, 4, requires_grad=True)
+        routing = router(x)
+        torch.testing.assert_close(routing.dispatch, torch.full((1, 4, 2, 2), 0.25))
+        routing.gate.square().sum().backward()
+        assert x.grad.isfinite().all()
 
     def test_scores_are_cosines_so_the_scale_of_the_image_does_not_matter(self):
         router, x = moesaic.SoftRouter(3, 4, 2, 2), torch.randn(2, 3, 6, 6)
