@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.checks import at_least_one
-from moesaic.ops import autocast_off
 from moesaic.record import Routing, Unit
 from moesaic.routing.router import Router
 
@@ -51,11 +50,10 @@ class SoftRouter(Router):
         p = self.patch_size
         dtype = torch.promote_types(x.dtype, torch.float32)
         dots = super().scores(x)
-        with autocast_off(x):
-            energy = F.avg_pool2d(x.to(dtype).square().sum(1, keepdim=True), p, divisor_override=1)
-            length_patch = energy.flatten(1).unsqueeze(-1).clamp_min(1e-12).sqrt()
-            length_kernel = self.weight.to(dtype).square().sum((1, 2, 3)).clamp_min(1e-12).sqrt()
-            return dots / length_patch / length_kernel * self.scale.to(dtype)
+        energy = F.avg_pool2d(x.to(dtype).square().sum(1, keepdim=True), p, divisor_override=1)
+        length_patch = energy.flatten(1).unsqueeze(-1).clamp_min(1e-12).sqrt()
+        length_kernel = self.weight.to(dtype).square().sum((1, 2, 3)).clamp_min(1e-12).sqrt()
+        return dots / length_patch / length_kernel * self.scale.to(dtype)
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         shape = (*scores.shape[:2], self.experts, self.slots_per_expert)
