@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import moesaic
+from moesaic import ops
 from moesaic.experts import MLPExperts
 from moesaic.record import NOBODY
 
-BACKENDS = ("reference", "torch")
+BACKENDS = ops.backends()
 
 
 class PickyChoice(moesaic.ExpertChoice):

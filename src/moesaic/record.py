@@ -13,10 +13,12 @@ Shapes are named by suffix letters, one legend for the whole project:
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from moesaic.checks import one_of
 
 __all__ = ["NOBODY", "Chooser", "Routing", "Unit"]
 
@@ -62,6 +64,10 @@ class Routing:
     dispatch: Tensor | None = None
     may_drop: bool = True
     """Whether ``index`` may hold -1. A router that never leaves a place unused says so and saves a mask."""
+
+    def __post_init__(self) -> None:
+        one_of("Routing", "unit", self.unit, get_args(Unit))
+        one_of("Routing", "chooser", self.chooser, get_args(Chooser))
 
     @property
     def batch(self) -> int:

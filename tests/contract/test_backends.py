@@ -1,16 +1,17 @@
 """Invariant 2: every backend equals ``reference`` in output, every gradient and every running statistic."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Case, assert_same, cases, run
+from strategies import Case, PickyChoice, assert_same, cases, run
 
 import moesaic
 from moesaic.experts import MLPExperts
-from moesaic.ops import backends
+from moesaic.ops import PatchSpec, backends
 
 FAST = [name for name in backends() if name != "reference"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -78,6 +79,32 @@ def test_statistics_of_a_low_precision_map_are_taken_in_float32(backend):
     torch.testing.assert_close(
         layer.experts.norm.running_var.double(), exact.experts.norm.running_var, rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+def test_autocast_leaves_float64_alone(backend):
+    layer = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=2, kernel_size=3, dtype=torch.float64)
+    x = torch.randn(1, 4, 3, 3, dtype=torch.float64)
+    with moesaic.backend(backend), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), layer(x.clone()))
+        assert layer(x).dtype == torch.float64
+
+
+@pytest.mark.parametrize("backend", ["reference", *FAST])
+@pytest.mark.parametrize("expert_norm", [False, True])
+def test_a_dropped_patch_touches_no_gradient_even_if_it_is_nan(backend, expert_norm):
+    router = PickyChoice(2, 2, 4, 2)
+    layer = moesaic.PatchMoE(2, 4, experts=2, kernel_size=3, router=router, expert_norm=expert_norm)
+    x = torch.randn(1, 2, 4, 4)
+    routing = router(x)
+    wanted = torch.tensor([[[1, 2, -1, -1], [2, -1, -1, -1]]])  # patch 0 goes to nobody
+    routing = replace(routing, index=wanted, gate=torch.ones(1, 2, 4) * (wanted >= 0))
+    x[:, :, :2, :2] = torch.nan
+    with moesaic.backend(backend):
+        y = layer.experts(x, routing, PatchSpec(2, "output", "map", "concat"))
+    y.sum().backward()
+    assert y.isfinite().all()
+    assert layer.experts.weight.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", ["reference", *FAST])

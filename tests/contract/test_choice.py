@@ -44,9 +44,21 @@ def test_ties_go_to_the_lower_expert_index(scores, k):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [8, 20, 28])
-def test_equal_patches_of_an_image_tie_exactly(dtype, size):
-    layer = moesaic.PatchMoE(5, 6, experts=3, patches_per_expert=4, patch_size=4, dtype=dtype)
-    tile = torch.randn(2, 5, 4, 4, dtype=dtype)
-    routing = layer.route(tile.repeat(1, 1, size // 4, size // 4))
-    assert routing.index.tolist() == [[[0, 1, 2, 3]] * 3] * 2
+@pytest.mark.parametrize("E", [1, 2, 3, 17])
+@pytest.mark.parametrize("side", [2, 5, 7])
+@pytest.mark.parametrize("B", [1, 2, 3])
+def test_equal_patches_of_an_image_tie_exactly(dtype, E, side, B):
+    for C, p in ((3, 2), (5, 4), (70, 1)):
+        router = moesaic.ExpertChoice(C, E, 4, patch_size=p, dtype=dtype)
+        tile = torch.randn(B, C, p, p, dtype=dtype)
+        assert router(tile.repeat(1, 1, side, side)).index.tolist() == [[[0, 1, 2, 3]] * E] * B
+
+
+@pytest.mark.parametrize("E", [1, 2, 3, 8])
+def test_scores_of_an_image_are_the_same_bits_in_every_batch(E):
+    for C, p, side in ((3, 2, 5), (5, 4, 3), (70, 1, 7)):
+        router = moesaic.ExpertChoice(C, E, 1, patch_size=p)
+        x = torch.randn(5, C, side * p, side * p)
+        together = router.scores(x)
+        for size in (1, 2, 3):
+            assert torch.equal(router.scores(x[:size]), together[:size])

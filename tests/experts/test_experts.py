@@ -34,6 +34,12 @@ def test_the_activation_is_the_one_it_is_named_for(name, function):
     torch.testing.assert_close(layer(x), expected)
 
 
+def test_expert_norm_is_reset_as_a_whole():
+    norm = ConvExperts(2, 3, 4, norm=True, device="meta").norm.to_empty(device="cpu")
+    norm.reset_parameters()
+    assert [t.unique().item() for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)] == [1, 0, 0, 1]
+
+
 def test_expert_norm_starts_with_the_momentum_and_eps_of_torch():
     ours, theirs = ConvExperts(2, 3, 4, norm=True).norm, nn.BatchNorm2d(3)
     assert (ours.momentum, ours.eps) == (theirs.momentum, theirs.eps)

@@ -41,6 +41,8 @@ def test_arguments_are_readable_as_attributes():
     layer = moesaic.PatchMoE(6, 8, experts=4, **options)
     assert {name: getattr(layer, name) for name in options} == options
     assert (layer.in_channels, layer.out_channels, len(layer.experts)) == (6, 8, 4)
+    with pytest.raises(AttributeError):
+        layer.gate = "one"  # it is the router's to change
 
 
 def test_under_concat_each_expert_owns_its_channels_and_writes_only_on_its_patches():
@@ -184,6 +186,11 @@ class TestBadInput:
                 {"router": SOFT},
                 ValueError,
                 "patches_per_expert=2, but its router has none; leave patches_per_expert out",
+            ),
+            (
+                {"router": "top1"},
+                TypeError,
+                "router='top1' is a str; give a router object such as moesaic.TokenChoice(3,",
             ),
             ({"router": PICKS_3}, ValueError, "patches_per_expert=2, but its router has patches_per_expert=3; leave"),
             ({"router": PICKS_2, "patch_size": 4}, ValueError, "patch_size=4, but its router has patch_size=2; leave"),

@@ -55,6 +55,15 @@ def test_the_choice_ends_with_an_error_in_the_block(layer):
     assert ops.select_backend(x, layer.route(x)).name == "torch"
 
 
+def test_a_soft_routing_is_refused_by_name(layer):
+    x = torch.randn(1, 4, 3, 3)
+    soft = moesaic.SoftRouter(4, 2)(x)
+    with pytest.raises(
+        ValueError, match="no backend can run this: reference: a soft routing has no masks; torch: a soft"
+    ):
+        ops.select_backend(x, soft)
+
+
 def test_backend_decorates_a_function(layer):
     x = torch.randn(1, 4, 3, 3)
 

@@ -75,6 +75,14 @@ def test_losses_are_finite_for_every_router_and_an_empty_batch(loss, B, N, E):
         assert torch.isfinite(value)
 
 
+def test_an_option_ruled_out_by_minus_infinity_adds_no_entropy():
+    scores = torch.tensor([[[0.0, 0.0, -torch.inf]]], requires_grad=True)
+    loss = entropy_loss(by_unit(scores))
+    loss.backward()
+    assert loss.item() == pytest.approx(math.log(2))
+    assert scores.grad.isfinite().all()
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_nan_is_not_hidden(loss):
     scores = torch.randn(1, 4, 3)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,6 +39,11 @@ def test_the_gate_carries_gradient_into_the_dense_view():
     scores = torch.randn(2, 4, 3, requires_grad=True)
     moesaic.ExpertChoice(1, 3, 2).choose(scores).weights.square().sum().backward()
     assert scores.grad.abs().sum() > 0
+
+
+def test_a_record_that_cannot_be_read_is_refused():
+    with pytest.raises(ValueError, match="Routing: chooser='experts' is unknown; use 'expert', 'unit' or 'soft'"):
+        moesaic.Routing("patch", torch.zeros(1, 2, 1), torch.zeros(1, 1, 1).long(), torch.ones(1, 1, 1), "experts")
 
 
 def test_a_detached_record_holds_no_graph():

@@ -116,6 +116,15 @@ class TestTokenChoice:
         assert gate[0].sum() > gate[1].sum()
         assert routing.index[0, :, 0].tolist() == [NOBODY, 0]
 
+    @pytest.mark.parametrize("gate", ["one", "softmax_selected"])
+    def test_priority_does_not_depend_on_the_kind_of_gate(self, gate):
+        scores = torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[8.0, 0.0], [9.0, 0.0]]])
+        routing = moesaic.TokenChoice(1, 2, gate=gate, capacity_factor=1.0).choose(scores)
+        assert routing.index.flatten().tolist() == [NOBODY, NOBODY, 0, 0]
+
+    def test_capacity_is_not_led_astray_by_floats(self):
+        assert moesaic.TokenChoice(1, 10, capacity_factor=1.1).capacity(100) == 11
+
     def test_capacity_drops_nobody_in_eval_unless_asked(self):
         router = moesaic.TokenChoice(1, 2, capacity_factor=0.5).eval()
         scores = torch.tensor([[[1.0, 0.0]] * 4])
@@ -128,6 +137,10 @@ class TestTokenChoice:
             moesaic.TokenChoice(1, 4, 5)
         with pytest.raises(ValueError, match="capacity_factor=0; it must be above 0, or None"):
             moesaic.TokenChoice(1, 4, capacity_factor=0)
+        with pytest.raises(ValueError, match="capacity_factor=nan; it must be above 0"):
+            moesaic.TokenChoice(1, 4, capacity_factor=float("nan"))
+        with pytest.raises(TypeError, match=r"top_k=1.5 is a float; it must be a whole number"):
+            moesaic.TokenChoice(1, 4, 1.5)
 
 
 class TestSoftRouter:
@@ -175,6 +188,21 @@ def test_an_unknown_option_is_refused_with_what_is_known():
         moesaic.TokenChoice(3, 0)
     with pytest.raises(TypeError, match=r"ExpertChoice: patch_size=2.0 is a float; it must be a whole number"):
         moesaic.ExpertChoice(3, 2, 1, patch_size=2.0)
+
+
+@pytest.mark.parametrize("router", [moesaic.ExpertChoice(3, 2, 1, 4), moesaic.SoftRouter(3, 2, 1, 4)])
+def test_a_router_refuses_a_map_as_a_layer_does(router):
+    with pytest.raises(ValueError, match=r"a 6×6 map is not divisible into 4×4 patches; pad it to 8×8 or use"):
+        router(torch.randn(1, 3, 6, 6))
+    with pytest.raises(ValueError, match="in_channels=3, got a map of 5 channels"):
+        router(torch.randn(1, 5, 8, 8))
+
+
+def test_a_soft_router_is_reset_as_a_whole():
+    router = moesaic.SoftRouter(3, 2, device="meta").to_empty(device="cpu")
+    router.reset_parameters(torch.Generator().manual_seed(0))
+    assert router.scale == 1
+    assert router.weight.abs().max() < 1
 
 
 def test_a_router_without_a_choice_says_what_is_missing():

@@ -41,6 +41,11 @@ class ExpertNorm(nn.Module):
         self.register_buffer("running_mean", torch.zeros(shape, device=device, dtype=dtype))
         self.register_buffer("running_var", torch.ones(shape, device=device, dtype=dtype))
 
+    def reset_parameters(self) -> None:
+        """No scaling, no shift, and the statistics of a standard normal."""
+        for tensor, value in ((self.weight, 1), (self.bias, 0), (self.running_mean, 0), (self.running_var, 1)):
+            nn.init.constant_(tensor, value)
+
     def tensors(self, values_per_channel: int) -> Norm:
         """What a backend needs, after checking that a variance can be taken."""
         if self.training and values_per_channel == 1:

@@ -6,13 +6,12 @@ Chowdhury et al. 2023, Section 3, for feature maps of any depth; the released WR
 
 from __future__ import annotations
 
-import math
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import at_least_one, check_map, one_of
 from moesaic.experts import ConvExperts, Experts
 from moesaic.layers.routed import Routed
 from moesaic.ops import Combine, Context, GateOn, PatchSpec, autocast_dtype
@@ -103,19 +102,19 @@ class PatchMoE(Routed):
                 experts, in_channels, width, kernel_size, bias=bias, norm=expert_norm, device=device, dtype=dtype
             )
         self._check_experts(self.experts)
-        self.expert_norm = self.experts.norm is not None
-        self.kernel_size = self.experts.kernel_size
-        self.bias = self.experts.has_bias
         if router is None:
             if patches_per_expert is None:
                 raise TypeError("PatchMoE: patches_per_expert is missing; say how many patches each expert takes")
             router = ExpertChoice(
                 in_channels, len(self.experts), patches_per_expert, patch_size, gate=gate, device=device, dtype=dtype
             )
+        elif not isinstance(router, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"PatchMoE: router={router!r} is a {type(router).__name__}; give a router object such as "
+                f"moesaic.TokenChoice({in_channels}, {len(self.experts)})"
+            )
         self.router = router
-        self.patch_size: int = getattr(router, "patch_size", patch_size)
-        self.patches_per_expert: int | None = getattr(router, "patches_per_expert", None)
-        self.gate: str | None = getattr(router, "gate", None)
+        self._patch_size = patch_size
         _check_agreement(
             "its router has",
             patches_per_expert=(patches_per_expert, None, self.patches_per_expert),
@@ -124,6 +123,31 @@ class PatchMoE(Routed):
         )
         if isinstance(router, SoftRouter):
             self._check_soft()
+
+    @property
+    def patch_size(self) -> int:
+        return getattr(self.router, "patch_size", self._patch_size)
+
+    @property
+    def patches_per_expert(self) -> int | None:
+        """L, or None where the router knows no such number."""
+        return getattr(self.router, "patches_per_expert", None)
+
+    @property
+    def gate(self) -> str | None:
+        return getattr(self.router, "gate", None)
+
+    @property
+    def kernel_size(self) -> int:
+        return self.experts.kernel_size
+
+    @property
+    def expert_norm(self) -> bool:
+        return self.experts.norm is not None
+
+    @property
+    def bias(self) -> bool:
+        return self.experts.has_bias
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
@@ -154,6 +178,8 @@ class PatchMoE(Routed):
                 f"PatchMoE: the router routes to {routing.experts} experts, but the layer has {len(self.experts)}; "
                 "build both for the same number"
             )
+        if routing.batch != x.shape[0]:
+            raise ValueError(f"PatchMoE: the router returned {routing.batch} images for a batch of {x.shape[0]}")
         grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
         if routing.grid != grid:
             raise ValueError(
@@ -218,27 +244,12 @@ class PatchMoE(Routed):
                 raise ValueError(f"PatchMoE: {option}={value!r} has no meaning under SoftRouter: {why}; use {needed!r}")
 
     def _check_input(self, x: Tensor) -> None:
-        if x.ndim != 4:
-            raise ValueError(
-                f"PatchMoE: takes maps (B, C, H, W), got {x.ndim} axes {tuple(x.shape)}; "
-                "give a single image a batch axis with x[None], and tokens (B, N, C) a grid with "
-                "x.transpose(1, 2).unflatten(2, (H, W))"
-            )
-        if x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"PatchMoE: in_channels={self.in_channels}, got a map of {x.shape[1]} channels {tuple(x.shape)}; "
-                "axes are (B, C, H, W)"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"PatchMoE: takes floating-point maps, got {x.dtype}; convert with x.float() / 255 or so")
+        check_map("PatchMoE", x, self.in_channels, self.patch_size)
         if x.dtype != self.experts.dtype and autocast_dtype(x) is None:
             raise TypeError(
                 f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
-        H, W, p = x.shape[2], x.shape[3], self.patch_size
-        if H % p or W % p or not H or not W:
-            raise ValueError(f"PatchMoE: a {H}×{W} map is not divisible into {p}×{p} patches; {_way_out(H, W, p)}")
 
 
 def _check_agreement(owner_has: str, **options: tuple[object, object, object]) -> None:
@@ -247,12 +258,3 @@ def _check_agreement(owner_has: str, **options: tuple[object, object, object]) -
         if asked not in (default, actual):
             its_own = "none" if actual is None else f"{name}={actual!r}"
             raise ValueError(f"PatchMoE: {name}={asked!r}, but {owner_has} {its_own}; leave {name} out")
-
-
-def _way_out(H: int, W: int, p: int) -> str:
-    pad = f"pad it to {max(math.ceil(H / p), 1) * p}×{max(math.ceil(W / p), 1) * p}"
-    common = math.gcd(H, W)
-    divisors = [d for d in range(1, common + 1) if common % d == 0]
-    near = [max((d for d in divisors if d < p), default=0), min((d for d in divisors if d > p), default=0)]
-    fits = " or ".join(str(d) for d in near if d)
-    return f"{pad} or use patch_size={fits}" if fits else pad

@@ -168,7 +168,8 @@ def select_backend(x: Tensor, routing: Routing) -> Backend:
     for name in reversed(_registered):
         if _registered[name].refusal(x, routing) is None:
             return _registered[name]
-    raise RuntimeError(f"no backend fits a {x.dtype} map on {x.device}; known are {', '.join(_registered)}")
+    reasons = "; ".join(f"{name}: {known.refusal(x, routing)}" for name, known in _registered.items())
+    raise ValueError(f"no backend can run this: {reasons}")
 
 
 def run_conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:

@@ -185,7 +185,7 @@ def _pixels_of_patches(H: int, W: int, p: int, device: torch.device) -> Tensor:
 def _ragged_matmul(rows: Tensor, weight_ECO: Tensor, ends: Tensor) -> Tensor:
     """Rows sorted by expert times their expert's matrix."""
     if rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
-        # torch's grouped kernel is bfloat16's alone: one GEMM an expert, for the price of a host sync
+        # only in bfloat16 does torch group GEMMs on every device and without a host sync
         bounds: list[int] = [0, *ends.tolist()]
         return torch.cat([rows[bounds[e] : bounds[e + 1]] @ weight_ECO[e] for e in range(len(bounds) - 1)])
     _, C, O = weight_ECO.shape

@@ -11,9 +11,11 @@ __all__ = ["autocast_dtype", "autocast_off"]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype autocast computes in where ``x`` lives, or None where it is off."""
+    """The dtype autocast computes in where ``x`` lives, or None where it is off; it leaves float64 alone."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if kind != "meta" and torch.is_autocast_enabled(kind) else None
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:

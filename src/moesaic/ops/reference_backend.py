@@ -28,7 +28,7 @@ class ReferenceBackend:
     name = "reference"
 
     def refusal(self, x: Tensor, routing: Routing) -> str | None:
-        return None
+        return "a soft routing has no masks" if routing.index is None else None
 
     def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         def expert(e: int, masked: Tensor) -> Tensor:

@@ -70,6 +70,8 @@ def _expert_inputs(x: Tensor, pixels: Pixels, norm: Norm | None) -> tuple[Tensor
     """What the experts see at their pixels, and the vector (E, C) they see everywhere else, None for zero."""
     B, C, H, W = x.shape
     values = pixels.take(x.permute(0, 2, 3, 1).reshape(B * H * W, C))
+    if pixels.used_R is not None:
+        values = values.where(pixels.grouped(pixels.used_R.unsqueeze(1)), 0)
     if pixels.spec.gate_on == "input":
         values = values * pixels.grouped(pixels.gate_R.unsqueeze(1))
     if norm is None:

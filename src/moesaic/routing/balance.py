@@ -27,7 +27,7 @@ def load_balance_loss(routing: Routing) -> Tensor:
     1.0
     """
     probability_E = _scores_BNE(routing).softmax(-1).sum((0, 1)) / max(routing.batch * routing.units, 1)
-    load_E = routing.load.to(probability_E.dtype)
+    load_E = routing.load.detach().to(probability_E.dtype)
     share_E = load_E / load_E.sum().clamp_min(1)
     return routing.experts * (share_E * probability_E).sum()
 
@@ -70,6 +70,7 @@ def entropy_loss(routing: Routing) -> Tensor:
     1.3863
     """
     log_p = _choices(routing).log_softmax(-1)
+    log_p = log_p.clamp_min(torch.finfo(log_p.dtype).min)  # 0 · log 0 is 0, where a score is -inf
     return _mean(-(log_p.exp() * log_p).sum(-1))
 
 

@@ -11,8 +11,9 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from moesaic.checks import at_least_one
+from moesaic.checks import at_least_one, check_map
 from moesaic.ops import autocast_off
 from moesaic.record import Routing, Unit
 
@@ -56,17 +57,23 @@ class Router(nn.Module):
         B, C, H, W = x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x):
-            # One matrix product over patches in one order: the same numbers for every memory
-            # format, and no TF32, which convolutions would use.
+            # One matrix product over patches in one order: the same numbers for every memory format, and
+            # no TF32, which convolutions would use. Rows and columns come in sixteens, because GEMMs sum
+            # what is left over at their edges in another order: equal patches would not tie, and an
+            # image's scores would depend on how many others are in the batch.
             patches = x.to(dtype).permute(0, 2, 3, 1).reshape(B, H // p, p, W // p, p, C).transpose(2, 3)
             kernels = self.weight.to(dtype).permute(2, 3, 1, 0)
-            return patches.reshape(B, (H // p) * (W // p), p * p * C) @ kernels.reshape(p * p * C, -1)
+            N, D = (H // p) * (W // p), p * p * C
+            rows, columns = patches.reshape(B * N, D), kernels.reshape(D, self.weight.shape[0])
+            rows, columns = F.pad(rows, (0, 0, 0, -(B * N) % 16)), F.pad(columns, (0, -columns.shape[1] % 16))
+            return (rows @ columns)[: B * N, : self.weight.shape[0]].reshape(B, N, self.weight.shape[0])
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         """The choice itself: scores (B, N, E) in, the record of who works on what out."""
         raise TypeError(f"{type(self).__name__} is a Router without a choice: implement choose(scores, unit, grid)")
 
     def forward(self, x: Tensor) -> Routing:
+        check_map(type(self).__name__, x, self.in_channels, self.patch_size)
         grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
         return self.choose(self.scores(x), unit="patch", grid=grid)
 

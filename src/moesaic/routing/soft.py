@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moesaic.checks import at_least_one
 from moesaic.record import Routing, Unit
@@ -45,12 +44,19 @@ class SoftRouter(Router):
         self.slots_per_expert = slots_per_expert
         self.scale = nn.Parameter(torch.ones((), device=device, dtype=dtype))
 
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Small random kernels, and a scale of 1."""
+        super().reset_parameters(generator)
+        if hasattr(self, "scale"):  # not yet, while the base is being built
+            nn.init.ones_(self.scale)
+
     def scores(self, x: Tensor) -> Tensor:
         """(B, C, H, W) → (B, N, E·S): cosines between patches and slot kernels, times the scale."""
         p = self.patch_size
         dtype = torch.promote_types(x.dtype, torch.float32)
         dots = super().scores(x)
-        energy = F.avg_pool2d(x.to(dtype).square().sum(1, keepdim=True), p, divisor_override=1)
+        B, C, H, W = x.shape
+        energy = x.to(dtype).reshape(B, C, H // p, p, W // p, p).square().sum((1, 3, 5))
         length_patch = energy.flatten(1).unsqueeze(-1).clamp_min(1e-12).sqrt()
         length_kernel = self.weight.to(dtype).square().sum((1, 2, 3)).clamp_min(1e-12).sqrt()
         return dots / length_patch / length_kernel * self.scale.to(dtype)

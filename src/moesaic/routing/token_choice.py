@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import one_of
+from moesaic.checks import at_least_one, one_of
 from moesaic.record import NOBODY, Routing, Unit
 from moesaic.routing.router import Router, best
 
@@ -32,8 +32,8 @@ class TokenChoice(Router):
     - ``noise`` moves the choice, never the gate: Unif[0, 1], N(0, 1/E²) or standard Gumbel, times
       ``noise_scale``; drawn from ``generator``
     - ``capacity_factor``: an expert serves at most ``ceil(capacity_factor · B·N·K / E)`` units of
-      a batch. First choices go before second ones, and among equals the unit with the larger gate;
-      who finds its expert full is dropped there (index -1, gate 0)
+      a batch. First choices go before second ones, and among them the unit with the larger softmax
+      probability; who finds its expert full is dropped there (index -1, gate 0)
 
     Noise and capacity act while training only, unless ``in_eval=True``: capacity is shared by the
     images of a batch, so an image's result then depends on its batch-mates.
@@ -62,9 +62,10 @@ class TokenChoice(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_channels, experts, patch_size, device=device, dtype=dtype)
-        if not 1 <= top_k <= experts:
+        at_least_one("TokenChoice", top_k=top_k)
+        if top_k > experts:
             raise ValueError(f"TokenChoice: top_k={top_k}, but there are {experts} experts; use 1 to {experts}")
-        if capacity_factor is not None and capacity_factor <= 0:
+        if capacity_factor is not None and not 0 < capacity_factor < math.inf:
             raise ValueError(
                 f"TokenChoice: capacity_factor={capacity_factor}; it must be above 0, or None for dropless"
             )
@@ -86,7 +87,7 @@ class TokenChoice(Router):
             gate_BNK = gate_BNK.softmax(-1) if self.gate == "softmax_selected" else torch.ones_like(gate_BNK)
         dropping = self.capacity_factor is not None and acting
         if dropping:
-            served = self._served(index_BNK, gate_BNK)
+            served = self._served(index_BNK, scores.detach().softmax(-1).gather(-1, index_BNK[..., :1]))
             index_BNK = index_BNK.where(served, NOBODY)
             gate_BNK = gate_BNK.where(served, 0.0)
         return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=dropping)
@@ -95,7 +96,8 @@ class TokenChoice(Router):
         """How many of ``units`` routed units one expert serves at most."""
         if self.capacity_factor is None:
             return units
-        return min(units, math.ceil(self.capacity_factor * units * self.top_k / self.experts))
+        exact = self.capacity_factor * units * self.top_k / self.experts
+        return min(units, math.ceil(round(exact, 6)))  # 1.1 · 100 / 10 is 11, not the 11.000000000000002 of floats
 
     def _draw(self, scores: Tensor) -> Tensor:
         kind: Noise | None = self.noise
@@ -110,10 +112,10 @@ class TokenChoice(Router):
                 drawn = -(-drawn.clamp_min(tiny).log()).clamp_min(tiny).log()
         return drawn * self.noise_scale
 
-    def _served(self, index_BNK: Tensor, gate_BNK: Tensor) -> Tensor:
-        """Which choices find room: batch-prioritised, first choices first."""
+    def _served(self, index_BNK: Tensor, sureness_BN1: Tensor) -> Tensor:
+        """Which choices find room: first choices first, and those of the surest units of the batch before others."""
         B, N, K = index_BNK.shape
-        order = best(gate_BNK.detach()[..., 0].flatten(), B * N)
+        order = best(sureness_BN1.flatten(), B * N)
         choice_KU = index_BNK.reshape(B * N, K)[order].T
         asked = (choice_KU.reshape(-1, 1) == torch.arange(self.experts, device=order.device)).long()
         turn_KU = ((asked.cumsum(0) - 1) * asked).sum(-1).view(K, B * N)
