@@ -31,7 +31,8 @@ class PatchMoE(Routed):
         gate_on="input":   y_e = conv_e(f_e(G_e ⊙ x))
 
     f_e is the identity, or ReLU ∘ BatchNorm_e over the whole masked map with ``expert_norm``.
-    Only the chosen patches are computed: L/N of the dense convolution's multiply-adds.
+    Only the chosen patches are computed: L/N of the dense convolution's multiply-adds, and the
+    router's scores.
 
     Args:
         in_channels: channels of the map.
