@@ -18,15 +18,15 @@ FLOORS = (
     {"layers"},
     {"routing", "experts"},
     {"ops"},
-    {"record"},
-    {"checks"},
+    {"record", "ledger"},
+    {"checks", "draws"},
 )
 ALONE = {"theory"}  # imports no other room; any room but the two lowest may import it
 
 HEIGHT = {room: -floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ROOMS = HEIGHT.keys() | ALONE
 
-CORE = {"routing", "experts", "ops", "layers", "models", "training", "theory", "record", "checks"}
+CORE = {"routing", "experts", "ops", "layers", "models", "training", "theory", "record", "ledger", "checks", "draws"}
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "moesaic"} | sys.stdlib_module_names
 ALSO = {"ops": {"triton"}}  # it comes with torch on GPU machines
 

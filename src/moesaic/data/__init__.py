@@ -1,5 +1,6 @@
-"""What the networks learn from: the papers' data sets, built from data that comes with the installation."""
+"""Data sets and distributions of the papers."""
 
-from moesaic.data.mosaics import DIGIT_SIZE, DigitMosaics, Split, digit_mosaics
+from moesaic.data.mosaics import DigitMosaics, digit_mosaics
+from moesaic.data.trials import PatchSource, TrialData
 
-__all__ = ["DIGIT_SIZE", "DigitMosaics", "Split", "digit_mosaics"]
+__all__ = ["DigitMosaics", "PatchSource", "TrialData", "digit_mosaics"]

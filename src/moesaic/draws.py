@@ -1,0 +1,94 @@
+"""Randomness by key: a number depends on its key, its stream and its place, and on nothing else.
+
+Networks that train side by side each need random numbers of their own, and the same ones whether a
+network trains alone, among hundreds, in another chunk or on another device. A generator with a
+state cannot give that without a loop over the networks. Here every trial has a 64-bit key, every
+purpose a stream, and a number is a hash of key, stream and position: all trials draw at once.
+
+>>> alone, together = keys(0, [7]), keys(0, range(100))
+>>> torch.equal(normal(alone, "init", 3, 4)[0], normal(together, "init", 3, 4)[7])
+True
+
+The hash is the finalizer of splitmix64 (Steele, Lea and Flood 2014), applied to key and counter in
+turn. It is meant for simulations, not for secrets.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+__all__ = ["bits", "integers", "keys", "normal", "permutations", "uniform"]
+
+# As signed 64-bit numbers, in which torch's integer arithmetic wraps around.
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_2 = 0x94D049BB133111EB - (1 << 64)
+_FNV_START, _FNV_STEP = 0xCBF29CE484222325, 0x100000001B3
+
+
+def keys(seed: int, trials: Iterable[int] | Tensor, device: torch.device | str | None = None) -> Tensor:
+    """(T,) int64: one key for each trial number under the seed."""
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"keys: seed={seed!r} is a {type(seed).__name__}; it must be a whole number")
+    if not 0 <= seed < 1 << 63:
+        raise ValueError(f"keys: seed={seed}; it must be from 0 to 2⁶³ − 1")
+    numbers = trials if isinstance(trials, Tensor) else torch.tensor(list(trials), dtype=torch.int64)
+    return _mix(_mix(torch.full_like(numbers, seed)) + (numbers + 1) * _GOLDEN).to(device)
+
+
+def bits(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
+    """(T, *shape) int64, all 64 bits random.
+
+    A stream is a name, a number, or a (T,) or scalar tensor of numbers, such as a count of epochs
+    that changes on the device.
+    """
+    number = _name(stream) if isinstance(stream, str) else stream
+    stem = _mix(keys + _mix(torch.as_tensor(number, dtype=torch.int64, device=keys.device)))
+    count = torch.arange(1, math.prod(shape) + 1, device=keys.device)
+    return _mix(stem[:, None] + count * _GOLDEN).view(len(keys), *shape)
+
+
+def uniform(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
+    """(T, *shape) float64, strictly between 0 and 1."""
+    return (_shift(bits(keys, stream, *shape), 11) + 0.5) * 2.0**-53
+
+
+def normal(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
+    """(T, *shape) float64 from N(0, 1), by the method of Box and Muller."""
+    pairs = uniform(keys, stream, 2, *shape)
+    return (-2 * pairs[:, 0].log()).sqrt() * (2 * math.pi * pairs[:, 1]).cos()
+
+
+def integers(keys: Tensor, stream: str | int | Tensor, high: int, *shape: int) -> Tensor:
+    """(T, *shape) int64 from 0 to ``high`` − 1."""
+    if high < 1:
+        raise ValueError(f"integers: high={high} leaves no number to draw; it must be at least 1")
+    return (uniform(keys, stream, *shape) * high).long().clamp_(max=high - 1)
+
+
+def permutations(keys: Tensor, stream: str | int | Tensor, size: int) -> Tensor:
+    """(T, size) int64: for each key its own order of 0 … size − 1."""
+    return bits(keys, stream, size).argsort(dim=1, stable=True)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def _shift(x: Tensor, count: int) -> Tensor:
+    """A logical shift to the right: torch's own keeps the sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _name(stream: str) -> int:
+    """A stream's number: FNV-1a of its name, as a signed 64-bit number."""
+    number = _FNV_START
+    for byte in stream.encode():
+        number = ((number ^ byte) * _FNV_STEP) % (1 << 64)
+    return number - (1 << 64) if number >> 63 else number

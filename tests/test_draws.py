@@ -1,0 +1,95 @@
+"""Randomness by key: independent of company and of device, and random."""
+
+import math
+
+import pytest
+import torch
+
+from moesaic import draws
+
+
+@pytest.mark.parametrize("company", [[3], [3, 4], list(range(50)), [9, 3, 1]])
+def test_a_trial_draws_the_same_in_any_company(company: list[int]):
+    me = company.index(3)
+    alone, together = draws.keys(5, [3]), draws.keys(5, company)
+    assert torch.equal(draws.normal(alone, "a", 4, 5)[0], draws.normal(together, "a", 4, 5)[me])
+    assert torch.equal(draws.permutations(alone, 7, 11)[0], draws.permutations(together, 7, 11)[me])
+
+
+def test_a_longer_draw_starts_like_a_shorter_one():
+    keys = draws.keys(0, range(3))
+    assert torch.equal(draws.bits(keys, "a", 10), draws.bits(keys, "a", 100)[:, :10])
+
+
+def test_seeds_trials_and_streams_differ():
+    several = [draws.keys(seed, [trial]) for seed in range(20) for trial in range(20)]
+    numbers = torch.cat([draws.bits(key, stream, 5) for key in several for stream in ("a", "b", 0, 1)]).flatten()
+    assert numbers.unique().numel() == numbers.numel()
+
+
+def test_a_stream_may_be_a_tensor():
+    keys = draws.keys(0, range(3))
+    assert torch.equal(draws.bits(keys, torch.tensor(4), 6), draws.bits(keys, 4, 6))
+    each = draws.bits(keys, torch.tensor([4, 5, 6]), 6)
+    assert torch.equal(each[1], draws.bits(keys, 5, 6)[1])
+
+
+def test_uniform_and_normal_have_their_moments():
+    keys = draws.keys(1, range(50))
+    u, z = draws.uniform(keys, "u", 4000), draws.normal(keys, "z", 4000)
+    n = u.numel()
+    assert 0 < u.min() < u.max() < 1
+    assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / n)
+    assert abs(z.mean()) < 5 / math.sqrt(n)
+    assert abs(z.var() - 1) < 5 * math.sqrt(2 / n)
+    assert abs((z**4).mean() - 3) < 5 * math.sqrt(96 / n)
+
+
+def test_neighbours_are_not_correlated():
+    keys = draws.keys(1, range(200))
+    z = draws.normal(keys, "z", 200)
+    limit = 5 / math.sqrt(z.numel())
+    assert abs((z[:, 1:] * z[:, :-1]).mean()) < limit
+    assert abs((z[1:] * z[:-1]).mean()) < limit
+    assert abs((z * draws.normal(keys, "y", 200)).mean()) < limit
+
+
+def test_every_bit_is_fair():
+    numbers = draws.bits(draws.keys(2, range(100)), "b", 1000).flatten()
+    ones = torch.stack([(numbers >> place) & 1 for place in range(64)]).double().mean(dim=1)
+    assert (ones - 0.5).abs().max() < 5 * 0.5 / math.sqrt(numbers.numel())
+
+
+def test_integers_cover_their_range_evenly():
+    drawn = draws.integers(draws.keys(0, range(10)), "i", 7, 7000)
+    counts = drawn.flatten().bincount()
+    assert len(counts) == 7
+    assert (counts - 10_000).abs().max() < 5 * math.sqrt(10_000)
+
+
+def test_permutations_are_permutations_and_uniform():
+    orders = draws.permutations(draws.keys(0, range(6000)), "p", 3)
+    assert torch.equal(orders.sort(dim=1).values, torch.arange(3).expand(6000, 3))
+    counts = (orders @ torch.tensor([9, 3, 1])).unique(return_counts=True)[1]
+    assert len(counts) == 6
+    assert (counts - 1000).abs().max() < 5 * math.sqrt(1000)
+
+
+@pytest.mark.parametrize(
+    ("seed", "error"), [(-1, ValueError), (1 << 63, ValueError), (0.5, TypeError), (True, TypeError)]
+)
+def test_bad_seeds_are_refused(seed: object, error: type[Exception]):
+    with pytest.raises(error, match=f"seed={seed}"):
+        draws.keys(seed, [0])  # type: ignore[arg-type]
+
+
+def test_no_range_to_draw_from():
+    with pytest.raises(ValueError, match="high=0"):
+        draws.integers(draws.keys(0, [0]), "i", 0, 3)
+
+
+@pytest.mark.gpu
+def test_devices_agree():
+    keys = draws.keys(3, range(10))
+    assert torch.equal(draws.permutations(keys.cuda(), "p", 100).cpu(), draws.permutations(keys, "p", 100))
+    torch.testing.assert_close(draws.normal(keys.cuda(), "n", 100).cpu(), draws.normal(keys, "n", 100))
