@@ -6,17 +6,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["Blocks", "Chart", "Claim", "Fidelity", "Finding", "Panel", "Series", "read_findings", "write_findings"]
+__all__ = [
+    "VERDICTS",
+    "Blocks",
+    "Chart",
+    "Claim",
+    "Fidelity",
+    "Finding",
+    "Panel",
+    "Series",
+    "read_charts",
+    "read_findings",
+    "write_charts",
+    "write_findings",
+    "write_json",
+]
+
+Record = TypeVar("Record")
 
 Fidelity = Literal["print", "released", "best"]
 """As the paper prints it, as its authors' code does it, or as we recommend it."""
 
 VERDICTS = ("holds", "partly", "fails", "not run here")
+"""What a verdict may be, from best to worst."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +66,7 @@ class Finding:
     published: float | str | None
     measured: float | None
     interval: tuple[float, float] | None
-    """95 % confidence interval of ``measured``."""
+    """95 % confidence interval of ``measured``; an end that no number bounds is infinite."""
     rule: str
     verdict: str
     """ "holds", "partly", "fails", or "not run here: " and why."""
@@ -115,22 +134,99 @@ class Chart:
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:
     """Write claims.json; a reader never sees half a file."""
-    text = json.dumps([asdict(finding) for finding in findings], indent=1, ensure_ascii=False)
+    write_json(path, [asdict(finding) for finding in findings])
+
+
+def read_findings(path: Path) -> list[Finding]:
+    """The findings of a claims.json."""
+    return [_bounded(finding) for finding in _read(path, Finding)]
+
+
+def write_charts(path: Path, charts: Iterable[Chart]) -> None:
+    """Write charts.json, the figures as numbers; a reader never sees half a file."""
+    write_json(path, [asdict(chart) for chart in charts])
+
+
+def read_charts(path: Path) -> list[Chart]:
+    """The charts of a charts.json."""
+    return _read(path, Chart)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file whole or not at all; numbers that JSON does not know (NaN, ∞) become null."""
+    text = json.dumps(_known_to_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)
 
 
-def read_findings(path: Path) -> list[Finding]:
-    """The findings of a claims.json."""
-    loaded: list[Mapping[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
-    names = {each.name for each in fields(Finding)}
-    found: list[Finding] = []
-    for entry in loaded:
-        if set(entry) != names:
-            raise ValueError(f"{path}: a claim has the keys {sorted(entry)}; it must have {sorted(names)}")
-        if entry["fidelity"] not in get_args(Fidelity):
-            raise ValueError(f"{path}: fidelity={entry['fidelity']!r}; it must be one of {get_args(Fidelity)}")
-        interval = entry["interval"]
-        found.append(Finding(**{**entry, "interval": tuple(interval) if interval else None}))
-    return found
+def _known_to_json(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _known_to_json(value) for key, value in cast("dict[str, Any]", content).items()}
+    if isinstance(content, list | tuple):
+        return [_known_to_json(value) for value in cast("list[Any]", content)]
+    return content
+
+
+def _bounded(finding: Finding) -> Finding:
+    """Where the file has null for an end of the interval, the end is infinite."""
+    if finding.interval is None:
+        return finding
+    low, high = finding.interval
+    ends = (-math.inf if math.isnan(low) else low, math.inf if math.isnan(high) else high)
+    return replace(finding, interval=ends)
+
+
+def _read(path: Path, kind: type[Record]) -> list[Record]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file ({error}); write it anew") from error
+    return list(_decoded(tuple[kind, ...], loaded, str(path)))
+
+
+def _decoded(kind: Any, value: Any, where: str) -> Any:
+    """``value``, as JSON has it, as the ``kind`` that a record's annotation names."""
+    options = get_args(kind)
+    if get_origin(kind) is UnionType:
+        # None first: what follows may take null for a number that is not finite
+        if value is None and NoneType in options:
+            return None
+        accepts = [option for option in options if option is not NoneType and _fits(option, value)]
+        return _decoded(accepts[0] if accepts else options[0], value, where)
+    if not _fits(kind, value):
+        raise ValueError(f"{where}: {value!r} where {_in_words(kind)} belongs")
+    if get_origin(kind) is tuple:
+        kinds = [options[0]] * len(value) if options[-1] is ... else options
+        if len(kinds) != len(value):
+            raise ValueError(f"{where}: {len(value)} values where {len(kinds)} belong")
+        pairs = zip(kinds, value, strict=True)
+        return tuple(_decoded(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(pairs))
+    if is_dataclass(kind):
+        names = [each.name for each in fields(kind)]
+        if set(value) != set(names):
+            raise ValueError(f"{where}: has the keys {sorted(value)}; it must have {sorted(names)}")
+        hints = get_type_hints(kind)
+        made = {name: _decoded(hints[name], value[name], f"{where}.{name}") for name in names}
+        return cast("type[Any]", kind)(**made)
+    return math.nan if kind is float and value is None else value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list)
+    if is_dataclass(kind):
+        return isinstance(value, dict)
+    if kind is float:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return isinstance(value, kind)
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {get_args(kind)}"
+    return "a list" if get_origin(kind) is tuple else "an object" if is_dataclass(kind) else f"a {kind.__name__}"
