@@ -3,6 +3,7 @@
 from moesaic.data.digit_patches import DigitPatches
 from moesaic.data.digits import DIGIT_SIZE, Digits, load_digits
 from moesaic.data.mosaics import DigitMosaics, digit_mosaics
+from moesaic.data.patterns import PatternPatches
 from moesaic.data.trials import PatchSource, Split, TrialData
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "DigitPatches",
     "Digits",
     "PatchSource",
+    "PatternPatches",
     "Split",
     "TrialData",
     "digit_mosaics",

@@ -70,7 +70,7 @@ def even_orders(keys: Tensor, stream: str, size: int, count: int) -> Tensor:
 
 def blocks(keys: Tensor, each: int) -> tuple[Tensor, ...]:
     """The keys in blocks that draw ``each`` numbers a key without needing more memory for more keys."""
-    return keys.split(max(1, _BLOCK // each))
+    return torch.split(keys, max(1, _BLOCK // each))
 
 
 def lay_out(decisive: Tensor, others: Tensor, place: Tensor) -> Tensor:
