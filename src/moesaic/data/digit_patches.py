@@ -88,9 +88,9 @@ class DigitPatches:
         sorts.append(np.flatnonzero(digits.kinds >= self.classes))
         for kind, rows in enumerate(sorts):
             if not len(rows):
-                wanted = f"{kind}" if kind < self.classes else f"from {kind} to 9"
+                wanted = f"{kind}" if kind < self.classes else f"{kind} to 9"
                 raise ValueError(
-                    f"DigitPatches: the {split} digits in data_dir={str(self.data_dir)!r} have no {wanted}; "
+                    f"DigitPatches: the {split} digits in data_dir={str(self.data_dir)!r} have no digit {wanted}; "
                     f"classes={self.classes} needs one at least"
                 )
         return [torch.from_numpy(rows).to(device) for rows in sorts]

@@ -221,13 +221,13 @@ class PatternPatches:
         at_least_one("PatternPatches", dim=self.dim, pattern_sets=self.pattern_sets, classes=self.classes)
         if self.classes < 2:
             raise ValueError(f"PatternPatches: classes={self.classes}; there must be two at least")
-        if self.close:
-            at_least_one("PatternPatches", close=self.close)
-        if self.close > self.patches - 1:
+        if not 0 <= self.close <= self.patches - 1:
             raise ValueError(
-                f"PatternPatches: close={self.close}, but close ≤ patches − 1 = {self.patches - 1}: "
+                f"PatternPatches: close={self.close}, but 0 ≤ close ≤ patches − 1 = {self.patches - 1}: "
                 "one patch of a sample is the class pattern"
             )
+        if self.close:
+            at_least_one("PatternPatches", close=self.close)
         if self.close == self.patches - 1 and self.pattern_sets % self.classes:
             raise ValueError(
                 f"PatternPatches: with close = patches − 1 = {self.close} all sets lean, and "
@@ -263,7 +263,7 @@ class PatternPatches:
             raise ValueError(
                 f"PatternPatches: a ball of diameter={self.ball_diameter:.4g}{whose} is larger than "
                 f"delta_r={self.delta_r} allows: diameter/2 ≤ delta_r fails, so |<o_i, q>| ≤ delta_r would fail in it; "
-                f"use diameter={2 * self.delta_r:g} or less, or a larger delta_r"
+                f"use {f'diameter={2 * self.delta_r:g} or less' if self.delta_r else 'diameter=0'}, or a larger delta_r"
             )
         if self.close < self.patches - 1 and self._sway > self._closer:
             raise ValueError(
