@@ -98,4 +98,5 @@ class DigitPatches:
 
 @cache
 def _pool(digits: Digits, device: torch.device) -> Tensor:
-    return torch.from_numpy(digits.pixels.copy()).to(device, torch.float32) / 255
+    # divided before it moves: a GPU multiplies by 1/255 instead, and rounds otherwise
+    return (torch.from_numpy(digits.pixels.copy()).float() / 255).to(device)
