@@ -1,0 +1,12 @@
+"""Results in, one HTML file out; and the table and the progress that the terminal shows.
+
+Everything here reads the records of `moesaic.ledger` and nothing else.
+"""
+
+from moesaic.report.charts import draw, to_svg, write_figures
+from moesaic.report.machine import describe_machine
+from moesaic.report.page import write_report
+from moesaic.report.progress import watch_progress
+from moesaic.report.table import print_claims
+
+__all__ = ["describe_machine", "draw", "print_claims", "to_svg", "watch_progress", "write_figures", "write_report"]

@@ -1,0 +1,283 @@
+"""The report: one HTML file that needs nothing else, for someone who has not read the paper.
+
+On top what holds and what does not, then figure by figure the chart, the claims made there, what was
+measured and the rule that decided. Verdicts and numbers are those of the findings, charts those of
+the chart records; nothing is computed here but words and places on a scale.
+
+The file carries its styles and drawings in itself and forbids the browser to load anything else
+(Content-Security-Policy); whatever comes from a claim, a label or a command is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from moesaic.ledger import VERDICTS, Chart, Fidelity, Finding
+from moesaic.report.charts import COLOURS, to_svg
+from moesaic.report.table import verdict_counts
+from moesaic.report.words import BRIEFLY, MEANING, Tries, by_claim, by_place, measured, published, reason, tries
+
+__all__ = ["write_report"]
+
+_ON_DARK = {
+    "ink": "#d5d8dd",
+    "line": "#5a616b",
+    "vermilion": "#f0873f",
+    "blue": "#6aa5ff",
+    "green": "#2cc79a",
+    "purple": "#e29bc4",
+    "orange": "#f2b632",
+    "sky": "#8fd0f7",
+    "grey": "#a5a9af",
+}
+"""`COLOURS` of the charts for a dark page."""
+
+_VERDICTS_IN_WORDS = {
+    "holds": "the measurement meets the rule that was written down beforehand",
+    "partly": "it meets a part of the rule",
+    "fails": "it does not meet the rule",
+    "not run here": "it was not measured in this run, for the reason given",
+}
+
+
+def write_report(
+    path: Path,
+    *,
+    findings: Sequence[Finding],
+    charts: Sequence[Chart],
+    title: str,
+    notes: Sequence[str] = (),
+    command: str = "",
+    machine: str = "",
+) -> None:
+    """Write the report to ``path``; a reader never sees half a file.
+
+    ``notes`` tell what was shortened or left out, ``command`` how to run it again, ``machine`` what it
+    ran on (see `describe_machine`). Claims stand under the place in the paper where they are made, in
+    the order of ``findings``; the first claim of a place is its headline.
+
+    >>> import tempfile
+    >>> finding = Finding("a", "paper", "Figure 1", "2 < 3", "print", "quick", 1.0, 1.1, None, "a rule", "holds", 0.1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_report(Path(folder, "report.html"), findings=[finding], charts=[], title="A paper")
+    ...     "2 &lt; 3" in Path(folder, "report.html").read_text("utf-8")
+    True
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("moesaic.report", ""),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    # the only markup that comes from outside the template: matplotlib's, which escapes what is in it
+    text = environment.get_template("page.html").render(
+        title=title,
+        sections=_sections(findings, charts),
+        summary=_summary(findings),
+        bars=_bars(findings),
+        meaning=MEANING,
+        briefly=BRIEFLY,
+        verdicts=_VERDICTS_IN_WORDS,
+        shown={each.fidelity for each in findings},
+        notes=notes,
+        command=command,
+        machine=machine,
+        light=COLOURS,
+        dark=_ON_DARK,
+        css=_style_class,
+    )
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Where a try lies on its claim's scale, in percent of its width."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class _Try:
+    fidelity: Fidelity
+    measured: str
+    decision: str
+    reason: str
+    seconds: str
+    mark: _Mark | None
+
+
+@dataclass(frozen=True)
+class _Claim:
+    id: str
+    statement: str
+    published: str
+    published_mark: float | None
+    pills: list[tuple[str, str]]
+    """Decision, and how it is worded where the tries differ."""
+    sentence: str
+    tries: list[_Try]
+    rules: list[tuple[str, str]]
+    """Which tries, and their rule."""
+
+
+@dataclass(frozen=True)
+class _Drawing:
+    title: str
+    caption: str
+    panels: list[str]
+
+
+@dataclass(frozen=True)
+class _Section:
+    place: str
+    anchor: str
+    drawings: list[_Drawing]
+    claims: list[_Claim]
+
+
+@dataclass(frozen=True)
+class _Bar:
+    fidelity: Fidelity
+    parts: list[tuple[str, int, str]]
+    """Decision, how many, in words."""
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    claims = len(by_claim(findings))
+    if not claims:
+        return "No claim was put to the test."
+    presets = " and ".join(dict.fromkeys(finding.preset for finding in findings))
+    counts = list(verdict_counts(findings).values())
+    listed = f"{', '.join(counts[:-1])} and {counts[-1]}" if len(counts) > 1 else counts[0]
+    fidelities = len({finding.fidelity for finding in findings})
+    ways = f", in up to {fidelities} ways each" if fidelities > 1 else ""
+    return (
+        f"{claims} {'claim was' if claims == 1 else 'claims were'} put to the test{ways}, with the preset {presets}. "
+        f"Of {len(findings)} {'verdict' if len(findings) == 1 else 'verdicts'}, {listed}."
+    )
+
+
+def _bars(findings: Sequence[Finding]) -> list[_Bar]:
+    bars: list[_Bar] = []
+    for fidelity in MEANING:
+        own = [finding for finding in findings if finding.fidelity == fidelity]
+        words = verdict_counts(own)
+        counts = {decision: sum(each.decision == decision for each in own) for decision in VERDICTS}
+        if own:
+            bars.append(_Bar(fidelity, [(decision, counts[decision], text) for decision, text in words.items()]))
+    return bars
+
+
+def _sections(findings: Sequence[Finding], charts: Sequence[Chart]) -> list[_Section]:
+    places = by_place(findings)
+    several = len({paper for paper, _ in places}) > 1
+    left = list(charts)
+    sections: list[_Section] = []
+    for (paper, where), claims in places.items():
+        here = [chart for chart in left if chart.where == where]
+        left = [chart for chart in left if chart.where != where]
+        sections.append(_section(f"{paper}, {where}" if several else where, here, claims))
+    others = dict.fromkeys(chart.where for chart in left)
+    return sections + [_section(where, [chart for chart in left if chart.where == where], []) for where in others]
+
+
+def _section(place: str, charts: Sequence[Chart], claims: Sequence[Tries]) -> _Section:
+    drawings = [
+        _Drawing(
+            chart.title, chart.caption, [to_svg(chart, panel, variables=True) for panel in range(len(chart.panels))]
+        )
+        for chart in charts
+    ]
+    anchor = re.sub(r"[^a-z0-9]+", "-", place.lower()).strip("-")
+    return _Section(place, anchor, drawings, [_claim(claim) for claim in claims])
+
+
+def _claim(claim: Tries) -> _Claim:
+    first = claim[0]
+    scale = _Scale.of(claim)
+    decided = tries(claim)
+    pills = [
+        (decision, decision if len(decided) == 1 else f"{decision} {_joined([BRIEFLY[each] for each in ways])}")
+        for decision, ways in decided
+    ]
+    rules: dict[str, list[str]] = {}
+    for each in claim:
+        rules.setdefault(each.rule, []).append(BRIEFLY[each.fidelity])
+    return _Claim(
+        id=first.id,
+        statement=first.statement,
+        published=published(first),
+        published_mark=scale.place(first.published) if scale and isinstance(first.published, float | int) else None,
+        pills=pills,
+        sentence=_sentence(claim),
+        tries=[
+            _Try(
+                each.fidelity,
+                measured(each, " to ", "()"),
+                each.decision,
+                reason(each),
+                f"{each.seconds:.0f} s" if each.seconds >= 1 else "under a second",
+                scale.mark(each) if scale else None,
+            )
+            for each in claim
+        ],
+        rules=[(_joined(ways) if len(rules) > 1 else "", rule) for rule, ways in rules.items()],
+    )
+
+
+def _sentence(claim: Tries) -> str:
+    """What the paper says and what was measured, for the summary."""
+    first = claim[0]
+    found = [f"{measured(each, ' to ', '()')} {BRIEFLY[each.fidelity]}" for each in claim if each.measured is not None]
+    said = "The paper gives no number" if first.published is None else f"Paper: {published(first)}"
+    if found:
+        return f"{said}. Measured: {', '.join(found)}."
+    verdicts = "; ".join(dict.fromkeys(each.verdict for each in claim))
+    return f"{said}. {verdicts[0].upper()}{verdicts[1:]}."
+
+
+def _joined(words: Sequence[str]) -> str:
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """A line on which all numbers of a claim lie."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, claim: Tries) -> _Scale | None:
+        numbers = [each.measured for each in claim] + [end for each in claim for end in each.interval or ()]
+        known = claim[0].published
+        numbers += [known] if isinstance(known, float | int) else []
+        finite = [each for each in numbers if each is not None and math.isfinite(each)]
+        if len(finite) < 2 or max(finite) == min(finite):
+            return None
+        room = 0.08 * (max(finite) - min(finite))
+        return cls(min(finite) - room, max(finite) + room)
+
+    def place(self, value: float) -> float:
+        return round(100 * (min(max(value, self.low), self.high) - self.low) / (self.high - self.low), 2)
+
+    def mark(self, finding: Finding) -> _Mark | None:
+        if finding.measured is None:
+            return None
+        low, high = finding.interval or (finding.measured, finding.measured)
+        return _Mark(self.place(finding.measured), self.place(low), self.place(high))
+
+
+def _style_class(decision: str) -> str:
+    return decision.replace(" ", "-")

@@ -1,0 +1,121 @@
+"""The findings as a table for the terminal: what the paper says, what was measured, does it hold.
+
+One line a fidelity under every claim. Colours only repeat what words say, and where the output is no
+terminal there are none. From `_WIDE` columns on the claims stand in a column of their own; narrower
+terminals, and files, get each claim as a heading over its lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from moesaic.ledger import VERDICTS, Finding
+from moesaic.report.words import by_claim, measured, published, reason
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+    from moesaic.report.words import Tries
+
+__all__ = ["print_claims", "verdict_counts"]
+
+_COLOURS = {"holds": "green", "partly": "yellow", "fails": "red", "not run here": "bright_black"}
+_WIDE = 100
+
+
+def print_claims(findings: Sequence[Finding], console: Console | None = None) -> None:
+    """Print the table, and below it how many verdicts there are of each kind.
+
+    >>> from rich.console import Console
+    >>> finding = Finding(
+    ...     "samples", "chowdhury2023", "Figure 4", "joint training needs 60 % of the CNN's samples",
+    ...     "print", "quick", 60.0, 52.04, (48.3, 57.9), "holds below 70", "holds", 1.0,
+    ... )
+    >>> print_claims([finding], Console(width=80))
+    Figure 4: joint training needs 60 % of the CNN's samples
+      paper       60
+      print       52.0 [48.3, 57.9]     holds
+    <BLANKLINE>
+    1 holds
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = console or Console()
+    claims = by_claim(findings)
+    for part in _wide(claims) if console.width >= _WIDE else _narrow(claims):
+        console.print(part)
+    counts = [Text(text, style=_COLOURS[decision]) for decision, text in verdict_counts(findings).items()]
+    console.print(Text(", ").join(counts) if counts else Text("no claims"))
+
+
+def verdict_counts(findings: Iterable[Finding]) -> dict[str, str]:
+    """How many findings came to each decision, in words: {"holds": "3 hold", "fails": "1 fails"}."""
+    decisions = [finding.decision for finding in findings]
+    words: dict[str, str] = {}
+    for decision in VERDICTS:
+        count = decisions.count(decision)
+        if count:
+            plural = {"holds": "hold", "fails": "fail"}.get(decision, decision)
+            words[decision] = f"{count} {decision if count == 1 else plural}"
+    return words
+
+
+def _wide(claims: Sequence[Tries]) -> Iterator[RenderableType]:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("Claim", ratio=1)
+    table.add_column("Paper", max_width=22)
+    for name in ("As", "Measured [95 %]", "Verdict"):
+        table.add_column(name, no_wrap=True)
+    for i, claim in enumerate(claims):
+        if i:
+            table.add_row()
+        lines = [
+            Text("\n").join(column)
+            for column in zip(
+                *((Text(each.fidelity), Text(measured(each)), _verdict(each)) for each in claim), strict=True
+            )
+        ]
+        table.add_row(_statement(claim), Text(published(claim[0])), *lines)
+    yield table
+    concerned: dict[str, list[str]] = {}
+    for each in (finding for claim in claims for finding in claim if reason(finding)):
+        concerned.setdefault(each.verdict, []).append(f"{each.id} ({each.fidelity})")
+    for verdict, names in concerned.items():
+        yield Text(f"{verdict} – {', '.join(names)}", style="bright_black")
+
+
+def _narrow(claims: Sequence[Tries]) -> Iterator[RenderableType]:
+    from rich.table import Table
+    from rich.text import Text
+
+    for claim in claims:
+        yield _statement(claim)
+        lines = Table.grid(padding=(0, 2, 0, 0))
+        lines.add_column(width=10)
+        lines.add_column(min_width=20)
+        lines.add_column()
+        lines.add_row("  paper", Text(published(claim[0])), "")
+        for each in claim:
+            why = f": {reason(each)}" if reason(each) else ""
+            lines.add_row(Text(f"  {each.fidelity}"), Text(measured(each)), _verdict(each) + why)
+        yield lines
+        yield ""
+
+
+def _statement(claim: Tries) -> Text:
+    from rich.text import Text
+
+    return Text.assemble((f"{claim[0].where}: ", "bold"), claim[0].statement)
+
+
+def _verdict(finding: Finding) -> Text:
+    from rich.text import Text
+
+    return Text(finding.decision, style=_COLOURS[finding.decision])

@@ -1,0 +1,106 @@
+"""Findings in words: numbers with as many digits as they deserve, verdicts in sentences, claims put together.
+
+A claim is tried in up to three ways (`Fidelity`), and each try is a finding. Table and page show
+the tries of one claim side by side, and the claims of one place in the paper under one heading.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from moesaic.ledger import VERDICTS, Fidelity, Finding
+
+__all__ = ["BRIEFLY", "MEANING", "by_claim", "by_place", "measured", "number", "published", "reason", "tries"]
+
+MEANING: dict[Fidelity, str] = {
+    "print": "as the paper's text says",
+    "released": "as its authors' code does",
+    "best": "our own settings",
+}
+"""What a fidelity is, for someone who has not met the word."""
+
+BRIEFLY: dict[Fidelity, str] = {"print": "as printed", "released": "as released", "best": "with our settings"}
+
+Tries = tuple[Finding, ...]
+"""The findings on one claim, in the order of `MEANING`."""
+
+
+def by_claim(findings: Iterable[Finding]) -> list[Tries]:
+    """The findings claim by claim, claims in the order in which they first appear."""
+    claims: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        claims.setdefault((finding.paper, finding.id), []).append(finding)
+    order = list(MEANING)
+    return [tuple(sorted(claim, key=lambda each: order.index(each.fidelity))) for claim in claims.values()]
+
+
+def by_place(findings: Iterable[Finding]) -> dict[tuple[str, str], list[Tries]]:
+    """The claims under paper and place where they are made: {("chowdhury2023", "Figure 4"): [...]}."""
+    places: dict[tuple[str, str], list[Tries]] = {}
+    for claim in by_claim(findings):
+        places.setdefault((claim[0].paper, claim[0].where), []).append(claim)
+    return places
+
+
+def number(value: float, *, near: Sequence[float] = ()) -> str:
+    """A number with three digits that count; ``near`` are others it is read beside, which share its decimals.
+
+    >>> number(60.0), number(0.05312), number(23456.7), number(float("inf"))
+    ('60', '0.0531', '23,457', '∞')
+    >>> number(52.0, near=[48.31, 57.9])
+    '52.0'
+    """
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if math.isnan(value):
+        return "no number"
+    together = [each for each in (value, *near) if math.isfinite(each)]
+    largest = max(abs(each) for each in together)
+    digits = 2 - math.floor(math.log10(largest)) if largest else 0
+    if near and largest >= 1 and max(together) - min(together) < 5:
+        digits = max(digits, 1)  # 99.6 and 100.0, not 100 and 100
+    digits = min(max(digits, 0), 9)
+    text = f"{value:,.{digits}f}"
+    if not near and "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return text.replace("-", "−")
+
+
+def published(finding: Finding) -> str:
+    """What the paper says: its number or its word."""
+    if finding.published is None:
+        return "no number"
+    return finding.published if isinstance(finding.published, str) else number(finding.published)
+
+
+def measured(finding: Finding, between: str = ", ", brackets: str = "[]") -> str:
+    """What was measured, with its interval.
+
+    >>> from dataclasses import replace
+    >>> found = Finding("a", "p", "Figure 4", "s", "print", "quick", 60.0, 52.04, (48.31, 57.9), "r", "holds", 1.0)
+    >>> measured(found)
+    '52.0 [48.3, 57.9]'
+    >>> measured(replace(found, interval=None)), measured(replace(found, measured=None, interval=None))
+    ('52', '–')
+    """
+    if finding.measured is None:
+        return "–"
+    if finding.interval is None:
+        return number(finding.measured)
+    together = (finding.measured, *finding.interval)
+    value, low, high = (number(each, near=together) for each in together)
+    return f"{value} {brackets[0]}{low}{between}{high}{brackets[1]}"
+
+
+def reason(finding: Finding) -> str:
+    """What follows the verdict's first word, if anything."""
+    return finding.verdict.partition(": ")[2]
+
+
+def tries(claim: Tries) -> list[tuple[str, list[Fidelity]]]:
+    """The decisions on a claim, each with the fidelities that came to it: [("holds", ["print", "best"]), ...]."""
+    decisions: dict[str, list[Fidelity]] = {}
+    for finding in claim:
+        decisions.setdefault(finding.decision, []).append(finding.fidelity)
+    return sorted(decisions.items(), key=lambda each: VERDICTS.index(each[0]))

@@ -1,0 +1,52 @@
+"""A real browser shows the whole report and asks nobody for anything."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from report.example_run import CHARTS, FINDINGS
+
+from moesaic.report import write_report
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+
+
+@pytest.fixture(scope="module")
+def dom(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page as the browser has it after loading."""
+    folder = tmp_path_factory.mktemp("browser")
+    page = folder / "report.html"
+    write_report(page, findings=FINDINGS, charts=CHARTS, title="A <b>paper</b>", notes=["<script>throw 1</script>"])
+    assert CHROMIUM is not None
+    command = [
+        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
+        # the browser itself likes to call home
+        *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}"),
+        *("--dump-dom", page.as_uri()),
+    ]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if shown.returncode:
+        pytest.skip(f"chromium does not start here: {shown.stderr.strip().splitlines()[-1:]}")
+    return shown.stdout
+
+
+def test_every_claim_and_every_chart_is_shown(dom: str):
+    assert set(re.findall(r'data-claim="([^"]+)"', dom)) == {each.id for each in FINDINGS}
+    assert dom.count("<svg") == sum(len(chart.panels) for chart in CHARTS)
+    assert dom.rstrip().endswith("</html>")
+
+
+def test_nothing_outside_the_file_is_asked_for(dom: str):
+    references = re.findall(r'\s(?:src|srcset|href|xlink:href|action|data)="([^"]*)"', dom)
+    assert references
+    assert [reference for reference in references if not reference.startswith(("#", "data:"))] == []
+    assert not re.search(r"url\((?!#)|@import", dom)
+    assert "Content-Security-Policy" in dom
+
+
+def test_markup_in_what_was_given_stays_text(dom: str):
+    assert "<script" not in dom
+    assert "A &lt;b&gt;paper&lt;/b&gt;" in dom

@@ -1,0 +1,214 @@
+"""The report tells a newcomer what was claimed, measured and decided; it needs nothing and trusts nobody."""
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.example_run import CHARTS, FINDINGS, finding
+
+from moesaic.ledger import Chart, Panel, Series
+from moesaic.report import write_report
+from moesaic.report.charts import COLOURS
+from moesaic.report.page import _ON_DARK
+
+NASTY = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;{{ 7 * 7 }}</style></svg>"""
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text under each heading and in each claim."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.claims: dict[str, str] = {}
+        self.text = ""
+        self._claim: str | None = None
+        self._hidden = 0
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        self._hidden += tag == "style"
+        if tag == "article":
+            self._claim = dict(attrs)["data-claim"]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden -= tag == "style"
+        if tag == "article":
+            self._claim = None
+
+    def handle_data(self, data: str) -> None:
+        if self._hidden:
+            return
+        self.text += f" {data}"
+        if self._claim is not None:
+            self.claims[self._claim] = self.claims.get(self._claim, "") + f" {data}"
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def written(folder: Path, **given: Any) -> str:
+    given = {"findings": FINDINGS, "charts": (), "title": "A paper"} | given
+    write_report(folder / "report.html", **given)
+    return (folder / "report.html").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return written(
+        tmp_path_factory.mktemp("report"),
+        charts=CHARTS,
+        notes=["Two trials instead of five."],
+        command="moesaic reproduce --preset quick",
+        machine="A processor, 2 cores",
+    )
+
+
+def test_every_claim_is_there_with_its_numbers_verdicts_and_rule(html: str):
+    claims = {name: words(text) for name, text in Page(html).claims.items()}
+    assert set(claims) == {each.id for each in FINDINGS}
+    for each in FINDINGS:
+        text = claims[each.id]
+        assert each.statement in text
+        assert each.rule in text
+        assert each.decision in text
+    assert "as printed 60 52.0 (48.3 to 57.9) holds as released 60 31.2 (25.0 to 38.4) holds" in claims["samples"]
+    assert "2.31 (0.40 to 4.20) partly at 300 samples, not at 1000" in claims["separate-beats-cnn"]
+    assert "not run here needs --preset full" in claims["experts"]
+
+
+def test_the_summary_comes_first_and_counts_the_verdicts(html: str):
+    text = words(Page(html).text)
+    counts = "5 claims were put to the test, in up to 3 ways each, with the preset quick. Of 10 verdicts, 6 hold"
+    assert text.index(counts) < text.index("In short") < text.index("The rule that decides")
+    assert "print as the paper's text says 3 hold 1 partly 1 not run here" in text
+
+
+def test_each_place_has_one_plain_sentence_in_the_summary(html: str):
+    text = words(Page(html).text)
+    short = text[text.index("In short") : text.index("Test accuracy against training samples")]
+    assert (
+        "holds Figure 4 : Joint-training pMoE reaches 95 % test accuracy with 60 % of the samples that the CNN needs "
+        "Paper: 60. Measured: 52.0 (48.3 to 57.9) as printed, 31.2 (25.0 to 38.4) as released, "
+        "18.6 (15.2 to 22.3) with our settings."
+    ) in short
+    assert "holds as printed fails as released Figure 5 :" in short
+    assert "The paper gives no number. Not run here: needs --preset full." in short
+    assert "Separate-training pMoE is more accurate" not in short
+
+
+def test_a_chart_stands_with_the_claims_of_its_place(html: str):
+    page = html[html.index('id="figure-4"') :]
+    assert page.index("figure-4-0-figure_1") < page.index('data-claim="samples"') < page.index("figure-5-0-figure_1")
+    assert html.count("<svg") == sum(len(chart.panels) for chart in CHARTS)
+    for chart in CHARTS:
+        assert chart.caption in words(Page(html).text)
+
+
+def test_a_chart_without_claims_is_shown_all_the_same(tmp_path: Path):
+    html = written(tmp_path, findings=[finding()], charts=[replace(CHARTS[2], where="Appendix Q")])
+    assert "Appendix Q" in Page(html).text
+    assert html.count("<svg") == 1
+
+
+def test_notes_command_and_machine_are_told(html: str):
+    text = Page(html).text
+    for told in ("Two trials instead of five.", "moesaic reproduce --preset quick", "A processor, 2 cores"):
+        assert told in text
+
+
+def test_fidelities_and_verdicts_are_explained(html: str):
+    text = words(Page(html).text)
+    text = text[text.index("What the words mean") :]
+    for explained in ("as the paper's text says", "as its authors' code does", "our own", "does not meet the rule"):
+        assert explained in text
+
+
+def test_the_page_loads_nothing_and_runs_nothing(html: str):
+    page = Page(html)
+    policies = [attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    assert policies
+    assert policies[0] is not None
+    assert policies[0].startswith("default-src 'none'")
+    for tag, attrs in page.tags:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base", "form"}
+        for name, value in attrs.items():
+            assert not name.startswith("on")
+            if name in {"src", "href", "xlink:href", "srcset", "action"}:
+                assert value is not None
+                assert value.startswith(("#", "data:"))
+    assert not re.search(r"url\((?!#)|@import", html)
+
+
+def test_links_within_the_page_lead_somewhere(html: str):
+    page = Page(html)
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    links = {attrs["href"] for tag, attrs in page.tags if tag == "a"}
+    assert links
+    assert links <= {f"#{each}" for each in ids}
+
+
+def full_of(text: str, folder: Path) -> str:
+    """A report with ``text`` wherever a text may be."""
+    found = finding(id=text, where=text, statement=text, published=text, rule=text, verdict=f"partly: {text}")
+    line = Series(text, text, (1.0, 2.0), (2.0, 3.0))
+    chart = Chart("c", text, text, text, (Panel(text, text, text, (line,)),))
+    given: dict[str, Any] = {"title": text, "notes": [text], "command": text, "machine": text}
+    return written(folder, findings=[replace(found, preset=text, paper=text)], charts=[chart], **given)
+
+
+def test_whatever_is_given_is_shown_as_text(tmp_path: Path):
+    nasty, plain = full_of(NASTY, tmp_path), full_of("innocent", tmp_path)
+    assert Page(nasty).text.count(NASTY) == Page(plain).text.count("innocent") > 10
+    without_drawings = [re.sub("<svg.*?</svg>", "", html, flags=re.DOTALL) for html in (nasty, plain)]
+    assert len({tuple(tag for tag, _ in Page(html).tags) for html in without_drawings}) == 1
+    assert not {"script", "img"} & {tag for tag, _ in Page(nasty).tags}
+
+
+def test_the_paper_is_named_where_there_are_several(tmp_path: Path):
+    html = written(tmp_path, findings=[finding(), replace(finding(), paper="chen2022")])
+    assert "chen2022, Figure 4" in Page(html).text
+    assert "chowdhury2023, Figure 4" in Page(html).text
+
+
+def test_scales_put_the_paper_and_the_measurement_where_they_belong(tmp_path: Path):
+    html = written(tmp_path, findings=[finding(published=100.0, measured=50.0, interval=(0.0, float("inf")))])
+    (paper,) = re.findall(r'class="paper" style="left: ([\d.]+)%', html)
+    (dot,) = re.findall(r'class="dot" style="left: ([\d.]+)%', html)
+    ((left, width),) = re.findall(r'class="interval" style="left: ([\d.]+)%; width: ([\d.]+)%', html)
+    # from −8 to 108, so that the ends keep off the border
+    assert float(dot) == 50
+    assert float(paper) == pytest.approx(100 * 108 / 116, abs=0.01)
+    assert float(left) == pytest.approx(100 * 8 / 116, abs=0.01)
+    assert float(left) + float(width) == pytest.approx(100)
+
+
+@pytest.mark.parametrize("measured", [None, 0.0])
+def test_a_claim_without_numbers_to_compare_has_no_scale(tmp_path: Path, measured: float | None):
+    html = written(tmp_path, findings=[finding(published="above", measured=measured, interval=None)])
+    assert 'class="dot"' not in html
+
+
+def test_different_rules_say_whose_they_are(tmp_path: Path):
+    html = written(tmp_path, findings=[finding(rule="one"), finding(fidelity="best", rule="another")])
+    assert "as printed: one with our settings: another" in words(Page(html).text)
+
+
+def test_a_run_without_findings_is_a_report_too(tmp_path: Path):
+    assert "No claim was put to the test." in Page(written(tmp_path, findings=[])).text
+
+
+def test_the_same_results_give_the_same_report_and_no_half_file_stays(html: str, tmp_path: Path):
+    first, second = written(tmp_path, charts=CHARTS), written(tmp_path, charts=CHARTS)
+    assert first == second
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_dark_page_has_a_colour_for_each_of_the_charts():
+    assert _ON_DARK.keys() == COLOURS.keys()

@@ -1,0 +1,114 @@
+"""A terminal sees bars, a file sees a line now and then, and both tell how long it will take."""
+
+import io
+
+from rich.console import Console
+
+from moesaic.report.progress import Bars, Lines, watch_progress
+from moesaic.training import Progress
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines() -> tuple[Lines, Clock, io.StringIO]:
+    file, clock = io.StringIO(), Clock()
+    return Lines(Console(file=file, width=40), clock), clock, file
+
+
+def test_what_is_no_terminal_gets_lines_and_a_terminal_bars():
+    with watch_progress(Console(file=io.StringIO())) as plain:
+        assert isinstance(plain, Lines)
+    with watch_progress(Console(file=io.StringIO(), force_terminal=True)) as fancy:
+        assert isinstance(fancy, Bars)
+
+
+def test_a_line_comes_every_ten_seconds_with_share_rate_and_time_left():
+    progress, clock, file = lines()
+    progress.begin("joint training, 300 samples", total=1000)
+    for second in range(1, 26):
+        clock.now = float(second)
+        progress.advance(20, note="trial 3")
+    progress.end()
+    assert file.getvalue().splitlines() == [
+        "joint training, 300 samples: 20 %, 20 trial-epochs/s, 40 s left; trial 3",
+        "joint training, 300 samples: 40 %, 20 trial-epochs/s, 30 s left; trial 3",
+    ]
+
+
+def test_what_was_done_before_counts_for_the_share_and_not_for_the_rate():
+    progress, clock, file = lines()
+    progress.begin("cell", total=1000, done=500)
+    clock.now = 10.0
+    progress.advance(100)
+    assert file.getvalue() == "cell: 60 %, 10 trial-epochs/s, 40 s left\n"
+
+
+def test_what_advances_a_cell_advances_the_run_around_it():
+    progress, clock, file = lines()
+    progress.begin("figure 4", total=400)
+    progress.begin("cell", total=100)
+    clock.now = 10.0
+    progress.advance(100)
+    progress.end()
+    progress.begin("next cell", total=300)
+    clock.now = 20.0
+    progress.advance(100)
+    assert file.getvalue().splitlines() == [
+        "figure 4: 25 %, 10 trial-epochs/s, 30 s left; cell: 100 %, 10 trial-epochs/s, 0 s left",
+        "figure 4: 50 %, 10 trial-epochs/s, 20 s left; next cell: 33 %, 10 trial-epochs/s, 20 s left",
+    ]
+
+
+def test_long_times_are_told_in_minutes_and_hours():
+    progress, clock, file = lines()
+    progress.begin("cell", total=10_000)
+    for now in (10.0, 1000.0):
+        clock.now = now
+        progress.advance(10)
+    assert "2.8 h left" in file.getvalue()
+    progress.begin("other", total=100)
+    clock.now = 1100.0
+    progress.advance(10)
+    assert "other: 10 %, 0 trial-epochs/s, 15 min left" in file.getvalue()
+
+
+def test_messages_are_shown_at_once_and_as_they_are():
+    progress, _, file = lines()
+    progress.log("damaged cell set aside: [bold]x[/bold] " + "y" * 60)
+    assert file.getvalue() == "damaged cell set aside: [bold]x[/bold] " + "y" * 60 + "\n"
+
+
+def test_bars_show_name_share_and_note_and_leave_when_done():
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=120, legacy_windows=False)
+    with watch_progress(console) as progress:
+        assert isinstance(progress, Bars)
+        progress.begin("everything [x]", total=200)
+        progress.begin("cell", total=100, done=20)
+        progress.advance(30, note="trial 3")
+        tasks = {task.description: task for task in progress.display.tasks}
+        assert {name: task.completed for name, task in tasks.items()} == {"everything [x]": 30, "cell": 50}
+        progress.display.refresh()
+        assert "everything [x]" in file.getvalue()
+        assert "50%" in file.getvalue()
+        assert "trial 3" in file.getvalue()
+        progress.log("a message")
+        progress.end()
+        progress.end()
+        assert not progress.display.tasks
+    assert "a message" in file.getvalue()
+
+
+def test_both_are_what_training_reports_to():
+    console = Console(file=io.StringIO())
+    watchers: list[Progress] = [Bars(console), Lines(console)]
+    for watcher in watchers:
+        watcher.begin("nothing to do", total=0)
+        watcher.advance(0)
+        watcher.end()
+        watcher.end()  # one too many does no harm

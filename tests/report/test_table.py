@@ -1,0 +1,67 @@
+"""The terminal's table says what was claimed, what was measured and whether it holds, at any width."""
+
+import io
+
+import pytest
+from report.example_run import FINDINGS, finding
+from rich.console import Console
+
+from moesaic.report import print_claims
+from moesaic.report.table import verdict_counts
+from moesaic.report.words import measured
+
+
+def printed(width: int, terminal: bool = False, findings=FINDINGS) -> str:
+    file = io.StringIO()
+    colours = "standard" if terminal else "auto"
+    print_claims(findings, Console(file=file, width=width, force_terminal=terminal, color_system=colours))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut_off(width: int):
+    text = printed(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    words = " ".join(text.split())
+    for each in FINDINGS:
+        assert measured(each) in words
+        assert each.decision in words
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_verdict_stands_on_the_line_of_its_measurement(width: int):
+    (line,) = [line for line in printed(width).splitlines() if "0.10 [−0.90, 1.10]" in line]
+    assert "released" in line
+    assert "fails" in line
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_verdicts_reason_is_told(width: int):
+    text = " ".join(printed(width).split())
+    assert "not run here: needs --preset full" in text
+    assert "partly: at 300 samples, not at 1000" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_colours_are_for_terminals_only(width: int):
+    assert "\x1b[" not in printed(width)
+    assert "\x1b[" in printed(width, terminal=True)
+
+
+def test_brackets_in_a_statement_are_no_markup():
+    assert "[red]x[/red]" in printed(80, findings=[finding(statement="[red]x[/red]")])
+
+
+def test_verdicts_are_counted():
+    assert verdict_counts(FINDINGS) == {
+        "holds": "6 hold",
+        "partly": "1 partly",
+        "fails": "1 fails",
+        "not run here": "2 not run here",
+    }
+    assert printed(80).rstrip().endswith("6 hold, 1 partly, 1 fails, 2 not run here")
+
+
+def test_no_findings_are_no_crash():
+    assert printed(80, findings=()).strip() == "no claims"
