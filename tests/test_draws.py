@@ -38,6 +38,7 @@ def test_uniform_and_normal_have_their_moments():
     keys = draws.keys(1, range(50))
     u, z = draws.uniform(keys, "u", 4000), draws.normal(keys, "z", 4000)
     n = u.numel()
+    assert u.dtype == z.dtype == torch.float64
     assert 0 < u.min() < u.max() < 1
     assert abs(u.mean() - 0.5) < 5 * math.sqrt(1 / 12 / n)
     assert abs(z.mean()) < 5 / math.sqrt(n)

@@ -54,7 +54,7 @@ def bits(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
 
 def uniform(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
     """(T, *shape) float64, strictly between 0 and 1."""
-    return (_shift(bits(keys, stream, *shape), 11) + 0.5) * 2.0**-53
+    return (_shift(bits(keys, stream, *shape), 11).double() + 0.5) * 2.0**-53
 
 
 def normal(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moesaic import draws
 from moesaic.models import Networks, TwoLayer
-from moesaic.models.two_layer import error_signal, logits
+from moesaic.models.two_layer import error_signal, logits, standardise_
 
 N, D, B = 7, 5, 6
 
@@ -22,7 +22,7 @@ def makes(classes: int) -> list[TwoLayer]:
     for fidelity in ("print", "released"):
         several += [TwoLayer.separate(fidelity, classes=classes, patches_per_expert=3, neurons=4)]
         several += [TwoLayer.joint(fidelity, experts=3, patches_per_expert=l, neurons=2) for l in (1, 4, N)]
-    several += [TwoLayer.joint("best", experts=3, patches_per_expert=2, neurons=4)]
+    several += [TwoLayer.best(2, experts=3), TwoLayer.best_cnn(neurons=6)]
     several += [replace(several[-1], train_output=True), replace(several[1], train_output=True)]
     return several
 
@@ -32,12 +32,15 @@ def networks_of(model: TwoLayer, classes: int, trials: int = 3) -> Networks:
     routers = None if made.routers is None else torch.randn(made.routers.shape, dtype=torch.float64)
     # routers of a size that makes the gates differ
     kernels = torch.randn(made.kernels.shape, dtype=torch.float64)
-    return replace(made, kernels=kernels, output=made.output.double(), routers=routers)
+    centre = torch.randn(trials, D, dtype=torch.float64) if model.standardise else None
+    return replace(made, kernels=kernels, output=made.output.double(), routers=routers, centre=centre)
 
 
 def by_the_equations(networks: Networks, t: int, x: Tensor) -> Tensor:
     """(O,) for one sample (N, D): eqs. 1, 3, 4, 5 and 23 as they stand, with loops."""
     model = networks.model
+    if networks.centre is not None:
+        x = torch.stack([(patch - networks.centre[t]) / (patch - networks.centre[t]).norm() for patch in x])
     E, J, L = model.experts, model.neurons, model.selected(N)
     kernels = networks.kernels[t]
     if model.kind == "separate":
@@ -68,7 +71,7 @@ def loss_of(f: Tensor, label: int) -> Tensor:
 
 
 @pytest.mark.parametrize("classes", [2, 3])
-@pytest.mark.parametrize("which", range(11))
+@pytest.mark.parametrize("which", range(14))
 def test_outputs_and_gradients_are_those_of_the_equations(classes: int, which: int):
     torch.manual_seed(which)
     model = makes(classes)[which]
@@ -88,6 +91,8 @@ def test_outputs_and_gradients_are_those_of_the_equations(classes: int, which: i
         assert torch.allclose(networks.predict(pool, index), expected, atol=1e-12)
         seen = networks.select(pool, index)
         patches = pool[seen]
+        if networks.centre is not None:
+            standardise_(patches, networks.centre)
         pre = torch.einsum("tgbnd,tgkd->tgbnk", patches, networks.kernels)
         signal = torch.full_like(pre, torch.nan)  # every element must be written
         outputs, output_gradient = error_signal(model, pre, networks.output, labels, weight, N, signal)
@@ -137,7 +142,7 @@ def test_a_large_and_a_small_pool_give_the_same_outputs(data: st.DataObject):
     torch.testing.assert_close(networks.predict(pool, index), networks.predict(padded, index))
 
 
-@pytest.mark.parametrize("which", range(11))
+@pytest.mark.parametrize("which", range(14))
 def test_a_weight_of_zero_leaves_a_network_as_it_is(which: int):
     model = makes(2)[which]
     networks = networks_of(model, 2)

@@ -32,9 +32,9 @@ from moesaic import draws
 from moesaic.checks import at_least_one, one_of
 from moesaic.ledger import Fidelity
 from moesaic.routing.router import best
-from moesaic.theory import router_init_std
+from moesaic.theory.router import router_init_std
 
-__all__ = ["Networks", "TwoLayer", "error_signal", "logits"]
+__all__ = ["Networks", "TwoLayer", "error_signal", "logits", "standardise_"]
 
 Kind = Literal["cnn", "separate", "joint"]
 OutputWeights = Literal["normal", "by_class", "alternating"]
@@ -66,6 +66,11 @@ class TwoLayer:
     """Of the second layer: N(0, 1); ±1 by the expert's class; ±1 in turns within every expert."""
     train_output: bool = False
     """Whether the second layer learns as well; in the paper it does not."""
+    standardise: bool = False
+    """Whether patches are centred at the mean of the trial's training patches and scaled to length 1 first.
+
+    The theory takes patches for unit vectors (Section 4.2), the experiments do not make them so.
+    """
 
     def __post_init__(self) -> None:
         one_of("TwoLayer", "kind", self.kind, get_args(Kind))
@@ -79,6 +84,8 @@ class TwoLayer:
                 f"TwoLayer: kind='cnn' has one expert that takes every patch, got experts={self.experts}, "
                 f"patches_per_expert={self.patches_per_expert}; use experts=1, patches_per_expert=None"
             )
+        if self.kind == "separate" and self.standardise:
+            raise ValueError("TwoLayer: kind='separate' takes patches as they are given; use standardise=False")
         if self.kind != "separate" and self.output_weights == "by_class":
             raise ValueError(
                 f"TwoLayer: output_weights='by_class' needs an expert for each class, which kind={self.kind!r} "
@@ -107,13 +114,26 @@ class TwoLayer:
     def joint(
         cls, fidelity: Fidelity, *, experts: int = 8, patches_per_expert: int = 6, neurons: int = 5
     ) -> TwoLayer:
-        """Eqs. 1 and 4: routers and experts learn together."""
-        if fidelity == "best":
-            return cls("joint", experts, patches_per_expert, neurons, "one", None, None, "alternating")
+        """Eqs. 1 and 4: routers and experts learn together; 8 experts of 5 neurons, 6 patches each."""
         _printed_or_released("TwoLayer.joint", fidelity)
         if fidelity == "released":
             return cls("joint", experts, patches_per_expert, neurons, "patches", 0.01, 1e-4, "normal")
         return cls("joint", experts, patches_per_expert, neurons, "selected", None, None, "normal")
+
+    @classmethod
+    def best(cls, patches_per_expert: int = 4, *, experts: int = 16, neurons: int = 4) -> TwoLayer:
+        """The network to use: joint training on standardised patches.
+
+        Against print: standardised patches, small kernels at the start, balanced output signs, and twice
+        the experts. `Schedule.of("best")` goes with it, `moesaic.theory.suggest_patches_per_expert`
+        chooses the number of patches.
+        """
+        return cls("joint", experts, patches_per_expert, neurons, "selected", 0.01, None, "alternating", False, True)
+
+    @classmethod
+    def best_cnn(cls, neurons: int = 64) -> TwoLayer:
+        """The CNN with the same care as `best`, so that a comparison shows what routing itself brings."""
+        return cls("cnn", 1, None, neurons, "patches", 0.01, None, "alternating", False, True)
 
     @property
     def width(self) -> int:
@@ -157,6 +177,8 @@ class Networks:
     """(T, m, O): the second layer, with O = 1 for two classes."""
     routers: Tensor | None
     """(T, E, D): routers that are trained beforehand (separate training), else None."""
+    centre: Tensor | None = None
+    """(T, D): what is subtracted from patches before they are scaled to length 1; None: they stay as given."""
 
     @classmethod
     def initial(cls, model: TwoLayer, keys: Tensor, *, patches: int, dim: int, classes: int) -> Networks:
@@ -193,14 +215,19 @@ class Networks:
 
     def of(self, which: Tensor) -> Networks:
         """Some of the networks, as copies."""
-        routers = None if self.routers is None else self.routers[which]
-        return replace(self, kernels=self.kernels[which], output=self.output[which], routers=routers)
+        return replace(
+            self,
+            kernels=self.kernels[which],
+            output=self.output[which],
+            routers=None if self.routers is None else self.routers[which],
+            centre=None if self.centre is None else self.centre[which],
+        )
 
     def select(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, B, N) patches of samples → (T, G, B, N') those that each group of kernels looks at."""
         if self.routers is None:
             return index[:, None]
-        scores = _of_pool(self.routers, pool, index).permute(0, 3, 1, 2)  # (T, E, B, N)
+        scores = self.scores(pool, index).permute(0, 3, 1, 2)  # (T, E, B, N)
         chosen = best(scores, self.model.selected(self.patches))
         return index[:, None].expand(-1, scores.shape[1], -1, -1).gather(3, chosen)
 
@@ -209,13 +236,14 @@ class Networks:
         if self.model.kind == "cnn":
             raise ValueError("Networks: a CNN has no routers, so its patches have no scores")
         routers = self.routers if self.routers is not None else self.kernels[:, 0, : self.model.experts]
-        return _of_pool(routers, pool, index)
+        return _of_pool(routers, pool, index, self.centre)
 
     def pre_activations(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, G, B, N', K) of samples whose patches are rows of the pool."""
         seen = self.select(pool, index)
         T, G, B, N = seen.shape
-        flat = _of_pool(self.kernels.flatten(0, 1), pool, seen.reshape(T * G, B, N))
+        centre = None if self.centre is None else self.centre.repeat_interleave(G, dim=0)
+        flat = _of_pool(self.kernels.flatten(0, 1), pool, seen.reshape(T * G, B, N), centre)
         return flat.view(T, G, B, N, -1)
 
     def predict(self, pool: Tensor, index: Tensor) -> Tensor:
@@ -240,12 +268,24 @@ def _output_weights(model: TwoLayer, keys: Tensor, outputs: int) -> Tensor:
     return weights.expand(len(keys), -1, -1).clone()
 
 
-def _of_pool(kernels: Tensor, pool: Tensor, index: Tensor) -> Tensor:
+def standardise_(patches: Tensor, centre: Tensor) -> Tensor:
+    """Patches (T, …, D) minus their trial's centre (T, D), scaled to length 1, in place."""
+    patches.sub_(centre.view(len(centre), *[1] * (patches.ndim - 2), -1))
+    return patches.div_(torch.linalg.vector_norm(patches, dim=-1, keepdim=True).clamp_(min=1e-12))
+
+
+def _of_pool(kernels: Tensor, pool: Tensor, index: Tensor, centre: Tensor | None) -> Tensor:
     """⟨kernel, patch⟩ (T, B, N, K) for kernels (T, K, D) and patches (T, B, N) by row of the pool."""
     T, B, N = index.shape
     if len(pool) > B * N:
-        return torch.bmm(pool[index.reshape(T, B * N)], kernels.transpose(1, 2)).view(T, B, N, -1)
-    each = kernels @ pool.T  # every patch of the pool once, however many samples show it
+        patches = pool[index.reshape(T, B * N)]
+        if centre is not None:
+            standardise_(patches, centre)
+        return torch.bmm(patches, kernels.transpose(1, 2)).view(T, B, N, -1)
+    each = kernels @ pool.T  # (T, K, P): every patch of the pool once, however many samples show it
+    if centre is not None:
+        length = torch.cdist(centre, pool, compute_mode="donot_use_mm_for_euclid_dist")  # (T, P)
+        each = (each - kernels @ centre[..., None]) / length[:, None].clamp(min=1e-12)
     rows = index.reshape(T, 1, B * N).expand(-1, kernels.shape[1], -1)
     return each.gather(2, rows).view(T, -1, B, N).permute(0, 2, 3, 1)
 
