@@ -246,6 +246,13 @@ class Networks:
         flat = _of_pool(self.kernels.flatten(0, 1), pool, seen.reshape(T * G, B, N), centre)
         return flat.view(T, G, B, N, -1)
 
+    def neuron_responses(self, pool: Tensor, index: Tensor) -> Tensor:
+        """(T, B, N', E, J): pre-activations of the neurons on the patches that their expert may get."""
+        pre = self.pre_activations(pool, index)
+        if self.model.kind == "separate":  # a group for each expert
+            return pre.permute(0, 2, 3, 1, 4)
+        return pre[:, 0, ..., pre.shape[-1] - self.model.width :].unflatten(-1, (self.model.experts, -1))
+
     def predict(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, B, O): outputs for samples whose patches are rows of the pool."""
         return logits(self.model, self.pre_activations(pool, index), self.output, self.patches)

@@ -1,5 +1,6 @@
-"""Training: many small networks at once."""
+"""Training: many small networks at once, and results that are kept."""
 
-from moesaic.training.trials import Progress, Schedule, Silent, Trained, accuracy, train_trials
+from moesaic.training.cells import Cells, Kept
+from moesaic.training.trials import Progress, Schedule, Silent, Trained, Watch, accuracy, train_trials
 
-__all__ = ["Progress", "Schedule", "Silent", "Trained", "accuracy", "train_trials"]
+__all__ = ["Cells", "Kept", "Progress", "Schedule", "Silent", "Trained", "Watch", "accuracy", "train_trials"]

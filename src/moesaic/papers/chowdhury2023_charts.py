@@ -1,0 +1,168 @@
+"""The figures of Chowdhury et al. 2023, Section 5.1, drawn from what was measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from moesaic.ledger import Blocks, Chart, Fidelity, Panel, Series
+from moesaic.papers.claims import Study
+from moesaic.papers.lab import Result
+
+__all__ = ["charts"]
+
+_TITLES: dict[Fidelity, str] = {"print": "as printed", "released": "as released", "best": "our own"}
+_SAMPLES = "Number of training samples N"
+_ACCURACY = "Test accuracy (%)"
+_SHARE = "Properly routed (%)"
+
+
+def charts(studies: Mapping[Fidelity, Study]) -> list[Chart]:
+    """Those for which there are results."""
+    drawn = [_figure_4(studies), _figure_5(studies), _sweep(studies, "fig6"), _sweep(studies, "fig7")]
+    drawn += [_figure_8(studies), _figure_9(studies), _own_sweep(studies)]
+    return [chart for chart in drawn if chart.panels]
+
+
+def _series(
+    study: Study, prefix: str, label: str, role: str, value: Callable[[Result], np.ndarray] = lambda r: r.accuracy
+) -> tuple[Series, ...]:
+    """Mean and standard deviation over trials, as the paper's error bars show them; nothing without results."""
+    x, results = study.line(prefix)
+    if not results:
+        return ()
+    values = [value(each) for each in results]
+    means, spreads = [float(v.mean()) for v in values], [float(v.std(ddof=1)) for v in values]
+    return (Series(label, role, tuple(x), tuple(means), tuple(spreads)),)
+
+
+def _panels(
+    studies: Mapping[Fidelity, Study], draw: Callable[[Study], tuple[Series, ...]], x: str, y: str, level: float | None
+) -> tuple[Panel, ...]:
+    panels: list[Panel] = []
+    for fidelity, study in studies.items():
+        series = draw(study)
+        if series and fidelity != "best":
+            panels.append(Panel(_TITLES[fidelity], x, y, series, level=level))
+    return tuple(panels)
+
+
+def _figure_4(studies: Mapping[Fidelity, Study]) -> Chart:
+    best = studies.get("best")
+
+    def draw(study: Study) -> tuple[Series, ...]:
+        theirs = (
+            *_series(study, "fig4/cnn", "CNN", "cnn"),
+            *_series(study, "fig4/separate", "pMoE, separate training", "separate"),
+            *_series(study, "fig4/joint", "pMoE, joint training", "joint"),
+        )
+        if not theirs or best is None:
+            return theirs
+        return (
+            *theirs,
+            *_series(best, "best/pmoe", "pMoE, our best", "best"),
+            *_series(best, "best/cnn", "CNN, same care", "best-cnn"),
+        )
+
+    return Chart(
+        "figure-4",
+        "Figure 4",
+        "How many labelled samples does routing save?",
+        "Further left is better: a curve that reaches the dotted 95 % line with fewer samples needs fewer labels. Mean "
+        "and standard deviation over trials. The released CNN has 4 neurons where the paper prints 40.",
+        _panels(studies, draw, _SAMPLES, _ACCURACY, 95.0),
+    )
+
+
+def _figure_5(studies: Mapping[Fidelity, Study]) -> Chart:
+    panels: list[Panel] = []
+    for fidelity, study in studies.items():
+        ls = sorted({int(name.split("/")[1].removeprefix("l=")) for name in study.plan if name.startswith("fig5/")})
+        if not ls:
+            continue
+        sizes = study.line(f"fig5/l={ls[0]}")[0]
+        share = [[float((r.accuracy >= 95).mean()) for r in study.line(f"fig5/l={l}")[1]] for l in ls]
+        rows = tuple(tuple(share[i][j] for i in range(len(ls))) for j in range(len(sizes)))
+        blocks = Blocks(tuple(float(l) for l in ls), tuple(sizes), rows)
+        panels.append(Panel(_TITLES[fidelity], "Patches per expert l", _SAMPLES, blocks=blocks))
+    return Chart(
+        "figure-5",
+        "Figure 5",
+        "How many samples do more patches per expert cost?",
+        "Separate training. Each block is the share of trials that reach 95 % test accuracy: white all, black none. If "
+        "the border between black and white rises to the right, more patches per expert need more samples.",
+        tuple(panels),
+    )
+
+
+def _sweep(studies: Mapping[Fidelity, Study], figure: str) -> Chart:
+    many = "experts k" if figure == "fig6" else "patches per expert l"
+
+    def draw(study: Study) -> tuple[Series, ...]:
+        prefixes = {name.rpartition("/")[0] for name in study.plan if name.startswith(f"{figure}/")}
+        ordered = sorted(prefixes, key=lambda prefix: int(prefix.rpartition("=")[2]))
+        return tuple(
+            line for prefix in ordered for line in _series(study, prefix, prefix.removeprefix(f"{figure}/"), prefix)
+        )
+
+    told = (
+        "The theory predicts that accuracy falls once k is large enough for every class to have its expert."
+        if figure == "fig6"
+        else "The theory predicts that accuracy falls once l is above l*, which the paper puts at 6."
+    )
+    return Chart(
+        f"figure-{figure[3:]}",
+        f"Figure {figure[3:]}",
+        f"What does the number of {many} do to accuracy?",
+        f"Joint training with N samples, mean and standard deviation over trials. {told}",
+        _panels(studies, draw, f"Number of {many}", _ACCURACY, None),
+    )
+
+
+def _figure_8(studies: Mapping[Fidelity, Study]) -> Chart:
+    def draw(study: Study) -> tuple[Series, ...]:
+        lines: list[Series] = []
+        for l in (1, 2, 4, 6):
+            lines += _series(
+                study, "fig4/separate", f"in the top {l}", f"top-{l}", lambda r, l=l: 100 * r.routed[:, :, l - 1].mean(1)
+            )
+        return tuple(lines)
+
+    return Chart(
+        "figure-8",
+        "Figure 8",
+        "Does the separately trained router find the patch that matters?",
+        "Share of test samples whose discriminative digit is among the l patches that its router ranks highest. A "
+        "router that guesses would get 6, 12, 25 and 38 %.",
+        _panels(studies, draw, _SAMPLES, _SHARE, 95.0),
+    )
+
+
+def _figure_9(studies: Mapping[Fidelity, Study]) -> Chart:
+    def draw(study: Study) -> tuple[Series, ...]:
+        return (
+            *_series(study, "fig4/joint", 'class 1 (digit "1")', "class-1", lambda r: 100 * r.largest_gate[:, 1]),
+            *_series(study, "fig4/joint", 'class 2 (digit "0")', "class-2", lambda r: 100 * r.largest_gate[:, 0]),
+        )
+
+    return Chart(
+        "figure-9",
+        "Figure 9",
+        "Does joint training find it, too?",
+        "Share of a class's test samples whose discriminative digit gets the largest gate of the class's best expert "
+        "(l = 6).",
+        _panels(studies, draw, _SAMPLES, _SHARE, None),
+    )
+
+
+def _own_sweep(studies: Mapping[Fidelity, Study]) -> Chart:
+    series = _series(studies["best"], "sweep/l", "TwoLayer.best, N = 300", "best") if "best" in studies else ()
+    panels = (Panel(_TITLES["best"], "Patches per expert l", _ACCURACY, series),) if series else ()
+    return Chart(
+        "our-own-l",
+        "Our own",
+        "Which l is best for our network?",
+        "Accuracy against l; the estimator suggests an l from the training data alone.",
+        panels,
+    )

@@ -1,0 +1,118 @@
+"""Claims and the judging of them: an estimate, compared with a limit by a rule that was written before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from moesaic.ledger import Chart, Claim, Fidelity, Finding
+from moesaic.papers.lab import Cell, Lab, Result
+from moesaic.papers.statistics import Estimate
+
+__all__ = ["Judgement", "Paper", "Plan", "Study", "Test", "at_least", "at_most", "reaches"]
+
+NOT_QUICK = "not run here: needs --preset full"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What was measured for a claim, and what follows from it."""
+
+    verdict: str
+    measured: float | None = None
+    interval: tuple[float, float] | None = None
+
+
+def at_least(estimate: Estimate, limit: float) -> Judgement:
+    """Holds if the whole interval is at or above the limit, fails if it is all below, partly in between."""
+    verdict = "holds" if estimate.low >= limit else "fails" if estimate.high < limit else "partly"
+    return Judgement(verdict, estimate.value, estimate.interval)
+
+
+def at_most(estimate: Estimate, limit: float) -> Judgement:
+    """Holds if the whole interval is at or below the limit, fails if it is all above, partly in between."""
+    verdict = "holds" if estimate.high <= limit else "fails" if estimate.low > limit else "partly"
+    return Judgement(verdict, estimate.value, estimate.interval)
+
+
+def reaches(estimate: Estimate, published: float, margin: float) -> Judgement:
+    """Holds if the interval comes up to the published value, partly if to within the margin below it."""
+    verdict = "holds" if estimate.high >= published else "partly" if estimate.high >= published - margin else "fails"
+    return Judgement(verdict, estimate.value, estimate.interval)
+
+
+Plan = Mapping[str, Cell]
+"""The cells of a preset and a fidelity, by names such as "fig4/joint/300"."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The results of a plan, for judges and charts."""
+
+    plan: Plan
+    results: Mapping[str, Result]
+    lab: Lab
+
+    def line(self, prefix: str) -> tuple[list[float], list[Result]]:
+        """The cells "prefix/x" in the order of x."""
+        found = {float(name.removeprefix(f"{prefix}/")): name for name in self.plan if name.startswith(f"{prefix}/")}
+        return sorted(found), [self.results[found[x]] for x in sorted(found)]
+
+
+@dataclass(frozen=True)
+class Test:
+    """A claim and the way to decide on it."""
+
+    claim: Claim
+    needs: tuple[str, ...]
+    """Beginnings of the names of the cells it looks at."""
+    judge: Callable[[Study], Judgement]
+    fidelities: tuple[Fidelity, ...] = ("print", "released")
+    missing: str = NOT_QUICK
+    """The verdict where a plan has none of the cells."""
+
+    __test__ = False  # not pytest's
+
+    def cells(self, plan: Plan) -> dict[str, Cell]:
+        """The cells of the plan that it looks at."""
+        return {name: cell for name, cell in plan.items() if name.startswith(self.needs)}
+
+    def can_run(self, plan: Plan) -> bool:
+        """Whether the plan has cells for all it needs."""
+        return all(any(name.startswith(need) for name in plan) for need in self.needs)
+
+    def finding(self, judgement: Judgement, fidelity: Fidelity, preset: str, seconds: float) -> Finding:
+        """The claim with its judgement, as claims.json has it."""
+        claim = self.claim
+        return Finding(
+            claim.id,
+            claim.paper,
+            claim.where,
+            claim.statement,
+            fidelity,
+            preset,
+            claim.published,
+            judgement.measured,
+            judgement.interval,
+            claim.rule,
+            judgement.verdict,
+            seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Paper:
+    """A paper's experiments and claims."""
+
+    id: str
+    title: str
+    tests: tuple[Test, ...]
+    plan: Callable[[str, Fidelity], Plan]
+    """Preset and fidelity → the cells there are."""
+    charts: Callable[[Mapping[Fidelity, Study]], list[Chart]]
+    notes: Callable[[str, Lab], list[str]]
+    """What a reader should know about a run with this preset."""
+
+    @property
+    def claims(self) -> tuple[Claim, ...]:
+        return tuple(test.claim for test in self.tests)
