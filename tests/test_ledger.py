@@ -132,7 +132,7 @@ def test_a_finding_that_is_none_is_refused_with_its_place(tmp_path: Path, change
     write_findings(path, [FINDING])
     (entry,) = json.loads(path.read_text("utf-8"))
     write_json(path, [entry | change])
-    with pytest.raises(ValueError, match="claims.json|Finding") as error:
+    with pytest.raises(ValueError, match=r"claims\.json|Finding") as error:
         read_findings(path)
     assert complaint in str(error.value)
 

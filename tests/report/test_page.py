@@ -204,8 +204,8 @@ def test_a_run_without_findings_is_a_report_too(tmp_path: Path):
     assert "No claim was put to the test." in Page(written(tmp_path, findings=[])).text
 
 
-def test_the_same_results_give_the_same_report_and_no_half_file_stays(html: str, tmp_path: Path):
-    first, second = written(tmp_path, charts=CHARTS), written(tmp_path, charts=CHARTS)
+def test_the_same_results_give_the_same_report_and_no_half_file_stays(tmp_path: Path):
+    first, second = written(tmp_path, charts=CHARTS[2:]), written(tmp_path, charts=CHARTS[2:])
     assert first == second
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 

@@ -7,6 +7,18 @@ from moesaic.report.charts import draw, to_svg, write_figures
 from moesaic.report.machine import describe_machine
 from moesaic.report.page import write_report
 from moesaic.report.progress import watch_progress
-from moesaic.report.table import print_claims
+from moesaic.report.table import print_claims, print_rules
+from moesaic.report.theory import print_complexity, print_separation
 
-__all__ = ["describe_machine", "draw", "print_claims", "to_svg", "watch_progress", "write_figures", "write_report"]
+__all__ = [
+    "describe_machine",
+    "draw",
+    "print_claims",
+    "print_complexity",
+    "print_rules",
+    "print_separation",
+    "to_svg",
+    "watch_progress",
+    "write_figures",
+    "write_report",
+]

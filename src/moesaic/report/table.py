@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from moesaic.ledger import VERDICTS, Finding
+from moesaic.ledger import VERDICTS, Claim, Finding
 from moesaic.report.words import by_claim, measured, published, reason
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from moesaic.report.words import Tries
 
-__all__ = ["print_claims", "verdict_counts"]
+__all__ = ["print_claims", "print_rules", "verdict_counts"]
 
 _COLOURS = {"holds": "green", "partly": "yellow", "fails": "red", "not run here": "bright_black"}
 _WIDE = 100
@@ -49,6 +49,33 @@ def print_claims(findings: Sequence[Finding], console: Console | None = None) ->
         console.print(part)
     counts = [Text(text, style=_COLOURS[decision]) for decision, text in verdict_counts(findings).items()]
     console.print(Text(", ").join(counts) if counts else Text("no claims"))
+
+
+def print_rules(title: str, claims: Iterable[Claim], console: Console | None = None) -> None:
+    """Print claims with the rules that will decide them.
+
+    >>> from rich.console import Console
+    >>> claim = Claim("samples", "p", "Figure 4", "joint training needs fewer samples", 60.0, "holds below 70")
+    >>> print_rules("A paper", [claim], Console(width=80))
+    A paper
+    <BLANKLINE>
+    samples
+      Figure 4: joint training needs fewer samples
+      Paper: 60
+      Rule: holds below 70
+    <BLANKLINE>
+    """
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    console = console or Console()
+    console.print(Text(f"{title}\n", style="bold"))
+    for claim in claims:
+        console.print(Text(claim.id, style="bold"))
+        for line in (f"{claim.where}: {claim.statement}", f"Paper: {published(claim)}", f"Rule: {claim.rule}"):
+            console.print(Padding(Text(line), (0, 0, 0, 2)))
+        console.print()
 
 
 def verdict_counts(findings: Iterable[Finding]) -> dict[str, str]:

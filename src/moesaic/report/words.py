@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from moesaic.ledger import VERDICTS, Fidelity, Finding
+from moesaic.ledger import VERDICTS, Claim, Fidelity, Finding
 
 __all__ = ["BRIEFLY", "MEANING", "by_claim", "by_place", "measured", "number", "published", "reason", "tries"]
 
@@ -67,11 +67,11 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
     return text.replace("-", "−")
 
 
-def published(finding: Finding) -> str:
+def published(claim: Claim | Finding) -> str:
     """What the paper says: its number or its word."""
-    if finding.published is None:
+    if claim.published is None:
         return "no number"
-    return finding.published if isinstance(finding.published, str) else number(finding.published)
+    return claim.published if isinstance(claim.published, str) else number(claim.published)
 
 
 def measured(finding: Finding, between: str = ", ", brackets: str = "[]") -> str:
