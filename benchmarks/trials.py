@@ -1,0 +1,192 @@
+"""The trial engine against the released TensorFlow code: seconds of one epoch of one network.
+
+    python benchmarks/trials.py [--released CHECKOUT [--released-python PYTHON]] [--device cuda] [--out FILE.json]
+
+Both train the two-layer pMoE of Chowdhury et al. 2023, Section 5.1: joint training, 8 experts of 5
+neurons, 6 of 16 patches each, 300 samples, batches of 20. A trial-epoch is one pass of one network
+over its samples, shuffling and updates included. Left out on both sides: making the data and the
+network, and measuring test accuracy.
+
+CHECKOUT is a copy of github.com/nowazrabbani/pMoE_CNN, PYTHON an interpreter that has tensorflow-cpu
+and tf_keras (by default the running one). Without them that peer is skipped. It runs on the CPU, in
+a process of its own (`released_pmoe.py`), once before ours and once after, so that a machine whose
+speed drifts shows itself. Its per-epoch evaluation is left out.
+
+Ours trains T networks at once. Its figure is a difference: a long run less a short one, over the
+epochs between them and T, so that whatever happens once per run cancels.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import Timing, machine, quartiles, show, synchronize, write
+
+from moesaic.data import DigitPatches, digit_mosaics
+from moesaic.models import TwoLayer
+from moesaic.training import Schedule, train_trials
+
+SAMPLES, BATCH, EXPERTS, PATCHES_PER_EXPERT, NEURONS = 300, 20, 8, 6, 5
+TRIALS = {"cpu": [1, 5, 20, 100], "cuda": [1, 20, 100, 300, 600]}
+SHORT = 2  # epochs of the short run
+SCRIPT = Path("MNIST Exp") / "train_joint_training_pmoe_on_mnist_patch.py"
+DRIVER = Path(__file__).with_name("released_pmoe.py")
+PER_CLASS = 5000  # the released script finds its second class from this row on
+
+Train = Callable[[int, int], object]
+"""Trains so many trials for so many epochs."""
+
+
+def engine(device: str) -> Train:
+    """Ours, ready to be timed."""
+    source = DigitPatches()
+    model = TwoLayer.joint("released", experts=EXPERTS, patches_per_expert=PATCHES_PER_EXPERT, neurons=NEURONS)
+
+    def train(trials: int, epochs: int) -> object:
+        schedule = Schedule(epochs=epochs, batch=BATCH)
+        return train_trials(model, source, trials=range(trials), samples=SAMPLES, schedule=schedule, device=device)
+
+    return train
+
+
+def long_run(trials: int) -> int:
+    """Epochs of the long run: few trials need more of them to outweigh the noise of a run."""
+    return SHORT + max(5, 200 // trials)
+
+
+def trial_epochs(train: Train, counts: list[int], repetitions: int, warm_up: int = 1) -> dict[int, list[float]]:
+    """Milliseconds per trial-epoch of every repetition, all counts of trials in turns."""
+
+    def milliseconds(trials: int, epochs: int) -> float:
+        synchronize()
+        start = time.perf_counter()
+        train(trials, epochs)
+        synchronize()
+        return 1e3 * (time.perf_counter() - start)
+
+    times: dict[int, list[float]] = {trials: [] for trials in counts}
+    for repetition in range(-warm_up, repetitions):
+        for trials in counts:
+            extra = long_run(trials) - SHORT
+            short, long = milliseconds(trials, SHORT), milliseconds(trials, SHORT + extra)
+            if repetition >= 0:
+                times[trials].append((long - short) / (extra * trials))
+    return times
+
+
+def released(checkout: Path | None, python: str, epochs: int) -> dict[str, Any] | None:
+    """What `released_pmoe.py` measured; None, and a word on why, where it cannot run."""
+    if checkout is None:
+        return skipped("give a checkout of pMoE_CNN with --released")
+    script = (checkout / SCRIPT).resolve()
+    if not script.is_file():
+        return skipped(f"there is no {SCRIPT} in {checkout}; give a checkout of pMoE_CNN")
+    with tempfile.TemporaryDirectory() as folder:
+        write_data(Path(folder))
+        command = [python, str(DRIVER), str(script), f"--samples={SAMPLES}", f"--epochs={epochs}"]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return skipped(f"{python} does not start ({error.strerror}); name another with --released-python")
+    if done.returncode:
+        sys.exit(f"the released code failed:\n{done.stderr[-2000:]}")
+    measured = json.loads(done.stdout)
+    if "missing" in measured:
+        missing = " and ".join(measured["missing"])
+        return skipped(f"{python} has no {missing}; install tensorflow-cpu and tf_keras, or see --released-python")
+    return measured
+
+
+def skipped(why: str) -> None:
+    print(f"released TensorFlow code: skipped; {why}", file=sys.stderr)
+
+
+def write_data(folder: Path) -> None:
+    """The files that the released script loads, as large as one training on SAMPLES needs them."""
+    mosaics = digit_mosaics(SAMPLES, split="train", seed=0)
+    pixels = (255 * mosaics.images[:, 0]).round().byte().numpy()
+    kinds = mosaics.labels.numpy()
+    images = np.zeros((PER_CLASS + SAMPLES // 2, *pixels.shape[1:]), dtype=np.uint8)
+    labels = np.zeros(len(images), dtype=np.int64)
+    for label in (0, 1):
+        rows = slice(label * PER_CLASS, label * PER_CLASS + SAMPLES // 2)
+        images[rows], labels[rows] = pixels[kinds == label], label
+    for name, values in {
+        "Training_Data_patch_mnist": images,
+        "Training_Label_patch_mnist": labels,
+        "Test_Data_patch_mnist": images[:2],  # loaded, but never looked at
+        "Test_Label_patch_mnist": labels[:2],
+        "Test_pattern_pos_mnist": labels[:2],
+    }.items():
+        np.save(folder / f"{name}_n_16.npy", values)
+
+
+def row(name: str, milliseconds: list[float], peer: list[float]) -> dict[str, Any]:
+    median, fastest = statistics.median(milliseconds), min(milliseconds)
+    return {
+        "code": name,
+        "trial-epoch, ms": median,
+        "fastest, ms": fastest,
+        "trial-epochs / s": 1e3 / median,
+        "× released": statistics.median(peer) / median if peer else None,
+        "× released, fastest": min(peer) / fastest if peer else None,
+        "quartiles, ms": Timing(median, *quartiles(milliseconds)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--released", type=Path, metavar="CHECKOUT", help="of github.com/nowazrabbani/pMoE_CNN")
+    parser.add_argument("--released-python", default=sys.executable, metavar="PYTHON", help="one with tensorflow-cpu")
+    parser.add_argument("--released-epochs", type=int, default=3, help="that count, after one that does not")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of ours")
+    parser.add_argument("--trials", type=int, nargs="*", metavar="T", help="at once; none: the released code alone")
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/trials-DEVICE.json")
+    arguments = parser.parse_args()
+    if min(arguments.repetitions, arguments.released_epochs) < 3:
+        parser.error("quartiles need at least 3 repetitions and 3 epochs of the released code")
+    counts = TRIALS[arguments.device] if arguments.trials is None else arguments.trials
+
+    load = os.getloadavg()[0]
+    if load > 1:
+        print(f"the load average is {load:.1f}; figures to keep need an otherwise idle machine", file=sys.stderr)
+    peer = [released(arguments.released, arguments.released_python, arguments.released_epochs)]
+    ours = trial_epochs(engine(arguments.device), counts, arguments.repetitions) if counts else {}
+    if peer[0] and counts:
+        peer.append(released(arguments.released, arguments.released_python, arguments.released_epochs))
+    theirs = [1e3 * seconds for run in peer if run for seconds in run["seconds"]]
+    rows = [row("released TensorFlow code", theirs, theirs)] if theirs else []
+    rows += [row(f"moesaic, T = {trials}", times, theirs) for trials, times in ours.items()]
+    if not rows:
+        parser.error("nothing to measure: --trials is empty and the released code is skipped")
+
+    show(
+        f"{SAMPLES} samples, joint training, {EXPERTS} experts, {PATCHES_PER_EXPERT} of 16 patches each, "
+        f"batches of {BATCH}; moesaic on {arguments.device}",
+        [{key: value for key, value in row.items() if isinstance(value, str | float)} for row in rows],
+    )
+    print("a trial-epoch: one epoch of one network, without set-up and evaluation; T networks train at once")
+    results = {
+        "machine": machine(),
+        "load at start": load,
+        "device": arguments.device,
+        "samples": SAMPLES,
+        "repetitions": arguments.repetitions,
+        "released": peer,
+        "rows": rows,
+    }
+    print(f"written to {write(f'trials-{arguments.device}', results, arguments.out)}")
+
+
+if __name__ == "__main__":
+    main()
