@@ -22,7 +22,7 @@ def makes(classes: int) -> list[TwoLayer]:
     for fidelity in ("print", "released"):
         several += [TwoLayer.separate(fidelity, classes=classes, patches_per_expert=3, neurons=4)]
         several += [TwoLayer.joint(fidelity, experts=3, patches_per_expert=l, neurons=2) for l in (1, 4, N)]
-    several += [TwoLayer.best(2, experts=3), TwoLayer.best_cnn(neurons=6)]
+    several += [TwoLayer.best(2, experts=3), replace(TwoLayer.cnn("print", neurons=6), standardise=True)]
     several += [replace(several[-1], train_output=True), replace(several[1], train_output=True)]
     return several
 

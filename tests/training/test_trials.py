@@ -20,7 +20,7 @@ MAKES = {
     "joint": TwoLayer.joint("print", experts=3, patches_per_expert=2, neurons=4),
     "joint, all patches": TwoLayer.joint("released", experts=3, patches_per_expert=6, neurons=4),
     "best": TwoLayer.best(2, experts=3),
-    "best CNN": TwoLayer.best_cnn(neurons=6),
+    "standardised CNN": replace(TwoLayer.cnn("released", neurons=6), standardise=True),
     "output learns": replace(TwoLayer.best(3, experts=2), train_output=True),
 }
 each_make = pytest.mark.parametrize("model", MAKES.values(), ids=MAKES.keys())

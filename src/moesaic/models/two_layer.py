@@ -130,11 +130,6 @@ class TwoLayer:
         """
         return cls("joint", experts, patches_per_expert, neurons, "selected", 0.01, None, "alternating", False, True)
 
-    @classmethod
-    def best_cnn(cls, neurons: int = 64) -> TwoLayer:
-        """The CNN with the same care as `best`, so that a comparison shows what routing itself brings."""
-        return cls("cnn", 1, None, neurons, "patches", 0.01, None, "alternating", False, True)
-
     @property
     def width(self) -> int:
         """m, the neurons of all experts together."""

@@ -88,6 +88,9 @@ _PATTERNS = PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=0.6, pattern
 """Section 4.2 with l* = 4."""
 _COUPLED_WIDTH = 4000
 
+_CAREFUL_CNN = replace(TwoLayer.cnn("print", neurons=64), train_output=True)
+"""The best of some twenty CNNs of the size of `TwoLayer.best`, chosen on the same validation samples."""
+
 
 def plan(preset: str, fidelity: Fidelity) -> Plan:
     """The cells there are, by name: experiment, line, and place on its axis."""
@@ -146,7 +149,8 @@ def _best_plan(sizes: Sizes) -> Plan:
         cells[f"printed/joint/{n}"] = Cell(TwoLayer.joint("print"), printed, n, sizes.trials)
     for n in sizes.best:
         cells[f"best/pmoe/{n}"] = Cell(TwoLayer.best(), best, n, sizes.trials)
-        cells[f"best/cnn/{n}"] = Cell(TwoLayer.best_cnn(), best, n, sizes.trials)
+    for n in sizes.fig4:
+        cells[f"best/cnn/{n}"] = Cell(_CAREFUL_CNN, Schedule.of("released"), n, sizes.trials)
     for l in sizes.sweep:
         cells[f"sweep/l/{l}"] = Cell(TwoLayer.best(l), best, 300, sizes.trials)
     return cells
@@ -290,7 +294,8 @@ def _order(figure: str, least: float, published: float) -> Test:
             return float(np.mean([power(places, 100 - each) for each in accuracies]))
 
         found = bootstrap(exponent, *several)
-        verdict = "holds" if found.low <= published <= found.high else "partly" if found.low > 0 else "fails"
+        signs = (found.low > 0) + (found.low <= published <= found.high)
+        verdict = ("fails", "partly", "holds")[signs]
         return Judgement(verdict, found.value, found.interval)
 
     claim = Claim(
@@ -301,8 +306,8 @@ def _order(figure: str, least: float, published: float) -> Test:
         "predicts for a fixed number of samples.",
         published=published,
         rule=f"Exponent of {letter} in the mean test error from {letter} = {least:.0f} on, averaged over the fixed sample "
-        f"sizes, bootstrapped over trials. Holds if the interval contains {published:g}, partly if it is above 0 "
-        "elsewhere, else fails.",
+        f"sizes, bootstrapped over trials. Holds if the interval is above 0 and contains {published:g}, partly if only "
+        "one of the two is true, else fails.",
     )
     return Test(claim, (f"{figure}/",), judge)
 
@@ -314,7 +319,11 @@ def _peak(study: Study) -> Judgement:
         return places[int(np.mean([each.mean(axis=1) for each in accuracies], axis=0).argmax())]
 
     found = bootstrap(best_place, *several)
-    return Judgement("holds" if found.low <= L_STAR <= found.high else "fails", found.value, found.interval)
+    if not found.low <= L_STAR <= found.high:
+        verdict = "fails"
+    else:
+        verdict = "holds" if found.low >= L_STAR - 2 and found.high <= L_STAR + 2 else "partly"
+    return Judgement(verdict, found.value, found.interval)
 
 
 def _top_four(study: Study) -> Judgement:
@@ -334,7 +343,7 @@ def _largest_gate(label: int, published: float) -> Test:
         f'discriminative patch of class {number} (digit "{label}") for {published:.0f} % of the test samples.',
         published=published,
         rule="Share of the class's test samples, in percent, for the expert that does best, mean over trials. Holds if "
-        "the interval reaches the published value, partly if it comes within 3 points, else fails.",
+        "the interval is above the published value less 3 points, fails if it is below that.",
     )
     return Test(claim, ("fig4/joint/300",), judge)
 
@@ -458,7 +467,7 @@ TESTS = (
             "Test accuracy against l peaks at l* = 6.",
             6.0,
             "The l with the highest mean accuracy over the fixed sample sizes, bootstrapped over trials. Holds if the "
-            "interval contains 6.",
+            "interval contains 6 and lies within 4 and 8, partly if it is wider, fails if it does not contain 6.",
         ),
         ("fig7/", "fig7/N=300/4"),
         _peak,
@@ -470,8 +479,8 @@ TESTS = (
             "With 300 training samples, the separately trained router has the discriminative patch among its top 4 for "
             "95 % of the test samples.",
             95.0,
-            "Share of test samples in percent, mean of both classes, mean over trials. Holds if the interval reaches the "
-            "published value, partly if it comes within 3 points, else fails.",
+            "Share of test samples in percent, mean of both classes, mean over trials. Holds if the interval is above the "
+            "published value less 3 points, fails if it is below that.",
         ),
         ("fig4/separate/",),
         _top_four,

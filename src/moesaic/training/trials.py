@@ -99,7 +99,7 @@ class Schedule:
           patches of length 1
         """
         if fidelity == "best":
-            return cls(learning_rate=20.0)
+            return cls(learning_rate=30.0)
         return cls(600, stop_at_zero_error=True) if fidelity == "print" else cls()
 
 
