@@ -64,6 +64,14 @@ def test_closeness_counts_patches_on_either_side_and_on_one():
     assert measure_separation(*known()).l_star == 4
 
 
+def test_a_pattern_that_points_away_counts_by_its_size():
+    away = unit([-0.9, -0.1, 0.3, 0])
+    patches = torch.stack([torch.stack([O_1, away]), torch.stack([O_0, FAR])])
+    found = measure_separation(patches, torch.tensor([1, 0]), torch.tensor([0, 0]))
+    assert found.delta_r == pytest.approx(-float(O_1 @ away))
+    assert found.delta_r_quantiles[0.5] == pytest.approx(0)
+
+
 def test_a_larger_threshold_finds_fewer_patches_close():
     lead = float((O_1 - O_0) @ NEAR_1)
     just_above, just_below = (lead + 1e-6) / 0.5, (lead - 1e-6) / 0.5

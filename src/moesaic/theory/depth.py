@@ -151,8 +151,7 @@ def _slopes(steps: Tensor, mine: Tensor) -> Tensor:
         value.backward()
         return value
 
-    with torch.enable_grad():
-        search.step(loss)  # pyright: ignore[reportArgumentType]  # it takes a closure that returns a tensor
+    search.step(loss)  # pyright: ignore[reportArgumentType]  # it takes a closure that returns a tensor
     return unknown.detach()[:segments].exp()
 
 

@@ -89,7 +89,7 @@ def proper_routing(
     label = _check_labels("proper_routing", labels, scores, count)
     within = _share_within(scores, label, discriminative, count)
     by_expert = within[..., 0]
-    expert = by_expert.nan_to_num(-1).argmax(-1)
+    expert = by_expert.argmax(-1)
     of_best = expert[..., None, None].expand(*expert.shape, 1, within.shape[-1])
     return ProperRouting(
         expert=expert,

@@ -249,7 +249,8 @@ class _Hull:
             if not falling.any():
                 self.weights = affine
                 return
-            ratio = torch.where(falling, self.weights / (self.weights - affine), 1.0).clamp(0, 1)
+            fall = (self.weights - affine).clamp(min=1e-300)
+            ratio = torch.where(falling, self.weights / fall, 1.0).clamp(max=1)
             moved = self.weights + ratio.min() * (affine - self.weights)
             keep = moved > 1e-12
             keep[ratio.argmin()] = False  # rounding must not keep the row that stopped the move
