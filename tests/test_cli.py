@@ -1,5 +1,6 @@
 """The commands: what they write, what they say, and how they fail."""
 
+import inspect
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import torch
 from report.example_run import CHARTS, FINDINGS
 
 import moesaic
+from moesaic import papers as real_papers
 from moesaic.cli import main
 from moesaic.ledger import Chart, Claim, Finding, read_charts, read_findings
 
@@ -103,6 +105,18 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
         "seed": 7,
     }
     assert Path("here/there/report.html").is_file()
+
+
+def test_what_is_asked_is_what_the_papers_room_takes(papers: Papers):
+    main(["reproduce"])
+    assert papers.asked.keys() == inspect.signature(real_papers.reproduce).parameters.keys()
+
+
+def test_every_claim_of_every_paper_can_be_listed(capsys: pytest.CaptureFixture[str]):
+    assert main(["claims"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for paper in real_papers.PAPERS.values():
+        assert [claim.id for claim in paper.claims if claim.id not in lines] == []
 
 
 def test_by_default_all_claims_of_all_papers_run_in_both_fidelities_and_our_own(papers: Papers):

@@ -350,8 +350,8 @@ def _is_plain(value: object) -> bool:
 def _program() -> list[str]:
     """How this program was called, as words to type again."""
     called = Path(sys.argv[0])
-    if called.name == "__main__.py":
-        return [Path(sys.executable).name, "-m", "moesaic"]
+    if called.suffix == ".py":
+        return [sys.executable, "-m", "moesaic.cli"]
     return [called.name if shutil.which(called.name) else sys.argv[0]]
 
 

@@ -98,8 +98,14 @@ def test_each_place_has_one_plain_sentence_in_the_summary(html: str):
         "18.6 (15.2 to 22.3) with our settings."
     ) in short
     assert "holds as printed fails as released Figure 5 :" in short
-    assert "The paper gives no number. Not run here: needs --preset full." in short
+    assert "The paper gives no number. Not run here: needs --preset full (as printed and as released)." in short
     assert "Separate-training pMoE is more accurate" not in short
+
+
+def test_a_claim_of_our_own_is_not_put_into_the_papers_mouth(tmp_path: Path):
+    own = finding(fidelity="best", published=None, verdict="partly: at most sizes")
+    text = words(Page(written(tmp_path, findings=[own])).text)
+    assert "A claim of our own. Measured: 52.0 (48.3 to 57.9) with our settings. Partly: at most sizes" in text
 
 
 def test_a_chart_stands_with_the_claims_of_its_place(html: str):

@@ -255,7 +255,6 @@ def _draw_lines(axes: Axes, panel: Panel, alike: Sequence[Panel], looks: dict[st
             linestyle=look.dash,
             linewidth=1.6,
             markersize=5,
-            markeredgewidth=0,
             elinewidth=1,
             capsize=2.5,
             capthick=1,

@@ -76,6 +76,7 @@ def write_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["prose"] = _prose
     # the only markup that comes from outside the template: matplotlib's, which escapes what is in it
     text = environment.get_template("page.html").render(
         title=title,
@@ -237,14 +238,19 @@ def _claim(claim: Tries) -> _Claim:
 
 
 def _sentence(claim: Tries) -> str:
-    """What the paper says and what was measured, for the summary."""
+    """What the paper says, what was measured and why the verdict is as it is, for the summary."""
     first = claim[0]
+    said = f"Paper: {published(first)}."
+    if first.published is None:
+        own = all(each.fidelity == "best" for each in claim)
+        said = "A claim of our own." if own else "The paper gives no number."
     found = [f"{measured(each, ' to ', '()')} {BRIEFLY[each.fidelity]}" for each in claim if each.measured is not None]
-    said = "The paper gives no number" if first.published is None else f"Paper: {published(first)}"
-    if found:
-        return f"{said}. Measured: {', '.join(found)}."
-    verdicts = "; ".join(dict.fromkeys(each.verdict for each in claim))
-    return f"{said}. {verdicts[0].upper()}{verdicts[1:]}."
+    why: dict[str, list[str]] = {}
+    for each in claim:
+        if reason(each):
+            why.setdefault(each.verdict, []).append(BRIEFLY[each.fidelity])
+    reasons = [f"{verdict[0].upper()}{verdict[1:]} ({_joined(ways)})." for verdict, ways in why.items()]
+    return " ".join([said, *([f"Measured: {', '.join(found)}."] if found else []), *reasons])
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -277,6 +283,11 @@ class _Scale:
             return None
         low, high = finding.interval or (finding.measured, finding.measured)
         return _Mark(self.place(finding.measured), self.place(low), self.place(high))
+
+
+def _prose(text: str) -> str:
+    """A number and its percent sign stay on one line."""
+    return text.replace(" %", "\u00a0%")
 
 
 def _style_class(decision: str) -> str:

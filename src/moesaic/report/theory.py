@@ -80,7 +80,8 @@ def print_separation(
             "l",
             str(suggested.l),
             "suggested patches per expert, from samples and labels alone: trained routers should then find the patch "
-            f"that matters in {100 * suggested.coverage:.0f} % of all samples (it takes {true.l}, when one knows where it is)",
+            f"that matters in {100 * suggested.coverage:.0f} % of all samples "
+            f"(it takes {true.l}, when one knows where it is)",
         ),
     ):
         console.print(_explained(name, value, meaning))
