@@ -22,8 +22,9 @@ from moesaic.theory.complexity import (
     router_samples,
     sample_complexity,
 )
-from moesaic.theory.coupling import Coupling, coupled_share, coupling
 from moesaic.theory.depth import PatchDepth, measure_patch_depth, suggest_patches_per_expert
+from moesaic.theory.patterns import Closeness, Separation, measure_separation, separation
+from moesaic.theory.pseudo_network import Coupling, coupled_share, coupling
 from moesaic.theory.router import batch_weights, class_sums, opponents, router_init_std, trained_routers
 from moesaic.theory.routing_property import ProperRouting, discriminative_ranks, proper_routing, routed_share
 from moesaic.theory.separability import (
@@ -33,7 +34,6 @@ from moesaic.theory.separability import (
     linearly_separable,
     patterns_separable,
 )
-from moesaic.theory.separation import Closeness, Separation, measure_separation, separation
 
 __all__ = [
     "Closeness",

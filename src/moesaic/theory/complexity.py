@@ -37,7 +37,7 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from moesaic.theory.conditions import require, whole
-from moesaic.theory.separation import separation
+from moesaic.theory.patterns import separation
 
 __all__ = [
     "ComplexityRow",

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.data import digit_mosaics
+from moesaic import draws
+from moesaic.data import PatternPatches, digit_mosaics
 from moesaic.theory import measure_separation, separation
 
 
@@ -155,3 +156,13 @@ def test_bad_input_is_refused():
         measure_separation(patches[:, :1], labels, 0 * places)
     with pytest.raises(ValueError, match="class 0 average to 0"):
         measure_separation(patches * labels[:, None, None], labels, places)
+
+
+def test_the_synthetic_distribution_has_the_constants_it_was_asked_for():
+    source = PatternPatches(patches=8, dim=32, delta_d=0.2, delta_r=0.6, close=2)
+    data = source.draw(draws.keys(0, [0]), samples=200, split="train")
+    found = measure_separation(data.patches[0], data.labels[0], data.discriminative[0])
+    assert found.delta_d == pytest.approx(0.2, abs=1e-6)
+    assert found.delta_r <= 0.6
+    assert found.l_star == source.l_star == 3
+    assert max(found.closeness[0].one_sided) <= 3
