@@ -1,6 +1,6 @@
 """The papers: their experiments, their claims, and whether these hold."""
 
 from moesaic.papers.claims import Paper
-from moesaic.papers.reproduce import PAPERS, Outcome, reproduce
+from moesaic.papers.rerun import PAPERS, Outcome, reproduce
 
 __all__ = ["PAPERS", "Outcome", "Paper", "reproduce"]

@@ -268,9 +268,7 @@ def _falls(figure: str, least: float, logarithmic: bool) -> Test:
         verdict = "holds" if found.high < 0 else "fails" if found.low > 0 else "partly"
         return Judgement(verdict, found.value, found.interval)
 
-    reason = (
-        "at which the paper's Figure 9 shows Assumption 4.4" if logarithmic else "which the paper reads off as l*"
-    )
+    reason = "at which the paper's Figure 9 shows Assumption 4.4" if logarithmic else "which the paper reads off as l*"
     claim = Claim(
         id=f"{figure}-falls",
         paper="chowdhury2023",
@@ -345,7 +343,7 @@ def _largest_gate(label: int, published: float) -> Test:
         rule="Share of the class's test samples, in percent, for the expert that does best, mean over trials. Holds if "
         "the interval is above the published value less 3 points, fails if it is below that.",
     )
-    return Test(claim, ("fig4/joint/300",), judge)
+    return Test(claim, ("fig4/joint/", "fig4/joint/300"), judge)
 
 
 def _discriminative_routers(study: Study) -> Judgement:
@@ -482,7 +480,7 @@ TESTS = (
             "Share of test samples in percent, mean of both classes, mean over trials. Holds if the interval is above the "
             "published value less 3 points, fails if it is below that.",
         ),
-        ("fig4/separate/",),
+        ("fig4/separate/", "fig4/separate/300"),
         _top_four,
     ),
     _largest_gate(1, 95.0),

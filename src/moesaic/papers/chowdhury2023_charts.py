@@ -125,7 +125,11 @@ def _figure_8(studies: Mapping[Fidelity, Study]) -> Chart:
         lines: list[Series] = []
         for l in (1, 2, 4, 6):
             lines += _series(
-                study, "fig4/separate", f"in the top {l}", f"top-{l}", lambda r, l=l: 100 * r.routed[:, :, l - 1].mean(1)
+                study,
+                "fig4/separate",
+                f"in the top {l}",
+                f"top-{l}",
+                lambda r, l=l: 100 * r.routed[:, :, l - 1].mean(1),
             )
         return tuple(lines)
 

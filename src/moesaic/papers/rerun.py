@@ -56,9 +56,7 @@ def reproduce(
     known = [claim.id for paper in chosen for claim in paper.claims]
     wanted = {one_of("reproduce", "claim", claim, known) for claim in claims or known}
     progress = progress or Silent()
-    lab = Lab(
-        Cells(out / "cells", progress.log), DigitPatches(data_dir), device=device, seed=seed, progress=progress
-    )
+    lab = Lab(Cells(out / "cells", progress.log), DigitPatches(data_dir), device=device, seed=seed, progress=progress)
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []

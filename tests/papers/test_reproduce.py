@@ -1,0 +1,205 @@
+"""Re-running a paper: repeatable, resumable, nothing done twice."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from moesaic.papers import PAPERS, Outcome, chowdhury2023, lab, reproduce, rerun
+from moesaic.papers.chowdhury2023 import Sizes
+
+TINY = Sizes(
+    trials=2,
+    fig4=(20, 40),
+    fig5_l=(2, 16),
+    fig5_n=(20, 40),
+    fig5_trials=2,
+    fig6_k=(8, 10),
+    fig7_l=(6, 16),
+    fixed_n=(20,),
+    best=(20, 40),
+    sweep=(),
+)
+
+
+def shorter(preset: str, fidelity: str, plan=chowdhury2023.plan):
+    """The plan with two epochs and few test samples."""
+    return {
+        name: replace(cell, schedule=replace(cell.schedule, epochs=2, router_epochs=2), test_samples=20, samples=min(cell.samples, 40))
+        for name, cell in plan(preset, fidelity).items()
+        if not name.startswith("coupling")
+    }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny(monkeypatch)
+
+
+def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(chowdhury2023.SIZES, "quick", TINY)
+    monkeypatch.setattr(rerun, "PAPERS", {"chowdhury2023": replace(PAPERS["chowdhury2023"], plan=shorter)})
+
+
+def without_seconds(outcome: Outcome) -> list[dict[str, object]]:
+    return [asdict(finding) | {"seconds": None} for finding in outcome.findings]
+
+
+CLAIMS = ["fig4-joint-ahead", "fig4-faster", "fig5-polynomial", "fig6-falls", "fig7-order", "lemma4.1-routers"]
+
+
+def test_all_claims_get_a_verdict_or_a_reason(tmp_path: Path):
+    outcome = reproduce(out=tmp_path, preset="quick")
+    claims = {finding.id for finding in outcome.findings}
+    assert claims == {claim.id for claim in PAPERS["chowdhury2023"].claims}
+    for finding in outcome.findings:
+        assert finding.decision in ("holds", "partly", "fails", "not run here")
+        assert finding.preset == "quick"
+        if finding.verdict.startswith("not run here"):
+            assert finding.measured is None
+            assert finding.verdict == "not run here: needs --preset full"
+        else:
+            assert finding.measured is not None
+    not_run = {finding.id for finding in outcome.findings if finding.decision == "not run here"}
+    assert not_run == {"fig7-threshold", "best-suggested-l", "lemmasGHI-coupling", "fig8-top4", "fig9-class1", "fig9-class2"} & claims  # fmt: skip
+    assert {chart.where for chart in outcome.charts} >= {"Figure 4", "Figure 5", "Figure 6", "Figure 7"}
+
+
+def test_a_second_run_does_nothing_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = reproduce(out=tmp_path, claims=CLAIMS)
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a finished cell was run again")
+
+    monkeypatch.setattr(lab, "train_trials", refuse)
+    second = reproduce(out=tmp_path, claims=CLAIMS)
+    assert second == first
+
+
+def test_the_same_seed_gives_the_same_findings_elsewhere_and_another_does_not(tmp_path: Path):
+    first, second, other = (
+        reproduce(out=tmp_path / name, claims=CLAIMS, fidelities=("print",), seed=seed)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1))
+    )
+    assert without_seconds(first) == without_seconds(second)
+    assert first.charts == second.charts
+    assert without_seconds(first) != without_seconds(other)
+
+
+def test_another_seed_in_the_same_place_mixes_nothing(tmp_path: Path):
+    alone = reproduce(out=tmp_path / "alone", claims=CLAIMS[:2], fidelities=("print",), seed=1)
+    reproduce(out=tmp_path / "both", claims=CLAIMS[:2], fidelities=("print",), seed=0)
+    after = reproduce(out=tmp_path / "both", claims=CLAIMS[:2], fidelities=("print",), seed=1)
+    assert without_seconds(alone) == without_seconds(after)
+
+
+def test_only_what_a_claim_needs_is_run(tmp_path: Path):
+    outcome = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("released",))
+    assert [(finding.id, finding.fidelity) for finding in outcome.findings] == [("fig6-falls", "released")]
+    assert len(list((tmp_path / "cells").iterdir())) == len(TINY.fig6_k)
+    assert [chart.where for chart in outcome.charts] == ["Figure 6"]
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.begun: list[tuple[str, int]] = []
+        self.advanced = 0
+        self.open = 0
+
+    def begin(self, name: str, total: int, done: int = 0) -> None:
+        self.begun.append((name, total))
+        self.open += 1
+
+    def advance(self, amount: int, note: str = "") -> None:
+        self.advanced += amount
+
+    def end(self) -> None:
+        self.open -= 1
+
+    def log(self, message: str) -> None:
+        self.messages.append(message)
+
+
+def test_progress_adds_up(tmp_path: Path):
+    listener = Listener()
+    reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",), progress=listener)
+    assert listener.begun[0] == ("all experiments", listener.advanced)
+    assert sum(total for _, total in listener.begun[1:]) == listener.advanced
+    assert listener.open == 0
+
+
+def test_a_damaged_cell_is_told_and_run_again(tmp_path: Path):
+    first = reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",))
+    victim = sorted((tmp_path / "cells").iterdir())[0]
+    victim.write_text(victim.read_text()[:-40])
+    listener = Listener()
+    again = reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",), progress=listener)
+    assert without_seconds(again) == without_seconds(first)
+    assert len(listener.messages) == 1
+    assert victim.name in listener.messages[0]
+    assert victim.with_name(f"{victim.name}.damaged").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"preset": "fast"}, "preset='fast' is unknown; use 'quick' or 'full'"),
+        ({"papers": ["chowdhury"]}, "did you mean 'chowdhury2023'"),
+        ({"claims": ["fig4-joint"]}, "did you mean 'fig4-joint-"),
+        ({"fidelities": ["printed"]}, "did you mean 'print'"),
+    ],
+)
+def test_what_is_unknown_is_refused_before_anything_runs(tmp_path: Path, arguments: dict[str, object], message: str):
+    with pytest.raises(ValueError, match=message):
+        reproduce(out=tmp_path / "out", **arguments)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()
+
+
+# Run by the next test in a process of its own: the tiny paper, its findings as JSON.
+SCRIPT = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+sys.path[:0] = {path!r}
+import pytest
+from moesaic.papers import reproduce
+from papers_tiny import CLAIMS, make_tiny
+make_tiny(pytest.MonkeyPatch())
+outcome = reproduce(out=Path(sys.argv[1]), claims=CLAIMS)
+Path(sys.argv[1], "claims.json").write_text(json.dumps([asdict(f) | {{"seconds": None}} for f in outcome.findings]))
+"""
+
+
+def test_a_run_that_is_killed_and_repeated_ends_like_one_that_was_not(tmp_path: Path):
+    (tmp_path / "papers_tiny.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
+    script = SCRIPT.format(path=[str(tmp_path), *sys.path])
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(out: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", script, str(tmp_path / out)], env=environment)
+
+    began = time.monotonic()
+    assert start("undisturbed").wait() == 0
+    length = time.monotonic() - began
+    rng = random.Random(0)
+    kills = 0
+    for _ in range(4):
+        process = start("disturbed")
+        try:
+            process.wait(rng.uniform(0.4, 1.0) * length)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+    assert start("disturbed").wait() == 0
+    expected = json.loads((tmp_path / "undisturbed" / "claims.json").read_text())
+    assert json.loads((tmp_path / "disturbed" / "claims.json").read_text()) == expected
+    assert kills, "every run was over before it was killed"

@@ -1,0 +1,75 @@
+"""Estimates: intervals that cover, curves read off where they should be."""
+
+import numpy as np
+import pytest
+
+from moesaic.papers.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
+
+
+@pytest.mark.parametrize(
+    ("count", "quantile"), [(2, 12.706), (3, 4.303), (4, 3.182), (5, 2.776), (6, 2.571), (20, 2.093), (200, 1.972)]
+)
+def test_the_interval_of_a_mean_is_students(count: int, quantile: float):
+    values = np.random.default_rng(count).normal(size=count)
+    found = mean(values)
+    half = quantile * values.std(ddof=1) / count**0.5
+    assert found.value == pytest.approx(values.mean())
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=2e-3)
+
+
+def test_intervals_cover_as_often_as_they_say():
+    rng = np.random.default_rng(0)
+    covered = [mean(rng.normal(size=5)) for _ in range(2000)]
+    assert np.mean([each.low <= 0 <= each.high for each in covered]) == pytest.approx(0.95, abs=0.015)
+
+
+def test_one_trial_is_refused():
+    with pytest.raises(ValueError, match="at least 2"):
+        mean([1.0])
+
+
+def test_the_bootstrap_repeats_itself_and_covers_the_statistic():
+    rng = np.random.default_rng(1)
+    a, b = rng.normal(4, 1, (3, 20)), rng.normal(2, 1, (3, 20))
+
+    def ratio(x: np.ndarray, y: np.ndarray) -> float:
+        return float(x.mean() / y.mean())
+
+    found = bootstrap(ratio, a, b)
+    assert found == bootstrap(ratio, a, b)
+    assert found.low < found.value == ratio(a, b) < found.high
+    assert found.low < 2 < found.high
+
+
+def test_groups_of_equally_many_trials_are_resampled_together():
+    values = np.random.default_rng(2).normal(size=(1, 30))
+    found = bootstrap(lambda a, b: float((a - b).mean()), values + 5, values)
+    assert found == Estimate(pytest.approx(5), pytest.approx(5), pytest.approx(5))
+    apart = bootstrap(lambda a, b: float(a.mean() - b.mean()), values + 5, values[:, :29])
+    assert apart.high > apart.low + 0.1
+
+
+@pytest.mark.parametrize(
+    ("curve", "expected"),
+    [
+        ([90.0, 95.0, 97.0], 300),
+        ([90.0, 94.0, 96.0], 400),
+        ([96.0, 97.0, 98.0], 100),
+        ([90.0, 96.0, 94.0], 100 + 200 * 5 / 6),
+        ([90.0, 91.0, 94.9], np.inf),
+    ],
+)
+def test_curves_are_read_where_they_first_reach_the_level(curve: list[float], expected: float):
+    assert samples_at(95.0, [100, 300, 500], np.asarray(curve)) == pytest.approx(expected)
+
+
+def test_slopes_are_those_of_each_trial():
+    x = [1.0, 2.0, 5.0]
+    values = np.stack([np.array([2 * v + 1, -v]) for v in x])
+    assert slopes(x, values).tolist() == pytest.approx([2, -1])
+
+
+def test_powers_are_exponents_of_the_mean():
+    x = [2, 4, 8, 16]
+    values = np.stack([3 * v**0.375 * np.array([0.9, 1.1]) for v in x])
+    assert power(x, values) == pytest.approx(0.375)
