@@ -106,9 +106,7 @@ def test_training_is_what_autograd_and_sgd_do(model: TwoLayer, samples: int):
     if model.kind == "separate" and samples % 10:
         pytest.skip("the closed form takes the average order there; see the next test")
     schedule = Schedule(epochs=3, batch=10, router_epochs=4, learning_rate=0.7)
-    trained = train_trials(
-        model, PATTERNS, trials=[5, 2], samples=samples, schedule=schedule, dtype=torch.float64
-    )
+    trained = train_trials(model, PATTERNS, trials=[5, 2], samples=samples, schedule=schedule, dtype=torch.float64)
     for got, expected in zip(parts(trained.networks), by_the_book(model, 2, schedule, samples), strict=False):
         torch.testing.assert_close(got[1], expected, rtol=1e-6, atol=1e-7)  # initial weights are float32
 

@@ -111,9 +111,7 @@ class TwoLayer:
         return cls("separate", classes, patches_per_expert, neurons, "selected", None, None, "normal")
 
     @classmethod
-    def joint(
-        cls, fidelity: Fidelity, *, experts: int = 8, patches_per_expert: int = 6, neurons: int = 5
-    ) -> TwoLayer:
+    def joint(cls, fidelity: Fidelity, *, experts: int = 8, patches_per_expert: int = 6, neurons: int = 5) -> TwoLayer:
         """Eqs. 1 and 4: routers and experts learn together; 8 experts of 5 neurons, 6 patches each."""
         _printed_or_released("TwoLayer.joint", fidelity)
         if fidelity == "released":

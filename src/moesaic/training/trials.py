@@ -285,7 +285,9 @@ class _Chunk:
         K, D = networks.kernels.shape[2:]
         patches, pre, signal = (room[:, : B * N] for room in (self.patches, self.pre, self.signal))
         if B < self.batch:  # the rest of the samples: too few to fill the room, which must not be torn
-            patches, pre, signal = (torch.empty_like(room, memory_format=torch.contiguous_format) for room in (patches, pre, signal))
+            patches, pre, signal = (
+                torch.empty_like(room, memory_format=torch.contiguous_format) for room in (patches, pre, signal)
+            )
         kernels = networks.kernels.view(T * G, K, D)
         torch.index_select(self.data.pool, 0, rows.reshape(-1), out=patches.view(-1, D))
         if networks.centre is not None:
