@@ -12,24 +12,25 @@ and tf_keras (by default the running one). Without them that peer is skipped. It
 a process of its own (`released_pmoe.py`), once before ours and once after, so that a machine whose
 speed drifts shows itself. Its per-epoch evaluation is left out.
 
-Ours trains T networks at once. Its figure is a difference: a long run less a short one, over the
-epochs between them and T, so that whatever happens once per run cancels.
+Ours trains T networks at once, in the chunks that it chooses itself. Its figure is the time of its
+epochs after the first, over their number and T.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from measure import Timing, machine, quartiles, show, synchronize, write
+from torch import Tensor
 
 from moesaic.data import DigitPatches, digit_mosaics
 from moesaic.models import TwoLayer
@@ -37,50 +38,48 @@ from moesaic.training import Schedule, train_trials
 
 SAMPLES, BATCH, EXPERTS, PATCHES_PER_EXPERT, NEURONS = 300, 20, 8, 6, 5
 TRIALS = {"cpu": [1, 5, 20, 100], "cuda": [1, 20, 100, 300, 600]}
-SHORT = 2  # epochs of the short run
 SCRIPT = Path("MNIST Exp") / "train_joint_training_pmoe_on_mnist_patch.py"
 DRIVER = Path(__file__).with_name("released_pmoe.py")
 PER_CLASS = 5000  # the released script finds its second class from this row on
 
-Train = Callable[[int, int], object]
-"""Trains so many trials for so many epochs."""
 
+class Stopwatch:
+    """Watches the engine, and adds up what the epochs after each network's first one take."""
 
-def engine(device: str) -> Train:
-    """Ours, ready to be timed."""
-    source = DigitPatches()
-    model = TwoLayer.joint("released", experts=EXPERTS, patches_per_expert=PATCHES_PER_EXPERT, neurons=NEURONS)
+    def __init__(self) -> None:
+        self.seconds, self.trial_epochs = 0.0, 0
 
-    def train(trials: int, epochs: int) -> object:
-        schedule = Schedule(epochs=epochs, batch=BATCH)
-        return train_trials(model, source, trials=range(trials), samples=SAMPLES, schedule=schedule, device=device)
-
-    return train
-
-
-def long_run(trials: int) -> int:
-    """Epochs of the long run: few trials need more of them to outweigh the noise of a run."""
-    return SHORT + max(5, 200 // trials)
-
-
-def trial_epochs(train: Train, counts: list[int], repetitions: int, warm_up: int = 1) -> dict[int, list[float]]:
-    """Milliseconds per trial-epoch of every repetition, all counts of trials in turns."""
-
-    def milliseconds(trials: int, epochs: int) -> float:
+    def __call__(self, epoch: int, _: object, training: Tensor) -> None:
         synchronize()
-        start = time.perf_counter()
-        train(trials, epochs)
-        synchronize()
-        return 1e3 * (time.perf_counter() - start)
+        now = time.perf_counter()
+        if epoch > 1:
+            self.seconds += now - self.before
+            self.trial_epochs += len(training)
+        self.before = now
 
+
+def ours(trials: int, device: str) -> float:
+    """Milliseconds of a trial-epoch when so many networks train at once; few need more epochs to outlast the noise."""
+    watch = Stopwatch()
+    train_trials(
+        TwoLayer.joint("released", experts=EXPERTS, patches_per_expert=PATCHES_PER_EXPERT, neurons=NEURONS),
+        DigitPatches(),
+        trials=range(trials),
+        samples=SAMPLES,
+        schedule=Schedule(epochs=1 + max(5, 100 // trials), batch=BATCH),
+        device=device,
+        watch=watch,
+    )
+    return 1e3 * watch.seconds / watch.trial_epochs
+
+
+def ours_in_turns(counts: list[int], device: str, repetitions: int) -> dict[int, list[float]]:
+    """For every number of trials the milliseconds of every repetition, after one that does not count."""
     times: dict[int, list[float]] = {trials: [] for trials in counts}
-    for repetition in range(-warm_up, repetitions):
+    for _ in range(1 + repetitions):
         for trials in counts:
-            extra = long_run(trials) - SHORT
-            short, long = milliseconds(trials, SHORT), milliseconds(trials, SHORT + extra)
-            if repetition >= 0:
-                times[trials].append((long - short) / (extra * trials))
-    return times
+            times[trials].append(ours(trials, device))
+    return {trials: taken[1:] for trials, taken in times.items()}
 
 
 def released(checkout: Path | None, python: str, epochs: int) -> dict[str, Any] | None:
@@ -90,13 +89,13 @@ def released(checkout: Path | None, python: str, epochs: int) -> dict[str, Any] 
     script = (checkout / SCRIPT).resolve()
     if not script.is_file():
         return skipped(f"there is no {SCRIPT} in {checkout}; give a checkout of pMoE_CNN")
+    found = shutil.which(python)
+    if found is None:
+        return skipped(f"{python} is not a program; name an interpreter with --released-python")
     with tempfile.TemporaryDirectory() as folder:
         write_data(Path(folder))
-        command = [python, str(DRIVER), str(script), f"--samples={SAMPLES}", f"--epochs={epochs}"]
-        try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        except OSError as error:
-            return skipped(f"{python} does not start ({error.strerror}); name another with --released-python")
+        command = [os.path.abspath(found), DRIVER, script, f"--samples={SAMPLES}", f"--epochs={epochs}"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"the released code failed:\n{done.stderr[-2000:]}")
     measured = json.loads(done.stdout)
@@ -150,23 +149,25 @@ def main() -> None:
     parser.add_argument("--released-epochs", type=int, default=3, help="that count, after one that does not")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of ours")
     parser.add_argument("--trials", type=int, nargs="*", metavar="T", help="at once; none: the released code alone")
-    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/trials-DEVICE.json")
     arguments = parser.parse_args()
     if min(arguments.repetitions, arguments.released_epochs) < 3:
         parser.error("quartiles need at least 3 repetitions and 3 epochs of the released code")
     counts = TRIALS[arguments.device] if arguments.trials is None else arguments.trials
+    if min(counts, default=1) < 1:
+        parser.error(f"--trials {min(counts)}: at least 1 network must train")
 
     load = os.getloadavg()[0]
     if load > 1:
         print(f"the load average is {load:.1f}; figures to keep need an otherwise idle machine", file=sys.stderr)
     peer = [released(arguments.released, arguments.released_python, arguments.released_epochs)]
-    ours = trial_epochs(engine(arguments.device), counts, arguments.repetitions) if counts else {}
+    mine = ours_in_turns(counts, arguments.device, arguments.repetitions)
     if peer[0] and counts:
         peer.append(released(arguments.released, arguments.released_python, arguments.released_epochs))
     theirs = [1e3 * seconds for run in peer if run for seconds in run["seconds"]]
     rows = [row("released TensorFlow code", theirs, theirs)] if theirs else []
-    rows += [row(f"moesaic, T = {trials}", times, theirs) for trials, times in ours.items()]
+    rows += [row(f"moesaic, T = {trials}", times, theirs) for trials, times in mine.items()]
     if not rows:
         parser.error("nothing to measure: --trials is empty and the released code is skipped")
 
