@@ -21,17 +21,17 @@ install = touch $(UNFINISHED) && $(VPY) -m pip install -qq --disable-pip-version
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo    train a small routed network on digits and draw where its patches go (runs/demo)'
+	@echo 'make demo    re-run the headline claims of a paper and report which hold (runs/reproduce-quick)'
 	@echo 'make test    lint, then all tests and the examples in the documentation'
 	@echo 'make lint    ruff and basedpyright'
 	@echo 'make docs    build the documentation site (site/index.html)'
-	@echo 'make bench   time the layer against the dense convolution'
+	@echo 'make bench   time the layer against the dense convolution, and trials at once'
 	@echo 'make clean   remove the environment, caches and the built site; runs/ stays'
 	@echo
 	@echo 'PYTHON=python3.12 make ... makes .venv with that Python (3.11 or later).'
 
 demo: $(CORE)
-	$(VPY) examples/where_patches_go.py
+	$(VENV)/bin/moesaic reproduce --preset quick
 
 test: lint
 	$(VPY) -m pytest -n auto --maxprocesses 8
@@ -46,6 +46,7 @@ docs: $(DOCS)
 
 bench: $(CORE)
 	$(VPY) benchmarks/layer.py
+	$(VPY) benchmarks/trials.py
 
 clean:
 	rm -rf $(VENV) site dist .cache .pytest_cache .ruff_cache .hypothesis

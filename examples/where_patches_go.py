@@ -102,7 +102,7 @@ def draw(model: nn.Module, mosaics: DigitMosaics, found: dict[str, float], taken
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder for the picture")
+    parser.add_argument("--out", type=Path, default=Path("runs/where_patches_go"), help="folder for the picture")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the order of training")
     parser.add_argument("--epochs", type=int, default=12)
     args = parser.parse_args(argv)

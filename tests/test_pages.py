@@ -2,6 +2,7 @@
 
 import doctest
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -36,3 +37,11 @@ def test_every_entry_of_the_menu_has_its_page():
     listed = re.findall(r"[\w/-]+\.md", str(tomllib.loads(site)["project"]["nav"]))
     assert listed
     assert [page for page in listed if not (ROOT / "docs" / page).is_file()] == []
+
+
+def test_the_verdicts_on_the_pages_are_those_of_the_committed_run():
+    verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
+    for page in verdicts["PAGES"]:
+        text = page.read_text("utf-8")
+        assert verdicts["PLACE"].search(text), f"{page.name} has no place for the verdicts"
+        assert verdicts["with_verdicts"](text) == text, "run: python docs/verdicts.py"

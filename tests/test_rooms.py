@@ -11,6 +11,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "moesaic"
 
 # From the top. A room may import from the lines below its own, never from its own line or above.
 FLOORS = (
+    {"__main__"},
     {"cli"},
     {"papers", "report"},
     {"training", "insight"},

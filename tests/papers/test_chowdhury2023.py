@@ -66,14 +66,14 @@ def test_the_full_preset_has_the_papers_sizes():
 
 @pytest.mark.parametrize("preset", SIZES)
 def test_figures_share_the_cells_they_have_in_common(preset: str):
-    cells = PAPER.plan(preset, "released")
+    cells = PAPER.plan(preset, "print")
     assert cells["fig4/joint/300"] == cells["fig6/N=300/8"] == cells["fig7/N=300/6"]
-    assert cells["fig4/joint/300"] != cells["fig4/joint/500"]
+    assert cells["fig4/joint/300"] != cells["fig4/joint/100"]
 
 
 @pytest.mark.parametrize(
     ("leads", "verdict", "shown"),
-    [((2, 1, 3), "holds", 1), ((2, 0, 3), "partly", 0), ((0, 0, 3), "fails", 0), ((2, -3, 1), "partly", -3)],
+    [((2, 1, 3), "holds", 1), ((2, 0.01, 3), "partly", 0.01), ((-1, -0.5, 3), "fails", -1), ((2, -3, 1), "partly", -3)],
 )
 def test_who_is_ahead(leads: tuple[float, ...], verdict: str, shown: float):
     results: dict[str, Result] = {}
@@ -94,7 +94,7 @@ def test_how_many_samples_are_needed(ours: tuple[float, ...], spread: float, ver
     sizes, cnn = (100, 300, 500), (90, 94, 96)  # the CNN is there at 400
     results = {f"fig4/cnn/{n}": result(a, spread=0.1) for n, a in zip(sizes, cnn, strict=True)}
     results |= {f"fig4/joint/{n}": result(a, spread=spread) for n, a in zip(sizes, ours, strict=True)}
-    assert judged("fig4-joint-samples", results).verdict == verdict
+    assert judged("fig4-joint-samples", results).verdict.partition(":")[0] == verdict
 
 
 def test_a_cnn_that_never_arrives_counts_with_the_largest_size():
@@ -142,7 +142,7 @@ def test_what_falls(figure: str, slope: float, verdict: str):
         results[f"{figure}/N=300/{x}"] = replace(base, accuracy=base.accuracy + 0.2 * (jitter - jitter.mean()))
     results[f"{figure}/N=300/{places[0]}"] = result(0)  # before the threshold, so it must not count
     found = judged(f"{figure}-falls", results)
-    assert (found.verdict, found.measured) == (verdict, pytest.approx(slope, abs=1e-6))
+    assert (found.verdict.partition(":")[0], found.measured) == (verdict, pytest.approx(slope, abs=1e-6))
 
 
 @pytest.mark.parametrize(("exponent", "verdict"), [(0.375, "holds"), (0.8, "partly"), (-0.3, "fails")])

@@ -9,7 +9,7 @@ from moesaic.ledger import Chart, Claim, Fidelity, Finding
 from moesaic.papers.lab import Cell, Lab, Result
 from moesaic.papers.statistics import Estimate
 
-__all__ = ["Judgement", "Paper", "Plan", "Study", "Test", "at_least", "at_most", "reaches"]
+__all__ = ["Judgement", "Paper", "Plan", "Study", "Test", "at_least", "at_most", "below", "reaches"]
 
 NOT_QUICK = "not run here: needs --preset full"
 
@@ -25,14 +25,24 @@ class Judgement:
 
 def at_least(estimate: Estimate, limit: float) -> Judgement:
     """Holds if the whole interval is at or above the limit, fails if it is all below, partly in between."""
-    verdict = "holds" if estimate.low >= limit else "fails" if estimate.high < limit else "partly"
+    verdict = "holds" if estimate.low >= limit else "fails" if estimate.high < limit else _undecided(limit)
     return Judgement(verdict, estimate.value, estimate.interval)
 
 
 def at_most(estimate: Estimate, limit: float) -> Judgement:
     """Holds if the whole interval is at or below the limit, fails if it is all above, partly in between."""
-    verdict = "holds" if estimate.high <= limit else "fails" if estimate.low > limit else "partly"
+    verdict = "holds" if estimate.high <= limit else "fails" if estimate.low > limit else _undecided(limit)
     return Judgement(verdict, estimate.value, estimate.interval)
+
+
+def below(estimate: Estimate, limit: float) -> Judgement:
+    """Holds if the whole interval is below the limit, fails if it is all above, partly in between."""
+    verdict = "holds" if estimate.high < limit else "fails" if estimate.low > limit else _undecided(limit)
+    return Judgement(verdict, estimate.value, estimate.interval)
+
+
+def _undecided(limit: float) -> str:
+    return f"partly: the interval lies on both sides of {limit:g}"
 
 
 def reaches(estimate: Estimate, published: float, margin: float) -> Judgement:

@@ -5,6 +5,7 @@ Everything here reads the records of `moesaic.ledger` and nothing else.
 
 from moesaic.report.charts import draw, to_svg, write_figures
 from moesaic.report.machine import describe_machine
+from moesaic.report.markdown import markdown_table
 from moesaic.report.page import write_report
 from moesaic.report.progress import watch_progress
 from moesaic.report.table import print_claims, print_rules
@@ -13,6 +14,7 @@ from moesaic.report.theory import print_complexity, print_separation
 __all__ = [
     "describe_machine",
     "draw",
+    "markdown_table",
     "print_claims",
     "print_complexity",
     "print_rules",

@@ -5,11 +5,16 @@ patch counts, and several trials of each. One such network keeps neither a CPU c
 T of them train along a leading axis, each with its own data, initial weights and order of minibatches,
 and each stops when it is done. Random numbers go by trial (`moesaic.draws`), so a trial's result does
 not depend on how many others train beside it.
+
+On a CPU every core has trials of its own and works on them in one thread, so that no core waits for
+another after each small operation. On a GPU an epoch is recorded once and then replayed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,9 +32,9 @@ from moesaic.theory.router import class_sums, trained_routers
 
 __all__ = ["Progress", "Schedule", "Silent", "Trained", "Watch", "accuracy", "train_trials"]
 
-# Bytes of gathered patches that are in work at a time. On a CPU what matters is that they are still in
-# a cache when the second matrix product reads them; on a GPU, that launches are worth their while.
-_CPU_WORK, _GPU_WORK = 16 << 20, 2 << 30
+# Bytes of gathered patches that a chunk has in work at a time. On a CPU what matters is that they are still
+# in a cache when the second matrix product reads them; on a GPU, that launches are worth their while.
+_CPU_WORK, _GPU_WORK = 8 << 20, 2 << 30
 
 
 class Progress(Protocol):
@@ -117,7 +122,9 @@ class Trained:
 
 
 Watch = Callable[[int, Networks, Tensor], None]
-"""Called before training (0) and after each epoch with the epoch, the networks still training, and which they are."""
+"""Called before training (0) and after each epoch with the epoch, the networks still training, and which they are.
+
+Once for each chunk of networks; chunks come in any order."""
 
 
 def train_trials(
@@ -150,14 +157,12 @@ def train_trials(
     if not numbers:
         raise ValueError("train_trials: no trials to train; give at least one trial number")
     schedule = schedule or Schedule()
-    progress = progress or Silent()
     device = torch.device(device)
-    if chunk is None:
-        seen = source.patches if model.kind != "separate" else model.experts * model.selected(source.patches)
-        work = _CPU_WORK if device.type == "cpu" else _GPU_WORK
-        chunk = max(1, work // (4 * min(schedule.batch, samples) * seen * source.dim))
-    parts: list[Trained] = []
-    for start in range(0, len(numbers), chunk):
+    chunk = chunk or _chunk_size(model, source, len(numbers), min(schedule.batch, samples), device)
+    starts = range(0, len(numbers), chunk)
+    watcher = _Watcher(progress or Silent(), watch)
+
+    def train(start: int) -> Trained:
         keys = draws.keys(seed, numbers[start : start + chunk], device)
         data = source.draw(keys, samples, "train")
         data = replace(data, pool=data.pool.to(dtype))
@@ -167,19 +172,64 @@ def train_trials(
             networks = replace(networks, centre=_sums(data).mean(dim=1) / source.patches)
         if networks.routers is not None:
             networks = replace(networks, routers=_train_routers(networks.routers.to(dtype), data, schedule))
-        first = start
+        return _train(networks, data, keys, schedule, watcher, start)
 
-        def watched(epoch: int, training: Networks, which: Tensor, first: int = first) -> None:
-            if watch is not None:
-                watch(epoch, training, which + first)
-
-        parts.append(_train(networks, data, keys, schedule, progress, watched if watch else None))
+    parts = [train(start) for start in starts] if device.type != "cpu" else _on_all_cores(train, starts, watcher)
     return Trained(
         _joined([part.networks for part in parts]),
         torch.cat([part.epochs for part in parts]),
         torch.cat([part.errors for part in parts]),
         torch.cat([part.keys for part in parts]),
     )
+
+
+def _chunk_size(model: TwoLayer, source: PatchSource, trials: int, batch: int, device: torch.device) -> int:
+    """As many as the budget allows, but not more than leave every core its share."""
+    seen = source.patches if model.kind != "separate" else model.experts * model.selected(source.patches)
+    work, cores = (_CPU_WORK, torch.get_num_threads()) if device.type == "cpu" else (_GPU_WORK, 1)
+    return max(1, min(work // (4 * batch * seen * source.dim), -(-trials // cores)))
+
+
+class _Watcher:
+    """Tells progress and watch what chunks do, one at a time, and the chunks when to give up."""
+
+    def __init__(self, progress: Progress, watch: Watch | None) -> None:
+        self.stopped = threading.Event()
+        self._progress, self._watch = progress, watch
+        self._turn = threading.Lock()
+
+    def see(self, epoch: int, networks: Networks, which: Tensor) -> None:
+        if self._watch is not None:
+            with self._turn:
+                self._watch(epoch, networks, which)
+
+    def advance(self, amount: int) -> None:
+        with self._turn:
+            self._progress.advance(amount)
+        if self.stopped.is_set():
+            raise _Stopped
+
+
+class _Stopped(Exception):  # noqa: N818 - not an error
+    """Another chunk failed, or the user interrupted."""
+
+
+def _on_all_cores(train: Callable[[int], Trained], starts: Sequence[int], watcher: _Watcher) -> list[Trained]:
+    """One thread a core, each of which computes by itself."""
+    cores = torch.get_num_threads()
+    if cores == 1 or len(starts) == 1:
+        return [train(start) for start in starts]
+    try:
+        with ThreadPoolExecutor(min(cores, len(starts)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            waiting = [pool.submit(train, start) for start in starts]
+            try:
+                return [each.result() for each in waiting]
+            except BaseException:
+                watcher.stopped.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+    finally:
+        torch.set_num_threads(cores)  # the threads' setting is also that of threads to come
 
 
 def accuracy(networks: Networks, data: TrialData) -> Tensor:
@@ -309,25 +359,23 @@ class _Chunk:
 
 
 def _train(
-    networks: Networks, data: TrialData, keys: Tensor, schedule: Schedule, progress: Progress, watch: Watch | None
+    networks: Networks, data: TrialData, keys: Tensor, schedule: Schedule, watcher: _Watcher, first: int
 ) -> Trained:
     chunk = _Chunk(networks, data, keys, schedule)
     done = Trained(networks, chunk.epochs.clone(), chunk.errors.clone(), keys)
     run = _epoch_runner(chunk)
-    if watch:
-        watch(0, chunk.networks, chunk.which)
+    watcher.see(0, chunk.networks, chunk.which + first)
     for epoch in range(1, schedule.epochs + 1):
         run()
-        if watch:
-            watch(epoch, chunk.networks, chunk.which)
-        progress.advance(len(chunk.which))
+        watcher.see(epoch, chunk.networks, chunk.which + first)
+        watcher.advance(len(chunk.which))
         if not schedule.stop_at_zero_error or epoch == schedule.epochs:
             continue
         remaining = int(chunk.active.sum())
         # On a CPU a smaller chunk costs a copy; on a GPU another recording of the epoch.
         if remaining <= len(chunk.which) * (0.5 if chunk.keys.is_cuda else 0.9):
             _store(done, chunk)
-            progress.advance((len(chunk.which) - remaining) * (schedule.epochs - epoch))
+            watcher.advance((len(chunk.which) - remaining) * (schedule.epochs - epoch))
             if not remaining:
                 break
             chunk.shrink(chunk.active.nonzero()[:, 0])

@@ -1,0 +1,7 @@
+"""`python -m moesaic`."""
+
+import sys
+
+from moesaic.cli import main
+
+sys.exit(main())
