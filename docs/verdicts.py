@@ -16,12 +16,12 @@ from moesaic.report import markdown_table
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "papers" / "chowdhury2023"
 PAGES = (DOCS.parent / "README.md", DOCS / "papers" / "chowdhury2023.md")
-PLACE = re.compile(r"(?<=<!-- verdicts -->\n\n).*?(?=\n\n<!-- end of verdicts -->)", re.DOTALL)
+PLACE = re.compile(r"<!-- verdicts -->.*?<!-- end of verdicts -->", re.DOTALL)
 
 
 def with_verdicts(page: str) -> str:
     table = markdown_table(read_findings(RESULTS / "claims.json"))
-    return PLACE.sub(lambda _: table, page)
+    return PLACE.sub(lambda _: f"<!-- verdicts -->\n\n{table}\n\n<!-- end of verdicts -->", page)
 
 
 def take_over(run: Path) -> None:

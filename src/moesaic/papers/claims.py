@@ -42,7 +42,7 @@ def below(estimate: Estimate, limit: float) -> Judgement:
 
 
 def _undecided(limit: float) -> str:
-    return f"partly: the interval lies on both sides of {limit:g}"
+    return f"partly: undecided, the interval lies on both sides of {limit:g}"
 
 
 def reaches(estimate: Estimate, published: float, margin: float) -> Judgement:
