@@ -20,11 +20,13 @@ PLACE = re.compile(r"<!-- verdicts -->.*?<!-- end of verdicts -->", re.DOTALL)
 
 
 def with_verdicts(page: str) -> str:
+    """The page with the table of the committed run."""
     table = markdown_table(read_findings(RESULTS / "claims.json"))
     return PLACE.sub(lambda _: f"<!-- verdicts -->\n\n{table}\n\n<!-- end of verdicts -->", page)
 
 
 def take_over(run: Path) -> None:
+    """Commit-to-be: the findings, the charts as numbers, and the figures of a run."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     for name in ("claims.json", "charts.json"):
         shutil.copyfile(run / name, RESULTS / name)

@@ -271,7 +271,8 @@ def _output_weights(model: TwoLayer, keys: Tensor, outputs: int) -> Tensor:
 def standardise_(patches: Tensor, centre: Tensor) -> Tensor:
     """Patches (T, …, D) minus their trial's centre (T, D), scaled to length 1, in place."""
     patches.sub_(centre.view(len(centre), *[1] * (patches.ndim - 2), -1))
-    return patches.div_(torch.linalg.vector_norm(patches, dim=-1, keepdim=True).clamp_(min=1e-12))
+    length: Tensor = torch.linalg.vector_norm(patches, dim=-1, keepdim=True)
+    return patches.div_(length.clamp_(min=1e-12))
 
 
 def _of_pool(kernels: Tensor, pool: Tensor, index: Tensor, centre: Tensor | None) -> Tensor:
@@ -305,7 +306,7 @@ class _Response:
 
 
 def _respond(model: TwoLayer, pre: Tensor, patches: int) -> _Response:
-    T, G, B, N, K = pre.shape
+    T, G, B, N = pre.shape[:4]
     routed = model.experts if model.kind == "joint" else 0
     neurons = pre[..., routed:].view(T, G, B, N, model.experts // G, model.neurons)
     active = neurons.relu()

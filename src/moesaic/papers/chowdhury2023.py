@@ -185,12 +185,12 @@ def _ahead(line: str, than: str = "fig4/cnn") -> Test:
         id=f"fig4-{line}-ahead",
         paper="chowdhury2023",
         where="Figure 4",
-        statement=f"With the same number of training samples, {line}-training pMoE has a higher test accuracy than the CNN "
-        "(lead in points).",
+        statement=f"With the same number of training samples, {line}-training pMoE has a higher test accuracy than the "
+        "CNN (lead in points).",
         published="ahead at every N",
         rule="Mean lead in test accuracy over the CNN, in points, at each number of samples N; trials share their "
-        "data. Shown: the smallest lead. Holds if the interval is above 0 at every N, fails if there is no lead at half "
-        "of them or more.",
+        "data. Shown: the smallest lead. Holds if the interval is above 0 at every N, fails if there is no lead at "
+        "half of them or more.",
     )
     return Test(claim, (f"fig4/{line}/", f"{than}/"), judge)
 
@@ -218,8 +218,8 @@ def _fewer_samples(line: str) -> Test:
         id=f"fig4-{line}-samples",
         paper="chowdhury2023",
         where="Figure 4",
-        statement=f"{line.capitalize()}-training pMoE needs only 60 % of the training samples that the CNN needs for 95 % "
-        "test accuracy (share of samples).",
+        statement=f"{line.capitalize()}-training pMoE needs only 60 % of the training samples that the CNN needs for "
+        "95 % test accuracy (share of samples).",
         published=0.6,
         rule="Ratio of the samples at which the mean curves reach 95 %, interpolated linearly, bootstrapped over "
         "trials. A CNN that never gets there counts with the largest N, which favours it. Holds if the interval is "
@@ -282,11 +282,11 @@ def _falls(figure: str, least: float, logarithmic: bool) -> Test:
         id=f"{figure}-falls",
         paper="chowdhury2023",
         where=f"Figure {figure[3:]}",
-        statement=f"With the number of samples fixed, the accuracy of joint-training pMoE falls with {letter} once {letter} "
-        f"is {least:.0f} or more (points for every {unit}).",
+        statement=f"With the number of samples fixed, the accuracy of joint-training pMoE falls with {letter} once "
+        f"{letter} is {least:.0f} or more (points for every {unit}).",
         published="falls",
-        rule=f"Slope of test accuracy, in points for every {unit}, from {letter} = {least:.0f} on, {reason}; one slope a "
-        "trial, averaged over the fixed sample sizes. Holds if the interval is below 0, fails if it is above.",
+        rule=f"Slope of test accuracy, in points for every {unit}, from {letter} = {least:.0f} on, {reason}; one slope "
+        "a trial, averaged over the fixed sample sizes. Holds if the interval is below 0, fails if it is above.",
     )
     return Test(claim, (f"{figure}/",), judge)
 
@@ -309,12 +309,12 @@ def _order(figure: str, least: float, published: float) -> Test:
         id=f"{figure}-order",
         paper="chowdhury2023",
         where=f"Figure {figure[3:]}",
-        statement=f"The test error of joint-training pMoE grows like {letter} to the power {published:g}, as Theorem 4.5 "
-        "predicts for a fixed number of samples (exponent).",
+        statement=f"The test error of joint-training pMoE grows like {letter} to the power {published:g}, as Theorem "
+        "4.5 predicts for a fixed number of samples (exponent).",
         published=published,
-        rule=f"Exponent of {letter} in the mean test error from {letter} = {least:.0f} on, averaged over the fixed sample "
-        f"sizes, bootstrapped over trials. Holds if the interval is above 0 and contains {published:g}, partly if only "
-        "one of the two is true, else fails.",
+        rule=f"Exponent of {letter} in the mean test error from {letter} = {least:.0f} on, averaged over the fixed "
+        f"sample sizes, bootstrapped over trials. Holds if the interval is above 0 and contains {published:g}, partly "
+        "if only one of the two is true, else fails.",
     )
     return Test(claim, (f"{figure}/",), judge)
 
@@ -346,8 +346,8 @@ def _largest_gate(label: int, published: float) -> Test:
         id=f"fig9-class{number}",
         paper="chowdhury2023",
         where="Figure 9",
-        statement=f"With 300 training samples and l = 6, one expert of joint-training pMoE gives the largest gate to the "
-        f'discriminative patch of class {number} (digit "{label}") for {published:.0f} % of the test samples.',
+        statement=f"With 300 training samples and l = 6, one expert of joint-training pMoE gives the largest gate to "
+        f'the discriminative patch of class {number} (digit "{label}") for {published:.0f} % of the test samples.',
         published=published,
         rule="Share of the class's test samples, in percent, for the expert that does best, mean over trials. Holds if "
         "the interval is above the published value less 3 points, fails if it is below that.",
@@ -391,8 +391,8 @@ def _best_samples(than: str) -> Test:
         id="best-against-print" if than == "printed/joint" else "best-against-cnn",
         paper="chowdhury2023",
         where="Our own",
-        statement=f"Our two-layer pMoE (TwoLayer.best) needs fewer training samples for 95 % test accuracy than {other} "
-        "(share of samples).",
+        statement=f"Our two-layer pMoE (TwoLayer.best) needs fewer training samples for 95 % test accuracy than "
+        f"{other} (share of samples).",
         published=None,
         rule="Ratio of the samples at which the mean curves reach 95 %, as for Figure 4. Holds if the interval is "
         "below 1, fails if it is above.",
@@ -456,8 +456,8 @@ TESTS = (
             "In separate training the number of samples needed grows polynomially with l (exponent of l).",
             "polynomial; Theorem 4.2: at most the 8th power",
             "A trial succeeds at 95 % test accuracy; the paper does not say at what. Exponent of l in the number of "
-            "samples at which half of the trials succeed, interpolated; where that is beyond the largest N, the largest "
-            "N. Holds if the bootstrap interval is above 0 and at most 8, fails if it is outside.",
+            "samples at which half of the trials succeed, interpolated; where that is beyond the largest N, the "
+            "largest N. Holds if the bootstrap interval is above 0 and at most 8, fails if it is outside.",
         ),
         ("fig5/",),
         _sample_growth,
@@ -485,8 +485,8 @@ TESTS = (
             "With 300 training samples, the separately trained router has the discriminative patch among its top 4 for "
             "95 % of the test samples.",
             95.0,
-            "Share of test samples in percent, mean of both classes, mean over trials. Holds if the interval is above the "
-            "published value less 3 points, fails if it is below that.",
+            "Share of test samples in percent, mean of both classes, mean over trials. Holds if the interval is above "
+            "the published value less 3 points, fails if it is below that.",
         ),
         ("fig4/separate/", "fig4/separate/300"),
         _top_four,
@@ -513,9 +513,9 @@ TESTS = (
             "Lemma K.1",
             "As long as l* = Ω(1), the distribution is not linearly separable (how many of two are).",
             "never separable",
-            "Two distributions of the data model, one with l* = n and one with l* = 1, each decided by a certificate: a "
-            "hyperplane, or a convex combination that excludes one. Shown: how many are separable. Holds if none is; a "
-            "single separable one refutes the lemma as printed.",
+            "Two distributions of the data model, one with l* = n and one with l* = 1, each decided by a certificate: "
+            "a hyperplane, or a convex combination that excludes one. Shown: how many are separable. Holds if none is; "
+            "a single separable one refutes the lemma as printed.",
         ),
         (),
         _inseparable,
@@ -528,9 +528,9 @@ TESTS = (
             "In wide networks a constant share of neurons keeps its activation pattern over √m steps, so that the "
             "pseudo-network of the proofs stays close (percent).",
             "a constant share",
-            f"m = {_COUPLED_WIDTH} neurons, √m steps at the proofs' rates 1/(ml) and 1/(mn): share of an expert's neurons, "
-            "in percent, whose pattern on all of a sample's patches is as at initialisation; the least of the three "
-            "models. Constant is taken as half: holds if the interval is at or above 50, fails if it is below.",
+            f"m = {_COUPLED_WIDTH} neurons, √m steps at the proofs' rates 1/(ml) and 1/(mn): share of an expert's "
+            "neurons, in percent, whose pattern on all of a sample's patches is as at initialisation; the least of the "
+            "three models. Constant is taken as half: holds if the interval is at or above 50, fails if it is below.",
         ),
         ("coupling/",),
         _coupled,

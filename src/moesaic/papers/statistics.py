@@ -76,7 +76,7 @@ def bootstrap(statistic: Callable[..., float], *groups: Array) -> Estimate:
     counts = sorted({group.shape[-1] for group in groups})
     drawn: list[float] = []
     for _ in range(RESAMPLES):
-        picks = {count: rng.integers(count, size=count) for count in counts}
+        picks: dict[int, NDArray[np.int64]] = {count: rng.integers(count, size=count) for count in counts}
         drawn.append(statistic(*(group[..., picks[group.shape[-1]]] for group in groups)))
     low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")  # some may be infinite
     return Estimate(statistic(*groups), float(low), float(high))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moesaic.ledger import Finding
+from moesaic.ledger import Fidelity, Finding
 from moesaic.report.words import BRIEFLY, by_claim, measured, published
 
 __all__ = ["markdown_table"]
@@ -13,19 +13,21 @@ __all__ = ["markdown_table"]
 def markdown_table(findings: Iterable[Finding]) -> str:
     """One row a claim, with a column for each fidelity that was run.
 
-    >>> found = Finding("a", "p", "Figure 4", "Fewer samples.", "print", "full", 0.6, 0.4, (0.3, 0.5), "r", "holds", 1.0)
+    >>> found = Finding("a", "p", "Figure 4", "Fewer.", "print", "full", 0.6, 0.4, (0.3, 0.5), "r", "holds", 1.0)
     >>> print(markdown_table([found]))
     | where | claim | paper | as printed |
     | --- | --- | --- | --- |
-    | Figure 4 | Fewer samples. | 0.6 | **holds**: 0.400 [0.300, 0.500] |
+    | Figure 4 | Fewer. | 0.6 | **holds**: 0.400 [0.300, 0.500] |
     """
     claims = by_claim(findings)
-    ways = [way for way in BRIEFLY if any(each.fidelity == way for claim in claims for each in claim)]
+    order = list(BRIEFLY)
+    ways = sorted({each.fidelity for claim in claims for each in claim}, key=order.index)
     lines = [_row("where", "claim", "paper", *(BRIEFLY[way] for way in ways)), _row(*["---"] * (3 + len(ways)))]
     for claim in claims:
-        cells = {each.fidelity: f"**{each.decision}**: {measured(each)}" for each in claim}
+        cells: dict[Fidelity, str] = {each.fidelity: f"**{each.decision}**: {measured(each)}" for each in claim}
         said = published(claim[0]) if claim[0].published is not None else "–"
-        lines.append(_row(claim[0].where, claim[0].statement, said, *(cells.get(way, "–") for way in ways)))
+        said, statement = (text.replace("*", r"\*") for text in (said, claim[0].statement))  # l* is no emphasis
+        lines.append(_row(claim[0].where, statement, said, *(cells.get(way, "–") for way in ways)))
     return "\n".join(lines)
 
 

@@ -210,7 +210,7 @@ class _Watcher:
             raise _Stopped
 
 
-class _Stopped(Exception):  # noqa: N818 - not an error
+class _Stopped(Exception):
     """Another chunk failed, or the user interrupted."""
 
 
@@ -334,7 +334,7 @@ class _Chunk:
         T, G, B, N = rows.shape
         K, D = networks.kernels.shape[2:]
         patches, pre, signal = (room[:, : B * N] for room in (self.patches, self.pre, self.signal))
-        if B < self.batch:  # the rest of the samples: too few to fill the room, which must not be torn
+        if self.batch > B:  # the rest of the samples: too few to fill the room, which must not be torn
             patches, pre, signal = (
                 torch.empty_like(room, memory_format=torch.contiguous_format) for room in (patches, pre, signal)
             )
