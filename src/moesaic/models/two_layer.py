@@ -22,7 +22,7 @@ kernel's gradient is the sum of patches weighted by them. That leaves two matrix
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -244,7 +244,8 @@ class Networks:
         pre = self.pre_activations(pool, index)
         if self.model.kind == "separate":  # a group for each expert
             return pre.permute(0, 2, 3, 1, 4)
-        return pre[:, 0, ..., pre.shape[-1] - self.model.width :].unflatten(-1, (self.model.experts, -1))
+        neurons = pre[:, 0, ..., pre.shape[-1] - self.model.width :]
+        return neurons.view(*neurons.shape[:-1], self.model.experts, self.model.neurons)
 
     def predict(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, B, O): outputs for samples whose patches are rows of the pool."""
@@ -271,7 +272,7 @@ def _output_weights(model: TwoLayer, keys: Tensor, outputs: int) -> Tensor:
 def standardise_(patches: Tensor, centre: Tensor) -> Tensor:
     """Patches (T, …, D) minus their trial's centre (T, D), scaled to length 1, in place."""
     patches.sub_(centre.view(len(centre), *[1] * (patches.ndim - 2), -1))
-    length: Tensor = torch.linalg.vector_norm(patches, dim=-1, keepdim=True)
+    length = cast("Tensor", torch.linalg.vector_norm(patches, dim=-1, keepdim=True))
     return patches.div_(length.clamp_(min=1e-12))
 
 

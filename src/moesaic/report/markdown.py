@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from moesaic.ledger import Fidelity, Finding
 from moesaic.report.words import BRIEFLY, by_claim, measured, published
@@ -20,8 +21,8 @@ def markdown_table(findings: Iterable[Finding]) -> str:
     | Figure 4 | Fewer. | 0.6 | **holds**: 0.400 [0.300, 0.500] |
     """
     claims = by_claim(findings)
-    order = list(BRIEFLY)
-    ways = sorted({each.fidelity for claim in claims for each in claim}, key=order.index)
+    run = {str(each.fidelity) for claim in claims for each in claim}
+    ways = cast("list[Fidelity]", [way for way in BRIEFLY if way in run])
     lines = [_row("where", "claim", "paper", *(BRIEFLY[way] for way in ways)), _row(*["---"] * (3 + len(ways)))]
     for claim in claims:
         cells: dict[Fidelity, str] = {each.fidelity: f"**{each.decision}**: {measured(each)}" for each in claim}
