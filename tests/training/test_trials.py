@@ -1,5 +1,8 @@
 """Many networks at once: each trains as if it were alone, by the book, and stops when it is done."""
 
+import signal
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -207,10 +210,80 @@ def test_a_watcher_sees_every_epoch_of_every_network():
     assert sorted(seen) == sorted([(e, [0, 1, 2]) for e in range(4)] + [(e, [3, 4]) for e in range(4)])
 
 
+@pytest.fixture
+def two_cores() -> Iterator[None]:
+    """As on a machine with two cores, also where tests themselves run side by side on one each."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_cores")
+@each_make
+def test_two_cores_at_once_train_what_one_trains(model: TwoLayer):
+    schedule = Schedule(epochs=40, stop_at_zero_error=True, learning_rate=1.0)
+    common = {"trials": range(5), "samples": 30, "schedule": schedule, "chunk": 2}
+    workers: set[int] = set()
+
+    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+        workers.add(threading.get_ident())
+        assert torch.get_num_threads() == 1, "a core works by itself"
+
+    two = train_trials(model, PATTERNS, **common, watch=watch)
+    assert threading.get_ident() not in workers
+    assert torch.get_num_threads() == 2, "as before"
+    torch.set_num_threads(1)
+    one = train_trials(model, PATTERNS, **common)
+    for a, b in zip(parts(two.networks), parts(one.networks), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+    assert torch.equal(two.epochs, one.epochs)
+    assert torch.equal(two.keys, one.keys)
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_a_chunk_that_fails_ends_the_others():
+    longest: list[int] = [0]
+
+    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+        longest[0] = max(longest[0], epoch)
+        if epoch == 3 and which.tolist() == [1]:
+            raise RuntimeError("trouble in the second chunk")
+
+    schedule = Schedule(epochs=20_000)
+    with pytest.raises(RuntimeError, match="second chunk"):
+        train_trials(MAKES["cnn"], PATTERNS, trials=range(4), samples=20, schedule=schedule, chunk=1, watch=watch)
+    assert longest[0] < 20_000, "the first chunk went on to its end"
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_cores")
+def test_an_interruption_ends_all_chunks():
+    longest: list[int] = [0]
+
+    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+        longest[0] = max(longest[0], epoch)
+        if epoch == 3 and which.tolist() == [1]:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # as Ctrl-C does
+
+    schedule = Schedule(epochs=20_000)
+    with pytest.raises(KeyboardInterrupt):
+        train_trials(MAKES["cnn"], PATTERNS, trials=range(4), samples=20, schedule=schedule, chunk=1, watch=watch)
+    assert longest[0] < 20_000
+    assert torch.get_num_threads() == 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="device='cuda', but torch finds no GPU here; use device='cpu'"):
+        train_trials(MAKES["cnn"], PATTERNS, trials=[0], samples=20, device="cuda")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"trials": []}, "no trials to train"),
+        ({"chunk": 0}, "chunk=0; it must be at least 1"),
         ({"samples": 0}, "samples=0; it must be at least 1"),
         ({"samples": 21}, "samples=21"),
         ({"model": TwoLayer.joint("print", patches_per_expert=7)}, "l ≤ n fails: patches_per_expert=7.*n = 6"),

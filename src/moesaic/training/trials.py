@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -153,11 +153,15 @@ def train_trials(
     (torch.Size([3]), torch.Size([3, 1, 40, 16]))
     """
     at_least_one("train_trials", samples=samples)
+    if chunk is not None:
+        at_least_one("train_trials", chunk=chunk)
     numbers = list(trials)
     if not numbers:
         raise ValueError("train_trials: no trials to train; give at least one trial number")
     schedule = schedule or Schedule()
     device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"train_trials: device={str(device)!r}, but torch finds no GPU here; use device='cpu'")
     chunk = chunk or _chunk_size(model, source, len(numbers), min(schedule.batch, samples), device)
     starts = range(0, len(numbers), chunk)
     watcher = _Watcher(progress or Silent(), watch)
@@ -219,16 +223,17 @@ def _on_all_cores(train: Callable[[int], Trained], starts: Sequence[int], watche
     cores = torch.get_num_threads()
     if cores == 1 or len(starts) == 1:
         return [train(start) for start in starts]
+    pool = ThreadPoolExecutor(min(cores, len(starts)), initializer=torch.set_num_threads, initargs=(1,))
     try:
-        with ThreadPoolExecutor(min(cores, len(starts)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            waiting = [pool.submit(train, start) for start in starts]
-            try:
-                return [each.result() for each in waiting]
-            except BaseException:
-                watcher.stopped.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        waiting = [pool.submit(train, start) for start in starts]
+        for each in as_completed(waiting):
+            each.result()  # what fails first is raised at once, whoever is still at work
+        return [each.result() for each in waiting]
+    except BaseException:
+        watcher.stopped.set()
+        raise
     finally:
+        pool.shutdown(cancel_futures=True)
         torch.set_num_threads(cores)  # the threads' setting is also that of threads to come
 
 
