@@ -215,7 +215,8 @@ def test_the_least_coupled_model_decides():
         return result(kept_patterns=np.array([[1.0, 0.9, last], [1.0, 0.9, last + 0.001]]), trials=2)
 
     several = {"separate": kept(0.99), "joint": kept(0.3), "cnn": kept(0.8)}
-    found = judged("lemmasGHI-coupling", {f"coupling/{kind}/4000": each for kind, each in several.items()})
+    results = {f"coupling/{kind}/4000": each for kind, each in several.items()}
+    found = judged("lemmasGHI-coupling", results | {f"coupling-in-figure-4/{kind}/40": kept(0.0) for kind in several})
     assert (found.verdict, found.measured) == ("fails", pytest.approx(30.05))
 
 

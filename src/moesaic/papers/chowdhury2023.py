@@ -138,6 +138,7 @@ def _theory_plan() -> Plan:
         "cnn": (TwoLayer.cnn("print", neurons=m), 1 / (16 * m)),
     }
     epochs = round(m**0.5 / 5)  # √m steps, five an epoch
+    narrow = {"separate": TwoLayer.separate("print"), "joint": TwoLayer.joint("print"), "cnn": TwoLayer.cnn("print")}
     return {
         "lemma4.1/separate/2000": Cell(routers, Schedule(epochs=1), 2000, 5, _PATTERNS),
         **{
@@ -145,6 +146,10 @@ def _theory_plan() -> Plan:
                 model, Schedule(epochs=epochs, learning_rate=rate), 100, 5, _PATTERNS, 100, follow_patterns=True
             )
             for kind, (model, rate) in wide.items()
+        },
+        **{
+            f"coupling-in-figure-4/{kind}/40": Cell(model, Schedule(epochs=30), 300, 5, follow_patterns=True)
+            for kind, model in narrow.items()
         },
     }
 
@@ -532,7 +537,7 @@ TESTS = (
             "neurons, in percent, whose pattern on all of a sample's patches is as at initialisation; the least of the "
             "three models. Constant is taken as half: holds if the interval is at or above 50, fails if it is below.",
         ),
-        ("coupling/",),
+        ("coupling/", "coupling-in-figure-4/"),
         _coupled,
         ("print",),
     ),

@@ -21,7 +21,7 @@ _SHARE = "Properly routed (%)"
 def charts(studies: Mapping[Fidelity, Study]) -> list[Chart]:
     """Those for which there are results."""
     drawn = [_figure_4(studies), _figure_5(studies), _sweep(studies, "fig6"), _sweep(studies, "fig7")]
-    drawn += [_figure_8(studies), _figure_9(studies), _own_sweep(studies)]
+    drawn += [_figure_8(studies), _figure_9(studies), _coupling(studies), _own_sweep(studies)]
     return [chart for chart in drawn if chart.panels]
 
 
@@ -157,6 +157,30 @@ def _figure_9(studies: Mapping[Fidelity, Study]) -> Chart:
         "Share of a class's test samples whose discriminative digit gets the largest gate of the class's best expert "
         "(l = 6).",
         _panels(studies, draw, _SAMPLES, _SHARE, None),
+    )
+
+
+def _coupling(studies: Mapping[Fidelity, Study]) -> Chart:
+    panels: list[Panel] = []
+    titles = {"coupling": "wide networks, tiny steps: the proofs", "coupling-in-figure-4": "the networks of Figure 4"}
+    roles = {"cnn": "CNN", "separate": "pMoE, separate training", "joint": "pMoE, joint training"}
+    for prefix, title in titles.items():
+        lines: list[Series] = []
+        for kind, label in roles.items():
+            for result in studies["print"].line(f"{prefix}/{kind}")[1] if "print" in studies else ():
+                shares = 100 * result.kept_patterns
+                spread = tuple(shares.std(axis=0, ddof=1).tolist())
+                x = tuple(float(epoch) for epoch in range(shares.shape[1]))
+                lines.append(Series(label, kind, x, tuple(shares.mean(axis=0).tolist()), spread))
+        if lines:
+            panels.append(Panel(title, "Epoch", "Neurons that switch as at the start (%)", tuple(lines)))
+    return Chart(
+        "coupling",
+        "Lemmas G.1, H.1, I.1",
+        "Do neurons keep the pattern they started with?",
+        "The proofs need most neurons to switch on and off, on all patches of a sample, as they did before training. "
+        "The higher the curve, the closer the network is to the pseudo-network of the proofs.",
+        tuple(panels),
     )
 
 
