@@ -167,6 +167,23 @@ def test_an_interruption_tells_how_to_continue(papers: Papers, capsys: pytest.Ca
     assert not Path("a folder/claims.json").exists()
 
 
+def test_an_interrupted_module_is_continued_as_a_module(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", [str(Path(moesaic.__file__).parent / "__main__.py")])
+    papers.trouble = KeyboardInterrupt()
+    assert main(["reproduce"]) == 130
+    assert f"{sys.executable} -m moesaic reproduce\n" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_bad_input(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.access", lambda *_: False)  # a folder that even root cannot write to is hard to come by
+    assert main(["reproduce", "--out", "mine"]) == 2
+    assert "--out='mine' cannot be written to; name another directory" in capsys.readouterr().err
+
+
 def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monkeypatch: pytest.MonkeyPatch):
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
@@ -187,7 +204,8 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
         (["reproduce", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["reproduce", "--device", "gpu"], "use 'auto', 'cpu' or 'cuda'"),
         (["reproduce", "--data-dir", "nowhere"], "are not in data_dir='nowhere'"),
-        (["reproduce", "--out", "file/below"], "file"),
+        (["reproduce", "--out", "file"], "--out='file' cannot be made a directory: file is a file; name another one"),
+        (["reproduce", "--out", "file/below"], "file is a file; name another one"),
         (["claims", "--paper", "chen"], "use 'chowdhury2023'"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
@@ -269,6 +287,7 @@ def test_theory_takes_every_letter(capsys: pytest.CaptureFixture[str]):
         (["--m", "41"], "m=41, k=8"),
         (["--data", "mnist-patch"], "(did you mean 'mnist-patches'?)"),
         (["--data", "mnist-patches", "--samples", "3"], "samples=3"),
+        (["--data", "mnist-patches", "--samples", "1000000"], "--samples=1000000; it must be at most 20000"),
         (["--data", "mnist-patches", "--data-dir", "nowhere"], "are not in data_dir='nowhere'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

