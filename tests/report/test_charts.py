@@ -58,6 +58,13 @@ def test_error_bars_reach_one_spread_up_and_down():
     assert bar.get_segments()[0][:, 1].tolist() == [47.0, 53.0]
 
 
+def test_no_axis_promises_more_than_all_or_less_than_none():
+    panel = Panel("panel", "x", "Routed (%)", (Series("a", "cnn", (1.0, 2.0), (50.0, 98.0), (80.0, 20.0)),))
+    low, high = draw(chart(panel)).axes[0].get_ylim()
+    assert -10 < low < 0
+    assert 100 < high < 110
+
+
 def test_panels_share_their_limits_and_a_panel_alone_keeps_them():
     low, high = lines(Series("a", "cnn", (1.0, 2.0), (10.0, 20.0))), lines(Series("a", "cnn", (5.0, 9.0), (80.0, 90.0)))
     together = draw(chart(low, high))

@@ -12,6 +12,7 @@ from report.example_run import CHARTS, FINDINGS, finding
 from moesaic.ledger import Chart, Panel, Series
 from moesaic.report import write_report
 from moesaic.report.charts import COLOURS
+from moesaic.report.glossary import explained
 from moesaic.report.page import _ON_DARK
 
 NASTY = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;{{ 7 * 7 }}</style></svg>"""
@@ -131,8 +132,49 @@ def test_notes_command_and_machine_are_told(html: str):
 def test_fidelities_and_verdicts_are_explained(html: str):
     text = words(Page(html).text)
     text = text[text.index("What the words mean") :]
-    for explained in ("as the paper's text says", "as its authors' code does", "our own", "does not meet the rule"):
-        assert explained in text
+    for meaning in ("as the paper's text says", "as its authors' code does", "our own", "does not meet the rule"):
+        assert meaning in text
+
+
+def test_words_of_the_field_are_explained_before_they_are_used(html: str):
+    text = words(Page(html).text)
+    assert text.index("every expert looks only at the patches its router picks") < text.index(
+        "Joint-training pMoE reaches"
+    )
+
+
+def test_only_words_that_occur_are_explained(tmp_path: Path):
+    text = words(Page(written(tmp_path, findings=[finding(statement="Accuracy peaks at l* = 6.")])).text)
+    about = text[text.index("What it is about") : text.index("In short")]
+    assert about == "What it is about l* the least l with which an expert is sure to get the discriminative patch "
+    plain = written(tmp_path, findings=[finding(statement="A blank slate, kept likely, all well.")])
+    assert "What it is about" not in Page(plain).text
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("Separate-training pMoE", "separate training"),
+        ("the separately trained router", "separate training"),
+        ("pMoE, joint training", "joint training"),
+        ("Number of experts k", "k"),
+        ("l\u00a0= 6", "l"),
+        ("l = 6", "l"),
+        ("error grows like k to the power 0.25", "exponent"),
+        ("As long as l* = Ω(1), nothing", "Ω(1)"),
+    ],
+)
+def test_a_word_is_found_in_any_of_its_forms(text: str, word: str):
+    line = Series(text, "joint", (1.0,), (1.0,))
+    bare = Chart("c", "Figure 1", "", "", (Panel("", "", "", (line,)),))
+    for where in (bare, replace(bare, caption=text, panels=()), Chart("c", "", text, "", (Panel("", text, ""),))):
+        assert word in explained([], [where])
+    assert word in explained([finding(statement=text)], [])
+
+
+def test_the_summary_says_that_it_leaves_claims_out_where_it_does(html: str, tmp_path: Path):
+    assert "The first claim of each place" in Page(html).text
+    assert "The first claim of each place" not in Page(written(tmp_path, findings=[finding()])).text
 
 
 def test_the_page_loads_nothing_and_runs_nothing(html: str):

@@ -63,5 +63,12 @@ def test_verdicts_are_counted():
     assert printed(80).rstrip().endswith("6 hold, 1 partly, 1 fails, 2 not run here")
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_ways_of_running_are_explained_where_they_occur(width: int):
+    text = " ".join(printed(width).split())
+    assert "print: as the paper's text says; released: as its authors' code does; best: our own settings" in text
+    assert "released:" not in printed(width, findings=[finding()])
+
+
 def test_no_findings_are_no_crash():
     assert printed(80, findings=()).strip() == "no claims"

@@ -47,7 +47,7 @@ def test_what_the_paper_says_may_be_a_number_a_word_or_nothing():
     assert [published(finding(published=each)) for each in (60.0, "falls with l", None)] == [
         "60",
         "falls with l",
-        "no number",
+        "–",
     ]
 
 

@@ -290,6 +290,8 @@ def _limit(axes: Axes, alike: Sequence[Panel]) -> None:
     ]
     if alike[0].log_y:
         ends = [end for end in ends if end > 0]
+    if alike[0].y_label.endswith("(%)"):
+        ends = [min(max(end, 0.0), 100.0) for end in ends]  # a standard deviation may reach beyond what a share can be
     x = _span([each for line in lines for each in line.x])
     y = _span([*ends, *levels], logarithmic=alike[0].log_y)
     if x:

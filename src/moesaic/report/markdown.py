@@ -26,8 +26,8 @@ def markdown_table(findings: Iterable[Finding]) -> str:
     lines = [_row("where", "claim", "paper", *(BRIEFLY[way] for way in ways)), _row(*["---"] * (3 + len(ways)))]
     for claim in claims:
         cells: dict[Fidelity, str] = {each.fidelity: f"**{each.decision}**: {measured(each)}" for each in claim}
-        said = published(claim[0]) if claim[0].published is not None else "–"
-        said, statement = (text.replace("*", r"\*") for text in (said, claim[0].statement))  # l* is no emphasis
+        # l* is no emphasis
+        said, statement = (text.replace("*", r"\*") for text in (published(claim[0]), claim[0].statement))
         lines.append(_row(claim[0].where, statement, said, *(cells.get(way, "–") for way in ways)))
     return "\n".join(lines)
 

@@ -1,8 +1,9 @@
 """The report: one HTML file that needs nothing else, for someone who has not read the paper.
 
-On top what holds and what does not, then figure by figure the chart, the claims made there, what was
-measured and the rule that decided. Verdicts and numbers are those of the findings, charts those of
-the chart records; nothing is computed here but words and places on a scale.
+On top what holds and what does not, in words that are explained there (`glossary`), then figure by
+figure the chart, the claims made there, what was measured and the rule that decided. Verdicts and
+numbers are those of the findings, charts those of the chart records; nothing is computed here but
+words and places on a scale.
 
 The file carries its styles and drawings in itself and forbids the browser to load anything else
 (Content-Security-Policy); whatever comes from a claim, a label or a command is escaped.
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from moesaic.ledger import VERDICTS, Chart, Fidelity, Finding
 from moesaic.report.charts import COLOURS, to_svg
+from moesaic.report.glossary import explained
 from moesaic.report.table import verdict_counts
 from moesaic.report.words import BRIEFLY, MEANING, Tries, by_claim, by_place, measured, published, reason, tries
 
@@ -38,7 +40,7 @@ _ON_DARK = {
 
 _VERDICTS_IN_WORDS = {
     "holds": "the measurement meets the rule that was written down beforehand",
-    "partly": "it meets a part of the rule",
+    "partly": "it meets a part of the rule, or the trials do not decide: the interval lies on both sides of the limit",
     "fails": "it does not meet the rule",
     "not run here": "it was not measured in this run, for the reason given",
 }
@@ -83,6 +85,7 @@ def write_report(
         sections=_sections(findings, charts),
         summary=_summary(findings),
         bars=_bars(findings),
+        terms=explained(findings, charts),
         meaning=MEANING,
         briefly=BRIEFLY,
         verdicts=_VERDICTS_IN_WORDS,

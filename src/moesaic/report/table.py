@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moesaic.ledger import VERDICTS, Claim, Finding
-from moesaic.report.words import by_claim, measured, published, reason
+from moesaic.report.words import MEANING, by_claim, measured, published, reason
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -26,7 +26,7 @@ _WIDE = 100
 
 
 def print_claims(findings: Sequence[Finding], console: Console | None = None) -> None:
-    """Print the table, and below it how many verdicts there are of each kind.
+    """Print the table, and below it what its words mean and how many verdicts there are of each kind.
 
     >>> from rich.console import Console
     >>> finding = Finding(
@@ -38,6 +38,7 @@ def print_claims(findings: Sequence[Finding], console: Console | None = None) ->
       paper       60
       print       52.0 [48.3, 57.9]     holds
     <BLANKLINE>
+    print: as the paper's text says
     1 holds
     """
     from rich.console import Console
@@ -47,6 +48,9 @@ def print_claims(findings: Sequence[Finding], console: Console | None = None) ->
     claims = by_claim(findings)
     for part in _wide(claims) if console.width >= _WIDE else _narrow(claims):
         console.print(part)
+    ways = [f"{way}: {meaning}" for way, meaning in MEANING.items() if any(each.fidelity == way for each in findings)]
+    if ways:
+        console.print(Text("; ".join(ways)))
     counts = [Text(text, style=_COLOURS[decision]) for decision, text in verdict_counts(findings).items()]
     console.print(Text(", ").join(counts) if counts else Text("no claims"))
 

@@ -68,9 +68,9 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
 
 
 def published(claim: Claim | Finding) -> str:
-    """What the paper says: its number or its word."""
+    """What the paper says: its number or its word, a dash where it says nothing."""
     if claim.published is None:
-        return "no number"
+        return "–"
     return claim.published if isinstance(claim.published, str) else number(claim.published)
 
 
