@@ -2,12 +2,17 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
+from moesaic import draws
+from moesaic.data import DigitPatches
 from moesaic.ledger import Fidelity
-from moesaic.papers import PAPERS
+from moesaic.papers import PAPERS, chowdhury2023
 from moesaic.papers.chowdhury2023 import PAPER, SIZES
 from moesaic.papers.claims import Judgement, Plan, Study, Test
 from moesaic.papers.lab import Cell, Result
@@ -218,6 +223,43 @@ def test_the_least_coupled_model_decides():
     results = {f"coupling/{kind}/4000": each for kind, each in several.items()}
     found = judged("lemmasGHI-coupling", results | {f"coupling-in-figure-4/{kind}/40": kept(0.0) for kind in several})
     assert (found.verdict, found.measured) == ("fails", pytest.approx(30.05))
+
+
+@pytest.mark.parametrize(
+    ("ours", "other", "verdict"),
+    [((94, 96), (90, 94), "holds"), ((90, 94), (94, 96), "fails"), ((90, 94), (90, 94), "fails")],
+)
+@pytest.mark.parametrize(("claim", "line"), [("best-against-print", "printed/joint"), ("best-against-cnn", "best/cnn")])
+def test_who_of_ours_and_theirs_needs_fewer_samples(
+    claim: str, line: str, ours: tuple[float, ...], other: tuple[float, ...], verdict: str
+):
+    results = {f"best/pmoe/{n}": result(a, spread=0.1) for n, a in zip((100, 300), ours, strict=True)}
+    results |= {f"{line}/{n}": result(a, spread=0.1) for n, a in zip((100, 300), other, strict=True)}
+    assert judged(claim, results).verdict == verdict
+
+
+@pytest.mark.parametrize(("at_suggested", "verdict"), [(90.0, "holds"), (86.0, "fails")])
+def test_the_suggested_l_is_judged_by_the_accuracy_at_its_nearest_in_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, at_suggested: float, verdict: str
+):
+    digits, suggested = DigitPatches(), [2, 3, 7, 13]
+    data = digits.draw(draws.keys(3, range(4)), 300, "train")
+
+    def suggest(patches: Tensor, labels: Tensor) -> SimpleNamespace:
+        (trial,) = [t for t in range(4) if torch.equal(labels, data.labels[t])]
+        assert torch.equal(patches, data.pool[data.index[trial]])
+        return SimpleNamespace(l=suggested[trial])
+
+    monkeypatch.setattr(chowdhury2023, "suggest_patches_per_expert", suggest)
+    nearest = np.array([2, 3, 8, 12])
+    results: dict[str, Result] = {}
+    for l in (1, 2, 3, 4, 8, 12, 16):
+        accuracy = np.where(nearest == l, at_suggested, 90.0 if l == 4 else 50.0)
+        results[f"sweep/l/{l}"] = replace(result(trials=4), accuracy=accuracy + np.linspace(-0.1, 0.1, 4))
+    plan: Plan = dict.fromkeys(results, next(iter(PAPER.plan("quick", "print").values())))
+    lab = SimpleNamespace(digits=digits, seed=3)
+    found = TESTS["best-suggested-l"].judge(Study(plan, results, lab))  # type: ignore[arg-type]
+    assert (found.verdict, found.measured) == (verdict, pytest.approx(90 - at_suggested))
 
 
 @pytest.mark.parametrize("fidelity", ["print", "released", "best"])

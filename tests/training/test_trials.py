@@ -124,8 +124,35 @@ def test_routers_weigh_a_shorter_last_batch_by_its_average():
     torch.testing.assert_close(trained.networks.routers[0], start + torch.stack([-moved, moved]))
 
 
-@pytest.mark.parametrize("model", [MAKES["cnn"], MAKES["joint"], MAKES["separate in print"]])
-def test_a_network_stops_at_zero_error_and_stays_as_it_is(model: TwoLayer):
+@pytest.mark.parametrize("classes", [4, 5])
+def test_routers_of_several_classes_train_in_pairs(classes: int):
+    """Section M.1; of an odd number of classes the last one trains against class 0, which stays as it is."""
+    source = PatternPatches(patches=6, dim=24, delta_d=0.0, delta_r=0.2, pattern_sets=3, classes=classes)
+    model = TwoLayer.separate("released", classes=classes, neurons=2)
+    schedule = Schedule(epochs=1, batch=10, router_epochs=3, router_learning_rate=0.5)
+    samples = 15 * classes  # 30 of a pair, in three minibatches
+    trained = train_trials(model, source, trials=[4], samples=samples, schedule=schedule, dtype=torch.float64)
+    data = source.draw(trained.keys, samples, "train")
+    x, labels = data.patches[0].double().sum(1), data.labels[0]
+    initial = Networks.initial(model, trained.keys, patches=6, dim=24, classes=classes).routers[0].double()
+    routers = initial.clone()
+    pairs = [(s, s + 1, True) for s in range(0, classes - 1, 2)] + ([(classes - 1, 0, False)] if classes % 2 else [])
+    for first, second, both in pairs:
+        members = ((labels == first) | (labels == second)).nonzero()[:, 0]
+        for epoch in range(3):
+            order = members[torch.randperm(30, generator=torch.Generator().manual_seed(epoch))]
+            for batch in order.split(10):
+                y = torch.where(labels[batch] == first, 1.0, -1.0).double()
+                step = 0.5 * (y[:, None] * x[batch]).mean(0)  # of eq. 6
+                routers[first] += step
+                if both:
+                    routers[second] -= step
+    torch.testing.assert_close(trained.networks.routers[0], routers, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("make", ["cnn", "joint", "separate in print", "output learns"])
+def test_a_network_stops_at_zero_error_and_stays_as_it_is(make: str):
+    model = MAKES[make]
     stopping = Schedule(epochs=200, stop_at_zero_error=True, learning_rate=1.0)
     stopped = train_trials(model, PATTERNS, trials=range(12), samples=30, schedule=stopping)
     done = (stopped.epochs < 200).nonzero()[:, 0]
@@ -136,11 +163,28 @@ def test_a_network_stops_at_zero_error_and_stays_as_it_is(model: TwoLayer):
         epochs = int(stopped.epochs[t])
         exactly = train_trials(model, PATTERNS, trials=[t], samples=30, schedule=replace(stopping, epochs=epochs))
         assert exactly.epochs.item() == epochs
-        torch.testing.assert_close(exactly.networks.kernels[0], stopped.networks.kernels[t], rtol=0, atol=1e-6)
+        for a, b in zip(parts(exactly.networks), parts(stopped.networks), strict=True):
+            torch.testing.assert_close(a[0], b[t], rtol=0, atol=1e-6)
         if epochs > 1:
             sooner = replace(stopping, epochs=epochs - 1)
             before = train_trials(model, PATTERNS, trials=[t], samples=30, schedule=sooner)
             assert before.errors.item() > 0
+
+
+def test_networks_that_are_done_cost_nothing_more():
+    stopping = Schedule(epochs=200, stop_at_zero_error=True, learning_rate=1.0)
+    at_work: dict[int, int] = {}
+
+    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+        at_work[epoch] = len(networks)
+
+    stopped = train_trials(
+        MAKES["joint"], PATTERNS, trials=range(12), samples=30, schedule=stopping, chunk=12, watch=watch
+    )
+    for epoch, count in at_work.items():
+        unfinished = int((stopped.epochs > epoch - 1).sum())
+        assert unfinished <= count <= max(unfinished / 0.9, 1), f"{count} networks in work in epoch {epoch}"
+    assert at_work[0] == 12 > at_work[max(at_work)]
 
 
 def test_what_does_not_converge_uses_all_epochs():

@@ -410,7 +410,8 @@ def _suggested(study: Study) -> Judgement:
     accuracies = _accuracies(results)
     trials = accuracies.shape[1]
     data = study.lab.digits.draw(draws.keys(study.lab.seed, range(trials)), 300, "train")
-    suggested = [suggest_patches_per_expert(data.patches[t], data.labels[t]).l for t in range(trials)]
+    # a trial's patches at a time: all of them together are hundreds of megabytes
+    suggested = [suggest_patches_per_expert(data.pool[data.index[t]], data.labels[t]).l for t in range(trials)]
     nearest = [int(np.abs(np.asarray(places) - l).argmin()) for l in suggested]
     loss = accuracies.mean(axis=1).max() - accuracies[nearest, np.arange(trials)]
     return at_most(mean(loss), 1.0)
