@@ -175,6 +175,30 @@ def test_three_classes_have_an_output_each():
     assert made.predict(torch.randn(9, 5), torch.randint(9, (2, 3, 4))).shape == (2, 3, 3)
 
 
+def test_makes_are_those_of_the_paper_and_of_the_released_code():
+    as_printed = {"scale": "selected", "expert_std": None, "router_std": None, "output_weights": "normal"}
+    assert TwoLayer.cnn("print") == TwoLayer("cnn", 1, None, 40, **as_printed | {"scale": "patches"})
+    assert TwoLayer.separate("print") == TwoLayer("separate", 2, 2, 20, **as_printed)
+    assert TwoLayer.joint("print") == TwoLayer("joint", 8, 6, 5, **as_printed)
+    assert TwoLayer.cnn("released") == TwoLayer("cnn", 1, None, 4, "patches", 0.1, None, "normal")
+    assert TwoLayer.separate("released") == TwoLayer("separate", 2, 2, 20, "patches", 0.1, 0.1, "by_class")
+    assert TwoLayer.joint("released") == TwoLayer("joint", 8, 6, 5, "patches", 0.01, 1e-4, "normal")
+
+
+@pytest.mark.parametrize(
+    ("neurons", "classes", "expected"),
+    [(4, 2, [1, -1] * 4), (1, 2, [1, -1]), (3, 2, [1, -1] * 3), (4, 3, [0, 1, 2] * 2 + [0, 1]), (2, 4, [0, 1, 2, 3])],
+)
+def test_alternating_output_weights_leave_out_no_class(neurons: int, classes: int, expected: list[int]):
+    model = TwoLayer.best(2, experts=2, neurons=neurons)
+    made = Networks.initial(model, draws.keys(0, range(2)), patches=4, dim=5, classes=classes).output
+    if classes == 2:
+        assert made[1, :, 0].tolist() == expected
+    else:
+        assert made[1].argmax(1).tolist() == expected
+        assert (made.sum(2) == 1).all()
+
+
 def test_logits_are_the_outputs():
     model = TwoLayer.joint("print", experts=3, patches_per_expert=2, neurons=2)
     networks = networks_of(model, 2)
@@ -194,6 +218,12 @@ def test_logits_are_the_outputs():
         (
             lambda: Networks.initial(TwoLayer.separate("print"), draws.keys(0, [0]), patches=4, dim=2, classes=3),
             "k = c.*use experts=3",
+        ),
+        (
+            lambda: Networks.initial(
+                TwoLayer.best(2, experts=2, neurons=2), draws.keys(0, [0]), patches=4, dim=2, classes=5
+            ),
+            "m ≥ c fails: 4 neurons for 5 classes",
         ),
         (
             lambda: Networks.initial(TwoLayer.cnn("print"), draws.keys(0, [0]), patches=4, dim=2, classes=2).scores(

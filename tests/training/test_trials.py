@@ -195,15 +195,16 @@ def test_what_does_not_converge_uses_all_epochs():
 
 
 @pytest.mark.parametrize("classes", [2, 3, 5])
-@pytest.mark.parametrize("kind", ["cnn", "separate", "joint"])
+@pytest.mark.parametrize("kind", ["cnn", "separate", "joint", "best"])
 def test_networks_learn_every_number_of_classes(kind: str, classes: int):
     source = PatternPatches(patches=6, dim=24, delta_d=0.0, delta_r=0.2, pattern_sets=3, classes=classes)
     model = {
         "cnn": TwoLayer.cnn("print"),
         "separate": TwoLayer.separate("print", classes=classes, neurons=10),
         "joint": TwoLayer.joint("print", patches_per_expert=3, neurons=8),
+        "best": TwoLayer.best(3, experts=8),
     }[kind]
-    schedule = Schedule(epochs=300, stop_at_zero_error=True, learning_rate=2.0)
+    schedule = Schedule(epochs=300, stop_at_zero_error=True, learning_rate=30.0 if kind == "best" else 2.0)
     trained = train_trials(model, source, trials=range(3), samples=60 * classes, schedule=schedule)
     right = accuracy(trained.networks, source.draw(trained.keys, 100 * classes, "test"))
     assert (right > 0.9).all(), right
@@ -355,6 +356,12 @@ def test_impossible_trials_are_refused(arguments: dict[str, object], message: st
 def test_impossible_schedules_are_refused(arguments: dict[str, float], message: str):
     with pytest.raises(ValueError, match=message):
         Schedule(**arguments)  # type: ignore[arg-type]
+
+
+def test_schedules_are_those_of_the_paper_and_of_the_released_code():
+    assert Schedule.of("print") == Schedule(600, True, 20, 0.2, 100, 0.2)
+    assert Schedule.of("released") == Schedule(150, False, 20, 0.2, 100, 0.2)
+    assert Schedule.of("best") == Schedule(150, False, 20, 30.0)
 
 
 @pytest.mark.gpu

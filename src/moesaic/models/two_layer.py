@@ -63,7 +63,9 @@ class TwoLayer:
     router_std: float | None
     """Of the routers at the start; None: eq. 7."""
     output_weights: OutputWeights
-    """Of the second layer: N(0, 1); ±1 by the expert's class; ±1 in turns within every expert."""
+    """Of the second layer: N(0, 1); ±1 by the expert's class; ±1 in turns, neuron by neuron.
+
+    With more than two classes, 1 for one class and 0 for the others."""
     train_output: bool = False
     """Whether the second layer learns as well; in the paper it does not."""
     standardise: bool = False
@@ -261,7 +263,12 @@ def _output_weights(model: TwoLayer, keys: Tensor, outputs: int) -> Tensor:
         signs = own if outputs > 1 else own[:, 1:] - own[:, :1]  # one output: class 1 is y = +1
         weights = signs.repeat_interleave(model.neurons, dim=0)
     else:
-        turns = torch.arange(model.width, device=keys.device) % model.neurons
+        turns = torch.arange(model.width, device=keys.device)
+        if outputs > model.width:
+            raise ValueError(
+                f"Networks: output_weights='alternating' gives each neuron to one class, and m ≥ c fails: "
+                f"{model.width} neurons for {outputs} classes; use more neurons or output_weights='normal'"
+            )
         if outputs == 1:
             weights = (1.0 - 2.0 * (turns % 2)).double()[:, None]
         else:
