@@ -175,6 +175,26 @@ def test_three_classes_have_an_output_each():
     assert made.predict(torch.randn(9, 5), torch.randint(9, (2, 3, 4))).shape == (2, 3, 3)
 
 
+@pytest.mark.parametrize("which", range(14))
+def test_responses_are_those_of_each_experts_neurons(which: int):
+    torch.manual_seed(which)
+    model = makes(2)[which]
+    networks = networks_of(model, 2)
+    pool, index = torch.randn(50, D).double(), torch.randint(50, (3, B, N))
+    found = networks.neuron_responses(pool, index)
+    E, J = model.experts, model.neurons
+    seen = networks.select(pool, index)  # (T, G, B, N')
+    assert found.shape == (3, B, seen.shape[3], E, J)
+    for t, s in [(t, s) for t in range(3) for s in range(E)]:
+        neurons = (
+            networks.kernels[t, s] if model.kind == "separate" else networks.kernels[t, 0, -E * J :].view(E, J, D)[s]
+        )
+        x = pool[seen[t, s if model.kind == "separate" else 0]]
+        if networks.centre is not None:
+            x = (x - networks.centre[t]) / (x - networks.centre[t]).norm(dim=-1, keepdim=True)
+        torch.testing.assert_close(found[t, :, :, s], x @ neurons.T)
+
+
 def test_makes_are_those_of_the_paper_and_of_the_released_code():
     as_printed = {"scale": "selected", "expert_std": None, "router_std": None, "output_weights": "normal"}
     assert TwoLayer.cnn("print") == TwoLayer("cnn", 1, None, 40, **as_printed | {"scale": "patches"})

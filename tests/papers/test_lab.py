@@ -9,6 +9,7 @@ import torch
 from moesaic import draws
 from moesaic.data import DigitPatches, PatternPatches
 from moesaic.models import Networks, TwoLayer
+from moesaic.papers import lab
 from moesaic.papers.lab import ENGINE, Cell, Lab, Result
 from moesaic.theory import coupling, discriminative_ranks
 from moesaic.training import Cells, Schedule, Silent, accuracy, train_trials
@@ -98,6 +99,13 @@ def test_a_cell_follows_activation_patterns_after_every_epoch(tmp_path: Path, ki
 def test_other_work_is_another_cell(tmp_path: Path, change: dict[str, object]):
     lab_in(tmp_path).carry_out({"a": cell_of("cnn")})
     lab_in(tmp_path).carry_out({"a": cell_of("cnn", **change)})
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_another_engine_makes_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lab_in(tmp_path).carry_out({"a": cell_of("cnn")})
+    monkeypatch.setattr(lab, "ENGINE", ENGINE + 1)
+    lab_in(tmp_path).carry_out({"a": cell_of("cnn")})
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -85,6 +85,15 @@ def test_a_damaged_cell_is_reported_set_aside_and_done_again(tmp_path: Path, how
     assert work.calls == 2
 
 
+def test_a_cell_under_the_name_of_another_is_not_taken_for_it(tmp_path: Path):
+    cells, messages = Cells(tmp_path), []
+    cells.get_or_run("a", SPEC, Work({"accuracy": [0.1]}))
+    other = SPEC | {"samples": 500}
+    cells.path("a", SPEC).replace(cells.path("a", other))  # whole, but in the wrong place
+    assert Cells(tmp_path, messages.append).find("a", other) is None
+    assert "another specification" in messages[0]
+
+
 def test_work_that_fails_leaves_nothing(tmp_path: Path):
     def interrupted() -> dict[str, object]:
         raise KeyboardInterrupt
