@@ -24,6 +24,7 @@ from moesaic.ledger import Chart, Claim, Finding, read_charts, read_findings
 @dataclass(frozen=True)
 class Paper:
     title: str
+    about: str
     claims: tuple[Claim, ...]
 
 
@@ -43,7 +44,7 @@ class Papers(ModuleType):
             each.id: Claim(each.id, each.paper, each.where, each.statement, each.published, each.rule)
             for each in FINDINGS
         }
-        self.PAPERS = {"chowdhury2023": Paper("Patch-level Routing", tuple(claims.values()))}
+        self.PAPERS = {"chowdhury2023": Paper("Patch-level Routing", "Mosaics of digits.", tuple(claims.values()))}
         self.asked: dict[str, Any] = {}
         self.outcome = Outcome(FINDINGS, CHARTS[2:], ("five trials instead of twenty",))
         self.trouble: BaseException | None = None
@@ -82,7 +83,9 @@ def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers,
     }
     assert tuple(read_findings(out / "claims.json")) == FINDINGS
     assert tuple(read_charts(out / "charts.json")) == CHARTS[2:]
-    assert "Patch-level Routing" in (out / "report.html").read_text("utf-8")
+    page = (out / "report.html").read_text("utf-8")
+    assert "Patch-level Routing" in page
+    assert "Mosaics of digits." in page
     printed, told = capsys.readouterr()
     assert "52.0 [48.3, 57.9]" in printed
     assert "note: five trials instead of twenty" in printed

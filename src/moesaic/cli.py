@@ -144,6 +144,7 @@ class Reproduce:
             findings=findings,
             charts=outcome.charts,
             title="; ".join(titles) or "moesaic reproduce",
+            about=list(dict.fromkeys(PAPERS[finding.paper].about for finding in findings)),
             notes=outcome.notes,
             command=command,
             machine=machine,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moesaic import draws
-from moesaic.models import Networks, TwoLayer
+from moesaic.models import Networks, TwoLayer, two_layer
 from moesaic.models.two_layer import error_signal, logits, standardise_
 
 N, D, B = 7, 5, 6
@@ -140,6 +140,30 @@ def test_a_large_and_a_small_pool_give_the_same_outputs(data: st.DataObject):
     index = torch.randint(10, (3, B, N))
     padded = torch.cat([pool, torch.randn(1000, D, dtype=torch.float64)])
     torch.testing.assert_close(networks.predict(pool, index), networks.predict(padded, index))
+
+
+@pytest.mark.parametrize("pool_size", [10, 1000])
+@pytest.mark.parametrize("which", range(14))
+def test_networks_without_room_for_all_at_once_give_the_same_outputs(
+    monkeypatch: pytest.MonkeyPatch, which: int, pool_size: int
+):
+    torch.manual_seed(which)
+    networks = networks_of(makes(2)[which], 2, trials=5)
+    pool, index = torch.randn(pool_size, D).double(), torch.randint(pool_size, (5, B, N))
+    at_once = networks.predict(pool, index), networks.select(pool, index)
+    blocks: list[int] = []
+
+    def count(model: TwoLayer, pre: Tensor, output: Tensor, patches: int) -> Tensor:
+        blocks.append(len(pre))
+        return logits(model, pre, output, patches)
+
+    monkeypatch.setattr(two_layer, "logits", count)
+    for room, expected in ((1, [1] * 5), (2 * networks.kernels[0, ..., 0].numel() * B * N * 8, [2, 2, 1])):
+        blocks.clear()
+        monkeypatch.setattr(two_layer, "_ROOM", room)
+        torch.testing.assert_close(networks.predict(pool, index), at_once[0])
+        assert torch.equal(networks.select(pool, index), at_once[1])
+        assert blocks == expected
 
 
 @pytest.mark.parametrize("which", range(14))

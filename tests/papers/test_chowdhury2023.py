@@ -88,7 +88,7 @@ def test_who_is_ahead(leads: tuple[float, ...], verdict: str, shown: float):
         results[f"fig4/cnn/{n}"] = base
         results[f"fig4/joint/{n}"] = replace(base, accuracy=base.accuracy + lead + jitter - jitter.mean())
     found = judged("fig4-joint-ahead", results)
-    assert (found.verdict, found.measured) == (verdict, pytest.approx(shown))
+    assert (found.verdict.partition(":")[0], found.measured) == (verdict, pytest.approx(shown))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_the_order_of_the_error(exponent: float, verdict: str):
             results[f"fig7/N=300/{l}"], accuracy=results[f"fig7/N=300/{l}"].accuracy + jitter - jitter.mean()
         )
     found = judged("fig7-order", results)
-    assert (found.verdict, found.measured) == (verdict, pytest.approx(exponent, abs=0.02))
+    assert (found.verdict.partition(":")[0], found.measured) == (verdict, pytest.approx(exponent, abs=0.02))
 
 
 def test_an_order_that_could_be_anything_does_not_hold():
@@ -167,7 +167,7 @@ def test_an_order_that_could_be_anything_does_not_hold():
     for l in (6, 10, 16):
         jitter = 6 * np.random.default_rng(l).normal(size=20)
         results[f"fig7/N=300/{l}"] = replace(results[f"fig7/N=300/{l}"], accuracy=93 - np.abs(jitter))
-    assert judged("fig7-order", results).verdict in ("partly", "fails")
+    assert judged("fig7-order", results).verdict.partition(":")[0] in ("partly", "fails")
 
 
 @pytest.mark.parametrize(("peak", "spread", "verdict"), [(6, 0.1, "holds"), (6, 8.0, "partly"), (12, 0.1, "fails")])
@@ -177,7 +177,7 @@ def test_where_accuracy_peaks(peak: int, spread: float, verdict: str):
         jitter = spread * np.random.default_rng(l).normal(size=20)
         results[f"fig7/N=300/{l}"] = replace(result(), accuracy=92 - abs(l - peak) / 4 + jitter - jitter.mean())
     found = judged("fig7-threshold", results)
-    assert found.verdict == verdict
+    assert found.verdict.partition(":")[0] == verdict
     assert found.measured == peak
 
 

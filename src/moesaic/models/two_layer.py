@@ -36,6 +36,9 @@ from moesaic.theory.router import router_init_std
 
 __all__ = ["Networks", "TwoLayer", "error_signal", "logits", "standardise_"]
 
+_ROOM = 2 << 30
+"""Bytes that an array over all patches of all samples may take; more networks than that are looked at in turn."""
+
 Kind = Literal["cnn", "separate", "joint"]
 OutputWeights = Literal["normal", "by_class", "alternating"]
 Scale = Literal["selected", "patches", "one"]
@@ -251,7 +254,13 @@ class Networks:
 
     def predict(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, B, O): outputs for samples whose patches are rows of the pool."""
-        return logits(self.model, self.pre_activations(pool, index), self.output, self.patches)
+        each = self.kernels[0].nbytes // self.kernels.shape[3] * index[0].numel()  # a number for a kernel and a patch
+        outputs = [
+            logits(self.model, some.pre_activations(pool, index[which]), some.output, self.patches)
+            for which in _in_blocks(index, each)
+            for some in [self if len(which) == len(self) else self.of(which)]
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _output_weights(model: TwoLayer, keys: Tensor, outputs: int) -> Tensor:
@@ -283,10 +292,19 @@ def standardise_(patches: Tensor, centre: Tensor) -> Tensor:
     return patches.div_(length.clamp_(min=1e-12))
 
 
+def _in_blocks(index: Tensor, each: int) -> tuple[Tensor, ...]:
+    """The numbers of the networks that ``index`` (T, …) has samples for, as many at a time as have room."""
+    return torch.arange(len(index), device=index.device).split(max(1, _ROOM // max(each, 1)))
+
+
 def _of_pool(kernels: Tensor, pool: Tensor, index: Tensor, centre: Tensor | None) -> Tensor:
     """⟨kernel, patch⟩ (T, B, N, K) for kernels (T, K, D) and patches (T, B, N) by row of the pool."""
     T, B, N = index.shape
     if len(pool) > B * N:
+        blocks = _in_blocks(index, B * N * pool[0].nbytes)
+        if len(blocks) > 1:
+            parts = [(kernels[i], index[i], None if centre is None else centre[i]) for i in blocks]
+            return torch.cat([_of_pool(some, pool, rows, middle) for some, rows, middle in parts])
         patches = pool[index.reshape(T, B * N)]
         if centre is not None:
             standardise_(patches, centre)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -103,13 +104,16 @@ def _sweep(studies: Mapping[Fidelity, Study], figure: str) -> Chart:
         prefixes = {name.rpartition("/")[0] for name in study.plan if name.startswith(f"{figure}/")}
         ordered = sorted(prefixes, key=lambda prefix: int(prefix.rpartition("=")[2]))
         return tuple(
-            line for prefix in ordered for line in _series(study, prefix, prefix.removeprefix(f"{figure}/"), prefix)
+            _without_one(line)
+            for prefix in ordered
+            for line in _series(study, prefix, prefix.removeprefix(f"{figure}/"), prefix)
         )
 
     told = (
         "The theory predicts that accuracy falls once k is large enough for every class to have its expert."
         if figure == "fig6"
-        else "The theory predicts that accuracy falls once l is above l*, which the paper puts at 6."
+        else "The theory predicts that accuracy falls once l is above l*, which the paper puts at 6. Networks learn "
+        "little with l = 1, which is left out."
     )
     return Chart(
         f"figure-{figure[3:]}",
@@ -118,6 +122,13 @@ def _sweep(studies: Mapping[Fidelity, Study], figure: str) -> Chart:
         f"Joint training with N samples, mean and standard deviation over trials. {told}",
         _panels(studies, draw, f"Number of {many}", _ACCURACY, None),
     )
+
+
+def _without_one(line: Series) -> Series:
+    """Networks that may look at one patch learn little; on an axis with them nothing else could be seen."""
+    keep = [i for i, x in enumerate(line.x) if x > 1]
+    spread = line.spread and tuple(line.spread[i] for i in keep)
+    return replace(line, x=tuple(line.x[i] for i in keep), y=tuple(line.y[i] for i in keep), spread=spread)
 
 
 def _figure_8(studies: Mapping[Fidelity, Study]) -> Chart:

@@ -23,9 +23,9 @@ class Judgement:
     interval: tuple[float, float] | None = None
 
 
-def at_least(estimate: Estimate, limit: float) -> Judgement:
+def at_least(estimate: Estimate, limit: float, named: str = "") -> Judgement:
     """Holds if the whole interval is at or above the limit, fails if it is all below, partly in between."""
-    verdict = "holds" if estimate.low >= limit else "fails" if estimate.high < limit else _undecided(limit)
+    verdict = "holds" if estimate.low >= limit else "fails" if estimate.high < limit else _undecided(limit, named)
     return Judgement(verdict, estimate.value, estimate.interval)
 
 
@@ -41,13 +41,13 @@ def below(estimate: Estimate, limit: float) -> Judgement:
     return Judgement(verdict, estimate.value, estimate.interval)
 
 
-def _undecided(limit: float) -> str:
-    return f"partly: undecided, the interval lies on both sides of {limit:g}"
+def _undecided(limit: float, named: str = "") -> str:
+    return f"partly: undecided, the interval lies on both sides of {limit:g}{named}"
 
 
 def reaches(estimate: Estimate, published: float, margin: float) -> Judgement:
     """`at_least` the published value less a margin."""
-    return at_least(estimate, published - margin)
+    return at_least(estimate, published - margin, f", {published:g} less {margin:g}")
 
 
 Plan = Mapping[str, Cell]
@@ -115,6 +115,8 @@ class Paper:
 
     id: str
     title: str
+    about: str
+    """The experiments in a few sentences, for someone who has not read it."""
     tests: tuple[Test, ...]
     plan: Callable[[str, Fidelity], Plan]
     """Preset and fidelity → the cells there are."""

@@ -52,15 +52,17 @@ def write_report(
     findings: Sequence[Finding],
     charts: Sequence[Chart],
     title: str,
+    about: Sequence[str] = (),
     notes: Sequence[str] = (),
     command: str = "",
     machine: str = "",
 ) -> None:
     """Write the report to ``path``; a reader never sees half a file.
 
-    ``notes`` tell what was shortened or left out, ``command`` how to run it again, ``machine`` what it
-    ran on (see `describe_machine`). Claims stand under the place in the paper where they are made, in
-    the order of ``findings``; the first claim of a place is its headline.
+    ``about`` introduces the papers' experiments, ``notes`` tell what was shortened or left out, ``command``
+    how to run it again, ``machine`` what it ran on (see `describe_machine`). Claims stand under the place
+    in the paper where they are made, in the order of ``findings``; the first claim of a place is its
+    headline.
 
     >>> import tempfile
     >>> finding = Finding("a", "paper", "Figure 1", "2 < 3", "print", "quick", 1.0, 1.1, None, "a rule", "holds", 0.1)
@@ -93,6 +95,7 @@ def write_report(
         notes=notes,
         command=command,
         machine=machine,
+        about=about,
         light=COLOURS,
         dark=_ON_DARK,
         css=_style_class,
