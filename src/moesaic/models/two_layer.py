@@ -294,7 +294,7 @@ def standardise_(patches: Tensor, centre: Tensor) -> Tensor:
 
 def _in_blocks(index: Tensor, each: int) -> tuple[Tensor, ...]:
     """The numbers of the networks that ``index`` (T, …) has samples for, as many at a time as have room."""
-    return torch.arange(len(index), device=index.device).split(max(1, _ROOM // max(each, 1)))
+    return torch.split(torch.arange(len(index), device=index.device), max(1, _ROOM // max(each, 1)))
 
 
 def _of_pool(kernels: Tensor, pool: Tensor, index: Tensor, centre: Tensor | None) -> Tensor:
