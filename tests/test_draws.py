@@ -84,6 +84,13 @@ def test_bad_seeds_are_refused(seed: object, error: type[Exception]):
         draws.keys(seed, [0])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("trials", [[0.5], [True], [0, "1"], torch.tensor([0.5]), torch.tensor(3)])
+def test_trials_that_are_no_numbers_are_refused(trials: object):
+    with pytest.raises(TypeError, match=r"keys: trial"):
+        draws.keys(0, trials)  # type: ignore[arg-type]
+    assert torch.equal(draws.keys(0, torch.tensor([2, 5])), draws.keys(0, [2, 5]))
+
+
 def test_no_range_to_draw_from():
     with pytest.raises(ValueError, match="high=0"):
         draws.integers(draws.keys(0, [0]), "i", 0, 3)

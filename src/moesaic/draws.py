@@ -36,7 +36,11 @@ def keys(seed: int, trials: Iterable[int] | Tensor, device: torch.device | str |
         raise TypeError(f"keys: seed={seed!r} is a {type(seed).__name__}; it must be a whole number")
     if not 0 <= seed < 1 << 63:
         raise ValueError(f"keys: seed={seed}; it must be from 0 to 2⁶³ − 1")
-    numbers = trials if isinstance(trials, Tensor) else torch.tensor(list(trials), dtype=torch.int64)
+    numbers = (
+        trials if isinstance(trials, Tensor) else torch.tensor([_whole(trial) for trial in trials], dtype=torch.int64)
+    )
+    if numbers.dtype != torch.int64 or numbers.ndim != 1:
+        raise TypeError(f"keys: trials are {tuple(numbers.shape)} {numbers.dtype}; they must be (T,) torch.int64")
     return _mix(_mix(torch.full_like(numbers, seed)) + (numbers + 1) * _GOLDEN).to(device)
 
 
@@ -73,6 +77,12 @@ def integers(keys: Tensor, stream: str | int | Tensor, high: int, *shape: int) -
 def permutations(keys: Tensor, stream: str | int | Tensor, size: int) -> Tensor:
     """(T, size) int64: for each key its own order of 0 … size − 1."""
     return bits(keys, stream, size).argsort(dim=1, stable=True)
+
+
+def _whole(trial: int) -> int:
+    if isinstance(trial, bool) or not hasattr(trial, "__index__"):
+        raise TypeError(f"keys: trial={trial!r} is a {type(trial).__name__}; it must be a whole number")
+    return trial.__index__()
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -223,6 +223,20 @@ def test_each_class_has_its_own_gate(claim: str, column: int):
     assert lower.verdict == ("fails" if claim == "fig9-class1" else "holds")
 
 
+@pytest.mark.parametrize(
+    ("separable", "verdict"),
+    [((False, False), "holds"), ((True, False), "fails: l* = n"), ((False, True), "fails: l* = 1")],
+)
+def test_lemma_k1_would_hold_if_neither_distribution_were_separable(
+    monkeypatch: pytest.MonkeyPatch, separable: tuple[bool, bool], verdict: str
+):
+    answers = iter(separable)
+    monkeypatch.setattr(chowdhury2023, "patterns_separable", lambda *_, **__: SimpleNamespace(separable=next(answers)))
+    found = judged("lemmaK.1-inseparable", {"fig4/cnn/100": result()})
+    assert found.verdict.startswith(verdict)
+    assert found.measured == sum(separable)
+
+
 def test_lemma_k1_is_refuted_by_a_certificate():
     found = judged("lemmaK.1-inseparable", {"fig4/cnn/100": result()})
     assert found.verdict.startswith("fails: ")

@@ -81,6 +81,11 @@ def test_a_cell_follows_activation_patterns_after_every_epoch(tmp_path: Path, ki
     assert found[:, -1].tolist() == pytest.approx(share.tolist())
 
 
+def test_patterns_are_not_followed_in_trials_that_stop_on_their_own():
+    with pytest.raises(ValueError, match="use a schedule with stop_at_zero_error=False"):
+        cell_of("cnn", schedule=Schedule(stop_at_zero_error=True), follow_patterns=True)
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -392,8 +392,9 @@ def _inseparable(study: Study) -> Judgement:
     made = inseparable_samples(16, 3, copies=2)
     example = patterns_separable(made.patterns, made.irrelevant, places=16)
     separable = float(counterexample.separable) + float(example.separable)
-    reason = "l* = n, yet a hyperplane separates it (moesaic.theory.separability has the proof)"
-    return Judgement(f"fails: {reason}" if counterexample.separable else "holds", separable)
+    reason = f"l* = {'n' if counterexample.separable else '1'}, yet a hyperplane separates it"
+    proof = "moesaic.theory.separability has the proof"
+    return Judgement(f"fails: {reason} ({proof})" if separable else "holds", separable)
 
 
 def _best_samples(than: str) -> Test:

@@ -43,6 +43,13 @@ class Cell:
     follow_patterns: bool = False
     """Whether to record after every epoch how many neurons switch as at initialisation."""
 
+    def __post_init__(self) -> None:
+        if self.follow_patterns and self.schedule.stop_at_zero_error:
+            raise ValueError(
+                "Cell: follow_patterns=True looks at all trials after every epoch, but with stop_at_zero_error=True "
+                "some stop before others; use a schedule with stop_at_zero_error=False"
+            )
+
 
 @dataclass(frozen=True, eq=False)
 class Result:
