@@ -67,7 +67,7 @@ class Reproduce:
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
     """Where to compute; auto: on a GPU if there is one."""
     seed: int = 0
-    """Random numbers depend on it; the same seed gives the same claims.json but for `seconds`."""
+    """Random numbers depend on it; on one machine the same seed gives the same claims.json but for `seconds`."""
 
     def run(self, given: Sequence[str]) -> int:
         """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""

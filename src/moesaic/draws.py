@@ -57,7 +57,7 @@ def bits(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
 
 
 def uniform(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
-    """(T, *shape) float64, strictly between 0 and 1."""
+    """(T, *shape) float64, above 0 and up to 1."""
     return (_shift(bits(keys, stream, *shape), 11).double() + 0.5) * 2.0**-53
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
@@ -155,7 +156,7 @@ def read_charts(path: Path) -> list[Chart]:
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file whole or not at all; numbers that JSON does not know (NaN, ∞) become null."""
     text = json.dumps(_known_to_json(content), indent=1, ensure_ascii=False, allow_nan=False)
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")  # two programs may write at once
     unfinished.write_text(text + "\n", encoding="utf-8")
     unfinished.replace(path)
 

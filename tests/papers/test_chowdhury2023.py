@@ -13,7 +13,8 @@ from moesaic import draws
 from moesaic.data import DigitPatches
 from moesaic.ledger import Fidelity
 from moesaic.papers import PAPERS, chowdhury2023
-from moesaic.papers.chowdhury2023 import PAPER, SIZES
+from moesaic.papers.chowdhury2023 import PAPER
+from moesaic.papers.chowdhury2023_plan import SIZES
 from moesaic.papers.claims import Judgement, Plan, Study, Test
 from moesaic.papers.lab import Cell, Result
 from moesaic.theory import error_at_fixed_samples
@@ -120,7 +121,7 @@ def test_a_network_that_never_arrives_fails():
     results = {f"fig4/{line}/{n}": result(90 + n / 100) for line in ("cnn", "joint") for n in (100, 300, 500)}
     results |= {f"fig4/joint/{n}": result(80) for n in (100, 300, 500)}
     found = judged("fig4-joint-samples", results)
-    assert found.verdict == "fails"
+    assert found.verdict == "fails: 95 % is never reached here"
     assert found.measured == np.inf
 
 
@@ -272,7 +273,7 @@ def test_who_of_ours_and_theirs_needs_fewer_samples(
 ):
     results = {f"best/pmoe/{n}": result(a, spread=0.1) for n, a in zip((100, 300), ours, strict=True)}
     results |= {f"{line}/{n}": result(a, spread=0.1) for n, a in zip((100, 300), other, strict=True)}
-    assert judged(claim, results).verdict == verdict
+    assert judged(claim, results).verdict.partition(":")[0] == verdict
 
 
 @pytest.mark.parametrize(("at_suggested", "verdict"), [(90.0, "holds"), (86.0, "fails")])

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.papers import PAPERS, Outcome, chowdhury2023, lab, reproduce, rerun
-from moesaic.papers.chowdhury2023 import Sizes
+from moesaic.papers import PAPERS, Outcome, lab, reproduce, rerun
+from moesaic.papers.chowdhury2023_plan import SIZES, Sizes
+from moesaic.papers.chowdhury2023_plan import plan as whole_plan
 
 TINY = Sizes(
     trials=2,
@@ -30,7 +31,7 @@ TINY = Sizes(
 )
 
 
-def shorter(preset: str, fidelity: str, plan=chowdhury2023.plan):
+def shorter(preset: str, fidelity: str, plan=whole_plan):
     """The plan with two epochs and few samples."""
 
     def less(cell: lab.Cell) -> lab.Cell:
@@ -47,7 +48,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(chowdhury2023.SIZES, "quick", TINY)
+    monkeypatch.setitem(SIZES, "quick", TINY)
     monkeypatch.setattr(rerun, "PAPERS", {"chowdhury2023": replace(PAPERS["chowdhury2023"], plan=shorter)})
 
 

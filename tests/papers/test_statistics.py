@@ -73,3 +73,10 @@ def test_powers_are_exponents_of_the_mean():
     x = [2, 4, 8, 16]
     values = np.stack([3 * v**0.375 * np.array([0.9, 1.1]) for v in x])
     assert power(x, values) == pytest.approx(0.375)
+
+
+@pytest.mark.parametrize("trials", [5, 20])
+def test_bootstrapped_intervals_cover_nearly_as_often_as_they_say(trials: int):
+    rng = np.random.default_rng(trials)
+    found = [bootstrap(lambda x: float(x.mean()), rng.normal(size=(1, trials))) for _ in range(50)]
+    assert np.mean([each.low <= 0 <= each.high for each in found]) > 0.88

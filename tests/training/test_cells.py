@@ -108,10 +108,12 @@ def test_work_that_fails_leaves_nothing(tmp_path: Path):
 def test_what_a_kill_left_half_written_does_no_harm(tmp_path: Path):
     cells = Cells(tmp_path)
     path = cells.path("a", SPEC)
-    path.with_name(f".{path.name}.unfinished").write_text("{")
+    path.with_name(f".{path.name}.123.unfinished").write_text("{")
+    assert cells.find("a", SPEC) is None
     work = Work()
     cells.get_or_run("a", SPEC, work)
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert Cells(tmp_path).get_or_run("a", SPEC, work).result == work.result
+    assert work.calls == 1
 
 
 def test_a_result_that_json_does_not_know_is_refused(tmp_path: Path):

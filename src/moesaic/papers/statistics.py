@@ -70,7 +70,9 @@ def _student(freedom: int) -> float:
 def bootstrap(statistic: Callable[..., float], *groups: Array) -> Estimate:
     """The statistic of the groups (…, T), with the percentile interval over resampled trials.
 
-    Groups of equally many trials are resampled together, since their trials share data.
+    Groups of equally many trials are resampled together, since their trials share data. Percentiles of
+    few resampled trials lie too close together; they are taken further out by as much as Student's interval
+    is wider than the normal one (Hesterberg 2015, "expanded percentile").
     """
     rng = np.random.default_rng(0)
     counts = sorted({group.shape[-1] for group in groups})
@@ -78,7 +80,9 @@ def bootstrap(statistic: Callable[..., float], *groups: Array) -> Estimate:
     for _ in range(RESAMPLES):
         picks: dict[int, NDArray[np.int64]] = {count: rng.integers(count, size=count) for count in counts}
         drawn.append(statistic(*(group[..., picks[group.shape[-1]]] for group in groups)))
-    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], method="inverted_cdf")  # some may be infinite
+    few = min(counts)
+    tail = NormalDist().cdf(-((few / (few - 1)) ** 0.5) * _student(few - 1))
+    low, high = np.quantile(drawn, [tail, 1 - tail], method="inverted_cdf")  # some may be infinite
     return Estimate(statistic(*groups), float(low), float(high))
 
 

@@ -86,6 +86,7 @@ class Schedule:
     router_epochs: int = 100
     """Of the routers that train beforehand (separate training)."""
     router_learning_rate: float = 0.2
+    """Likewise; routers that train along have the ``learning_rate``."""
 
     def __post_init__(self) -> None:
         at_least_one("Schedule", epochs=self.epochs, batch=self.batch, router_epochs=self.router_epochs)
@@ -98,7 +99,7 @@ class Schedule:
     def of(cls, fidelity: Fidelity) -> Schedule:
         """Section 5.1, or ours.
 
-        - print: "until zero training error"; 600 epochs at most, which no network of the paper's sizes needs
+        - print: "until zero training error"; 600 epochs at most, which hardly any network of the paper's sizes needs
         - released: 150 epochs, whatever the error
         - best: 150 epochs, since the margin still grows when the error is zero; the rate is that of
           patches of length 1

@@ -1,0 +1,145 @@
+"""The experiments of Chowdhury et al. 2023, Section 5.1, as cells: which networks, on how many samples, how often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moesaic.data import PatternPatches
+from moesaic.ledger import Fidelity
+from moesaic.models import TwoLayer
+from moesaic.papers.claims import Plan
+from moesaic.papers.lab import Cell
+from moesaic.training import Schedule
+
+__all__ = ["COUPLED_WIDTH", "PATTERNS", "SIZES", "Sizes", "plan"]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a preset."""
+
+    trials: int
+    fig4: tuple[int, ...]
+    fig5_l: tuple[int, ...]
+    fig5_n: tuple[int, ...]
+    fig5_trials: int
+    fig6_k: tuple[int, ...]
+    fig7_l: tuple[int, ...]
+    fixed_n: tuple[int, ...]
+    """Sample sizes of Figures 6 and 7."""
+    best: tuple[int, ...]
+    """Sample sizes of our own network."""
+    released_sweeps: bool
+    """Whether Figures 5 to 7 are also done as released, which always takes 150 epochs."""
+    own_comparison: bool
+    """Whether our own network is also compared with a CNN and over l."""
+
+
+SIZES = {
+    "full": Sizes(
+        trials=20,
+        fig4=(100, 300, 500, 700, 900, 1000),
+        fig5_l=(2, 4, 6, 8, 10, 12, 14, 16),
+        fig5_n=(100, 200, 300, 400, 500, 700, 1000, 1400),
+        fig5_trials=20,
+        fig6_k=(2, 4, 8, 12, 16, 20, 24, 32, 40, 48),
+        fig7_l=(1, 2, 3, 4, 6, 8, 10, 12, 14, 16),
+        fixed_n=(300, 500),
+        best=(50, 100, 200, 300, 500, 700, 900, 1000),
+        released_sweeps=True,
+        own_comparison=True,
+    ),
+    "quick": Sizes(
+        trials=5,
+        fig4=(100, 300, 800),
+        fig5_l=(2, 6, 16),
+        fig5_n=(100, 300, 800),
+        fig5_trials=5,
+        fig6_k=(4, 8, 16, 32),
+        fig7_l=(2, 6, 10, 16),
+        fixed_n=(300,),
+        best=(50, 100, 300),
+        released_sweeps=False,
+        own_comparison=False,
+    ),
+}
+
+PATTERNS = PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=0.6, pattern_sets=8, close=3)
+"""Section 4.2 with l* = 4."""
+COUPLED_WIDTH = 4000
+
+_CAREFUL_CNN = replace(TwoLayer.cnn("print", neurons=64), train_output=True)
+"""The best of some twenty CNNs of the size of `TwoLayer.best`, chosen on the same validation samples."""
+
+
+def plan(preset: str, fidelity: Fidelity) -> Plan:
+    """The cells there are, by name: experiment, line, and place on its axis."""
+    sizes = SIZES[preset]
+    if fidelity == "best":
+        return _best_plan(sizes)
+    schedule = Schedule.of(fidelity)
+    models = {
+        "cnn": TwoLayer.cnn(fidelity),
+        "separate": TwoLayer.separate(fidelity),
+        "joint": TwoLayer.joint(fidelity),
+    }
+    cells: dict[str, Cell] = {}
+    for line, model in models.items():
+        for n in sizes.fig4:
+            cells[f"fig4/{line}/{n}"] = Cell(model, schedule, n, sizes.trials)
+    if fidelity == "print":
+        cells |= _theory_plan()
+    elif not sizes.released_sweeps:
+        return cells
+    for l in sizes.fig5_l:
+        model = TwoLayer.separate(fidelity, patches_per_expert=l)
+        for n in sizes.fig5_n:
+            cells[f"fig5/l={l}/{n}"] = Cell(model, schedule, n, sizes.fig5_trials)
+    for n in sizes.fixed_n:
+        for k in sizes.fig6_k:
+            cells[f"fig6/N={n}/{k}"] = Cell(TwoLayer.joint(fidelity, experts=k), schedule, n, sizes.trials)
+        for l in sizes.fig7_l:
+            model = TwoLayer.joint(fidelity, patches_per_expert=l)
+            cells[f"fig7/N={n}/{l}"] = Cell(model, schedule, n, sizes.trials)
+    return cells
+
+
+def _theory_plan() -> Plan:
+    routers = TwoLayer.separate("print", patches_per_expert=PATTERNS.l_star)
+    m = COUPLED_WIDTH
+    wide = {
+        "separate": (TwoLayer.separate("print", neurons=m // 2), 1 / (2 * m)),
+        "joint": (TwoLayer.joint("print", neurons=m // 8), 1 / (16 * m)),
+        "cnn": (TwoLayer.cnn("print", neurons=m), 1 / (16 * m)),
+    }
+    epochs = round(m**0.5 / 5)  # √m steps, five an epoch
+    narrow = {"separate": TwoLayer.separate("print"), "joint": TwoLayer.joint("print"), "cnn": TwoLayer.cnn("print")}
+    return {
+        "lemma4.1/separate/2000": Cell(routers, Schedule(epochs=1), 2000, 5, PATTERNS),
+        **{
+            f"coupling/{kind}/{m}": Cell(
+                model, Schedule(epochs=epochs, learning_rate=rate), 100, 5, PATTERNS, 100, follow_patterns=True
+            )
+            for kind, (model, rate) in wide.items()
+        },
+        **{
+            f"coupling-in-figure-4/{kind}/40": Cell(model, Schedule(epochs=30), 300, 5, follow_patterns=True)
+            for kind, model in narrow.items()
+        },
+    }
+
+
+def _best_plan(sizes: Sizes) -> Plan:
+    printed, best = Schedule.of("print"), Schedule.of("best")
+    cells: dict[str, Cell] = {}
+    for n in sizes.fig4:
+        cells[f"printed/joint/{n}"] = Cell(TwoLayer.joint("print"), printed, n, sizes.trials)
+    for n in sizes.best:
+        cells[f"best/pmoe/{n}"] = Cell(TwoLayer.best(), best, n, sizes.trials)
+    if not sizes.own_comparison:
+        return cells
+    for n in sizes.fig4:
+        cells[f"best/cnn/{n}"] = Cell(_CAREFUL_CNN, Schedule.of("released"), n, sizes.trials)
+    for l in (1, 2, 3, 4, 6, 8, 12, 16):
+        cells[f"sweep/l/{l}"] = Cell(TwoLayer.best(l), best, 300, sizes.trials)
+    return cells
