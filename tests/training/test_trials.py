@@ -20,6 +20,7 @@ MAKES = {
     "cnn": TwoLayer.cnn("print", neurons=6),
     "separate": TwoLayer.separate("released", neurons=3),
     "separate in print": TwoLayer.separate("print", neurons=3),
+    "separate, more patches than there are": TwoLayer.separate("released", patches_per_expert=5, neurons=3),
     "joint": TwoLayer.joint("print", experts=3, patches_per_expert=2, neurons=4),
     "joint, all patches": TwoLayer.joint("released", experts=3, patches_per_expert=6, neurons=4),
     "best": TwoLayer.best(2, experts=3),
@@ -150,24 +151,27 @@ def test_routers_of_several_classes_train_in_pairs(classes: int):
     torch.testing.assert_close(trained.networks.routers[0], routers, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("make", ["cnn", "joint", "separate in print", "output learns"])
+@pytest.mark.parametrize(
+    "make", ["cnn", "joint", "separate in print", "separate, more patches than there are", "output learns"]
+)
 def test_a_network_stops_at_zero_error_and_stays_as_it_is(make: str):
     model = MAKES[make]
     stopping = Schedule(epochs=200, stop_at_zero_error=True, learning_rate=1.0)
-    stopped = train_trials(model, PATTERNS, trials=range(12), samples=30, schedule=stopping)
+    common = {"samples": 30, "dtype": torch.float64}  # hundreds of steps would blow up the rounding of float32
+    stopped = train_trials(model, PATTERNS, trials=range(12), schedule=stopping, **common)
     done = (stopped.epochs < 200).nonzero()[:, 0]
     assert stopped.epochs[done].unique().numel() > 1, "networks that all stop together prove nothing"
     assert (stopped.errors[done] == 0).all()
     by_length = done[stopped.epochs[done].argsort()]
     for t in (int(by_length[0]), int(by_length[-1])):
         epochs = int(stopped.epochs[t])
-        exactly = train_trials(model, PATTERNS, trials=[t], samples=30, schedule=replace(stopping, epochs=epochs))
+        exactly = train_trials(model, PATTERNS, trials=[t], schedule=replace(stopping, epochs=epochs), **common)
         assert exactly.epochs.item() == epochs
         for a, b in zip(parts(exactly.networks), parts(stopped.networks), strict=True):
             torch.testing.assert_close(a[0], b[t], rtol=0, atol=1e-6)
         if epochs > 1:
             sooner = replace(stopping, epochs=epochs - 1)
-            before = train_trials(model, PATTERNS, trials=[t], samples=30, schedule=sooner)
+            before = train_trials(model, PATTERNS, trials=[t], schedule=sooner, **common)
             assert before.errors.item() > 0
 
 

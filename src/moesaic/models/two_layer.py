@@ -225,9 +225,17 @@ class Networks:
         """(T, B, N) patches of samples → (T, G, B, N') those that each group of kernels looks at."""
         if self.routers is None:
             return index[:, None]
-        scores = self.scores(pool, index).permute(0, 3, 1, 2)  # (T, E, B, N)
-        chosen = best(scores, self.model.selected(self.patches))
-        return index[:, None].expand(-1, scores.shape[1], -1, -1).gather(3, chosen)
+        return index[:, None].expand(-1, self.model.experts, -1, -1).gather(3, self._chosen(pool, index))
+
+    def fixed_gate(self, pool: Tensor, index: Tensor) -> Tensor:
+        """(T, 1, B, N, E): 1 where a router that was trained beforehand picks the patch for its expert, else 0."""
+        chosen = self._chosen(pool, index).transpose(1, 2)  # (T, B, E, L)
+        gate = self.kernels.new_zeros(*chosen.shape[:3], index.shape[2]).scatter_(3, chosen, 1.0)
+        return gate.transpose(2, 3)[:, None].contiguous()
+
+    def _chosen(self, pool: Tensor, index: Tensor) -> Tensor:
+        """(T, E, B, L): the places of the patches that each router picks."""
+        return best(self.scores(pool, index).permute(0, 3, 1, 2), self.model.selected(self.patches))
 
     def scores(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, B, N, E): the routing values g of every patch."""
@@ -331,16 +339,14 @@ class _Response:
     """(T, B, m): scale · Σ_j ReLU(…) G_j."""
 
 
-def _respond(model: TwoLayer, pre: Tensor, patches: int) -> _Response:
+def _respond(model: TwoLayer, pre: Tensor, patches: int, gate: Tensor | None = None) -> _Response:
     T, G, B, N = pre.shape[:4]
     routed = model.experts if model.kind == "joint" else 0
     neurons = pre[..., routed:].view(T, G, B, N, model.experts // G, model.neurons)
     active = neurons.relu()
-    gate = None
-    weighted = active
     if routed:
         gate = _gate(pre[..., :routed], model.selected(patches))
-        weighted = active * gate[..., None]
+    weighted = active if gate is None else active * gate[..., None]
     pooled = weighted.sum(dim=3)  # (T, G, B, E', J)
     flat = pooled.transpose(1, 2).reshape(T, B, model.width)
     return _Response(neurons, active, gate, flat * model.factor(patches))
@@ -362,14 +368,23 @@ def logits(model: TwoLayer, pre: Tensor, output: Tensor, patches: int) -> Tensor
 
 
 def error_signal(
-    model: TwoLayer, pre: Tensor, output: Tensor, labels: Tensor, weight: Tensor, patches: int, out: Tensor
+    model: TwoLayer,
+    pre: Tensor,
+    output: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    patches: int,
+    out: Tensor,
+    gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of the loss in the pre-activations, written to ``out`` (T, G, B, N', K).
 
     The loss is Σ_i weight_i · loss(f(x_i), labels_i); weights (T, B) of 1/B give the mean, and 0 leaves a
-    network as it is. Returns the outputs (T, B, O), and the gradient of ``output`` where it learns.
+    network as it is. Where pre-activations are of all patches although routers are fixed, ``gate``
+    (T, 1, B, N, E) says which of them count (`Networks.fixed_gate`). Returns the outputs (T, B, O), and the
+    gradient of ``output`` where it learns.
     """
-    response = _respond(model, pre, patches)
+    response = _respond(model, pre, patches, gate)
     f = torch.bmm(response.pooled, output)
     if f.shape[2] == 1:
         y = 2.0 * labels - 1.0
@@ -382,11 +397,12 @@ def error_signal(
     through = torch.bmm(slope, output.transpose(1, 2)) * model.factor(patches)
     through = through.view(T, B, G, 1, inside, J).transpose(1, 2)
 
-    routed = model.experts if response.gate is not None else 0
+    routed = model.experts if model.kind == "joint" else 0
     neurons = out[..., routed:].view(response.pre.shape)
     torch.mul(response.pre > 0, through, out=neurons)
     if response.gate is not None:
         neurons *= response.gate[..., None]
+    if response.gate is not None and routed:
         benefit = (response.active * through).sum(dim=-1)  # what each patch adds to the loss if fully gated
         mean = (benefit * response.gate).sum(dim=3, keepdim=True)
         torch.mul(response.gate, benefit - mean, out=out[..., :routed])

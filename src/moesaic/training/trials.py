@@ -190,7 +190,9 @@ def train_trials(
 
 def _chunk_size(model: TwoLayer, source: PatchSource, trials: int, batch: int, device: torch.device) -> int:
     """As many as the budget allows, but not more than leave every core its share."""
-    seen = source.patches if model.kind != "separate" else model.experts * model.selected(source.patches)
+    seen = source.patches
+    if model.kind == "separate":
+        seen = min(seen, model.experts * model.selected(seen))
     work, cores = (_CPU_WORK, torch.get_num_threads()) if device.type == "cpu" else (_GPU_WORK, 1)
     return max(1, min(work // (4 * batch * seen * source.dim), -(-trials // cores)))
 
@@ -293,8 +295,16 @@ class _Chunk:
     def __init__(self, networks: Networks, data: TrialData, keys: Tensor, schedule: Schedule) -> None:
         self.schedule = schedule
         self.data = data
-        self.seen = networks.select(data.pool, data.index).contiguous()
-        self.epoch = torch.zeros((), dtype=torch.int64, device=keys.device)
+        # Experts that together see more patches than there are would gather some of them twice: then all
+        # kernels look at all patches, and a gate tells which count.
+        model, N = networks.model, networks.patches
+        self.gate: Tensor | None = None
+        if model.kind == "separate" and model.experts * model.selected(N) > N:
+            self.gate = networks.fixed_gate(data.pool, data.index)
+            self.seen = data.index[:, None].contiguous()
+        else:
+            self.seen = networks.select(data.pool, data.index).contiguous()
+        self.epoch: Tensor = torch.zeros((), dtype=torch.int64, device=keys.device)
         self.take(networks, keys, torch.arange(len(keys), device=keys.device))
         self.epochs = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
         self.active = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
@@ -305,14 +315,15 @@ class _Chunk:
         self.networks, self.keys, self.which = networks, keys, which
         T, G, B, N = self.seen.shape
         self.batch = min(self.schedule.batch, B)
-        kernels = networks.kernels
-        self.patches = kernels.new_empty(T * G, self.batch * N, kernels.shape[3])
-        self.pre = kernels.new_empty(T * G, self.batch * N, kernels.shape[2])
+        kernels = networks.kernels.view(T * G, -1, networks.kernels.shape[3])
+        self.patches = kernels.new_empty(T * G, self.batch * N, kernels.shape[2])
+        self.pre = kernels.new_empty(T * G, self.batch * N, kernels.shape[1])
         self.signal = torch.empty_like(self.pre)
 
     def shrink(self, keep: Tensor) -> None:
         """Go on with some of the networks."""
         self.seen, self.active, self.epochs = self.seen[keep], self.active[keep], self.epochs[keep]
+        self.gate = None if self.gate is None else self.gate[keep]
         self.errors = self.errors[keep]
         self.data = replace(self.data, labels=self.data.labels[keep])
         self.take(self.networks.of(keep), self.keys[keep], self.which[keep])
@@ -323,22 +334,26 @@ class _Chunk:
         order = draws.permutations(self.keys, self.epoch, B)
         rows = self.seen.gather(2, order[:, None, :, None].expand(T, G, B, N))
         labels = self.data.labels.gather(1, order)
+        gate = None
+        if self.gate is not None:
+            gate = self.gate.gather(2, order[:, None, :, None, None].expand_as(self.gate))
         share = self.active.to(self.pre.dtype)[:, None]
         wrong = torch.zeros_like(self.errors)
         for start in range(0, B, self.batch):
             stop = min(start + self.batch, B)
-            wrong += self._step(rows[:, :, start:stop], labels[:, start:stop], share / (stop - start))
+            part = None if gate is None else gate[:, :, start:stop]
+            wrong += self._step(rows[:, :, start:stop], labels[:, start:stop], share / (stop - start), part)
         self.errors.copy_(torch.where(self.active, wrong, self.errors))
         self.epochs += self.active
         self.epoch += 1
         if self.schedule.stop_at_zero_error:
             self.active &= wrong > 0
 
-    def _step(self, rows: Tensor, labels: Tensor, share: Tensor) -> Tensor:
+    def _step(self, rows: Tensor, labels: Tensor, share: Tensor, gate: Tensor | None) -> Tensor:
         """One minibatch of every network; returns how many samples of each were on the wrong side."""
         networks = self.networks
         T, G, B, N = rows.shape
-        K, D = networks.kernels.shape[2:]
+        K, D = self.pre.shape[2], networks.kernels.shape[3]
         patches, pre, signal = (room[:, : B * N] for room in (self.patches, self.pre, self.signal))
         if self.batch > B:  # the rest of the samples: too few to fill the room, which must not be torn
             patches, pre, signal = (
@@ -357,6 +372,7 @@ class _Chunk:
             share.expand(T, B),
             networks.patches,
             signal.view(T, G, B, N, K),
+            gate,
         )
         kernels.baddbmm_(signal.transpose(1, 2), patches, alpha=-self.schedule.learning_rate)
         if output_gradient is not None:
