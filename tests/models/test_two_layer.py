@@ -243,6 +243,13 @@ def test_alternating_output_weights_leave_out_no_class(neurons: int, classes: in
         assert (made.sum(2) == 1).all()
 
 
+def test_the_best_network_is_joint_training_at_its_best():
+    assert TwoLayer.best() == TwoLayer.joint("best")
+    assert TwoLayer.best(2, experts=3) == TwoLayer.joint("best", experts=3, patches_per_expert=2)
+    assert (TwoLayer.best().experts, TwoLayer.best().patches_per_expert, TwoLayer.best().neurons) == (16, 4, 4)
+    assert TwoLayer.best().standardise
+
+
 def test_logits_are_the_outputs():
     model = TwoLayer.joint("print", experts=3, patches_per_expert=2, neurons=2)
     networks = networks_of(model, 2)

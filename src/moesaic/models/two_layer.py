@@ -116,22 +116,40 @@ class TwoLayer:
         return cls("separate", classes, patches_per_expert, neurons, "selected", None, None, "normal")
 
     @classmethod
-    def joint(cls, fidelity: Fidelity, *, experts: int = 8, patches_per_expert: int = 6, neurons: int = 5) -> TwoLayer:
-        """Eqs. 1 and 4: routers and experts learn together; 8 experts of 5 neurons, 6 patches each."""
-        _printed_or_released("TwoLayer.joint", fidelity)
-        if fidelity == "released":
-            return cls("joint", experts, patches_per_expert, neurons, "patches", 0.01, 1e-4, "normal")
-        return cls("joint", experts, patches_per_expert, neurons, "selected", None, None, "normal")
+    def joint(
+        cls,
+        fidelity: Fidelity,
+        *,
+        experts: int | None = None,
+        patches_per_expert: int | None = None,
+        neurons: int | None = None,
+    ) -> TwoLayer:
+        """Eqs. 1 and 4: routers and experts learn together.
 
-    @classmethod
-    def best(cls, patches_per_expert: int = 4, *, experts: int = 16, neurons: int = 4) -> TwoLayer:
-        """The network to use: joint training on standardised patches.
-
-        Against print: standardised patches, small kernels at the start, balanced output signs, and twice
-        the experts. `Schedule.of("best")` goes with it, `moesaic.theory.suggest_patches_per_expert`
+        The paper has 8 experts of 5 neurons with 6 patches each. ``"best"`` is the network to use: 16 of 4
+        neurons with 4 patches, standardised patches, small kernels at the start and balanced output signs.
+        `Schedule.of` has the schedule that goes with each, `moesaic.theory.suggest_patches_per_expert`
         chooses the number of patches.
         """
-        return cls("joint", experts, patches_per_expert, neurons, "selected", 0.01, None, "alternating", False, True)
+        one_of("TwoLayer.joint", "fidelity", fidelity, get_args(Fidelity))
+        E, L, J = (16, 4, 4) if fidelity == "best" else (8, 6, 5)
+        shape = (
+            E if experts is None else experts,
+            L if patches_per_expert is None else patches_per_expert,
+            J if neurons is None else neurons,
+        )
+        if fidelity == "best":
+            return cls("joint", *shape, "selected", 0.01, None, "alternating", standardise=True)
+        if fidelity == "released":
+            return cls("joint", *shape, "patches", 0.01, 1e-4, "normal")
+        return cls("joint", *shape, "selected", None, None, "normal")
+
+    @classmethod
+    def best(
+        cls, patches_per_expert: int | None = None, *, experts: int | None = None, neurons: int | None = None
+    ) -> TwoLayer:
+        """The network to use: `joint` with ``fidelity="best"``."""
+        return cls.joint("best", experts=experts, patches_per_expert=patches_per_expert, neurons=neurons)
 
     @property
     def width(self) -> int:
