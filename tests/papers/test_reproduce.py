@@ -18,6 +18,7 @@ from moesaic.papers.chowdhury2023_plan import plan as whole_plan
 
 TINY = Sizes(
     trials=2,
+    printed_trials=2,
     fig4=(20, 40),
     fig5_l=(2, 16),
     fig5_n=(20, 40),

@@ -304,9 +304,11 @@ def _suggested(study: Study) -> Judgement:
 def notes(preset: str, lab: Lab) -> list[str]:
     """What a reader should know."""
     sizes = SIZES[preset]
+    many = f"{sizes.trials} trials of each setting"
+    if sizes.printed_trials != sizes.trials:
+        many = f"{sizes.printed_trials} trials of each setting as printed and {sizes.trials} of the others"
     said = [
-        f"{sizes.trials} trials of each setting (the paper: 5 in Figure 4, 20 in Figure 5; lemmas: 5), each with its "
-        "own training and test samples."
+        f"{many} (the paper: 5 in Figure 4, 20 in Figure 5; lemmas: 5), each with its own training and test samples."
     ]
     if lab.digits.data_dir is None:
         said.append(

@@ -19,6 +19,8 @@ class Sizes:
     """The sizes of a preset."""
 
     trials: int
+    printed_trials: int
+    """Trials of Figures 4 and 6 to 9 as printed, which stop early and cost less."""
     fig4: tuple[int, ...]
     fig5_l: tuple[int, ...]
     fig5_n: tuple[int, ...]
@@ -38,6 +40,7 @@ class Sizes:
 SIZES = {
     "full": Sizes(
         trials=20,
+        printed_trials=20,
         fig4=(100, 300, 500, 700, 900, 1000),
         fig5_l=(2, 4, 6, 8, 10, 12, 14, 16),
         fig5_n=(100, 200, 300, 400, 500, 700, 1000, 1400),
@@ -51,12 +54,13 @@ SIZES = {
     ),
     "quick": Sizes(
         trials=5,
+        printed_trials=10,
         fig4=(100, 300, 800),
         fig5_l=(2, 6, 16),
         fig5_n=(100, 300, 800),
         fig5_trials=5,
-        fig6_k=(4, 8, 16, 32),
-        fig7_l=(2, 6, 10, 16),
+        fig6_k=(8, 16, 32),
+        fig7_l=(6, 10, 16),
         fixed_n=(300,),
         best=(50, 100, 300),
         released_sweeps=False,
@@ -78,6 +82,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
     if fidelity == "best":
         return _best_plan(sizes)
     schedule = Schedule.of(fidelity)
+    trials = sizes.printed_trials if fidelity == "print" else sizes.trials
     models = {
         "cnn": TwoLayer.cnn(fidelity),
         "separate": TwoLayer.separate(fidelity),
@@ -86,7 +91,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
     cells: dict[str, Cell] = {}
     for line, model in models.items():
         for n in sizes.fig4:
-            cells[f"fig4/{line}/{n}"] = Cell(model, schedule, n, sizes.trials)
+            cells[f"fig4/{line}/{n}"] = Cell(model, schedule, n, trials)
     if fidelity == "print":
         cells |= _theory_plan()
     elif not sizes.released_sweeps:
@@ -97,10 +102,10 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
             cells[f"fig5/l={l}/{n}"] = Cell(model, schedule, n, sizes.fig5_trials)
     for n in sizes.fixed_n:
         for k in sizes.fig6_k:
-            cells[f"fig6/N={n}/{k}"] = Cell(TwoLayer.joint(fidelity, experts=k), schedule, n, sizes.trials)
+            cells[f"fig6/N={n}/{k}"] = Cell(TwoLayer.joint(fidelity, experts=k), schedule, n, trials)
         for l in sizes.fig7_l:
             model = TwoLayer.joint(fidelity, patches_per_expert=l)
-            cells[f"fig7/N={n}/{l}"] = Cell(model, schedule, n, sizes.trials)
+            cells[f"fig7/N={n}/{l}"] = Cell(model, schedule, n, trials)
     return cells
 
 
@@ -133,7 +138,7 @@ def _best_plan(sizes: Sizes) -> Plan:
     printed, best = Schedule.of("print"), Schedule.of("best")
     cells: dict[str, Cell] = {}
     for n in sizes.fig4:
-        cells[f"printed/joint/{n}"] = Cell(TwoLayer.joint("print"), printed, n, sizes.trials)
+        cells[f"printed/joint/{n}"] = Cell(TwoLayer.joint("print"), printed, n, sizes.printed_trials)
     for n in sizes.best:
         cells[f"best/pmoe/{n}"] = Cell(TwoLayer.best(), best, n, sizes.trials)
     if not sizes.own_comparison:
