@@ -28,6 +28,7 @@ __all__ = [
     "write_charts",
     "write_findings",
     "write_json",
+    "write_whole",
 ]
 
 Record = TypeVar("Record")
@@ -156,8 +157,13 @@ def read_charts(path: Path) -> list[Chart]:
 def write_json(path: Path, content: object) -> None:
     """Write a JSON file whole or not at all; numbers that JSON does not know (NaN, ∞) become null."""
     text = json.dumps(_known_to_json(content), indent=1, ensure_ascii=False, allow_nan=False)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")  # two programs may write at once
-    unfinished.write_text(text + "\n", encoding="utf-8")
+    write_whole(path, f"{text}\n".encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: under another name first, each program its own, and then renamed."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished.write_bytes(content)
     unfinished.replace(path)
 
 

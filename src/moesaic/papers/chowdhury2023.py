@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moesaic import draws
 from moesaic.ledger import Claim
 from moesaic.papers.chowdhury2023_charts import charts
-from moesaic.papers.chowdhury2023_plan import COUPLED_WIDTH, PATTERNS, SIZES, plan
+from moesaic.papers.chowdhury2023_plan import COUPLED_WIDTH, LEVEL, PATTERNS, SIZES, plan
 from moesaic.papers.claims import Judgement, Paper, Study, Test, at_least, at_most, below, reaches
 from moesaic.papers.lab import Lab, Result
 from moesaic.papers.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
@@ -29,8 +29,6 @@ __all__ = ["PAPER"]
 
 Array = NDArray[np.float64]
 
-LEVEL = 95.0
-"""Test accuracy in percent at which sample sizes are compared, here and in the paper."""
 L_STAR = 6
 """What the paper reads off Figure 7; l in Figures 4 and 9."""
 K_PROPER = 8
@@ -123,9 +121,9 @@ def _success(results: Sequence[Result]) -> Array:
 
 
 def _sample_growth(study: Study) -> Judgement:
-    ls = sorted({int(name.split("/")[1].removeprefix("l=")) for name in study.plan if name.startswith("fig5/")})
-    sizes = study.line(f"fig5/l={ls[0]}")[0]
-    successes = np.stack([_success(study.line(f"fig5/l={l}")[1]) for l in ls])
+    lines = {l: study.line(prefix) for l, prefix in study.lines("fig5").items()}
+    ls, sizes = list(lines), next(iter(lines.values()))[0]
+    successes = np.stack([_success(results) for _, results in lines.values()])
 
     def exponent(several: Array) -> float:
         needed = [min(samples_at(0.5, sizes, each.mean(axis=1)), sizes[-1]) for each in several]
@@ -141,10 +139,9 @@ def _sample_growth(study: Study) -> Judgement:
 
 def _sweep(study: Study, figure: str, least: float) -> tuple[list[float], list[Array]]:
     """The places from ``least`` on, and for each fixed N the accuracies (S, T) there."""
-    prefixes = sorted({name.rpartition("/")[0] for name in study.plan if name.startswith(f"{figure}/")})
     places: list[float] = []
     several: list[Array] = []
-    for prefix in prefixes:
+    for prefix in study.lines(figure).values():
         places, results = study.line(prefix)
         several.append(_accuracies(results)[[place >= least for place in places]])
     return [place for place in places if place >= least], several

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from moesaic.ledger import Blocks, Chart, Fidelity, Panel, Series
+from moesaic.papers.chowdhury2023_plan import LEVEL
 from moesaic.papers.claims import Study
 from moesaic.papers.lab import Result
 
@@ -72,20 +73,19 @@ def _figure_4(studies: Mapping[Fidelity, Study]) -> Chart:
         "How many labelled samples does routing save?",
         "Further left is better: a curve that reaches the dotted 95 % line with fewer samples needs fewer labels. Mean "
         "and standard deviation over trials. The released CNN has 4 neurons where the paper prints 40.",
-        _panels(studies, draw, _SAMPLES, _ACCURACY, 95.0),
+        _panels(studies, draw, _SAMPLES, _ACCURACY, LEVEL),
     )
 
 
 def _figure_5(studies: Mapping[Fidelity, Study]) -> Chart:
     panels: list[Panel] = []
     for fidelity, study in studies.items():
-        ls = sorted({int(name.split("/")[1].removeprefix("l=")) for name in study.plan if name.startswith("fig5/")})
-        if not ls:
+        lines = {l: study.line(prefix) for l, prefix in study.lines("fig5").items()}
+        if not lines:
             continue
-        sizes = study.line(f"fig5/l={ls[0]}")[0]
-        share = [[float((r.accuracy >= 95).mean()) for r in study.line(f"fig5/l={l}")[1]] for l in ls]
-        rows = tuple(tuple(share[i][j] for i in range(len(ls))) for j in range(len(sizes)))
-        blocks = Blocks(tuple(float(l) for l in ls), tuple(sizes), rows)
+        sizes = next(iter(lines.values()))[0]
+        columns = [[float((each.accuracy >= LEVEL).mean()) for each in results] for _, results in lines.values()]
+        blocks = Blocks(tuple(float(l) for l in lines), tuple(sizes), tuple(zip(*columns, strict=True)))
         panels.append(Panel(_TITLES[fidelity], "Patches per expert l", _SAMPLES, blocks=blocks))
     return Chart(
         "figure-5",
@@ -101,11 +101,9 @@ def _sweep(studies: Mapping[Fidelity, Study], figure: str) -> Chart:
     many = "experts k" if figure == "fig6" else "patches per expert l"
 
     def draw(study: Study) -> tuple[Series, ...]:
-        prefixes = {name.rpartition("/")[0] for name in study.plan if name.startswith(f"{figure}/")}
-        ordered = sorted(prefixes, key=lambda prefix: int(prefix.rpartition("=")[2]))
         return tuple(
             _without_one(line)
-            for prefix in ordered
+            for prefix in study.lines(figure).values()
             for line in _series(study, prefix, prefix.removeprefix(f"{figure}/"), prefix)
         )
 

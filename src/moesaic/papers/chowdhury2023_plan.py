@@ -11,7 +11,11 @@ from moesaic.papers.claims import Plan
 from moesaic.papers.lab import Cell
 from moesaic.training import Schedule
 
-__all__ = ["COUPLED_WIDTH", "PATTERNS", "SIZES", "Sizes", "plan"]
+__all__ = ["COUPLED_WIDTH", "LEVEL", "PATTERNS", "SIZES", "Sizes", "plan"]
+
+
+LEVEL = 95.0
+"""Test accuracy in percent at which sample sizes are compared, here and in the paper."""
 
 
 @dataclass(frozen=True)

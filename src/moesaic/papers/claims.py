@@ -62,6 +62,11 @@ class Study:
     results: Mapping[str, Result]
     lab: Lab
 
+    def lines(self, figure: str) -> dict[int, str]:
+        """The prefixes of a figure's lines by the number that tells them apart: {4: "fig5/l=4"}."""
+        prefixes = {name.rpartition("/")[0] for name in self.plan if name.startswith(f"{figure}/")}
+        return dict(sorted((int(prefix.rpartition("=")[2]), prefix) for prefix in prefixes))
+
     def line(self, prefix: str) -> tuple[list[float], list[Result]]:
         """The cells "prefix/x" in the order of x."""
         found = {float(name.removeprefix(f"{prefix}/")): name for name in self.plan if name.startswith(f"{prefix}/")}

@@ -105,7 +105,7 @@ class Lab:
             "test_samples": cell.test_samples,
             "trials": cell.trials,
             "seed": self.seed,
-            "follow_patterns": cell.follow_patterns,
+            "follow_patterns": cell.follow_patterns and _PROBE,
         }
 
     def _work(self, name: str, cell: Cell) -> Callable[[], dict[str, Any]]:

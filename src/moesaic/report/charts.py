@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from moesaic.ledger import Blocks, Chart, Panel
+from moesaic.ledger import Blocks, Chart, Panel, write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -137,9 +137,7 @@ def write_figures(folder: Path, charts: Iterable[Chart]) -> list[Path]:
         figure = draw(chart)
         for kind in ("png", "svg"):
             path = folder / f"{chart.id}.{kind}"
-            unfinished = folder / f".{path.name}.unfinished"
-            unfinished.write_bytes(_rendered(figure, chart, kind))
-            unfinished.replace(path)
+            write_whole(path, _rendered(figure, chart, kind))
             written.append(path)
     return written
 

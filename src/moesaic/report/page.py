@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moesaic.ledger import VERDICTS, Chart, Fidelity, Finding
+from moesaic.ledger import VERDICTS, Chart, Fidelity, Finding, write_whole
 from moesaic.report.charts import COLOURS, to_svg
 from moesaic.report.glossary import explained
 from moesaic.report.table import verdict_counts
@@ -100,9 +100,7 @@ def write_report(
         dark=_ON_DARK,
         css=_style_class,
     )
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
+    write_whole(path, text.encode())
 
 
 @dataclass(frozen=True)
