@@ -10,8 +10,12 @@ import pytest
 from moesaic.ledger import (
     Blocks,
     Chart,
+    Counts,
     Finding,
+    Group,
     Panel,
+    Points,
+    Regions,
     Series,
     read_charts,
     read_findings,
@@ -52,13 +56,27 @@ FINDING = Finding(
 
 CHART = Chart(
     "figure-4",
+    "chowdhury2023",
     "Figure 4",
     "Test accuracy",
     "Higher is better.",
     (
         Panel("print", "samples", "%", (Series("CNN", "cnn", (100, 200.5), (80.0, 90.0), (1.0, 2.0)),), level=95.0),
-        Panel("l", "l", "samples", blocks=Blocks((1, 2), (10,), ((0.0, 1.0),)), log_y=True),
+        Panel("l", "l", "samples", blocks=Blocks((1, 2), (10,), ((0.0, 1.0),)), log_y=True, log_x=True),
+        Panel("to", "expert", "cluster", counts=Counts(("1", "2"), ("a",), ((3.0,), (4000.0,)))),
+        Panel("plane", "", "", points=Points((Group("expert 1", "expert-1", (0.5,), (1.5,), "+", "class 1"),))),
+        Panel(
+            "regions",
+            "",
+            "",
+            points=Points(
+                (Group("expert 1", "expert-1", (), ()),),
+                Regions((0.0, 1.0), (0.0,), ("expert-1",), ((0, -1),), ((-1.5, 2.0),)),
+            ),
+        ),
     ),
+    columns=2,
+    row_titles=("lines and blocks", "the rest"),
 )
 
 
@@ -104,6 +122,23 @@ def test_the_files_are_json_that_every_reader_knows(tmp_path: Path):
 
     write_findings(tmp_path / "claims.json", [replace(FINDING, measured=math.nan, interval=(-math.inf, math.inf))])
     json.loads((tmp_path / "claims.json").read_text("utf-8"), parse_constant=refuse)
+
+
+def test_a_list_of_numbers_takes_one_line_and_texts_stay_as_they_are(tmp_path: Path):
+    content = {"rows": [[1.0, -2e-05], [math.nan, 3]], "texts": ["[\n 1,\n 2\n]", "[ 1 ]"], "none": []}
+    write_json(tmp_path / "some.json", content)
+    text = (tmp_path / "some.json").read_text("utf-8")
+    assert "[1.0, -2e-05]" in text
+    assert "[null, 3]" in text
+    assert json.loads(text) == content | {"rows": [[1.0, -2e-05], [None, 3]]}
+
+
+def test_a_marker_that_does_not_exist_is_refused_with_its_place(tmp_path: Path):
+    path = tmp_path / "charts.json"
+    write_charts(path, [CHART])
+    path.write_text(path.read_text("utf-8").replace('"marker": "+"', '"marker": "heart"'), "utf-8")
+    with pytest.raises(ValueError, match=r"groups\[0\]\.marker: 'heart' where one of"):
+        read_charts(path)
 
 
 def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path):

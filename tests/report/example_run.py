@@ -124,6 +124,7 @@ def success(scale: float) -> Blocks:
 CHARTS: tuple[Chart, ...] = (
     Chart(
         "figure-4",
+        "chowdhury2023",
         "Figure 4",
         "Test accuracy against training samples",
         "A network that routes patches to experts needs fewer labelled samples than a plain convolutional network of "
@@ -135,6 +136,7 @@ CHARTS: tuple[Chart, ...] = (
     ),
     Chart(
         "figure-5",
+        "chowdhury2023",
         "Figure 5",
         "How many samples separate training needs as l grows",
         "Each block is 20 trials. White: all reach zero test error; black: none does. The border moves up with l.",
@@ -145,6 +147,7 @@ CHARTS: tuple[Chart, ...] = (
     ),
     Chart(
         "figure-8",
+        "chowdhury2023",
         "Figure 8",
         "How often the router finds the patch that matters",
         "The share of test samples whose discriminative digit is among the l patches the router ranks highest.",

@@ -21,7 +21,7 @@ FIGURE_4, FIGURE_5, FIGURE_8 = CHARTS
 
 
 def chart(*panels: Panel) -> Chart:
-    return Chart("figure-1", "Figure 1", "A title", "A caption.", panels)
+    return Chart("figure-1", "paper", "Figure 1", "A title", "A caption.", panels)
 
 
 def lines(*series: Series, **options) -> Panel:

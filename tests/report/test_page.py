@@ -166,8 +166,8 @@ def test_only_words_that_occur_are_explained(tmp_path: Path):
 )
 def test_a_word_is_found_in_any_of_its_forms(text: str, word: str):
     line = Series(text, "joint", (1.0,), (1.0,))
-    bare = Chart("c", "Figure 1", "", "", (Panel("", "", "", (line,)),))
-    for where in (bare, replace(bare, caption=text, panels=()), Chart("c", "", text, "", (Panel("", text, ""),))):
+    bare = Chart("c", "p", "Figure 1", "", "", (Panel("", "", "", (line,)),))
+    for where in (bare, replace(bare, caption=text, panels=()), Chart("c", "p", "", text, "", (Panel("", text, ""),))):
         assert word in explained([], [where])
     assert word in explained([finding(statement=text)], [])
 
@@ -206,7 +206,7 @@ def full_of(text: str, folder: Path) -> str:
     """A report with ``text`` wherever a text may be."""
     found = finding(id=text, where=text, statement=text, published=text, rule=text, verdict=f"partly: {text}")
     line = Series(text, text, (1.0, 2.0), (2.0, 3.0))
-    chart = Chart("c", text, text, text, (Panel(text, text, text, (line,)),))
+    chart = Chart("c", "p", text, text, text, (Panel(text, text, text, (line,)),))
     given: dict[str, Any] = {"title": text, "notes": [text], "command": text, "machine": text}
     return written(folder, findings=[replace(found, preset=text, paper=text)], charts=[chart], **given)
 

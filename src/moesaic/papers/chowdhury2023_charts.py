@@ -14,6 +14,7 @@ from moesaic.papers.lab import Result
 
 __all__ = ["charts"]
 
+_PAPER = "chowdhury2023"
 _TITLES: dict[Fidelity, str] = {"print": "as printed", "released": "as released", "best": "our own"}
 _SAMPLES = "Number of training samples N"
 _ACCURACY = "Test accuracy (%)"
@@ -69,6 +70,7 @@ def _figure_4(studies: Mapping[Fidelity, Study]) -> Chart:
 
     return Chart(
         "figure-4",
+        _PAPER,
         "Figure 4",
         "How many labelled samples does routing save?",
         "Further left is better: a curve that reaches the dotted 95 % line with fewer samples needs fewer labels. Mean "
@@ -89,6 +91,7 @@ def _figure_5(studies: Mapping[Fidelity, Study]) -> Chart:
         panels.append(Panel(_TITLES[fidelity], "Patches per expert l", _SAMPLES, blocks=blocks))
     return Chart(
         "figure-5",
+        _PAPER,
         "Figure 5",
         "How many samples do more patches per expert cost?",
         "Separate training. Each block is the share of trials that reach 95 % test accuracy: white all, black none. If "
@@ -115,6 +118,7 @@ def _sweep(studies: Mapping[Fidelity, Study], figure: str) -> Chart:
     )
     return Chart(
         f"figure-{figure[3:]}",
+        _PAPER,
         f"Figure {figure[3:]}",
         f"What does the number of {many} do to accuracy?",
         f"Joint training with N samples, mean and standard deviation over trials. {told}",
@@ -144,6 +148,7 @@ def _figure_8(studies: Mapping[Fidelity, Study]) -> Chart:
 
     return Chart(
         "figure-8",
+        _PAPER,
         "Figure 8",
         "Does the separately trained router find the patch that matters?",
         "Share of test samples whose discriminative digit is among the l patches that its router ranks highest. A "
@@ -161,6 +166,7 @@ def _figure_9(studies: Mapping[Fidelity, Study]) -> Chart:
 
     return Chart(
         "figure-9",
+        _PAPER,
         "Figure 9",
         "Does joint training find it, too?",
         "Share of a class's test samples whose discriminative digit gets the largest gate of the class's best expert "
@@ -185,6 +191,7 @@ def _coupling(studies: Mapping[Fidelity, Study]) -> Chart:
             panels.append(Panel(title, "Epoch", "Neurons that switch as at the start (%)", tuple(lines)))
     return Chart(
         "coupling",
+        _PAPER,
         "Lemmas G.1, H.1, I.1",
         "Do neurons keep the pattern they started with?",
         "The proofs need most neurons to switch on and off, on all patches of a sample, as they did before training. "
@@ -198,6 +205,7 @@ def _own_sweep(studies: Mapping[Fidelity, Study]) -> Chart:
     panels = (Panel(_TITLES["best"], "Patches per expert l", _ACCURACY, series),) if series else ()
     return Chart(
         "our-own-l",
+        _PAPER,
         "Our own",
         "Which l is best for our network?",
         "Accuracy against l; the estimator suggests an l from the training data alone.",

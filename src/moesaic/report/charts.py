@@ -92,7 +92,8 @@ def draw(chart: Chart, panel: int | None = None) -> Figure:
     >>> from moesaic.ledger import Series
     >>> line = Series("CNN", "cnn", (100, 300), (80.0, 90.0), spread=(2.0, 1.0))
     >>> panel = Panel("as printed", "training samples", "test accuracy (%)", (line,), level=95)
-    >>> figure = draw(Chart("figure-4", "Figure 4", "Test accuracy", "Higher is better.", (panel,)))
+    >>> chart = Chart("figure-4", "chowdhury2023", "Figure 4", "Test accuracy", "Higher is better.", (panel,))
+    >>> figure = draw(chart)
     >>> figure.savefig("figure-4.png")  # doctest: +SKIP
     """
     import matplotlib
