@@ -14,9 +14,9 @@ from moesaic.data import DigitPatches
 from moesaic.ledger import Fidelity
 from moesaic.papers import PAPERS, chowdhury2023
 from moesaic.papers.chowdhury2023 import PAPER
+from moesaic.papers.chowdhury2023_cells import Plan, Result, Study, Test, TwoLayerCell
 from moesaic.papers.chowdhury2023_plan import SIZES
-from moesaic.papers.claims import Judgement, Plan, Study, Test
-from moesaic.papers.lab import Cell, Result
+from moesaic.papers.claims import Judgement
 from moesaic.theory import error_at_fixed_samples
 
 TESTS = {test.claim.id: test for test in PAPER.tests}
@@ -25,9 +25,7 @@ TESTS = {test.claim.id: test for test in PAPER.tests}
 def result(accuracy: float = 90.0, *, epochs: float = 10, spread: float = 0.5, trials: int = 20, **more) -> Result:
     """Trials around a value; the same deviations every time, as trials share their data."""
     deviation = spread * np.random.default_rng(7).normal(size=trials)
-    return Result(
-        accuracy + deviation - deviation.mean(), np.full(trials, float(epochs)), np.zeros(trials), 1.0, **more
-    )
+    return Result(accuracy + deviation - deviation.mean(), np.full(trials, float(epochs)), np.zeros(trials), **more)
 
 
 def judged(claim: str, results: dict[str, Result]) -> Judgement:
@@ -304,5 +302,5 @@ def test_the_suggested_l_is_judged_by_the_accuracy_at_its_nearest_in_the_sweep(
 @pytest.mark.parametrize("preset", SIZES)
 def test_plans_are_made_of_cells(preset: str, fidelity: Fidelity):
     cells = PAPER.plan(preset, fidelity)
-    assert all(isinstance(cell, Cell) and cell.trials >= 2 for cell in cells.values())
+    assert all(isinstance(cell, TwoLayerCell) and cell.trials >= 2 for cell in cells.values())
     assert all(len(name.split("/")) == 3 for name in cells)

@@ -5,14 +5,13 @@ import pytest
 
 from moesaic.ledger import Chart
 from moesaic.papers.chowdhury2023 import PAPER
+from moesaic.papers.chowdhury2023_cells import Result, Study
 from moesaic.papers.chowdhury2023_charts import charts
-from moesaic.papers.claims import Study
-from moesaic.papers.lab import Result
 
 
 def result(accuracy: list[float], **more: np.ndarray) -> Result:
     values = np.asarray(accuracy)
-    return Result(values, np.ones(len(values)), np.zeros(len(values)), 1.0, **more)
+    return Result(values, np.ones(len(values)), np.zeros(len(values)), **more)
 
 
 def drawn(results: dict[str, Result], fidelity: str = "print", **others: Study) -> dict[str, Chart]:

@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from moesaic.ledger import Blocks, Chart, Fidelity, Panel, Series
+from moesaic.papers.chowdhury2023_cells import Result, Study
 from moesaic.papers.chowdhury2023_plan import LEVEL
-from moesaic.papers.claims import Study
-from moesaic.papers.lab import Result
 
 __all__ = ["charts"]
 

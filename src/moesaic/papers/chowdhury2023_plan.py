@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 from moesaic.data import PatternPatches
 from moesaic.ledger import Fidelity
 from moesaic.models import TwoLayer
-from moesaic.papers.claims import Plan
-from moesaic.papers.lab import Cell
+from moesaic.papers.chowdhury2023_cells import Plan, TwoLayerCell
 from moesaic.training import Schedule
 
 __all__ = ["COUPLED_WIDTH", "LEVEL", "PATTERNS", "SIZES", "Sizes", "plan"]
@@ -92,10 +91,10 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
         "separate": TwoLayer.separate(fidelity),
         "joint": TwoLayer.joint(fidelity),
     }
-    cells: dict[str, Cell] = {}
+    cells: dict[str, TwoLayerCell] = {}
     for line, model in models.items():
         for n in sizes.fig4:
-            cells[f"fig4/{line}/{n}"] = Cell(model, schedule, n, trials)
+            cells[f"fig4/{line}/{n}"] = TwoLayerCell(model, schedule, n, trials)
     if fidelity == "print":
         cells |= _theory_plan()
     elif not sizes.released_sweeps:
@@ -103,17 +102,17 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
     for l in sizes.fig5_l:
         model = TwoLayer.separate(fidelity, patches_per_expert=l)
         for n in sizes.fig5_n:
-            cells[f"fig5/l={l}/{n}"] = Cell(model, schedule, n, sizes.fig5_trials)
+            cells[f"fig5/l={l}/{n}"] = TwoLayerCell(model, schedule, n, sizes.fig5_trials)
     for n in sizes.fixed_n:
         for k in sizes.fig6_k:
-            cells[f"fig6/N={n}/{k}"] = Cell(TwoLayer.joint(fidelity, experts=k), schedule, n, trials)
+            cells[f"fig6/N={n}/{k}"] = TwoLayerCell(TwoLayer.joint(fidelity, experts=k), schedule, n, trials)
         for l in sizes.fig7_l:
             model = TwoLayer.joint(fidelity, patches_per_expert=l)
-            cells[f"fig7/N={n}/{l}"] = Cell(model, schedule, n, trials)
+            cells[f"fig7/N={n}/{l}"] = TwoLayerCell(model, schedule, n, trials)
     return cells
 
 
-def _theory_plan() -> Plan:
+def _theory_plan() -> dict[str, TwoLayerCell]:
     routers = TwoLayer.separate("print", patches_per_expert=PATTERNS.l_star)
     m = COUPLED_WIDTH
     wide = {
@@ -124,15 +123,15 @@ def _theory_plan() -> Plan:
     epochs = round(m**0.5 / 5)  # √m steps, five an epoch
     narrow = {"separate": TwoLayer.separate("print"), "joint": TwoLayer.joint("print"), "cnn": TwoLayer.cnn("print")}
     return {
-        "lemma4.1/separate/2000": Cell(routers, Schedule(epochs=1), 2000, 5, PATTERNS),
+        "lemma4.1/separate/2000": TwoLayerCell(routers, Schedule(epochs=1), 2000, 5, PATTERNS),
         **{
-            f"coupling/{kind}/{m}": Cell(
+            f"coupling/{kind}/{m}": TwoLayerCell(
                 model, Schedule(epochs=epochs, learning_rate=rate), 100, 5, PATTERNS, 100, follow_patterns=True
             )
             for kind, (model, rate) in wide.items()
         },
         **{
-            f"coupling-in-figure-4/{kind}/40": Cell(model, Schedule(epochs=30), 300, 5, follow_patterns=True)
+            f"coupling-in-figure-4/{kind}/40": TwoLayerCell(model, Schedule(epochs=30), 300, 5, follow_patterns=True)
             for kind, model in narrow.items()
         },
     }
@@ -140,15 +139,15 @@ def _theory_plan() -> Plan:
 
 def _best_plan(sizes: Sizes) -> Plan:
     printed, best = Schedule.of("print"), Schedule.of("best")
-    cells: dict[str, Cell] = {}
+    cells: dict[str, TwoLayerCell] = {}
     for n in sizes.fig4:
-        cells[f"printed/joint/{n}"] = Cell(TwoLayer.joint("print"), printed, n, sizes.printed_trials)
+        cells[f"printed/joint/{n}"] = TwoLayerCell(TwoLayer.joint("print"), printed, n, sizes.printed_trials)
     for n in sizes.best:
-        cells[f"best/pmoe/{n}"] = Cell(TwoLayer.best(), best, n, sizes.trials)
+        cells[f"best/pmoe/{n}"] = TwoLayerCell(TwoLayer.best(), best, n, sizes.trials)
     if not sizes.own_comparison:
         return cells
     for n in sizes.fig4:
-        cells[f"best/cnn/{n}"] = Cell(_CAREFUL_CNN, Schedule.of("released"), n, sizes.trials)
+        cells[f"best/cnn/{n}"] = TwoLayerCell(_CAREFUL_CNN, Schedule.of("released"), n, sizes.trials)
     for l in (1, 2, 3, 4, 6, 8, 12, 16):
-        cells[f"sweep/l/{l}"] = Cell(TwoLayer.best(l), best, 300, sizes.trials)
+        cells[f"sweep/l/{l}"] = TwoLayerCell(TwoLayer.best(l), best, 300, sizes.trials)
     return cells

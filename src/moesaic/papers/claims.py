@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeAlias, TypeVar
 
 from moesaic.ledger import Chart, Claim, Fidelity, Finding
-from moesaic.papers.lab import Cell, Lab, Result
+from moesaic.papers.lab import Cell, Lab
 from moesaic.papers.statistics import Estimate
 
 __all__ = ["Judgement", "Paper", "Plan", "Study", "Test", "at_least", "at_most", "below", "reaches"]
+
+R = TypeVar("R")
 
 NOT_QUICK = "not run here: needs --preset full"
 
@@ -50,48 +53,52 @@ def reaches(estimate: Estimate, published: float, margin: float) -> Judgement:
     return at_least(estimate, published - margin, f", {published:g} less {margin:g}")
 
 
-Plan = Mapping[str, Cell]
+Plan: TypeAlias = Mapping[str, Cell[R]]
 """The cells of a preset and a fidelity, by names such as "fig4/joint/300"."""
 
 
 @dataclass(frozen=True)
-class Study:
+class Study(Generic[R]):
     """The results of a plan, for judges and charts."""
 
-    plan: Plan
-    results: Mapping[str, Result]
+    plan: Plan[R]
+    results: Mapping[str, R]
     lab: Lab
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
+    """How long each cell took when it was carried out."""
+    obstacles: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The cells that could not be carried out here, and why."""
 
     def lines(self, figure: str) -> dict[int, str]:
         """The prefixes of a figure's lines by the number that tells them apart: {4: "fig5/l=4"}."""
         prefixes = {name.rpartition("/")[0] for name in self.plan if name.startswith(f"{figure}/")}
         return dict(sorted((int(prefix.rpartition("=")[2]), prefix) for prefix in prefixes))
 
-    def line(self, prefix: str) -> tuple[list[float], list[Result]]:
+    def line(self, prefix: str) -> tuple[list[float], list[R]]:
         """The cells "prefix/x" in the order of x."""
         found = {float(name.removeprefix(f"{prefix}/")): name for name in self.plan if name.startswith(f"{prefix}/")}
         return sorted(found), [self.results[found[x]] for x in sorted(found)]
 
 
 @dataclass(frozen=True)
-class Test:
+class Test(Generic[R]):
     """A claim and the way to decide on it."""
 
     claim: Claim
     needs: tuple[str, ...]
     """Beginnings of the names of the cells it looks at."""
-    judge: Callable[[Study], Judgement]
+    judge: Callable[[Study[R]], Judgement]
     fidelities: tuple[Fidelity, ...] = ("print", "released")
     missing: str = NOT_QUICK
     """The verdict where a plan has none of the cells."""
 
     __test__ = False  # not pytest's
 
-    def cells(self, plan: Plan) -> dict[str, Cell]:
+    def cells(self, plan: Plan[R]) -> dict[str, Cell[R]]:
         """The cells of the plan that it looks at."""
         return {name: cell for name, cell in plan.items() if name.startswith(self.needs)}
 
-    def can_run(self, plan: Plan) -> bool:
+    def can_run(self, plan: Plan[R]) -> bool:
         """Whether the plan has cells for all it needs."""
         return all(any(name.startswith(need) for name in plan) for need in self.needs)
 
@@ -115,17 +122,17 @@ class Test:
 
 
 @dataclass(frozen=True)
-class Paper:
+class Paper(Generic[R]):
     """A paper's experiments and claims."""
 
     id: str
     title: str
     about: str
     """The experiments in a few sentences, for someone who has not read it."""
-    tests: tuple[Test, ...]
-    plan: Callable[[str, Fidelity], Plan]
+    tests: tuple[Test[R], ...]
+    plan: Callable[[str, Fidelity], Plan[R]]
     """Preset and fidelity → the cells there are."""
-    charts: Callable[[Mapping[Fidelity, Study]], list[Chart]]
+    charts: Callable[[Mapping[Fidelity, Study[R]]], list[Chart]]
     notes: Callable[[str, Lab], list[str]]
     """What a reader should know about a run with this preset."""
 

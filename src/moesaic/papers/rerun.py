@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import get_args
+from typing import Any, TypeVar, get_args
 
 from moesaic.checks import one_of
-from moesaic.data import DigitPatches
 from moesaic.ledger import Chart, Fidelity, Finding
 from moesaic.papers import chowdhury2023
 from moesaic.papers.claims import Judgement, Paper, Plan, Study, Test
@@ -18,7 +17,9 @@ from moesaic.training import Cells, Progress, Silent
 
 __all__ = ["PAPERS", "Outcome", "reproduce"]
 
-PAPERS: Mapping[str, Paper] = MappingProxyType({chowdhury2023.PAPER.id: chowdhury2023.PAPER})
+R = TypeVar("R")
+
+PAPERS: Mapping[str, Paper[Any]] = MappingProxyType({chowdhury2023.PAPER.id: chowdhury2023.PAPER})
 
 PRESETS = ("quick", "full")
 
@@ -56,7 +57,7 @@ def reproduce(
     known = [claim.id for paper in chosen for claim in paper.claims]
     wanted = {one_of("reproduce", "claim", claim, known) for claim in claims or known}
     progress = progress or Silent()
-    lab = Lab(Cells(out / "cells", progress.log), DigitPatches(data_dir), device=device, seed=seed, progress=progress)
+    lab = Lab(Cells(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []
@@ -76,28 +77,39 @@ def reproduce(
 
 
 def _studies(
-    paper: Paper, tests: Sequence[Test], preset: str, fidelities: Sequence[Fidelity], lab: Lab
-) -> dict[Fidelity, Study]:
+    paper: Paper[R], tests: Sequence[Test[R]], preset: str, fidelities: Sequence[Fidelity], lab: Lab
+) -> dict[Fidelity, Study[R]]:
     """All cells that the tests need, carried out in one go, so that one bar tells how far everything is."""
-    plans: dict[Fidelity, Plan] = {}
+    plans: dict[Fidelity, Plan[R]] = {}
+    obstacles: dict[Fidelity, dict[str, str]] = {}
     for fidelity in fidelities:
         plan = paper.plan(preset, fidelity)
         needed: set[str] = set()
         for test in tests:
             if fidelity in test.fidelities and test.can_run(plan):
                 needed |= test.cells(plan).keys()
-        plans[fidelity] = {name: cell for name, cell in plan.items() if name in needed}
+        reasons = {name: lab.obstacle(f"{fidelity} {name}", plan[name]) for name in plan if name in needed}
+        obstacles[fidelity] = {name: reason for name, reason in reasons.items() if reason is not None}
+        plans[fidelity] = {name: plan[name] for name, reason in reasons.items() if reason is None}
     everything = {f"{fidelity} {name}": cell for fidelity, plan in plans.items() for name, cell in plan.items()}
-    results = lab.carry_out(everything)
+    done = lab.carry_out(everything)
     return {
-        fidelity: Study(plan, {name: results[f"{fidelity} {name}"] for name in plan}, lab)
+        fidelity: Study(
+            plan,
+            {name: done[f"{fidelity} {name}"].result for name in plan},
+            lab,
+            {name: done[f"{fidelity} {name}"].seconds for name in plan},
+            obstacles[fidelity],
+        )
         for fidelity, plan in plans.items()
     }
 
 
-def _judged(test: Test, study: Study, fidelity: Fidelity, preset: str) -> Finding:
+def _judged(test: Test[R], study: Study[R], fidelity: Fidelity, preset: str) -> Finding:
+    reasons = [reason for name, reason in study.obstacles.items() if name.startswith(test.needs)]
+    if reasons:
+        return test.finding(Judgement(f"not run here: {reasons[0]}"), fidelity, preset, 0.0)
     if not test.can_run(study.plan):
         return test.finding(Judgement(test.missing), fidelity, preset, 0.0)
-    cells = test.cells(study.plan)
-    seconds = sum(study.results[name].seconds for name in cells)
+    seconds = sum(study.seconds[name] for name in test.cells(study.plan))
     return test.finding(test.judge(study), fidelity, preset, round(seconds, 3))
