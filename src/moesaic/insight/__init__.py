@@ -1,6 +1,7 @@
-"""Look at what the routing did: metrics, pictures, alarms; all of them read ``Routing`` records."""
+"""Look at what the routing did, and what training does to it: metrics, tables, pictures, alarms, tracks."""
 
 from moesaic.insight.alarm import CollapseAlarm, CollapseWarning, check_scores
+from moesaic.insight.dispatch import DispatchTable, dispatch_table
 from moesaic.insight.metrics import (
     Agreement,
     Summary,
@@ -15,17 +16,24 @@ from moesaic.insight.metrics import (
     utilisation,
 )
 from moesaic.insight.overlays import overlay
+from moesaic.insight.tracks import Line, Track, expert_accuracy, inner_products
 
 __all__ = [
     "Agreement",
     "CollapseAlarm",
     "CollapseWarning",
+    "DispatchTable",
+    "Line",
     "Summary",
+    "Track",
     "agreement",
     "check_scores",
     "coverage",
     "dead_experts",
     "dispatch_entropy",
+    "dispatch_table",
+    "expert_accuracy",
+    "inner_products",
     "load_share",
     "overlap",
     "overlay",

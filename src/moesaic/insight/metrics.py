@@ -150,17 +150,7 @@ def dispatch_entropy(routing: Routing, clusters: Labels) -> float:
     >>> round(dispatch_entropy(routing, [7, 9, 7, 9]), 4)                # log 2
     0.6931
     """
-    labels, cluster = np.unique(_cluster_labels(routing, clusters).flatten().numpy(), return_inverse=True)
-    work_BNE = routing.weights.detach() if routing.chooser == "soft" else routing.mask.long()
-    # counts are summed as integers, exact however large the data set
-    count_kE = work_BNE.new_zeros(len(labels), routing.experts, device="cpu")
-    count_kE = count_kE.index_add(0, torch.from_numpy(cluster), work_BNE.flatten(0, 1).cpu()).double()
-    count_E = count_kE.sum(0)
-    total = count_E.sum()
-    if total == 0:
-        return 0.0
-    entropy_E = _entropy(count_kE / torch.where(count_E > 0, count_E, 1), 0)
-    return (count_E / total @ entropy_E).item()
+    return entropy_of_counts(cluster_counts("dispatch_entropy", routing, clusters)[1])
 
 
 def coverage(routing: Routing) -> float:
@@ -327,6 +317,28 @@ def summary(routing: Routing) -> Summary:
     )
 
 
+def cluster_counts(who: str, routing: Routing, clusters: Labels) -> tuple[NDArray[np.int64], Tensor]:
+    """The labels there are, in order, and (K, E) on the CPU: how many units of each an expert works on.
+
+    Counts are int64, exact however large the data set; where the router is soft, total weights.
+    """
+    labels, cluster = np.unique(_cluster_labels(who, routing, clusters).flatten().long().numpy(), return_inverse=True)
+    work_BNE = routing.weights.detach() if routing.chooser == "soft" else routing.mask.long()
+    count_KE = work_BNE.new_zeros(len(labels), routing.experts, device="cpu")
+    return labels, count_KE.index_add(0, torch.from_numpy(cluster), work_BNE.flatten(0, 1).cpu())
+
+
+def entropy_of_counts(count_KE: Tensor) -> float:
+    """Equation 6.1 of Chen et al. 2022, as `dispatch_entropy` describes it, of counts (K, E)."""
+    count_KE = count_KE.double()
+    count_E = count_KE.sum(0)
+    total = count_E.sum()
+    if total == 0:
+        return 0.0
+    entropy_E = _entropy(count_KE / torch.where(count_E > 0, count_E, 1), 0)
+    return (count_E / total @ entropy_E).item()
+
+
 def floats(values_E: Tensor) -> list[float]:
     return [float(value) for value in values_E.cpu()]
 
@@ -353,15 +365,15 @@ def _entropy(share: Tensor, axis: int) -> Tensor:
     return 0 - torch.xlogy(share, share).sum(axis)
 
 
-def _cluster_labels(routing: Routing, clusters: Labels) -> Tensor:
+def _cluster_labels(who: str, routing: Routing, clusters: Labels) -> Tensor:
     """(B, N) integer labels of units, on the CPU."""
     labels = torch.as_tensor(clusters).cpu()
     if labels.is_floating_point() or labels.is_complex():
-        raise TypeError(f"dispatch_entropy: clusters are {labels.dtype}; labels are integers: use clusters.long()")
+        raise TypeError(f"{who}: clusters are {labels.dtype}; labels are integers: use clusters.long()")
     B, N = routing.batch, routing.units
     if labels.shape not in ((B,), (B, N)):
         raise ValueError(
-            f"dispatch_entropy: clusters have shape {tuple(labels.shape)}; give ({B},), a label for each image, "
+            f"{who}: clusters have shape {tuple(labels.shape)}; give ({B},), a label for each image, "
             f"or ({B}, {N}), a label for each unit"
         )
     return labels if labels.ndim == 2 else labels[:, None].expand(B, N)
