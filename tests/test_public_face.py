@@ -9,8 +9,10 @@ import moesaic
 
 NAMES = [
     "ExpertChoice",
+    "NormalizedGD",
     "PatchMoE",
     "Routing",
+    "SampleMoE",
     "SoftRouter",
     "TokenChoice",
     "__version__",

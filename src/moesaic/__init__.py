@@ -5,17 +5,20 @@
 >>> y = layer(torch.randn(2, 64, 16, 16))
 """
 
-from moesaic.layers import PatchMoE, record_routing
+from moesaic.layers import PatchMoE, SampleMoE, record_routing
 from moesaic.ops import backend
 from moesaic.record import Routing
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
+from moesaic.training import NormalizedGD
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
     "ExpertChoice",
+    "NormalizedGD",
     "PatchMoE",
     "Routing",
+    "SampleMoE",
     "SoftRouter",
     "TokenChoice",
     "__version__",

@@ -1,4 +1,7 @@
-"""Stacked two-layer perceptrons, the experts of vision transformers, applied to each pixel of a patch."""
+"""Stacked two-layer perceptrons, the experts of vision transformers, applied to each pixel of a patch.
+
+Or to whole samples: feature vectors (B, C), and tokens (B, N, C) where an image's all go one way.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,8 @@ from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.experts.experts import Experts
-from moesaic.ops import MLPWeights, PatchSpec, run_mlp
+from moesaic.experts.samples import check_samples
+from moesaic.ops import MLPWeights, PatchSpec, Samples, run_mlp, run_stacked
 from moesaic.record import Routing
 
 __all__ = ["MLPExperts"]
@@ -29,6 +33,8 @@ class MLPExperts(Experts):
     >>> layer = moesaic.PatchMoE(768, 768, experts=experts, patches_per_expert=12, combine="sum")
     >>> layer(torch.randn(2, 768, 14, 14)).shape
     torch.Size([2, 768, 14, 14])
+    >>> moesaic.SampleMoE(torch.nn.Linear(768, 16), experts)(torch.randn(2, 768)).shape
+    torch.Size([2, 768])
     """
 
     def __init__(
@@ -69,11 +75,27 @@ class MLPExperts(Experts):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound, generator=generator)
 
-    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec) -> Tensor:
+    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec | None = None) -> Tensor:
+        """Run the experts over the routed patches of a map, or without a ``spec`` over samples (B, …, C)."""
+        if spec is None:
+            return self._forward_samples(x, routing)
         weights = MLPWeights(
             self.weight_in, self.bias_in, self.weight_out, self.bias_out, _ACTIVATIONS[self.activation]
         )
         return run_mlp(x, routing, weights, self._norm(x), spec)
+
+    def _forward_samples(self, x: Tensor, routing: Routing) -> Tensor:
+        check_samples("MLPExperts", x, self.weight_in, f"(B, …, {self.in_channels})", axes=max(x.ndim, 2))
+        if self.norm is not None:
+            raise ValueError(
+                "MLPExperts: norm=True normalises masked maps, which samples are not; build the experts with norm=False"
+            )
+
+        def answer(values: Tensor, samples: Samples) -> Tensor:
+            hidden = _ACTIVATIONS[self.activation](samples.linear(values, self.weight_in, self.bias_in))
+            return samples.linear(hidden, self.weight_out, self.bias_out)
+
+        return run_stacked(x, routing, answer)
 
     def extra_repr(self) -> str:
         return (

@@ -2,5 +2,6 @@
 
 from moesaic.layers.patch_moe import PatchMoE
 from moesaic.layers.routed import Observer, Routed, observe, record_routing, routed_layers
+from moesaic.layers.sample_moe import SampleMoE
 
-__all__ = ["Observer", "PatchMoE", "Routed", "observe", "record_routing", "routed_layers"]
+__all__ = ["Observer", "PatchMoE", "Routed", "SampleMoE", "observe", "record_routing", "routed_layers"]

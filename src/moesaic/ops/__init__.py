@@ -13,11 +13,14 @@ from moesaic.ops.dispatch import (
     MLPWeights,
     Norm,
     PatchSpec,
+    Samples,
     backend,
     backends,
     register_backend,
     run_conv,
+    run_each,
     run_mlp,
+    run_stacked,
     select_backend,
 )
 from moesaic.ops.precision import autocast_dtype, autocast_off
@@ -34,13 +37,16 @@ __all__ = [
     "MLPWeights",
     "Norm",
     "PatchSpec",
+    "Samples",
     "autocast_dtype",
     "autocast_off",
     "backend",
     "backends",
     "register_backend",
     "run_conv",
+    "run_each",
     "run_mlp",
+    "run_stacked",
     "select_backend",
 ]
 

@@ -1,8 +1,8 @@
-"""The one dispatch point: which backend runs the experts of a routed map.
+"""The one dispatch point: which backend runs the experts of routed patches and samples.
 
-A backend implements two operations, ``conv`` and ``mlp``, with the meaning the ``reference``
-backend spells out. It registers itself by name; layers call ``run_conv`` and ``run_mlp`` and
-never learn who ran them.
+A backend implements ``conv`` and ``mlp`` for the patches of a map, ``stacked`` and ``each`` for
+whole samples, with the meaning the ``reference`` backend spells out. It registers itself by name;
+layers call the ``run_`` functions and never learn who ran them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,14 @@ __all__ = [
     "MLPWeights",
     "Norm",
     "PatchSpec",
+    "Samples",
     "backend",
     "backends",
     "register_backend",
     "run_conv",
+    "run_each",
     "run_mlp",
+    "run_stacked",
     "select_backend",
 ]
 
@@ -91,11 +94,25 @@ class MLPWeights:
     activation: Activation
 
 
-class Backend(Protocol):
-    """What a backend offers. Both operations take a map (B, C, H, W) and return (B, O', H, W).
+class Samples(Protocol):
+    """Samples as a backend lays them out for stacked experts; what its axes in front are is the backend's affair."""
 
-    O' is E·O for ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype and any
-    memory format. Maps come in channels_last, so that a pixel's channels lie together.
+    def linear(self, values: Tensor, weight_EOC: Tensor, bias_EO: Tensor | None = None) -> Tensor:
+        """Values (…, C) times the matrix of each sample's expert, and its bias: (…, O), in the values' dtype."""
+        ...
+
+
+class Backend(Protocol):
+    """What a backend offers.
+
+    ``conv`` and ``mlp`` take a map (B, C, H, W) and return (B, O', H, W). O' is E·O for
+    ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype and any memory
+    format. Maps come in channels_last, so that a pixel's channels lie together.
+
+    ``stacked`` and ``each`` take a batch of samples (B, …), of which sample b goes to the experts
+    ``routing.index[b, 0]``, and return the gated sum of their answers. ``stacked`` lays the samples
+    out as it likes and calls ``run`` on them once; ``each`` calls ``call(e, samples)`` for experts
+    that have samples.
     """
 
     name: str
@@ -107,6 +124,10 @@ class Backend(Protocol):
     def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor: ...
 
     def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor: ...
+
+    def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor: ...
+
+    def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor: ...
 
 
 _registered: dict[str, Backend] = {}
@@ -192,6 +213,18 @@ def run_mlp(x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None,
     )
     with autocast_off(x):
         return select_backend(x, routing).mlp(x, routing, cast, norm, spec)
+
+
+def run_stacked(x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
+    """Run stacked experts over routed samples (B, …): ``run`` computes what the experts answer to values laid out."""
+    x = x.to(autocast_dtype(x) or x.dtype)
+    with autocast_off(x):
+        return select_backend(x, routing).stacked(x, routing, run)
+
+
+def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Run experts of any kind over routed samples (B, …): ``call(e, samples)`` gives expert e's answers."""
+    return select_backend(x, routing).each(x, routing, call)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moesaic.ops.dispatch import PatchSpec
+from moesaic.ops.grouped import grouped_matmul
 from moesaic.record import NOBODY, Routing
 
 __all__ = ["Pixels"]
@@ -119,7 +119,7 @@ class Pixels:
     def matmul(self, values: Tensor, weight_EOC: Tensor) -> Tensor:
         """Each expert's pixels times its matrix."""
         weight_ECO = weight_EOC.transpose(1, 2)
-        return torch.bmm(values, weight_ECO) if self.ends is None else _ragged_matmul(values, weight_ECO, self.ends)
+        return torch.bmm(values, weight_ECO) if self.ends is None else grouped_matmul(values, weight_ECO, self.ends)
 
     def matmul_with(self, values: Tensor, extra_EC: Tensor, weight_EOC: Tensor) -> tuple[Tensor, Tensor]:
         """Each expert's pixels, and one vector more per expert, times its matrix."""
@@ -180,17 +180,3 @@ def _pixels_of_patches(H: int, W: int, p: int, device: torch.device) -> Tensor:
     """(N, p·p): where on the map each patch's pixels are."""
     at = torch.arange(H * W, device=device).view(H // p, p, W // p, p)
     return at.transpose(1, 2).reshape((H // p) * (W // p), p * p)
-
-
-def _ragged_matmul(rows: Tensor, weight_ECO: Tensor, ends: Tensor) -> Tensor:
-    """Rows sorted by expert times their expert's matrix."""
-    if rows.dtype != torch.bfloat16 or rows.shape[0] == 0:
-        # only in bfloat16 does torch group GEMMs on every device and without a host sync
-        bounds: list[int] = [0, *ends.tolist()]
-        return torch.cat([rows[bounds[e] : bounds[e + 1]] @ weight_ECO[e] for e in range(len(bounds) - 1)])
-    _, C, O = weight_ECO.shape
-    step = 16 // rows.element_size()  # it reads rows in steps of 16 bytes
-    if C % step or O % step:
-        rows = F.pad(rows, (0, -C % step))
-        weight_ECO = F.pad(weight_ECO, (0, -O % step, 0, -C % step))
-    return F.grouped_mm(rows, weight_ECO, offs=ends.int())[:, :O]

@@ -1,22 +1,29 @@
-"""The definition of a routed layer, computed as it stands: every expert runs densely over a masked map.
+"""The definition of a routed layer, computed as it stands: every expert runs densely over a masked input.
 
     gate_on="output":  y_e = G_e ⊙ expert_e(f_e(M_e ⊙ x))
     gate_on="input":   y_e = expert_e(f_e(G_e ⊙ x))
 
 M_e is 1 on the expert's patches, G_e the gate there, both 0 elsewhere; f_e is the identity, or
-ReLU ∘ BatchNorm_e over the whole masked map. It saves nothing and is what every other backend
-is tested against.
+ReLU ∘ BatchNorm_e over the whole masked map. Of whole samples
+
+    y_b = Σ_e g_be · expert_e(x_b)
+
+where stacked experts answer to every sample, and experts of any other kind see theirs alone: what
+they do may depend on who else is there. It saves nothing and is what every other backend is
+tested against.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec
+from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec, Samples
+from moesaic.ops.samples import check_answers, gated_sum
 from moesaic.record import Routing
 
 __all__ = ["ReferenceBackend"]
@@ -49,6 +56,41 @@ class ReferenceBackend:
             return F.linear(hidden, experts.weight_out[e], bias_out).movedim(-1, 1)
 
         return _masked(expert, experts.weight_in.dtype, x, routing, norm, spec)
+
+    def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
+        mask_EB = routing.mask[:, 0].T
+        values = torch.where(_wide_as(mask_EB, x.ndim + 1), x, 0)
+        answers = run(values, DenseSamples())
+        answers = torch.where(_wide_as(mask_EB, answers.ndim), answers, 0)
+        return gated_sum(answers.movedim(0, 1), routing.weights[:, 0])
+
+    def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+        chosen = {e: routing.mask[:, 0, e].nonzero().flatten() for e in range(routing.experts)}
+        chosen = {e: rows for e, rows in chosen.items() if len(rows)} or {0: chosen[0]}
+        answers = {e: call(e, x[rows]) for e, rows in chosen.items()}
+        check_answers(answers)
+        first = next(iter(answers.values()))
+        wide = torch.promote_types(first.dtype, torch.float32)
+        y = torch.zeros(x.shape[0], *first.shape[1:], dtype=wide, device=x.device)
+        for e, rows in chosen.items():
+            gate = _wide_as(routing.weights[rows, 0, e].to(wide), first.ndim)
+            y = y.index_add(0, rows, gate * answers[e].to(wide))
+        return y.to(first.dtype)
+
+
+@dataclass(frozen=True)
+class DenseSamples:
+    """Every expert has every sample: values are (E, B, …), zero where the sample does not go."""
+
+    def linear(self, values: Tensor, weight_EOC: Tensor, bias_EO: Tensor | None = None) -> Tensor:
+        dtype = values.dtype
+        y = torch.einsum("e...c,eoc->e...o", values, weight_EOC.to(dtype))
+        return y if bias_EO is None else y + bias_EO.to(dtype).view(-1, *[1] * (y.ndim - 2), y.shape[-1])
+
+
+def _wide_as(values: Tensor, ndim: int) -> Tensor:
+    """Axes of length 1 behind, to broadcast over."""
+    return values.view(*values.shape, *[1] * (ndim - values.ndim))
 
 
 def _masked(

@@ -13,19 +13,21 @@ vector c per expert) its answer is split in two:
     + conv(value − c)       zero outside the chosen patches: the sparse part
 
 Expert choice gives every expert equally many pixels: one batched GEMM, static shapes. Where units
-choose, groups are ragged, and pixels are sorted by expert for ``F.grouped_mm``.
+choose, groups are ragged, and pixels and samples are sorted by expert for a grouped GEMM.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec
+from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec, Samples
 from moesaic.ops.pixels import Pixels
+from moesaic.ops.samples import SortedSamples, run_each
 from moesaic.record import Routing
 
 __all__ = ["TorchBackend"]
@@ -64,6 +66,13 @@ class TorchBackend:
             null = _perceptron(resting.to(dtype).unsqueeze(1), experts, None).squeeze(1)
             y = y - pixels.per_expert(null)
         return _combine(y.reshape(-1, 1, y.shape[-1]), null, pixels, x)
+
+    def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
+        samples = SortedSamples.chosen(routing)
+        return samples.combine(run(samples.take(x), samples))
+
+    def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+        return run_each(x, routing, call)
 
 
 def _expert_inputs(x: Tensor, pixels: Pixels, norm: Norm | None) -> tuple[Tensor, Tensor | None]:

@@ -4,6 +4,7 @@ from moesaic.record import NOBODY, Routing
 from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
 from moesaic.routing.expert_choice import ExpertChoice
 from moesaic.routing.router import Router
+from moesaic.routing.sample_router import SampleRouter
 from moesaic.routing.soft import SoftRouter
 from moesaic.routing.token_choice import TokenChoice
 
@@ -12,6 +13,7 @@ __all__ = [
     "ExpertChoice",
     "Router",
     "Routing",
+    "SampleRouter",
     "SoftRouter",
     "TokenChoice",
     "entropy_loss",

@@ -17,7 +17,7 @@ from moesaic.checks import at_least_one, check_map
 from moesaic.ops import autocast_off
 from moesaic.record import Routing, Unit
 
-__all__ = ["Router", "best"]
+__all__ = ["Router", "best", "steady_product"]
 
 
 class Router(nn.Module):
@@ -57,16 +57,11 @@ class Router(nn.Module):
         B, C, H, W = x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x):
-            # One matrix product over patches in one order: the same numbers for every memory format, and
-            # no TF32, which convolutions would use. Rows and columns come in sixteens, because GEMMs sum
-            # what is left over at their edges in another order: equal patches would not tie, and an
-            # image's scores would depend on how many others are in the batch.
+            # one matrix product over patches in one order: the same numbers for every memory format
             patches = x.to(dtype).permute(0, 2, 3, 1).reshape(B, H // p, p, W // p, p, C).transpose(2, 3)
             kernels = self.weight.to(dtype).permute(2, 3, 1, 0)
-            N, D = (H // p) * (W // p), p * p * C
-            rows, columns = patches.reshape(B * N, D), kernels.reshape(D, self.weight.shape[0])
-            rows, columns = F.pad(rows, (0, 0, 0, -(B * N) % 16)), F.pad(columns, (0, -columns.shape[1] % 16))
-            return (rows @ columns)[: B * N, : self.weight.shape[0]].reshape(B, N, self.weight.shape[0])
+            N, D, E = (H // p) * (W // p), p * p * C, self.weight.shape[0]
+            return steady_product(patches.reshape(B * N, D), kernels.reshape(D, E)).reshape(B, N, E)
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         """The choice itself: scores (B, N, E) in, the record of who works on what out."""
@@ -79,6 +74,17 @@ class Router(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, experts={self.experts}, patch_size={self.patch_size}"
+
+
+def steady_product(rows: Tensor, columns: Tensor) -> Tensor:
+    """The product of rows and columns in which equal rows get equal results, however many others there are.
+
+    A matrix product and no convolution, which would use TF32. Rows and columns come in sixteens,
+    because GEMMs sum what is left over at their edges in another order: equal units would not tie,
+    and a unit's scores would depend on how many others are in the batch.
+    """
+    M, E = rows.shape[0], columns.shape[1]
+    return (F.pad(rows, (0, 0, 0, -M % 16)) @ F.pad(columns, (0, -E % 16)))[:M, :E]
 
 
 def best(scores: Tensor, count: int) -> Tensor:

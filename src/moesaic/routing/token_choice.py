@@ -15,12 +15,12 @@ from torch import Tensor
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.record import NOBODY, Routing, Unit
+from moesaic.routing.noise import Noise, draw_noise
 from moesaic.routing.router import Router, best
 
-__all__ = ["Noise", "TokenChoice", "TokenGate"]
+__all__ = ["TokenChoice", "TokenGate"]
 
 TokenGate = Literal["softmax_all", "softmax_selected", "one"]
-Noise = Literal["uniform", "gaussian", "gumbel"]
 
 
 class TokenChoice(Router):
@@ -79,7 +79,10 @@ class TokenChoice(Router):
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         acting = self.training or self.in_eval
-        index_BNK = best(scores + self._draw(scores) if self.noise and acting else scores, self.top_k)
+        noisy = scores
+        if self.noise is not None and acting:
+            noisy = scores + self.noise_scale * draw_noise(self.noise, scores, self.generator)
+        index_BNK = best(noisy, self.top_k)
         if self.gate == "softmax_all":
             gate_BNK = scores.softmax(-1).gather(-1, index_BNK)
         else:
@@ -98,19 +101,6 @@ class TokenChoice(Router):
             return units
         exact = self.capacity_factor * units * self.top_k / self.experts
         return min(units, math.ceil(round(exact, 6)))  # 1.1 · 100 / 10 is 11, not the 11.000000000000002 of floats
-
-    def _draw(self, scores: Tensor) -> Tensor:
-        kind: Noise | None = self.noise
-        if kind == "gaussian":
-            drawn = torch.randn(scores.shape, generator=self.generator, device=scores.device, dtype=scores.dtype).div(
-                self.experts
-            )
-        else:
-            drawn = torch.rand(scores.shape, generator=self.generator, device=scores.device, dtype=scores.dtype)
-            if kind == "gumbel":
-                tiny = torch.finfo(scores.dtype).tiny
-                drawn = -(-drawn.clamp_min(tiny).log()).clamp_min(tiny).log()
-        return drawn * self.noise_scale
 
     def _served(self, index_BNK: Tensor, sureness_BN1: Tensor) -> Tensor:
         """Which choices find room: first choices first, and those of the surest units of the batch before others."""

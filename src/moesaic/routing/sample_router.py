@@ -1,0 +1,101 @@
+"""Scores for whole samples, linear in the sum of their patches.
+
+Chen et al. 2022, Section 3.2: h(x; Θ) = Σ_p Θᵀ x^(p), with Θ zero at the start (Algorithm 1). The
+sum commutes with Θ, so the patches are added first and the product costs P times less.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.checks import at_least_one, check_map
+from moesaic.ops import autocast_off
+from moesaic.routing.router import steady_product
+
+__all__ = ["SampleRouter"]
+
+
+class SampleRouter(nn.Module):
+    """One score for each sample and expert, (B, E): h_e = Σ_p (⟨θ_e, x_p⟩ + b_e).
+
+    A sample is a bag of patches (P, D) or one vector (D,); with ``patch_size`` it is an image
+    (C, H, W) whose patches are p×p pixels, the sum of a convolution at stride p over all places.
+    ``weight`` is (E, D), and (E, C, p, p) for images. Scores are computed in float32 at least,
+    whatever the dtype of the samples and of autocast.
+
+    Weights start at zero, so that only the noise of the choice decides at first.
+
+    Args:
+        dim: D, the length of a patch; the channels C of an image.
+        experts: E.
+        patch_size: p, for images; None for samples that come as patches.
+        bias: whether every patch adds b_e; the paper has none.
+        device: where the weights are.
+        dtype: of the weights.
+
+    >>> import torch
+    >>> SampleRouter(50, experts=8)(torch.randn(3, 4, 50)).tolist()[0]          # four patches in each sample
+    [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+    >>> SampleRouter(3, experts=4, patch_size=4)(torch.randn(5, 3, 32, 32)).shape
+    torch.Size([5, 4])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        patch_size: int | None = None,
+        *,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        at_least_one("SampleRouter", dim=dim, experts=experts)
+        if patch_size is not None:
+            at_least_one("SampleRouter", patch_size=patch_size)
+        self.dim = dim
+        self.experts = experts
+        self.patch_size = patch_size
+        shape = (experts, dim) if patch_size is None else (experts, dim, patch_size, patch_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Zeros, as in Algorithm 1 of the paper."""
+        nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(x)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        with autocast_off(x):
+            bag, patches = self._add_patches(x.to(dtype).contiguous())  # one order of addition for every format
+            scores = steady_product(bag, self.weight.to(dtype).flatten(1).T)
+            return scores if self.bias is None else scores + patches * self.bias.to(dtype)
+
+    def _add_patches(self, x: Tensor) -> tuple[Tensor, int]:
+        """The sum of each sample's patches (B, D), and how many there are."""
+        if self.patch_size is None:
+            return (x, 1) if x.ndim == 2 else (x.sum(1), x.shape[1])
+        (B, C, H, W), p = x.shape, self.patch_size
+        total = x.reshape(B, C, H // p, p, W // p, p).sum((2, 4))
+        return total.flatten(1), (H // p) * (W // p)
+
+    def _check(self, x: Tensor) -> None:
+        if self.patch_size is not None:
+            check_map("SampleRouter", x, self.dim, self.patch_size)
+        elif x.ndim not in (2, 3) or x.shape[-1] != self.dim:
+            images = "; for images (B, C, H, W) set patch_size" if x.ndim == 4 else ""
+            raise ValueError(
+                f"SampleRouter: takes patches (B, P, {self.dim}) or vectors (B, {self.dim}), "
+                f"got {tuple(x.shape)}{images}"
+            )
+        elif not x.is_floating_point():
+            raise TypeError(f"SampleRouter: takes floating-point samples, got {x.dtype}; convert with x.float()")
+
+    def extra_repr(self) -> str:
+        return f"{self.dim}, experts={self.experts}, patch_size={self.patch_size}, bias={self.bias is not None}"
