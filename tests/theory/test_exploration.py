@@ -11,7 +11,7 @@ from moesaic.theory import all_groups_probability, exploration_steps, initial_gr
 
 
 @pytest.mark.parametrize(
-    ("rate", "std", "steps"), [(0.001, 0.04, 200), (0.01, 0.01, 10), (0.1, 0.04, 2), (0.3, 0.04, 0), (0.001, 1e-4, 10)]
+    ("rate", "std", "steps"), [(0.001, 0.04, 200), (0.01, 0.01, 10), (0.1, 0.04, 2), (0.3, 0.04, 0), (0.1, 0.09, 3)]
 )
 def test_the_stage_has_the_steps_of_the_formula(rate: float, std: float, steps: int):
     assert exploration_steps(rate, std) == steps

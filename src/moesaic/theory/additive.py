@@ -11,8 +11,8 @@ strengths of their features. With both labels that makes four samples (`orbit`):
     y·t·v_k', β·c_k', −y·s·v_k     y = ±1: α = t and γ = s
 
 Every patch lies in as many of them with y = +1 as with y = −1, so the four y·F(x) sum to 0 whatever f
-is, and at least one is not positive. The first two have the density p_α(s)·p_γ(t),
-the others p_α(t)·p_γ(s). The error that cannot be avoided is the smaller of the two, for one of four:
+is, and at least one is not positive. The first two have the density p_α(s)·p_γ(t), the others
+p_α(t)·p_γ(s). The error that cannot be avoided is the smaller of the two, for one of four:
 
     P(error) ≥ 1/2 · 1/4 · ∫∫ min(p_α(s) p_γ(t), p_α(t) p_γ(s)) ds dt,
 
