@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from report.example_run import CHARTS, FINDINGS
+from report.example_run import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
 import moesaic
 from moesaic import papers as real_papers
@@ -41,10 +41,17 @@ class Papers(ModuleType):
     def __init__(self) -> None:
         super().__init__("moesaic.papers")
         claims = {
-            each.id: Claim(each.id, each.paper, each.where, each.statement, each.published, each.rule)
-            for each in FINDINGS
+            (each.paper, each.id): Claim(each.id, each.paper, each.where, each.statement, each.published, each.rule)
+            for each in (*FINDINGS, *SECOND_FINDINGS)
         }
-        self.PAPERS = {"chowdhury2023": Paper("Patch-level Routing", "Mosaics of digits.", tuple(claims.values()))}
+        texts = {
+            "chowdhury2023": ("Patch-level Routing", "Mosaics of digits."),
+            "chen2022": ("Towards Understanding Mixture of Experts", "Samples in four clusters."),
+        }
+        self.PAPERS = {
+            id: Paper(title, about, tuple(claim for (paper, _), claim in claims.items() if paper == id))
+            for id, (title, about) in texts.items()
+        }
         self.asked: dict[str, Any] = {}
         self.outcome = Outcome(FINDINGS, CHARTS[2:], ("five trials instead of twenty",))
         self.trouble: BaseException | None = None
@@ -78,8 +85,8 @@ def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers,
         "claims.json",
         "charts.json",
         "report.html",
-        "figures/figure-8.png",
-        "figures/figure-8.svg",
+        "figures/chowdhury2023/figure-8.png",
+        "figures/chowdhury2023/figure-8.svg",
     }
     assert tuple(read_findings(out / "claims.json")) == FINDINGS
     assert tuple(read_charts(out / "charts.json")) == CHARTS[2:]
@@ -108,6 +115,30 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
         "seed": 7,
     }
     assert Path("here/there/report.html").is_file()
+
+
+def test_several_papers_can_be_named_and_share_one_report(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    charts = (CHARTS[2], replace(SECOND_CHARTS[3], id="figure-8"))
+    papers.outcome = Outcome((*FINDINGS, *SECOND_FINDINGS), charts, ())
+    given = ["--paper", "chen2022", "--paper", "chowdhury2023", "--paper", "chen2022"]
+    assert main(["reproduce", *given, "--out", "out"]) == 0
+    assert papers.asked["papers"] == ("chen2022", "chowdhury2023")
+    assert sorted(str(file.relative_to("out/figures")) for file in Path("out/figures").rglob("*.png")) == [
+        "chen2022/figure-8.png",
+        "chowdhury2023/figure-8.png",
+    ]
+    page, printed = Path("out/report.html").read_text("utf-8"), capsys.readouterr().out
+    for paper in papers.PAPERS.values():
+        assert paper.title in printed
+        assert paper.title in page
+        assert paper.about in page
+
+
+def test_claims_can_be_listed_of_some_papers_only(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    assert main(["claims", "--paper", "chen2022"]) == 0
+    printed = capsys.readouterr().out
+    assert "chen2022: Towards" in printed
+    assert "chowdhury2023" not in printed
 
 
 def test_what_is_asked_is_what_the_papers_room_takes(papers: Papers):
@@ -150,14 +181,16 @@ def test_the_report_says_how_to_run_it_again(papers: Papers):
 
 def test_a_second_call_leaves_no_figure_of_the_first(papers: Papers):
     other = replace(CHARTS[2], id="figure-9")
-    papers.outcome = replace(papers.outcome, charts=(other,))
+    papers.outcome = replace(papers.outcome, charts=(other, replace(other, paper="chen2022")))
     main(["reproduce"])
     figures = Path("runs/reproduce-quick/figures")
     (figures / "mine.txt").write_text("kept")
-    assert (figures / "figure-9.svg").is_file()
+    assert (figures / "chowdhury2023/figure-9.svg").is_file()
+    assert (figures / "chen2022/figure-9.svg").is_file()
     papers.outcome = replace(papers.outcome, charts=CHARTS[2:])
     main(["reproduce"])
-    assert sorted(file.name for file in figures.iterdir()) == ["figure-8.png", "figure-8.svg", "mine.txt"]
+    left = sorted(str(file.relative_to(figures)) for file in figures.rglob("*"))
+    assert left == ["chowdhury2023", "chowdhury2023/figure-8.png", "chowdhury2023/figure-8.svg", "mine.txt"]
 
 
 def test_an_interruption_tells_how_to_continue(papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch):
@@ -201,7 +234,9 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
     ("given", "complaint"),
     [
         (["reproduce", "--paper", "chowdury2023"], "(did you mean 'chowdhury2023'?)"),
+        (["reproduce", "--paper", "chen2022", "--paper", "chen"], "use 'chowdhury2023' or 'chen2022'"),
         (["reproduce", "--claim", "sample"], "(did you mean 'samples'?)"),
+        (["reproduce", "--paper", "chen2022", "--claim", "phase"], "--claim='phase' is unknown; use 'samples'"),
         (["reproduce", "--preset", "ful"], "use 'quick' or 'full' (did you mean 'full'?)"),
         (["reproduce", "--fidelity", "best"], "use 'print', 'released' or 'both'"),
         (["reproduce", "--seed", "-1"], "--seed=-1; it must be from 0"),
@@ -209,7 +244,7 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
         (["reproduce", "--data-dir", "nowhere"], "are not in data_dir='nowhere'"),
         (["reproduce", "--out", "file"], "--out='file' cannot be made a directory: file is a file; name another one"),
         (["reproduce", "--out", "file/below"], "file is a file; name another one"),
-        (["claims", "--paper", "chen"], "use 'chowdhury2023'"),
+        (["claims", "--paper", "chen"], "(did you mean 'chen2022'?)"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )

@@ -7,6 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from report.example_run import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
+
+from moesaic.ledger import read_charts, read_findings, write_charts, write_findings
+from moesaic.report import write_figures
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -45,3 +49,28 @@ def test_the_verdicts_on_the_pages_are_those_of_the_committed_run():
         text = page.read_text("utf-8")
         assert verdicts["PLACE"].search(text), f"{page.name} has no place for the verdicts"
         assert verdicts["with_verdicts"](text) == text, "run: python docs/verdicts.py"
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in ROOT.glob("docs/papers/*/charts.json")), ids=str)
+def test_a_papers_folder_has_its_own_findings_and_a_figure_for_every_chart(folder: Path):
+    charts = read_charts(folder / "charts.json")
+    assert {each.paper for each in (*charts, *read_findings(folder / "claims.json"))} == {folder.name}
+    figures = {file.name for kind in ("png", "svg") for file in folder.glob(f"*.{kind}")}
+    assert figures == {f"{chart.id}.{kind}" for chart in charts for kind in ("png", "svg")}
+
+
+def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path):
+    run, results = tmp_path / "run", tmp_path / "results"
+    charts = (CHARTS[2], SECOND_CHARTS[3])
+    write_figures(run / "figures", charts)
+    write_charts(run / "charts.json", charts)
+    write_findings(run / "claims.json", (*FINDINGS, *SECOND_FINDINGS))
+    verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
+    verdicts["take_over"].__globals__["RESULTS"] = results
+    verdicts["take_over"](run)
+    assert read_findings(results / "chen2022" / "claims.json") == list(SECOND_FINDINGS)
+    assert read_charts(results / "chowdhury2023" / "charts.json") == [CHARTS[2]]
+    assert (results / "chen2022" / "table-1.png").is_file()
+    page = "before <!-- verdicts chen2022 -->old<!-- end of verdicts --> after"
+    assert "**holds**: 99.61 [99.40, 99.80]" in verdicts["with_verdicts"](page)
+    assert "Figure 5" not in verdicts["with_verdicts"](page)

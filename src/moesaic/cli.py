@@ -46,14 +46,14 @@ class BadInput(Exception):
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Re-run a paper's experiments, say which of its claims hold, and write a report.
+    """Re-run papers' experiments, say which of their claims hold, and write a report.
 
     Finished parts of an experiment are kept under --out: the same command continues where an
     interrupted one stopped.
     """
 
     paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """A paper, such as chowdhury2023; all of them by default."""
+    """A paper, such as chowdhury2023, or several, each with a --paper of its own; all of them by default."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """A claim, as listed by `moesaic claims`; all of them by default."""
     preset: Annotated[str, arg(metavar="quick|full")] = "quick"
@@ -112,7 +112,7 @@ class Reproduce:
             for split in ("train", "test"):
                 load_digits(split, self.data_dir)  # damaged files are found now rather than after an hour
         return {
-            "papers": self.paper or None,
+            "papers": tuple(dict.fromkeys(self.paper)) or None,
             "claims": self.claim or None,
             "preset": self.preset,
             "fidelities": FIDELITIES[self.fidelity],
@@ -126,7 +126,7 @@ class Reproduce:
         from rich.console import Console
 
         from moesaic import report
-        from moesaic.ledger import read_findings, write_charts, write_findings
+        from moesaic.ledger import Source, read_findings, write_charts, write_findings
         from moesaic.papers import PAPERS, reproduce
 
         with report.watch_progress(Console(stderr=True)) as progress:
@@ -138,19 +138,19 @@ class Reproduce:
         write_findings(out / "claims.json", outcome.findings)
         # from the file, so that the report cannot say anything that claims.json does not
         findings = read_findings(out / "claims.json")
-        titles = dict.fromkeys(PAPERS[finding.paper].title for finding in findings)
+        known = dict.fromkeys(finding.paper for finding in findings)
+        sources = [Source(paper, PAPERS[paper].title, PAPERS[paper].about) for paper in known]
         report.write_report(
             out / "report.html",
             findings=findings,
             charts=outcome.charts,
-            title="; ".join(titles) or "moesaic reproduce",
-            about=list(dict.fromkeys(PAPERS[finding.paper].about for finding in findings)),
+            papers=sources,
             notes=outcome.notes,
             command=command,
             machine=machine,
         )
         console = Console()
-        report.print_claims(findings, console)
+        report.print_claims(findings, console, sources)
         for note in outcome.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
@@ -335,12 +335,15 @@ def _forget_figures(out: Path, charts: Iterable[Chart]) -> None:
     from moesaic.ledger import read_charts
 
     try:
-        earlier = {chart.id for chart in read_charts(out / "charts.json")}
+        earlier = {(chart.paper, chart.id) for chart in read_charts(out / "charts.json")}
     except (OSError, ValueError):
         return
-    for name in earlier - {chart.id for chart in charts}:
+    for paper, name in earlier - {(chart.paper, chart.id) for chart in charts}:
+        folder = out / "figures" / Path(paper).name
         for kind in ("png", "svg"):
-            (out / "figures" / f"{Path(name).name}.{kind}").unlink(missing_ok=True)
+            (folder / f"{Path(name).name}.{kind}").unlink(missing_ok=True)
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _versions() -> dict[str, str]:

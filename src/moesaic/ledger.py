@@ -29,6 +29,7 @@ __all__ = [
     "Points",
     "Regions",
     "Series",
+    "Source",
     "read_charts",
     "read_findings",
     "write_charts",
@@ -47,6 +48,16 @@ Marker = Literal["o", "s", "^", "v", "D", "+", "x", "-"]
 
 VERDICTS = ("holds", "partly", "fails", "not run here")
 """What a verdict may be, from best to worst."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A paper, as a report introduces it."""
+
+    id: str
+    title: str
+    about: str = ""
+    """Its experiments in a few sentences, for someone who has not read it."""
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,14 @@ import shutil
 import subprocess
 
 import pytest
-from report.example_run import CHARTS, FINDINGS
+from report.example_run import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS
 
+from moesaic.ledger import Source
 from moesaic.report import write_report
+
+ALL_CHARTS, ALL_FINDINGS = CHARTS + SECOND_CHARTS, FINDINGS + SECOND_FINDINGS
+LEGENDS = 2
+"""Of the charts whose panels share one."""
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -19,7 +24,8 @@ def dom(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page as the browser has it after loading."""
     folder = tmp_path_factory.mktemp("browser")
     page = folder / "report.html"
-    write_report(page, findings=FINDINGS, charts=CHARTS, title="A <b>paper</b>", notes=["<script>throw 1</script>"])
+    papers = [Source("chowdhury2023", "A <b>paper</b>"), PAPERS[1]]
+    write_report(page, findings=ALL_FINDINGS, charts=ALL_CHARTS, papers=papers, notes=["<script>throw 1</script>"])
     assert CHROMIUM is not None
     command = [
         *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
@@ -34,8 +40,9 @@ def dom(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_every_claim_and_every_chart_is_shown(dom: str):
-    assert set(re.findall(r'data-claim="([^"]+)"', dom)) == {each.id for each in FINDINGS}
-    assert dom.count("<svg") == sum(len(chart.panels) for chart in CHARTS)
+    claims = re.findall(r'data-claim="([^"]+)"', dom)
+    assert sorted(claims) == sorted(id for _, id in {(each.paper, each.id) for each in ALL_FINDINGS})
+    assert dom.count("<svg") == sum(len(chart.panels) for chart in ALL_CHARTS) + LEGENDS
     assert dom.rstrip().endswith("</html>")
 
 

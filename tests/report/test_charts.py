@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from report.example_run import CHARTS
+from matplotlib.text import Text
+from report.example_run import CHARTS, SECOND_CHARTS
 
-from moesaic.ledger import Blocks, Chart, Panel, Series
+from moesaic.ledger import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
 from moesaic.report import draw, to_svg, write_figures
 
 FIGURE_4, FIGURE_5, FIGURE_8 = CHARTS
+REGIONS, MULTIPLES, TABLE, _ = SECOND_CHARTS
 
 
 def chart(*panels: Panel) -> Chart:
@@ -157,11 +159,12 @@ def test_blocks_are_grey_from_black_for_0_to_white_for_1_with_ticks_at_their_val
     assert "not run" in figure.axes[-1].get_ylabel()
 
 
-def test_the_same_chart_gives_the_same_bytes(tmp_path: Path):
+def test_the_same_chart_gives_the_same_bytes_in_its_papers_folder(tmp_path: Path):
+    drawn = (FIGURE_8, replace(REGIONS, panels=REGIONS.panels[:1], row_titles=()), TABLE)
     for folder in ("a", "b"):
-        write_figures(tmp_path / folder, CHARTS[1:])
-    names = sorted(file.name for file in (tmp_path / "a").iterdir())
-    assert names == sorted(f"{each.id}.{kind}" for each in CHARTS[1:] for kind in ("png", "svg"))
+        write_figures(tmp_path / folder, drawn)
+    names = sorted(str(file.relative_to(tmp_path / "a")) for file in (tmp_path / "a").rglob("*.*"))
+    assert names == sorted(f"{each.paper}/{each.id}.{kind}" for each in drawn for kind in ("png", "svg"))
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
@@ -173,7 +176,9 @@ def test_an_svg_carries_no_date_and_no_program():
 
 
 def test_drawings_on_one_page_share_no_id_and_refer_to_their_own():
-    drawings = [to_svg(each, panel) for each in CHARTS for panel in range(len(each.panels))]
+    charts = (*CHARTS, replace(FIGURE_8, paper="chen2022"), REGIONS)
+    drawings = [to_svg(each, panel) for each in charts for panel in range(len(each.panels))]
+    drawings.append(to_svg(REGIONS, "legend"))
     ids = [set(re.findall(r'\bid="([^"]+)"', drawing)) for drawing in drawings]
     assert sum(map(len, ids)) == len(set.union(*ids))
     for drawing, own in zip(drawings, ids, strict=True):
@@ -195,12 +200,204 @@ def test_labels_are_text_whatever_they_contain(label: str):
     root = ElementTree.fromstring(to_svg(chart(panel), 0, variables=True))
     assert sum(element.text == label for element in root.iter("{http://www.w3.org/2000/svg}text")) == 3
     assert not [element for element in root.iter() if element.tag.endswith("script")]
+    table = Panel("", "", "", counts=Counts((label,), (label,), ((1.0,),)))
+    titled = replace(chart(table), columns=1, row_titles=(label,))
+    root = ElementTree.fromstring(to_svg(titled))
+    assert sum(element.text == label for element in root.iter("{http://www.w3.org/2000/svg}text")) == 3
 
 
 def test_a_legend_label_is_text_too():
     panel = lines(Series("$1 <b> $2", "cnn", (1.0, 2.0), (1.0, 2.0)))
     root = ElementTree.fromstring(to_svg(chart(panel)))
     assert "$1 <b> $2" in [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def many(label: str, role: str, height: float = 1.0, spread: float | None = None) -> Series:
+    x = tuple(float(i) for i in range(31))
+    return Series(label, role, x, (height,) * 31, None if spread is None else (spread,) * 31)
+
+
+def test_a_line_of_many_points_has_a_band_instead_of_bars_and_no_markers():
+    axes = draw(chart(lines(many("a", "cnn", 50.0, 3.0)))).axes[0]
+    assert not axes.containers
+    (line,) = axes.lines
+    assert line.get_marker() == "None"
+    (band,) = axes.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (47.0, 53.0)
+    assert axes.get_ylim()[0] < 47 < 53 < axes.get_ylim()[1]
+
+
+def test_lines_without_markers_differ_by_dash_whatever_their_role():
+    axes = draw(chart(lines(*(many(f"signal {i}", f"signal-{i}", i) for i in range(4))))).axes[0]
+    styles = [line._dash_pattern for line in axes.lines]  # type: ignore[attr-defined]
+    assert len({str(style) for style in styles}) == 4
+
+
+def test_a_logarithmic_axis_across_has_its_ticks_at_the_measured_places():
+    line = Series("a", "cnn", (0.0, 1.0, 10.0, 100.0, 101.0), (1.0,) * 5)
+    axes = draw(chart(lines(line, log_x=True))).axes[0]
+    assert axes.get_xscale() == "log"
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "10", "100"]
+    assert 0 < axes.get_xlim()[0] < 1
+
+
+def test_experts_have_eight_colours_that_stay():
+    def look(count: int) -> list[str]:
+        panel = lines(*(Series(f"e{i}", f"expert-{i}", (1.0,), (1.0,)) for i in range(1, count + 1)))
+        return [container.lines[0].get_color() for container in draw(chart(panel)).axes[0].containers]
+
+    assert len(set(look(8))) == 8
+    assert look(3) == look(8)[:3]
+
+
+def test_strangers_beside_all_experts_still_have_a_colour():
+    panel = lines(*(Series(role, role, (1.0,), (1.0,)) for role in [*(f"expert-{i}" for i in range(1, 9)), "a", "b"]))
+    colours = [container.lines[0].get_color() for container in draw(chart(panel)).axes[0].containers]
+    assert len(set(colours)) == 10
+
+
+def colour_at(figure: Figure, axes: Axes, x: float, y: float) -> list[float]:
+    """The colour that is drawn at a place of the axes' data."""
+    picture = rendered(figure)
+    across, up = figure.transFigure.inverted().transform(axes.transData.transform((x, y)))
+    return picture[round((1 - up) * picture.shape[0]), round(across * picture.shape[1])].tolist()
+
+
+GROUPS = (
+    Group("expert 1", "expert-1", (0.0, 1.0), (0.0, 2.0), "+", "class +1"),
+    Group("expert 2", "expert-2", (2.0,), (1.0,), "+", "class +1"),
+    Group("expert 1", "expert-1", (3.0,), (3.0,), "-", "class −1"),
+)
+
+
+def plane(points: Points, x_label: str = "", y_label: str = "") -> Panel:
+    return Panel("panel", x_label, y_label, points=points)
+
+
+def test_points_lie_where_they_belong_with_colours_for_labels_and_markers_for_classes():
+    figure = draw(chart(plane(Points(GROUPS))))
+    drawn = [(line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_marker()) for line in figure.axes[0].lines]
+    assert drawn == [([0, 1], [0, 2], "+"), ([2], [1], "+"), ([3], [3], "_")]
+    first, second, third = (line.get_color() for line in figure.axes[0].lines)
+    assert first == third != second
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["expert 1", "expert 2", "class +1", "class −1"]
+
+
+def test_axes_that_mean_nothing_have_no_ticks():
+    bare, named = (draw(chart(plane(Points(GROUPS), *labels))).axes[0] for labels in (("", ""), ("width", "height")))
+    assert not bare.get_xticks().size
+    assert not bare.get_yticks().size
+    assert named.get_xticks().size
+    assert named.get_yticks().size
+
+
+def test_regions_have_the_colours_of_their_experts_and_turn_where_the_score_does():
+    regions = Regions(
+        (0.0, 1.0, 2.0), (0.0, 1.0), ("expert-1", "expert-2"), ((0, 1, -1), (1, 1, 0)), ((-1.0, 1.0, 2.0),) * 2
+    )
+    figure = draw(chart(plane(Points((Group("expert 1", "expert-1", (), ()),), regions))))
+    axes = figure.axes[0]
+    assert axes.get_xlim() == (-0.5, 2.5)
+    blue, vermilion = colour_at(figure, axes, -0.3, 0.2), colour_at(figure, axes, 1.0, 0.2)
+    assert blue[2] > blue[0]
+    assert vermilion[0] > vermilion[2]
+    assert colour_at(figure, axes, 2.2, 0.2) == [1, 1, 1]
+    assert colour_at(figure, axes, -0.3, 1.2) == vermilion
+    (border,) = axes.collections
+    assert border.get_paths()[0].vertices[:, 0] == pytest.approx(0.5)
+    assert "decision boundary" in [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+def test_scores_that_never_turn_draw_no_line():
+    regions = Regions((0.0, 1.0), (0.0, 1.0), scores=((1.0, 2.0), (3.0, 4.0)))
+    assert not draw(chart(plane(Points(GROUPS, regions)))).axes[0].collections
+
+
+def test_thousands_of_points_do_not_make_a_drawing_large():
+    x = tuple(math.sin(i) for i in range(4000))
+    few, crowd = (to_svg(chart(plane(Points((Group("a", "a", x[:n], x[:n]),)))), 0) for n in (100, 4000))
+    assert "<image" not in few
+    assert "<image" in crowd
+    assert len(crowd) < 200_000
+
+
+def test_counts_are_written_into_cells_that_are_darker_the_more_of_their_row_they_have():
+    counts = Counts(("cluster 1", "cluster 2"), ("1", "2", "3"), ((0.0, 1000.0, 3000.0), (2.0, 2.0, math.nan)))
+    figure = draw(chart(Panel("panel", "expert", "", counts=counts)))
+    axes = figure.axes[0]
+    told = [text.get_text() for text in axes.texts]
+    assert told == ["0", "1,000", "3,000", "2", "2", "–"]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["cluster 1", "cluster 2"]
+    assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first row is on top
+    none, quarter, most, half = (
+        sum(colour_at(figure, axes, x + 0.1, y + 0.1)) for x, y in ((0, 0), (1, 0), (2, 0), (0, 1))
+    )
+    assert none == 3
+    assert none > quarter > half > most
+
+
+def test_a_count_can_be_read_on_its_cell():
+    shares = tuple(float(i) for i in range(0, 101, 5))
+    rows = tuple((share, 100 - share) for share in shares)
+    counts = Counts(tuple(str(share) for share in shares), ("a", "b"), rows)
+    figure = draw(chart(Panel("panel", "", "", counts=counts)))
+
+    def brightness(colour) -> float:
+        return float(np.dot(matplotlib.colors.to_rgb(colour), (0.2126, 0.7152, 0.0722)))
+
+    mesh = figure.axes[0].collections[0]
+    for share, cell, text in zip(
+        np.ravel(rows), mesh.cmap(mesh.norm(np.ravel(rows) / 100)), figure.axes[0].texts, strict=True
+    ):
+        assert abs(brightness(cell[:3]) - brightness(text.get_color())) > 0.4, share
+
+
+def test_small_multiples_share_limits_and_one_legend_and_say_each_label_once_a_row_or_column():
+    figure = draw(MULTIPLES)
+    assert len({round(axes.get_position().y0, 3) for axes in figure.axes}) == 2
+    assert len({(axes.get_xlim(), axes.get_ylim()) for axes in figure.axes}) == 1
+    assert [bool(axes.get_ylabel()) for axes in figure.axes] == [True, False, False, False] * 2
+    assert [bool(axes.get_xlabel()) for axes in figure.axes] == [False] * 4 + [True] * 4
+    (legend,) = figure.legends
+    assert len(legend.get_texts()) == 4
+
+
+def test_with_columns_a_panel_alone_has_no_legend_and_the_legend_alone_no_panel():
+    panel, legend = draw(MULTIPLES, 5), draw(MULTIPLES, "legend")
+    assert not panel.legends
+    assert panel.axes[0].get_ylabel() == "inner product"
+    assert not legend.axes
+    assert [text.get_text() for text in legend.legends[0].get_texts()] == [f"feature signal {i}" for i in range(1, 5)]
+
+
+def test_rows_have_their_titles_over_them_from_above():
+    figure = draw(REGIONS)
+    figure.draw_without_rendering()
+    titles = {text.get_text(): text for text in figure.findobj(Text)}
+    heights = [
+        titles[text].get_window_extent().y0 for text in ("nonlinear experts", "linear experts", "decision boundary")
+    ]
+    assert heights == sorted(heights, reverse=True)
+    panels = [axes for axes in figure.axes if axes.lines]
+    assert panels[0].get_window_extent().y1 < heights[0]
+    assert panels[2].get_window_extent().y1 < heights[1] < panels[0].get_window_extent().y0
+
+
+def test_panels_of_different_kinds_may_stand_in_one_chart():
+    kinds = (FIGURE_4.panels[0], FIGURE_5.panels[0], TABLE.panels[1], REGIONS.panels[1])
+    figure = draw(replace(chart(*kinds), columns=2))
+    rendered(figure)
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels[0] == FIGURE_4.panels[0].series[0].label
+    assert {"expert 1", "class +1", "decision boundary"} <= set(labels)
+
+
+def test_two_charts_may_not_share_a_file(tmp_path: Path):
+    write_figures(tmp_path, [FIGURE_8, replace(FIGURE_8, paper="chen2022")])
+    with pytest.raises(ValueError, match=r"two charts would both be chowdhury2023/figure-8\.png"):
+        write_figures(tmp_path, [FIGURE_8, FIGURE_8])
 
 
 def test_many_panels_go_into_rows():
@@ -213,6 +410,17 @@ def test_many_panels_go_into_rows():
     ("fault", "complaint"),
     [
         (replace(FIGURE_4, id="../figure"), "names a file"),
+        (replace(FIGURE_4, paper="../paper"), "names a file"),
+        (replace(FIGURE_4, columns=0), "columns=0"),
+        (replace(FIGURE_4, row_titles=("a",)), "needs columns"),
+        (replace(FIGURE_4, columns=1, row_titles=("a",)), "1 row titles for 2 panels"),
+        (chart(Panel("", "", "", counts=Counts(("a",), ("b", "c"), ((1.0,),)))), "need 1 rows of 2"),
+        (chart(Panel("", "", "", counts=Counts(("a",), ("b",), ((-1.0,),)))), "negative"),
+        (chart(plane(Points((Group("a", "a", (1.0,), ()),)))), "1 x and 0 y"),
+        (chart(plane(Points((), Regions((0.0,), (0.0,), ("a",), ((1,),))))), "from -1 to 0"),
+        (chart(plane(Points((), Regions((0.0,), (0.0,), scores=((1.0, 2.0),))))), "scores of regions"),
+        (chart(plane(Points(tuple(Group(str(i), str(i), (), ()) for i in range(11))))), "more roles"),
+        (chart(replace(FIGURE_4.panels[0], points=Points(()))), "make a panel for each"),
         (replace(FIGURE_4, panels=()), "no panels"),
         (chart(lines(Series("a", "cnn", (1.0,), (1.0, 2.0)))), "1 x and 2 y"),
         (chart(Panel("", "", "", blocks=Blocks((1.0,), (1.0, 2.0), ((0.5,),)))), "need 2 rows of 1"),

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.example_run import CHARTS, FINDINGS, finding
+from report.example_run import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS, finding
 
-from moesaic.ledger import Chart, Panel, Series
+from moesaic.ledger import Chart, Counts, Group, Panel, Points, Series, Source
 from moesaic.report import write_report
-from moesaic.report.charts import COLOURS
 from moesaic.report.glossary import explained
+from moesaic.report.looks import COLOURS
 from moesaic.report.page import _ON_DARK
 
 NASTY = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;{{ 7 * 7 }}</style></svg>"""
@@ -54,9 +54,16 @@ def words(text: str) -> str:
 
 
 def written(folder: Path, **given: Any) -> str:
-    given = {"findings": FINDINGS, "charts": (), "title": "A paper"} | given
+    given = {"findings": FINDINGS, "charts": (), "papers": PAPERS} | given
     write_report(folder / "report.html", **given)
     return (folder / "report.html").read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The report on two papers, which both have a Figure 4 and a claim named alike."""
+    folder = tmp_path_factory.mktemp("both")
+    return written(folder, findings=FINDINGS + SECOND_FINDINGS, charts=CHARTS + SECOND_CHARTS)
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +117,9 @@ def test_a_claim_of_our_own_is_not_put_into_the_papers_mouth(tmp_path: Path):
 
 
 def test_a_chart_stands_with_the_claims_of_its_place(html: str):
-    page = html[html.index('id="figure-4"') :]
-    assert page.index("figure-4-0-figure_1") < page.index('data-claim="samples"') < page.index("figure-5-0-figure_1")
+    page = html[html.index('id="chowdhury2023-figure-4"') :]
+    first, second = (page.index(f"chowdhury2023-figure-{n}-0-figure_1") for n in (4, 5))
+    assert first < page.index('data-claim="samples"') < second
     assert html.count("<svg") == sum(len(chart.panels) for chart in CHARTS)
     for chart in CHARTS:
         assert chart.caption in words(Page(html).text)
@@ -169,7 +177,38 @@ def test_a_word_is_found_in_any_of_its_forms(text: str, word: str):
     bare = Chart("c", "p", "Figure 1", "", "", (Panel("", "", "", (line,)),))
     for where in (bare, replace(bare, caption=text, panels=()), Chart("c", "p", "", text, "", (Panel("", text, ""),))):
         assert word in explained([], [where])
+    for panel in (
+        Panel(text, "", ""),
+        Panel("", "", "", counts=Counts((text,), ("",), ((1.0,),))),
+        Panel("", "", "", points=Points((Group(text, "", (), ()),))),
+    ):
+        assert word in explained([], [replace(bare, panels=(panel,))])
     assert word in explained([finding(statement=text)], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("The dispatch entropy of nonlinear MoE falls", {"MoE", "linear and nonlinear", "dispatch entropy"}),
+        ("Single nonlinear models stay below", {"single model", "linear and nonlinear"}),
+        ("Single (linear), 512 filters", {"single model", "linear and nonlinear", "filter"}),
+        ("The load balancing loss is not the key", {"load balancing"}),
+        ("An expert's inner product with the feature signal", {"expert", "inner product", "feature signal"}),
+        ("router weights against center signals in settings 1 and 2", {"router", "center signal", "setting"}),
+        ("Routing by sample, with M = 8", {"M"}),
+    ],
+)
+def test_the_second_paper_has_words_of_its_own(text: str, words: set[str]):
+    assert explained([finding(statement=text, paper="chen2022")], []).keys() == words
+
+
+def test_a_word_means_what_its_paper_says():
+    meanings = [
+        explained([finding(statement="the router", paper=paper)], []) for paper in ("chowdhury2023", "chen2022")
+    ]
+    assert meanings[0].keys() == meanings[1].keys() == {"router"}
+    assert "scores all patches" in meanings[0]["router"]
+    assert "scores the experts" in meanings[1]["router"]
 
 
 def test_the_summary_says_that_it_leaves_claims_out_where_it_does(html: str, tmp_path: Path):
@@ -206,8 +245,18 @@ def full_of(text: str, folder: Path) -> str:
     """A report with ``text`` wherever a text may be."""
     found = finding(id=text, where=text, statement=text, published=text, rule=text, verdict=f"partly: {text}")
     line = Series(text, text, (1.0, 2.0), (2.0, 3.0))
-    chart = Chart("c", "p", text, text, text, (Panel(text, text, text, (line,)),))
-    given: dict[str, Any] = {"title": text, "notes": [text], "command": text, "machine": text}
+    group = Group(text, text, (1.0,), (1.0,), "o", text)
+    panels = (
+        Panel(text, text, text, (line,)),
+        Panel(text, text, text, points=Points((group,))),
+    )
+    chart = Chart("c", "p", text, text, text, panels, columns=2, row_titles=(text,))
+    given: dict[str, Any] = {
+        "papers": [Source(text, text, text)],
+        "notes": [text],
+        "command": text,
+        "machine": text,
+    }
     return written(folder, findings=[replace(found, preset=text, paper=text)], charts=[chart], **given)
 
 
@@ -219,10 +268,64 @@ def test_whatever_is_given_is_shown_as_text(tmp_path: Path):
     assert not {"script", "img"} & {tag for tag, _ in Page(nasty).tags}
 
 
-def test_the_paper_is_named_where_there_are_several(tmp_path: Path):
-    html = written(tmp_path, findings=[finding(), replace(finding(), paper="chen2022")])
-    assert "chen2022, Figure 4" in Page(html).text
-    assert "chowdhury2023, Figure 4" in Page(html).text
+def test_one_paper_is_the_title_and_its_experiments_are_introduced(html: str):
+    page = Page(html)
+    assert words(page.text).count(PAPERS[0].title) == 2  # of the window, and of the page
+    assert PAPERS[0].about in page.text
+    assert PAPERS[1].title not in page.text
+
+
+def test_several_papers_have_a_part_each_with_title_introduction_counts_and_words(both: str):
+    text = words(Page(both).text)
+    assert "Do the claims of 2 papers hold? 9 claims were put to the test" in text
+    parts = [text[text.rindex(paper.title) :] for paper in PAPERS]
+    first = parts[0][: parts[0].rindex(PAPERS[1].title)]
+    second = parts[1][: parts[1].index("What the words mean")]
+    for part, paper in ((first, PAPERS[0]), (second, PAPERS[1])):
+        assert paper.about in part
+        assert part.index("What it is about") < part.index("In short") < part.index("The rule that decides")
+    assert "scores all patches of a sample" in first
+    assert "scores all patches of a sample" not in second
+    assert "print as the paper's text says 3 hold 1 fails" in second
+    assert "52.0 (48.3 to 57.9)" in first
+    assert "99.61 (99.40 to 99.80)" not in first
+    assert "What do the experts learn?" in second
+
+
+def test_both_fidelities_stand_side_by_side(both: str):
+    assert "as printed 99.46 99.61 (99.40 to 99.80) holds as released 99.46 99.4 (99.1 to 99.7) holds" in words(
+        Page(both).text
+    )
+
+
+def test_places_of_the_same_name_are_told_apart_by_their_links(both: str):
+    page = Page(both)
+    ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
+    assert len(ids) == len(set(ids))
+    assert {"chowdhury2023-figure-4", "chen2022-figure-4"} <= set(ids)
+    assert {attrs["href"] for tag, attrs in page.tags if tag == "a"} <= {f"#{each}" for each in ids}
+
+
+def test_places_that_would_have_one_id_get_two(tmp_path: Path):
+    findings = [finding(str(i), where=where) for i, where in enumerate(("Lemma 5.1", "Lemma 5-1", "Lemma 5 1"))]
+    page = Page(written(tmp_path, findings=findings))
+    anchors = [attrs["aria-labelledby"] for tag, attrs in page.tags if tag == "section"]
+    assert len(set(anchors)) == 3
+
+
+def test_a_chart_with_columns_has_them_on_the_page_and_one_legend(both: str):
+    start = both.index("chen2022-figure-4-0-figure_1")
+    figure = both[both.rindex("<figure", 0, start) : both.index("</figure>", start)]
+    assert "--columns: 4;" in figure
+    assert figure.count("<svg") == 9
+    assert Page(figure).text.count("feature signal 3") == 1
+    regions = both[both.index("chen2022-figure-1-0-figure_1") : both.index("chen2022-figure-1-3-figure_1")]
+    assert "linear experts" in Page(regions).text
+
+
+def test_a_table_without_lines_has_no_empty_legend(tmp_path: Path):
+    table = next(chart for chart in SECOND_CHARTS if chart.id == "table-4")
+    assert written(tmp_path, charts=[table]).count("<svg") == len(table.panels)
 
 
 def test_scales_put_the_paper_and_the_measurement_where_they_belong(tmp_path: Path):

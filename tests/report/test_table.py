@@ -3,10 +3,10 @@
 import io
 
 import pytest
-from report.example_run import FINDINGS, finding
+from report.example_run import FINDINGS, PAPERS, SECOND_FINDINGS, finding
 from rich.console import Console
 
-from moesaic.report import print_claims
+from moesaic.report import markdown_table, print_claims
 from moesaic.report.table import verdict_counts
 from moesaic.report.words import measured
 
@@ -68,6 +68,32 @@ def test_the_ways_of_running_are_explained_where_they_occur(width: int):
     text = " ".join(printed(width).split())
     assert "print: as the paper's text says; released: as its authors' code does; best: our own settings" in text
     assert "released:" not in printed(width, findings=[finding()])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_several_papers_have_a_table_each_under_their_titles(width: int):
+    file = io.StringIO()
+    # mixed up: a paper's claims come together all the same
+    findings = [*FINDINGS[:3], *SECOND_FINDINGS, *FINDINGS[3:]]
+    print_claims(findings, Console(file=file, width=width), PAPERS)
+    text = " ".join(file.getvalue().split())
+    first, second = (text.index(paper.title) for paper in PAPERS)
+    assert first < text.index("96.1 [94.9, ∞]") < text.index("6 hold, 1 partly, 1 fails, 2 not run here") < second
+    assert second < text.index("99.61 [99.40, 99.80]") < text.index("4 hold, 1 partly, 1 fails")
+    assert text.endswith("in all: 10 hold, 2 partly, 2 fail, 2 not run here")
+
+
+def test_one_paper_needs_no_title():
+    assert PAPERS[0].title not in printed(80)
+
+
+def test_papers_have_a_markdown_table_each_with_the_ways_that_were_tried():
+    text = markdown_table([*FINDINGS, *SECOND_FINDINGS], PAPERS)
+    first, second = text.split(f"**{PAPERS[1].title}**")
+    assert first.startswith(f"**{PAPERS[0].title}**\n\n| where")
+    assert "| as printed | as released | with our settings |" in first
+    assert "| as printed | as released |\n" in second
+    assert markdown_table(FINDINGS, PAPERS).startswith("| where")
 
 
 def test_no_findings_are_no_crash():

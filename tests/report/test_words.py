@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 
 import pytest
-from report.example_run import FINDINGS, finding
+from report.example_run import FINDINGS, PAPERS, finding
 
-from moesaic.report.words import by_claim, by_place, measured, number, published, reason, tries
+from moesaic.report.words import by_claim, by_paper, by_place, measured, number, published, reason, tries
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,8 @@ def test_a_number_alone(value: float, text: str):
         (52.04, (48.31, 57.92), "52.0 [48.3, 57.9]"),
         (0.1, (-0.9, 1.1), "0.10 [−0.90, 1.10]"),
         (99.96, (99.4, 100.0), "100.0 [99.4, 100.0]"),
+        (99.46, (99.31, 99.58), "99.46 [99.31, 99.58]"),
+        (100.0, (100.0, 100.0), "100.0 [100.0, 100.0]"),
         (1500.0, (900.0, 2100.0), "1,500 [900, 2,100]"),
         (1.5, (1.0, math.inf), "1.50 [1.00, ∞]"),
         (0.0, (0.0, 0.0), "0 [0, 0]"),
@@ -44,8 +46,10 @@ def test_a_measurement_and_its_interval_have_the_same_decimals(value: float, int
 
 
 def test_what_the_paper_says_may_be_a_number_a_word_or_nothing():
-    assert [published(finding(published=each)) for each in (60.0, "falls with l", None)] == [
+    assert [published(finding(published=each)) for each in (60.0, 99.46, -0.5, "falls with l", None)] == [
         "60",
+        "99.46",
+        "−0.5",
         "falls with l",
         "–",
     ]
@@ -62,7 +66,11 @@ def test_the_tries_of_a_claim_come_together_printed_first():
 def test_claims_of_one_name_in_two_papers_are_two():
     other = replace(finding(), paper="chen2022")
     assert len(by_claim([finding(), other])) == 2
-    assert list(by_place([finding(), other])) == [("chowdhury2023", "Figure 4"), ("chen2022", "Figure 4")]
+    grouped = by_paper([finding(), other, finding("b")], PAPERS[:1])
+    assert [(paper.title, [each.id for each in own]) for paper, own in grouped.items()] == [
+        (PAPERS[0].title, ["samples", "b"]),
+        ("chen2022", ["samples"]),
+    ]
 
 
 def test_no_finding_is_lost_on_the_way_to_its_place():

@@ -3,7 +3,7 @@
 Everything here reads the records of `moesaic.ledger` and nothing else.
 """
 
-from moesaic.report.charts import draw, to_svg, write_figures
+from moesaic.report.charts import draw, figure_name, to_svg, write_figures
 from moesaic.report.machine import describe_machine
 from moesaic.report.markdown import markdown_table
 from moesaic.report.page import write_report
@@ -14,6 +14,7 @@ from moesaic.report.theory import print_complexity, print_separation
 __all__ = [
     "describe_machine",
     "draw",
+    "figure_name",
     "markdown_table",
     "print_claims",
     "print_complexity",

@@ -1,19 +1,26 @@
-"""The words of the field that claims and charts use, each with a sentence for someone who meets it first."""
+"""The words of the field that claims and charts use, each with a sentence for someone who meets it first.
+
+A word may mean something else in another paper: what stands under the paper's id goes before what all share.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from moesaic.ledger import Chart, Finding
+from moesaic.ledger import Chart, Finding, Panel
 
 __all__ = ["explained"]
 
 _LETTER = r"(?<![\w*]){}(?![\w*])"
 
-_GLOSSARY = (
+_Entry = tuple[str, str, str]
+"""Word, pattern that finds it, what it means."""
+
+_SHARED: tuple[_Entry, ...] = (
     ("CNN", r"\bCNNs?\b", "here a network whose neurons look at every patch of a sample"),
     ("pMoE", r"\bpMoE\b", "a mixture of experts by patch: every expert looks only at the patches its router picks"),
+    ("expert", r"\bexperts?\b", "one of several small networks, each of which gets a part of the work"),
     ("router", r"\brouters?\b", "scores all patches of a sample for an expert, which gets those that score best"),
     (
         "separate training",
@@ -47,19 +54,123 @@ _GLOSSARY = (
         "stands for the real network in the proofs; its neurons respond where they did before training",
     ),
 )
-"""Word, pattern that finds it, what it means."""
+
+_OF_PAPER: dict[str, tuple[_Entry, ...]] = {
+    "chen2022": (
+        (
+            "MoE",
+            r"\bMoEs?\b",
+            "a mixture of experts by sample: a router sends every sample to one expert, which alone decides on it",
+        ),
+        ("expert", r"\bexperts?\b", "one of several networks, each of which learns from the samples it gets"),
+        ("router", r"\brouters?\b", "scores the experts for a sample; the one that scores best gets it"),
+        ("gate", r"\bgates?\b", "the router's score of the chosen expert, by which its output is multiplied"),
+        (
+            "single model",
+            r"(?i)\bsingle (?:\w+ )?(?:models?|networks?|experts?|CNNs?)\b|\bsingle \((?:non)?linear\)",
+            "one network that decides on all samples, without a router",
+        ),
+        (
+            "linear and nonlinear",
+            r"(?i)\b(?:non)?linear\b",
+            "a nonlinear network cubes the responses of its filters (or bends them otherwise), a linear one only "
+            "sums them",
+        ),
+        (
+            "cluster",
+            r"\bclusters?\b",
+            "the hidden group that a sample belongs to; each has a signal of its own that tells the class",
+        ),
+        (
+            "feature signal",
+            r"\bfeature (?:signals?|vectors?|noises?)\b",
+            "the pattern of a sample's cluster, whose sign is the class; every sample also has another cluster's "
+            "pattern with a random sign, the feature noise",
+        ),
+        (
+            "center signal",
+            r"\b(?:cluster-)?cent(?:er|re) (?:signals?|vectors?)\b",
+            "the pattern by which a sample's cluster can be told, and nothing about its class",
+        ),
+        (
+            "dispatch",
+            r"\bdispatch\b(?! entrop)",
+            "which expert gets how many samples of which cluster",
+        ),
+        (
+            "dispatch entropy",
+            r"(?i)\bdispatch entrop(?:y|ies)\b|\bentropy\b",
+            "how mixed the clusters are within an expert: 0 if every expert gets samples of one cluster only, "
+            "1.39 (ln 4) if every expert gets all four alike",
+        ),
+        (
+            "load balancing",
+            r"(?i)\bload[- ]balanc(?:ing|e)\b",
+            "a term added to the loss that is small when all experts get equally many samples",
+        ),
+        ("load", r"(?i)\bloads?\b(?![- ]balanc)", "the share of the samples that an expert gets"),
+        ("filter", r"\bfilters?\b", "the weights of one neuron, which looks at every patch in turn"),
+        (
+            "inner product",
+            r"\binner products?\b",
+            "how much of a pattern is in a weight: 0 for none, and the larger the more of it was learned",
+        ),
+        (
+            "setting",
+            r"(?i)\bsettings? [1-4]\b",
+            "how strong the signals in the samples are; the paper tries four settings, of which in 3 and 4 feature "
+            "signal and feature noise are equally strong",
+        ),
+        (
+            "exploration stage",
+            r"\bexploration stage\b",
+            "the first steps of training, in which experts come to differ while the router hardly moves",
+        ),
+        (
+            "additive classifier",
+            r"\badditive\b",
+            "any network that looks at each patch alone and sums up, a single model with whatever activation",
+        ),
+        (
+            "t-SNE",
+            r"\bt-SNE\b",
+            "lays samples out in a plane so that neighbours stay neighbours; directions and distances mean nothing",
+        ),
+        ("M", _LETTER.format("M"), "the number of experts"),
+        ("K", _LETTER.format("K"), "the number of clusters"),
+        ("J", _LETTER.format("J"), "the number of filters of an expert"),
+    ),
+}
 
 
 def explained(findings: Iterable[Finding], charts: Iterable[Chart]) -> dict[str, str]:
-    """The words that occur in statements and charts, with their meanings; others would only be in the way.
+    """The words that occur in a paper's statements and charts, with their meanings; others would only be in the way.
 
     >>> finding = Finding("a", "p", "Figure 7", "Falls with l.", "print", "full", None, None, None, "", "holds", 1.0)
     >>> explained([finding], [])
     {'l': 'the number of patches that each expert takes'}
     """
-    texts = [finding.statement for finding in findings]
-    for chart in charts:
-        texts += [chart.title, chart.caption]
-        for panel in chart.panels:
-            texts += [panel.x_label, panel.y_label, *(line.label for line in panel.series)]
-    return {word: meaning for word, pattern, meaning in _GLOSSARY if any(re.search(pattern, text) for text in texts)}
+    texts = [(finding.paper, finding.statement) for finding in findings]
+    texts += [(chart.paper, text) for chart in charts for text in _texts(chart)]
+    words: dict[str, str] = {}
+    for paper in dict.fromkeys(paper for paper, _ in texts):
+        own = _OF_PAPER.get(paper, ())
+        shared = [entry for entry in _SHARED if entry[0] not in {word for word, _, _ in own}]
+        for word, pattern, meaning in (*own, *shared):
+            if any(re.search(pattern, text) for whose, text in texts if whose == paper):
+                words.setdefault(word, meaning)
+    return words
+
+
+def _texts(chart: Chart) -> Iterator[str]:
+    yield from (chart.title, chart.caption, *chart.row_titles)
+    for panel in chart.panels:
+        yield from (panel.title, panel.x_label, panel.y_label, *_labels(panel))
+
+
+def _labels(panel: Panel) -> Iterator[str]:
+    yield from (line.label for line in panel.series)
+    if panel.points is not None:
+        yield from (group.label for group in panel.points.groups)
+    if panel.counts is not None:
+        yield from (*panel.counts.rows, *panel.counts.columns)

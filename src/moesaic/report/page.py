@@ -1,9 +1,9 @@
 """The report: one HTML file that needs nothing else, for someone who has not read the paper.
 
 On top what holds and what does not, in words that are explained there (`glossary`), then figure by
-figure the chart, the claims made there, what was measured and the rule that decided. Verdicts and
-numbers are those of the findings, charts those of the chart records; nothing is computed here but
-words and places on a scale.
+figure the chart, the claims made there, what was measured and the rule that decided; paper by paper,
+where there are several. Verdicts and numbers are those of the findings, charts those of the chart
+records; nothing is computed here but words and places on a scale.
 
 The file carries its styles and drawings in itself and forbids the browser to load anything else
 (Content-Security-Policy); whatever comes from a claim, a label or a command is escaped.
@@ -17,11 +17,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moesaic.ledger import VERDICTS, Chart, Fidelity, Finding, write_whole
-from moesaic.report.charts import COLOURS, to_svg
+from moesaic.ledger import VERDICTS, Chart, Fidelity, Finding, Source, write_whole
+from moesaic.report.charts import panel_width, to_svg
 from moesaic.report.glossary import explained
+from moesaic.report.looks import COLOURS
 from moesaic.report.table import verdict_counts
-from moesaic.report.words import BRIEFLY, MEANING, Tries, by_claim, by_place, measured, published, reason, tries
+from moesaic.report.words import (
+    BRIEFLY,
+    MEANING,
+    Tries,
+    by_claim,
+    by_paper,
+    by_place,
+    measured,
+    published,
+    reason,
+    tries,
+)
 
 __all__ = ["write_report"]
 
@@ -35,6 +47,9 @@ _ON_DARK = {
     "orange": "#f2b632",
     "sky": "#8fd0f7",
     "grey": "#a5a9af",
+    "indigo": "#a99df2",
+    "olive": "#c8c862",
+    "wine": "#dd7fa8",
 }
 """`COLOURS` of the charts for a dark page."""
 
@@ -51,23 +66,22 @@ def write_report(
     *,
     findings: Sequence[Finding],
     charts: Sequence[Chart],
-    title: str,
-    about: Sequence[str] = (),
+    papers: Sequence[Source] = (),
     notes: Sequence[str] = (),
     command: str = "",
     machine: str = "",
 ) -> None:
     """Write the report to ``path``; a reader never sees half a file.
 
-    ``about`` introduces the papers' experiments, ``notes`` tell what was shortened or left out, ``command``
-    how to run it again, ``machine`` what it ran on (see `describe_machine`). Claims stand under the place
-    in the paper where they are made, in the order of ``findings``; the first claim of a place is its
-    headline.
+    ``papers`` introduces those that findings and charts name by id, ``notes`` tell what was shortened or left
+    out, ``command`` how to run it again, ``machine`` what it ran on (see `describe_machine`). Claims stand
+    under the place in the paper where they are made, in the order of ``findings``; the first claim of a
+    place is its headline.
 
     >>> import tempfile
     >>> finding = Finding("a", "paper", "Figure 1", "2 < 3", "print", "quick", 1.0, 1.1, None, "a rule", "holds", 0.1)
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     write_report(Path(folder, "report.html"), findings=[finding], charts=[], title="A paper")
+    ...     write_report(Path(folder, "report.html"), findings=[finding], charts=[])
     ...     "2 &lt; 3" in Path(folder, "report.html").read_text("utf-8")
     True
     """
@@ -83,11 +97,8 @@ def write_report(
     environment.filters["prose"] = _prose
     # the only markup that comes from outside the template: matplotlib's, which escapes what is in it
     text = environment.get_template("page.html").render(
-        title=title,
-        sections=_sections(findings, charts),
+        papers=_papers(findings, charts, papers),
         summary=_summary(findings),
-        bars=_bars(findings),
-        terms=explained(findings, charts),
         meaning=MEANING,
         briefly=BRIEFLY,
         verdicts=_VERDICTS_IN_WORDS,
@@ -95,7 +106,6 @@ def write_report(
         notes=notes,
         command=command,
         machine=machine,
-        about=about,
         light=COLOURS,
         dark=_ON_DARK,
         css=_style_class,
@@ -137,10 +147,26 @@ class _Claim:
 
 
 @dataclass(frozen=True)
+class _Shown:
+    """A panel."""
+
+    svg: str
+    title: str
+    over: str
+    """The title of the row that it begins, if any."""
+
+
+@dataclass(frozen=True)
 class _Drawing:
     title: str
     caption: str
-    panels: list[str]
+    panels: list[_Shown]
+    legend: str
+    """Empty where the panels have their own."""
+    columns: int
+    """So many panels in a row at most,"""
+    least: float
+    """and each at least that wide, in rem."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +175,17 @@ class _Section:
     anchor: str
     drawings: list[_Drawing]
     claims: list[_Claim]
+
+
+@dataclass(frozen=True)
+class _Paper:
+    title: str
+    about: str
+    anchor: str
+    summary: str
+    bars: list[_Bar]
+    terms: dict[str, str]
+    sections: list[_Section]
 
 
 @dataclass(frozen=True)
@@ -184,28 +221,62 @@ def _bars(findings: Sequence[Finding]) -> list[_Bar]:
     return bars
 
 
-def _sections(findings: Sequence[Finding], charts: Sequence[Chart]) -> list[_Section]:
-    places = by_place(findings)
-    several = len({paper for paper, _ in places}) > 1
-    left = list(charts)
-    sections: list[_Section] = []
-    for (paper, where), claims in places.items():
-        here = [chart for chart in left if chart.where == where]
-        left = [chart for chart in left if chart.where != where]
-        sections.append(_section(f"{paper}, {where}" if several else where, here, claims))
-    others = dict.fromkeys(chart.where for chart in left)
-    return sections + [_section(where, [chart for chart in left if chart.where == where], []) for where in others]
-
-
-def _section(place: str, charts: Sequence[Chart], claims: Sequence[Tries]) -> _Section:
-    drawings = [
-        _Drawing(
-            chart.title, chart.caption, [to_svg(chart, panel, variables=True) for panel in range(len(chart.panels))]
+def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequence[Source]) -> list[_Paper]:
+    grouped = by_paper(findings, papers)
+    known = {paper.id: paper for paper in (*papers, *grouped)}
+    for chart in charts:
+        grouped.setdefault(known.setdefault(chart.paper, Source(chart.paper, chart.paper)), [])
+    shown: list[_Paper] = []
+    taken: set[str] = set()
+    for paper, own in grouped.items():
+        drawn = [chart for chart in charts if chart.paper == paper.id]
+        anchor = _anchor("paper", paper.id, taken)
+        sections = _sections(paper.id, own, drawn, taken)
+        shown.append(
+            _Paper(paper.title, paper.about, anchor, _summary(own), _bars(own), explained(own, drawn), sections)
         )
-        for chart in charts
+    return shown
+
+
+def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], taken: set[str]) -> list[_Section]:
+    places = by_place(findings)
+    for chart in charts:
+        places.setdefault(chart.where, [])
+    return [
+        _Section(
+            where,
+            _anchor(paper, where, taken),
+            [_drawing(chart) for chart in charts if chart.where == where],
+            [_claim(claim) for claim in claims],
+        )
+        for where, claims in places.items()
     ]
-    anchor = re.sub(r"[^a-z0-9]+", "-", place.lower()).strip("-")
-    return _Section(place, anchor, drawings, [_claim(claim) for claim in claims])
+
+
+def _drawing(chart: Chart) -> _Drawing:
+    beginnings = dict(zip(range(0, len(chart.panels), chart.columns or 1), chart.row_titles, strict=False))
+    panels = [
+        _Shown(to_svg(chart, i, variables=True), panel.title, beginnings.get(i, ""))
+        for i, panel in enumerate(chart.panels)
+    ]
+    has_legend = any(panel.series or panel.points for panel in chart.panels)
+    return _Drawing(
+        chart.title,
+        chart.caption,
+        panels,
+        to_svg(chart, "legend", variables=True) if chart.columns and has_legend else "",
+        chart.columns or 2,
+        20 if panel_width(chart) > 4 else round(3.8 * panel_width(chart), 1),
+    )
+
+
+def _anchor(paper: str, place: str, taken: set[str]) -> str:
+    """An id for a place that no other on the page has."""
+    name = re.sub(r"[^a-z0-9]+", "-", f"{paper} {place}".lower()).strip("-")
+    others = sum(each == name or re.fullmatch(rf"{name}-no-\d+", each) is not None for each in taken)
+    name = f"{name}-no-{others + 1}" if others else name
+    taken.add(name)
+    return name
 
 
 def _claim(claim: Tries) -> _Claim:

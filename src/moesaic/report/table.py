@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from moesaic.ledger import VERDICTS, Claim, Finding
-from moesaic.report.words import MEANING, by_claim, measured, published, reason
+from moesaic.ledger import VERDICTS, Claim, Finding, Source
+from moesaic.report.words import MEANING, by_claim, by_paper, measured, published, reason
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -25,8 +25,10 @@ _COLOURS = {"holds": "green", "partly": "yellow", "fails": "red", "not run here"
 _WIDE = 100
 
 
-def print_claims(findings: Sequence[Finding], console: Console | None = None) -> None:
+def print_claims(findings: Sequence[Finding], console: Console | None = None, papers: Iterable[Source] = ()) -> None:
     """Print the table, and below it what its words mean and how many verdicts there are of each kind.
+
+    Where there are claims of several papers, each has a table under its title, which ``papers`` tell.
 
     >>> from rich.console import Console
     >>> finding = Finding(
@@ -45,14 +47,19 @@ def print_claims(findings: Sequence[Finding], console: Console | None = None) ->
     from rich.text import Text
 
     console = console or Console()
-    claims = by_claim(findings)
-    for part in _wide(claims) if console.width >= _WIDE else _narrow(claims):
-        console.print(part)
+    grouped = by_paper(findings, papers)
+    for paper, own in grouped.items():
+        claims = by_claim(own)
+        if len(grouped) > 1:
+            console.print(Text(f"{paper.title}\n", style="bold underline"))
+        for part in _wide(claims) if console.width >= _WIDE else _narrow(claims):
+            console.print(part)
+        if len(grouped) > 1:
+            console.print(_counted(own), "", sep="\n")
     ways = [f"{way}: {meaning}" for way, meaning in MEANING.items() if any(each.fidelity == way for each in findings)]
     if ways:
         console.print(Text("; ".join(ways)))
-    counts = [Text(text, style=_COLOURS[decision]) for decision, text in verdict_counts(findings).items()]
-    console.print(Text(", ").join(counts) if counts else Text("no claims"))
+    console.print(Text.assemble("in all: " if len(grouped) > 1 else "", _counted(findings)))
 
 
 def print_rules(title: str, claims: Iterable[Claim], console: Console | None = None) -> None:
@@ -92,6 +99,13 @@ def verdict_counts(findings: Iterable[Finding]) -> dict[str, str]:
             plural = {"holds": "hold", "fails": "fail"}.get(decision, decision)
             words[decision] = f"{count} {decision if count == 1 else plural}"
     return words
+
+
+def _counted(findings: Iterable[Finding]) -> Text:
+    from rich.text import Text
+
+    counts = [Text(text, style=_COLOURS[decision]) for decision, text in verdict_counts(findings).items()]
+    return Text(", ").join(counts) if counts else Text("no claims")
 
 
 def _wide(claims: Sequence[Tries]) -> Iterator[RenderableType]:

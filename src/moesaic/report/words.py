@@ -9,9 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from moesaic.ledger import VERDICTS, Claim, Fidelity, Finding
+from moesaic.ledger import VERDICTS, Claim, Fidelity, Finding, Source
 
-__all__ = ["BRIEFLY", "MEANING", "by_claim", "by_place", "measured", "number", "published", "reason", "tries"]
+__all__ = [
+    "BRIEFLY",
+    "MEANING",
+    "by_claim",
+    "by_paper",
+    "by_place",
+    "measured",
+    "number",
+    "published",
+    "reason",
+    "tries",
+]
 
 MEANING: dict[Fidelity, str] = {
     "print": "as the paper's text says",
@@ -26,6 +37,15 @@ Tries = tuple[Finding, ...]
 """The findings on one claim, in the order of `MEANING`."""
 
 
+def by_paper(findings: Iterable[Finding], papers: Iterable[Source]) -> dict[Source, list[Finding]]:
+    """The findings paper by paper, in the order in which papers first appear; who is not introduced has its id."""
+    known = {paper.id: paper for paper in papers}
+    found: dict[Source, list[Finding]] = {}
+    for each in findings:
+        found.setdefault(known.get(each.paper) or Source(each.paper, each.paper), []).append(each)
+    return found
+
+
 def by_claim(findings: Iterable[Finding]) -> list[Tries]:
     """The findings claim by claim, claims in the order in which they first appear."""
     claims: dict[tuple[str, str], list[Finding]] = {}
@@ -35,11 +55,11 @@ def by_claim(findings: Iterable[Finding]) -> list[Tries]:
     return [tuple(sorted(claim, key=lambda each: order.index(each.fidelity))) for claim in claims.values()]
 
 
-def by_place(findings: Iterable[Finding]) -> dict[tuple[str, str], list[Tries]]:
-    """The claims under paper and place where they are made: {("chowdhury2023", "Figure 4"): [...]}."""
-    places: dict[tuple[str, str], list[Tries]] = {}
+def by_place(findings: Iterable[Finding]) -> dict[str, list[Tries]]:
+    """The claims of one paper under the place where they are made: {"Figure 4": [...]}."""
+    places: dict[str, list[Tries]] = {}
     for claim in by_claim(findings):
-        places.setdefault((claim[0].paper, claim[0].where), []).append(claim)
+        places.setdefault(claim[0].where, []).append(claim)
     return places
 
 
@@ -58,8 +78,10 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
     together = [each for each in (value, *near) if math.isfinite(each)]
     largest = max(abs(each) for each in together)
     digits = 2 - math.floor(math.log10(largest)) if largest else 0
-    if near and largest >= 1 and max(together) - min(together) < 5:
-        digits = max(digits, 1)  # 99.6 and 100.0, not 100 and 100
+    if near and largest >= 1:
+        width = max(together) - min(together)
+        # 99.6 and 100.0, not 100 and 100; 99.46 and 99.61, not 99.5 and 99.6
+        digits = max(digits, 2 if 0 < width < 0.5 else 1 if width < 5 else 0)
     digits = min(max(digits, 0), 9)
     text = f"{value:,.{digits}f}"
     if not near and "." in text:
@@ -68,10 +90,10 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
 
 
 def published(claim: Claim | Finding) -> str:
-    """What the paper says: its number or its word, a dash where it says nothing."""
+    """What the paper says: its number with all its digits, or its word; a dash where it says nothing."""
     if claim.published is None:
         return "–"
-    return claim.published if isinstance(claim.published, str) else number(claim.published)
+    return claim.published if isinstance(claim.published, str) else f"{claim.published:,.10g}".replace("-", "−")
 
 
 def measured(finding: Finding, between: str = ", ", brackets: str = "[]") -> str:

@@ -1,0 +1,239 @@
+"""What is inside one pair of axes: lines, blocks, counts or points.
+
+Each function draws one of them and gives back what the legend shows, by label.
+"""
+
+# matplotlib's stubs leave keyword arguments untyped
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesaic.ledger import Blocks, Counts, Panel, Points, Regions
+from moesaic.report.looks import INK, LINE, MANY, NOT_RUN, Look
+from moesaic.report.words import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["draw_blocks", "draw_counts", "draw_lines", "draw_points"]
+
+_FULL, _ON_LIGHT, _ON_DARK, _ZERO = "#0B4F8A", "#222222", "#FEFEFE", "#8A8F96"
+"""Of counts. None of them is among `COLOURS`: a page that exchanges those leaves the cells as they are."""
+
+_VECTORS = 300
+"""More points than that become a picture in an SVG, whose size would grow with each of them."""
+
+
+def draw_lines(axes: Axes, panel: Panel, alike: Sequence[Panel], looks: Mapping[str, Look]) -> dict[str, Any]:
+    """Lines with error bars and markers; those of many points bare, with a band. ``alike`` share the limits."""
+    handles: dict[str, Any] = {}
+    if panel.log_y:
+        axes.set_yscale("log")
+    if panel.log_x:
+        axes.set_xscale("log")
+    axes.grid(axis="y", color=LINE, alpha=0.35, linewidth=0.6)
+    for line in panel.series:
+        look = looks[line.label]
+        if len(line.x) > MANY:
+            (handles[line.label],) = axes.plot(
+                line.x, line.y, color=look.colour, linestyle=look.dash, linewidth=1.4, solid_joinstyle="round"
+            )
+            if line.spread is not None:
+                y, spread = np.array(line.y), np.array(line.spread)
+                axes.fill_between(line.x, y - spread, y + spread, color=look.colour, alpha=0.18, linewidth=0)
+            continue
+        handles[line.label] = axes.errorbar(
+            line.x,
+            line.y,
+            yerr=line.spread,
+            color=look.colour,
+            marker=look.marker,
+            linestyle=look.dash,
+            linewidth=1.6,
+            markersize=5,
+            elinewidth=1,
+            capsize=2.5,
+            capthick=1,
+        )
+    _limit(axes, alike)
+    if all(len(line.x) <= MANY for line in panel.series):
+        ticks = _ticks([x for line in panel.series for x in line.x], axes.get_xlim(), logarithmic=panel.log_x)
+        if ticks:
+            axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
+            axes.minorticks_off()
+    elif not panel.log_x:
+        axes.locator_params("x", nbins=5)
+    if panel.level is not None:
+        axes.axhline(panel.level, color=INK, linestyle=(0, (1, 1.5)), linewidth=1, zorder=1)
+        axes.annotate(
+            f"{panel.level:g}",
+            (1, panel.level),
+            (2, 0),
+            ("axes fraction", "data"),
+            "offset points",
+            va="center",
+            fontsize=8,
+        )
+    return handles
+
+
+def _limit(axes: Axes, alike: Sequence[Panel]) -> None:
+    """The limits that hold all lines of panels that share their axes."""
+    lines = [line for panel in alike for line in panel.series]
+    levels = [panel.level for panel in alike if panel.level is not None]
+    spreads = [line.spread or (0.0,) * len(line.y) for line in lines]
+    ends = [
+        y + sign * s
+        for line, spread in zip(lines, spreads, strict=True)
+        for y, s in zip(line.y, spread, strict=True)
+        for sign in (-1, 1)
+    ]
+    if alike[0].y_label.endswith("(%)"):
+        ends = [min(max(end, 0.0), 100.0) for end in ends]  # a standard deviation may reach beyond what a share can be
+    x = _span([each for line in lines for each in line.x], logarithmic=alike[0].log_x)
+    y = _span([*ends, *levels], logarithmic=alike[0].log_y)
+    if x:
+        axes.set_xlim(x)
+    if y:
+        axes.set_ylim(y)
+
+
+def _span(values: Iterable[float], *, logarithmic: bool = False) -> tuple[float, float] | None:
+    finite = [value for value in values if math.isfinite(value) and (value > 0 or not logarithmic)]
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    if logarithmic:
+        room = (high / low) ** 0.05 if high > low else 1.5
+        return low / room, high * room
+    room = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return low - room, high + room
+
+
+def _ticks(values: Iterable[float], limits: tuple[float, float], *, logarithmic: bool) -> list[float]:
+    """The measured places, but those too near to the one before to be labelled."""
+
+    def place(x: float) -> float:
+        return math.log(x) if logarithmic else x
+
+    distance = 0.07 * (place(limits[1]) - place(limits[0]))
+    ticks: list[float] = []
+    for value in sorted({value for value in values if value > 0 or not logarithmic}):
+        if not ticks or place(value) - place(ticks[-1]) >= distance:
+            ticks.append(value)
+    return ticks
+
+
+def draw_blocks(axes: Axes, blocks: Blocks, *, bar: bool) -> None:
+    """Grey levels from black (0) to white (1), with a ``bar`` that explains them."""
+    from matplotlib import colormaps
+
+    values = np.ma.masked_invalid(np.array(blocks.values, dtype=np.float64))
+    grey = colormaps["gray"].with_extremes(bad=NOT_RUN)
+    mesh = axes.pcolormesh(values, cmap=grey, vmin=0, vmax=1, edgecolors=LINE, linewidth=0.4)
+    axes.set_xticks(np.arange(len(blocks.x)) + 0.5, [f"{x:g}" for x in blocks.x])
+    axes.set_yticks(np.arange(len(blocks.y)) + 0.5, [f"{y:g}" for y in blocks.y])
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(True)
+    if bar:
+        scale = axes.figure.colorbar(mesh, ax=axes, ticks=[0, 0.5, 1], fraction=0.06, pad=0.03)
+        scale.ax.set_yticklabels(["none", "half", "all"])
+        missing = "; blue: not run" if np.ma.is_masked(values) else ""
+        scale.set_label(f"trials that succeed{missing}", size=8.5)
+        scale.outline.set_edgecolor(LINE)  # pyright: ignore[reportCallIssue]
+
+
+def draw_counts(axes: Axes, counts: Counts) -> None:
+    """A table whose cells are the darker the more of their row they have, with the numbers written in."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    values = np.array(counts.values, dtype=np.float64).reshape(len(counts.rows), len(counts.columns))
+    sums = np.nansum(values, axis=1, keepdims=True)
+    shares = np.ma.masked_invalid(values / np.where(sums > 0, sums, 1))
+    blue = LinearSegmentedColormap.from_list("counts", ["#FFFFFF", _FULL]).with_extremes(bad=NOT_RUN)
+    axes.pcolormesh(shares, cmap=blue, vmin=0, vmax=1, edgecolors=LINE, linewidth=0.4)
+    axes.invert_yaxis()
+    axes.set_xticks(np.arange(len(counts.columns)) + 0.5, counts.columns)
+    axes.set_yticks(np.arange(len(counts.rows)) + 0.5, counts.rows)
+    for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        text.set_parse_math(False)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    size = 8.5 if len(counts.columns) <= 8 else 7
+    for (row, column), value in np.ndenumerate(values):
+        share = 0.0 if np.ma.is_masked(shares[row, column]) else float(shares[row, column])
+        colour = _ON_DARK if share > 0.58 else _ON_LIGHT if value else _ZERO
+        told = "–" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else number(value)
+        axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", fontsize=size, color=colour)
+
+
+def draw_points(axes: Axes, panel: Panel, points: Points, colours: Mapping[str, str]) -> dict[str, Any]:
+    """Groups of points over their regions; the legend names colours, then markers, then the decision's line."""
+    from matplotlib.lines import Line2D
+
+    if points.regions is not None:
+        _draw_regions(axes, points.regions, colours)
+    total = sum(len(group.x) for group in points.groups)
+    size = 5.0 if total <= 100 else 3.8 if total <= 500 else 2.8
+    groups: dict[str, Any] = {}
+    markers: dict[str, Any] = {}
+    plain = not any(group.marker_label for group in points.groups)
+    for group in points.groups:
+        colour, marker = colours[group.role], "_" if group.marker == "-" else group.marker
+        axes.plot(
+            group.x,
+            group.y,
+            color=colour,
+            marker=marker,
+            linestyle="",
+            markersize=size if marker in "os^vD" else 1.5 * size,
+            markeredgewidth=0.3 if marker in "os^vD" else 1.1,
+            alpha=0.85,
+            rasterized=total > _VECTORS,
+        )
+        groups.setdefault(group.label, Line2D([], [], color=colour, marker=marker if plain else "s", linestyle=""))
+        if group.marker_label:
+            markers.setdefault(group.marker_label, Line2D([], [], color=INK, marker=marker, linestyle=""))
+    lines = {}
+    if points.regions is not None and points.regions.scores is not None:
+        lines = {"decision boundary": Line2D([], [], color=INK, linewidth=1.3)}
+    if not panel.x_label and not panel.y_label:
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for spine in axes.spines.values():
+            spine.set_visible(True)
+    return groups | markers | lines
+
+
+def _draw_regions(axes: Axes, regions: Regions, colours: Mapping[str, str]) -> None:
+    from matplotlib.colors import to_rgba
+
+    x, y = np.array(regions.x), np.array(regions.y)
+    if regions.values:
+        # see-through, so that it suits a dark page too
+        tints = np.array([*(to_rgba(colours[role], 0.25) for role in regions.roles), (0, 0, 0, 0)])
+        edges = [(ends[0] - step / 2, ends[-1] + step / 2) for ends in (x, y) for step in [_step(ends)]]
+        axes.imshow(
+            tints[np.array(regions.values)],
+            origin="lower",
+            extent=(*edges[0], *edges[1]),
+            aspect="auto",
+            interpolation="nearest",
+            zorder=0,
+        )
+    if regions.scores is not None:
+        scores = np.array(regions.scores)
+        if np.nanmin(scores) < 0 < np.nanmax(scores):
+            axes.contour(x, y, scores, levels=[0.0], colors=[INK], linewidths=1.3, zorder=1.5)
+
+
+def _step(middles: np.ndarray) -> float:
+    return float(middles[-1] - middles[0]) / (len(middles) - 1) if len(middles) > 1 else 1.0
