@@ -101,3 +101,16 @@ def test_devices_agree():
     keys = draws.keys(3, range(10))
     assert torch.equal(draws.permutations(keys.cuda(), "p", 100).cpu(), draws.permutations(keys, "p", 100))
     torch.testing.assert_close(draws.normal(keys.cuda(), "n", 100).cpu(), draws.normal(keys, "n", 100))
+
+
+def test_coarse_numbers_are_uniform_and_go_by_trial():
+    drawn = draws.coarse(draws.keys(0, range(50)), "noise", 1000)
+    assert drawn.dtype == torch.float32
+    assert 0 < float(drawn.min()) < 1e-4
+    assert 1 - 1e-4 < float(drawn.max()) < 1
+    assert float(drawn.mean()) == pytest.approx(0.5, abs=5 * 0.2887 / 50_000**0.5)
+    assert float(drawn.var()) == pytest.approx(1 / 12, rel=0.02)
+    thirds = drawn[:, :999].reshape(-1, 3)
+    assert torch.corrcoef(thirds.T).triu(1).abs().max() < 0.03
+    assert torch.equal(draws.coarse(draws.keys(0, [7]), "noise", 1000)[0], drawn[7])
+    assert torch.equal(draws.coarse(draws.keys(0, [7]), "noise", 10, 100)[0], drawn[7].view(10, 100))

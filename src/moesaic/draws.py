@@ -21,7 +21,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "integers", "keys", "normal", "permutations", "uniform"]
+__all__ = ["bits", "coarse", "integers", "keys", "normal", "permutations", "uniform"]
 
 # As signed 64-bit numbers, in which torch's integer arithmetic wraps around.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -59,6 +59,17 @@ def bits(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
 def uniform(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
     """(T, *shape) float64, above 0 and up to 1."""
     return (_shift(bits(keys, stream, *shape), 11).double() + 0.5) * 2.0**-53
+
+
+def coarse(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
+    """(T, *shape) float32 between 0 and 1, in steps of 2⁻²¹: three numbers out of every 64 bits.
+
+    For noise that is drawn anew for every sample in every step of training, where the drawing counts.
+    """
+    size = math.prod(shape)
+    drawn = bits(keys, stream, -(-size // 3))
+    thirds = torch.stack([_shift(drawn, 43), _shift(drawn, 22) & 0x1FFFFF, _shift(drawn, 1) & 0x1FFFFF], dim=1)
+    return thirds.view(len(keys), -1)[:, :size].float().add_(0.5).mul_(2.0**-21).view(len(keys), *shape)
 
 
 def normal(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:

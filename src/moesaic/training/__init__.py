@@ -1,18 +1,23 @@
 """Training: many small networks at once, and results that are kept."""
 
 from moesaic.training.cells import Cells, Kept
+from moesaic.training.mixtures import MixtureSchedule, TrainedMixtures, train_mixtures
 from moesaic.training.normalized_gd import NormalizedGD
-from moesaic.training.trials import Progress, Schedule, Silent, Trained, Watch, accuracy, train_trials
+from moesaic.training.progress import Progress, Silent
+from moesaic.training.trials import Schedule, Trained, Watch, accuracy, train_trials
 
 __all__ = [
     "Cells",
     "Kept",
+    "MixtureSchedule",
     "NormalizedGD",
     "Progress",
     "Schedule",
     "Silent",
     "Trained",
+    "TrainedMixtures",
     "Watch",
     "accuracy",
+    "train_mixtures",
     "train_trials",
 ]

@@ -12,11 +12,8 @@ another after each small operation. On a GPU an epoch is recorded once and then 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,48 +26,14 @@ from moesaic.ledger import Fidelity
 from moesaic.models import Networks, TwoLayer
 from moesaic.models.two_layer import error_signal, standardise_
 from moesaic.theory.router import class_sums, trained_routers
+from moesaic.training.cores import Turns, on_all_cores
+from moesaic.training.progress import Progress, Silent
 
-__all__ = ["Progress", "Schedule", "Silent", "Trained", "Watch", "accuracy", "train_trials"]
+__all__ = ["Schedule", "Trained", "Watch", "accuracy", "train_trials"]
 
 # Bytes of gathered patches that a chunk has in work at a time. On a CPU what matters is that they are still
 # in a cache when the second matrix product reads them; on a GPU, that launches are worth their while.
 _CPU_WORK, _GPU_WORK = 8 << 20, 2 << 30
-
-
-class Progress(Protocol):
-    """Someone who wants to know how far a computation is."""
-
-    def begin(self, name: str, total: int, done: int = 0) -> None:
-        """A piece of work of ``total`` trial-epochs begins."""
-        ...
-
-    def advance(self, amount: int, note: str = "") -> None:
-        """So many more are done."""
-        ...
-
-    def end(self) -> None:
-        """The piece of work is complete."""
-        ...
-
-    def log(self, message: str) -> None:
-        """Something happened that the user should read."""
-        ...
-
-
-class Silent:
-    """Progress that nobody looks at."""
-
-    def begin(self, name: str, total: int, done: int = 0) -> None:
-        """Nothing."""
-
-    def advance(self, amount: int, note: str = "") -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-    def log(self, message: str) -> None:
-        """Nothing."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +128,7 @@ def train_trials(
         raise ValueError(f"train_trials: device={str(device)!r}, but torch finds no GPU here; use device='cpu'")
     chunk = chunk or _chunk_size(model, source, len(numbers), min(schedule.batch, samples), device)
     starts = range(0, len(numbers), chunk)
-    watcher = _Watcher(progress or Silent(), watch)
+    turns = Turns(progress or Silent())
 
     def train(start: int) -> Trained:
         keys = draws.keys(seed, numbers[start : start + chunk], device)
@@ -177,9 +140,9 @@ def train_trials(
             networks = replace(networks, centre=_sums(data).mean(dim=1) / source.patches)
         if networks.routers is not None:
             networks = replace(networks, routers=_train_routers(networks.routers.to(dtype), data, schedule))
-        return _train(networks, data, keys, schedule, watcher, start)
+        return _train(networks, data, keys, schedule, turns, watch, start)
 
-    parts = [train(start) for start in starts] if device.type != "cpu" else _on_all_cores(train, starts, watcher)
+    parts = [train(start) for start in starts] if device.type != "cpu" else on_all_cores(train, starts, turns)
     return Trained(
         _joined([part.networks for part in parts]),
         torch.cat([part.epochs for part in parts]),
@@ -195,49 +158,6 @@ def _chunk_size(model: TwoLayer, source: PatchSource, trials: int, batch: int, d
         seen = min(seen, model.experts * model.selected(seen))
     work, cores = (_CPU_WORK, torch.get_num_threads()) if device.type == "cpu" else (_GPU_WORK, 1)
     return max(1, min(work // (4 * batch * seen * source.dim), -(-trials // cores)))
-
-
-class _Watcher:
-    """Tells progress and watch what chunks do, one at a time, and the chunks when to give up."""
-
-    def __init__(self, progress: Progress, watch: Watch | None) -> None:
-        self.stopped = threading.Event()
-        self._progress, self._watch = progress, watch
-        self._turn = threading.Lock()
-
-    def see(self, epoch: int, networks: Networks, which: Tensor) -> None:
-        if self._watch is not None:
-            with self._turn:
-                self._watch(epoch, networks, which)
-
-    def advance(self, amount: int) -> None:
-        with self._turn:
-            self._progress.advance(amount)
-        if self.stopped.is_set():
-            raise _Stopped
-
-
-class _Stopped(Exception):
-    """Another chunk failed, or the user interrupted."""
-
-
-def _on_all_cores(train: Callable[[int], Trained], starts: Sequence[int], watcher: _Watcher) -> list[Trained]:
-    """One thread a core, each of which computes by itself."""
-    cores = torch.get_num_threads()
-    if cores == 1 or len(starts) == 1:
-        return [train(start) for start in starts]
-    pool = ThreadPoolExecutor(min(cores, len(starts)), initializer=torch.set_num_threads, initargs=(1,))
-    try:
-        waiting = [pool.submit(train, start) for start in starts]
-        for each in as_completed(waiting):
-            each.result()  # what fails first is raised at once, whoever is still at work
-        return [each.result() for each in waiting]
-    except BaseException:
-        watcher.stopped.set()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-        torch.set_num_threads(cores)  # the threads' setting is also that of threads to come
 
 
 def accuracy(networks: Networks, data: TrialData) -> Tensor:
@@ -381,23 +301,34 @@ class _Chunk:
 
 
 def _train(
-    networks: Networks, data: TrialData, keys: Tensor, schedule: Schedule, watcher: _Watcher, first: int
+    networks: Networks,
+    data: TrialData,
+    keys: Tensor,
+    schedule: Schedule,
+    turns: Turns,
+    watch: Watch | None,
+    first: int,
 ) -> Trained:
     chunk = _Chunk(networks, data, keys, schedule)
     done = Trained(networks, chunk.epochs.clone(), chunk.errors.clone(), keys)
     run = _epoch_runner(chunk)
-    watcher.see(0, chunk.networks, chunk.which + first)
+
+    def see(epoch: int) -> None:
+        if watch is not None:
+            turns.call(watch, epoch, chunk.networks, chunk.which + first)
+
+    see(0)
     for epoch in range(1, schedule.epochs + 1):
         run()
-        watcher.see(epoch, chunk.networks, chunk.which + first)
-        watcher.advance(len(chunk.which))
+        see(epoch)
+        turns.advance(len(chunk.which))
         if not schedule.stop_at_zero_error or epoch == schedule.epochs:
             continue
         remaining = int(chunk.active.sum())
         # On a CPU a smaller chunk costs a copy; on a GPU another recording of the epoch.
         if remaining <= len(chunk.which) * (0.5 if chunk.keys.is_cuda else 0.9):
             _store(done, chunk)
-            watcher.advance((len(chunk.which) - remaining) * (schedule.epochs - epoch))
+            turns.advance((len(chunk.which) - remaining) * (schedule.epochs - epoch))
             if not remaining:
                 break
             chunk.shrink(chunk.active.nonzero()[:, 0])

@@ -1,0 +1,43 @@
+"""How a long computation tells how far it is."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+__all__ = ["Progress", "Silent"]
+
+
+class Progress(Protocol):
+    """Someone who wants to know how far a computation is."""
+
+    def begin(self, name: str, total: int, done: int = 0) -> None:
+        """A piece of work of ``total`` trial-epochs begins."""
+        ...
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """So many more are done."""
+        ...
+
+    def end(self) -> None:
+        """The piece of work is complete."""
+        ...
+
+    def log(self, message: str) -> None:
+        """Something happened that the user should read."""
+        ...
+
+
+class Silent:
+    """Progress that nobody looks at."""
+
+    def begin(self, name: str, total: int, done: int = 0) -> None:
+        """Nothing."""
+
+    def advance(self, amount: int, note: str = "") -> None:
+        """Nothing."""
+
+    def end(self) -> None:
+        """Nothing."""
+
+    def log(self, message: str) -> None:
+        """Nothing."""
