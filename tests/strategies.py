@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import moesaic
 from moesaic import ops
@@ -100,7 +101,7 @@ def cases(draw: st.DrawFn, *, batch: st.SearchStrategy[int] = st.integers(0, 3),
     return Case(shape, options, router, mlp, seed=draw(st.integers(0, 2**16)))
 
 
-def run(layer: moesaic.PatchMoE, x: Tensor, backend: str, steps: int = 1) -> dict[str, Tensor]:
+def run(layer: torch.nn.Module, x: Tensor, backend: str, steps: int = 1) -> dict[str, Tensor]:
     """Output, every gradient and every buffer after ``steps`` passes of a copy of the layer on a backend."""
     layer = copy.deepcopy(layer)
     found: dict[str, Tensor] = {}
@@ -124,3 +125,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
         torch.testing.assert_close(
             found[name], expected[name], rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+class NoHostSync(TorchDispatchMode):
+    """Refuses whatever brings a value from the device to the host, or has a shape that depends on one."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in {"_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "unique"}, name
+        return func(*args, **(kwargs or {}))

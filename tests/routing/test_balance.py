@@ -22,6 +22,16 @@ def test_load_balance_is_one_when_even_and_e_when_one_expert_takes_all():
     assert load_balance_loss(by_unit(collapsed)).item() == pytest.approx(4)
 
 
+def test_the_proxy_may_be_the_score_itself():
+    scores = torch.tensor([[[9.0, 0.0], [7.0, 0.0], [0.0, 4.0], [5.0, 0.0]]], requires_grad=True)
+    loss = load_balance_loss(by_unit(scores), proxy="scores")
+    assert loss.item() == pytest.approx(2 * (0.75 * 21 / 4 + 0.25 * 1))
+    loss.backward()
+    torch.testing.assert_close(scores.grad, 2 / 4 * torch.tensor([0.75, 0.25]).expand(1, 4, 2))
+    with pytest.raises(ValueError, match="proxy='raw' is unknown; use 'softmax' or 'scores'"):
+        load_balance_loss(by_unit(scores), proxy="raw")
+
+
 def test_the_load_counts_units_not_gates():
     scores = torch.tensor([[[9.0, 0.0], [9.0, 0.0], [0.0, 0.1], [0.0, 0.1]]])
     probability = scores.softmax(-1).mean((0, 1))

@@ -87,6 +87,13 @@ class TestTokenChoice:
         assert drawn.mean().item() == pytest.approx(mean, abs=0.01)
         assert drawn.std().item() == pytest.approx(std, rel=0.01)
 
+    def test_noise_is_as_large_as_its_scale(self):
+        scores = torch.tensor([0.0, 0.5]).expand(4, 50, 2)
+        router = moesaic.TokenChoice(1, 2, noise="uniform", noise_scale=0.4)
+        assert (router.choose(scores).index == 1).all()
+        router.noise_scale = 5.0
+        assert router.choose(scores).index.unique().numel() == 2
+
     @given(B=st.integers(0, 3), N=st.integers(1, 6), E=st.integers(1, 4), factor=st.sampled_from([0.3, 1.0, 2.0]))
     def test_no_expert_exceeds_its_capacity_and_nobody_is_dropped_while_there_is_room(self, B, N, E, factor):
         K = min(2, E)

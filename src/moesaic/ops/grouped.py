@@ -51,7 +51,6 @@ def _by_kernel(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:
         flat = F.pad(flat, (0, -C % step))
         weight_ECO = F.pad(weight_ECO, (0, -O % step, 0, -C % step))
     ends = (ends_E * inner.numel()).int()
-    # the slice also gives the kernel's backward a gradient laid out in memory, which it insists on
     return F.grouped_mm(flat, weight_ECO, offs=ends)[:, :O].reshape(rows.shape[0], *inner, O)
 
 

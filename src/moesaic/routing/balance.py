@@ -6,19 +6,28 @@ which units choose do.
 
 from __future__ import annotations
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor
 
+from moesaic.checks import one_of
 from moesaic.record import Routing
 
-__all__ = ["entropy_loss", "importance_loss", "load_balance_loss", "z_loss"]
+__all__ = ["BalanceProxy", "entropy_loss", "importance_loss", "load_balance_loss", "z_loss"]
+
+BalanceProxy = Literal["softmax", "scores"]
 
 
-def load_balance_loss(routing: Routing) -> Tensor:
+def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax") -> Tensor:
     """E · Σ_e f_e · P_e (Fedus et al. 2022, eq. 4): 1 when balanced, up to E when one expert takes all.
 
     f_e is the share of the assignments that went to expert e, P_e the mean softmax probability of
     expert e; the gradient flows through P.
+
+    ``proxy="scores"`` has the mean score itself as P_e, as in the released code of Chen et al. 2022. It
+    has no lower bound: scores that fall together lower it without end. The released code adds
+    the noise of the choice to it, which changes its value and not its gradient.
 
     >>> import torch
     >>> from moesaic import TokenChoice
@@ -26,10 +35,13 @@ def load_balance_loss(routing: Routing) -> Tensor:
     >>> round(float(load_balance_loss(even)), 4)
     1.0
     """
-    probability_E = _scores_BNE(routing).softmax(-1).sum((0, 1)) / max(routing.batch * routing.units, 1)
-    load_E = routing.load.detach().to(probability_E.dtype)
+    one_of("load_balance_loss", "proxy", proxy, get_args(BalanceProxy))
+    scores_BNE = _scores_BNE(routing)
+    proxy_BNE = scores_BNE.softmax(-1) if proxy == "softmax" else scores_BNE
+    proxy_E = proxy_BNE.sum((0, 1)) / max(routing.batch * routing.units, 1)
+    load_E = routing.load.detach().to(proxy_E.dtype)
     share_E = load_E / load_E.sum().clamp_min(1)
-    return routing.experts * (share_E * probability_E).sum()
+    return routing.experts * (share_E * proxy_E).sum()
 
 
 def importance_loss(routing: Routing) -> Tensor:

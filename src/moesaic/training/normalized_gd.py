@@ -112,12 +112,11 @@ class NormalizedGD(Optimizer):
         """Add an expert, or stacked experts; its options are checked as those of the constructor."""
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        if group["stacked"]:
-            _check_stack(group["params"], None)
-        for parameter in group["params"]:
-            if not parameter.is_floating_point():
-                raise TypeError(f"NormalizedGD: a parameter is {parameter.dtype}; it takes floating-point parameters")
+        try:
+            _check_params(self.param_groups[-1])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -240,6 +239,14 @@ def _check_options(options: dict[str, Any]) -> None:
             f"NormalizedGD: nesterov=True with momentum={options['momentum']}, dampening={options['dampening']}; "
             "it needs momentum above 0 and no dampening"
         )
+
+
+def _check_params(group: dict[str, Any]) -> None:
+    if group["stacked"]:
+        _check_stack(group["params"], None)
+    for parameter in group["params"]:
+        if not parameter.is_floating_point():
+            raise TypeError(f"NormalizedGD: a parameter is {parameter.dtype}; it takes floating-point parameters")
 
 
 def _check_stack(params: list[Tensor], experts: int | None) -> None:
