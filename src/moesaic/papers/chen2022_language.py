@@ -27,15 +27,15 @@ PUBLISHED = DispatchTable(
 
 NOTE = (
     "Language (Tables 10 and 11, Figure 8): tweets stand in for the paper's texts, and are far fewer: at most 5 000 of "
-    "each language in place of 200 000 English, 200 000 French and 90 000 Russian ones. Vectors come from frequencies of "
-    "characters and know less about sentiment than the BERT model of the paper."
+    "each language in place of 200 000 English, 200 000 French and 90 000 Russian ones. Vectors come from frequencies "
+    "of characters and know less about sentiment than the BERT model of the paper."
 )
 """What a reader of the report should know."""
 
 _CELL = "language"
 _SETTING = (
-    "Five trials, each with its own random split (80 % training), on at most 5 000 tweets of each "
-    "language in place of the paper's 490 000 texts, and with an embedding from characters in place of BERT's. Single "
+    "Five trials, each with its own random split (80 % training), on at most 5 000 tweets of each language "
+    "in place of the paper's 490 000 texts, and with an embedding from characters in place of BERT's. Single "
     "network and mixture train alike, equally long, and each with the learning rates that are best, of nine tries, on "
     "a fifth of the first trial's training sentences."
 )

@@ -311,10 +311,10 @@ def _purity(x: Tensor, languages: Tensor) -> float:
 
 def _drawn(part: _Part, chosen: Tensor) -> dict[str, Any]:
     """Some sentences for a picture, in few enough numbers to be kept."""
-    centred = part.x - part.x.mean(0)
-    ascending: Any = torch.linalg.eigh(centred.T @ centred)
-    principal: Tensor = ascending.eigenvectors.flip(1)[:, :_DRAWN_DIMS]
-    points: Array = (centred @ principal)[:_DRAWN].double().cpu().numpy().round(3)
+    vectors: Array = part.x.double().cpu().numpy()
+    centred = vectors - vectors.mean(axis=0)
+    principal = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :_DRAWN_DIMS]
+    points = (centred @ principal)[:_DRAWN].round(3)
     kept = {"languages": part.languages, "labels": part.labels, "chosen": chosen}
     return {"points": points.tolist()} | {name: values[:_DRAWN].tolist() for name, values in kept.items()}
 
