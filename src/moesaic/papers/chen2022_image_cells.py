@@ -1,0 +1,202 @@
+"""Runs of one network on images, alone or as a mixture's experts: cells of Chen et al. 2022, Section 6.2."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic import draws
+from moesaic.data.cifar import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10
+from moesaic.data.image_tasks import ImageTask, cifar10_rotate_task, cifar10_task
+from moesaic.insight.metrics import entropy_of_counts
+from moesaic.models.cifar import cifar_mixture, cifar_network
+from moesaic.papers.lab import Lab
+from moesaic.training.images import ImageSchedule, ImageTest, embed_images, train_images
+
+__all__ = ["CAR", "EXPERTS", "FROG", "SHIP", "Embedding", "ImageCell", "ImageResult", "TaskName"]
+
+Array = NDArray[np.float64]
+
+TaskName = Literal["cifar10", "rotate"]
+
+ENGINE = 1
+"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+
+EXPERTS = 4
+FROG, SHIP, CAR = (CIFAR10_CLASSES.index(name) for name in ("frog", "ship", "automobile"))
+
+_DIMENSIONS = 30
+_MANY, _FEW = 200, 50
+"""Images of a class that Figure 7 looks at, and of each other class."""
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """The features of some test images in the expert that each went to, of one label."""
+
+    points: Array
+    """(n, 30): principal components, in thousandths of the largest."""
+    clusters: NDArray[np.int64]
+    """(n,) the class of CIFAR-10."""
+    experts: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageResult:
+    """What one run measured."""
+
+    accuracy: float
+    """After the last epoch, in percent."""
+    tested: int
+    """Images it is known from."""
+    accuracies: Array
+    """After each epoch."""
+    losses: Array
+    dispatch: Array
+    """(2, 10, 4) for CIFAR-10-Rotate, (1, 10, 4) for CIFAR-10: how many test images, upright or turned, of each
+    class went to each expert; empty for a single network."""
+    entropies: Array
+    """After each epoch, eq. 6.1 on the test images; empty for a single network."""
+    embedding: Embedding | None
+
+
+@dataclass(frozen=True)
+class ImageCell:
+    """One run of one network on one task."""
+
+    task: TaskName
+    network: str
+    mixture: bool
+    schedule: ImageSchedule
+    trial: int
+    embedding: bool = False
+    """Whether to keep the features of some test images, for Figure 7."""
+    images_per_file: int = 10_000
+    on_cpu: bool = False
+    """Whether it may run without a GPU, which would take days for all but made-up data."""
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.epochs
+
+    def obstacle(self, lab: Lab) -> str | None:
+        if not _has_cifar(lab.data_dir):
+            return "needs CIFAR-10's binary files under --data-dir"
+        if not self.on_cpu and not lab.device.startswith("cuda"):
+            return "needs a GPU (--device cuda)"
+        return None
+
+    def spec(self, lab: Lab) -> dict[str, Any]:
+        # what was measured elsewhere can be looked at without the images
+        digest = _digest(lab.data_dir) if lab.data_dir is not None and _has_cifar(lab.data_dir) else CIFAR10_DIGEST
+        described = asdict(self)
+        del described["on_cpu"]
+        return {"experiment": "images", "engine": ENGINE, "data": digest, "seed": lab.seed, **described}
+
+    def measure(self, lab: Lab) -> dict[str, Any]:
+        assert lab.data_dir is not None, "there is an obstacle"
+        task = _task(self.task, lab.data_dir, self.images_per_file)
+        seed = int(draws.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            build = cifar_mixture if self.mixture else cifar_network
+            model = build(self.network, task.labels)
+        epochs = train_images(model, task, self.schedule, seed=seed, device=lab.device, progress=lab.progress)
+        measured: dict[str, Any] = {
+            "tested": len(task.test),
+            "accuracies": [round(epoch.test.accuracy, 4) for epoch in epochs],
+            "losses": [round(epoch.loss, 5) for epoch in epochs],
+        }
+        if self.mixture:
+            tables = [_dispatch(task, epoch.test) for epoch in epochs]
+            measured["dispatch"] = tables[-1].tolist()
+            measured["entropies"] = [round(entropy_of_counts(table.sum(0)), 5) for table in tables]
+        experts = epochs[-1].test.experts
+        if self.embedding and experts is not None:
+            rows = _shown(task)
+            measured["embedding"] = {
+                "points": _principal(embed_images(model, task, rows)),
+                "clusters": task.test.clusters[rows].tolist(),
+                "experts": experts[rows].tolist(),
+            }
+        return measured
+
+    def result(self, kept: dict[str, Any]) -> ImageResult:
+        latent = kept.get("embedding")
+        accuracies = np.asarray(kept["accuracies"], dtype=np.float64)
+        return ImageResult(
+            float(accuracies[-1]),
+            kept["tested"],
+            accuracies,
+            np.asarray(kept["losses"], dtype=np.float64),
+            np.asarray(kept.get("dispatch", []), dtype=np.float64),
+            np.asarray(kept.get("entropies", []), dtype=np.float64),
+            latent
+            and Embedding(
+                np.asarray(latent["points"], dtype=np.float64),
+                np.asarray(latent["clusters"], dtype=np.int64),
+                np.asarray(latent["experts"], dtype=np.int64),
+            ),
+        )
+
+
+def _has_cifar(data_dir: Path | None) -> bool:
+    if data_dir is None:
+        return False
+    try:
+        find_cifar10(data_dir)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+@cache
+def _digest(data_dir: Path) -> str:
+    return cifar10_digest(data_dir)
+
+
+@cache
+def _task(name: TaskName, data_dir: Path, images_per_file: int) -> ImageTask:
+    make = cifar10_task if name == "cifar10" else cifar10_rotate_task
+    return make(data_dir, images_per_file=images_per_file)
+
+
+def _dispatch(task: ImageTask, test: ImageTest) -> Tensor:
+    """(Y, K, E): how many test images of each cluster went to each expert; by label where labels are not clusters."""
+    assert test.experts is not None
+    clusters = len(task.cluster_names)
+    groups = task.labels if _turned(task) else 1
+    group = task.test.labels if _turned(task) else torch.zeros_like(task.test.labels)
+    place = (group * clusters + task.test.clusters) * EXPERTS + test.experts
+    return torch.bincount(place, minlength=groups * clusters * EXPERTS).view(groups, clusters, EXPERTS)
+
+
+def _turned(task: ImageTask) -> bool:
+    """Whether labels say what was done to an image rather than what it shows."""
+    return task.labels != len(task.cluster_names)
+
+
+def _shown(task: ImageTask) -> Tensor:
+    """Rows of the test images in Figure 7: turned ones of every class, or cars."""
+    counts = dict.fromkeys(range(len(task.cluster_names)), _FEW) | {FROG: _MANY, SHIP: _MANY}
+    if not _turned(task):
+        counts = {CAR: 2 * _MANY}
+    of_label = task.test.labels == 1  # turned, and of CIFAR-10 cars, which are its label 1
+    rows = [((task.test.clusters == cluster) & of_label).nonzero()[:many, 0] for cluster, many in counts.items()]
+    return torch.cat(rows)
+
+
+def _principal(features: Tensor) -> list[list[int]]:
+    """The features' principal components in thousandths of the largest: few digits, and the same distances."""
+    centred = features.double() - features.double().mean(0)
+    directions = cast("Tensor", torch.linalg.svd(centred, full_matrices=False)[2])
+    points = centred @ directions[:_DIMENSIONS].T
+    thousandths = (999 * points / points.abs().max().clamp_min(1e-12)).round().int()
+    return cast("list[list[int]]", thousandths.tolist())

@@ -1,0 +1,129 @@
+"""Table 2 and Figure 7 of Chen et al. 2022, drawn from what was measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.data.cifar import CIFAR10_CLASSES
+from moesaic.ledger import Chart, Counts, Fidelity, Group, Marker, Panel, Points, Series
+from moesaic.papers import claims
+from moesaic.papers.chen2022_image_cells import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName
+
+__all__ = ["NETWORKS", "charts"]
+
+Array = NDArray[np.float64]
+Study = claims.Study[ImageResult]
+
+NETWORKS = {"cnn": "the two-layer CNN", "mobilenetv2": "MobileNetV2", "resnet18": "ResNet18"}
+
+_TASKS: dict[TaskName, str] = {"rotate": "CIFAR-10-Rotate", "cifar10": "CIFAR-10"}
+_KINDS = {"single": "single network", "mixture": "mixture of four"}
+
+
+def charts(studies: Mapping[Fidelity, Study]) -> list[Chart]:
+    """Those for which there are results."""
+    study = studies.get("print")
+    if study is None:
+        return []
+    return [chart for chart in (_table_2(study), _figure_7(study)) if chart.panels]
+
+
+def _table_2(study: Study) -> Chart:
+    panels: list[Panel] = []
+    for task, title in _TASKS.items():
+        for network, named in NETWORKS.items():
+            runs = {kind: _runs(study, task, network, kind) for kind in _KINDS}
+            series = tuple(_curve(label, kind, runs[kind]) for kind, label in _KINDS.items() if runs[kind])
+            if series:
+                name = f"{title}, {named.removeprefix('the ')}"
+                panels.append(Panel(name, "Epoch", "Test accuracy (%)", series))
+    return Chart(
+        "table-2",
+        "chen2022",
+        "Table 2",
+        "Does a mixture of four networks see more than one network?",
+        "Test accuracy after every epoch of one network, and of a mixture of four such networks of which each image is "
+        "shown to one. Mean over trials, with their standard deviation. CIFAR-10-Rotate asks whether a photograph was "
+        "turned by 30°; its ten classes are clusters that nobody names. The verdicts look at the last epoch.",
+        tuple(panels),
+        columns=3 if len(panels) > 2 else None,
+    )
+
+
+def _curve(label: str, role: str, runs: Sequence[ImageResult]) -> Series:
+    values = np.stack([run.accuracies for run in runs])
+    x = tuple(float(epoch) for epoch in range(1, values.shape[1] + 1))
+    spread = tuple(values.std(axis=0, ddof=1).tolist()) if len(runs) > 1 else None
+    return Series(label, role, x, tuple(values.mean(axis=0).tolist()), spread)
+
+
+def _figure_7(study: Study) -> Chart:
+    panels: list[Panel] = []
+    cars, turned = _embedding(study, "cifar10"), _embedding(study, "rotate")
+    if cars is not None:
+        panels.append(_points("CIFAR-10, cars", cars, _plane(cars), "expert"))
+    if turned is not None:
+        plane = _plane(turned)
+        panels.append(_points("CIFAR-10-Rotate, turned", turned, plane, "expert"))
+        two = np.isin(turned.clusters, (FROG, SHIP))
+        some = Embedding(turned.points[two], turned.clusters[two], turned.experts[two])
+        panels.append(_points("frogs and ships of these", some, plane[two], "class"))
+    runs = _runs(study, "rotate", "resnet18", "mixture")
+    if runs:
+        counts = tuple(tuple(row) for row in runs[0].dispatch[1].tolist())
+        table = Counts(CIFAR10_CLASSES, tuple(f"expert {e + 1}" for e in range(EXPERTS)), counts)
+        panels.append(Panel("who gets which class, turned", "", "", counts=table))
+    return Chart(
+        "figure-7",
+        "chen2022",
+        "Figure 7",
+        "Do the classes of CIFAR-10 go to different experts?",
+        "Test images of one label as a mixture of ResNet18 sees them: features of the chosen expert, by t-SNE. "
+        "Points that are close look alike to the network. Features of different experts lie apart by "
+        "themselves; what tells of clusters is which class went where, as the table counts it.",
+        tuple(panels),
+        columns=2 if len(panels) > 1 else None,
+    )
+
+
+def _runs(study: Study, task: TaskName, network: str, kind: str) -> list[ImageResult]:
+    return study.line(f"images/{task}/{network}/{kind}")[1]
+
+
+def _embedding(study: Study, task: TaskName) -> Embedding | None:
+    return next((run.embedding for run in _runs(study, task, "resnet18", "mixture") if run.embedding), None)
+
+
+def _plane(embedding: Embedding) -> Array:
+    """(n, 2) by t-SNE, with a fixed seed."""
+    from sklearn.manifold import TSNE
+
+    few = len(embedding.points)
+    tsne: Any = TSNE(n_components=2, perplexity=min(30.0, (few - 1) / 3), init="pca", random_state=0)
+    return cast("Array", tsne.fit_transform(embedding.points.astype(np.float32))).astype(np.float64)
+
+
+def _points(title: str, embedding: Embedding, plane: Array, colour: str) -> Panel:
+    """Colours tell experts apart, or the two classes, with markers for the experts."""
+    groups: list[Group] = []
+    markers: tuple[Marker, ...] = ("o", "s", "^", "v")
+    for e in range(EXPERTS):
+        at = embedding.experts == e
+        if colour == "expert":
+            groups += _group(f"expert {e + 1}", f"expert-{e + 1}", plane[at])
+            continue
+        for cluster in (FROG, SHIP):
+            name = CIFAR10_CLASSES[cluster]
+            groups += _group(name, name, plane[at & (embedding.clusters == cluster)], markers[e], f"expert {e + 1}")
+    return Panel(title, "", "", points=Points(tuple(groups)))
+
+
+def _group(label: str, role: str, places: Array, marker: Marker = "o", marker_label: str = "") -> list[Group]:
+    if not len(places):
+        return []
+    rounded = places.round(2)
+    return [Group(label, role, tuple(rounded[:, 0].tolist()), tuple(rounded[:, 1].tolist()), marker, marker_label)]
