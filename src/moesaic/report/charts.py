@@ -291,7 +291,9 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
     return math.ceil(len(labels) / rows) if rows else 1
 
 
-def _legend(figure: Figure, handles: dict[str, Any], columns: int, place: str) -> None:
+def _legend(
+    figure: Figure, handles: dict[str, Any], columns: int, place: Literal["center", "outside lower center"]
+) -> None:
     legend = figure.legend(
         list(handles.values()),
         list(handles),

@@ -118,7 +118,7 @@ def _by_role(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
     roles = list(dict.fromkeys(role for panel in panels for role in _roles(panel)))
     taken = {_ROLES[role][0] for role in roles if role in _ROLES}
     strangers = [role for role in roles if role not in _ROLES]
-    free = [look for look in _OTHERS if look[0] not in taken] or list(_OTHERS)
+    free = [look for look in _OTHERS if look[0] not in taken]
     return {role: _ROLES[role] if role in _ROLES else free[strangers.index(role) % len(free)] for role in roles}
 
 

@@ -154,6 +154,8 @@ class _Shown:
     title: str
     over: str
     """The title of the row that it begins, if any."""
+    has_points: bool
+    """These may be a picture, whose colours are made for a light page."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], 
 def _drawing(chart: Chart) -> _Drawing:
     beginnings = dict(zip(range(0, len(chart.panels), chart.columns or 1), chart.row_titles, strict=False))
     panels = [
-        _Shown(to_svg(chart, i, variables=True), panel.title, beginnings.get(i, ""))
+        _Shown(to_svg(chart, i, variables=True), panel.title, beginnings.get(i, ""), panel.points is not None)
         for i, panel in enumerate(chart.panels)
     ]
     has_legend = any(panel.series or panel.points for panel in chart.panels)
