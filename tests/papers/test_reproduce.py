@@ -114,6 +114,16 @@ def test_only_what_a_claim_needs_is_run(tmp_path: Path):
     assert [chart.where for chart in outcome.charts] == ["Figure 6"]
 
 
+def test_a_paper_of_which_nothing_was_asked_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    silent = replace(PAPERS["chowdhury2023"], id="silent", tests=(), notes=lambda preset, lab: ["a note of its own"])
+    monkeypatch.setattr(rerun, "PAPERS", {**rerun.PAPERS, "silent": silent})
+    outcome = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",))
+    assert {finding.paper for finding in outcome.findings} == {"chowdhury2023"}
+    assert {chart.paper for chart in outcome.charts} == {"chowdhury2023"}
+    assert outcome.notes
+    assert "a note of its own" not in outcome.notes
+
+
 class Listener:
     def __init__(self) -> None:
         self.messages: list[str] = []

@@ -63,6 +63,8 @@ def reproduce(
     notes: list[str] = []
     for paper in chosen:
         tests = [test for test in paper.tests if test.claim.id in wanted]
+        if not tests:
+            continue
         studies = _studies(paper, tests, preset, fidelities, lab)
         findings += [
             _judged(test, studies[fidelity], fidelity, preset)
@@ -100,6 +102,7 @@ def _studies(
             lab,
             {name: done[f"{fidelity} {name}"].seconds for name in plan},
             obstacles[fidelity],
+            fidelity,
         )
         for fidelity, plan in plans.items()
     }
