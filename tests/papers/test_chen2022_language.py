@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moesaic.insight import DispatchTable
 from moesaic.papers.chen2022_language import PUBLISHED, TESTS, charts, plan
-from moesaic.papers.chen2022_language_cells import LanguageCell, LanguageResult
+from moesaic.papers.chen2022_language_cells import LanguageCell, LanguageResult, purity
 from moesaic.papers.claims import Study
 from moesaic.papers.lab import Lab
 from moesaic.training import Cells, Silent
@@ -65,6 +66,35 @@ def test_overall_accuracy_is_that_of_the_languages_together(measured):
 def test_words_that_tell_the_label_are_learnt_and_alphabets_are_clusters(measured):
     assert measured.accuracy.mean() > 70
     assert (measured.purity > 90).all()
+
+
+def test_a_sentence_is_not_its_own_neighbour():
+    pairs = torch.eye(3).repeat_interleave(2, 0)  # three pairs of equal vectors
+    assert purity(pairs, torch.tensor([0, 0, 1, 1, 2, 2])) == 100
+    assert purity(pairs, torch.tensor([0, 1, 0, 1, 0, 1])) == 0
+
+
+def test_networks_never_see_a_test_sentence(folder, tmp_path, monkeypatch):
+    seen: list[set[tuple[float, ...]]] = []
+    train, judge = LanguageCell._train, LanguageCell._task
+    tasks = []
+
+    def spy_on_training(cell, part, *rest):
+        seen.append({tuple(vector) for vector in part.x.tolist()})
+        return train(cell, part, *rest)
+
+    def spy_on_tasks(cell, *rest):
+        tasks.append(judge(cell, *rest))
+        return tasks[-1]
+
+    monkeypatch.setattr(LanguageCell, "_train", spy_on_training)
+    monkeypatch.setattr(LanguageCell, "_task", spy_on_tasks)
+    replace(SMALL, trials=1, epochs=1).measure(lab(tmp_path, folder))
+    test = {tuple(vector) for vector in tasks[0].test.x.tolist()}
+    tuning, final = seen[:-2], seen[-2:]
+    assert [len(part) for part in tuning] == [115] * 4  # four fifths of the training sentences, and those
+    assert [len(part) for part in final] == [144] * 2  # four fifths of three times 60
+    assert not any(part & test for part in seen)
 
 
 def test_the_drawn_sentences_go_where_the_first_table_says(measured):

@@ -149,7 +149,7 @@ class LanguageCell:
             )
             table, chosen = _answers(mixture, test.x, spoken, sentences.names)[1:]
             kept["counts"].append(table.counts)
-            kept["purity"].append(_purity(test.x, spoken))
+            kept["purity"].append(purity(test.x, spoken))
             if trial == 0:
                 found |= {"told": task.told, "names": sentences.names} | _drawn(test, chosen)
         return found | kept
@@ -303,7 +303,8 @@ def _percent(right: Tensor) -> float:
     return 100 * right.double().mean().item()
 
 
-def _purity(x: Tensor, languages: Tensor) -> float:
+def purity(x: Tensor, languages: Tensor) -> float:
+    """The percentage of vectors whose nearest other one is of the same language."""
     alike = x @ x.T
     alike.fill_diagonal_(-torch.inf)
     return _percent(languages[alike.argmax(1)] == languages)
