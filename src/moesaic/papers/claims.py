@@ -68,6 +68,8 @@ class Study(Generic[R]):
     """How long each cell took when it was carried out."""
     obstacles: Mapping[str, str] = field(default_factory=dict[str, str])
     """The cells that could not be carried out here, and why."""
+    fidelity: Fidelity = "print"
+    """Of the plan."""
 
     def lines(self, figure: str) -> dict[int, str]:
         """The prefixes of a figure's lines by the number that tells them apart: {4: "fig5/l=4"}."""

@@ -1,0 +1,204 @@
+"""Which cells Chen et al. 2022 need on synthetic data: Tables 1 and 3 to 9, Figures 1 and 3 to 5, and the theory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+
+from moesaic import draws
+from moesaic.data import ClusterPatches
+from moesaic.data.clusters import ClusterSetting
+from moesaic.ledger import Fidelity
+from moesaic.models import Mixture
+from moesaic.models.mixtures import FilterActivation
+from moesaic.papers.chen2022_cells import Measured, MixtureCell, Plan, arrays
+from moesaic.papers.lab import Cell, Lab
+from moesaic.theory import AdditiveClassifier, routing_probabilities, steepest_scores
+from moesaic.training import MixtureSchedule
+
+__all__ = ["ACTIVATIONS", "INIT_SCALES", "SETTINGS", "SIZES", "AdditiveCell", "Sizes", "SmoothingCell", "plan"]
+
+SETTINGS: tuple[ClusterSetting, ...] = (1, 2, 3, 4)
+ACTIVATIONS: tuple[FilterActivation, ...] = get_args(FilterActivation)
+INIT_SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""σ0 of the sweep. At d = 50 Theorem 4.2 allows 0.27 to 0.96."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a preset does."""
+
+    trials: int
+    samples: int
+    """For training, and as many for the test."""
+    looks: int
+    """At networks during training, before the last step."""
+    printed: tuple[ClusterSetting, ...]
+    """Settings of the nonlinear mixture as printed."""
+    printed_singles: bool
+    singles: tuple[tuple[FilterActivation, int], ...]
+    """Activation and filters of the single networks of Tables 1 and 3."""
+    single_settings: tuple[ClusterSetting, ...]
+    everything: bool
+    """Also Table 8, Figure 1 and the sweep over σ0."""
+
+
+SIZES: dict[str, Sizes] = {
+    "quick": Sizes(3, 4000, 25, (1, 3), False, (("identity", 128), ("cubic", 128)), (1, 3), False),
+    "full": Sizes(
+        10,
+        16_000,
+        50,
+        SETTINGS,
+        True,
+        (("identity", 128), ("identity", 512), ("cubic", 128), ("cubic", 512)),
+        SETTINGS,
+        True,
+    ),
+}
+
+
+def plan(preset: str, fidelity: Fidelity) -> Plan:
+    """The cells of a preset, by names such as "moe/cubic/s1"."""
+    sizes = SIZES[preset]
+    if fidelity == "best":
+        return {}
+    cells: dict[str, Cell[Measured]] = {}
+    for setting in SETTINGS:
+        if fidelity == "released" or setting in sizes.printed:
+            cells[f"moe/cubic/s{setting}"] = _mixture(sizes, fidelity, "cubic", setting)
+        cells[f"moe/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting)
+        cells[f"balanced/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting, balance=True)
+    if fidelity == "released" or sizes.printed_singles:
+        cells |= _singles(sizes, fidelity)
+    if fidelity == "print":
+        cells |= {f"theory/additive/s{setting}": AdditiveCell(setting) for setting in (*SETTINGS, 7)}
+        cells["theory/smoothing"] = SmoothingCell()
+    if sizes.everything:
+        cells |= _figure_1(fidelity, sizes.trials)
+        if fidelity == "print":
+            for scale in INIT_SCALES:
+                cell = _mixture(sizes, fidelity, "cubic", 3)
+                cells[f"init/{scale}"] = replace(cell, model=replace(cell.model, init_scale=scale))
+    return cells
+
+
+def _mixture(
+    sizes: Sizes, fidelity: Fidelity, activation: FilterActivation, setting: ClusterSetting, *, balance: bool = False
+) -> MixtureCell:
+    schedule = MixtureSchedule.of(fidelity, balance=balance)
+    return MixtureCell(
+        Mixture.of(fidelity, activation),
+        schedule,
+        setting,
+        sizes.trials,
+        sizes.samples,
+        sizes.samples,
+        follow=0 if balance else schedule.steps // sizes.looks,
+    )
+
+
+def _singles(sizes: Sizes, fidelity: Fidelity) -> dict[str, Cell[Measured]]:
+    def single(activation: FilterActivation, filters: int, setting: ClusterSetting) -> MixtureCell:
+        model, schedule = Mixture.single(fidelity, activation, filters), MixtureSchedule.single(fidelity, activation)
+        return MixtureCell(model, schedule, setting, sizes.trials, sizes.samples, sizes.samples)
+
+    cells: dict[str, Cell[Measured]] = {}
+    for setting in sizes.single_settings:
+        for activation, filters in sizes.singles:
+            cells[f"single/{activation}-{filters}/s{setting}"] = single(activation, filters, setting)
+    for activation in ACTIVATIONS:
+        cells[f"table7/{activation}"] = single(activation, 128, 7)
+        if sizes.everything:
+            cells |= {f"table8/{activation}/s{setting}": single(activation, 128, setting) for setting in (1, 2)}
+    return cells
+
+
+def _figure_1(fidelity: Fidelity, trials: int) -> dict[str, Cell[Measured]]:
+    schedule = MixtureSchedule.of(fidelity)
+    kinds: Sequence[FilterActivation] = ("cubic", "identity")
+    return {
+        f"figure1/{kind}": MixtureCell(
+            Mixture.of(fidelity, kind, experts=4), schedule, "figure 1", trials, 1600, 1600, schedule.steps // 50
+        )
+        for kind in kinds
+    }
+
+
+@dataclass(frozen=True)
+class AdditiveCell:
+    """The best classifier that adds up what it says of each patch, on samples of a setting (Theorem 4.1)."""
+
+    setting: ClusterSetting
+    trials: int = 10
+    samples: int = 16_000
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+    def obstacle(self, lab: Lab) -> str | None:
+        return None
+
+    def spec(self, lab: Lab) -> dict[str, Any]:
+        return {"additive": self.setting, "trials": self.trials, "samples": self.samples, "seed": lab.seed}
+
+    def measure(self, lab: Lab) -> dict[str, Any]:
+        source = ClusterPatches.setting(self.setting)
+        classifier = AdditiveClassifier(source.features, source.centres, source.alpha, source.gamma)
+        accuracy: list[float] = []
+        for trial in range(self.trials):
+            data = source.draw(draws.keys(lab.seed, [trial]), self.samples, "test")
+            right = (2.0 * data.labels - 1.0) * classifier(data.patches) > 0
+            accuracy.append(100 * right.double().mean().item())
+        return {"accuracy": accuracy}
+
+    def result(self, kept: dict[str, Any]) -> Measured:
+        return arrays(kept)
+
+
+@dataclass(frozen=True)
+class SmoothingCell:
+    """How much the probabilities of being routed change with the scores, exactly (Lemma 5.1).
+
+    Random pairs of scores, near and far, with 2 to 16 experts; and pairs that are made to change most.
+    """
+
+    pairs: int = 4000
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+    def obstacle(self, lab: Lab) -> str | None:
+        return None
+
+    def spec(self, lab: Lab) -> dict[str, Any]:
+        return {"smoothing": self.pairs, "seed": lab.seed}
+
+    def measure(self, lab: Lab) -> dict[str, Any]:
+        random: list[float] = []
+        made: list[float] = []
+        experts = (2, 4, 8, 16)
+        key = draws.keys(lab.seed, [0])
+        for many in experts:
+            name = f"chen2022/smoothing {many}"
+            scores = draws.normal(key, f"{name} scores", self.pairs, many)[0] / 2
+            reach = 10 ** (4 * draws.uniform(key, f"{name} reach", self.pairs, 1)[0] - 4)
+            moved = scores + reach * (2 * draws.uniform(key, f"{name} moves", self.pairs, many)[0] - 1)
+            random.append(_steepness(scores, moved))
+            made.append(max(_steepness(*steepest_scores(many, distance)) for distance in (1e-4, 1e-3, 1e-2, 0.1)))
+        return {"experts": list(experts), "random": random, "made": made}
+
+    def result(self, kept: dict[str, Any]) -> Measured:
+        return {name: np.asarray(value, dtype=np.float64) for name, value in kept.items()}
+
+
+def _steepness(scores: torch.Tensor, moved: torch.Tensor) -> float:
+    """The largest change of a probability for every unit by which a score changes."""
+    change = (routing_probabilities(scores) - routing_probabilities(moved)).abs().amax(dim=-1)
+    return (change / (scores - moved).abs().amax(dim=-1)).max().item()
