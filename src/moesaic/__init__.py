@@ -5,11 +5,15 @@
 >>> y = layer(torch.randn(2, 64, 16, 16))
 """
 
+from typing import TYPE_CHECKING, Any
+
 from moesaic.layers import PatchMoE, SampleMoE, record_routing
 from moesaic.ops import backend
 from moesaic.record import Routing
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
-from moesaic.training import NormalizedGD
+
+if TYPE_CHECKING:
+    from moesaic.training import NormalizedGD
 
 __version__ = "0.1.0.dev0"
 
@@ -25,3 +29,12 @@ __all__ = [
     "backend",
     "record_routing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # the room of training brings models and data along, which whoever wants a layer need not wait for
+    if name == "NormalizedGD":
+        from moesaic.training import NormalizedGD
+
+        return NormalizedGD
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,6 +54,16 @@ def test_the_whole_layer_compiles_into_one_graph(layer, x, training, backend):
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_whose_patches_choose_compiles_into_one_graph(dtype):
+    torch.compiler.reset()
+    router = moesaic.TokenChoice(8, 4, 2, 2)
+    layer = moesaic.PatchMoE(8, 8, experts=4, kernel_size=3, router=router).to(dtype)
+    x = torch.randn(3, 8, 6, 6, dtype=dtype)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_agrees_with_eager(x):

@@ -1,4 +1,4 @@
-"""Routing by sample: every backend equals the dense, masked sum in output and every gradient; and the other invariants."""
+"""Routing by sample: every backend equals the dense, masked sum in output and every gradient; other invariants."""
 
 import copy
 from dataclasses import dataclass

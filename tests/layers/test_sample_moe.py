@@ -166,7 +166,7 @@ def test_an_error_inside_an_expert_stays_what_it_is():
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no")
 
-    with pytest.raises(ValueError, match="^no$"):
+    with pytest.raises(ValueError, match=r"^no$"):
         moesaic.SampleMoE(nn.Linear(2, 1), [Picky()])(torch.randn(3, 2))
 
 

@@ -340,5 +340,5 @@ def test_gradients_and_parameters_it_cannot_norm_are_refused():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(TypeError, match=r"a gradient of \(5, 2\) is torch.sparse_coo; .* sparse=False"):
         NormalizedGD(table.parameters(), lr=0.1).step()
-    with pytest.raises(TypeError, match="a parameter is torch.complex64; it takes floating-point parameters"):
+    with pytest.raises(TypeError, match=r"a parameter is torch.complex64; it takes floating-point parameters"):
         NormalizedGD([nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)

@@ -16,7 +16,6 @@ tested against.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -78,7 +77,6 @@ class ReferenceBackend:
         return y.to(first.dtype)
 
 
-@dataclass(frozen=True)
 class DenseSamples:
     """Every expert has every sample: values are (E, B, …), zero where the sample does not go."""
 
