@@ -140,7 +140,8 @@ class _Follower:
         scores = mixtures.scores(data.patches)
         noise = draws.coarse(keys, f"chen2022/look {step}", scores.shape[1], E)
         counts = _table(mixtures.choose(scores, noise), data, E)
-        said, _ = mixtures.predict(probe.patches, noise[:, :_PROBE] if mixtures.model.noise_in_test else None)
+        tested = draws.coarse(keys, f"chen2022/probe {step}", _PROBE, E) if mixtures.model.noise_in_test else None
+        said, _ = mixtures.predict(probe.patches, tested)
         features, centres = (each.to(keys.device) for each in (self._source.features, self._source.centres))
         rows = router[:, :, None]
         looks: dict[str, Tensor] = {
