@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from moesaic.ledger import Claim
 from moesaic.papers.chen2022_cells import Measured, Study, Test
 from moesaic.papers.claims import Judgement, at_least
-from moesaic.papers.statistics import mean
+from moesaic.papers.statistics import mean, percentage
 
 __all__ = ["TESTS"]
 
@@ -24,13 +24,13 @@ def _claim(id: str, where: str, statement: str, published: float | str | None, r
 
 
 def _tight(study: Study) -> Judgement:
-    found = mean(study.results["theory/additive/s3"]["accuracy"])
+    found = percentage(study.results["theory/additive/s3"]["accuracy"])
     inside = found.low <= 87.5 <= found.high
     return Judgement("holds" if inside else "fails", found.value, found.interval)
 
 
 def _uncovered(study: Study) -> Judgement:
-    found = mean(study.results["theory/additive/s1"]["accuracy"])
+    found = percentage(study.results["theory/additive/s1"]["accuracy"])
     verdict = "holds" if found.high <= 87.5 else "fails: an additive classifier does better there"
     return Judgement(verdict if found.low > 87.5 or found.high <= 87.5 else "partly", found.value, found.interval)
 
@@ -53,14 +53,14 @@ def _smoother(study: Study) -> Judgement:
 def _trained(study: Study) -> Judgement:
     errors = study.results["moe/cubic/s3"]["errors"]
     samples = study.results["moe/cubic/s3"]["train_dispatch"].sum(axis=(1, 2))
-    found = mean(100 * (1 - errors / samples))
+    found = percentage(100 * (1 - errors / samples))
     zero = int((errors == 0).sum())
     verdict = "holds" if zero == len(errors) else f"partly: zero in {zero} of {len(errors)} trials"
     return Judgement(verdict if found.value >= 99 else "fails", found.value, found.interval)
 
 
 def _generalises(study: Study) -> Judgement:
-    return at_least(mean(study.results["moe/cubic/s3"]["accuracy"]), 99.0)
+    return at_least(percentage(study.results["moe/cubic/s3"]["accuracy"]), 99.0)
 
 
 def _own(accuracy: Array, groups: Array) -> Array:
@@ -76,11 +76,11 @@ def _others(accuracy: Array, groups: Array) -> Array:
 def _experts_good(study: Study) -> Judgement:
     result = study.results["moe/cubic/s3"]
     good = 100 * _own(result["expert_accuracy"], result["groups"]) >= GOOD
-    return at_least(mean(100 * good.mean(axis=1)), GOOD)
+    return at_least(percentage(100 * good.mean(axis=1)), GOOD)
 
 
 def _routed_well(study: Study) -> Judgement:
-    return at_least(mean(_to_own_group(study.results["moe/cubic/s3"])), 99.0)
+    return at_least(percentage(_to_own_group(study.results["moe/cubic/s3"])), 99.0)
 
 
 def _to_own_group(result: Measured) -> Array:
@@ -94,19 +94,19 @@ def _to_own_group(result: Measured) -> Array:
 def _groups_filled(study: Study) -> Judgement:
     groups = study.results["moe/cubic/s3"]["groups"]
     filled = np.array([len(set(trial)) == CLUSTERS for trial in groups.tolist()], dtype=float)
-    found = mean(100 * filled)
+    found = percentage(100 * filled)
     full = int(filled.sum())
     verdict = "holds" if full == len(filled) else f"partly: in {full} of {len(filled)} trials" if full else "fails"
-    return Judgement(verdict, found.value, (max(found.low, 0.0), min(found.high, 100.0)))
+    return Judgement(verdict, found.value, found.interval)
 
 
 def _allowed_start(study: Study) -> Judgement:
-    return at_least(mean(study.results["init/0.3"]["accuracy"]), 99.0)
+    return at_least(percentage(study.results["init/0.3"]["accuracy"]), 99.0)
 
 
 def _explored_own(study: Study) -> Judgement:
     result = study.results["moe/cubic/s3"]
-    return at_least(mean(100 * _own(result["explored_accuracy"], result["groups"]).mean(axis=1)), GOOD)
+    return at_least(percentage(100 * _own(result["explored_accuracy"], result["groups"]).mean(axis=1)), GOOD)
 
 
 def _explored_others(study: Study) -> Judgement:

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Estimate", "bootstrap", "mean", "power", "samples_at", "slopes"]
+__all__ = ["Estimate", "bootstrap", "mean", "percentage", "power", "samples_at", "slopes"]
 
 Array = NDArray[np.float64]
 
@@ -46,6 +46,16 @@ def mean(values: Sequence[float] | Array) -> Estimate:
     center = float(several.mean())
     half = _student(several.size - 1) * float(several.std(ddof=1)) / several.size**0.5
     return Estimate(center, center - half, center + half)
+
+
+def percentage(values: Sequence[float] | Array) -> Estimate:
+    """`mean` of percentages: no interval goes below 0 or above 100.
+
+    >>> percentage([100.0, 100.0, 97.0])
+    Estimate(value=99.0, low=94.6..., high=100.0)
+    """
+    found = mean(values)
+    return Estimate(found.value, max(found.low, 0.0), min(found.high, 100.0))
 
 
 def _student(freedom: int) -> float:
