@@ -42,10 +42,10 @@ def notes(preset: str, lab: Lab) -> list[str]:
     """What a reader should know."""
     sizes = chen2022_plan.SIZES[preset]
     said = [
-        f"Synthetic data: {sizes.trials} trials, each with {sizes.samples:,} training and as many test samples of its own "
-        "(the paper: 10, with 16,000; the released code has one data set and ten initialisations).",
-        "As printed, the rates 0.001 and 0.1 on data of unit scale need more than the released code's 501 steps; networks "
-        "get 4000. The initial scale is not printed; σ0 = 0.01 here.",
+        f"Synthetic data: {sizes.trials} trials, each with {sizes.samples:,} training and as many test samples of its "
+        "own (the paper: 10, with 16,000; the released code has one data set and ten initialisations).",
+        "As printed, the rates 0.001 and 0.1 on data of unit scale need more than the released code's 501 steps; "
+        "networks get 4000. The initial scale is not printed; σ0 = 0.01 here.",
     ]
     if preset == "quick":
         said.append("Quick: smaller samples and fewer trials than the paper; --preset full has them all.")
@@ -56,9 +56,9 @@ PAPER: Paper[Any] = Paper(
     id="chen2022",
     title="Towards Understanding Mixture of Experts in Deep Learning (Chen et al. 2022)",
     about="A router sends each sample to one of several experts. The data have clusters, and in each cluster another "
-    "feature tells the class: too much for a single network that treats all patches alike, easy for an expert that sees "
-    "one cluster only. The paper says that mixtures of nonlinear experts find the clusters by themselves, and that "
-    "mixtures of linear experts do not.",
+    "feature tells the class: too much for a single network that treats all patches alike, easy for an expert that "
+    "sees one cluster only. The paper says that mixtures of nonlinear experts find the clusters by themselves, and "
+    "that mixtures of linear experts do not.",
     tests=(*tables.TESTS, *theory.TESTS, *chen2022_images.TESTS, *chen2022_language.TESTS),
     plan=plan,
     charts=charts,

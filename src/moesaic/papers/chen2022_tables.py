@@ -105,8 +105,8 @@ def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
         f"In setting {setting} the mixture of {_NAMES[kind]} experts has {published} ± {deviation} % test accuracy.",
         published,
         "Mean over trials, in percent. Holds if the interval meets the published mean ± two published standard "
-        "deviations and is no longer than those four and two points, fails if it lies below, else partly. As printed networks train for 4000 steps, as released "
-        "for 501 at most.",
+        "deviations and is no longer than those four and two points, fails if it lies below, else partly. As printed "
+        "networks train for 4000 steps, as released for 501 at most.",
     )
     return Test(claim, (name,), judge)
 
@@ -258,8 +258,8 @@ def _dispatch_test(kind: str) -> Test:
         "Table 6" if linear else "Tables 4 and 5",
         "An expert of the linear mixture gets samples from different clusters (percentage that goes with the majority)."
         if linear
-        else "An expert of the nonlinear mixture gets no samples, or those of one cluster (percentage that goes with the "
-        "majority).",
+        else "An expert of the nonlinear mixture gets no samples, or those of one cluster (percentage that goes with "
+        "the majority).",
         34.5 if linear else 99.9,
         "Percentage of samples in setting 1 whose expert works mostly on their cluster, mean over trials; 25 to 35 if "
         "experts know no clusters. " + ("Holds if the interval is below 60." if linear else "Holds if it is above 99."),
@@ -288,8 +288,8 @@ def _entropy_over_training(kind: str) -> Test:
         + ("remains large" if linear else "falls to almost nothing")
         + " (share of the entropy before training).",
         "remains large" if linear else "falls",
-        "Entropy of the training samples' dispatch, noise included, after training over before; mean over trials, in the "
-        "setting (1 or 2) that is worse for the claim. "
+        "Entropy of the training samples' dispatch, noise included, after training over before; mean over trials, in "
+        "the setting (1 or 2) that is worse for the claim. "
         + ("Holds if the interval is above 0.5." if linear else "Holds if the interval is below 0.25."),
     )
     return Test(claim, names, judge, missing="not run here: needs --preset full")
@@ -352,7 +352,7 @@ def _inner_products() -> list[Test]:
             "holds" if 2 * larger > len(over) else some if larger else "fails", found.value, found.interval
         )
 
-    end = "Inner products after training in setting 1, mean over experts that get at least 1 % of the samples and trials. "
+    end = "Inner products after training in setting 1, mean over trials and experts with at least 1 % of the samples. "
     return [
         Test(
             _claim(
@@ -369,8 +369,8 @@ def _inner_products() -> list[Test]:
             _claim(
                 "fig4-no-centres",
                 "Figure 4",
-                "Nonlinear experts almost do not learn the centre signals (largest inner product with a centre over that "
-                "with a feature).",
+                "Nonlinear experts almost do not learn the centre signals (largest inner product with a centre over "
+                "that with a feature).",
                 "almost none",
                 f"{end}Holds if the interval is below 1/3.",
             ),
@@ -381,8 +381,8 @@ def _inner_products() -> list[Test]:
             _claim(
                 "fig4-router-centres",
                 "Figure 4",
-                "Their router learns the centre signals and hardly the features (largest inner product with a feature over "
-                "that with a centre).",
+                "Their router learns the centre signals and hardly the features (largest inner product with a "
+                "feature over that with a centre).",
                 "small",
                 f"{end}Holds if the interval is below 1/3.",
             ),
@@ -393,8 +393,8 @@ def _inner_products() -> list[Test]:
             _claim(
                 "fig5-many-signals",
                 "Figure 5",
-                "A linear expert does not learn a specific feature signal but several feature and centre signals (ratio of "
-                "inner products).",
+                "A linear expert does not learn a specific feature signal but several feature and centre signals "
+                "(ratio of inner products).",
                 "several",
                 f"{end}Shown: the smaller of two ratios, second-largest over largest feature, and largest centre over "
                 "largest feature. Holds if the interval is above 1/3.",
@@ -406,11 +406,12 @@ def _inner_products() -> list[Test]:
             _claim(
                 "fig5-router-features",
                 "Figure 5",
-                "The linear mixture's router may turn to feature signals even more than to centre signals (ratio of the "
-                "largest inner products).",
+                "The linear mixture's router may turn to feature signals even more than to centre signals (ratio of "
+                "the largest inner products).",
                 "can be larger",
-                "Largest inner product of the router with a feature over the largest with a centre, after training in "
-                "setting 1, mean over trials. Holds if it is above 1 in more than half of the trials, fails if in none.",
+                "Largest inner product of the router with a feature over the largest with a centre, after training "
+                "in setting 1, mean over trials. Holds if it is above 1 in more than half of the trials, fails if in "
+                "none.",
             ),
             ("moe/identity/s1",),
             router_features,
@@ -438,7 +439,8 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "table1-nonlinear-ahead",
             "Table 1",
-            "The mixture of nonlinear experts is more accurate than that of linear ones, in all settings (lead in points).",
+            "The mixture of nonlinear experts is more accurate than that of linear ones, in all settings (lead in "
+            "points).",
             "ahead in settings 1 to 4",
             _AHEAD,
         ),
@@ -449,7 +451,8 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "table3-singles-behind",
             "Table 3",
-            "Single networks are less accurate than both mixtures, also with four times as many filters (lead in points).",
+            "Single networks are less accurate than both mixtures, also with four times as many filters (lead in "
+            "points).",
             "behind in settings 1 to 4",
             _AHEAD,
         ),
@@ -471,7 +474,8 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "table3-overfits",
             "Table 3",
-            "A single nonlinear network gets worse with more filters (accuracy with 128 less that with 512, in points).",
+            "A single nonlinear network gets worse with more filters (accuracy with 128 less that with 512, in "
+            "points).",
             "worse in settings 1 to 4",
             _AHEAD,
         ),
@@ -484,11 +488,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "table7-bound",
             "Table 7",
-            "No single network is better than 87.5 % where features and feature noise are alike, whatever its activation "
-            "(accuracy of the best).",
+            "No single network is better than 87.5 % where features and feature noise are alike, whatever its "
+            "activation (accuracy of the best).",
             76.91,
-            "Test accuracy in percent of the best of six activations, mean over trials; α and γ from (1, 2). Holds if the "
-            "interval is at or below 87.5.",
+            "Test accuracy in percent of the best of six activations, mean over trials; α and γ from (1, 2). Holds "
+            "if the interval is at or below 87.5.",
         ),
         ("table7/",),
         _below_the_bound("table7/"),
@@ -531,8 +535,8 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "table9-behind",
             "Table 9",
-            "With a load-balancing loss the linear mixture is still less accurate than the nonlinear one without (lead of "
-            "the nonlinear one in points).",
+            "With a load-balancing loss the linear mixture is still less accurate than the nonlinear one without "
+            "(lead of the nonlinear one in points).",
             "behind in settings 1 to 4",
             _AHEAD,
         ),
@@ -545,9 +549,9 @@ TESTS: tuple[Test, ...] = (
             "Table 9",
             "Load balancing is not the key: it hardly helps the linear mixture (points gained).",
             0.82,
-            "Accuracy gained by the loss, trial by trial on the same samples, in the setting where it is largest. Holds if "
-            "the interval is at or below 2 points. Coefficient 1e-3 as printed (for images; none is printed for these "
-            "data), 1e-4 as released.",
+            "Accuracy gained by the loss, trial by trial on the same samples, in the setting where it is largest. "
+            "Holds if the interval is at or below 2 points. Coefficient 1e-3 as printed (for images; none is printed "
+            "for these data), 1e-4 as released.",
         ),
         ("balanced/identity/", "moe/identity/"),
         _balance_helps,
@@ -556,11 +560,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "fig1-clusters",
             "Figure 1",
-            "With four experts for four clusters, nonlinear experts recover the clusters and linear ones do not (dispatch "
-            "entropy of the linear mixture less that of the nonlinear one).",
+            "With four experts for four clusters, nonlinear experts recover the clusters and linear ones do not "
+            "(dispatch entropy of the linear mixture less that of the nonlinear one).",
             "recovered and not",
-            "Entropies over ten trials on 1600 samples. Holds if the nonlinear mixture's interval is below half of log 4 "
-            "and the linear one's above, fails if the nonlinear one's is not even smaller.",
+            "Entropies over ten trials on 1600 samples. Holds if the nonlinear mixture's interval is below half of "
+            "log 4 and the linear one's above, fails if the nonlinear one's is not even smaller.",
         ),
         ("figure1/cubic", "figure1/identity"),
         _figure_1,

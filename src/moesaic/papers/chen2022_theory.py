@@ -135,11 +135,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "theorem4.1-tight",
             "Theorem 4.1",
-            "Where feature signal and feature noise are alike, no function that adds up its patches is better than 87.5 %; "
-            "we add that one attains it (accuracy of that one).",
+            "Where feature signal and feature noise are alike, no function that adds up its patches is better than "
+            "87.5 %; we add that one attains it (accuracy of that one).",
             87.5,
-            "Test accuracy in percent of the classifier of moesaic.theory.AdditiveClassifier, whose docstring has the proof, "
-            "on ten draws of setting 3. Holds if the interval contains 87.5.",
+            "Test accuracy in percent of the classifier of moesaic.theory.AdditiveClassifier, whose docstring has "
+            "the proof, on ten draws of setting 3. Holds if the interval contains 87.5.",
         ),
         ("theory/additive/s3",),
         _tight,
@@ -149,11 +149,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "theorem4.1-uncovered",
             "Theorem 4.1",
-            "Settings 1 and 2, in which feature noise has another distribution, are the more difficult ones (accuracy of the "
-            "best additive classifier).",
+            "Settings 1 and 2, in which feature noise has another distribution, are the more difficult ones "
+            "(accuracy of the best additive classifier).",
             "more difficult",
-            "Test accuracy in percent of the best additive classifier in setting 1; noise patches do not matter to it, so it "
-            "is the same in setting 2. Holds if the interval is at or below 87.5, fails if it is above.",
+            "Test accuracy in percent of the best additive classifier in setting 1; noise patches do not matter to "
+            "it, so it is the same in setting 2. Holds if the interval is at or below 87.5, fails if it is above.",
         ),
         ("theory/additive/s1",),
         _uncovered,
@@ -163,11 +163,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "lemma5.1",
             "Lemma 5.1",
-            "Noise makes routing smooth: no probability of being routed changes by more than M² times the change of the "
-            "scores (largest share of that bound).",
+            "Noise makes routing smooth: no probability of being routed changes by more than M² times the change of "
+            "the scores (largest share of that bound).",
             1.0,
-            "Exact probabilities for 4 · 4000 random pairs of scores of 2 to 16 experts and for pairs made to change most; "
-            "change over bound. Holds if it is never above 1.",
+            "Exact probabilities for 4 · 4000 random pairs of scores of 2 to 16 experts and for pairs made to change "
+            "most; change over bound. Holds if it is never above 1.",
         ),
         ("theory/smoothing",),
         _smooth,
@@ -177,10 +177,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "lemma5.1-sharp",
             "Our own",
-            "The constant M² of Lemma 5.1 can be replaced by 2, and by nothing smaller (largest change of a probability over "
-            "change of scores).",
+            "The constant M² of Lemma 5.1 can be replaced by 2, and by nothing smaller (largest change of a "
+            "probability over change of scores).",
             None,
-            "As for Lemma 5.1. Holds if the largest is at most 2 and at least 1.98; moesaic.theory.smoothing has the proof.",
+            "As for Lemma 5.1. Holds if the largest is at most 2 and at least 1.98; moesaic.theory.smoothing has the "
+            "proof.",
         ),
         ("theory/smoothing",),
         _smoother,
@@ -192,8 +193,8 @@ TESTS: tuple[Test, ...] = (
             "Theorem 4.2",
             "The nonlinear mixture's training error becomes zero (percentage of training samples that are right).",
             100.0,
-            f"{_SETTING}In the last step, noise included, mean over trials. Holds if all are right in every trial, fails below "
-            "99 on average.",
+            f"{_SETTING}In the last step, noise included, mean over trials. Holds if all are right in every trial, "
+            "fails below 99 on average.",
         ),
         ("moe/cubic/s3",),
         _trained,
@@ -213,11 +214,12 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "theorem4.2-groups",
             "Theorem 4.2",
-            "Every cluster has an expert that leans to it from the start: none of the groups M_k is empty (percentage of "
-            "trials).",
+            "Every cluster has an expert that leans to it from the start: none of the groups M_k is empty "
+            "(percentage of trials).",
             100.0,
-            "An expert's group is the cluster whose feature has the largest inner product with one of its filters before "
-            "training. Eight experts, four clusters, setting 3. Holds if it is so in every trial, fails if in none.",
+            "An expert's group is the cluster whose feature has the largest inner product with one of its filters "
+            "before training. Eight experts, four clusters, setting 3. Holds if it is so in every trial, fails if in "
+            "none.",
         ),
         ("moe/cubic/s3",),
         _groups_filled,
@@ -228,8 +230,8 @@ TESTS: tuple[Test, ...] = (
             "Theorem 4.2",
             "After training each expert is good on the cluster of its group (percentage of experts).",
             100.0,
-            f"{_SETTING}Experts with at least 95 % test accuracy on all samples of the cluster to which they leaned before "
-            "training, mean over trials. Holds if the interval is above 95.",
+            f"{_SETTING}Experts with at least 95 % test accuracy on all samples of the cluster to which they leaned "
+            "before training, mean over trials. Holds if the interval is above 95.",
         ),
         ("moe/cubic/s3",),
         _experts_good,
@@ -249,11 +251,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "theorem4.2-start",
             "Theorem 4.2",
-            "It works for initial weights of the size the theorem asks for, σ0 from d^(-1/3) to d^(-0.01) (test accuracy in "
-            "percent).",
+            "It works for initial weights of the size the theorem asks for, σ0 from d^(-1/3) to d^(-0.01) (test "
+            "accuracy in percent).",
             100.0,
-            "σ0 = 0.3, which for d = 50 is within 0.27 to 0.96; setting 3, the printed rates, 4000 steps, mean over trials. "
-            "Holds if the interval is above 99. The theorem is about large d.",
+            "σ0 = 0.3, which for d = 50 is within 0.27 to 0.96; setting 3, the printed rates, 4000 steps, mean over "
+            "trials. Holds if the interval is above 99. The theorem is about large d.",
         ),
         ("init/0.3",),
         _allowed_start,
@@ -265,8 +267,8 @@ TESTS: tuple[Test, ...] = (
             "Lemma 5.2",
             "At the end of the exploration stage each expert is good on its own cluster (test accuracy in percent).",
             100.0,
-            f"{_SETTING}After T1 = σ0^½/η = 100 steps, mean over experts and trials of the accuracy on all samples of the "
-            "expert's group. Holds if the interval is above 95, fails if it is below.",
+            f"{_SETTING}After T1 = σ0^½/η = 100 steps, mean over experts and trials of the accuracy on all samples of "
+            "the expert's group. Holds if the interval is above 95, fails if it is below.",
         ),
         ("moe/cubic/s3",),
         _explored_own,
@@ -276,10 +278,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "lemma5.2-others",
             "Lemma 5.2",
-            "At that time each expert is bad on the other clusters, with an error of the order of 1/K (error in percent).",
+            "At that time each expert is bad on the other clusters, with an error of the order of 1/K (error in "
+            "percent).",
             "of the order of 25 %",
-            f"{_SETTING}Mean over experts, other clusters and trials. Holds if the interval is above half of 1/K, 12.5 %, "
-            "fails if it is below.",
+            f"{_SETTING}Mean over experts, other clusters and trials. Holds if the interval is above half of 1/K, "
+            "12.5 %, fails if it is below.",
         ),
         ("moe/cubic/s3",),
         _explored_others,
@@ -289,11 +292,11 @@ TESTS: tuple[Test, ...] = (
         _claim(
             "load-equal",
             "Equation 5.1",
-            "Normalised gradients keep the experts of a group alike: the router gives them almost the same load (least load "
-            "over largest).",
+            "Normalised gradients keep the experts of a group alike: the router gives them almost the same load "
+            "(least load over largest).",
             "almost the same",
-            f"{_SETTING}Exact expected loads on 2000 samples after training; groups of two or more experts, mean over groups "
-            "and trials. Holds if the interval is above 0.5.",
+            f"{_SETTING}Exact expected loads on 2000 samples after training; groups of two or more experts, mean over "
+            "groups and trials. Holds if the interval is above 0.5.",
         ),
         ("moe/cubic/s3",),
         _equal_loads,
