@@ -119,6 +119,8 @@ def test_a_level_is_a_dotted_line_with_its_number():
     axes = draw(chart(lines(Series("a", "cnn", (1.0, 2.0), (10.0, 20.0)), level=95.0))).axes[0]
     assert axes.get_ylim()[1] > 95
     assert [text.get_text() for text in axes.texts] == ["95"]
+    axes = draw(chart(lines(Series("a", "cnn", (1.0, 2.0), (1.0, 2.0)), level=math.log(4)))).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["1.39"]
 
 
 def test_a_logarithmic_axis_takes_values_that_are_not_positive():

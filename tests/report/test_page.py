@@ -189,12 +189,14 @@ def test_a_word_is_found_in_any_of_its_forms(text: str, word: str):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("The dispatch entropy of nonlinear MoE falls", {"MoE", "linear and nonlinear", "dispatch entropy"}),
-        ("Single nonlinear models stay below", {"single model", "linear and nonlinear"}),
-        ("Single (linear), 512 filters", {"single model", "linear and nonlinear", "filter"}),
+        ("The dispatch entropy of nonlinear MoE falls", {"mixture", "linear and nonlinear", "dispatch entropy"}),
+        ("The mixture of two CNNs on CIFAR-10-Rotate", {"mixture", "CNN", "CIFAR-10-Rotate"}),
+        ("Single nonlinear models stay below", {"single network", "linear and nonlinear"}),
+        ("Single (linear), 512 filters", {"single network", "linear and nonlinear", "filter"}),
         ("The load balancing loss is not the key", {"load balancing"}),
         ("An expert's inner product with the feature signal", {"expert", "inner product", "feature signal"}),
-        ("router weights against center signals in settings 1 and 2", {"router", "center signal", "setting"}),
+        ("router weights against center signals in settings 1 and 2", {"router", "centre signal", "setting"}),
+        ("The constant M² of Lemma 5.1", {"M"}),
         ("Routing by sample, with M = 8", {"M"}),
     ],
 )

@@ -58,15 +58,15 @@ _SHARED: tuple[_Entry, ...] = (
 _OF_PAPER: dict[str, tuple[_Entry, ...]] = {
     "chen2022": (
         (
-            "MoE",
-            r"\bMoEs?\b",
-            "a mixture of experts by sample: a router sends every sample to one expert, which alone decides on it",
+            "mixture",
+            r"(?i)\bMoEs?\b|\bmixtures?\b",
+            "of experts, MoE in the paper: a router sends every sample to one expert, which alone decides on it",
         ),
         ("expert", r"\bexperts?\b", "one of several networks, each of which learns from the samples it gets"),
         ("router", r"\brouters?\b", "scores the experts for a sample; the one that scores best gets it"),
         ("gate", r"\bgates?\b", "the router's score of the chosen expert, by which its output is multiplied"),
         (
-            "single model",
+            "single network",
             r"(?i)\bsingle (?:\w+ )?(?:models?|networks?|experts?|CNNs?)\b|\bsingle \((?:non)?linear\)",
             "one network that decides on all samples, without a router",
         ),
@@ -88,7 +88,7 @@ _OF_PAPER: dict[str, tuple[_Entry, ...]] = {
             "pattern with a random sign, the feature noise",
         ),
         (
-            "center signal",
+            "centre signal",
             r"\b(?:cluster-)?cent(?:er|re) (?:signals?|vectors?)\b",
             "the pattern by which a sample's cluster can be told, and nothing about its class",
         ),
@@ -100,8 +100,8 @@ _OF_PAPER: dict[str, tuple[_Entry, ...]] = {
         (
             "dispatch entropy",
             r"(?i)\bdispatch entrop(?:y|ies)\b|\bentropy\b",
-            "how mixed the clusters are within an expert: 0 if every expert gets samples of one cluster only, "
-            "1.39 (ln 4) if every expert gets all four alike",
+            "how mixed the clusters are within an expert, in nats: 0 if every expert gets samples of one cluster "
+            "only; if every expert gets all alike, 1.39 for four clusters and 2.30 for ten",
         ),
         (
             "load balancing",
@@ -129,14 +129,27 @@ _OF_PAPER: dict[str, tuple[_Entry, ...]] = {
         (
             "additive classifier",
             r"\badditive\b",
-            "any network that looks at each patch alone and sums up, a single model with whatever activation",
+            "whatever looks at each patch alone and sums up, as a single network does with any activation",
+        ),
+        ("activation", r"\bactivations?\b", "what a neuron makes of what it sees in a patch: its cube, for example"),
+        ("CNN", r"\bCNNs?\b", "a network of convolutions"),
+        ("CIFAR-10", r"\bCIFAR-10\b(?!-)", "small photos of ten kinds of things, such as cars, frogs and ships"),
+        (
+            "CIFAR-10-Rotate",
+            r"\bCIFAR-10-Rotate\b",
+            "the same photos, upright and turned by 30°; the question is whether a photo is turned",
+        ),
+        (
+            "embedding",
+            r"(?i)\bembed(?:ded|dings?)\b",
+            "a sentence or photo as a list of numbers, similar for what is alike",
         ),
         (
             "t-SNE",
             r"\bt-SNE\b",
             "lays samples out in a plane so that neighbours stay neighbours; directions and distances mean nothing",
         ),
-        ("M", _LETTER.format("M"), "the number of experts"),
+        ("M", _LETTER.format("M²?"), "the number of experts"),
         ("K", _LETTER.format("K"), "the number of clusters"),
         ("J", _LETTER.format("J"), "the number of filters of an expert"),
     ),

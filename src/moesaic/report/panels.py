@@ -72,7 +72,7 @@ def draw_lines(axes: Axes, panel: Panel, alike: Sequence[Panel], looks: Mapping[
     if panel.level is not None:
         axes.axhline(panel.level, color=INK, linestyle=(0, (1, 1.5)), linewidth=1, zorder=1)
         axes.annotate(
-            f"{panel.level:g}",
+            number(panel.level),
             (1, panel.level),
             (2, 0),
             ("axes fraction", "data"),
