@@ -29,8 +29,8 @@ PUBLISHED = DispatchTable(
 NOTE = (
     "Language (Tables 10 and 11, Figure 8): tweets stand in for the paper's texts, and are far fewer: at most 5 000 of "
     "each language in place of 200 000 English, 200 000 French and 90 000 Russian ones. Vectors come from frequencies "
-    "of characters and know less about sentiment than the BERT model of the paper. Trials split the same sentences anew: "
-    "their test parts overlap, also with the sentences that learning rates were picked on, so that intervals are "
+    "of characters and know less about sentiment than the BERT model of the paper. Trials split the same sentences "
+    "anew: their test parts overlap, also with the sentences that learning rates were picked on, so that intervals are "
     "somewhat too narrow."
 )
 """What a reader of the report should know."""
