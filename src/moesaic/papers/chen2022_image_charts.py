@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.data.cifar import CIFAR10_CLASSES
-from moesaic.ledger import Chart, Counts, Fidelity, Group, Marker, Panel, Points, Series
+from moesaic.ledger import Chart, Counts, Fidelity, Group, Panel, Points, Series
 from moesaic.papers import claims
 from moesaic.papers.chen2022_image_cells import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName
 
@@ -64,14 +64,14 @@ def _curve(label: str, role: str, runs: Sequence[ImageResult]) -> Series:
 def _figure_7(study: Study) -> Chart:
     panels: list[Panel] = []
     cars, turned = _embedding(study, "cifar10"), _embedding(study, "rotate")
+    by_expert = {e: (f"expert {e + 1}", f"expert-{e + 1}") for e in range(EXPERTS)}
+    by_class = {k: (CIFAR10_CLASSES[k], CIFAR10_CLASSES[k]) for k in (FROG, SHIP)}
     if cars is not None:
-        panels.append(_points("CIFAR-10, cars", cars, _plane(cars), "expert"))
+        panels.append(_points("CIFAR-10, cars", _plane(cars), cars.experts, by_expert))
     if turned is not None:
         plane = _plane(turned)
-        panels.append(_points("CIFAR-10-Rotate, turned", turned, plane, "expert"))
-        two = np.isin(turned.clusters, (FROG, SHIP))
-        some = Embedding(turned.points[two], turned.clusters[two], turned.experts[two])
-        panels.append(_points("frogs and ships of these", some, plane[two], "class"))
+        panels.append(_points("CIFAR-10-Rotate, turned", plane, turned.experts, by_expert))
+        panels.append(_points("frogs and ships of these", plane, turned.clusters, by_class))
     runs = _runs(study, "rotate", "resnet18", "mixture")
     if runs:
         counts = tuple(tuple(row) for row in runs[0].dispatch[1].tolist())
@@ -107,23 +107,11 @@ def _plane(embedding: Embedding) -> Array:
     return cast("Array", tsne.fit_transform(embedding.points.astype(np.float32))).astype(np.float64)
 
 
-def _points(title: str, embedding: Embedding, plane: Array, colour: str) -> Panel:
-    """Colours tell experts apart, or the two classes, with markers for the experts."""
+def _points(title: str, plane: Array, kinds: NDArray[np.int64], looks: Mapping[int, tuple[str, str]]) -> Panel:
+    """Points coloured by what they are; ``looks`` gives label and role of each kind."""
     groups: list[Group] = []
-    markers: tuple[Marker, ...] = ("o", "s", "^", "v")
-    for e in range(EXPERTS):
-        at = embedding.experts == e
-        if colour == "expert":
-            groups += _group(f"expert {e + 1}", f"expert-{e + 1}", plane[at])
-            continue
-        for cluster in (FROG, SHIP):
-            name = CIFAR10_CLASSES[cluster]
-            groups += _group(name, name, plane[at & (embedding.clusters == cluster)], markers[e], f"expert {e + 1}")
+    for kind, (label, role) in looks.items():
+        places = plane[kinds == kind].round(2)
+        if len(places):
+            groups.append(Group(label, role, tuple(places[:, 0].tolist()), tuple(places[:, 1].tolist())))
     return Panel(title, "", "", points=Points(tuple(groups)))
-
-
-def _group(label: str, role: str, places: Array, marker: Marker = "o", marker_label: str = "") -> list[Group]:
-    if not len(places):
-        return []
-    rounded = places.round(2)
-    return [Group(label, role, tuple(rounded[:, 0].tolist()), tuple(rounded[:, 1].tolist()), marker, marker_label)]

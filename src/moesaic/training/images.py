@@ -107,7 +107,8 @@ def train_images(
     """Train the model in place, which moves to the device; what every epoch came to.
 
     An epoch has as many whole batches as the images give. The seed decides the order of the images, how they are
-    varied, and the noise of a mixture's choices; the model comes with its initial weights.
+    varied, and the noise of a mixture's choices; the model comes with its initial weights. On a GPU, runs of one
+    seed still differ by rounding, and what rounding grows to.
     """
     device = torch.device(device)
     if len(task.train) < schedule.batch:
