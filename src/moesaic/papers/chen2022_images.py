@@ -101,7 +101,7 @@ def _estimate(values: Sequence[float], variances: Sequence[float]) -> Estimate:
     return Estimate(center, center - half, center + half)
 
 
-def _length(task: TaskName, network: str) -> str:
+def _length(task: TaskName, network: str, what: str) -> str:
     """What the rule says about how the run was shortened, and what its interval means."""
     _, epochs, trials = _RUNS[task, network]
     printed = _PRINTED_EPOCHS[task]
@@ -112,8 +112,8 @@ def _length(task: TaskName, network: str) -> str:
         else "the interval is that of sampling the test images and says nothing about other trials"
     )
     return (
-        f"{trials} trial{'s' * (trials > 1)} where the paper has ten; {length}, accuracy after the last of them, equal "
-        f"training for both; {spread}."
+        f"{trials} trial{'s' * (trials > 1)} where the paper has ten; {length}, {what} after the last of them; rates "
+        f"that fall along a cosine within them, where the paper names no schedule; {spread}."
     )
 
 
@@ -132,7 +132,7 @@ def _ahead(network: str) -> Test:
         statement=f"On CIFAR-10-Rotate a mixture of four beats a single network, for {NETWORKS[network]} (points).",
         published=round(mixture - single, 2),
         rule="Lead in test accuracy of the mixture over the single network of the same trial, in points. "
-        f"{_length('rotate', network)} Holds if the interval is above 0, fails if it is below.",
+        f"{_length('rotate', network, 'accuracy')} Holds if the interval is above 0, fails if it is below.",
     )
     return Test(claim, _needs("rotate", network), judge, fidelities=("print",))
 
@@ -159,7 +159,8 @@ def _level(network: str) -> Test:
         statement=f"On CIFAR-10 a mixture of four is very close to a single network, for {NETWORKS[network]} (points).",
         published=round(mixture - single, 2),
         rule="Lead in test accuracy of the mixture over the single network of the same trial, in points. "
-        f"{_length('cifar10', network)} Holds if the interval is within one point of 0, fails if it is all outside.",
+        f"{_length('cifar10', network, 'accuracy')} Holds if the interval is within one point of 0, fails if it is all "
+        "outside.",
     )
     return Test(claim, _needs("cifar10", network), judge, fidelities=("print",))
 
@@ -182,8 +183,8 @@ def _clusters() -> Test:
         "classes (dispatch entropy in nats; 2.303 if classes are dealt out alike).",
         published="clear clusters",
         rule="Dispatch entropy (eq. 6.1) of the test images over the ten classes of CIFAR-10. "
-        f"{_length('rotate', 'resnet18')} Holds if the interval is at or below {limit:.3f}, 5 % less than that of a "
-        "dispatch that is blind to the class, fails if it is above. The paper shows t-SNE and prints no number. "
+        f"{_length('rotate', 'resnet18', 'dispatch')} Holds if the interval is at or below {limit:.3f}, 5 % less than "
+        "that of a dispatch that is blind to the class, fails if it is above. The paper shows t-SNE and prints no number. "
         "Here the dispatch decides, since embeddings of different experts lie apart whatever they are dealt.",
     )
     return Test(claim, ("images/rotate/resnet18/mixture/",), judge, fidelities=("print",))
@@ -220,8 +221,8 @@ def _frog_and_ship() -> Test:
         "that its favourite expert gets).",
         published="most; in different clusters",
         rule="Share of the turned test images of a class that go to the expert most of them go to, for frogs or for "
-        f"ships, whichever is less. {_length('rotate', 'resnet18')} Holds if the two experts differ in every trial and "
-        "the interval is at or above 50 %, fails if they are the same in every trial or the interval is below.",
+        f"ships, whichever is less. {_length('rotate', 'resnet18', 'dispatch')} Holds if the two experts differ in every "
+        "trial and the interval is at or above 50 %, fails if they are the same in every trial or the interval is below.",
     )
     return Test(claim, ("images/rotate/resnet18/mixture/",), judge, fidelities=("print",))
 
