@@ -184,8 +184,8 @@ def _clusters() -> Test:
         published="clear clusters",
         rule="Dispatch entropy (eq. 6.1) of the test images over the ten classes of CIFAR-10. "
         f"{_length('rotate', 'resnet18', 'dispatch')} Holds if the interval is at or below {limit:.3f}, 5 % less than "
-        "that of a dispatch that is blind to the class, fails if it is above. The paper shows t-SNE and prints no number. "
-        "Here the dispatch decides, since embeddings of different experts lie apart whatever they are dealt.",
+        "that of a dispatch that is blind to the class, fails if it is above. The paper shows t-SNE without a number; "
+        "here the dispatch decides, since embeddings of different experts lie apart whatever they are dealt.",
     )
     return Test(claim, ("images/rotate/resnet18/mixture/",), judge, fidelities=("print",))
 
@@ -221,8 +221,8 @@ def _frog_and_ship() -> Test:
         "that its favourite expert gets).",
         published="most; in different clusters",
         rule="Share of the turned test images of a class that go to the expert most of them go to, for frogs or for "
-        f"ships, whichever is less. {_length('rotate', 'resnet18', 'dispatch')} Holds if the two experts differ in every "
-        "trial and the interval is at or above 50 %, fails if they are the same in every trial or the interval is below.",
+        f"ships, whichever is less. {_length('rotate', 'resnet18', 'dispatch')} Holds if the two experts differ in "
+        "every trial and the interval is at or above 50 %, fails if they never differ or the interval is below.",
     )
     return Test(claim, ("images/rotate/resnet18/mixture/",), judge, fidelities=("print",))
 
