@@ -128,6 +128,17 @@ def test_whole_networks_are_experts_and_an_idle_one_gets_no_gradient():
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_experts_of_a_list_follow_autocast_and_gates_stay_high(backend):
+    layer = moesaic.SampleMoE(nn.Linear(4, 3), [nn.Linear(4, 2) for _ in range(3)], top_k=3, noise=None)
+    x = torch.randn(10, 4)
+    expected = layer(x)
+    with moesaic.backend(backend), torch.autocast("cpu", torch.bfloat16), moesaic.record_routing(layer) as routing:
+        y = layer(x)
+    assert (y.dtype, routing[""].gate.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_every_backend_shows_batchnorm_the_experts_own_samples(backend):
     experts = [nn.BatchNorm1d(2) for _ in range(2)]
     layer = moesaic.SampleMoE(Told([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 3), experts, noise=None)

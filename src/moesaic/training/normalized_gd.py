@@ -29,7 +29,7 @@ class NormalizedGD(Optimizer):
 
     A parameter group is an expert: its tensors share one norm. In a group with ``stacked=True``
     every slice along the leading axis is an expert, over all tensors of the group. ``per_expert``
-    makes the groups.
+    makes the groups. A group for each tensor normalises every tensor alone.
 
     With g the gradient of an expert's tensor and n the norm of the expert's gradient, a step is
     that of ``torch.optim.SGD`` with g / n in place of g: weight decay and momentum come after the
