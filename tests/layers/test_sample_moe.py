@@ -220,6 +220,16 @@ def test_answers_may_have_any_shape(answer):
     torch.testing.assert_close(layer(x), answer(x))  # the gates of all experts add up to 1
 
 
+@pytest.mark.parametrize("top_k", [1, 2])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_the_memory_format_reaches_the_experts_and_comes_back(memory_format, top_k):
+    seen = []
+    experts = [Returns(lambda x: seen.append(x) or 2 * x) for _ in range(3)]
+    layer = moesaic.SampleMoE(SampleRouter(4, 3, 2), experts, top_k)
+    y = layer(torch.randn(9, 4, 6, 6).contiguous(memory_format=memory_format))
+    assert all(tensor.is_contiguous(memory_format=memory_format) for tensor in [*seen, y])
+
+
 def test_samples_need_not_be_floats_for_experts_of_a_list():
     class Mean(nn.Embedding):
         def forward(self, x: Tensor) -> Tensor:

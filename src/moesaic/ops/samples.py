@@ -41,7 +41,10 @@ class SortedSamples:
     def take(self, x: Tensor) -> Tensor:
         """Every row's sample out of a batch (B, …)."""
         K = self.gate_BK.shape[1]
-        return x.index_select(0, self.order_R if K == 1 else self.order_R // K)
+        sample_R = self.order_R if K == 1 else self.order_R // K
+        if _is_channels_last(x):  # index_select would not keep the format
+            return x.movedim(1, 3).index_select(0, sample_R).movedim(3, 1)
+        return x.index_select(0, sample_R)
 
     def linear(self, values: Tensor, weight_EOC: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         y = grouped_matmul(values, weight_EOC.to(values.dtype).transpose(1, 2), self.ends_E)
@@ -52,9 +55,15 @@ class SortedSamples:
 
     def combine(self, answers: Tensor) -> Tensor:
         """The gated sum of each sample's answers, (B, …)."""
+        if _is_channels_last(answers):
+            return self.combine(answers.movedim(1, 3)).movedim(3, 1)
         B, K = self.gate_BK.shape
         back = torch.empty_like(self.order_R).scatter_(0, self.order_R, torch.arange(B * K, device=answers.device))
         return gated_sum(answers.index_select(0, back).view(B, K, *answers.shape[1:]), self.gate_BK)
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def gated_sum(answers_BK: Tensor, gate_BK: Tensor) -> Tensor:
