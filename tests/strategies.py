@@ -1,6 +1,9 @@
 """Layers and maps of every kind and odd shape, for property tests."""
 
 import copy
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,3 +137,15 @@ class NoHostSync(TorchDispatchMode):
         name = func.overloadpacket.__name__
         assert name not in {"_local_scalar_dense", "item", "nonzero", "masked_select", "bincount", "unique"}, name
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_cuda_sync() -> Iterator[None]:
+    """A block in which CUDA refuses to wait for the device."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -2,7 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import NoHostSync
+from strategies import NoHostSync, no_cuda_sync
 
 import moesaic
 from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts
@@ -97,11 +97,8 @@ def test_a_training_step_of_stacked_experts_never_waits_for_cuda(stack, dtype):
         optimizer.zero_grad()
 
     step()  # what is set up once may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from strategies import NoHostSync
+from strategies import NoHostSync, no_cuda_sync
 
 import moesaic
 from moesaic.experts import MLPExperts
@@ -42,11 +42,8 @@ def test_a_training_step_never_waits_for_cuda(layer, dtype):
     layer = LAYERS[layer]().to("cuda", dtype)
     x = torch.randn(2, 8, 8, 8, device="cuda", dtype=dtype, requires_grad=True)
     layer(x).square().sum().backward()  # what is set up once may wait
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_cuda_sync():
         layer(x).square().sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, save
+from strategies import no_cuda_sync
 from torch import Tensor, nn
 
 import moesaic
@@ -287,11 +288,8 @@ def test_cuda_steps_are_those_of_the_cpu_and_wait_for_nothing(stacked):
             generator = torch.Generator().manual_seed(step)
             for parameter in layer.parameters():
                 parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype).to(device)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_cuda_sync():
                 optimizer.step()
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
         found.append([parameter.detach().cpu() for parameter in layer.parameters()])
     torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-12)
 
