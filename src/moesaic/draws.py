@@ -68,8 +68,10 @@ def coarse(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
     """
     size = math.prod(shape)
     drawn = bits(keys, stream, -(-size // 3))
-    thirds = torch.stack([_shift(drawn, 43), _shift(drawn, 22) & 0x1FFFFF, _shift(drawn, 1) & 0x1FFFFF], dim=1)
-    return thirds.view(len(keys), -1)[:, :size].float().add_(0.5).mul_(2.0**-21).view(len(keys), *shape)
+    thirds = torch.empty(len(keys), 3, drawn.shape[1], device=keys.device)
+    for i, place in enumerate((43, 22, 1)):
+        thirds[:, i] = (drawn >> place).bitwise_and_(0x1FFFFF)
+    return thirds.view(len(keys), -1)[:, :size].add_(0.5).mul_(2.0**-21).view(len(keys), *shape)
 
 
 def normal(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:

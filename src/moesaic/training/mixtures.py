@@ -6,8 +6,11 @@ size, the last block of an expert filled up with nothing. Shapes do not depend o
 them, and an expert's work is a few matrix products of equal size. Experts without an activation need no blocks:
 what they say depends on the sum of the patches only, and all their filters do the same.
 
-Blocks come in turn: forward, loss and backward of some of them while they are in a cache (CPU), or all at once
-(GPU, where a step is recorded once and then replayed). Random numbers go by trial, as in `moesaic.training.trials`.
+Blocks come in turn: forward, loss and backward of as many as memory is set aside for (CPU), or all at once
+(GPU, where a step is recorded once and then replayed). Patches are padded to rows of an even length, with a 1 where
+filters have their bias, so that one product serves weights and bias.
+
+Random numbers go by trial, as in `moesaic.training.trials`.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ __all__ = ["MixtureSchedule", "MixtureWatch", "TrainedMixtures", "train_mixtures
 
 _BLOCK = 64
 """Samples in a block of one expert's work."""
-_CPU_FLOATS = 1_000_000
-"""Numbers of patches and filter responses that are in work at a time on a CPU."""
+_CPU_FLOATS = 8_000_000
+"""Numbers of patches and filter responses that are in work at a time on a CPU: 32 MB."""
 _LOOK = 20
 """On a GPU, steps between two looks at whether all trials have stopped."""
 
@@ -251,11 +254,18 @@ class _Chunk:
         T, B, N, D = data.patches.shape
         self.shape = (T, B, N, D, mixtures.model.experts, mixtures.model.filters)
         patches = data.patches.to(weights.dtype) * mixtures.model.data_scale
-        self.patches = patches.view(T * B, N * D)
         self.sums = patches.sum(dim=2)
+        self.width = _width(D, mixtures.model.bias)
+        padded = F.pad(patches, (0, self.width - D))
+        if mixtures.model.bias:
+            padded[..., D] = 1
+        self.patches = padded.view(T * B, N * self.width)
         # the class as +1 or −1, and 0 for the nothing that blocks are filled up with
         self.y = F.pad(2.0 * data.labels - 1.0, (0, 1)).to(weights.dtype)
         self.signs = mixtures.signs
+        self.signs_of_patches = self.signs.repeat(N)
+        # memory for the samples of blocks, the same in every step: new memory costs as much as filling it
+        self.picked = self.patches.new_empty(0)
         self.gradient = torch.zeros_like(weights)
         self.bias_gradient = None if mixtures.bias is None else torch.zeros_like(mixtures.bias)
         self.moments = (
@@ -311,29 +321,23 @@ class _Chunk:
     # what the networks say, and how the loss changes with it
 
     def _single_pass(self) -> tuple[Tensor, Tensor]:
-        T, B, N, D, _, _ = self.shape
-        loss, wrong = self.sums.new_zeros(T), self.errors.new_zeros(T)
-        weights, y = self.mixtures.weights[:, 0], self.y[:, :B]
+        T, B, N, _, _, _ = self.shape
+        loss, wrong, y = self.sums.new_zeros(T), self.errors.new_zeros(T), self.y[:, :B]
         if self.mixtures.model.activation == "identity":
             output = self._linear_outputs()[:, 0]
             loss, wrong, slope = self._loss(output, y)
             self._linear_gradients(slope[:, None])
             return loss, wrong
-        self.gradient.zero_()
-        if self.bias_gradient is not None:
-            self.bias_gradient.zero_()
-        patches = self.patches.view(T, B, N, D)
-        ones = y.new_ones(())
-        size = self._samples_at_a_time()
+        patches = self.patches.view(T, B, N, self.width)
+        ones, size = y.new_ones(()), self._samples_at_a_time()
+        filters = self._filters()[:, 0]
+        total = torch.zeros_like(filters)
         for start in range(0, B, size):
             some = patches[:, start : start + size].flatten(1, 2)
-            part_loss, part_wrong, _, change, bias_change = self._experts_pass(
-                some, weights, self._biases(None), y[:, start : start + size], ones
-            )
-            loss, wrong = loss + part_loss.view(T, -1).sum(1), wrong + part_wrong.view(T, -1).sum(1)
-            self.gradient[:, 0] += change
-            if self.bias_gradient is not None and bias_change is not None:
-                self.bias_gradient[:, 0] += bias_change
+            part_loss, part_wrong, _, change = self._experts_pass(some, filters, y[:, start : start + size], ones)
+            loss, wrong = loss + part_loss.sum(1), wrong + part_wrong.sum(1)
+            total += change
+        self._keep_gradient(total[:, None])
         return loss, wrong
 
     def _mixture_pass(self, router: Tensor) -> tuple[Tensor, Tensor]:
@@ -344,8 +348,8 @@ class _Chunk:
         self.dispatch.copy_(torch.where(self.active[:, None], index, self.dispatch))
         chosen = index[:, None] == torch.arange(E, device=index.device)[:, None]  # (T, E, B)
         raw = self.mixtures.model.gate == "raw"
-        probability = scores.softmax(dim=1)
-        gate = (noisy if raw else probability).gather(1, index[:, None])[:, 0]
+        gates = noisy if raw else scores.softmax(dim=1)
+        gate = gates.gather(1, index[:, None])[:, 0]
         if self.mixtures.model.activation == "identity":
             said = self._linear_outputs().gather(1, index[:, None])[:, 0]
             loss, wrong, slope = self._loss(gate * said, self.y[:, :B])
@@ -356,18 +360,19 @@ class _Chunk:
         if raw:
             by_score = chosen * by_gate[:, None]
         else:
-            by_score = (by_gate * gate)[:, None] * (chosen.to(probability.dtype) - probability)
+            by_score = (by_gate * gate)[:, None] * (chosen.to(gates.dtype) - gates)
         if self.schedule.balance:
-            added, by_score = self._balanced(chosen, noisy, probability, by_score)
+            added, by_score = self._balanced(chosen, noisy, scores, by_score)
             loss = loss + added
         self.router_gradient = by_score @ self.sums
         return loss, wrong
 
-    def _balanced(self, chosen: Tensor, noisy: Tensor, probability: Tensor, by_score: Tensor) -> tuple[Tensor, Tensor]:
+    def _balanced(self, chosen: Tensor, noisy: Tensor, scores: Tensor, by_score: Tensor) -> tuple[Tensor, Tensor]:
         """The load-balancing loss E·Σ_m (share of m)(how much m is wanted), and the slopes with its own added."""
         T, B, _, _, E, _ = self.shape
         factor = self.schedule.balance * E
         share = chosen.to(noisy.dtype).mean(dim=2, keepdim=True)  # (T, E, 1)
+        probability = scores.softmax(dim=1)
         wanted = noisy if self.schedule.balance_on == "raw" else probability
         added = factor * (share * wanted.mean(dim=2, keepdim=True)).sum(dim=(1, 2))
         slope = share.expand(T, E, B)
@@ -392,7 +397,7 @@ class _Chunk:
 
     def _blocks_pass(self, chosen: Tensor, index: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Every expert on its own samples, block by block; also how the loss changes with each sample's gate."""
-        T, B, N, D, E, J = self.shape
+        T, B, N, _, E, J = self.shape
         S = _BLOCK
         slots, owners = _blocks(chosen, index, S)  # (T, Q·S) samples, B for none; (T, Q) experts
         Q = owners.shape[1]
@@ -401,56 +406,62 @@ class _Chunk:
         first = torch.arange(T, device=slots.device)[:, None]
         rows = (slots.clamp(max=B - 1) + first * B).view(T, Q, S)
         whose = owners + first * E
-        weights = self.mixtures.weights.view(T * E, J, D)
+        filters = self._filters().view(T * E, J, self.width)
         loss, wrong = self.sums.new_zeros(T), self.errors.new_zeros(T)
         outputs: list[Tensor] = []
         changes: list[Tensor] = []
-        bias_changes: list[Tensor] = []
         size = max(1, self._samples_at_a_time() // S)
+        if not len(self.picked):
+            self.picked = self.patches.new_empty(T * min(size, Q) * S, N * self.width)
         for start in range(0, Q, size):
             owner = whose[:, start : start + size].flatten()
             some = slice(start * S, (start + size) * S)
-            picked = self.patches.index_select(0, rows[:, start : start + size].flatten())
-            part_loss, part_wrong, by_gate, change, bias_change = self._experts_pass(
-                picked.view(len(owner), S * N, D),
-                weights.index_select(0, owner),
-                self._biases(owner),
+            picked = self.picked[: len(owner) * S]
+            torch.index_select(self.patches, 0, rows[:, start : start + size].flatten(), out=picked)
+            part_loss, part_wrong, by_gate, change = self._experts_pass(
+                picked.view(len(owner), S * N, self.width),
+                filters.index_select(0, owner),
                 y[:, some].reshape(len(owner), S),
                 gates[:, some].reshape(len(owner), S),
             )
             loss, wrong = loss + part_loss.view(T, -1).sum(1), wrong + part_wrong.view(T, -1).sum(1)
             outputs.append(by_gate.view(T, -1))
-            changes.append(change.view(T, -1, J * D))
-            if bias_change is not None:
-                bias_changes.append(bias_change.view(T, -1, J))
+            changes.append(change.view(T, -1, J * self.width))
         # a product with who owns which block: sums in one order, which atomic additions on a GPU are not
         owned = (owners[:, None] == torch.arange(E, device=owners.device)[:, None]).to(gate.dtype)  # (T, E, Q)
-        self.gradient = (owned @ torch.cat(changes, dim=1)).view(T, E, J, D)
-        if bias_changes:
-            self.bias_gradient = owned @ torch.cat(bias_changes, dim=1)
+        self._keep_gradient((owned @ torch.cat(changes, dim=1)).view(T, E, J, self.width))
         by_gate = gate.new_zeros(T, B + 1).scatter_(1, slots, torch.cat(outputs, dim=1))[:, :B]
         return loss, wrong, by_gate
 
+    def _filters(self) -> Tensor:
+        """(T, E, J, width): weights, and the bias where patches have a 1."""
+        weights, bias = self.mixtures.weights, self.mixtures.bias
+        known = weights if bias is None else torch.cat([weights, bias[..., None]], dim=3)
+        return F.pad(known, (0, self.width - known.shape[3]))
+
+    def _keep_gradient(self, total: Tensor) -> None:
+        """Of `_filters`, but for the signs with which filters count."""
+        D = self.shape[3]
+        self.gradient = total[..., :D] * self.signs[:, None]
+        if self.mixtures.bias is not None:
+            self.bias_gradient = total[..., D] * self.signs
+
     def _experts_pass(
-        self, patches: Tensor, weights: Tensor, bias: Tensor | None, y: Tensor, gate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """Samples (n, S·N, D) through filters (n, J, D), and back.
+        self, patches: Tensor, filters: Tensor, y: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Samples (n, S·N, width) through filters (n, J, width), and back.
 
         Returns of each of the n the loss and the wrong samples (n, S), how the loss changes with the gate (n, S), and
-        the gradients of weights and bias.
+        the gradient of the filters as if all of them counted positively.
         """
         _, _, N, _, _, J = self.shape
         n, S = y.shape
-        turned = weights.transpose(1, 2)
-        pre = torch.bmm(patches, turned) if bias is None else torch.baddbmm(bias[:, None], patches, turned)
+        pre = torch.bmm(patches, filters.transpose(1, 2))
         value, slope, factor = activate(self.mixtures.model.activation, pre)
-        said = (value.view(n * S, N * J) @ self.signs.repeat(N)).view(n, S)
+        said = (value.view(n * S, N * J) @ self.signs_of_patches).view(n, S)
         each_loss, each_wrong, by_output = self._sample_losses(gate * said, y)
-        slope.view(n, S, N * J).mul_((by_output * gate)[..., None])
-        signs = factor * self.signs
-        change = torch.bmm(slope.transpose(1, 2), patches) * signs[:, None]
-        bias_change = None if bias is None else slope.sum(dim=1) * signs
-        return each_loss, each_wrong, by_output * said, change, bias_change
+        slope.view(n, S, N * J).mul_((by_output * gate * factor)[..., None])
+        return each_loss, each_wrong, by_output * said, torch.bmm(slope.transpose(1, 2), patches)
 
     def _loss(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Of outputs (T, B): loss and errors of each network, and how the loss changes with each output."""
@@ -468,18 +479,12 @@ class _Chunk:
             slope = slope * (1 - inner * inner) / 2
         return loss, (y * output <= 0) & (y != 0), slope
 
-    def _biases(self, owner: Tensor | None) -> Tensor | None:
-        bias = self.mixtures.bias
-        if bias is None:
-            return None
-        return bias[:, 0] if owner is None else bias.view(-1, bias.shape[2]).index_select(0, owner)
-
     def _samples_at_a_time(self) -> int:
-        """As many of each trial as stay in a cache; on a GPU all."""
-        _, B, N, D, _, J = self.shape
+        """As many of each trial as there is memory for; on a GPU all."""
+        T, B, N, _, E, J = self.shape
         if self.keys.is_cuda:
-            return B + self.shape[4] * _BLOCK
-        return max(_BLOCK, _CPU_FLOATS // (N * (D + 2 * J)) // _BLOCK * _BLOCK)
+            return B + E * _BLOCK
+        return max(_BLOCK, _CPU_FLOATS // (T * N * (self.width + 2 * J)) // _BLOCK * _BLOCK)
 
     # what the networks learn from it
 
@@ -511,6 +516,11 @@ class _Chunk:
             spread = (second / (1 - 0.999**count)).sqrt_().add_(1e-8)
             moved = first / (1 - 0.9**count) / spread
             parameter.sub_(moved * (share.view(-1, *[1] * (parameter.ndim - 1)) * self.schedule.learning_rate))
+
+
+def _width(dim: int, bias: bool) -> int:
+    """Numbers of a padded patch: there is room for the 1 of a bias, and a multiple of 4 is what processors like."""
+    return -(-(dim + bias) // 4) * 4
 
 
 def _blocks(chosen: Tensor, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
