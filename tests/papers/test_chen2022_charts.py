@@ -9,6 +9,8 @@ from moesaic import draws
 from moesaic.data import ClusterPatches
 from moesaic.ledger import Chart, Fidelity, Panel
 from moesaic.models import Mixture, Mixtures
+from moesaic.papers import chen2022_charts
+from moesaic.papers.chen2022 import PAPER
 from moesaic.papers.chen2022_cells import Measured, MixtureCell, Study, arrays
 from moesaic.papers.chen2022_charts import charts
 from moesaic.papers.lab import Lab
@@ -179,6 +181,27 @@ def test_real_cells_can_all_be_drawn(really: dict[str, Chart]):
     assert list(really) == expected.split()
     for chart in really.values():
         draw(chart)
+
+
+def test_every_chart_stands_where_claims_are_made(really: dict[str, Chart]):
+    """A run shows the charts of the places whose claims it judges, and no others."""
+    made = drawn(
+        {
+            "table7/relu": result(74),
+            "balanced/identity/s1": result(93),
+            "init/0.1": result(90, test_dispatch=[EVEN]),
+        }
+    )
+    places = {claim.where for claim in PAPER.claims}
+    assert {*made} == {"tables-7-and-8", "table-9", "initialisation"}
+    assert [chart.id for chart in (*really.values(), *made.values()) if chart.where not in places] == []
+
+
+def test_without_scikit_learn_only_the_plane_is_missing(monkeypatch: pytest.MonkeyPatch):
+    small = MixtureCell(Mixture.of("print", experts=4), MixtureSchedule(1), "figure 1", 1, 40, 40)
+    monkeypatch.setattr(chen2022_charts, "find_spec", lambda name: None)
+    results = {"figure1/cubic": result(90), "single/cubic-128/s1": result(80)}
+    assert [chart.id for chart in charts({"print": study(results, cell=small)})] == ["tables-1-and-3", "tables-7-and-8"]
 
 
 def test_inner_products_have_a_row_for_each_kind_and_a_column_for_each_cluster(really: dict[str, Chart]):
