@@ -20,7 +20,11 @@ Study = claims.Study[ImageResult]
 
 NETWORKS = {"cnn": "the two-layer CNN", "mobilenetv2": "MobileNetV2", "resnet18": "ResNet18"}
 
-_TASKS: dict[TaskName, str] = {"rotate": "CIFAR-10-Rotate", "cifar10": "CIFAR-10"}
+_TASKS: dict[TaskName, str] = {
+    "rotate": "CIFAR-10-Rotate",
+    "rotate-sharp": "CIFAR-10-Rotate, tested on sharp images",
+    "cifar10": "CIFAR-10",
+}
 _KINDS = {"single": "single network", "mixture": "mixture of four"}
 
 

@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from moesaic.checks import one_of
 from moesaic.ledger import Chart, Fidelity, Finding
-from moesaic.papers import chowdhury2023
+from moesaic.papers import chen2022, chowdhury2023
 from moesaic.papers.claims import Judgement, Paper, Plan, Study, Test
-from moesaic.papers.lab import Lab
+from moesaic.papers.lab import Cell, Done, Lab
 from moesaic.training import Cells, Progress, Silent
 
 __all__ = ["PAPERS", "Outcome", "reproduce"]
 
-R = TypeVar("R")
-
-PAPERS: Mapping[str, Paper[Any]] = MappingProxyType({chowdhury2023.PAPER.id: chowdhury2023.PAPER})
+PAPERS: Mapping[str, Paper[Any]] = MappingProxyType(
+    {paper.id: paper for paper in (chowdhury2023.PAPER, chen2022.PAPER)}
+)
 
 PRESETS = ("quick", "full")
 
@@ -58,57 +58,75 @@ def reproduce(
     wanted = {one_of("reproduce", "claim", claim, known) for claim in claims or known}
     progress = progress or Silent()
     lab = Lab(Cells(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
+    works = [
+        _Work(paper, tests, preset, fidelities, lab)
+        for paper in chosen
+        if (tests := [test for test in paper.tests if test.claim.id in wanted])
+    ]
+    # all cells of all papers in one go, so that one bar tells how far everything is
+    done = lab.carry_out({name: cell for work in works for name, cell in work.cells.items()})
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []
-    for paper in chosen:
-        tests = [test for test in paper.tests if test.claim.id in wanted]
-        if not tests:
-            continue
-        studies = _studies(paper, tests, preset, fidelities, lab)
+    for work in works:
+        studies = work.studies(done)
         findings += [
             _judged(test, studies[fidelity], fidelity, preset)
-            for test in tests
+            for test in work.tests
             for fidelity in fidelities
             if fidelity in test.fidelities
         ]
-        places = {test.claim.where for test in tests}
-        charts += [chart for chart in paper.charts(studies) if chart.where in places]
-        notes += paper.notes(preset, lab)
+        places = {test.claim.where for test in work.tests}
+        charts += [chart for chart in work.paper.charts(studies) if chart.where in places]
+        notes += work.paper.notes(preset, lab)
     return Outcome(tuple(findings), tuple(charts), tuple(notes))
 
 
-def _studies(
-    paper: Paper[R], tests: Sequence[Test[R]], preset: str, fidelities: Sequence[Fidelity], lab: Lab
-) -> dict[Fidelity, Study[R]]:
-    """All cells that the tests need, carried out in one go, so that one bar tells how far everything is."""
-    plans: dict[Fidelity, Plan[R]] = {}
-    obstacles: dict[Fidelity, dict[str, str]] = {}
-    for fidelity in fidelities:
-        plan = paper.plan(preset, fidelity)
-        needed: set[str] = set()
-        for test in tests:
-            if fidelity in test.fidelities and test.can_run(plan):
-                needed |= test.cells(plan).keys()
-        reasons = {name: lab.obstacle(f"{fidelity} {name}", plan[name]) for name in plan if name in needed}
-        obstacles[fidelity] = {name: reason for name, reason in reasons.items() if reason is not None}
-        plans[fidelity] = {name: plan[name] for name, reason in reasons.items() if reason is None}
-    everything = {f"{fidelity} {name}": cell for fidelity, plan in plans.items() for name, cell in plan.items()}
-    done = lab.carry_out(everything)
-    return {
-        fidelity: Study(
-            plan,
-            {name: done[f"{fidelity} {name}"].result for name in plan},
-            lab,
-            {name: done[f"{fidelity} {name}"].seconds for name in plan},
-            obstacles[fidelity],
-            fidelity,
-        )
-        for fidelity, plan in plans.items()
-    }
+class _Work:
+    """What a paper's tests need of it: cells that can be carried out here, and what is in the way of others."""
+
+    def __init__(
+        self, paper: Paper[Any], tests: Sequence[Test[Any]], preset: str, fidelities: Sequence[Fidelity], lab: Lab
+    ) -> None:
+        self.paper, self.tests, self._lab = paper, tests, lab
+        self._plans: dict[Fidelity, Plan[Any]] = {}
+        self._obstacles: dict[Fidelity, dict[str, str]] = {}
+        for fidelity in fidelities:
+            plan = paper.plan(preset, fidelity)
+            needed: set[str] = set()
+            for test in tests:
+                if fidelity in test.fidelities and test.can_run(plan):
+                    needed |= test.cells(plan).keys()
+            reasons = {name: lab.obstacle(name, plan[name]) for name in plan if name in needed}
+            self._obstacles[fidelity] = {name: reason for name, reason in reasons.items() if reason is not None}
+            self._plans[fidelity] = {name: plan[name] for name, reason in reasons.items() if reason is None}
+
+    @property
+    def cells(self) -> dict[str, Cell[Any]]:
+        """By names that no other paper has."""
+        return {
+            self._name(fidelity, name): cell for fidelity, plan in self._plans.items() for name, cell in plan.items()
+        }
+
+    def studies(self, done: Mapping[str, Done[Any]]) -> dict[Fidelity, Study[Any]]:
+        """By fidelity, once the cells are carried out."""
+        return {
+            fidelity: Study(
+                plan,
+                {name: done[self._name(fidelity, name)].result for name in plan},
+                self._lab,
+                {name: done[self._name(fidelity, name)].seconds for name in plan},
+                self._obstacles[fidelity],
+                fidelity,
+            )
+            for fidelity, plan in self._plans.items()
+        }
+
+    def _name(self, fidelity: Fidelity, name: str) -> str:
+        return f"{self.paper.id} {fidelity} {name}"
 
 
-def _judged(test: Test[R], study: Study[R], fidelity: Fidelity, preset: str) -> Finding:
+def _judged(test: Test[Any], study: Study[Any], fidelity: Fidelity, preset: str) -> Finding:
     reasons = [reason for name, reason in study.obstacles.items() if name.startswith(test.needs)]
     if reasons:
         return test.finding(Judgement(f"not run here: {reasons[0]}"), fidelity, preset, 0.0)
