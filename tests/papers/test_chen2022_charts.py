@@ -9,10 +9,10 @@ from moesaic import draws
 from moesaic.data import ClusterPatches
 from moesaic.ledger import Chart, Fidelity, Panel
 from moesaic.models import Mixture, Mixtures
-from moesaic.papers import chen2022_charts
 from moesaic.papers.chen2022 import PAPER
-from moesaic.papers.chen2022_cells import Measured, MixtureCell, Study, arrays
-from moesaic.papers.chen2022_charts import charts
+from moesaic.papers.chen2022 import charts as chen2022_charts
+from moesaic.papers.chen2022.cells import Measured, MixtureCell, Study, arrays
+from moesaic.papers.chen2022.charts import charts
 from moesaic.papers.lab import Lab
 from moesaic.report.charts import draw
 from moesaic.training import MixtureSchedule, Silent
@@ -247,7 +247,7 @@ def test_the_plane_shows_all_panels_the_same_samples_and_training_moves_them_to_
 
 
 def test_regions_are_what_most_of_the_samples_around_say():
-    from moesaic.papers.chen2022_plane import _regions
+    from moesaic.papers.chen2022.plane import _regions
 
     rng = np.random.default_rng(0)
     places = rng.normal(size=(200, 2)) + np.where(np.arange(200) < 100, -9, 9)[:, None]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from moesaic.data.cifar import CIFAR10_CLASSES, CIFAR10_DIGEST
-from moesaic.papers.chen2022_image_cells import CAR, FROG, SHIP, Embedding, ImageCell, ImageResult
-from moesaic.papers.chen2022_images import TESTS, charts, plan
+from moesaic.papers.chen2022.image_cells import CAR, FROG, SHIP, Embedding, ImageCell, ImageResult
+from moesaic.papers.chen2022.images import TESTS, charts, plan
 from moesaic.papers.claims import Judgement, Study
 from moesaic.papers.lab import Lab
 from moesaic.training import Cells, ImageSchedule, Silent

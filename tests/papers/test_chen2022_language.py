@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from moesaic.insight import DispatchTable
-from moesaic.papers.chen2022_language import PUBLISHED, TESTS, charts, plan
-from moesaic.papers.chen2022_language_cells import LanguageCell, LanguageResult, purity
+from moesaic.papers.chen2022.language import PUBLISHED, TESTS, charts, plan
+from moesaic.papers.chen2022.language_cells import LanguageCell, LanguageResult, purity
 from moesaic.papers.claims import Study
 from moesaic.papers.lab import Lab
 from moesaic.training import Cells, Silent

@@ -12,10 +12,10 @@ from torch import Tensor
 from moesaic import draws
 from moesaic.data import DigitPatches
 from moesaic.ledger import Fidelity
-from moesaic.papers import PAPERS, chowdhury2023
-from moesaic.papers.chowdhury2023 import PAPER
-from moesaic.papers.chowdhury2023_cells import Plan, Result, Study, Test, TwoLayerCell
-from moesaic.papers.chowdhury2023_plan import SIZES
+from moesaic.papers import PAPERS
+from moesaic.papers.chowdhury2023 import PAPER, paper
+from moesaic.papers.chowdhury2023.cells import Plan, Result, Study, Test, TwoLayerCell
+from moesaic.papers.chowdhury2023.plan import SIZES
 from moesaic.papers.claims import Judgement
 from moesaic.theory import error_at_fixed_samples
 
@@ -230,7 +230,7 @@ def test_lemma_k1_would_hold_if_neither_distribution_were_separable(
     monkeypatch: pytest.MonkeyPatch, separable: tuple[bool, bool], verdict: str
 ):
     answers = iter(separable)
-    monkeypatch.setattr(chowdhury2023, "patterns_separable", lambda *_, **__: SimpleNamespace(separable=next(answers)))
+    monkeypatch.setattr(paper, "patterns_separable", lambda *_, **__: SimpleNamespace(separable=next(answers)))
     found = judged("lemmaK.1-inseparable", {"fig4/cnn/100": result()})
     assert found.verdict.startswith(verdict)
     assert found.measured == sum(separable)
@@ -286,7 +286,7 @@ def test_the_suggested_l_is_judged_by_the_accuracy_at_its_nearest_in_the_sweep(
         assert torch.equal(patches, data.pool[data.index[trial]])
         return SimpleNamespace(l=suggested[trial])
 
-    monkeypatch.setattr(chowdhury2023, "suggest_patches_per_expert", suggest)
+    monkeypatch.setattr(paper, "suggest_patches_per_expert", suggest)
     nearest = np.array([2, 3, 8, 12])
     results: dict[str, Result] = {}
     for l in (1, 2, 3, 4, 8, 12, 16):

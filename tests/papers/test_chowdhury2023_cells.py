@@ -9,8 +9,8 @@ import torch
 from moesaic import draws
 from moesaic.data import DigitPatches, PatternPatches
 from moesaic.models import Networks, TwoLayer
-from moesaic.papers import chowdhury2023_cells
-from moesaic.papers.chowdhury2023_cells import ENGINE, Result, TwoLayerCell
+from moesaic.papers.chowdhury2023 import cells as chowdhury2023_cells
+from moesaic.papers.chowdhury2023.cells import ENGINE, Result, TwoLayerCell
 from moesaic.papers.lab import Lab
 from moesaic.theory import coupling, discriminative_ranks
 from moesaic.training import Cells, Schedule, Silent, accuracy, train_trials

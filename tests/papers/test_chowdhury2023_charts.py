@@ -5,8 +5,8 @@ import pytest
 
 from moesaic.ledger import Chart
 from moesaic.papers.chowdhury2023 import PAPER
-from moesaic.papers.chowdhury2023_cells import Result, Study
-from moesaic.papers.chowdhury2023_charts import charts
+from moesaic.papers.chowdhury2023.cells import Result, Study
+from moesaic.papers.chowdhury2023.charts import charts
 
 
 def result(accuracy: list[float], **more: np.ndarray) -> Result:

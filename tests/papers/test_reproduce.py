@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.papers import PAPERS, Outcome, chowdhury2023_cells, reproduce, rerun
-from moesaic.papers.chowdhury2023_cells import TwoLayerCell
-from moesaic.papers.chowdhury2023_plan import SIZES, Sizes
-from moesaic.papers.chowdhury2023_plan import plan as whole_plan
+from moesaic.papers import PAPERS, Outcome, reproduce, rerun
+from moesaic.papers.chowdhury2023 import cells as chowdhury2023_cells
+from moesaic.papers.chowdhury2023.cells import TwoLayerCell
+from moesaic.papers.chowdhury2023.plan import SIZES, Sizes
+from moesaic.papers.chowdhury2023.plan import plan as whole_plan
 
 TINY = Sizes(
     trials=2,

@@ -21,8 +21,8 @@ from moesaic.data.cifar import CIFAR10_CLASSES
 from moesaic.insight.metrics import entropy_of_counts
 from moesaic.ledger import Claim, Fidelity
 from moesaic.papers import claims
-from moesaic.papers.chen2022_image_cells import FROG, SHIP, ImageCell, ImageResult, TaskName
-from moesaic.papers.chen2022_image_charts import NETWORKS, charts
+from moesaic.papers.chen2022.image_cells import FROG, SHIP, ImageCell, ImageResult, TaskName
+from moesaic.papers.chen2022.image_charts import NETWORKS, charts
 from moesaic.papers.claims import Judgement, at_least, at_most
 from moesaic.papers.statistics import Estimate, mean
 from moesaic.training.images import ImageSchedule

@@ -15,7 +15,7 @@ from moesaic.data.clusters import ClusterSetting
 from moesaic.ledger import Fidelity
 from moesaic.models import Mixture
 from moesaic.models.mixtures import FilterActivation
-from moesaic.papers.chen2022_cells import Measured, MixtureCell, Plan, arrays
+from moesaic.papers.chen2022.cells import Measured, MixtureCell, Plan, arrays
 from moesaic.papers.lab import Cell, Lab
 from moesaic.theory import AdditiveClassifier, routing_probabilities, steepest_scores
 from moesaic.training import MixtureSchedule

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from moesaic.insight import DispatchTable
 from moesaic.ledger import Chart, Claim, Counts, Fidelity, Group, Marker, Panel, Points, Series
-from moesaic.papers.chen2022_language_cells import EXPERTS, LanguageCell, LanguageResult, Study, Test
+from moesaic.papers.chen2022.language_cells import EXPERTS, LanguageCell, LanguageResult, Study, Test
 from moesaic.papers.claims import Judgement, at_least, at_most
 from moesaic.papers.statistics import mean
 

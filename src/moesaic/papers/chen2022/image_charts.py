@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from moesaic.data.cifar import CIFAR10_CLASSES
 from moesaic.ledger import Chart, Counts, Fidelity, Group, Panel, Points, Series
 from moesaic.papers import claims
-from moesaic.papers.chen2022_image_cells import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName
+from moesaic.papers.chen2022.image_cells import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName
 
 __all__ = ["NETWORKS", "charts"]
 

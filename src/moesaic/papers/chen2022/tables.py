@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from moesaic.data.clusters import ClusterSetting
 from moesaic.ledger import Claim
-from moesaic.papers.chen2022_cells import Measured, Study, Test
-from moesaic.papers.chen2022_plan import ACTIVATIONS, SETTINGS
+from moesaic.papers.chen2022.cells import Measured, Study, Test
+from moesaic.papers.chen2022.plan import ACTIVATIONS, SETTINGS
 from moesaic.papers.claims import Judgement, at_least, at_most
 from moesaic.papers.statistics import Estimate, mean, percentage
 

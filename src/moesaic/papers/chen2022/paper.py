@@ -1,7 +1,7 @@
 """Chen et al. 2022, "Towards Understanding Mixture of Experts in Deep Learning".
 
-Routing by sample: synthetic data with clusters (`chen2022_tables`, `chen2022_theory`), CIFAR-10 and
-CIFAR-10-Rotate (`chen2022_images`), and sentences in three languages (`chen2022_language`). Every trial
+Routing by sample: synthetic data with clusters (`tables`, `theory`), CIFAR-10 and CIFAR-10-Rotate
+(`images`), and sentences in three languages (`language`). Every trial
 draws samples of its own, where the released code trains ten times on one data set.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from moesaic.ledger import Chart, Fidelity
-from moesaic.papers import chen2022_charts, chen2022_image_charts, chen2022_images, chen2022_language, chen2022_plan
-from moesaic.papers import chen2022_tables as tables
-from moesaic.papers import chen2022_theory as theory
+from moesaic.papers.chen2022 import charts as mixture_charts
+from moesaic.papers.chen2022 import image_charts, images, language, tables, theory
+from moesaic.papers.chen2022 import plan as mixtures
 from moesaic.papers.claims import Paper, Plan, Study
 from moesaic.papers.lab import Lab
 
@@ -23,24 +23,24 @@ __all__ = ["PAPER"]
 def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """Synthetic data, images and sentences."""
     return {
-        **chen2022_plan.plan(preset, fidelity),
-        **chen2022_images.plan(preset, fidelity),
-        **chen2022_language.plan(preset, fidelity),
+        **mixtures.plan(preset, fidelity),
+        **images.plan(preset, fidelity),
+        **language.plan(preset, fidelity),
     }
 
 
 def charts(studies: Mapping[Fidelity, Study[Any]]) -> list[Chart]:
     """Those for which there are results."""
     return [
-        *chen2022_charts.charts(studies),
-        *chen2022_image_charts.charts(studies),
-        *chen2022_language.charts(studies),
+        *mixture_charts.charts(studies),
+        *image_charts.charts(studies),
+        *language.charts(studies),
     ]
 
 
 def notes(preset: str, lab: Lab) -> list[str]:
     """What a reader should know."""
-    sizes = chen2022_plan.SIZES[preset]
+    sizes = mixtures.SIZES[preset]
     said = [
         f"Synthetic data: {sizes.trials} trials, each with {sizes.samples:,} training and as many test samples of its "
         "own (the paper: 10, with 16,000; the released code has one data set and ten initialisations).",
@@ -59,7 +59,7 @@ PAPER: Paper[Any] = Paper(
     "feature tells the class: too much for a single network that treats all patches alike, easy for an expert that "
     "sees one cluster only. The paper says that mixtures of nonlinear experts find the clusters by themselves, and "
     "that mixtures of linear experts do not.",
-    tests=(*tables.TESTS, *theory.TESTS, *chen2022_images.TESTS, *chen2022_language.TESTS),
+    tests=(*tables.TESTS, *theory.TESTS, *images.TESTS, *language.TESTS),
     plan=plan,
     charts=charts,
     notes=notes,

@@ -16,7 +16,7 @@ from moesaic import draws
 from moesaic.data import ClusterData, ClusterPatches
 from moesaic.ledger import Chart, Group, Panel, Points, Regions
 from moesaic.models import Mixtures
-from moesaic.papers.chen2022_cells import MixtureCell, Study
+from moesaic.papers.chen2022.cells import MixtureCell, Study
 from moesaic.training import train_mixtures
 
 __all__ = ["figure_1"]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from moesaic.ledger import Blocks, Chart, Fidelity, Panel, Series
-from moesaic.papers.chowdhury2023_cells import Result, Study
-from moesaic.papers.chowdhury2023_plan import LEVEL
+from moesaic.papers.chowdhury2023.cells import Result, Study
+from moesaic.papers.chowdhury2023.plan import LEVEL
 
 __all__ = ["charts"]
 

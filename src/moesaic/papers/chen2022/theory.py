@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.ledger import Claim
-from moesaic.papers.chen2022_cells import Measured, Study, Test
+from moesaic.papers.chen2022.cells import Measured, Study, Test
 from moesaic.papers.claims import Judgement, at_least
 from moesaic.papers.statistics import mean, percentage
 

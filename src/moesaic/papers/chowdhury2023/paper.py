@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from moesaic import draws
 from moesaic.ledger import Claim
-from moesaic.papers.chowdhury2023_cells import Result, Study, Test
-from moesaic.papers.chowdhury2023_charts import charts
-from moesaic.papers.chowdhury2023_plan import COUPLED_WIDTH, LEVEL, PATTERNS, SIZES, plan
+from moesaic.papers.chowdhury2023.cells import Result, Study, Test
+from moesaic.papers.chowdhury2023.charts import charts
+from moesaic.papers.chowdhury2023.plan import COUPLED_WIDTH, LEVEL, PATTERNS, SIZES, plan
 from moesaic.papers.claims import Judgement, Paper, at_least, at_most, below, reaches
 from moesaic.papers.lab import Lab
 from moesaic.papers.statistics import Estimate, bootstrap, mean, power, samples_at, slopes

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from moesaic.data import PatternPatches
 from moesaic.ledger import Fidelity
 from moesaic.models import TwoLayer
-from moesaic.papers.chowdhury2023_cells import Plan, TwoLayerCell
+from moesaic.papers.chowdhury2023.cells import Plan, TwoLayerCell
 from moesaic.training import Schedule
 
 __all__ = ["COUPLED_WIDTH", "LEVEL", "PATTERNS", "SIZES", "Sizes", "plan"]
