@@ -21,8 +21,8 @@ Study = claims.Study[ImageResult]
 NETWORKS = {"cnn": "the two-layer CNN", "mobilenetv2": "MobileNetV2", "resnet18": "ResNet18"}
 
 _TASKS: dict[TaskName, str] = {
-    "rotate": "CIFAR-10-Rotate",
-    "rotate-sharp": "CIFAR-10-Rotate, tested on sharp images",
+    "rotate": "Rotate",
+    "rotate-sharp": "Rotate, sharp test",
     "cifar10": "CIFAR-10",
 }
 _KINDS = {"single": "single network", "mixture": "mixture of four"}
@@ -43,7 +43,7 @@ def _table_2(study: Study) -> Chart:
             runs = {kind: _runs(study, task, network, kind) for kind in _KINDS}
             series = tuple(_curve(label, kind, runs[kind]) for kind, label in _KINDS.items() if runs[kind])
             if series:
-                name = f"{title}, {named.removeprefix('the ')}"
+                name = f"{title}: {named.removeprefix('the ')}"
                 panels.append(Panel(name, "Epoch", "Test accuracy (%)", series))
     return Chart(
         "table-2",

@@ -27,7 +27,7 @@ from moesaic.papers.claims import Judgement, at_least, at_most
 from moesaic.papers.statistics import Estimate, mean
 from moesaic.training.images import ImageSchedule
 
-__all__ = ["TESTS", "charts", "plan"]
+__all__ = ["NOTE", "TESTS", "charts", "plan"]
 
 Study = claims.Study[ImageResult]
 Test = claims.Test[ImageResult]
@@ -55,6 +55,12 @@ _RUNS: dict[tuple[TaskName, str], tuple[float, int, int]] = {
     ("cifar10", "mobilenetv2"): (0.1, 6, 1),
 }
 """Learning rate as printed, epochs and trials as they are here."""
+
+NOTE = (
+    "Images (Table 2, Figure 7): far fewer epochs than the paper's 50 and 200, with rates that fall to zero within them, "
+    "and one to three trials for ten. Networks train by the printed rules; each claim says how long."
+)
+"""What a reader of the report should know."""
 
 _LEAST_TRIALS = 3
 """From here on the spread over trials is known well enough for an interval."""

@@ -72,7 +72,7 @@ def _clustered(study: Study) -> Judgement:
 TESTS: tuple[Test, ...] = (
     Test(
         Claim(
-            "chen2022-table10-language",
+            "table10-language",
             "chen2022",
             "Table 10",
             "On sentiment in three languages, a mixture of four experts classifies better than a single network "
@@ -86,7 +86,7 @@ TESTS: tuple[Test, ...] = (
     ),
     Test(
         Claim(
-            "chen2022-table11-dispatch-by-language",
+            "table11-by-language",
             "chen2022",
             "Table 11",
             "The router, which is not told the language, distributes sentences largely by language (dispatch entropy "
@@ -102,7 +102,7 @@ TESTS: tuple[Test, ...] = (
     ),
     Test(
         Claim(
-            "chen2022-figure8-language-clusters",
+            "fig8-languages",
             "chen2022",
             "Figure 8",
             "Embedded sentences form clusters by language (percent of sentences whose nearest neighbour speaks the "

@@ -47,7 +47,9 @@ def notes(preset: str, lab: Lab) -> list[str]:
         "As printed, the rates 0.001 and 0.1 on data of unit scale need more than the released code's 501 steps; "
         "networks get 4000. The initial scale is not printed; σ0 = 0.01 here.",
     ]
-    if preset == "quick":
+    if preset == "full":
+        said += [images.NOTE, language.NOTE]
+    else:
         said.append("Quick: smaller samples and fewer trials than the paper; --preset full has them all.")
     return said
 

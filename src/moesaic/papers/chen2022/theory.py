@@ -257,7 +257,7 @@ TESTS: tuple[Test, ...] = (
             "σ0 = 0.3, which for d = 50 is within 0.27 to 0.96; setting 3, the printed rates, 4000 steps, mean over "
             "trials. Holds if the interval is above 99. The theorem is about large d.",
         ),
-        ("init/0.3",),
+        ("init/", "init/0.3"),
         _allowed_start,
         ("print",),
     ),
