@@ -125,7 +125,9 @@ class _Follower:
     """Looks at networks while they train."""
 
     def __init__(self, cell: MixtureCell, source: ClusterPatches, seed: int) -> None:
-        self.moments = sorted({*range(0, cell.schedule.steps + 1, cell.follow), cell.explored})
+        self._regular = range(0, cell.schedule.steps + 1, cell.follow)
+        explored = (cell.explored,) if cell.explored <= cell.schedule.steps else ()
+        self.moments = sorted({*self._regular, *explored})
         self._cell, self._source, self._seed = cell, source, seed
         self._seen: dict[tuple[int, int], dict[str, Any]] = {}
         self._probes: dict[tuple[int, ...], ClusterData] = {}
@@ -155,7 +157,7 @@ class _Follower:
         }
         if step == 0:
             looks["groups"] = initial_groups(mixtures.weights, features)
-        if step == self._cell.explored:
+        if step <= self._cell.explored:  # a trial that stops before the stage ends stays as it was
             looks["explored_accuracy"] = _experts_right(mixtures, probe)
         for place, trial in enumerate(trials):
             self._seen[step, trial] = {name: _rounded(look[place]) for name, look in looks.items()}
@@ -163,15 +165,14 @@ class _Follower:
     def arrays(self) -> dict[str, Any]:
         """(T, S, …) of what was seen at the S regular moments, and what was seen only once (T, …)."""
         trials = range(self._cell.trials)
-        regular = [step for step in self.moments if step % self._cell.follow == 0]
-        names = [name for name in self._seen[0, 0] if name != "groups"]
+        names = [name for name in self._seen[0, 0] if name not in ("groups", "explored_accuracy")]
         seen: dict[str, Any] = {
-            f"track_{name}": [[self._last(step, t)[name] for step in regular] for t in trials] for name in names
+            f"track_{name}": [[self._last(step, t)[name] for step in self._regular] for t in trials] for name in names
         }
         seen["groups"] = [self._seen[0, t]["groups"] for t in trials]
-        if self._cell.explored <= self._cell.schedule.steps:
+        if self._cell.explored in self.moments:
             seen["explored_accuracy"] = [self._last(self._cell.explored, t)["explored_accuracy"] for t in trials]
-        return {"track_steps": regular, **seen}
+        return {"track_steps": list(self._regular), **seen}
 
     def _last(self, step: int, trial: int) -> dict[str, Any]:
         """What was seen then, or last before training stopped."""

@@ -111,9 +111,8 @@ def _explored_own(study: Study) -> Judgement:
 
 def _explored_others(study: Study) -> Judgement:
     result = study.results["moe/cubic/s3"]
-    return at_least(
-        mean(100 - 100 * _others(result["explored_accuracy"], result["groups"]).mean(axis=1)), 50 / CLUSTERS
-    )
+    errors = 100 - 100 * _others(result["explored_accuracy"], result["groups"]).mean(axis=1)
+    return at_least(percentage(errors), 50 / CLUSTERS)
 
 
 def _equal_loads(study: Study) -> Judgement:
@@ -125,6 +124,8 @@ def _equal_loads(study: Study) -> Judgement:
         members = [load[group == k] for k in range(CLUSTERS)]
         ratios = [float(each.min() / each.max()) for each in members if len(each) > 1 and each.max() > 0]
         found += [float(np.mean(ratios))] if ratios else []
+    if len(found) < 2:
+        return Judgement("partly: undecided, hardly a trial has such a group")
     return at_least(mean(found), 0.5)
 
 
