@@ -93,6 +93,8 @@ class Test(Generic[R]):
     fidelities: tuple[Fidelity, ...] = ("print", "released")
     missing: str = NOT_QUICK
     """The verdict where a plan has none of the cells."""
+    full_only: bool = False
+    """Whether it needs the paper's sizes, because it compares with published numbers that depend on them."""
 
     __test__ = False  # not pytest's
 
@@ -100,9 +102,11 @@ class Test(Generic[R]):
         """The cells of the plan that it looks at."""
         return {name: cell for name, cell in plan.items() if name.startswith(self.needs)}
 
-    def can_run(self, plan: Plan[R]) -> bool:
-        """Whether the plan has cells for all it needs."""
-        return all(any(name.startswith(need) for name in plan) for need in self.needs)
+    def can_run(self, plan: Plan[R], preset: str = "full") -> bool:
+        """Whether the preset's plan has cells for all it needs."""
+        return (preset == "full" or not self.full_only) and all(
+            any(name.startswith(need) for name in plan) for need in self.needs
+        )
 
     def finding(self, judgement: Judgement, fidelity: Fidelity, preset: str, seconds: float) -> Finding:
         """The claim with its judgement, as claims.json has it."""

@@ -95,7 +95,7 @@ class _Work:
             plan = paper.plan(preset, fidelity)
             needed: set[str] = set()
             for test in tests:
-                if fidelity in test.fidelities and test.can_run(plan):
+                if fidelity in test.fidelities and test.can_run(plan, preset):
                     needed |= test.cells(plan).keys()
             reasons = {name: lab.obstacle(name, plan[name]) for name in plan if name in needed}
             self._obstacles[fidelity] = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -130,7 +130,7 @@ def _judged(test: Test[Any], study: Study[Any], fidelity: Fidelity, preset: str)
     reasons = [reason for name, reason in study.obstacles.items() if name.startswith(test.needs)]
     if reasons:
         return test.finding(Judgement(f"not run here: {reasons[0]}"), fidelity, preset, 0.0)
-    if not test.can_run(study.plan):
+    if not test.can_run(study.plan, preset):
         return test.finding(Judgement(test.missing), fidelity, preset, 0.0)
     seconds = sum(study.seconds[name] for name in test.cells(study.plan))
     return test.finding(test.judge(study), fidelity, preset, round(seconds, 3))

@@ -57,8 +57,8 @@ _RUNS: dict[tuple[TaskName, str], tuple[float, int, int]] = {
 """Learning rate as printed, epochs and trials as they are here."""
 
 NOTE = (
-    "Images (Table 2, Figure 7): far fewer epochs than the paper's 50 and 200, with rates that fall to zero within them, "
-    "and one to three trials for ten. Networks train by the printed rules; each claim says how long."
+    "Images (Table 2, Figure 7): far fewer epochs than the paper's 50 and 200, with rates that fall to zero within "
+    "them, and one to three trials for ten. Networks train by the printed rules; each claim says how long."
 )
 """What a reader of the report should know."""
 

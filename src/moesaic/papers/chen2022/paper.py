@@ -41,8 +41,11 @@ def charts(studies: Mapping[Fidelity, Study[Any]]) -> list[Chart]:
 def notes(preset: str, lab: Lab) -> list[str]:
     """What a reader should know."""
     sizes = mixtures.SIZES[preset]
+    many = f"{sizes.trials} trials"
+    if sizes.single_trials != sizes.trials:
+        many += f" of mixtures and {sizes.single_trials} of single networks"
     said = [
-        f"Synthetic data: {sizes.trials} trials, each with {sizes.samples:,} training and as many test samples of its "
+        f"Synthetic data: {many}, each with {sizes.samples:,} training and as many test samples of its "
         "own (the paper: 10, with 16,000; the released code has one data set and ten initialisations).",
         "As printed, the rates 0.001 and 0.1 on data of unit scale need more than the released code's 501 steps; "
         "networks get 4000. The initial scale is not printed; σ0 = 0.01 here.",

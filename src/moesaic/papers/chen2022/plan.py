@@ -33,12 +33,14 @@ class Sizes:
     """How much a preset does."""
 
     trials: int
+    """Of mixtures."""
+    single_trials: int
     samples: int
     """For training, and as many for the test."""
     looks: int
     """At networks during training, before the last step."""
     printed: tuple[ClusterSetting, ...]
-    """Settings of the nonlinear mixture as printed."""
+    """Settings of the mixtures as printed, which take eight times as many steps."""
     printed_singles: bool
     singles: tuple[tuple[FilterActivation, int], ...]
     """Activation and filters of the single networks of Tables 1 and 3."""
@@ -48,8 +50,9 @@ class Sizes:
 
 
 SIZES: dict[str, Sizes] = {
-    "quick": Sizes(3, 4000, 25, (1, 3), False, (("identity", 128), ("cubic", 128)), (1, 3), False),
+    "quick": Sizes(4, 2, 4000, 25, (1,), False, (("identity", 128), ("cubic", 128)), (1, 3), False),
     "full": Sizes(
+        10,
         10,
         16_000,
         50,
@@ -68,9 +71,8 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
     if fidelity == "best":
         return {}
     cells: dict[str, Cell[Measured]] = {}
-    for setting in SETTINGS:
-        if fidelity == "released" or setting in sizes.printed:
-            cells[f"moe/cubic/s{setting}"] = _mixture(sizes, fidelity, "cubic", setting)
+    for setting in SETTINGS if fidelity == "released" else sizes.printed:
+        cells[f"moe/cubic/s{setting}"] = _mixture(sizes, fidelity, "cubic", setting)
         cells[f"moe/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting)
         cells[f"balanced/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting, balance=True)
     if fidelity == "released" or sizes.printed_singles:
@@ -105,7 +107,7 @@ def _mixture(
 def _singles(sizes: Sizes, fidelity: Fidelity) -> dict[str, Cell[Measured]]:
     def single(activation: FilterActivation, filters: int, setting: ClusterSetting) -> MixtureCell:
         model, schedule = Mixture.single(fidelity, activation, filters), MixtureSchedule.single(fidelity, activation)
-        return MixtureCell(model, schedule, setting, sizes.trials, sizes.samples, sizes.samples)
+        return MixtureCell(model, schedule, setting, sizes.single_trials, sizes.samples, sizes.samples)
 
     cells: dict[str, Cell[Measured]] = {}
     for setting in sizes.single_settings:
