@@ -12,11 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from moesaic.data.cifar import CIFAR10_DIGEST
+from moesaic.models import Mixture
 from moesaic.papers import PAPERS, Outcome, reproduce, rerun
+from moesaic.papers.chen2022.cells import MixtureCell
+from moesaic.papers.chen2022.image_cells import ImageCell
 from moesaic.papers.chowdhury2023 import cells as chowdhury2023_cells
 from moesaic.papers.chowdhury2023.cells import TwoLayerCell
 from moesaic.papers.chowdhury2023.plan import SIZES, Sizes
 from moesaic.papers.chowdhury2023.plan import plan as whole_plan
+from moesaic.papers.lab import Lab
+from moesaic.training import Cells, MixtureSchedule, Silent
 
 TINY = Sizes(
     trials=2,
@@ -152,6 +158,107 @@ def test_progress_adds_up(tmp_path: Path):
     assert listener.begun[0] == ("all experiments", listener.advanced)
     assert sum(total for _, total in listener.begun[1:]) == listener.advanced
     assert listener.open == 0
+
+
+MIXTURES = MixtureCell(Mixture.of("print", experts=4, filters=2), MixtureSchedule(3), 1, 2, 60, 60)
+
+
+def with_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second paper: Chen et al., with small mixtures in setting 1 and the images as they are."""
+
+    def plan(preset: str, fidelity: str) -> dict[str, object]:
+        kinds = {"moe/cubic/s1": MIXTURES, "moe/identity/s1": replace(MIXTURES, samples=50)}
+        return {**PAPERS["chen2022"].plan(preset, fidelity), **kinds}
+
+    both = {**rerun.PAPERS, "chen2022": replace(PAPERS["chen2022"], plan=plan)}
+    monkeypatch.setattr(rerun, "PAPERS", both)
+
+
+def test_two_papers_share_one_bar_and_their_cells_carry_the_papers_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with_mixtures(monkeypatch)
+    listener, claims = Listener(), ["fig4-joint-ahead", "table1-nonlinear-s1", "table1-linear-s1"]
+    outcome = reproduce(out=tmp_path, claims=claims, fidelities=("print",), progress=listener)
+    assert {(finding.paper, finding.id) for finding in outcome.findings} == {
+        ("chowdhury2023", "fig4-joint-ahead"),
+        ("chen2022", "table1-nonlinear-s1"),
+        ("chen2022", "table1-linear-s1"),
+    }
+    assert all(finding.measured is not None for finding in outcome.findings)
+    names = [name for name, _ in listener.begun]
+    assert names[0] == "all experiments"
+    assert names.count("all experiments") == 1
+    assert {name.split()[0] for name in names[1:]} == {"chowdhury2023", "chen2022"}
+    assert names[-2:] == ["chen2022 print moe/cubic/s1", "chen2022 print moe/identity/s1"]
+    assert listener.begun[0][1] == listener.advanced == sum(total for _, total in listener.begun[1:])
+    assert listener.open == 0
+    assert {path.name.partition("-")[0] for path in (tmp_path / "cells").iterdir()} == {"chowdhury2023", "chen2022"}
+
+
+def test_notes_and_charts_are_of_the_papers_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_mixtures(monkeypatch)
+    outcome = reproduce(out=tmp_path, papers=["chen2022"], claims=["table1-nonlinear-s1"], fidelities=("print",))
+    assert [note for note in outcome.notes if note.startswith("Synthetic data")]
+    assert {chart.paper for chart in outcome.charts} == {"chen2022"}
+
+
+def cifar_in(folder: Path) -> Path:
+    """Files under the names of CIFAR-10's, so that images are not what is missing."""
+    folder.mkdir()
+    for name in (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"):
+        (folder / name).write_bytes(b"0")
+    return folder
+
+
+def test_what_is_in_the_way_is_the_verdict_and_nothing_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_mixtures(monkeypatch)
+    images = cifar_in(tmp_path / "images")
+    claims = ["table2-rotate-cnn", "table2-why-low", "table1-nonlinear-s1"]
+    for data_dir, reason in (
+        (None, "not run here: needs CIFAR-10's binary files under --data-dir"),
+        (images, "not run here: needs a GPU (--device cuda)"),
+    ):
+        outcome = reproduce(
+            out=tmp_path / "out", claims=claims, preset="full", fidelities=("print", "released"), data_dir=data_dir
+        )
+        found = {(finding.id, finding.fidelity): finding for finding in outcome.findings}
+        for claim in claims[:2]:
+            assert (claim, "released") not in found, "the claim is about the printed rules"
+            finding = found[claim, "print"]
+            assert (finding.verdict, finding.measured, finding.seconds) == (reason, None, 0)
+        assert found["table1-nonlinear-s1", "print"].measured is not None, "what can be run is run"
+    assert not list((tmp_path / "out" / "cells").glob("*images*"))
+
+
+def bring(out: Path, claims: tuple[str, ...]) -> None:
+    """Cells of CIFAR-10 as a machine with a GPU and the images leaves them behind."""
+    store = Cells(out / "cells")
+    elsewhere = Lab(store, None, device="cuda", seed=0, progress=Silent())
+    for name, cell in PAPERS["chen2022"].plan("full", "print").items():
+        if name.startswith(claims) and isinstance(cell, ImageCell):
+            spec = cell.spec(elsewhere)
+            assert spec["data"] == CIFAR10_DIGEST
+            accuracy = 80.0 + 4 * cell.mixture + 0.1 * cell.trial * cell.mixture
+            kept = {"tested": 20_000, "accuracies": [60.0, accuracy], "losses": [1.0, 0.5]}
+            store.get_or_run(f"chen2022 print {name}", spec, lambda kept=kept: kept)
+
+
+def test_cells_brought_from_elsewhere_need_neither_gpu_nor_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_mixtures(monkeypatch)
+    bring(tmp_path, ("images/rotate/cnn/",))
+    outcome = reproduce(out=tmp_path, claims=["table2-rotate-cnn", "table2-why-low"], preset="full")
+    first, second = outcome.findings
+    assert (first.id, first.verdict, first.measured) == ("table2-rotate-cnn", "holds", pytest.approx(4.1))
+    # of the other claim only half of the cells are here
+    assert second.verdict == "not run here: needs CIFAR-10's binary files under --data-dir"
+
+
+def test_a_cell_that_is_lacking_of_those_brought_leaves_the_claim_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_mixtures(monkeypatch)
+    bring(tmp_path, ("images/rotate/cnn/single/", "images/rotate/cnn/mixture/0", "images/rotate/cnn/mixture/1"))
+    (finding,) = reproduce(out=tmp_path, claims=["table2-rotate-cnn"], preset="full").findings
+    assert finding.verdict == "not run here: needs CIFAR-10's binary files under --data-dir"
 
 
 def test_a_damaged_cell_is_told_and_run_again(tmp_path: Path):
