@@ -16,7 +16,7 @@ Random numbers go by trial, as in `moesaic.training.trials`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -139,7 +139,7 @@ def train_mixtures(
 ) -> TrainedMixtures:
     """Train one network for each trial number, each on ``samples`` samples of its own.
 
-    ``chunk`` trials are in work at a time: by default one for each core, or on a GPU all of them.
+    ``chunk`` trials are in work at a time: by default a core's share of them, or on a GPU all.
 
     >>> trained = train_mixtures(
     ...     Mixture.of("released"),
@@ -161,7 +161,8 @@ def train_mixtures(
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"train_mixtures: device={str(device)!r}, but torch finds no GPU here; use device='cpu'")
-    chunk = chunk or (1 if device.type == "cpu" else len(numbers))
+    cores = torch.get_num_threads() if device.type == "cpu" else 1
+    chunk = chunk or -(-len(numbers) // cores)
     moments = frozenset(watch_at)
     turns = Turns(progress or Silent())
 
@@ -169,15 +170,13 @@ def train_mixtures(
         keys = draws.keys(seed, numbers[start : start + chunk], device)
         data = source.draw(keys, samples, "train")
         mixtures = Mixtures.initial(model, keys, dim=source.dim, dtype=dtype)
-        work = _Chunk(mixtures, data, keys, schedule)
-        which = torch.arange(start, start + len(keys), device=device)
 
-        def see(step: int) -> None:
+        def see(step: int, work: _Chunk, which: Tensor) -> None:
             if watch is not None and step in moments:
-                turns.call(watch, step, work.mixtures, data, which)
+                turns.call(watch, step, work.mixtures, work.data, which + start)
 
         with flushing_denormals():
-            return _train(work, see, turns)
+            return _train(_Chunk(mixtures, data, keys, schedule), see, turns)
 
     starts = range(0, len(numbers), chunk)
     parts = [train(start) for start in starts] if device.type != "cpu" else on_all_cores(train, starts, turns)
@@ -211,19 +210,47 @@ def _joined(parts: list[TrainedMixtures]) -> TrainedMixtures:
     )
 
 
-def _train(work: _Chunk, see: Callable[[int], None], turns: Turns) -> TrainedMixtures:
-    steps, trials = work.schedule.steps, len(work.mixtures)
+def _train(work: _Chunk, see: Callable[[int, _Chunk, Tensor], None], turns: Turns) -> TrainedMixtures:
+    steps, cuda = work.schedule.steps, work.keys.is_cuda
+    which = torch.arange(len(work.keys), device=work.keys.device)
+    done = TrainedMixtures(
+        work.mixtures.of(which),
+        work.steps.clone(),
+        work.losses.clone(),
+        work.errors.clone(),
+        work.dispatch.clone(),
+        work.keys,
+    )
     run = _step_runner(work)
-    look = _LOOK if work.keys.is_cuda else 1
-    see(0)
+    see(0, work, which)
     for step in range(1, steps + 1):
         run()
-        see(step)
-        turns.advance(trials)
-        if work.schedule.stop != "never" and step % look == 0 and not bool(work.active.any()):
-            turns.advance(trials * (steps - step))
-            break
-    return TrainedMixtures(work.mixtures, work.steps, work.losses, work.errors, work.dispatch, work.keys)
+        see(step, work, which)
+        turns.advance(len(which))
+        if work.schedule.stop == "never" or step % (_LOOK if cuda else 1):
+            continue
+        left = int(work.active.sum())
+        # On a CPU going on with fewer costs a copy of their samples, on a GPU another recording of the step
+        if left <= len(which) * (0.5 if cuda else 0.75):
+            _store(done, work, which)
+            turns.advance((len(which) - left) * (steps - step))
+            if not left:
+                return done
+            keep = work.active.nonzero()[:, 0]
+            work, which = work.of(keep), which[keep]
+            run = _step_runner(work)
+    _store(done, work, which)
+    return done
+
+
+def _store(done: TrainedMixtures, work: _Chunk, which: Tensor) -> None:
+    """Keep the state of the chunk's networks at their own places."""
+    done.steps[which], done.losses[which] = work.steps, work.losses
+    done.errors[which], done.dispatch[which] = work.errors, work.dispatch
+    done.mixtures.weights[which] = work.mixtures.weights
+    for kept, now in ((done.mixtures.bias, work.mixtures.bias), (done.mixtures.router, work.mixtures.router)):
+        if kept is not None and now is not None:
+            kept[which] = now
 
 
 def _step_runner(work: _Chunk) -> Callable[[], None]:
@@ -249,7 +276,7 @@ class _Chunk:
     """Networks that train together, their samples, and what the step keeps between two calls."""
 
     def __init__(self, mixtures: Mixtures, data: ClusterData, keys: Tensor, schedule: MixtureSchedule) -> None:
-        self.mixtures, self.keys, self.schedule = mixtures, keys, schedule
+        self.mixtures, self.data, self.keys, self.schedule = mixtures, data, keys, schedule
         weights, device = mixtures.weights, keys.device
         T, B, N, D = data.patches.shape
         self.shape = (T, B, N, D, mixtures.model.experts, mixtures.model.filters)
@@ -280,6 +307,16 @@ class _Chunk:
         self.losses = weights.new_zeros(T)
         self.least = weights.new_full((T,), float("inf"))
         self.dispatch = torch.zeros(T, B, dtype=torch.int64, device=device)
+
+    def of(self, keep: Tensor) -> _Chunk:
+        """Some of the networks, as they are now."""
+        data = ClusterData(**{each.name: getattr(self.data, each.name)[keep] for each in fields(self.data)})
+        some = _Chunk(self.mixtures.of(keep), data, self.keys[keep], self.schedule)
+        some.step = self.step
+        some.moments = [each[keep] for each in self.moments]
+        for name in ("steps", "errors", "active", "losses", "least", "dispatch"):
+            setattr(some, name, getattr(self, name)[keep])
+        return some
 
     @property
     def _parameters(self) -> list[Tensor]:
