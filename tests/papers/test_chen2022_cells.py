@@ -19,7 +19,7 @@ from moesaic.papers.lab import Lab
 from moesaic.theory import routing_probabilities
 from moesaic.training import Cells, MixtureSchedule, Silent, TrainedMixtures, train_mixtures
 
-PROBE = 150
+PROBE = 100
 SHORT = replace(MixtureSchedule.of("released"), steps=24)
 CELLS = {
     "released cubic": MixtureCell(Mixture.of("released"), replace(SHORT, learning_rate=0.002), 1, 3, 120, 80, follow=8),
