@@ -85,7 +85,7 @@ def test_the_quick_preset_stays_quick():
         trial_steps += sum(cell.steps for cell in cells)
         total += sum(cell.steps * cell.samples for cell in cells)
     assert trial_steps <= 80_000
-    assert total <= 320e6
+    assert total <= 240e6
 
 
 def test_the_full_preset_has_the_papers_sizes():
