@@ -21,7 +21,7 @@ install = touch $(UNFINISHED) && $(VPY) -m pip install -qq --disable-pip-version
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo    re-run the headline claims of a paper and report which hold (runs/reproduce-quick)'
+	@echo 'make demo    re-run the headline claims of two papers and report which hold (runs/reproduce-quick)'
 	@echo 'make test    lint, then all tests and the examples in the documentation'
 	@echo 'make lint    ruff and basedpyright'
 	@echo 'make docs    build the documentation site (site/index.html)'
