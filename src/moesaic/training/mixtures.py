@@ -37,6 +37,8 @@ _BLOCK = 64
 """Samples in a block of one expert's work."""
 _CPU_FLOATS = 8_000_000
 """Numbers of patches and filter responses that are in work at a time on a CPU: 32 MB."""
+_CPU_SAMPLES = 16_000
+"""Samples of a chunk's trials together, on a CPU: with fewer, threads wait for each other's Python."""
 _LOOK = 20
 """On a GPU, steps between two looks at whether all trials have stopped."""
 
@@ -139,7 +141,8 @@ def train_mixtures(
 ) -> TrainedMixtures:
     """Train one network for each trial number, each on ``samples`` samples of its own.
 
-    ``chunk`` trials are in work at a time: by default a core's share of them, or on a GPU all.
+    ``chunk`` trials are in work at a time: by default on a CPU as many as make a step worth its calls, and on a
+    GPU all of them.
 
     >>> trained = train_mixtures(
     ...     Mixture.of("released"),
@@ -161,8 +164,9 @@ def train_mixtures(
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"train_mixtures: device={str(device)!r}, but torch finds no GPU here; use device='cpu'")
-    cores = torch.get_num_threads() if device.type == "cpu" else 1
-    chunk = chunk or -(-len(numbers) // cores)
+    if chunk is None:
+        share = -(-len(numbers) // torch.get_num_threads())
+        chunk = len(numbers) if device.type != "cpu" else max(1, min(share, _CPU_SAMPLES // samples))
     moments = frozenset(watch_at)
     turns = Turns(progress or Silent())
 
