@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +27,7 @@ class Paper:
     title: str
     about: str
     claims: tuple[Claim, ...]
+    check_data: Callable[[Path], None]
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,12 @@ class Papers(ModuleType):
             "chen2022": ("Towards Understanding Mixture of Experts", "Samples in four clusters."),
         }
         self.PAPERS = {
-            id: Paper(title, about, tuple(claim for (paper, _), claim in claims.items() if paper == id))
+            id: Paper(
+                title,
+                about,
+                tuple(claim for (paper, _), claim in claims.items() if paper == id),
+                real_papers.PAPERS[id].check_data,
+            )
             for id, (title, about) in texts.items()
         }
         self.asked: dict[str, Any] = {}
@@ -242,6 +249,7 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
         (["reproduce", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["reproduce", "--device", "gpu"], "use 'auto', 'cpu' or 'cuda'"),
         (["reproduce", "--data-dir", "nowhere"], "are not in data_dir='nowhere'"),
+        (["reproduce", "--paper", "chen2022", "--data-dir", "nowhere"], "--data-dir='nowhere' does not exist"),
         (["reproduce", "--out", "file"], "--out='file' cannot be made a directory: file is a file; name another one"),
         (["reproduce", "--out", "file/below"], "file is a file; name another one"),
         (["claims", "--paper", "chen"], "(did you mean 'chen2022'?)"),
@@ -274,6 +282,36 @@ def test_a_damaged_data_file_is_found_before_anything_runs(papers: Papers, capsy
     assert main(["reproduce", "--data-dir", "."]) == 2
     assert "ubyte" in capsys.readouterr().err
     assert not papers.asked
+
+
+def test_a_truncated_cifar_batch_is_found_before_anything_runs(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    for name in (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"):
+        Path(name).write_bytes(bytes(1000))
+    assert main(["reproduce", "--paper", "chen2022", "--data-dir", "."]) == 2
+    told = capsys.readouterr().err
+    assert "data_batch_1.bin: has 1000 bytes, expected 10000 images of 3073 bytes = 30730000" in told
+    assert not papers.asked
+    assert not Path("runs").exists()
+
+
+def test_sentences_with_an_unknown_label_are_found_before_anything_runs(
+    papers: Papers, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("sentiment140_en.csv", "french_tweets_fr.csv", "sentirueval2016_ru.csv"):
+        Path(name).write_text("text,label\nwell,7\n")
+    assert main(["reproduce", "--paper", "chen2022", "--data-dir", "."]) == 2
+    assert "row 1 has the label '7'" in capsys.readouterr().err
+    assert not papers.asked
+    assert not Path("runs").exists()
+
+
+def test_only_the_data_of_the_papers_asked_for_are_looked_at(papers: Papers):
+    Path("no-mnist").mkdir()
+    assert main(["reproduce", "--paper", "chen2022", "--data-dir", "no-mnist"]) == 0
+    claim = papers.PAPERS["chen2022"].claims[0].id
+    papers.PAPERS["chowdhury2023"] = replace(papers.PAPERS["chowdhury2023"], claims=())
+    assert main(["reproduce", "--claim", claim, "--data-dir", "no-mnist"]) == 0
+    assert main(["reproduce", "--paper", "chowdhury2023", "--data-dir", "no-mnist"]) == 2
 
 
 def test_bad_input_keeps_its_traceback_where_that_is_wished(papers: Papers, monkeypatch: pytest.MonkeyPatch):

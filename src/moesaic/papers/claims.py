@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 from moesaic.ledger import Chart, Claim, Fidelity, Finding
@@ -141,6 +142,8 @@ class Paper(Generic[R]):
     charts: Callable[[Mapping[Fidelity, Study[R]]], list[Chart]]
     notes: Callable[[str, Lab], list[str]]
     """What a reader should know about a run with this preset."""
+    check_data: Callable[[Path], None]
+    """Raises where files in a data folder cannot be used, so that this is found before anything runs."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:

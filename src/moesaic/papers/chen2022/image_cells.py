@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic import draws
-from moesaic.data.cifar import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10
+from moesaic.data.cifar import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
 from moesaic.data.image_tasks import ImageTask, cifar10_rotate_task, cifar10_task
 from moesaic.insight.metrics import entropy_of_counts
 from moesaic.models.cifar import cifar_mixture, cifar_network
@@ -156,6 +156,13 @@ def _has_cifar(data_dir: Path | None) -> bool:
     except FileNotFoundError:
         return False
     return True
+
+
+def check_data(data_dir: Path) -> None:
+    """Raises if CIFAR-10 is in the folder and not whole; that it is not there is an obstacle, told later."""
+    if _has_cifar(data_dir):
+        for split in ("train", "test"):
+            load_cifar10(split, data_dir)
 
 
 @cache

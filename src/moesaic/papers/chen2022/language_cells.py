@@ -277,6 +277,12 @@ def _embedded(folder: Path, most: int | None, seed: int, trial: int, model: str 
     return embed_sentences(sentences.texts, sentences.split(seed, trial)[0], model=model, dims=dims, seed=seed)
 
 
+def check_data(data_dir: Path) -> None:
+    """Raises if the sentences are in the folder and cannot be read; that they are not there is an obstacle."""
+    if _there(data_dir):
+        load_sentences(data_dir)
+
+
 def _there(folder: Path | None) -> bool:
     if folder is None:
         return False

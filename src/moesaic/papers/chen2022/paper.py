@@ -8,11 +8,12 @@ draws samples of its own, where the released code trains ten times on one data s
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from moesaic.ledger import Chart, Fidelity
 from moesaic.papers.chen2022 import charts as mixture_charts
-from moesaic.papers.chen2022 import image_charts, images, language, tables, theory
+from moesaic.papers.chen2022 import image_cells, image_charts, images, language, language_cells, tables, theory
 from moesaic.papers.chen2022 import plan as mixtures
 from moesaic.papers.claims import Paper, Plan, Study
 from moesaic.papers.lab import Lab
@@ -57,6 +58,16 @@ def notes(preset: str, lab: Lab) -> list[str]:
     return said
 
 
+def check_data(data_dir: Path) -> None:
+    """Images and sentences may be missing, and claims on them are then not decided; what is there must be whole."""
+    if not data_dir.exists():
+        raise FileNotFoundError(
+            f"--data-dir={str(data_dir)!r} does not exist; name a folder that does, or leave it out"
+        )
+    image_cells.check_data(data_dir)
+    language_cells.check_data(data_dir)
+
+
 PAPER: Paper[Any] = Paper(
     id="chen2022",
     title="Towards Understanding Mixture of Experts in Deep Learning (Chen et al. 2022)",
@@ -68,4 +79,5 @@ PAPER: Paper[Any] = Paper(
     plan=plan,
     charts=charts,
     notes=notes,
+    check_data=check_data,
 )

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from moesaic import draws
+from moesaic.data import load_digits
 from moesaic.ledger import Claim
 from moesaic.papers.chowdhury2023.cells import Result, Study, Test
 from moesaic.papers.chowdhury2023.charts import charts
@@ -318,6 +320,12 @@ def notes(preset: str, lab: Lab) -> list[str]:
     return said
 
 
+def check_data(data_dir: Path) -> None:
+    """MNIST must be there, and whole."""
+    for split in ("train", "test"):
+        load_digits(split, data_dir)
+
+
 def _claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
     return Claim(id, "chowdhury2023", where, statement, published, rule)
 
@@ -460,4 +468,5 @@ PAPER = Paper(
     plan=plan,
     charts=charts,
     notes=notes,
+    check_data=check_data,
 )
