@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +11,7 @@ from moesaic.data.cifar import CIFAR10_CLASSES
 from moesaic.ledger import Chart, Counts, Fidelity, Group, Panel, Points, Series
 from moesaic.papers import claims
 from moesaic.papers.chen2022.image_cells import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName
+from moesaic.papers.chen2022.tsne import in_plane
 
 __all__ = ["NETWORKS", "charts"]
 
@@ -71,9 +71,9 @@ def _figure_7(study: Study) -> Chart:
     by_expert = {e: (f"expert {e + 1}", f"expert-{e + 1}") for e in range(EXPERTS)}
     by_class = {k: (CIFAR10_CLASSES[k], CIFAR10_CLASSES[k]) for k in (FROG, SHIP)}
     if cars is not None:
-        panels.append(_points("CIFAR-10, cars", _plane(cars), cars.experts, by_expert))
+        panels.append(_points("CIFAR-10, cars", in_plane(cars.points), cars.experts, by_expert))
     if turned is not None:
-        plane = _plane(turned)
+        plane = in_plane(turned.points)
         panels.append(_points("CIFAR-10-Rotate, turned", plane, turned.experts, by_expert))
         panels.append(_points("frogs and ships of these", plane, turned.clusters, by_class))
     runs = _runs(study, "rotate", "resnet18", "mixture")
@@ -100,15 +100,6 @@ def _runs(study: Study, task: TaskName, network: str, kind: str) -> list[ImageRe
 
 def _embedding(study: Study, task: TaskName) -> Embedding | None:
     return next((run.embedding for run in _runs(study, task, "resnet18", "mixture") if run.embedding), None)
-
-
-def _plane(embedding: Embedding) -> Array:
-    """(n, 2) by t-SNE, with a fixed seed."""
-    from sklearn.manifold import TSNE
-
-    few = len(embedding.points)
-    tsne: Any = TSNE(n_components=2, perplexity=min(30.0, (few - 1) / 3), init="pca", random_state=0)
-    return cast("Array", tsne.fit_transform(embedding.points.astype(np.float32))).astype(np.float64)
 
 
 def _points(title: str, plane: Array, kinds: NDArray[np.int64], looks: Mapping[int, tuple[str, str]]) -> Panel:

@@ -8,7 +8,6 @@ at, though as printed the router's rate that is picked is then the lowest of its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from moesaic.insight import DispatchTable
 from moesaic.ledger import Chart, Claim, Counts, Fidelity, Group, Marker, Panel, Points, Series
 from moesaic.papers.chen2022.language_cells import EXPERTS, LanguageCell, LanguageResult, Study, Test
+from moesaic.papers.chen2022.tsne import in_plane
 from moesaic.papers.claims import Judgement, at_least, at_most
 from moesaic.papers.statistics import mean
 
@@ -171,7 +171,7 @@ def _dispatch(results: Mapping[str, LanguageResult]) -> Chart:
 
 def _clusters(results: Mapping[str, LanguageResult]) -> Chart:
     first = next(iter(results.values()))
-    x, y = _in_plane(first.points).T
+    x, y = in_plane(first.points).round(2).T
 
     def group(label: str, role: str, which: NDArray[np.bool_], marker: Marker = "o", meaning: str = "") -> Group:
         return Group(label, role, tuple(x[which].tolist()), tuple(y[which].tolist()), marker, meaning)
@@ -197,10 +197,3 @@ def _clusters(results: Mapping[str, LanguageResult]) -> Chart:
         "send each to an expert.",
         tuple(panels),
     )
-
-
-def _in_plane(points: NDArray[np.float64]) -> NDArray[np.float64]:
-    from sklearn.manifold import TSNE
-
-    embed: Any = TSNE(random_state=0, perplexity=min(30.0, (len(points) - 1) / 3))
-    return np.asarray(embed.fit_transform(points), dtype=np.float64).round(2)

@@ -17,6 +17,7 @@ from moesaic.data import ClusterData, ClusterPatches
 from moesaic.ledger import Chart, Group, Panel, Points, Regions
 from moesaic.models import Mixtures
 from moesaic.papers.chen2022.cells import MixtureCell, Study
+from moesaic.papers.chen2022.tsne import in_plane
 from moesaic.training import train_mixtures
 
 __all__ = ["figure_1"]
@@ -85,16 +86,13 @@ def figure_1(study: Study, title: str) -> Chart:
 
 def _laid_out(data: ClusterData) -> Floats:
     """(B, 2): a place for each sample. Their patches come in the order of Definition 3.1, which shuffling hides."""
-    from sklearn.manifold import TSNE
-
     patches, signals = data.patches[0], data.places[0]
     B, N, D = patches.shape
     noise = torch.ones(B, N, dtype=torch.bool).scatter_(1, signals, False)
     order = torch.cat([signals, noise.nonzero()[:, 1].view(B, N - 3)], dim=1)
     ordered = patches.gather(1, order[..., None].expand(B, N, D)).clone()
     ordered[:, 3:] *= _LOUDER
-    layout = TSNE(perplexity=min(30.0, (B - 1) / 3), random_state=0)
-    return np.asarray(layout.fit_transform(ordered.flatten(1).numpy()), dtype=np.float64)  # pyright: ignore[reportUnknownMemberType]
+    return in_plane(ordered.flatten(1).numpy())
 
 
 def _seen(mixtures: Mixtures, data: ClusterData, places: Floats, key: torch.Tensor) -> Points:
