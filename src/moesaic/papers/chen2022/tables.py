@@ -105,8 +105,7 @@ def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
         f"In setting {setting} the mixture of {_NAMES[kind]} experts has {published} ± {deviation} % test accuracy.",
         published,
         "Mean over trials, in percent. Holds if the interval meets the published mean ± two published standard "
-        "deviations and is no longer than those four and two points, fails if it lies below, else partly. As printed "
-        "networks train for 4000 steps, as released for 501 at most.",
+        "deviations and is at most four of them and two points long, fails if it lies below, else partly.",
     )
     return Test(claim, (name,), judge)
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from moesaic.ledger import Claim
 from moesaic.papers.chen2022.cells import Measured, Study, Test
 from moesaic.papers.claims import Judgement, at_least
-from moesaic.papers.statistics import mean, percentage
+from moesaic.papers.statistics import Estimate, mean, percentage
 
 __all__ = ["TESTS"]
 
@@ -126,7 +126,8 @@ def _equal_loads(study: Study) -> Judgement:
         found += [float(np.mean(ratios))] if ratios else []
     if len(found) < 2:
         return Judgement("partly: undecided, hardly a trial has such a group")
-    return at_least(mean(found), 0.5)
+    ratio = mean(found)
+    return at_least(Estimate(ratio.value, max(ratio.low, 0.0), min(ratio.high, 1.0)), 0.5)
 
 
 _SETTING = "Setting 3, in which α and γ are alike, as the theorem's proof and Theorem 4.1 have them. "
