@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 import torch
 
+from moesaic.checks import at_least_one
 from moesaic.training.progress import Progress
 
-__all__ = ["Turns", "flushing_denormals", "on_all_cores"]
+__all__ = ["Turns", "flushing_denormals", "on_all_cores", "trial_numbers", "usable"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,3 +75,22 @@ def flushing_denormals() -> Generator[None]:
         yield
     finally:
         torch.set_flush_denormal(already)
+
+
+def trial_numbers(owner: str, trials: Iterable[int], samples: int, chunk: int | None) -> list[int]:
+    """The trials to train, once the counts are known to make sense."""
+    at_least_one(owner, samples=samples)
+    if chunk is not None:
+        at_least_one(owner, chunk=chunk)
+    numbers = list(trials)
+    if not numbers:
+        raise ValueError(f"{owner}: no trials to train; give at least one trial number")
+    return numbers
+
+
+def usable(owner: str, device: torch.device | str) -> torch.device:
+    """The device, if it is there."""
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")
+    return found

@@ -28,7 +28,7 @@ from moesaic.checks import at_least_one, one_of
 from moesaic.data import ClusterData, ClusterPatches
 from moesaic.ledger import Fidelity
 from moesaic.models.mixtures import FilterActivation, Mixture, Mixtures, activate
-from moesaic.training.cores import Turns, flushing_denormals, on_all_cores
+from moesaic.training.cores import Turns, flushing_denormals, on_all_cores, trial_numbers, usable
 from moesaic.training.progress import Progress, Silent
 
 __all__ = ["MixtureSchedule", "MixtureWatch", "TrainedMixtures", "train_mixtures"]
@@ -154,16 +154,9 @@ def train_mixtures(
     >>> trained.mixtures.weights.shape, trained.dispatch.shape
     (torch.Size([2, 8, 16, 50]), torch.Size([2, 200]))
     """
-    at_least_one("train_mixtures", samples=samples)
-    if chunk is not None:
-        at_least_one("train_mixtures", chunk=chunk)
-    numbers = list(trials)
-    if not numbers:
-        raise ValueError("train_mixtures: no trials to train; give at least one trial number")
+    numbers = trial_numbers("train_mixtures", trials, samples, chunk)
     schedule = schedule or MixtureSchedule()
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"train_mixtures: device={str(device)!r}, but torch finds no GPU here; use device='cpu'")
+    device = usable("train_mixtures", device)
     if chunk is None:
         share = -(-len(numbers) // torch.get_num_threads())
         chunk = len(numbers) if device.type != "cpu" else max(1, min(share, _CPU_SAMPLES // samples))

@@ -26,7 +26,7 @@ from moesaic.ledger import Fidelity
 from moesaic.models import Networks, TwoLayer
 from moesaic.models.two_layer import error_signal, standardise_
 from moesaic.theory.router import class_sums, trained_routers
-from moesaic.training.cores import Turns, on_all_cores
+from moesaic.training.cores import Turns, on_all_cores, trial_numbers, usable
 from moesaic.training.progress import Progress, Silent
 
 __all__ = ["Schedule", "Trained", "Watch", "accuracy", "train_trials"]
@@ -116,16 +116,9 @@ def train_trials(
     >>> trained.epochs.shape, trained.networks.kernels.shape
     (torch.Size([3]), torch.Size([3, 1, 40, 16]))
     """
-    at_least_one("train_trials", samples=samples)
-    if chunk is not None:
-        at_least_one("train_trials", chunk=chunk)
-    numbers = list(trials)
-    if not numbers:
-        raise ValueError("train_trials: no trials to train; give at least one trial number")
+    numbers = trial_numbers("train_trials", trials, samples, chunk)
     schedule = schedule or Schedule()
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"train_trials: device={str(device)!r}, but torch finds no GPU here; use device='cpu'")
+    device = usable("train_trials", device)
     chunk = chunk or _chunk_size(model, source, len(numbers), min(schedule.batch, samples), device)
     starts = range(0, len(numbers), chunk)
     turns = Turns(progress or Silent())

@@ -15,13 +15,14 @@ from moesaic import draws
 from moesaic.data import ClusterData, ClusterPatches
 from moesaic.data.clusters import ClusterSetting
 from moesaic.insight import expert_accuracy, inner_products
+from moesaic.ledger import Claim
 from moesaic.models import Mixture, Mixtures
 from moesaic.papers import claims
 from moesaic.papers.lab import Lab
 from moesaic.theory import exploration_steps, initial_groups, routing_probabilities
 from moesaic.training import MixtureSchedule, TrainedMixtures, train_mixtures
 
-__all__ = ["Measured", "MixtureCell", "Plan", "Study", "Test", "arrays"]
+__all__ = ["Measured", "MixtureCell", "Plan", "Study", "Test", "arrays", "claim"]
 
 Array = NDArray[np.float64]
 Measured: TypeAlias = Mapping[str, Array]
@@ -35,6 +36,11 @@ ENGINE = 1
 
 _PROBE = 2000
 """Samples on which accuracy and expected load are followed."""
+
+
+def claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
+    """A claim of this paper."""
+    return Claim(id, "chen2022", where, statement, published, rule)
 
 
 def arrays(kept: dict[str, Any]) -> Measured:
@@ -92,13 +98,13 @@ class MixtureCell:
             "steps": trained.steps.tolist(),
             "losses": _rounded(trained.losses),
             "errors": trained.errors.tolist(),
-            **self._tested(source, trained, lab.seed),
+            **self._tested(source, trained),
         }
         if follower is not None:
             measured |= follower.arrays()
         return measured
 
-    def _tested(self, source: ClusterPatches, trained: TrainedMixtures, seed: int) -> dict[str, Any]:
+    def _tested(self, source: ClusterPatches, trained: TrainedMixtures) -> dict[str, Any]:
         """A trial at a time: the samples of all of them together are hundreds of megabytes."""
         found: list[dict[str, Any]] = []
         for t in range(self.trials):

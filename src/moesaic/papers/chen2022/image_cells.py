@@ -17,10 +17,11 @@ from moesaic.data.cifar import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, 
 from moesaic.data.image_tasks import ImageTask, cifar10_rotate_task, cifar10_task
 from moesaic.insight.metrics import entropy_of_counts
 from moesaic.models.cifar import cifar_mixture, cifar_network
+from moesaic.papers import claims
 from moesaic.papers.lab import Lab
 from moesaic.training.images import ImageSchedule, ImageTest, embed_images, train_images
 
-__all__ = ["CAR", "EXPERTS", "FROG", "SHIP", "Embedding", "ImageCell", "ImageResult", "TaskName"]
+__all__ = ["CAR", "EXPERTS", "FROG", "SHIP", "Embedding", "ImageCell", "ImageResult", "TaskName", "runs_of"]
 
 Array = NDArray[np.float64]
 
@@ -146,6 +147,11 @@ class ImageCell:
                 np.asarray(latent["experts"], dtype=np.int64),
             ),
         )
+
+
+def runs_of(study: claims.Study[ImageResult], task: TaskName, network: str, kind: str) -> list[ImageResult]:
+    """The trials of a network, alone ("single") or as a "mixture"."""
+    return study.line(f"images/{task}/{network}/{kind}")[1]
 
 
 def _has_cifar(data_dir: Path | None) -> bool:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from moesaic.data.cifar import CIFAR10_CLASSES
 from moesaic.ledger import Chart, Counts, Fidelity, Group, Panel, Points, Series
 from moesaic.papers import claims
-from moesaic.papers.chen2022.image_cells import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName
+from moesaic.papers.chen2022.image_cells import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName, runs_of
 from moesaic.papers.chen2022.tsne import in_plane
 
 __all__ = ["NETWORKS", "charts"]
@@ -40,7 +40,7 @@ def _table_2(study: Study) -> Chart:
     panels: list[Panel] = []
     for task, title in _TASKS.items():
         for network, named in NETWORKS.items():
-            runs = {kind: _runs(study, task, network, kind) for kind in _KINDS}
+            runs = {kind: runs_of(study, task, network, kind) for kind in _KINDS}
             series = tuple(_curve(label, kind, runs[kind]) for kind, label in _KINDS.items() if runs[kind])
             if series:
                 name = f"{title}: {named.removeprefix('the ')}"
@@ -76,7 +76,7 @@ def _figure_7(study: Study) -> Chart:
         plane = in_plane(turned.points)
         panels.append(_points("CIFAR-10-Rotate, turned", plane, turned.experts, by_expert))
         panels.append(_points("frogs and ships of these", plane, turned.clusters, by_class))
-    runs = _runs(study, "rotate", "resnet18", "mixture")
+    runs = runs_of(study, "rotate", "resnet18", "mixture")
     if runs:
         counts = tuple(tuple(row) for row in runs[0].dispatch[1].tolist())
         table = Counts(CIFAR10_CLASSES, tuple(f"expert {e + 1}" for e in range(EXPERTS)), counts)
@@ -94,12 +94,8 @@ def _figure_7(study: Study) -> Chart:
     )
 
 
-def _runs(study: Study, task: TaskName, network: str, kind: str) -> list[ImageResult]:
-    return study.line(f"images/{task}/{network}/{kind}")[1]
-
-
 def _embedding(study: Study, task: TaskName) -> Embedding | None:
-    return next((run.embedding for run in _runs(study, task, "resnet18", "mixture") if run.embedding), None)
+    return next((run.embedding for run in runs_of(study, task, "resnet18", "mixture") if run.embedding), None)
 
 
 def _points(title: str, plane: Array, kinds: NDArray[np.int64], looks: Mapping[int, tuple[str, str]]) -> Panel:

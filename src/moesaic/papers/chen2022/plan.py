@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-import numpy as np
 import torch
 
 from moesaic import draws
@@ -132,13 +131,8 @@ def _figure_1(fidelity: Fidelity, trials: int) -> dict[str, Cell[Measured]]:
     }
 
 
-@dataclass(frozen=True)
-class AdditiveCell:
-    """The best classifier that adds up what it says of each patch, on samples of a setting (Theorem 4.1)."""
-
-    setting: ClusterSetting
-    trials: int = 10
-    samples: int = 16_000
+class _Calculation:
+    """A cell in which nothing is trained."""
 
     @property
     def steps(self) -> int:
@@ -146,6 +140,18 @@ class AdditiveCell:
 
     def obstacle(self, lab: Lab) -> str | None:
         return None
+
+    def result(self, kept: dict[str, Any]) -> Measured:
+        return arrays(kept)
+
+
+@dataclass(frozen=True)
+class AdditiveCell(_Calculation):
+    """The best classifier that adds up what it says of each patch, on samples of a setting (Theorem 4.1)."""
+
+    setting: ClusterSetting
+    trials: int = 10
+    samples: int = 16_000
 
     def spec(self, lab: Lab) -> dict[str, Any]:
         return {"additive": self.setting, "trials": self.trials, "samples": self.samples, "seed": lab.seed}
@@ -160,25 +166,15 @@ class AdditiveCell:
             accuracy.append(100 * right.double().mean().item())
         return {"accuracy": accuracy}
 
-    def result(self, kept: dict[str, Any]) -> Measured:
-        return arrays(kept)
-
 
 @dataclass(frozen=True)
-class SmoothingCell:
+class SmoothingCell(_Calculation):
     """How much the probabilities of being routed change with the scores, exactly (Lemma 5.1).
 
     Random pairs of scores, near and far, with 2 to 16 experts; and pairs that are made to change most.
     """
 
     pairs: int = 4000
-
-    @property
-    def steps(self) -> int:
-        return 0
-
-    def obstacle(self, lab: Lab) -> str | None:
-        return None
 
     def spec(self, lab: Lab) -> dict[str, Any]:
         return {"smoothing": self.pairs, "seed": lab.seed}
@@ -196,9 +192,6 @@ class SmoothingCell:
             random.append(_steepness(scores, moved))
             made.append(max(_steepness(*steepest_scores(many, distance)) for distance in (1e-4, 1e-3, 1e-2, 0.1)))
         return {"experts": list(experts), "random": random, "made": made}
-
-    def result(self, kept: dict[str, Any]) -> Measured:
-        return {name: np.asarray(value, dtype=np.float64) for name, value in kept.items()}
 
 
 def _steepness(scores: torch.Tensor, moved: torch.Tensor) -> float:

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.data.clusters import ClusterSetting
-from moesaic.ledger import Claim
-from moesaic.papers.chen2022.cells import Measured, Study, Test
+from moesaic.papers.chen2022.cells import Measured, Study, Test, claim
 from moesaic.papers.chen2022.plan import ACTIVATIONS, SETTINGS
 from moesaic.papers.claims import Judgement, at_least, at_most
 from moesaic.papers.statistics import Estimate, mean, percentage
@@ -78,10 +77,6 @@ def _most(estimates: list[Estimate]) -> Estimate:
     return max(estimates, key=lambda each: each.value)
 
 
-def _claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
-    return Claim(id, "chen2022", where, statement, published, rule)
-
-
 def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
     printed = PUBLISHED[f"moe/{kind}"][int(str(setting)) - 1]
     assert isinstance(printed, tuple)
@@ -99,7 +94,7 @@ def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
             verdict = "holds" if found.low <= high else "partly: it is more accurate than published"
         return Judgement(verdict, found.value, found.interval)
 
-    claim = _claim(
+    described = claim(
         f"table1-{_NAMES[kind]}-s{setting}",
         "Table 1" if setting in (1, 2) else "Table 3",
         f"In setting {setting} the mixture of {_NAMES[kind]} experts has {published} ± {deviation} % test accuracy.",
@@ -107,7 +102,7 @@ def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
         "Mean over trials, in percent. Holds if the interval meets the published mean ± two published standard "
         "deviations and is at most four of them and two points long, fails if it lies below, else partly.",
     )
-    return Test(claim, (name,), judge)
+    return Test(described, (name,), judge)
 
 
 def _entropy_test(kind: str) -> Test:
@@ -118,7 +113,7 @@ def _entropy_test(kind: str) -> Test:
         return at_least(_least(found), _MOST / 2) if linear else at_most(_most(found), 0.25)
 
     values = [each[0] for each in PUBLISHED[f"entropy/{kind}"] if isinstance(each, tuple)]
-    claim = _claim(
+    described = claim(
         f"table1-entropy-{_NAMES[kind]}",
         "Table 1",
         "Linear experts do not find the clusters: the mixture's dispatch entropy stays large in all settings."
@@ -130,7 +125,7 @@ def _entropy_test(kind: str) -> Test:
         + ("Holds if the interval is above half of that." if linear else "Holds if the interval is below 0.25.")
         + " As printed: test samples, without noise; as released: training samples in the last step, with noise.",
     )
-    return Test(claim, (f"moe/{kind}/",), judge)
+    return Test(described, (f"moe/{kind}/",), judge)
 
 
 def _leads(study: Study, ahead: str, behind: str) -> list[Estimate]:
@@ -253,7 +248,7 @@ def _dispatch_test(kind: str) -> Test:
         found = percentage(purity(final_table(study, f"moe/{kind}/s1")))
         return at_most(found, 60.0) if linear else at_least(found, 99.0)
 
-    claim = _claim(
+    described = claim(
         "table6-mixed" if linear else "table4-pure",
         "Table 6" if linear else "Tables 4 and 5",
         "An expert of the linear mixture gets samples from different clusters (percentage that goes with the majority)."
@@ -264,7 +259,7 @@ def _dispatch_test(kind: str) -> Test:
         "Percentage of samples in setting 1 whose expert works mostly on their cluster, mean over trials; 25 to 35 if "
         "experts know no clusters. " + ("Holds if the interval is below 60." if linear else "Holds if it is above 99."),
     )
-    return Test(claim, (f"moe/{kind}/s1",), judge)
+    return Test(described, (f"moe/{kind}/s1",), judge)
 
 
 def _track_entropy(result: Measured) -> Array:
@@ -281,7 +276,7 @@ def _entropy_over_training(kind: str) -> Test:
         return at_least(_least(kept), 0.5) if linear else at_most(_most(kept), 0.25)
 
     names = tuple(f"moe/{kind}/s{setting}" for setting in (1, 2))
-    claim = _claim(
+    described = claim(
         f"fig3-{_NAMES[kind]}",
         "Figure 3",
         f"While it trains, the dispatch entropy of the {_NAMES[kind]} mixture "
@@ -292,7 +287,7 @@ def _entropy_over_training(kind: str) -> Test:
         "the setting (1 or 2) that is worse for the claim. "
         + ("Holds if the interval is above 0.5." if linear else "Holds if the interval is below 0.25."),
     )
-    return Test(claim, names, judge)
+    return Test(described, names, judge)
 
 
 def _used(result: Measured) -> NDArray[np.bool_]:
@@ -343,7 +338,7 @@ def _inner_products() -> list[Test]:
     end = "Inner products after training in setting 1, mean over trials and experts with at least 1 % of the samples. "
     return [
         Test(
-            _claim(
+            claim(
                 "fig4-one-feature",
                 "Figure 4",
                 "Each nonlinear expert picks up one feature signal (second-largest inner product over the largest).",
@@ -354,7 +349,7 @@ def _inner_products() -> list[Test]:
             single_feature,
         ),
         Test(
-            _claim(
+            claim(
                 "fig4-no-centres",
                 "Figure 4",
                 "Nonlinear experts almost do not learn the centre signals (largest inner product with a centre over "
@@ -366,7 +361,7 @@ def _inner_products() -> list[Test]:
             small("track_expert_centre", "track_expert_feature"),
         ),
         Test(
-            _claim(
+            claim(
                 "fig4-router-centres",
                 "Figure 4",
                 "Their router learns the centre signals and hardly the features (largest inner product with a "
@@ -378,7 +373,7 @@ def _inner_products() -> list[Test]:
             small("track_router_feature", "track_router_centre"),
         ),
         Test(
-            _claim(
+            claim(
                 "fig5-many-signals",
                 "Figure 5",
                 "A linear expert does not learn a specific feature signal but several feature and centre signals "
@@ -391,7 +386,7 @@ def _inner_products() -> list[Test]:
             many_signals,
         ),
         Test(
-            _claim(
+            claim(
                 "fig5-router-features",
                 "Figure 5",
                 "The linear mixture's router may turn to feature signals even more than to centre signals (ratio of "
@@ -441,7 +436,7 @@ TESTS: tuple[Test, ...] = (
     _entropy_test("cubic"),
     _entropy_test("identity"),
     Test(
-        _claim(
+        claim(
             "table1-nonlinear-ahead",
             "Table 1",
             "The mixture of nonlinear experts is more accurate than that of linear ones, in all settings (lead in "
@@ -453,7 +448,7 @@ TESTS: tuple[Test, ...] = (
         _nonlinear_ahead,
     ),
     Test(
-        _claim(
+        claim(
             "table3-singles-behind",
             "Table 3",
             "Single networks are less accurate than both mixtures, also with four times as many filters (lead in "
@@ -465,7 +460,7 @@ TESTS: tuple[Test, ...] = (
         _singles_behind,
     ),
     Test(
-        _claim(
+        claim(
             "table3-singles",
             "Table 3",
             "Single networks have the accuracies of Tables 1 and 3, from 52 to 79 % (median distance in points).",
@@ -477,7 +472,7 @@ TESTS: tuple[Test, ...] = (
         full_only=True,
     ),
     Test(
-        _claim(
+        claim(
             "table3-overfits",
             "Table 3",
             "A single nonlinear network gets worse with more filters (accuracy with 128 less that with 512, in "
@@ -491,7 +486,7 @@ TESTS: tuple[Test, ...] = (
     _dispatch_test("cubic"),
     _dispatch_test("identity"),
     Test(
-        _claim(
+        claim(
             "table7-bound",
             "Table 7",
             "No single network is better than 87.5 % where features and feature noise are alike, whatever its "
@@ -504,7 +499,7 @@ TESTS: tuple[Test, ...] = (
         _below_the_bound("table7/"),
     ),
     Test(
-        _claim(
+        claim(
             "table7-values",
             "Table 7",
             "Their accuracies are those of Table 7 (median distance in points).",
@@ -516,7 +511,7 @@ TESTS: tuple[Test, ...] = (
         full_only=True,
     ),
     Test(
-        _claim(
+        claim(
             "table8-bound",
             "Table 8",
             "Single networks fail in settings 1 and 2 as well, whatever their activation (accuracy of the best).",
@@ -528,7 +523,7 @@ TESTS: tuple[Test, ...] = (
         _below_the_bound("table8/"),
     ),
     Test(
-        _claim(
+        claim(
             "table8-values",
             "Table 8",
             "Their accuracies are those of Table 8 (median distance in points).",
@@ -539,7 +534,7 @@ TESTS: tuple[Test, ...] = (
         _gap({**_by_activation("table8", "/s1"), **_by_activation("table8", "/s2")}, 3.0),
     ),
     Test(
-        _claim(
+        claim(
             "table9-behind",
             "Table 9",
             "With a load-balancing loss the linear mixture is still less accurate than the nonlinear one without "
@@ -551,7 +546,7 @@ TESTS: tuple[Test, ...] = (
         _balanced_behind,
     ),
     Test(
-        _claim(
+        claim(
             "table9-no-key",
             "Table 9",
             "Load balancing is not the key: it hardly helps the linear mixture (points gained).",
@@ -564,7 +559,7 @@ TESTS: tuple[Test, ...] = (
         _balance_helps,
     ),
     Test(
-        _claim(
+        claim(
             "fig3-steps",
             "Figure 3",
             "The nonlinear mixture learns within the 500 epochs that the figure shows, in all settings (steps to 95 "
@@ -579,7 +574,7 @@ TESTS: tuple[Test, ...] = (
         _steps_needed,
     ),
     Test(
-        _claim(
+        claim(
             "fig1-clusters",
             "Figure 1",
             "With four experts for four clusters, nonlinear experts recover the clusters and linear ones do not "

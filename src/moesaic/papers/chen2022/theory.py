@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.ledger import Claim
-from moesaic.papers.chen2022.cells import Measured, Study, Test
+from moesaic.papers.chen2022.cells import Measured, Study, Test, claim
 from moesaic.papers.claims import Judgement, at_least
 from moesaic.papers.statistics import Estimate, mean, percentage
 
@@ -17,10 +16,6 @@ Array = NDArray[np.float64]
 CLUSTERS = 4
 GOOD = 95.0
 """An accuracy that passes for "error o(1)", which has no number."""
-
-
-def _claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
-    return Claim(id, "chen2022", where, statement, published, rule)
 
 
 def _tight(study: Study) -> Judgement:
@@ -134,7 +129,7 @@ _SETTING = "Setting 3, in which α and γ are alike, as the theorem's proof and 
 
 TESTS: tuple[Test, ...] = (
     Test(
-        _claim(
+        claim(
             "theorem4.1-tight",
             "Theorem 4.1",
             "Where feature signal and feature noise are alike, no function that adds up its patches is better than "
@@ -148,7 +143,7 @@ TESTS: tuple[Test, ...] = (
         ("print",),
     ),
     Test(
-        _claim(
+        claim(
             "theorem4.1-uncovered",
             "Theorem 4.1",
             "Settings 1 and 2, in which feature noise has another distribution, are the more difficult ones "
@@ -162,7 +157,7 @@ TESTS: tuple[Test, ...] = (
         ("print",),
     ),
     Test(
-        _claim(
+        claim(
             "lemma5.1",
             "Lemma 5.1",
             "Noise makes routing smooth: no probability of being routed changes by more than M² times the change of "
@@ -176,7 +171,7 @@ TESTS: tuple[Test, ...] = (
         ("print",),
     ),
     Test(
-        _claim(
+        claim(
             "lemma5.1-sharp",
             "Our own",
             "The constant M² of Lemma 5.1 can be replaced by 2, and by nothing smaller (largest change of a "
@@ -190,7 +185,7 @@ TESTS: tuple[Test, ...] = (
         ("print",),
     ),
     Test(
-        _claim(
+        claim(
             "theorem4.2-training",
             "Theorem 4.2",
             "The nonlinear mixture's training error becomes zero (percentage of training samples that are right).",
@@ -202,7 +197,7 @@ TESTS: tuple[Test, ...] = (
         _trained,
     ),
     Test(
-        _claim(
+        claim(
             "theorem4.2-test",
             "Theorem 4.2",
             "Its test error is nearly zero (test accuracy in percent).",
@@ -213,7 +208,7 @@ TESTS: tuple[Test, ...] = (
         _generalises,
     ),
     Test(
-        _claim(
+        claim(
             "theorem4.2-groups",
             "Theorem 4.2",
             "Every cluster has an expert that leans to it from the start: none of the groups M_k is empty "
@@ -227,7 +222,7 @@ TESTS: tuple[Test, ...] = (
         _groups_filled,
     ),
     Test(
-        _claim(
+        claim(
             "theorem4.2-experts",
             "Theorem 4.2",
             "After training each expert is good on the cluster of its group (percentage of experts).",
@@ -239,7 +234,7 @@ TESTS: tuple[Test, ...] = (
         _experts_good,
     ),
     Test(
-        _claim(
+        claim(
             "theorem4.2-router",
             "Theorem 4.2",
             "The router sends a sample only to experts of its cluster's group (percentage of test samples).",
@@ -250,7 +245,7 @@ TESTS: tuple[Test, ...] = (
         _routed_well,
     ),
     Test(
-        _claim(
+        claim(
             "theorem4.2-start",
             "Theorem 4.2",
             "It works for initial weights of the size the theorem asks for, σ0 from d^(-1/3) to d^(-0.01) (test "
@@ -264,7 +259,7 @@ TESTS: tuple[Test, ...] = (
         ("print",),
     ),
     Test(
-        _claim(
+        claim(
             "lemma5.2-own",
             "Lemma 5.2",
             "At the end of the exploration stage each expert is good on its own cluster (test accuracy in percent).",
@@ -277,7 +272,7 @@ TESTS: tuple[Test, ...] = (
         ("print",),
     ),
     Test(
-        _claim(
+        claim(
             "lemma5.2-others",
             "Lemma 5.2",
             "At that time each expert is bad on the other clusters, with an error of the order of 1/K (error in "
@@ -291,7 +286,7 @@ TESTS: tuple[Test, ...] = (
         ("print",),
     ),
     Test(
-        _claim(
+        claim(
             "load-equal",
             "Equation 5.1",
             "Normalised gradients keep the experts of a group alike: the router gives them almost the same load "
