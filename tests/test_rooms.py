@@ -14,20 +14,34 @@ FLOORS = (
     {"__main__"},
     {"cli"},
     {"papers", "report"},
-    {"training", "insight"},
+    {"training"},
+    {"insight"},
     {"models", "data"},
     {"layers"},
     {"routing", "experts"},
     {"ops"},
     {"record", "ledger"},
-    {"checks", "draws"},
+    {"checks", "draws", "statistics"},
 )
 ALONE = {"theory"}  # imports no other room; any room but the two lowest may import it
 
 HEIGHT = {room: -floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ROOMS = HEIGHT.keys() | ALONE
 
-CORE = {"routing", "experts", "ops", "layers", "models", "training", "theory", "record", "ledger", "checks", "draws"}
+CORE = {
+    "routing",
+    "experts",
+    "ops",
+    "layers",
+    "models",
+    "training",
+    "theory",
+    "record",
+    "ledger",
+    "checks",
+    "draws",
+    "statistics",
+}
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "moesaic"} | sys.stdlib_module_names
 ALSO = {"ops": {"triton"}}  # it comes with torch on GPU machines
 

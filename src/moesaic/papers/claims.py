@@ -9,7 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from moesaic.ledger import Chart, Claim, Fidelity, Finding
 from moesaic.papers.lab import Cell, Lab
-from moesaic.papers.statistics import Estimate
+from moesaic.statistics import Estimate
 
 __all__ = ["Judgement", "Paper", "Plan", "Study", "Test", "at_least", "at_most", "below", "reaches"]
 

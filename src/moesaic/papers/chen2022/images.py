@@ -24,7 +24,7 @@ from moesaic.papers import claims
 from moesaic.papers.chen2022.image_cells import FROG, SHIP, ImageCell, ImageResult, TaskName, runs_of
 from moesaic.papers.chen2022.image_charts import NETWORKS, charts
 from moesaic.papers.claims import Judgement, at_least, at_most
-from moesaic.papers.statistics import Estimate, mean
+from moesaic.statistics import Estimate, mean
 from moesaic.training.images import ImageSchedule
 
 __all__ = ["NOTE", "TESTS", "charts", "plan"]

@@ -17,7 +17,7 @@ from moesaic.ledger import Chart, Claim, Counts, Fidelity, Group, Marker, Panel,
 from moesaic.papers.chen2022.language_cells import EXPERTS, LanguageCell, LanguageResult, Study, Test
 from moesaic.papers.chen2022.tsne import in_plane
 from moesaic.papers.claims import Judgement, at_least, at_most
-from moesaic.papers.statistics import mean
+from moesaic.statistics import mean
 
 __all__ = ["NOTE", "PUBLISHED", "TESTS", "charts", "plan"]
 

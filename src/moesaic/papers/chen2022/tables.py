@@ -12,7 +12,7 @@ from moesaic.data.clusters import ClusterSetting
 from moesaic.papers.chen2022.cells import Measured, Study, Test, claim
 from moesaic.papers.chen2022.plan import ACTIVATIONS, SETTINGS
 from moesaic.papers.claims import Judgement, at_least, at_most
-from moesaic.papers.statistics import Estimate, mean, percentage
+from moesaic.statistics import Estimate, mean, percentage
 
 __all__ = ["PUBLISHED", "TESTS", "entropies", "final_entropy", "final_table", "purity"]
 

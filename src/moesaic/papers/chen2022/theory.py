@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from moesaic.papers.chen2022.cells import Measured, Study, Test, claim
 from moesaic.papers.claims import Judgement, at_least
-from moesaic.papers.statistics import Estimate, mean, percentage
+from moesaic.statistics import Estimate, mean, percentage
 
 __all__ = ["TESTS"]
 

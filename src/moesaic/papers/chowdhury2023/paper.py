@@ -25,7 +25,7 @@ from moesaic.papers.chowdhury2023.charts import charts
 from moesaic.papers.chowdhury2023.plan import COUPLED_WIDTH, LEVEL, PATTERNS, SIZES, plan
 from moesaic.papers.claims import Judgement, Paper, at_least, at_most, below, reaches
 from moesaic.papers.lab import Lab
-from moesaic.papers.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
+from moesaic.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
 from moesaic.theory import inseparable_samples, patterns_separable, suggest_patches_per_expert
 
 __all__ = ["PAPER"]

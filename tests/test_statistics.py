@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moesaic.papers.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
+from moesaic.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
 
 
 @pytest.mark.parametrize(

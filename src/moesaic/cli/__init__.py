@@ -1,0 +1,58 @@
+"""The commands; each a few lines over the library.
+
+Bad input ends with one line on stderr and exit code 2, an interruption with 130. With MOESAIC_DEBUG
+set in the environment bad input keeps its traceback, as everything unexpected always does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tyro
+
+from moesaic.cli.claims import Claims
+from moesaic.cli.reproduce import Reproduce
+from moesaic.cli.shared import BadInput, tell, version
+from moesaic.cli.theory import Theory
+
+__all__ = ["BadInput", "Claims", "Reproduce", "Theory", "main"]
+
+
+class Command(Protocol):
+    """What a user can ask for; its fields are the options."""
+
+    def run(self, given: Sequence[str]) -> int:
+        """Do it; ``given`` are the words of the command, the result is the exit code."""
+        ...
+
+
+COMMANDS: dict[str, type[Any]] = {"reproduce": Reproduce, "claims": Claims, "theory": Theory}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit code.
+
+    >>> main(["--version"])
+    moesaic ...
+    0
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        sys.stdout.write(f"moesaic {version()}\n")
+        return 0
+    description = "Mixtures of experts for vision. moesaic --version tells the version, moesaic COMMAND --help more."
+    command: Command = tyro.extras.subcommand_cli_from_dict(
+        dict(COMMANDS), prog="moesaic", description=description, args=given
+    )
+    try:
+        return command.run(given)
+    except BadInput as error:
+        if os.environ.get("MOESAIC_DEBUG"):
+            raise
+        tell(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,37 @@
+"""`moesaic claims`: what the papers say, and the rules that decide whether it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from tyro.conf import UseAppendAction, arg
+
+from moesaic.checks import one_of
+from moesaic.cli.shared import input_of
+
+__all__ = ["Claims"]
+
+
+@dataclass(frozen=True)
+class Claims:
+    """List the papers' claims, with the rules that decide whether they hold."""
+
+    paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    """A paper, such as chen2022; all of them by default."""
+
+    def run(self, given: Sequence[str]) -> int:
+        """Print the list."""
+        from rich.console import Console
+
+        from moesaic.papers import PAPERS
+        from moesaic.report import print_rules
+
+        with input_of("claims"):
+            for paper in self.paper:
+                one_of("claims", "--paper", paper, PAPERS)
+        console = Console()
+        for paper in self.paper or PAPERS:
+            print_rules(f"{paper}: {PAPERS[paper].title}", PAPERS[paper].claims, console)
+        return 0

@@ -1,0 +1,93 @@
+"""What the commands share: bad input in one line, folders to write to, devices, and how the program was called."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+__all__ = ["BadInput", "device_of", "input_of", "is_plain", "make_folder", "program", "tell", "version", "versions"]
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be used; the message says what and how to mend it."""
+
+
+@contextmanager
+def input_of(command: str) -> Generator[None]:
+    """What goes wrong in here is the user's to mend: a value that is refused, a file that is not there."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        message = " ".join(str(error).split())
+        raise BadInput(f"moesaic {command}: {message.removeprefix(f'{command}: ')}") from error
+
+
+def make_folder(out: Path) -> None:
+    """Make the folder of --out, or say why it cannot be."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
+        why = f"{in_the_way} is a file" if in_the_way else error.strerror
+        raise OSError(f"--out={str(out)!r} cannot be made a directory: {why}; name another one") from error
+    if not os.access(out, os.W_OK | os.X_OK):
+        raise OSError(f"--out={str(out)!r} cannot be written to; name another directory")
+
+
+def device_of(command: str, name: str) -> str:
+    """The device that is meant by --device."""
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"{command}: --device={name!r} is unknown; use 'auto', 'cpu' or 'cuda'")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{command}: --device={name!r}, but torch finds no GPU here; use 'cpu' or 'auto'")
+    return name
+
+
+def versions() -> dict[str, str]:
+    """Of what results depend on."""
+    import numpy as np
+    import torch
+
+    return {
+        "moesaic": version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+
+
+def version() -> str:
+    """Of moesaic."""
+    # of the public face, which is loaded by now and which no room imports from
+    return sys.modules["moesaic"].__version__
+
+
+def is_plain(value: object) -> bool:
+    """Whether JSON takes it as it is."""
+    return value is None or isinstance(value, str | int | float | tuple)
+
+
+def program() -> list[str]:
+    """How this program was called, as words to type again."""
+    called = Path(sys.argv[0])
+    if called.suffix == ".py":
+        return [sys.executable, "-m", "moesaic"]
+    return [called.name if shutil.which(called.name) else sys.argv[0]]
+
+
+def tell(message: str) -> None:
+    """Say it on stderr."""
+    sys.stderr.write(f"{message}\n")
