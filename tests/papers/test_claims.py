@@ -3,7 +3,7 @@
 import pytest
 
 from moesaic.papers.claims import Judgement, at_least, at_most, below, reaches
-from moesaic.papers.statistics import Estimate
+from moesaic.statistics import Estimate
 
 
 def decided(judgement: Judgement) -> str:
