@@ -3,7 +3,19 @@
 import numpy as np
 import pytest
 
-from moesaic.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
+from moesaic.statistics import (
+    Curve,
+    Estimate,
+    bootstrap,
+    mean,
+    power,
+    sample_ratio,
+    samples_at,
+    samples_to_reach,
+    saved_labels,
+    shared_level,
+    slopes,
+)
 
 
 @pytest.mark.parametrize(
@@ -61,6 +73,63 @@ def test_groups_of_equally_many_trials_are_resampled_together():
 )
 def test_curves_are_read_where_they_first_reach_the_level(curve: list[float], expected: float):
     assert samples_at(95.0, [100, 300, 500], np.asarray(curve)) == pytest.approx(expected)
+
+
+def test_between_sizes_far_apart_curves_are_read_over_their_logarithm():
+    sizes, curve = [100, 10_000], np.array([80.0, 90.0])
+    assert samples_at(85.0, sizes, curve, logarithmic=True) == pytest.approx(1000)
+    assert samples_at(85.0, sizes, curve) == pytest.approx(5050)
+    assert samples_at(90.0, sizes, curve, logarithmic=True) == pytest.approx(10_000)
+
+
+SIZES = [100, 200, 400, 800]
+
+
+def curve(*values: float, spread: float = 0.0, trials: int = 3) -> Curve:
+    deviation = spread * np.linspace(-1, 1, trials)
+    return SIZES, np.asarray(values)[:, None] + deviation
+
+
+def test_labels_are_saved_by_the_curve_that_is_ahead_and_lost_by_the_one_behind():
+    ahead, behind = curve(80, 85, 90, 95, spread=0.2), curve(75, 80, 85, 90, spread=0.2)
+    for level in (83.0, 85.0, 88.0):
+        found = saved_labels(level, ahead, behind)
+        assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(0.5))  # trials differ alike
+        assert saved_labels(level, behind, ahead).value == pytest.approx(-1)
+        assert sample_ratio(level, ahead, behind, logarithmic=True).value == pytest.approx(0.5)
+
+
+def test_trials_that_differ_widen_what_is_saved():
+    one, other = curve(80, 85, 90, 95, spread=2.0), curve(75, 80, 85, 90)
+    found = saved_labels(87.0, one, other)
+    assert found.low < 0.5 < found.high
+    assert found.value == pytest.approx(0.5)
+
+
+def test_a_level_that_we_never_reach_saves_minus_infinity_and_one_that_they_never_reach_counts_for_them():
+    low, high = curve(70, 75, 80, 85), curve(75, 80, 85, 90)
+    assert saved_labels(88.0, low, high) == Estimate(-np.inf, -np.inf, -np.inf)
+    assert sample_ratio(90.0, high, low).value == pytest.approx(1.0)
+    assert sample_ratio(90.0, curve(75, 90, 91, 92), low).value == pytest.approx(0.25)
+
+
+def test_samples_to_reach_a_level_have_the_interval_of_the_trials():
+    found = samples_to_reach(85.0, curve(80, 85, 90, 95, spread=5.0))
+    assert found.value == pytest.approx(200)
+    assert (found.low, found.high) == (pytest.approx(100), pytest.approx(400))
+    assert samples_to_reach(96.0, curve(80, 85, 90, 95)).value == np.inf
+    assert samples_to_reach(10.0, curve(80, 85, 90, 95)).value == 100
+
+
+def test_the_shared_level_is_the_highest_all_reach_and_none_where_one_begins_above_anothers_end():
+    assert shared_level(curve(70, 80, 85, 84), curve(60, 70, 95, 96)) == pytest.approx(85)
+    assert shared_level(curve(60, 65, 66, 67), curve(70, 80, 90, 95)) is None
+
+
+def test_a_curve_that_is_none_is_refused():
+    for sizes, shape in ((SIZES, (3, 2)), (SIZES, (4, 1)), (SIZES, (4,)), (SIZES[::-1], (4, 3))):
+        with pytest.raises(ValueError, match="at least 2 trials"):
+            samples_to_reach(1.0, (sizes, np.zeros(shape)))
 
 
 def test_slopes_are_those_of_each_trial():

@@ -8,17 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Estimate", "bootstrap", "mean", "percentage", "power", "samples_at", "slopes"]
+__all__ = [
+    "Curve",
+    "Estimate",
+    "bootstrap",
+    "mean",
+    "percentage",
+    "power",
+    "sample_ratio",
+    "samples_at",
+    "samples_to_reach",
+    "saved_labels",
+    "shared_level",
+    "slopes",
+]
 
 Array = NDArray[np.float64]
 
 LEVEL = 0.95
 RESAMPLES = 2000
+
+Curve: TypeAlias = tuple[Sequence[float], Array]
+"""Numbers of samples, S of them and rising, and what each of T trials reached with them: (S, T)."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +114,16 @@ def bootstrap(statistic: Callable[..., float], *groups: Array) -> Estimate:
     return Estimate(statistic(*groups), float(low), float(high))
 
 
-def samples_at(level: float, sizes: Sequence[float], curve: Array) -> float:
-    """Where a curve of means first reaches the level, by linear interpolation; infinite if it never does.
+def samples_at(level: float, sizes: Sequence[float], curve: Array, *, logarithmic: bool = False) -> float:
+    """Where a curve of means first reaches the level, interpolated linearly; infinite if it never does.
+
+    ``logarithmic`` interpolates over the logarithm of the sizes, in which the curves of networks are straighter:
+    better where sizes are far apart.
 
     >>> samples_at(95.0, [100, 300, 500], np.array([90.0, 94.0, 96.0]))
     400.0
+    >>> round(samples_at(85.0, [100, 400], np.array([80.0, 90.0]), logarithmic=True), 6)
+    200.0
     """
     reached = np.flatnonzero(curve >= level)
     if not reached.size:
@@ -108,8 +131,85 @@ def samples_at(level: float, sizes: Sequence[float], curve: Array) -> float:
     at = int(reached[0])
     if at == 0:
         return float(sizes[0])
+    before, there = float(sizes[at - 1]), float(sizes[at])
     low, high = float(curve[at - 1]), float(curve[at])
-    return sizes[at - 1] + (level - low) / (high - low) * (sizes[at] - sizes[at - 1])
+    way = (level - low) / (high - low)
+    return before * (there / before) ** way if logarithmic else before + way * (there - before)
+
+
+def samples_to_reach(level: float, curve: Curve, *, logarithmic: bool = True) -> Estimate:
+    """How many samples the mean over trials needs to reach the level, bootstrapped over trials.
+
+    A curve that is there from the start counts with its smallest size, of which it may need fewer; one that never
+    gets there with infinity.
+
+    >>> sizes, accuracies = [100, 200, 400], np.array([[70.0, 72.0], [80.0, 82.0], [90.0, 92.0]])
+    >>> found = samples_to_reach(81.0, (sizes, accuracies))
+    >>> found.value, found.low < 200 < found.high
+    (200.0, True)
+    """
+    sizes, accuracies = _known(curve)
+    return bootstrap(lambda a: samples_at(level, sizes, a.mean(axis=1), logarithmic=logarithmic), accuracies)
+
+
+def sample_ratio(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool = False) -> Estimate:
+    """How many times their samples we need to reach the level, bootstrapped over trials.
+
+    Curves of equally many trials share their data trial by trial, and are resampled together. Where they never
+    reach the level they count with their largest size, which favours them; where we never do, the ratio is infinite.
+
+    >>> sizes = [100, 200, 400]
+    >>> ours, theirs = np.array([[80.0], [90.0], [95.0]]), np.array([[70.0], [80.0], [90.0]])
+    >>> sample_ratio(90.0, (sizes, ours.repeat(3, axis=1)), (sizes, theirs.repeat(3, axis=1))).value
+    0.5
+    """
+    (our_sizes, our_accuracies), (their_sizes, their_accuracies) = _known(ours), _known(theirs)
+
+    def ratio(a: Array, b: Array) -> float:
+        there = samples_at(level, their_sizes, b.mean(axis=1), logarithmic=logarithmic)
+        here = samples_at(level, our_sizes, a.mean(axis=1), logarithmic=logarithmic)
+        return here / min(there, float(their_sizes[-1]))
+
+    return bootstrap(ratio, our_accuracies, their_accuracies)
+
+
+def saved_labels(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool = True) -> Estimate:
+    """The share of their labels that we do without at the same accuracy: 1 less `sample_ratio`.
+
+    0.6 means that 40 labels do what they need 100 for; below 0 we need more than they do, and at minus infinity we
+    never get there.
+
+    >>> sizes = [100, 200, 400]
+    >>> ours, theirs = np.array([[80.0], [90.0], [95.0]]), np.array([[70.0], [80.0], [90.0]])
+    >>> saved_labels(90.0, (sizes, ours.repeat(3, axis=1)), (sizes, theirs.repeat(3, axis=1))).value
+    0.5
+    """
+    ratio = sample_ratio(level, ours, theirs, logarithmic=logarithmic)
+    return Estimate(1 - ratio.value, 1 - ratio.high, 1 - ratio.low)
+
+
+def shared_level(*curves: Curve) -> float | None:
+    """The highest accuracy that every curve reaches in the mean; None where one begins above another's end.
+
+    >>> weak, strong = np.array([[60.0, 62.0], [70.0, 72.0]]), np.array([[65.0, 67.0], [90.0, 92.0]])
+    >>> shared_level(([100, 200], weak), ([100, 200], strong))
+    71.0
+    """
+    means = [_known(curve)[1].mean(axis=1) for curve in curves]
+    level = min(float(each.max()) for each in means)
+    return level if all(float(each[0]) <= level for each in means) else None
+
+
+def _known(curve: Curve) -> Curve:
+    """The curve, if it is one."""
+    sizes, accuracies = curve
+    rising = all(a < b for a, b in pairwise(sizes))
+    if accuracies.ndim != 2 or accuracies.shape[0] != len(sizes) or accuracies.shape[1] < 2 or not rising:
+        raise ValueError(
+            f"statistics: a curve of sizes {list(sizes)} has values of shape {tuple(accuracies.shape)}; give rising "
+            "sizes, and for each of them one value for each of at least 2 trials, shape (sizes, trials)"
+        )
+    return curve
 
 
 def slopes(x: Sequence[float], values: Array) -> Array:
