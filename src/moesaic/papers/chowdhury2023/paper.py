@@ -25,7 +25,7 @@ from moesaic.papers.chowdhury2023.charts import charts
 from moesaic.papers.chowdhury2023.plan import COUPLED_WIDTH, LEVEL, PATTERNS, SIZES, plan
 from moesaic.papers.claims import Judgement, Paper, at_least, at_most, below, reaches
 from moesaic.papers.lab import Lab
-from moesaic.statistics import Estimate, bootstrap, mean, power, samples_at, slopes
+from moesaic.statistics import Curve, bootstrap, mean, power, sample_ratio, samples_at, slopes
 from moesaic.theory import inseparable_samples, patterns_separable, suggest_patches_per_expert
 
 __all__ = ["PAPER"]
@@ -71,17 +71,7 @@ def _ahead(line: str, than: str = "fig4/cnn") -> Test:
     return Test(claim, (f"fig4/{line}/", f"{than}/"), judge)
 
 
-def _sample_ratio(ours: tuple[list[float], Array], theirs: tuple[list[float], Array]) -> Estimate:
-    (our_sizes, our_curve), (their_sizes, their_curve) = ours, theirs
-
-    def ratio(a: Array, b: Array) -> float:
-        there = min(samples_at(LEVEL, their_sizes, b.mean(axis=1)), their_sizes[-1])
-        return samples_at(LEVEL, our_sizes, a.mean(axis=1)) / there
-
-    return bootstrap(ratio, our_curve, their_curve)
-
-
-def _curve(study: Study, prefix: str) -> tuple[list[float], Array]:
+def _curve(study: Study, prefix: str) -> Curve:
     sizes, results = study.line(prefix)
     return sizes, _accuracies(results)
 
@@ -94,7 +84,7 @@ def _arriving(judgement: Judgement) -> Judgement:
 
 def _fewer_samples(line: str) -> Test:
     def judge(study: Study) -> Judgement:
-        return _arriving(at_most(_sample_ratio(_curve(study, f"fig4/{line}"), _curve(study, "fig4/cnn")), 0.6))
+        return _arriving(at_most(sample_ratio(LEVEL, _curve(study, f"fig4/{line}"), _curve(study, "fig4/cnn")), 0.6))
 
     claim = Claim(
         id=f"fig4-{line}-samples",
@@ -272,7 +262,7 @@ def _inseparable(study: Study) -> Judgement:
 
 def _best_samples(than: str) -> Test:
     def judge(study: Study) -> Judgement:
-        return _arriving(below(_sample_ratio(_curve(study, "best/pmoe"), _curve(study, than)), 1.0))
+        return _arriving(below(sample_ratio(LEVEL, _curve(study, "best/pmoe"), _curve(study, than)), 1.0))
 
     other = "joint-training pMoE as printed" if than == "printed/joint" else "a CNN trained with the same care"
     claim = Claim(
