@@ -33,7 +33,7 @@ def centred(pixels: Tensor, luck: Tensor) -> Tensor:
     return pixels.float() / 128 - 0.5
 
 
-TASK = ImageTask(some_images(96, 0), some_images(40, 1), 2, ("red", "blue"), centred, centred)
+TASK = ImageTask(some_images(96, 0), some_images(40, 1), ("lying", "standing"), ("red", "blue"), centred, centred)
 
 
 def network(seed: int = 0) -> SmallCNN:

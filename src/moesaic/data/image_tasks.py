@@ -7,26 +7,36 @@ batch on any device, whatever else is in it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic import draws
+from moesaic.checks import at_least_one, one_of
 from moesaic.data.cifar import CIFAR10_CLASSES, load_cifar10
 from moesaic.data.rotated import blur, crop_and_resize, rotate
 from moesaic.data.trials import Split
 
 __all__ = [
     "LUCK",
+    "Augment",
+    "Augmented",
     "ImageTask",
     "LabelledImages",
+    "Scale",
+    "Skipped",
+    "Vary",
     "cifar10_rotate_task",
     "cifar10_task",
     "flip_and_crop",
     "normalise",
+    "stratified_order",
 ]
 
 LUCK = 3
@@ -35,10 +45,73 @@ LUCK = 3
 Vary = Callable[[Tensor, Tensor], Tensor]
 """Bytes (B, C, H, W) and luck (B, 3) in, float32 images out."""
 
-_MEAN = (0.4914, 0.4822, 0.4465)
-_STD = (0.2023, 0.1994, 0.2010)
-_PADDING = 4
+Augment = Literal["none", "flip", "flip-crop"]
+"""How images to train on are varied: not at all, mirrored at random, or mirrored and shifted."""
+
+_SHIFT = 8
+"""Images are shifted by up to the side over this."""
 _SIGMA = (1.1, 2.2)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that was left out."""
+
+    path: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Scale:
+    """From bytes to what a network sees: pixels / 255, less the mean, over the standard deviation of each channel.
+
+    >>> grey = torch.full((1, 1, 1, 2), 51, dtype=torch.uint8)
+    >>> Scale(mean=(0.1,), std=(0.5,))(grey).flatten()
+    tensor([0.2000, 0.2000])
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.mean) != len(self.std) or not self.mean:
+            raise ValueError(f"Scale: mean={self.mean}, std={self.std}; each must have one number for every channel")
+        if not all(std > 0 for std in self.std):
+            raise ValueError(f"Scale: std={self.std}; each must be above 0: use 1 for a channel that does not vary")
+
+    def __call__(self, pixels: Tensor, luck: Tensor | None = None) -> Tensor:
+        """Bytes (B, C, H, W) as float32 images; luck changes nothing, and lets a scale be the view of a task."""
+        if pixels.ndim != 4 or pixels.shape[1] != len(self.mean):
+            raise ValueError(
+                f"Scale: it is for images (B, C, H, W) of {len(self.mean)} channels, got {tuple(pixels.shape)}"
+            )
+        return _standardise(pixels.float().div_(255.0), self)
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Images mirrored and shifted by luck, then scaled.
+
+    >>> pixels = torch.arange(8, dtype=torch.uint8).view(1, 1, 1, 8)
+    >>> vary = Augmented(Scale((0.0,), (1 / 255,)), flip=True)
+    >>> vary(pixels, torch.tensor([[0.2, 0.5, 0.5]])).round().flatten()
+    tensor([7., 6., 5., 4., 3., 2., 1., 0.])
+    """
+
+    scale: Scale
+    flip: bool = False
+    """Whether half of the images are mirrored."""
+    padding: int = 0
+    """Pixels by which an image is shifted at most, to each side and over a black frame."""
+
+    @staticmethod
+    def of(augment: Augment, scale: Scale, side: int) -> Augmented:
+        """What an `Augment` means for images of ``side`` pixels: a shift is by up to an eighth of them."""
+        one_of("load_images", "augment", augment, get_args(Augment))
+        return Augmented(scale, augment != "none", side // _SHIFT if augment == "flip-crop" else 0)
+
+    def __call__(self, pixels: Tensor, luck: Tensor) -> Tensor:
+        return self.scale(_moved(pixels, luck, self.flip, self.padding))
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +119,7 @@ class LabelledImages:
     """Images, what they are to be told apart by, and groups that nobody tells the network."""
 
     pixels: Tensor
-    """(B, C, H, W) uint8."""
+    """(B, C, H, W) uint8; contiguous or channels_last, and perhaps a file that is mapped into memory."""
     labels: Tensor
     """(B,) int64."""
     clusters: Tensor
@@ -58,6 +131,18 @@ class LabelledImages:
     def to(self, device: torch.device | str) -> LabelledImages:
         return LabelledImages(self.pixels.to(device), self.labels.to(device), self.clusters.to(device))
 
+    def take(self, rows: Tensor) -> LabelledImages:
+        """Some of the images, in the order asked for; images that follow each other are a view of these."""
+        rows = rows.to(self.labels.device)
+        first = int(rows[0]) if len(rows) else 0
+        if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
+            part = slice(first, first + len(rows))
+            return LabelledImages(self.pixels[part], self.labels[part], self.clusters[part])
+        # picked with the channels last where they lie last, so that an image is one piece of memory
+        last = self.pixels.is_contiguous(memory_format=torch.channels_last)
+        picked = self.pixels.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2) if last else self.pixels[rows]
+        return LabelledImages(picked, self.labels[rows], self.clusters[rows])
+
 
 @dataclass(frozen=True, eq=False)
 class ImageTask:
@@ -65,18 +150,74 @@ class ImageTask:
 
     train: LabelledImages
     test: LabelledImages
-    labels: int
-    """How many labels there are."""
+    class_names: tuple[str, ...]
     cluster_names: tuple[str, ...]
     vary: Vary
     """Makes a batch to train on."""
     view: Vary
     """Makes a batch to test on."""
+    name: str = ""
+    digest: str = ""
+    """Tells whether images and labels are the same, wherever they come from."""
+    scale: Scale | None = None
+    """What ``view`` does, where it does nothing else."""
+    skipped: tuple[Skipped, ...] = ()
+    """Files that are not among the images."""
+
+    @property
+    def labels(self) -> int:
+        """How many labels there are."""
+        return len(self.class_names)
 
     def to(self, device: torch.device | str) -> ImageTask:
         """The same task with its images on a device."""
-        train, test = self.train.to(device), self.test.to(device)
-        return ImageTask(train, test, self.labels, self.cluster_names, self.vary, self.view)
+        return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    def subset(self, samples: int, seed: int) -> ImageTask:
+        """The task with ``samples`` images to train on, drawn by ``seed``; the images to test on stay.
+
+        Each class keeps its share of the images, and has one at least; within a class so does each cluster, as far
+        as whole images go. For one seed, fewer images are among more.
+
+        >>> labels, scale = torch.arange(90) % 3, Scale((0.0,), (1.0,))
+        >>> images = LabelledImages(torch.zeros(90, 1, 2, 2, dtype=torch.uint8), labels, labels)
+        >>> task = ImageTask(images, images, ("a", "b", "c"), ("a", "b", "c"), scale, scale)
+        >>> task.subset(12, seed=0).train.labels.bincount().tolist()
+        [4, 4, 4]
+        """
+        at_least_one("subset", samples=samples)
+        if samples > len(self.train):
+            raise ValueError(
+                f"subset: samples={samples}, but there are {len(self.train)} images to train on"
+                f"{f' in {self.name}' if self.name else ''}; use at most samples={len(self.train)}, or add images"
+            )
+        if samples < self.labels:
+            raise ValueError(
+                f"subset: samples={samples} is less than one image for each of the {self.labels} classes; "
+                f"use samples={self.labels} or more"
+            )
+        order = stratified_order(self.train.labels.cpu(), self.train.clusters.cpu(), seed)
+        if samples == len(self.train):
+            return self
+        drawn = hashlib.sha256(f"{self.digest} {samples} {seed}".encode()).hexdigest()[:16]
+        return replace(self, train=self.train.take(order[:samples].sort().values), digest=drawn if self.digest else "")
+
+
+def stratified_order(labels: Tensor, clusters: Tensor, seed: int) -> Tensor:
+    """(B,) int64: a random order of images of which every beginning has the classes in their shares.
+
+    The beginnings of each class have its clusters in their shares. One image of every class comes first.
+
+    >>> labels = torch.tensor([0] * 6 + [1] * 3)
+    >>> labels[stratified_order(labels, labels, seed=0)].view(3, 3).sum(1)
+    tensor([1, 1, 1])
+    """
+    order = draws.permutations(draws.keys(seed, [0]), "subset", len(labels))[0]
+    groups = labels * (int(clusters.max()) + 1) + clusters if len(labels) else labels
+    order = order[_turns(groups[order]).argsort(stable=True)]
+    turns = _turns(labels[order])
+    first = turns * torch.bincount(labels)[labels[order]] < 1
+    return order[turns.masked_fill(first, 0).argsort(stable=True)]
 
 
 def cifar10_task(data_dir: str | Path, images_per_file: int = 10_000) -> ImageTask:
@@ -89,10 +230,12 @@ def cifar10_task(data_dir: str | Path, images_per_file: int = 10_000) -> ImageTa
     return ImageTask(
         split("train"),
         split("test"),
-        len(CIFAR10_CLASSES),
+        CIFAR10_CLASSES,
         CIFAR10_CLASSES,
         flip_and_crop,
-        lambda x, luck: normalise(x),
+        _CIFAR10,
+        name="cifar10",
+        scale=_CIFAR10,
     )
 
 
@@ -109,8 +252,19 @@ def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per
         labels = torch.arange(2).repeat_interleave(len(pixels))
         return LabelledImages(both, labels, classes.repeat(2))
 
-    view: Vary = _blurred if blur_test else lambda x, luck: normalise(x)
-    return ImageTask(split("train"), split("test"), 2, CIFAR10_CLASSES, _blurred, view)
+    return ImageTask(
+        split("train"),
+        split("test"),
+        ("upright", "turned"),
+        CIFAR10_CLASSES,
+        _blurred,
+        _blurred if blur_test else _CIFAR10,
+        name="cifar10-rotate",
+        scale=None if blur_test else _CIFAR10,
+    )
+
+
+_CIFAR10 = Scale(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
 
 
 def normalise(pixels: Tensor) -> Tensor:
@@ -120,7 +274,7 @@ def normalise(pixels: Tensor) -> Tensor:
     >>> [round(float(value), 2) for value in normalise(grey).flatten()]
     [-0.01, 0.04, 0.22]
     """
-    return _standardise(pixels.float().div_(255.0))
+    return _CIFAR10(pixels)
 
 
 def flip_and_crop(pixels: Tensor, luck: Tensor) -> Tensor:
@@ -131,28 +285,44 @@ def flip_and_crop(pixels: Tensor, luck: Tensor) -> Tensor:
     >>> torch.equal(middle, normalise(pixels))
     True
     """
+    return normalise(_moved(pixels, luck, flip=True, padding=4))
+
+
+def _moved(pixels: Tensor, luck: Tensor, flip: bool, padding: int) -> Tensor:
+    """Bytes mirrored where the first number of luck is low, and shifted by the other two."""
+    if not flip and not padding:
+        return pixels
     B, C, H, W = pixels.shape
     device = pixels.device
-    places = 2 * _PADDING + 1
+    places = 2 * padding + 1
     shift = (luck[:, 1:3] * places).long().clamp_(max=places - 1)
     rows = shift[:, :1] + torch.arange(H, device=device)
     across = torch.arange(W, device=device).expand(B, W)
-    columns = shift[:, 1:] + torch.where(luck[:, :1] <= 0.5, W - 1 - across, across)
-    padded = F.pad(pixels, (_PADDING,) * 4)
+    columns = shift[:, 1:] + torch.where(luck[:, :1] <= 0.5, W - 1 - across, across) if flip else shift[:, 1:] + across
+    padded = F.pad(pixels, (padding,) * 4)
     image = torch.arange(B, device=device)[:, None, None, None]
     channel = torch.arange(C, device=device)[:, None, None]
-    return normalise(padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]])
+    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+
+
+def _turns(groups: Tensor) -> Tensor:
+    """(B,) float64: when each comes if the groups, each in the order given, are to be spread evenly from 0 to 1."""
+    sizes = torch.bincount(groups)
+    by_group = groups.argsort(stable=True)
+    rank = torch.empty_like(groups)
+    rank[by_group] = torch.arange(len(groups)) - (sizes.cumsum(0) - sizes)[groups[by_group]]
+    return (rank + 0.5).double() / sizes[groups]
 
 
 def _blurred(pixels: Tensor, luck: Tensor) -> Tensor:
     """Blur by a standard deviation of 1.1 to 2.2 pixels, and normalise; kernel and range as in the authors' code."""
     low, high = _SIGMA
-    return _standardise(blur(pixels.float().div_(255.0), low + (high - low) * luck[:, 0].float()))
+    return _standardise(blur(pixels.float().div_(255.0), low + (high - low) * luck[:, 0].float()), _CIFAR10)
 
 
-def _standardise(images: Tensor) -> Tensor:
-    mean = torch.tensor(_MEAN, device=images.device)[:, None, None]
-    std = torch.tensor(_STD, device=images.device)[:, None, None]
+def _standardise(images: Tensor, scale: Scale) -> Tensor:
+    mean = torch.tensor(scale.mean, device=images.device)[:, None, None]
+    std = torch.tensor(scale.std, device=images.device)[:, None, None]
     return (images - mean) / std
 
 
