@@ -1,0 +1,274 @@
+"""CelebA (Liu et al. 2015): photographs of faces with 40 attributes, and three tasks on them.
+
+As distributed: ``img_align_celeba.zip`` (or the folder ``img_align_celeba``), ``list_attr_celeba.txt``
+and ``list_eval_partition.txt``, which deals the faces out to training, validation and testing. The
+tasks of Chowdhury et al. 2023, Section 5.2, ask which faces smile; faces for validation are in none.
+
+The authors' code loads arrays that it does not make, and tells of them only how training samples are
+taken: of ``celeba-spurious`` 47.5 %, 2.5 %, 2.5 % and 47.5 % from the four groups smiling × hair, and
+of ``celeba-4class`` as many from each of the four classes. Here groups have these shares too, and are
+as large as the faces allow. How their test faces were drawn is told neither there nor in print, but
+that there are 2 000 in ``celeba-4class``, four times about as many as smile with eyeglasses among
+CelebA's own test faces: so this test part is balanced, while that of ``celeba-spurious`` has all test
+faces with one of the two hair colours.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic import draws
+from moesaic.data.trials import Split
+
+__all__ = [
+    "FOUR_CLASSES",
+    "HAIR_GROUPS",
+    "SMILING",
+    "CelebA",
+    "Faces",
+    "find_celeba",
+    "four_classes",
+    "read_celeba",
+    "smiling",
+    "spurious",
+]
+
+SMILING = ("not smiling", "smiling")
+HAIR_GROUPS = tuple(f"{smile}, {hair} hair" for smile in SMILING for hair in ("black", "blond"))
+"""The clusters of ``celeba-spurious``."""
+FOUR_CLASSES = tuple(f"{smile}, {glasses}" for smile in SMILING for glasses in ("no eyeglasses", "eyeglasses"))
+
+_FOLDERS = (".", "celeba", "CelebA")
+_IMAGES = "img_align_celeba"
+_ATTRIBUTES = "list_attr_celeba.txt"
+_PARTITION = "list_eval_partition.txt"
+_SOURCE = "https://mmlab.ie.cuhk.edu.hk/projects/CelebA.html"
+_NUMBER: dict[Split, int] = {"train": 0, "test": 2}  # 1: validation
+_USED = ("Smiling", "Black_Hair", "Blond_Hair", "Eyeglasses")
+
+
+@dataclass(frozen=True, eq=False)
+class CelebA:
+    """The faces that there are, those for training first; made by `read_celeba`."""
+
+    images: Path
+    """The zip or the folder they are in."""
+    files: tuple[str, ...]
+    """Of each face: its path in the folder, or its name in the zip."""
+    training: int
+    """The first so many are for training, the others for testing."""
+    attributes: Mapping[str, NDArray[np.bool_]]
+    """Of each attribute, which faces have it: Smiling, Black_Hair, Blond_Hair and Eyeglasses."""
+    absent: int
+    """How many more faces for training or testing the lists have."""
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def rows(self, split: Split) -> NDArray[np.int64]:
+        """Which faces are for training, or for testing."""
+        ends = (0, self.training) if split == "train" else (self.training, len(self))
+        return np.arange(*ends)
+
+
+@dataclass(frozen=True, eq=False)
+class Faces:
+    """The faces of one part of a task."""
+
+    rows: NDArray[np.int64]
+    """Which of `CelebA.files`, ascending."""
+    labels: NDArray[np.int64]
+    clusters: NDArray[np.int64]
+
+
+def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
+    """Where images, attributes and partition are; an error that says what was looked for when they are not."""
+    base = Path(data_dir).resolve()
+    wanted = ((f"{_IMAGES}.zip", _IMAGES), (_ATTRIBUTES,), (_PARTITION,))
+    missing: list[str] = []
+    for folder in (base / name for name in _FOLDERS):
+        found = [next((folder / name for name in names if (folder / name).exists()), None) for names in wanted]
+        images, attributes, partition = found
+        if images and attributes and partition:
+            return images, attributes, partition
+        absent = [" or ".join(names) for names, path in zip(wanted, found, strict=True) if path is None]
+        if not missing or len(absent) < len(wanted):  # of folders that have none of it one says enough
+            missing.append(f"{', '.join(absent)} in {folder}")
+    raise FileNotFoundError(
+        f"celeba: CelebA is not in data_dir={str(data_dir)!r} nor in celeba below it: there is no "
+        f"{'; no '.join(missing)}; get the aligned and cropped images and both lists from {_SOURCE}"
+    )
+
+
+def read_celeba(data_dir: str | Path) -> CelebA:
+    """CelebA's lists under ``data_dir``, and which of the faces on them there are; no image is read.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "list_attr_celeba.txt").write_text(
+    ...         "2\\nBlack_Hair Blond_Hair Eyeglasses Smiling\\n1.jpg 1 -1 -1 1\\n2.jpg -1 1 1 -1\\n"
+    ...     )
+    ...     _ = Path(folder, "list_eval_partition.txt").write_text("1.jpg 0\\n2.jpg 2\\n")
+    ...     Path(folder, "img_align_celeba").mkdir()
+    ...     for name in ("1.jpg", "2.jpg"):
+    ...         _ = Path(folder, "img_align_celeba", name).write_bytes(b"")
+    ...     celeba = read_celeba(folder)
+    >>> celeba.files, celeba.training, celeba.attributes["Smiling"].tolist()
+    (('1.jpg', '2.jpg'), 1, [True, False])
+    """
+    images, attribute_list, partition_list = find_celeba(data_dir)
+    known = _files(images)
+    partition = _partition(partition_list)
+    attributes = _attributes(attribute_list)
+    unlisted = next((face for face in attributes if face not in partition), None)
+    if unlisted is not None:
+        raise ValueError(
+            f"{partition_list}: does not list {unlisted}, which is in {attribute_list.name}; "
+            f"get both lists again from {_SOURCE}"
+        )
+    parts = [[face for face in attributes if partition[face] == _NUMBER[split]] for split in ("train", "test")]
+    train, test = ([face for face in part if face in known] for part in parts)
+    if not train or not test:
+        raise ValueError(
+            f"{images}: has {len(train)} of the {len(parts[0])} faces for training and {len(test)} of the "
+            f"{len(parts[1])} for testing on CelebA's lists; get img_align_celeba.zip again from {_SOURCE}"
+        )
+    faces = train + test
+    table = np.array([attributes[face] for face in faces])
+    return CelebA(
+        images,
+        tuple(known[face] for face in faces),
+        len(train),
+        {name: table[:, column] for column, name in enumerate(_USED)},
+        sum(map(len, parts)) - len(faces),
+    )
+
+
+def smiling(celeba: CelebA, split: Split) -> Faces:
+    """Every face of the split; the label says whether it smiles, and clusters are labels."""
+    rows = celeba.rows(split)
+    labels = celeba.attributes["Smiling"][rows].astype(np.int64)
+    return Faces(rows, labels, labels)
+
+
+def spurious(celeba: CelebA, split: Split, seed: int) -> Faces:
+    """Smiling, where in training 95 % of those who smile have black hair and 95 % of the others blond hair.
+
+    Clusters are `HAIR_GROUPS`. Faces with neither hair colour, or with both, are left out. Training has as many
+    faces as there are for these shares and as many of both labels, drawn by seed; testing has all.
+    """
+    groups = _groups(celeba, split, "Blond_Hair", (celeba.attributes["Black_Hair"] ^ celeba.attributes["Blond_Hair"]))
+    if split == "train":
+        groups = _draw(groups, (1, 19, 19, 1), HAIR_GROUPS, "celeba-spurious", split, seed)
+    rows, clusters = _join(groups)
+    return Faces(rows, clusters // 2, clusters)
+
+
+def four_classes(celeba: CelebA, split: Split, seed: int) -> Faces:
+    """Smiling × eyeglasses (`FOUR_CLASSES`), as many of each class as there are of the rarest, drawn by seed."""
+    groups = _groups(celeba, split, "Eyeglasses", np.ones(len(celeba), dtype=np.bool_))
+    rows, labels = _join(_draw(groups, (1, 1, 1, 1), FOUR_CLASSES, "celeba-4class", split, seed))
+    return Faces(rows, labels, labels)
+
+
+def _groups(celeba: CelebA, split: Split, other: str, among: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    """Rows of the faces without and with a smile, and of these without and with the other attribute."""
+    rows = celeba.rows(split)
+    rows = rows[among[rows]]
+    group = 2 * celeba.attributes["Smiling"][rows] + celeba.attributes[other][rows]
+    return [rows[group == number] for number in range(4)]
+
+
+def _draw(
+    groups: Sequence[NDArray[np.int64]],
+    parts: Sequence[int],
+    names: Sequence[str],
+    task: str,
+    split: Split,
+    seed: int,
+) -> list[NDArray[np.int64]]:
+    """As many of all groups as there are in the ratio ``parts``."""
+    unit = min(len(group) // part for group, part in zip(groups, parts, strict=True))
+    if not unit:
+        counts = ", ".join(f"{name}: {len(group)}" for name, group in zip(names, groups, strict=True))
+        raise ValueError(
+            f"{task}: the {split} faces cannot be taken in the ratio {':'.join(map(str, parts))} ({counts}); "
+            "give more of CelebA's faces"
+        )
+    key = draws.keys(seed, [0])
+    orders = [
+        draws.permutations(key, f"{task} {split} {number}", len(group))[0].numpy()
+        for number, group in enumerate(groups)
+    ]
+    return [group[order[: unit * part]] for group, order, part in zip(groups, orders, parts, strict=True)]
+
+
+def _join(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows of all groups, ascending, and the number of each one's group."""
+    rows = np.concatenate(groups)
+    numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    order = rows.argsort()
+    return rows[order], numbers[order]
+
+
+def _files(images: Path) -> dict[str, str]:
+    """The path of every image in the folder, or its name in the zip, by its file name."""
+    if images.is_dir():
+        return {path.name: path.relative_to(images).as_posix() for path in sorted(images.rglob("*.jpg"))}
+    try:
+        with zipfile.ZipFile(images) as archive:
+            return {Path(name).name: name for name in archive.namelist() if name.endswith(".jpg")}
+    except (zipfile.BadZipFile, OSError) as damage:
+        raise ValueError(f"{images}: damaged zip ({damage}); fetch it again from {_SOURCE}") from damage
+
+
+def _attributes(path: Path) -> dict[str, list[bool]]:
+    """Which of the attributes that are used each face has."""
+    lines = _lines(path)
+    announced, names = (lines[0].strip(), lines[1].split()) if len(lines) > 1 else ("", [])
+    absent = [name for name in _USED if name not in names]
+    if not announced.isdecimal() or absent:
+        raise ValueError(
+            f"{path}: is not CelebA's list of attributes: it starts with a count and a line of names, among which "
+            f"must be {', '.join(_USED)}; get it again from {_SOURCE}"
+        )
+    rows = [line.split() for line in lines[2:] if line.strip()]
+    if len(rows) != int(announced):
+        raise ValueError(f"{path}: announces {announced} faces, {len(rows)} follow; get it again from {_SOURCE}")
+    columns = [1 + names.index(name) for name in _USED]
+    value = {"1": True, "-1": False}
+    faces: dict[str, list[bool]] = {}
+    for number, row in enumerate(rows, start=3):
+        if len(row) != 1 + len(names) or any(row[column] not in value for column in columns):
+            raise ValueError(
+                f"{path}: line {number} has {len(row)} words, expected a file name and {len(names)} times 1 or -1; "
+                f"get it again from {_SOURCE}"
+            )
+        faces[row[0]] = [value[row[column]] for column in columns]
+    return faces
+
+
+def _partition(path: Path) -> dict[str, int]:
+    parts: dict[str, int] = {}
+    for number, line in enumerate(_lines(path), start=1):
+        row = line.split()
+        if len(row) != 2 or row[1] not in ("0", "1", "2"):
+            raise ValueError(
+                f"{path}: line {number} is {line[:40]!r}, expected a file name and 0 (training), 1 (validation) or "
+                f"2 (testing); get it again from {_SOURCE}"
+            )
+        parts[row[0]] = int(row[1])
+    return parts
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as damage:
+        raise ValueError(f"{path}: is no text ({damage}); get it again from {_SOURCE}") from damage
