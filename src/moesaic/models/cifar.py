@@ -15,26 +15,10 @@ from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.layers import SampleMoE
+from moesaic.models.vector_network import GlobalMean, VectorNetwork
 from moesaic.routing import SampleRouter
 
-__all__ = ["CIFAR_NETWORKS", "MobileNetV2", "ResNet18", "SmallCNN", "VectorNetwork", "cifar_mixture", "cifar_network"]
-
-
-class VectorNetwork(nn.Module):
-    """An image becomes a vector, and the vector the scores of the classes."""
-
-    def __init__(self, body: nn.Module, width: int, classes: int) -> None:
-        super().__init__()
-        at_least_one(type(self).__name__, classes=classes)
-        self.body = body
-        self.head = nn.Linear(width, classes)
-
-    def features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, width)."""
-        return self.body(x)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.features(x))
+__all__ = ["CIFAR_NETWORKS", "MobileNetV2", "ResNet18", "SmallCNN", "cifar_mixture", "cifar_network"]
 
 
 class SmallCNN(VectorNetwork):
@@ -73,7 +57,7 @@ class ResNet18(VectorNetwork):
         for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
             layers += [_ResidualBlock(before, channels, stride), _ResidualBlock(channels, channels, 1)]
             before = channels
-        super().__init__(nn.Sequential(*layers, _GlobalMean()), before, classes)
+        super().__init__(nn.Sequential(*layers, GlobalMean()), before, classes)
 
 
 class MobileNetV2(VectorNetwork):
@@ -100,7 +84,7 @@ class MobileNetV2(VectorNetwork):
             for number in range(blocks):
                 layers.append(_InvertedResidual(before, channels, expansion, stride if number == 0 else 1))
                 before = channels
-        layers += [_conv_norm(before, 1280, 1), nn.ReLU(), _GlobalMean()]
+        layers += [_conv_norm(before, 1280, 1), nn.ReLU(), GlobalMean()]
         super().__init__(nn.Sequential(*layers), 1280, classes)
 
 
@@ -165,13 +149,6 @@ class _InvertedResidual(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.narrow(F.relu(self.filter(F.relu(self.widen(x)))))
         return y if self.shortcut is None else y + self.shortcut(x)
-
-
-class _GlobalMean(nn.Module):
-    """The mean over the map, (B, C, H, W) to (B, C)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean((2, 3))
 
 
 def _conv_norm(before: int, channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:

@@ -1,0 +1,122 @@
+"""Networks by name, and how a network was made, as plain JSON."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.models.cifar import MobileNetV2, ResNet18, SmallCNN
+from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
+
+__all__ = ["ModelSpec", "create_model", "list_models"]
+
+_TIMM = "timm/"
+_WIDE = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
+_LISTED_WIDE = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
+
+
+def _cifar(make: Callable[[int], nn.Module]) -> Callable[..., nn.Module]:
+    def network(num_classes: int) -> nn.Module:
+        return make(num_classes)
+
+    return network
+
+
+_OTHERS: Mapping[str, Callable[..., nn.Module]] = {
+    "cifar_cnn": _cifar(SmallCNN),
+    "cifar_mobilenetv2": _cifar(MobileNetV2),
+    "cifar_resnet18": _cifar(ResNet18),
+}
+
+
+def list_models(pattern: str = "*") -> list[str]:
+    """The names that `create_model` knows, or those that match a pattern.
+
+    Wide residual networks exist for every depth 6n + 4 and every widening factor; the usual ones are listed.
+
+    >>> list_models("wrn10*_pmoe")
+    ['wrn10_10_pmoe', 'wrn10_1_pmoe', 'wrn10_2_pmoe', 'wrn10_4_pmoe']
+    """
+    wide = (f"{name}{kind}" for name in _LISTED_WIDE for kind in ("", "_pmoe"))
+    return sorted(name for name in (*wide, *_OTHERS) if fnmatchcase(name, pattern))
+
+
+def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
+    """A network by name, freshly initialised from torch's generator.
+
+    ``wrn10_10`` is a wide residual network of depth 10 and widening factor 10, ``wrn10_10_pmoe`` the same with a
+    pMoE layer for its last convolution; both take ``fidelity="best"``, ``"released"`` or ``"print"``, and the
+    second ``image_size``, ``experts`` and more: see `WideResNet` and `WideResNetPMoE`. ``timm/resnet18`` is
+    timm's network of that name, where timm is installed.
+
+    >>> model = create_model("wrn10_10_pmoe", num_classes=10)
+    >>> len(model.moe.experts), model.moe.patches_per_expert
+    (4, 16)
+    """
+    at_least_one("create_model", num_classes=num_classes)
+    if name.startswith(_TIMM):
+        from moesaic.models.timm_registry import timm_model
+
+        return timm_model(name.removeprefix(_TIMM), num_classes, **options)
+    wide = _WIDE.fullmatch(name)
+    if wide is None:
+        make = _OTHERS[one_of("create_model", "name", name, list_models())]
+        _check_options(name, make, options)
+        return make(num_classes, **options)
+    kind = WideResNetPMoE if wide[3] else WideResNet
+    _check_options(name, kind, options)
+    return kind(int(wide[1]), int(wide[2]), num_classes, **options)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How a network was made: what a checkpoint keeps, so that the network can be made again.
+
+    >>> spec = ModelSpec("wrn10_1", {"num_classes": 3})
+    >>> ModelSpec.from_json(spec.to_json()) == spec
+    True
+    >>> type(spec.build()).__name__
+    'WideResNet'
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What `create_model` takes besides the name; plain JSON."""
+    conversions: tuple[Mapping[str, Any], ...] = ()
+    """What `convert` takes besides the model, once for each time it was called; plain JSON."""
+
+    def build(self) -> nn.Module:
+        """The network, freshly initialised from torch's generator."""
+        model = create_model(self.name, **self.arguments)
+        if self.conversions:
+            from moesaic.models.convert import convert
+
+            for conversion in self.conversions:
+                model = convert(model, **conversion)
+        return model
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        conversions = [dict(conversion) for conversion in self.conversions]
+        return {"name": self.name, "arguments": dict(self.arguments), "conversions": conversions}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> ModelSpec:
+        """From what `to_json` gave."""
+        return cls(content["name"], dict(content["arguments"]), tuple(dict(each) for each in content["conversions"]))
+
+
+def _check_options(name: str, make: Callable[..., nn.Module], options: Mapping[str, Any]) -> None:
+    known = [option for option in inspect.signature(make).parameters if option not in ("depth", "width", "num_classes")]
+    for option in options:
+        if not known:
+            raise TypeError(f"create_model: {name} takes no options but num_classes, got {option}={options[option]!r}")
+        if option not in known:
+            raise TypeError(f"create_model: {name} has no option {option!r}; it takes {', '.join(known)}")

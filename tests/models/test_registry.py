@@ -1,0 +1,49 @@
+"""Networks by name."""
+
+import json
+
+import pytest
+import torch
+
+from moesaic.models.registry import ModelSpec, create_model, list_models
+
+SMALL = [name for name in list_models() if not name.endswith(("_10", "_10_pmoe", "_8", "_8_pmoe"))]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_network_that_is_listed_can_be_made_and_run(name):
+    model = create_model(name, num_classes=7).eval()
+    with torch.no_grad():
+        assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
+
+
+def test_any_wide_network_can_be_made():
+    assert "wrn16_3_pmoe" not in list_models()
+    assert create_model("wrn16_3_pmoe", num_classes=2, experts=6).moe.experts.weight.shape[0] == 6
+
+
+def test_patterns_choose_names():
+    assert set(list_models("*_pmoe")) == {name for name in list_models() if name.endswith("_pmoe")} != set()
+
+
+def test_a_network_can_be_made_again_from_json():
+    spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 64, "fidelity": "released"})
+    again = ModelSpec.from_json(json.loads(json.dumps(spec.to_json())))
+    assert again == spec
+    torch.manual_seed(0)
+    first = spec.build().state_dict()
+    torch.manual_seed(0)
+    second = again.build().state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_unknown_names_and_options_are_refused():
+    with pytest.raises(ValueError, match="did you mean 'wrn10_4_pmoe'"):
+        create_model("wrn10_pmoe", num_classes=2)
+    with pytest.raises(TypeError, match="wrn10_1 has no option 'experts'; it takes in_channels, fidelity, keras_norm"):
+        create_model("wrn10_1", num_classes=2, experts=4)
+    with pytest.raises(TypeError, match="takes no options but num_classes"):
+        create_model("cifar_cnn", num_classes=2, fidelity="best")
+    with pytest.raises(ValueError, match="num_classes=0"):
+        create_model("wrn10_1", num_classes=0)
