@@ -124,7 +124,7 @@ def split_backgrounds(count: int, split: Split, seed: int) -> Tensor:
     """
     if count < 2:
         raise ValueError(
-            f"split_backgrounds: {count} backgrounds; at least 2 are needed, so that the splits share none"
+            f"split_backgrounds: count={count}; at least 2 backgrounds are needed, so that the splits share none"
         )
     order = draws.permutations(draws.keys(seed, [0]), "cifar10-noise backgrounds", count)[0]
     border = max(1, count // 6)
