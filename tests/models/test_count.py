@@ -118,7 +118,7 @@ def test_stacked_experts_of_samples(experts, dense):
 
 def test_a_layer_that_runs_twice_is_paid_twice_and_owned_once():
     layer = nn.Conv2d(3, 3, 1)
-    counted = count(nn.Sequential(layer, nn.ReLU(), layer), (3, 4, 4))
+    counted = count(nn.Sequential(nn.Sequential(layer), nn.ReLU(), nn.Sequential(layer)), (3, 4, 4))
     assert counted.macs == 2 * 9 * 16
     assert counted.parameters == sum(row.parameters for row in counted.layers) == 12
 

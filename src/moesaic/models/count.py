@@ -25,7 +25,7 @@ from moesaic.experts import ConvExperts, Experts, LinearExperts, MLPExperts, Pat
 from moesaic.layers import PatchMoE, SampleMoE
 from moesaic.routing import Router, SampleRouter
 
-__all__ = ["Count", "LayerCount", "count"]
+__all__ = ["Count", "LayerCount", "count", "evaluating"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -129,7 +129,7 @@ def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
     image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         try:
             rows = _run("", model, image)
         except Exception as error:
@@ -157,7 +157,7 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
 
         return add
 
-    hooks = [layer.register_forward_hook(listen(where)) for where, layer in _outermost(name, module)]
+    hooks = [layer.register_forward_hook(listen(where)) for where, layer in _outermost(name, module, set())]
     try:
         module(x)
     finally:
@@ -171,13 +171,16 @@ def _again(before: LayerCount, row: LayerCount) -> LayerCount:
     return replace(before, macs=before.macs + row.macs, dense_macs=before.dense_macs + row.dense_macs)
 
 
-def _outermost(name: str, module: nn.Module) -> Generator[tuple[str, nn.Module]]:
-    """The counted layers of a module that lie in no other."""
+def _outermost(name: str, module: nn.Module, seen: set[int]) -> Generator[tuple[str, nn.Module]]:
+    """The counted layers of a module that lie in no other, each once."""
+    if id(module) in seen:
+        return
+    seen.add(id(module))
     if isinstance(module, _COUNTED):
         yield name, module
         return
     for below, child in cast("Iterable[tuple[str, nn.Module]]", module.named_children()):
-        yield from _outermost(f"{name}.{below}".lstrip("."), child)
+        yield from _outermost(f"{name}.{below}".lstrip("."), child, seen)
 
 
 def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> list[LayerCount]:
@@ -196,29 +199,30 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
     elif isinstance(layer, nn.Linear):
         macs = y.numel() * layer.in_features
     elif isinstance(layer, Router):
-        macs = _router_macs(layer, x)
+        macs = layer.weight.numel() * x.shape[0] * x.shape[2] * x.shape[3] // layer.patch_size**2
     else:  # a sample's patches are added first
         assert isinstance(layer, SampleRouter)
         macs = x.shape[0] * layer.weight.numel()
     return [LayerCount(name, kind, parameters, macs, macs)]
 
 
-def _router_macs(router: Router, x: Tensor) -> int:
-    return router.weight.numel() * (x.shape[2] // router.patch_size) * (x.shape[3] // router.patch_size) * x.shape[0]
-
-
 def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCount:
-    experts, E, N = layer.experts, len(layer.experts), x.shape[2] * x.shape[3] // layer.patch_size**2
-    dense = x.shape[0] * x.shape[2] * x.shape[3] * _pixel_macs(experts)
-    router = _router_macs(layer.router, x) if isinstance(layer.router, Router) else _sum(_run("", layer.router, x))
-    routing = layer.route(x)
+    routing, experts = layer.route(x), layer.experts
+    pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, wherever their channels are
+    dense = pixels * _pixel_macs(experts)
+    if isinstance(layer.router, Router):
+        router = routing.batch * routing.units * layer.router.weight.numel()
+    else:
+        router = sum(row.macs for row in _run("", layer.router, x))
+    places = routing.batch * routing.units * routing.experts
     if routing.dispatch is not None:  # slots in place of patches, mixed from all of them and back
-        slots = E * routing.dispatch.shape[3]
-        mixing = slots * x.shape[2] * x.shape[3] * (x.shape[1] + experts.out_channels) * x.shape[0]
-        return LayerCount(name, "PatchMoE", parameters, dense * slots // (N * E) + mixing + router, dense, True)
-    taken = routing.index.numel() if routing.index is not None and not routing.may_drop else int(routing.load.sum())
-    macs = dense * taken // (x.shape[0] * N * E) + router
-    return LayerCount(name, "PatchMoE", parameters, macs, dense, True)
+        slots = routing.experts * routing.dispatch.shape[3]
+        mixing = slots * pixels * (layer.in_channels + experts.out_channels)
+        macs = dense * slots * routing.batch // places + mixing
+    else:
+        taken = routing.index.numel() if routing.index is not None and not routing.may_drop else int(routing.load.sum())
+        macs = dense * taken // places
+    return LayerCount(name, type(layer).__name__, parameters, macs + router, dense, True)
 
 
 def _pixel_macs(experts: Experts) -> int:
@@ -260,12 +264,8 @@ def _stacked_macs(experts: nn.Module, x: Tensor) -> int:
     return sum(weight.numel() for weight in experts.parameters() if weight.ndim > 2) * x.shape[0]
 
 
-def _sum(rows: list[LayerCount]) -> int:
-    return sum(row.macs for row in rows)
-
-
 @contextmanager
-def _evaluating(model: nn.Module) -> Generator[None]:
+def evaluating(model: nn.Module) -> Generator[None]:
     """Eval mode inside the block, and every module's own mode again behind it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
