@@ -1,0 +1,88 @@
+"""Batches of images that lie on the device as bytes: in which order, with which luck, and to test on.
+
+The order of an epoch and the random numbers that an image gets in it are functions of the seed and the
+epoch alone (`moesaic.draws`): a run that is continued within an epoch sees what it would have seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moesaic import draws
+from moesaic.data.image_tasks import LUCK, ImageTask
+
+__all__ = ["generator_seed", "varied_batches", "viewed_batches"]
+
+_PREPARED = 4096
+"""Images prepared together, at most: few kernels, and batches do not depend on it."""
+_PREPARED_VALUES = 1 << 26
+"""Pixel values prepared together, at most, unless a batch has more: a quarter of a GB as float32."""
+_TEST_KEY = 10
+"""Seed of what is random about images to test on: the same in every run."""
+
+
+def varied_batches(
+    task: ImageTask, sizes: Sequence[int], seed: int, epoch: int, device: torch.device, skip: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """An epoch's batches of the given sizes, in an order of their own; images (B, C, H, W) and labels (B,).
+
+    Images that the sizes have no room for are left out; the first ``skip`` batches are passed over.
+    """
+    train = task.train
+    place = train.pixels.device
+    key = draws.keys(seed, [0], device)
+    order = draws.permutations(key, f"order {epoch}", len(train))[0]
+    luck = draws.uniform(key, f"luck {epoch}", len(train), LUCK)[0].float()
+    most = max(min(_PREPARED, _PREPARED_VALUES // max(train.pixels[0].numel(), 1)), 1)
+    start = sum(sizes[:skip])
+    for together in _groups(sizes[skip:], most):
+        rows = order[start : start + sum(together)]
+        start += sum(together)
+        pixels = _pick(train.pixels, rows.to(place)).to(device, non_blocking=True)
+        x = task.vary(pixels, luck[rows]).contiguous(memory_format=torch.channels_last)
+        labels = train.labels[rows.to(place)].to(device, non_blocking=True)
+        yield from zip(_split(x, together), _split(labels, together), strict=True)
+
+
+def viewed_batches(
+    task: ImageTask, device: torch.device, size: int, rows: Tensor | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The images to test on, or some of them, and their labels; blur and the like are the same in every call."""
+    luck = draws.uniform(draws.keys(_TEST_KEY, [0]), "test", len(task.test), LUCK)[0].float()
+    place = task.test.pixels.device
+    for some in _split(torch.arange(len(task.test)) if rows is None else rows, size):
+        there = some.to(place)
+        x = task.view(_pick(task.test.pixels, there).to(device), luck[some].to(device))
+        yield x.contiguous(memory_format=torch.channels_last), task.test.labels[there].to(device)
+
+
+def generator_seed(seed: int, purpose: str) -> int:
+    """A generator's seed of 63 bits that has nothing to do with neighbouring seeds'."""
+    return int(draws.bits(draws.keys(seed, [0]), purpose, 1)[0, 0]) & ((1 << 63) - 1)
+
+
+def _pick(pixels: Tensor, rows: Tensor) -> Tensor:
+    """Some of the images; with the channels last where they lie last, so that an image is one piece of memory."""
+    if pixels.is_contiguous(memory_format=torch.channels_last):
+        return pixels.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2)
+    return pixels[rows]
+
+
+def _groups(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Neighbouring batches of at most so many images together; at least one batch."""
+    group: list[int] = []
+    for size in sizes:
+        if group and sum(group) + size > most:
+            yield group
+            group = []
+        group.append(size)
+    if group:
+        yield group
+
+
+def _split(values: Tensor, size: int | list[int]) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", values.split(size))  # torch types it in part

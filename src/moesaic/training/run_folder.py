@@ -1,0 +1,150 @@
+"""The folder of a training run: config.json, metrics.jsonl, checkpoints, and result.json last.
+
+A run that finds its own folder continues; one that finds another run's says which settings differ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor
+
+from moesaic.ledger import write_json, write_whole
+from moesaic.training.checkpoints import NETWORK, forget_unfinished, read_tensors, write_tensors
+
+__all__ = ["RunFolder"]
+
+_CIRCUMSTANCES = ("versions", "device")
+"""Parts of a configuration that may differ between a run and its continuation."""
+_SHOWN = 6
+"""Differences that an error lists."""
+
+
+class RunFolder:
+    """Where a run keeps what it is, what it measured and how far it is."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._make(config)
+
+    @property
+    def network(self) -> Path:
+        """The file of the network."""
+        return self.folder / NETWORK
+
+    @property
+    def state(self) -> Path:
+        """The file of training in progress; gone when it is complete."""
+        return self.folder / "training.safetensors"
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What a complete run came to; None where it is not complete."""
+        return _read(self.result) if self.result.exists() else None
+
+    def read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Where to go on; None where there is no checkpoint yet."""
+        return read_tensors(self.state) if self.state.exists() else None
+
+    def write_state(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+        write_tensors(self.state, tensors, content)
+
+    def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Begin metrics.jsonl with these lines: those of a checkpoint, and none that a lost part of a run wrote."""
+        self._guarded(self.metrics, lambda: write_whole(self.metrics, "".join(map(_line, lines)).encode()))
+
+    def add_metrics(self, line: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+
+        def add() -> None:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(_line(line))
+
+        self._guarded(self.metrics, add)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """The run is complete."""
+        self._guarded(self.result, lambda: write_json(self.result, result))
+        self.state.unlink(missing_ok=True)
+
+    def _make(self, config: Mapping[str, Any]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"fit: out={str(self.folder)!r} cannot be made a folder ({error.strerror}); name another one"
+            ) from error
+        forget_unfinished(self.folder)
+        path = self.folder / "config.json"
+        if path.exists():
+            _check_same(self.folder, _read(path), json.loads(json.dumps(config)))
+        else:
+            for stale in (self.result, self.state):
+                if stale.exists():
+                    raise ValueError(
+                        f"fit: {stale} is there without a config.json that says what it is of; name another folder, or "
+                        "remove it"
+                    )
+            self._guarded(path, lambda: write_json(path, config))
+
+    def _guarded(self, path: Path, write: Any) -> None:
+        try:
+            write()
+        except OSError as error:
+            forget_unfinished(self.folder, path.name)
+            raise OSError(
+                error.errno,
+                f"{path} could not be written ({error.strerror or error}); checkpoints in {self.folder} are whole. "
+                "Make room on that disk, and call the same again: it continues from the last checkpoint",
+            ) from error
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    was, is_now = _flat(before), _flat(now)
+    names = [name for name in dict.fromkeys([*was, *is_now]) if name.split(".")[0] not in _CIRCUMSTANCES]
+    faults = [
+        f"{name} was {was.get(name, 'not set')!r}, is {is_now.get(name, 'not set')!r}"
+        for name in names
+        if was.get(name) != is_now.get(name)
+    ]
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise ValueError(
+            f"fit: {folder} holds a run with other settings: {'; '.join(faults[:_SHOWN])}{more}. Name another folder; "
+            "or use its settings, and it continues; or remove it"
+        )
+
+
+def _flat(content: Mapping[str, Any], stem: str = "") -> dict[str, Any]:
+    """A tree of settings as one level, under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            flat |= _flat(cast("dict[str, Any]", value), f"{stem}{name}.")
+        else:
+            flat[f"{stem}{name}"] = value
+    return flat
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"fit: {path} is not JSON ({error}); name another folder, or remove this one") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"fit: {path} is not what a run writes; name another folder, or remove this one")
+    return cast("dict[str, Any]", content)
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,96 @@
+"""Trackers: where the metrics of a run go besides metrics.jsonl, such as TensorBoard.
+
+Each package is imported when it is asked for; all come with the extra ``moesaic[track]``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+from moesaic.checks import one_of
+
+__all__ = ["Tracker", "TrackerName", "tracker_of"]
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+
+class Tracker(Protocol):
+    """Someone who keeps or shows what a run measures."""
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """A run begins, or goes on; ``config`` is all that it depends on."""
+        ...
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        """What an epoch, counted from 1, came to."""
+        ...
+
+    def end(self) -> None:
+        """The run is complete, or was stopped."""
+        ...
+
+
+def tracker_of(name: str, out: Path, *, project: str = "moesaic") -> Tracker:
+    """A tracker by name, of a run whose folder is ``out``.
+
+    ``"tensorboard"`` writes below it; for ``"wandb"`` and ``"trackio"`` it gives the name of the run in its project.
+
+    >>> tracker_of("tensorbord", Path("runs/pets"))
+    Traceback (most recent call last):
+    ValueError: tracker_of: name='tensorbord' is unknown; use 'tensorboard', 'wandb' or 'trackio' (did you mean
+    'tensorboard'?)
+    """
+    one_of("tracker_of", "name", name, get_args(TrackerName))
+    if name == "tensorboard":
+        return _TensorBoard(_package("torch.utils.tensorboard", "tensorboard"), out)
+    return _Project(_package(name, name), out, project, more={"dir": str(out)} if name == "wandb" else {})
+
+
+class _TensorBoard:
+    def __init__(self, package: Any, out: Path) -> None:
+        self._package = package
+        self._out = out
+        self._writer: Any = None
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        self._writer = self._package.SummaryWriter(str(self._out / "tensorboard"))
+        lines = "\n".join(f"    {name}: {value}" for name, value in config.items())
+        self._writer.add_text("config", lines)
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, epoch)
+        self._writer.flush()
+
+    def end(self) -> None:
+        self._writer.close()
+
+
+class _Project:
+    """W&B, and Trackio, which has the same face."""
+
+    def __init__(self, package: Any, out: Path, project: str, more: Mapping[str, Any]) -> None:
+        self._package = package
+        self._run = {"project": project, "name": out.name, **more}
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        self._package.init(**self._run, config=dict(config))
+
+    def log(self, epoch: int, values: Mapping[str, float]) -> None:
+        self._package.log(dict(values), step=epoch)
+
+    def end(self) -> None:
+        self._package.finish()
+
+
+def _package(module: str, name: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"tracker_of: {name!r} needs a package that cannot be imported ({error}); install it with "
+            f"pip install 'moesaic[track]' or pip install {name}"
+        ) from error
