@@ -1,0 +1,185 @@
+"""Images of one's own: a folder with one folder for each class, or a zip file of such a folder.
+
+Either every class has its folder at the top, and a fifth of each class is held out for testing; or
+there is ``train`` beside ``test`` (or ``val``, ``valid``, ``validation``), and the classes are in
+both. Files count wherever they lie below the folder of their class. What is hidden, and what lies
+beside the folders of classes, does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from moesaic import draws
+from moesaic.data.image_parts import ImageParts
+from moesaic.data.image_tasks import LabelledImages, Skipped
+from moesaic.data.shelves import Shelf, ZipShelf, open_shelf, printable
+from moesaic.data.store import Cache, Log, decode_pictures
+
+__all__ = ["SIZE", "folder_parts"]
+
+SIZE = 64
+"""Pixels along the side of an image, unless told otherwise."""
+
+_TRAIN = "train"
+_TESTS = ("test", "val", "valid", "validation")
+"""From the most to the least wanted."""
+_HELD_OUT = 0.2
+
+_Tree = Mapping[str, list[str]]
+"""The files in each folder at the top, by their whole names."""
+
+
+def folder_parts(path: str | Path, size: int | None, cache: Cache, seed: int) -> ImageParts:
+    """The images in a folder or a zip file, in the layout that this module describes.
+
+    >>> import tempfile
+    >>> from PIL import Image
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for kind in ("train/cat", "train/dog", "test/cat", "test/dog"):
+    ...         Path(folder, kind).mkdir(parents=True)
+    ...         Image.new("RGB", (40, 30), "red").save(f"{folder}/{kind}/1.jpg")
+    ...     parts = folder_parts(folder, 8, Cache(Path(folder, ".cache")), seed=0)
+    >>> parts.class_names, parts.train.labels.tolist(), parts.test.labels.tolist()
+    (('cat', 'dog'), [0, 1], [0, 1])
+    """
+    with open_shelf(path) as shelf:
+        layout = _layout(shelf, cache.log)
+        # in the order of the default seed, for which no part then needs a copy
+        files = layout.files(seed=0)
+        decoded = decode_pictures(shelf, [file.name for file in files], size or SIZE, cache)
+    good = [files[row] for row in cast("list[int]", decoded.kept.tolist())]
+    held_out = {file.name for file in layout.files(seed) if file.tested}
+    tested = torch.tensor([file.name in held_out for file in good], dtype=torch.bool)
+    labels = torch.tensor([file.label for file in good], dtype=torch.int64)
+    images = LabelledImages(decoded.pixels, labels, labels)
+    train, test = (images.take(mine.nonzero()[:, 0]) for mine in (~tested, tested))
+    names = tuple(printable(name) for name in layout.classes)
+    _check_images(shelf.path, names, train, test, decoded.skipped, held_out=layout.test is None)
+    return ImageParts(train, test, names, names, decoded.skipped)
+
+
+@dataclass(frozen=True)
+class _File:
+    name: str
+    label: int
+    tested: bool
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The files of each class."""
+
+    train: _Tree
+    test: _Tree | None
+    """None where files of ``train`` have to be held out."""
+
+    @property
+    def classes(self) -> list[str]:
+        return sorted(self.train)
+
+    def files(self, seed: int) -> list[_File]:
+        """Those to train on before those to test on."""
+        found: list[_File] = []
+        for label, name in enumerate(self.classes):
+            train, test = self.train[name], [] if self.test is None else self.test[name]
+            if self.test is None:
+                order = draws.permutations(draws.keys(seed, [label]), "hold out", len(train))[0]
+                many = max(round(_HELD_OUT * len(order)), 1) if len(order) > 1 else 0
+                held_out = {train[at] for at in cast("list[int]", order[:many].tolist())}
+                test = [file for file in train if file in held_out]
+                train = [file for file in train if file not in held_out]
+            found += [_File(file, label, tested=False) for file in train]
+            found += [_File(file, label, tested=True) for file in test]
+        return sorted(found, key=lambda file: file.tested)
+
+
+def _layout(shelf: Shelf, log: Log) -> _Layout:
+    path, names = shelf.path, [entry.name for entry in shelf.entries()]
+    tree, start = _tree(names, ""), ""
+    if isinstance(shelf, ZipShelf) and len(tree) == 1 and len(_tree(names, f"{next(iter(tree))}/")) > 1:
+        start = f"{next(iter(tree))}/"  # a zip of a folder has that folder at its top
+        tree = _tree(names, start)
+    if not tree:
+        raise ValueError(
+            f"{path}: has {len(names) or 'no'} files and no folder with files; put the images of each class into a "
+            "folder of its own"
+        )
+    train = next((top for top in sorted(tree) if top.lower() == _TRAIN), None)
+    tests = [top for name in _TESTS for top in sorted(tree) if top.lower() == name]
+    if train is None or not (tests or len(tree) == 1):
+        return _checked(path, _Layout(tree, None))
+    others = sorted(tree.keys() - {train, *tests[:1]})
+    if others:
+        log(f"{path}: {train} and {tests[0]} are used, {', '.join(map(printable, others))} are not")
+    parts = [_tree(names, f"{start}{part}/") for part in (train, *tests[:1])]
+    return _checked(path, _Layout(parts[0], parts[1] if tests else None))
+
+
+def _tree(names: list[str], start: str) -> _Tree:
+    """The files below each folder in the folder ``start``."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        top, below, _ = name.removeprefix(start).partition("/")
+        if name.startswith(start) and below:
+            found.setdefault(top, []).append(name)
+    return found
+
+
+def _checked(path: Path, layout: _Layout) -> _Layout:
+    classes = [printable(name) for name in layout.classes]
+    if len(classes) < 2:
+        there = f"only the folder {classes[0]!r} with files" if classes else "no folder with files"
+        raise ValueError(
+            f"{path}: has {there}, so there is nothing to tell apart; put the images of each class into a folder of "
+            "its own, two or more, or give the folder in which they are"
+        )
+    if layout.test is not None and layout.test.keys() != layout.train.keys():
+        raise ValueError(
+            f"{path}: classes differ: {_only('train', layout.train, layout.test)}"
+            f"{_only('test', layout.test, layout.train)}give both the same folders"
+        )
+    return layout
+
+
+def _only(part: str, there: _Tree, elsewhere: _Tree) -> str:
+    alone = sorted(there.keys() - elsewhere.keys())
+    return f"only those to {part} on have {', '.join(map(repr, map(printable, alone)))}; " if alone else ""
+
+
+def _check_images(
+    path: Path,
+    names: tuple[str, ...],
+    train: LabelledImages,
+    test: LabelledImages,
+    skipped: tuple[Skipped, ...],
+    held_out: bool,
+) -> None:
+    """Refuse classes that have no images left."""
+    counts = [
+        (part, images.labels.bincount(minlength=len(names))) for part, images in (("train", train), ("test", test))
+    ]
+    example = f", for example: {skipped[0].path} {skipped[0].why}" if skipped else ""
+    for label, name in enumerate(names):
+        lacking = [part for part, count in counts if not count[label]]
+        if not lacking:
+            continue
+        if len(lacking) == 2:
+            raise ValueError(
+                f"{path}: no file of the class {name!r} is an image that can be read{example}; add images to its "
+                "folder, or remove it"
+            )
+        if held_out:
+            raise ValueError(
+                f"{path}: the class {name!r} has too few images that can be read to {lacking[0]} on some; "
+                f"it needs two at least{example}"
+            )
+        raise ValueError(
+            f"{path}: no file of the class {name!r} to {lacking[0]} on is an image that can be read{example}; add "
+            "images to its folder, or remove the class"
+        )
