@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["overlay"]
+__all__ = ["expert_colour", "expert_dash", "overlay"]
 
 _COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#F0E442", "#8C8C8C")
 _DASHES: tuple[Any, ...] = ("solid", (0, (2, 1)), (0, (1, 0.6)), (0, (3, 0.6, 0.8, 0.6)))
@@ -235,7 +235,7 @@ class _Canvas:
         """The expert's name above the canvas, after a piece of its frame: the key to the colours."""
         above = 1 + 0.5 * _TITLE * _INCH / self.height
         here = self.axes.transAxes
-        look: dict[str, Any] = {"color": _colour(expert), "linestyle": _dash(expert), "linewidth": 4}
+        look: dict[str, Any] = {"color": expert_colour(expert), "linestyle": expert_dash(expert), "linewidth": 4}
         ends = (0.0, 14 / self.width)
         self.axes.plot(ends, (above, above), transform=here, clip_on=False, solid_capstyle="butt", **look)
         text = f"expert {expert}" + (" (idle)" if idle else "")
@@ -259,12 +259,12 @@ class _Canvas:
             # white below parts the frames from one another and from an image of their colour; it is
             # a little broader, for the veil's edge is rounded to a pixel
             self._outline(corners, "white", pitch + _CASING, "solid")
-            self._outline(corners, _colour(expert), colour_width, _dash(expert))
+            self._outline(corners, expert_colour(expert), colour_width, expert_dash(expert))
 
     def numbers(self, value_N: NDArray[np.float64], shown_N: NDArray[np.bool_], expert: int) -> None:
         """At the foot of the patches, so that what is on them can be seen."""
         size = min(_LARGEST_NUMBER, *(self.patch * _NUMBER_PER_PATCH))
-        box = {"boxstyle": "square,pad=0.2", "facecolor": _colour(expert), "edgecolor": "none"}
+        box = {"boxstyle": "square,pad=0.2", "facecolor": expert_colour(expert), "edgecolor": "none"}
         look: dict[str, Any] = {"fontsize": size, "ha": "center", "va": "bottom", "color": _ink(expert), "bbox": box}
         for n in np.flatnonzero(shown_N):
             row, column = divmod(int(n), self.columns)
@@ -287,17 +287,19 @@ class _Canvas:
         self.axes.add_collection(PolyCollection(list(corners), joinstyle="miter", snap=False, **look), autolim=False)
 
 
-def _colour(expert: int) -> str:
+def expert_colour(expert: int) -> str:
+    """The colour an expert has in every picture."""
     return _COLOURS[expert % len(_COLOURS)]
 
 
-def _dash(expert: int) -> Any:
+def expert_dash(expert: int) -> Any:
+    """The dashes of its frames, which tell it from the experts that share its colour."""
     return _DASHES[expert // len(_COLOURS) % len(_DASHES)]
 
 
 def _ink(expert: int) -> str:
     """Black or white, whichever can be read on the expert's colour."""
-    red, green, blue = (int(_colour(expert)[i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = (int(expert_colour(expert)[i : i + 2], 16) for i in (1, 3, 5))
     return "black" if 0.3 * red + 0.59 * green + 0.11 * blue > 120 else "white"
 
 
