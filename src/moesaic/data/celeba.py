@@ -15,15 +15,19 @@ faces with one of the two hair colours.
 
 from __future__ import annotations
 
-import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from moesaic import draws
+from moesaic.data.image_parts import ImageParts
+from moesaic.data.image_tasks import LabelledImages
+from moesaic.data.shelves import open_shelf
+from moesaic.data.store import Cache, decode_pictures
 from moesaic.data.trials import Split
 
 __all__ = [
@@ -32,6 +36,9 @@ __all__ = [
     "SMILING",
     "CelebA",
     "Faces",
+    "celeba_four_classes",
+    "celeba_smiling",
+    "celeba_spurious",
     "find_celeba",
     "four_classes",
     "read_celeba",
@@ -44,6 +51,8 @@ HAIR_GROUPS = tuple(f"{smile}, {hair} hair" for smile in SMILING for hair in ("b
 """The clusters of ``celeba-spurious``."""
 FOUR_CLASSES = tuple(f"{smile}, {glasses}" for smile in SMILING for glasses in ("no eyeglasses", "eyeglasses"))
 
+_SIDE = 64
+"""Pixels along the side, where nothing else is asked for: as in the paper."""
 _FOLDERS = (".", "celeba", "CelebA")
 _IMAGES = "img_align_celeba"
 _ATTRIBUTES = "list_attr_celeba.txt"
@@ -71,6 +80,16 @@ class CelebA:
     def __len__(self) -> int:
         return len(self.files)
 
+    def take(self, rows: NDArray[np.int64]) -> CelebA:
+        """Some of the faces; ``rows`` ascend."""
+        return CelebA(
+            self.images,
+            tuple(self.files[int(row)] for row in rows),
+            int((rows < self.training).sum()),
+            {name: has[rows] for name, has in self.attributes.items()},
+            self.absent,
+        )
+
     def rows(self, split: Split) -> NDArray[np.int64]:
         """Which faces are for training, or for testing."""
         ends = (0, self.training) if split == "train" else (self.training, len(self))
@@ -85,6 +104,74 @@ class Faces:
     """Which of `CelebA.files`, ascending."""
     labels: NDArray[np.int64]
     clusters: NDArray[np.int64]
+
+
+def celeba_smiling(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
+    """``celeba-smiling``: does a face smile? All faces of CelebA's own parts for training and testing."""
+    return _task("celeba-smiling", smiling, SMILING, SMILING, data_dir, size, cache)
+
+
+def celeba_spurious(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
+    """``celeba-spurious``: the same, where the colour of hair gives it away in training and not in testing."""
+    return _task(
+        "celeba-spurious",
+        lambda celeba, split: spurious(celeba, split, seed),
+        SMILING,
+        HAIR_GROUPS,
+        data_dir,
+        size,
+        cache,
+    )
+
+
+def celeba_four_classes(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
+    """``celeba-4class``: does a face smile, and does it wear eyeglasses? As many of each of the four."""
+    return _task(
+        "celeba-4class",
+        lambda celeba, split: four_classes(celeba, split, seed),
+        FOUR_CLASSES,
+        FOUR_CLASSES,
+        data_dir,
+        size,
+        cache,
+    )
+
+
+def _task(
+    name: str,
+    choose: Callable[[CelebA, Split], Faces],
+    class_names: tuple[str, ...],
+    cluster_names: tuple[str, ...],
+    data_dir: Path | None,
+    size: int | None,
+    cache: Cache,
+) -> ImageParts:
+    """All faces are decoded once, for all tasks, and faces that could not be are not drawn."""
+    if data_dir is None:
+        raise ValueError(f"{name}: CelebA comes from files; name the folder that has them (--data-dir)")
+    celeba = read_celeba(data_dir)
+    if celeba.absent:
+        everyone = len(celeba) + celeba.absent
+        cache.log(
+            f"{name}: {celeba.images} has {len(celeba)} of the {everyone} faces on CelebA's lists; these are used"
+        )
+    with open_shelf(celeba.images) as shelf:
+        decoded = decode_pictures(shelf, celeba.files, size or _SIDE, cache)
+    good = celeba.take(decoded.kept.numpy())
+    if not 0 < good.training < len(good):
+        raise ValueError(
+            f"{name}: of the faces in {celeba.images} only {good.training} for training and "
+            f"{len(good) - good.training} for testing can be read (the first that cannot: {decoded.skipped[0].path} "
+            f"{decoded.skipped[0].why}); get them again from {_SOURCE}"
+        )
+
+    def part(split: Split) -> LabelledImages:
+        faces = choose(good, split)
+        everyone = torch.zeros(len(good), dtype=torch.int64)
+        picked = LabelledImages(decoded.pixels, everyone, everyone).take(torch.from_numpy(faces.rows))
+        return LabelledImages(picked.pixels, torch.from_numpy(faces.labels), torch.from_numpy(faces.clusters))
+
+    return ImageParts(part("train"), part("test"), class_names, cluster_names, decoded.skipped)
 
 
 def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
@@ -107,14 +194,14 @@ def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
 
 
 def read_celeba(data_dir: str | Path) -> CelebA:
-    """CelebA's lists under ``data_dir``, and which of the faces on them there are; no image is read.
+    r"""CelebA's lists under ``data_dir``, and which of the faces on them there are; no image is read.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "list_attr_celeba.txt").write_text(
-    ...         "2\\nBlack_Hair Blond_Hair Eyeglasses Smiling\\n1.jpg 1 -1 -1 1\\n2.jpg -1 1 1 -1\\n"
+    ...         "2\nBlack_Hair Blond_Hair Eyeglasses Smiling\n1.jpg 1 -1 -1 1\n2.jpg -1 1 1 -1\n"
     ...     )
-    ...     _ = Path(folder, "list_eval_partition.txt").write_text("1.jpg 0\\n2.jpg 2\\n")
+    ...     _ = Path(folder, "list_eval_partition.txt").write_text("1.jpg 0\n2.jpg 2\n")
     ...     Path(folder, "img_align_celeba").mkdir()
     ...     for name in ("1.jpg", "2.jpg"):
     ...         _ = Path(folder, "img_align_celeba", name).write_bytes(b"")
@@ -218,14 +305,9 @@ def _join(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArr
 
 
 def _files(images: Path) -> dict[str, str]:
-    """The path of every image in the folder, or its name in the zip, by its file name."""
-    if images.is_dir():
-        return {path.name: path.relative_to(images).as_posix() for path in sorted(images.rglob("*.jpg"))}
-    try:
-        with zipfile.ZipFile(images) as archive:
-            return {Path(name).name: name for name in archive.namelist() if name.endswith(".jpg")}
-    except (zipfile.BadZipFile, OSError) as damage:
-        raise ValueError(f"{images}: damaged zip ({damage}); fetch it again from {_SOURCE}") from damage
+    """Where in the folder or the zip every image is, by its file name."""
+    with open_shelf(images) as shelf:
+        return {entry.name.rpartition("/")[2]: entry.name for entry in shelf.entries() if entry.name.endswith(".jpg")}
 
 
 def _attributes(path: Path) -> dict[str, list[bool]]:
