@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -211,10 +211,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file that `write_tensors` wrote, on the CPU, and the JSON of its header."""
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-            names: Iterable[str] = file.keys()
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in names}
+        with cast("Any", safe_open)(path, framework="pt") as file:
+            metadata = cast("dict[str, str]", file.metadata() or {})
+            tensors = {name: cast("Tensor", file.get_tensor(name)) for name in cast("list[str]", file.keys())}
         content: Any = json.loads(metadata.get(_KEY, "null"))
     except (SafetensorError, ValueError) as error:
         raise ValueError(

@@ -10,15 +10,13 @@ loss every few seconds only. Networks and images are channels_last.
 
 from __future__ import annotations
 
-import hashlib
 import math
-import platform
 import re
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,8 @@ from moesaic.training.learner import Learner
 from moesaic.training.outcomes import Epoch, Fit, plain
 from moesaic.training.progress import Progress, Silent
 from moesaic.training.recipe import Recipe
-from moesaic.training.run_folder import RunFolder
+from moesaic.training.run_folder import RunFolder, describe_run
+from moesaic.training.stopwatch import Stopwatch
 from moesaic.training.trackers import Tracker
 
 __all__ = ["Diverged", "Epoch", "Fit", "evaluate", "fit"]
@@ -108,7 +107,7 @@ def fit(
             f"fit: {len(task.train)} images to train on and {len(task.test)} to test on; each part needs at least one"
         )
     progress = progress or Silent()
-    config = _config(model, task, recipe, seed, device, spec, test_every)
+    config = describe_run(model, task, recipe, seed, device, spec, test_every)
     folder = None if out is None else RunFolder(Path(out), config)
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     complete = None if folder is None else folder.read_result()
@@ -171,7 +170,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.learner = Learner(self.model, self.recipe, self.device, self.task.labels)
         self.sizes = self.recipe.batch_sizes(len(self.task.train))
-        self.watch = _Stopwatch()
+        self.watch = Stopwatch()
         self.epochs: list[Epoch] = []
         # of the epoch in progress: batches done, and those among them done before this call; loss and right answers
         # summed over its images; what the alarm said
@@ -368,41 +367,6 @@ class _Run:
             yield
 
 
-class _Stopwatch:
-    """Seconds of training, without what interrupts it."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        """Up to the last stop."""
-        self._since: float | None = None
-        self._start = 0.0
-
-    def start(self) -> None:
-        self._start = self.seconds
-        self._since = time.perf_counter()
-
-    def stop(self) -> float:
-        if self._since is not None:
-            self.seconds += time.perf_counter() - self._since
-        self._since = None
-        return self.seconds
-
-    @contextmanager
-    def paused(self) -> Generator[None]:
-        """Inside, no time passes."""
-        was_running = self._since is not None
-        self.stop()
-        yield
-        if was_running:
-            self._since = time.perf_counter()
-
-    @property
-    def lap(self) -> float:
-        """Seconds since it was started."""
-        running = 0.0 if self._since is None else time.perf_counter() - self._since
-        return self.seconds - self._start + running
-
-
 @contextmanager
 def _hearing(hear: Callable[[str], None]) -> Generator[None]:
     """Pass what the collapse alarm says on to ``hear``, and all other warnings to whom they go."""
@@ -437,53 +401,6 @@ def _placed(task: ImageTask, device: torch.device) -> ImageTask:
         if size > _HELD * torch.cuda.mem_get_info(device)[0]:
             return task
     return task.to(device)
-
-
-def _config(
-    model: nn.Module,
-    task: ImageTask,
-    recipe: Recipe,
-    seed: int,
-    device: torch.device,
-    spec: ModelSpec | None,
-    test_every: int,
-) -> dict[str, Any]:
-    """All that a run depends on, and the circumstances it began in."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    made: dict[str, Any] = {"class": type(model).__name__, "parameters": parameters}
-    return {
-        "model": made if spec is None else spec.to_json(),
-        "data": {
-            "name": task.name,
-            "digest": task.digest or _digest(task),
-            "train": len(task.train),
-            "test": len(task.test),
-            "shape": list(task.train.pixels.shape[1:]),
-            "classes": list(task.class_names),
-            "vary": _described(task.vary),
-            "view": _described(task.view),
-        },
-        "recipe": recipe.to_json(),
-        "seed": seed,
-        "test_every": test_every,
-        "device": str(device),
-        "versions": {"torch": torch.__version__, "python": platform.python_version()},
-    }
-
-
-def _digest(task: ImageTask) -> str:
-    """Tells tasks apart that have no digest of their own, by their labels and a few images."""
-    known = hashlib.sha256()
-    for part in (task.train, task.test):
-        known.update(part.labels.cpu().numpy().tobytes())
-        known.update(part.pixels[:32].cpu().contiguous().numpy().tobytes())
-    return known.hexdigest()[:16]
-
-
-def _described(vary: object) -> str:
-    if is_dataclass(vary):
-        return repr(vary)
-    return getattr(vary, "__qualname__", type(vary).__name__)
 
 
 def _percent(right: Tensor) -> float:

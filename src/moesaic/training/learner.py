@@ -7,7 +7,7 @@ not been. No step waits for the device, but for the one time that float16 has to
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -46,8 +46,10 @@ class Learner:
     @contextmanager
     def watching(self) -> Generator[None]:
         """Inside, steps know the routing where the balance loss needs it."""
-        wanted = self.recipe.balance > 0 and routed_layers(self.model)
-        with record_routing(self.model) if wanted else nullcontext({}) as self._routing:
+        if not self.recipe.balance or not routed_layers(self.model):
+            yield
+            return
+        with record_routing(self.model) as self._routing:
             yield
 
     def step(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor]:

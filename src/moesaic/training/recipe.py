@@ -6,7 +6,7 @@ It is plain data, so that a run can be written down, compared with another and c
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -80,15 +80,19 @@ class Recipe:
         one_of("Recipe", "schedule", self.schedule, get_args(RateSchedule))
         one_of("Recipe", "precision", self.precision, get_args(Precision))
         rates = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay, "balance": self.balance}
-        _within("Recipe", "0 or more", lambda value: 0 <= value < math.inf, warmup=self.warmup, **rates)
+        rates |= {"warmup": self.warmup} | ({} if self.router_rate is None else {"router_rate": self.router_rate})
+        _check("0 or more", lambda value: 0 <= value < math.inf, rates)
         shares = {"momentum": self.momentum, "label_smoothing": self.label_smoothing}
-        _within("Recipe", "from 0 to below 1", lambda value: 0 <= value < 1, **shares)
-        if self.router_rate is not None:
-            _within("Recipe", "0 or more", lambda value: 0 <= value < math.inf, router_rate=self.router_rate)
+        _check("from 0 to below 1", lambda value: 0 <= value < 1, shares)
+        _check(
+            "a share of the epochs, from 0 to 1",
+            lambda value: 0 <= value <= 1,
+            _numbered("milestones", self.milestones),
+        )
         if self.ema is not None:
-            _within("Recipe", "above 0 and below 1", lambda value: 0 < value < 1, ema=self.ema)
+            _check("above 0 and below 1", lambda value: 0 < value < 1, {"ema": self.ema})
         if self.clip is not None:
-            _within("Recipe", "above 0", lambda value: 0 < value < math.inf, clip=self.clip)
+            _check("above 0", lambda value: 0 < value < math.inf, {"clip": self.clip})
         if self.warmup > self.epochs:
             raise ValueError(f"Recipe: warmup={self.warmup} is longer than epochs={self.epochs}; use fewer or none")
         if self.accumulate > self.batch:
@@ -96,8 +100,6 @@ class Recipe:
                 f"Recipe: accumulate={self.accumulate} parts of batch={self.batch}; use at most {self.batch}, which is "
                 "one image a part"
             )
-        for share in self.milestones:
-            _within("Recipe", "a share of the epochs, from 0 to 1", lambda value: 0 <= value <= 1, milestones=share)
 
     def rate(self, epoch: float) -> float:
         """The learning rate when so many epochs, and parts of one, are done."""
@@ -162,9 +164,13 @@ def _shares(images: int, parts: int) -> list[int]:
     return [least + (part < over) for part in range(parts)]
 
 
-def _within(owner: str, limit: str, fits: Any, **values: float) -> None:
+def _check(limit: str, fits: Callable[[float], bool], values: Mapping[str, float]) -> None:
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"{owner}: {name}={value!r} is a {type(value).__name__}; it must be a number")
+            raise TypeError(f"Recipe: {name}={value!r} is a {type(value).__name__}; it must be a number")
         if not fits(value):
-            raise ValueError(f"{owner}: {name}={value}; it must be {limit}")
+            raise ValueError(f"Recipe: {name}={value}; it must be {limit}")
+
+
+def _numbered(name: str, values: tuple[float, ...]) -> dict[str, float]:
+    return {f"{name}[{i}]": value for i, value in enumerate(values)}

@@ -5,19 +5,26 @@ A run that finds its own folder continues; one that finds another run's says whi
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from moesaic.data.image_tasks import ImageTask
 from moesaic.ledger import write_json, write_whole
+from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoints import NETWORK, forget_unfinished, read_tensors, write_tensors
+from moesaic.training.recipe import Recipe
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "describe_run"]
 
-_CIRCUMSTANCES = ("versions", "device")
+_CIRCUMSTANCES = ("versions", "device", "data.name")
 """Parts of a configuration that may differ between a run and its continuation."""
 _SHOWN = 6
 """Differences that an error lists."""
@@ -97,7 +104,7 @@ class RunFolder:
                     )
             self._guarded(path, lambda: write_json(path, config))
 
-    def _guarded(self, path: Path, write: Any) -> None:
+    def _guarded(self, path: Path, write: Callable[[], None]) -> None:
         try:
             write()
         except OSError as error:
@@ -109,9 +116,56 @@ class RunFolder:
             ) from error
 
 
+def describe_run(
+    model: nn.Module,
+    task: ImageTask,
+    recipe: Recipe,
+    seed: int,
+    device: torch.device,
+    spec: ModelSpec | None,
+    test_every: int,
+) -> dict[str, Any]:
+    """All that a run depends on, and the circumstances it began in."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    made: dict[str, Any] = {"class": type(model).__name__, "parameters": parameters}
+    return {
+        "model": made if spec is None else spec.to_json(),
+        "data": {
+            "name": task.name,
+            "digest": task.digest or _digest(task),
+            "train": len(task.train),
+            "test": len(task.test),
+            "shape": list(task.train.pixels.shape[1:]),
+            "classes": list(task.class_names),
+            "vary": _described(task.vary),
+            "view": _described(task.view),
+        },
+        "recipe": recipe.to_json(),
+        "seed": seed,
+        "test_every": test_every,
+        "device": str(device),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _digest(task: ImageTask) -> str:
+    """Tells tasks apart that have no digest of their own, by their labels and a few images."""
+    known = hashlib.sha256()
+    for part in (task.train, task.test):
+        known.update(part.labels.cpu().numpy().tobytes())
+        known.update(part.pixels[:32].cpu().contiguous().numpy().tobytes())
+    return known.hexdigest()[:16]
+
+
+def _described(vary: object) -> str:
+    if is_dataclass(vary):
+        return repr(vary)
+    return getattr(vary, "__qualname__", type(vary).__name__)
+
+
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     was, is_now = _flat(before), _flat(now)
-    names = [name for name in dict.fromkeys([*was, *is_now]) if name.split(".")[0] not in _CIRCUMSTANCES]
+    names = [name for name in dict.fromkeys([*was, *is_now]) if not name.startswith(_CIRCUMSTANCES)]
     faults = [
         f"{name} was {was.get(name, 'not set')!r}, is {is_now.get(name, 'not set')!r}"
         for name in names
