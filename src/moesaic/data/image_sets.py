@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 import torch
@@ -13,8 +12,10 @@ from torch import Tensor
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.data.folders import folder_parts
+from moesaic.data.hub import PREFIX, hub_parts
 from moesaic.data.image_parts import ImageParts, Source
 from moesaic.data.image_tasks import Augment, Augmented, ImageTask, Scale, Skipped
+from moesaic.data.named_sets import NAMED_SETS
 from moesaic.data.store import Cache, Log, default_cache
 
 __all__ = ["IMAGE_SETS", "Scaling", "as_task", "load_images"]
@@ -22,7 +23,7 @@ __all__ = ["IMAGE_SETS", "Scaling", "as_task", "load_images"]
 Scaling = Literal["unit", "standard"]
 """Pixels from 0 to 1, or with mean 0 and variance 1 in each channel of the images to train on."""
 
-IMAGE_SETS: Mapping[str, Source] = MappingProxyType({})
+IMAGE_SETS: Mapping[str, Source] = NAMED_SETS
 """Sets of images that `load_images` knows by name."""
 
 _MEASURED = 10_000
@@ -51,9 +52,9 @@ def load_images(
 
     A folder, or a zip file of one, has a folder for each class, or ``train`` and ``test`` (or ``val``) with a folder
     for each class in both; without images to test on, a fifth of each class is held out by ``seed``. Names are those
-    of `IMAGE_SETS`, whose files lie under ``data_dir``. Pictures become squares of ``size`` pixels, 64 unless the set
-    has a size of its own, and are decoded once, into ``cache_dir``. Files that cannot be read are skipped: they are
-    in the task's ``skipped``, and ``log`` is told.
+    of `IMAGE_SETS`, whose files lie under ``data_dir``, or ``hub:owner/name`` of sets of the Hugging Face hub.
+    Pictures become squares of ``size`` pixels, 64 unless the set has a size of its own, and are decoded once, into
+    ``cache_dir``. Files that cannot be read are skipped: they are in the task's ``skipped``, and ``log`` is told.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -73,6 +74,8 @@ def load_images(
     cache = Cache(default_cache() if cache_dir is None else Path(cache_dir), log)
     if isinstance(source, str) and source in IMAGE_SETS:
         parts, name = IMAGE_SETS[source](data_dir, size, cache, seed), source
+    elif isinstance(source, str) and source.startswith(PREFIX):
+        parts, name = hub_parts(source, size, cache, seed), source
     else:
         parts, name = folder_parts(_existing(source), size, cache, seed), Path(source).resolve().stem
     _tell(parts, name, log)
