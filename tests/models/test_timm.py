@@ -1,0 +1,196 @@
+"""With timm: its networks converted, ours in its registry. Skipped where timm is not installed."""
+
+import copy
+import functools
+import importlib
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from moesaic import PatchMoE
+from moesaic.models import timm_registry
+from moesaic.models.convert import ChannelsLastPatchMoE, conversions_of, convert
+from moesaic.models.convertible import convertible
+from moesaic.models.count import count
+from moesaic.models.registry import ModelSpec, create_model, list_models
+from moesaic.models.timm_registry import register_with_timm, timm_model
+
+needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+
+# an early enough layer to have 16 patches of images of 64×64
+LAYERS = {
+    "resnet18": "layer3.1.conv2",
+    "resnet50": "layer3.5.conv2",
+    "mobilenetv3_large_100": "blocks.4.1.conv_pwl",
+    "convnext_tiny": "stages.2.blocks.8.mlp.fc1",
+    "efficientnet_b0": "blocks.4.2.conv_pwl",
+}
+each_network = pytest.mark.parametrize("name", LAYERS)
+OPERATORS: list[torch.library.Library] = []
+
+
+@pytest.fixture(scope="module")
+def timm():
+    """timm, which imports torchvision, whose compiled operators do not load beside every build of torch."""
+    try:
+        return importlib.import_module("timm")
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+    for name in [name for name in sys.modules if name.split(".")[0] in ("timm", "torchvision")]:
+        del sys.modules[name]
+    OPERATORS.append(torch.library.Library("torchvision", "DEF"))
+    for name in ("nms", "qnms"):
+        OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    return importlib.import_module("timm")
+
+
+def lively(name: str) -> nn.Module:
+    """A network in which every layer counts: fresh ones have residual branches that are switched off."""
+    return copy.deepcopy(made_lively(name))
+
+
+@functools.cache
+def made_lively(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = timm_model(name, 10)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.uniform_(0.5, 1.5)
+        norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
+        for norm in norms:
+            norm.momentum = 1.0
+        model.train()(torch.randn(4, 3, 64, 64))
+        for norm in norms:
+            norm.momentum = 0.1
+    return model.eval()
+
+
+@needs_timm
+@each_network
+def test_upcycled_with_all_patches_and_gate_one_a_network_computes_what_it_did(timm, name):
+    model, x = lively(name), torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        before = model(x)
+        options = {"patches_per_expert": 16, "gate": "one", "init": "upcycle", "input_size": 64}
+        assert convert(model, LAYERS[name], experts=8, **options) is model
+        after = model(x)
+        layer = model.get_submodule(LAYERS[name])
+        assert isinstance(layer, PatchMoE)
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=1e-5)
+        layer.experts.weight.zero_()
+        assert (model(x) - before).abs().max() > 1e-3 * before.abs().max()  # it does matter
+
+
+@needs_timm
+@each_network
+def test_a_training_step_changes_router_and_experts(timm, name):
+    torch.manual_seed(0)
+    model = convert(lively(name).train(), LAYERS[name], experts=4, input_size=64)
+    layer = model.get_submodule(LAYERS[name])
+    before = {key: weight.detach().clone() for key, weight in layer.named_parameters()}
+    assert {"router.weight", "experts.weight"} <= before.keys()
+    loss = nn.functional.cross_entropy(model(torch.randn(4, 3, 64, 64)), torch.arange(4))
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    for key, weight in layer.named_parameters():
+        assert not torch.equal(weight, before[key]), key
+        assert weight.isfinite().all()
+
+
+@needs_timm
+def test_a_linear_layer_over_maps_is_converted_and_one_over_vectors_is_not(timm):
+    model = lively("convnext_tiny")
+    found = convertible(model, input_size=64)
+    assert "stages.3.blocks.2.mlp.fc2" in found
+    assert "head.fc" not in found
+    with pytest.raises(ValueError, match=r"'head.fc' ran over no map \(B, H, W, C\) in a trial run; convertible: "):
+        convert(model, "head.fc", experts=2, input_size=64)
+    convert(model, "stages.1.blocks.*.mlp.fc1", experts=8, input_size=64)
+    made = [name for name, layer in model.named_modules() if isinstance(layer, ChannelsLastPatchMoE)]
+    assert made == [f"stages.1.blocks.{block}.mlp.fc1" for block in range(3)]
+    counted = count(model, (3, 64, 64))
+    assert counted.routed_dense_macs == 3 * 64 * 192 * 768
+    assert counted.routed_macs == counted.routed_dense_macs // 8 + 3 * 64 * 192 * 8
+
+
+@needs_timm
+def test_depthwise_and_strided_convolutions_of_timm_are_refused(timm):
+    model = timm_model("mobilenetv3_large_100", 10, image_size=64)
+    with pytest.raises(ValueError, match=r"'blocks.4.1.conv_dw' is depthwise \(groups=672\), and experts read all"):
+        convert(model, "blocks.4.1.conv_dw", experts=4)
+    with pytest.raises(ValueError, match="'conv_stem' has stride 2"):
+        convert(model, "conv_stem", experts=4)
+    with pytest.raises(ValueError, match=r"'blocks.4.1.se.conv_reduce' sees a map of one pixel"):
+        convert(model, "blocks.4.1.se.conv_reduce", experts=4)
+
+
+@needs_timm
+def test_convolutions_that_pad_as_tensorflow_does_are_converted_and_standardised_ones_are_not(timm):
+    layers = importlib.import_module("timm.layers")
+    same = nn.Sequential(layers.Conv2dSame(4, 8, 3), nn.ReLU()).eval()
+    x = torch.randn(1, 4, 8, 8)
+    with torch.no_grad():
+        before = same(x)
+        convert(same, "0", experts=2, patches_per_expert=16, gate="one", init="upcycle", input_size=(4, 8, 8))
+        torch.testing.assert_close(same(x), before)
+    with pytest.raises(ValueError, match="'0' is a StdConv2d, which computes something else"):
+        convert(nn.Sequential(layers.StdConv2d(4, 8, 3, padding=1)), "0", experts=2, input_size=8)
+
+
+@needs_timm
+def test_a_model_of_timm_by_our_name_is_built_again_from_its_spec(timm):
+    model = create_model("timm/resnet18", num_classes=3, in_channels=1, image_size=64)
+    convert(model, "layer3.1.conv2", experts=4, init="upcycle")
+    done = json.loads(json.dumps(conversions_of(model)))
+    spec = ModelSpec("timm/resnet18", {"num_classes": 3, "in_channels": 1, "image_size": 64}, tuple(done))
+    again = spec.build()
+    again.load_state_dict(model.state_dict())
+    x = torch.randn(2, 1, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(again.eval()(x), model.eval()(x))
+    assert conversions_of(again) == tuple(done)
+
+
+@needs_timm
+def test_an_unknown_model_of_timm_is_told_with_near_ones(timm):
+    with pytest.raises(ValueError, match=r"create_model: timm .* has no model 'resnet81'; did you mean .*'resnet18'"):
+        create_model("timm/resnet81", num_classes=2)
+
+
+@needs_timm
+def test_our_networks_are_in_timms_registry_once_registered(timm):
+    assert register_with_timm() == tuple(list_models()) == register_with_timm()
+    assert set(timm.list_models("wrn10*")) >= {"wrn10_10", "wrn10_10_pmoe"}
+    assert all(hasattr(timm_registry, name) for name in timm_registry.__all__)
+    model = timm.create_model("wrn10_1_pmoe", num_classes=7, in_chans=1, img_size=64, drop_rate=0.0, experts=2)
+    assert len(model.moe.experts) == 2
+    assert model(torch.zeros(2, 1, 64, 64)).shape == (2, 7)
+    data = importlib.import_module("timm.data").resolve_model_data_config(model)
+    assert data["input_size"] == (1, 64, 64)
+    assert timm.create_model("wrn10_1", num_classes=2, img_size=64).num_classes == 2
+    with pytest.raises(ValueError, match="wrn10_1_pmoe of moesaic has no pretrained weights"):
+        timm.create_model("wrn10_1_pmoe", pretrained=True)
+
+
+@needs_timm
+def test_a_name_that_timm_has_already_stays_timms(timm, monkeypatch):
+    theirs = timm.model_entrypoint("resnet18")
+    monkeypatch.setattr(timm_registry, "list_models", lambda: ["resnet18"])
+    assert register_with_timm() == ()
+    assert timm.model_entrypoint("resnet18") is theirs
+
+
+def test_without_timm_one_is_told_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(
+        ModuleNotFoundError, match=r"create_model: timm is not installed; pip install 'moesaic\[timm\]'"
+    ):
+        create_model("timm/resnet18", num_classes=2)
+    with pytest.raises(ModuleNotFoundError, match="register_with_timm: timm is not installed"):
+        register_with_timm()
