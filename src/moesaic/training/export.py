@@ -1,0 +1,201 @@
+"""A trained network as one file that serves elsewhere: ONNX, torch's .pt2, or safetensors.
+
+What is exported takes images (B, C, H, W) as floats from 0 to 1, pixels / 255, and gives logits
+(B, K): the scale that the network was trained with is part of it, so that nobody has to know it. The
+names of the classes, and all else that the checkpoint says about the network, travel in the file's
+metadata. A safetensors file holds the weights alone, and `load_checkpoint` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.checks import one_of
+from moesaic.data.image_tasks import Scale
+from moesaic.training.checkpoints import Checkpoint, save_network
+
+__all__ = ["Batch", "Exported", "Format", "Served", "export", "load_exported"]
+
+Format = Literal["onnx", "pt2", "safetensors"]
+Batch = Literal["dynamic", "1"]
+
+INPUT, OUTPUT = "images", "logits"
+
+_METADATA = "moesaic.json"
+_TRIED = (1, 2, 5)
+"""Batches that an exported file is compared with the network on."""
+
+
+class Served(nn.Module):
+    """A network with its scale in front: images from 0 to 1 in, logits out.
+
+    >>> served = Served(nn.Flatten(), Scale((0.5,), (0.25,)))
+    >>> served(torch.tensor([0.5, 1.0]).view(2, 1, 1, 1)).flatten().tolist()
+    [0.0, 2.0]
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module, scale: Scale) -> None:
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", torch.tensor(scale.mean).view(1, -1, 1, 1))
+        self.register_buffer("std", torch.tensor(scale.std).view(1, -1, 1, 1))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network((images - self.mean) / self.std)
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """What was written, and images to try it on; made by `export`."""
+
+    path: Path
+    format: Format
+    bytes: int
+    metadata: Mapping[str, Any]
+    examples: tuple[Tensor, ...]
+    """Batches of random images, of every size that the file takes among 1, 2 and 5."""
+    expected: tuple[Tensor, ...]
+    """The network's own logits for them."""
+
+    def difference(self, found: tuple[Tensor, ...]) -> float:
+        """The largest difference between the logits of the file and those of the network."""
+        pairs = zip(self.expected, found, strict=True)
+        return max(float((mine - other.detach()).abs().max()) for mine, other in pairs)
+
+
+def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: Batch = "dynamic") -> Exported:
+    """Write the network of a checkpoint to a file, whole or not at all.
+
+    ``batch`` is "dynamic" for any number of images at a time, or "1" for one. For ONNX the packages
+    onnx and onnxscript are needed, the extra ``moesaic[onnx]``.
+
+    >>> import tempfile
+    >>> from moesaic.models.registry import ModelSpec
+    >>> from moesaic.training.checkpoints import Card, load_checkpoint
+    >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
+    >>> card = Card(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 32, 32), "pets", {})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     done = export(Checkpoint(Path(), spec.build(), card), f"{folder}/pets.safetensors", "safetensors")
+    ...     again = load_checkpoint(done.path)
+    >>> again.class_names
+    ('cat', 'dog')
+    """
+    path = Path(path)
+    one_of("export", "format", format, get_args(Format))
+    one_of("export", "batch", batch, get_args(Batch))
+    metadata = _metadata(checkpoint)
+    if format == "safetensors":
+        save_network(path, checkpoint.model, checkpoint.card)
+        return Exported(path, format, path.stat().st_size, metadata, (), ())
+    if checkpoint.scale is None:
+        raise ValueError(
+            f"export: {checkpoint.path} does not say how pixels become the network's input, so a file of format="
+            f"{format!r} could not take images; use format='safetensors' and scale them yourself"
+        )
+    served = Served(checkpoint.model, checkpoint.scale).cpu().eval()
+    examples = _examples(checkpoint, batch)
+    with torch.no_grad():
+        expected = tuple(cast(Tensor, served(images)) for images in examples)
+    with _quiet():
+        write = _write_onnx if format == "onnx" else _write_pt2
+        write(path, served, examples[-1], batch, metadata)
+    return Exported(path, format, path.stat().st_size, metadata, examples, expected)
+
+
+def load_exported(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
+    """The network of a .pt2 file, and its metadata."""
+    extra = {_METADATA: ""}
+    with _quiet():
+        program = torch.export.load(str(path), extra_files=extra)
+    return cast(nn.Module, program.module()), json.loads(extra[_METADATA])
+
+
+def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
+    C, H, W = checkpoint.input_shape
+    return {
+        **checkpoint.card.to_json(),
+        "input": f"{INPUT}: (batch, {C}, {H}, {W}) float32, pixels / 255; the scale is part of the network",
+        "output": f"{OUTPUT}: (batch, {len(checkpoint.class_names)}) float32, a score for each of class_names; their "
+        "softmax is the probabilities",
+    }
+
+
+def _examples(checkpoint: Checkpoint, batch: Batch) -> tuple[Tensor, ...]:
+    """The last of them is what the network is traced with: torch takes a batch of 1 for a constant."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = _TRIED if batch == "dynamic" else (1,)
+    return tuple(torch.rand(size, *checkpoint.input_shape, generator=generator) for size in sizes)
+
+
+def _shapes(batch: Batch) -> Any:
+    return ({0: torch.export.Dim("batch", min=1)},) if batch == "dynamic" else None
+
+
+def _write_pt2(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
+    program = torch.export.export(served, (example,), dynamic_shapes=_shapes(batch))
+    unfinished = path.with_name(f".{path.stem}.unfinished.pt2")  # torch wants the ending
+    try:
+        torch.export.save(program, str(unfinished), extra_files={_METADATA: _json(metadata)})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
+    try:
+        program = torch.onnx.export(
+            served,
+            (example,),
+            dynamo=True,
+            verbose=False,
+            input_names=[INPUT],
+            output_names=[OUTPUT],
+            dynamic_shapes=_shapes(batch),
+        )
+    except ImportError as error:
+        raise ValueError(
+            f"export: format='onnx' needs a package that is not installed ({error.name}); "
+            "install the extra: pip install 'moesaic[onnx]'"
+        ) from error
+    assert program is not None
+    model = cast(Any, program).model
+    model.metadata_props.update({"moesaic": _json(metadata), "class_names": _json(metadata["class_names"])})
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        program.save(str(unfinished), external_data=False)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _json(content: object) -> str:
+    return json.dumps(content, ensure_ascii=False)
+
+
+@contextmanager
+def _quiet() -> Generator[None]:
+    """Without what torch's exporters tell about their own future."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "torch.export")]
+    levels = [each.level for each in loggers]
+    try:
+        for each in loggers:
+            each.setLevel(logging.ERROR)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for each, level in zip(loggers, levels, strict=True):
+            each.setLevel(level)
