@@ -15,7 +15,8 @@ Each network exists in three forms:
   bias, weights start Glorot-uniform, routers with a standard deviation of 1e-4, and BatchNorm has Keras'
   momentum and ε (``keras_norm=False`` takes torch's). On CIFAR's small maps experts are 1×1, which gives
   the layer a ninth of the parameters.
-- ``"best"``: ours, and the default; the page on deep patch routing tells how it was chosen.
+- ``"best"``: the default, chosen by measurement (the page on training tells how): the released network with
+  torch's BatchNorm.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ class _Style:
 
     @classmethod
     def of(cls, fidelity: Fidelity, keras_norm: bool | None) -> _Style:
-        released = one_of("WideResNet", "fidelity", fidelity, get_args(Fidelity)) == "released"
-        return cls(released, released if keras_norm is None else keras_norm, released, released)
+        printed = one_of("WideResNet", "fidelity", fidelity, get_args(Fidelity)) == "print"
+        keras_norm = fidelity == "released" if keras_norm is None else keras_norm
+        return cls(bias=not printed, keras_norm=keras_norm, glorot=not printed, early_shortcut=not printed)
 
     def norm(self, channels: int) -> nn.BatchNorm2d:
         return nn.BatchNorm2d(channels, **(_KERAS if self.keras_norm else {}))
@@ -115,12 +117,12 @@ class WideResNet(VectorNetwork):
         width: k, the widening factor.
         num_classes: how many scores it gives.
         in_channels: of the images.
-        fidelity: ``"print"``, ``"released"`` or ``"best"``; the first and the last are one network here.
+        fidelity: ``"print"``, ``"released"`` or ``"best"``; the last two differ in BatchNorm alone.
         keras_norm: BatchNorm with Keras' momentum (0.99 in its terms, 0.01 in torch's) and ε = 1e-3; by default
             where the fidelity is ``"released"``. Such averages need some 500 steps before they can be relied on.
 
     >>> sum(weight.numel() for weight in WideResNet(10, 10, num_classes=10).parameters())
-    7435354
+    7438730
     """
 
     def __init__(
