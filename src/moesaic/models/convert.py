@@ -252,8 +252,8 @@ def _patches(
     common = math.gcd(*(side for size in seen for side in size))  # 0 where none was seen
     divisors = [d for d in range(1, common + 1) if common % d == 0]
     if patch_size == "auto":
-        area = max(H * W for H, W in seen)
-        p = min(divisors, key=lambda d: (abs(math.log2(area / d**2 / 32)), -d))
+        area = sum(math.log2(H * W) for H, W in seen) / len(seen)
+        p = min(divisors, key=lambda d: (abs(area - 2 * math.log2(d) - 5), -d))
     else:
         at_least_one("convert", patch_size=patch_size)
         p = patch_size
