@@ -92,7 +92,7 @@ class Checkpoint:
 
     path: Path
     model: nn.Module
-    """In eval mode."""
+    """In eval mode, and channels_last as `fit` trains it."""
     card: Card
 
     @property
@@ -152,7 +152,8 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
         model = card.spec.build()
     _fill(f"load_checkpoint: {path} is of another network than {card.spec.name} as it is made here", model, tensors)
-    return Checkpoint(path, model.to(device).eval(), card)
+    model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
+    return Checkpoint(path, model.eval(), card)
 
 
 def load_weights(path: str | Path, model: nn.Module) -> Card:

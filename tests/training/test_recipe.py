@@ -1,0 +1,98 @@
+"""A recipe says how a network learns, and refuses what makes no sense."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moesaic.training.recipe import Recipe
+
+
+def test_a_cosine_begins_at_the_learning_rate_and_ends_near_0():
+    recipe = Recipe(epochs=10, learning_rate=0.2)
+    rates = [recipe.rate(epoch / 4) for epoch in range(41)]
+    assert rates[0] == 0.2
+    assert rates == sorted(rates, reverse=True)
+    assert rates[-1] == pytest.approx(0, abs=1e-12)
+
+
+def test_steps_fall_to_a_tenth_at_each_milestone():
+    recipe = Recipe(epochs=100, learning_rate=1.0, schedule="step", milestones=(0.3, 0.6))
+    assert [recipe.rate(epoch) for epoch in (0, 29.9, 30, 59, 60, 99)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+
+
+def test_a_constant_rate_stays():
+    assert {Recipe(epochs=9, schedule="constant").rate(epoch) for epoch in range(9)} == {0.1}
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "step", "constant"])
+def test_a_warmup_grows_from_0_to_the_learning_rate_and_the_schedule_follows(schedule):
+    recipe = Recipe(epochs=20, learning_rate=1.0, schedule=schedule, warmup=4)
+    assert [recipe.rate(epoch) for epoch in (0, 1, 3, 4)] == [0, 0.25, 0.75, 1.0]
+    assert recipe.rate(19.9) <= 1.0
+
+
+def test_a_warmup_of_all_epochs_is_a_straight_line():
+    assert [Recipe(epochs=4, learning_rate=1.0, warmup=4).rate(epoch) for epoch in (0, 2, 4)] == [0, 0.5, 1.0]
+
+
+@given(images=st.integers(1, 5000), batch=st.integers(1, 300), accumulate=st.integers(1, 5))
+def test_every_image_has_a_place_and_batches_are_as_even_as_they_can_be(images, batch, accumulate):
+    recipe = Recipe(epochs=1, batch=max(batch, accumulate), accumulate=accumulate)
+    sizes = recipe.batch_sizes(images)
+    assert sum(sizes) == images
+    assert 1 <= min(sizes) <= max(sizes) <= recipe.batch
+    assert max(sizes) - min(sizes) <= 1
+    for size in set(sizes):
+        parts = recipe.part_sizes(size)
+        assert sum(parts) == size
+        assert len(parts) == min(accumulate, size)
+        assert max(parts) - min(parts) <= 1
+
+
+def test_no_batch_of_one_image_is_left_over():
+    assert min(Recipe(epochs=1, batch=128).batch_sizes(129)) == 64
+
+
+def test_precision_is_float32_on_a_cpu_unless_asked_for():
+    cpu = torch.device("cpu")
+    assert Recipe(epochs=1).half(cpu) is None
+    assert Recipe(epochs=1, precision="float32").half(cpu) is None
+    assert Recipe(epochs=1, precision="float16").half(cpu) is torch.float16
+
+
+def test_json_keeps_a_recipe():
+    recipe = Recipe(epochs=7, schedule="step", milestones=(0.2, 0.9), ema=0.99, clip=1.0, router_rate=0.01)
+    assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"epochs": 0}, "epochs=0; it must be at least 1"),
+        ({"batch": 0}, "batch=0"),
+        ({"optimizer": "adam"}, r"optimizer='adam' is unknown.*did you mean 'adamw'"),
+        ({"schedule": "cosin"}, "schedule='cosin' is unknown"),
+        ({"precision": "fp8"}, "precision='fp8' is unknown"),
+        ({"learning_rate": -0.1}, "learning_rate=-0.1; it must be 0 or more"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"momentum": 1.0}, "momentum=1.0; it must be from 0 to below 1"),
+        ({"ema": 1.0}, "ema=1.0; it must be above 0 and below 1"),
+        ({"clip": 0.0}, "clip=0.0; it must be above 0"),
+        ({"warmup": 6}, "warmup=6 is longer than epochs=5"),
+        ({"accumulate": 200}, "accumulate=200 parts of batch=128; use at most 128"),
+        ({"milestones": (0.5, 60)}, r"milestones\[1\]=60; it must be a share of the epochs"),
+        ({"router_rate": -1.0}, "router_rate=-1.0; it must be 0 or more"),
+        ({"balance": -1.0}, "balance=-1.0; it must be 0 or more"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused(options, fault):
+    with pytest.raises(ValueError, match=fault):
+        Recipe(**{"epochs": 5, **options})
+
+
+def test_a_rate_that_is_no_number_is_refused():
+    with pytest.raises(TypeError, match="learning_rate='fast' is a str"):
+        Recipe(epochs=1, learning_rate="fast")  # pyright: ignore[reportArgumentType]
