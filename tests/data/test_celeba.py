@@ -1,13 +1,27 @@
 """CelebA's lists and tasks: who is in which group, in which shares, and what is said of lists that are not whole."""
 
+import io
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from moesaic.data.celeba import FOUR_CLASSES, HAIR_GROUPS, find_celeba, four_classes, read_celeba, smiling, spurious
+from moesaic.data.celeba import (
+    FOUR_CLASSES,
+    HAIR_GROUPS,
+    celeba_four_classes,
+    celeba_smiling,
+    celeba_spurious,
+    find_celeba,
+    four_classes,
+    read_celeba,
+    smiling,
+    spurious,
+)
+from moesaic.data.store import Cache
 
 NAMES = ("Bald", "Black_Hair", "Blond_Hair", "Eyeglasses", "Smiling")
 PARTS = {"train": 0, "valid": 1, "test": 2}
@@ -16,8 +30,18 @@ Face = tuple[str, str]
 """Its part, and the attributes it has: "Black_Hair Smiling"."""
 
 
-def write_celeba(folder: Path, faces: Sequence[Face], *, as_zip: bool = True, without: Sequence[int] = ()) -> Path:
-    """CelebA's files with faces numbered from 1; of those in ``without`` there is no image."""
+NO_IMAGE = b"no image"
+
+
+def write_celeba(
+    folder: Path,
+    faces: Sequence[Face],
+    *,
+    as_zip: bool = True,
+    without: Sequence[int] = (),
+    images: dict[int, bytes] | None = None,
+) -> Path:
+    """CelebA's files with faces numbered from 1; of those in ``without`` there is no file."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [" ".join("1" if name in has.split() else "-1" for name in NAMES) for _, has in faces]
     listed = [f"{number:06d}.jpg" for number in range(1, len(faces) + 1)]
@@ -25,21 +49,37 @@ def write_celeba(folder: Path, faces: Sequence[Face], *, as_zip: bool = True, wi
     (folder / "list_attr_celeba.txt").write_text("\n".join(attributes) + "\n")
     partition = [f"{file} {PARTS[part]}" for file, (part, _) in zip(listed, faces, strict=True)]
     (folder / "list_eval_partition.txt").write_text("\n".join(partition) + "\n")
-    there = [file for number, file in enumerate(listed, start=1) if number not in without]
+    there = {
+        file: (images or {}).get(number, NO_IMAGE)
+        for number, file in enumerate(listed, start=1)
+        if number not in without
+    }
     if as_zip:
         with zipfile.ZipFile(folder / "img_align_celeba.zip", "w") as archive:
             archive.mkdir("img_align_celeba")
-            for file in there:
-                archive.writestr(f"img_align_celeba/{file}", b"no image is read")
+            for file, content in there.items():
+                archive.writestr(f"img_align_celeba/{file}", content)
     else:
         (folder / "img_align_celeba").mkdir()
-        for file in there:
-            (folder / "img_align_celeba" / file).write_bytes(b"no image is read")
+        for file, content in there.items():
+            (folder / "img_align_celeba" / file).write_bytes(content)
     return folder
 
 
 def crowd(part: str, counts: dict[str, int]) -> list[Face]:
     return [(part, has) for has, count in counts.items() for _ in range(count)]
+
+
+def photograph(number: int, width: int = 64, height: int = 64) -> bytes:
+    """A JPEG of noise, so that any other way of scaling or decoding would show."""
+    noise = np.random.default_rng(number).integers(256, size=(height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", quality=92)
+    return file.getvalue()
+
+
+def decoded(content: bytes) -> list[object]:
+    return np.asarray(Image.open(io.BytesIO(content))).transpose(2, 0, 1).tolist()
 
 
 HAIR = {
@@ -177,3 +217,78 @@ def test_images_without_a_face_to_test_on_are_told(tmp_path: Path):
     write_celeba(tmp_path, [("train", "Smiling"), ("test", "")], without=[2])
     with pytest.raises(ValueError, match="has 1 of the 1 faces for training and 0 of the 1 for testing"):
         read_celeba(tmp_path)
+
+
+@pytest.mark.parametrize("as_zip", [True, False])
+def test_faces_of_the_size_asked_for_keep_their_bytes(tmp_path: Path, as_zip: bool):
+    faces = [("test", "Smiling"), ("train", ""), ("valid", ""), ("train", "Smiling")]
+    images = {number: photograph(number) for number in (1, 2, 4)}
+    write_celeba(tmp_path, faces, as_zip=as_zip, images=images)
+    parts = celeba_smiling(tmp_path, None, Cache(tmp_path / "cache"), seed=0)
+    assert parts.train.pixels.tolist() == [decoded(images[2]), decoded(images[4])]
+    assert parts.test.pixels.tolist() == [decoded(images[1])]
+    assert (parts.train.labels.tolist(), parts.test.labels.tolist()) == ([0, 1], [1])
+    assert parts.class_names == parts.cluster_names == ("not smiling", "smiling")
+
+
+def test_originals_become_squares_of_64_pixels_from_their_middle(tmp_path: Path):
+    tall = np.zeros((218, 178, 3), dtype=np.uint8)
+    tall[20:198] = 255  # the largest square in the middle is white
+    file = io.BytesIO()
+    Image.fromarray(tall).save(file, "PNG")
+    faces = [("train", ""), ("test", "Smiling")]
+    write_celeba(tmp_path, faces, images={number: file.getvalue() for number in (1, 2)})
+    parts = celeba_smiling(tmp_path, None, Cache(tmp_path / "cache"), seed=0)
+    assert tuple(parts.train.pixels.shape) == (1, 3, 64, 64)
+    assert parts.train.pixels.amin() > 200  # the edge may take a little from beyond it
+
+
+def test_faces_that_cannot_be_read_are_told_and_not_drawn(tmp_path: Path):
+    train = crowd("train", {"": 3, "Eyeglasses": 3, "Smiling": 3, "Eyeglasses Smiling": 3})
+    test = crowd("test", {"": 1, "Eyeglasses": 1, "Smiling": 1, "Eyeglasses Smiling": 1})
+    images = {number: photograph(number) for number in range(1, 17) if number != 5}
+    write_celeba(tmp_path, train + test, images=images)
+    parts = celeba_four_classes(tmp_path, 16, Cache(tmp_path / "cache"), seed=0)
+    assert parts.train.labels.bincount().tolist() == [2] * 4
+    assert parts.test.labels.bincount().tolist() == [1] * 4
+    assert [Path(each.path).name for each in parts.skipped] == ["000005.jpg"]
+
+
+def test_the_three_tasks_decode_the_faces_once(tmp_path: Path):
+    groups = {"Black_Hair Smiling": 19, "Blond_Hair": 19, "Blond_Hair Smiling": 1, "Black_Hair Eyeglasses": 1}
+    faces = crowd("train", groups | {"Eyeglasses Smiling": 1}) + crowd("test", groups | {"Eyeglasses Smiling": 1})
+    write_celeba(tmp_path, faces, images={number: photograph(number, 8, 8) for number in range(1, len(faces) + 1)})
+    cache = Cache(tmp_path / "cache")
+    tasks = [make(tmp_path, 8, cache, 0) for make in (celeba_smiling, celeba_spurious, celeba_four_classes)]
+    assert len(list((tmp_path / "cache").glob("*.npy"))) == 1
+    of_face = {
+        tuple(map(int, pixels.flatten())): face for pixels, face in zip(tasks[0].train.pixels, faces, strict=False)
+    }
+    for image, label, cluster in zip(
+        tasks[1].train.pixels, tasks[1].train.labels, tasks[1].train.clusters, strict=True
+    ):
+        _, has = of_face[tuple(map(int, image.flatten()))]
+        assert ("Smiling" in has) == bool(label)
+        assert HAIR_GROUPS[cluster] == f"{'smiling' if label else 'not smiling'}, {has[:5].lower()} hair"
+    assert [len(task.train) for task in tasks] == [41, 40, 4]
+
+
+def test_how_many_faces_are_there_is_said_when_it_is_not_all(tmp_path: Path):
+    faces = [("train", ""), ("train", "Smiling"), ("test", "Smiling")]
+    write_celeba(tmp_path, faces, without=[1], images={number: photograph(number) for number in (2, 3)})
+    told: list[str] = []
+    celeba_smiling(tmp_path, None, Cache(tmp_path / "cache", told.append), seed=0)
+    assert "has 2 of the 3 faces on CelebA's lists" in told[0]
+
+
+def test_faces_of_which_none_can_be_read_are_an_error(tmp_path: Path):
+    write_celeba(tmp_path, [("train", ""), ("test", "Smiling")], images={1: photograph(1)})
+    with pytest.raises(
+        ValueError, match=r"only 1 for training and 0 for testing can be read .*000002.jpg is no picture"
+    ):
+        celeba_smiling(tmp_path, None, Cache(tmp_path / "cache"), seed=0)
+
+
+def test_without_a_folder_the_error_asks_for_one(tmp_path: Path):
+    with pytest.raises(ValueError, match="celeba-4class: CelebA comes from files; name the folder"):
+        celeba_four_classes(None, None, Cache(tmp_path / "cache"), seed=0)
