@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from moesaic.ledger import write_json
 
-__all__ = ["Comparison", "Moment", "Run", "Sized", "read_comparison", "write_comparison"]
+__all__ = ["Comparison", "Moment", "Run", "Sized", "read_comparison", "run_from_json", "write_comparison"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,9 @@ class Run:
     """The same within each group; no number (NaN) where the test part has none of it. Empty: groups are classes."""
     curve: tuple[Moment, ...]
     stopped: str
-    """Why training ended: "" after its last epoch."""
+    """Why training ended: "all epochs" or "zero training error"."""
     seconds: float
+    """Of training, without tests."""
 
 
 @dataclass(frozen=True)

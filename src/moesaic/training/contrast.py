@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.statistics import Curve, Estimate, bootstrap, mean, percentage, saved_labels
+from moesaic.statistics import Curve, Estimate, mean, percentage, saved_labels
 from moesaic.training.comparison import Comparison, Run
 
 __all__ = ["Contrast", "Effort", "Saving", "Work", "accuracies", "contrasts", "group_accuracies"]
@@ -128,10 +128,13 @@ def _saving(found: Comparison, one: tuple[str, Curve], two: tuple[str, Curve]) -
         return None, f"both are at {named} with the fewest labels tried, {found.samples[0]:,}; try fewer"
     for (saver, ours), (other, theirs) in ((two, one), (one, two)):
         share = saved_labels(level, ours, theirs)
-        if share.low > 0:
+        # few trials resampled spread too little; Student's interval knows how few they are
+        if share.low > 0 and mean((ours[1] - theirs[1]).mean(axis=0)).low > 0:
             at_least = float(ours[1][0].mean()) >= level
             return Saving(saver, other, level, _percent(share), at_least), ""
     share = _percent(saved_labels(level, two[1], one[1]))
+    if share.low > 0 or share.high < 0:
+        return None, f"with {found.trials} trials the accuracies may differ by chance; more trials tell"
     spread = f"from {_bound(share.low)} to {_bound(share.high)}"
     return None, f"at {named} the labels that {two[0]} saves may be anything {spread} %; more trials narrow that down"
 
@@ -180,7 +183,9 @@ def _seconds_to(found: Comparison, run: Run, level: float) -> float:
 
 
 def _ratio(ours: Array, theirs: Array) -> Estimate:
-    return bootstrap(lambda a, b: float(a.mean() / b.mean()), ours, theirs)
+    """The geometric mean of the ratios of trials: their logarithms have Student's interval, however few they are."""
+    found = mean(np.log(ours / theirs))
+    return Estimate(math.exp(found.value), math.exp(found.low), math.exp(min(found.high, 700.0)))
 
 
 def _curve(found: Comparison, model: str) -> Curve:

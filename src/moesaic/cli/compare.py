@@ -1,0 +1,162 @@
+"""`moesaic compare`: which network needs fewer of one's labels, and by how many."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
+
+from moesaic.cli.shared import device_of, input_of, is_plain, make_folder, program, tell, versions
+
+if TYPE_CHECKING:
+    from moesaic.data.image_tasks import ImageTask
+    from moesaic.training.compare import Grid
+    from moesaic.training.recipe import Recipe
+
+__all__ = ["Compare"]
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Train networks with different numbers of labelled images, and say which needs fewer of them.
+
+    Finished runs are kept under --out: the same command continues where an interrupted one stopped, and with more
+    models, samples or trials it only runs what is missing.
+    """
+
+    data: Positional[Annotated[str, arg(metavar="DATA")]]
+    """A folder of images with a folder for each class, a zip file of one, or a name such as cifar10."""
+    models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
+    """Networks, separated by commas; the others are compared with the first."""
+    samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
+    """Numbers of labelled images to train with, separated by commas."""
+    trials: int = 3
+    """How often each is trained, with other images each time; 2 at least, and the more the narrower the intervals."""
+    epochs: int = 50
+    """How often a network sees each image."""
+    batch: int = 32
+    """Images in a step, at most."""
+    learning_rate: float = 0.1
+    """At the start; it falls to 0 along half a cosine."""
+    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
+    """How images to train on are varied: not at all, mirrored at random, or mirrored and shifted."""
+    size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the set, else 64)")] = None
+    """The side that images are brought to."""
+    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
+    """Where the files of a set that is given by name lie."""
+    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: that of the user)")] = None
+    """Where decoded images are kept."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
+    """Where results go."""
+    device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
+    """Where to compute; auto: on a GPU if there is one."""
+    seed: int = 0
+    """Random numbers depend on it; on one machine the same seed gives the same result.json but for `seconds`."""
+
+    def run(self, given: Sequence[str]) -> int:
+        """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
+        from moesaic.ledger import write_json
+        from moesaic.report import describe_machine
+
+        with input_of("compare"):
+            grid, recipe, device = self._checked()
+            task = self._load(grid)
+            out = self.out or Path("runs") / f"compare-{task.name.replace('/', '-').replace(':', '-') or 'images'}"
+            machine = describe_machine(device)
+            command = shlex.join(["moesaic", *given])
+            make_folder(out)
+            arguments = {name: value if is_plain(value) else str(value) for name, value in asdict(self).items()}
+            content = {"command": command, "arguments": arguments, "versions": versions(), "machine": machine}
+            write_json(out / "config.json", content)
+        try:
+            self._compare(task, grid, recipe, out, device, command, machine)
+        except KeyboardInterrupt:
+            again = shlex.join([*program(), *given])
+            tell(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
+            return 130
+        return 0
+
+    def _checked(self) -> tuple[Grid, Recipe, str]:
+        """Everything that can be looked at before there are images."""
+        from moesaic.training.compare import Grid
+        from moesaic.training.recipe import Recipe
+
+        names = tuple(name.strip() for name in self.models.split(",") if name.strip())
+        grid = Grid(names, _whole_numbers("--samples", self.samples), self.trials)
+        grid.check_names()
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"compare: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
+        recipe = Recipe(epochs=self.epochs, batch=self.batch, learning_rate=self.learning_rate)
+        return grid, recipe, device_of("compare", self.device)
+
+    def _load(self, grid: Grid) -> ImageTask:
+        from moesaic.data.image_sets import load_images
+
+        augment: Any = self.augment  # load_images looks at it
+        task = load_images(
+            self.data,
+            data_dir=self.data_dir,
+            size=self.size,
+            cache_dir=self.cache_dir,
+            augment=augment,
+            seed=self.seed,
+            log=tell,
+        )
+        grid.check(task)
+        return task
+
+    def _compare(
+        self, task: ImageTask, grid: Grid, recipe: Recipe, out: Path, device: str, command: str, machine: str
+    ) -> None:
+        from rich.console import Console
+
+        from moesaic import report
+        from moesaic.ledger import read_charts, write_charts
+        from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
+        from moesaic.report.comparison_charts import comparison_charts
+        from moesaic.training.compare import compare
+        from moesaic.training.comparison import read_comparison, write_comparison
+        from moesaic.training.contrast import contrasts
+
+        with report.watch_progress(Console(stderr=True)) as progress:
+            measured = compare(
+                task,
+                grid,
+                recipe,
+                out=out,
+                seed=self.seed,
+                device=device,
+                machine=machine,
+                settings={"augment": self.augment},
+                progress=progress,
+            )
+        write_comparison(out / "result.json", measured, derived_from(measured))
+        # from the files, so that the report cannot say anything that they do not
+        found = read_comparison(out / "result.json")
+        write_charts(out / "charts.json", comparison_charts(found, contrasts(found)))
+        charts = read_charts(out / "charts.json")
+        report.write_figures(out / "figures", charts)
+        write_comparison_report(out / "report.html", found, charts, command=command)
+        console = Console()
+        print_comparison(found, console)
+        for note in found.notes:
+            console.print(f"note: {note}", markup=False, highlight=False)
+        console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    numbers: list[int] = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        try:
+            numbers.append(int(part))
+        except ValueError:
+            raise ValueError(
+                f"compare: {option}={text!r}, of which {part!r} is no whole number; give some such as 250,500,1000"
+            ) from None
+        if numbers[-1] < 1:
+            raise ValueError(f"compare: {option}={text!r}, of which {part} is below 1; it must be at least 1")
+    return tuple(numbers)

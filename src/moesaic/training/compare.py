@@ -1,0 +1,263 @@
+"""Train several models on the same few labelled images, over and over, to see which needs fewer of them.
+
+A run is a model, a number of samples and a trial. Within a trial every model gets the same images, fewer
+images are among more, and the order of the images is the same: models are compared pair by pair. A finished
+run is a cell (`cells`) and never done again; one that was interrupted goes on from its last checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic import draws
+from moesaic.data.image_tasks import ImageTask
+from moesaic.models.count import count
+from moesaic.models.registry import ModelSpec, create_model
+from moesaic.training.cells import Cells
+from moesaic.training.comparison import Comparison, Run, Sized, run_from_json
+from moesaic.training.fit import Fit, fit
+from moesaic.training.progress import Progress, Silent
+from moesaic.training.recipe import Recipe
+
+__all__ = ["Grid", "compare"]
+
+MOST_TESTS = 25
+"""So many times a run is tested at most: more would take longer than training on few images does."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to run: every model with every number of samples, ``trials`` times."""
+
+    models: tuple[str, ...]
+    """Names that `create_model` knows; others are compared with the first."""
+    samples: tuple[int, ...]
+    trials: int
+
+    def __post_init__(self) -> None:
+        if len(self.models) < 2:
+            raise ValueError(
+                f"compare: models={','.join(self.models)!r} has {len(self.models)} of the at least 2 models that can "
+                "be compared; name another one, such as 'wrn10_2,wrn10_2_pmoe'"
+            )
+        for what, values in (("models", self.models), ("samples", self.samples)):
+            twice = [value for i, value in enumerate(values) if value in values[:i]]
+            if twice:
+                raise ValueError(f"compare: {what} names {twice[0]!r} twice; leave one out")
+        if not self.samples:
+            raise ValueError("compare: samples names no number; give some, such as 250,500,1000")
+        if self.trials < 2:
+            raise ValueError(f"compare: trials={self.trials}; it must be at least 2, or there is no interval to give")
+        object.__setattr__(self, "samples", tuple(sorted(self.samples)))
+
+    def check_names(self) -> None:
+        """Whether the models exist; an error names near ones. It takes no memory."""
+        for name in self.models:
+            try:
+                with torch.device("meta"):
+                    create_model(name, num_classes=2)
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"compare: models: {str(error).removeprefix('create_model: ')}") from error
+
+    def check(self, task: ImageTask) -> None:
+        """Whether the task has images enough; an error says how many there are."""
+        fewest, most, there = self.samples[0], self.samples[-1], len(task.train)
+        if most > there:
+            raise ValueError(
+                f"compare: samples={most}, but there are {there} images to train on"
+                f"{f' in {task.name}' if task.name else ''}; use at most {there}, or add images"
+            )
+        if fewest < task.labels:
+            raise ValueError(
+                f"compare: samples={fewest} is less than one image for each of the {task.labels} classes; "
+                f"use {task.labels} or more"
+            )
+
+    def specs(self, task: ImageTask) -> list[ModelSpec]:
+        """The models, made for images of the task."""
+        C, H, _ = task.train.pixels.shape[1:]
+        return [ModelSpec(name, {"num_classes": task.labels, **_options(name, C, H)}) for name in self.models]
+
+
+def compare(
+    task: ImageTask,
+    grid: Grid,
+    recipe: Recipe,
+    *,
+    out: Path,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    machine: str = "",
+    settings: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Run what is missing of the grid, and put everything together.
+
+    ``settings`` is what runs depend on beside images, labels and the other arguments: how images are varied.
+    Runs are kept in ``out``/cells; ``out``/networks keeps the trained networks of the first trial with the most
+    samples, one for each model.
+    """
+    grid.check(task)
+    progress = progress or Silent()
+    device = torch.device(device)
+    specs = grid.specs(task)
+    models = [_sized(spec, task) for spec in specs]
+    lab = _Lab(task, recipe, out, seed, device, dict(settings or {}), Cells(out / "cells", progress.log))
+    wanted = [(spec, size, trial) for trial in range(grid.trials) for size in grid.samples for spec in specs]
+    done = sum(lab.find(*each) is not None for each in wanted)
+    progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
+    runs = [lab.run(*each, progress=progress, keep=_is_kept(each, grid)) for each in wanted]
+    progress.end()
+    return Comparison(
+        data=task.name,
+        digest=task.digest,
+        classes=task.class_names,
+        groups=task.cluster_names if _has_groups(task) else (),
+        pool=len(task.train),
+        tested=len(task.test),
+        guessing=100 * float(task.test.labels.bincount().max()) / len(task.test),
+        models=tuple(models),
+        samples=grid.samples,
+        trials=grid.trials,
+        seed=seed,
+        recipe={**recipe.to_json(), **(settings or {})},
+        machine=machine,
+        runs=tuple(runs),
+        notes=tuple(_notes(task, grid)),
+    )
+
+
+@dataclass(frozen=True)
+class _Lab:
+    """Where runs are done."""
+
+    task: ImageTask
+    recipe: Recipe
+    out: Path
+    seed: int
+    device: torch.device
+    settings: dict[str, Any]
+    cells: Cells
+
+    def find(self, spec: ModelSpec, samples: int, trial: int) -> Run | None:
+        kept = self.cells.find(_name(spec, samples, trial), self._content(spec, samples, trial))
+        return None if kept is None else _run(spec, samples, trial, kept.result)
+
+    def run(self, spec: ModelSpec, samples: int, trial: int, *, progress: Progress, keep: bool) -> Run:
+        found = self.find(spec, samples, trial)
+        if found is not None:
+            return found
+        name, content = _name(spec, samples, trial), self._content(spec, samples, trial)
+        folder = self.out / "networks" / self.cells.path(name, content).stem
+        kept = self.cells.get_or_run(name, content, lambda: self._train(spec, samples, trial, folder, progress))
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        return _run(spec, samples, trial, kept.result)
+
+    def _train(self, spec: ModelSpec, samples: int, trial: int, folder: Path, progress: Progress) -> dict[str, Any]:
+        number = _seed(self.seed, trial)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(number)
+            model = spec.build()
+        found = fit(
+            model,
+            self.task.subset(samples, number),
+            self.recipe,
+            seed=number,
+            device=self.device,
+            out=folder,
+            spec=spec,
+            progress=progress,
+            test_every=-(-self.recipe.epochs // MOST_TESTS),
+        )
+        return _kept(found, samples, _has_groups(self.task))
+
+    def _content(self, spec: ModelSpec, samples: int, trial: int) -> dict[str, Any]:
+        """Everything the run depends on."""
+        return {
+            "model": spec.to_json(),
+            "images": self.task.digest,
+            "samples": samples,
+            "trial": trial,
+            "seed": self.seed,
+            "recipe": self.recipe.to_json(),
+            "device": self.device.type,
+            **self.settings,
+        }
+
+
+def _kept(found: Fit, samples: int, has_groups: bool) -> dict[str, Any]:
+    curve = [
+        {"images": epoch.number * samples, "accuracy": epoch.test_accuracy, "seconds": epoch.seconds}
+        for epoch in found.epochs
+        if epoch.test_accuracy is not None
+    ]
+    groups = [None if math.isnan(each) else each for each in found.cluster_accuracy] if has_groups else []
+    return {
+        "accuracy": found.accuracy,
+        "groups": groups,
+        "curve": curve,
+        "stopped": found.stopped,
+        "seconds": found.seconds,
+    }
+
+
+def _run(spec: ModelSpec, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
+    return run_from_json({"model": spec.name, "samples": samples, "trial": trial, **result})
+
+
+def _name(spec: ModelSpec, samples: int, trial: int) -> str:
+    return f"{spec.name} {samples} samples trial {trial + 1}"
+
+
+def _is_kept(each: tuple[ModelSpec, int, int], grid: Grid) -> bool:
+    return each[1] == grid.samples[-1] and each[2] == 0
+
+
+def _seed(seed: int, trial: int) -> int:
+    return int(draws.bits(draws.keys(seed, [trial]), "compare", 1)[0, 0]) & ((1 << 62) - 1)
+
+
+def _options(name: str, channels: int, side: int) -> dict[str, Any]:
+    """What a model is told about the images, of what it can be told."""
+    if name.startswith("timm/") or (name.startswith("wrn") and name.endswith("_pmoe")):
+        return {"in_channels": channels, "image_size": side}
+    return {"in_channels": channels} if name.startswith("wrn") else {}
+
+
+def _sized(spec: ModelSpec, task: ImageTask) -> Sized:
+    C, H, W = task.train.pixels.shape[1:]
+    with torch.random.fork_rng(devices=[]):
+        model = spec.build()
+    try:
+        found = count(model, (C, H, W))
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"compare: {spec.name} cannot take images of {C} channels and {H}×{W} pixels: {why}"
+        ) from error
+    return Sized(spec.name, found.parameters, found.macs, 100 * found.routed_parameters / found.parameters)
+
+
+def _has_groups(task: ImageTask) -> bool:
+    """Whether clusters tell more than classes do."""
+    return not torch.equal(task.test.clusters, task.test.labels)
+
+
+def _notes(task: ImageTask, grid: Grid) -> Iterator[str]:
+    if task.skipped:
+        some = ", ".join(f"{each.path} ({each.why})" for each in task.skipped[:3])
+        more = f" and {len(task.skipped) - 3} more" if len(task.skipped) > 3 else ""
+        yield f"{len(task.skipped)} files were skipped: {some}{more}."
+    if grid.samples[-1] == len(task.train):
+        yield (
+            f"With {grid.samples[-1]:,} samples all images to train on are used: there trials differ by their initial "
+            "weights and the order of the images, not by the images."
+        )
