@@ -8,11 +8,12 @@ metadata. A safetensors file holds the weights alone, and `load_checkpoint` read
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -109,9 +110,17 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     examples = _examples(checkpoint, batch)
     with torch.no_grad():
         expected = tuple(cast(Tensor, served(images)) for images in examples)
-    with _quiet():
-        write = _write_onnx if format == "onnx" else _write_pt2
-        write(path, served, examples[-1], batch, metadata)
+    write = _write_onnx if format == "onnx" else _write_pt2
+    try:
+        with _quiet():
+            write(path, served, examples[-1], batch, metadata)
+    except (OSError, ValueError):
+        raise
+    except Exception as error:  # what tracing can raise is of every kind
+        raise ValueError(
+            f"export: torch cannot export {type(checkpoint.model).__name__} as {format} ({_reason(error)}); networks "
+            "whose patches or samples choose their experts have no fixed shapes: use format='safetensors'"
+        ) from error
     return Exported(path, format, path.stat().st_size, metadata, examples, expected)
 
 
@@ -185,17 +194,23 @@ def _json(content: object) -> str:
     return json.dumps(content, ensure_ascii=False)
 
 
+def _reason(error: BaseException) -> str:
+    """What lies at the bottom of it, in a line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = str(error).strip().splitlines()
+    return lines[0].strip() if lines else type(error).__name__
+
+
 @contextmanager
 def _quiet() -> Generator[None]:
     """Without what torch's exporters tell about their own future."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnxscript", "torch.export")]
-    levels = [each.level for each in loggers]
+    before = logging.root.manager.disable
     try:
-        for each in loggers:
-            each.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        logging.disable(logging.CRITICAL)
+        # where tracing fails, torch prints the graph as far as it is
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for each, level in zip(loggers, levels, strict=True):
-            each.setLevel(level)
+        logging.disable(before)
