@@ -24,7 +24,16 @@ from moesaic.data.image_tasks import ImageTask, Scale
 from moesaic.ledger import write_whole
 from moesaic.models.registry import ModelSpec
 
-__all__ = ["Card", "Checkpoint", "load_checkpoint", "load_weights", "read_tensors", "save_network", "write_tensors"]
+__all__ = [
+    "Card",
+    "Checkpoint",
+    "Unusable",
+    "load_checkpoint",
+    "load_weights",
+    "read_tensors",
+    "save_network",
+    "write_tensors",
+]
 
 NETWORK = "model.safetensors"
 """The network in the folder of a run."""
@@ -33,6 +42,10 @@ _KEY = "moesaic"
 _FORMAT = 1
 _SHOWN = 3
 """Names of tensors that an error lists of each kind."""
+
+
+class Unusable(ValueError):
+    """A file or a folder of a run is not what was asked for, or not whole."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +158,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     tensors, content = read_tensors(path)
     card = _card(path, content)
     if card.spec is None:
-        raise ValueError(
+        raise Unusable(
             f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
             "moesaic.training.load_weights(path, model), or give fit a spec"
         )
@@ -167,8 +180,8 @@ def load_weights(path: str | Path, model: nn.Module) -> Card:
     ...     save_network(Path(folder) / "model.safetensors", nn.Linear(3, 2), card)
     ...     load_weights(folder, nn.Linear(4, 2))
     Traceback (most recent call last):
-    ValueError: load_weights: ... is of another network than the Linear given: 1 of another shape: weight (2, 3) in the
-    file, (2, 4) in the network
+    moesaic.training.checkpoints.Unusable: load_weights: ... is of another network than the Linear given: 1 of another
+    shape: weight (2, 3) in the file, (2, 4) in the network
     """
     path = _file(Path(path))
     tensors, content = read_tensors(path)
@@ -217,12 +230,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: cast("Tensor", file.get_tensor(name)) for name in cast("list[str]", file.keys())}
         content: Any = json.loads(metadata.get(_KEY, "null"))
     except (SafetensorError, ValueError) as error:
-        raise ValueError(
+        raise Unusable(
             f"{path} is not a whole safetensors file ({error}); it is damaged or something else: name another, or "
             "train again"
         ) from error
     if not isinstance(content, dict):
-        raise ValueError(
+        raise Unusable(
             f"{path} is a safetensors file, but not one that moesaic wrote: its header has no {_KEY!r}; load its "
             "tensors with safetensors.torch.load_file"
         )
@@ -251,7 +264,7 @@ def _file(path: Path) -> Path:
 
 def _card(path: Path, content: Mapping[str, Any]) -> Card:
     if content.get("format") != _FORMAT:
-        raise ValueError(
+        raise Unusable(
             f"{path} has format={content.get('format')!r}, this version of moesaic reads format={_FORMAT}; "
             f"{'name the ' + NETWORK + ' beside it' if 'format' not in content else 'use the version that wrote it'}"
         )
@@ -262,7 +275,7 @@ def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None
     """Load all tensors into the model, or none."""
     faults = differences(model, tensors)
     if faults:
-        raise ValueError(f"{refusal}: {faults}")
+        raise Unusable(f"{refusal}: {faults}")
     model.load_state_dict(dict(tensors))
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moesaic.data.image_tasks import ImageTask
 from moesaic.ledger import write_json, write_whole
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoints import NETWORK, forget_unfinished, read_tensors, write_tensors
+from moesaic.training.checkpoints import NETWORK, Unusable, forget_unfinished, read_tensors, write_tensors
 from moesaic.training.recipe import Recipe
 
 __all__ = ["RunFolder", "describe_run"]
@@ -98,7 +98,7 @@ class RunFolder:
         else:
             for stale in (self.result, self.state):
                 if stale.exists():
-                    raise ValueError(
+                    raise Unusable(
                         f"fit: {stale} is there without a config.json that says what it is of; name another folder, or "
                         "remove it"
                     )
@@ -173,7 +173,7 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
     ]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise ValueError(
+        raise Unusable(
             f"fit: {folder} holds a run with other settings: {'; '.join(faults[:_SHOWN])}{more}. Name another folder; "
             "or use its settings, and it continues; or remove it"
         )
@@ -194,9 +194,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"fit: {path} is not JSON ({error}); name another folder, or remove this one") from error
+        raise Unusable(f"fit: {path} is not JSON ({error}); name another folder, or remove this one") from error
     if not isinstance(content, dict):
-        raise ValueError(f"fit: {path} is not what a run writes; name another folder, or remove this one")
+        raise Unusable(f"fit: {path} is not what a run writes; name another folder, or remove this one")
     return cast("dict[str, Any]", content)
 
 

@@ -1,0 +1,282 @@
+"""`moesaic train`: a network for one's own images."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, UseAppendAction, arg
+
+from moesaic.cli.shared import BadInput, device_of, input_of, make_folder, program, tell
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from torch import Tensor
+
+    from moesaic.data.image_tasks import ImageTask
+    from moesaic.models.count import Count
+    from moesaic.models.registry import ModelSpec
+    from moesaic.training.fit import Fit
+    from moesaic.training.recipe import Recipe
+
+__all__ = ["Train"]
+
+_LISTED = 20
+"""Classes that are listed one by one; of more, the worst."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train a network on images, and say how well it does.
+
+    The network, its metrics and what it was made with go to --out. The same command continues an interrupted run,
+    to the same numbers as if it had not been.
+    """
+
+    data: Positional[Annotated[str, arg(metavar="DATA")]]
+    """A folder of images with a folder for each class, a zip file of one, or a name such as cifar10."""
+    model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
+    """A network: wrn10_2, wrn10_10_pmoe and the like, or timm/resnet18 where timm is installed."""
+    samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
+    """Images to train with, drawn by --seed, with every class in its share."""
+    epochs: int = 50
+    """How often the network sees each image."""
+    batch: int = 32
+    """Images in a step, at most."""
+    learning_rate: float = 0.1
+    """At its peak."""
+    optimizer: Annotated[str, arg(metavar="sgd|adamw|normalized_gd")] = "sgd"
+    """normalized_gd: each expert moves by steps of one length, all else by SGD."""
+    schedule: Annotated[str, arg(metavar="cosine|step|constant")] = "cosine"
+    """How the learning rate falls."""
+    warmup: float = 0.0
+    """Epochs in which the learning rate grows from 0 to its peak."""
+    weight_decay: float = 5e-4
+    """How much weights shrink."""
+    ema: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: none)")] = None
+    """Test and keep a running mean of the weights, of which this share stays at each step: 0.999, say."""
+    clip: Annotated[float | None, arg(metavar="NORM", help_behavior_hint="(default: none)")] = None
+    """The largest norm that a gradient may have."""
+    accumulate: int = 1
+    """Parts in which a batch is computed, one after the other: less memory."""
+    balance: float = 0.0
+    """How much a balance loss counts, where patches choose their experts."""
+    label_smoothing: float = 0.0
+    """The share of a label that is given to all classes."""
+    stop_at_zero_error: bool = False
+    """Stop after an epoch in which every image was classified right as it was trained on."""
+    precision: Annotated[str, arg(metavar="auto|float32|bfloat16|float16")] = "auto"
+    """In which products are computed; auto: bfloat16 on a GPU that has it, else float32."""
+    compile: bool = False
+    """Compile the network first, which takes a minute and saves time in long runs."""
+    fidelity: Annotated[str | None, arg(metavar="best|released|print", help_behavior_hint="(default: best)")] = None
+    """For wide residual networks: ours, as the paper's authors released it, or as it is printed."""
+    experts: Annotated[int | None, arg(metavar="E", help_behavior_hint="(default: the network's)")] = None
+    """How many experts a mixture has."""
+    patches_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: the network's)")] = None
+    """How many patches of an image each expert takes."""
+    patch_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: the network's)")] = None
+    """The side of a patch on the map that is routed."""
+    convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
+    """Make a mixture of this convolution of the network, such as layer4.1.conv2 of timm/resnet18; may be repeated."""
+    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
+    """How images to train on are varied: not at all, mirrored at random, or mirrored and shifted."""
+    size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the set, else 64)")] = None
+    """The side that images are brought to."""
+    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
+    """Where the files of a set that is given by name lie."""
+    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: that of the user)")] = None
+    """Where decoded images are kept."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
+    """Where the network and its metrics go."""
+    track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="tensorboard|wandb|trackio")] = ()
+    """Send metrics there as well; needs moesaic[track]."""
+    device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
+    """Where to compute; auto: on a GPU if there is one."""
+    seed: int = 0
+    """Decides the images of --samples, the initial weights and the order of the images."""
+
+    def run(self, given: Sequence[str]) -> int:
+        """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
+        from rich.console import Console
+
+        with input_of("train"):
+            recipe, device = self._checked()
+            task = self._load()
+            spec, cost = self._network(task)
+            out = self.out or Path("runs") / f"train-{_file_name(task.name)}-{_file_name(self.model)}"
+            make_folder(out)
+        try:
+            found = self._train(task, spec, recipe, device, out)
+        except KeyboardInterrupt:
+            again = shlex.join([*program(), *given])
+            tell(f"\nInterrupted. The last checkpoint is kept in {out}. To continue:\n  {again}")
+            return 130
+        _show(Console(), task, spec, cost, found, out)
+        return 0
+
+    def _checked(self) -> tuple[Recipe, str]:
+        """What can be looked at before there are images."""
+        from moesaic.training.recipe import Recipe
+
+        words: dict[str, Any] = {"optimizer": self.optimizer, "schedule": self.schedule, "precision": self.precision}
+        recipe = Recipe(
+            epochs=self.epochs,
+            batch=self.batch,
+            learning_rate=self.learning_rate,
+            warmup=self.warmup,
+            weight_decay=self.weight_decay,
+            ema=self.ema,
+            clip=self.clip,
+            accumulate=self.accumulate,
+            balance=self.balance,
+            label_smoothing=self.label_smoothing,
+            stop_at_zero_error=self.stop_at_zero_error,
+            compile=self.compile,
+            **words,
+        )
+        if not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"train: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
+        if self.convert and self.experts is None:
+            raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
+        return recipe, device_of("train", self.device)
+
+    def _load(self) -> ImageTask:
+        from moesaic.data.image_sets import load_images
+
+        augment: Any = self.augment  # load_images looks at it
+        task = load_images(
+            self.data,
+            data_dir=self.data_dir,
+            size=self.size,
+            cache_dir=self.cache_dir,
+            augment=augment,
+            seed=self.seed,
+            log=tell,
+        )
+        return task if self.samples is None else task.subset(self.samples, self.seed)
+
+    def _network(self, task: ImageTask) -> tuple[ModelSpec, Count]:
+        from moesaic.training.suited import suited_spec
+
+        asked = {"patches_per_expert": self.patches_per_expert, "patch_size": self.patch_size}
+        mixture = {name: value for name, value in {"experts": self.experts, **asked}.items() if value is not None}
+        options: dict[str, Any] = {} if self.fidelity is None else {"fidelity": self.fidelity}
+        if not self.convert:
+            return suited_spec(self.model, task, {**options, **mixture})
+        conversion = {"layer": list(self.convert), "seed": self.seed, **mixture}
+        return suited_spec(self.model, task, options, conversion)
+
+    def _train(self, task: ImageTask, spec: ModelSpec, recipe: Recipe, device: str, out: Path) -> Fit:
+        import torch
+        from rich.console import Console
+
+        from moesaic import report
+        from moesaic.training.checkpoints import Unusable
+        from moesaic.training.fit import Diverged, fit
+        from moesaic.training.trackers import tracker_of
+
+        try:
+            trackers = [tracker_of(name, out) for name in self.track]
+        except (ImportError, ValueError) as error:
+            raise BadInput(f"moesaic train: --track: {error}") from error
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            model = spec.build()
+        try:
+            with report.watch_progress(Console(stderr=True)) as progress:
+                progress.begin(f"{self.model}, {len(task.train)} images", recipe.epochs)
+                found = fit(
+                    model,
+                    task,
+                    recipe,
+                    seed=self.seed,
+                    device=device,
+                    out=out,
+                    spec=spec,
+                    progress=progress,
+                    trackers=trackers,
+                )
+                progress.end()
+        except (Unusable, Diverged, OSError) as error:
+            message = " ".join(str(error).split())
+            raise BadInput(f"moesaic train: {message.removeprefix('fit: ')}") from error
+        return found
+
+
+def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: Count, found: Fit, out: Path) -> None:
+    """How well it does, on what, for what, and what to do next."""
+
+    def say(line: str = "") -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    often = 100 * int(task.test.labels.bincount().max()) / len(task.test)
+    ended = "" if found.stopped == "all epochs" else f" ({found.stopped})"
+    say(
+        f"{spec.name} on {task.name}: {len(task.train)} images to train on, {len(found.epochs)} epochs{ended} in "
+        f"{found.seconds:,.0f} s, {found.images / max(found.seconds, 1e-9):,.0f} images/s"
+    )
+    say(
+        f"Test accuracy: {found.accuracy:.1f} % of {len(task.test)} images; always naming the most frequent class "
+        f"would give {often:.1f} %"
+    )
+    _show_groups(console, "class", task.class_names, task.test.labels, found.class_accuracy)
+    if task.cluster_names != task.class_names:
+        _show_groups(console, "group", task.cluster_names, task.test.clusters, found.cluster_accuracy)
+    say()
+    say(_cost(cost))
+    for epoch in found.epochs:
+        for alarm in epoch.alarms:
+            say(f"note: in epoch {epoch.number}: {alarm}")
+    here = shlex.quote(str(out))
+    say(f"\nNetwork: {out / 'model.safetensors'}\nNext:")
+    if cost.routed_parameters:
+        say(f"  moesaic explain {here} IMAGE…             what its experts look at")
+    say(f"  moesaic export {here} --format onnx       one file for a server")
+
+
+def _show_groups(
+    console: Console, kind: str, names: Sequence[str], groups: Tensor, accuracies: Sequence[float]
+) -> None:
+    """A table of accuracies; of many, the worst."""
+    from rich.table import Table
+    from rich.text import Text
+
+    counts = [int((groups == group).sum()) for group in range(len(names))]
+    rows = [row for row in zip(names, counts, accuracies, strict=True) if row[1]]
+    if len(rows) > _LISTED:
+        several = "classes" if kind == "class" else f"{kind}s"
+        console.print(f"The worst {_LISTED // 2} of {len(rows)} {several}:", highlight=False)
+        rows = sorted(rows, key=lambda row: row[2])[: _LISTED // 2]
+    table = Table(kind, "test images", "accuracy", box=None, pad_edge=False, header_style="bright_black")
+    table.columns[1].justify = table.columns[2].justify = "right"
+    for name, count, accuracy in rows:
+        table.add_row(Text(name), f"{count}", f"{accuracy:.1f} %")
+    console.print(table)
+
+
+def _cost(cost: Count) -> str:
+    parameters = f"{cost.parameters:,} parameters"
+    work = f"{_short(cost.macs)} multiply-adds for an image"
+    if not cost.routed_parameters:
+        return f"{parameters}, {work}"
+    share, part = 100 * cost.routed_parameters / cost.parameters, 100 * cost.routed_macs / cost.macs
+    saved = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
+    return (
+        f"{parameters}, {share:.1f} % of them in the mixture; {work}, {part:.1f} % of them in the mixture, which takes "
+        f"{saved:.1f} % of what its experts would take on all patches"
+    )
+
+
+def _short(number: int) -> str:
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return str(number)
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name) or "images"
