@@ -290,19 +290,21 @@ def flip_and_crop(pixels: Tensor, luck: Tensor) -> Tensor:
 
 def _moved(pixels: Tensor, luck: Tensor, flip: bool, padding: int) -> Tensor:
     """Bytes mirrored where the first number of luck is low, and shifted by the other two."""
-    if not flip and not padding:
-        return pixels
+    if not padding:
+        return torch.where(luck[:, 0, None, None, None] <= 0.5, pixels.flip(3), pixels) if flip else pixels
     B, C, H, W = pixels.shape
     device = pixels.device
     places = 2 * padding + 1
     shift = (luck[:, 1:3] * places).long().clamp_(max=places - 1)
     rows = shift[:, :1] + torch.arange(H, device=device)
     across = torch.arange(W, device=device).expand(B, W)
-    columns = shift[:, 1:] + torch.where(luck[:, :1] <= 0.5, W - 1 - across, across) if flip else shift[:, 1:] + across
-    padded = F.pad(pixels, (padding,) * 4)
-    image = torch.arange(B, device=device)[:, None, None, None]
-    channel = torch.arange(C, device=device)[:, None, None]
-    return padded[image, channel, rows[:, None, :, None], columns[:, None, None, :]]
+    mirrored = torch.where(luck[:, :1] <= 0.5, W - 1 - across, across) if flip else across
+    columns = shift[:, 1:] + mirrored
+    # one pixel after the other, all its channels together, which is three times as fast as by each index alone
+    padded = F.pad(pixels.permute(0, 2, 3, 1), (0, 0, *(padding,) * 4))
+    rows += torch.arange(B, device=device)[:, None] * (H + 2 * padding)
+    index = rows[:, :, None] * (W + 2 * padding) + columns[:, None, :]
+    return padded.reshape(-1, C).index_select(0, index.flatten()).view(B, H, W, C).permute(0, 3, 1, 2)
 
 
 def _turns(groups: Tensor) -> Tensor:
@@ -321,9 +323,16 @@ def _blurred(pixels: Tensor, luck: Tensor) -> Tensor:
 
 
 def _standardise(images: Tensor, scale: Scale) -> Tensor:
-    mean = torch.tensor(scale.mean, device=images.device)[:, None, None]
-    std = torch.tensor(scale.std, device=images.device)[:, None, None]
-    return (images - mean) / std
+    """In place."""
+    mean, std = (_spread(numbers, images) for numbers in (scale.mean, scale.std))
+    return images.sub_(mean).div_(std)
+
+
+def _spread(numbers: tuple[float, ...], images: Tensor) -> Tensor:
+    """(1, C, H, W): a number for each channel, laid out in memory as an image is, which makes for long loops."""
+    channels_last = images.is_contiguous(memory_format=torch.channels_last)
+    each = torch.tensor(numbers, device=images.device)[:, None, None].expand(1, *images.shape[1:])
+    return each.contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
 def _tensors(split: Split, data_dir: str | Path, images_per_file: int) -> tuple[Tensor, Tensor]:

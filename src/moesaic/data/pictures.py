@@ -80,7 +80,7 @@ def decode_picture(content: bytes, size: int) -> NDArray[np.uint8]:
         raise BadPicture("is too large for the memory there is") from fault
     except Exception as fault:  # what damage makes Pillow's readers raise is of every kind
         told = f"{fault}" or type(fault).__name__
-        raise BadPicture(f"is truncated ({told})" if "truncated" in told else f"is damaged ({told})") from fault
+        raise BadPicture(f"is truncated ({told})" if "truncated" in told.lower() else f"is damaged ({told})") from fault
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -131,7 +132,7 @@ class _Store:
             )
             if whole and _checksum(found.pixels) == about["checksum"]:
                 return found
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, EOFError, ValueError, KeyError, TypeError):
             pass  # what is damaged can be wrong in any way
         self.log(f"the decoded pictures in {self.folder} are damaged; they are made anew")
         return None
@@ -154,25 +155,26 @@ class _Store:
         except OSError as fault:
             raise self._told(fault, len(names) * size * size * 3) from fault
         finally:
-            unfinished.unlink(missing_ok=True)
+            with suppress(OSError):
+                unfinished.unlink()
 
     def _mapped(self) -> NDArray[np.uint8]:
         """Copy-on-write: nothing that happens to the array reaches the file."""
         return np.load(self.pixels, mmap_mode="c", allow_pickle=False)
 
     def _told(self, fault: OSError, needed: int) -> OSError:
-        way_out = f"free some, or name a folder on another disk with --cache-dir or in {CACHE_VARIABLE}"
         if fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            return OSError(
-                fault.errno,
-                f"there is no space left in {self.folder} for decoded pictures, which take {needed / 1e6:.0f} MB; "
-                f"{way_out}",
+            told = OSError(
+                f"there is no space left in {self.folder} for decoded pictures, which take {needed / 1e6:.0f} MB; free "
+                f"some, or name a folder on another disk with --cache-dir or in {CACHE_VARIABLE}"
             )
-        return OSError(
-            fault.errno,
-            f"decoded pictures cannot be kept in {self.folder} ({fault.strerror or fault}); name a folder that can be "
-            f"written with --cache-dir or in {CACHE_VARIABLE}",
-        )
+        else:
+            told = OSError(
+                f"decoded pictures cannot be kept in {self.folder} ({fault.strerror or fault}); name a folder that can "
+                f"be written with --cache-dir or in {CACHE_VARIABLE}"
+            )
+        told.errno = fault.errno
+        return told
 
 
 def _write_pixels(
@@ -237,8 +239,6 @@ def _checksum(pixels: Tensor) -> int:
 def _remove_stale(folder: Path) -> None:
     """Unfinished files of programs that ended without a chance to remove them."""
     for left in folder.glob(".*.unfinished"):
-        try:
+        with suppress(OSError):  # another program may be faster
             if time.time() - left.stat().st_mtime > _STALE:
                 left.unlink()
-        except OSError:
-            continue  # another program was faster
