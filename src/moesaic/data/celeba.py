@@ -8,9 +8,9 @@ The authors' code loads arrays that it does not make, and tells of them only how
 taken: of ``celeba-spurious`` 47.5 %, 2.5 %, 2.5 % and 47.5 % from the four groups smiling × hair, and
 of ``celeba-4class`` as many from each of the four classes. Here groups have these shares too, and are
 as large as the faces allow. How their test faces were drawn is told neither there nor in print, but
-that there are 2 000 in ``celeba-4class``, four times about as many as smile with eyeglasses among
-CelebA's own test faces: so this test part is balanced, while that of ``celeba-spurious`` has all test
-faces with one of the two hair colours.
+that there are 2 000 in ``celeba-4class``, for which this test part is balanced as well. That of
+``celeba-spurious`` has all test faces with one of the two hair colours, in which hair tells next to
+nothing about the smile.
 """
 
 from __future__ import annotations
