@@ -13,8 +13,11 @@ DOCS := $(VENV)/.docs.stamp
 # made anew, because pip trusts the metadata of a package whose files are only partly there.
 UNFINISHED := $(VENV)/.unfinished
 
-install = touch $(UNFINISHED) && $(VPY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e $(1) \
-	&& rm $(UNFINISHED) && touch $@
+pip = $(VPY) -m pip install -qq --disable-pip-version-check -c constraints.txt
+install = touch $(UNFINISHED) && $(pip) -e $(1) $(if $(2),&& $(pip) --no-deps $(2)) && rm $(UNFINISHED) && touch $@
+
+# timm for its tests, as it is: pip would look for a torch to go with torchvision, and the tests need no torchvision
+TIMM := timm torchvision huggingface_hub pyyaml tqdm
 
 .PHONY: help demo test lint docs bench clean
 # two pips must not write to one environment
@@ -64,7 +67,7 @@ $(CORE): pyproject.toml constraints.txt $(wildcard $(UNFINISHED))
 
 $(DEV): $(CORE)
 	@echo 'Installing the tools for tests and lint'
-	@$(call install,'.[dev]')
+	@$(call install,'.[dev]',$(TIMM))
 
 $(DOCS): $(CORE)
 	@echo 'Installing the tools for documentation'
