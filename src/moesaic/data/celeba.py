@@ -8,9 +8,8 @@ The authors' code loads arrays that it does not make, and tells of them only how
 taken: of ``celeba-spurious`` 47.5 %, 2.5 %, 2.5 % and 47.5 % from the four groups smiling × hair, and
 of ``celeba-4class`` as many from each of the four classes. Here groups have these shares too, and are
 as large as the faces allow. How their test faces were drawn is told neither there nor in print, but
-that there are 2 000 in ``celeba-4class``, for which this test part is balanced as well. That of
-``celeba-spurious`` has all test faces with one of the two hair colours, in which hair tells next to
-nothing about the smile.
+that there are 2 000 in ``celeba-4class``. Here this test part is balanced like the training part, and
+that of ``celeba-spurious`` has all test faces with one of the two hair colours, in CelebA's own shares.
 """
 
 from __future__ import annotations
@@ -112,7 +111,7 @@ def celeba_smiling(data_dir: Path | None, size: int | None, cache: Cache, seed: 
 
 
 def celeba_spurious(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
-    """``celeba-spurious``: the same, where the colour of hair gives it away in training and not in testing."""
+    """``celeba-spurious``: the same, where the colour of hair nearly gives it away, but only in training."""
     return _task(
         "celeba-spurious",
         lambda celeba, split: spurious(celeba, split, seed),
