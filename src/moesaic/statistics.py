@@ -149,7 +149,11 @@ def samples_to_reach(level: float, curve: Curve, *, logarithmic: bool = True) ->
     (200.0, True)
     """
     sizes, accuracies = _known(curve)
-    return bootstrap(lambda a: samples_at(level, sizes, a.mean(axis=1), logarithmic=logarithmic), accuracies)
+
+    def needed(a: Array) -> float:
+        return samples_at(level, sizes, a.mean(axis=1), logarithmic=logarithmic)
+
+    return bootstrap(needed, accuracies)
 
 
 def sample_ratio(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool = False) -> Estimate:

@@ -302,5 +302,7 @@ def test_the_suggested_l_is_judged_by_the_accuracy_at_its_nearest_in_the_sweep(
 @pytest.mark.parametrize("preset", SIZES)
 def test_plans_are_made_of_cells(preset: str, fidelity: Fidelity):
     cells = PAPER.plan(preset, fidelity)
-    assert all(isinstance(cell, TwoLayerCell) and cell.trials >= 2 for cell in cells.values())
-    assert all(len(name.split("/")) == 3 for name in cells)
+    on_digits = {name: cell for name, cell in cells.items() if not name.startswith("wide")}
+    assert on_digits
+    assert all(isinstance(cell, TwoLayerCell) and cell.trials >= 2 for cell in on_digits.values())
+    assert all(len(name.split("/")) == 3 for name in on_digits)

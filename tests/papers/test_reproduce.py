@@ -77,7 +77,7 @@ def test_all_claims_get_a_verdict_or_a_reason(tmp_path: Path):
         assert finding.preset == "quick"
         if finding.verdict.startswith("not run here"):
             assert finding.measured is None
-            assert finding.verdict == "not run here: needs --preset full"
+            assert finding.verdict.startswith("not run here: needs --preset full")
         else:
             assert finding.measured is not None
     not_run = {(finding.id, finding.fidelity) for finding in outcome.findings if finding.decision == "not run here"}

@@ -1,0 +1,289 @@
+"""Runs of a wide residual network on images, dense or with a pMoE layer: cells of Chowdhury et al. 2023, 5.2."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from moesaic import draws
+from moesaic.data.celeba import read_celeba
+from moesaic.data.cifar import load_cifar10
+from moesaic.data.image_sets import Scaling, load_images
+from moesaic.data.image_tasks import Augment, Augmented, ImageTask, LabelledImages, Scale
+from moesaic.data.named_sets import missing
+from moesaic.ledger import Fidelity
+from moesaic.models.count import count
+from moesaic.models.registry import create_model
+from moesaic.papers import claims
+from moesaic.papers.lab import Lab
+from moesaic.training.fit import Epoch, fit
+from moesaic.training.recipe import Recipe
+
+__all__ = [
+    "CONVERGED",
+    "Arm",
+    "StepCell",
+    "StepResult",
+    "WideCell",
+    "WideResult",
+    "check_data",
+    "runs_of",
+    "sizes_of",
+]
+
+Array = NDArray[np.float64]
+
+Arm = Literal["wrn", "pmoe"]
+"""The network as it is, or with a pMoE layer for its last convolution."""
+
+ENGINE = 1
+"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+
+CONVERGED = 99.0
+"""Training accuracy in percent, over an epoch as it was trained, from which on a network counts as converged."""
+
+_NEEDS_GPU = "needs a GPU (--device cuda)"
+_CELEBA, _CIFAR = "CelebA's images and lists", "CIFAR-10's binary files"
+_FILES = {
+    "celeba-smiling": _CELEBA,
+    "celeba-spurious": _CELEBA,
+    "celeba-4class": _CELEBA,
+    "cifar10": _CIFAR,
+    "cifar10-noise": f"{_CIFAR} and photographs of plants (plants or flowers102)",
+    "cifar-vehicles": _CIFAR,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class WideResult:
+    """What one run measured."""
+
+    accuracy: float
+    """After the last epoch, in percent."""
+    groups: dict[str, float]
+    """The same for each cluster of the test images, by name."""
+    tested: Array
+    """(n, 2): epochs after which it was tested, and the accuracies."""
+    training: Array
+    """(epochs,): training accuracy of each, in percent."""
+    images: int
+    """Seen in training, with repetition."""
+    macs: int
+    """Multiply-adds of one image, forward, at the sparse price."""
+    seconds: float
+    """Of training; runs side by side on one GPU slow each other down, so this compares nothing."""
+
+    @property
+    def converged(self) -> float:
+        """Images seen by the end of the first epoch with `CONVERGED` training accuracy; infinite if there was none."""
+        reached = np.flatnonzero(self.training >= CONVERGED)
+        return self.images * (int(reached[0]) + 1) / len(self.training) if reached.size else math.inf
+
+
+@dataclass(frozen=True)
+class WideCell:
+    """One run of one network on one number of samples."""
+
+    task: str
+    """A name of `moesaic.data.image_sets.IMAGE_SETS`."""
+    arm: Arm
+    fidelity: Fidelity
+    samples: int
+    trial: int
+    recipe: Recipe
+    scale: Scaling = "unit"
+    augment: Augment = "none"
+    tests: int = 5
+    """How often it is tested, evenly over the epochs, the last included."""
+    network: str = "wrn10_10"
+    size: int | None = None
+    """The side that images are brought to; None: as they are."""
+    on_cpu: bool = False
+    """Whether it may run without a GPU, which would take days for all but small networks."""
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.epochs
+
+    def obstacle(self, lab: Lab) -> str | None:
+        if missing(self.task, lab.data_dir) is not None:
+            return f"needs {_FILES[self.task]} under --data-dir"
+        return None if self.on_cpu or lab.device.startswith("cuda") else _NEEDS_GPU
+
+    def spec(self, lab: Lab) -> dict[str, Any]:
+        described = {**asdict(self), "recipe": self.recipe.to_json()}
+        del described["on_cpu"]
+        here = lab.data_dir if missing(self.task, lab.data_dir) is None else None
+        digest = _digest(self.task, here, self.size) if here is not None else "not here"
+        return {"experiment": "wide", "engine": ENGINE, "data": digest, "seed": lab.seed, **described}
+
+    def measure(self, lab: Lab) -> dict[str, Any]:
+        assert lab.data_dir is not None, "there is an obstacle"
+        seed = int(draws.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        whole = _scaled(_loaded(self.task, lab.data_dir, self.size), self.scale, self.augment)
+        task = whole.subset(self.samples, seed)  # the same for every network of the trial
+        shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))
+        model = _network(self.network, self.arm, self.fidelity, task.labels, shape, seed)
+        every = max(math.ceil(self.recipe.epochs / self.tests), 1)
+        cost = count(model, shape).macs
+        found = fit(model, task, self.recipe, seed=seed, device=lab.device, progress=lab.progress, test_every=every)
+        return {
+            "accuracy": round(found.accuracy, 4),
+            "groups": {
+                name: round(share, 4)
+                for name, share in zip(task.cluster_names, found.cluster_accuracy, strict=True)
+                if math.isfinite(share)
+            },
+            "tested": [[e.number, round(e.test_accuracy, 4)] for e in found.epochs if e.test_accuracy is not None],
+            "training": [round(epoch.train_accuracy, 4) for epoch in found.epochs],
+            "losses": [round(epoch.loss, 6) for epoch in found.epochs],
+            "images": found.images,
+            "macs": cost,
+            "seconds": round(found.seconds, 3),
+            "stopped": found.stopped,
+        }
+
+    def result(self, kept: dict[str, Any]) -> WideResult:
+        return WideResult(
+            kept["accuracy"],
+            kept["groups"],
+            np.asarray(kept["tested"], dtype=np.float64).reshape(-1, 2),
+            np.asarray(kept["training"], dtype=np.float64),
+            kept["images"],
+            kept["macs"],
+            kept["seconds"],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """How long a training step takes."""
+
+    wrn: Array
+    """(rounds,) seconds for an image."""
+    pmoe: Array
+    macs: dict[str, int]
+    """Multiply-adds of one image, forward, by arm."""
+    device: str
+
+
+@dataclass(frozen=True)
+class StepCell:
+    """The speed of training, both arms in turn on a machine that does nothing else."""
+
+    fidelity: Fidelity
+    classes: int = 4
+    side: int = 64
+    batch: int = 128
+    batches: int = 20
+    rounds: int = 5
+    network: str = "wrn10_10"
+    on_cpu: bool = False
+
+    @property
+    def steps(self) -> int:
+        return 2 * self.rounds * _TIMED_EPOCHS
+
+    def obstacle(self, lab: Lab) -> str | None:
+        return None if self.on_cpu or lab.device.startswith("cuda") else _NEEDS_GPU
+
+    def spec(self, lab: Lab) -> dict[str, Any]:
+        described = asdict(self)
+        del described["on_cpu"]
+        return {"experiment": "wide steps", "engine": ENGINE, **described}
+
+    def measure(self, lab: Lab) -> dict[str, Any]:
+        shape = (3, self.side, self.side)
+        noise = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (self.batch * self.batches, *shape), dtype=torch.uint8, generator=noise)
+        train = LabelledImages(images, torch.arange(len(images)) % self.classes, torch.zeros(len(images)).long())
+        names = tuple(f"class {number}" for number in range(self.classes))
+        scale = Scale((0.0,) * 3, (1.0,) * 3)
+        few = train.take(torch.arange(2 * self.classes))
+        task = ImageTask(train, few, names, ("all",), scale, scale, name="noise")
+        recipe = Recipe(_TIMED_EPOCHS, self.batch, learning_rate=1e-3, momentum=0.0, schedule="constant")
+        arms: tuple[Arm, Arm] = ("wrn", "pmoe")
+        seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+        macs: dict[str, int] = {}
+        for _ in range(self.rounds):
+            for arm in arms:
+                model = _network(self.network, arm, self.fidelity, self.classes, shape, 0)
+                macs[arm] = count(model, shape).macs
+                epochs = fit(
+                    model, task, recipe, device=lab.device, progress=lab.progress, test_every=_TIMED_EPOCHS
+                ).epochs
+                seconds[arm].append(_seconds_an_image(epochs))
+        return {**seconds, "macs": macs, "device": _device_name(lab.device)}
+
+    def result(self, kept: dict[str, Any]) -> StepResult:
+        wrn, pmoe = (np.asarray(kept[arm], dtype=np.float64) for arm in ("wrn", "pmoe"))
+        return StepResult(wrn, pmoe, kept["macs"], kept["device"])
+
+
+_TIMED_EPOCHS = 3
+"""Of which the first warms up and is not counted."""
+
+
+def _seconds_an_image(epochs: tuple[Epoch, ...]) -> float:
+    return float(np.mean([1 / epoch.images_per_second for epoch in epochs[1:]]))
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def _network(
+    name: str, arm: Arm, fidelity: Fidelity, classes: int, shape: tuple[int, int, int], seed: int
+) -> nn.Module:
+    options: dict[str, Any] = {"fidelity": fidelity, "in_channels": shape[0]}
+    if arm == "pmoe":
+        options["image_size"] = shape[1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return create_model(name if arm == "wrn" else f"{name}_pmoe", num_classes=classes, **options)
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, data_dir: Path, size: int | None) -> ImageTask:
+    """Cells of a task follow each other, so that one at a time is enough; together they would take gigabytes."""
+    return load_images(name, data_dir=data_dir, size=size)
+
+
+@cache
+def _digest(name: str, data_dir: Path, size: int | None) -> str:
+    return _loaded(name, data_dir, size).digest
+
+
+def _scaled(task: ImageTask, scale: Scaling, augment: Augment) -> ImageTask:
+    channels, side = task.train.pixels.shape[1:3]
+    assert task.scale is not None, "named sets have one"
+    chosen = task.scale if scale == "standard" else Scale((0.0,) * channels, (1.0,) * channels)
+    return replace(task, vary=Augmented.of(augment, chosen, side), view=chosen, scale=chosen)
+
+
+def check_data(data_dir: Path) -> None:
+    """Raises if CelebA's lists or CIFAR-10 are in the folder and damaged; that they are not is an obstacle."""
+    if missing("celeba-smiling", data_dir) is None:
+        read_celeba(data_dir)
+    if missing("cifar10", data_dir) is None:
+        for split in ("train", "test"):
+            load_cifar10(split, data_dir)
+
+
+def runs_of(study: claims.Study[Any], task: str, arm: Arm, samples: int) -> list[WideResult]:
+    """The trials of a network on so many samples."""
+    return study.line(f"wide/{task}/{arm}/{samples}")[1]
+
+
+def sizes_of(study: claims.Study[Any], task: str, arm: Arm = "pmoe") -> list[int]:
+    """The numbers of samples that there are runs on, rising."""
+    start = f"wide/{task}/{arm}/"
+    return sorted({int(name.removeprefix(start).partition("/")[0]) for name in study.plan if name.startswith(start)})
