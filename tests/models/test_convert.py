@@ -99,25 +99,28 @@ def test_the_networks_of_this_library_convert_too():
 
 @pytest.mark.parametrize("gate", ["softmax_selected", "softmax_all", "one"])
 @pytest.mark.parametrize("gate_on", ["output", "input"])
-def test_with_even_gates_the_chosen_patches_get_what_the_convolution_gave(gate, gate_on):
+def test_with_even_gates_chosen_patches_make_up_for_the_others(gate, gate_on):
     conv, x = nn.Conv2d(4, 6, 1), torch.randn(2, 4, 8, 8)
-    options = {"patches_per_expert": 3, "patch_size": 2, "gate": gate, "gate_on": gate_on, "init": "upcycle"}
+    options = {"patches_per_expert": 4, "patch_size": 2, "gate": gate, "gate_on": gate_on, "init": "upcycle"}
     layer = convert(one(copy.deepcopy(conv)), "0", experts=2, input_size=8, **options)[0]
     with torch.no_grad(), record_routing(layer) as routing:
         layer.router.weight.zero_()
         found, expected = layer(x), conv(x)
+        if gate_on == "input":  # the bias is not gated
+            found, expected = (y - conv.bias.view(1, -1, 1, 1) for y in (found, expected))
     mask = routing[""].mask.transpose(1, 2).reshape(2, 2, 4, 4)
     mask = mask.repeat_interleave(2, 2).repeat_interleave(2, 3).repeat_interleave(3, 1)
-    elsewhere = torch.zeros_like(expected) if gate_on == "output" else conv.bias.view(1, -1, 1, 1).expand_as(expected)
-    torch.testing.assert_close(found, torch.where(mask, expected, elsewhere))
+    torch.testing.assert_close(found, torch.where(mask, 4 * expected, 0))
 
 
 @pytest.mark.parametrize("gate", ["softmax_selected", "softmax_all", "one"])
-def test_experts_that_are_summed_have_gates_that_add_up_to_the_map(gate):
-    router = EvenChoice(4, 4, 3, gate=gate, summed=True)
+@pytest.mark.parametrize("summed", [False, True])
+def test_gates_average_1_over_the_map_of_each_expert_or_of_their_sum(gate, summed):
+    router = EvenChoice(4, 4, 3, gate=gate, summed=summed)
     nn.init.zeros_(router.weight)
-    routing = router(torch.randn(2, 4, 4, 4))
-    torch.testing.assert_close(routing.weights.sum((1, 2)), torch.full((2,), 16.0))
+    weights = router(torch.randn(2, 4, 4, 4)).weights
+    found = weights.sum(2).mean(1) if summed else weights.mean(1)
+    torch.testing.assert_close(found, torch.ones_like(found))
 
 
 def test_experts_have_as_many_parameters_as_the_convolution_and_routers_theirs():

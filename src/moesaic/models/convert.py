@@ -64,11 +64,10 @@ def convert(
             into nearest to 32 patches (16 to 64 where there is such), the larger of two that are equally near.
         gate: as in ``PatchMoE``, and so for ``gate_on``, ``context``, ``expert_norm`` and ``combine``.
             ``"sum"`` gives every expert all of the filters, E times as many parameters.
-        init: ``"scratch"``: fresh weights; ``"upcycle"``: the convolution's own. Upcycled, a layer
-            computes what the convolution did on the patches an expert takes and 0 elsewhere, as long as
-            the gates are even, as they nearly are at the start: gates of `EvenChoice` are around 1. With
-            ``gate="one"`` and L = N the converted model computes exactly what the original did. BatchNorm
-            behind the layer has statistics of the original: with L < N train it on before you evaluate.
+        init: ``"scratch"``: fresh weights; ``"upcycle"``: the convolution's own, with the gates of `EvenChoice`,
+            which make up on an expert's patches for what is missing elsewhere. With ``gate="one"`` and L = N
+            the converted model computes exactly what the original did. With L < N it starts near it, nearer
+            once BatchNorm has met the new maps (``torch.optim.swa_utils.update_bn``); then train on.
         seed: of fresh weights, routers included; every layer has random numbers of its own.
         input_size: of the images, one side or (C, H, W), for a trial run before and after. What is
             ``"auto"`` or None above needs it. A model of timm brings its own along; say yours if it differs.
@@ -141,14 +140,16 @@ def conversions_of(model: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 class EvenChoice(ExpertChoice):
-    """Expert choice whose gates are 1 where all patches score alike: for filters that were learned without gates.
+    """Expert choice whose gates average 1 over the map: for filters that were learned without gates.
 
-    Softmax gates are multiplied by their number, L of the selected or N of all. Where experts are
-    summed, they are divided by E·L / N too, the number of experts that take a patch on average.
+    As long as all patches score alike, each of an expert's L patches has the gate N / L, whichever ``gate`` it
+    is, and so the mean over the map of what the filters answer stays about what it was. Where experts are
+    ``summed``, the gates of all of them together average 1.
 
     >>> import torch
-    >>> EvenChoice(3, experts=4, patches_per_expert=2)(torch.zeros(1, 3, 4, 4)).gate.unique().tolist()
-    [1.0]
+    >>> router = EvenChoice(3, experts=4, patches_per_expert=2)
+    >>> router(torch.zeros(1, 3, 4, 4)).gate[0, 0].tolist()  # two of 16 patches
+    [8.0, 8.0]
     """
 
     def __init__(self, *args: Any, summed: bool = False, **options: Any) -> None:
@@ -157,9 +158,9 @@ class EvenChoice(ExpertChoice):
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         routing = super().choose(scores, unit=unit, grid=grid)
-        N, E, L = scores.shape[1], self.experts, self.patches_per_expert
-        even = {"one": 1, "softmax_selected": L, "softmax_all": N}[self.gate]
-        factor = even * N / (E * L) if self.summed else even
+        N, L = scores.shape[1], self.patches_per_expert
+        even = {"one": 1, "softmax_selected": 1 / L, "softmax_all": 1 / N}[self.gate]
+        factor = N / (L * even * (self.experts if self.summed else 1))
         return replace(routing, gate=routing.gate * factor)
 
 
