@@ -3,8 +3,11 @@
 >>> import torch, moesaic
 >>> layer = moesaic.PatchMoE(64, 64, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3)
 >>> y = layer(torch.randn(2, 64, 16, 16))
+>>> model = moesaic.create_model("wrn10_10_pmoe", num_classes=10)
 """
 
+import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moesaic.layers import PatchMoE, SampleMoE, record_routing
@@ -13,6 +16,7 @@ from moesaic.record import Routing
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
 
 if TYPE_CHECKING:
+    from moesaic.models import convert, create_model, list_models, register_with_timm
     from moesaic.training import NormalizedGD
 
 __version__ = "0.1.0.dev0"
@@ -27,14 +31,28 @@ __all__ = [
     "TokenChoice",
     "__version__",
     "backend",
+    "convert",
+    "create_model",
+    "list_models",
     "record_routing",
+    "register_with_timm",
 ]
+
+# rooms that whoever wants a layer need not wait for
+_LATER = {
+    "NormalizedGD": "moesaic.training",
+    "convert": "moesaic.models",
+    "create_model": "moesaic.models",
+    "list_models": "moesaic.models",
+    "register_with_timm": "moesaic.models",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # the room of training brings models and data along, which whoever wants a layer need not wait for
-    if name == "NormalizedGD":
-        from moesaic.training import NormalizedGD
-
-        return NormalizedGD
+    if name in _LATER:
+        return getattr(import_module(_LATER[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "timm" in sys.modules:
+    __getattr__("register_with_timm")()

@@ -14,11 +14,15 @@ from typing import Any, Protocol
 import tyro
 
 from moesaic.cli.claims import Claims
+from moesaic.cli.compare import Compare
+from moesaic.cli.explain import Explain
+from moesaic.cli.export import Export
 from moesaic.cli.reproduce import Reproduce
 from moesaic.cli.shared import BadInput, tell, version
 from moesaic.cli.theory import Theory
+from moesaic.cli.train import Train
 
-__all__ = ["BadInput", "Claims", "Reproduce", "Theory", "main"]
+__all__ = ["BadInput", "Claims", "Compare", "Explain", "Export", "Reproduce", "Theory", "Train", "main"]
 
 
 class Command(Protocol):
@@ -29,7 +33,15 @@ class Command(Protocol):
         ...
 
 
-COMMANDS: dict[str, type[Any]] = {"reproduce": Reproduce, "claims": Claims, "theory": Theory}
+COMMANDS: dict[str, type[Any]] = {
+    "train": Train,
+    "compare": Compare,
+    "explain": Explain,
+    "export": Export,
+    "reproduce": Reproduce,
+    "claims": Claims,
+    "theory": Theory,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

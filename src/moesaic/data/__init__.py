@@ -5,7 +5,8 @@ from moesaic.data.clusters import ClusterData, ClusterPatches, ClusterSetting
 from moesaic.data.digit_patches import DigitPatches
 from moesaic.data.digits import DIGIT_SIZE, Digits, load_digits
 from moesaic.data.embeddings import Embeddings, embed_sentences
-from moesaic.data.image_tasks import ImageTask, LabelledImages, cifar10_rotate_task, cifar10_task
+from moesaic.data.image_sets import IMAGE_SETS, load_images
+from moesaic.data.image_tasks import ImageTask, LabelledImages, Scale, Skipped, cifar10_rotate_task, cifar10_task
 from moesaic.data.mosaics import DigitMosaics, digit_mosaics
 from moesaic.data.patterns import PatternPatches
 from moesaic.data.sentences import SOURCES, Sentences, SentenceSource, load_sentences, read_sentences
@@ -14,6 +15,7 @@ from moesaic.data.trials import PatchSource, Split, TrialData
 __all__ = [
     "CIFAR10_CLASSES",
     "DIGIT_SIZE",
+    "IMAGE_SETS",
     "SOURCES",
     "Cifar10",
     "ClusterData",
@@ -27,8 +29,10 @@ __all__ = [
     "LabelledImages",
     "PatchSource",
     "PatternPatches",
+    "Scale",
     "SentenceSource",
     "Sentences",
+    "Skipped",
     "Split",
     "TrialData",
     "cifar10_rotate_task",
@@ -37,6 +41,7 @@ __all__ = [
     "embed_sentences",
     "load_cifar10",
     "load_digits",
+    "load_images",
     "load_sentences",
     "read_sentences",
 ]

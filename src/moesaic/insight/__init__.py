@@ -2,6 +2,7 @@
 
 from moesaic.insight.alarm import CollapseAlarm, CollapseWarning, check_scores
 from moesaic.insight.dispatch import DispatchTable, dispatch_table
+from moesaic.insight.explain import Explanation, explain
 from moesaic.insight.metrics import (
     Agreement,
     Summary,
@@ -23,6 +24,7 @@ __all__ = [
     "CollapseAlarm",
     "CollapseWarning",
     "DispatchTable",
+    "Explanation",
     "Line",
     "Summary",
     "Track",
@@ -33,6 +35,7 @@ __all__ = [
     "dispatch_entropy",
     "dispatch_table",
     "expert_accuracy",
+    "explain",
     "inner_products",
     "load_share",
     "overlap",

@@ -1,18 +1,35 @@
-"""Networks of the papers."""
+"""Networks: of the papers, by name, and other people's with a routed layer in place of a convolution."""
 
 from moesaic.models.cifar import CIFAR_NETWORKS, MobileNetV2, ResNet18, SmallCNN, cifar_mixture, cifar_network
+from moesaic.models.convert import conversions_of, convert
+from moesaic.models.count import Count, count
 from moesaic.models.mixtures import Mixture, Mixtures
+from moesaic.models.registry import ModelSpec, create_model, list_models
+from moesaic.models.timm_registry import register_with_timm
 from moesaic.models.two_layer import Networks, TwoLayer
+from moesaic.models.vector_network import VectorNetwork
+from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
 
 __all__ = [
     "CIFAR_NETWORKS",
+    "Count",
     "Mixture",
     "Mixtures",
     "MobileNetV2",
+    "ModelSpec",
     "Networks",
     "ResNet18",
     "SmallCNN",
     "TwoLayer",
+    "VectorNetwork",
+    "WideResNet",
+    "WideResNetPMoE",
     "cifar_mixture",
     "cifar_network",
+    "conversions_of",
+    "convert",
+    "count",
+    "create_model",
+    "list_models",
+    "register_with_timm",
 ]
