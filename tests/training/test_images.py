@@ -10,8 +10,7 @@ from moesaic.data.image_tasks import ImageTask, LabelledImages
 from moesaic.layers import SampleMoE
 from moesaic.models import SmallCNN
 from moesaic.routing import SampleRouter
-from moesaic.training import ImageSchedule, embed_images, evaluate_images, train_images
-from moesaic.training import images as loop
+from moesaic.training import ImageSchedule, batches, embed_images, evaluate_images, train_images
 
 SHORT = ImageSchedule(epochs=2, learning_rate=0.02, batch=16)
 
@@ -94,7 +93,7 @@ def test_an_epoch_has_whole_batches_only():
 def test_how_many_images_are_prepared_together_changes_nothing(monkeypatch):
     lucky = replace(TASK, vary=lambda pixels, luck: centred(pixels, luck) * luck[:, 0, None, None, None])
     whole = train_images(network(), lucky, SHORT)
-    monkeypatch.setattr(loop, "_PREPARED", 32)
+    monkeypatch.setattr(batches, "_PREPARED", 32)
     assert [epoch.loss for epoch in train_images(network(), lucky, SHORT)] == [epoch.loss for epoch in whole]
 
 

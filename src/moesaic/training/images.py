@@ -14,18 +14,18 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic import draws
 from moesaic.checks import at_least_one, one_of
-from moesaic.data.image_tasks import LUCK, ImageTask
+from moesaic.data.image_tasks import ImageTask
 from moesaic.layers import SampleMoE
 from moesaic.layers.routed import record_routing
 from moesaic.routing import load_balance_loss
+from moesaic.training.batches import generator_seed, varied_batches, viewed_batches
 from moesaic.training.normalized_gd import NormalizedGD
 from moesaic.training.progress import Progress, Silent
 
@@ -33,12 +33,8 @@ __all__ = ["ImageEpoch", "ImageSchedule", "ImageTest", "embed_images", "evaluate
 
 Decay = Literal["cosine", "constant"]
 
-_PREPARED = 4096
-"""Images prepared together."""
 _TESTED = 1000
 """Images tested together."""
-_TEST_KEY = 10
-"""Seed of what is random about images to test on: the same in every run."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +116,16 @@ def train_images(
     task = task.to(device)
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     if isinstance(model, SampleMoE):
-        model.generator = torch.Generator(device).manual_seed(_seed(seed, device))
+        model.generator = torch.Generator(device).manual_seed(generator_seed(seed, f"noise {device.type}"))
     learner, router = _optimizers(model, schedule, device)
+    sizes = [schedule.batch] * (len(task.train) // schedule.batch)
     epochs: list[ImageEpoch] = []
     for epoch in range(schedule.epochs):
         for group in learner.param_groups:
             group["lr"] = schedule.rate(epoch)
         optimizers = [learner] if router is None else [learner, router]
-        loss = _train_epoch(model, _batches(task, schedule.batch, seed, epoch), optimizers, schedule.balance, device)
+        batches = varied_batches(task, sizes, seed, epoch, device)
+        loss = _train_epoch(model, batches, optimizers, schedule.balance, device)
         epochs.append(ImageEpoch(float(loss), evaluate_images(model, task)))
         progress.advance(1, f"loss {epochs[-1].loss:.3f}, test {epochs[-1].test.accuracy:.1f} %")
     return epochs
@@ -141,7 +139,7 @@ def evaluate_images(model: nn.Module, task: ImageTask) -> ImageTest:
     was_training = model.training
     model.eval()
     with torch.no_grad(), _half(device), _watched(model) as routing:
-        for x, labels in _test_batches(task, torch.arange(len(task.test)), device):
+        for x, labels in viewed_batches(task, device, _TESTED):
             right.append(model(x).argmax(1) == labels)
             if routing is not None:
                 experts.append(_chosen(routing[""].index))
@@ -159,7 +157,7 @@ def embed_images(model: nn.Module, task: ImageTask, rows: Tensor) -> Tensor:
     was_training = model.training
     model.eval()
     with torch.no_grad(), _half(device), _watched(model) as routing:
-        for x, _ in _test_batches(task, rows, device):
+        for x, _ in viewed_batches(task, device, _TESTED, rows):
             if routing is None:
                 found.append(_features(model, x))
                 continue
@@ -209,32 +207,6 @@ def _train_epoch(
     return total / count
 
 
-def _batches(task: ImageTask, batch: int, seed: int, epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The epoch's batches: all whole ones, in an order of their own."""
-    train, device = task.train, task.train.labels.device
-    key = draws.keys(seed, [0], device)
-    order = draws.permutations(key, f"order {epoch}", len(train))[0]
-    luck = draws.uniform(key, f"luck {epoch}", len(train), LUCK)[0].float()
-    whole = len(train) // batch
-    together = max(_PREPARED // batch, 1)
-    for start in range(0, whole, together):
-        rows = order[start * batch : min(start + together, whole) * batch]
-        x = task.vary(train.pixels[rows], luck[rows]).contiguous(memory_format=torch.channels_last)
-        yield from zip(_split(x, batch), _split(train.labels[rows], batch), strict=True)
-
-
-def _test_batches(task: ImageTask, rows: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    luck = draws.uniform(draws.keys(_TEST_KEY, [0]), "test", len(task.test), LUCK)[0].float()
-    place = task.test.pixels.device
-    for some in _split(rows, _TESTED):
-        x = task.view(task.test.pixels[some.to(place)], luck[some].to(place)).to(device)
-        yield x.contiguous(memory_format=torch.channels_last), task.test.labels[some.to(place)].to(device)
-
-
-def _split(values: Tensor, size: int) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", values.split(size))  # torch types it in part
-
-
 def _half(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
@@ -269,8 +241,3 @@ def _features(model: nn.Module, x: Tensor) -> Tensor:
             f"embed_images: {type(model).__name__} has no features(x) to embed by; use a network of moesaic.models"
         )
     return features(x).float()
-
-
-def _seed(seed: int, device: torch.device) -> int:
-    """A generator's seed of 63 bits that has nothing to do with neighbouring seeds'."""
-    return int(draws.bits(draws.keys(seed, [0]), f"noise {device.type}", 1)[0, 0]) & ((1 << 63) - 1)
