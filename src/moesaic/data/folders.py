@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
+from torch import Tensor
 
 from moesaic import draws
 from moesaic.data.image_parts import ImageParts
@@ -53,14 +54,15 @@ def folder_parts(path: str | Path, size: int | None, cache: Cache, seed: int) ->
         # in the order of the default seed, for which no part then needs a copy
         files = layout.files(seed=0)
         decoded = decode_pictures(shelf, [file.name for file in files], size or SIZE, cache)
-    good = [files[row] for row in cast("list[int]", decoded.kept.tolist())]
-    held_out = {file.name for file in layout.files(seed) if file.tested}
-    tested = torch.tensor([file.name in held_out for file in good], dtype=torch.bool)
+    kept = frozenset(cast("list[int]", decoded.kept.tolist()))
+    good = [file for row, file in enumerate(files) if row in kept]
+    bad = [file.label for row, file in enumerate(files) if row not in kept]
+    tested = layout.tested(good, seed)
     labels = torch.tensor([file.label for file in good], dtype=torch.int64)
     images = LabelledImages(decoded.pixels, labels, labels)
     train, test = (images.take(mine.nonzero()[:, 0]) for mine in (~tested, tested))
     names = tuple(printable(name) for name in layout.classes)
-    _check_images(shelf.path, names, train, test, decoded.skipped, held_out=layout.test is None)
+    _check_images(shelf.path, names, train, test, dict(zip(bad, decoded.skipped, strict=True)))
     return ImageParts(train, test, names, names, decoded.skipped)
 
 
@@ -87,16 +89,30 @@ class _Layout:
         """Those to train on before those to test on."""
         found: list[_File] = []
         for label, name in enumerate(self.classes):
-            train, test = self.train[name], [] if self.test is None else self.test[name]
-            if self.test is None:
-                order = draws.permutations(draws.keys(seed, [label]), "hold out", len(train))[0]
-                many = max(round(_HELD_OUT * len(order)), 1) if len(order) > 1 else 0
-                held_out = {train[at] for at in cast("list[int]", order[:many].tolist())}
-                test = [file for file in train if file in held_out]
-                train = [file for file in train if file not in held_out]
-            found += [_File(file, label, tested=False) for file in train]
-            found += [_File(file, label, tested=True) for file in test]
+            tested = _drawn(self.train[name], seed, label) if self.test is None else frozenset[str]()
+            found += [_File(file, label, file in tested) for file in self.train[name]]
+            found += [_File(file, label, tested=True) for file in (self.test or {}).get(name, [])]
         return sorted(found, key=lambda file: file.tested)
+
+    def tested(self, good: list[_File], seed: int) -> Tensor:
+        """(B,) bool: which of the files that could be read are to test on."""
+        names = {file.name for file in self.files(seed) if file.tested}
+        tested = torch.tensor([file.name in names for file in good], dtype=torch.bool)
+        labels = torch.tensor([file.label for file in good], dtype=torch.int64)
+        for label in range(len(self.classes)) if self.test is None else ():
+            rows = (labels == label).nonzero()[:, 0]
+            if len(rows) > 1 and (tested[rows] == tested[rows[0]]).all():  # of one part, no file could be read
+                mine = [good[row].name for row in cast("list[int]", rows.tolist())]
+                drawn = _drawn(mine, seed, label)
+                tested[rows] = torch.tensor([name in drawn for name in mine])
+        return tested
+
+
+def _drawn(names: list[str], seed: int, label: int) -> frozenset[str]:
+    """A fifth of the files of a class, one at least, and none where there is but one."""
+    order = draws.permutations(draws.keys(seed, [label]), "hold out", len(names))[0]
+    many = max(round(_HELD_OUT * len(names)), 1) if len(names) > 1 else 0
+    return frozenset(names[row] for row in cast("list[int]", order[:many].tolist()))
 
 
 def _layout(shelf: Shelf, log: Log) -> _Layout:
@@ -107,8 +123,8 @@ def _layout(shelf: Shelf, log: Log) -> _Layout:
         tree = _tree(names, start)
     if not tree:
         raise ValueError(
-            f"{path}: has {len(names) or 'no'} files and no folder with files; put the images of each class into a "
-            "folder of its own"
+            f"{path}: has {'files but' if names else 'no files and'} no folder with files; put the images of each "
+            "class into a folder of its own"
         )
     train = next((top for top in sorted(tree) if top.lower() == _TRAIN), None)
     tests = [top for name in _TESTS for top in sorted(tree) if top.lower() == name]
@@ -153,33 +169,17 @@ def _only(part: str, there: _Tree, elsewhere: _Tree) -> str:
 
 
 def _check_images(
-    path: Path,
-    names: tuple[str, ...],
-    train: LabelledImages,
-    test: LabelledImages,
-    skipped: tuple[Skipped, ...],
-    held_out: bool,
+    path: Path, names: tuple[str, ...], train: LabelledImages, test: LabelledImages, bad: Mapping[int, Skipped]
 ) -> None:
-    """Refuse classes that have no images left."""
-    counts = [
-        (part, images.labels.bincount(minlength=len(names))) for part, images in (("train", train), ("test", test))
-    ]
-    example = f", for example: {skipped[0].path} {skipped[0].why}" if skipped else ""
+    """Refuse classes that have no images to train or to test on; ``bad`` has a file of each class that was skipped."""
+    counts = {"train": train.labels.bincount(minlength=len(names)), "test": test.labels.bincount(minlength=len(names))}
     for label, name in enumerate(names):
-        lacking = [part for part, count in counts if not count[label]]
+        lacking = [part for part, count in counts.items() if not count[label]]
         if not lacking:
             continue
-        if len(lacking) == 2:
-            raise ValueError(
-                f"{path}: no file of the class {name!r} is an image that can be read{example}; add images to its "
-                "folder, or remove it"
-            )
-        if held_out:
-            raise ValueError(
-                f"{path}: the class {name!r} has too few images that can be read to {lacking[0]} on some; "
-                f"it needs two at least{example}"
-            )
+        example = f", for example: {bad[label].path} {bad[label].why}" if label in bad else ""
+        which = "" if len(lacking) == 2 else f" to {lacking[0]} on"
         raise ValueError(
-            f"{path}: no file of the class {name!r} to {lacking[0]} on is an image that can be read{example}; add "
-            "images to its folder, or remove the class"
+            f"{path}: the class {name!r} has no image{which} that can be read{example}; add images to its folder, two "
+            "at least, or remove it"
         )

@@ -16,6 +16,7 @@ from moesaic.data.hub import PREFIX, hub_parts
 from moesaic.data.image_parts import ImageParts, Source
 from moesaic.data.image_tasks import Augment, Augmented, ImageTask, Scale, Skipped
 from moesaic.data.named_sets import NAMED_SETS
+from moesaic.data.shelves import printable
 from moesaic.data.store import Cache, Log, default_cache
 
 __all__ = ["IMAGE_SETS", "Scaling", "as_task", "load_images"]
@@ -77,7 +78,9 @@ def load_images(
     elif isinstance(source, str) and source.startswith(PREFIX):
         parts, name = hub_parts(source, size, cache, seed), source
     else:
-        parts, name = folder_parts(_existing(source), size, cache, seed), Path(source).resolve().stem
+        path = _existing(source).resolve()
+        parts = folder_parts(path, size, cache, seed)
+        name = printable(path.name if path.is_dir() else path.stem)
     _tell(parts, name, log)
     return as_task(parts, name, augment=augment, scale=scale)
 
