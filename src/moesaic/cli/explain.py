@@ -74,7 +74,7 @@ class Explain:
             _check_folder(out)
         over, shown = tested or pictures, (pictures or tested)
         assert over is not None and shown is not None
-        shown = shown.first(self.max_images)
+        shown = shown.some(self.max_images, self.seed)
         tell(f"looking at {len(over):,} images")
         found = self._look(checkpoint, over.pixels, device)
         explanation = explain(
@@ -145,11 +145,8 @@ class Explain:
     def _pictures(self, checkpoint: Checkpoint) -> _Images:
         from moesaic.data.given_pictures import read_given_pictures
 
-        # where statistics are over other images, only those that are shown are needed
-        most = self.samples if self.data is None else None
-        found = read_given_pictures(
-            self.images, checkpoint.input_shape, checkpoint.class_names, most=most, seed=self.seed
-        )
+        shape, names = checkpoint.input_shape, checkpoint.class_names
+        found = read_given_pictures(self.images, shape, names, most=self.samples, seed=self.seed)
         for each in found.skipped[:_TOLD]:
             tell(f"skipped: {each.path} {each.why}")
         if len(found.skipped) > _TOLD:
@@ -178,7 +175,6 @@ class Explain:
                 f"--data={data!r} has images of shape {tuple(task.test.pixels.shape[1:])}, but the network takes "
                 f"({C}, {H}, {W}); give data like those it was trained on"
             )
-        # of every beginning classes have their shares: those shown come first
         rows = stratified_order(task.test.labels, task.test.clusters, self.seed)[: self.samples]
         drawn = task.test.take(rows)
         about = f"{len(rows):,} of the {len(task.test):,}" if len(rows) < len(task.test) else f"the {len(rows):,}"
@@ -223,8 +219,15 @@ class _Images:
         known = [label for label in self.known if label is not None]
         return torch.tensor(known) if len(known) == len(self.known) else None
 
-    def first(self, count: int) -> _Images:
-        return replace(self, pixels=self.pixels[:count], names=self.names[:count], known=self.known[:count])
+    def some(self, count: int, seed: int) -> _Images:
+        """So many of them, of every class in its share where classes are known."""
+        from moesaic.data.image_tasks import stratified_order
+
+        rows = list(range(min(count, len(self))))
+        if self.labels is not None and len(self) > count:
+            rows = sorted(int(row) for row in stratified_order(self.labels, self.labels, seed)[:count])
+        names, known = tuple(self.names[row] for row in rows), tuple(self.known[row] for row in rows)
+        return replace(self, pixels=self.pixels[rows], names=names, known=known)
 
 
 def _check_folder(out: Path) -> None:
@@ -238,12 +241,12 @@ def _summarise(explanation: Explanation, page: Path) -> None:
     if explanation.score is not None:
         lines.append(f"accuracy {explanation.score.accuracy:.1f} % of {explanation.images:,} images")
     for layer in explanation.layers:
-        by = "depends" if layer.information.real else "does not depend"
-        told = f": it tells the class of {100 * layer.told:.0f} % of images" if layer.told is not None else ""
-        lines.append(
-            f"{layer.name or 'the network itself'}: where its {layer.experts} experts look {by} on the class"
-            f"{told if layer.information.real else ''}"
-        )
+        name, kind = layer.name or "the network itself", "class" if explanation.by == "label" else "predicted class"
+        if not layer.information.real:
+            lines.append(f"{name}: that where its experts look depends on the {kind} cannot be seen in these images")
+            continue
+        told = "" if layer.told is None else f"; the place alone tells it of {100 * layer.told:.0f} % of images"
+        lines.append(f"{name}: where its {layer.experts} experts look depends on the {kind}{told}")
     sys.stdout.write("\n".join([*lines, f"Page: {page}", ""]))
 
 

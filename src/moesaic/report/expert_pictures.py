@@ -34,7 +34,9 @@ Array = NDArray[np.float64]
 MOST_CLASSES = 12
 """More would make a picture that nobody reads."""
 
-_MOST_COLUMNS = 8
+_FEW_COLUMNS, _MOST_COLUMNS = 4, 8
+_FEW_ROWS = 4
+"""Up to this many classes, maps are large: few columns, and several blocks of them below each other."""
 _AT_ONCE = 256
 """Images turned into floats at a time; those of a whole class may not fit."""
 
@@ -107,7 +109,7 @@ def draw_class_maps(
             _map(axes, (x, y, _PANEL, sheet.height), backdrops[k], layer.grid, values_KEN[k, e], strongest, kind)
     for block in range(sheet.blocks):
         for row, name in enumerate(names):
-            _, y = sheet.corner(row, block * _MOST_COLUMNS)
+            _, y = sheet.corner(row, block * sheet.columns)
             axes.text(_MARGIN, y + sheet.height / 2, name, fontsize=8, va="center", color=INK, parse_math=False)
     return figure
 
@@ -141,33 +143,35 @@ def draw_favourites(layer: LayerExplanation, class_names: Sequence[str], pixels:
 
 @dataclass(frozen=True)
 class _Sheet:
-    """Panels in blocks of at most eight columns, each block with a row for each class."""
+    """Panels in blocks of columns, each block with a row for each class."""
 
     rows: int
     panels: int
+    columns: int
     height: float
     left: float
 
     @classmethod
     def of(cls, rows: int, panels: int, aspect: float, names: Sequence[str]) -> _Sheet:
         longest = max(len(line) for name in names for line in name.split("\n"))
-        return cls(rows, panels, _PANEL * aspect, _MARGIN + longest * _LETTER + 0.15)
+        most = _FEW_COLUMNS if rows <= _FEW_ROWS else _MOST_COLUMNS
+        blocks = -(-panels // most)
+        return cls(rows, panels, -(-panels // blocks), _PANEL * aspect, _MARGIN + longest * _LETTER + 0.15)
 
     @property
     def blocks(self) -> int:
-        return -(-self.panels // _MOST_COLUMNS)
+        return -(-self.panels // self.columns)
 
     @property
     def block_height(self) -> float:
         return _HEADER + self.rows * (self.height + _GAP)
 
     def begin(self) -> tuple[Figure, Axes]:
-        columns = min(self.panels, _MOST_COLUMNS)
-        return _blank(self.left + columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
+        return _blank(self.left + self.columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
 
     def corner(self, row: int, expert: int) -> tuple[float, float]:
         """The upper left one of a panel."""
-        block, column = divmod(expert, _MOST_COLUMNS)
+        block, column = divmod(expert, self.columns)
         y = block * self.block_height + _HEADER + row * (self.height + _GAP)
         return self.left + column * (_PANEL + _GAP), y
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moesaic.insight.explain import Explanation, LayerExplanation, Look
+from moesaic.insight.explain import FEW, Explanation, LayerExplanation, Look
 from moesaic.insight.overlays import overlay
 from moesaic.ledger import write_json, write_whole
 from moesaic.record import Routing
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["About", "Shown", "write_explanation"]
 
 _DPI = 140
+_LISTED = 5
+"""Names in a row, at most."""
 _PICTURES = "layer-*-*.png"
 
 
@@ -141,25 +143,25 @@ def _draw(
 
 
 def title(image: Shown) -> str:
-    """What stands over an image.
+    r"""What stands over an image.
 
     >>> title(Shown("a.png", "smiling", 0.93, "not smiling"))
-    'smiling, 93 % (in truth: not smiling)'
+    'smiling, 93\xa0% (in truth: not smiling)'
     """
     truth = "" if image.label is None or image.label == image.predicted else f" (in truth: {image.label})"
     return f"{image.predicted}, {percent(image.probability)}{truth}"
 
 
 def percent(share: float) -> str:
-    """A share in percent: whole, but never 100 where it is less.
+    r"""A share in percent: whole, but never 100 where it is less.
 
     >>> percent(0.5), percent(0.9996), percent(1.0), percent(0.001)
-    ('50 %', '99.9 %', '100 %', '0.1 %')
+    ('50\xa0%', '99.9\xa0%', '100\xa0%', '0.1\xa0%')
     """
     value = 100 * share
     if 0.5 <= value < 99.5 or value in (0.0, 100.0):
-        return f"{value:.0f} %"
-    return f"{min(value, 99.9):.1f} %" if value >= 0.1 else "below 0.1 %"
+        return f"{value:.0f}\u00a0%"
+    return f"{min(value, 99.9):.1f}\u00a0%" if value >= 0.1 else "below 0.1\u00a0%"
 
 
 def _only(routing: Routing, b: int) -> Routing:
@@ -186,6 +188,8 @@ class _Expert:
     number: int
     places: tuple[str, ...]
     """Where it looks most, class by class."""
+    favourites: str
+    """Of which class the images of its favourite patches are."""
     bits: str
     real: bool
     load: str
@@ -238,17 +242,19 @@ def _page(
 
 def _warnings(explanation: Explanation) -> tuple[str, ...]:
     notes: list[str] = []
-    if explanation.few and explanation.by == "label":
-        few = _listed([f"“{name}”" for name in explanation.few])
-        notes.append(
-            f"There are fewer than 20 images of {few}: what is said here about so few images may be "
-            "accident. Give --data for more of them."
-        )
     if explanation.by == "prediction":
         notes.append(
             "The true classes of these images are not known, so they are sorted by the class that the network "
             "predicts, and nothing is said about its accuracy. Images in folders named after classes, and those of "
             "--data, have true classes."
+        )
+    if explanation.few:
+        shown = [f"“{name}”" for name in explanation.few[:_LISTED]]
+        more = len(explanation.few) - len(shown)
+        few = _listed([*shown, f"{more} classes more"] if more else shown)
+        notes.append(
+            f"There are fewer than {FEW} images of {few}: what is said here about so few may be accident. "
+            "Give --data to look at more."
         )
     return tuple(notes)
 
@@ -303,9 +309,9 @@ def _told(layer: LayerExplanation, explanation: Explanation) -> str:
         return ""
     one = f"One choice of the layer, drawn at random, tells {found.bits:.3f} of {found.most:.2f} bits of the {kind}"
     one += f"; in images without any such link it would be below {found.by_chance:.3f}"
-    verdict = (
-        "Where experts look depends on the class." if found.real else "Where experts look does not depend on the class."
-    )
+    verdict = f"Where experts look depends on the {kind}."
+    if not found.real:
+        verdict = f"That where experts look depends on the {kind} cannot be seen in these images."
     if found.real and layer.told is not None:
         verdict += (
             f" From the chosen places alone, without seeing any pixel, a simple rule tells the {kind} of "
@@ -333,6 +339,7 @@ def _expert(layer: LayerExplanation, expert: int, explanation: Explanation) -> _
         places=tuple(_place(layer, layer.reach[k][expert]) for k in present)
         if layer.grid
         else tuple(percent(layer.reach[k][expert][0]) for k in present),
+        favourites=_of_which(layer, expert, explanation),
         bits=f"{found.bits:.3f}",
         real=found.real,
         load=percent(layer.load_share[expert]),
@@ -347,6 +354,15 @@ def _place(layer: LayerExplanation, reach_N: Sequence[float]) -> str:
         return "–"
     row, column = divmod(most, layer.grid[1])
     return f"row {row + 1}, column {column + 1}: {percent(reach_N[most])}"
+
+
+def _of_which(layer: LayerExplanation, expert: int, explanation: Explanation) -> str:
+    """The class that most of its favourites are of: "11 of 12 smiling"."""
+    groups = [favourite.group for favourite in layer.favourites[expert]]
+    if not groups:
+        return "–"
+    most = max(dict.fromkeys(groups), key=groups.count)
+    return f"{groups.count(most)} of {len(groups)} {explanation.class_names[most]}"
 
 
 def _listed(names: Sequence[str]) -> str:
