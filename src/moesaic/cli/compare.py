@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from moesaic.cli.shared import device_of, input_of, is_plain, make_folder, program, tell, versions
+from moesaic.cli.shared import BadInput, device_of, input_of, is_plain, make_folder, program, tell, versions
 
 if TYPE_CHECKING:
     from moesaic.data.image_tasks import ImageTask
@@ -31,7 +31,8 @@ class Compare:
     data: Positional[Annotated[str, arg(metavar="DATA")]]
     """A folder of images with a folder for each class, a zip file of one, or a name such as cifar10."""
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
-    """Networks, separated by commas; the others are compared with the first."""
+    """Networks, separated by commas; the others are compared with the first. Options follow colons:
+    wrn10_2_pmoe:patches_per_expert=8."""
     samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
     """Numbers of labelled images to train with, separated by commas."""
     trials: int = 3
@@ -65,7 +66,7 @@ class Compare:
         with input_of("compare"):
             grid, recipe, device = self._checked()
             task = self._load(grid)
-            out = self.out or Path("runs") / f"compare-{task.name.replace('/', '-').replace(':', '-') or 'images'}"
+            out = self.out or Path("runs") / f"compare-{_file_name(task.name)}"
             machine = describe_machine(device)
             command = shlex.join(["moesaic", *given])
             make_folder(out)
@@ -107,6 +108,7 @@ class Compare:
             log=tell,
         )
         grid.check(task)
+        grid.contenders(task)  # a network that does not fit the images is told now
         return task
 
     def _compare(
@@ -118,22 +120,27 @@ class Compare:
         from moesaic.ledger import read_charts, write_charts
         from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
         from moesaic.report.comparison_charts import comparison_charts
+        from moesaic.training.checkpoints import Unusable
         from moesaic.training.compare import compare
         from moesaic.training.comparison import read_comparison, write_comparison
         from moesaic.training.contrast import contrasts
+        from moesaic.training.fit import Diverged
 
-        with report.watch_progress(Console(stderr=True)) as progress:
-            measured = compare(
-                task,
-                grid,
-                recipe,
-                out=out,
-                seed=self.seed,
-                device=device,
-                machine=machine,
-                settings={"augment": self.augment},
-                progress=progress,
-            )
+        try:
+            with report.watch_progress(Console(stderr=True)) as progress:
+                measured = compare(
+                    task,
+                    grid,
+                    recipe,
+                    out=out,
+                    seed=self.seed,
+                    device=device,
+                    machine=machine,
+                    settings={"augment": self.augment},
+                    progress=progress,
+                )
+        except (Diverged, Unusable, OSError) as error:
+            raise BadInput(f"moesaic compare: {' '.join(str(error).split())}") from error
         write_comparison(out / "result.json", measured, derived_from(measured))
         # from the files, so that the report cannot say anything that they do not
         found = read_comparison(out / "result.json")
@@ -146,6 +153,10 @@ class Compare:
         for note in found.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name) or "images"
 
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:

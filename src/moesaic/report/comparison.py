@@ -74,7 +74,7 @@ def write_comparison_report(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["prose"] = lambda text: text.replace(" %", "\u00a0%")
+    environment.filters["prose"] = _prose
     compared = contrasts(found)
     # the only markup that comes from outside the template: matplotlib's, which escapes what is in it
     text = environment.get_template("comparison.html").render(
@@ -170,6 +170,11 @@ def _group_rows(found: Comparison) -> list[_Row]:
         return []
     columns = [group_accuracies(found, model.name)[-1] for model in found.models]
     return [_Row(group, [words.points(column[g]) for column in columns]) for g, group in enumerate(found.groups)]
+
+
+def _prose(text: str) -> str:
+    """A number and its percent sign stay on one line."""
+    return text.replace(" %", "\u00a0%")
 
 
 def _recipe(found: Comparison) -> str:

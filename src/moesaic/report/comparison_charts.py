@@ -91,8 +91,9 @@ def _mean_curve(runs: Sequence[Run]) -> tuple[Array, Array, Array]:
 
 def _smooth(label: str, role: str, x: Array, y: Array) -> Series:
     """A line without markers, which would stand too close."""
-    places = np.linspace(x[0], x[-1], 4 * MANY)
-    return Series(label, role, tuple(places.tolist()), tuple(np.interp(places, x, y).tolist()))
+    places: Array = np.linspace(float(x[0]), float(x[-1]), 4 * MANY)
+    values: Array = np.interp(places, x, y)
+    return Series(label, role, tuple(map(float, places)), tuple(map(float, values)))
 
 
 def _groups(found: Comparison) -> Chart:

@@ -71,9 +71,8 @@ def saved(contrast: Contrast) -> str:
 
 def lead(found: Comparison, contrast: Contrast) -> str:
     """How far ahead the model is with the same labels."""
-    where = (
-        f"the mean over {_listed(found.samples)} labels" if len(found.samples) > 1 else f"{found.samples[0]:,} labels"
-    )
+    listed = _listed(found.samples)
+    where = f"the mean over {listed} labels" if len(found.samples) > 1 else f"with {listed} labels"
     told = "" if contrast.ahead else "; the interval has both signs, so it may be chance"
     return f"With the same labels {contrast.model} is {_by(contrast.lead)} in accuracy, {where}{told}."
 

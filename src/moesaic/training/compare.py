@@ -7,6 +7,7 @@ run is a cell (`cells`) and never done again; one that was interrupted goes on f
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -18,13 +19,13 @@ import torch
 
 from moesaic import draws
 from moesaic.data.image_tasks import ImageTask
-from moesaic.models.count import count
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.cells import Cells
 from moesaic.training.comparison import Comparison, Run, Sized, run_from_json
-from moesaic.training.fit import Fit, fit
+from moesaic.training.fit import Diverged, Fit, fit
 from moesaic.training.progress import Progress, Silent
 from moesaic.training.recipe import Recipe
+from moesaic.training.suited import suited_spec
 
 __all__ = ["Grid", "compare"]
 
@@ -37,7 +38,8 @@ class Grid:
     """What to run: every model with every number of samples, ``trials`` times."""
 
     models: tuple[str, ...]
-    """Names that `create_model` knows; others are compared with the first."""
+    """Names that `create_model` knows, with options behind colons: "wrn10_2_pmoe:patches_per_expert=8". Others are
+    compared with the first."""
     samples: tuple[int, ...]
     trials: int
 
@@ -59,10 +61,11 @@ class Grid:
 
     def check_names(self) -> None:
         """Whether the models exist; an error names near ones. It takes no memory."""
-        for name in self.models:
+        for label in self.models:
+            name, options = _parsed(label)
             try:
                 with torch.device("meta"):
-                    create_model(name, num_classes=2)
+                    create_model(name, num_classes=2, **options)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"compare: models: {str(error).removeprefix('create_model: ')}") from error
 
@@ -80,10 +83,25 @@ class Grid:
                 f"use {task.labels} or more"
             )
 
-    def specs(self, task: ImageTask) -> list[ModelSpec]:
-        """The models, made for images of the task."""
-        C, H, _ = task.train.pixels.shape[1:]
-        return [ModelSpec(name, {"num_classes": task.labels, **_options(name, C, H)}) for name in self.models]
+    def contenders(self, task: ImageTask) -> list[_Contender]:
+        """The models, made for images of the task, and what they cost."""
+        found: list[_Contender] = []
+        for label in self.models:
+            name, options = _parsed(label)
+            spec, cost = suited_spec(name, task, options)
+            share = 100 * cost.routed_parameters / cost.parameters
+            found.append(_Contender(spec, Sized(label, cost.parameters, cost.macs, share)))
+        return found
+
+
+@dataclass(frozen=True)
+class _Contender:
+    spec: ModelSpec
+    sized: Sized
+
+    @property
+    def label(self) -> str:
+        return self.sized.name
 
 
 def compare(
@@ -105,12 +123,13 @@ def compare(
     samples, one for each model.
     """
     grid.check(task)
+    if not task.digest:
+        raise ValueError("compare: the task has no digest, by which finished runs are found again; give it one")
     progress = progress or Silent()
     device = torch.device(device)
-    specs = grid.specs(task)
-    models = [_sized(spec, task) for spec in specs]
+    contenders = grid.contenders(task)
     lab = _Lab(task, recipe, out, seed, device, dict(settings or {}), Cells(out / "cells", progress.log))
-    wanted = [(spec, size, trial) for trial in range(grid.trials) for size in grid.samples for spec in specs]
+    wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(lab.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
     runs = [lab.run(*each, progress=progress, keep=_is_kept(each, grid)) for each in wanted]
@@ -123,7 +142,7 @@ def compare(
         pool=len(task.train),
         tested=len(task.test),
         guessing=100 * float(task.test.labels.bincount().max()) / len(task.test),
-        models=tuple(models),
+        models=tuple(who.sized for who in contenders),
         samples=grid.samples,
         trials=grid.trials,
         seed=seed,
@@ -146,43 +165,48 @@ class _Lab:
     settings: dict[str, Any]
     cells: Cells
 
-    def find(self, spec: ModelSpec, samples: int, trial: int) -> Run | None:
-        kept = self.cells.find(_name(spec, samples, trial), self._content(spec, samples, trial))
-        return None if kept is None else _run(spec, samples, trial, kept.result)
+    def find(self, who: _Contender, samples: int, trial: int) -> Run | None:
+        kept = self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
+        return None if kept is None else _run(who, samples, trial, kept.result)
 
-    def run(self, spec: ModelSpec, samples: int, trial: int, *, progress: Progress, keep: bool) -> Run:
-        found = self.find(spec, samples, trial)
+    def run(self, who: _Contender, samples: int, trial: int, *, progress: Progress, keep: bool) -> Run:
+        found = self.find(who, samples, trial)
         if found is not None:
             return found
-        name, content = _name(spec, samples, trial), self._content(spec, samples, trial)
+        name, content = _name(who, samples, trial), self._content(who, samples, trial)
         folder = self.out / "networks" / self.cells.path(name, content).stem
-        kept = self.cells.get_or_run(name, content, lambda: self._train(spec, samples, trial, folder, progress))
+        progress.begin(name, self.recipe.epochs)
+        kept = self.cells.get_or_run(name, content, lambda: self._train(who, samples, trial, folder, progress))
+        progress.end()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        return _run(spec, samples, trial, kept.result)
+        return _run(who, samples, trial, kept.result)
 
-    def _train(self, spec: ModelSpec, samples: int, trial: int, folder: Path, progress: Progress) -> dict[str, Any]:
+    def _train(self, who: _Contender, samples: int, trial: int, folder: Path, progress: Progress) -> dict[str, Any]:
         number = _seed(self.seed, trial)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            model = spec.build()
-        found = fit(
-            model,
-            self.task.subset(samples, number),
-            self.recipe,
-            seed=number,
-            device=self.device,
-            out=folder,
-            spec=spec,
-            progress=progress,
-            test_every=-(-self.recipe.epochs // MOST_TESTS),
-        )
+            model = who.spec.build()
+        try:
+            found = fit(
+                model,
+                self.task.subset(samples, number),
+                self.recipe,
+                seed=number,
+                device=self.device,
+                out=folder,
+                spec=who.spec,
+                progress=progress,
+                test_every=-(-self.recipe.epochs // MOST_TESTS),
+            )
+        except Diverged as error:
+            raise Diverged(f"{_name(who, samples, trial)}: {error}") from error
         return _kept(found, samples, _has_groups(self.task))
 
-    def _content(self, spec: ModelSpec, samples: int, trial: int) -> dict[str, Any]:
+    def _content(self, who: _Contender, samples: int, trial: int) -> dict[str, Any]:
         """Everything the run depends on."""
         return {
-            "model": spec.to_json(),
+            "model": who.spec.to_json(),
             "images": self.task.digest,
             "samples": samples,
             "trial": trial,
@@ -209,15 +233,15 @@ def _kept(found: Fit, samples: int, has_groups: bool) -> dict[str, Any]:
     }
 
 
-def _run(spec: ModelSpec, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
-    return run_from_json({"model": spec.name, "samples": samples, "trial": trial, **result})
+def _run(who: _Contender, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
+    return run_from_json({"model": who.label, "samples": samples, "trial": trial, **result})
 
 
-def _name(spec: ModelSpec, samples: int, trial: int) -> str:
-    return f"{spec.name} {samples} samples trial {trial + 1}"
+def _name(who: _Contender, samples: int, trial: int) -> str:
+    return f"{who.label}, {samples} samples, trial {trial + 1}"
 
 
-def _is_kept(each: tuple[ModelSpec, int, int], grid: Grid) -> bool:
+def _is_kept(each: tuple[_Contender, int, int], grid: Grid) -> bool:
     return each[1] == grid.samples[-1] and each[2] == 0
 
 
@@ -225,25 +249,19 @@ def _seed(seed: int, trial: int) -> int:
     return int(draws.bits(draws.keys(seed, [trial]), "compare", 1)[0, 0]) & ((1 << 62) - 1)
 
 
-def _options(name: str, channels: int, side: int) -> dict[str, Any]:
-    """What a model is told about the images, of what it can be told."""
-    if name.startswith("timm/") or (name.startswith("wrn") and name.endswith("_pmoe")):
-        return {"in_channels": channels, "image_size": side}
-    return {"in_channels": channels} if name.startswith("wrn") else {}
-
-
-def _sized(spec: ModelSpec, task: ImageTask) -> Sized:
-    C, H, W = task.train.pixels.shape[1:]
-    with torch.random.fork_rng(devices=[]):
-        model = spec.build()
-    try:
-        found = count(model, (C, H, W))
-    except RuntimeError as error:
-        why = " ".join(str(error).split())
-        raise ValueError(
-            f"compare: {spec.name} cannot take images of {C} channels and {H}×{W} pixels: {why}"
-        ) from error
-    return Sized(spec.name, found.parameters, found.macs, 100 * found.routed_parameters / found.parameters)
+def _parsed(label: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of "name:option=value:option=value"; values are numbers, true, false or words."""
+    name, *given = label.split(":")
+    options: dict[str, Any] = {}
+    for each in given:
+        option, equals, value = each.partition("=")
+        if not equals or not option or not value:
+            raise ValueError(f"compare: models: {label!r} has {each!r} where option=value belongs; use name:experts=4")
+        try:
+            options[option] = json.loads(value)
+        except ValueError:
+            options[option] = value
+    return name, options
 
 
 def _has_groups(task: ImageTask) -> bool:

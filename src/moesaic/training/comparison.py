@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from moesaic.ledger import write_json
 
@@ -126,18 +126,17 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def _comparison(loaded: Mapping[str, Any]) -> Comparison:
-    return Comparison(
-        **{name: loaded[name] for name in ("data", "digest", "pool", "tested", "guessing", "trials", "seed")},
-        **{name: tuple(loaded[name]) for name in ("classes", "groups", "samples", "notes")},
-        models=tuple(Sized(**model) for model in loaded["models"]),
-        recipe=loaded["recipe"],
-        machine=loaded["machine"],
-        runs=tuple(run_from_json(run) for run in loaded["runs"]),
-    )
+    made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
+    for name in ("classes", "groups", "samples", "notes"):
+        made[name] = tuple(made[name])
+    made["models"] = tuple(Sized(**model) for model in made["models"])
+    made["runs"] = tuple(run_from_json(run) for run in made["runs"])
+    return Comparison(**made)
 
 
 def run_from_json(loaded: Mapping[str, Any]) -> Run:
     """A run, as a result.json or a finished cell has it; null stands for no number."""
-    groups = (math.nan if each is None else float(each) for each in cast("list[float | None]", loaded["groups"]))
-    curve = (Moment(**moment) for moment in cast("list[dict[str, Any]]", loaded["curve"]))
-    return Run(**{**loaded, "groups": tuple(groups), "curve": tuple(curve)})
+    made: dict[str, Any] = dict(loaded)
+    made["groups"] = tuple(math.nan if each is None else float(each) for each in made["groups"])
+    made["curve"] = tuple(Moment(**moment) for moment in made["curve"])
+    return Run(**made)

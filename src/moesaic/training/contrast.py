@@ -143,17 +143,16 @@ def _dominant(found: Comparison, saver: str, ours: Curve, other: str, theirs: Cu
     """With the fewest labels ahead of the other with the most: then a level that the other reaches says too little."""
     fewest, most = found.samples[0], found.samples[-1]
     start = mean(ours[1][0])
-    if fewest == most or mean(ours[1][0] - theirs[1][-1]).low <= 0:
+    if fewest == most or start.low <= found.guessing or mean(ours[1][0] - theirs[1][-1]).low <= 0:
         return None
     bound = 100 * (1 - fewest / most)
     return Saving(saver, other, math.floor(start.value), Estimate(bound, bound, math.inf), at_least=True)
 
 
 def _common_level(*curves: Curve) -> float:
-    """The highest accuracy that both reach in the mean, as a round number where the weaker does not start there."""
-    tops = [float(values.mean(axis=1).max()) for _, values in curves]
-    top = min(tops)
-    start = float(curves[tops.index(top)][1][0].mean())
+    """The highest accuracy that both reach in the mean, as a round number where not both start there."""
+    means = [values.mean(axis=1) for _, values in curves]
+    top, start = min(float(each.max()) for each in means), min(float(each[0]) for each in means)
     return next((level for level in (math.floor(top), math.floor(10 * top) / 10) if level > start), top)
 
 

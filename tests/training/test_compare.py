@@ -1,0 +1,291 @@
+"""Runs of a comparison: paired, done once, continued where they stopped, and the same for the same seed."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training.example_comparison import comparison
+
+from moesaic.data.image_tasks import ImageTask, LabelledImages, Scale, Skipped
+from moesaic.training.checkpoints import load_checkpoint
+from moesaic.training.compare import Grid, compare
+from moesaic.training.comparison import Comparison, read_comparison, run_from_json, write_comparison
+from moesaic.training.outcomes import Epoch, Fit
+from moesaic.training.recipe import Recipe
+
+module, loop = import_module("moesaic.training.compare"), import_module("moesaic.training.fit")
+
+MODELS = ("wrn10_1", "wrn10_1_pmoe")
+RECIPE = Recipe(epochs=2, batch=8)
+
+
+def images(count: int, seed: int) -> LabelledImages:
+    """Dark or bright, above or below."""
+    labels, clusters = torch.arange(count) % 2, torch.arange(count) // 2 % 2
+    noise = torch.randint(0, 100, (count, 3, 8, 8), generator=torch.Generator().manual_seed(seed))
+    bright = 100 * labels[:, None, None, None] * (torch.arange(8)[:, None] // 4 == clusters[:, None, None, None])
+    return LabelledImages((noise + bright).to(torch.uint8), labels, clusters)
+
+
+SCALE = Scale((0.3,) * 3, (0.2,) * 3)
+TASK = ImageTask(
+    images(40, 0), images(20, 1), ("dark", "bright"), ("above", "below"), SCALE, SCALE, name="lamps", digest="d"
+)
+
+
+class Trainer:
+    """In place of `fit`: remembers what it was asked for, and can be interrupted."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.stop_at = stop_at
+
+    def __call__(self, model: Any, task: ImageTask, recipe: Recipe, **more: Any) -> Fit:
+        if len(self.asked) == self.stop_at:
+            raise KeyboardInterrupt
+        weights = float(sum(weight.detach().double().sum() for weight in model.parameters()))
+        self.asked.append({"task": task, "weights": weights, "recipe": recipe, **more})
+        Path(more["out"]).mkdir(parents=True)
+        value = 60.0 + len(task.train) / 4
+        epochs = [Epoch(1, 1.0, 50.0, None, 1.5, 9.0, 0.1), Epoch(2, 1.0, 50.0, value, 3.0, 9.0, 0.1)]
+        return Fit(tuple(epochs), value, (value, value), (value, math.nan), 3.0, 2 * len(task.train), "all epochs")
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
+    def use(stop_at: int | None = None) -> Trainer:
+        made = Trainer(stop_at)
+        monkeypatch.setattr(module, "fit", made)
+        return made
+
+    return use
+
+
+def run(
+    out: Path, *, models: tuple[str, ...] = MODELS, samples: tuple[int, ...] = (8, 16), trials: int = 2, **more: Any
+):
+    return compare(TASK, Grid(models, samples, trials), RECIPE, out=out, **more)
+
+
+def test_every_model_is_trained_with_every_number_of_samples_in_every_trial(tmp_path, trainer):
+    used = trainer()
+    found = run(tmp_path)
+    assert len(used.asked) == len(found.runs) == 8
+    assert {(each.model, each.samples, each.trial) for each in found.runs} == {
+        (model, size, trial) for model in MODELS for size in (8, 16) for trial in (0, 1)
+    }
+    assert [len(each["task"].train) for each in used.asked] == [8, 8, 16, 16, 8, 8, 16, 16]
+    [first] = [each for each in found.runs_of("wrn10_1", 8) if each.trial == 0]
+    assert first.accuracy == 62
+    # only where it was tested, and counted over images
+    assert [(each.images, each.accuracy, each.seconds) for each in first.curve] == [(16, 62, 3.0)]
+    assert first.seconds == 3.0
+
+
+def test_within_a_trial_models_share_images_seed_and_nothing_else_differs(tmp_path, trainer):
+    used = trainer()
+    run(tmp_path)
+    cnn, pmoe, *_ = used.asked
+    other = used.asked[4]
+    assert torch.equal(cnn["task"].train.pixels, pmoe["task"].train.pixels)
+    assert cnn["seed"] == pmoe["seed"] != other["seed"]
+    assert not torch.equal(cnn["task"].train.pixels, other["task"].train.pixels)
+    assert cnn["weights"] != other["weights"]
+    assert cnn["task"].test is TASK.test
+
+
+def test_finished_runs_are_never_done_again(tmp_path, trainer):
+    trainer()
+    first = run(tmp_path)
+    again = trainer()
+    assert run(tmp_path) == first
+    assert again.asked == []
+
+
+def test_an_interrupted_comparison_continues(tmp_path, trainer):
+    trainer(stop_at=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    rest = trainer()
+    found = run(tmp_path)
+    assert len(rest.asked) == 5
+    trainer()
+    assert found == run(tmp_path / "undisturbed")
+
+
+@pytest.mark.parametrize(
+    ("more", "runs"),
+    [
+        ({"models": (*MODELS, "wrn10_1_pmoe:experts=2")}, 4),
+        ({"samples": (8, 12, 16)}, 4),
+        ({"trials": 3}, 4),
+        ({"models": tuple(reversed(MODELS))}, 0),
+        ({"seed": 1}, 8),
+        ({"settings": {"augment": "flip"}}, 8),
+    ],
+)
+def test_only_what_is_missing_is_run(tmp_path, trainer, more, runs):
+    trainer()
+    run(tmp_path)
+    later = trainer()
+    run(tmp_path, **more)
+    assert len(later.asked) == runs
+
+
+def test_options_follow_colons(tmp_path, trainer):
+    used = trainer()
+    found = run(tmp_path, models=("wrn10_1_pmoe", "wrn10_1_pmoe:experts=2:fidelity=print"))
+    assert [model.name for model in found.models] == ["wrn10_1_pmoe", "wrn10_1_pmoe:experts=2:fidelity=print"]
+    arguments = used.asked[1]["spec"].arguments
+    assert (arguments["experts"], arguments["fidelity"]) == (2, "print")
+
+
+def test_the_networks_of_the_first_trial_with_the_most_samples_are_kept(tmp_path, trainer):
+    trainer()
+    run(tmp_path)
+    kept = sorted(folder.name.rsplit("-", 1)[0] for folder in (tmp_path / "networks").iterdir())
+    assert kept == ["wrn10-1-16-samples-trial-1", "wrn10-1-pmoe-16-samples-trial-1"]
+
+
+def test_tests_are_few_however_many_epochs_there_are(tmp_path, trainer):
+    used = trainer()
+    compare(TASK, Grid(MODELS, (8,), 2), Recipe(epochs=101), out=tmp_path)
+    assert {each["test_every"] for each in used.asked} == {5}
+
+
+def test_groups_are_kept_where_they_are_not_the_classes(tmp_path, trainer):
+    trainer()
+    found = run(tmp_path / "a")
+    assert found.groups == ("above", "below")
+    assert found.runs[0].groups[0] == 62
+    assert math.isnan(found.runs[0].groups[1])
+    trainer()
+    plain = replace(TASK, test=replace(TASK.test, clusters=TASK.test.labels), cluster_names=TASK.class_names)
+    found = compare(plain, Grid(MODELS, (8,), 2), RECIPE, out=tmp_path / "b")
+    assert found.groups == ()
+    assert found.runs[0].groups == ()
+
+
+def test_notes_tell_of_skipped_files_and_of_samples_that_are_all_there_are(tmp_path, trainer):
+    trainer()
+    task = replace(TASK, skipped=tuple(Skipped(f"{i}.jpg", "truncated") for i in range(5)))
+    found = compare(task, Grid(MODELS, (8, 40), 2), RECIPE, out=tmp_path)
+    assert "5 files were skipped: 0.jpg (truncated), 1.jpg (truncated), 2.jpg (truncated) and 2 more." in found.notes
+    assert any("With 40 samples all images to train on are used" in note for note in found.notes)
+
+
+def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_interrupted(tmp_path, monkeypatch):
+    def timeless(found: Comparison) -> list[Any]:
+        moments = [[(each.images, each.accuracy) for each in run.curve] for run in found.runs]
+        return [moments, [(each.model, each.samples, each.trial, each.accuracy, each.groups) for each in found.runs]]
+
+    first = run(tmp_path / "a", samples=(8,))
+    tests = 0
+    whole = loop.evaluate
+
+    def interrupted(*given: Any, **more: Any):
+        nonlocal tests
+        tests += 1
+        if tests == 4:  # within the second run
+            raise KeyboardInterrupt
+        return whole(*given, **more)
+
+    monkeypatch.setattr(loop, "evaluate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "b", samples=(8,))
+    assert timeless(run(tmp_path / "b", samples=(8,))) == timeless(first)
+    [folder, _] = sorted((tmp_path / "a" / "networks").iterdir())
+    assert load_checkpoint(folder).class_names == ("dark", "bright")
+
+
+def test_a_comparison_is_read_as_it_was_written(tmp_path):
+    found = comparison((8, 16), [[60.0, 61.0]] * 2, [[70.0, 72.5]] * 2, groups=("a", "b"), notes=("a note",))
+    write_comparison(tmp_path / "result.json", found, {"verdicts": ["x"]})
+    assert read_comparison(tmp_path / "result.json") == found
+
+
+def test_a_group_without_images_is_null_in_the_file(tmp_path):
+    found = comparison((8,), [[60.0, 61.0]], [[70.0, 72.5]], groups=("a", "b"))
+    runs = tuple(replace(each, groups=(each.groups[0], math.nan)) for each in found.runs)
+    write_comparison(tmp_path / "result.json", replace(found, runs=runs))
+    assert "NaN" not in (tmp_path / "result.json").read_text("utf-8")
+    assert math.isnan(read_comparison(tmp_path / "result.json").runs[0].groups[1])
+
+
+@pytest.mark.parametrize("content", ["[", "{}", "[1]", '{"runs": 1}'])
+def test_a_file_that_is_no_comparison_is_told(tmp_path, content):
+    (tmp_path / "result.json").write_text(content)
+    with pytest.raises(ValueError, match=r"result.json: not the result of a comparison .*; run moesaic compare again"):
+        read_comparison(tmp_path / "result.json")
+
+
+def test_a_comparison_with_a_run_missing_is_none():
+    found = comparison((8, 16), [[60.0, 61.0]] * 2, [[70.0, 72.5]] * 2)
+    with pytest.raises(ValueError, match="1 of 8 runs are missing, such as trial 1 of pmoe with 16 samples"):
+        replace(found, runs=found.runs[:-1])
+
+
+def test_a_run_needs_all_its_parts():
+    with pytest.raises(KeyError):
+        run_from_json({"model": "cnn"})
+
+
+@pytest.mark.parametrize(
+    ("models", "samples", "trials", "message"),
+    [
+        (("wrn10_1",), (8,), 2, "models='wrn10_1' has 1 of the at least 2 models"),
+        (("wrn10_1", "wrn10_1"), (8,), 2, "models names 'wrn10_1' twice"),
+        (MODELS, (8, 16, 8), 2, "samples names 8 twice"),
+        (MODELS, (), 2, "samples names no number; give some, such as 250,500,1000"),
+        (MODELS, (8,), 1, "trials=1; it must be at least 2, or there is no interval"),
+    ],
+)
+def test_a_grid_that_compares_nothing_is_refused(models, samples, trials, message):
+    with pytest.raises(ValueError, match=message):
+        Grid(models, samples, trials)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("wrn10_2pmoe", r"compare: models: name='wrn10_2pmoe' is unknown; .*did you mean 'wrn10_2_pmoe'"),
+        ("wrn11_1", "depth=11; it must be 6n"),
+        ("wrn10_1_pmoe:expert=3", "has no option 'expert'; it takes .*experts"),
+        ("wrn10_1_pmoe:experts", "has 'experts' where option=value belongs"),
+    ],
+)
+def test_unknown_models_are_told_before_anything_is_loaded(model, message):
+    with pytest.raises(ValueError, match=message):
+        Grid(("wrn10_1", model), (8,), 2).check_names()
+
+
+@pytest.mark.parametrize(
+    ("samples", "message"),
+    [
+        ((8, 41), "samples=41, but there are 40 images to train on in lamps; use at most 40"),
+        ((1, 8), "samples=1 is less than one image for each of the 2 classes; use 2 or more"),
+    ],
+)
+def test_samples_that_the_images_do_not_give_are_refused(tmp_path, samples, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, samples=samples)
+
+
+def test_a_model_that_cannot_take_the_images_is_told(tmp_path):
+    with pytest.raises(ValueError, match="cifar_cnn cannot take images of 3 channels and 8×8 pixels"):
+        run(tmp_path, models=("wrn10_1", "cifar_cnn"))
+
+
+def test_a_run_that_diverges_says_which(tmp_path):
+    with pytest.raises(loop.Diverged, match=r"wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
+        compare(TASK, Grid(MODELS, (8,), 2), Recipe(epochs=2, batch=8, learning_rate=1e30), out=tmp_path)
+
+
+def test_a_task_without_a_digest_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="the task has no digest"):
+        compare(replace(TASK, digest=""), Grid(MODELS, (8,), 2), RECIPE, out=tmp_path)
