@@ -133,6 +133,25 @@ def test_counting_leaves_the_model_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
+def test_a_model_without_storage_is_counted_too():
+    layer = PatchMoE(8, 12, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), layer)
+    counted = count(model, (3, 16, 16))
+    assert count(model.to("meta"), (3, 16, 16)) == counted
+
+
+def test_a_layer_that_is_called_by_keyword_is_counted():
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(input=x)
+
+    assert count(Caller(), (3, 4, 4)).macs == 3 * 4 * 4 * 2
+
+
 def test_the_table_has_a_line_for_each_layer_and_the_sums():
     model = nn.Sequential(nn.Conv2d(3, 1024, 3), PatchMoE(1024, 4, experts=2, patches_per_expert=1))
     lines = str(count(model, (3, 4, 4))).splitlines()

@@ -65,12 +65,13 @@ def trial(model: nn.Module, shape: tuple[int, int, int]) -> tuple[dict[str, list
     for name, layer in _modules(model):
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
 
-            def look(layer: nn.Module, given: tuple[Any, ...], name: str = name) -> None:
-                if given and isinstance(given[0], Tensor) and given[0].ndim == 4:
-                    H, W = given[0].shape[1:3] if isinstance(layer, nn.Linear) else given[0].shape[2:]
+            def look(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], name: str = name) -> None:
+                x = next(iter((*given, *named.values())), None)
+                if isinstance(x, Tensor) and x.ndim == 4:
+                    H, W = x.shape[1:3] if isinstance(layer, nn.Linear) else x.shape[2:]
                     seen.setdefault(name, []).append((H, W))
 
-            hooks.append(layer.register_forward_pre_hook(look))
+            hooks.append(layer.register_forward_pre_hook(look, with_kwargs=True))
     like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
     image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     try:

@@ -108,7 +108,7 @@ class Count:
 def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
     """Count a network by running it on one image (C, H, W), in eval mode and on the device it is on.
 
-    Nothing of the model changes. Where the choice of a router depends on the image (``TokenChoice`` with
+    Nothing of the model changes, and one on the meta device is counted without computing anything. Where the choice of a router depends on the image (``TokenChoice`` with
     a capacity), the image is a random one, the same in each call. Samples are taken to go to all experts
     of a ``SampleMoE`` equally often.
 
@@ -149,15 +149,18 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
     rows: dict[str, LayerCount] = {}
     seen = set() if seen is None else seen
 
-    def listen(where: str) -> Callable[[nn.Module, tuple[Tensor, ...], Any], None]:
-        def add(layer: nn.Module, given: tuple[Tensor, ...], result: Any) -> None:
-            for row in _rows(where, layer, given[0], result, seen):
+    def listen(where: str) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor], Any], None]:
+        def add(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], result: Any) -> None:
+            x = next(iter((*given, *named.values())))
+            for row in _rows(where, layer, x, result, seen):
                 before = rows.get(row.name)
                 rows[row.name] = row if before is None else _again(before, row)
 
         return add
 
-    hooks = [layer.register_forward_hook(listen(where)) for where, layer in _outermost(name, module, set())]
+    hooks = [
+        layer.register_forward_hook(listen(where), with_kwargs=True) for where, layer in _outermost(name, module, set())
+    ]
     try:
         module(x)
     finally:

@@ -52,10 +52,9 @@ def register_with_timm() -> tuple[str, ...]:
     timm's. The networks take timm's ``num_classes``, ``in_chans`` and ``img_size`` beside our options; there
     are no pretrained weights.
 
-        import timm, moesaic
-
-        moesaic.register_with_timm()
-        model = timm.create_model("wrn10_10_pmoe", num_classes=10, img_size=32)
+    >>> import timm, moesaic  # doctest: +SKIP
+    >>> names = moesaic.register_with_timm()  # doctest: +SKIP
+    >>> model = timm.create_model("wrn10_10_pmoe", num_classes=10, img_size=32)  # doctest: +SKIP
     """
     timm = _timm("register_with_timm")
     for name in list_models():
