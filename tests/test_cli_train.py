@@ -13,7 +13,7 @@ from torch import nn
 from moesaic.cli.shared import BadInput
 from moesaic.cli.train import Train
 from moesaic.models.registry import create_model
-from moesaic.training import fit as loop
+from moesaic.training import training_run
 from moesaic.training.checkpoints import load_checkpoint
 
 SMALL = [
@@ -101,6 +101,20 @@ def test_options_reach_the_recipe_the_network_and_the_data(pets):
     }
 
 
+def test_few_images_to_train_on_are_not_held_up_by_many_to_test_on(pets):
+    for parts in pets.iterdir():
+        for part, first in (("train", 0), ("test", 3)):
+            (pets.parent / "split" / part / parts.name).mkdir(parents=True)
+            for number in range(first, 3 if part == "train" else 15):
+                (parts / f"{number}.png").rename(pets.parent / "split" / part / parts.name / f"{number}.png")
+    assert train("split", *SMALL, "--epochs", "7", "--out", "out") == 0  # 6 images to train on, 24 to test on
+    epochs = json.loads(Path("out/result.json").read_text())["epochs"]
+    assert [epoch["number"] for epoch in epochs if epoch["test_accuracy"] is not None] == [6, 7]
+    assert train("split", *SMALL, "--epochs", "2", "--test-every", "1", "--out", "often") == 0
+    epochs = json.loads(Path("often/result.json").read_text())["epochs"]
+    assert all(epoch["test_accuracy"] is not None for epoch in epochs)
+
+
 def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
     modules = create_model("wrn10_1", num_classes=2).named_modules()
     plain = [name for name, module in modules if isinstance(module, nn.Conv2d) and module.stride == (1, 1)]
@@ -112,7 +126,7 @@ def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch):
-    steps = loop._Run._test
+    steps = training_run.TrainingRun._test
     calls = 0
 
     def interrupt(self):
@@ -123,7 +137,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
         return steps(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._Run, "_test", interrupt)
+        patch.setattr(training_run.TrainingRun, "_test", interrupt)
         assert train("pets", *SMALL, "--out", "a place") == 130
     told = capsys.readouterr().err
     assert "Interrupted. The last checkpoint is kept in a place" in told
@@ -142,6 +156,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
         (["pets", "--samples", "1000"], "samples=1000, but there are 24 images to train on in pets"),
         (["pets", "--epochs", "0"], "epochs=0; it must be at least 1"),
         (["pets", "--optimizer", "adam"], "did you mean 'adamw'"),
+        (["pets", "--test-every", "0"], "test_every=0; it must be at least 1"),
         (["pets", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["pets", "--device", "tpu"], "--device='tpu' is unknown"),
         (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),

@@ -1,140 +1,43 @@
-"""`fit`: it learns, the seed decides everything, and a run that was stopped ends as if it had not been."""
+"""`fit`: it learns, the seed decides everything, a step is what the recipe says, and a run leaves its files."""
 
-import errno
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from training.squares import (
+    SCALE,
+    TASK,
+    Notes,
+    Routed,
+    dense,
+    lines,
+    mixture,
+    outcome,
+    routed,
+    same,
+    seeded,
+    some_images,
+)
 
-from moesaic.data.image_tasks import ImageTask, LabelledImages, Scale
-from moesaic.layers import PatchMoE, SampleMoE
+from moesaic.data.image_tasks import ImageTask, LabelledImages
 from moesaic.models.registry import ModelSpec
-from moesaic.routing import SampleRouter, TokenChoice
-from moesaic.training import fit as loop
+from moesaic.routing import TokenChoice
+from moesaic.training import training_run
 from moesaic.training.checkpoints import load_checkpoint, load_weights
-from moesaic.training.fit import Diverged, Fit, evaluate, fit
+from moesaic.training.fit import Fit, evaluate, fit
 from moesaic.training.recipe import Recipe
 
 SHORT = Recipe(epochs=3, batch=16, learning_rate=0.05)
-SCALE = Scale((0.5, 0.5, 0.5), (0.3, 0.3, 0.3))
-
-
-def some_images(count: int, seed: int) -> LabelledImages:
-    """Noise with a bright square in the upper (label 0) or the lower half (label 1), red (cluster 0) or blue (1)."""
-    generator = torch.Generator().manual_seed(seed)
-    labels, clusters = torch.arange(count) % 2, torch.arange(count) // 2 % 2
-    pixels = 120 * torch.rand(count, 3, 8, 8, generator=generator)
-    for image, (label, cluster) in enumerate(zip(labels.tolist(), clusters.tolist(), strict=True)):
-        column = int(torch.randint(0, 2, (), generator=generator))
-        pixels[image, 2 * cluster, 4 * label : 4 * label + 4, 4 * column : 4 * column + 4] += 130
-    return LabelledImages(pixels.to(torch.uint8), labels, clusters)
-
-
-def brighter(pixels: Tensor, luck: Tensor) -> Tensor:
-    return SCALE(pixels) + 0.1 * luck[:, 0, None, None, None]
-
-
-TASK = ImageTask(
-    some_images(70, 0),
-    some_images(40, 1),
-    ("up", "down"),
-    ("red", "blue"),
-    brighter,
-    SCALE,
-    name="squares",
-    scale=SCALE,
-)
-
-
-def seeded(make: Any, seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
-
-
-class Routed(nn.Module):
-    """A small network with a routed layer, statistics that run along and something random."""
-
-    def __init__(self, router: nn.Module | None = None) -> None:
-        super().__init__()
-        choice: dict[str, Any] = {"patches_per_expert": 2} if router is None else {"router": router}
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.norm = nn.BatchNorm2d(8)
-        self.moe = PatchMoE(8, 8, experts=2, patch_size=4, kernel_size=3, **choice)
-        self.last = nn.BatchNorm1d(32)
-        self.drop = nn.Dropout(0.1)
-        self.head = nn.Linear(32, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.moe(self.norm(self.conv(x)).relu()).relu()
-        return self.head(self.drop(self.last(nn.functional.avg_pool2d(x, 4).flatten(1))))
-
-
-def routed(seed: int = 0) -> nn.Module:
-    return seeded(Routed, seed)
-
-
-def dense(seed: int = 0) -> nn.Module:
-    return seeded(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 2)), seed)
-
-
-def mixture(seed: int = 0) -> nn.Module:
-    def make() -> nn.Module:
-        return SampleMoE(SampleRouter(3, experts=2, patch_size=4), [dense(10 * seed + e) for e in range(2)])
-
-    return seeded(make, seed)
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in model.state_dict().values()]
-
-
-def same(first: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(weights(first), weights(other), strict=True))
-
-
-class Notes:
-    """Progress that remembers; and that stops the run after so many calls, as an interruption would."""
-
-    def __init__(self, patience: int | None = None) -> None:
-        self.advanced = 0
-        self.calls = 0
-        self.notes: list[str] = []
-        self.logged: list[str] = []
-        self.patience = patience
-
-    def begin(self, name: str, total: int, done: int = 0) -> None: ...
-
-    def end(self) -> None: ...
-
-    def advance(self, amount: int, note: str = "") -> None:
-        self.advanced += amount
-        self.notes.append(note)
-        self.calls += 1
-        if self.patience is not None and self.calls > self.patience:
-            raise KeyboardInterrupt
-
-    def log(self, message: str) -> None:
-        self.logged.append(message)
-
-
-# learning
 
 
 @pytest.mark.parametrize("make", [dense, routed, mixture])
 def test_it_learns(make):
-    found = fit(make(), TASK, replace(SHORT, epochs=12))
+    found = fit(make(), TASK, replace(SHORT, epochs=8))
     assert found.accuracy > 90
     assert found.epochs[-1].loss < 0.5 * found.epochs[0].loss
     assert found.epochs[-1].train_accuracy > 90
@@ -143,11 +46,11 @@ def test_it_learns(make):
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe(epochs=12, batch=16, optimizer="adamw", learning_rate=0.01, warmup=1),
-        Recipe(epochs=12, batch=16, optimizer="normalized_gd", learning_rate=0.05, weight_decay=0.0),
-        Recipe(epochs=12, batch=16, learning_rate=0.05, schedule="step", ema=0.9, clip=1.0, label_smoothing=0.1),
-        Recipe(epochs=12, batch=16, learning_rate=0.05, precision="bfloat16", accumulate=2),
-        Recipe(epochs=12, batch=16, learning_rate=0.05, precision="float16"),
+        Recipe(epochs=8, batch=16, optimizer="adamw", learning_rate=0.01, warmup=1),
+        Recipe(epochs=8, batch=16, optimizer="normalized_gd", learning_rate=0.05, weight_decay=0.0),
+        Recipe(epochs=8, batch=16, learning_rate=0.05, schedule="step", ema=0.9, clip=1.0, label_smoothing=0.1),
+        Recipe(epochs=8, batch=16, learning_rate=0.05, precision="bfloat16", accumulate=2),
+        Recipe(epochs=8, batch=16, learning_rate=0.05, precision="float16"),
     ],
 )
 def test_it_learns_by_every_recipe(recipe):
@@ -233,7 +136,7 @@ def test_it_stops_when_every_image_was_right_as_it_was_trained_on():
 
 
 def test_progress_is_told_of_loss_accuracies_and_speed(monkeypatch):
-    monkeypatch.setattr(loop, "_LOOK", 0.0)
+    monkeypatch.setattr(training_run, "_LOOK", 0.0)
     notes = Notes()
     fit(dense(), TASK, SHORT, progress=notes)
     assert notes.advanced == 3
@@ -349,22 +252,6 @@ def test_compile_is_asked_for_once_and_the_weights_keep_their_names(tmp_path, mo
 # files
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def timeless(content: Any) -> Any:
-    if isinstance(content, dict):
-        return {name: timeless(each) for name, each in content.items() if name not in ("seconds", "images_per_second")}
-    return [timeless(each) for each in content] if isinstance(content, list) else content
-
-
-def outcome(folder: Path) -> tuple[Any, ...]:
-    """All that a run left behind but for times."""
-    result = json.loads((folder / "result.json").read_text())
-    return sorted(each.name for each in folder.iterdir()), timeless(lines(folder)), timeless(result)
-
-
 def test_a_run_leaves_its_configuration_its_metrics_its_network_and_its_result(tmp_path):
     found = fit(routed(), TASK, SHORT, seed=5, out=tmp_path / "deep" / "run")
     folder = tmp_path / "deep" / "run"
@@ -431,248 +318,6 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         fit(routed(), TASK, SHORT, out=tmp_path / "file")
 
 
-# stopping and going on
-
-LONG = Recipe(epochs=4, batch=12, learning_rate=0.05, momentum=0.9)
-RECIPES = {
-    "sgd": LONG,
-    "adamw, mean": replace(LONG, optimizer="adamw", learning_rate=0.01, ema=0.9, warmup=1),
-    "normalized_gd, parts": replace(LONG, optimizer="normalized_gd", accumulate=2, clip=1.0),
-    "float16": replace(LONG, precision="float16", schedule="step"),
-}
-
-
-@pytest.fixture
-def often(monkeypatch):
-    """Look after every batch, and keep a checkpoint after every second."""
-    monkeypatch.setattr(loop, "_LOOK", 0.0)
-    monkeypatch.setattr(loop, "_ALARM", 2)
-
-
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-@pytest.mark.parametrize("make", [routed, mixture])
-def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, make, tmp_path, often):
-    undisturbed = make()
-    fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
-    interruptions = 0
-    for patience in (3, 5, 9, 1, 4, 100):  # calls of progress, of which there are seven an epoch
-        model = make(7) if interruptions else make()  # a checkpoint replaces the weights
-        try:
-            fit(model, TASK, recipe, seed=2, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
-        except KeyboardInterrupt:
-            interruptions += 1
-        else:
-            assert same(model, undisturbed)
-            break
-    assert interruptions == 5
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
-    assert (tmp_path / "parts" / "model.safetensors").read_bytes() == (
-        tmp_path / "whole" / "model.safetensors"
-    ).read_bytes()
-
-
-def test_how_often_checkpoints_are_written_changes_nothing(tmp_path):
-    often, rarely, never = routed(), routed(), routed()
-    fit(often, TASK, LONG, out=tmp_path / "often", checkpoint_seconds=0)
-    fit(rarely, TASK, LONG, out=tmp_path / "rarely", checkpoint_seconds=1e9)
-    fit(never, TASK, LONG)
-    assert outcome(tmp_path / "often") == outcome(tmp_path / "rarely")
-    assert same(often, never)
-    assert same(rarely, never)
-
-
-def test_metrics_of_a_part_that_was_lost_are_not_there_twice(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(3), checkpoint_seconds=1e9)
-    assert [line["number"] for line in lines(tmp_path)] == [1, 2, 3], "but the checkpoint is that of the first epoch"
-    notes = Notes()
-    fit(routed(), TASK, LONG, out=tmp_path, progress=notes)
-    assert [line["number"] for line in lines(tmp_path)] == [1, 2, 3, 4]
-    assert notes.logged == ["continuing after epoch 1 of 4"]
-    assert notes.advanced == 4
-
-
-SCRIPT = """
-import sys, time
-sys.path.insert(0, sys.argv[2])
-from pathlib import Path
-from test_fit import LONG, TASK, Notes, routed
-from moesaic.training import fit as loop
-
-class Slow(Notes):
-    def advance(self, amount, note=""):
-        time.sleep(0.05)
-
-loop._LOOK, loop._ALARM = 0.0, 2
-loop.fit(routed(), TASK, LONG, out=Path(sys.argv[1]), progress=Slow(), checkpoint_seconds=0)
-"""
-
-
-def test_a_killed_process_leaves_a_run_that_can_go_on(tmp_path, often):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),
-    }
-    here = str(Path(__file__).parent)
-    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "killed"), here], env=environment) as process:
-        patience = time.monotonic() + 60
-        metrics = tmp_path / "killed" / "metrics.jsonl"
-        while time.monotonic() < patience and not (metrics.exists() and len(metrics.read_text().splitlines()) > 1):
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert (tmp_path / "killed" / "training.safetensors").exists()
-    assert not (tmp_path / "killed" / "result.json").exists()
-    model, undisturbed = routed(), routed()
-    fit(model, TASK, LONG, out=tmp_path / "killed", checkpoint_seconds=0)
-    fit(undisturbed, TASK, LONG, out=tmp_path / "whole", checkpoint_seconds=0)
-    assert same(model, undisturbed)
-    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
-
-
-def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_there(tmp_path, monkeypatch):
-    writes: list[Path] = []
-    write = Path.write_bytes
-
-    def fill(self: Path, content: bytes) -> int:
-        writes.append(self)
-        if sum("training" in each.name for each in writes) > 2:
-            write(self, content[:100])
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, content)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fill)
-        with pytest.raises(OSError, match=r"training.safetensors of .* MB could not be written .*still there"):
-            fit(routed(), TASK, LONG, out=tmp_path / "full", checkpoint_seconds=0)
-    assert load_weights(tmp_path / "full", routed()).metrics["epochs"] == 2
-    model, undisturbed = routed(), routed()
-    notes = Notes()
-    fit(model, TASK, LONG, out=tmp_path / "full", progress=notes)
-    fit(undisturbed, TASK, LONG, out=tmp_path / "whole")
-    assert notes.logged == ["continuing after epoch 2 of 4"]
-    assert same(model, undisturbed)
-    assert outcome(tmp_path / "full") == outcome(tmp_path / "whole")
-
-
-def test_metrics_that_cannot_be_written_say_so(tmp_path, monkeypatch):
-    opened = Path.open
-
-    def full(self: Path, *args: Any, **options: Any):
-        if self.name == "metrics.jsonl":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(self, *args, **options)
-
-    monkeypatch.setattr(Path, "open", full)
-    with pytest.raises(OSError, match=r"metrics.jsonl could not be written \(No space left on device\)"):
-        fit(routed(), TASK, LONG, out=tmp_path)
-
-
-def test_a_damaged_checkpoint_is_not_taken_for_a_good_one(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(2), checkpoint_seconds=0)
-    state = tmp_path / "training.safetensors"
-    state.write_bytes(state.read_bytes()[:-50])
-    with pytest.raises(ValueError, match=r"training.safetensors is not a whole safetensors file"):
-        fit(routed(), TASK, LONG, out=tmp_path)
-
-
-# what goes wrong
-
-
-class Poisoned(nn.Module):
-    """A network whose output is not a number from its n-th training pass on."""
-
-    def __init__(self, passes: int) -> None:
-        super().__init__()
-        self.inner = dense()
-        self.left = passes
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.left -= self.training
-        return self.inner(x) * (math.nan if self.left < 0 else 1.0)
-
-
-def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
-    with pytest.raises(Diverged, match=r"in epoch 3 of 4, by batch 6 of 6\)") as told:
-        fit(Poisoned(14), TASK, LONG, out=tmp_path, checkpoint_seconds=0)
-    assert str(tmp_path / "model.safetensors") in str(told.value)
-    assert "Lower learning_rate=0.05" in str(told.value)
-    model = Poisoned(0)
-    assert load_weights(tmp_path, model).metrics["epochs"] == 2
-    assert all(tensor.isfinite().all() for tensor in weights(model))
-
-
-def test_a_bad_loss_is_noticed_within_an_epoch(tmp_path, often):
-    with pytest.raises(Diverged, match=r"in epoch 1 of 4, by batch 3 of 6.*There was no checkpoint before it"):
-        fit(Poisoned(2), TASK, LONG, out=tmp_path)
-    with pytest.raises(Diverged, match="Nothing was kept"):
-        fit(Poisoned(2), TASK, LONG)
-
-
-def test_a_weight_that_is_not_a_number_is_never_kept(tmp_path):
-    """The last step of an epoch may ruin the weights after a loss that was fine."""
-    model = dense()
-    passes = 0
-
-    def ruin(module: nn.Module, args: Any) -> None:
-        nonlocal passes
-        passes += module.training
-
-    def spoil(gradient: Tensor) -> Tensor:
-        return gradient * math.inf if passes == 12 else gradient
-
-    model.register_forward_pre_hook(ruin)
-    next(model.parameters()).register_hook(spoil)
-    with pytest.raises(Diverged, match="in epoch 2 of 4"):
-        fit(model, TASK, LONG, out=tmp_path, checkpoint_seconds=0)
-    good = dense()
-    assert load_weights(tmp_path, good).metrics["epochs"] == 1
-    assert all(tensor.isfinite().all() for tensor in weights(good))
-
-
-def test_a_network_with_other_outputs_than_classes_is_refused():
-    with pytest.raises(ValueError, match=r"returned \(14, 5\) for 14 images of 2 classes; build it with num_classes=2"):
-        fit(nn.Sequential(nn.Flatten(), nn.Linear(192, 5)), TASK, SHORT)
-
-
-def test_nothing_to_train_or_test_on_is_refused():
-    nothing = TASK.train.take(torch.arange(0))
-    with pytest.raises(ValueError, match="0 images to train on and 40 to test on"):
-        fit(dense(), replace(TASK, train=nothing), SHORT)
-
-
-def copies(seed: int = 0) -> nn.Module:
-    """Both experts choose the same patches."""
-    model = routed(seed)
-    with torch.no_grad():
-        model.moe.router.weight[1] = model.moe.router.weight[0]
-    return model
-
-
-def test_experts_that_collapse_are_told_once(tmp_path):
-    notes = Notes()
-    recipe = replace(LONG, router_rate=0.0)
-    found = fit(copies(), TASK, recipe, out=tmp_path, progress=notes)
-    assert len(notes.logged) == 1
-    assert "epoch 1: CollapseAlarm: layer 'moe': the experts choose the same units" in notes.logged[0]
-    assert [len(epoch.alarms) for epoch in found.epochs] == [1, 0, 0, 0]
-    assert lines(tmp_path)[0]["alarms"][0] in notes.logged[0]
-    assert fit(routed(), TASK, LONG).epochs[0].alarms == ()
-
-
-def test_alarms_are_the_same_in_a_run_that_was_stopped(tmp_path, often):
-    recipe = replace(LONG, router_rate=0.0)
-    for patience in (4, 6, 100):
-        try:
-            fit(copies(), TASK, recipe, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
-        except KeyboardInterrupt:
-            continue
-    fit(copies(), TASK, recipe, out=tmp_path / "whole", checkpoint_seconds=0)
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
-
-
 class Heard:
     """A tracker that remembers."""
 
@@ -694,9 +339,9 @@ def test_trackers_hear_every_epoch_and_the_end_however_it_comes():
     heard, cut_short = Heard(), Heard()
     fit(dense(), TASK, SHORT, trackers=[heard], test_every=3)
     assert heard.said == [3, (1, False), (2, False), (3, True), "end"]
-    with pytest.raises(Diverged):
-        fit(Poisoned(2), TASK, LONG, trackers=[cut_short])
-    assert cut_short.said == [4, "end"]
+    with pytest.raises(KeyboardInterrupt):
+        fit(dense(), TASK, SHORT, trackers=[cut_short], progress=Notes(1))
+    assert cut_short.said == [3, (1, True), "end"]
 
 
 @pytest.mark.gpu
@@ -705,13 +350,3 @@ def test_trackers_hear_every_epoch_and_the_end_however_it_comes():
 def test_it_learns_on_a_gpu(make, precision, tmp_path):
     recipe = replace(SHORT, epochs=12, precision=precision, ema=0.5)
     assert fit(make(), TASK, recipe, device="cuda", out=tmp_path, checkpoint_seconds=0).accuracy > 85
-
-
-@pytest.mark.gpu
-def test_a_run_goes_on_on_a_gpu(tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fit(routed(), TASK, LONG, device="cuda", out=tmp_path, progress=Notes(3), checkpoint_seconds=0)
-    notes = Notes()
-    found = fit(routed(), TASK, LONG, device="cuda", out=tmp_path, progress=notes)
-    assert len(found.epochs) == 4
-    assert notes.logged

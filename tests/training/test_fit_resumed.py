@@ -1,0 +1,271 @@
+"""A run that was stopped ends as if it had not been, and one that goes wrong leaves its last good checkpoint."""
+
+import errno
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training.squares import LONG, TASK, Notes, dense, lines, mixture, outcome, routed, same, weights
+
+from moesaic.training import training_run
+from moesaic.training.checkpoints import load_weights
+from moesaic.training.fit import Diverged, fit
+
+RECIPES = {
+    "sgd": LONG,
+    "adamw, mean": replace(LONG, optimizer="adamw", learning_rate=0.01, ema=0.9, warmup=1),
+    "normalized_gd, parts": replace(LONG, optimizer="normalized_gd", accumulate=2, clip=1.0),
+    "float16": replace(LONG, precision="float16", schedule="step"),
+}
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """Look after every batch, and keep a checkpoint after every second."""
+    monkeypatch.setattr(training_run, "_LOOK", 0.0)
+    monkeypatch.setattr(training_run, "_ALARM", 2)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "make"),
+    [*((recipe, routed) for recipe in RECIPES.values()), (LONG, mixture)],
+    ids=[*RECIPES, "a mixture of samples"],
+)
+def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, make, tmp_path, often):
+    undisturbed = make()
+    fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
+    interruptions = 0
+    for patience in (3, 9, 5, 100):  # calls of progress, of which there are seven an epoch
+        model = make(7) if interruptions else make()  # a checkpoint replaces the weights
+        try:
+            fit(model, TASK, recipe, seed=2, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
+        except KeyboardInterrupt:
+            interruptions += 1
+        else:
+            assert same(model, undisturbed)
+            break
+    assert interruptions == 3
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+    assert (tmp_path / "parts" / "model.safetensors").read_bytes() == (
+        tmp_path / "whole" / "model.safetensors"
+    ).read_bytes()
+
+
+def test_how_often_checkpoints_are_written_changes_nothing(tmp_path):
+    often, rarely, never = routed(), routed(), routed()
+    fit(often, TASK, LONG, out=tmp_path / "often", checkpoint_seconds=0)
+    fit(rarely, TASK, LONG, out=tmp_path / "rarely", checkpoint_seconds=1e9)
+    fit(never, TASK, LONG)
+    assert outcome(tmp_path / "often") == outcome(tmp_path / "rarely")
+    assert same(often, never)
+    assert same(rarely, never)
+
+
+def test_metrics_of_a_part_that_was_lost_are_not_there_twice(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(3), checkpoint_seconds=1e9)
+    assert [line["number"] for line in lines(tmp_path)] == [1, 2, 3], "but the checkpoint is that of the first epoch"
+    notes = Notes()
+    fit(routed(), TASK, LONG, out=tmp_path, progress=notes)
+    assert [line["number"] for line in lines(tmp_path)] == [1, 2, 3, 4]
+    assert notes.logged == ["continuing after epoch 1 of 4"]
+    assert notes.advanced == 4
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from training.squares import LONG, TASK, Notes, routed
+from moesaic.training import training_run
+from moesaic.training.fit import fit
+
+class Slow(Notes):
+    def advance(self, amount, note=""):
+        time.sleep(0.05)
+
+training_run._LOOK, training_run._ALARM = 0.0, 2
+fit(routed(), TASK, LONG, out=Path(sys.argv[1]), progress=Slow(), checkpoint_seconds=0)
+"""
+
+
+def test_a_killed_process_leaves_a_run_that_can_go_on(tmp_path, often):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }
+    with subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path / "killed")], env=environment) as process:
+        patience = time.monotonic() + 60
+        metrics = tmp_path / "killed" / "metrics.jsonl"
+        while time.monotonic() < patience and not (metrics.exists() and len(metrics.read_text().splitlines()) > 1):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert (tmp_path / "killed" / "training.safetensors").exists()
+    assert not (tmp_path / "killed" / "result.json").exists()
+    model, undisturbed = routed(), routed()
+    fit(model, TASK, LONG, out=tmp_path / "killed", checkpoint_seconds=0)
+    fit(undisturbed, TASK, LONG, out=tmp_path / "whole", checkpoint_seconds=0)
+    assert same(model, undisturbed)
+    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+
+
+def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_there(tmp_path, monkeypatch):
+    writes: list[Path] = []
+    write = Path.write_bytes
+
+    def fill(self: Path, content: bytes) -> int:
+        writes.append(self)
+        if sum("training" in each.name for each in writes) > 2:
+            write(self, content[:100])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", fill)
+        with pytest.raises(OSError, match=r"training.safetensors of .* MB could not be written .*still there"):
+            fit(routed(), TASK, LONG, out=tmp_path / "full", checkpoint_seconds=0)
+    assert load_weights(tmp_path / "full", routed()).metrics["epochs"] == 2
+    model, undisturbed = routed(), routed()
+    notes = Notes()
+    fit(model, TASK, LONG, out=tmp_path / "full", progress=notes)
+    fit(undisturbed, TASK, LONG, out=tmp_path / "whole")
+    assert notes.logged == ["continuing after epoch 2 of 4"]
+    assert same(model, undisturbed)
+    assert outcome(tmp_path / "full") == outcome(tmp_path / "whole")
+
+
+def test_metrics_that_cannot_be_written_say_so(tmp_path, monkeypatch):
+    opened = Path.open
+
+    def full(self: Path, *args: Any, **options: Any):
+        if self.name == "metrics.jsonl":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(OSError, match=r"metrics.jsonl could not be written \(No space left on device\)"):
+        fit(routed(), TASK, LONG, out=tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_taken_for_a_good_one(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(2), checkpoint_seconds=0)
+    state = tmp_path / "training.safetensors"
+    state.write_bytes(state.read_bytes()[:-50])
+    with pytest.raises(ValueError, match=r"training.safetensors is not a whole safetensors file"):
+        fit(routed(), TASK, LONG, out=tmp_path)
+
+
+# what goes wrong
+
+
+class Poisoned(nn.Module):
+    """A network whose output is not a number from its n-th training pass on."""
+
+    def __init__(self, passes: int) -> None:
+        super().__init__()
+        self.inner = dense()
+        self.left = passes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= self.training
+        return self.inner(x) * (math.nan if self.left < 0 else 1.0)
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
+    with pytest.raises(Diverged, match=r"in epoch 3 of 4, by batch 6 of 6\)") as told:
+        fit(Poisoned(14), TASK, LONG, out=tmp_path, checkpoint_seconds=0)
+    assert str(tmp_path / "model.safetensors") in str(told.value)
+    assert "Lower learning_rate=0.05" in str(told.value)
+    model = Poisoned(0)
+    assert load_weights(tmp_path, model).metrics["epochs"] == 2
+    assert all(tensor.isfinite().all() for tensor in weights(model))
+
+
+def test_a_bad_loss_is_noticed_within_an_epoch(tmp_path, often):
+    with pytest.raises(Diverged, match=r"in epoch 1 of 4, by batch 3 of 6.*There was no checkpoint before it"):
+        fit(Poisoned(2), TASK, LONG, out=tmp_path)
+    with pytest.raises(Diverged, match="Nothing was kept"):
+        fit(Poisoned(2), TASK, LONG)
+
+
+def test_a_weight_that_is_not_a_number_is_never_kept(tmp_path):
+    """The last step of an epoch may ruin the weights after a loss that was fine."""
+    model = dense()
+    passes = 0
+
+    def ruin(module: nn.Module, args: Any) -> None:
+        nonlocal passes
+        passes += module.training
+
+    def spoil(gradient: Tensor) -> Tensor:
+        return gradient * math.inf if passes == 12 else gradient
+
+    model.register_forward_pre_hook(ruin)
+    next(model.parameters()).register_hook(spoil)
+    with pytest.raises(Diverged, match="in epoch 2 of 4"):
+        fit(model, TASK, LONG, out=tmp_path, checkpoint_seconds=0)
+    good = dense()
+    assert load_weights(tmp_path, good).metrics["epochs"] == 1
+    assert all(tensor.isfinite().all() for tensor in weights(good))
+
+
+def test_a_network_with_other_outputs_than_classes_is_refused():
+    with pytest.raises(ValueError, match=r"returned \(12, 5\) for 12 images of 2 classes; build it with num_classes=2"):
+        fit(nn.Sequential(nn.Flatten(), nn.Linear(192, 5)), TASK, LONG)
+
+
+def test_nothing_to_train_or_test_on_is_refused():
+    nothing = TASK.train.take(torch.arange(0))
+    with pytest.raises(ValueError, match="0 images to train on and 40 to test on"):
+        fit(dense(), replace(TASK, train=nothing), LONG)
+
+
+def copies(seed: int = 0) -> nn.Module:
+    """Both experts choose the same patches."""
+    model = routed(seed)
+    with torch.no_grad():
+        model.moe.router.weight[1] = model.moe.router.weight[0]
+    return model
+
+
+def test_experts_that_collapse_are_told_once(tmp_path):
+    notes = Notes()
+    recipe = replace(LONG, router_rate=0.0)
+    found = fit(copies(), TASK, recipe, out=tmp_path, progress=notes)
+    assert len(notes.logged) == 1
+    assert "epoch 1: CollapseAlarm: layer 'moe': the experts choose the same units" in notes.logged[0]
+    assert [len(epoch.alarms) for epoch in found.epochs] == [1, 0, 0, 0]
+    assert lines(tmp_path)[0]["alarms"][0] in notes.logged[0]
+    assert fit(routed(), TASK, LONG).epochs[0].alarms == ()
+
+
+def test_alarms_are_the_same_in_a_run_that_was_stopped(tmp_path, often):
+    recipe = replace(LONG, router_rate=0.0)
+    for patience in (4, 6, 100):
+        try:
+            fit(copies(), TASK, recipe, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
+        except KeyboardInterrupt:
+            continue
+    fit(copies(), TASK, recipe, out=tmp_path / "whole", checkpoint_seconds=0)
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+@pytest.mark.gpu
+def test_a_run_goes_on_on_a_gpu(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(routed(), TASK, LONG, device="cuda", out=tmp_path, progress=Notes(3), checkpoint_seconds=0)
+    notes = Notes()
+    found = fit(routed(), TASK, LONG, device="cuda", out=tmp_path, progress=notes)
+    assert len(found.epochs) == 4
+    assert notes.logged
