@@ -1,0 +1,153 @@
+"""How fast batches of images are made: from the cache, against decoding pictures in every epoch.
+
+    python benchmarks/data.py [--images 4000] [--threads 2] [--out FILE.json]
+
+The pictures are JPEG files of 178×218 pixels, as CelebA has them, made up for this. A batch is 128 float32
+images of 64×64 pixels, scaled to mean 0 and variance 1. An epoch takes each picture once, in random order.
+
+Ours decodes the pictures once (`load_images`) and makes batches as training does (`varied_batches`), in as many
+threads as given. The peer is torch's DataLoader with as many worker processes, over Pillow: open, resize, and
+crop, mirror and shift where asked for. Its workers have been started, and both have seen an epoch, when the clock
+starts. All are timed in turns, and the figure is the median over epochs.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from measure import in_turns, machine, show, write
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from moesaic.data.image_sets import load_images
+from moesaic.data.image_tasks import Augment, ImageTask
+from moesaic.training.batches import varied_batches
+
+SIZE, BATCH, WIDTH, HEIGHT = 64, 128, 178, 218
+BAR = 5000  # images a second
+
+
+def make_pictures(folder: Path, count: int) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        coarse = Image.fromarray(rng.integers(256, size=(14, 11, 3), dtype=np.uint8))
+        path = folder / f"class {number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(path, quality=90)
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Pictures decoded one by one, as a Dataset of torch does it."""
+
+    def __init__(self, folder: Path, augment: Augment, scale: tuple[Tensor, Tensor]) -> None:
+        self.files = sorted(folder.rglob("*.jpg"))
+        self.augment, (self.mean, self.std) = augment, scale
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, int]:
+        file = self.files[row]
+        with Image.open(file) as image:
+            picture = ImageOps.fit(image.convert("RGB"), (SIZE, SIZE), Image.Resampling.BICUBIC)
+        if self.augment != "none" and random.random() < 0.5:
+            picture = ImageOps.mirror(picture)
+        if self.augment == "flip-crop":
+            padding = SIZE // 8
+            left, top = random.randint(0, 2 * padding), random.randint(0, 2 * padding)
+            picture = ImageOps.expand(picture, padding).crop((left, top, left + SIZE, top + SIZE))
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float().div_(255)
+        return (pixels - self.mean) / self.std, int(file.parent.name.removeprefix("class "))
+
+
+def epoch_of(task: ImageTask) -> Callable[[], object]:
+    sizes = [BATCH] * (len(task.train) // BATCH)
+
+    def run() -> None:
+        for _ in varied_batches(task, sizes, 0, 0, torch.device("cpu")):
+            pass
+
+    return run
+
+
+def peer_epoch(loader: DataLoader[Any]) -> Callable[[], object]:
+    def run() -> None:
+        for _ in loader:
+            pass
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--images", type=int, default=4000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/data-cpu.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    candidates: dict[str, Callable[[], object]] = {}
+    images: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as place:
+        folder, cache = Path(place, "pictures"), Path(place, "cache")
+        folder.mkdir()
+        make_pictures(folder, arguments.images)
+        start = time.perf_counter()
+        load_images(folder, size=SIZE, cache_dir=cache)
+        decoding = time.perf_counter() - start
+        for augment in get_args(Augment):
+            task = load_images(folder, size=SIZE, cache_dir=cache, augment=augment)
+            candidates[f"moesaic, {augment}"] = epoch_of(task)
+            images[f"moesaic, {augment}"] = len(task.train) // BATCH * BATCH
+            assert task.scale is not None
+            scale = [torch.tensor(numbers)[:, None, None] for numbers in (task.scale.mean, task.scale.std)]
+            peer = DataLoader(
+                Pictures(folder, augment, (scale[0], scale[1])),
+                BATCH,
+                shuffle=True,
+                drop_last=True,
+                num_workers=arguments.threads,
+                persistent_workers=True,
+            )
+            candidates[f"DataLoader over Pillow, {augment}"] = peer_epoch(peer)
+            images[f"DataLoader over Pillow, {augment}"] = arguments.images // BATCH * BATCH
+        timings = in_turns(candidates, arguments.repetitions, warm_up=1)
+    rate = {name: 1e3 * images[name] / timing.median for name, timing in timings.items()}
+    rows = [
+        {
+            "batches from": name,
+            "images/s": round(rate[name]),
+            "× DataLoader": rate[name] / rate[f"DataLoader over Pillow, {name.partition(', ')[2]}"],
+            "an epoch, ms": timing,
+        }
+        for name, timing in timings.items()
+    ]
+    show(
+        f"images of {SIZE}×{SIZE} pixels, batches of {BATCH}",
+        [{key: value for key, value in row.items() if key != "an epoch, ms"} for row in rows],
+    )
+    print(f"decoded once: {arguments.images} pictures of {WIDTH}×{HEIGHT} pixels in {decoding:.1f} s")
+    slowest = min(rate[name] for name in rate if name.startswith("moesaic"))
+    print(f"the bar of {BAR} images a second is {'reached' if slowest >= BAR else 'missed'}")
+    results = {
+        "machine": machine(),
+        "load": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
+        "images": arguments.images,
+        "size": SIZE,
+        "batch": BATCH,
+        "decoded once, images/s": round(arguments.images / decoding),
+        "rows": rows,
+    }
+    print(f"written to {write('data-cpu', results, arguments.out)}")
+
+
+if __name__ == "__main__":
+    main()
