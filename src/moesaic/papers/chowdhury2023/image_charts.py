@@ -31,6 +31,7 @@ _LINES: dict[tuple[Fidelity, Arm], tuple[str, str]] = {
 """Label and role; without more said, as released."""
 _SAMPLES = "Number of training samples N"
 _ACCURACY = "Test accuracy (%)"
+_SEEN = "Thousands of images seen"
 
 _QUESTIONS = {
     "celeba-smiling": "How many labelled faces does routing save in a deep network?",
@@ -125,10 +126,10 @@ def _table_2(studies: Mapping[Fidelity, Study]) -> Chart:
             runs = runs_of(study, "celeba-4class", arm, samples) if study is not None else []
             curves = np.stack([run.training for run in runs])
             label, role = _LINES["released", arm]
-            x = tuple(float(epoch) for epoch in range(1, curves.shape[1] + 1))
+            x = tuple(samples * epoch / 1000 for epoch in range(1, curves.shape[1] + 1))
             spread = tuple(curves.std(axis=0, ddof=1).tolist())
             lines.append(Series(label, role, x, tuple(curves.mean(axis=0).tolist()), spread))
-        panels.append(Panel(f"N = {samples:,}", "Epoch", "Training accuracy (%)", tuple(lines), level=CONVERGED))
+        panels.append(Panel(f"N = {samples:,}", _SEEN, "Training accuracy (%)", tuple(lines), level=CONVERGED))
     return Chart(
         "table-2",
         _PAPER,
