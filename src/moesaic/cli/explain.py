@@ -68,10 +68,11 @@ class Explain:
         with input_of("explain"):
             device = self._checked()
             checkpoint = self._load(device)
-            pictures = self._pictures(checkpoint) if self.images else None
-            tested = None if self.data is None else self._tested(checkpoint, self.data)
             out = self.out or checkpoint.path.parent / "explanation"
             _check_folder(out)
+            pictures = self._pictures(checkpoint) if self.images else None
+            tested = None if self.data is None else self._tested(checkpoint, self.data)
+            make_folder(out)
         over, shown = tested or pictures, (pictures or tested)
         assert over is not None and shown is not None
         shown = shown.some(self.max_images, self.seed)
@@ -233,7 +234,6 @@ class _Images:
 def _check_folder(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()) and not (out / "explanation.json").exists():
         raise ValueError(f"--out={str(out)!r} has other files in it; name another directory, or a new one")
-    make_folder(out)
 
 
 def _summarise(explanation: Explanation, page: Path) -> None:

@@ -1,0 +1,184 @@
+"""The page on what a network looks at is whole, needs nothing else, and shows what was measured."""
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import moesaic
+from moesaic.insight.explain import Explanation, Look, explain, look
+from moesaic.report.expert_pictures import draw_class_maps, draw_favourites, mean_images
+from moesaic.report.explanation import About, Shown, write_explanation
+
+NAMES = ("cat <b>", "dog & co")
+
+
+def network(experts: int = 2, classes: int = 2, channels: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    moe = moesaic.PatchMoE(channels, 2 * experts, experts=experts, patches_per_expert=1, patch_size=4)
+    return nn.Sequential(moe, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * experts, classes))
+
+
+def found(model: nn.Module, images: int = 6, channels: int = 3) -> tuple[Look, Tensor]:
+    pixels = torch.randint(0, 256, (images, channels, 8, 8), dtype=torch.uint8)
+    return look(model, pixels, lambda pixels: pixels / 255), pixels
+
+
+def write(folder: Path, explanation: Explanation, seen: Look, pixels: Tensor, classes: Tensor, **about: object) -> str:
+    shown = [Shown("<i>one</i>.png", NAMES[0], 0.8, NAMES[1]), Shown("two.png", NAMES[1], 1.0, None)]
+    page = write_explanation(
+        folder,
+        explanation,
+        replace(About("a model", "runs/a", "6 images"), **about),
+        pixels=pixels,
+        classes=classes,
+        shown=shown,
+        shown_pixels=pixels[:2],
+        shown_look=seen,
+    )
+    return page.read_text("utf-8")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("explanation")
+    (folder / "layer-9-image-7.png").write_bytes(b"of before")
+    (folder / "explanation.json").write_text("{}")
+    seen, pixels = found(network())
+    labels = torch.arange(6) % 2
+    groups = torch.tensor([0, 0, 0, 1, 1, 1])
+    explanation = explain(seen, NAMES, labels=labels, groups=groups, group_names=("light", "dark"), favourites=3)
+    skipped = (("bad<script>.jpg", "is empty"),)
+    return folder, write(folder, explanation, seen, pixels, labels, skipped=skipped, command="moesaic explain 'a b'")
+
+
+def test_the_page_has_all_pictures_in_itself_and_loads_nothing(written: tuple[Path, str]):
+    folder, page = written
+    pictures = sorted(path.name for path in folder.glob("*.png"))
+    kinds = ("difference", "favourites", "gate", "image-0", "image-1", "share")
+    assert pictures == [f"layer-0-{kind}.png" for kind in kinds], "and none of an earlier explanation"
+    sources = re.findall(r'src="([^"]*)"', page)
+    assert len(sources) == len(pictures)
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert "Content-Security-Policy" in page
+    assert not re.search(r"https?://", page)
+
+
+def test_names_of_classes_and_files_are_escaped(written: tuple[Path, str]):
+    _, page = written
+    assert "<b>" not in page
+    assert "<i>one" not in page
+    assert "<script" not in page
+    assert "cat &lt;b&gt;" in page
+    assert "bad&lt;script&gt;.jpg" in page
+    assert "&lt;i&gt;one&lt;/i&gt;.png" in page
+
+
+def test_the_page_tells_predictions_truth_accuracies_and_how_it_was_made(written: tuple[Path, str]):
+    _, page = written
+    text = re.sub(r"<[^>]+>", " ", page).replace("\u00a0", " ").replace("&nbsp;", " ")
+    assert "80 % (in truth: dog &amp; co)" in text
+    assert re.search(r"two\.png\s*: dog &amp; co, 100 %\.", text)
+    assert "light" in text
+    assert "moesaic explain" in text
+    assert "could not be used" in text
+    assert "A patch lies over 4×4 pixels of the image, and knows nothing of the pixels around them." in text
+    assert "fewer than 20 images of" in text
+
+
+def test_everything_on_the_page_is_in_the_json(written: tuple[Path, str]):
+    folder, _ = written
+    record = json.loads((folder / "explanation.json").read_text("utf-8"))
+    (layer,) = record["explanation"]["layers"]
+    assert np.array(layer["reach"]).shape == (2, 2, 4)
+    assert len(layer["favourites"]) == 2
+    assert record["explanation"]["group_scores"][1]["name"] == "dark"
+    assert record["shown"][0]["label"] == NAMES[1]
+    assert (folder / record["pictures"][0]["share"]).is_file()
+
+
+def test_images_of_unknown_class_are_called_by_what_is_predicted(tmp_path: Path):
+    seen, pixels = found(network())
+    page = write(tmp_path, explain(seen, NAMES), seen, pixels, seen.probabilities.argmax(1))
+    assert "sorted by the class that the network predicts" in page
+    assert "What it gets right" not in page
+
+
+def test_a_layer_that_routes_whole_images_has_a_table_and_no_maps(tmp_path: Path):
+    router = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 2))
+    seen, pixels = found(moesaic.SampleMoE(router, [nn.Sequential(nn.Flatten(), nn.Linear(192, 2)) for _ in range(2)]))
+    labels = torch.arange(6) % 2
+    page = write(tmp_path, explain(seen, NAMES, labels=labels), seen, pixels, labels)
+    assert "<img" not in page
+    assert "share of the load" in page
+
+
+def tinted(figure: Figure) -> list[np.ndarray]:
+    """The colours laid over the panels' images, (rows, columns, 4)."""
+    return [np.asarray(image.get_array()) for image in figure.axes[0].images if np.ndim(image.get_array()) == 3]
+
+
+def planted() -> tuple[Explanation, Tensor, Tensor]:
+    model = network(experts=1)
+    model[0].router.weight.data.fill_(1.0)
+    pixels = torch.full((8, 3, 8, 8), 20, dtype=torch.uint8)
+    labels = torch.arange(8) % 2
+    pixels[labels == 0, :, :4, :4] = 250
+    pixels[labels == 1, :, 4:, 4:] = 250
+    return explain(look(model, pixels, lambda x: x / 255), ("left", "right"), labels=labels), pixels, labels
+
+
+def test_a_map_is_coloured_where_the_expert_looks():
+    explanation, pixels, labels = planted()
+    backdrops = mean_images(pixels, labels, 2)
+    assert backdrops[0, 0, 0] == pytest.approx(250 / 255)
+    figure = draw_class_maps(explanation.layers[0], ("left", "right"), backdrops, (4, 4), "share")
+    alphas = [tint[..., 3] for tint in tinted(figure)]
+    assert [alpha.argmax() for alpha in alphas] == [0, 3]
+    assert all((alpha > 0).sum() == 1 for alpha in alphas)
+    assert [text.get_text() for text in figure.axes[0].texts if text.get_text() == "100"] == ["100"] * 2
+
+
+def test_a_difference_of_two_classes_has_one_row_and_two_colours():
+    explanation, pixels, labels = planted()
+    figure = draw_class_maps(
+        explanation.layers[0], ("left", "right"), mean_images(pixels, labels, 2), (4, 4), "difference"
+    )
+    (tint,) = tinted(figure)
+    assert (tint[..., 3] > 0).sum() == 2
+    red_of_less, red_of_more = tint[0, 0, 0], tint[1, 1, 0]
+    assert red_of_less < red_of_more
+    assert {"+100", "−100"} <= {text.get_text() for text in figure.axes[0].texts}
+
+
+def test_favourites_show_the_patch_with_what_is_around_it():
+    explanation, pixels, _ = planted()
+    figure = draw_favourites(explanation.layers[0], ("left", "right"), pixels)
+    crops = tinted(figure)
+    assert len(crops) == 8
+    assert all(crop.shape == (8, 8, 3) for crop in crops)  # 4 pixels, 2 on each side, moved into the image
+    assert crops[0][:4, :4].min() == pytest.approx(250 / 255)
+    names = [text.get_text() for text in figure.axes[0].texts]
+    assert names.count("left") == names.count("right") == 4
+
+
+@pytest.mark.parametrize(
+    ("experts", "classes", "channels"), [(1, 1, 3), (20, 2, 1), (3, 30, 3)], ids=["one of each", "grey", "30 classes"]
+)
+def test_any_number_of_experts_and_classes_can_be_drawn(experts: int, classes: int, channels: int):
+    seen, pixels = found(network(experts, classes, channels), images=2 * classes, channels=channels)
+    labels = torch.arange(2 * classes) % classes
+    names = [f"class {k} with a name that is long" for k in range(classes)]
+    told = explain(seen, names, labels=labels)
+    for kind in ("share", "difference", "gate"):
+        figure = draw_class_maps(told.layers[0], names, mean_images(pixels, labels, classes), told.class_images, kind)
+        rows = 1 if classes == 2 and kind == "difference" else min(classes, 12)
+        assert len(tinted(figure)) == experts * rows
+    draw_favourites(told.layers[0], names, pixels).savefig(io.BytesIO(), format="png", dpi=20)

@@ -1,0 +1,122 @@
+"""What is exported computes what the network computes, and says what is needed to use it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import moesaic
+from moesaic.data.image_tasks import Scale
+from moesaic.models.registry import ModelSpec
+from moesaic.training.checkpoints import Card, Checkpoint, load_checkpoint
+from moesaic.training.export import Served, export, load_exported
+
+SCALE = Scale((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+NAMES = ("Äpfel", 'b "quoted"')
+
+
+def checkpoint(scale: Scale | None = SCALE, moe: nn.Module | None = None) -> Checkpoint:
+    torch.manual_seed(0)
+    moe = moe or moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=2, patch_size=2)
+    model = nn.Sequential(moe, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
+    return Checkpoint(Path("run/model.safetensors"), model, Card(None, NAMES, NAMES, scale, (3, 6, 6), "fruit", {}))
+
+
+def test_what_is_served_takes_pixels_over_255_and_scales_them():
+    given = checkpoint()
+    pixels = torch.randint(0, 256, (4, 3, 6, 6), dtype=torch.uint8)
+    torch.testing.assert_close(Served(given.model, SCALE)(pixels / 255), given.model(SCALE(pixels)))
+
+
+def test_a_pt2_file_computes_what_the_network_computes(tmp_path: Path):
+    done = export(checkpoint(), tmp_path / "a.pt2", "pt2")
+    network, metadata = load_exported(done.path)
+    assert [len(images) for images in done.examples] == [1, 2, 5]
+    assert done.difference(tuple(network(images) for images in done.examples)) < 1e-6
+    assert metadata["class_names"] == list(NAMES)
+    assert metadata["input_shape"] == [3, 6, 6]
+    assert "pixels / 255" in metadata["input"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt2"]
+
+
+def test_a_file_for_one_image_at_a_time_takes_no_more(tmp_path: Path):
+    done = export(checkpoint(moe=nn.Conv2d(3, 4, 1)), tmp_path / "a.pt2", "pt2", batch="1")
+    network, _ = load_exported(done.path)
+    assert [len(images) for images in done.examples] == [1]
+    assert done.difference(tuple(network(images) for images in done.examples)) < 1e-6
+    with pytest.raises(Exception, match=r"size\(\)\[0\] == 1"):
+        network(torch.rand(2, 3, 6, 6))
+
+
+def test_an_onnx_file_computes_what_the_network_computes(tmp_path: Path):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    # tests/contract/test_export.py has routed layers
+    done = export(checkpoint(moe=nn.Conv2d(3, 4, 1)), tmp_path / "a.onnx", "onnx")
+    session = onnxruntime.InferenceSession(str(done.path))
+    assert [each.name for each in session.get_inputs()] == ["images"]
+    assert [each.name for each in session.get_outputs()] == ["logits"]
+    found = [torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) for images in done.examples]
+    assert done.difference(tuple(found)) < 1e-5
+    metadata = session.get_modelmeta().custom_metadata_map
+    assert json.loads(metadata["class_names"]) == list(NAMES)
+    assert json.loads(metadata["moesaic"])["scale"]["mean"] == [0.5, 0.4, 0.3]
+    assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
+
+
+def test_a_difference_is_the_largest_one():
+    done = export_of_nothing()
+    assert done.difference((torch.tensor([[0.0, 0.0]]), torch.tensor([[0.5, -1.0]]))) == 1.0
+
+
+def export_of_nothing():
+    from moesaic.training.export import Exported
+
+    zeros = torch.zeros(1, 2)
+    return Exported(Path("a"), "pt2", 0, {}, (zeros, zeros), (zeros, zeros))
+
+
+def test_safetensors_are_a_checkpoint_again(tmp_path: Path):
+    spec = ModelSpec("wrn10_1", {"num_classes": 2})
+    model = spec.build().eval()
+    card = Card(spec, NAMES, NAMES, SCALE, (3, 8, 8), "fruit", {"accuracy": 90.0})
+    done = export(Checkpoint(tmp_path, model, card), tmp_path / "a.safetensors", "safetensors")
+    again = load_checkpoint(done.path)
+    weights = again.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert (again.class_names, again.scale, again.metrics) == (NAMES, SCALE, {"accuracy": 90.0})
+
+
+def test_without_a_scale_only_weights_can_be_exported(tmp_path: Path):
+    with pytest.raises(ValueError, match="does not say how pixels become the network's input"):
+        export(checkpoint(scale=None), tmp_path / "a.pt2", "pt2")
+    export(checkpoint(scale=None), tmp_path / "a.safetensors", "safetensors")
+
+
+def test_a_network_that_torch_cannot_export_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    router = nn.Sequential(nn.Flatten(), nn.Linear(3 * 36, 2))
+    mixture = moesaic.SampleMoE(router, [nn.Conv2d(3, 4, 1) for _ in range(2)])
+    with pytest.raises(
+        ValueError, match=r"torch cannot export Sequential as pt2 .* use format='safetensors'"
+    ) as refusal:
+        export(checkpoint(moe=mixture), tmp_path / "a.pt2", "pt2")
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def missing(*_: object, **__: object) -> None:
+        raise ModuleNotFoundError("No module named 'onnxscript'", name="onnxscript")
+
+    monkeypatch.setattr(torch.onnx, "export", missing)
+    with pytest.raises(ValueError, match=r"\(onnxscript\); install the extra: pip install 'moesaic\[onnx\]'"):
+        export(checkpoint(), tmp_path / "a.onnx", "onnx")
+
+
+@pytest.mark.parametrize(("format", "batch"), [("tflite", "dynamic"), ("pt2", "7")])
+def test_unknown_formats_and_batches_are_refused(tmp_path: Path, format: str, batch: str):
+    with pytest.raises(ValueError, match="is unknown; use"):
+        export(checkpoint(), tmp_path / "a", format, batch=batch)
