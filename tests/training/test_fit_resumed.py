@@ -199,6 +199,13 @@ def test_a_bad_loss_is_noticed_within_an_epoch(tmp_path, often):
         fit(Poisoned(2), TASK, LONG)
 
 
+def test_a_bad_loss_is_noticed_before_a_checkpoint_within_an_epoch(tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "_ALARM", 2)
+    with pytest.raises(Diverged, match=r"in epoch 1 of 4, by batch 2 of 6"):
+        fit(Poisoned(1), TASK, LONG, out=tmp_path, checkpoint_seconds=0)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_a_weight_that_is_not_a_number_is_never_kept(tmp_path):
     """The last step of an epoch may ruin the weights after a loss that was fine."""
     model = dense()
@@ -232,10 +239,10 @@ def test_nothing_to_train_or_test_on_is_refused():
 
 
 def copies(seed: int = 0) -> nn.Module:
-    """Both experts choose the same patches."""
+    """Both experts choose the same patches, but for a few."""
     model = routed(seed)
     with torch.no_grad():
-        model.moe.router.weight[1] = model.moe.router.weight[0]
+        model.moe.router.weight[1] = model.moe.router.weight[0] + 0.02 * model.moe.router.weight[1]
     return model
 
 
@@ -258,6 +265,7 @@ def test_alarms_are_the_same_in_a_run_that_was_stopped(tmp_path, often):
         except KeyboardInterrupt:
             continue
     fit(copies(), TASK, recipe, out=tmp_path / "whole", checkpoint_seconds=0)
+    assert "mean overlap 0.9" in lines(tmp_path / "whole")[0]["alarms"][0], "numbers that differ from batch to batch"
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 
