@@ -47,6 +47,12 @@ def test_every_folder_is_a_class_in_the_order_of_names(tmp_path, cache):
     assert parts.train.pixels.shape == (16, 3, 4, 4)
 
 
+def test_labels_count_the_names_of_classes_and_not_their_paths(tmp_path, cache):
+    parts = folder_parts(classes(tmp_path / "data", {"a": 5, "a b": 5}), 4, cache, seed=0)
+    assert parts.class_names == ("a", "a b")
+    assert parts.train.labels.tolist() == [int(shade >= 5) for shade in shades(parts)[0]]
+
+
 def test_labels_belong_to_their_images(tmp_path, cache):
     parts = folder_parts(classes(tmp_path / "data", {"a": 20, "b": 30, "c": 25}), 4, cache, seed=3)
     for part, seen in zip((parts.train, parts.test), shades(parts), strict=True):

@@ -2,6 +2,7 @@
 
 import io
 import struct
+import warnings
 import zlib
 from contextlib import suppress
 from pathlib import Path
@@ -214,6 +215,13 @@ def test_of_an_animation_the_first_frame_counts():
 def test_what_gives_no_picture_tells_why(content, told):
     with pytest.raises(BadPicture, match=f"^{told}"):
         decoded(content)
+
+
+def test_the_limit_of_pixels_holds_also_where_its_warning_is_ignored():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(BadPicture, match="is too large: 10000×9000 pixels are more than"):
+            decode_picture(png(10_000, 9_000), 16)
 
 
 def test_damage_anywhere_is_told_and_never_another_error():
