@@ -141,14 +141,14 @@ def test_upcycling_keeps_the_filters_as_they_are():
 
 
 def test_fresh_weights_hang_on_seed_and_name_alone():
-    alone = convert(net(), "layer1.1.conv2", experts=4, input_size=32)
-    together = convert(net(), "layer1.*.conv2", experts=4, input_size=32)
-    other = convert(net(), "layer1.1.conv2", experts=4, input_size=32, seed=1)
-    layers = [model.layer1[1].conv2 for model in (alone, together, other)]
-    for key, weight in layers[0].named_parameters():
-        assert torch.equal(weight, layers[1].get_parameter(key))
-        assert not torch.equal(weight, layers[2].get_parameter(key))
-    assert not torch.equal(together.layer1[0].conv2.router.weight, layers[1].router.weight)
+    options = {"experts": 4, "patch_size": 4, "input_size": 32}
+    alone = convert(net(), "layer1.1.conv2", **options)
+    together = convert(net(), "layer1.*.conv2", **options)
+    other = convert(net(), "layer1.1.conv2", seed=1, **options)
+    for key, weight in alone.layer1[1].conv2.named_parameters():
+        assert torch.equal(weight, together.layer1[1].conv2.get_parameter(key))
+        assert not torch.equal(weight, together.layer1[0].conv2.get_parameter(key))
+        assert not torch.equal(weight, other.layer1[1].conv2.get_parameter(key))
 
 
 def test_converting_draws_no_random_numbers_of_the_process():
@@ -158,13 +158,13 @@ def test_converting_draws_no_random_numbers_of_the_process():
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_dtype_mode_and_name_stay():
-    model = net().to(torch.bfloat16).train()
+@pytest.mark.parametrize("training", [True, False])
+def test_dtype_mode_and_name_stay(training):
+    model = net().to(torch.bfloat16).train(training)
     convert(model, "layer1.0.conv1", experts=2, input_size=32)
     layer = model.layer1[0].conv1
     assert layer.experts.weight.dtype == layer.router.weight.dtype == torch.bfloat16
-    assert layer.training
-    assert layer.router.training
+    assert {module.training for module in layer.modules()} == {training}
     assert layer.experts.bias is None
     with record_routing(model) as routing:
         model(torch.randn(2, 3, 32, 32, dtype=torch.bfloat16))
@@ -260,6 +260,15 @@ def test_shared_weights_and_hooks_are_refused():
     hooked.register_forward_hook(lambda *_: None)
     with pytest.raises(ValueError, match="'0' carries forward hooks, which would be lost"):
         convert(one(hooked), "0", experts=2, input_size=8)
+
+
+def test_a_layer_that_sees_one_pixel_has_nothing_to_choose():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 4, 1))
+    assert convertible(model, input_size=8) == ("0",)
+    with pytest.raises(
+        ValueError, match="'2' sees a map of one pixel, which leaves nothing to choose; convertible: '0'"
+    ):
+        convert(model, "2", experts=2, input_size=8)
 
 
 def test_a_convolution_that_is_more_than_its_weights_is_refused():

@@ -40,7 +40,7 @@ def convertible(model: nn.Module, *, input_size: int | Sequence[int] | None = No
     ('2',)
     """
     shape = input_shape(model, input_size)
-    return _fitting(model, None if shape is None else trial(model, shape)[0])
+    return _fitting(model, None if shape is None else trial(model, shape))
 
 
 def input_shape(model: nn.Module, given: int | Sequence[int] | None) -> tuple[int, int, int] | None:
@@ -58,8 +58,8 @@ def input_shape(model: nn.Module, given: int | Sequence[int] | None) -> tuple[in
     return given[0], given[1], given[2]
 
 
-def trial(model: nn.Module, shape: tuple[int, int, int]) -> tuple[dict[str, list[tuple[int, int]]], Any]:
-    """Run a model on one image: which maps its layers see, and what comes out."""
+def trial(model: nn.Module, shape: tuple[int, int, int]) -> Maps:
+    """Run a model on one image to learn which maps its layers see."""
     seen: dict[str, list[tuple[int, int]]] = {}
     hooks: list[Any] = []
     for name, layer in _modules(model):
@@ -76,11 +76,11 @@ def trial(model: nn.Module, shape: tuple[int, int, int]) -> tuple[dict[str, list
     image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     try:
         with evaluating(model), torch.no_grad():
-            out = model(image)
+            model(image)
     finally:
         for hook in hooks:
             hook.remove()
-    return seen, out
+    return seen
 
 
 def find_layers(model: nn.Module, wanted: str | Sequence[str], maps: Maps | None) -> dict[str, nn.Module]:

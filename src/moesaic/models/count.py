@@ -108,9 +108,9 @@ class Count:
 def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
     """Count a network by running it on one image (C, H, W), in eval mode and on the device it is on.
 
-    Nothing of the model changes, and one on the meta device is counted without computing anything. Where the choice of a router depends on the image (``TokenChoice`` with
-    a capacity), the image is a random one, the same in each call. Samples are taken to go to all experts
-    of a ``SampleMoE`` equally often.
+    Nothing of the model changes, and one on the meta device is counted without computing anything. Where
+    the choice of a router depends on the image (``TokenChoice`` with a capacity), the image is a random one,
+    the same in each call. Samples are taken to go to all experts of a ``SampleMoE`` equally often.
 
     >>> import torch, moesaic
     >>> from torch import nn
