@@ -86,7 +86,7 @@ def lab(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> L
 
 
 def small(task: str, arm: image_cells.Arm = "pmoe") -> WideCell:
-    recipe = Recipe(2, batch=16, learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant")
+    recipe = Recipe(2, batch=16)
     return WideCell(task, arm, "released", 20, 0, recipe, tests=2, network="wrn10_1", size=16, on_cpu=True)
 
 
@@ -126,6 +126,12 @@ def test_networks_of_a_trial_see_the_same_images_and_other_trials_others(
     )
     assert len(seen) == 4
     assert seen[0] == seen[1] == seen[2] != seen[3]
+
+
+@pytest.mark.parametrize(("side", "experts", "patches", "patch"), [(64, 8, 2, 4), (32, 4, 16, 1)])
+def test_experts_take_as_many_patches_as_in_the_paper(side: int, experts: int, patches: int, patch: int):
+    moe = image_cells._network("wrn10_1", "pmoe", "released", 2, (3, side, side), seed=0).moe
+    assert (len(moe.experts), moe.patches_per_expert, moe.patch_size) == (experts, patches, patch)
 
 
 def test_the_routed_network_costs_less_than_the_dense_one(folder: Path, tmp_path: Path):
@@ -232,7 +238,8 @@ def test_networks_train_as_the_authors_code_does_but_for_the_number_of_epochs():
         if isinstance(cell, WideCell):
             recipe = cell.recipe
             assert (recipe.batch, recipe.learning_rate, recipe.momentum, recipe.weight_decay) == (128, 0.1, 0.0, 0.0)
-            assert (recipe.optimizer, recipe.schedule, cell.scale, cell.augment) == ("sgd", "constant", "unit", "none")
+            assert (recipe.optimizer, recipe.schedule, recipe.warmup) == ("sgd", "constant", 0)
+            assert (cell.scale, cell.augment) == ("unit", "none")
             assert recipe.epochs <= EPOCHS
             assert cell.samples * recipe.epochs <= SEEN[FIGURES[cell.task].side]
     assert epochs(1000, 64) == EPOCHS

@@ -209,7 +209,9 @@ class StepCell:
         scale = Scale((0.0,) * 3, (1.0,) * 3)
         few = train.take(torch.arange(2 * self.classes))
         task = ImageTask(train, few, names, ("all",), scale, scale, name="noise")
-        recipe = Recipe(_TIMED_EPOCHS, self.batch, learning_rate=1e-3, momentum=0.0, schedule="constant")
+        recipe = Recipe(
+            _TIMED_EPOCHS, self.batch, "sgd", 1e-3, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0
+        )
         arms: tuple[Arm, Arm] = ("wrn", "pmoe")
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
         macs: dict[str, int] = {}

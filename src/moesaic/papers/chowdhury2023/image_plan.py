@@ -108,7 +108,7 @@ def recipe(fidelity: Fidelity, samples: int, side: int) -> Recipe:
     long = epochs(samples, side)
     if fidelity == "best":
         return Recipe(long)
-    return Recipe(long, batch=128, learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant")
+    return Recipe(long, 128, "sgd", learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0)
 
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[WideResult | StepResult]:
