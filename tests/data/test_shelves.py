@@ -69,6 +69,16 @@ def test_a_changed_file_has_another_stamp(tmp_path):
         assert first.entries() != second.entries()
 
 
+def test_a_file_whose_rights_changed_has_another_stamp(tmp_path):
+    folder = a_folder(tmp_path / "folder", {"1.jpg": b"one"})
+    os.utime(folder / "1.jpg", ns=(5, 5))
+    with open_shelf(folder) as shelf:
+        before = shelf.entries()
+        while shelf.entries() == before:  # until the clock of the file system has moved on
+            (folder / "1.jpg").chmod(0o600)
+        assert shelf.entries() != before
+
+
 def test_links_are_followed_but_not_in_circles(tmp_path):
     folder = a_folder(tmp_path / "folder", FILES)
     elsewhere = a_folder(tmp_path / "elsewhere", {"5.jpg": b"five"})

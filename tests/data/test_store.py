@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,17 +95,22 @@ def test_another_size_order_or_stamp_is_another_store(folder, cache):
 
 
 def test_a_folder_with_the_same_names_sizes_and_stamps_elsewhere_is_another_store(folder, cache, tmp_path):
+    class Alike(FolderShelf):
+        def entries(self):
+            return tuple(replace(entry, bytes=9, stamp=5) for entry in super().entries())
+
     other = tmp_path / "other"
     other.mkdir()
     for name in NAMES:
         Image.new("RGB", (10, 8), (1, 2, 3)).save(other / name)
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content.ljust(500, b"\0"))
-        (other / name).write_bytes((other / name).read_bytes().ljust(500, b"\0"))
-        for place in (folder, other):
-            os.utime(place / name, ns=(5, 5))
-    assert reds(decode(folder, cache)[0]) == [120, 0, 160]
-    assert reds(decode(other, cache)[0]) == [1, 1, 1]
+    assert reds(decode_pictures(Alike(folder), NAMES, 4, cache)) == [120, 0, 160]
+    assert reds(decode_pictures(Alike(other), NAMES, 4, cache)) == [1, 1, 1]
+
+
+def test_a_file_that_vanished_is_skipped(folder, cache):
+    found, _ = decode(folder, cache, [*NAMES, "9.png"])
+    assert reds(found) == [120, 0, 160]
+    assert found.skipped[0].why == "cannot be read (No such file or directory)"
 
 
 def test_bad_files_are_left_out_and_told_also_from_the_cache(folder, cache):

@@ -180,7 +180,8 @@ def _walk(folder: Path, prefix: str, above: frozenset[str]) -> Iterator[FileEntr
         except OSError:  # a link to nowhere: reading it will tell
             yield FileEntry(prefix + child.name, 0, 0)
             continue
-        yield FileEntry(prefix + child.name, about.st_size, about.st_mtime_ns)
+        # the second is later where only the right to read the file was given
+        yield FileEntry(prefix + child.name, about.st_size, max(about.st_mtime_ns, about.st_ctime_ns))
 
 
 def _hidden(name: str) -> bool:

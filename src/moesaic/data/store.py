@@ -100,7 +100,8 @@ def decode_pictures(shelf: Shelf, names: Sequence[str], size: int, cache: Cache)
     """
     at_least_one("decode_pictures", size=size)
     known = {entry.name: entry for entry in shelf.entries()}
-    store = _Store(cache, _digest(shelf, [known[name] for name in names], size))
+    # a file that is not there any more will be told when it is read
+    store = _Store(cache, _digest(shelf, [known.get(name, FileEntry(name, 0, 0)) for name in names], size))
     return store.read(len(names), size) or store.write(shelf, names, size)
 
 
