@@ -111,7 +111,7 @@ def convert(
     if shape is not None:
         try:
             _try(model, shape, f"no longer runs with {', '.join(map(repr, made))} converted")
-        except ValueError:
+        except BaseException:
             _swap(model, {name: old for name, (old, _) in made.items()})
             raise
     model.__dict__.setdefault(_RECORD, []).extend(records)
