@@ -261,10 +261,10 @@ def test_alarms_are_the_same_in_a_run_that_was_stopped(tmp_path, often):
     recipe = replace(LONG, router_rate=0.0)
     for patience in (4, 6, 100):
         try:
-            fit(copies(), TASK, recipe, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
+            fit(copies(1), TASK, recipe, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
         except KeyboardInterrupt:
             continue
-    fit(copies(), TASK, recipe, out=tmp_path / "whole", checkpoint_seconds=0)
+    fit(copies(1), TASK, recipe, out=tmp_path / "whole", checkpoint_seconds=0)
     assert "mean overlap 0.9" in lines(tmp_path / "whole")[0]["alarms"][0], "numbers that differ from batch to batch"
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
