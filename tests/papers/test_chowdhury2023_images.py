@@ -309,6 +309,11 @@ def test_ahead_means_at_every_size(task: str, leads: tuple[float, float], verdic
     assert found.measured == pytest.approx(min(leads))
 
 
+def test_a_lead_at_a_single_size_may_be_undecided():
+    found = judged("fig16-ahead", pair("cifar-vehicles", {4000: 80}, {4000: 80.05}), "print")
+    assert found.verdict == "partly: undecided, 0 is in the interval"
+
+
 def test_sizes_at_which_released_averages_have_not_settled_count_for_ours_alone():
     results = pair("celeba-smiling", {1000: 80, 4000: 80}, {1000: 50, 4000: 85})
     assert judged("fig10-ahead", results, "released").verdict == "holds"

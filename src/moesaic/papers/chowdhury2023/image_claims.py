@@ -70,6 +70,8 @@ def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Test:
             verdict = "holds"
         elif 2 * behind >= len(leads):
             verdict = "fails"
+        elif len(leads) == 1:
+            verdict = "partly: undecided, 0 is in the interval"
         else:
             verdict = f"partly: clearly ahead at {above} of {len(leads)} sizes"
         return Judgement(verdict, least.value, least.interval)
@@ -203,7 +205,7 @@ def _stable(study: Study) -> Judgement:
 
 
 TESTS: tuple[Test, ...] = (
-    _ahead("celeba-smiling", ("print", "released", "best")),
+    _ahead("celeba-smiling", ("released", "best")),
     claimed(
         "fig10-fifth",
         "Figure 10",
@@ -218,7 +220,7 @@ TESTS: tuple[Test, ...] = (
         _fifth,
         ("released", "best"),
     ),
-    _ahead("celeba-spurious", ("released", "best")),
+    _ahead("celeba-spurious"),
     claimed(
         "fig11-lower",
         "Figure 11",
@@ -242,7 +244,6 @@ TESTS: tuple[Test, ...] = (
         f"{LENGTH} Holds if the interval is above 0, fails if it is below.",
         needs("celeba-spurious"),
         _worst_group,
-        ("released", "best"),
     ),
     claimed(
         "fig11-gap",
@@ -255,7 +256,6 @@ TESTS: tuple[Test, ...] = (
         f"{LENGTH} Holds if the interval is below 0, fails if it is above.",
         needs("celeba-spurious"),
         _smaller_gap,
-        ("released", "best"),
     ),
     _ahead("celeba-4class"),
     *image_work.TESTS,
