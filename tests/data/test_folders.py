@@ -217,6 +217,16 @@ def test_two_good_files_of_a_class_are_enough_whichever_they_are(tmp_path, cache
     assert parts.test.labels.bincount().tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_fifth_of_the_good_files_is_held_out_however_many_bad_ones_there_are(tmp_path, cache, seed):
+    folder = classes(tmp_path / "data", {"a": 30, "b": 40})
+    for number in range(10):
+        (folder / "b" / f"{3 * number:03}.png").write_bytes(b"bad")
+    parts = folder_parts(folder, 4, cache, seed=seed)
+    assert parts.train.labels.bincount().tolist() == [24, 24]
+    assert parts.test.labels.bincount().tolist() == [6, 6]
+
+
 def test_a_class_with_one_image_has_none_to_hold_out(tmp_path, cache):
     with pytest.raises(
         ValueError, match="class 'b' has no image to test on that can be read; add images to its folder"

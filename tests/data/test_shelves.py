@@ -124,7 +124,7 @@ def test_files_that_are_far_too_large_are_not_read(tmp_path, monkeypatch):
 
 def test_what_is_no_zip_and_what_is_not_there_is_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("no zip")
-    with pytest.raises(ValueError, match=r"notes\.txt: is not a whole zip file .*; give a folder"):
+    with pytest.raises(ValueError, match=r"notes\.txt: is not a whole zip file .*; give the folder"):
         open_shelf(tmp_path / "notes.txt")
     with pytest.raises(FileNotFoundError, match="there is no such folder or zip file"):
         open_shelf(tmp_path / "nowhere")

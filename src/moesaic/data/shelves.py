@@ -120,7 +120,8 @@ class ZipShelf:
             self._archive = zipfile.ZipFile(path)
         except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, ValueError) as fault:
             raise ValueError(
-                f"{path}: is not a whole zip file ({fault}); give a folder, or make or fetch the archive again"
+                f"{path}: is not a whole zip file ({fault}); give the folder that has the images, or "
+                "make or fetch the archive again"
             ) from fault
         # some programs for Windows separate folders by backslashes
         self._members = {
