@@ -35,9 +35,9 @@ class Explain:
     images; without it they are over the pictures given.
     """
 
-    checkpoint: Positional[Path]
+    checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
     """The folder of a run, or its model.safetensors."""
-    images: Positional[Annotated[tuple[Path, ...], arg(metavar="IMAGE")]] = ()
+    images: Positional[Annotated[tuple[Path, ...], arg(metavar="IMAGE", help_behavior_hint="(several)")]] = ()
     """Picture files, or folders of them; without any, some of --data are shown."""
     data: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="(default: none)")] = None
     """A folder with a folder for each class, or a name such as celeba-smiling: its images to test on are looked at."""

@@ -32,7 +32,7 @@ class Export:
     tried out and compared with the network before the command ends.
     """
 
-    checkpoint: Positional[Path]
+    checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
     """The folder of a run, or its model.safetensors."""
     format: Annotated[str, arg(metavar="onnx|pt2|safetensors")]
     """onnx: for any runtime; pt2: for torch, without moesaic; safetensors: the weights, for moesaic."""

@@ -107,7 +107,16 @@ def draw_class_maps(
         for row, k in enumerate(shown):
             x, y = sheet.corner(row, e)
             _map(axes, (x, y, _PANEL, sheet.height), backdrops[k], layer.grid, values_KEN[k, e], strongest, kind)
+    most = f"{strongest:.2f}" if kind == "gate" else f"{'±' if kind == 'difference' else ''}{100 * strongest:.0f}"
     for block in range(sheet.blocks):
+        axes.text(
+            _MARGIN,
+            sheet.header(block * sheet.columns)[1],
+            f"strongest: {most}",
+            fontsize=7,
+            va="center_baseline",
+            color=INK,
+        )
         for row, name in enumerate(names):
             _, y = sheet.corner(row, block * sheet.columns)
             axes.text(_MARGIN, y + sheet.height / 2, name, fontsize=8, va="center", color=INK, parse_math=False)
@@ -153,7 +162,7 @@ class _Sheet:
 
     @classmethod
     def of(cls, rows: int, panels: int, aspect: float, names: Sequence[str]) -> _Sheet:
-        longest = max(len(line) for name in names for line in name.split("\n"))
+        longest = max(14, *(len(line) for name in names for line in name.split("\n")))
         most = _FEW_COLUMNS if rows <= _FEW_ROWS else _MOST_COLUMNS
         blocks = -(-panels // most)
         return cls(rows, panels, -(-panels // blocks), _PANEL * aspect, _MARGIN + longest * _LETTER + 0.15)
