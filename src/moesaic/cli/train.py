@@ -6,11 +6,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from moesaic.checks import at_least_one
+from moesaic.checks import at_least_one, one_of
 from moesaic.cli.shared import BadInput, device_of, input_of, make_folder, program, tell
 
 if TYPE_CHECKING:
@@ -47,15 +47,15 @@ class Train:
     """How often the network sees each image."""
     batch: int = 32
     """Images in a step, at most."""
-    learning_rate: float = 0.1
+    learning_rate: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: the optimizer's)")] = None
     """At its peak."""
-    optimizer: Annotated[str, arg(metavar="sgd|adamw|normalized_gd")] = "sgd"
+    optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """normalized_gd: each expert moves by steps of one length, all else by SGD."""
     schedule: Annotated[str, arg(metavar="cosine|step|constant")] = "cosine"
     """How the learning rate falls."""
-    warmup: float = 0.0
-    """Epochs in which the learning rate grows from 0 to its peak."""
-    weight_decay: float = 5e-4
+    warmup: Annotated[float | None, arg(metavar="EPOCHS", help_behavior_hint="(default: a twentieth)")] = None
+    """In which the learning rate grows from 0 to its peak."""
+    weight_decay: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: the optimizer's)")] = None
     """How much weights shrink."""
     ema: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: none)")] = None
     """Test and keep a running mean of the weights, of which this share stays at each step: 0.999, say."""
@@ -125,15 +125,16 @@ class Train:
 
     def _checked(self) -> tuple[Recipe, str]:
         """What can be looked at before there are images."""
-        from moesaic.training.recipe import Recipe
+        from moesaic.training.recipe import USUAL, Recipe
 
+        usual = USUAL[cast("Any", one_of("train", "--optimizer", self.optimizer, USUAL))]
         words: dict[str, Any] = {"optimizer": self.optimizer, "schedule": self.schedule, "precision": self.precision}
         recipe = Recipe(
             epochs=self.epochs,
             batch=self.batch,
-            learning_rate=self.learning_rate,
+            learning_rate=usual.learning_rate if self.learning_rate is None else self.learning_rate,
             warmup=self.warmup,
-            weight_decay=self.weight_decay,
+            weight_decay=usual.weight_decay if self.weight_decay is None else self.weight_decay,
             ema=self.ema,
             clip=self.clip,
             accumulate=self.accumulate,
