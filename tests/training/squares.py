@@ -12,7 +12,7 @@ from moesaic.layers import PatchMoE, SampleMoE
 from moesaic.routing import SampleRouter
 from moesaic.training.recipe import Recipe
 
-LONG = Recipe(epochs=4, batch=12, learning_rate=0.05, momentum=0.9)
+LONG = Recipe(epochs=4, batch=12, optimizer="sgd", learning_rate=0.05, momentum=0.9)
 SCALE = Scale((0.5, 0.5, 0.5), (0.3, 0.3, 0.3))
 
 

@@ -32,7 +32,7 @@ from moesaic.training.checkpoints import load_checkpoint, load_weights
 from moesaic.training.fit import Fit, evaluate, fit
 from moesaic.training.recipe import Recipe
 
-SHORT = Recipe(epochs=3, batch=16, learning_rate=0.05)
+SHORT = Recipe(epochs=3, batch=16, optimizer="sgd", learning_rate=0.05)
 
 
 @pytest.mark.parametrize("make", [dense, routed, mixture])
@@ -94,7 +94,7 @@ def test_what_is_counted():
     seconds = [epoch.seconds for epoch in found.epochs]
     assert seconds == sorted(seconds)
     assert found.seconds == seconds[-1]
-    assert found.epochs[0].learning_rate == SHORT.rate(0.8), "at the last of five steps"
+    assert found.epochs[0].learning_rate == SHORT.rate(0.9), "in the middle of the last of five steps"
 
 
 def test_the_first_loss_is_that_of_the_untrained_network():
@@ -210,7 +210,7 @@ def test_the_balance_loss_reaches_a_router_in_which_patches_choose_and_leaves_ot
 def test_a_running_mean_is_tested_and_kept(tmp_path):
     plain, mean = dense(), dense()
     seen: list[Tensor] = [next(plain.parameters()).detach().clone()]
-    recipe = Recipe(epochs=1, batch=24, learning_rate=0.05)
+    recipe = Recipe(epochs=1, batch=24, optimizer="sgd", learning_rate=0.05)
     handle = plain.register_forward_pre_hook(
         lambda module, args: seen.append(next(module.parameters()).detach().clone()) if module.training else None
     )

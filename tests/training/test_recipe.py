@@ -11,7 +11,7 @@ from moesaic.training.recipe import Recipe
 
 
 def test_a_cosine_begins_at_the_learning_rate_and_ends_near_0():
-    recipe = Recipe(epochs=10, learning_rate=0.2)
+    recipe = Recipe(epochs=10, learning_rate=0.2, warmup=0)
     rates = [recipe.rate(epoch / 4) for epoch in range(41)]
     assert rates[0] == 0.2
     assert rates == sorted(rates, reverse=True)
@@ -19,12 +19,12 @@ def test_a_cosine_begins_at_the_learning_rate_and_ends_near_0():
 
 
 def test_steps_fall_to_a_tenth_at_each_milestone():
-    recipe = Recipe(epochs=100, learning_rate=1.0, schedule="step", milestones=(0.3, 0.6))
+    recipe = Recipe(epochs=100, learning_rate=1.0, schedule="step", milestones=(0.3, 0.6), warmup=0)
     assert [recipe.rate(epoch) for epoch in (0, 29.9, 30, 59, 60, 99)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
 
 
 def test_a_constant_rate_stays():
-    assert {Recipe(epochs=9, schedule="constant").rate(epoch) for epoch in range(9)} == {0.1}
+    assert {Recipe(epochs=9, learning_rate=0.1, schedule="constant").rate(epoch) for epoch in range(1, 9)} == {0.1}
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "step", "constant"])

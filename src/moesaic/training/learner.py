@@ -53,7 +53,7 @@ class Learner:
             yield
 
     def step(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
-        """Learn from a batch when so many epochs are done; its mean loss and how many it had right before."""
+        """Learn from a batch at a time counted in epochs; its mean loss and how many it had right before."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
             for group in optimizer.param_groups:

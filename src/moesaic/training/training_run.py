@@ -119,7 +119,7 @@ class TrainingRun:
             test_accuracy=None,
             seconds=seconds,
             images_per_second=sum(self.sizes[self.resumed :]) / max(seconds - before, 1e-9),
-            learning_rate=self.recipe.rate(len(self.epochs) + 1 - 1 / len(self.sizes)),
+            learning_rate=self.recipe.rate(len(self.epochs) + 1 - 0.5 / len(self.sizes)),
             alarms=self.alarms,
         )
         self.epochs.append(epoch)
@@ -144,7 +144,7 @@ class TrainingRun:
         with self.learner.watching(), self._alarm():
             self.watch.start()
             for x, labels in batches:
-                loss, right = self.learner.step(x, labels, epoch + self.done / len(self.sizes))
+                loss, right = self.learner.step(x, labels, epoch + (self.done + 0.5) / len(self.sizes))
                 self.loss += loss * len(x)
                 self.right += right
                 self.done += 1
