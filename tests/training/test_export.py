@@ -107,6 +107,18 @@ def test_a_network_that_torch_cannot_export_is_refused_in_one_line(tmp_path: Pat
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_full_disk_leaves_nothing_and_the_file_of_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(program: object, path: str, **_: object) -> None:
+        Path(path).write_bytes(b"half a file")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch.export, "save", full)
+    (tmp_path / "a.pt2").write_bytes(b"of before")
+    with pytest.raises(OSError, match="No space left"):
+        export(checkpoint(moe=nn.Conv2d(3, 4, 1)), tmp_path / "a.pt2", "pt2")
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"of before"]
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def missing(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'onnxscript'", name="onnxscript")

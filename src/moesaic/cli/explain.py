@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Explain"]
 
+_EVERY = 10.0
+"""Seconds between two lines on how far it is."""
 _TOLD = 5
 """Skipped files that are told by name; the page lists more."""
 
@@ -193,7 +196,15 @@ class Explain:
         from moesaic.insight.explain import look
 
         assert checkpoint.scale is not None
-        return look(checkpoint.model, pixels, checkpoint.scale, layers=self.layer or None, device=device)
+        last = time.monotonic()
+
+        def told(done: int) -> None:
+            nonlocal last
+            if time.monotonic() - last > _EVERY and done < len(pixels):
+                last = time.monotonic()
+                tell(f"{done:,} of {len(pixels):,}")
+
+        return look(checkpoint.model, pixels, checkpoint.scale, layers=self.layer or None, device=device, told=told)
 
 
 @dataclass(frozen=True, eq=False)

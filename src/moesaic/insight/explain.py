@@ -37,10 +37,10 @@ Maps = tuple[tuple[tuple[float, ...], ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """What a network made of some images; made by `look`, on the CPU."""
+    """What a network made of some images; made by `look`."""
 
     probabilities: Tensor
-    """(B, K)"""
+    """(B, K), on the CPU."""
     routing: dict[str, Routing]
     """Of every routed layer, by its name."""
     fields: dict[str, Field | None]
