@@ -165,6 +165,27 @@ def test_an_augment_is_nothing_or_mirroring_or_mirroring_and_shifts_by_an_eighth
         Augmented.of("flipp", scale, 64)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("channels", "height", "width"), [(3, 9, 12), (1, 8, 8)])
+def test_a_batch_is_what_a_plain_loop_makes_of_it(memory_format, channels, height, width):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(256, (60, channels, height, width), generator=generator).to(torch.uint8)
+    luck = torch.rand(60, 3, generator=generator)
+    scale = Scale((0.3,) * channels, (0.2,) * channels)
+    found = Augmented(scale, flip=True, padding=3)(x.contiguous(memory_format=memory_format), luck)
+    for image, (mirror, down, right), varied in zip(x, luck.tolist(), found, strict=True):
+        black = torch.zeros(channels, height + 6, width + 6, dtype=torch.uint8)
+        black[:, 3:-3, 3:-3] = image
+        top, left = int(7 * down), int(7 * right)
+        crop = black[:, top : top + height, left : left + width]
+        assert torch.equal(varied, scale((crop.flip(2) if mirror <= 0.5 else crop)[None])[0])
+
+
+def test_no_images_are_no_trouble():
+    none = torch.zeros(0, 3, 8, 8, dtype=torch.uint8)
+    assert Augmented(Scale((0.0,) * 3, (1.0,) * 3), flip=True, padding=1)(none, torch.zeros(0, 3)).shape == none.shape
+
+
 def test_a_batch_does_not_depend_on_the_memory_format():
     vary = Augmented(Scale((0.1,) * 3, (0.2,) * 3), flip=True, padding=5)
     x, luck = pixels(20), torch.rand(20, 3, generator=torch.Generator().manual_seed(0))

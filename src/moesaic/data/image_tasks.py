@@ -290,21 +290,25 @@ def flip_and_crop(pixels: Tensor, luck: Tensor) -> Tensor:
 
 def _moved(pixels: Tensor, luck: Tensor, flip: bool, padding: int) -> Tensor:
     """Bytes mirrored where the first number of luck is low, and shifted by the other two."""
-    if not padding:
-        return torch.where(luck[:, 0, None, None, None] <= 0.5, pixels.flip(3), pixels) if flip else pixels
     B, C, H, W = pixels.shape
-    device = pixels.device
+    low = luck[:, 0] <= 0.5
+    if flip:
+        # the bytes of one or the other, by their bits: many times as fast as torch.where
+        either = low.to(torch.uint8).mul_(255)[:, None, None, None]
+        pixels = pixels.flip(3).bitwise_xor_(pixels).bitwise_and_(either).bitwise_xor_(pixels)
+    if not padding or not B:
+        return pixels
     places = 2 * padding + 1
-    shift = (luck[:, 1:3] * places).long().clamp_(max=places - 1)
-    rows = shift[:, :1] + torch.arange(H, device=device)
-    across = torch.arange(W, device=device).expand(B, W)
-    mirrored = torch.where(luck[:, :1] <= 0.5, W - 1 - across, across) if flip else across
-    columns = shift[:, 1:] + mirrored
-    # one pixel after the other, all its channels together, which is three times as fast as by each index alone
-    padded = F.pad(pixels.permute(0, 2, 3, 1), (0, 0, *(padding,) * 4))
-    rows += torch.arange(B, device=device)[:, None] * (H + 2 * padding)
-    index = rows[:, :, None] * (W + 2 * padding) + columns[:, None, :]
-    return padded.reshape(-1, C).index_select(0, index.flatten()).view(B, H, W, C).permute(0, 3, 1, 2)
+    down, right = (luck[:, 1:3] * places).long().clamp_(max=places - 1).unbind(1)
+    if flip:
+        right = torch.where(low, places - 1 - right, right)  # what is mirrored moves the other way
+    padded = F.pad(pixels.permute(0, 2, 3, 1), (0, 0, *(padding,) * 4)).contiguous()
+    high, wide = padded.shape[1:3]
+    # W pixels from every pixel on, of which each row of each image is one
+    windows = padded.as_strided((B * high * wide - W + 1, W * C), (C, 1))
+    rows = (torch.arange(B, device=pixels.device) * high + down)[:, None] + torch.arange(H, device=pixels.device)
+    first = rows * wide + right[:, None]
+    return windows.index_select(0, first.flatten()).view(B, H, W, C).permute(0, 3, 1, 2)
 
 
 def _turns(groups: Tensor) -> Tensor:
