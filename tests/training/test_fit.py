@@ -30,6 +30,7 @@ from moesaic.routing import TokenChoice
 from moesaic.training import training_run
 from moesaic.training.checkpoints import load_checkpoint, load_weights
 from moesaic.training.fit import Fit, evaluate, fit
+from moesaic.training.learner import NotCompiled
 from moesaic.training.recipe import Recipe
 
 SHORT = Recipe(epochs=3, batch=16, optimizer="sgd", learning_rate=0.05)
@@ -238,9 +239,20 @@ def test_the_mean_takes_in_the_statistics_of_norms():
     assert model.norm.running_mean.abs().max() > 0
 
 
+def test_a_network_that_cannot_be_compiled_is_told(monkeypatch):
+    def fail(*args: Any) -> None:
+        raise AssertionError("vr must not be None\nsee the log")
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: fail)
+    with pytest.raises(
+        NotCompiled, match=r"torch.compile fails on Routed here \(vr must not be None\); use compile=False"
+    ):
+        fit(routed(), TASK, replace(SHORT, compile=True))
+
+
 def test_compile_is_asked_for_once_and_the_weights_keep_their_names(tmp_path, monkeypatch):
     compiled: list[nn.Module] = []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or nn.Sequential(model))
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append(model) or nn.Sequential(model))
     model, plain = routed(), routed()
     fit(model, TASK, replace(SHORT, compile=True), out=tmp_path)
     fit(plain, TASK, SHORT)

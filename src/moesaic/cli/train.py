@@ -185,6 +185,7 @@ class Train:
         from moesaic import report
         from moesaic.training.checkpoints import Unusable
         from moesaic.training.fit import Diverged, fit
+        from moesaic.training.learner import NotCompiled
         from moesaic.training.trackers import tracker_of
 
         try:
@@ -210,7 +211,7 @@ class Train:
                     test_every=self.test_every or _seldom(task),
                 )
                 progress.end()
-        except (Unusable, Diverged, OSError) as error:
+        except (Unusable, Diverged, NotCompiled, OSError) as error:
             message = " ".join(str(error).split())
             raise BadInput(f"moesaic train: {message.removeprefix('fit: ')}") from error
         return found

@@ -21,9 +21,13 @@ from moesaic.routing import load_balance_loss
 from moesaic.training.normalized_gd import NormalizedGD
 from moesaic.training.recipe import Recipe
 
-__all__ = ["Learner", "optimizers_of"]
+__all__ = ["Learner", "NotCompiled", "optimizers_of"]
 
 _torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
+
+
+class NotCompiled(RuntimeError):
+    """``torch.compile`` could not make anything of the network."""
 
 
 class Learner:
@@ -37,7 +41,8 @@ class Learner:
         """Steps taken so far."""
         self._classes = classes
         self._half = recipe.half(device)
-        self._run: Callable[[Tensor], Tensor] = torch.compile(model) if recipe.compile else model
+        # batches have two sizes at most: a graph for each is compiled faster than one for all, and runs faster
+        self._run: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False) if recipe.compile else model
         self._optimizers = optimizers_of(model, recipe, device)
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._half is torch.float16)
         self._mean = None if recipe.ema is None else [tensor.detach().clone() for tensor in self._averaged()]
@@ -73,7 +78,7 @@ class Learner:
     def outputs(self, x: Tensor) -> Tensor:
         """What the network answers to images, as float32 at least (B, classes)."""
         with torch.autocast(self.device.type, self._half, enabled=self._half is not None):
-            logits = self._run(x)
+            logits = self._answer(x)
         if not isinstance(logits, Tensor) or logits.shape != (len(x), self._classes):  # pyright: ignore[reportUnnecessaryIsInstance]
             found = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
@@ -81,6 +86,18 @@ class Learner:
                 f"num_classes={self._classes}, so that it returns ({len(x)}, {self._classes})"
             )
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+    def _answer(self, x: Tensor) -> Tensor:
+        if not self.recipe.compile or self.steps:
+            return self._run(x)
+        try:
+            return self._run(x)
+        except Exception as error:  # compilers fail in ways of their own
+            first = str(error).strip().splitlines() or [type(error).__name__]
+            raise NotCompiled(
+                f"fit: compile=True, but torch.compile fails on {type(self.model).__name__} here ({first[0]}); "
+                "use compile=False"
+            ) from error
 
     def finite(self) -> bool:
         """Whether all weights and statistics are numbers; waits for the device."""

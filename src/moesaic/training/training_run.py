@@ -204,8 +204,9 @@ class TrainingRun:
         """Write a checkpoint, unless something in it is not a number."""
         if self.folder is None:
             return
+        loss = float(self.loss)  # waits for the device while time still counts
         with self.watch.paused():
-            self._refuse_divergence(float(self.loss))
+            self._refuse_divergence(loss)
             tensors, learner = self.learner.state()
             content = {
                 "learner": learner,
