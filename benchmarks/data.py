@@ -9,11 +9,15 @@ Ours decodes the pictures once (`load_images`) and makes batches as training doe
 threads as given. The peer is torch's DataLoader with as many worker processes, over Pillow: open, resize, and
 crop, mirror and shift where asked for. Its workers have been started, and both have seen an epoch, when the clock
 starts. All are timed in turns, and the figure is the median over epochs.
+
+On a machine that has other work to do, such figures say little. "Images per CPU second" are what one thread makes in
+a second in which it has a core to itself.
 """
 
 import argparse
 import os
 import random
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +29,7 @@ import torch
 from measure import in_turns, machine, show, write
 from PIL import Image, ImageOps
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from moesaic.data.image_sets import load_images
 from moesaic.data.image_tasks import Augment, ImageTask
@@ -86,6 +90,17 @@ def peer_epoch(loader: DataLoader[Any]) -> Callable[[], object]:
     return run
 
 
+def per_cpu_second(run: Callable[[], object], images: int, threads: int) -> float:
+    torch.set_num_threads(1)
+    times: list[float] = []
+    for _ in range(4):
+        start = time.process_time()
+        run()
+        times.append(time.process_time() - start)
+    torch.set_num_threads(threads)
+    return images / statistics.median(times[1:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", type=int, default=4000)
@@ -96,6 +111,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     candidates: dict[str, Callable[[], object]] = {}
     images: dict[str, int] = {}
+    alone: dict[str, tuple[Callable[[], object], int]] = {}
     with tempfile.TemporaryDirectory() as place:
         folder, cache = Path(place, "pictures"), Path(place, "cache")
         folder.mkdir()
@@ -119,6 +135,12 @@ def main() -> None:
             )
             candidates[f"DataLoader over Pillow, {augment}"] = peer_epoch(peer)
             images[f"DataLoader over Pillow, {augment}"] = arguments.images // BATCH * BATCH
+            # as a worker does it, in this process, where its time can be taken
+            some = Subset(peer.dataset, range(4 * BATCH))
+            alone[f"DataLoader over Pillow, {augment}"] = peer_epoch(DataLoader(some, BATCH)), 4 * BATCH
+            ours = f"moesaic, {augment}"
+            alone[ours] = candidates[ours], images[ours]
+        cpu = {name: per_cpu_second(run, count, arguments.threads) for name, (run, count) in alone.items()}
         timings = in_turns(candidates, arguments.repetitions, warm_up=1)
     rate = {name: 1e3 * images[name] / timing.median for name, timing in timings.items()}
     rows = [
@@ -126,6 +148,7 @@ def main() -> None:
             "batches from": name,
             "images/s": round(rate[name]),
             "× DataLoader": rate[name] / rate[f"DataLoader over Pillow, {name.partition(', ')[2]}"],
+            "images per CPU second": round(cpu[name]),
             "an epoch, ms": timing,
         }
         for name, timing in timings.items()
