@@ -20,6 +20,8 @@ from moesaic.training.checkpoints import load_checkpoint
 from moesaic.training.comparison import read_comparison
 
 TILES, SIDE = 4, 4
+CROSS = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1]])
+KINDS = {"cross": CROSS, "ring": 1 - CROSS}
 
 
 def compare(*given: str) -> int:
@@ -28,14 +30,13 @@ def compare(*given: str) -> int:
 
 
 def write_mosaics(folder: Path, parts: dict[str, int], seed: int = 0) -> None:
-    """JPEGs of 4×4 tiles of random pixels, of which one, anywhere, is the fixed pattern of its class."""
+    """JPEGs of 4×4 tiles of random pixels, of which one, anywhere, is a cross or a ring."""
     rng = np.random.default_rng(seed)
-    patterns = {"first": rng.integers(0, 2, (SIDE, SIDE)), "second": rng.integers(0, 2, (SIDE, SIDE))}
     for part, count in parts.items():
         for i in range(count):
-            kind = ("first", "second")[i % 2]
+            kind = list(KINDS)[i % len(KINDS)]
             tiles = rng.integers(0, 2, (TILES, TILES, SIDE, SIDE))
-            tiles[rng.integers(TILES), rng.integers(TILES)] = patterns[kind]
+            tiles[rng.integers(TILES), rng.integers(TILES)] = KINDS[kind]
             picture = tiles.transpose(0, 2, 1, 3).reshape(TILES * SIDE, TILES * SIDE)
             noisy = np.clip(50 + 155 * picture + rng.normal(0, 25, picture.shape), 0, 255).astype(np.uint8)
             path = folder / part / kind / f"{i}.jpg"
@@ -149,6 +150,7 @@ def test_with_more_asked_for_only_what_is_missing_is_run(mosaics, finished, runs
         (["--samples", "0"], "of which 0 is below 1"),
         (["--samples", ","], "samples names no number"),
         (["--trials", "1"], "trials=1; it must be at least 2"),
+        (["--optimizer", "adam"], r"--optimizer='adam' is unknown; .*did you mean 'adamw'"),
         (["--epochs", "0"], "epochs=0; it must be at least 1"),
         (["--augment", "flips"], r"augment='flips' is unknown; .*did you mean 'flip'"),
         (["--device", "gpu"], "--device='gpu' is unknown"),

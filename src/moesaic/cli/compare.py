@@ -6,10 +6,11 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import Positional, arg
 
+from moesaic.checks import one_of
 from moesaic.cli.shared import BadInput, device_of, input_of, is_plain, make_folder, program, tell, versions
 
 if TYPE_CHECKING:
@@ -41,8 +42,10 @@ class Compare:
     """How often a network sees each image."""
     batch: int = 32
     """Images in a step, at most."""
-    learning_rate: float = 0.1
-    """At the start; it falls to 0 along half a cosine."""
+    optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
+    """By which all networks learn; normalized_gd: each expert moves by steps of one length, all else by SGD."""
+    learning_rate: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: the optimizer's)")] = None
+    """At its peak; it falls to 0 along half a cosine."""
     augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
     """How images to train on are varied: not at all, mirrored at random, or mirrored and shifted."""
     size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the set, else 64)")] = None
@@ -84,14 +87,21 @@ class Compare:
     def _checked(self) -> tuple[Grid, Recipe, str]:
         """Everything that can be looked at before there are images."""
         from moesaic.training.compare import Grid
-        from moesaic.training.recipe import Recipe
+        from moesaic.training.recipe import USUAL, Recipe
 
         names = tuple(name.strip() for name in self.models.split(",") if name.strip())
         grid = Grid(names, _whole_numbers("--samples", self.samples), self.trials)
         grid.check_names()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"compare: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        recipe = Recipe(epochs=self.epochs, batch=self.batch, learning_rate=self.learning_rate)
+        usual = USUAL[cast("Any", one_of("compare", "--optimizer", self.optimizer, USUAL))]
+        recipe = Recipe(
+            epochs=self.epochs,
+            batch=self.batch,
+            optimizer=cast("Any", self.optimizer),
+            learning_rate=usual.learning_rate if self.learning_rate is None else self.learning_rate,
+            weight_decay=usual.weight_decay,
+        )
         return grid, recipe, device_of("compare", self.device)
 
     def _load(self, grid: Grid) -> ImageTask:
