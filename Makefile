@@ -17,7 +17,7 @@ pip = $(VPY) -m pip install -qq --disable-pip-version-check -c constraints.txt
 install = touch $(UNFINISHED) && $(pip) -e $(1) $(if $(2),&& $(pip) --no-deps $(2)) && rm $(UNFINISHED) && touch $@
 
 # timm for its tests, as it is: pip would look for a torch to go with torchvision, and the tests need no torchvision
-TIMM := timm torchvision huggingface_hub pyyaml tqdm
+TIMM := timm torchvision
 
 .PHONY: help demo test lint docs bench clean
 # two pips must not write to one environment

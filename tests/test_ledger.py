@@ -22,6 +22,7 @@ from moesaic.ledger import (
     write_charts,
     write_findings,
     write_json,
+    write_whole,
 )
 
 KEYS = {
@@ -177,3 +178,19 @@ def test_a_damaged_file_says_so(tmp_path: Path, text: str, complaint: str):
     (tmp_path / "charts.json").write_text(text, "utf-8")
     with pytest.raises(ValueError, match=complaint):
         read_charts(tmp_path / "charts.json")
+
+
+def test_a_write_that_fails_leaves_the_file_of_before_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "result.json"
+    write_whole(path, b"before")
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, b"after")
+    assert path.read_bytes() == b"before"
+    assert list(tmp_path.iterdir()) == [path]

@@ -24,7 +24,19 @@ NAMES = [
     "register_with_timm",
 ]
 
-LATE = {"PIL", "datasets", "huggingface_hub", "jinja2", "matplotlib", "mlxtend", "pandas", "rich", "sklearn", "timm", "tyro"}
+LATE = {
+    "PIL",
+    "datasets",
+    "huggingface_hub",
+    "jinja2",
+    "matplotlib",
+    "mlxtend",
+    "pandas",
+    "rich",
+    "sklearn",
+    "timm",
+    "tyro",
+}
 
 
 def test_the_public_names_are_the_curated_ones():

@@ -54,5 +54,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "timm" in sys.modules:
+if sys.modules.get("timm"):
     __getattr__("register_with_timm")()

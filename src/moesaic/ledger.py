@@ -246,8 +246,12 @@ def write_json(path: Path, content: object) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: under another name first, each program its own, and then renamed."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 _NUMBERS = re.compile(r"\[\n\s*(?:(?:[-+.\deE]+|null),\n\s*)*(?:[-+.\deE]+|null)\n\s*\]")

@@ -38,6 +38,11 @@ def test_a_network_can_be_made_again_from_json():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_network_with_weights_of_its_own_fetches_none():
+    spec = ModelSpec("timm/resnet18", {"num_classes": 2, "pretrained": True})
+    assert spec.without_weights() == ModelSpec("timm/resnet18", {"num_classes": 2})
+
+
 def test_unknown_names_and_options_are_refused():
     with pytest.raises(ValueError, match="did you mean 'wrn10_4_pmoe'"):
         create_model("wrn10_pmoe", num_classes=2)

@@ -74,7 +74,7 @@ def test_long_times_are_told_in_minutes_and_hours():
     progress.begin("other", total=100)
     clock.now = 1100.0
     progress.advance(10)
-    assert "other: 10 %, 0 trial-epochs/s, 15 min left" in file.getvalue()
+    assert "other: 10 %, 15 min left" in file.getvalue()
 
 
 def test_messages_are_shown_at_once_and_as_they_are():

@@ -2,7 +2,7 @@
 
 from moesaic.insight.alarm import CollapseAlarm, CollapseWarning, check_scores
 from moesaic.insight.dispatch import DispatchTable, dispatch_table
-from moesaic.insight.explain import Explanation, explain
+from moesaic.insight.explain import Explanation, explain, look
 from moesaic.insight.metrics import (
     Agreement,
     Summary,
@@ -38,6 +38,7 @@ __all__ = [
     "explain",
     "inner_products",
     "load_share",
+    "look",
     "overlap",
     "overlay",
     "routing_entropy",

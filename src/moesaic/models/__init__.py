@@ -2,6 +2,7 @@
 
 from moesaic.models.cifar import CIFAR_NETWORKS, MobileNetV2, ResNet18, SmallCNN, cifar_mixture, cifar_network
 from moesaic.models.convert import conversions_of, convert
+from moesaic.models.convertible import convertible
 from moesaic.models.count import Count, count
 from moesaic.models.mixtures import Mixture, Mixtures
 from moesaic.models.registry import ModelSpec, create_model, list_models
@@ -28,6 +29,7 @@ __all__ = [
     "cifar_network",
     "conversions_of",
     "convert",
+    "convertible",
     "count",
     "create_model",
     "list_models",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -101,6 +101,10 @@ class ModelSpec:
             for conversion in self.conversions:
                 model = convert(model, **conversion)
         return model
+
+    def without_weights(self) -> ModelSpec:
+        """The same network, but for weights that timm would fetch for it: for whom has weights of their own."""
+        return replace(self, arguments={name: value for name, value in self.arguments.items() if name != "pretrained"})
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON."""

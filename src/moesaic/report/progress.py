@@ -51,7 +51,7 @@ class Bars:
 
         class Rate(progress.ProgressColumn):
             def render(self, task: progress.Task) -> Text:
-                return Text(f"{task.speed:,.0f} {_UNIT}/s" if task.speed else "", style="bright_black")
+                return Text(_speed(task.speed or 0.0), style="bright_black")
 
         self.display = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
@@ -126,7 +126,13 @@ def _line(piece: _Piece, now: float) -> str:
     if seconds <= 0 or fresh <= 0:
         return share
     rate = fresh / seconds
-    return f"{share}, {rate:,.0f} {_UNIT}/s, {_duration(max(piece.total - piece.done, 0) / rate)} left"
+    told = [share, _speed(rate), f"{_duration(max(piece.total - piece.done, 0) / rate)} left"]
+    return ", ".join(filter(None, told))
+
+
+def _speed(rate: float) -> str:
+    """Nothing for what is slow: who trains one network is told of images a second."""
+    return f"{rate:,.0f} {_UNIT}/s" if rate >= 1 else ""
 
 
 def _duration(seconds: float) -> str:

@@ -163,7 +163,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
             "moesaic.training.load_weights(path, model), or give fit a spec"
         )
     with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
-        model = card.spec.build()
+        model = card.spec.without_weights().build()
     _fill(f"load_checkpoint: {path} is of another network than {card.spec.name} as it is made here", model, tensors)
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     return Checkpoint(path, model.eval(), card)

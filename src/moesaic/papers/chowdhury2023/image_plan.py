@@ -59,7 +59,7 @@ FIGURES: Mapping[str, Figure] = {
         "faces: smiling or not, where in training hair nearly tells",
         64,
         "5 000 to 25 000",
-        {"released": (1500, 3000)},
+        {"released": (3000,)},
     ),
     "celeba-4class": Figure(
         "Figure 12",
