@@ -133,9 +133,9 @@ class _Row:
 def _details(found: Comparison, contrast: Contrast) -> list[str]:
     """What there is to say beside the verdict."""
     lines: list[str] = []
-    if contrast.saving is not None or contrast.ahead is not None:
+    if contrast.saving is not None:
         lines.append(words.lead(found, contrast))
-    if contrast.saving is None and contrast.ahead is None:
+    elif contrast.ahead is None:
         lines.append(f"Labels saved cannot be said: {contrast.open}.")
     if contrast.work is not None:
         lines.append(words.work(contrast, contrast.work))
