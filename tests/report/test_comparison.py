@@ -55,11 +55,11 @@ def test_the_baseline_can_win():
 
 def test_a_verdict_says_when_nothing_can_be_told():
     found = comparison(SIZES, CNN, LEVEL)
-    assert first_verdict(found).startswith(
-        "On faces, no difference between cnn and pmoe can be told with 3 trials: pmoe is"
-    )
+    assert first_verdict(found) == "On faces, no difference between cnn and pmoe can be told with 3 trials."
     assert outcome(contrasts(found)[0]) == "undecided"
-    assert "Labels saved cannot be said: " in printed(found)
+    said = printed(found)
+    assert "the interval has both signs, so it may be chance" in said
+    assert "Labels saved cannot be said: " in said
 
 
 def test_a_verdict_says_what_is_certain_where_the_saving_is_not():
@@ -91,6 +91,12 @@ def test_the_table_has_a_row_for_each_number_of_labels_and_a_column_for_each_mod
     assert re.search(r"labels\s+cnn\s+pmoe\s+lead", said)
     assert re.search(r"1,000\s+90\.1 \[89\.0, 91\.1\]\s+95\.0 \[95\.0, 95\.0\]\s+4\.9 \[3\.9, 6\.0\]", said)
     assert "fewer labels than cnn" in said
+
+
+def test_several_models_have_a_line_each_under_every_number_of_labels():
+    said = printed(comparison(SIZES, CNN, AHEAD, LEVEL), width=80)
+    assert re.search(r"labels\s+network\s+accuracy\s+lead over cnn", said)
+    assert re.search(r"1,000\s+cnn\s+90\.1 \[.*\]\s*\n\s+pmoe\s+95\.0 \[.*\]\s+4\.9 \[3\.9, 6\.0\]\s*\n\s+third", said)
 
 
 def test_names_are_no_markup_on_the_console():
@@ -164,6 +170,11 @@ def test_each_of_several_models_has_a_verdict(tmp_path):
     assert "pmoe saves labels" in told
     assert "no difference between cnn and third can be told" in told.replace("\u00a0", " ")
     assert "lead of third" in told
+    # what was decided is the headline, wherever its model stands
+    assert "<h1>On faces, pmoe reaches" in page_of(tmp_path, comparison(SIZES, CNN, AHEAD))
+    assert "<h1>On faces, cnn reaches" in page_of(
+        tmp_path, comparison(SIZES, CNN, LEVEL, [[60.0] * 3, [70.0] * 3, [80.0] * 3])
+    )
 
 
 def test_what_follows_from_the_runs_is_in_result_json_and_does_not_depend_on_seconds(tmp_path):

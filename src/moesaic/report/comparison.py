@@ -76,10 +76,12 @@ def write_comparison_report(
     )
     environment.filters["prose"] = _prose
     compared = contrasts(found)
+    verdicts = [_Verdict.of(found, contrast) for contrast in compared]
     # the only markup that comes from outside the template: matplotlib's, which escapes what is in it
     text = environment.get_template("comparison.html").render(
         found=found,
-        verdicts=[_Verdict.of(found, contrast) for contrast in compared],
+        headline=next((each for each in verdicts if each.decided), verdicts[0]).sentence,
+        verdicts=verdicts,
         drawings={chart.id: _Drawing.of(chart) for chart in charts},
         accuracy=_accuracy_rows(found, compared),
         leads=[f"lead of {contrast.model}" for contrast in compared],
@@ -133,9 +135,9 @@ class _Row:
 def _details(found: Comparison, contrast: Contrast) -> list[str]:
     """What there is to say beside the verdict."""
     lines: list[str] = []
-    if contrast.saving is not None:
+    if contrast.saving is not None or contrast.ahead is None:
         lines.append(words.lead(found, contrast))
-    elif contrast.ahead is None:
+    if contrast.saving is None and contrast.ahead is None:
         lines.append(f"Labels saved cannot be said: {contrast.open}.")
     if contrast.work is not None:
         lines.append(words.work(contrast, contrast.work))
@@ -195,10 +197,18 @@ def _table(found: Comparison, compared: Sequence[Contrast]) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 3, 0, 0))
     table.add_column("labels", justify="right", no_wrap=True)
-    heads = [model.name for model in found.models]
-    heads += ["lead"] if len(compared) == 1 else [f"lead of {contrast.model}" for contrast in compared]
-    for head in heads:
+    if len(compared) == 1:
+        for head in (*(model.name for model in found.models), "lead"):
+            table.add_column(Text(head))
+        for row in _accuracy_rows(found, compared):
+            table.add_row(row.head, *map(Text, row.cells))
+        return table
+    # many columns would not have room beside each other
+    for head in ("network", "accuracy", f"lead over {found.models[0].name}"):
         table.add_column(Text(head))
+    names = [model.name for model in found.models]
     for row in _accuracy_rows(found, compared):
-        table.add_row(row.head, *map(Text, row.cells))
+        leads = ["", *row.cells[len(names) :]]
+        for i, name in enumerate(names):
+            table.add_row("" if i else row.head, Text(name), Text(row.cells[i]), Text(leads[i]))
     return table

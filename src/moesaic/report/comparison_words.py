@@ -21,10 +21,7 @@ def verdict(found: Comparison, contrast: Contrast) -> str:
     if contrast.saving is not None:
         return f"{on}, {saving(found, contrast.saving)}."
     if contrast.ahead is None:
-        return (
-            f"{on}, no difference between {baseline} and {model} can be told with {found.trials} trials: "
-            f"{model} is {_by(lead)} in accuracy, where the interval has both signs."
-        )
+        return f"{on}, no difference between {baseline} and {model} can be told with {found.trials} trials."
     ahead, behind = (model, baseline) if contrast.ahead == model else (baseline, model)
     gain = lead if ahead == model else Estimate(-lead.value, -lead.high, -lead.low)
     return (
