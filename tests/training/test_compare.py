@@ -15,10 +15,12 @@ from moesaic.data.image_tasks import ImageTask, LabelledImages, Scale, Skipped
 from moesaic.training.checkpoints import load_checkpoint
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison import Comparison, read_comparison, run_from_json, write_comparison
+from moesaic.training.fit import Diverged
 from moesaic.training.outcomes import Epoch, Fit
+from moesaic.training.progress import Silent
 from moesaic.training.recipe import Recipe
 
-module, loop = import_module("moesaic.training.compare"), import_module("moesaic.training.fit")
+module = import_module("moesaic.training.compare")  # its name within the package is that of the function
 
 MODELS = ("wrn10_1", "wrn10_1_pmoe")
 RECIPE = Recipe(epochs=2, batch=8)
@@ -179,26 +181,31 @@ def test_notes_tell_of_skipped_files_and_of_samples_that_are_all_there_are(tmp_p
     assert any("With 40 samples all images to train on are used" in note for note in found.notes)
 
 
-def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_interrupted(tmp_path, monkeypatch):
+def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_interrupted(tmp_path):
     def timeless(found: Comparison) -> list[Any]:
         moments = [[(each.images, each.accuracy) for each in run.curve] for run in found.runs]
         return [moments, [(each.model, each.samples, each.trial, each.accuracy, each.groups) for each in found.runs]]
 
+    class Interrupter(Silent):
+        """Loses patience in the second epoch of the second run."""
+
+        epochs, said = 0, ""
+
+        def advance(self, amount: int, note: str = "") -> None:
+            self.epochs += amount
+            if self.epochs == 4:
+                raise KeyboardInterrupt
+
+        def log(self, message: str) -> None:
+            self.said += message
+
     first = run(tmp_path / "a", samples=(8,))
-    tests = 0
-    whole = loop.evaluate
-
-    def interrupted(*given: Any, **more: Any):
-        nonlocal tests
-        tests += 1
-        if tests == 4:  # within the second run
-            raise KeyboardInterrupt
-        return whole(*given, **more)
-
-    monkeypatch.setattr(loop, "evaluate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path / "b", samples=(8,))
-    assert timeless(run(tmp_path / "b", samples=(8,))) == timeless(first)
+        run(tmp_path / "b", samples=(8,), progress=Interrupter())
+    later = Interrupter()
+    later.epochs = 4
+    assert timeless(run(tmp_path / "b", samples=(8,), progress=later)) == timeless(first)
+    assert later.said == "continuing after epoch 1 of 2"
     [folder, _] = sorted((tmp_path / "a" / "networks").iterdir())
     assert load_checkpoint(folder).class_names == ("dark", "bright")
 
@@ -282,7 +289,7 @@ def test_a_model_that_cannot_take_the_images_is_told(tmp_path):
 
 
 def test_a_run_that_diverges_says_which(tmp_path):
-    with pytest.raises(loop.Diverged, match=r"wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
+    with pytest.raises(Diverged, match=r"wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
         compare(TASK, Grid(MODELS, (8,), 2), Recipe(epochs=2, batch=8, learning_rate=1e30), out=tmp_path)
 
 
