@@ -94,13 +94,15 @@ def timeless(content: Any) -> Any:
 
 def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_mosaics(tmp_path / "mosaics", {"train": 400, "test": 200}, seed=1)
-    given = ["--models", "wrn10_1,wrn10_1_pmoe:kernel_size=3", "--samples", "240", "--trials", "3", "--seed", "1"]
+    write_mosaics(tmp_path / "mosaics", {"train": 400, "test": 200})
+    given = ["--models", "wrn10_1,wrn10_1_pmoe:kernel_size=3", "--samples", "240", "--trials", "3"]
     given += ["--epochs", "8", "--batch", "16", "--optimizer", "sgd", "--size", "16", "--device", "cpu"]
     assert compare("mosaics", *given, "--cache-dir", "cache") == 0
     found = read_comparison(OUT / "result.json")
     [contrast] = contrasts(found)
-    # over draws of images and weights the mean lead was from 1.5 to 8 points; three trials do not always prove it
+    # With six seeds, of which this is the first, the mean lead was 6.2, 8.0, 3.2, 2.2, 5.5 and 1.5 points, and three
+    # trials proved it for half of them. Task, recipe and 3×3 experts were chosen by trying: with the 1×1 experts
+    # that maps this small have by default, and in other settings, the mixture is not reliably ahead.
     assert contrast.lead.value > 0.5
     assert contrast.ahead != "wrn10_1"
     said = " ".join(capsys.readouterr().out.split())
