@@ -8,6 +8,7 @@ import moesaic
 from moesaic.insight.class_routing import class_routing, information
 from moesaic.insight.explain import Look, Score, explain, look
 from moesaic.insight.receptive_field import receptive_field
+from moesaic.models.convert import ChannelsLastPatchMoE
 from moesaic.record import NOBODY, Routing
 from moesaic.routing import SoftRouter, TokenChoice
 
@@ -230,6 +231,19 @@ def test_the_receptive_field_is_measured(before: nn.Module, beyond: int, whole: 
     assert (field.patch, field.beyond, field.whole) == ((8, 8), beyond, whole)
     assert (field.own == 1) is (beyond == 0)
     assert 0.3 < field.own <= 1
+
+
+def test_the_receptive_field_of_a_layer_with_channels_last_is_that_of_its_patches():
+    class ChannelsLast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.permute(0, 2, 3, 1)
+
+    torch.manual_seed(0)
+    moe = ChannelsLastPatchMoE(8, 8, experts=2, patches_per_expert=1, patch_size=4)
+    model = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), ChannelsLast(), moe)
+    field = receptive_field(model, "2", torch.rand(2, 3, 16, 16))
+    assert field is not None
+    assert (field.patch, field.beyond, field.whole) == ((4, 4), 2, False)
 
 
 def test_nothing_is_seen_where_nothing_of_the_image_arrives():

@@ -9,6 +9,7 @@ respect to the image; so they hold for any network, whatever its layers are.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,9 @@ def receptive_field(model: nn.Module, layer: str, images: Tensor) -> Field | Non
         if name == layer:
             grids.append(routing.grid)
 
-    hook = layers[one_of("receptive_field", "layer", layer, tuple(layers))].register_forward_pre_hook(keep_input)
+    # the router's input is the map (B, C, H, W), also where that of the layer has its channels elsewhere
+    router = cast("nn.Module", layers[one_of("receptive_field", "layer", layer, tuple(layers))].router)
+    hook = router.register_forward_pre_hook(keep_input)
     training = model.training
     try:
         model.eval()
