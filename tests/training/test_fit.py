@@ -294,6 +294,8 @@ def test_a_complete_run_is_not_done_again(tmp_path):
     notes = Notes()
     assert fit(again, TASK, SHORT, out=tmp_path, progress=notes) == found
     assert same(model, again)
+    assert not model.training
+    assert not again.training
     assert notes.advanced == 3
 
 

@@ -58,8 +58,8 @@ def fit(
     complete; what the model's weights were before does not count then.
 
     Args:
-        model: a network from images (B, C, H, W) to (B, classes), with its initial weights. In the end it has the
-            weights that were tested, which are their running mean where the recipe asks for one.
+        model: a network from images (B, C, H, W) to (B, classes), with its initial weights. In the end it is in
+            eval mode and has the weights that were tested, their running mean where the recipe asks for one.
         task: what to learn, and from what.
         recipe: how.
         seed: of everything random but the initial weights.
@@ -95,6 +95,7 @@ def fit(
     complete = None if folder is None else folder.read_result()
     if folder is not None and complete is not None:
         load_weights(folder.network, model)
+        model.eval()
         progress.advance(recipe.epochs)
         return Fit.from_json(complete)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _told(trackers, config):
