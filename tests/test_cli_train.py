@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,16 @@ def test_bad_input_is_told_in_one_line(pets, given, fault, capsys):
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith("moesaic train: ")
     assert re.search(fault, told)
+
+
+@pytest.mark.parametrize(
+    ("given", "package", "extra"),
+    [(["pets", "--model", "timm/resnet18"], "timm", "moesaic[timm]"), (["hub:a/b"], "datasets", "moesaic[hub]")],
+)
+def test_a_package_that_is_missing_is_told_in_one_line(pets, given, package, extra, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert train(given[0], *SMALL, *given[1:]) == 2
+    assert f"pip install '{extra}'" in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_folder_of_another_run_is_told_in_one_line(pets, capsys):

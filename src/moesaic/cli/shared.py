@@ -19,10 +19,10 @@ class BadInput(Exception):
 
 @contextmanager
 def input_of(command: str) -> Generator[None]:
-    """What goes wrong in here is the user's to mend: a value that is refused, a file that is not there."""
+    """What goes wrong in here is the user's to mend: a value that is refused, a file or a package that is not there."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, ImportError) as error:
         message = " ".join(str(error).split())
         raise BadInput(f"moesaic {command}: {message.removeprefix(f'{command}: ')}") from error
 
