@@ -10,6 +10,7 @@ from PIL import Image
 
 from moesaic.cli.explain import Explain
 from moesaic.cli.shared import BadInput
+from moesaic.data.image_sets import load_images
 from moesaic.data.image_tasks import Scale
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoints import Card, save_network
@@ -72,6 +73,21 @@ def test_data_gives_the_statistics_and_pictures_are_shown(run: Path, pets: Path,
     record = read(tmp_path / "out")
     assert record["about"]["data"] == f"the 6 test images of {pets.name}"  # a fifth of each class
     assert [each["name"] for each in record["shown"]] == [str(picture)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_images_that_the_network_may_have_been_trained_on_are_not_taken_for_test_images(
+    seed: int, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cache = tmp_path / "cache"
+    task = load_images(str(pets), size=16, cache_dir=cache)
+    spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})
+    save_network(tmp_path / "model.safetensors", spec.build(), Card.of(task, spec, {}))
+    command = Explain(tmp_path, data=str(pets), cache_dir=cache, favourites=1, max_images=1, seed=seed)
+    assert command.run([]) == 0
+    about = f"the 6 test images of {pets.name}{', other ones than in training' if seed else ''}"
+    assert read(tmp_path / "explanation")["about"]["data"] == about
+    assert ("or it has seen some of them" in capsys.readouterr().err) is bool(seed)
 
 
 def test_data_alone_shows_some_of_its_images(run: Path, pets: Path, tmp_path: Path):

@@ -25,6 +25,7 @@ __all__ = ["Explain"]
 
 _EVERY = 10.0
 """Seconds between two lines on how far it is."""
+_OTHERS = ", other ones than in training"
 _TOLD = 5
 """Skipped files that are told by name; the page lists more."""
 
@@ -61,7 +62,8 @@ class Explain:
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
     """Where to compute; auto: on a GPU if there is one."""
     seed: int = 0
-    """Decides which images; where --data has none to test on, give the seed that the network was trained with."""
+    """Decides which images; where --data has none to test on, give the seed that the network was trained with, for
+    it decides which are held out."""
 
     def run(self, given: Sequence[str]) -> int:
         """Write the page and say where it is."""
@@ -183,13 +185,19 @@ class Explain:
         drawn = task.test.take(rows)
         about = f"{len(rows):,} of the {len(task.test):,}" if len(rows) < len(task.test) else f"the {len(rows):,}"
         apart = task.cluster_names != task.class_names
+        others = checkpoint.card.tested not in ("", task.test.sketch())
+        if others:
+            tell(
+                f"note: these are not the images that the network was tested on when it was trained; if it was trained "
+                f"on {task.name}, give the --seed of that, or it has seen some of them"
+            )
         return _Images(
             drawn.pixels,
             tuple(f"test image {int(row)}" for row in rows),
             tuple(int(label) for label in drawn.labels),
             groups=drawn.clusters if apart else None,
             group_names=task.cluster_names if apart else (),
-            about=f"{about} test images of {task.name}",
+            about=f"{about} test images of {task.name}{_OTHERS if others else ''}",
         )
 
     def _look(self, checkpoint: Checkpoint, pixels: Tensor, device: str) -> Look:

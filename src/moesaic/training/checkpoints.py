@@ -63,12 +63,15 @@ class Card:
     task_name: str
     metrics: Mapping[str, Any]
     """Epochs done, accuracy, accuracies of clusters: what was measured when it was written."""
+    tested: str = ""
+    """The sketch of the images it was tested on, which none of those that it was trained on is among."""
 
     @classmethod
     def of(cls, task: ImageTask, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Card:
         """What is known of a network that learned a task."""
         C, H, W = task.train.pixels.shape[1:]
-        return cls(spec, task.class_names, task.cluster_names, task.scale, (C, H, W), task.name, metrics)
+        names, tested = (task.class_names, task.cluster_names), task.test.sketch()
+        return cls(spec, *names, task.scale, (C, H, W), task.name, metrics, tested)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -81,6 +84,7 @@ class Card:
             "input_shape": list(self.input_shape),
             "task_name": self.task_name,
             "metrics": dict(self.metrics),
+            "tested": self.tested,
         }
 
     @classmethod
@@ -96,6 +100,7 @@ class Card:
             (C, H, W),
             content["task_name"],
             content["metrics"],
+            content.get("tested", ""),
         )
 
 

@@ -5,7 +5,6 @@ A run that finds its own folder continues; one that finds another run's says whi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping
@@ -132,7 +131,7 @@ def describe_run(
         "model": made if spec is None else spec.to_json(),
         "data": {
             "name": task.name,
-            "digest": task.digest or _digest(task),
+            "digest": task.digest or f"{task.train.sketch()} {task.test.sketch()}",
             "train": len(task.train),
             "test": len(task.test),
             "shape": list(task.train.pixels.shape[1:]),
@@ -146,15 +145,6 @@ def describe_run(
         "device": str(device),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
-
-
-def _digest(task: ImageTask) -> str:
-    """Tells tasks apart that have no digest of their own, by their labels and a few images."""
-    known = hashlib.sha256()
-    for part in (task.train, task.test):
-        known.update(part.labels.cpu().numpy().tobytes())
-        known.update(part.pixels[:32].cpu().contiguous().numpy().tobytes())
-    return known.hexdigest()[:16]
 
 
 def _described(vary: object) -> str:
