@@ -63,8 +63,6 @@ class Train:
     """The largest norm that a gradient may have."""
     accumulate: int = 1
     """Parts in which a batch is computed, one after the other: less memory."""
-    balance: float = 0.0
-    """How much a balance loss counts, where patches choose their experts."""
     label_smoothing: float = 0.0
     """The share of a label that is given to all classes."""
     stop_at_zero_error: bool = False
@@ -138,7 +136,6 @@ class Train:
             ema=self.ema,
             clip=self.clip,
             accumulate=self.accumulate,
-            balance=self.balance,
             label_smoothing=self.label_smoothing,
             stop_at_zero_error=self.stop_at_zero_error,
             compile=self.compile,
