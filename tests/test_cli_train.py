@@ -156,6 +156,23 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
+    ("ends", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted before the first checkpoint. To begin again:"),
+        (torch.OutOfMemoryError("tried to allocate"), 2, "too little memory for batches of 8; use a smaller --batch"),
+    ],
+    ids=["interrupted", "no memory"],
+)
+def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, code, told, capsys, monkeypatch):
+    def end(self):
+        raise ends
+
+    monkeypatch.setattr(training_run.TrainingRun, "_steps", end)
+    assert train("pets", *SMALL) == code
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("given", "fault"),
     [
         (["nowhere"], "is unknown; use .*or the path of a folder of images"),

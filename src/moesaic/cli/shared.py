@@ -10,7 +10,18 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["BadInput", "device_of", "input_of", "is_plain", "make_folder", "program", "tell", "version", "versions"]
+__all__ = [
+    "BadInput",
+    "device_of",
+    "file_name",
+    "input_of",
+    "is_plain",
+    "make_folder",
+    "program",
+    "tell",
+    "version",
+    "versions",
+]
 
 
 class BadInput(Exception):
@@ -37,6 +48,15 @@ def make_folder(out: Path) -> None:
         raise OSError(f"--out={str(out)!r} cannot be made a directory: {why}; name another one") from error
     if not os.access(out, os.W_OK | os.X_OK):
         raise OSError(f"--out={str(out)!r} cannot be written to; name another directory")
+
+
+def file_name(name: str) -> str:
+    """A name of images or of a network as part of a path.
+
+    >>> file_name("timm/resnet18"), file_name("Äpfel & Birnen")
+    ('timm-resnet18', 'Äpfel---Birnen')
+    """
+    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name) or "images"
 
 
 def device_of(command: str, name: str) -> str:

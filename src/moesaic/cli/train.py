@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.cli.shared import BadInput, device_of, input_of, make_folder, program, tell
+from moesaic.cli.shared import BadInput, device_of, file_name, input_of, make_folder, program, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,13 +110,16 @@ class Train:
             recipe, device = self._checked()
             task = self._load()
             spec, cost = self._network(task)
-            out = self.out or Path("runs") / f"train-{_file_name(task.name)}-{_file_name(self.model)}"
+            out = self.out or Path("runs") / f"train-{file_name(task.name)}-{file_name(self.model)}"
             make_folder(out)
         try:
             found = self._train(task, spec, recipe, device, out)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            tell(f"\nInterrupted. The last checkpoint is kept in {out}. To continue:\n  {again}")
+            if (out / "model.safetensors").exists():
+                tell(f"\nInterrupted. The last checkpoint is kept in {out}. To continue:\n  {again}")
+            else:
+                tell(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
         _show(Console(), task, spec, cost, found, out)
         return 0
@@ -208,6 +211,11 @@ class Train:
                     test_every=self.test_every or _seldom(task),
                 )
                 progress.end()
+        except torch.OutOfMemoryError as error:
+            raise BadInput(
+                f"moesaic train: {device} has too little memory for batches of {self.batch}; use a smaller --batch, or "
+                "--accumulate 2, which computes each in two parts"
+            ) from error
         except (Unusable, Diverged, NotCompiled, OSError) as error:
             message = " ".join(str(error).split())
             raise BadInput(f"moesaic train: {message.removeprefix('fit: ')}") from error
@@ -291,7 +299,3 @@ def _short(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
-
-
-def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name) or "images"
