@@ -181,6 +181,15 @@ def test_notes_tell_of_skipped_files_and_of_samples_that_are_all_there_are(tmp_p
     assert any("With 40 samples all images to train on are used" in note for note in found.notes)
 
 
+@pytest.mark.parametrize(("count", "margin"), [(40, 15), (1000, 3), (2000, None)])
+def test_a_note_tells_how_much_few_test_images_leave_open(count, margin, tmp_path, trainer):
+    trainer()
+    task = replace(TASK, test=TASK.test.take(torch.arange(count) % len(TASK.test)))
+    notes = [note for note in compare(task, Grid(MODELS, (8,), 2), RECIPE, out=tmp_path).notes if "±" in note]
+    assert len(notes) == (margin is not None)
+    assert not notes or (f"the same {count:,} images" in notes[0] and f"known to ±{margin} points" in notes[0])
+
+
 def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_interrupted(tmp_path):
     def timeless(found: Comparison) -> list[Any]:
         moments = [[(each.images, each.accuracy) for each in run.curve] for run in found.runs]

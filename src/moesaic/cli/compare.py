@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import Positional, arg
 
 from moesaic.checks import one_of
-from moesaic.cli.shared import BadInput, device_of, input_of, is_plain, make_folder, program, tell, versions
+from moesaic.cli.shared import BadInput, device_of, file_name, input_of, is_plain, make_folder, program, tell, versions
 
 if TYPE_CHECKING:
     from moesaic.data.image_tasks import ImageTask
@@ -69,7 +69,7 @@ class Compare:
         with input_of("compare"):
             grid, recipe, device = self._checked()
             task = self._load(grid)
-            out = self.out or Path("runs") / f"compare-{_file_name(task.name)}"
+            out = self.out or Path("runs") / f"compare-{file_name(task.name)}"
             machine = describe_machine(device)
             command = shlex.join(["moesaic", *given])
             make_folder(out)
@@ -163,10 +163,6 @@ class Compare:
         for note in found.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _file_name(name: str) -> str:
-    return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name) or "images"
 
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
