@@ -1,7 +1,8 @@
-"""The one dispatch point: which backend runs the experts of routed patches and samples.
+"""The one dispatch point: which backend runs the experts of routed patches, samples and channels.
 
 A backend implements ``conv`` and ``mlp`` for the patches of a map, ``stacked`` and ``each`` for
-whole samples, with the meaning the ``reference`` backend spells out. It registers itself by name;
+whole samples, ``channels`` for a convolution whose channels are gated, with the meaning the
+``reference`` backend spells out. It registers itself by name;
 layers call the ``run_`` functions and never learn who ran them.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -23,6 +24,8 @@ from moesaic.record import Routing
 __all__ = [
     "Activation",
     "Backend",
+    "ChannelActivation",
+    "ChannelConv",
     "Combine",
     "Context",
     "ConvWeights",
@@ -34,6 +37,7 @@ __all__ = [
     "backend",
     "backends",
     "register_backend",
+    "run_channels",
     "run_conv",
     "run_each",
     "run_mlp",
@@ -45,6 +49,7 @@ GateOn = Literal["output", "input"]
 Context = Literal["map", "patch"]
 Combine = Literal["concat", "sum"]
 Activation = Callable[[Tensor], Tensor]
+ChannelActivation = Literal["relu", "identity"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,7 @@ class PatchSpec:
 class Norm:
     """BatchNorm of each expert's masked map, followed by ReLU; tensors are (E, C).
 
+    Of a ``ChannelConv`` it is the BatchNorm of the convolution's result, without ReLU; tensors are (O,).
     In training the running statistics are updated in place.
     """
 
@@ -94,6 +100,24 @@ class MLPWeights:
     activation: Activation
 
 
+@dataclass(frozen=True)
+class ChannelConv:
+    """A convolution whose channels are gated in blocks: gate ⊙ activation(norm(conv(x))).
+
+    The last block of either side may be shorter. ``weight`` has the dtype to compute in.
+    """
+
+    weight: Tensor
+    """(O, C, ks, ks)"""
+    bias: Tensor | None
+    norm: Norm | None
+    stride: int
+    padding: int
+    activation: ChannelActivation
+    block_out: int
+    block_in: int
+
+
 class Samples(Protocol):
     """Samples as a backend lays them out for stacked experts; what its axes in front are is the backend's affair."""
 
@@ -113,6 +137,10 @@ class Backend(Protocol):
     ``routing.index[b, 0]``, and return the gated sum of their answers. ``stacked`` lays the samples
     out as it likes and calls ``run`` on them once; ``each`` calls ``call(e, samples)`` for experts
     that have samples.
+
+    ``channels`` takes a map (B, C, H, W), an open block of ``gate_out`` for every block of channels to
+    compute, and of ``gate_in`` for every block of the map's channels that is not zero (None: any may
+    be other than zero), and returns (B, O, H', W'), zero in closed channels.
     """
 
     name: str
@@ -128,6 +156,8 @@ class Backend(Protocol):
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor: ...
 
     def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor: ...
+
+    def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor: ...
 
 
 _registered: dict[str, Backend] = {}
@@ -225,6 +255,14 @@ def run_stacked(x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Te
 def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Run experts of any kind over routed samples (B, …): ``call(e, samples)`` gives expert e's answers."""
     return select_backend(x, routing).each(x, routing, call)
+
+
+def run_channels(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
+    """Run a convolution whose channels are gated over a map."""
+    dtype = autocast_dtype(x) or x.dtype
+    cast = replace(conv, weight=conv.weight.to(dtype), bias=_to(conv.bias, dtype))
+    with autocast_off(x):
+        return select_backend(x, gate_out).channels(x.to(dtype), gate_out, gate_in, cast)
 
 
 def _to(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:

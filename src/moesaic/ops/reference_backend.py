@@ -9,8 +9,12 @@ ReLU ∘ BatchNorm_e over the whole masked map. Of whole samples
     y_b = Σ_e g_be · expert_e(x_b)
 
 where stacked experts answer to every sample, and experts of any other kind see theirs alone: what
-they do may depend on who else is there. It saves nothing and is what every other backend is
-tested against.
+they do may depend on who else is there. Of a convolution with gated channels
+
+    y = g ⊙ activation(norm(conv(x)))
+
+over all of x, of which it checks that channels said to be closed are zero. It saves nothing and is
+what every other backend is tested against.
 """
 
 from __future__ import annotations
@@ -21,7 +25,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec, Samples
+from moesaic.ops.channels import check_closed, masked_dense
+from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSpec, Samples
 from moesaic.ops.samples import check_answers, gated_sum
 from moesaic.record import Routing
 
@@ -75,6 +80,11 @@ class ReferenceBackend:
             gate = _wide_as(routing.weights[rows, 0, e].to(wide), first.ndim)
             y = y.index_add(0, rows, gate * answers[e].to(wide))
         return y.to(first.dtype)
+
+    def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
+        if gate_in is not None:
+            check_closed(x, gate_in, conv)
+        return masked_dense(x, gate_out, conv)
 
 
 class DenseSamples:

@@ -13,7 +13,8 @@ vector c per expert) its answer is split in two:
     + conv(value − c)       zero outside the chosen patches: the sparse part
 
 Expert choice gives every expert equally many pixels: one batched GEMM, static shapes. Where units
-choose, groups are ragged, and pixels and samples are sorted by expert for a grouped GEMM.
+choose, groups are ragged, and pixels and samples are sorted by expert for a grouped GEMM. Gated
+channels have a module of their own, ``channels``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec, Samples
+from moesaic.ops.channels import masked_dense, may_skip, open_channels_alone
+from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSpec, Samples
 from moesaic.ops.pixels import Pixels
 from moesaic.ops.samples import SortedSamples, run_each
 from moesaic.record import Routing
@@ -73,6 +75,11 @@ class TorchBackend:
 
     def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
         return run_each(x, routing, call)
+
+    def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
+        if may_skip(x, gate_out, conv):
+            return open_channels_alone(x, gate_out, gate_in, conv)
+        return masked_dense(x, gate_out, conv)
 
 
 def _expert_inputs(x: Tensor, pixels: Pixels, norm: Norm | None) -> tuple[Tensor, Tensor | None]:

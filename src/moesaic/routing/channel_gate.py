@@ -1,0 +1,169 @@
+"""Channels as experts: an embedding of the image says which channels of a layer work on it, and how much.
+
+Wang et al. 2019 (DeepMoE): every convolution is a mixture whose experts are its channels, and a layer's
+gates are g = ReLU(W e) for an embedding e of the image. In the record an image is one unit (N = 1)
+that chooses its experts, the E blocks of channels: a channel's load is the number of images for
+which it is open, and a dead channel is a dead expert.
+
+The printed head has no bias, and half of its gates start closed. Here it has one that starts at 1:
+every gate starts open, and what closes is closed by the loss (`gate_l1`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.ops import autocast_off
+from moesaic.record import NOBODY, Routing
+from moesaic.routing.router import best, steady_product
+
+__all__ = ["ChannelGate", "ChannelMode", "gate_l1"]
+
+ChannelMode = Literal["relu", "topk"]
+
+
+class ChannelGate(nn.Module):
+    """From an embedding (B, D) to a gate ≥ 0 for each block of channels: ``weight`` (E, D), ``bias`` (E).
+
+    - ``mode="relu"``: the gate is ReLU of the score. How many channels an image opens is its own affair, and
+      `gate_l1` in the loss presses on it. A closed gate gets no gradient from this image.
+    - ``mode="topk"``: the ``keep`` best blocks of each image are open, ties go to the lower index; the gate is the
+      softplus of the score, which is never 0: exactly ``keep`` blocks work, and shapes are static. Gradients are
+      plain: those of the kept gates, while a block that was not kept gets none from this image. No
+      straight-through estimate is made; ``routing.scores`` is in the autograd graph for those who want one.
+
+    Scores are computed in float32 at least, whatever the dtype of the embedding and of autocast.
+
+    Args:
+        embedding: D.
+        channels: how many channels the gated layer has.
+        block: how many neighbouring channels share a gate; the last block may be shorter.
+        mode: ``"relu"`` or ``"topk"``.
+        keep: how many blocks stay open under ``"topk"``.
+        bias: where the bias starts; None for the printed form, which has none.
+
+    >>> import torch
+    >>> gate = ChannelGate(8, channels=64, block=16)
+    >>> routing = gate(torch.randn(5, 8))
+    >>> routing.weights.shape, routing.load.tolist()                         # (B, 1, blocks); all start open
+    (torch.Size([5, 1, 4]), [5, 5, 5, 5])
+    >>> ChannelGate(8, 64, block=16, mode="topk", keep=1)(torch.randn(5, 8)).mask.sum(-1).flatten().tolist()
+    [1, 1, 1, 1, 1]
+    """
+
+    def __init__(
+        self,
+        embedding: int,
+        channels: int,
+        *,
+        block: int = 1,
+        mode: ChannelMode = "relu",
+        keep: int | None = None,
+        bias: float | None = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        at_least_one("ChannelGate", embedding=embedding, channels=channels, block=block)
+        if block > channels:
+            raise ValueError(
+                f"ChannelGate: block={block} is more than the {channels} channels there are; use 1 to {channels}"
+            )
+        self.embedding = embedding
+        self.channels = channels
+        self.block = block
+        self.blocks = math.ceil(channels / block)
+        self.mode: ChannelMode = one_of("ChannelGate", "mode", mode, get_args(ChannelMode))
+        self.keep = self._checked(keep)
+        self._start = bias
+        self.weight = nn.Parameter(torch.empty(self.blocks, embedding, device=device, dtype=dtype))
+        self.bias = None if bias is None else nn.Parameter(torch.empty(self.blocks, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """With a bias small weights around it, so that it decides; without one, weights that tell images apart."""
+        scale = 1.0 if self._start is None else 0.1
+        nn.init.normal_(self.weight, std=scale / math.sqrt(self.embedding), generator=generator)
+        if self.bias is not None and self._start is not None:
+            nn.init.constant_(self.bias, self._start)
+
+    def forward(self, embedding: Tensor) -> Routing:
+        if embedding.ndim != 2 or embedding.shape[1] != self.embedding:
+            raise ValueError(
+                f"ChannelGate: takes embeddings (B, {self.embedding}), got {tuple(embedding.shape)}; "
+                "pool a map to a vector first, or build the gate for this width"
+            )
+        if not embedding.is_floating_point():
+            raise TypeError(f"ChannelGate: takes floating-point embeddings, got {embedding.dtype}")
+        dtype = torch.promote_types(embedding.dtype, torch.float32)
+        with autocast_off(embedding):
+            scores = steady_product(embedding.to(dtype), self.weight.to(dtype).T)
+            return self.choose(scores if self.bias is None else scores + self.bias.to(dtype))
+
+    def choose(self, scores: Tensor) -> Routing:
+        """The choice itself: scores (B, E) in, the record of which blocks are open out."""
+        if self.mode == "topk":
+            assert self.keep is not None
+            index = best(scores, self.keep)
+            gate = F.softplus(scores.gather(1, index))
+        else:
+            # said this way round a score that is not a number stays visible as a gate that is none
+            closed = scores <= 0
+            index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, NOBODY)
+            gate = F.relu(scores)
+        return Routing(
+            "channel",
+            scores.unsqueeze(1),
+            index.unsqueeze(1),
+            gate.unsqueeze(1),
+            chooser="unit",
+            may_drop=self.mode == "relu",
+        )
+
+    def extra_repr(self) -> str:
+        kept = f", keep={self.keep}" if self.mode == "topk" else ""
+        bias = "" if self.bias is not None else ", bias=None"
+        return f"{self.embedding}, {self.channels}, block={self.block}, mode={self.mode!r}{kept}{bias}"
+
+    def _checked(self, keep: int | None) -> int | None:
+        if self.mode == "relu":
+            if keep is not None:
+                raise ValueError(
+                    f"ChannelGate: keep={keep} has no meaning under mode='relu', where each image opens what it needs; "
+                    "leave keep out or use mode='topk'"
+                )
+            return None
+        if keep is None:
+            raise TypeError("ChannelGate: keep is missing; say how many blocks stay open under mode='topk'")
+        at_least_one("ChannelGate", keep=keep)
+        if keep > self.blocks:
+            raise ValueError(
+                f"ChannelGate: keep={keep}, but {self.channels} channels in blocks of {self.block} are {self.blocks} "
+                f"blocks; use 1 to {self.blocks}"
+            )
+        return keep
+
+
+def gate_l1(routing: Routing) -> Tensor:
+    """The mean gate of a layer, over images and blocks: Σ |g| / (B · E).
+
+    The entrywise 1-norm over the number of gates: λ times it presses alike on layers of every width and on
+    blocks of every size. Networks add it over their layers.
+
+    >>> import torch
+    >>> routing = ChannelGate(1, channels=4).choose(torch.tensor([[2.0, -1.0, 0.5, -3.0]]))
+    >>> float(gate_l1(routing))
+    0.625
+    """
+    if routing.unit != "channel":
+        raise ValueError(
+            f"gate_l1: takes the routing of channels, got that of a {routing.unit}; routings of other units are "
+            "kept balanced by moesaic.routing.load_balance_loss"
+        )
+    return routing.gate.abs().sum() / max(routing.batch * routing.experts, 1)
