@@ -6,9 +6,36 @@ our own estimate of how many patches an expert must take.
 
 Chen et al. 2022 (routing by sample): the best that one network can do, how noise makes routing smooth,
 which expert becomes good at which cluster.
+
+Wang et al. 2019 (routing by channel), supplement: how often two inputs open the same channels, and what
+masks do to the rank of what a network computes.
 """
 
 from moesaic.theory.additive import AdditiveClassifier, additive_error, orbit
+from moesaic.theory.channel_masks import (
+    all_distinct_probability,
+    coin_collision,
+    coin_confusion,
+    coin_masks,
+    measured_collision,
+    subset_collision,
+    subset_masks,
+)
+from moesaic.theory.channel_ranks import (
+    ChannelNetwork,
+    ChannelRanks,
+    MatrixRank,
+    blind_pair,
+    confused,
+    matricise,
+    measure_channel_ranks,
+    narrow,
+    numerical_rank,
+    one_sided_rank,
+    printed_rank,
+    random_channel_network,
+    tensor_rank,
+)
 from moesaic.theory.complexity import (
     ComplexityRow,
     Model,
@@ -57,11 +84,14 @@ from moesaic.theory.smoothing import (
 
 __all__ = [
     "AdditiveClassifier",
+    "ChannelNetwork",
+    "ChannelRanks",
     "Closeness",
     "ComplexityRow",
     "Coupling",
     "GrowthCondition",
     "InseparableSamples",
+    "MatrixRank",
     "Model",
     "Order",
     "PatchDepth",
@@ -70,12 +100,18 @@ __all__ = [
     "Separation",
     "Setting",
     "additive_error",
+    "all_distinct_probability",
     "all_groups_probability",
     "batch_complexity",
     "batch_weights",
+    "blind_pair",
     "class_sums",
+    "coin_collision",
+    "coin_confusion",
+    "coin_masks",
     "complexity_table",
     "computation",
+    "confused",
     "coupled_share",
     "coupling",
     "discriminative_ranks",
@@ -87,16 +123,24 @@ __all__ = [
     "inseparable_samples",
     "iteration_complexity",
     "linearly_separable",
+    "matricise",
+    "measure_channel_ranks",
     "measure_patch_depth",
     "measure_separation",
+    "measured_collision",
+    "narrow",
     "neuron_complexity",
     "noise_density",
+    "numerical_rank",
+    "one_sided_rank",
     "opponents",
     "orbit",
     "own_computation",
     "patterns_separable",
+    "printed_rank",
     "printed_smoothing_bound",
     "proper_routing",
+    "random_channel_network",
     "routed_share",
     "router_cost",
     "router_init_std",
@@ -107,7 +151,10 @@ __all__ = [
     "separation",
     "smoothing_bound",
     "steepest_scores",
+    "subset_collision",
+    "subset_masks",
     "suggest_patches_per_expert",
+    "tensor_rank",
     "trained_routers",
     "unreachable",
 ]
