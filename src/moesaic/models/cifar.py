@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.layers import SampleMoE
+from moesaic.models.resnet import ResNet, conv_norm
 from moesaic.models.vector_network import GlobalMean, VectorNetwork
 from moesaic.routing import SampleRouter
 
@@ -44,7 +45,7 @@ class SmallCNN(VectorNetwork):
         super().__init__(body, second * left * left, classes)
 
 
-class ResNet18(VectorNetwork):
+class ResNet18(ResNet):
     """Four stages of two residual blocks, 64 to 512 channels.
 
     >>> sum(weight.numel() for weight in ResNet18(classes=10).parameters())
@@ -52,12 +53,7 @@ class ResNet18(VectorNetwork):
     """
 
     def __init__(self, classes: int) -> None:
-        layers: list[nn.Module] = [_conv_norm(3, 64, 3), nn.ReLU()]
-        before = 64
-        for channels, stride in ((64, 1), (128, 2), (256, 2), (512, 2)):
-            layers += [_ResidualBlock(before, channels, stride), _ResidualBlock(channels, channels, 1)]
-            before = channels
-        super().__init__(nn.Sequential(*layers, GlobalMean()), before, classes)
+        super().__init__(18, classes)
 
 
 class MobileNetV2(VectorNetwork):
@@ -68,7 +64,7 @@ class MobileNetV2(VectorNetwork):
     """
 
     def __init__(self, classes: int) -> None:
-        layers: list[nn.Module] = [_conv_norm(3, 32, 3), nn.ReLU()]
+        layers: list[nn.Module] = [conv_norm(3, 32, 3), nn.ReLU()]
         before = 32
         # expansion, channels, blocks, stride of the first: Table 2 of Sandler et al., less two of its strides
         stages = (
@@ -84,7 +80,7 @@ class MobileNetV2(VectorNetwork):
             for number in range(blocks):
                 layers.append(_InvertedResidual(before, channels, expansion, stride if number == 0 else 1))
                 before = channels
-        layers += [_conv_norm(before, 1280, 1), nn.ReLU(), GlobalMean()]
+        layers += [conv_norm(before, 1280, 1), nn.ReLU(), GlobalMean()]
         super().__init__(nn.Sequential(*layers), 1280, classes)
 
 
@@ -116,20 +112,6 @@ def cifar_mixture(name: str, classes: int, experts: int = 4) -> SampleMoE:
     return SampleMoE(SampleRouter(3, experts, patch_size=4), networks, noise="uniform", gate="softmax")
 
 
-class _ResidualBlock(nn.Module):
-    """Two 3×3 convolutions beside the identity, or beside a 1×1 convolution where the shape changes."""
-
-    def __init__(self, before: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.first = _conv_norm(before, channels, 3, stride)
-        self.second = _conv_norm(channels, channels, 3)
-        same = before == channels and stride == 1
-        self.shortcut = nn.Identity() if same else _conv_norm(before, channels, 1, stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
-
-
 class _InvertedResidual(nn.Module):
     """Widen by 1×1, filter each channel by 3×3, narrow by 1×1; the last without ReLU, so that nothing is lost.
 
@@ -139,18 +121,13 @@ class _InvertedResidual(nn.Module):
     def __init__(self, before: int, channels: int, expansion: int, stride: int) -> None:
         super().__init__()
         wide = before * expansion
-        self.widen = _conv_norm(before, wide, 1)
-        self.filter = _conv_norm(wide, wide, 3, stride, groups=wide)
-        self.narrow = _conv_norm(wide, channels, 1)
+        self.widen = conv_norm(before, wide, 1)
+        self.filter = conv_norm(wide, wide, 3, stride, groups=wide)
+        self.narrow = conv_norm(wide, channels, 1)
         self.shortcut: nn.Module | None = None
         if stride == 1:
-            self.shortcut = nn.Identity() if before == channels else _conv_norm(before, channels, 1)
+            self.shortcut = nn.Identity() if before == channels else conv_norm(before, channels, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.narrow(F.relu(self.filter(F.relu(self.widen(x)))))
         return y if self.shortcut is None else y + self.shortcut(x)
-
-
-def _conv_norm(before: int, channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
-    conv = nn.Conv2d(before, channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
-    return nn.Sequential(conv, nn.BatchNorm2d(channels))
