@@ -1,0 +1,145 @@
+"""How wide the thirteen convolutions of VGG-16 are, and of its four widenings in Wang et al. 2019 (DeepMoE).
+
+Table 1 of their supplement gives the channels of four ways to widen VGG-16: the top layer alone (W1-High), one in
+the middle (W1-Mid), the lowest four (W4-Low) or all (W13-All). The copy at hand has lost five cells. What the two
+complete columns have in common is the number of convolution weights, 24.16 and 24.18 million, 1.64 times VGG-16's:
+`reconstruct` solves for the lost cells with it. So the four are equal in weights and not in work: at 32×32 pixels
+W4-Low takes twelve times the multiply-adds of W1-High.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from moesaic.checks import at_least_one, one_of
+
+__all__ = [
+    "VGG16_STAGES",
+    "VGG16_WIDTHS",
+    "WIDENINGS",
+    "Widening",
+    "conv_macs",
+    "conv_parameters",
+    "reconstruct",
+    "solve_width",
+]
+
+VGG16_STAGES = (2, 2, 3, 3, 3)
+"""How many convolutions stand before each halving of the map."""
+VGG16_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+"""Channels of VGG-16's convolutions (Simonyan and Zisserman 2015, configuration D)."""
+
+_KERNEL = 9
+_GRAIN = 5
+"""Printed widths that are no powers of two (2990, 405, 615) are multiples of five, so solved ones are made such."""
+
+
+@dataclass(frozen=True)
+class Widening:
+    """A column of the supplement's Table 1.
+
+    >>> WIDENINGS["w4_low"].conv_parameters / conv_parameters(VGG16_WIDTHS)  # doctest: +ELLIPSIS
+    1.643...
+    """
+
+    title: str
+    """As the paper calls it."""
+    widths: tuple[int, ...]
+    """Channels of Conv1 to Conv13."""
+    widened: tuple[int, ...]
+    """Numbers of the convolutions that it widens, from 1."""
+    reconstructed: tuple[int, ...] = ()
+    """Numbers of the convolutions, from 1, whose cell is lost and was solved for; the others are as printed."""
+
+    @property
+    def conv_parameters(self) -> int:
+        """Weights of its convolutions, for images of three channels."""
+        return conv_parameters(self.widths)
+
+    def conv_macs(self, image_size: int = 32) -> int:
+        """Multiply-adds of its convolutions for one image of three channels."""
+        return conv_macs(self.widths, image_size)
+
+
+WIDENINGS: Mapping[str, Widening] = MappingProxyType(
+    {
+        "w1_high": Widening("W1-High", (*VGG16_WIDTHS[:12], 2565), widened=(13,), reconstructed=(11, 12, 13)),
+        "w1_mid": Widening("W1-Mid", (*VGG16_WIDTHS[:4], 2990, *VGG16_WIDTHS[5:]), widened=(5,)),
+        "w4_low": Widening("W4-Low", (512, 512, 615, 615, *VGG16_WIDTHS[4:]), (1, 2, 3, 4), reconstructed=(3, 4)),
+        "w13_all": Widening("W13-All", (128, 128, 256, 256, *3 * (405,), *6 * (615,)), tuple(range(1, 14))),
+    }
+)
+"""The columns by name; two of them are complete."""
+
+
+def conv_parameters(widths: Sequence[int], in_channels: int = 3) -> int:
+    """Weights of a chain of 3×3 convolutions, without biases and BatchNorm.
+
+    >>> conv_parameters(VGG16_WIDTHS)
+    14710464
+    """
+    before = (in_channels, *widths[:-1])
+    return sum(_KERNEL * C * O for C, O in zip(before, widths, strict=True))
+
+
+def conv_macs(widths: Sequence[int], image_size: int = 32, in_channels: int = 3) -> int:
+    """Multiply-adds of VGG-16's convolutions with these widths, for one image.
+
+    >>> round(WIDENINGS["w4_low"].conv_macs() / WIDENINGS["w1_high"].conv_macs(), 1)
+    12.3
+    """
+    sides = [image_size // 2**stage for stage, convs in enumerate(VGG16_STAGES) for _ in range(convs)]
+    before = (in_channels, *widths[:-1])
+    return sum(_KERNEL * C * O * side**2 for C, O, side in zip(before, widths, sides, strict=True))
+
+
+def solve_width(widths: Sequence[int | None], parameters: float, in_channels: int = 3) -> float:
+    """The width of the layers given as None, one for all of them, with which the chain has so many weights.
+
+    The number of weights is quadratic in that width, or linear where no two such layers follow each other.
+
+    >>> round(solve_width([64, None, 128], conv_parameters([64, 96, 128])), 6)
+    96.0
+    """
+    if None not in widths:
+        raise ValueError(
+            "solve_width: every width is given, which leaves nothing to solve; put None for the wanted ones"
+        )
+    at_least_one(
+        "solve_width", in_channels=in_channels, **{f"Conv{i}": w for i, w in enumerate(widths, 1) if w is not None}
+    )
+    none, one, two = (conv_parameters([x if w is None else w for w in widths], in_channels) for x in (0, 1, 2))
+    square = (two - 2 * one + none) / 2
+    slope = one - none - square
+    missing = parameters - none
+    if missing <= 0:
+        raise ValueError(
+            f"solve_width: the given layers have {none} weights among themselves, which leaves {missing:g} of "
+            f"parameters={parameters:g} for the others; ask for more than {none}"
+        )
+    return 2 * missing / (slope + math.sqrt(slope**2 + 4 * square * missing))
+
+
+def reconstruct(name: str) -> tuple[int, ...]:
+    """The widths of a column of Table 1, with its lost cells derived anew.
+
+    A lost cell of a layer that the column does not widen is VGG-16's. The others get one width, the multiple of five
+    that comes nearest to as many weights as the complete columns have on average. Unrounded it is 2565.1 for Conv13 of
+    W1-High (between 2562.5 and 2567.7 for one or the other column) and 614.3 for Conv3 and Conv4 of W4-Low (613.6 to
+    615.0).
+
+    >>> reconstruct("w1_high")[10:]
+    (512, 512, 2565)
+    """
+    column = WIDENINGS[one_of("reconstruct", "name", name, WIDENINGS)]
+    if not column.reconstructed:
+        return column.widths
+    widths: list[int | None] = list(column.widths)
+    for number in column.reconstructed:
+        widths[number - 1] = None if number in column.widened else VGG16_WIDTHS[number - 1]
+    complete = [each.conv_parameters for each in WIDENINGS.values() if not each.reconstructed]
+    solved = _GRAIN * round(solve_width(widths, sum(complete) / len(complete)) / _GRAIN)
+    return tuple(solved if width is None else width for width in widths)
