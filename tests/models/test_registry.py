@@ -12,7 +12,8 @@ SMALL = [name for name in list_models() if not name.endswith(("_10", "_10_pmoe",
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_network_that_is_listed_can_be_made_and_run(name):
-    model = create_model(name, num_classes=7).eval()
+    narrow = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {}
+    model = create_model(name, num_classes=7, **narrow).eval()
     with torch.no_grad():
         assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
 
@@ -20,6 +21,17 @@ def test_every_network_that_is_listed_can_be_made_and_run(name):
 def test_any_wide_network_can_be_made():
     assert "wrn16_3_pmoe" not in list_models()
     assert create_model("wrn16_3_pmoe", num_classes=2, experts=6).moe.experts.weight.shape[0] == 6
+
+
+def test_vgg_and_residual_networks_take_size_channels_and_width():
+    assert list_models("vgg16*") == ["vgg16", "vgg16_w13_all", "vgg16_w1_high", "vgg16_w1_mid", "vgg16_w4_low"]
+    assert list_models("resnet*") == ["resnet18", "resnet34", "resnet50", "resnet56"]
+    with torch.device("meta"):
+        residual = create_model("resnet18", num_classes=7, image_size=224, in_channels=1, width=0.5)
+        chain = create_model("vgg16_w1_mid", num_classes=7, image_size=32, in_channels=1, width=2.0)
+    assert residual.get_submodule("body.0.0").weight.shape == (32, 1, 7, 7)
+    assert chain.get_submodule("body.conv5").weight.shape == (5980, 256, 3, 3)
+    assert chain.get_submodule("body.conv1").weight.shape == (128, 1, 3, 3)
 
 
 def test_patterns_choose_names():
@@ -48,6 +60,10 @@ def test_unknown_names_and_options_are_refused():
         create_model("wrn10_pmoe", num_classes=2)
     with pytest.raises(TypeError, match="wrn10_1 has no option 'experts'; it takes in_channels, fidelity, keras_norm"):
         create_model("wrn10_1", num_classes=2, experts=4)
+    with pytest.raises(TypeError, match="vgg16 has no option 'experts'; it takes image_size, in_channels, width"):
+        create_model("vgg16", num_classes=2, experts=4)
+    with pytest.raises(TypeError, match="wrn10_1 has no option 'width'"):
+        create_model("wrn10_1", num_classes=2, width=2)
     with pytest.raises(TypeError, match="takes no options but num_classes"):
         create_model("cifar_cnn", num_classes=2, fidelity="best")
     with pytest.raises(ValueError, match="num_classes=0"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,6 +13,9 @@ from torch import nn
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.models.cifar import MobileNetV2, ResNet18, SmallCNN
+from moesaic.models.resnet import RESNET_DEPTHS, ResNet
+from moesaic.models.vgg import VGG16
+from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
 from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
 
 __all__ = ["ModelSpec", "create_model", "list_models"]
@@ -29,10 +32,27 @@ def _cifar(make: Callable[[int], nn.Module]) -> Callable[..., nn.Module]:
     return network
 
 
+def _resnet(depth: int) -> Callable[..., nn.Module]:
+    def network(num_classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0) -> nn.Module:
+        return ResNet(depth, num_classes, image_size=image_size, in_channels=in_channels, width=width)
+
+    return network
+
+
+def _vgg16(widths: Sequence[int]) -> Callable[..., nn.Module]:
+    def network(num_classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0) -> nn.Module:
+        return VGG16(num_classes, widths, image_size=image_size, in_channels=in_channels, width=width)
+
+    return network
+
+
 _OTHERS: Mapping[str, Callable[..., nn.Module]] = {
     "cifar_cnn": _cifar(SmallCNN),
     "cifar_mobilenetv2": _cifar(MobileNetV2),
     "cifar_resnet18": _cifar(ResNet18),
+    **{f"resnet{depth}": _resnet(depth) for depth in RESNET_DEPTHS},
+    "vgg16": _vgg16(VGG16_WIDTHS),
+    **{f"vgg16_{name}": _vgg16(widening.widths) for name, widening in WIDENINGS.items()},
 }
 
 
@@ -53,8 +73,10 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
 
     ``wrn10_10`` is a wide residual network of depth 10 and widening factor 10, ``wrn10_10_pmoe`` the same with a
     pMoE layer for its last convolution; both take ``fidelity="best"``, ``"released"`` or ``"print"``, and the
-    second ``image_size``, ``experts`` and more: see `WideResNet` and `WideResNetPMoE`. ``timm/resnet18`` is
-    timm's network of that name, where timm is installed.
+    second ``image_size``, ``experts`` and more: see `WideResNet` and `WideResNetPMoE`. ``resnet18`` and ``vgg16``,
+    and their like, take ``image_size``, ``in_channels`` and ``width``, which multiplies their channels: see `ResNet`
+    and `VGG16`; ``vgg16_w4_low`` is a widening of Wang et al. ``timm/resnet18`` is timm's network of that name, where
+    timm is installed.
 
     >>> model = create_model("wrn10_10_pmoe", num_classes=10)
     >>> len(model.moe.experts), model.moe.patches_per_expert
@@ -68,10 +90,10 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
     wide = _WIDE.fullmatch(name)
     if wide is None:
         make = _OTHERS[one_of("create_model", "name", name, list_models())]
-        _check_options(name, make, options)
+        _check_options(name, make, options, taken=("num_classes",))
         return make(num_classes, **options)
     kind = WideResNetPMoE if wide[3] else WideResNet
-    _check_options(name, kind, options)
+    _check_options(name, kind, options, taken=("depth", "width", "num_classes"))
     return kind(int(wide[1]), int(wide[2]), num_classes, **options)
 
 
@@ -117,8 +139,9 @@ class ModelSpec:
         return cls(content["name"], dict(content["arguments"]), tuple(dict(each) for each in content["conversions"]))
 
 
-def _check_options(name: str, make: Callable[..., nn.Module], options: Mapping[str, Any]) -> None:
-    known = [option for option in inspect.signature(make).parameters if option not in ("depth", "width", "num_classes")]
+def _check_options(name: str, make: Callable[..., nn.Module], options: Mapping[str, Any], taken: Sequence[str]) -> None:
+    """Refuse options that the network does not have; those in ``taken`` its name or another argument tells."""
+    known = [option for option in inspect.signature(make).parameters if option not in taken]
     for option in options:
         if not known:
             raise TypeError(f"create_model: {name} takes no options but num_classes, got {option}={options[option]!r}")
