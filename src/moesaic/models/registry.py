@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from moesaic.models.vgg import VGG16
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
 from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
 
-__all__ = ["ModelSpec", "create_model", "list_models"]
+__all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 
 _TIMM = "timm/"
 _WIDE = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
@@ -87,14 +88,32 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
         from moesaic.models.timm_registry import timm_model
 
         return timm_model(name.removeprefix(_TIMM), num_classes, **options)
+    known = model_options(name)
+    for option in options:
+        if not known:
+            raise TypeError(f"create_model: {name} takes no options but num_classes, got {option}={options[option]!r}")
+        if option not in known:
+            raise TypeError(f"create_model: {name} has no option {option!r}; it takes {', '.join(known)}")
+    return _maker(name)(num_classes=num_classes, **options)
+
+
+def model_options(name: str) -> tuple[str, ...]:
+    """The options that `create_model` takes for a network, beside ``num_classes``; of timm's networks, ours alone.
+
+    >>> model_options("resnet18")
+    ('image_size', 'in_channels', 'width')
+    """
+    if name.startswith(_TIMM):
+        return ("in_channels", "image_size")
+    parameters = inspect.signature(_maker(name)).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "num_classes")
+
+
+def _maker(name: str) -> Callable[..., nn.Module]:
     wide = _WIDE.fullmatch(name)
     if wide is None:
-        make = _OTHERS[one_of("create_model", "name", name, list_models())]
-        _check_options(name, make, options, taken=("num_classes",))
-        return make(num_classes, **options)
-    kind = WideResNetPMoE if wide[3] else WideResNet
-    _check_options(name, kind, options, taken=("depth", "width", "num_classes"))
-    return kind(int(wide[1]), int(wide[2]), num_classes, **options)
+        return _OTHERS[one_of("create_model", "name", name, list_models())]
+    return partial(WideResNetPMoE if wide[3] else WideResNet, int(wide[1]), int(wide[2]))
 
 
 @dataclass(frozen=True)
@@ -137,13 +156,3 @@ class ModelSpec:
     def from_json(cls, content: Mapping[str, Any]) -> ModelSpec:
         """From what `to_json` gave."""
         return cls(content["name"], dict(content["arguments"]), tuple(dict(each) for each in content["conversions"]))
-
-
-def _check_options(name: str, make: Callable[..., nn.Module], options: Mapping[str, Any], taken: Sequence[str]) -> None:
-    """Refuse options that the network does not have; those in ``taken`` its name or another argument tells."""
-    known = [option for option in inspect.signature(make).parameters if option not in taken]
-    for option in options:
-        if not known:
-            raise TypeError(f"create_model: {name} takes no options but num_classes, got {option}={options[option]!r}")
-        if option not in known:
-            raise TypeError(f"create_model: {name} has no option {option!r}; it takes {', '.join(known)}")

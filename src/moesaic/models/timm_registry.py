@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.models.registry import create_model, list_models
+from moesaic.models.registry import create_model, list_models, model_options
 
 __all__ = ["register_with_timm", "timm_model"]
 
@@ -78,7 +78,7 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         }
         if in_chans != 3:
             options["in_channels"] = in_chans
-        if name.endswith("_pmoe"):  # the others take images of any size
+        if "image_size" in model_options(name):  # the others take images of any size
             options["image_size"] = img_size
         model: Any = create_model(name, num_classes=num_classes, **options)
         # where timm's scripts look up which images a network takes

@@ -9,7 +9,7 @@ import torch
 
 from moesaic.data.image_tasks import ImageTask
 from moesaic.models.count import Count, count
-from moesaic.models.registry import ModelSpec
+from moesaic.models.registry import ModelSpec, model_options
 
 __all__ = ["suited_spec"]
 
@@ -37,7 +37,8 @@ def suited_spec(
     """
     C, H, W = task.train.pixels.shape[1:]
     about: dict[str, Any] = {"in_channels": C, "image_size": H}
-    arguments = {"num_classes": task.labels, **_understood(name, about), **(options or {})}
+    told = {option: value for option, value in about.items() if option in model_options(name)}
+    arguments = {"num_classes": task.labels, **told, **(options or {})}
     conversions = () if conversion is None else ({"input_size": [C, H, W], **conversion},)
     spec = ModelSpec(name, arguments, conversions)
     with torch.random.fork_rng(devices=[]):
@@ -50,10 +51,3 @@ def suited_spec(
             f"{name} cannot take images of {C} channels and {H}×{W} pixels ({why}); bring them to another size, or use "
             "another network"
         ) from error
-
-
-def _understood(name: str, about: dict[str, Any]) -> dict[str, Any]:
-    """What a network can be told about the images: all have a number of channels, some a size."""
-    if name.startswith("timm/") or (name.startswith("wrn") and name.endswith("_pmoe")):
-        return about
-    return {"in_channels": about["in_channels"]} if name.startswith("wrn") else {}
