@@ -17,7 +17,7 @@ from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.ops import backends, channels
 from moesaic.routing.channel_gate import ChannelGate
 
-FREE = channels.Prices(mac=1.0, read=1.0, copy=0.0, unfold=0.0, call=0.0, group=0.0)
+FREE = channels.Prices(mac=1.0, read=1.0, copy=0.0, slice_mac=1.0, slice_read=1.0, unfold=0.0, call=0.0, group=0.0)
 FORCED = {
     "gathered": replace(FREE, call=1e30),
     "in place": replace(FREE, copy=1e30),
@@ -275,17 +275,19 @@ def test_samples_run_together_with_what_any_opens_where_groups_cost_too_much(mon
 
 
 @pytest.mark.parametrize(
-    ("side", "gates", "block", "cheapest"),
+    ("width", "side", "gates", "block", "cheapest"),
     [
-        (16, [1.0, -1.0] * 64, 1, "gathered"),
-        (2, [1.0, 1.0, -1.0, -1.0], 32, "in place"),
-        (2, ([1.0] * 7 + [-1.0]) * 16, 1, "dense"),
-        (2, [-1.0, -1.0, -1.0, -1.0], 32, "closed"),
+        (128, 16, [1.0, -1.0] * 64, 1, "gathered"),
+        (512, 2, [1.0, -1.0, -1.0, -1.0] * 128, 1, "gathered"),
+        (512, 2, [1.0, -1.0] * 256, 1, "dense"),
+        (512, 2, [1.0, -1.0, -1.0, -1.0] * 2, 64, "in place"),
+        (512, 2, [1.0] * 8, 64, "dense"),
+        (512, 2, [-1.0] * 8, 64, "closed"),
     ],
 )
-def test_the_prices_choose_a_way_by_map_gates_and_block(side, gates, block, cheapest, monkeypatch):
+def test_the_prices_choose_a_way_by_map_gates_and_block(width, side, gates, block, cheapest, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    case = build([gates], [gates], size=(side, side), channels_out=128, channels_in=128, block=block)
+    case = build([gates], [gates], size=(side, side), channels_out=width, channels_in=width, block=block)
     assert plan(case)[0].way == cheapest
 
 

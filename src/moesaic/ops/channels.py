@@ -18,7 +18,8 @@ channel that any of its samples opens. What is done is what costs least by the p
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -42,7 +43,7 @@ __all__ = [
 ]
 
 Bools = NDArray[np.bool_]
-Run = tuple[int, int]
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -50,24 +51,29 @@ class Prices:
     """Nanoseconds on one core; a price of a device that is no CPU stands for the whole device."""
 
     mac: float
-    """A multiply-add inside a convolution or a GEMM that has enough of them."""
+    """A multiply-add inside a convolution that has enough of them."""
     read: float
-    """A weight that is read where it lies; on small maps this, and not arithmetic, is what a layer costs."""
+    """A weight that a convolution reads; on small maps this, and not arithmetic, is what a layer costs."""
     copy: float
     """A weight that is gathered into a narrow kernel."""
+    slice_mac: float
+    """A multiply-add inside a GEMM on slices of the weights."""
+    slice_read: float
+    """A weight that such a GEMM reads."""
     unfold: float
     """A value laid out for a GEMM."""
     call: float
     """A GEMM on a slice."""
     group: float
-    """What a group of samples costs besides: index lists, calls, writing its channels into the result."""
+    """What skipping costs a group of samples besides: index lists, calls, writing its channels into the result."""
 
 
-# Measured with 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, torch 2.13. On CUDA
-# every group waits for launches, which leaves little to skip unless convolutions are large.
+# Measured with 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, torch 2.13, with other
+# layers' weights in the caches, as inside a network. Those of CUDA are rough: there every group waits for
+# launches, which leaves little to skip unless convolutions are large.
 PRICES = {
-    "cpu": Prices(mac=0.028, read=0.55, copy=1.25, unfold=1.5, call=9e3, group=4e4),
-    "cuda": Prices(mac=4e-5, read=2e-3, copy=5e-3, unfold=2e-2, call=1e4, group=2e5),
+    "cpu": Prices(mac=0.025, read=0.55, copy=3.0, slice_mac=0.04, slice_read=1.6, unfold=3.0, call=1.5e4, group=3e5),
+    "cuda": Prices(mac=4e-5, read=2e-3, copy=5e-3, slice_mac=4e-5, slice_read=5e-3, unfold=2e-2, call=1e4, group=2e5),
 }
 
 
@@ -141,14 +147,14 @@ def may_skip(x: Tensor, gate_out: Routing, conv: ChannelConv) -> bool:
 def open_channels_alone(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
     """The same numbers from the open channels alone, the cheapest way."""
     job = _Job.of(x, gate_out, conv)
-    if job.dense().price <= job.prices.group:
+    if job.dense_price() <= job.prices.group:
         return masked_dense(x, gate_out, conv)  # too little to be worth a look at the gates
     # an ungated map is one open block
-    open_in = np.ones((x.shape[0], 1), bool) if gate_in is None else gate_in.mask[:, 0].cpu().numpy()
-    groups = job.plan(gate_out.mask[:, 0].cpu().numpy(), open_in)
-    memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+    open_in = np.ones((x.shape[0], 1), bool) if gate_in is None else _open_blocks(gate_in)
+    groups = job.plan(_open_blocks(gate_out), open_in)
     if len(groups) == 1 and groups[0].way == "dense":
-        return job.run(groups[0]).contiguous(memory_format=memory_format)
+        return masked_dense(x, gate_out, conv)
+    memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
     y = torch.zeros(job.shape, dtype=x.dtype, device=x.device).contiguous(memory_format=memory_format)
     for group in groups:
         if group.way == "closed":
@@ -179,9 +185,8 @@ class _Job:
     """One layer on one batch."""
 
     x: Tensor
+    gate_out: Routing
     conv: ChannelConv
-    scale_BO: Tensor
-    shift_BO: Tensor
     shape: tuple[int, int, int, int]
     prices: Prices
 
@@ -189,18 +194,20 @@ class _Job:
     def of(x: Tensor, gate_out: Routing, conv: ChannelConv) -> _Job:
         (B, _, H, W), (O, _, ks, _) = x.shape, conv.weight.shape
         rows, columns = ((size + 2 * conv.padding - ks) // conv.stride + 1 for size in (H, W))
-        scale_BO, shift_BO = _scale_and_shift(channel_gates(gate_out, O, conv.block_out), conv)
-        prices = PRICES.get(x.device.type, PRICES["cuda"])
-        return _Job(x, conv, scale_BO, shift_BO, (B, O, rows, columns), prices)
+        return _Job(x, gate_out, conv, (B, O, rows, columns), PRICES.get(x.device.type, PRICES["cuda"]))
+
+    @cached_property
+    def scale_and_shift_BO(self) -> tuple[Tensor, Tensor]:
+        return _scale_and_shift(channel_gates(self.gate_out, self.shape[1], self.conv.block_out), self.conv)
 
     def index(self, channels: NDArray[np.intp]) -> Tensor:
         return torch.from_numpy(channels).to(self.x.device)
 
     def plan(self, open_out: Bools, open_in: Bools) -> list[_Group]:
         """All samples at once, or those that open the same blocks together: whichever is cheaper."""
+        if len(open_out) == 1:
+            return [self.group(None, open_out[0], open_in[0])]
         together = self.group(None, np.asarray(open_out.any(0)), np.asarray(open_in.any(0)))
-        if len(open_out) < 2:
-            return [together]
         alike: dict[bytes, list[int]] = {}
         for b, (outs, ins) in enumerate(zip(open_out, open_in, strict=True)):
             alike.setdefault(outs.tobytes() + ins.tobytes(), []).append(b)
@@ -217,26 +224,28 @@ class _Job:
         pixels = self._pixels(samples)
         if not len(outs) or not pixels:
             return _Group(samples, ins, outs, "closed", 0.0)
-        ways = [self.dense(samples)]
-        if len(ins) < C or len(outs) < O:
-            cost, weights = self.prices, len(ins) * len(outs) * ks * ks
-            product = self._product(weights, pixels)
-            ways.append(_Group(samples, ins, outs, "gathered", product + weights * cost.copy / self._cores()))
-            if self._sliceable():
-                calls = len(_runs(ins)) * len(_runs(outs))
-                unfolded = len(ins) * ks * ks * pixels * cost.unfold / self._cores()
-                ways.append(_Group(samples, ins, outs, "in place", product + unfolded + calls * cost.call))
-        best = min(ways, key=lambda way: way.price)
-        return replace(best, price=best.price + self.prices.group)
+        dense = _Group(samples, np.arange(C), np.arange(O), "dense", self.dense_price(samples))
+        if len(ins) == C and len(outs) == O:
+            return dense
+        cost, weights = self.prices, len(ins) * len(outs) * ks * ks
+        work = weights * (max(pixels * cost.mac, cost.read) + cost.copy)
+        best = _Group(samples, ins, outs, "gathered", work / self._cores() + cost.group)
+        if self._sliceable():
+            work = weights * max(pixels * cost.slice_mac, cost.slice_read) + len(ins) * ks * ks * pixels * cost.unfold
+            calls = _runs(in_blocks) * _runs(out_blocks) * cost.call
+            price = work / self._cores() + calls + cost.group
+            if price < best.price:
+                best = _Group(samples, ins, outs, "in place", price)
+        return best if best.price < dense.price else dense
 
-    def dense(self, samples: NDArray[np.intp] | None = None) -> _Group:
-        O, C = self.conv.weight.shape[:2]
-        price = self._product(self.conv.weight.numel(), self._pixels(samples))
-        return _Group(samples, np.arange(C), np.arange(O), "dense", price)
+    def dense_price(self, samples: NDArray[np.intp] | None = None) -> float:
+        work = self.conv.weight.numel() * max(self._pixels(samples) * self.prices.mac, self.prices.read)
+        price = work / self._cores()
+        return price if samples is None else price + self.prices.group
 
     def run(self, group: _Group) -> Tensor:
         """(n, open channels, H', W') of the group's n samples."""
-        x, scale, shift = self.x, self.scale_BO, self.shift_BO
+        x, (scale, shift) = self.x, self.scale_and_shift_BO
         if group.samples is not None:
             samples = self.index(group.samples)
             x, scale, shift = x.index_select(0, samples), scale.index_select(0, samples), shift.index_select(0, samples)
@@ -257,13 +266,13 @@ class _Job:
 
     def _narrow(self, group: _Group) -> Tensor:
         """The kernel of the open channels: (open out, open in, ks, ks)."""
-        weight, ins, outs = self.conv.weight, self.index(group.ins), self.index(group.outs)
+        weight = self.conv.weight
         O, C, ks, _ = weight.shape
         if not weight.is_contiguous():
-            return weight.index_select(0, outs).index_select(1, ins)
+            return weight.index_select(0, self.index(group.outs)).index_select(1, self.index(group.ins))
         # one list of pairs, so that nothing is copied twice
-        pairs = (outs[:, None] * C + ins).flatten()
-        return weight.view(O * C, ks * ks).index_select(0, pairs).view(len(outs), len(ins), ks, ks)
+        pairs = self.index((group.outs[:, None] * C + group.ins).ravel())
+        return weight.view(O * C, ks * ks).index_select(0, pairs).view(len(group.outs), len(group.ins), ks, ks)
 
     def _in_place(self, x: Tensor, group: _Group) -> Tensor:
         ks = self.conv.weight.shape[2]
@@ -272,9 +281,9 @@ class _Job:
         n, _, pixels = columns.shape
         columns = columns[0] if n == 1 else columns.movedim(1, 0).flatten(1)
         y, weight, row = columns.new_empty(len(group.outs), n * pixels), self.conv.weight.flatten(1), 0
-        for out_from, out_to in _runs(group.outs):
+        for out_from, out_to in _ranges(group.outs):
             part, column = y[row : row + out_to - out_from], 0
-            for in_from, in_to in _runs(group.ins):
+            for in_from, in_to in _ranges(group.ins):
                 slice_ = weight[out_from:out_to, in_from * taps : in_to * taps]
                 values = columns[column : column + slice_.shape[1]]
                 # beta=0 does not even read what is there
@@ -285,9 +294,6 @@ class _Job:
 
     def _pixels(self, samples: NDArray[np.intp] | None) -> int:
         return (self.shape[0] if samples is None else len(samples)) * self.shape[2] * self.shape[3]
-
-    def _product(self, weights: int, pixels: int) -> float:
-        return weights * max(pixels * self.prices.mac, self.prices.read) / self._cores()
 
     def _cores(self) -> int:
         return torch.get_num_threads() if self.x.device.type == "cpu" else 1
@@ -322,10 +328,24 @@ def _channels(blocks: Bools, block: int, channels: int) -> NDArray[np.intp]:
     return np.flatnonzero(np.repeat(blocks, block)[:channels])
 
 
-def _runs(channels: NDArray[np.intp]) -> list[Run]:
+def _open_blocks(routing: Routing) -> Bools:
+    """(B, E): which blocks are open, on the host."""
+    assert routing.index is not None
+    index = routing.index[:, 0].cpu().numpy()
+    blocks = np.zeros((len(index), routing.experts + 1), bool)
+    blocks[np.arange(len(index))[:, None], index] = True  # NOBODY is the last column
+    return blocks[:, :-1]
+
+
+def _runs(blocks: Bools) -> int:
+    """How many runs of neighbours the open blocks form."""
+    return int(blocks[0]) + int(np.count_nonzero(blocks[1:] & ~blocks[:-1]))
+
+
+def _ranges(channels: NDArray[np.intp]) -> list[Range]:
     """Channels in rising order as ranges [from, to) of neighbours.
 
-    >>> _runs(np.array([0, 1, 2, 5, 6, 9]))
+    >>> _ranges(np.array([0, 1, 2, 5, 6, 9]))
     [(0, 3), (5, 7), (9, 10)]
     """
     cuts = [0, *(np.flatnonzero(np.diff(channels) != 1) + 1).tolist(), len(channels)]

@@ -259,6 +259,8 @@ def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor])
 
 def run_channels(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
     """Run a convolution whose channels are gated over a map."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # small layers feel what the rest costs
+        return select_backend(x, gate_out).channels(x, gate_out, gate_in, conv)
     dtype = autocast_dtype(x) or x.dtype
     cast = replace(conv, weight=conv.weight.to(dtype), bias=_to(conv.bias, dtype))
     with autocast_off(x):
