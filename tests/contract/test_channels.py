@@ -264,6 +264,16 @@ def test_samples_that_open_the_same_channels_run_together(monkeypatch):
     assert [group.outs.tolist() for group in groups] == [[0, 1, 2, 3], [4, 5, 6]]
 
 
+def test_samples_that_open_the_same_outputs_of_different_inputs_run_apart(monkeypatch):
+    monkeypatch.setitem(channels.PRICES, "cpu", FORCED["gathered"])
+    half, other = [1.0] * 4 + [-1.0] * 3, [-1.0] * 4 + [1.0] * 3
+    first, last = [1.0, 1.0, -1.0, -1.0, -1.0], [-1.0, -1.0, -1.0, 1.0, 1.0]
+    case = build([half, other, half], [first, first, last])
+    assert [group.samples.tolist() for group in plan(case)] == [[0], [1], [2]]
+    with torch.no_grad():
+        torch.testing.assert_close(run(case), case.definition(), rtol=1e-10, atol=1e-10)
+
+
 def test_samples_run_together_with_what_any_opens_where_groups_cost_too_much(monkeypatch):
     case = build([[1.0] * 2 + [-1.0] * 5, [-1.0, 1.0, 1.0] + [-1.0] * 4], None)
     expected = run(case)
