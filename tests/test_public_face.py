@@ -8,6 +8,8 @@ import pytest
 import moesaic
 
 NAMES = [
+    "ChannelGate",
+    "ChannelMoE",
     "ExpertChoice",
     "NormalizedGD",
     "PatchMoE",

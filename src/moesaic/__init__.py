@@ -10,10 +10,10 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from moesaic.layers import PatchMoE, SampleMoE, record_routing
+from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, record_routing
 from moesaic.ops import backend
 from moesaic.record import Routing
-from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
+from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
 
 if TYPE_CHECKING:
     from moesaic.models import convert, create_model, list_models, register_with_timm
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "ChannelGate",
+    "ChannelMoE",
     "ExpertChoice",
     "NormalizedGD",
     "PatchMoE",

@@ -2,6 +2,7 @@
 
 from moesaic.record import NOBODY, Routing
 from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
+from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.routing.expert_choice import ExpertChoice
 from moesaic.routing.router import Router
 from moesaic.routing.sample_router import SampleRouter
@@ -10,6 +11,7 @@ from moesaic.routing.token_choice import TokenChoice
 
 __all__ = [
     "NOBODY",
+    "ChannelGate",
     "ExpertChoice",
     "Router",
     "Routing",
@@ -17,6 +19,7 @@ __all__ = [
     "SoftRouter",
     "TokenChoice",
     "entropy_loss",
+    "gate_l1",
     "importance_loss",
     "load_balance_loss",
     "z_loss",
