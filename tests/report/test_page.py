@@ -12,8 +12,7 @@ from report.example_run import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_F
 from moesaic.ledger import Chart, Counts, Group, Panel, Points, Series, Source
 from moesaic.report import write_report
 from moesaic.report.glossary import explained
-from moesaic.report.looks import COLOURS
-from moesaic.report.page import _ON_DARK
+from moesaic.report.looks import COLOURS, ON_DARK
 
 NASTY = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;{{ 7 * 7 }}</style></svg>"""
 
@@ -364,4 +363,4 @@ def test_the_same_results_give_the_same_report_and_no_half_file_stays(tmp_path: 
 
 
 def test_a_dark_page_has_a_colour_for_each_of_the_charts():
-    assert _ON_DARK.keys() == COLOURS.keys()
+    assert ON_DARK.keys() == COLOURS.keys()

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from moesaic.ledger import Chart, write_whole
 from moesaic.report import comparison_words as words
 from moesaic.report.charts import to_svg
-from moesaic.report.looks import COLOURS
-from moesaic.report.page import _ON_DARK as ON_DARK  # pyright: ignore[reportPrivateUsage]
+from moesaic.report.looks import COLOURS, ON_DARK
+from moesaic.report.templates import render
 from moesaic.report.words import number
 from moesaic.statistics import Estimate
 from moesaic.training.comparison import Comparison
@@ -65,20 +65,10 @@ def write_comparison_report(
 
     ``command`` tells how to run it again, ``machine`` what the last call ran on.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("moesaic.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["prose"] = _prose
     compared = contrasts(found)
     verdicts = [_Verdict.of(found, contrast) for contrast in compared]
-    # the only markup that comes from outside the template: matplotlib's, which escapes what is in it
-    text = environment.get_template("comparison.html").render(
+    text = render(
+        "comparison.html",
         found=found,
         headline=next((each for each in verdicts if each.decided), verdicts[0]).sentence,
         verdicts=verdicts,
@@ -172,11 +162,6 @@ def _group_rows(found: Comparison) -> list[_Row]:
         return []
     columns = [group_accuracies(found, model.name)[-1] for model in found.models]
     return [_Row(group, [words.points(column[g]) for column in columns]) for g, group in enumerate(found.groups)]
-
-
-def _prose(text: str) -> str:
-    """A number and its percent sign stay on one line."""
-    return text.replace(" %", "\u00a0%")
 
 
 def _recipe(found: Comparison) -> str:

@@ -22,6 +22,7 @@ from moesaic.insight.overlays import overlay
 from moesaic.ledger import write_json, write_whole
 from moesaic.record import Routing
 from moesaic.report.expert_pictures import MOST_CLASSES, draw_class_maps, draw_favourites, mean_images
+from moesaic.report.templates import render
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -212,22 +213,13 @@ class _Layer:
 def _page(
     folder: Path, explanation: Explanation, about: About, shown: Sequence[Shown], drawn: Sequence[_Pictures]
 ) -> str:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("moesaic.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
     def embedded(name: str) -> str:
         return f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
 
     pairs = zip(explanation.layers, drawn, strict=True)
     present = [k for k, images in enumerate(explanation.class_images) if images]
-    return environment.get_template("explanation.html").render(
+    return render(
+        "explanation.html",
         about=about,
         explanation=explanation,
         shown=[(image, title(image)) for image in shown],

@@ -13,7 +13,19 @@ from typing import Any
 
 from moesaic.ledger import Panel
 
-__all__ = ["COLOURS", "INK", "LINE", "MANY", "MOST_ROLES", "NOT_RUN", "STYLE", "Look", "colours_of", "looks_of"]
+__all__ = [
+    "COLOURS",
+    "INK",
+    "LINE",
+    "MANY",
+    "MOST_ROLES",
+    "NOT_RUN",
+    "ON_DARK",
+    "STYLE",
+    "Look",
+    "colours_of",
+    "looks_of",
+]
 
 INK, LINE, NOT_RUN = "#333333", "#BBBBBB", "#D6E6F2"
 
@@ -32,6 +44,22 @@ COLOURS = {
     "wine": "#882255",
 }
 """The colours that a page may want to exchange, for a dark background say: name, colour in the drawing."""
+
+ON_DARK = {
+    "ink": "#d5d8dd",
+    "line": "#5a616b",
+    "vermilion": "#f0873f",
+    "blue": "#6aa5ff",
+    "green": "#2cc79a",
+    "purple": "#e29bc4",
+    "orange": "#f2b632",
+    "sky": "#8fd0f7",
+    "grey": "#a5a9af",
+    "indigo": "#a99df2",
+    "olive": "#c8c862",
+    "wine": "#dd7fa8",
+}
+"""`COLOURS` for a dark page."""
 
 _EXPERTS = ("blue", "vermilion", "green", "purple", "orange", "sky", "grey", "indigo")
 

@@ -20,8 +20,9 @@ from pathlib import Path
 from moesaic.ledger import VERDICTS, Chart, Fidelity, Finding, Source, write_whole
 from moesaic.report.charts import panel_width, to_svg
 from moesaic.report.glossary import explained
-from moesaic.report.looks import COLOURS
+from moesaic.report.looks import COLOURS, ON_DARK
 from moesaic.report.table import verdict_counts
+from moesaic.report.templates import render
 from moesaic.report.words import (
     BRIEFLY,
     MEANING,
@@ -36,22 +37,6 @@ from moesaic.report.words import (
 )
 
 __all__ = ["write_report"]
-
-_ON_DARK = {
-    "ink": "#d5d8dd",
-    "line": "#5a616b",
-    "vermilion": "#f0873f",
-    "blue": "#6aa5ff",
-    "green": "#2cc79a",
-    "purple": "#e29bc4",
-    "orange": "#f2b632",
-    "sky": "#8fd0f7",
-    "grey": "#a5a9af",
-    "indigo": "#a99df2",
-    "olive": "#c8c862",
-    "wine": "#dd7fa8",
-}
-"""`COLOURS` of the charts for a dark page."""
 
 _VERDICTS_IN_WORDS = {
     "holds": "the measurement meets the rule that was written down beforehand",
@@ -85,18 +70,8 @@ def write_report(
     ...     "2 &lt; 3" in Path(folder, "report.html").read_text("utf-8")
     True
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    environment = Environment(
-        loader=PackageLoader("moesaic.report", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["prose"] = _prose
-    # the only markup that comes from outside the template: matplotlib's, which escapes what is in it
-    text = environment.get_template("page.html").render(
+    text = render(
+        "page.html",
         papers=_papers(findings, charts, papers),
         summary=_summary(findings),
         meaning=MEANING,
@@ -107,7 +82,7 @@ def write_report(
         command=command,
         machine=machine,
         light=COLOURS,
-        dark=_ON_DARK,
+        dark=ON_DARK,
         css=_style_class,
     )
     write_whole(path, text.encode())
@@ -360,11 +335,6 @@ class _Scale:
             return None
         low, high = finding.interval or (finding.measured, finding.measured)
         return _Mark(self.place(finding.measured), self.place(low), self.place(high))
-
-
-def _prose(text: str) -> str:
-    """A number and its percent sign stay on one line."""
-    return text.replace(" %", "\u00a0%")
 
 
 def _style_class(decision: str) -> str:
