@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import Positional, arg
 
 from moesaic.checks import one_of
-from moesaic.cli.shared import BadInput, device_of, file_name, input_of, is_plain, make_folder, program, tell, versions
+from moesaic.cli.shared import (
+    BadInput,
+    device_of,
+    file_name,
+    images_of,
+    input_of,
+    is_plain,
+    make_folder,
+    program,
+    tell,
+    versions,
+)
 
 if TYPE_CHECKING:
     from moesaic.data.image_tasks import ImageTask
@@ -105,18 +116,7 @@ class Compare:
         return grid, recipe, device_of("compare", self.device)
 
     def _load(self, grid: Grid) -> ImageTask:
-        from moesaic.data.image_sets import load_images
-
-        augment: Any = self.augment  # load_images looks at it
-        task = load_images(
-            self.data,
-            data_dir=self.data_dir,
-            size=self.size,
-            cache_dir=self.cache_dir,
-            augment=augment,
-            seed=self.seed,
-            log=tell,
-        )
+        task = images_of(self)
         grid.check(task)
         grid.contenders(task)  # a network that does not fit the images is told now
         return task

@@ -1,4 +1,4 @@
-"""What the commands share: bad input in one line, folders to write to, devices, and how the program was called."""
+"""What the commands share: bad input in one line, images, folders, devices, and how the program was called."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from moesaic.data.image_tasks import ImageTask
 
 __all__ = [
     "BadInput",
     "device_of",
     "file_name",
+    "images_of",
     "input_of",
     "is_plain",
     "make_folder",
@@ -93,6 +98,39 @@ def version() -> str:
     """Of moesaic."""
     # of the public face, which is loaded by now and which no room imports from
     return sys.modules["moesaic"].__version__
+
+
+class AsksForImages(Protocol):
+    """A command that takes a data set, and says where it lies and how its images are to be."""
+
+    @property
+    def data(self) -> str: ...
+    @property
+    def data_dir(self) -> Path | None: ...
+    @property
+    def size(self) -> int | None: ...
+    @property
+    def cache_dir(self) -> Path | None: ...
+    @property
+    def augment(self) -> str: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def images_of(command: AsksForImages) -> ImageTask:
+    """The data set that a command asks for; what is skipped is told."""
+    from moesaic.data.image_sets import load_images
+
+    augment: Any = command.augment  # load_images looks at it
+    return load_images(
+        command.data,
+        data_dir=command.data_dir,
+        size=command.size,
+        cache_dir=command.cache_dir,
+        augment=augment,
+        seed=command.seed,
+        log=tell,
+    )
 
 
 def is_plain(value: object) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.cli.shared import BadInput, device_of, file_name, input_of, make_folder, program, tell
+from moesaic.cli.shared import BadInput, device_of, file_name, images_of, input_of, make_folder, program, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -153,18 +153,7 @@ class Train:
         return recipe, device_of("train", self.device)
 
     def _load(self) -> ImageTask:
-        from moesaic.data.image_sets import load_images
-
-        augment: Any = self.augment  # load_images looks at it
-        task = load_images(
-            self.data,
-            data_dir=self.data_dir,
-            size=self.size,
-            cache_dir=self.cache_dir,
-            augment=augment,
-            seed=self.seed,
-            log=tell,
-        )
+        task = images_of(self)
         return task if self.samples is None else task.subset(self.samples, self.seed)
 
     def _network(self, task: ImageTask) -> tuple[ModelSpec, Count]:
