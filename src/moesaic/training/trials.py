@@ -33,7 +33,7 @@ __all__ = ["Schedule", "Trained", "Watch", "accuracy", "train_trials"]
 
 # Bytes of gathered patches that a chunk has in work at a time. On a CPU what matters is that they are still
 # in a cache when the second matrix product reads them; on a GPU, that launches are worth their while.
-_CPU_WORK, _GPU_WORK = 8 << 20, 2 << 30
+_CPU_WORK, _GPU_WORK = 16 << 20, 2 << 30
 
 
 @dataclass(frozen=True)
@@ -145,12 +145,14 @@ def train_trials(
 
 
 def _chunk_size(model: TwoLayer, source: PatchSource, trials: int, batch: int, device: torch.device) -> int:
-    """As many as the budget allows, but not more than leave every core its share."""
+    """As many as the budget allows, in chunks of one size, as many for every core: none waits for the last."""
     seen = source.patches
     if model.kind == "separate":
         seen = min(seen, model.experts * model.selected(seen))
     work, cores = (_CPU_WORK, torch.get_num_threads()) if device.type == "cpu" else (_GPU_WORK, 1)
-    return max(1, min(work // (4 * batch * seen * source.dim), -(-trials // cores)))
+    most = max(1, work // (4 * batch * seen * source.dim))
+    rounds = -(-trials // (cores * most))
+    return -(-trials // (cores * rounds))
 
 
 def accuracy(networks: Networks, data: TrialData) -> Tensor:
