@@ -117,6 +117,7 @@ def test_metrics_read_gates_as_experts():
         ({"mode": "topk"}, TypeError, "keep is missing"),
         ({"mode": "topk", "keep": 5, "block": 2}, ValueError, "are 4 blocks; use 1 to 4"),
         ({"keep": 2}, ValueError, "keep=2 has no meaning under mode='relu'"),
+        ({"straight_through": True}, ValueError, "straight_through=True has no meaning under mode='relu'"),
     ],
 )
 def test_options_that_cannot_be(options, error, message):
@@ -136,3 +137,49 @@ def test_the_l1_is_that_of_channels():
     object.__setattr__(routing, "unit", "patch")
     with pytest.raises(ValueError, match="takes the routing of channels, got that of a patch"):
         gate_l1(routing)
+
+
+# while it trains
+
+
+def test_straight_through_changes_no_gate_and_gives_the_blocks_that_were_not_kept_a_gradient():
+    values = torch.tensor([[1.0, -1.0, 2.0], [0.0, 3.0, -2.0]])
+    plain, through = values.clone().requires_grad_(), values.clone().requires_grad_()
+    pull = torch.tensor([0.5, -2.0, 3.0])  # what the loss makes of each gate
+    usual = ChannelGate(3, channels=3, mode="topk", keep=1).choose(plain)
+    routing = ChannelGate(3, channels=3, mode="topk", keep=1, straight_through=True).choose(through)
+    assert torch.equal(routing.weights, usual.weights)
+    assert torch.equal(routing.mask, usual.mask)
+    (routing.weights * pull).sum().backward()
+    torch.testing.assert_close(through.grad, values.sigmoid() * pull)
+    (usual.weights * pull).sum().backward()
+    assert torch.equal(plain.grad != 0, usual.mask[:, 0])
+
+
+def test_straight_through_is_for_training_alone_and_survives_being_detached():
+    gate = ChannelGate(3, channels=3, mode="topk", keep=1, straight_through=True)
+    scores = torch.tensor([[1.0, -1.0, 2.0]], requires_grad=True)
+    assert not gate.choose(scores).detach().weights.requires_grad
+    gate.eval().choose(scores).weights.sum().backward()
+    assert scores.grad.count_nonzero() == 1
+
+
+def test_noise_changes_the_choice_in_training_mode_alone_and_not_the_scores():
+    gate = ChannelGate(16, channels=40)
+    quiet = gate(embeddings())
+    gate.noise = 1.0
+    torch.manual_seed(0)
+    noisy = gate(embeddings())
+    assert torch.equal(noisy.scores, quiet.scores)
+    assert 0.7 < noisy.mask.float().mean() < 0.95, "a normal number is below −1 in 16 of 100 cases"
+    torch.testing.assert_close(noisy.weights, noisy.weights.relu())
+    assert torch.equal(gate.eval()(embeddings()).weights, quiet.weights)
+
+
+def test_noise_lets_other_blocks_into_the_top_k():
+    gate = ChannelGate(16, channels=40, mode="topk", keep=5)
+    gate.noise = 1.0
+    torch.manual_seed(0)
+    routing = gate(embeddings())
+    assert (routing.mask.sum(-1) == 5).all()
+    assert not torch.equal(routing.mask, gate.eval()(embeddings()).mask)

@@ -12,6 +12,7 @@ every gate starts open, and what closes is closed by the loss (`gate_l1`).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -35,10 +36,13 @@ class ChannelGate(nn.Module):
       `gate_l1` in the loss presses on it. A closed gate gets no gradient from this image.
     - ``mode="topk"``: the ``keep`` best blocks of each image are open, ties go to the lower index; the gate is the
       softplus of the score, which is never 0: exactly ``keep`` blocks work, and shapes are static. Gradients are
-      plain: those of the kept gates, while a block that was not kept gets none from this image. No
-      straight-through estimate is made; ``routing.scores`` is in the autograd graph for those who want one.
+      plain: those of the kept gates, while a block that was not kept gets none from this image; unless
+      ``straight_through``.
 
     Scores are computed in float32 at least, whatever the dtype of the embedding and of autocast.
+
+    ``gate.noise`` is 0 unless training sets it: the standard deviation of Gaussian noise by which scores are
+    changed before the choice, in training mode alone. ``routing.scores`` are those without it.
 
     Args:
         embedding: D.
@@ -47,6 +51,9 @@ class ChannelGate(nn.Module):
         mode: ``"relu"`` or ``"topk"``.
         keep: how many blocks stay open under ``"topk"``.
         bias: where the bias starts; None for the printed form, which has none.
+        straight_through: under ``"topk"`` and in training mode, blocks that were not kept get the gradient that
+            they would have with their gate open: a layer computes them anyway while it trains. It lets a block win
+            that never was among the best, and is an estimate, for the loss knows nothing of them.
 
     >>> import torch
     >>> gate = ChannelGate(8, channels=64, block=16)
@@ -66,6 +73,7 @@ class ChannelGate(nn.Module):
         mode: ChannelMode = "relu",
         keep: int | None = None,
         bias: float | None = 1.0,
+        straight_through: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,6 +89,13 @@ class ChannelGate(nn.Module):
         self.blocks = math.ceil(channels / block)
         self.mode: ChannelMode = one_of("ChannelGate", "mode", mode, get_args(ChannelMode))
         self.keep = self._checked(keep)
+        if straight_through and mode == "relu":
+            raise ValueError(
+                "ChannelGate: straight_through=True has no meaning under mode='relu', where what is open is learned "
+                "from the open side; leave it out or use mode='topk'"
+            )
+        self.straight_through = straight_through
+        self.noise = 0.0
         self._start = bias
         self.weight = nn.Parameter(torch.empty(self.blocks, embedding, device=device, dtype=dtype))
         self.bias = None if bias is None else nn.Parameter(torch.empty(self.blocks, device=device, dtype=dtype))
@@ -108,16 +123,19 @@ class ChannelGate(nn.Module):
 
     def choose(self, scores: Tensor) -> Routing:
         """The choice itself: scores (B, E) in, the record of which blocks are open out."""
+        noisy = scores
+        if self.training and self.noise:
+            noisy = scores + self.noise * torch.randn_like(scores)
         if self.mode == "topk":
             assert self.keep is not None
-            index = best(scores, self.keep)
-            gate = F.softplus(scores.gather(1, index))
+            index = best(noisy, self.keep)
+            gate = F.softplus(noisy.gather(1, index))
         else:
             # said this way round a score that is not a number stays visible as a gate that is none
-            closed = scores <= 0
+            closed = noisy <= 0
             index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, NOBODY)
-            gate = F.relu(scores)
-        return Routing(
+            gate = F.relu(noisy)
+        routing = Routing(
             "channel",
             scores.unsqueeze(1),
             index.unsqueeze(1),
@@ -125,11 +143,16 @@ class ChannelGate(nn.Module):
             chooser="unit",
             may_drop=self.mode == "relu",
         )
+        if not (self.training and self.straight_through):
+            return routing
+        would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the blocks that were not kept
+        return _StraightThrough(**vars(routing), estimate=would - would.detach())
 
     def extra_repr(self) -> str:
         kept = f", keep={self.keep}" if self.mode == "topk" else ""
         bias = "" if self.bias is not None else ", bias=None"
-        return f"{self.embedding}, {self.channels}, block={self.block}, mode={self.mode!r}{kept}{bias}"
+        through = ", straight_through=True" if self.straight_through else ""
+        return f"{self.embedding}, {self.channels}, block={self.block}, mode={self.mode!r}{kept}{bias}{through}"
 
     def _checked(self, keep: int | None) -> int | None:
         if self.mode == "relu":
@@ -148,6 +171,22 @@ class ChannelGate(nn.Module):
                 f"blocks; use 1 to {self.blocks}"
             )
         return keep
+
+
+@dataclass(frozen=True, eq=False)
+class _StraightThrough(Routing):
+    """A choice of channels in which those that are closed have a gradient nevertheless."""
+
+    estimate: Tensor | None = None
+    """(B, 1, E): zero everywhere, with the gradient of the gates that are closed."""
+
+    @property
+    def weights(self) -> Tensor:
+        weights = super().weights
+        return weights if self.estimate is None else weights + self.estimate
+
+    def detach(self) -> Routing:
+        return super(_StraightThrough, replace(self, estimate=None)).detach()
 
 
 def gate_l1(routing: Routing) -> Tensor:
