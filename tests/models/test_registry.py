@@ -24,8 +24,10 @@ def test_any_wide_network_can_be_made():
 
 
 def test_vgg_and_residual_networks_take_size_channels_and_width():
-    assert list_models("vgg16*") == ["vgg16", "vgg16_w13_all", "vgg16_w1_high", "vgg16_w1_mid", "vgg16_w4_low"]
-    assert list_models("resnet*") == ["resnet18", "resnet34", "resnet50", "resnet56"]
+    widenings = ["", "_w13_all", "_w1_high", "_w1_mid", "_w4_low"]
+    assert list_models("vgg16*") == sorted(f"vgg16{kind}{name}" for name in widenings for kind in ("", "_deepmoe"))
+    depths = ["resnet18", "resnet34", "resnet50", "resnet56"]
+    assert list_models("resnet*") == [f"{name}{kind}" for name in depths for kind in ("", "_deepmoe")]
     with torch.device("meta"):
         residual = create_model("resnet18", num_classes=7, image_size=224, in_channels=1, width=0.5)
         chain = create_model("vgg16_w1_mid", num_classes=7, image_size=32, in_channels=1, width=2.0)

@@ -5,6 +5,8 @@ from moesaic.models.conv_chain import Link, conv_chain, links_to_gate
 from moesaic.models.convert import conversions_of, convert
 from moesaic.models.convertible import convertible
 from moesaic.models.count import Count, count
+from moesaic.models.deepmoe import Answer, DeepMoE, deepmoe
+from moesaic.models.embedding_network import EmbeddingNetwork
 from moesaic.models.mixtures import Mixture, Mixtures
 from moesaic.models.registry import ModelSpec, create_model, list_models, model_options
 from moesaic.models.resnet import ResNet
@@ -19,7 +21,10 @@ __all__ = [
     "CIFAR_NETWORKS",
     "VGG16",
     "WIDENINGS",
+    "Answer",
     "Count",
+    "DeepMoE",
+    "EmbeddingNetwork",
     "Link",
     "Mixture",
     "Mixtures",
@@ -42,6 +47,7 @@ __all__ = [
     "convertible",
     "count",
     "create_model",
+    "deepmoe",
     "links_to_gate",
     "list_models",
     "model_options",

@@ -7,7 +7,8 @@ attention. BatchNorm of the experts adds a map per expert and step that batch-ma
 
 A routed layer has two prices. Executed sparsely, as the `torch` backend does it, experts work on what
 they were given, and the router's scores come on top. Executed densely, every expert works on everything
-and nobody routes: the price of the layer that it replaces.
+and nobody routes: the price of the layer that it replaces. Of convolutions whose channels are gated the
+first is active_in × active_out of the second, and gates and the embedding that they are made of come on top.
 """
 
 from __future__ import annotations
@@ -22,14 +23,19 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
 from moesaic.experts import ConvExperts, Experts, LinearExperts, MLPExperts, PatchNetExperts
-from moesaic.layers import PatchMoE, SampleMoE
-from moesaic.routing import Router, SampleRouter
+from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE
+from moesaic.models.embedding_network import EmbeddingNetwork
+from moesaic.models.gated_conv import GatedConv, ReadingConv
+from moesaic.ops.channels import open_channels
+from moesaic.record import Routing
+from moesaic.routing import ChannelGate, Router, SampleRouter
 
 __all__ = ["Count", "LayerCount", "count", "evaluating"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, PatchMoE, SampleMoE)
+_ROUTED = (PatchMoE, SampleMoE, ChannelMoE, ReadingConv, ChannelGate, EmbeddingNetwork)
+_COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROUTED)
 
 
 @dataclass(frozen=True)
@@ -57,7 +63,7 @@ class Count:
     parameters: int
     """All of the network's, those of normalisation included."""
     routed_parameters: int
-    """Of its routed layers: experts and routers."""
+    """Of its routed layers: experts, routers, and what routers read."""
 
     @property
     def macs(self) -> int:
@@ -109,8 +115,9 @@ def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
     """Count a network by running it on one image (C, H, W), in eval mode and on the device it is on.
 
     Nothing of the model changes, and one on the meta device is counted without computing anything. Where
-    the choice of a router depends on the image (``TokenChoice`` with a capacity), the image is a random one,
-    the same in each call. Samples are taken to go to all experts of a ``SampleMoE`` equally often.
+    the choice of a router depends on the image (``ChannelGate``, ``TokenChoice`` with a capacity), the image is a
+    random one, the same in each call; on the meta device every gate is open that may be. Samples are taken to go to all
+    experts of a ``SampleMoE`` equally often.
 
     >>> import torch, moesaic
     >>> from torch import nn
@@ -138,7 +145,7 @@ def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
     routed = {
         id(weight): weight.numel()
         for layer in model.modules()
-        if isinstance(layer, (PatchMoE, SampleMoE))
+        if isinstance(layer, _ROUTED)
         for weight in layer.parameters()
     }
     return Count(tuple(rows), sum(weight.numel() for weight in model.parameters()), sum(routed.values()))
@@ -149,10 +156,15 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
     rows: dict[str, LayerCount] = {}
     seen = set() if seen is None else seen
 
-    def listen(where: str) -> Callable[[nn.Module, tuple[Tensor, ...], dict[str, Tensor], Any], None]:
-        def add(layer: nn.Module, given: tuple[Tensor, ...], named: dict[str, Tensor], result: Any) -> None:
+    def listen(where: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def add(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
             x = next(iter((*given, *named.values())))
-            for row in _rows(where, layer, x, result, seen):
+            if isinstance(layer, ChannelMoE):
+                gates = _gates(layer, *given[1:], **{name: gate for name, gate in named.items() if name != "x"})
+                found = [_channel_row(where, layer, x, *gates, _fresh(layer, seen))]
+            else:
+                found = _rows(where, layer, x, result, seen)
+            for row in found:
                 before = rows.get(row.name)
                 rows[row.name] = row if before is None else _again(before, row)
 
@@ -190,11 +202,28 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
     kind = type(layer).__name__
     if isinstance(layer, SampleMoE):
         return _sample_rows(name, layer, x, seen)
-    fresh = [weight for weight in layer.parameters() if id(weight) not in seen]
-    seen.update(id(weight) for weight in fresh)
-    parameters = sum(weight.numel() for weight in fresh)
+    if isinstance(layer, EmbeddingNetwork):
+        embedding, _ = y
+        rows = _run(f"{name}.body".lstrip("."), layer.body, x, seen)
+        rows += _run(f"{name}.head".lstrip("."), layer.head, embedding, seen)
+        return [replace(row, dense_macs=0, routed=True) for row in rows]
+    parameters = _fresh(layer, seen)
     if isinstance(layer, PatchMoE):
         return [_patch_row(name, layer, x, parameters)]
+    if isinstance(layer, ChannelGate):
+        return [LayerCount(name, kind, parameters, x.shape[0] * layer.weight.numel(), 0, True)]
+    if isinstance(layer, ReadingConv):
+        pair = y.numel() * layer.weight[0].numel() // layer.in_channels
+        return [
+            LayerCount(
+                name,
+                kind,
+                parameters,
+                pair * _active(layer.gate_in(), layer.in_channels, layer.block_in),
+                pair * layer.in_channels,
+                True,
+            )
+        ]
     if isinstance(layer, _CONVOLUTIONS):
         macs = y.numel() * layer.weight[0].numel()
     elif isinstance(layer, _TRANSPOSED):
@@ -207,6 +236,41 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
         assert isinstance(layer, SampleRouter)
         macs = x.shape[0] * layer.weight.numel()
     return [LayerCount(name, kind, parameters, macs, macs)]
+
+
+def _fresh(layer: nn.Module, seen: set[int]) -> int:
+    """How many parameters a layer has that no layer before it had."""
+    fresh = [weight for weight in layer.parameters() if id(weight) not in seen]
+    seen.update(id(weight) for weight in fresh)
+    return sum(weight.numel() for weight in fresh)
+
+
+def _gates(
+    layer: ChannelMoE, gate_out: Routing | None = None, gate_in: Routing | None = None
+) -> tuple[Routing, Routing | None]:
+    """The gates that the layer ran with: as given, or as it found them."""
+    if gate_out is None:
+        assert isinstance(layer, GatedConv)
+        return layer.gates()
+    return gate_out, gate_in
+
+
+def _channel_row(
+    name: str, layer: ChannelMoE, x: Tensor, gate_out: Routing, gate_in: Routing | None, parameters: int
+) -> LayerCount:
+    rows, columns = layer.map_size(x.shape[2], x.shape[3])
+    pair = rows * columns * layer.kernel_size**2
+    outs = _active(gate_out, layer.out_channels, layer.block)
+    ins = layer.in_channels if gate_in is None else _active(gate_in, layer.in_channels, layer.block_in)
+    dense = pair * layer.in_channels * layer.out_channels
+    return LayerCount(name, type(layer).__name__, parameters, pair * ins * outs, dense, True)
+
+
+def _active(routing: Routing, channels: int, block: int) -> int:
+    """How many channels are open for one image."""
+    if not routing.gate.is_meta:
+        return int(open_channels(routing, channels, block).sum())
+    return min(routing.gate.shape[2] * block, channels)
 
 
 def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCount:

@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.models.cifar import MobileNetV2, ResNet18, SmallCNN
+from moesaic.models.deepmoe import deepmoe
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
 from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
+from moesaic.routing.channel_gate import ChannelMode
 
 __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 
@@ -47,13 +49,46 @@ def _vgg16(widths: Sequence[int]) -> Callable[..., nn.Module]:
     return network
 
 
+def _deepmoe(backbone: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def network(
+        num_classes: int,
+        *,
+        image_size: int = 32,
+        in_channels: int = 3,
+        width: float = 1.0,
+        block: int = 1,
+        mode: ChannelMode = "relu",
+        keep: float | None = None,
+        bias: float | None = 1.0,
+        bottleneck: Literal["a", "b"] = "a",
+        embedding_share: float = 0.02,
+    ) -> nn.Module:
+        return deepmoe(
+            backbone(num_classes, image_size=image_size, in_channels=in_channels, width=width),
+            classes=num_classes,
+            image_size=image_size,
+            in_channels=in_channels,
+            block=block,
+            mode=mode,
+            keep=keep,
+            bias=bias,
+            bottleneck=bottleneck,
+            embedding_share=embedding_share,
+        )
+
+    return network
+
+
 _OTHERS: Mapping[str, Callable[..., nn.Module]] = {
     "cifar_cnn": _cifar(SmallCNN),
     "cifar_mobilenetv2": _cifar(MobileNetV2),
     "cifar_resnet18": _cifar(ResNet18),
     **{f"resnet{depth}": _resnet(depth) for depth in RESNET_DEPTHS},
+    **{f"resnet{depth}_deepmoe": _deepmoe(_resnet(depth)) for depth in RESNET_DEPTHS},
     "vgg16": _vgg16(VGG16_WIDTHS),
+    "vgg16_deepmoe": _deepmoe(_vgg16(VGG16_WIDTHS)),
     **{f"vgg16_{name}": _vgg16(widening.widths) for name, widening in WIDENINGS.items()},
+    **{f"vgg16_deepmoe_{name}": _deepmoe(_vgg16(widening.widths)) for name, widening in WIDENINGS.items()},
 }
 
 
@@ -76,8 +111,10 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
     pMoE layer for its last convolution; both take ``fidelity="best"``, ``"released"`` or ``"print"``, and the
     second ``image_size``, ``experts`` and more: see `WideResNet` and `WideResNetPMoE`. ``resnet18`` and ``vgg16``,
     and their like, take ``image_size``, ``in_channels`` and ``width``, which multiplies their channels: see `ResNet`
-    and `VGG16`; ``vgg16_w4_low`` is a widening of Wang et al. ``timm/resnet18`` is timm's network of that name, where
-    timm is installed.
+    and `VGG16`; ``vgg16_w4_low`` is a widening of Wang et al. ``vgg16_deepmoe``, ``vgg16_deepmoe_w4_low`` and
+    ``resnet18_deepmoe`` are the same networks with channels that are gated by the image; they take ``block``, ``mode``,
+    ``keep``, ``bias``, ``bottleneck`` and ``embedding_share`` as well: see `deepmoe`. ``timm/resnet18`` is timm's
+    network of that name, where timm is installed.
 
     >>> model = create_model("wrn10_10_pmoe", num_classes=10)
     >>> len(model.moe.experts), model.moe.patches_per_expert
