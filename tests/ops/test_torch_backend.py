@@ -68,6 +68,7 @@ def test_a_training_step_fits_into_a_cuda_graph(layer):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to trade precision for speed
 def test_cuda_compiles_into_one_graph():
     layer = LAYERS["released"]().cuda().eval()
     x = torch.randn(2, 8, 8, 8, device="cuda")

@@ -23,8 +23,8 @@ Test: TypeAlias = claims.Test[Any]
 
 LENGTH = (
     f"Runs of {EPOCHS} epochs, or of fewer once they would see more than {SEEN[64]:,} images "
-    f"({SEEN[32]:,} of CIFAR-10), both networks alike; {TRIALS} trials, where networks share images; accuracy after "
-    "the last epoch."
+    f"({SEEN[32]:,} of CIFAR-10), both networks alike; {TRIALS[0]} trials on smiling faces and on "
+    f"vehicles, {TRIALS[1]} on other tasks, where networks share images; accuracy after the last epoch."
 )
 """What rules say about how runs were shortened."""
 
