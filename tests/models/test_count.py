@@ -5,10 +5,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moesaic import PatchMoE, SampleMoE, SoftRouter, TokenChoice
+from moesaic import ChannelGate, ChannelMoE, PatchMoE, SampleMoE, SoftRouter, TokenChoice
 from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts
 from moesaic.models.cifar import MobileNetV2, ResNet18
 from moesaic.models.count import count
+from moesaic.models.registry import create_model
 from moesaic.routing import SampleRouter
 
 
@@ -171,3 +172,47 @@ def test_an_image_that_does_not_fit_is_told_with_its_shape():
     with pytest.raises(RuntimeError) as told:
         count(nn.Conv2d(3, 3, 1), (4, 8, 8))
     assert "an image of shape (4, 8, 8)" in told.value.__notes__[0]
+
+
+class TwoGated(nn.Module):
+    """Two gated convolutions; of 8 and 6 channels, in blocks of 3, one block and two blocks are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList([ChannelGate(3, 8, block=3, mode="topk", keep=1), ChannelGate(3, 6, block=3)])
+        self.first = ChannelMoE(3, 8, 3, block=3)
+        self.second = ChannelMoE(8, 6, 3, stride=2, block=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (gate(x.mean((2, 3))) for gate in self.gates)
+        return self.second(self.first(x, first), gate_in=first, gate_out=second)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gated_convolutions_cost_their_open_channels_and_the_gates(device):
+    torch.manual_seed(0)
+    model = TwoGated().to(device)
+    if device == "cpu":
+        nn.init.zeros_(model.gates[0].weight)  # ties: the first block, which is whole, is open
+    counted = count(model, (3, 8, 8))
+    rows = {row.name: row for row in counted.layers}
+    assert (rows["first"].macs, rows["first"].dense_macs) == (64 * 9 * 3 * 3, 64 * 9 * 3 * 8)
+    assert (rows["second"].macs, rows["second"].dense_macs) == (16 * 9 * 3 * 6, 16 * 9 * 8 * 6)
+    assert (rows["gates.0"].macs, rows["gates.0"].dense_macs) == (3 * 3, 0)
+    assert all(row.routed for row in counted.layers)
+    assert counted.parameters == counted.routed_parameters == sum(weight.numel() for weight in model.parameters())
+    assert counted.macs == counted.routed_macs == 64 * 9 * 9 + 16 * 9 * 18 + 3 * 3 + 3 * 2
+
+
+def test_a_network_with_gated_channels_costs_what_the_plain_one_does_if_nobody_routes():
+    model = create_model("resnet50_deepmoe", num_classes=4, width=0.05)
+    counted = count(model, (3, 32, 32))
+    plain = count(create_model("resnet50", num_classes=4, width=0.05), (3, 32, 32))
+    assert counted.dense_macs == plain.macs == model.dense_macs
+    assert counted.macs == plain.macs + model.gate_macs  # all gates start open
+    rows = {row.name: row for row in counted.layers}
+    assert rows["embedding.body.0"].dense_macs == rows["embedding.head"].dense_macs == 0
+    assert rows["backbone.body.2.first.0"].routed
+    assert rows["backbone.body.2.third.0"].routed  # it reads gated channels
+    assert not rows["backbone.body.2.shortcut.0"].routed
+    assert not rows["backbone.body.0.0"].routed

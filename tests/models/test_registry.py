@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from moesaic.models.deepmoe import DeepMoE
 from moesaic.models.registry import ModelSpec, create_model, list_models
 
 SMALL = [name for name in list_models() if not name.endswith(("_10", "_10_pmoe", "_8", "_8_pmoe"))]
@@ -50,6 +51,26 @@ def test_a_network_can_be_made_again_from_json():
     second = again.build().state_dict()
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("vgg16_deepmoe_w1_mid", {"block": 8, "mode": "topk", "keep": 0.5, "in_channels": 1, "embedding_share": 0.05}),
+        ("resnet50_deepmoe", {"bottleneck": "b", "image_size": 64, "bias": None}),
+    ],
+)
+def test_networks_with_gated_channels_can_be_made_again_with_all_their_options(name, options):
+    spec = ModelSpec(name, {"num_classes": 3, "width": 0.05, **options})
+    model = ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))).build()
+    assert isinstance(model, DeepMoE)
+    size, channels = options.get("image_size", 32), options.get("in_channels", 3)
+    answer = model.eval().answer(torch.zeros(2, channels, size, size))
+    assert answer.logits.shape == answer.embedding_logits.shape == (2, 3)
+    assert len(model.gated) == {"vgg16_deepmoe_w1_mid": 13, "resnet50_deepmoe": 16}[name]
+    assert {gate.mode for gate in model.gates.values()} == {options.get("mode", "relu")}
+    assert {gate.bias is None for gate in model.gates.values()} == {"bias" in options}
+    model.load_state_dict(spec.build().state_dict())
 
 
 def test_a_network_with_weights_of_its_own_fetches_none():

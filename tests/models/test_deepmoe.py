@@ -1,0 +1,409 @@
+"""DeepMoE: what the backbone computed, with channels left out as the image says."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import moesaic
+from moesaic.layers import ChannelMoE
+from moesaic.models.cifar import MobileNetV2
+from moesaic.models.conv_chain import conv_chain, links_to_gate
+from moesaic.models.count import count
+from moesaic.models.deepmoe import DeepMoE, deepmoe
+from moesaic.models.embedding_network import EmbeddingNetwork
+from moesaic.models.gated_conv import ReadingConv
+from moesaic.models.resnet import ResNet
+from moesaic.models.vgg import VGG16
+from moesaic.models.wide_resnet import WideResNet
+from moesaic.ops import backends
+from moesaic.ops.narrow_conv import PRICES, Prices
+
+CLASSES = 6
+FREE = Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, call=0.0, group=0.0)
+"""Prices under which closed channels are skipped whatever that costs."""
+
+NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "vgg": (lambda: VGG16(CLASSES, width=0.08), {}),
+    "vgg in blocks": (lambda: VGG16(CLASSES, width=0.08), {"block": 4}),
+    "vgg top-k": (lambda: VGG16(CLASSES, width=0.08), {"mode": "topk", "keep": 0.4}),
+    "basic blocks": (lambda: ResNet(18, CLASSES, width=0.08), {}),
+    "bottleneck a": (lambda: ResNet(50, CLASSES, width=0.05), {"bottleneck": "a", "block": 2}),
+    "bottleneck b": (lambda: ResNet(50, CLASSES, width=0.05), {"bottleneck": "b"}),
+}
+
+
+def small() -> nn.Sequential:
+    """Two gated convolutions, the second without BatchNorm."""
+    return nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.Conv2d(6, 5, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(5, CLASSES),
+    )
+
+
+def lived_in(network: nn.Module) -> nn.Module:
+    """A network in float64 whose BatchNorms have weights and statistics of their own."""
+    for norm in network.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.normal_(norm.bias, std=0.3)
+            nn.init.normal_(norm.running_mean, std=0.3)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+    return network.double()
+
+
+def images(batch: int, size: int = 32) -> Tensor:
+    """Images that differ, so that they open different channels."""
+    x = torch.randn(batch, 3, size, size, dtype=torch.float64)
+    return x * torch.rand(batch, 3, 1, 1, dtype=torch.float64) * 2 + torch.randn(batch, 3, 1, 1, dtype=torch.float64)
+
+
+def build(name: str, seed: int = 0) -> tuple[nn.Module, DeepMoE]:
+    """A backbone, and the DeepMoE of a copy of it in which about half of the gates are closed."""
+    torch.manual_seed(seed)
+    make, options = NETWORKS[name]
+    plain = lived_in(make()).eval()
+    model = deepmoe(copy.deepcopy(plain), classes=CLASSES, **options)
+    lived_in(model.embedding)
+    for gate in model.gates.values():
+        nn.init.normal_(gate.weight)
+        nn.init.zeros_(gate.bias)
+    return plain, model
+
+
+def close_first_sample(model: DeepMoE, name: str, x: Tensor) -> None:
+    """Close a layer for sample 0 and open it for sample 1, where there is one."""
+    gate = model.gates[name.replace(".", "_")]
+    with torch.no_grad():
+        embedding, _ = model.embedding(x)
+        if len(x) == 1:
+            gate.weight.zero_()
+            gate.bias.fill_(-1)
+        else:
+            along = embedding[1] - embedding[0]
+            gate.weight.copy_(along / along.norm() ** 2)
+            gate.bias.fill_(float(-(gate.weight[0] @ (embedding[0] + embedding[1]) / 2)))
+
+
+def masked(plain: nn.Module, model: DeepMoE, x: Tensor) -> Tensor:
+    """The definition: the plain backbone, with gates multiplied onto what BatchNorm gives."""
+    routing = model.answer(x).routing
+    links = {link.conv: link for link in conv_chain(plain)}
+    hooks = []
+    for name in model.gated:
+        layer = plain.get_submodule(links[name].norm or name)
+        gates = routing[name].weights[:, 0].to(x.dtype).repeat_interleave(model.backbone.get_submodule(name).block, 1)
+
+        def multiply(layer: nn.Module, args: Any, y: Tensor, gates: Tensor = gates) -> Tensor:
+            return y * gates[:, : y.shape[1], None, None]
+
+        hooks.append(layer.register_forward_hook(multiply))
+    try:
+        return plain(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@pytest.mark.parametrize("name", [*NETWORKS, "pre-activation", "small"])
+def test_with_all_gates_one_it_computes_what_the_backbone_did_with_the_same_tensors(name):
+    torch.manual_seed(0)
+    others = {"pre-activation": (lambda: WideResNet(10, 1, CLASSES), {}), "small": (small, {})}
+    make, options = (NETWORKS | others)[name]
+    plain = lived_in(make()).eval()
+    weights = {id(weight) for weight in plain.parameters()}
+    x = images(2)
+    with torch.no_grad():
+        expected = plain(x)
+        model = deepmoe(plain, classes=CLASSES, **{**options, "mode": "relu", "keep": None})
+        for gate in model.gates.values():
+            gate.weight.zero_()
+        answer = model.answer(x)
+    assert all(routing.weights.eq(1).all() for routing in answer.routing.values())
+    torch.testing.assert_close(answer.logits, expected, rtol=1e-10, atol=1e-10)
+    assert weights == {id(weight) for weight in model.backbone.parameters()}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_leaving_out_closed_channels_changes_nothing(name, batch, monkeypatch):
+    plain, model = build(name)
+    x = images(batch)
+    if name != "vgg top-k":
+        close_first_sample(model, model.gated[len(model.gated) // 2], x)
+    with torch.no_grad():
+        expected = masked(plain, model, x)
+        routing = model.answer(x).routing
+        closed = [int((~each.mask[0]).sum()) for each in routing.values()]
+        assert sum(closed) > sum(each.experts for each in routing.values()) / 4
+        if name != "vgg top-k":
+            assert closed[len(closed) // 2] == routing[model.gated[len(closed) // 2]].experts
+        if batch > 1:
+            assert any(not torch.equal(each.mask[0], each.mask[1]) for each in routing.values())
+        for prices in (PRICES["cpu"], FREE):
+            monkeypatch.setitem(PRICES, "cpu", prices)
+            for backend in backends():
+                with moesaic.backend(backend):
+                    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+        model.float()
+        torch.testing.assert_close(model(x.float()), expected.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["vgg in blocks", "bottleneck a"])
+def test_in_training_gradients_are_those_of_gates_behind_batch_norm(name):
+    plain, model = build(name)
+    x = images(3)
+    plain.train()
+    model.train()
+    model.embedding.eval()
+    towards = torch.randn(3, CLASSES, dtype=torch.float64)
+    names = [weight for weight, _ in plain.named_parameters()]
+    expected = torch.autograd.grad((masked(plain, model, x) * towards).sum(), list(plain.parameters()))
+    # weights of the gated layers are one level deeper, in the same order but for BatchNorm's
+    found = torch.autograd.grad((model(x) * towards).sum(), list(model.backbone.parameters()))
+    where = {id(weight): gradient for weight, gradient in zip(model.backbone.parameters(), found, strict=True)}
+    links = {link.conv: link for link in conv_chain(plain)}
+    norms = {links[gated].norm: gated for gated in model.gated}
+    for weight, gradient in zip(names, expected, strict=True):
+        layer, _, kind = weight.rpartition(".")
+        if layer in model.gated:
+            layer += ".conv"
+        elif layer in norms:
+            layer = f"{norms[layer]}.norm"
+        mine = getattr(model.backbone.get_submodule(layer), kind)
+        torch.testing.assert_close(where[id(mine)], gradient, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_what_an_image_costs_is_what_the_counter_says_and_what_is_multiplied(name, monkeypatch):
+    plain, model = build(name)
+    monkeypatch.setitem(PRICES, "cpu", FREE)
+    shape = (3, 32, 32)
+    x = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).double()
+    with torch.no_grad():
+        routing = model.answer(x).routing
+    counted = count(model, shape)
+    assert model.macs(routing).tolist() == [counted.macs]
+    assert counted.macs < model.dense_macs
+    assert counted.dense_macs == model.dense_macs == count(plain, shape).macs
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(x)
+    multiplied = sum(counter.get_flop_counts()["DeepMoE.backbone"].values()) // 2
+    assert multiplied == sum(row.macs for row in counted.layers if row.name.startswith("backbone."))
+
+
+def test_costs_are_of_each_image_and_follow_its_gates():
+    _, model = build("bottleneck a")
+    x = images(3)
+    with torch.no_grad():
+        together = model.answer(x).routing
+        assert model.macs(together).tolist() == [int(model.macs(model.answer(image[None]).routing)) for image in x]
+        for gate in model.gates.values():
+            gate.weight.zero_()
+            gate.bias.fill_(1)
+        opened = model.macs(model.answer(x).routing)
+        for gate in model.gates.values():
+            gate.bias.fill_(-1)
+        closed = model.macs(model.answer(x).routing)
+    assert opened.tolist() == 3 * [model.dense_macs + model.gate_macs]
+    assert closed.tolist() == 3 * [model.fixed_macs]
+
+
+def test_costs_of_gates_under_other_names_are_refused():
+    _, model = build("vgg")
+    with moesaic.record_routing(model) as routing:
+        model(images(1))
+    with pytest.raises(ValueError, match=r"the routing of body.conv1 is missing \(got backbone.body.conv1, "):
+        model.macs(routing)
+
+
+@pytest.mark.parametrize("name", ["vgg", "bottleneck b"])
+def test_routing_is_recorded_once_for_each_gated_layer(name):
+    _, model = build(name)
+    with moesaic.record_routing(model) as recorded:
+        answer = model.answer(images(2))
+    assert list(recorded) == [f"backbone.{layer}" for layer in model.gated]
+    assert list(answer.routing) == list(model.gated)
+    for layer in model.gated:
+        assert recorded[f"backbone.{layer}"] is answer.routing[layer]
+        assert isinstance(model.backbone.get_submodule(layer), ChannelMoE)
+
+
+def test_gates_are_those_that_links_to_gate_names_and_whoever_reads_them_is_cut():
+    for form in ("a", "b"):
+        plain = ResNet(50, CLASSES, width=0.05)
+        wanted = tuple(link.conv for link in links_to_gate(conv_chain(plain), form))
+        model = deepmoe(plain, classes=CLASSES, bottleneck=form)
+        assert model.gated == wanted
+        block = model.backbone.get_submodule("body.3")
+        assert block.get_submodule("second.0").source == ("body.3.first.0" if form == "a" else None)
+        assert isinstance(block.get_submodule("third.0"), ReadingConv)
+        assert not isinstance(block.get_submodule("first.0"), ReadingConv)
+        assert model.left["body.3.third.0"] == f"is left whole in bottlenecks of form {form!r}"
+        assert model.left["body.2.shortcut.0"] == "carries a shortcut"
+        assert not set(model.left) & set(model.gated)
+
+
+def test_gate_parameters_are_all_that_decide_which_channels_are_open():
+    _, model = build("vgg")
+    answer = model.answer(images(2))
+    sum(each.gate.sum() for each in answer.routing.values()).backward()
+    touched = {id(weight) for weight in model.parameters() if weight.grad is not None}
+    deciding = {id(weight) for weight in model.gate_parameters()}
+    classifier = {id(weight) for weight in model.embedding.head.parameters()}
+    assert touched == deciding - classifier
+    assert deciding.isdisjoint({id(weight) for weight in model.backbone.parameters()})
+
+
+@pytest.mark.parametrize(("options", "backend"), [({}, "aot_eager"), ({"mode": "topk", "keep": 0.5}, "eager")])
+def test_it_compiles_whole_in_training(options, backend):
+    torch.manual_seed(0)
+    model = deepmoe(small(), classes=CLASSES, image_size=16, **options).train()
+    twin, x = copy.deepcopy(model), torch.randn(2, 3, 16, 16)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        y, expected = compiled(x), twin(x)
+        torch.testing.assert_close(y, expected)
+        y.sum().backward()
+        expected.sum().backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_copies_and_state_dicts_carry_everything():
+    plain, model = build("basic blocks")
+    x = images(2)
+    with torch.no_grad():
+        expected = model(x)
+        twin = copy.deepcopy(model)
+        for weight in model.parameters():
+            weight.zero_()
+        torch.testing.assert_close(twin(x), expected, rtol=0, atol=0)
+        model.load_state_dict(twin.state_dict())
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
+    assert {"backbone.body.2.first.0.conv.weight", "gates.body_2_first_0.bias"} <= model.state_dict().keys()
+    assert sum(weight.numel() for weight in model.backbone.parameters()) == sum(
+        weight.numel() for weight in plain.parameters()
+    )
+
+
+def test_an_error_inside_leaves_no_gates_behind():
+    _, model = build("vgg")
+    with pytest.raises(RuntimeError):
+        model(images(1, size=16))  # too small for five halvings
+    with pytest.raises(RuntimeError, match=r"body\.conv1 has no gates, since its network runs by itself"):
+        model.backbone(images(1))
+    copy.deepcopy(model)
+
+
+def test_under_topk_a_share_of_every_layer_is_open():
+    model = deepmoe(VGG16(CLASSES, width=0.1), classes=CLASSES, mode="topk", keep=0.25, block=2)
+    for routing in model.answer(torch.randn(3, 3, 32, 32)).routing.values():
+        assert routing.mask.sum(2).flatten().tolist() == 3 * [max(round(routing.experts / 4), 1)]
+
+
+def test_layers_narrower_than_a_block_have_one_gate():
+    model = deepmoe(VGG16(CLASSES, width=0.1), classes=CLASSES, block=16)
+    experts = [routing.experts for routing in model.answer(torch.randn(1, 3, 32, 32)).routing.values()]
+    assert experts == [1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("depth", "size", "share"), [(None, 32, 0.02), (None, 32, 0.05), (None, 224, 0.02), (18, 32, 0.02), (56, 32, 0.02)]
+)
+def test_the_embedding_costs_the_share_that_was_asked_for(depth, size, share):
+    with torch.device("meta"):
+        network = VGG16(10, image_size=size) if depth is None else ResNet(depth, 10, image_size=size)
+        model = deepmoe(network, classes=10, image_size=size, embedding_share=share)
+    assert 0.9 * share < model.gate_macs / model.dense_macs <= share
+    counted = count(model.embedding, (3, size, size)).macs + sum(gate.weight.numel() for gate in model.gates.values())
+    assert model.gate_macs == counted
+    convs = [layer for layer in model.embedding.body if isinstance(layer, nn.Conv2d)]
+    assert len(convs) == (4 if size < 128 else 5)
+
+
+def test_the_embedding_has_eight_channels_at_least():
+    model = deepmoe(small(), classes=CLASSES)
+    assert model.embedding.body[0].out_channels == 8
+    assert model.gate_macs > 0.02 * model.dense_macs
+
+
+def test_an_embedding_network_without_convolutions_is_refused():
+    with pytest.raises(ValueError, match="widths is empty"):
+        EmbeddingNetwork(3, (), 10)
+
+
+def test_a_network_of_which_only_some_convolutions_can_be_paired_is_gated_there():
+    model = deepmoe(MobileNetV2(CLASSES), classes=CLASSES)
+    assert "body.19.0" in model.gated
+    assert model.left["body.4.filter.0"] == "is grouped (groups=144)"
+
+
+class Sums(nn.Module):
+    """Convolutions whose channels nobody reads alone."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 6, 3, **options)
+        self.linear = nn.Linear(6, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.conv(x).sigmoid().mean((2, 3)))
+
+
+def chain(*layers: nn.Module) -> nn.Sequential:
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("network", "why"),
+    [
+        (Sums(), "no convolution of Sums can leave out channels: conv is read by sigmoid"),
+        (chain(nn.Conv2d(3, 6, 3, groups=3)), r"0 is grouped \(groups=3\)"),
+        (chain(nn.Conv2d(3, 6, (1, 3))), r"0 has kernel_size=\(1, 3\), which is not square"),
+        (chain(nn.Conv2d(3, 6, 3, padding="same")), "0 has padding='same'; it must be a number"),
+        (chain(nn.Conv2d(3, 6, 3, dilation=2)), r"0 has dilation=\(2, 2\); it must be 1"),
+        (chain(nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular")), "0 has padding_mode='circular'"),
+        (chain(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.BatchNorm2d(6)), "0 has other layers before its BatchNorm 2"),
+        (chain(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, affine=False)), "0 has a BatchNorm without weights"),
+        (chain(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, momentum=None)), "0 has a BatchNorm with momentum=None"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(3, CLASSES)), "Sequential has no convolution to gate"),
+    ],
+)
+def test_a_network_in_which_nothing_can_be_paired_is_refused_with_the_reason(network, why):
+    before = str(network)
+    with pytest.raises(ValueError, match=why):
+        deepmoe(network, classes=CLASSES)
+    assert str(network) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mode": "topk"}, TypeError, "keep is missing"),
+        ({"mode": "topk", "keep": 0.0}, ValueError, "keep=0.0; it is a share .* above 0 and up to 1"),
+        ({"mode": "topk", "keep": 1.5}, ValueError, "keep=1.5"),
+        ({"keep": 0.5}, ValueError, "keep=0.5 has no meaning under mode='relu'"),
+        ({"embedding_share": 0}, ValueError, "embedding_share=0; .* above 0 and below 1"),
+        ({"image_size": 8}, ValueError, "image_size=8; 4 convolutions halve the map 4 times, .* at least 16"),
+        ({"classes": 7}, ValueError, r"makes \(1, 6\) of one image, and not scores \(1, 7\)"),
+        ({"bottleneck": "c"}, ValueError, "bottleneck='c' is unknown"),
+        ({"mode": "soft"}, ValueError, "mode='soft' is unknown"),
+        ({"block": 0}, ValueError, "block=0; it must be at least 1"),
+    ],
+)
+def test_options_out_of_range_are_refused_and_the_network_stays_as_it_was(options, error, message):
+    network = small()
+    before = str(network)
+    with pytest.raises(error, match=message):
+        deepmoe(network, **{"classes": CLASSES, **options})
+    assert str(network) == before
