@@ -213,17 +213,9 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
     if isinstance(layer, ChannelGate):
         return [LayerCount(name, kind, parameters, x.shape[0] * layer.weight.numel(), 0, True)]
     if isinstance(layer, ReadingConv):
-        pair = y.numel() * layer.weight[0].numel() // layer.in_channels
-        return [
-            LayerCount(
-                name,
-                kind,
-                parameters,
-                pair * _active(layer.gate_in(), layer.in_channels, layer.block_in),
-                pair * layer.in_channels,
-                True,
-            )
-        ]
+        each = y.numel() * layer.weight[0].numel() // layer.in_channels
+        active = _active(layer.gate_in(), layer.in_channels, layer.block_in)
+        return [LayerCount(name, kind, parameters, each * active, each * layer.in_channels, True)]
     if isinstance(layer, _CONVOLUTIONS):
         macs = y.numel() * layer.weight[0].numel()
     elif isinstance(layer, _TRANSPOSED):

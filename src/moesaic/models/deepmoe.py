@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -118,12 +118,8 @@ class DeepMoE(nn.Module):
     def answer(self, x: Tensor) -> Answer:
         """The backbone's scores, the embedding with its own, and the gates of every layer."""
         embedding, scores = self.embedding(x)
-        routing = {name: gate(embedding) for name, gate in self._heads()}
-        self._running.routing = routing
-        try:
-            logits = self.backbone(x)
-        finally:
-            self._running.routing = None
+        routing = {name: gate(embedding) for name, gate in self.heads().items()}
+        logits = self._run(x, routing)
         return Answer(logits, embedding, scores, routing)
 
     def macs(self, routing: Mapping[str, Routing]) -> Tensor:
@@ -151,8 +147,16 @@ class DeepMoE(nn.Module):
         """Those of the embedding network and of all heads: all that decides which channels are open."""
         return [*self.embedding.parameters(), *self.gates.parameters()]
 
-    def _heads(self) -> Iterator[tuple[str, ChannelGate]]:
-        return ((name, cast(ChannelGate, self.gates[_key(name)])) for name in self.gated)
+    def heads(self) -> dict[str, ChannelGate]:
+        """The gates of each layer by the layer's name, in the order in which the layers run."""
+        return {name: cast(ChannelGate, self.gates[_key(name)]) for name in self.gated}
+
+    def _run(self, x: Tensor, routing: Mapping[str, Routing]) -> Tensor:
+        self._running.routing = routing
+        try:
+            return self.backbone(x)
+        finally:
+            self._running.routing = None
 
 
 def deepmoe(
