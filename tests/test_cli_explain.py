@@ -99,6 +99,26 @@ def test_data_alone_shows_some_of_its_images(run: Path, pets: Path, tmp_path: Pa
     assert [each["label"] for each in record["shown"]] in (["cat", "dog"], ["dog", "cat"])
 
 
+def test_of_a_network_with_gated_channels_the_gates_are_shown(
+    pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    spec = ModelSpec("vgg16_deepmoe", {"num_classes": 2, "image_size": 32, "width": 0.05})
+    torch.manual_seed(0)
+    model = spec.build()
+    for gate in model.gates.values():
+        torch.nn.init.normal_(gate.bias, std=0.3)
+    scale = Scale((0.5,) * 3, (0.2,) * 3)
+    save_network(tmp_path / "model.safetensors", model, Card(spec, CLASSES, CLASSES, scale, (3, 32, 32), "pets", {}))
+    assert Explain(tmp_path, (pets,), max_images=2).run([]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens", told)
+    assert re.search(r"an image costs [\d.]+ % of the dense network's multiply-adds", told)
+    record = read(tmp_path / "explanation")
+    assert len(record["explanation"]["channels"]["costs"]["cost"]) == 30
+    assert len(record["gates"]["shown"]) == 2
+    assert record["explanation"]["layers"] == []
+
+
 def test_a_folder_with_other_files_is_left_alone_and_an_explanation_is_replaced(run: Path, pets: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("keep me")
     command = Explain(run, (pets / "cat",), out=tmp_path, max_images=1, favourites=1)

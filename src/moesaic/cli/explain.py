@@ -1,4 +1,4 @@
-"""`moesaic explain`: what the experts of a trained network look at, in images of one's own."""
+"""`moesaic explain`: what the experts of a trained network look at, or which channels it opens, image by image."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from moesaic.cli.shared import device_of, input_of, make_folder, tell
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moesaic.insight.channel_explanation import ChannelExplanation
     from moesaic.insight.explain import Explanation, Look
     from moesaic.training.checkpoints import Checkpoint
 
@@ -34,7 +35,8 @@ _TOLD = 5
 class Explain:
     """Show what each expert of a trained network looks at: a page, its pictures, and all numbers as JSON.
 
-    Give pictures, files or folders of them, to see where their patches go; a picture in a folder
+    Of a network whose channels are gated it shows which gates are open for which images, and what
+    each image costs. Give pictures, files or folders of them, to see where their patches go; a picture in a folder
     that is named after a class counts as one of that class. Give --data for statistics over many
     images; without it they are over the pictures given.
     """
@@ -137,7 +139,7 @@ class Explain:
         if not known:
             raise ValueError(
                 f"{checkpoint.spec.name} of {checkpoint.path} has no routed layer, so there is no routing to explain; "
-                "train a network that has one, such as wrn10_10_pmoe"
+                "train a network that has one, such as wrn10_10_pmoe or vgg16_deepmoe"
             )
         for layer in self.layer:
             one_of("explain", "--layer", layer, known)
@@ -266,7 +268,27 @@ def _summarise(explanation: Explanation, page: Path) -> None:
             continue
         told = "" if layer.told is None else f"; the place alone tells it of {100 * layer.told:.0f} % of images"
         lines.append(f"{name}: where its {layer.experts} experts look depends on the {kind}{told}")
+    if explanation.channels is not None:
+        lines += _gates(explanation.channels, "class" if explanation.by == "label" else "predicted class")
     sys.stdout.write("\n".join([*lines, f"Page: {page}", ""]))
+
+
+def _gates(channels: ChannelExplanation, kind: str) -> list[str]:
+    lines = [
+        f"{channels.gates:,} gates in {len(channels.layers)} layers: {channels.dynamic:,} dynamic, "
+        f"{channels.always_on:,} always on, {channels.dead:,} dead; an image opens {100 * channels.open_share:.1f} %"
+    ]
+    if channels.costs is not None:
+        over = channels.costs.all
+        span = "" if channels.costs.alike else f", from {over.least:.1f} to {over.most:.1f} %"
+        lines.append(f"an image costs {over.mean:.1f} % of the dense network's multiply-adds{span}")
+    if channels.distances.real:
+        told = channels.distances.told
+        rule = "" if told is None else f"; they alone tell it of {100 * told:.0f} % of images"
+        lines.append(f"which gates are open depends on the {kind}{rule}")
+    else:
+        lines.append(f"that gates depend on the {kind} cannot be seen in these images")
+    return lines
 
 
 def _few(names: Sequence[str]) -> str:

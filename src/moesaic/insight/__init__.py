@@ -1,8 +1,11 @@
 """Look at what the routing did, and what training does to it: metrics, tables, pictures, alarms, tracks."""
 
 from moesaic.insight.alarm import CollapseAlarm, CollapseWarning, check_scores
+from moesaic.insight.channels import channel_usage, class_shares, gate_distances, open_gates, specific_gates
 from moesaic.insight.dispatch import DispatchTable, dispatch_table
+from moesaic.insight.embedding_map import embedding_map
 from moesaic.insight.explain import Explanation, explain, look
+from moesaic.insight.image_costs import image_costs
 from moesaic.insight.metrics import (
     Agreement,
     Summary,
@@ -29,19 +32,26 @@ __all__ = [
     "Summary",
     "Track",
     "agreement",
+    "channel_usage",
     "check_scores",
+    "class_shares",
     "coverage",
     "dead_experts",
     "dispatch_entropy",
     "dispatch_table",
+    "embedding_map",
     "expert_accuracy",
     "explain",
+    "gate_distances",
+    "image_costs",
     "inner_products",
     "load_share",
     "look",
+    "open_gates",
     "overlap",
     "overlay",
     "routing_entropy",
+    "specific_gates",
     "summary",
     "utilisation",
 ]

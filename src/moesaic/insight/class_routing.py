@@ -17,7 +17,7 @@ from torch import Tensor
 from moesaic.draws import keys, permutations
 from moesaic.record import Routing
 
-__all__ = ["ClassRouting", "Information", "class_routing", "information"]
+__all__ = ["ClassRouting", "Information", "check_labels", "class_routing", "information", "tell_class"]
 
 SHUFFLES = 200
 """Random orders of the labels that tell what chance gives."""
@@ -79,7 +79,7 @@ def class_routing(routing: Routing, labels: Tensor, classes: int, *, seed: int =
     >>> found.information.bits                                           # the place tells the class
     1.0
     """
-    labels = _checked(labels, routing.batch, classes)
+    labels = check_labels("class_routing", labels, routing.batch, classes)
     work_BEN = _work(routing)
     gate_BEN = routing.weights.detach().cpu().double().mT
     own_KB = torch.nn.functional.one_hot(labels, classes).double().T
@@ -96,7 +96,7 @@ def class_routing(routing: Routing, labels: Tensor, classes: int, *, seed: int =
         expert_information=tuple(
             information(work_BEN[:, e], labels, classes, seed=seed) for e in range(routing.experts)
         ),
-        told=None if soft else _told(work_BEN.flatten(1), labels, classes, seed),
+        told=None if soft else tell_class(work_BEN.flatten(1), labels, classes, seed=seed),
         commonest=float(count_K.max() / max(1, len(labels))),
     )
 
@@ -137,8 +137,17 @@ def _work(routing: Routing) -> Tensor:
     return work_BNE.cpu().double().mT
 
 
-def _told(chosen_BM: Tensor, labels: Tensor, classes: int, seed: int) -> float | None:
-    """Naive Bayes on (B, M) zeros and ones: each fold is told by the others."""
+def tell_class(chosen_BM: Tensor, labels: Tensor, classes: int, *, seed: int = 0) -> float | None:
+    """The share of images whose class naive Bayes tells from zeros and ones (B, M); each fold is told by the others.
+
+    None where images are too few to try.
+
+    >>> import torch
+    >>> labels = torch.arange(40) % 2
+    >>> tell_class(torch.nn.functional.one_hot(labels), labels, classes=2)
+    1.0
+    """
+    chosen_BM = chosen_BM.detach().cpu().double()
     B = len(labels)
     if B < LEAST_FOR_FOLDS:
         return None
@@ -156,16 +165,17 @@ def _told(chosen_BM: Tensor, labels: Tensor, classes: int, seed: int) -> float |
     return right / B
 
 
-def _checked(labels: Tensor, batch: int, classes: int) -> Tensor:
+def check_labels(owner: str, labels: Tensor, batch: int, classes: int) -> Tensor:
+    """Labels (B,) on the CPU, if they are one class for each image."""
     labels = labels.detach().cpu()
     if labels.shape != (batch,) or labels.is_floating_point():
         raise ValueError(
-            f"class_routing: labels are {tuple(labels.shape)} {labels.dtype}; give one whole number for each of the "
+            f"{owner}: labels are {tuple(labels.shape)} {labels.dtype}; give one whole number for each of the "
             f"{batch} images"
         )
     if batch and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         raise ValueError(
-            f"class_routing: labels go from {int(labels.min())} to {int(labels.max())}; with classes={classes} they "
+            f"{owner}: labels go from {int(labels.min())} to {int(labels.max())}; with classes={classes} they "
             f"must be from 0 to {classes - 1}"
         )
     return labels.long()

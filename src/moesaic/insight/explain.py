@@ -3,13 +3,14 @@
 `look` runs the network and keeps what it answered and how it routed; `explain` makes of that what a
 reader wants to know: where each expert looks in images of each class, how much the place tells of
 the class, which patches an expert likes best, how much of the image a patch knows, and which
-classes and groups the network gets right. `report.write_explanation` draws it.
+classes and groups the network gets right; of gated channels what `channel_explanation` tells.
+`report.write_explanation` draws it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Literal, cast
 
@@ -17,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, one_of
+from moesaic.insight.channel_explanation import ChannelExplanation, Gated, GatedNetwork, explain_channels
 from moesaic.insight.class_routing import Information, class_routing
 from moesaic.insight.metrics import summary
 from moesaic.insight.receptive_field import Field, receptive_field
+from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.layers.routed import record_routing, routed_layers
 from moesaic.record import Chooser, Routing, Unit
 
@@ -45,6 +48,10 @@ class Look:
     """Of every routed layer, by its name."""
     fields: dict[str, Field | None]
     """What a patch of it sees of the image, where what it routes has a place there."""
+    blocks: dict[str, int] = field(default_factory=dict[str, int])
+    """Of layers whose channels are gated: how many share a gate."""
+    gated: Gated | None = None
+    """What the network tells of embeddings and costs, where it has gates and does."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +150,9 @@ class Explanation:
     group_scores: tuple[Score, ...]
     """Of groups that are not the classes."""
     layers: tuple[LayerExplanation, ...]
+    """Those that route patches or samples."""
+    channels: ChannelExplanation | None = None
+    """Of the layers whose channels are gated; None: there are none."""
 
     @property
     def few(self) -> tuple[str, ...]:
@@ -182,16 +192,23 @@ def look(
     if not known:
         raise ValueError(
             f"look: this {type(model).__name__} has no routed layer, so there is no routing to explain; take a model "
-            "with one, such as wrn10_10_pmoe, or put one into it with moesaic.convert"
+            "with one, such as wrn10_10_pmoe or vgg16_deepmoe, or put one into it with moesaic.convert"
         )
     picked = [one_of("look", "layer", name, known) for name in layers] if layers is not None else list(known)
     training = model.training
     model = model.to(device).eval()
     answers: list[Tensor] = []
+    told_of: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.no_grad(), record_routing(model, keep="all") as routing:
             for start in range(0, len(pixels), batch):
-                logits: Tensor = model(view(pixels[start : start + batch].to(device)))
+                x = view(pixels[start : start + batch].to(device))
+                if isinstance(model, GatedNetwork):
+                    answer = model.answer(x)
+                    logits = cast("Tensor", answer.logits)
+                    told_of.append((answer.embedding.cpu(), model.macs(answer.routing).cpu()))
+                else:
+                    logits = cast("Tensor", model(x))
                 answers.append(logits.float().softmax(-1).cpu())
                 if told is not None:
                     told(min(start + batch, len(pixels)))
@@ -199,7 +216,14 @@ def look(
         fields = {name: receptive_field(model, name, few) for name in picked if routing[name].grid is not None}
     finally:
         model.train(training)
-    return Look(torch.cat(answers), {name: routing[name] for name in picked}, {n: fields.get(n) for n in picked})
+    own = {name: layer for name, layer in routed_layers(model).items() if name in picked}
+    return Look(
+        torch.cat(answers),
+        {name: routing[name] for name in picked},
+        {name: fields.get(name) for name in picked},
+        {name: layer.block for name, layer in own.items() if isinstance(layer, ChannelMoE)},
+        _gated(model, told_of),
+    )
 
 
 def explain(
@@ -212,7 +236,7 @@ def explain(
     favourites: int = 12,
     seed: int = 0,
 ) -> Explanation:
-    """What the experts look at, over the images of a `Look`.
+    """What the experts look at, over the images of a `Look`; of gated channels, which are open.
 
     ``labels`` (B,) are the images' true classes; without them classes are the predicted ones, and
     nothing is said about accuracy. ``groups`` (B,) part the images in another way, such as by a
@@ -235,6 +259,7 @@ def explain(
     predicted = found.probabilities.argmax(1)
     classes = predicted if labels is None else labels.cpu().long()
     right = None if labels is None else predicted == classes
+    channels = {name: routing for name, routing in found.routing.items() if routing.unit == "channel"}
     return Explanation(
         images=B,
         by="prediction" if labels is None else "label",
@@ -246,8 +271,28 @@ def explain(
         layers=tuple(
             _layer(name, routing, found.fields.get(name), classes, K, favourites, seed)
             for name, routing in found.routing.items()
+            if name not in channels
         ),
+        channels=explain_channels(
+            channels,
+            found.blocks,
+            found.gated,
+            classes=classes,
+            class_names=class_names,
+            probabilities=found.probabilities,
+            right=right,
+            seed=seed,
+        )
+        if channels
+        else None,
     )
+
+
+def _gated(model: nn.Module, told_of: Sequence[tuple[Tensor, Tensor]]) -> Gated | None:
+    if not isinstance(model, GatedNetwork) or not told_of:
+        return None
+    embeddings, macs = zip(*told_of, strict=True)
+    return Gated(torch.cat(embeddings), torch.cat(macs), int(model.dense_macs), int(model.fixed_macs))
 
 
 def _scores(right_B: Tensor | None, members_B: Tensor | None, names: Sequence[str]) -> tuple[Score, ...]:

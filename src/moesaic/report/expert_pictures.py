@@ -2,7 +2,6 @@
 
 A map lies over the mean image of its class in grey, so that a place can be told by what is usually
 there: on faces that are all in one position, the patch over the mouth is seen to be over a mouth.
-Everything of a figure lies in one pair of axes whose unit is an inch.
 """
 
 # matplotlib's stubs leave keyword arguments untyped
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from moesaic.insight.explain import LayerExplanation
 from moesaic.insight.overlays import expert_colour, expert_dash
+from moesaic.report.inches import Box, blank, frame, lay
 from moesaic.report.looks import COLOURS, INK, LINE
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def draw_favourites(layer: LayerExplanation, class_names: Sequence[str], pixels:
     left = _MARGIN + 0.85
     width = left + most * (_CROP + _GAP) - _GAP + _MARGIN
     height = layer.experts * (tall + _CAPTION + _GAP) + _MARGIN
-    figure, axes = _blank(width, height)
+    figure, axes = blank(width, height)
     for e, favourites in enumerate(layer.favourites):
         y = _MARGIN + e * (tall + _CAPTION + _GAP)
         _name_expert(axes, _MARGIN, y + tall / 2, e)
@@ -176,7 +176,7 @@ class _Sheet:
         return _HEADER + self.rows * (self.height + _GAP)
 
     def begin(self) -> tuple[Figure, Axes]:
-        return _blank(self.left + self.columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
+        return blank(self.left + self.columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
 
     def corner(self, row: int, expert: int) -> tuple[float, float]:
         """The upper left one of a panel."""
@@ -189,35 +189,6 @@ class _Sheet:
         return x, y - _HEADER / 2
 
 
-def _blank(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure whose coordinates are inches, downwards."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), facecolor="white")
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.axis("off")
-    _limit(axes, width, height)
-    return figure, axes
-
-
-def _limit(axes: Axes, width: float, height: float) -> None:
-    axes.set(xlim=(0, width), ylim=(height, 0))
-    axes.set_autoscale_on(False)
-
-
-def _lay(axes: Axes, picture: NDArray[Any], box: tuple[float, float, float, float], **look: Any) -> None:
-    x, y, width, height = box
-    axes.imshow(picture, extent=(x, x + width, y + height, y), aspect="auto", interpolation="nearest", **look)
-
-
-def _frame(axes: Axes, box: tuple[float, float, float, float], colour: str, width: float, dash: Any = "solid") -> None:
-    from matplotlib.patches import Rectangle
-
-    x, y, across, down = box
-    look: dict[str, Any] = {"edgecolor": colour, "linewidth": width, "linestyle": dash}
-    axes.add_patch(Rectangle((x, y), across, down, fill=False, joinstyle="miter", **look))
-
-
 def _name_expert(axes: Axes, x: float, y: float, expert: int) -> None:
     look: dict[str, Any] = {"color": expert_colour(expert), "linestyle": expert_dash(expert), "linewidth": 4}
     axes.plot((x, x + 0.18), (y, y), solid_capstyle="butt", **look)
@@ -226,25 +197,25 @@ def _name_expert(axes: Axes, x: float, y: float, expert: int) -> None:
 
 def _map(
     axes: Axes,
-    box: tuple[float, float, float, float],
+    box: Box,
     backdrop: Array,
     grid: tuple[int, int],
     value_N: Array,
     strongest: float,
     kind: Kind,
 ) -> None:
-    _lay(axes, 0.25 + 0.7 * backdrop, box, cmap="gray", vmin=0, vmax=1)
+    lay(axes, 0.25 + 0.7 * backdrop, box, cmap="gray", vmin=0, vmax=1)
     tint = np.zeros((len(value_N), 4))
     colours = {"share": ("vermilion", "vermilion"), "difference": ("vermilion", "blue"), "gate": ("purple", "purple")}
     more, less = (_rgb(COLOURS[name]) for name in colours[kind])
     tint[:, :3] = np.where(value_N[:, None] >= 0, more, less)
     tint[:, 3] = _STRONGEST * np.minimum(np.abs(value_N) / strongest, 1)
-    _lay(axes, tint.reshape(*grid, 4), box)
+    lay(axes, tint.reshape(*grid, 4), box)
     _rule(axes, box, grid)
     _numbers(axes, box, grid, value_N, kind)
 
 
-def _rule(axes: Axes, box: tuple[float, float, float, float], grid: tuple[int, int]) -> None:
+def _rule(axes: Axes, box: Box, grid: tuple[int, int]) -> None:
     """Thin lines between the patches."""
     x, y, width, height = box
     look: dict[str, Any] = {"color": "white", "linewidth": 0.3, "alpha": 0.6}
@@ -252,12 +223,10 @@ def _rule(axes: Axes, box: tuple[float, float, float, float], grid: tuple[int, i
         axes.plot((x + column * width / grid[1],) * 2, (y, y + height), **look)
     for row in range(1, grid[0]):
         axes.plot((x, x + width), (y + row * height / grid[0],) * 2, **look)
-    _frame(axes, box, LINE, 0.6)
+    frame(axes, box, LINE, 0.6)
 
 
-def _numbers(
-    axes: Axes, box: tuple[float, float, float, float], grid: tuple[int, int], value_N: Array, kind: Kind
-) -> None:
+def _numbers(axes: Axes, box: Box, grid: tuple[int, int], value_N: Array, kind: Kind) -> None:
     x, y, width, height = box
     wide, tall = width / grid[1], height / grid[0]
     size = min(7.0, 0.3 * wide * _INCH, 0.5 * tall * _INCH)
@@ -287,7 +256,7 @@ def _number(value: float, kind: Kind) -> str:
 
 def _crop(
     axes: Axes,
-    box: tuple[float, float, float, float],
+    box: Box,
     image: NDArray[Any],
     grid: tuple[int, int],
     patch: int,
@@ -304,11 +273,11 @@ def _crop(
     pale = 0.6 * seen + 0.4
     inside = np.s_[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
     pale[inside] = seen[inside]
-    _lay(axes, np.broadcast_to(pale, (height, width, 3)) if C == 1 else pale[..., :3], box)
+    lay(axes, np.broadcast_to(pale, (height, width, 3)) if C == 1 else pale[..., :3], box)
     x, y, across, down = box[0], box[1], box[2] / width, box[3] / height
     inner = (x + (column * wide - left) * across, y + (row * tall - top) * down, wide * across, tall * down)
-    _frame(axes, inner, "white", 2.4)
-    _frame(axes, inner, expert_colour(expert), 1.6, expert_dash(expert))
+    frame(axes, inner, "white", 2.4)
+    frame(axes, inner, expert_colour(expert), 1.6, expert_dash(expert))
 
 
 def _window(start: int, end: int, around: int, limit: int) -> tuple[int, int]:

@@ -21,7 +21,10 @@ from moesaic.insight.explain import FEW, Explanation, LayerExplanation, Look
 from moesaic.insight.overlays import overlay
 from moesaic.ledger import write_json, write_whole
 from moesaic.record import Routing
+from moesaic.report.channel_part import GatePictures, channel_part, draw_gates
 from moesaic.report.expert_pictures import MOST_CLASSES, draw_class_maps, draw_favourites, mean_images
+from moesaic.report.explanation_words import listed, percent
+from moesaic.report.looks import COLOURS, ON_DARK
 from moesaic.report.templates import render
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ __all__ = ["About", "Shown", "write_explanation"]
 _DPI = 140
 _LISTED = 5
 """Names in a row, at most."""
-_PICTURES = "layer-*-*.png"
+_PICTURES = ("layer-*-*.png", "gates-*.png")
 
 
 @dataclass(frozen=True)
@@ -89,21 +92,23 @@ def write_explanation(
     explanation in the folder are replaced.
     """
     if (folder / "explanation.json").exists():
-        for old in folder.glob(_PICTURES):
+        for old in [path for names in _PICTURES for path in folder.glob(names)]:
             old.unlink()
     drawn = [
         _draw(folder, i, layer, explanation, pixels, classes, shown, shown_pixels, shown_look)
         for i, layer in enumerate(explanation.layers)
     ]
+    gates = draw_gates(folder, explanation, classes, pixels, shown_pixels, shown_look)
     record = {
         "about": asdict(about),
         "explanation": asdict(explanation),
         "shown": [asdict(each) for each in shown],
         "pictures": [asdict(each) for each in drawn],
+        "gates": None if gates is None else asdict(gates),
     }
     write_json(folder / "explanation.json", record)
     page = folder / "explanation.html"
-    write_whole(page, _page(folder, explanation, about, shown, drawn).encode())
+    write_whole(page, _page(folder, explanation, about, shown, drawn, gates).encode())
     return page
 
 
@@ -153,18 +158,6 @@ def title(image: Shown) -> str:
     return f"{image.predicted}, {percent(image.probability)}{truth}"
 
 
-def percent(share: float) -> str:
-    r"""A share in percent: whole, but never 100 where it is less.
-
-    >>> percent(0.5), percent(0.9996), percent(1.0), percent(0.001)
-    ('50\xa0%', '99.9\xa0%', '100\xa0%', '0.1\xa0%')
-    """
-    value = 100 * share
-    if 0.5 <= value < 99.5 or value in (0.0, 100.0):
-        return f"{value:.0f}\u00a0%"
-    return f"{min(value, 99.9):.1f}\u00a0%" if value >= 0.1 else "below 0.1\u00a0%"
-
-
 def _only(routing: Routing, b: int) -> Routing:
     """The routing of one image."""
     own = slice(b, b + 1)
@@ -211,7 +204,12 @@ class _Layer:
 
 
 def _page(
-    folder: Path, explanation: Explanation, about: About, shown: Sequence[Shown], drawn: Sequence[_Pictures]
+    folder: Path,
+    explanation: Explanation,
+    about: About,
+    shown: Sequence[Shown],
+    drawn: Sequence[_Pictures],
+    gates: GatePictures | None,
 ) -> str:
     def embedded(name: str) -> str:
         return f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
@@ -227,6 +225,9 @@ def _page(
         classes=[explanation.class_names[k] for k in present][:MOST_CLASSES],
         left_out=max(0, len(present) - MOST_CLASSES),
         notes=(*about.notes, *_warnings(explanation)),
+        gates=None if gates is None else channel_part(explanation, gates),
+        light=COLOURS,
+        dark=ON_DARK,
         embedded=embedded,
         percent=percent,
     )
@@ -243,7 +244,7 @@ def _warnings(explanation: Explanation) -> tuple[str, ...]:
     if explanation.few:
         shown = [f"“{name}”" for name in explanation.few[:_LISTED]]
         more = len(explanation.few) - len(shown)
-        few = _listed([*shown, f"{more} classes more"] if more else shown)
+        few = listed([*shown, f"{more} classes more"] if more else shown)
         notes.append(
             f"There are fewer than {FEW} images of {few}: what is said here about so few may be accident. "
             "Give --data to look at more."
@@ -319,7 +320,7 @@ def _numbers(layer: LayerExplanation) -> str:
         parts.append(f"{percent(layer.coverage)} of all patches reach some expert")
         parts.append(f"two experts share {percent(layer.overlap)} of their patches on average")
     if layer.dead_experts:
-        parts.append(f"hardly used: expert {_listed([str(e) for e in layer.dead_experts])}")
+        parts.append(f"hardly used: expert {listed([str(e) for e in layer.dead_experts])}")
     return f"{'; '.join(parts)}.".capitalize() if parts else ""
 
 
@@ -355,7 +356,3 @@ def _of_which(layer: LayerExplanation, expert: int, explanation: Explanation) ->
         return "–"
     most = max(dict.fromkeys(groups), key=groups.count)
     return f"{groups.count(most)} of {len(groups)} {explanation.class_names[most]}"
-
-
-def _listed(names: Sequence[str]) -> str:
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

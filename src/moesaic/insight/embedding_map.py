@@ -1,0 +1,100 @@
+"""Embeddings of images in a plane, by t-SNE, and how well neighbours among them share a class.
+
+A map is for the eye, and shows clusters where there may be none. So it comes with a number that was
+measured in the embedding itself: how often an image's nearest neighbour is of its class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic.insight.class_routing import check_labels
+
+__all__ = ["EmbeddingMap", "embedding_map"]
+
+FEWEST = 10
+"""A map of fewer images is not worth looking at."""
+MOST = 2000
+"""Of more images the first are drawn: more would take minutes and cover each other."""
+PERPLEXITY = 30.0
+"""About how many neighbours an image keeps; at most a third of the others."""
+
+
+@dataclass(frozen=True)
+class EmbeddingMap:
+    """Made by `embedding_map`."""
+
+    x: tuple[float, ...]
+    y: tuple[float, ...]
+    """Of the first images, `MOST` at most; empty where no map could be made."""
+    why_not: str
+    """Why there is none; empty where there is one."""
+    neighbours: float | None
+    """The share of these images whose nearest neighbour in the embedding is of their class."""
+    by_chance: float | None
+    """The share that neighbours drawn at random would get."""
+
+
+def embedding_map(embedding: Tensor, labels: Tensor, *, seed: int = 0) -> EmbeddingMap:
+    """Lay the embeddings (B, D) of images of classes ``labels`` (B,) out in a plane; the same for the same seed.
+
+    >>> points = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    >>> len(embedding_map(points, torch.zeros(12, dtype=torch.int64)).x)
+    12
+    >>> embedding_map(points[:2], torch.tensor([0, 1])).why_not
+    'there are only 2 images, and a map needs at least 10'
+    """
+    labels = check_labels("embedding_map", labels, len(embedding), int(labels.max()) + 1 if len(labels) else 1)[:MOST]
+    points = embedding.detach().cpu().double()[:MOST]
+    why_not = _why_not(points)
+    if why_not:
+        return EmbeddingMap((), (), why_not, None, None)
+    distance_BB = torch.cdist(points, points)
+    distance_BB.fill_diagonal_(torch.inf)
+    share_K = labels.bincount().double() / len(labels)
+    x, y = _laid_out(points, seed).T
+    return EmbeddingMap(
+        tuple(round(float(value), 3) for value in x),
+        tuple(round(float(value), 3) for value in y),
+        "",
+        neighbours=float((labels[distance_BB.argmin(1)] == labels).double().mean()),
+        by_chance=float(share_K.square().sum()),
+    )
+
+
+def _why_not(points: Tensor) -> str:
+    if len(points) < FEWEST:
+        return (
+            f"there {'is' if len(points) == 1 else 'are'} only {len(points)} image{'' if len(points) == 1 else 's'}, "
+            f"and a map needs at least {FEWEST}"
+        )
+    if not bool(points.isfinite().all()):
+        return "some embeddings are not finite: the network is broken"
+    if float((points - points[0]).abs().max()) == 0:
+        return "all images have the same embedding: the gates cannot tell them apart"
+    return ""
+
+
+def _laid_out(points: Tensor, seed: int) -> NDArray[np.float64]:
+    """(B, 2), begun with the two main directions."""
+    from sklearn.manifold import TSNE
+
+    points = points - points.mean(0)
+    points = points / points.std(0).square().sum().sqrt()
+    left, scale, _ = cast("tuple[Tensor, Tensor, Tensor]", torch.linalg.svd(points, full_matrices=False))
+    start = torch.zeros(len(points), 2, dtype=torch.float64)
+    directions = min(2, len(scale))
+    start[:, :directions] = left[:, :directions] * scale[:directions]
+    # which way a direction points is the library's whim
+    start *= torch.where(start.gather(0, start.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
+    start = 1e-4 * start / start[:, 0].std()
+    begin: Any = start.float().numpy()  # sklearn types it as a name alone
+    perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
+    layout: Any = TSNE(perplexity=perplexity, init=begin, random_state=seed % (1 << 32))
+    return np.asarray(layout.fit_transform(points.float().numpy()), dtype=np.float64)
