@@ -133,7 +133,9 @@ class DeepMoE(nn.Module):
                 f"DeepMoE.macs: the routing of {missing[0]} is missing (got {', '.join(routing) or 'none'}); give "
                 "answer(x).routing, which has the names in `gated`"
             )
-        active = {name: open_channels(routing[name], gate.channels, gate.block).sum(1) for name, gate in self._heads()}
+        active = {
+            name: open_channels(routing[name], gate.channels, gate.block).sum(1) for name, gate in self.heads().items()
+        }
 
         def channels(of: str | int) -> int | Tensor:
             return active[of] if isinstance(of, str) else of
