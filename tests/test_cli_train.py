@@ -11,7 +11,10 @@ from PIL import Image
 from torch import nn
 
 from moesaic.cli import main
+from moesaic.models import registry
+from moesaic.models.deepmoe import deepmoe
 from moesaic.models.registry import create_model
+from moesaic.models.resnet import ResNet
 from moesaic.training import training_run
 from moesaic.training.checkpoints import load_checkpoint
 from moesaic.training.recipe import USUAL
@@ -78,6 +81,57 @@ def test_a_dense_network_has_nothing_to_explain(pets, capsys):
     assert "mixture" not in said
     assert "explain" not in said
     assert "moesaic export 'a place' --format onnx" in said
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small network with channel gates, under the name of a large one."""
+
+    def small(num_classes: int, *, image_size: int = 32, in_channels: int = 3) -> nn.Module:
+        sizes = {"image_size": image_size, "in_channels": in_channels}
+        return deepmoe(ResNet(18, num_classes, width=0.1, **sizes), classes=num_classes, **sizes)
+
+    monkeypatch.setitem(registry._OTHERS, "resnet18_deepmoe", small)
+    return "resnet18_deepmoe"
+
+
+def test_a_cost_that_is_asked_for_is_met_and_told(pets, channels, capsys):
+    options = ["--model", channels, "--target-macs", "0.6", "--gate-strength", "0.2", "--joint-share", "0.5"]
+    assert train("pets", *SMALL, *options, "--out", "out") == 0
+    said = capsys.readouterr().out
+    cost = json.loads(Path("out/result.json").read_text())["cost"]
+    assert cost == pytest.approx(0.6, rel=0.1), "of six images"
+    assert re.search(
+        rf"[\d,]+ parameters; [\d.]+ . multiply-adds for a test image on average, {100 * cost:.1f} % of", said
+    )
+    gates = json.loads(Path("out/config.json").read_text())["recipe"]["gates"]
+    assert (gates["target_macs"], gates["strength"], gates["joint"]) == (0.6, 0.2, 0.5)
+
+
+def test_gates_are_trained_by_default_where_there_are_any(pets, channels):
+    assert train("pets", *SMALL, "--model", channels, "--epochs", "1", "--out", "out") == 0
+    assert json.loads(Path("out/config.json").read_text())["recipe"]["gates"]["target_macs"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (["--target-macs", "0.001"], r"target_macs=0.001 is less than .*; use 0\.\d+ or more"),
+        (["--target-macs", "2"], "target_macs=2.0; it must be a share of the dense network's multiply-adds"),
+        (["--joint-share", "0"], "joint=0.0; it must be above 0"),
+        (
+            ["--model", "wrn10_1", "--gate-strength", "1"],
+            "--gate-strength is for networks with channel gates, and wrn10_1 has none; leave it out, or use --model "
+            "vgg16_deepmoe",
+        ),
+        (["--model", "resnet18", "--target-macs", "0.5"], "or use --model resnet18_deepmoe"),
+    ],
+)
+def test_gates_that_cannot_be_trained_so_are_told_in_one_line(pets, channels, given, fault, capsys):
+    assert train("pets", *SMALL, "--model", channels, *given) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("moesaic train: ")
+    assert re.search(fault, told)
 
 
 def test_options_reach_the_recipe_the_network_and_the_data(pets):

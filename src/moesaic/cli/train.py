@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -15,7 +15,7 @@ from moesaic.cli.shared import BadInput, device_of, file_name, images_of, input_
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from moesaic.data.image_tasks import ImageTask
     from moesaic.models.count import Count
@@ -40,7 +40,7 @@ class Train:
     data: Positional[Annotated[str, arg(metavar="DATA")]]
     """A folder of images with a folder for each class, a zip file of one, or a name such as cifar10."""
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
-    """A network: wrn10_2, wrn10_10_pmoe and the like, or timm/resnet18 where timm is installed."""
+    """A network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed."""
     samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
     """Images to train with, drawn by --seed, with every class in its share."""
     epochs: int = 50
@@ -81,6 +81,13 @@ class Train:
     """The side of a patch on the map that is routed."""
     convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
     """Make a mixture of this convolution of the network, such as layer4.1.conv2 of timm/resnet18; may be repeated."""
+    target_macs: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: none)")] = None
+    """For networks with channel gates, such as vgg16_deepmoe: what an image may cost on average, as a share of the
+    multiply-adds of the network without gates: 0.5, say."""
+    gate_strength: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: 0.1)")] = None
+    """How hard channel gates are pressed to close (λ); with --target-macs, where it begins."""
+    joint_share: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: 0.6)")] = None
+    """The share of the epochs in which channel gates learn, before they are frozen."""
     augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
     """How images to train on are varied: not at all, mirrored at random, or mirrored and shifted."""
     size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the set, else 64)")] = None
@@ -126,6 +133,7 @@ class Train:
 
     def _checked(self) -> tuple[Recipe, str]:
         """What can be looked at before there are images."""
+        from moesaic.training.gate_recipe import GateRecipe
         from moesaic.training.recipe import USUAL, Recipe
 
         usual = USUAL[cast("Any", one_of("train", "--optimizer", self.optimizer, USUAL))]
@@ -142,6 +150,7 @@ class Train:
             label_smoothing=self.label_smoothing,
             stop_at_zero_error=self.stop_at_zero_error,
             compile=self.compile,
+            gates=GateRecipe(**self._gates()) if self._gates() else None,
             **words,
         )
         if not 0 <= self.seed < 1 << 63:
@@ -151,6 +160,11 @@ class Train:
         if self.convert and self.experts is None:
             raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
         return recipe, device_of("train", self.device)
+
+    def _gates(self) -> dict[str, Any]:
+        """What was said of channel gates."""
+        said = {"target_macs": self.target_macs, "strength": self.gate_strength, "joint": self.joint_share}
+        return {name: value for name, value in said.items() if value is not None}
 
     def _load(self) -> ImageTask:
         task = images_of(self)
@@ -174,6 +188,7 @@ class Train:
         from moesaic import report
         from moesaic.training.checkpoints import Unusable
         from moesaic.training.fit import Diverged, fit
+        from moesaic.training.gate_training import gated_recipe
         from moesaic.training.learner import NotCompiled
         from moesaic.training.trackers import tracker_of
 
@@ -184,6 +199,9 @@ class Train:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = spec.build()
+        with input_of("train"):
+            _check_gated(self.model, model, self._gates())
+            gated_recipe(model, recipe)
         try:
             with report.watch_progress(Console(stderr=True)) as progress:
                 progress.begin(f"{self.model}, {len(task.train)} images", recipe.epochs)
@@ -231,7 +249,7 @@ def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: Count, found
     if task.cluster_names != task.class_names:
         _show_groups(console, "group", task.cluster_names, task.test.clusters, found.cluster_accuracy)
     say()
-    say(_cost(cost))
+    say(_cost(cost) if found.cost is None else _gated_cost(cost, found.cost))
     for epoch in found.epochs:
         for alarm in epoch.alarms:
             say(f"note: in epoch {epoch.number}: {alarm}")
@@ -272,6 +290,28 @@ def _cost(cost: Count) -> str:
     return (
         f"{parameters}, {share:.1f} % of them in the mixture; {work}, {part:.1f} % of them in the mixture, which takes "
         f"{saved:.1f} % of what its experts would take on all patches"
+    )
+
+
+def _check_gated(name: str, model: nn.Module, said: Mapping[str, Any]) -> None:
+    """Refuse options of channel gates for a network without."""
+    from moesaic.models.deepmoe import DeepMoE
+    from moesaic.models.registry import list_models
+
+    if said and not isinstance(model, DeepMoE):
+        options = {"target_macs": "--target-macs", "strength": "--gate-strength", "joint": "--joint-share"}
+        own = f"{name}_deepmoe"
+        instead = own if own in list_models() else "vgg16_deepmoe"
+        raise ValueError(
+            f"train: {options[next(iter(said))]} is for networks with channel gates, and {name} has none; leave it "
+            f"out, or use --model {instead}"
+        )
+
+
+def _gated_cost(cost: Count, share: float) -> str:
+    return (
+        f"{cost.parameters:,} parameters; {_short(round(share * cost.dense_macs))} multiply-adds for a test image on "
+        f"average, {100 * share:.1f} % of the {_short(cost.dense_macs)} without gates"
     )
 
 

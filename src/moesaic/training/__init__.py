@@ -5,7 +5,8 @@ from moesaic.training.checkpoints import Checkpoint, load_checkpoint, load_weigh
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison import Comparison, read_comparison
 from moesaic.training.export import export, load_exported
-from moesaic.training.fit import Diverged, Epoch, Fit, evaluate, fit
+from moesaic.training.fit import Diverged, Epoch, Fit, GatesClosed, evaluate, fit
+from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.images import ImageEpoch, ImageSchedule, ImageTest, embed_images, evaluate_images, train_images
 from moesaic.training.mixtures import MixtureSchedule, TrainedMixtures, train_mixtures
 from moesaic.training.normalized_gd import NormalizedGD
@@ -22,6 +23,8 @@ __all__ = [
     "Diverged",
     "Epoch",
     "Fit",
+    "GateRecipe",
+    "GatesClosed",
     "Grid",
     "ImageEpoch",
     "ImageSchedule",

@@ -10,13 +10,14 @@ loss every few seconds only. Networks and images are channels_last.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
 from moesaic.data.image_tasks import ImageTask
@@ -24,14 +25,15 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.checkpoints import load_weights
 from moesaic.training.cores import usable
+from moesaic.training.gate_training import gated_recipe
 from moesaic.training.outcomes import Epoch, Fit
 from moesaic.training.progress import Progress, Silent
 from moesaic.training.recipe import Recipe
 from moesaic.training.run_folder import RunFolder, describe_run
 from moesaic.training.trackers import Tracker
-from moesaic.training.training_run import Diverged, TrainingRun, evaluate
+from moesaic.training.training_run import Diverged, GatesClosed, TrainingRun, evaluate
 
-__all__ = ["Diverged", "Epoch", "Fit", "evaluate", "fit"]
+__all__ = ["Diverged", "Epoch", "Fit", "GatesClosed", "evaluate", "fit"]
 
 _HELD = 0.5
 """The share of a GPU's free memory that the images may take; larger ones stay where they are."""
@@ -50,6 +52,7 @@ def fit(
     trackers: Sequence[Tracker] = (),
     test_every: int = 1,
     checkpoint_seconds: float = 30.0,
+    teacher: nn.Module | None = None,
 ) -> Fit:
     """Train the model in place, which moves to the device; what every epoch came to, and the test at the end.
 
@@ -72,6 +75,8 @@ def fit(
         test_every: epochs from one test to the next; there is always one at the end.
         checkpoint_seconds: time from one checkpoint to the next, the first of which is after the first epoch. They
             are written at the end of an epoch, or within it after every hundred batches.
+        teacher: a trained network for the same images, whose answers one with channel gates learns from, as much as
+            ``recipe.gates.distil`` says. It moves to the device and to eval mode.
 
     >>> from moesaic.data.image_tasks import LabelledImages, Scale
     >>> bright, scale = torch.arange(64) % 2, Scale((0.5,), (0.3,))
@@ -89,7 +94,13 @@ def fit(
             f"fit: {len(task.train)} images to train on and {len(task.test)} to test on; each part needs at least one"
         )
     progress = progress or Silent()
+    recipe = gated_recipe(model, recipe)
     config = describe_run(model, task, recipe, seed, device, spec, test_every)
+    _check_teacher(recipe, teacher)
+    if teacher is not None:
+        config["teacher"] = _sketch(teacher)
+        teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
+        teacher.eval()
     folder = None if out is None else RunFolder(Path(out), config)
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     complete = None if folder is None else folder.read_result()
@@ -112,8 +123,30 @@ def fit(
             trackers,
             test_every,
             checkpoint_seconds,
+            teacher,
         )
         return run.train()
+
+
+def _check_teacher(recipe: Recipe, teacher: nn.Module | None) -> None:
+    """A recipe and its caller must agree on whether there is a teacher."""
+    weight = 0.0 if recipe.gates is None else recipe.gates.distil
+    if (teacher is None) == (weight == 0):
+        return
+    if teacher is None:
+        raise ValueError(f"fit: distil={weight}, but there is no teacher to learn from; give one, or use distil=0")
+    raise ValueError(
+        "fit: a teacher is given, but the recipe does not say how much it counts; use gates=GateRecipe(distil=1.0), "
+        "which is for networks with channel gates, or leave the teacher out"
+    )
+
+
+def _sketch(teacher: nn.Module) -> dict[str, str]:
+    """Tells teachers apart, by their weights."""
+    known = hashlib.sha256()
+    for tensor in cast("Mapping[str, Tensor]", teacher.state_dict()).values():
+        known.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return {"class": type(teacher).__name__, "weights": known.hexdigest()[:16]}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,16 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from moesaic.layers.routed import Routed, record_routing, routed_layers
+from moesaic.models.deepmoe import Answer, DeepMoE
 from moesaic.record import Routing
 from moesaic.routing import load_balance_loss
+from moesaic.training.gate_training import GateTraining
 from moesaic.training.normalized_gd import NormalizedGD
 from moesaic.training.recipe import Recipe
 
 __all__ = ["Learner", "NotCompiled", "optimizers_of"]
+
+T = TypeVar("T")
 
 _torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
 
@@ -31,10 +35,18 @@ class NotCompiled(RuntimeError):
 
 
 class Learner:
-    """A network that learns by a recipe, on the device it is on."""
+    """A network that learns by a recipe, on the device it is on; ``gates`` is for one that has channel gates."""
 
-    def __init__(self, model: nn.Module, recipe: Recipe, device: torch.device, classes: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        device: torch.device,
+        classes: int,
+        gates: GateTraining | None = None,
+    ) -> None:
         self.model = model
+        self.gates = gates
         self.recipe = recipe
         self.device = device
         self.steps = 0
@@ -43,6 +55,11 @@ class Learner:
         self._half = recipe.half(device)
         # batches have two sizes at most: a graph for each is compiled faster than one for all, and runs faster
         self._run: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False) if recipe.compile else model
+        if isinstance(model, DeepMoE):  # tests look at the gates to see what can be skipped, which no compiler follows
+            self._run = model
+            self._teach: Callable[[Tensor], Answer] = (
+                torch.compile(model.answer, dynamic=False) if recipe.compile else model.answer
+            )
         self._optimizers = optimizers_of(model, recipe, device)
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._half is torch.float16)
         self._mean = None if recipe.ema is None else [tensor.detach().clone() for tensor in self._averaged()]
@@ -66,10 +83,10 @@ class Learner:
         sizes = self.recipe.part_sizes(len(x))
         total, right = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
         for part, answers in zip(_split(x, sizes), _split(labels, sizes), strict=True):
-            logits = self.outputs(part)
+            logits, beside = self._study(part, answers, epoch)
             loss = F.cross_entropy(logits, answers, label_smoothing=self.recipe.label_smoothing)
             share = len(part) / len(x)
-            self._scaler.scale(share * (loss + self.recipe.balance * self._imbalance())).backward()
+            self._scaler.scale(share * (loss + beside)).backward()
             total += share * loss.detach()
             right += (logits.detach().argmax(1) == answers).sum()
         self._move()
@@ -77,8 +94,26 @@ class Learner:
 
     def outputs(self, x: Tensor) -> Tensor:
         """What the network answers to images, as float32 at least (B, classes)."""
-        with torch.autocast(self.device.type, self._half, enabled=self._half is not None):
-            logits = self._answer(x)
+        with self.autocast():
+            logits = self._answer(self._run, x)
+        return self._wide(logits, x)
+
+    def autocast(self) -> torch.autocast:
+        """Inside, products are computed as the recipe asks."""
+        return torch.autocast(self.device.type, self._half, enabled=self._half is not None)
+
+    def _study(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor | float]:
+        """What the network answers to images, and what is added to the loss of it."""
+        if self.gates is None:
+            logits = self.outputs(x)
+            return logits, self.recipe.balance * self._imbalance()
+        self.gates.begin(epoch)
+        with self.autocast():
+            answer, hints = self._answer(self._teach, x), self.gates.hints(x)
+        self.gates.show(answer.routing, self.steps)
+        return self._wide(answer.logits, x), self.gates.loss(answer, labels, hints, epoch)
+
+    def _wide(self, logits: Tensor, x: Tensor) -> Tensor:
         if not isinstance(logits, Tensor) or logits.shape != (len(x), self._classes):  # pyright: ignore[reportUnnecessaryIsInstance]
             found = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(
@@ -87,11 +122,11 @@ class Learner:
             )
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _answer(self, x: Tensor) -> Tensor:
+    def _answer(self, run: Callable[[Tensor], T], x: Tensor) -> T:
         if not self.recipe.compile or self.steps:
-            return self._run(x)
+            return run(x)
         try:
-            return self._run(x)
+            return run(x)
         except Exception as error:  # compilers fail in ways of their own
             first = str(error).strip().splitlines() or [type(error).__name__]
             raise NotCompiled(
@@ -117,6 +152,19 @@ class Learner:
         finally:
             self._put(own)
 
+    def freeze_gates(self, embeddings: Tensor | None) -> float | None:
+        """End the stage in which gates learn, as `GateTraining.freeze` does; the mean weights get them as they are."""
+        assert self.gates is not None
+        cost = self.gates.freeze(embeddings)
+        if self._mean is not None and isinstance(self.model, DeepMoE):
+            parts = (self.model.embedding, self.model.gates)
+            frozen = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
+            with torch.no_grad():
+                for mean, tensor in zip(self._mean, self._averaged(), strict=True):
+                    if id(tensor) in frozen:
+                        mean.copy_(tensor)
+        return cost
+
     def average(self) -> None:
         """Give the network its mean weights for good, if the recipe asks for a mean."""
         if self._mean is not None:
@@ -140,7 +188,11 @@ class Learner:
         if self.device.type == "cuda":
             tensors["luck.cuda"] = torch.cuda.get_rng_state(self.device)
         tensors |= {f"luck.layer.{name}": each.get_state() for name, each in self._generators().items()}
-        return tensors, {"steps": self.steps, "numbers": numbers, "scaler": self._scaler.state_dict()}
+        content = {"steps": self.steps, "numbers": numbers, "scaler": self._scaler.state_dict()}
+        if self.gates is not None:
+            of_gates, content["gates"] = self.gates.state()
+            tensors |= of_gates
+        return tensors, content
 
     def restore(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
         """Go on from what ``state`` gave."""
@@ -153,6 +205,8 @@ class Learner:
             _restore_optimizer(optimizer, k, tensors, content["numbers"])
         if self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(content["scaler"]))
+        if self.gates is not None:
+            self.gates.restore(tensors, content["gates"])
         torch.set_rng_state(tensors["luck.cpu"])
         if self.device.type == "cuda" and "luck.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["luck.cuda"], self.device)
@@ -176,7 +230,8 @@ class Learner:
                 _torch._foreach_lerp_(self._mean, self._averaged(), 1 - stays)
 
     def _imbalance(self) -> Tensor | float:
-        chosen = [routing for routing in self._routing.values() if routing.chooser != "expert"]
+        every = self._routing.values()
+        chosen = [routing for routing in every if routing.chooser != "expert" and routing.unit != "channel"]
         return cast("Tensor | float", sum(load_balance_loss(routing) for routing in chosen))
 
     def _averaged(self) -> list[Tensor]:
@@ -197,9 +252,11 @@ class Learner:
 
 def optimizers_of(model: nn.Module, recipe: Recipe, device: torch.device) -> list[Optimizer]:
     """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate."""
-    layers = list(routed_layers(model).values())
+    # channels are experts without weights of their own, and what chooses them lies outside of their layer
+    layers = [layer for layer in routed_layers(model).values() if hasattr(layer, "experts")]
     if recipe.optimizer != "normalized_gd":
-        routers, others = _parted(model, _router_parameters(layers))
+        heads = {id(weight) for weight in model.gates.parameters()} if isinstance(model, DeepMoE) else set[int]()
+        routers, others = _parted(model, _router_parameters(layers) | heads)
         return [_plain(recipe, routers, others, device)]
     options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
     if not layers:

@@ -9,6 +9,9 @@ from typing import Any, cast
 
 __all__ = ["Epoch", "Fit"]
 
+_OF_GATES = ("cost", "open_share", "gate_strength")
+"""What an epoch has where there are channel gates."""
+
 
 @dataclass(frozen=True)
 class Epoch:
@@ -28,11 +31,18 @@ class Epoch:
     learning_rate: float
     """At its last step."""
     alarms: tuple[str, ...] = ()
-    """What the collapse alarm said, once for each layer of a run."""
+    """What the collapse alarm said, once for each layer of a run; and who else watches over layers."""
+    cost: float | None = None
+    """Of networks with channel gates: mean multiply-adds of an image in training, as a share of the network without."""
+    open_share: float | None = None
+    """The share of its gates that were open on average."""
+    gate_strength: float | None = None
+    """λ at its last step."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return cast("dict[str, Any]", plain(asdict(self)))
+        """As JSON has it; without what only networks with channel gates have, where there are none."""
+        content = cast("dict[str, Any]", plain(asdict(self)))
+        return {name: value for name, value in content.items() if value is not None or name not in _OF_GATES}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Epoch:
@@ -64,10 +74,16 @@ class Fit:
     """Seen in training, with repetition."""
     stopped: str
     """Why it ended: "all epochs" or "zero training error"."""
+    cost: float | None = None
+    """Of networks with channel gates: mean multiply-adds of an image to test on, as a share of the network without;
+    embedding network and gate heads count."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {**cast("dict[str, Any]", plain(asdict(self))), "epochs": [epoch.to_json() for epoch in self.epochs]}
+        """As JSON has it; without a cost where there are no channel gates."""
+        content = cast("dict[str, Any]", plain(asdict(self)))
+        if self.cost is None:
+            del content["cost"]
+        return {**content, "epochs": [epoch.to_json() for epoch in self.epochs]}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Fit:

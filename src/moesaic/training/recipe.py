@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from moesaic.checks import at_least_one, one_of
+from moesaic.training.gate_recipe import GateRecipe
 
 __all__ = ["USUAL", "Descent", "Precision", "RateSchedule", "Recipe", "Strength"]
 
@@ -91,6 +92,8 @@ class Recipe:
     """Whether to compile the network with ``torch.compile``. The collapse alarm is off then: who watches the routing
     breaks the graph."""
     label_smoothing: float = 0.0
+    gates: GateRecipe | None = None
+    """How channel gates learn, in networks that have them; None: as a `GateRecipe` has it by default."""
 
     def __post_init__(self) -> None:
         at_least_one("Recipe", epochs=self.epochs, batch=self.batch, accumulate=self.accumulate)
@@ -171,12 +174,17 @@ class Recipe:
         >>> Recipe.from_json(Recipe(epochs=3).to_json()) == Recipe(epochs=3)
         True
         """
-        return {**asdict(self), "milestones": list(self.milestones)}
+        content = {**asdict(self), "milestones": list(self.milestones)}
+        if self.gates is None:  # most networks have none, and what was written of them before there were any stays
+            del content["gates"]
+        return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Recipe:
         """The recipe that ``to_json`` wrote down."""
         made: dict[str, Any] = {**content, "milestones": tuple(content["milestones"])}
+        if "gates" in made:
+            made["gates"] = GateRecipe.from_json(made["gates"])
         return cls(**made)
 
 

@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from moesaic.data.image_tasks import ImageTask
 from moesaic.insight.alarm import CollapseAlarm, CollapseWarning
 from moesaic.layers.routed import routed_layers
+from moesaic.models.count import evaluating
+from moesaic.models.deepmoe import DeepMoE
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import varied_batches, viewed_batches
 from moesaic.training.checkpoints import Card, save_network
+from moesaic.training.gate_training import ClosedLayer, GateTraining, gate_costs
 from moesaic.training.learner import Learner
 from moesaic.training.outcomes import Epoch, Fit, plain
 from moesaic.training.progress import Progress
@@ -28,7 +31,7 @@ from moesaic.training.run_folder import RunFolder
 from moesaic.training.stopwatch import Stopwatch
 from moesaic.training.trackers import Tracker
 
-__all__ = ["Diverged", "TrainingRun", "evaluate"]
+__all__ = ["Diverged", "GatesClosed", "TrainingRun", "evaluate"]
 
 _LOOK = 2.0
 """Seconds between two looks at the loss within an epoch."""
@@ -36,10 +39,16 @@ _ALARM = 100
 """Batches after which the collapse alarm looks; within an epoch checkpoints are written then, when it holds nothing."""
 _TESTED = 64
 """Images tested together, at least: more where the network is trained on more."""
+_CALIBRATED = 1024
+"""Images to train on, at most, on which gates are shifted to meet a cost."""
 
 
 class Diverged(ArithmeticError):
     """The loss, or a weight, is no longer a number."""
+
+
+class GatesClosed(Diverged):
+    """All channel gates of a layer are closed, for all images."""
 
 
 def evaluate(
@@ -75,10 +84,14 @@ class TrainingRun:
     trackers: Sequence[Tracker]
     test_every: int
     checkpoint_seconds: float
+    teacher: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        self.learner = Learner(self.model, self.recipe, self.device, self.task.labels)
         self.sizes = self.recipe.batch_sizes(len(self.task.train))
+        self.gates = None
+        if isinstance(self.model, DeepMoE):
+            self.gates = GateTraining(self.model, self.recipe, len(self.sizes), self.device, self.teacher)
+        self.learner = Learner(self.model, self.recipe, self.device, self.task.labels, self.gates)
         self.watch = Stopwatch()
         self.epochs: list[Epoch] = []
         # of the epoch in progress: batches done, and those among them done before this call; loss and right answers
@@ -91,16 +104,21 @@ class TrainingRun:
 
     def train(self) -> Fit:
         """Train to the end."""
-        self._resume()
-        self.progress.advance(len(self.epochs))
-        right = None
-        while not self._ended():
-            right = self._epoch()
-        assert right is not None, "the last epoch is tested, and no checkpoint is written after it"
-        return self._finish(right)
+        try:
+            self._resume()
+            self.progress.advance(len(self.epochs))
+            right = None
+            while not self._ended():
+                right = self._epoch()
+            assert right is not None, "the last epoch is tested, and no checkpoint is written after it"
+            return self._finish(right)
+        finally:
+            if self.gates is not None:
+                self.gates.release()
 
     def _ended(self) -> str:
-        if self.recipe.stop_at_zero_error and self.epochs and self.epochs[-1].train_accuracy == 100:
+        done = self.gates is None or not self.gates.joint  # gates that still learn have not come to their cost
+        if done and self.recipe.stop_at_zero_error and self.epochs and self.epochs[-1].train_accuracy == 100:
             return "zero training error"
         return "all epochs" if len(self.epochs) >= self.recipe.epochs else ""
 
@@ -121,9 +139,12 @@ class TrainingRun:
             images_per_second=sum(self.sizes[self.resumed :]) / max(seconds - before, 1e-9),
             learning_rate=self.recipe.rate(len(self.epochs) + 1 - 0.5 / len(self.sizes)),
             alarms=self.alarms,
+            **self._gate_metrics(),
         )
         self.epochs.append(epoch)
         right = None
+        if self._ended() and self.gates is not None and self.gates.joint:
+            self._freeze_gates()  # there was one stage alone
         if self._ended() or epoch.number % self.test_every == 0:
             right = self._test()
             self.epochs[-1] = epoch = replace(epoch, test_accuracy=_percent(right))
@@ -139,19 +160,61 @@ class TrainingRun:
 
     def _steps(self) -> None:
         self.model.train()
+        if self.gates is not None:
+            self.gates.settle()
         epoch = len(self.epochs)
         batches = varied_batches(self.task, self.sizes, self.seed, epoch, self.device, skip=self.done)
         with self.learner.watching(), self._alarm():
             self.watch.start()
             for x, labels in batches:
-                loss, right = self.learner.step(x, labels, epoch + (self.done + 0.5) / len(self.sizes))
+                now = epoch + (self.done + 0.5) / len(self.sizes)
+                if self.gates is not None and self.gates.over(now):
+                    self._freeze_gates()
+                loss, right = self.learner.step(x, labels, now)
                 self.loss += loss * len(x)
                 self.right += right
                 self.done += 1
+                if self.gates is not None:
+                    self._look_at_gates(self.gates, now)
                 if time.monotonic() - self.looked_at >= _LOOK:
                     self._look()
                 if self.done % _ALARM == 0 and self.done < len(self.sizes) and self._due():
                     self._keep()
+
+    def _look_at_gates(self, gates: GateTraining, now: float) -> None:
+        with self._refusing_closed_gates():
+            told = gates.look(self.learner.steps, now)
+        for text in told:
+            self.alarms = (*self.alarms, text)
+            self.progress.log(f"epoch {len(self.epochs) + 1}: {text}")
+
+    def _freeze_gates(self) -> None:
+        """End the stage in which gates learn; where a cost is wanted, it is met on images to train on."""
+        assert self.gates is not None
+        embeddings = None
+        if self.gates.recipe.target_macs is not None:
+            count = len(self.task.train)
+            rows = torch.linspace(0, count - 1, min(count, _CALIBRATED)).long()
+            embeddings = self._embeddings(replace(self.task, test=self.task.train), rows)
+        cost = self.learner.freeze_gates(embeddings)
+        if cost is not None:
+            wanted = self.gates.recipe.target_macs
+            self.progress.log(f"gates are frozen: {cost:.3f} of the dense network's multiply-adds, wanted {wanted:g}")
+
+    def _embeddings(self, task: ImageTask, rows: Tensor | None = None) -> Tensor:
+        """(n, D): of the images to test on, or some of them, in eval mode."""
+        assert isinstance(self.model, DeepMoE)
+        network = self.model.embedding
+        with torch.no_grad(), evaluating(network), self.learner.autocast():
+            return torch.cat([network(x)[0] for x, _ in viewed_batches(task, self.device, self._tested(), rows)])
+
+    def _gate_metrics(self) -> dict[str, float]:
+        """What the gates did in the epoch."""
+        means = None if self.gates is None else self.gates.epoch_means()
+        if self.gates is None or means is None:
+            return {}
+        now = len(self.epochs) + 1 - 0.5 / len(self.sizes)
+        return {"cost": means[0], "open_share": means[1], "gate_strength": self.gates.pressure(now)}
 
     def _look(self) -> None:
         """See whether all is well within an epoch, and say how it goes."""
@@ -171,12 +234,24 @@ class TrainingRun:
             tracker.log(epoch.number, values)
         test = "" if epoch.test_accuracy is None else f", test {epoch.test_accuracy:.1f} %"
         speed = f"{epoch.images_per_second:,.0f} images/s"
+        if epoch.cost is not None:
+            test += f", cost {epoch.cost:.3f}, {epoch.open_share:.0%} open, λ {epoch.gate_strength:.2g}"
         self.progress.advance(1, f"loss {epoch.loss:.3f}, train {epoch.train_accuracy:.1f} %{test}, {speed}")
 
     def _test(self) -> Tensor:
-        size = max(_TESTED, self.recipe.part_sizes(self.sizes[0])[0])
         with self.learner.averaged():
-            return evaluate(self.model, self.task, self.learner.outputs, size)
+            return evaluate(self.model, self.task, self.learner.outputs, self._tested())
+
+    def _tested(self) -> int:
+        """Images tested together."""
+        return max(_TESTED, self.recipe.part_sizes(self.sizes[0])[0])
+
+    def _test_cost(self) -> float | None:
+        """The mean cost of an image to test on, of a network with channel gates."""
+        if not isinstance(self.model, DeepMoE):
+            return None
+        with torch.no_grad():
+            return float(gate_costs(self.model, self._embeddings(self.task)).mean())
 
     def _finish(self, right: Tensor) -> Fit:
         self.learner.average()
@@ -190,10 +265,12 @@ class TrainingRun:
             seconds=self.epochs[-1].seconds,
             images=len(self.epochs) * len(self.task.train),
             stopped=self._ended(),
+            cost=self._test_cost(),
         )
         if self.folder is not None:
             groups = {"class_accuracy": found.class_accuracy, "cluster_accuracy": found.cluster_accuracy}
-            self._save(self.folder, {"accuracy": found.accuracy, **groups, "stopped": found.stopped})
+            cost = {} if found.cost is None else {"cost": found.cost}
+            self._save(self.folder, {"accuracy": found.accuracy, **groups, **cost, "stopped": found.stopped})
             self.folder.finish(found.to_json())
         return found
 
@@ -207,6 +284,9 @@ class TrainingRun:
         loss = float(self.loss)  # waits for the device while time still counts
         with self.watch.paused():
             self._refuse_divergence(loss)
+            if self.gates is not None:
+                with self._refusing_closed_gates():
+                    self.gates.check_open()
             tensors, learner = self.learner.state()
             content = {
                 "learner": learner,
@@ -244,22 +324,40 @@ class TrainingRun:
         """Stop where the loss is not a number, or a weight, if these are to be looked at."""
         if math.isfinite(loss) and (not weights or self.learner.finite()):
             return
-        where = f"in epoch {len(self.epochs) + 1} of {self.recipe.epochs}, by batch {self.done} of {len(self.sizes)}"
-        if self.folder is None:
-            last = "Nothing was kept, for there is no folder to keep it in"
-        elif self.folder.network.exists():
-            last = f"The last good checkpoint is {self.folder.network}"
-        else:
-            last = "There was no checkpoint before it"
         raise Diverged(
-            f"fit: the loss or a weight is not a number ({where}). {last}. Lower learning_rate="
+            f"fit: the loss or a weight is not a number ({self._where()}). {self._last()}. Lower learning_rate="
             f"{self.recipe.learning_rate}, or add warmup=1 or clip=1.0, and train again in another folder"
         )
 
     @contextmanager
+    def _refusing_closed_gates(self) -> Generator[None]:
+        """Inside, a layer that has closed for all images stops the run."""
+        try:
+            yield
+        except ClosedLayer as error:
+            assert self.gates is not None
+            raise GatesClosed(
+                f"fit: {error} (step {self.learner.steps}, {self._where()}), and what is closed cannot learn. "
+                f"{self._last()}. {self.gates.advice()}, and train again in another folder"
+            ) from error
+
+    def _where(self) -> str:
+        """How far the run is."""
+        return f"in epoch {len(self.epochs) + 1} of {self.recipe.epochs}, by batch {self.done} of {len(self.sizes)}"
+
+    def _last(self) -> str:
+        """What is left of a run that has to stop."""
+        if self.folder is None:
+            return "Nothing was kept, for there is no folder to keep it in"
+        if self.folder.network.exists():
+            return f"The last good checkpoint is {self.folder.network}"
+        return "There was no checkpoint before it"
+
+    @contextmanager
     def _alarm(self) -> Generator[None]:
         """Inside, experts that collapse are noticed: each layer once in a run."""
-        if self.recipe.compile or not routed_layers(self.model):
+        # where channels are routed, closing some for good is what is wanted
+        if self.gates is not None or self.recipe.compile or not routed_layers(self.model):
             yield
             return
 

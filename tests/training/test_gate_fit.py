@@ -1,0 +1,176 @@
+"""Training a network with channel gates: two stages, the cost that was asked for, and runs that are stopped."""
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from training.gated import LONG, TASK, backbone, gate_state, gated, images
+from training.squares import Notes, lines, outcome, same, seeded
+
+from moesaic.training import training_run
+from moesaic.training.batches import viewed_batches
+from moesaic.training.checkpoints import load_weights
+from moesaic.training.fit import Diverged, GatesClosed, fit
+from moesaic.training.gate_recipe import GateRecipe
+from moesaic.training.gate_training import GateTraining
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.01}, {"ema": 0.9}], ids=["sgd", "mean"]
+)
+def test_after_the_joint_stage_gates_and_embedding_stay_and_the_rest_goes_on(changes, monkeypatch):
+    frozen, weights, model = [], [], gated()
+    freeze = GateTraining.freeze
+
+    def note(self, embeddings):
+        cost = freeze(self, embeddings)
+        frozen.extend(gate_state(model))
+        weights.extend(weight.detach().clone() for weight in model.backbone.parameters())
+        return cost
+
+    monkeypatch.setattr(GateTraining, "freeze", note)
+    fit(model, TASK, replace(LONG, **changes))
+    assert frozen
+    assert all(torch.equal(a, b) for a, b in zip(frozen, gate_state(model), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(weights, model.backbone.parameters(), strict=True))
+    assert all(parameter.requires_grad for parameter in model.parameters()), "the network comes back as it went"
+
+
+def test_the_cost_that_was_asked_for_is_that_of_test_images_and_is_told(tmp_path):
+    model, notes = gated(), Notes()
+    found = fit(model, TASK, LONG, out=tmp_path, progress=notes)
+    assert found.cost == pytest.approx(0.5, rel=0.05)
+    with torch.no_grad():
+        costs = [model.macs(model.answer(x).routing) for x, _ in viewed_batches(TASK, torch.device("cpu"), 16)]
+    assert torch.cat(costs).double().mean() / model.dense_macs == pytest.approx(found.cost)
+    assert any("gates are frozen: 0.5" in each for each in notes.logged)
+    assert re.search(r"cost \d\.\d{3}, \d+% open, λ 0\.\d", notes.notes[2])
+    epochs = lines(tmp_path)
+    assert [epoch["gate_strength"] > 0 for epoch in epochs] == [True, True, False, False]
+    assert epochs[0]["cost"] > 0.8 > epochs[-1]["cost"] == pytest.approx(0.5, rel=0.1)
+    assert all(0 < epoch["open_share"] <= 1 for epoch in epochs)
+    assert json.loads((tmp_path / "result.json").read_text())["cost"] == found.cost
+    assert load_weights(tmp_path, gated(1)).metrics["cost"] == found.cost
+    assert fit(gated(), TASK, LONG, out=tmp_path).cost == found.cost
+
+
+def test_networks_without_gates_have_no_cost(tmp_path):
+    found = fit(seeded(backbone), TASK, replace(LONG, epochs=1, gates=None), out=tmp_path)
+    assert found.cost is None
+    assert not {"cost", "open_share", "gate_strength"} & lines(tmp_path)[0].keys()
+    assert "cost" not in json.loads((tmp_path / "result.json").read_text())
+
+
+def test_with_one_stage_alone_the_cost_is_met_all_the_same():
+    one = replace(LONG, epochs=2, gates=GateRecipe(target_macs=0.5, joint=1.0))
+    assert fit(gated(), TASK, one).cost == pytest.approx(0.5, rel=0.05)
+
+
+RUNS = {
+    "target, mean, noise": replace(
+        LONG, ema=0.9, label_smoothing=0.1, gates=GateRecipe(target_macs=0.5, joint=0.6, noise=0.3)
+    ),
+    "strength, sgd, parts": replace(
+        LONG, optimizer="sgd", learning_rate=0.05, accumulate=2, clip=1.0, gates=GateRecipe(strength=0.5, joint=0.55)
+    ),
+}
+
+
+@pytest.mark.parametrize("recipe", RUNS.values(), ids=RUNS)
+def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "_LOOK", 0.0)
+    monkeypatch.setattr(training_run, "_ALARM", 2)
+    undisturbed = gated()
+    fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
+    interruptions = 0
+    for patience in (3, 9, 6, 5, 100):  # calls of progress, of which there are seven an epoch: in both stages
+        model = gated(7) if interruptions else gated()
+        try:
+            fit(model, TASK, recipe, seed=2, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
+        except KeyboardInterrupt:
+            interruptions += 1
+        else:
+            assert same(model, undisturbed)
+            break
+    assert interruptions == 4
+    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+
+
+def test_a_strength_that_closes_every_gate_stops_the_run_with_its_last_good_checkpoint(tmp_path):
+    gates = GateRecipe(strength=30.0, warmup=0.0, least_open=0.0, joint=1.0)
+    recipe = replace(LONG, optimizer="sgd", momentum=0.5, learning_rate=0.01, epochs=20, warmup=0, gates=gates)
+    with pytest.raises(GatesClosed, match=r"all gates of layer '\d' are closed") as told:
+        fit(gated(), TASK, recipe, out=tmp_path, checkpoint_seconds=0)
+    assert isinstance(told.value, Diverged)
+    for part in (r"\(step ", "in epoch ", "Use a smaller strength than 30, a longer warmup than 0.0"):
+        assert told.match(part)
+    if (tmp_path / "model.safetensors").exists():
+        assert str(tmp_path / "model.safetensors") in str(told.value)
+        model = gated().eval()
+        load_weights(tmp_path, model)
+        assert all(routing.mask.any() for routing in model.answer(images()).routing.values())
+
+
+def test_gates_that_keep_a_set_number_learn_straight_through(monkeypatch):
+    seen: list[bool] = []
+    begin = GateTraining.begin
+
+    def note(self, epoch):
+        seen.append(all(gate.straight_through for gate in self._heads.values()))
+        begin(self, epoch)
+
+    monkeypatch.setattr(GateTraining, "begin", note)
+    model = gated(mode="topk", keep=0.5)
+    found = fit(model, TASK, replace(LONG, epochs=2, gates=GateRecipe(straight_through=True)))
+    assert seen
+    assert all(seen)
+    assert not any(gate.straight_through for gate in model.gates.values())
+    assert found.epochs[0].open_share == found.epochs[1].open_share == 0.5
+    assert found.epochs[0].cost == pytest.approx(found.cost)
+
+
+def test_a_network_learns_from_a_teacher(tmp_path):
+    teacher = seeded(backbone, 5)
+    recipe = replace(LONG, epochs=1, gates=GateRecipe(distil=1.0))
+    taught, alone = gated(), gated()
+    fit(taught, TASK, recipe, teacher=teacher, out=tmp_path / "run")
+    fit(alone, TASK, replace(recipe, gates=GateRecipe()))
+    assert not same(taught, alone)
+    assert not teacher.training
+    with pytest.raises(ValueError, match=r"teacher.weights was"):
+        fit(gated(), TASK, recipe, teacher=seeded(backbone, 6), out=tmp_path / "run")
+
+
+def test_a_teacher_and_a_recipe_must_agree():
+    with pytest.raises(ValueError, match=r"distil=1\.0, but there is no teacher"):
+        fit(gated(), TASK, replace(LONG, gates=GateRecipe(distil=1.0)))
+    with pytest.raises(ValueError, match="does not say how much it counts"):
+        fit(gated(), TASK, LONG, teacher=seeded(backbone))
+
+
+def test_half_precision_and_float16_work():
+    for precision in ("bfloat16", "float16"):
+        found = fit(gated(), TASK, replace(LONG, epochs=2, precision=precision))
+        assert found.cost == pytest.approx(0.5, rel=0.05)
+
+
+def test_a_compiled_network_learns_the_same(monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    recipe = replace(
+        LONG, epochs=2, batch=70, gates=GateRecipe(target_macs=0.5, joint=1.0)
+    )  # a graph, and one use of it
+    compiled, plain = gated(), gated()
+    fit(compiled, TASK, replace(recipe, compile=True))
+    fit(plain, TASK, recipe)
+    for a, b in zip(compiled.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_gates_are_trained_on_a_gpu(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(gated(), TASK, LONG, device="cuda", out=tmp_path, progress=Notes(3), checkpoint_seconds=0)
+    assert fit(gated(), TASK, LONG, device="cuda", out=tmp_path).cost == pytest.approx(0.5, rel=0.05)
