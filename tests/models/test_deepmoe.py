@@ -186,6 +186,8 @@ def test_in_training_gradients_are_those_of_gates_behind_batch_norm(name):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_an_image_costs_is_what_the_counter_says_and_what_is_multiplied(name, monkeypatch):
     plain, model = build(name)
+    for gate in model.gates.values():  # of a layer that is all closed, one channel may be computed
+        nn.init.constant_(gate.bias[:1], 100)
     monkeypatch.setitem(PRICES, "cpu", FREE)
     shape = (3, 32, 32)
     x = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).double()
@@ -264,12 +266,12 @@ def test_gate_parameters_are_all_that_decide_which_channels_are_open():
     assert deciding.isdisjoint({id(weight) for weight in model.backbone.parameters()})
 
 
-@pytest.mark.parametrize(("options", "backend"), [({}, "aot_eager"), ({"mode": "topk", "keep": 0.5}, "eager")])
-def test_it_compiles_whole_in_training(options, backend):
+@pytest.mark.parametrize("options", [{}, {"mode": "topk", "keep": 0.5}], ids=["relu", "topk"])
+def test_it_compiles_whole_in_training(options):
     torch.manual_seed(0)
     model = deepmoe(small(), classes=CLASSES, image_size=16, **options).train()
     twin, x = copy.deepcopy(model), torch.randn(2, 3, 16, 16)
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     for _ in range(2):
         y, expected = compiled(x), twin(x)
         torch.testing.assert_close(y, expected)
