@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,21 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops import backends, channels
+from moesaic.ops import backends, channels, narrow_conv, skipping
 from moesaic.routing.channel_gate import ChannelGate
 
-FREE = channels.Prices(mac=1.0, read=1.0, copy=0.0, slice_mac=1.0, slice_read=1.0, unfold=0.0, call=0.0, group=0.0)
-FORCED = {
-    "gathered": replace(FREE, call=1e30),
-    "in place": replace(FREE, copy=1e30),
-    "as it comes": channels.PRICES["cpu"],
-}
-"""Prices under which closed channels are skipped whatever that costs, in one way; and the real ones."""
+FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, call=0.0, group=0.0)
+FORCED = {"gathered": FREE, "dense": replace(FREE, copy=1e30), "as it comes": narrow_conv.PRICES["cpu"]}
+"""Prices under which weights are gathered whatever that costs, or never; and the real ones."""
 
 
 @pytest.fixture(params=list(FORCED))
 def way(request, monkeypatch) -> str:
-    monkeypatch.setitem(channels.PRICES, "cpu", FORCED[request.param])
+    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED[request.param])
     return request.param
 
 
@@ -132,12 +127,12 @@ def run(case: Case, backend: str = "torch") -> Tensor:
 @settings(max_examples=40)
 @given(case=cases())
 def test_open_channels_alone_equal_the_definition_for_every_pattern(forced, case: Case):
-    real = channels.PRICES["cpu"]
-    channels.PRICES["cpu"] = FORCED[forced]
+    real = narrow_conv.PRICES["cpu"]
+    narrow_conv.PRICES["cpu"] = FORCED[forced]
     try:
         y = run(case)
     finally:
-        channels.PRICES["cpu"] = real
+        narrow_conv.PRICES["cpu"] = real
     with torch.no_grad():
         torch.testing.assert_close(y, case.definition(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(y, run(case, "reference"), rtol=1e-10, atol=1e-10)
@@ -246,30 +241,30 @@ def test_autocast_computes_low(backend, way):
     torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.1)
 
 
-def plan(case: Case) -> list[Any]:
+def groups(case: Case) -> list[Any]:
     layer = case.layer
-    conv = channels.ChannelConv(
-        layer.conv.weight, layer.conv.bias, None, layer.stride, layer.padding, "relu", layer.block, layer.block_in
-    )
-    job = channels._Job.of(case.x, case.gate_out, conv)
-    open_in = np.ones((len(case.x), 1), bool) if case.gate_in is None else case.gate_in.mask[:, 0].numpy()
-    return job.plan(case.gate_out.mask[:, 0].numpy(), open_in)
+    opened_in = torch.ones(len(case.x), layer.in_channels, dtype=torch.bool)
+    if case.gate_in is not None:
+        opened_in = channels.open_channels(case.gate_in, layer.in_channels, layer.block_in)
+    opened = channels.open_channels(case.gate_out, layer.out_channels, layer.block)
+    rows, columns = layer.map_size(*case.x.shape[2:])
+    return skipping._groups(layer.weights(), opened.numpy(), opened_in.numpy(), rows * columns)
 
 
 def test_samples_that_open_the_same_channels_run_together(monkeypatch):
-    monkeypatch.setitem(channels.PRICES, "cpu", FORCED["gathered"])
+    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED["gathered"])
     half, other = [1.0] * 4 + [-1.0] * 3, [-1.0] * 4 + [1.0] * 3
-    groups = plan(build([half, other, half], None))
-    assert [group.samples.tolist() for group in groups] == [[0, 2], [1]]
-    assert [group.outs.tolist() for group in groups] == [[0, 1, 2, 3], [4, 5, 6]]
+    found = groups(build([half, other, half], None))
+    assert [group.samples.tolist() for group in found] == [[0, 2], [1]]
+    assert [group.outs.tolist() for group in found] == [[0, 1, 2, 3], [4, 5, 6]]
 
 
 def test_samples_that_open_the_same_outputs_of_different_inputs_run_apart(monkeypatch):
-    monkeypatch.setitem(channels.PRICES, "cpu", FORCED["gathered"])
+    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED["gathered"])
     half, other = [1.0] * 4 + [-1.0] * 3, [-1.0] * 4 + [1.0] * 3
     first, last = [1.0, 1.0, -1.0, -1.0, -1.0], [-1.0, -1.0, -1.0, 1.0, 1.0]
     case = build([half, other, half], [first, first, last])
-    assert [group.samples.tolist() for group in plan(case)] == [[0], [1], [2]]
+    assert [group.samples.tolist() for group in groups(case)] == [[0], [1], [2]]
     with torch.no_grad():
         torch.testing.assert_close(run(case), case.definition(), rtol=1e-10, atol=1e-10)
 
@@ -278,31 +273,31 @@ def test_samples_run_together_with_what_any_opens_where_groups_cost_too_much(mon
     case = build([[1.0] * 2 + [-1.0] * 5, [-1.0, 1.0, 1.0] + [-1.0] * 4], None)
     expected = run(case)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setitem(channels.PRICES, "cpu", replace(FORCED["gathered"], group=9e3))
-    (group,) = plan(case)
+    monkeypatch.setitem(narrow_conv.PRICES, "cpu", replace(FORCED["gathered"], group=9e3))
+    (group,) = groups(case)
     assert (group.samples, group.way, group.outs.tolist()) == (None, "gathered", [0, 1, 2])
     torch.testing.assert_close(run(case), expected)
 
 
 @pytest.mark.parametrize(
-    ("width", "side", "gates", "block", "cheapest"),
+    ("width", "side", "share", "block", "cheapest"),
     [
-        (128, 16, [1.0, -1.0] * 64, 1, "gathered"),
-        (512, 2, [1.0, -1.0, -1.0, -1.0] * 128, 1, "gathered"),
-        (512, 2, [1.0, -1.0] * 256, 1, "dense"),
-        (512, 2, [1.0, -1.0, -1.0, -1.0] * 2, 64, "in place"),
-        (512, 2, [1.0] * 8, 64, "dense"),
-        (512, 2, [-1.0] * 8, 64, "closed"),
+        (128, 16, 0.5, 1, "gathered"),
+        (512, 2, 0.25, 1, "gathered"),
+        (512, 2, 0.625, 1, "dense"),  # to gather single channels costs more than to read all weights
+        (512, 2, 0.625, 64, "gathered"),
+        (512, 2, 1.0, 64, "dense"),
     ],
 )
-def test_the_prices_choose_a_way_by_map_gates_and_block(width, side, gates, block, cheapest, monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    case = build([gates], [gates], size=(side, side), channels_out=width, channels_in=width, block=block)
-    assert plan(case)[0].way == cheapest
+def test_the_prices_choose_a_way_by_map_gates_and_block(width, side, share, block, cheapest, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    conv = ChannelMoE(width, width, 3, block=block).weights()
+    opened = int(width * share)
+    assert narrow_conv.cheapest_way(conv, opened, opened, side * side)[0] == cheapest
 
 
 def test_the_work_done_is_that_of_open_channels(monkeypatch):
-    monkeypatch.setitem(channels.PRICES, "cpu", FORCED["gathered"])
+    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED["gathered"])
     case = build(PATTERNS, PATTERNS, channels_out=8, channels_in=8, block=2)
     with FlopCounterMode(display=False) as counter:
         run(case)

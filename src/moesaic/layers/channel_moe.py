@@ -18,6 +18,7 @@ from moesaic.layers.routed import Routed
 from moesaic.ops import Norm, autocast_dtype
 from moesaic.ops.channels import channel_macs, open_channels
 from moesaic.ops.dispatch import ChannelActivation, ChannelConv, run_channels
+from moesaic.ops.skipping import opened_of, run_opened
 from moesaic.record import Routing
 
 __all__ = ["ChannelMoE"]
@@ -98,20 +99,47 @@ class ChannelMoE(Routed):
             in_channels, out_channels, kernel_size, stride, self.padding, bias=bias, device=device, dtype=dtype
         )
         self.norm = nn.BatchNorm2d(out_channels, device=device, dtype=dtype) if norm else None
+        self._weights: ChannelConv | None = None
 
     @property
     def bias(self) -> bool:
         return self.conv.bias is not None
 
     def forward(self, x: Tensor, gate_out: Routing, gate_in: Routing | None = None) -> Tensor:
+        opened = opened_of(gate_out)
+        if opened is not None:  # looked at together with the gates of other layers, of which this has been checked
+            self._emit(gate_out)
+            return run_opened(x, opened, opened_of(gate_in))
         check_map("ChannelMoE", x, self.in_channels, 1)
         self._check_size(x)
         self._check_dtype(x)
         self._check_gates("gate_out", gate_out, x.shape[0], self.out_channels, self.block)
         if gate_in is not None:
             self._check_gates("gate_in", gate_in, x.shape[0], self.in_channels, self.block_in)
-        gate_out = self._emit(gate_out)
-        conv = ChannelConv(
+        if self.norm is not None and self.norm.training and self.norm.num_batches_tracked is not None:
+            self.norm.num_batches_tracked.add_(1)
+        return run_channels(x, self._emit(gate_out), gate_in, self.weights())
+
+    def weights(self) -> ChannelConv:
+        """Its convolution and BatchNorm, as backends take them."""
+        # Layers that skip channels take less time than to ask a dozen modules for their parts, so what was made
+        # last is looked at first.
+        norm, last, parts = self.norm, self._weights, vars(self.conv)["_parameters"]
+        if last is not None and last.weight is parts["weight"] and last.bias is parts["bias"]:
+            if norm is None or last.norm is None:
+                same = norm is last.norm
+            else:
+                parts, held = vars(norm)["_parameters"], vars(norm)["_buffers"]
+                same = (
+                    last.norm.training == norm.training
+                    and last.norm.weight is parts["weight"]
+                    and last.norm.bias is parts["bias"]
+                    and last.norm.running_mean is held["running_mean"]
+                    and last.norm.running_var is held["running_var"]
+                )
+            if same:
+                return last
+        self._weights = ChannelConv(
             self.conv.weight,
             self.conv.bias,
             self._norm(),
@@ -121,7 +149,7 @@ class ChannelMoE(Routed):
             self.block,
             self.block_in,
         )
-        return run_channels(x, gate_out, gate_in, conv)
+        return self._weights
 
     def map_size(self, height: int, width: int) -> tuple[int, int]:
         """Height and width of the result for a map of that size."""
@@ -155,8 +183,6 @@ class ChannelMoE(Routed):
         if norm is None:
             return None
         assert norm.running_mean is not None and norm.running_var is not None and norm.momentum is not None
-        if norm.training and norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
         return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.training)
 
     def _check_size(self, x: Tensor) -> None:

@@ -14,7 +14,7 @@ vector c per expert) its answer is split in two:
 
 Expert choice gives every expert equally many pixels: one batched GEMM, static shapes. Where units
 choose, groups are ragged, and pixels and samples are sorted by expert for a grouped GEMM. Gated
-channels have a module of their own, ``channels``.
+channels have modules of their own, ``channels`` and ``skipping``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.channels import masked_dense, may_skip, open_channels_alone
+from moesaic.ops.channels import masked_dense, may_skip
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSpec, Samples
 from moesaic.ops.pixels import Pixels
 from moesaic.ops.samples import SortedSamples, run_each
+from moesaic.ops.skipping import open_channels_alone
 from moesaic.record import Routing
 
 __all__ = ["TorchBackend"]
@@ -77,7 +78,7 @@ class TorchBackend:
         return run_each(x, routing, call)
 
     def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
-        if may_skip(x, gate_out, conv):
+        if may_skip(x, [gate_out.gate], [conv]):
             return open_channels_alone(x, gate_out, gate_in, conv)
         return masked_dense(x, gate_out, conv)
 

@@ -1,0 +1,227 @@
+"""A convolution of the channels that are open, and what it costs.
+
+A convolution needs only the rows of its weights that are open on the outside and the columns that are open on the
+inside: active_in × active_out of them. Two ways to run it:
+
+    dense     the library's convolution over everything, of whose result the open channels are kept
+    gathered  copy the open rows and columns into a narrow kernel, and run that
+
+Neighbouring input channels of a filter lie together in memory, so channels that are gated in blocks are copied in
+pieces of a block: weights are stored by block as they are, and no second copy of them is needed. For one image on a
+CPU the narrow kernel is a matrix that is multiplied with the unfolded map: a convolution would first bring it into an
+order of its own, and prepare itself anew for every number of channels. Products on slices of the weights, without
+copying, were never faster.
+
+Which way is cheaper is told by prices that ``benchmarks/channel.py --prices`` measures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moesaic.ops.dispatch import ChannelConv
+
+__all__ = [
+    "FEW_PIXELS",
+    "PRICES",
+    "Channels",
+    "Prices",
+    "Way",
+    "cheapest_way",
+    "memory_format",
+    "narrow_conv",
+    "narrow_image",
+    "output_size",
+    "pieces_of_a_filter",
+    "prices_of",
+]
+
+Way = Literal["dense", "gathered"]
+
+FEW_PIXELS = 16
+"""Maps with so many pixels or fewer are small: there weights are what a product reads."""
+UNFOLDED = 2**23
+"""An image whose unfolded map has more values than this runs as a convolution."""
+
+
+@dataclass(frozen=True)
+class Prices:
+    """Nanoseconds on one core; a price of a device that is no CPU stands for the whole device."""
+
+    mac: float
+    """A multiply-add inside a convolution that has enough of them."""
+    read: float
+    """A weight that a convolution reads; on small maps this, and not arithmetic, is what a layer costs."""
+    copy: float
+    """A weight that is copied into a narrow kernel."""
+    piece: float
+    """A piece of neighbouring weights that is copied, on top of its weights."""
+    call: float
+    """What skipping costs a convolution besides, however small it is."""
+    group: float
+    """What it costs a layer by itself: its look at the gates, and its channels' way into a map of all channels."""
+
+
+# Those of the CPU are for 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, with other layers'
+# weights in the caches, as inside a network. Those of CUDA are rough: there what skips waits for launches.
+PRICES = {
+    "cpu": Prices(mac=0.029, read=0.63, copy=0.5, piece=5.0, call=3e4, group=1e5),
+    "cuda": Prices(mac=4e-5, read=2e-3, copy=5e-3, piece=0.0, call=5e4, group=2e5),
+}
+
+
+def prices_of(device: torch.device) -> Prices:
+    """Those of CUDA for whatever is no CPU."""
+    return PRICES["cpu"] if device.type == "cpu" else PRICES["cuda"]
+
+
+@dataclass(eq=False, slots=True)
+class Channels:
+    """Some channels of a map that has ``total`` of them.
+
+    >>> x = torch.arange(3.0).view(1, 3, 1, 1)
+    >>> some = Channels(torch.tensor([0, 2]), total=3)
+    >>> some.take(x).flatten().tolist(), some.put(torch.ones(1, 2, 1, 1)).flatten().tolist()
+    ([0.0, 2.0], [1.0, 0.0, 1.0])
+    """
+
+    index: Tensor
+    """Their numbers in rising order, on the map's device."""
+    total: int
+    pieces: Tensor | None = None
+    """The numbers of their pieces, where a filter that reads them lies in pieces of a block (`pieces_of_a_filter`)."""
+    filters: Tensor | None = None
+    """(…, 1): where the filters that make them begin, counted in pieces."""
+
+    def __len__(self) -> int:
+        return self.index.shape[0]
+
+    @property
+    def all(self) -> bool:
+        return len(self) == self.total
+
+    def take(self, x: Tensor) -> Tensor:
+        """These channels of a map, which may have them alone already."""
+        if x.shape[1] == self.index.shape[0]:
+            return x
+        return x.index_select(1, self.index).contiguous(memory_format=memory_format(x))
+
+    def put(self, x: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
+        """A map of all channels with these in their places and zeros elsewhere, if it is not one already."""
+        if x.shape[1] == self.total:
+            return x.contiguous(memory_format=memory_format)
+        shape = (x.shape[0], self.total, *x.shape[2:])
+        y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format).zero_()
+        return y.index_copy_(1, self.index, x)
+
+
+def memory_format(x: Tensor) -> torch.memory_format:
+    """That of a map; contiguous where it is in no other."""
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def output_size(size: int, conv: ChannelConv) -> int:
+    """Rows of the result for a map of so many rows; likewise columns."""
+    return (size + 2 * conv.padding - conv.weight.shape[2]) // conv.stride + 1
+
+
+def pieces_of_a_filter(conv: ChannelConv) -> int:
+    """In how many pieces a filter's weights are copied: neighbouring channels that share a gate are one."""
+    C = conv.weight.shape[1]
+    return C // math.gcd(C, conv.block_in)
+
+
+def cheapest_way(conv: ChannelConv, ins: int, outs: int, pixels: int) -> tuple[Way, float]:
+    """How to run a convolution of so many open channels for so many pixels of its result, and the price."""
+    weight = conv.weight
+    O, C, ks, _ = weight.shape
+    cores, prices = 1, PRICES["cuda"]
+    if weight.device.type == "cpu":
+        cores, prices = torch.get_num_threads(), PRICES["cpu"]
+    each = max(pixels * prices.mac, prices.read)
+    dense = O * C * ks * ks * each / cores
+    if ins == C and outs == O:
+        return "dense", dense
+    dense += prices.call  # the map gets its closed channels back, and the result loses them
+    pieces = outs * (1 if ins == C else ins * pieces_of_a_filter(conv) / C)
+    if not weight.is_contiguous():
+        pieces *= ks * ks
+    gathered = (ins * outs * ks * ks * (each + prices.copy) + pieces * prices.piece) / cores + prices.call
+    return ("gathered", gathered) if gathered < dense else ("dense", dense)
+
+
+def narrow_conv(x: Tensor, conv: ChannelConv, ins: Channels, outs: Channels, way: Way) -> Tensor:
+    """(B, open outs, H', W'): the bare convolution, without bias, of a map with all channels or the open ones alone.
+
+    Its memory format is what comes out.
+    """
+    if not len(ins):
+        return x.new_zeros(x.shape[0], len(outs), *(output_size(size, conv) for size in x.shape[2:]))
+    if way == "dense":
+        return outs.take(F.conv2d(ins.put(x, memory_format(x)), conv.weight, None, conv.stride, conv.padding))
+    x, weight = ins.take(x), _gathered(conv, ins, outs)
+    if x.shape[0] == 1 and x.device.type == "cpu" and weight.is_contiguous():
+        rows, columns = output_size(x.shape[2], conv), output_size(x.shape[3], conv)
+        return narrow_image(x, weight.flatten(1), conv, rows, columns)
+    return F.conv2d(x, weight, None, conv.stride, conv.padding)
+
+
+def narrow_image(x: Tensor, weight: Tensor, conv: ChannelConv, rows: int, columns: int) -> Tensor:
+    """(1, outs, rows, columns) of one image with open channels alone, the narrow kernel being (outs, ins · ks²)."""
+    if weight.shape[1] * rows * columns <= UNFOLDED:
+        return _product(weight, _unfolded(x, conv, rows, columns)).view(1, -1, rows, columns)
+    ks = conv.weight.shape[2]
+    return F.conv2d(x, weight.view(len(weight), -1, ks, ks), None, conv.stride, conv.padding)
+
+
+def _product(weight_OK: Tensor, values_KP: Tensor) -> Tensor:
+    """(O, P). MKL is slow where the columns are few pixels, and on one core where the rows are a few more."""
+    pixels = values_KP.shape[1]
+    if pixels > FEW_PIXELS or (pixels > 8 and torch.get_num_threads() == 1):
+        return weight_OK @ values_KP
+    return (values_KP.T.contiguous() @ weight_OK.T).T
+
+
+def _unfolded(x: Tensor, conv: ChannelConv, rows: int, columns: int) -> Tensor:
+    """(C · ks², pixels): what a kernel sees at each pixel of one image."""
+    ks, stride, padding = conv.weight.shape[2], conv.stride, conv.padding
+    if rows * columns <= FEW_PIXELS:
+        return F.unfold(x, ks, padding=padding, stride=stride)[0]
+    # the same in several threads: a copy of windows that overlap
+    C = x.shape[1]
+    padded = F.pad(x[0], (padding,) * 4).contiguous()
+    H, W = padded.shape[1:]
+    windows = padded.as_strided((C, ks, ks, rows, columns), (H * W, W, 1, W * stride, stride))
+    return windows.reshape(C * ks * ks, rows * columns)
+
+
+def _gathered(conv: ChannelConv, ins: Channels, outs: Channels) -> Tensor:
+    """The kernel of the open channels: (open outs, open ins, ks, ks), in the memory format of the weights."""
+    weight = conv.weight
+    C, ks = weight.shape[1:3]
+    if ins.all:
+        return weight if outs.all else weight.index_select(0, outs.index)
+    in_all = pieces_of_a_filter(conv)
+    size = C // in_all
+    pieces = ins.pieces
+    if pieces is None:
+        pieces = ins.index if size == 1 else ins.index[::size] // size
+    if weight.is_contiguous():
+        filters = (outs.index * in_all).unsqueeze(1) if outs.filters is None else outs.filters
+        # one list of pairs, so that nothing is copied twice
+        pairs = (filters + pieces).view(-1)
+        return weight.view(-1, size * ks * ks).index_select(0, pairs).view(len(outs), -1, ks, ks)
+    if not weight.is_contiguous(memory_format=torch.channels_last):
+        return weight.index_select(0, outs.index).index_select(1, ins.index)
+    taps = torch.arange(ks * ks, device=weight.device)
+    filters = ((outs.index * (ks * ks)).unsqueeze(1) + taps).view(-1)
+    pairs = ((filters * in_all).unsqueeze(1) + pieces).view(-1)
+    narrow = weight.permute(0, 2, 3, 1).reshape(-1, size).index_select(0, pairs)
+    return narrow.view(len(outs), ks, ks, -1).permute(0, 3, 1, 2)
