@@ -101,7 +101,7 @@ def test_names_of_classes_layers_and_files_are_escaped(written: tuple[Path, str]
 def test_the_page_says_what_was_measured(written: tuple[Path, str]):
     text = words(written[1])
     assert "What vgg16_deepmoe switches on" in text
-    assert "13 in all" in text
+    assert "some of the 13 channels of 3 convolutions" in text
     assert "11 gates are dynamic, open for some and closed for others; 1 are always on, 1 dead" in text
     assert "Which gates are open depends on the class." in text
     assert "tells the class of 100 % of images" in text

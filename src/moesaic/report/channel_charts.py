@@ -84,7 +84,7 @@ def _map(found: EmbeddingMap, class_names: Sequence[str], classes: Tensor) -> Ch
         own = members.numpy()
         return Group(label, role, tuple(map(float, x[own])), tuple(map(float, y[own])))
 
-    groups = [group(printable(class_names[k]), f"class {k}", drawn == k) for k in named]
+    groups = [group(printable(class_names[k], 16), f"class {k}", drawn == k) for k in named]
     if len(named) < len(present):
         rest = ~torch.isin(drawn, torch.tensor(named))
         groups.insert(0, group(f"{len(present) - len(named)} other classes", "others", rest))

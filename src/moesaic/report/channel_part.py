@@ -155,7 +155,7 @@ def channel_part(explanation: Explanation, pictures: GatePictures) -> ChannelPar
         embedding=_embedding(channels, explanation),
         costs=() if costs is None else _costs(costs),
         cost_rows=() if costs is None else tuple((each, _cost(each)) for each in costs.classes),
-        scale=max([100.0, *(each.most for each in costs.classes)]) if costs is not None else 100.0,
+        scale=100.0 if costs is None else costs.all.most,
         pictures=pictures,
         drawings={chart.id: (to_svg(chart, variables=True), chart) for chart in pictures.charts},
         columns=tuple(evenly(len(channels.layers), _COLUMNS)),
@@ -176,8 +176,8 @@ def _what(channels: ChannelExplanation) -> tuple[str, ...]:
     blocks = any(layer.block > 1 for layer in channels.layers)
     unit = "blocks of channels" if blocks else "channels"
     what = (
-        f"For each image, gates open some of the {unit} of {layers} and close the others, {channels.gates:,} in all; "
-        "what is closed is not computed."
+        f"For each image, gates open some of the {channels.gates:,} {unit} of {layers} and close the others; what is "
+        "closed is not computed."
     )
     opens = f"An image opens {percent(channels.open_share)} of them on average"
     if costs is not None:
