@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from moesaic.checks import one_of
 from moesaic.ledger import Chart, Fidelity, Finding
-from moesaic.papers import chen2022, chowdhury2023
+from moesaic.papers import chen2022, chowdhury2023, wang2019
 from moesaic.papers.claims import Judgement, Paper, Plan, Study, Test
 from moesaic.papers.lab import Cell, Done, Lab
 from moesaic.training import Cells, Progress, Silent
@@ -18,7 +18,7 @@ from moesaic.training import Cells, Progress, Silent
 __all__ = ["PAPERS", "Outcome", "reproduce"]
 
 PAPERS: Mapping[str, Paper[Any]] = MappingProxyType(
-    {paper.id: paper for paper in (chowdhury2023.PAPER, chen2022.PAPER)}
+    {paper.id: paper for paper in (chowdhury2023.PAPER, chen2022.PAPER, wang2019.PAPER)}
 )
 
 PRESETS = ("quick", "full")

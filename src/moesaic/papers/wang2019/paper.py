@@ -1,0 +1,63 @@
+"""Wang et al. 2019, "Deep Mixture of Experts via Shallow Embedding" (DeepMoE).
+
+Routing by channel: what the supplement says of expressive power and of four widenings of VGG-16 (`power`, which only
+calculates), and gates on CIFAR-10 beside static networks of equal cost (`gate_claims`). Of the main paper the tables
+are not at hand, and no claim is about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moesaic.ledger import Chart, Fidelity
+from moesaic.papers.claims import Paper, Plan, Study
+from moesaic.papers.lab import Lab
+from moesaic.papers.wang2019 import charts as drawn
+from moesaic.papers.wang2019 import gate_cells, gate_claims, gate_plan, power, power_cells
+
+__all__ = ["PAPER"]
+
+
+def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
+    """What is printed only needs calculating; what is trained is in our form."""
+    return power_cells.plan() if fidelity == "print" else gate_plan.plan(preset, fidelity)
+
+
+def charts(studies: Mapping[Fidelity, Study[Any]]) -> list[Chart]:
+    """Those for which there are results."""
+    return drawn.charts(studies)
+
+
+def notes(preset: str, lab: Lab) -> list[str]:
+    """What a reader should know."""
+    lost = (
+        "Wang et al.: Table 1 of the supplement has lost five cells in the copy at hand (Conv11 to Conv13 of W1-High, "
+        "Conv3 and Conv4 of W4-Low); they are solved for, so that all four columns have equally many weights."
+    )
+    return [lost, gate_claims.NOTE] if preset == "full" else [lost]
+
+
+def check_data(data_dir: Path) -> None:
+    """CIFAR-10 may be missing, and claims on it are then not decided; what is there must be whole."""
+    if not data_dir.exists():
+        raise FileNotFoundError(
+            f"--data-dir={str(data_dir)!r} does not exist; name a folder that does, or leave it out"
+        )
+    gate_cells.check_data(data_dir)
+
+
+PAPER: Paper[Any] = Paper(
+    id="wang2019",
+    title="Deep Mixture of Experts via Shallow Embedding (Wang et al. 2019), supplement",
+    about="The channels of a convolution are its experts: a small network looks at the image first and says which "
+    "channels of every layer work on it. The supplement argues that such a network, though sparse, can tell as much "
+    "apart as a dense one, and gives four ways to widen VGG-16. Here its argument is calculated, and networks with "
+    "gates are put beside narrower ones of equal cost on CIFAR-10.",
+    tests=(*power.TESTS, *gate_claims.TESTS),
+    plan=plan,
+    charts=charts,
+    notes=notes,
+    check_data=check_data,
+)
