@@ -1,4 +1,5 @@
 import copy
+import pickle
 
 import pytest
 import torch
@@ -298,3 +299,23 @@ def test_a_network_with_a_shortcut_is_no_chain():
     straight = Network()
     assert straight.gated._chain is not None
     assert Chain.of(straight, straight.layers(), {**straight.gated.sources, "body.6": "body.0"}, frozenset()) is None
+
+
+def test_a_network_can_be_pickled():
+    network, (x, embedding) = Network(), images(1)
+    with torch.no_grad():
+        expected = network.run(x, embedding)
+        other = pickle.loads(pickle.dumps(network))
+        assert torch.equal(other.run(x, embedding), expected)
+        heard: list[str] = []
+        other.body[1].register_forward_hook(Hearing(heard))
+        other.run(x, embedding)
+    assert heard == ["heard"]
+
+
+class Hearing:
+    def __init__(self, heard: list[str]) -> None:
+        self.heard = heard
+
+    def __call__(self, *args: object) -> None:
+        self.heard.append("heard")

@@ -42,3 +42,12 @@ def test_running_statistics_that_change_are_noticed():
     made[0][1].train()(made[0][0](torch.randn(4, 3, 8, 8, dtype=torch.float64)))
     made[0][1].eval()
     torch.testing.assert_close(folded(x), plainly(made, x))
+
+
+@torch.no_grad()
+def test_layers_that_have_hooks_are_called():
+    made, x = layers(3, 5, 4), torch.randn(1, 3, 8, 8, dtype=torch.float64)
+    folded, heard = FoldedConvs(made), []
+    made[1][0].register_forward_hook(lambda module, args, y: heard.append(y.shape))
+    torch.testing.assert_close(folded(x), plainly(made, x), rtol=1e-10, atol=1e-10)
+    assert len(heard) == 2

@@ -58,6 +58,15 @@ def test_heads_that_learn_work_by_themselves():
 
 
 @torch.no_grad()
+def test_heads_that_have_hooks_are_called():
+    heads, embedding = build("relu")
+    heard: list[int] = []
+    heads["b"].register_forward_hook(lambda head, args, routing: heard.append(routing.experts))
+    ChannelHeads(heads)(embedding)
+    assert heard == [16]
+
+
+@torch.no_grad()
 def test_heads_that_changed_are_noticed():
     heads, embedding = build("relu")
     joint = ChannelHeads(heads)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from torch import Tensor, fx, nn
 
 from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.ops.dispatch import ChannelConv
+from moesaic.ops.listeners import Listeners
 from moesaic.ops.narrow_conv import Channels, cheapest_way, narrow_image, output_size, pieces_of_a_filter
 from moesaic.ops.skipping import block_layout, split
 
@@ -52,7 +54,7 @@ class Chain:
 
     def __init__(self, steps: Sequence[_Step | Callable[[Tensor], Tensor]], skipped: Sequence[nn.Module]) -> None:
         self.steps = list(steps)
-        self._hooks = [hooks for module in skipped for hooks in _hooks_of(module)]
+        self._listeners = Listeners(skipped)
 
     @staticmethod
     def of(
@@ -93,8 +95,10 @@ class Chain:
             elif module is not None:
                 steps.append(module)
                 continue
+            elif node.op == "call_module":
+                return None
             else:
-                steps.append(_call(node))
+                steps.append(_Call(node.target, node.args[1:], dict(node.kwargs)))
                 continue
             skipped.append(module)
         last = nodes[-1]
@@ -108,7 +112,7 @@ class Chain:
             return False
         if any(conv.weight.dtype != x.dtype or not conv.weight.is_contiguous() for conv in convs):
             return False
-        return not any(self._hooks)
+        return not self._listeners
 
     def run(
         self, x: Tensor, gates: Tensor, convs: Sequence[ChannelConv], scale_and_shift: tuple[Tensor, Tensor]
@@ -219,14 +223,14 @@ class _Tracer(fx.Tracer):
         return isinstance(m, ChannelMoE) or super().is_leaf_module(m, module_qualified_name)
 
 
-def _call(node: fx.Node) -> Callable[[Tensor], Tensor]:
-    rest, options, target = node.args[1:], node.kwargs, node.target
-    if node.op == "call_method":
-        return lambda x: getattr(x, str(target))(*rest, **options)
-    return lambda x: cast("Callable[..., Tensor]", target)(x, *rest, **options)
+@dataclass(frozen=True)
+class _Call:
+    """A function or method that the network calls on the map."""
 
+    target: Callable[..., Any] | str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
-def _hooks_of(module: nn.Module) -> list[Any]:
-    """What a module calls besides, empty where nobody listens to it."""
-    own = vars(module)
-    return [own[name] for name in ("_forward_hooks", "_forward_pre_hooks", "_observers") if name in own]
+    def __call__(self, x: Tensor) -> Tensor:
+        call = getattr(x, self.target) if isinstance(self.target, str) else partial(self.target, x)
+        return call(*self.args, **self.options)

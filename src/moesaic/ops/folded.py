@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.ops.kept import Kept
+from moesaic.ops.listeners import Listeners
 from moesaic.ops.narrow_conv import FEW_PIXELS
 
 __all__ = ["FoldedConvs"]
@@ -21,7 +22,8 @@ class FoldedConvs:
     """ReLU(BatchNorm(conv(x))) of one convolution after the other, with BatchNorm's scale multiplied into the weights.
 
     It is right where BatchNorm's statistics are fixed and nobody wants gradients; whether that is so is up to the
-    caller. The folded weights are kept until those of the layers change, see `moesaic.ops.kept.Kept`.
+    caller. The folded weights are kept until those of the layers change, see `moesaic.ops.kept.Kept`. Layers that have
+    hooks are called one by one.
 
     >>> conv, norm, x = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8).eval(), torch.randn(1, 3, 8, 8)
     >>> with torch.no_grad():
@@ -32,8 +34,13 @@ class FoldedConvs:
     def __init__(self, layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> None:
         self.layers = list(layers)
         self._folded = Kept[Weights]()
+        self._listeners = Listeners(module for layer in self.layers for module in layer)
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self._listeners:
+            for conv, norm in self.layers:
+                x = norm(conv(x)).relu_()
+            return x
         held = [tensor for layer in self.layers for tensor in _tensors(*layer)]
         folded = self._folded.of(held, lambda: [_fold(*layer) for layer in self.layers])
         for (conv, _), weights in zip(self.layers, folded, strict=True):

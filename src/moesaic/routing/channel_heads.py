@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from moesaic.ops import autocast_off
 from moesaic.ops.kept import Kept
+from moesaic.ops.listeners import Listeners
 from moesaic.record import Routing
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.router import best
@@ -28,8 +29,8 @@ __all__ = ["ChannelHeads", "JointGates"]
 class ChannelHeads:
     """Heads of several layers, by name: called with an embedding (B, D), it gives the gates of each.
 
-    In training and where gradients are wanted each head works by itself. In evaluation a copy of their weights, as one
-    matrix, is kept until they change, see `moesaic.ops.kept.Kept`.
+    In training, where gradients are wanted and where heads have hooks, each works by itself. In evaluation a copy of
+    their weights, as one matrix, is kept until they change, see `moesaic.ops.kept.Kept`.
 
     >>> heads = ChannelHeads({"a": ChannelGate(8, 16).eval(), "b": ChannelGate(8, 4).eval()})
     >>> with torch.no_grad():
@@ -40,6 +41,7 @@ class ChannelHeads:
     def __init__(self, heads: Mapping[str, ChannelGate]) -> None:
         self.heads = dict(heads)
         self._joined = Kept[tuple[Tensor, Tensor]]()
+        self._listeners = Listeners(heads.values())
 
     def __call__(self, embedding: Tensor) -> Mapping[str, Routing]:
         heads = list(self.heads.values())
@@ -57,6 +59,8 @@ class ChannelHeads:
 
     def _may_join(self, embedding: Tensor, heads: list[ChannelGate]) -> bool:
         if embedding.is_meta or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
+            return False
+        if self._listeners:
             return False
         mode, width = heads[0].mode, embedding.shape[-1]
         if embedding.ndim != 2 or any(head.training or head.mode != mode or head.embedding != width for head in heads):
