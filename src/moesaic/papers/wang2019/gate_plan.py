@@ -129,8 +129,8 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
             (("embedding_share", 4 * _EMBEDDING),),
         ),
         "schedule": Remedy(
-            "gates that learn for 80 % of the epochs in place of 60 %, under a pressure that grows for twice as long",
-            GateRecipe(target_macs=REMEDY_COST, joint=0.8, warmup=0.6),
+            "gates that learn for 80 % of the epochs in place of 60 %, and come down to their cost over more of them",
+            GateRecipe(target_macs=REMEDY_COST, joint=0.8, warmup=0.15),
         ),
         "noise": Remedy("noise on the gates while they learn", GateRecipe(target_macs=REMEDY_COST, noise=0.5)),
         "topk": Remedy(
