@@ -1,11 +1,13 @@
 """DeepMoE: what the backbone computed, with channels left out as the image says."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
@@ -281,21 +283,43 @@ def test_it_compiles_whole_in_training(options):
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_copies_and_state_dicts_carry_everything():
-    plain, model = build("basic blocks")
+@pytest.mark.parametrize("name", ["vgg", "basic blocks"])
+def test_copies_and_state_dicts_carry_everything(name):
+    plain, model = build(name)
     x = images(2)
     with torch.no_grad():
         expected = model(x)
         twin = copy.deepcopy(model)
         for weight in model.parameters():
             weight.zero_()
-        torch.testing.assert_close(twin(x), expected, rtol=0, atol=0)
+        torch.testing.assert_close(twin(x), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(pickle.loads(pickle.dumps(twin))(x), expected, rtol=1e-10, atol=1e-10)
         model.load_state_dict(twin.state_dict())
-        torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
-    assert {"backbone.body.2.first.0.conv.weight", "gates.body_2_first_0.bias"} <= model.state_dict().keys()
+        torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+    layer = model.gated[0]
+    names = {f"backbone.{layer}.conv.weight", f"backbone.{layer}.norm.bias", f"gates.{layer.replace('.', '_')}.bias"}
+    assert names <= model.state_dict().keys()
     assert sum(weight.numel() for weight in model.backbone.parameters()) == sum(
         weight.numel() for weight in plain.parameters()
     )
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_steps_of_training_are_noticed_by_what_evaluation_keeps(batch):
+    # folded BatchNorms and joined heads must not outlive the weights that they were made of
+    _, model = build("vgg")
+    x, optimizer = images(batch), torch.optim.SGD(model.parameters(), lr=0.01)
+    answers: list[Tensor] = []
+    for _ in range(3):
+        with torch.no_grad():
+            answers.append(model.eval()(x))
+            fresh = copy.deepcopy(model)(x)
+        torch.testing.assert_close(answers[-1], fresh, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model(x), fresh, rtol=1e-8, atol=1e-8)  # with gradients nothing is kept
+        F.cross_entropy(model.train()(images(4)), torch.arange(4)).backward()
+        optimizer.step()
+    assert not torch.allclose(answers[0], answers[1])
+    assert not torch.allclose(answers[1], answers[2])
 
 
 def test_an_error_inside_leaves_no_gates_behind():

@@ -3,7 +3,8 @@
 A shallow network makes an embedding of the image, a linear head for each gated convolution makes gates of the
 embedding, and the gates of a convolution cut its outputs and the inputs of whoever reads them. `deepmoe` makes one of
 any network whose convolutions `conv_chain` can pair: the convolution and its BatchNorm become a `ChannelMoE`, and all
-else stays as it is. With all gates 1 it computes what the network did.
+else stays as it is. With all gates 1 it computes what the network did. Without gradients closed channels are left out,
+and the gated layers run together (`moesaic.layers.channel_network`).
 
 Costs are multiply-adds of one image: active_in × active_out of gated convolutions, and everything else whole.
 """
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from moesaic.checks import at_least_one
+from moesaic.layers.channel_network import GatedLayers
 from moesaic.models.conv_chain import Link, conv_chain, links_to_gate
 from moesaic.models.count import count
 from moesaic.models.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
@@ -27,6 +29,7 @@ from moesaic.models.gated_conv import GatedConv, ReadingConv, RunningGates, conv
 from moesaic.ops.channels import open_channels
 from moesaic.record import Routing
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
+from moesaic.routing.channel_heads import ChannelHeads
 
 __all__ = ["Answer", "DeepMoE", "deepmoe"]
 
@@ -93,6 +96,7 @@ class DeepMoE(nn.Module):
         embedding: EmbeddingNetwork,
         gates: Mapping[str, ChannelGate],
         running: RunningGates,
+        layers: GatedLayers,
         prices: Sequence[_Price],
         *,
         left: Mapping[str, str],
@@ -111,6 +115,8 @@ class DeepMoE(nn.Module):
         self.fixed_macs = fixed_macs
         self._prices = tuple(prices)
         self._running = running
+        self._layers = layers
+        self._all_heads = ChannelHeads(gates)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.answer(x).logits
@@ -118,8 +124,13 @@ class DeepMoE(nn.Module):
     def answer(self, x: Tensor) -> Answer:
         """The backbone's scores, the embedding with its own, and the gates of every layer."""
         embedding, scores = self.embedding(x)
-        routing = {name: gate(embedding) for name, gate in self.heads().items()}
-        logits = self._run(x, routing)
+        routing: Mapping[str, Routing]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            routing = {name: gate(embedding) for name, gate in self.heads().items()}
+            logits = self._run(x, routing)
+        else:
+            routing = self._all_heads(embedding)
+            logits = self._layers.run(self._run, x, routing)
         return Answer(logits, embedding, scores, routing)
 
     def macs(self, routing: Mapping[str, Routing]) -> Tensor:
@@ -227,6 +238,7 @@ def deepmoe(
         for name in plan
     }
     running, prices = RunningGates(), list[_Price]()
+    pixels = {name: costs[name] // convs[name].weight.numel() for name in plan}
     made: dict[str, nn.Module] = {}
     for name, conv in convs.items():
         source = _source(plan, name)
@@ -251,12 +263,20 @@ def deepmoe(
         pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
         prices.append(_Price(pair, conv.in_channels if source is None else source, outs))
     _swap(backbone, made)
+    layers = GatedLayers(
+        {name: cast(GatedConv, made[name]) for name in plan},
+        {name: _source(plan, name) for name in plan},
+        hand_on=_hand_on(backbone, plan, made),
+        pixels=pixels,
+        network=backbone,
+    )
     gate_macs = embedding_macs(widths, **sizes)
     return DeepMoE(
         backbone,
         embedding,
         heads,
         running,
+        layers,
         prices,
         left=left,
         dense_macs=sum(costs.values()) + sum(_dense(price, heads) for price in prices),
@@ -354,6 +374,18 @@ def _neighbours(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str
 def _source(plan: Mapping[str, Link], name: str) -> str | None:
     """The gated convolution whose channels this one reads."""
     return next((link.conv for link in plan.values() if link.cuts_inputs and name in link.readers), None)
+
+
+def _hand_on(backbone: nn.Module, plan: Mapping[str, Link], made: Mapping[str, nn.Module]) -> list[str]:
+    """The gated layers whose readers all know which channels are open, and take a map of these alone."""
+    if any(isinstance(module, nn.PReLU) and module.num_parameters > 1 for module in backbone.modules()):
+        return []  # it counts channels
+    readers = (GatedConv, ReadingConv)
+    return [
+        name
+        for name, link in plan.items()
+        if link.cuts_inputs and all(isinstance(made.get(reader), readers) for reader in link.readers)
+    ]
 
 
 def _backbone_macs(backbone: nn.Module, classes: int, shape: tuple[int, int, int]) -> dict[str, int]:

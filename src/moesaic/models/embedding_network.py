@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
 from moesaic.models.resnet import LARGE_IMAGE, conv_norm
+from moesaic.ops import autocast_dtype
+from moesaic.ops.folded import FoldedConvs
 
 __all__ = ["EmbeddingNetwork", "embedding_macs", "embedding_widths"]
 
@@ -45,14 +49,22 @@ class EmbeddingNetwork(nn.Module):
             raise ValueError("EmbeddingNetwork: widths is empty; give the channels of one convolution or more")
         given = {f"widths[{number}]": width for number, width in enumerate(widths)}
         at_least_one("EmbeddingNetwork", in_channels=in_channels, classes=classes, **given)
-        convs = (conv_norm(before, width, 3, stride=2) for before, width in pairwise((in_channels, *widths)))
+        convs = [conv_norm(before, width, 3, stride=2) for before, width in pairwise((in_channels, *widths))]
         self.body = nn.Sequential(*(layer for conv in convs for layer in (*conv, nn.ReLU())))
         self.head = nn.Linear(widths[-1], classes)
         self.dimension = widths[-1]
+        self._folded = FoldedConvs([cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(conv)) for conv in convs])
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        embedding = self.body(x).mean((2, 3))
+        y = self._folded(x) if self._may_fold(x) else self.body(x)
+        embedding = y.mean((2, 3))
         return embedding, self.head(embedding)
+
+    def _may_fold(self, x: Tensor) -> bool:
+        """Whether BatchNorm is a scale and a shift for good, which saves half of the time for one image."""
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export() or x.is_meta:
+            return False
+        return autocast_dtype(x) is None and not any(norm.training for _, norm in self._folded.layers)
 
 
 def embedding_macs(widths: Sequence[int], *, in_channels: int, image_size: int, classes: int, gates: int) -> int:

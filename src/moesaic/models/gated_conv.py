@@ -89,7 +89,7 @@ class GatedConv(ChannelMoE):
 
 
 class ReadingConv(nn.Conv2d):
-    """A convolution without gates of its own that reads gated channels, and in evaluation leaves out the closed ones.
+    """A convolution without gates of its own that reads gated channels; without gradients it leaves out closed ones.
 
     It takes over the weights of ``conv``. ``source`` is the name under which the gates of the map's channels are.
     """
@@ -116,7 +116,7 @@ class ReadingConv(nn.Conv2d):
         return self._running.of(self.source)
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.training or torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             return super().forward(input)
         padding = cast("tuple[int, int]", self.padding)[0]
         conv = ChannelConv(
