@@ -1,6 +1,6 @@
 """What each choice in WRN-pMoE's best form and in the default recipe brings: validation accuracy of variants.
 
-    python benchmarks/wide_variants.py --data-dir DIR [--device cuda] [--only PATTERN] [--out FILE.json]
+    python benchmarks/wide_variants.py --data-dir DIR [--device cuda] [--only PATTERN ...] [--out FILE.json]
 
 Two tasks: 1 000 faces, smiling or not (celeba-smiling), and 4 000 vehicles among animals (cifar-vehicles). The
 images to validate on are *training* images that a run was not trained on, and seeds are not those of
@@ -39,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], Recipe]] = {
     "WRN, released recipe": ("wrn10_10", {}, RELEASED),
     "WRN, SGD with momentum": ("wrn10_10", {}, MOMENTUM),
     "best, ours": ("wrn10_10_pmoe", {}, OURS),
+    "best, fast routers": ("wrn10_10_pmoe", {}, replace(OURS, router_rate=1e-3)),
+    "best, slow routers": ("wrn10_10_pmoe", {}, replace(OURS, router_rate=1e-5)),
     "best, SGD with momentum": ("wrn10_10_pmoe", {}, MOMENTUM),
     "best, released recipe": ("wrn10_10_pmoe", {}, RELEASED),
     "best, released recipe, cosine and decay": ("wrn10_10_pmoe", {}, DECAYED),
@@ -65,10 +67,12 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--only", default="*", help="variants whose names match")
+    parser.add_argument("--only", nargs="+", default=["*"], help="variants whose names match one of these")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/wide-variants.json")
     arguments = parser.parse_args()
-    chosen = {name: variant for name, variant in VARIANTS.items() if fnmatchcase(name, arguments.only)}
+    chosen = {
+        name: variant for name, variant in VARIANTS.items() if any(fnmatchcase(name, one) for one in arguments.only)
+    }
     rows: list[dict[str, float | str]] = [{"network": name} for name in chosen]
     for task_name in arguments.tasks:
         whole = {

@@ -196,6 +196,17 @@ def test_routers_can_have_a_rate_of_their_own():
         assert not torch.equal(model.moe.router.weight, before)
 
 
+def test_routers_go_at_a_tenth_of_the_rate_under_adamw():
+    def moved(rate: float | None) -> Tensor:
+        model = routed()
+        before = model.moe.router.weight.detach().clone()
+        one_step(model, replace(SHORT, optimizer="adamw", learning_rate=0.01, router_rate=rate, weight_decay=0.0))
+        return model.moe.router.weight.detach() - before
+
+    torch.testing.assert_close(moved(None), moved(0.001))
+    assert not torch.allclose(moved(None), moved(0.01))
+
+
 def choosing(seed: int = 0) -> nn.Module:
     return seeded(lambda: Routed(TokenChoice(8, experts=2, patch_size=4)), seed)
 

@@ -6,7 +6,7 @@ not been. No step waits for the device, but for the one time that float16 has to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -256,8 +256,8 @@ def optimizers_of(model: nn.Module, recipe: Recipe, device: torch.device) -> lis
     layers = [layer for layer in routed_layers(model).values() if hasattr(layer, "experts")]
     if recipe.optimizer != "normalized_gd":
         heads = {id(weight) for weight in model.gates.parameters()} if isinstance(model, DeepMoE) else set[int]()
-        routers, others = _parted(model, _router_parameters(layers) | heads)
-        return [_plain(recipe, routers, others, device)]
+        routers, others = _parted(model, _router_parameters(layers))
+        return [_plain(recipe, routers, others, device, heads)]
     options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
     if not layers:
         alone = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -275,10 +275,20 @@ def optimizers_of(model: nn.Module, recipe: Recipe, device: torch.device) -> lis
     return [*made, _plain(recipe, routers, others, device)] if routers or others else made
 
 
-def _plain(recipe: Recipe, routers: list[Tensor], others: list[Tensor], device: torch.device) -> Optimizer:
-    """SGD, or AdamW where the recipe says so."""
-    own = recipe.learning_rate if recipe.router_rate is None else recipe.router_rate
-    groups = [{"params": others, "peak": recipe.learning_rate}, {"params": routers, "peak": own}]
+def _plain(
+    recipe: Recipe, routers: list[Tensor], others: list[Tensor], device: torch.device, heads: Set[int] = frozenset()
+) -> Optimizer:
+    """SGD, or AdamW where the recipe says so; ``heads`` are those of the others that make the gates of channels."""
+    rate = recipe.learning_rate
+    own = rate / 10 if recipe.optimizer == "adamw" else rate
+    groups = [
+        {"params": [each for each in others if id(each) not in heads], "peak": rate},
+        {"params": routers, "peak": own if recipe.router_rate is None else recipe.router_rate},
+        {
+            "params": [each for each in others if id(each) in heads],
+            "peak": rate if recipe.router_rate is None else recipe.router_rate,
+        },
+    ]
     groups = [group for group in groups if group["params"]]
     fused = device.type == "cuda"
     if recipe.optimizer == "adamw":

@@ -70,7 +70,9 @@ class Recipe:
     warmup: float | None = None
     """Epochs in which the learning rate grows from 0 before the schedule begins; None: a twentieth of all."""
     router_rate: float | None = None
-    """The learning rate of the routers, where it is another; it follows the same schedule."""
+    """The learning rate of routers and of channels' gates; it follows the same schedule. None: under AdamW a tenth of
+    the others' for routers (AdamW's steps do not shrink with the gradient, and routers that are as fast as experts
+    settle before these can tell what is worth choosing), in all else the others'."""
     precision: Precision = "auto"
     """In which products are computed, while weights stay float32; auto: bfloat16 on a GPU that has it, else float32."""
     ema: float | None = None
