@@ -134,7 +134,7 @@ def test_shifted_gates_cost_what_was_asked_for(target):
     assert gate_costs(model, embeddings).mean() == pytest.approx(target, rel=0.01)
 
 
-def test_shifting_leaves_a_gate_of_every_layer_open_and_the_order_of_gates_as_it_is():
+def test_shifting_leaves_a_gate_of_every_layer_open_and_the_order_of_its_gates_as_it_is():
     model = gated().eval()
     embeddings = torch.rand(50, model.embedding.dimension, generator=torch.Generator().manual_seed(0))
     before = [gate(embeddings).scores for gate in model.gates.values()]
@@ -144,6 +144,21 @@ def test_shifting_leaves_a_gate_of_every_layer_open_and_the_order_of_gates_as_it
         assert routing.mask.sum() >= 50
         moved = scores - routing.scores
         torch.testing.assert_close(moved, moved[:1, :1, :1].expand_as(moved), rtol=0, atol=1e-5)
+
+
+def test_layers_keep_their_proportions_when_gates_are_shifted():
+    model = gated().eval()
+    embeddings = torch.rand(200, model.embedding.dimension, generator=torch.Generator().manual_seed(0))
+    for layer, (gate, bias) in enumerate(zip(model.gates.values(), (0.0, 1.0, 5.0), strict=True)):
+        nn.init.normal_(gate.weight, std=0.3, generator=torch.Generator().manual_seed(layer))
+        nn.init.constant_(gate.bias, bias)
+    before = torch.tensor([gate(embeddings).mask.float().mean() for gate in model.gates.values()])
+    shift_gates(model, embeddings, 0.4)
+    after = torch.tensor([gate(embeddings).mask.float().mean() for gate in model.gates.values()])
+    assert before.max() > 1.3 * before.min()
+    factors = after / before
+    assert factors.max() < 0.9
+    torch.testing.assert_close(factors, factors[:1].expand(3), rtol=0.02, atol=0)
 
 
 def test_lambda_follows_the_cost():

@@ -44,8 +44,8 @@ class GateRecipe:
     """λ at its height; with ``target_macs``, where its steering begins. It counts for a layer in proportion to its
     mean gate, which starts at about 1. Under top-k gates it has nothing to close, and is left out."""
     warmup: float = 0.3
-    """The share of the joint stage in which λ grows from 0: at full strength from the start it closes gates before
-    they have learned what for."""
+    """The share of the joint stage in which λ grows from 0, and a target is not yet approached: gates that are pressed
+    from the start close before anybody has learned what they are for."""
     embedding: float = 1.0
     """μ, how much the embedding network's own cross-entropy counts. At 0 gates come out nearly the same for all
     images."""
@@ -102,15 +102,15 @@ class GateRecipe:
     def goal(self, over: float, start: float) -> float | None:
         """What an image should cost when so much of the joint stage is over, if there is a target.
 
-        From ``start``, the cost of all gates open, it comes down slowly at first, and arrives slowly: gates that have
-        closed for all images do not learn, and what is left has to adapt.
+        After the warmup it comes down from ``start``, the cost of all gates open, slowly at first, and arrives slowly.
 
-        >>> [round(GateRecipe(target_macs=0.5).goal(over, 1.02), 2) for over in (0, 0.2, 0.4, 0.8, 1)]
-        [1.02, 0.94, 0.76, 0.5, 0.5]
+        >>> [round(GateRecipe(target_macs=0.5).goal(over, 1.02), 2) for over in (0, 0.3, 0.4, 0.6, 0.8, 1)]
+        [1.02, 1.02, 0.97, 0.68, 0.5, 0.5]
         """
         if self.target_macs is None:
             return None
-        left = 0.5 * (1 + math.cos(math.pi * min(over / _ARRIVED, 1.0)))
+        way = (over - self.warmup) / (_ARRIVED - self.warmup) if self.warmup < _ARRIVED else float(over >= 1)
+        left = 0.5 * (1 + math.cos(math.pi * min(max(way, 0.0), 1.0)))
         return self.target_macs + (start - self.target_macs) * left
 
     def noise_at(self, over: float) -> float:

@@ -38,7 +38,8 @@ _GAIN, _RANGE = 0.5, 30.0
 _ASTRAY, _CORRECTED = 0.05, 0.5
 """From which distance on, in the logarithm of cost over goal, biases are shifted, and how much of it goes by that: what
 a few batches cost is a matter of chance, too."""
-_HALVINGS = 30
+_HALVINGS = 12
+"""Of the range of factors in which steering looks for the right one."""
 
 
 class ClosedLayer(ArithmeticError):
@@ -88,9 +89,9 @@ def gated_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
 def shift_gates(model: DeepMoE, embeddings: Tensor, target: float) -> float:
     """Shift the biases of all gates so that images with these embeddings (B, D) cost the target on average.
 
-    A layer's biases are shifted alike, and those of different layers by the same multiple of the standard deviation
-    of their scores; one gate of each layer stays open on average, or is opened. The cost that was
-    found is returned, as a share of the dense network's: gates are countable, so it may miss the target by a little.
+    A layer's biases are shifted alike, and each layer's so far that its open gates become fewer by one factor, or more:
+    what layers have come to stays in proportion, and one gate of each stays open on average, or is opened. The cost
+    that was found is returned, as a share of the dense network's: gates are countable, so it may miss by a little.
 
     >>> from moesaic.models import VGG16
     >>> from moesaic.models.deepmoe import deepmoe
@@ -312,7 +313,7 @@ class GateTraining:
             with torch.no_grad():
                 patterns = {name: _pattern(scores > 0, self._heads[name]) for name, scores in self._scores.items()}
                 now = _mean_cost(self._model, patterns)
-                _shift(self._model, self._scores, now * math.exp(-_CORRECTED * error))
+                _shift(self._model, self._scores, now * math.exp(-_CORRECTED * error), _HALVINGS)
 
     def _relieve(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
         """Take pressure from layers that are nearly closed, or whose gates have sunk; which are closed the first time.
@@ -382,29 +383,47 @@ def _check_target(model: DeepMoE, target: float) -> None:
         )
 
 
-def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float) -> None:
+def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float, halvings: int = 30) -> None:
     """Shift biases so that images with these scores (B, E) cost the target on average, as far as gates allow."""
     heads = model.heads()
-    spread = {name: float(values.std(correction=0)) or 1.0 for name, values in scores.items()}
-    most = {name: _closing(values) for name, values in scores.items()}
-    reach = max(float(values.abs().max()) / spread[name] for name, values in scores.items()) + 1
+    layers = {name: _Scores(values) for name, values in scores.items()}
 
-    def shifts(by: float) -> dict[str, float]:
-        return {name: min(by * spread[name], most[name]) for name in heads}
+    def shifts(factor: float) -> dict[str, float]:
+        return {name: layer.shift(factor) for name, layer in layers.items()}
 
-    def cost(by: float) -> float:
-        return _mean_cost(
-            model, {name: _pattern(scores[name] > shift, heads[name]) for name, shift in shifts(by).items()}
-        )
+    def cost(factor: float) -> float:
+        patterns = {name: _pattern(scores[name] > shift, heads[name]) for name, shift in shifts(factor).items()}
+        return _mean_cost(model, patterns)
 
-    dear, cheap = -reach, reach
-    for _ in range(_HALVINGS):
-        middle = 0.5 * (dear + cheap)
-        dear, cheap = (middle, cheap) if cost(middle) > target else (dear, middle)
-    for name, shift in shifts(min(dear, cheap, key=lambda by: abs(cost(by) - target))).items():
+    cheap, dear = 0.0, max(layer.most for layer in layers.values())
+    for _ in range(halvings):
+        middle = 0.5 * (cheap + dear)
+        cheap, dear = (cheap, middle) if cost(middle) > target else (middle, dear)
+    for name, shift in shifts(min(cheap, dear, key=lambda factor: abs(cost(factor) - target))).items():
         bias = heads[name].bias
         assert bias is not None, "gated_recipe refuses gates without"
         bias.sub_(shift)
+
+
+class _Scores:
+    """A layer's scores (B, E) in order, by which it is known how far to lower them for so many gates to be open."""
+
+    def __init__(self, scores_BE: Tensor) -> None:
+        self._falling = scores_BE.flatten().sort(descending=True).values.cpu()  # looked up one by one
+        self._ease = 1e-3 * float(self._falling[0] - self._falling[-1]) + 1e-6
+        self._open = int((self._falling > 0).sum())
+        self._least = len(scores_BE)  # one for each image
+        self.most = len(self._falling) / max(self._open, 1)
+        """From this factor on, all gates are open."""
+
+    def shift(self, factor: float) -> float:
+        """For so many times the gates that are open now; at least one for each image on average."""
+        wanted = min(max(round(factor * self._open), self._least), len(self._falling))
+        if wanted == self._open:
+            return 0.0
+        last = float(self._falling[wanted - 1])
+        following = float(self._falling[wanted]) if wanted < len(self._falling) else last
+        return 0.5 * (last + following) if following < last else last - self._ease  # of equal ones all are open
 
 
 def _weights(model: DeepMoE) -> list[float]:
@@ -436,10 +455,3 @@ def _pattern(open_BE: Tensor, head: ChannelGate) -> Routing:
 def _mean_cost(model: DeepMoE, routing: Mapping[str, Routing]) -> float:
     """Over images, as a share of the dense network's."""
     return float(model.macs(routing).double().mean()) / model.dense_macs
-
-
-def _closing(scores_BE: Tensor) -> float:
-    """How far scores can be lowered so that one gate for each image stays open on average; below 0 if it is fewer."""
-    images = len(scores_BE)
-    last = scores_BE.flatten().kthvalue(scores_BE.numel() - images + 1).values
-    return float(torch.nextafter(last, last.new_tensor(-math.inf)))
