@@ -19,7 +19,7 @@ from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.ops import TorchBackend, autocast_dtype, select_backend
 from moesaic.ops.channels import may_skip
 from moesaic.ops.dispatch import ChannelConv
-from moesaic.ops.kept import Kept
+from moesaic.ops.kept import Held, Kept
 from moesaic.ops.narrow_conv import cheapest_way, prices_of
 from moesaic.ops.skipping import open_together, scale_and_shift_of
 from moesaic.record import Routing
@@ -70,6 +70,14 @@ class GatedLayers:
         self.pixels = None if pixels is None else dict(pixels)
         self._chain = None if network is None else Chain.of(network, self.layers, self.sources, self.hand_on)
         self._scale_and_shift = Kept[tuple[Tensor, Tensor]]()
+        # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer. Where there
+        # is none, the weights tell dtype and device.
+        self._held = Held(
+            module
+            for layer in self.layers.values()
+            for module in (layer.norm, layer.conv if _decides(layer) else None)
+            if module
+        )
 
     def run(self, network: Callable[[Tensor, Gates], Tensor], x: Tensor, gates: Gates) -> Tensor:
         """``network(x, gates)``, with closed channels left out wherever they may be.
@@ -83,8 +91,10 @@ class GatedLayers:
             return network(x, gates)
         if not isinstance(select_backend(x, _ANY), TorchBackend):
             return network(x, gates)
+        if len(x) > 1 and x.device.type != "cpu":
+            return network(x, gates)  # what any sample of a batch opens is soon everything; layers do better alone
         if self._chain is not None and isinstance(gates, JointGates) and self._chain.may_run(x, convs):
-            return self._chain.run(x, gates.gates(), convs, self._kept(convs))
+            return self._chain.run(x, gates.on_host()[0], convs, self._kept(convs))
 
         def run(x: Tensor, gates: Gates) -> Tensor:
             return network(x, self._opened(convs, gates))
@@ -102,17 +112,7 @@ class GatedLayers:
         return {**gates, **dict(zip(self.layers, opened, strict=True))}
 
     def _kept(self, convs: Sequence[ChannelConv]) -> tuple[Tensor, Tensor]:
-        held: list[Tensor] = []
-        for layer, conv in zip(self.layers.values(), convs, strict=True):
-            norm = layer.norm
-            if norm is None:
-                held.append(conv.weight)  # which tells the dtype and the device
-            else:
-                # torch does not count how often BatchNorm changes its statistics, but BatchNorm does
-                held += [*vars(norm)["_parameters"].values(), *vars(norm)["_buffers"].values()]
-            if conv.bias is not None:
-                held.append(conv.bias)
-        return self._scale_and_shift.of(held, lambda: scale_and_shift_of(convs))
+        return self._scale_and_shift.of(self._held.now(), lambda: scale_and_shift_of(convs))
 
     def _groups(self, x: Tensor, convs: Sequence[ChannelConv], gates: Gates) -> list[list[int]]:
         """Samples that open the same channels, if they had better run apart; else none."""
@@ -144,6 +144,11 @@ class GatedLayers:
 
 
 _ANY = Routing("channel", torch.zeros(1, 1, 1), torch.zeros(1, 1, 1, dtype=torch.long), torch.zeros(1, 1, 1), "unit")
+
+
+def _decides(layer: ChannelMoE) -> bool:
+    """Whether its convolution has a say in what becomes of its result."""
+    return layer.norm is None or layer.bias
 
 
 def _learned(gates: Gates) -> list[Tensor]:

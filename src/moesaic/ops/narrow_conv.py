@@ -8,9 +8,10 @@ inside: active_in × active_out of them. Two ways to run it:
 
 Neighbouring input channels of a filter lie together in memory, so channels that are gated in blocks are copied in
 pieces of a block: weights are stored by block as they are, and no second copy of them is needed. For one image on a
-CPU the narrow kernel is a matrix that is multiplied with the unfolded map: a convolution would first bring it into an
-order of its own, and prepare itself anew for every number of channels. Products on slices of the weights, without
-copying, were never faster.
+CPU the narrow kernel is a matrix that is multiplied with the unfolded map wherever a convolution would do worse: on
+small maps, since it would first bring the weights into an order of its own, on large ones of few channels, and for
+channels gated one by one, since it prepares itself anew for every number of channels. Products on slices of the
+weights, without copying, were never faster.
 
 Which way is cheaper is told by prices that ``benchmarks/channel.py --prices`` measures.
 """
@@ -21,6 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -32,6 +34,7 @@ __all__ = [
     "PRICES",
     "Channels",
     "Prices",
+    "Rates",
     "Way",
     "cheapest_way",
     "memory_format",
@@ -40,14 +43,19 @@ __all__ = [
     "output_size",
     "pieces_of_a_filter",
     "prices_of",
+    "unfolded_small",
 ]
 
 Way = Literal["dense", "gathered"]
 
 FEW_PIXELS = 16
 """Maps with so many pixels or fewer are small: there weights are what a product reads."""
+MANY_PIXELS = 512
+"""From so many pixels on a product is faster than a convolution of few channels."""
+FEW_SHAPES = 16
+"""Channels in blocks of so many or more make few shapes, for which convolutions are prepared soon."""
 UNFOLDED = 2**23
-"""An image whose unfolded map has more values than this runs as a convolution."""
+"""An image whose unfolded map has more values than this runs as a convolution in any case."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +74,18 @@ class Prices:
     """What skipping costs a convolution besides, however small it is."""
     group: float
     """What it costs a layer by itself: its look at the gates, and its channels' way into a map of all channels."""
+    row: float = math.inf
+    """A value that is unfolded, sorted and read in a product of block pairs (`moesaic.ops.block_pairs`).
+
+    On a CPU, where nobody waits for launches, samples had better run one by one.
+    """
 
 
 # Those of the CPU are for 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, with other layers'
 # weights in the caches, as inside a network. Those of CUDA are rough: there what skips waits for launches.
 PRICES = {
     "cpu": Prices(mac=0.029, read=0.63, copy=0.5, piece=5.0, call=3e4, group=1e5),
-    "cuda": Prices(mac=4e-5, read=2e-3, copy=5e-3, piece=0.0, call=5e4, group=2e5),
+    "cuda": Prices(mac=4e-5, read=2e-3, copy=5e-3, piece=0.0, call=5e4, group=2e5, row=8e-3),
 }
 
 
@@ -138,23 +151,53 @@ def pieces_of_a_filter(conv: ChannelConv) -> int:
     return C // math.gcd(C, conv.block_in)
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a convolution costs for so many pixels of its result, by how many of its channels are open."""
+
+    ins: int
+    outs: int
+    dense: float
+    """Of all channels."""
+    pair: float
+    """Of a pair of open channels, with the copy of its weights."""
+    piece: float
+    """Of its pieces, for each open output and each open input."""
+    filter: float
+    """Of an open output whose filter is copied whole."""
+    call: float
+
+    @staticmethod
+    def of(conv: ChannelConv, pixels: int) -> Rates:
+        weight = conv.weight
+        O, C, ks, _ = weight.shape
+        prices = prices_of(weight.device)
+        cores = torch.get_num_threads() if weight.device.type == "cpu" else 1
+        each = max(pixels * prices.mac, prices.read)
+        taps = ks * ks
+        copied = prices.piece / cores * (1 if weight.is_contiguous() else taps)
+        return Rates(
+            ins=C,
+            outs=O,
+            dense=O * C * taps * each / cores,
+            pair=taps * (each + prices.copy) / cores,
+            piece=copied * pieces_of_a_filter(conv) / C,
+            filter=copied,
+            call=prices.call,
+        )
+
+    def way(self, ins: int, outs: int) -> tuple[Way, float]:
+        """The cheaper way for so many open channels, and its price."""
+        if ins == self.ins and outs == self.outs:
+            return "dense", self.dense
+        dense = self.dense + self.call  # the map gets its closed channels back, and the result loses them
+        gathered = outs * (ins * self.pair + (self.filter if ins == self.ins else ins * self.piece)) + self.call
+        return ("gathered", gathered) if gathered < dense else ("dense", dense)
+
+
 def cheapest_way(conv: ChannelConv, ins: int, outs: int, pixels: int) -> tuple[Way, float]:
     """How to run a convolution of so many open channels for so many pixels of its result, and the price."""
-    weight = conv.weight
-    O, C, ks, _ = weight.shape
-    cores, prices = 1, PRICES["cuda"]
-    if weight.device.type == "cpu":
-        cores, prices = torch.get_num_threads(), PRICES["cpu"]
-    each = max(pixels * prices.mac, prices.read)
-    dense = O * C * ks * ks * each / cores
-    if ins == C and outs == O:
-        return "dense", dense
-    dense += prices.call  # the map gets its closed channels back, and the result loses them
-    pieces = outs * (1 if ins == C else ins * pieces_of_a_filter(conv) / C)
-    if not weight.is_contiguous():
-        pieces *= ks * ks
-    gathered = (ins * outs * ks * ks * (each + prices.copy) + pieces * prices.piece) / cores + prices.call
-    return ("gathered", gathered) if gathered < dense else ("dense", dense)
+    return Rates.of(conv, pixels).way(ins, outs)
 
 
 def narrow_conv(x: Tensor, conv: ChannelConv, ins: Channels, outs: Channels, way: Way) -> Tensor:
@@ -175,26 +218,45 @@ def narrow_conv(x: Tensor, conv: ChannelConv, ins: Channels, outs: Channels, way
 
 def narrow_image(x: Tensor, weight: Tensor, conv: ChannelConv, rows: int, columns: int) -> Tensor:
     """(1, outs, rows, columns) of one image with open channels alone, the narrow kernel being (outs, ins · ks²)."""
-    if weight.shape[1] * rows * columns <= UNFOLDED:
-        return _product(weight, _unfolded(x, conv, rows, columns)).view(1, -1, rows, columns)
     ks = conv.weight.shape[2]
+    if rows * columns <= FEW_PIXELS and x.dtype in (torch.float32, torch.float64):
+        values = unfolded_small(x, ks, conv.stride, conv.padding, rows, columns)
+        return _product(weight, values).view(1, -1, rows, columns)
+    of_any_shape = conv.block_in < FEW_SHAPES or rows * columns >= MANY_PIXELS
+    if of_any_shape and weight.shape[1] * rows * columns <= UNFOLDED:
+        return (weight @ _unfolded(x, conv, rows, columns)).view(1, -1, rows, columns)
     return F.conv2d(x, weight.view(len(weight), -1, ks, ks), None, conv.stride, conv.padding)
 
 
-def _product(weight_OK: Tensor, values_KP: Tensor) -> Tensor:
-    """(O, P). MKL is slow where the columns are few pixels, and on one core where the rows are a few more."""
-    pixels = values_KP.shape[1]
-    if pixels > FEW_PIXELS or (pixels > 8 and torch.get_num_threads() == 1):
-        return weight_OK @ values_KP
-    return (values_KP.T.contiguous() @ weight_OK.T).T
+def _product(weight_OK: Tensor, values_PK: Tensor) -> Tensor:
+    """(O, P). On one core MKL is slow where the rows are more than a few pixels."""
+    if len(values_PK) > 8 and torch.get_num_threads() == 1:
+        return weight_OK @ values_PK.T.contiguous()
+    return (values_PK @ weight_OK.T).T
+
+
+def unfolded_small(x: Tensor, ks: int, stride: int, padding: int, rows: int, columns: int) -> Tensor:
+    """(pixels, C · ks²): what a kernel sees at each pixel of one image, for small maps on a CPU.
+
+    In numpy, which takes a fraction of the time that torch takes to begin.
+
+    >>> unfolded_small(torch.ones(1, 1, 2, 2), 3, 1, 1, 2, 2).sum(1)
+    tensor([4., 4., 4., 4.])
+    """
+    values = x[0].numpy()
+    C, H, W = values.shape
+    padded = np.zeros((C, H + 2 * padding, W + 2 * padding), values.dtype)
+    padded[:, padding : padding + H, padding : padding + W] = values
+    channel, row, column = padded.strides
+    windows = np.ndarray(
+        (rows, columns, C, ks, ks), values.dtype, padded, 0, (row * stride, column * stride, channel, row, column)
+    )
+    return torch.from_numpy(windows.reshape(rows * columns, C * ks * ks))
 
 
 def _unfolded(x: Tensor, conv: ChannelConv, rows: int, columns: int) -> Tensor:
-    """(C · ks², pixels): what a kernel sees at each pixel of one image."""
+    """(C · ks², pixels): the same for large maps, as a copy of windows that overlap in several threads."""
     ks, stride, padding = conv.weight.shape[2], conv.stride, conv.padding
-    if rows * columns <= FEW_PIXELS:
-        return F.unfold(x, ks, padding=padding, stride=stride)[0]
-    # the same in several threads: a copy of windows that overlap
     C = x.shape[1]
     padded = F.pad(x[0], (padding,) * 4).contiguous()
     H, W = padded.shape[1:]

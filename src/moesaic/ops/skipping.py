@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moesaic.ops.block_pairs import block_pairs, pairs_fit
 from moesaic.ops.channels import channel_gates, masked_dense
 from moesaic.ops.dispatch import ChannelConv, Norm
 from moesaic.ops.narrow_conv import (
@@ -257,6 +258,8 @@ def _by_itself(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: Chan
     prices = prices_of(x.device)
     if dense <= prices.group:
         return masked_dense(x, gate_out, conv)  # too little to be worth a look at the gates
+    if gate_in is not None and pairs_fit(gate_out, gate_in, conv) and _pairs_price(x, gate_out, gate_in, conv) < dense:
+        return _by_pairs(x, gate_out, gate_in, conv)
     open_in = np.ones((B, C), bool) if gate_in is None else _open_channels(gate_in, C, conv.block_in)
     groups = _groups(conv, _open_channels(gate_out, O, conv.block_out), open_in, rows * columns)
     if len(groups) == 1 and groups[0].way == "dense":
@@ -280,6 +283,26 @@ def _by_itself(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: Chan
             part = _run(x.index_select(0, samples), conv, ins, outs, group.way, *picked)
             y[samples[:, None], outs.index] = part
     return y
+
+
+def _pairs_price(x: Tensor, gate_out: Routing, gate_in: Routing, conv: ChannelConv) -> float:
+    """Of block pairs."""
+    (O, C, ks, _), prices = conv.weight.shape, prices_of(x.device)
+    pixels = x.shape[0] * output_size(x.shape[2], conv) * output_size(x.shape[3], conv)
+    pairs = gate_out.gate.shape[2] * gate_in.gate.shape[2]
+    values = pixels * pairs * conv.block_in * ks * ks
+    return values * (conv.block_out * prices.mac + prices.row) + O * C * ks * ks * prices.copy + prices.group
+
+
+def _by_pairs(x: Tensor, gate_out: Routing, gate_in: Routing, conv: ChannelConv) -> Tensor:
+    z, blocks_BK = block_pairs(x, gate_out, gate_in, conv)
+    (B, K, size), O = z.shape[:3], conv.weight.shape[0]
+    gates_BK = gate_out.gate[:, 0].unsqueeze(2)
+    scale, shift = ((gates_BK * each.view(-1, size)[blocks_BK])[..., None, None] for each in scale_and_shift_of([conv]))
+    part = torch.addcmul(shift, z.to(scale.dtype), scale).to(x.dtype)
+    y = x.new_zeros(B, O // size, size, *z.shape[3:])
+    y.scatter_(1, blocks_BK.view(B, K, 1, 1, 1).expand_as(part), part.relu_() if conv.activation == "relu" else part)
+    return y.flatten(1, 2).contiguous(memory_format=memory_format(x))
 
 
 def _groups(conv: ChannelConv, open_out: Bools, open_in: Bools, pixels: int) -> list[_Group]:
