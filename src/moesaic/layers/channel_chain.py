@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.listeners import Listeners
-from moesaic.ops.narrow_conv import Channels, cheapest_way, narrow_image, output_size, pieces_of_a_filter
-from moesaic.ops.skipping import block_layout, split
+from moesaic.ops.narrow_conv import FEW_PIXELS, Channels, Rates, narrow_image, output_size, pieces_of_a_filter
+from moesaic.ops.skipping import block_layout
 
 __all__ = ["Chain"]
 
@@ -115,9 +115,9 @@ class Chain:
         return not self._listeners
 
     def run(
-        self, x: Tensor, gates: Tensor, convs: Sequence[ChannelConv], scale_and_shift: tuple[Tensor, Tensor]
+        self, x: Tensor, gates: Floats, convs: Sequence[ChannelConv], scale_and_shift: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """What the network makes of one image with these gates (1, blocks of all layers)."""
+        """What the network makes of one image with these gates of the blocks of all layers."""
         opened = _open(gates, convs, scale_and_shift)
         before = None
         for step in self.steps:
@@ -147,13 +147,14 @@ class _Plan:
     """Channels in a piece of a filter."""
     weights: int
     """And weights."""
+    rates: Rates
 
     @staticmethod
     def of(conv: ChannelConv, size_in: torch.Size) -> _Plan:
         _, C, ks, _ = conv.weight.shape
         size = C // pieces_of_a_filter(conv)
         rows, columns = (output_size(side, conv) for side in size_in)
-        return _Plan(conv, size_in, C, rows, columns, size, size * ks * ks)
+        return _Plan(conv, size_in, C, rows, columns, size, size * ks * ks, Rates.of(conv, rows * columns))
 
 
 @dataclass(eq=False, slots=True)
@@ -164,33 +165,31 @@ class _Open:
     total: int
     pieces: NDArray[np.intp] | None
     filters: NDArray[np.intp]
-    scale: Tensor
-    shift: Tensor
+    scale: Floats
+    shift: Floats
 
     def channels(self) -> Channels:
         return Channels(torch.from_numpy(self.numbers), self.total)
 
 
-def _open(gates: Tensor, convs: Sequence[ChannelConv], scale_and_shift: tuple[Tensor, Tensor]) -> list[_Open]:
+def _open(gates: Floats, convs: Sequence[ChannelConv], scale_and_shift: tuple[Tensor, Tensor]) -> list[_Open]:
     """The open channels of all layers."""
     layout = block_layout(convs)
-    values: Floats = gates[0].numpy()
     # a gate that is not a number is not closed
-    numbers, counts, blocks, block_counts = layout.opened(~(values <= 0))
-    of_block = values[layout.block[numbers]]
+    numbers, counts, blocks, block_counts = layout.opened(~(gates <= 0))
+    of_block = gates[layout.block[numbers]]
     local = numbers - layout.start[numbers]
     filters = (local * layout.pieces[numbers])[:, None]
-    scales, shifts = (
-        split(torch.from_numpy(of_block * each.numpy()[numbers]).to(each.dtype).view(1, -1, 1, 1), counts, 1)
-        for each in scale_and_shift
-    )
+    all_scale, all_shift = (each.numpy() for each in scale_and_shift)
+    scale = (of_block * all_scale[numbers]).astype(all_scale.dtype, copy=False)
+    shift = (of_block * all_shift[numbers]).astype(all_shift.dtype, copy=False)
     opened: list[_Open] = []
     channel = block = 0
-    for conv, count, block_count, scale, shift in zip(convs, counts, block_counts, scales, shifts, strict=True):
+    for conv, count, block_count in zip(convs, counts, block_counts, strict=True):
         O = conv.weight.shape[0]
         some = slice(channel, channel + count)
         pieces = blocks[block : block + block_count] if O % conv.block_out == 0 else None
-        opened.append(_Open(local[some], O, pieces, filters[some], scale, shift))
+        opened.append(_Open(local[some], O, pieces, filters[some], scale[some], shift[some]))
         channel, block = channel + count, block + block_count
     return opened
 
@@ -199,7 +198,7 @@ def _gated(x: Tensor, plan: _Plan, before: _Open | None, here: _Open, relu: bool
     """A gated convolution of the open channels alone."""
     conv = plan.conv
     ins, outs = plan.C if before is None else len(before.numbers), len(here.numbers)
-    if cheapest_way(conv, ins, outs, plan.rows * plan.columns)[0] == "dense":
+    if plan.rates.way(ins, outs)[0] == "dense":
         full = x if before is None else before.channels().put(x)
         z = here.channels().take(torch.conv2d(full, conv.weight, None, conv.stride, conv.padding))
     else:
@@ -212,8 +211,16 @@ def _gated(x: Tensor, plan: _Plan, before: _Open | None, here: _Open, relu: bool
             pairs = torch.from_numpy((here.filters + pieces).ravel())
             weight = conv.weight.view(-1, plan.weights).index_select(0, pairs).view(outs, -1)
         z = narrow_image(x, weight, conv, plan.rows, plan.columns)
-    y = torch.addcmul(here.shift, z, here.scale)
-    return y.relu_() if relu else y
+    if plan.rows * plan.columns > FEW_PIXELS:
+        scale, shift = (torch.from_numpy(each).view(1, -1, 1, 1) for each in (here.scale, here.shift))
+        y = torch.addcmul(shift, z, scale)
+        return y.relu_() if relu else y
+    values = z[0].numpy()
+    values *= here.scale[:, None, None]
+    values += here.shift[:, None, None]
+    if relu:
+        np.maximum(values, 0, out=values)
+    return z
 
 
 class _Tracer(fx.Tracer):

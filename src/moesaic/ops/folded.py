@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.ops.kept import Kept
+from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
-from moesaic.ops.narrow_conv import FEW_PIXELS
+from moesaic.ops.narrow_conv import FEW_PIXELS, unfolded_small
 
 __all__ = ["FoldedConvs"]
 
@@ -21,9 +21,9 @@ Weights = list[tuple[Tensor, Tensor, Tensor]]
 class FoldedConvs:
     """ReLU(BatchNorm(conv(x))) of one convolution after the other, with BatchNorm's scale multiplied into the weights.
 
-    It is right where BatchNorm's statistics are fixed and nobody wants gradients; whether that is so is up to the
-    caller. The folded weights are kept until those of the layers change, see `moesaic.ops.kept.Kept`. Layers that have
-    hooks are called one by one.
+    Convolutions pad with zeros. It is right where BatchNorm's statistics are fixed and nobody wants gradients; whether
+    that is so is up to the caller. The folded weights are kept until those of the layers change, see
+    `moesaic.ops.kept.Kept`. Layers that have hooks are called one by one.
 
     >>> conv, norm, x = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8).eval(), torch.randn(1, 3, 8, 8)
     >>> with torch.no_grad():
@@ -34,6 +34,8 @@ class FoldedConvs:
     def __init__(self, layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> None:
         self.layers = list(layers)
         self._folded = Kept[Weights]()
+        # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
+        self._held = Held(module for layer in self.layers for module in layer)
         self._listeners = Listeners(module for layer in self.layers for module in layer)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -41,8 +43,7 @@ class FoldedConvs:
             for conv, norm in self.layers:
                 x = norm(conv(x)).relu_()
             return x
-        held = [tensor for layer in self.layers for tensor in _tensors(*layer)]
-        folded = self._folded.of(held, lambda: [_fold(*layer) for layer in self.layers])
+        folded = self._folded.of(self._held.now(), lambda: [_fold(*layer) for layer in self.layers])
         for (conv, _), weights in zip(self.layers, folded, strict=True):
             x = _conv(x, conv, *weights).relu_()
         return x
@@ -50,20 +51,17 @@ class FoldedConvs:
 
 def _conv(x: Tensor, conv: nn.Conv2d, weight: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     stride, padding = cast("tuple[int, int]", conv.stride), cast("tuple[int, int]", conv.padding)
-    if x.shape[0] == 1 and x.device.type == "cpu" and conv.groups == 1 and conv.dilation == (1, 1):
+    alone = x.shape[0] == 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    plain = conv.groups == conv.dilation[0] == conv.dilation[1] == 1
+    if alone and plain and conv.kernel_size[0] == conv.kernel_size[1] and stride[0] == stride[1]:
         rows, columns = (
             (x.shape[2 + axis] + 2 * padding[axis] - conv.kernel_size[axis]) // stride[axis] + 1 for axis in (0, 1)
         )
-        if rows * columns <= FEW_PIXELS:  # as a product: a convolution would bring the weights into another order first
-            values = F.unfold(x, conv.kernel_size, padding=padding, stride=stride)[0]
-            return torch.addmm(bias, values.T.contiguous(), matrix).T.view(1, -1, rows, columns)
+        # as a product, since a convolution would bring the weights into another order first
+        if rows * columns <= FEW_PIXELS and padding[0] == padding[1]:
+            values = unfolded_small(x, conv.kernel_size[0], stride[0], padding[0], rows, columns)
+            return torch.addmm(bias, values, matrix).T.view(1, -1, rows, columns)
     return F.conv2d(x, weight, bias, stride, padding, conv.dilation, conv.groups)
-
-
-def _tensors(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> list[Tensor]:
-    # torch does not count how often BatchNorm changes its statistics, but BatchNorm does
-    tensors = (conv.weight, conv.bias, *vars(norm)["_parameters"].values(), *vars(norm)["_buffers"].values())
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor, Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["Kept"]
+__all__ = ["Held", "Kept"]
 
 T = TypeVar("T")
 
@@ -33,12 +33,12 @@ class Kept(Generic[T]):
 
     def __init__(self) -> None:
         self._value: tuple[T] | None = None
-        self._stamp: list[tuple[int, int]] = []
+        self._stamp: list[int] = []
         self._held: list[Tensor] = []
 
     def of(self, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
         try:
-            stamp = [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+            stamp = [tensor.data_ptr() for tensor in tensors] + [tensor._version for tensor in tensors]
         except RuntimeError:  # of tensors of inference mode, which count nothing
             return make()
         if self._value is None or stamp != self._stamp:
@@ -57,3 +57,24 @@ class Kept(Generic[T]):
 
     def __reduce__(self) -> tuple[type[Kept[T]], tuple[()]]:
         return Kept, ()
+
+
+class Held:
+    """The tensors of modules as they are now: parameters and buffers, found without asking the modules.
+
+    >>> layer = torch.nn.Linear(2, 3)
+    >>> held = Held([layer])
+    >>> layer.bias = torch.nn.Parameter(torch.ones(3))
+    >>> held.now()[1] is layer.bias
+    True
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        for module in modules:
+            for places in (vars(module)["_parameters"], vars(module)["_buffers"]):
+                self._places += [(places, name) for name in places]
+
+    def now(self) -> list[Tensor]:
+        found = [places[name] for places, name in self._places]
+        return [tensor for tensor in found if tensor is not None]

@@ -9,19 +9,20 @@ so rows and columns come in sixteens, as they do in a head by itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import groupby
-from typing import cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops import autocast_off
-from moesaic.ops.kept import Kept
+from moesaic.ops import autocast_dtype
+from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
 from moesaic.record import Routing
 from moesaic.routing.channel_gate import ChannelGate
-from moesaic.routing.router import best
 
 __all__ = ["ChannelHeads", "JointGates"]
 
@@ -40,30 +41,29 @@ class ChannelHeads:
 
     def __init__(self, heads: Mapping[str, ChannelGate]) -> None:
         self.heads = dict(heads)
+        first = next(iter(self.heads.values()))
+        self._alike = all((head.mode, head.embedding) == (first.mode, first.embedding) for head in self.heads.values())
+        self._total = sum(head.blocks for head in self.heads.values())
         self._joined = Kept[tuple[Tensor, Tensor]]()
-        self._listeners = Listeners(heads.values())
+        self._held = Held(self.heads.values())
+        self._listeners = Listeners(self.heads.values())
 
     def __call__(self, embedding: Tensor) -> Mapping[str, Routing]:
         heads = list(self.heads.values())
         if not self._may_join(embedding, heads):
             return {name: head(embedding) for name, head in self.heads.items()}
         dtype = torch.promote_types(embedding.dtype, torch.float32)
-        tensors = [tensor for head in heads for tensor in vars(head)["_parameters"].values() if tensor is not None]
-        weight, bias = self._joined.of(tensors, lambda: _joined(heads, dtype))
-        with autocast_off(embedding):
-            rows = embedding.to(dtype)
-            if heads[0].mode == "topk":
-                rows = _whole(rows)
-            scores = torch.addmm(bias, rows, weight)
-        return JointGates(self.heads, scores[: len(embedding), : sum(head.blocks for head in heads)])
+        weight, bias = self._joined.of(self._held.now(), lambda: _joined(heads, dtype))
+        rows = embedding.to(dtype)
+        scores = torch.addmm(bias, _whole(rows) if heads[0].mode == "topk" else rows, weight)
+        return JointGates(self.heads, scores[: len(embedding), : self._total])
 
     def _may_join(self, embedding: Tensor, heads: list[ChannelGate]) -> bool:
+        if not self._alike or self._listeners or any(head.training for head in heads):
+            return False
         if embedding.is_meta or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
             return False
-        if self._listeners:
-            return False
-        mode, width = heads[0].mode, embedding.shape[-1]
-        if embedding.ndim != 2 or any(head.training or head.mode != mode or head.embedding != width for head in heads):
+        if embedding.ndim != 2 or embedding.shape[1] != heads[0].embedding or autocast_dtype(embedding) is not None:
             return False
         if not torch.is_grad_enabled():
             return True
@@ -106,17 +106,39 @@ class JointGates(Mapping[str, Routing]):
     def __len__(self) -> int:
         return len(self._heads)
 
-    def gates(self) -> Tensor:
-        """(B, blocks of all layers): the gate of each block, 0 where it is closed."""
-        if next(iter(self._heads.values())).mode == "relu":
-            return F.relu(self.scores)
-        parts: list[Tensor] = []
-        column = 0
-        for (blocks, keep), alike in groupby(self._heads.values(), lambda head: (head.blocks, head.keep)):
-            number = len(list(alike))
-            assert keep is not None
-            some = self.scores[:, column : column + number * blocks].view(-1, number, blocks)
-            index = best(some, keep)
-            parts.append(torch.zeros_like(some).scatter_(2, index, F.softplus(some.gather(2, index))).flatten(1))
-            column += number * blocks
-        return torch.cat(parts, 1)
+    def on_host(self) -> NDArray[np.floating[Any]]:
+        """(B, blocks of all layers): the gate of each block, 0 where it is closed.
+
+        On the host, where a dozen small operations take the time of one on tensors.
+        """
+        heads = list(self._heads.values())
+        scores: NDArray[np.floating[Any]] = self.scores.cpu().numpy()
+        if heads[0].mode == "relu":
+            return np.maximum(scores, 0)
+        table = _table(tuple((head.blocks, head.keep or 0) for head in heads))
+        # a row for each layer, filled up with scores that are never among the best
+        rows = np.concatenate([scores, np.full((len(scores), 1), -np.inf, scores.dtype)], 1)[:, table.place]
+        rank = np.argsort(np.argsort(-rows, 2, kind="stable"), 2)
+        is_open = (rank < table.keep).reshape(len(scores), -1)[:, table.filled]
+        return np.logaddexp(0, scores) * is_open  # softplus
+
+
+class _Table(NamedTuple):
+    """Where the scores of layers stand that have unequally many."""
+
+    place: NDArray[np.intp]
+    """(layers, most blocks): of each score among those of all layers, and of those that are none behind the last."""
+    keep: NDArray[np.intp]
+    """(layers, 1): how many of a layer are kept."""
+    filled: NDArray[np.intp]
+    """Which of the table's places have a score, the table being read row by row."""
+
+
+@lru_cache(maxsize=64)
+def _table(heads: tuple[tuple[int, int], ...]) -> _Table:
+    """Of layers with so many blocks, of which so many are kept."""
+    blocks = np.array([[number] for number, _ in heads])
+    keep = np.array([[number] for _, number in heads])
+    numbers = np.arange(max(number for number, _ in heads))
+    place = np.where(numbers < blocks, np.cumsum(blocks)[:, None] - blocks + numbers, blocks.sum())
+    return _Table(place, keep, np.flatnonzero(numbers < blocks))
