@@ -1,0 +1,332 @@
+"""DeepMoE's VGG-16 against the plain one: what closed channels save, end to end and layer by layer.
+
+    python benchmarks/channel.py [--threads 2] [--out FILE.json]
+    python benchmarks/channel.py --device cuda [--dtype bfloat16]
+    python benchmarks/channel.py --prices
+
+On a CPU one image of 32×32 at a time, in float32. Ours is all that a user calls: embedding network, heads and
+backbone. Its gates are drawn at random so that an image opens the share of channels that is asked for, others for every
+image: either single channels (ReLU gates, so that their number varies as well) or the best blocks of 16, 32 or 64
+channels. A layer of 64 channels has one block of 64, so there more is open than asked for; the share of multiply-adds
+tells what remains. Images take turns, so nothing is gained from seeing one twice.
+
+Peers are the plain VGG-16 in eval mode without gradients, contiguous or channels_last, whichever is faster, and the
+same with BatchNorm folded into its convolutions. All are timed in turns. A layer is its convolution with BatchNorm
+and ReLU, timed inside the network, where other layers' weights are in the caches.
+
+On a GPU a batch of 256 in blocks of 64. ``--prices`` measures what `moesaic.ops.narrow_conv.PRICES` says of a CPU.
+"""
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Timing, in_turns, machine, quartiles, show, write
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+import moesaic
+from moesaic.layers import channel_chain
+from moesaic.models.deepmoe import DeepMoE, deepmoe
+from moesaic.models.vgg import VGG16
+from moesaic.ops.narrow_conv import PRICES, Channels, narrow_conv
+
+CLASSES, SIZE, IMAGES = 10, 32, 24
+SHARES = (0.5, 0.25)
+BAR = {0.5: 1.5, 0.25: 3.0}
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+def plain_vgg() -> VGG16:
+    torch.manual_seed(0)
+    return VGG16(CLASSES).eval()
+
+
+def folded(model: VGG16) -> VGG16:
+    model = copy.deepcopy(model)
+    for number in range(1, 14):
+        conv, norm = model.body.get_submodule(f"conv{number}"), model.body.get_submodule(f"norm{number}")
+        setattr(model.body, f"conv{number}", fuse_conv_bn_eval(conv, norm))
+        setattr(model.body, f"norm{number}", nn.Identity())
+    return model
+
+
+@torch.no_grad()
+def gated_vgg(block: int, share: float) -> DeepMoE:
+    """A DeepMoE whose images open that share of channels, each image its own."""
+    torch.manual_seed(0)
+    mode: dict[str, Any] = {"mode": "relu"} if block == 1 else {"mode": "topk", "keep": share}
+    model = deepmoe(VGG16(CLASSES), classes=CLASSES, image_size=SIZE, block=block, **mode).eval()
+    embedding, _ = model.embedding(torch.randn(256, 3, SIZE, SIZE))
+    for head in model.heads().values():
+        nn.init.normal_(head.weight)
+        nn.init.zeros_(head.bias)
+        if block == 1:
+            head.bias.copy_(-(embedding @ head.weight.T).quantile(1 - share, 0))
+    return model
+
+
+def in_order(model: Callable[[Tensor], object], images: list[Tensor]) -> Callable[[], object]:
+    """The next image at every call."""
+    number = -1
+
+    def run() -> None:
+        nonlocal number
+        number = (number + 1) % len(images)
+        with torch.no_grad():
+            model(images[number])
+
+    return run
+
+
+@torch.no_grad()
+def check(model: DeepMoE, x: Tensor, tolerance: float) -> float:
+    """The share of multiply-adds, if the numbers are those of masks."""
+    answer = model.answer(x)
+    with moesaic.backend("reference"):
+        torch.testing.assert_close(answer.logits, model(x), rtol=tolerance, atol=tolerance)
+    return float(model.macs(answer.routing).float().mean()) / model.dense_macs
+
+
+@torch.no_grad()
+def dense_layers(model: VGG16, images: list[Tensor], repetitions: int) -> dict[str, Timing]:
+    """Each convolution with BatchNorm and ReLU, inside the network."""
+    times: dict[str, list[float]] = {}
+    for repetition in range(-5, repetitions):
+        x = images[repetition % len(images)]
+        spent: dict[str, float] = {}
+        for name, layer in model.body.named_children():
+            start = time.perf_counter()
+            x = layer(x)
+            place = name.replace("norm", "conv").replace("relu", "conv")
+            spent[place] = spent.get(place, 0.0) + 1e6 * (time.perf_counter() - start)
+        if repetition >= 0:
+            for name, each in spent.items():
+                times.setdefault(name, []).append(each)
+    return {name: Timing(statistics.median(t), *quartiles(t)) for name, t in times.items() if name.startswith("conv")}
+
+
+@torch.no_grad()
+def our_layers(model: DeepMoE, images: list[Tensor], repetitions: int) -> dict[str, Timing]:
+    """The same of ours, and what comes before the first of them."""
+    times: dict[str, list[float]] = {}
+    spent: list[float] = []
+    run = channel_chain._gated
+
+    def timed(*given: Any) -> Tensor:
+        start = time.perf_counter()
+        y = run(*given)
+        spent.append(1e6 * (time.perf_counter() - start))
+        return y
+
+    channel_chain._gated = timed
+    try:
+        for repetition in range(-5, repetitions):
+            x = images[repetition % len(images)]
+            spent.clear()
+            start = time.perf_counter()
+            model(x)
+            whole = 1e6 * (time.perf_counter() - start)
+            start = time.perf_counter()
+            model.embedding(x)
+            embedding = 1e6 * (time.perf_counter() - start)
+            if repetition >= 0:
+                named = {f"conv{number}": each for number, each in enumerate(spent, 1)}
+                for name, each in {**named, "embedding": embedding, "rest": whole - sum(spent) - embedding}.items():
+                    times.setdefault(name, []).append(each)
+    finally:
+        channel_chain._gated = run
+    return {name: Timing(statistics.median(t), *quartiles(t)) for name, t in times.items()}
+
+
+def on_cpu(repetitions: int) -> dict[str, Any]:
+    torch.manual_seed(1)
+    images = [torch.randn(1, 3, SIZE, SIZE) for _ in range(IMAGES)]
+    plain = plain_vgg()
+    peers: dict[str, nn.Module] = {}
+    for label, memory_format in FORMATS.items():
+        peers[f"VGG-16, {label}"] = copy.deepcopy(plain).to(memory_format=memory_format)
+        peers[f"VGG-16, BatchNorm folded, {label}"] = folded(plain).to(memory_format=memory_format)
+    formats = {name: FORMATS[name.rpartition(", ")[2]] for name in peers}
+    rows: list[dict[str, Any]] = []
+    for block in (1, 16, 32, 64):
+        for share in SHARES:
+            model = gated_vgg(block, share)
+            macs = statistics.mean(check(model, x, 1e-4) for x in images[:4])
+            candidates = {
+                name: in_order(peer, [x.contiguous(memory_format=formats[name]) for x in images])
+                for name, peer in peers.items()
+            }
+            timings = in_turns({**candidates, "ours": in_order(model, images)}, repetitions, warm_up=IMAGES)
+            best = {
+                kind: min(timings[name].median for name in peers if ("folded" in name) == kind)
+                for kind in (False, True)
+            }
+            rows.append(
+                {
+                    "gates": "single channels" if block == 1 else f"blocks of {block}",
+                    "open": f"{share:.0%}",
+                    "multiply-adds": macs,
+                    "ours, ms": timings["ours"].median,
+                    "VGG-16, ms": best[False],
+                    "× VGG-16": best[False] / timings["ours"].median,
+                    "× folded": best[True] / timings["ours"].median,
+                    "timings, ms": timings,
+                }
+            )
+    show("one image, end to end", [{k: v for k, v in row.items() if k != "timings, ms"} for row in rows])
+    layers: dict[str, Any] = {}
+    dense = dense_layers(plain, images, repetitions)
+    for block in (1, 16, 32, 64):
+        ours = {share: our_layers(gated_vgg(block, share), images, repetitions) for share in SHARES}
+        table = [
+            {
+                "layer": name,
+                "dense, µs": dense[name].median if name in dense else 0.0,
+                **{f"{share:.0%}, µs": ours[share][name].median for share in SHARES},
+                **{f"{share:.0%}, × dense": _ratio(dense, ours[share], name) for share in SHARES},
+            }
+            for name in ours[SHARES[0]]
+        ]
+        show(f"layer by layer, {'single channels' if block == 1 else f'blocks of {block}'}", table)
+        layers[str(block)] = table
+    slowest = min(
+        (row[f"{share:.0%}, × dense"], f"{row['layer']} at {share:.0%}, block {block}")
+        for block, table in layers.items()
+        for row in table
+        for share in SHARES
+        if row["dense, µs"]
+    )
+    print(f"the layer that gains least: {slowest[1]}, {slowest[0]:.2f} × dense")
+    for share, bar in BAR.items():
+        of = {row["gates"]: row["× VGG-16"] for row in rows if row["open"] == f"{share:.0%}"}
+        reached = ", ".join(f"{gates} {ratio:.2f}" for gates, ratio in of.items())
+        print(f"at {share:.0%} the bar is {bar}: {reached}")
+    return {"end to end": rows, "layers, µs": {"dense": dense, **layers}}
+
+
+def _ratio(dense: dict[str, Timing], ours: dict[str, Timing], name: str) -> float:
+    return dense[name].median / ours[name].median if name in dense else 0.0
+
+
+def on_gpu(repetitions: int, dtype: torch.dtype, batch: int) -> dict[str, Any]:
+    where: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    x = torch.randn(batch, 3, SIZE, SIZE, **where)
+    plain = plain_vgg().to(**where)
+    candidates: dict[str, Callable[[], object]] = {}
+    for label, memory_format in FORMATS.items():
+        image = x.contiguous(memory_format=memory_format)
+        for kind, peer in (("VGG-16", plain), ("VGG-16, BatchNorm folded", folded(plain))):
+            network = copy.deepcopy(peer).to(memory_format=memory_format)
+            candidates[f"{kind}, {label}"] = in_order(network, [image])
+    macs: dict[str, float] = {}
+    for share in SHARES:
+        for label, memory_format in FORMATS.items():
+            name = f"blocks of 64, {share:.0%}, {label}"
+            model = gated_vgg(64, share).to(**where).to(memory_format=memory_format)
+            macs[name] = check(model, x, 1e-2 if dtype == torch.float32 else 0.5)
+            candidates[name] = in_order(model, [x.contiguous(memory_format=memory_format)])
+    timings = in_turns(candidates, repetitions, warm_up=10)
+    best = min(timing.median for name, timing in timings.items() if name.startswith("VGG-16, c"))
+    rows = [
+        {
+            "network": name,
+            "multiply-adds": macs.get(name, 1.0),
+            "ms": timing.median,
+            "× VGG-16": best / timing.median,
+            "quartiles, ms": timing,
+        }
+        for name, timing in timings.items()
+    ]
+    title = f"a batch of {batch}, {str(dtype).removeprefix('torch.')}"
+    show(title, [{k: v for k, v in row.items() if k != "quartiles, ms"} for row in rows])
+    return {"batch": batch, "dtype": str(dtype).removeprefix("torch."), "end to end": rows}
+
+
+@torch.no_grad()
+def prices(repetitions: int) -> dict[str, float]:
+    """Nanoseconds on one core, each from the case in which it is what counts."""
+    cores = torch.get_num_threads()
+
+    def nanoseconds(run: Callable[[int], object]) -> float:
+        turns = {"it": in_order_of_numbers(run)}
+        return 1e6 * in_turns(turns, repetitions, warm_up=8)["it"].median
+
+    def weights(width: int, number: int) -> list[Tensor]:
+        return [torch.randn(width, width, 3, 3) for _ in range(number)]
+
+    middle, large = weights(128, 16), weights(512, 6)  # in turns, so that they are not in the caches
+    wide, small = torch.randn(1, 128, 16, 16), torch.randn(1, 512, 2, 2)
+    mac = nanoseconds(lambda i: F.conv2d(wide, middle[i % 16], None, 1, 1)) * cores / (128 * 128 * 9 * 256)
+    read = nanoseconds(lambda i: F.conv2d(small, large[i % 6], None, 1, 1)) * cores / (512 * 512 * 9)
+    half = torch.randperm(512)[:256].sort().values
+    blocks = torch.tensor([0, 2, 5, 7])
+    by_block = (half[:, None] * 8 + blocks).flatten()
+    single = (half[:, None] * 512 + half).flatten()
+    count = 256 * 256 * 9
+    copy_ = nanoseconds(lambda i: large[i % 6].view(-1, 64 * 9).index_select(0, by_block)) * cores / count
+    pieces = nanoseconds(lambda i: large[i % 6].view(-1, 9).index_select(0, single)) * cores
+    layer = moesaic.ChannelMoE(32, 32, 3).eval()
+    some, x = Channels(torch.arange(16), 32), torch.randn(1, 16, 2, 2)
+    call = nanoseconds(lambda i: narrow_conv(x, layer.weights(), some, some, "gathered"))
+    gate = moesaic.ChannelGate(1, 512, block=16, mode="topk", keep=1)(torch.zeros(1, 1))
+    alone, map_ = moesaic.ChannelMoE(512, 512, 3, block=16).eval(), torch.zeros(1, 512, 2, 2)
+    group = nanoseconds(lambda i: alone(map_, gate, gate))
+    return {
+        "mac": mac,
+        "read": read,
+        "copy": copy_,
+        "piece": (pieces - count * copy_) / len(single),
+        "call": call,
+        "group": group - call,
+    }
+
+
+def in_order_of_numbers(run: Callable[[int], object]) -> Callable[[], object]:
+    number = 0
+
+    def next_() -> None:
+        nonlocal number
+        run(number)
+        number += 1
+
+    return next_
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="on a GPU")
+    parser.add_argument("--batch", type=int, default=256, help="on a GPU")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=48)
+    parser.add_argument("--prices", action="store_true")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/channel-DEVICE.json")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if arguments.prices:
+        found = prices(arguments.repetitions)
+        tabulated = vars(PRICES["cpu"])
+        show(
+            "prices, ns",
+            [{"price": name, "measured": value, "tabulated": tabulated[name]} for name, value in found.items()],
+        )
+        return
+    if arguments.device == "cpu":
+        results = on_cpu(arguments.repetitions)
+    else:
+        results = on_gpu(arguments.repetitions, getattr(torch, arguments.dtype), arguments.batch)
+    name = f"channel-{arguments.device}"
+    if arguments.device == "cuda" and arguments.dtype != "float32":
+        name += f"-{arguments.dtype}"
+    print(f"written to {write(name, {'machine': machine(), **results}, arguments.out)}")
+
+
+if __name__ == "__main__":
+    main()
