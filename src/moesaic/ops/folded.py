@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
-from moesaic.ops.narrow_conv import FEW_PIXELS, unfolded_small
+from moesaic.ops.narrow_conv import FEW_PIXELS, MANY_WEIGHTS
 
 __all__ = ["FoldedConvs"]
 
@@ -51,15 +51,13 @@ class FoldedConvs:
 
 def _conv(x: Tensor, conv: nn.Conv2d, weight: Tensor, matrix: Tensor, bias: Tensor) -> Tensor:
     stride, padding = cast("tuple[int, int]", conv.stride), cast("tuple[int, int]", conv.padding)
-    alone = x.shape[0] == 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    plain = conv.groups == conv.dilation[0] == conv.dilation[1] == 1
-    if alone and plain and conv.kernel_size[0] == conv.kernel_size[1] and stride[0] == stride[1]:
+    if x.shape[0] == 1 and x.device.type == "cpu" and weight.numel() >= MANY_WEIGHTS and conv.groups == 1:
         rows, columns = (
             (x.shape[2 + axis] + 2 * padding[axis] - conv.kernel_size[axis]) // stride[axis] + 1 for axis in (0, 1)
         )
         # as a product, since a convolution would bring the weights into another order first
-        if rows * columns <= FEW_PIXELS and padding[0] == padding[1]:
-            values = unfolded_small(x, conv.kernel_size[0], stride[0], padding[0], rows, columns)
+        if rows * columns <= FEW_PIXELS and conv.dilation == (1, 1):
+            values = F.unfold(x, conv.kernel_size, padding=padding, stride=stride)[0].T.contiguous()
             return torch.addmm(bias, values, matrix).T.view(1, -1, rows, columns)
     return F.conv2d(x, weight, bias, stride, padding, conv.dilation, conv.groups)
 

@@ -8,10 +8,10 @@ inside: active_in × active_out of them. Two ways to run it:
 
 Neighbouring input channels of a filter lie together in memory, so channels that are gated in blocks are copied in
 pieces of a block: weights are stored by block as they are, and no second copy of them is needed. For one image on a
-CPU the narrow kernel is a matrix that is multiplied with the unfolded map wherever a convolution would do worse: on
-small maps, since it would first bring the weights into an order of its own, on large ones of few channels, and for
-channels gated one by one, since it prepares itself anew for every number of channels. Products on slices of the
-weights, without copying, were never faster.
+CPU the narrow kernel is a matrix that is multiplied with the unfolded map wherever a convolution would do worse: where
+it spends its time on bringing many weights into an order of its own, on large maps of few channels, and for channels
+gated one by one, since it prepares itself anew for every number of channels. Products on slices of the weights,
+without copying, were never faster.
 
 Which way is cheaper is told by prices that ``benchmarks/channel.py --prices`` measures.
 """
@@ -22,7 +22,6 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -31,6 +30,7 @@ from moesaic.ops.dispatch import ChannelConv
 
 __all__ = [
     "FEW_PIXELS",
+    "MANY_WEIGHTS",
     "PRICES",
     "Channels",
     "Prices",
@@ -43,13 +43,14 @@ __all__ = [
     "output_size",
     "pieces_of_a_filter",
     "prices_of",
-    "unfolded_small",
 ]
 
 Way = Literal["dense", "gathered"]
 
 FEW_PIXELS = 16
 """Maps with so many pixels or fewer are small: there weights are what a product reads."""
+MANY_WEIGHTS = 2**18
+"""From so many weights on a convolution of few pixels takes long to bring them into its order."""
 MANY_PIXELS = 512
 """From so many pixels on a product is faster than a convolution of few channels."""
 FEW_SHAPES = 16
@@ -218,44 +219,26 @@ def narrow_conv(x: Tensor, conv: ChannelConv, ins: Channels, outs: Channels, way
 
 def narrow_image(x: Tensor, weight: Tensor, conv: ChannelConv, rows: int, columns: int) -> Tensor:
     """(1, outs, rows, columns) of one image with open channels alone, the narrow kernel being (outs, ins · ks²)."""
-    ks = conv.weight.shape[2]
-    if rows * columns <= FEW_PIXELS and x.dtype in (torch.float32, torch.float64):
-        values = unfolded_small(x, ks, conv.stride, conv.padding, rows, columns)
-        return _product(weight, values).view(1, -1, rows, columns)
-    of_any_shape = conv.block_in < FEW_SHAPES or rows * columns >= MANY_PIXELS
-    if of_any_shape and weight.shape[1] * rows * columns <= UNFOLDED:
+    ks, pixels = conv.weight.shape[2], rows * columns
+    many_shapes = conv.block_in < FEW_SHAPES
+    if pixels <= FEW_PIXELS and (many_shapes or weight.numel() >= MANY_WEIGHTS):
+        values = F.unfold(x, ks, padding=conv.padding, stride=conv.stride)[0]
+        return _small_product(weight, values).view(1, -1, rows, columns)
+    large = pixels > FEW_PIXELS and weight.shape[1] * pixels <= UNFOLDED
+    if large and (many_shapes or (pixels >= MANY_PIXELS and weight.shape[1] >= 64)):
         return (weight @ _unfolded(x, conv, rows, columns)).view(1, -1, rows, columns)
     return F.conv2d(x, weight.view(len(weight), -1, ks, ks), None, conv.stride, conv.padding)
 
 
-def _product(weight_OK: Tensor, values_PK: Tensor) -> Tensor:
-    """(O, P). On one core MKL is slow where the rows are more than a few pixels."""
-    if len(values_PK) > 8 and torch.get_num_threads() == 1:
-        return weight_OK @ values_PK.T.contiguous()
-    return (values_PK @ weight_OK.T).T
-
-
-def unfolded_small(x: Tensor, ks: int, stride: int, padding: int, rows: int, columns: int) -> Tensor:
-    """(pixels, C · ks²): what a kernel sees at each pixel of one image, for small maps on a CPU.
-
-    In numpy, which takes a fraction of the time that torch takes to begin.
-
-    >>> unfolded_small(torch.ones(1, 1, 2, 2), 3, 1, 1, 2, 2).sum(1)
-    tensor([4., 4., 4., 4.])
-    """
-    values = x[0].numpy()
-    C, H, W = values.shape
-    padded = np.zeros((C, H + 2 * padding, W + 2 * padding), values.dtype)
-    padded[:, padding : padding + H, padding : padding + W] = values
-    channel, row, column = padded.strides
-    windows = np.ndarray(
-        (rows, columns, C, ks, ks), values.dtype, padded, 0, (row * stride, column * stride, channel, row, column)
-    )
-    return torch.from_numpy(windows.reshape(rows * columns, C * ks * ks))
+def _small_product(weight_OK: Tensor, values_KP: Tensor) -> Tensor:
+    """(O, P) for few pixels. MKL is slow where they are the columns, and on one core where rows are more than a few."""
+    if values_KP.shape[1] > 8 and torch.get_num_threads() == 1:
+        return weight_OK @ values_KP
+    return (values_KP.T.contiguous() @ weight_OK.T).T
 
 
 def _unfolded(x: Tensor, conv: ChannelConv, rows: int, columns: int) -> Tensor:
-    """(C · ks², pixels): the same for large maps, as a copy of windows that overlap in several threads."""
+    """(C · ks², pixels): what a kernel sees at each pixel, as a copy of windows that overlap, in several threads."""
     ks, stride, padding = conv.weight.shape[2], conv.stride, conv.padding
     C = x.shape[1]
     padded = F.pad(x[0], (padding,) * 4).contiguous()
