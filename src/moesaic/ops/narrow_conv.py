@@ -50,7 +50,7 @@ Way = Literal["dense", "gathered"]
 FEW_PIXELS = 16
 """Maps with so many pixels or fewer are small: there weights are what a product reads."""
 MANY_WEIGHTS = 2**18
-"""From so many weights on a convolution of few pixels takes long to bring them into its order."""
+"""From so many weights on a convolution of very few pixels takes long to bring them into its order."""
 MANY_PIXELS = 512
 """From so many pixels on a product is faster than a convolution of few channels."""
 FEW_SHAPES = 16
@@ -83,9 +83,10 @@ class Prices:
 
 
 # Those of the CPU are for 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, with other layers'
-# weights in the caches, as inside a network. Those of CUDA are rough: there what skips waits for launches.
+# weights in the caches, as inside a network; a copy is read again, and costs there what it costs in all. Those of CUDA
+# are rough: there what skips waits for launches.
 PRICES = {
-    "cpu": Prices(mac=0.029, read=0.63, copy=0.5, piece=5.0, call=3e4, group=1e5),
+    "cpu": Prices(mac=0.029, read=0.63, copy=0.8, piece=12.0, call=3e4, group=1e5),
     "cuda": Prices(mac=4e-5, read=2e-3, copy=5e-3, piece=0.0, call=5e4, group=2e5, row=8e-3),
 }
 
@@ -221,7 +222,7 @@ def narrow_image(x: Tensor, weight: Tensor, conv: ChannelConv, rows: int, column
     """(1, outs, rows, columns) of one image with open channels alone, the narrow kernel being (outs, ins · ks²)."""
     ks, pixels = conv.weight.shape[2], rows * columns
     many_shapes = conv.block_in < FEW_SHAPES
-    if pixels <= FEW_PIXELS and (many_shapes or weight.numel() >= MANY_WEIGHTS):
+    if pixels <= FEW_PIXELS and (many_shapes or (2 * pixels <= FEW_PIXELS and weight.numel() >= MANY_WEIGHTS)):
         values = F.unfold(x, ks, padding=conv.padding, stride=conv.stride)[0]
         return _small_product(weight, values).view(1, -1, rows, columns)
     large = pixels > FEW_PIXELS and weight.shape[1] * pixels <= UNFOLDED
