@@ -248,8 +248,8 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
         (["reproduce", "--fidelity", "best"], "use 'print', 'released' or 'both'"),
         (["reproduce", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["reproduce", "--device", "gpu"], "use 'auto', 'cpu' or 'cuda'"),
-        (["reproduce", "--data-dir", "nowhere"], "are not in data_dir='nowhere'"),
-        (["reproduce", "--paper", "chen2022", "--data-dir", "nowhere"], "--data-dir='nowhere' does not exist"),
+        (["reproduce", "--data-dir", "nowhere"], "--data-dir='nowhere' is no directory"),
+        (["reproduce", "--paper", "chen2022", "--data-dir", "file"], "--data-dir='file' is no directory"),
         (["reproduce", "--out", "file"], "--out='file' cannot be made a directory: file is a file; name another one"),
         (["reproduce", "--out", "file/below"], "file is a file; name another one"),
         (["claims", "--paper", "chen"], "(did you mean 'chen2022'?)"),
@@ -311,6 +311,8 @@ def test_only_the_data_of_the_papers_asked_for_are_looked_at(papers: Papers):
     claim = papers.PAPERS["chen2022"].claims[0].id
     papers.PAPERS["chowdhury2023"] = replace(papers.PAPERS["chowdhury2023"], claims=())
     assert main(["reproduce", "--claim", claim, "--data-dir", "no-mnist"]) == 0
+    assert main(["reproduce", "--paper", "chowdhury2023", "--data-dir", "no-mnist"]) == 0
+    Path("no-mnist", "train-images-idx3-ubyte").write_bytes(b"torn")  # what is there must be whole
     assert main(["reproduce", "--paper", "chowdhury2023", "--data-dir", "no-mnist"]) == 2
 
 

