@@ -164,6 +164,12 @@ def test_an_unknown_model_of_timm_is_told_with_near_ones(timm):
 
 
 @needs_timm
+def test_an_option_that_timms_network_does_not_take_is_named(timm):
+    with pytest.raises(TypeError, match=r"timm's resnet18 has no option 'experts', got experts=4; leave it out"):
+        create_model("timm/resnet18", num_classes=2, experts=4)
+
+
+@needs_timm
 def test_our_networks_are_in_timms_registry_once_registered(timm):
     ours = register_with_timm()
     assert ours == register_with_timm()

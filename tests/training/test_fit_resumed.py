@@ -132,6 +132,24 @@ def test_a_killed_process_leaves_a_run_that_can_go_on(tmp_path, often):
     assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
 
 
+def test_two_runs_cannot_use_a_folder_at_a_time(tmp_path):
+    pytest.importorskip("fcntl")
+
+    class Second(Notes):
+        refused = ""
+
+        def advance(self, amount: int, note: str = "") -> None:
+            if not self.refused:
+                with pytest.raises(ValueError, match="another run is at work in") as complaint:
+                    fit(routed(), TASK, LONG, out=tmp_path)
+                self.refused = str(complaint.value)
+
+    notes = Second()
+    first = fit(routed(), TASK, LONG, out=tmp_path, progress=notes)
+    assert "name another folder" in notes.refused
+    assert fit(routed(), TASK, LONG, out=tmp_path) == first  # the folder is free again
+
+
 def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_there(tmp_path, monkeypatch):
     writes: list[Path] = []
     write = Path.write_bytes

@@ -39,7 +39,16 @@ def timm_model(
     config: Any = timm.get_pretrained_cfg(name)
     if image_size is not None and getattr(config, "fixed_input_size", False):
         options["img_size"] = image_size
-    model: Any = timm.create_model(name, num_classes=num_classes, in_chans=in_channels, **options)
+    try:
+        model: Any = timm.create_model(name, num_classes=num_classes, in_chans=in_channels, **options)
+    except TypeError as error:
+        strange = next((option for option in options if f"'{option}'" in str(error)), None)
+        if strange is None:
+            raise
+        raise TypeError(
+            f"create_model: timm's {name} has no option {strange!r}, got {strange}={options[strange]!r}; leave it out "
+            "(to make a mixture of one of its convolutions, use convert)"
+        ) from error
     if image_size is not None and isinstance(getattr(model, "pretrained_cfg", None), dict):
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (in_channels, image_size, image_size)}
     return model

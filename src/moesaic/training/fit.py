@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -101,31 +101,32 @@ def fit(
         config["teacher"] = _sketch(teacher)
         teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
         teacher.eval()
-    folder = None if out is None else RunFolder(Path(out), config)
-    model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
-    complete = None if folder is None else folder.read_result()
-    if folder is not None and complete is not None:
-        load_weights(folder.network, model)
-        model.eval()
-        progress.advance(recipe.epochs)
-        return Fit.from_json(complete)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _told(trackers, config):
-        torch.manual_seed(generator_seed(seed, "fit"))
-        run = TrainingRun(
-            model,
-            _placed(task, device),
-            recipe,
-            seed,
-            device,
-            folder,
-            spec,
-            progress,
-            trackers,
-            test_every,
-            checkpoint_seconds,
-            teacher,
-        )
-        return run.train()
+    with ExitStack() as until_the_end:
+        folder = None if out is None else until_the_end.enter_context(closing(RunFolder(Path(out), config)))
+        model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
+        complete = None if folder is None else folder.read_result()
+        if folder is not None and complete is not None:
+            load_weights(folder.network, model)
+            model.eval()
+            progress.advance(recipe.epochs)
+            return Fit.from_json(complete)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _told(trackers, config):
+            torch.manual_seed(generator_seed(seed, "fit"))
+            run = TrainingRun(
+                model,
+                _placed(task, device),
+                recipe,
+                seed,
+                device,
+                folder,
+                spec,
+                progress,
+                trackers,
+                test_every,
+                checkpoint_seconds,
+                teacher,
+            )
+            return run.train()
 
 
 def _check_teacher(recipe: Recipe, teacher: nn.Module | None) -> None:

@@ -6,6 +6,7 @@ A run that finds its own folder continues; one that finds another run's says whi
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
@@ -30,11 +31,22 @@ _SHOWN = 6
 
 
 class RunFolder:
-    """Where a run keeps what it is, what it measured and how far it is."""
+    """Where a run keeps what it is, what it measured and how far it is; no other run may use it until it is closed."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
-        self._make(config)
+        self._held: int | None = None
+        try:
+            self._make(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other runs use the folder; the end of the process does that as well."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
 
     @property
     def network(self) -> Path:
@@ -90,6 +102,7 @@ class RunFolder:
             raise OSError(
                 f"fit: out={str(self.folder)!r} cannot be made a folder ({error.strerror}); name another one"
             ) from error
+        self._held = _hold(self.folder)
         forget_unfinished(self.folder)
         path = self.folder / "config.json"
         if path.exists():
@@ -113,6 +126,26 @@ class RunFolder:
                 f"{path} could not be written ({error.strerror or error}); checkpoints in {self.folder} are whole. "
                 "Make room on that disk, and call the same again: it continues from the last checkpoint",
             ) from error
+
+
+def _hold(folder: Path) -> int | None:
+    """Keep other runs out of the folder, where the system can; what is returned is to be closed."""
+    try:
+        import fcntl
+    except ImportError:  # no such thing on Windows
+        return None
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        raise Unusable(
+            f"fit: another run is at work in {folder}; wait until it has ended, or name another folder"
+        ) from error
+    except OSError:  # some network file systems have no locks
+        os.close(held)
+        return None
+    return held
 
 
 def describe_run(
