@@ -1,11 +1,21 @@
 """Look at what the routing did, and what training does to it: metrics, tables, pictures, alarms, tracks."""
 
 from moesaic.insight.alarm import CollapseAlarm, CollapseWarning, check_scores
-from moesaic.insight.channels import channel_usage, class_shares, gate_distances, open_gates, specific_gates
+from moesaic.insight.channel_explanation import ChannelExplanation
+from moesaic.insight.channels import (
+    ChannelUsage,
+    GateDistances,
+    SpecificGate,
+    channel_usage,
+    class_shares,
+    gate_distances,
+    open_gates,
+    specific_gates,
+)
 from moesaic.insight.dispatch import DispatchTable, dispatch_table
-from moesaic.insight.embedding_map import embedding_map
+from moesaic.insight.embedding_map import EmbeddingMap, embedding_map
 from moesaic.insight.explain import Explanation, explain, look
-from moesaic.insight.image_costs import image_costs
+from moesaic.insight.image_costs import Costs, MeanCost, image_costs
 from moesaic.insight.metrics import (
     Agreement,
     Summary,
@@ -24,11 +34,18 @@ from moesaic.insight.tracks import Line, Track, expert_accuracy, inner_products
 
 __all__ = [
     "Agreement",
+    "ChannelExplanation",
+    "ChannelUsage",
     "CollapseAlarm",
     "CollapseWarning",
+    "Costs",
     "DispatchTable",
+    "EmbeddingMap",
     "Explanation",
+    "GateDistances",
     "Line",
+    "MeanCost",
+    "SpecificGate",
     "Summary",
     "Track",
     "agreement",
