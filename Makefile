@@ -24,7 +24,7 @@ TIMM := timm torchvision
 .NOTPARALLEL:
 
 help:
-	@echo 'make demo    re-run the headline claims of two papers and report which hold (runs/reproduce-quick)'
+	@echo 'make demo    re-run the headline claims of three papers and report which hold (runs/reproduce-quick)'
 	@echo 'make test    lint, then all tests and the examples in the documentation'
 	@echo 'make lint    ruff and basedpyright'
 	@echo 'make docs    build the documentation site (site/index.html)'

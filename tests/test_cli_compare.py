@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import tyro
 from PIL import Image
 
@@ -106,6 +107,15 @@ def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeyp
     assert re.search(r"wrn10_1_pmoe\S* is \S+ \[.*\] points more accurate", said)
     # with a part of the arithmetic of the dense network
     assert found.models[1].macs < found.models[0].macs
+
+
+def test_too_little_memory_is_told_with_a_way_out(mosaics, monkeypatch):
+    def full(*given: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(import_module("moesaic.training.compare"), "fit", full)
+    with pytest.raises(BadInput, match="cpu has too little memory for batches of 8; use a smaller --batch"):
+        compare("mosaics", *SMALL)
 
 
 def test_it_writes_everything_a_reader_needs_and_the_page_is_made_of_the_files(finished, tmp_path):

@@ -124,6 +124,7 @@ class Compare:
     def _compare(
         self, task: ImageTask, grid: Grid, recipe: Recipe, out: Path, device: str, command: str, machine: str
     ) -> None:
+        import torch
         from rich.console import Console
 
         from moesaic import report
@@ -149,6 +150,11 @@ class Compare:
                     settings={"augment": self.augment},
                     progress=progress,
                 )
+        except torch.OutOfMemoryError as error:
+            raise BadInput(
+                f"moesaic compare: {device} has too little memory for batches of {self.batch}; use a smaller --batch. "
+                f"What is finished is kept in {out}"
+            ) from error
         except (Diverged, Unusable, OSError) as error:
             raise BadInput(f"moesaic compare: {' '.join(str(error).split())}") from error
         write_comparison(out / "result.json", measured, derived_from(measured))

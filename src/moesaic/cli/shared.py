@@ -39,8 +39,8 @@ def input_of(command: str) -> Generator[None]:
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
-        message = " ".join(str(error).split())
-        raise BadInput(f"moesaic {command}: {message.removeprefix(f'{command}: ')}") from error
+        message = " ".join(str(error).split()).removeprefix(f"{command}: ").removeprefix("fit: ")
+        raise BadInput(f"moesaic {command}: {message}") from error
 
 
 def make_folder(out: Path) -> None:

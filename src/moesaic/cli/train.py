@@ -256,7 +256,8 @@ def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: Count, found
     here = shlex.quote(str(out))
     say(f"\nNetwork: {out / 'model.safetensors'}\nNext:")
     if cost.routed_parameters:
-        say(f"  moesaic explain {here} IMAGE…      # what its experts look at")
+        shown = "what its experts look at" if found.cost is None else "which channels images open"
+        say(f"  moesaic explain {here} IMAGE…      # {shown}")
     say(f"  moesaic export {here} --format onnx  # one file for a server")
 
 
