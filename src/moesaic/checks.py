@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
 from torch import Tensor
 
-__all__ = ["at_least_one", "check_map", "one_of"]
+__all__ = ["at_least_one", "check_map", "check_numbers", "one_of"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,20 @@ def at_least_one(owner: str, **counts: int) -> None:
             raise TypeError(f"{owner}: {name}={value!r} is a {type(value).__name__}; it must be a whole number")
         if value < 1:
             raise ValueError(f"{owner}: {name}={value}; it must be at least 1")
+
+
+def check_numbers(owner: str, limit: str, fits: Callable[[float], bool], values: Mapping[str, float]) -> None:
+    """Refuse what is no number, or none that fits the limit, which is told in words.
+
+    >>> check_numbers("Recipe", "0 or more", lambda value: value >= 0, {"clip": -1.0})
+    Traceback (most recent call last):
+    ValueError: Recipe: clip=-1.0; it must be 0 or more
+    """
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(f"{owner}: {name}={value!r} is a {type(value).__name__}; it must be a number")
+        if not fits(value):
+            raise ValueError(f"{owner}: {name}={value}; it must be {limit}")
 
 
 def check_map(owner: str, x: Tensor, channels: int, patch_size: int) -> None:

@@ -13,8 +13,9 @@ from torch import Tensor
 from moesaic import draws
 from moesaic.data import ClusterData, ClusterPatches
 from moesaic.models import Mixture, Mixtures
+from moesaic.papers.calculation import Measured
 from moesaic.papers.chen2022 import cells as chen2022_cells
-from moesaic.papers.chen2022.cells import ENGINE, Measured, MixtureCell
+from moesaic.papers.chen2022.cells import ENGINE, MixtureCell
 from moesaic.papers.lab import Lab
 from moesaic.theory import routing_probabilities
 from moesaic.training import Cells, MixtureSchedule, Silent, TrainedMixtures, train_mixtures

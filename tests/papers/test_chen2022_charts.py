@@ -9,9 +9,10 @@ from moesaic import draws
 from moesaic.data import ClusterPatches
 from moesaic.ledger import Chart, Fidelity, Panel
 from moesaic.models import Mixture, Mixtures
+from moesaic.papers.calculation import Measured, arrays
 from moesaic.papers.chen2022 import PAPER
 from moesaic.papers.chen2022 import charts as chen2022_charts
-from moesaic.papers.chen2022.cells import Measured, MixtureCell, Study, arrays
+from moesaic.papers.chen2022.cells import MixtureCell, Study
 from moesaic.papers.chen2022.charts import charts
 from moesaic.papers.lab import Lab
 from moesaic.report.charts import draw

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from moesaic.ledger import Fidelity, write_findings
-from moesaic.papers.chen2022.cells import Measured, Plan, Study
+from moesaic.papers.calculation import Measured
+from moesaic.papers.chen2022.cells import Plan, Study
 from moesaic.papers.chen2022.plan import ACTIVATIONS, SETTINGS, plan
 from moesaic.papers.chen2022.tables import PUBLISHED, TESTS, entropies, final_entropy, final_table, purity
 from moesaic.papers.claims import Judgement

@@ -9,7 +9,8 @@ import pytest
 from numpy.typing import NDArray
 
 from moesaic.ledger import write_findings
-from moesaic.papers.chen2022.cells import Measured, Plan, Study
+from moesaic.papers.calculation import Measured
+from moesaic.papers.chen2022.cells import Plan, Study
 from moesaic.papers.chen2022.plan import AdditiveCell, SmoothingCell, plan
 from moesaic.papers.chen2022.theory import TESTS
 from moesaic.papers.claims import Judgement

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from moesaic.papers import PAPERS
+from moesaic.papers.calculation import Measured
 from moesaic.papers.claims import Judgement, Study
 from moesaic.papers.lab import Lab
 from moesaic.papers.wang2019 import PAPER
 from moesaic.papers.wang2019.charts import charts
 from moesaic.papers.wang2019.power import TESTS
-from moesaic.papers.wang2019.power_cells import CollisionCell, Measured, RankCell, plan
+from moesaic.papers.wang2019.power_cells import CollisionCell, RankCell, plan
 from moesaic.theory.channel_masks import all_distinct_probability, coin_confusion
 from moesaic.training import Cells, Silent
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
@@ -11,11 +11,25 @@ from moesaic.ledger import Chart, Claim, Fidelity, Finding
 from moesaic.papers.lab import Cell, Lab
 from moesaic.statistics import Estimate
 
-__all__ = ["Judgement", "Paper", "Plan", "Study", "Test", "at_least", "at_most", "below", "reaches"]
+__all__ = [
+    "Judgement",
+    "Paper",
+    "Plan",
+    "Study",
+    "Test",
+    "ahead_at_all",
+    "at_least",
+    "at_most",
+    "below",
+    "positive",
+    "reaches",
+]
 
 R = TypeVar("R")
 
 NOT_QUICK = "not run here: needs --preset full"
+
+_ZERO_INSIDE = "partly: undecided, 0 is in the interval"
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,31 @@ def at_least(estimate: Estimate, limit: float, named: str = "") -> Judgement:
     """Holds if the whole interval is at or above the limit, fails if it is all below, partly in between."""
     verdict = "holds" if estimate.low >= limit else "fails" if estimate.high < limit else _undecided(limit, named)
     return Judgement(verdict, estimate.value, estimate.interval)
+
+
+def positive(estimate: Estimate) -> Judgement:
+    """Holds if the whole interval is above 0, fails if it is below, partly in between."""
+    if estimate.low > 0:
+        verdict = "holds"
+    else:
+        verdict = "fails" if estimate.high < 0 else _ZERO_INSIDE
+    return Judgement(verdict, estimate.value, estimate.interval)
+
+
+def ahead_at_all(leads: Sequence[Estimate], places: str) -> Judgement:
+    """Holds if every lead is clear, fails if there is none at half of the places or more; shown is the smallest."""
+    least = min(leads, key=lambda lead: lead.value)
+    above = sum(lead.low > 0 for lead in leads)
+    behind = sum(lead.value <= 0 for lead in leads)
+    if above == len(leads):
+        verdict = "holds"
+    elif 2 * behind >= len(leads):
+        verdict = "fails"
+    elif len(leads) == 1:
+        verdict = _ZERO_INSIDE
+    else:
+        verdict = f"partly: clearly ahead at {above} of {len(leads)} {places}"
+    return Judgement(verdict, least.value, least.interval)
 
 
 def at_most(estimate: Estimate, limit: float) -> Judgement:

@@ -17,11 +17,11 @@ cost leaves the way from all gates open to the target, the biases of all gates a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from moesaic.checks import one_of
+from moesaic.checks import check_numbers, one_of
 
 __all__ = ["GateRecipe", "Weigh"]
 
@@ -74,14 +74,16 @@ class GateRecipe:
     def __post_init__(self) -> None:
         one_of("GateRecipe", "weigh", self.weigh, get_args(Weigh))
         several = {"embedding": self.embedding, "noise": self.noise, "distil": self.distil}
-        _check("0 or more", lambda value: 0 <= value < math.inf, {"strength": self.strength, **several})
-        _check("from 0 to 1", lambda value: 0 <= value <= 1, {"warmup": self.warmup})
-        _check("above 0 and at most 1", lambda value: 0 < value <= 1, {"joint": self.joint})
-        _check("from 0 to below 1", lambda value: 0 <= value < 1, {"least_open": self.least_open})
-        _check("above 0", lambda value: 0 < value < math.inf, {"temperature": self.temperature})
+        check_numbers(
+            "GateRecipe", "0 or more", lambda value: 0 <= value < math.inf, {"strength": self.strength, **several}
+        )
+        check_numbers("GateRecipe", "from 0 to 1", lambda value: 0 <= value <= 1, {"warmup": self.warmup})
+        check_numbers("GateRecipe", "above 0 and at most 1", lambda value: 0 < value <= 1, {"joint": self.joint})
+        check_numbers("GateRecipe", "from 0 to below 1", lambda value: 0 <= value < 1, {"least_open": self.least_open})
+        check_numbers("GateRecipe", "above 0", lambda value: 0 < value < math.inf, {"temperature": self.temperature})
         if self.target_macs is not None:
             limit = "a share of the dense network's multiply-adds, above 0 and at most 1"
-            _check(limit, lambda value: 0 < value <= 1, {"target_macs": self.target_macs})
+            check_numbers("GateRecipe", limit, lambda value: 0 < value <= 1, {"target_macs": self.target_macs})
             if not self.strength:
                 raise ValueError(
                     f"GateRecipe: strength=0 is where steering towards target_macs={self.target_macs} would begin, and "
@@ -129,11 +131,3 @@ class GateRecipe:
     def from_json(cls, content: Mapping[str, Any]) -> GateRecipe:
         """The recipe that ``to_json`` wrote down."""
         return cls(**content)
-
-
-def _check(limit: str, fits: Callable[[float], bool], values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"GateRecipe: {name}={value!r} is a {type(value).__name__}; it must be a number")
-        if not fits(value):
-            raise ValueError(f"GateRecipe: {name}={value}; it must be {limit}")

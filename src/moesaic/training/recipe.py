@@ -6,14 +6,14 @@ It is plain data, so that a run can be written down, compared with another and c
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import at_least_one, check_numbers, one_of
 from moesaic.training.gate_recipe import GateRecipe
 
 __all__ = ["USUAL", "Descent", "Precision", "RateSchedule", "Recipe", "Strength"]
@@ -104,18 +104,19 @@ class Recipe:
         one_of("Recipe", "precision", self.precision, get_args(Precision))
         rates = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay, "balance": self.balance}
         rates |= {"warmup": self._warmup} | ({} if self.router_rate is None else {"router_rate": self.router_rate})
-        _check("0 or more", lambda value: 0 <= value < math.inf, rates)
+        check_numbers("Recipe", "0 or more", lambda value: 0 <= value < math.inf, rates)
         shares = {"momentum": self.momentum, "label_smoothing": self.label_smoothing}
-        _check("from 0 to below 1", lambda value: 0 <= value < 1, shares)
-        _check(
+        check_numbers("Recipe", "from 0 to below 1", lambda value: 0 <= value < 1, shares)
+        check_numbers(
+            "Recipe",
             "a share of the epochs, from 0 to 1",
             lambda value: 0 <= value <= 1,
             _numbered("milestones", self.milestones),
         )
         if self.ema is not None:
-            _check("above 0 and below 1", lambda value: 0 < value < 1, {"ema": self.ema})
+            check_numbers("Recipe", "above 0 and below 1", lambda value: 0 < value < 1, {"ema": self.ema})
         if self.clip is not None:
-            _check("above 0", lambda value: 0 < value < math.inf, {"clip": self.clip})
+            check_numbers("Recipe", "above 0", lambda value: 0 < value < math.inf, {"clip": self.clip})
         if self._warmup > self.epochs:
             raise ValueError(f"Recipe: warmup={self.warmup} is longer than epochs={self.epochs}; use fewer or none")
         if self.accumulate > self.batch:
@@ -194,14 +195,6 @@ def _shares(images: int, parts: int) -> list[int]:
     """``images`` shared out over ``parts``, as evenly as whole numbers are."""
     least, over = divmod(images, parts)
     return [least + (part < over) for part in range(parts)]
-
-
-def _check(limit: str, fits: Callable[[float], bool], values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise TypeError(f"Recipe: {name}={value!r} is a {type(value).__name__}; it must be a number")
-        if not fits(value):
-            raise ValueError(f"Recipe: {name}={value}; it must be {limit}")
 
 
 def _numbered(name: str, values: tuple[float, ...]) -> dict[str, float]:

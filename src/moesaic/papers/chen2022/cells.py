@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +17,14 @@ from moesaic.insight import expert_accuracy, inner_products
 from moesaic.ledger import Claim
 from moesaic.models import Mixture, Mixtures
 from moesaic.papers import claims
+from moesaic.papers.calculation import Measured, arrays
 from moesaic.papers.lab import Lab
 from moesaic.theory import exploration_steps, initial_groups, routing_probabilities
 from moesaic.training import MixtureSchedule, TrainedMixtures, train_mixtures
 
-__all__ = ["Measured", "MixtureCell", "Plan", "Study", "Test", "arrays", "claim"]
+__all__ = ["MixtureCell", "Plan", "Study", "Test", "claim"]
 
 Array = NDArray[np.float64]
-Measured: TypeAlias = Mapping[str, Array]
-"""What a cell measured, by name; arrays of trials begin with the axis of trials."""
 Plan = claims.Plan[Measured]
 Study = claims.Study[Measured]
 Test = claims.Test[Measured]
@@ -41,11 +39,6 @@ _PROBE = 2000
 def claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
     """A claim of this paper."""
     return Claim(id, "chen2022", where, statement, published, rule)
-
-
-def arrays(kept: dict[str, Any]) -> Measured:
-    """The numbers of a cell as arrays."""
-    return {name: np.asarray(value, dtype=np.float64) for name, value in kept.items()}
 
 
 @dataclass(frozen=True)

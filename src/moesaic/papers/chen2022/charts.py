@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from moesaic.data import ClusterPatches
 from moesaic.data.clusters import ClusterSetting
 from moesaic.ledger import Chart, Counts, Fidelity, Panel, Series
-from moesaic.papers.chen2022.cells import Measured, Study
+from moesaic.papers.calculation import Measured
+from moesaic.papers.chen2022.cells import Study
 from moesaic.papers.chen2022.plan import ACTIVATIONS
 from moesaic.papers.chen2022.plane import figure_1
 from moesaic.papers.chen2022.tables import PUBLISHED, entropies, final_entropy

@@ -14,7 +14,8 @@ from moesaic.data.clusters import ClusterSetting
 from moesaic.ledger import Fidelity
 from moesaic.models import Mixture
 from moesaic.models.mixtures import FilterActivation
-from moesaic.papers.chen2022.cells import Measured, MixtureCell, Plan, arrays
+from moesaic.papers.calculation import Calculation, Measured
+from moesaic.papers.chen2022.cells import MixtureCell, Plan
 from moesaic.papers.lab import Cell, Lab
 from moesaic.theory import AdditiveClassifier, routing_probabilities, steepest_scores
 from moesaic.training import MixtureSchedule
@@ -131,22 +132,8 @@ def _figure_1(fidelity: Fidelity, trials: int) -> dict[str, Cell[Measured]]:
     }
 
 
-class _Calculation:
-    """A cell in which nothing is trained."""
-
-    @property
-    def steps(self) -> int:
-        return 0
-
-    def obstacle(self, lab: Lab) -> str | None:
-        return None
-
-    def result(self, kept: dict[str, Any]) -> Measured:
-        return arrays(kept)
-
-
 @dataclass(frozen=True)
-class AdditiveCell(_Calculation):
+class AdditiveCell(Calculation):
     """The best classifier that adds up what it says of each patch, on samples of a setting (Theorem 4.1)."""
 
     setting: ClusterSetting
@@ -168,7 +155,7 @@ class AdditiveCell(_Calculation):
 
 
 @dataclass(frozen=True)
-class SmoothingCell(_Calculation):
+class SmoothingCell(Calculation):
     """How much the probabilities of being routed change with the scores, exactly (Lemma 5.1).
 
     Random pairs of scores, near and far, with 2 to 16 experts; and pairs that are made to change most.

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.data.clusters import ClusterSetting
-from moesaic.papers.chen2022.cells import Measured, Study, Test, claim
+from moesaic.papers.calculation import Measured
+from moesaic.papers.chen2022.cells import Study, Test, claim
 from moesaic.papers.chen2022.plan import ACTIVATIONS, SETTINGS
 from moesaic.papers.claims import Judgement, at_least, at_most
 from moesaic.statistics import Estimate, mean, percentage

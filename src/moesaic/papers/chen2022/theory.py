@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.papers.chen2022.cells import Measured, Study, Test, claim
+from moesaic.papers.calculation import Measured
+from moesaic.papers.chen2022.cells import Study, Test, claim
 from moesaic.papers.claims import Judgement, at_least
 from moesaic.statistics import Estimate, mean, percentage
 

@@ -24,10 +24,9 @@ from moesaic.papers.chowdhury2023.image_rules import (
     claimed,
     curve,
     needs,
-    positive,
     saving,
 )
-from moesaic.papers.claims import Judgement, at_least, below
+from moesaic.papers.claims import Judgement, ahead_at_all, at_least, below, positive
 from moesaic.statistics import Estimate, mean, sample_ratio
 
 __all__ = ["MAJORITY", "MINORITY", "NOTE", "TESTS"]
@@ -63,19 +62,7 @@ def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Test:
     figure = FIGURES[task]
 
     def judge(study: Study) -> Judgement:
-        leads = [mean(_lead(study, task, samples)) for samples in _compared_sizes(study, task)]
-        least = min(leads, key=lambda lead: lead.value)
-        above = sum(lead.low > 0 for lead in leads)
-        behind = sum(lead.value <= 0 for lead in leads)
-        if above == len(leads):
-            verdict = "holds"
-        elif 2 * behind >= len(leads):
-            verdict = "fails"
-        elif len(leads) == 1:
-            verdict = "partly: undecided, 0 is in the interval"
-        else:
-            verdict = f"partly: clearly ahead at {above} of {len(leads)} sizes"
-        return Judgement(verdict, least.value, least.interval)
+        return ahead_at_all([mean(_lead(study, task, n)) for n in _compared_sizes(study, task)], "sizes")
 
     return claimed(
         f"fig{figure.where.split()[1]}-ahead",

@@ -15,7 +15,7 @@ from moesaic.papers.chowdhury2023.image_plan import EPOCHS, SEEN, TRIALS
 from moesaic.papers.claims import Judgement
 from moesaic.statistics import Curve, Estimate
 
-__all__ = ["LENGTH", "Array", "Study", "Test", "accuracies", "claimed", "curve", "needs", "positive", "saving"]
+__all__ = ["LENGTH", "Array", "Study", "Test", "accuracies", "claimed", "curve", "needs", "saving"]
 
 Array: TypeAlias = NDArray[np.float64]
 Study: TypeAlias = claims.Study[Any]
@@ -70,13 +70,4 @@ def saving(estimate: Estimate, limit: float) -> Judgement:
         verdict = f"partly: less is needed, but not clearly as little as {limit:g}"
     else:
         verdict = "partly: undecided, 1 is in the interval"
-    return Judgement(verdict, estimate.value, estimate.interval)
-
-
-def positive(estimate: Estimate) -> Judgement:
-    """Holds if the whole interval is above 0, fails if it is below, partly in between."""
-    if estimate.low > 0:
-        verdict = "holds"
-    else:
-        verdict = "fails" if estimate.high < 0 else "partly: undecided, 0 is in the interval"
     return Judgement(verdict, estimate.value, estimate.interval)

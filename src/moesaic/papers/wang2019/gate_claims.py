@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from moesaic.ledger import Claim
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, Widening, conv_macs, conv_parameters
 from moesaic.papers import claims
-from moesaic.papers.claims import Judgement, at_least
+from moesaic.papers.claims import Judgement, ahead_at_all, at_least, positive
 from moesaic.papers.wang2019.gate_cells import GateResult, runs_of
 from moesaic.papers.wang2019.gate_plan import (
     COSTS,
@@ -73,17 +73,7 @@ def lead_at_equal_cost(study: Study, prefix: str) -> Array:
 
 
 def _ahead(study: Study) -> Judgement:
-    leads = [mean(lead_at_equal_cost(study, f"cost/gated/{cost}")) for cost in COSTS]
-    least = min(leads, key=lambda lead: lead.value)
-    above = sum(lead.low > 0 for lead in leads)
-    behind = sum(lead.value <= 0 for lead in leads)
-    if above == len(leads):
-        verdict = "holds"
-    elif 2 * behind >= len(leads):
-        verdict = "fails"
-    else:
-        verdict = f"partly: clearly ahead at {above} of {len(leads)} costs"
-    return Judgement(verdict, least.value, least.interval)
+    return ahead_at_all([mean(lead_at_equal_cost(study, f"cost/gated/{cost}")) for cost in COSTS], "costs")
 
 
 def _lossless(study: Study) -> Judgement:
@@ -121,7 +111,7 @@ def _wide_gated(name: str) -> Callable[[Study], Judgement]:
         runs = runs_of(study, f"wide/gated/{name}")
         lead = mean(accuracies(runs) - accuracies(runs_of(study, "wide/dense/vgg16")))
         over = float(np.mean([run.cost for run in runs]))
-        found = _positive(lead)
+        found = positive(lead)
         if over > 1 + _TOLERANCE and found.verdict == "holds":
             return Judgement(f"partly: ahead, at {over:.2f} times VGG-16's cost", found.measured, found.interval)
         return found
@@ -146,7 +136,7 @@ def _wide_where(kind: str) -> Callable[[Study], Judgement]:
 
 def _remedy(name: str) -> Callable[[Study], Judgement]:
     def judge(study: Study) -> Judgement:
-        return _positive(mean(lead_at_equal_cost(study, f"remedy/{name}")))
+        return positive(mean(lead_at_equal_cost(study, f"remedy/{name}")))
 
     return judge
 
@@ -156,19 +146,10 @@ def _any_remedy(study: Study) -> Judgement:
     without = lead_at_equal_cost(study, f"cost/gated/{REMEDY_COST}")[:REMEDY_TRIALS]
     gains = {name: mean(lead_at_equal_cost(study, f"remedy/{name}") - without) for name in REMEDIES}
     best = max(gains, key=lambda name: gains[name].value)
-    found = _positive(gains[best])
+    found = positive(gains[best])
     decision, _, reason = found.verdict.partition(": ")
     verdict = f"{decision}: {best}{f', {reason}' if reason else ''}"
     return Judgement(verdict, found.measured, found.interval)
-
-
-def _positive(estimate: Estimate) -> Judgement:
-    """Holds if the whole interval is above 0, fails if it is below, partly in between."""
-    if estimate.low > 0:
-        verdict = "holds"
-    else:
-        verdict = "fails" if estimate.high < 0 else "partly: undecided, 0 is in the interval"
-    return Judgement(verdict, estimate.value, estimate.interval)
 
 
 def _more_weights(column: Widening) -> float:

@@ -19,8 +19,9 @@ import numpy as np
 from moesaic.ledger import Claim
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
 from moesaic.papers import claims
+from moesaic.papers.calculation import Measured
 from moesaic.papers.claims import Judgement, below
-from moesaic.papers.wang2019.power_cells import BlindCell, CollisionCell, DistinctCell, Measured, RankCell, WidthCell
+from moesaic.papers.wang2019.power_cells import BlindCell, CollisionCell, DistinctCell, RankCell, WidthCell
 from moesaic.statistics import Estimate, mean, power
 from moesaic.theory.channel_masks import coin_collision, coin_confusion, subset_collision
 from moesaic.theory.channel_ranks import one_sided_rank

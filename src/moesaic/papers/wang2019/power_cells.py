@@ -8,10 +8,10 @@ Letters: L layers of m channels, of which n are open (``open_channels``), and M 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from moesaic import draws
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs
 from moesaic.papers import claims
+from moesaic.papers.calculation import Calculation, Measured
 from moesaic.papers.lab import Cell, Lab
 from moesaic.theory.channel_masks import coin_masks, measured_collision, subset_masks
 from moesaic.theory.channel_ranks import (
@@ -36,7 +37,6 @@ __all__ = [
     "CollisionCell",
     "DistinctCell",
     "MaskingCell",
-    "Measured",
     "RankCell",
     "TableCell",
     "WidthCell",
@@ -44,29 +44,13 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
-Measured: TypeAlias = Mapping[str, Array]
-"""What a cell measured, by name; arrays of trials begin with the axis of trials."""
 
 _SIDE = 32
 """Pixels along an image of CIFAR-10."""
 
 
-class _Calculation:
-    """A cell in which nothing is trained."""
-
-    @property
-    def steps(self) -> int:
-        return 0
-
-    def obstacle(self, lab: Lab) -> str | None:
-        return None
-
-    def result(self, kept: dict[str, Any]) -> Measured:
-        return {name: np.asarray(value, dtype=np.float64) for name, value in kept.items()}
-
-
 @dataclass(frozen=True)
-class RankCell(_Calculation):
+class RankCell(Calculation):
     """Ranks of random networks, dense and under masks that are uniform n-subsets."""
 
     widths: tuple[int, ...]
@@ -91,7 +75,7 @@ class RankCell(_Calculation):
 
 
 @dataclass(frozen=True)
-class WidthCell(_Calculation):
+class WidthCell(Calculation):
     """Ranks of dense networks by their width, and with one layer narrowed to a single channel."""
 
     layers: int
@@ -114,7 +98,7 @@ class WidthCell(_Calculation):
 
 
 @dataclass(frozen=True)
-class MaskingCell(_Calculation):
+class MaskingCell(Calculation):
     """Every way to mask the four inputs of the smallest network: m = M = 2, n = 1, L = 1."""
 
     trials: int = 5
@@ -134,7 +118,7 @@ class MaskingCell(_Calculation):
 
 
 @dataclass(frozen=True)
-class CollisionCell(_Calculation):
+class CollisionCell(Calculation):
     """How many pairs of inputs open the same channels, by n-subsets and by coins of the same mean."""
 
     widths: tuple[int, ...]
@@ -163,7 +147,7 @@ class CollisionCell(_Calculation):
 
 
 @dataclass(frozen=True)
-class BlindCell(_Calculation):
+class BlindCell(Calculation):
     """How many pairs of inputs to which the channels are blind have the same output, each with masks of its own."""
 
     widths: tuple[int, ...]
@@ -200,7 +184,7 @@ class BlindCell(_Calculation):
 
 
 @dataclass(frozen=True)
-class DistinctCell(_Calculation):
+class DistinctCell(Calculation):
     """How often no two of several inputs open the same channels, by n-subsets."""
 
     widths: tuple[int, ...]
@@ -223,7 +207,7 @@ class DistinctCell(_Calculation):
 
 
 @dataclass(frozen=True)
-class TableCell(_Calculation):
+class TableCell(Calculation):
     """Table 1: how many weights and multiply-adds the four widenings of VGG-16 have."""
 
     def spec(self, lab: Lab) -> dict[str, Any]:
