@@ -11,12 +11,13 @@ channels. A layer of 64 channels has one block of 64, so there more is open than
 tells what remains. Images take turns, so nothing is gained from seeing one twice.
 
 Peers are the plain VGG-16 in eval mode without gradients, contiguous or channels_last, whichever is faster, and the
-same with BatchNorm folded into its convolutions. All are timed in turns of six images, one after the other, as images
-come to a network that is at work; a turn of one image would time how the networks drive each other's weights out of
-the caches. A layer is its convolution with BatchNorm
-and ReLU, timed inside the network, where other layers' weights are in the caches.
+same with BatchNorm folded into its convolutions. Networks take turns of one image, and of six images one after the
+other: in the first every network finds the caches full of the others' weights, in the second of its own. A layer is its
+convolution with BatchNorm, ReLU and the pooling behind it, timed inside the network, where other layers' weights are in
+the caches.
 
-On a GPU a batch of 256 in blocks of 64. ``--prices`` measures what `moesaic.ops.narrow_conv.PRICES` says of a CPU.
+On a GPU a batch of 256 in blocks of 64, where nothing is left out (`moesaic.ops.skipping` says why). ``--prices``
+measures what `moesaic.ops.narrow_conv.PRICES` says of a CPU.
 """
 
 import argparse
@@ -24,6 +25,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,9 @@ from moesaic.models.deepmoe import DeepMoE, deepmoe
 from moesaic.models.vgg import VGG16
 from moesaic.ops.narrow_conv import PRICES, Channels, narrow_conv
 
-CLASSES, SIZE, IMAGES, BURST = 10, 32, 24, 6
+CLASSES, SIZE, IMAGES = 10, 32, 24
+TURNS = {"one": 1, "six": 6}
+"""How many images a network gets in its turn."""
 SHARES = (0.5, 0.25)
 BAR = {0.5: 1.5, 0.25: 3.0}
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -104,10 +108,13 @@ def dense_layers(model: VGG16, images: list[Tensor], repetitions: int) -> dict[s
     for repetition in range(-5, repetitions):
         x = images[repetition % len(images)]
         spent: dict[str, float] = {}
+        place = ""
         for name, layer in model.body.named_children():
+            if name == "mean":
+                break
             start = time.perf_counter()
             x = layer(x)
-            place = name.replace("norm", "conv").replace("relu", "conv")
+            place = name if name.startswith("conv") else place
             spent[place] = spent.get(place, 0.0) + 1e6 * (time.perf_counter() - start)
         if repetition >= 0:
             for name, each in spent.items():
@@ -137,7 +144,7 @@ def our_layers(model: DeepMoE, images: list[Tensor], repetitions: int) -> dict[s
             model(x)
             whole = 1e6 * (time.perf_counter() - start)
             start = time.perf_counter()
-            model.embedding(x)
+            model.embedding.embed(x)
             embedding = 1e6 * (time.perf_counter() - start)
             if repetition >= 0:
                 named = {f"conv{number}": each for number, each in enumerate(spent, 1)}
@@ -158,33 +165,36 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
         peers[f"VGG-16, BatchNorm folded, {label}"] = folded(plain).to(memory_format=memory_format)
     formats = {name: FORMATS[name.rpartition(", ")[2]] for name in peers}
     rows: list[dict[str, Any]] = []
+    details: dict[str, dict[str, Timing]] = {}
     for block in (1, 16, 32, 64):
         for share in SHARES:
             model = gated_vgg(block, share)
             macs = statistics.mean(check(model, x, 1e-4) for x in images[:4])
-            candidates = {
-                name: in_order(peer, [x.contiguous(memory_format=formats[name]) for x in images], BURST)
+            runs: dict[str, Callable[[int], Callable[[], object]]] = {
+                name: partial(in_order, peer, [x.contiguous(memory_format=formats[name]) for x in images])
                 for name, peer in peers.items()
             }
-            bursts = in_turns({**candidates, "ours": in_order(model, images, BURST)}, repetitions)
-            timings = {name: Timing(*(ms / BURST for ms in vars(timing).values())) for name, timing in bursts.items()}
-            best = {
-                kind: min(timings[name].median for name in peers if ("folded" in name) == kind)
-                for kind in (False, True)
+            runs["ours"] = partial(in_order, model, images)
+            row: dict[str, Any] = {
+                "gates": "single channels" if block == 1 else f"blocks of {block}",
+                "open": f"{share:.0%}",
+                "multiply-adds": macs,
             }
-            rows.append(
-                {
-                    "gates": "single channels" if block == 1 else f"blocks of {block}",
-                    "open": f"{share:.0%}",
-                    "multiply-adds": macs,
-                    "ours, ms": timings["ours"].median,
-                    "VGG-16, ms": best[False],
-                    "× VGG-16": best[False] / timings["ours"].median,
-                    "× folded": best[True] / timings["ours"].median,
-                    "timings, ms": timings,
+            for turn, images_each in TURNS.items():
+                found = in_turns({name: run(images_each) for name, run in runs.items()}, repetitions)
+                timings = {
+                    name: Timing(*(ms / images_each for ms in vars(timing).values())) for name, timing in found.items()
                 }
-            )
-    show("one image, end to end", [{k: v for k, v in row.items() if k != "timings, ms"} for row in rows])
+                best = {
+                    kind: min(timings[name].median for name in peers if ("folded" in name) == kind)
+                    for kind in (False, True)
+                }
+                ours = timings["ours"].median
+                row |= {f"{turn}: ours, ms": ours, f"{turn}: VGG-16, ms": best[False]}
+                row |= {f"{turn}: × VGG-16": best[False] / ours, f"{turn}: × folded": best[True] / ours}
+                details[f"{row['gates']}, {row['open']}, {turn}"] = timings
+            rows.append(row)
+    show("one image at a time, end to end", rows)
     layers: dict[str, Any] = {}
     dense = dense_layers(plain, images, repetitions)
     for block in (1, 16, 32, 64):
@@ -209,10 +219,11 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
     )
     print(f"the layer that gains least: {slowest[1]}, {slowest[0]:.2f} × dense")
     for share, bar in BAR.items():
-        of = {row["gates"]: row["× VGG-16"] for row in rows if row["open"] == f"{share:.0%}"}
-        reached = ", ".join(f"{gates} {ratio:.2f}" for gates, ratio in of.items())
-        print(f"at {share:.0%} the bar is {bar}: {reached}")
-    return {"end to end": rows, "layers, µs": {"dense": dense, **layers}}
+        for turn in TURNS:
+            of = {row["gates"]: row[f"{turn}: × VGG-16"] for row in rows if row["open"] == f"{share:.0%}"}
+            reached = ", ".join(f"{gates} {ratio:.2f}" for gates, ratio in of.items())
+            print(f"at {share:.0%} the bar is {bar}; in turns of {turn}: {reached}")
+    return {"end to end": rows, "timings, ms": details, "layers, µs": {"dense": dense, **layers}}
 
 
 def _ratio(dense: dict[str, Timing], ours: dict[str, Timing], name: str) -> float:

@@ -311,25 +311,3 @@ def test_the_reference_refuses_a_map_that_is_not_zero_where_it_is_said_to_be():
     case.x[1, 2, 0, 0] = 1
     with pytest.raises(ValueError, match="channel 2 of sample 1 is not zero, but gate_in says that it is closed"):
         run(case, "reference")
-
-
-@pytest.mark.parametrize("options", [{}, {"stride": 2, "norm": False, "bias": True}, {"activation": "identity"}])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@torch.no_grad()
-def test_products_of_block_pairs_equal_the_definition(dtype, tolerance, options, monkeypatch):
-    monkeypatch.setitem(narrow_conv.PRICES, "cpu", replace(FREE, row=0.0, mac=1e-9, copy=0.0))
-    case = build([[1.0] * 4] * 6, [[1.0] * 3] * 6, channels_out=8, channels_in=9, block=2, block_in=3, **options)
-    case = case.to(dtype)
-    scores = torch.randn(6, 7, generator=torch.Generator().manual_seed(0)).to(dtype)
-    case.gate_out = ChannelGate(1, 8, block=2, mode="topk", keep=2).choose(scores[:, :4])
-    case.gate_in = ChannelGate(1, 9, block=3, mode="topk", keep=2).choose(scores[:, 4:])
-    case.x = case.x * channels.open_channels(case.gate_in, 9, 3)[:, :, None, None]
-    called = []
-    real = skipping.block_pairs
-    monkeypatch.setattr(skipping, "block_pairs", lambda *given: called.append(1) or real(*given))
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        case.x = case.x.contiguous(memory_format=memory_format)
-        y = run(case)
-        assert y.is_contiguous(memory_format=memory_format)
-        torch.testing.assert_close(y, run(case, "reference"), rtol=tolerance, atol=tolerance)
-    assert called == [1, 1]

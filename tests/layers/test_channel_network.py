@@ -180,6 +180,45 @@ def test_whoever_listens_to_a_layer_is_heard(monkeypatch):
     assert list(routing) == network.names
 
 
+@pytest.mark.parametrize("name", ["", "body", "head", "body.2", "body.0.norm"])
+@torch.no_grad()
+def test_the_short_way_is_not_taken_while_somebody_listens_to_any_module(name):
+    network, (x, embedding) = Network(16, widths=(3, 32, 16, 16)), images(1)
+    chain = network.gated._chain
+    expected = network.run(x, embedding)
+    assert chain is not None
+    assert chain.may_run(x)
+    heard: list[str] = []
+    hook = network.get_submodule(name).register_forward_hook(lambda module, args, y: heard.append(name))
+    assert not chain.may_run(x)
+    torch.testing.assert_close(network.run(x, embedding), expected, rtol=1e-10, atol=1e-10)
+    assert heard == ([] if name == "body.0.norm" else [name])  # a gated layer is its own norm's reader
+    hook.remove()
+    assert chain.may_run(x)
+
+
+@pytest.mark.parametrize("mode", ["relu", "topk"])
+@torch.no_grad()
+def test_blocks_that_are_multiplied_as_blocks_give_what_masks_give(mode, way):
+    for block, widths in ((16, (3, 32, 48, 32)), (8, (3, 16, 20, 8)), (8, (3, 20, 16, 24))):
+        network = Network(block, mode, widths)
+        for number in range(1, 4):
+            x, embedding = (each[-1:] for each in images(number))
+            y = network.run(x, embedding)
+            torch.testing.assert_close(y, network.run(x, embedding, "reference"), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_what_comes_out_of_the_short_way_can_be_learned_from():
+    network, (x, embedding) = Network(), images(1)
+    y = network.run(x, embedding)
+    with torch.enable_grad():
+        scale = torch.ones(1, dtype=torch.float64, requires_grad=True)
+        (scale * y).sum().backward()
+    assert scale.grad is not None
+    assert torch.equal(scale.grad, y.sum().view(1))
+
+
 @torch.no_grad()
 def test_whoever_observes_layers_sees_the_whole_batch(monkeypatch):
     monkeypatch.setitem(narrow_conv.PRICES, "cpu", FREE)

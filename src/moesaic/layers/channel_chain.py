@@ -1,9 +1,9 @@
 """A network that is one chain of layers, run for one image on a CPU without detours.
 
 With a quarter of the channels open a convolution of VGG-16 takes less time than the calls around it: of modules, of
-views, of the library's operations on index lists of a hundred numbers. So the index lists of all layers come from
-numpy at once, and a gated convolution is what cannot be left out: copy the open weights, unfold the map, multiply,
-scale and shift, ReLU.
+views, of the library's operations on index lists of a hundred numbers. So the gates of all layers are looked at once,
+in numpy, and a gated convolution is what cannot be left out (`moesaic.ops.block_products`): copy the open weights, copy
+what the kernels see, multiply, ReLU, gate. Pooling behind it is done along with it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from operator import eq
 from typing import Any, cast
 
 import numpy as np
@@ -20,10 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops.dispatch import ChannelConv
+from moesaic.ops.block_products import BlockProduct, OpenBlocks, PixelRows
+from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
-from moesaic.ops.narrow_conv import FEW_PIXELS, Channels, Rates, narrow_image, output_size, pieces_of_a_filter
-from moesaic.ops.skipping import block_layout
+from moesaic.ops.skipping import scale_and_shift_of
 
 __all__ = ["Chain"]
 
@@ -32,7 +33,7 @@ Floats = NDArray[np.floating[Any]]
 
 @dataclass(eq=False, slots=True)
 class _Step:
-    """A gated layer, and the ReLU behind it if there is one."""
+    """A gated layer, with the ReLU and the pooling behind it."""
 
     layer: ChannelMoE
     number: int
@@ -41,20 +42,35 @@ class _Step:
     """Whether it reads the open channels of the gated layer before it; else all of a map."""
     hands_on: bool
     relu: bool
-    plan: _Plan | None = None
+    pool: nn.MaxPool2d | None = None
 
 
 class Chain:
     """The steps of a network whose every layer reads the one before it and nothing else.
 
+    Its weights are kept once more in the order of `BlockProduct`, until they change.
+
     Args:
         steps: gated layers, and whatever else is called with the map alone.
-        skipped: modules that are not called, since they do nothing or what they do is done by others.
+        network: whose modules are not called if what they do is done by others; who listens to one keeps the chain from
+            being used.
     """
 
-    def __init__(self, steps: Sequence[_Step | Callable[[Tensor], Tensor]], skipped: Sequence[nn.Module]) -> None:
+    def __init__(self, steps: Sequence[_Step | Callable[[Tensor], Tensor]], network: nn.Module) -> None:
         self.steps = list(steps)
-        self._listeners = Listeners(skipped)
+        self._gated = [step for step in self.steps if isinstance(step, _Step)]
+        self._norms = [step.layer.norm for step in self._gated if step.layer.norm is not None]
+        self._weights = [vars(step.layer.conv)["_parameters"] for step in self._gated]
+        self._listeners = Listeners(network.modules())
+        self._products = Kept[list[BlockProduct]]()
+        # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
+        self._held = Held(module for step in self._gated for module in (step.layer.conv, step.layer.norm) if module)
+        blocks = [-(-step.layer.out_channels // step.layer.block) for step in self._gated]
+        self._starts = np.cumsum([0, *blocks])
+        """Of each layer, the first block among those of all; and the number of all."""
+        self._numbers = np.concatenate([np.arange(number) for number in blocks])
+        """Of each block in its layer."""
+        self._sizes = [(step.layer.out_channels, step.layer.block) for step in self._gated]
 
     @staticmethod
     def of(
@@ -74,7 +90,6 @@ class Chain:
         modules = dict(cast("Iterable[tuple[str, nn.Module]]", network.named_modules()))
         names = list(layers)
         steps: list[_Step | Callable[[Tensor], Tensor]] = []
-        skipped: list[nn.Module] = []
         for before, node in pairwise(nodes[:-1]):
             if node.all_input_nodes != [before] or node.args[:1] != (before,) or len(before.users) != 1:
                 return None
@@ -90,137 +105,84 @@ class Chain:
                 steps.append(_Step(module, number, source is not None, name in hand_on, module.activation == "relu"))
             elif isinstance(module, nn.ReLU) and isinstance(gated, _Step):
                 gated.relu = True
-            elif isinstance(module, nn.Identity):
-                pass
+            elif isinstance(gated, _Step) and gated.pool is None and _is_pooling(module):
+                gated.pool = cast(nn.MaxPool2d, module)
             elif module is not None:
-                steps.append(module)
-                continue
+                if not isinstance(module, nn.Identity):
+                    steps.append(module)
             elif node.op == "call_module":
                 return None
             else:
                 steps.append(_Call(node.target, node.args[1:], dict(node.kwargs)))
-                continue
-            skipped.append(module)
         last = nodes[-1]
         if len(nodes) < 3 or nodes[0].op != "placeholder" or last.args != (nodes[-2],):
             return None
-        return Chain(steps, skipped) if sum(isinstance(step, _Step) for step in steps) == len(names) else None
+        return Chain(steps, network) if sum(isinstance(step, _Step) for step in steps) == len(names) else None
 
-    def may_run(self, x: Tensor, convs: Sequence[ChannelConv]) -> bool:
-        """Whether this image can take this way: on a CPU, with weights as they usually lie, and nobody listening."""
+    def may_run(self, x: Tensor) -> bool:
+        """Whether this is one image on a CPU whose network learns nothing, and nobody listens."""
         if x.shape[0] != 1 or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
             return False
-        if any(conv.weight.dtype != x.dtype or not conv.weight.is_contiguous() for conv in convs):
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
             return False
-        return not self._listeners
+        if any(norm.training for norm in self._norms) or self._listeners:
+            return False
+        return all(conv["weight"].dtype == x.dtype for conv in self._weights)
 
-    def run(
-        self, x: Tensor, gates: Floats, convs: Sequence[ChannelConv], scale_and_shift: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def run(self, x: Tensor, gates: Floats) -> Tensor:
         """What the network makes of one image with these gates of the blocks of all layers."""
-        opened = _open(gates, convs, scale_and_shift)
+        products = self._products.of(self._held.now(), self._ordered)
+        # here operations take a tenth less time; what comes out is a tensor like any other
+        with torch.inference_mode():
+            y = self._run(x, products, gates)
+        return y.clone()
+
+    def _run(self, x: Tensor, products: Sequence[BlockProduct], gates: Floats) -> Tensor:
+        opened = self._open(gates.astype(np.float32 if x.dtype == torch.float32 else np.float64, copy=False))
+        now: PixelRows | Tensor = x
         before = None
         for step in self.steps:
-            if not isinstance(step, _Step):
-                x = step(x)
-                continue
-            conv, here, plan = convs[step.number], opened[step.number], step.plan
-            if plan is None or plan.conv is not conv or plan.size_in != x.shape[2:]:
-                plan = step.plan = _Plan.of(conv, x.shape[2:])
-            x = _gated(x, plan, before if step.reads else None, here, step.relu)
-            if not step.hands_on:
-                x = here.channels().put(x)
-            before = here
-        return x
+            if isinstance(step, _Step):
+                here = opened[step.number]
+                now = _gated(now, products[step.number], before if step.reads else None, here, step.hands_on)
+                before = here
+            else:
+                now = step(now.map() if isinstance(now, PixelRows) else now)
+        return now.map() if isinstance(now, PixelRows) else now
+
+    def _open(self, gates: Floats) -> list[OpenBlocks]:
+        """The open blocks of all layers. A layer in which all are closed gets its first one, whose gate is 0."""
+        is_open = ~(gates <= 0)  # a gate that is not a number is not closed
+        opened = np.flatnonzero(is_open)
+        cuts: list[int] = np.searchsorted(opened, self._starts).tolist()
+        if any(map(eq, cuts, cuts[1:])):
+            is_open[[first for first, a, b in zip(self._starts, cuts, cuts[1:], strict=False) if a == b]] = True
+            opened = np.flatnonzero(is_open)
+            cuts = np.searchsorted(opened, self._starts).tolist()
+        blocks, some = self._numbers[opened], gates[opened]
+        return [
+            OpenBlocks(blocks[a:b], some[a:b], *size) for a, b, size in zip(cuts, cuts[1:], self._sizes, strict=False)
+        ]
+
+    def _ordered(self) -> list[BlockProduct]:
+        made: list[BlockProduct] = []
+        for step in self._gated:
+            conv = step.layer.weights()
+            scale, shift = scale_and_shift_of([conv])
+            made.append(BlockProduct(conv, scale, shift, reads_gated=step.reads, relu=step.relu, pool=step.pool))
+        return made
 
 
-@dataclass(eq=False, slots=True)
-class _Plan:
-    """What is the same for every image of a size."""
-
-    conv: ChannelConv
-    size_in: torch.Size
-    C: int
-    rows: int
-    columns: int
-    size: int
-    """Channels in a piece of a filter."""
-    weights: int
-    """And weights."""
-    rates: Rates
-
-    @staticmethod
-    def of(conv: ChannelConv, size_in: torch.Size) -> _Plan:
-        _, C, ks, _ = conv.weight.shape
-        size = C // pieces_of_a_filter(conv)
-        rows, columns = (output_size(side, conv) for side in size_in)
-        return _Plan(conv, size_in, C, rows, columns, size, size * ks * ks, Rates.of(conv, rows * columns))
+def _gated(
+    x: PixelRows | Tensor, product: BlockProduct, before: OpenBlocks | None, here: OpenBlocks, hands_on: bool
+) -> PixelRows | Tensor:
+    """A gated layer with its open channels alone; as a map of all channels where those who follow take no other."""
+    rows = product.run(x, before, here)
+    return rows if hands_on else rows.full(here)
 
 
-@dataclass(eq=False, slots=True)
-class _Open:
-    """The open channels of a layer."""
-
-    numbers: NDArray[np.intp]
-    total: int
-    pieces: NDArray[np.intp] | None
-    filters: NDArray[np.intp]
-    scale: Floats
-    shift: Floats
-
-    def channels(self) -> Channels:
-        return Channels(torch.from_numpy(self.numbers), self.total)
-
-
-def _open(gates: Floats, convs: Sequence[ChannelConv], scale_and_shift: tuple[Tensor, Tensor]) -> list[_Open]:
-    """The open channels of all layers."""
-    layout = block_layout(convs)
-    # a gate that is not a number is not closed
-    numbers, counts, blocks, block_counts = layout.opened(~(gates <= 0))
-    of_block = gates[layout.block[numbers]]
-    local = numbers - layout.start[numbers]
-    filters = (local * layout.pieces[numbers])[:, None]
-    all_scale, all_shift = (each.numpy() for each in scale_and_shift)
-    scale = (of_block * all_scale[numbers]).astype(all_scale.dtype, copy=False)
-    shift = (of_block * all_shift[numbers]).astype(all_shift.dtype, copy=False)
-    opened: list[_Open] = []
-    channel = block = 0
-    for conv, count, block_count in zip(convs, counts, block_counts, strict=True):
-        O = conv.weight.shape[0]
-        some = slice(channel, channel + count)
-        pieces = blocks[block : block + block_count] if O % conv.block_out == 0 else None
-        opened.append(_Open(local[some], O, pieces, filters[some], scale[some], shift[some]))
-        channel, block = channel + count, block + block_count
-    return opened
-
-
-def _gated(x: Tensor, plan: _Plan, before: _Open | None, here: _Open, relu: bool) -> Tensor:
-    """A gated convolution of the open channels alone."""
-    conv = plan.conv
-    ins, outs = plan.C if before is None else len(before.numbers), len(here.numbers)
-    if plan.rates.way(ins, outs)[0] == "dense":
-        full = x if before is None else before.channels().put(x)
-        z = here.channels().take(torch.conv2d(full, conv.weight, None, conv.stride, conv.padding))
-    else:
-        if before is None or ins == plan.C:
-            weight = conv.weight.view(len(conv.weight), -1).index_select(0, torch.from_numpy(here.numbers))
-        else:
-            pieces = before.pieces
-            if pieces is None:
-                pieces = before.numbers[:: plan.size] // plan.size
-            pairs = torch.from_numpy((here.filters + pieces).ravel())
-            weight = conv.weight.view(-1, plan.weights).index_select(0, pairs).view(outs, -1)
-        z = narrow_image(x, weight, conv, plan.rows, plan.columns)
-    if plan.rows * plan.columns > FEW_PIXELS:
-        scale, shift = (torch.from_numpy(each).view(1, -1, 1, 1) for each in (here.scale, here.shift))
-        y = torch.addcmul(shift, z, scale)
-        return y.relu_() if relu else y
-    values = z[0].numpy()
-    values *= here.scale[:, None, None]
-    values += here.shift[:, None, None]
-    if relu:
-        np.maximum(values, 0, out=values)
-    return z
+def _is_pooling(module: nn.Module | None) -> bool:
+    return type(module) is nn.MaxPool2d and not module.return_indices
 
 
 class _Tracer(fx.Tracer):

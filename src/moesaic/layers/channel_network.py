@@ -20,7 +20,7 @@ from moesaic.ops import TorchBackend, autocast_dtype, select_backend
 from moesaic.ops.channels import may_skip
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.kept import Held, Kept
-from moesaic.ops.narrow_conv import cheapest_way, prices_of
+from moesaic.ops.narrow_conv import PRICES, cheapest_way
 from moesaic.ops.skipping import open_together, scale_and_shift_of
 from moesaic.record import Routing
 from moesaic.routing.channel_heads import JointGates
@@ -86,15 +86,15 @@ class GatedLayers:
         one row for each sample. Where closed channels may not be left out (in training, with gradients, under
         autocast, on another backend), it is called as it is.
         """
+        if not len(x) or autocast_dtype(x) is not None or not isinstance(select_backend(x, _ANY), TorchBackend):
+            return network(x, gates)
+        if self._chain is not None and isinstance(gates, JointGates) and self._chain.may_run(x):
+            return self._chain.run(x, gates.on_host()[0])
         convs = [layer.weights() for layer in self.layers.values()]
-        if not len(x) or autocast_dtype(x) is not None or not may_skip(x, _learned(gates), convs):
+        if not may_skip(x, _learned(gates), convs):
             return network(x, gates)
-        if not isinstance(select_backend(x, _ANY), TorchBackend):
-            return network(x, gates)
-        if len(x) > 1 and x.device.type != "cpu":
-            return network(x, gates)  # what any sample of a batch opens is soon everything; layers do better alone
-        if self._chain is not None and isinstance(gates, JointGates) and self._chain.may_run(x, convs):
-            return self._chain.run(x, gates.on_host()[0], convs, self._kept(convs))
+        if x.device.type != "cpu":
+            return network(x, gates)  # `moesaic.ops.skipping` says why
 
         def run(x: Tensor, gates: Gates) -> Tensor:
             return network(x, self._opened(convs, gates))
@@ -117,7 +117,7 @@ class GatedLayers:
     def _groups(self, x: Tensor, convs: Sequence[ChannelConv], gates: Gates) -> list[list[int]]:
         """Samples that open the same channels, if they had better run apart; else none."""
         # who observes a layer is told of a batch, not of its parts
-        if len(x) == 1 or self.pixels is None or x.device.type != "cpu" or any(map(_observed, self.layers.values())):
+        if len(x) == 1 or self.pixels is None or any(map(_observed, self.layers.values())):
             return []
         is_open = {name: gates[name].mask[:, 0].numpy() for name in self.layers}
         alike: dict[bytes, list[int]] = {}
@@ -132,7 +132,7 @@ class GatedLayers:
                 opened[name] = int(_sizes(conv)[blocks[samples].any(0)].sum())
                 ins = opened.get(self.sources[name], conv.weight.shape[1])
                 pixels = len(samples) * (self.pixels or {})[name]
-                total += cheapest_way(conv, ins, opened[name], pixels)[1] + prices_of(x.device).call
+                total += cheapest_way(conv, ins, opened[name], pixels)[1] + PRICES["cpu"].call
             return total
 
         together, apart = price(list(range(len(x)))), 0.0

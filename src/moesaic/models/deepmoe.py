@@ -27,6 +27,7 @@ from moesaic.models.count import count
 from moesaic.models.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
 from moesaic.models.gated_conv import GatedConv, ReadingConv, RunningGates, conv_refusal, norm_refusal
 from moesaic.ops.channels import open_channels
+from moesaic.ops.listeners import Listeners
 from moesaic.record import Routing
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
 from moesaic.routing.channel_heads import ChannelHeads
@@ -117,9 +118,12 @@ class DeepMoE(nn.Module):
         self._running = running
         self._layers = layers
         self._all_heads = ChannelHeads(gates)
+        self._listeners = Listeners([embedding, embedding.head])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.answer(x).logits
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._listeners:
+            return self.answer(x).logits
+        return self._layers.run(self._run, x, self._all_heads(self.embedding.embed(x)))
 
     def answer(self, x: Tensor) -> Answer:
         """The backbone's scores, the embedding with its own, and the gates of every layer."""

@@ -19,6 +19,7 @@ from moesaic.checks import at_least_one
 from moesaic.models.resnet import LARGE_IMAGE, conv_norm
 from moesaic.ops import autocast_dtype
 from moesaic.ops.folded import FoldedConvs
+from moesaic.ops.listeners import Listeners
 
 __all__ = ["EmbeddingNetwork", "embedding_macs", "embedding_widths"]
 
@@ -53,18 +54,25 @@ class EmbeddingNetwork(nn.Module):
         self.body = nn.Sequential(*(layer for conv in convs for layer in (*conv, nn.ReLU())))
         self.head = nn.Linear(widths[-1], classes)
         self.dimension = widths[-1]
+        self._listeners = Listeners(self.body.modules())
         self._folded = FoldedConvs([cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(conv)) for conv in convs])
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self._folded(x) if self._may_fold(x) else self.body(x)
-        embedding = y.mean((2, 3))
+        embedding = self.embed(x)
         return embedding, self.head(embedding)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """(B, D): the embedding alone."""
+        y = self._folded(x) if self._may_fold(x) else self.body(x)
+        return y.mean((2, 3))
 
     def _may_fold(self, x: Tensor) -> bool:
         """Whether BatchNorm is a scale and a shift for good, which saves half of the time for one image."""
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export() or x.is_meta:
             return False
-        return autocast_dtype(x) is None and not any(norm.training for _, norm in self._folded.layers)
+        if autocast_dtype(x) is not None or self._listeners:
+            return False
+        return not any(norm.training for _, norm in self._folded.layers)
 
 
 def embedding_macs(widths: Sequence[int], *, in_channels: int, image_size: int, classes: int, gates: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter, methodcaller
 from typing import Generic, TypeVar
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 __all__ = ["Held", "Kept"]
 
 T = TypeVar("T")
+
+_place, _changes = methodcaller("data_ptr"), attrgetter("_version")
 
 
 class Kept(Generic[T]):
@@ -38,7 +41,7 @@ class Kept(Generic[T]):
 
     def of(self, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
         try:
-            stamp = [tensor.data_ptr() for tensor in tensors] + [tensor._version for tensor in tensors]
+            stamp = [*map(_place, tensors), *map(_changes, tensors)]
         except RuntimeError:  # of tensors of inference mode, which count nothing
             return make()
         if self._value is None or stamp != self._stamp:

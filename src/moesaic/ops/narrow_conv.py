@@ -7,8 +7,8 @@ inside: active_in × active_out of them. Two ways to run it:
     gathered  copy the open rows and columns into a narrow kernel, and run that
 
 Neighbouring input channels of a filter lie together in memory, so channels that are gated in blocks are copied in
-pieces of a block: weights are stored by block as they are, and no second copy of them is needed. For one image on a
-CPU the narrow kernel is a matrix that is multiplied with the unfolded map wherever a convolution would do worse: where
+pieces of a block: weights are stored by block as they are, and no second copy of them is needed. For one image the
+narrow kernel is a matrix that is multiplied with the unfolded map wherever a convolution would do worse: where
 it spends its time on bringing many weights into an order of its own, on large maps of few channels, and for channels
 gated one by one, since it prepares itself anew for every number of channels. Products on slices of the weights,
 without copying, were never faster.
@@ -42,7 +42,6 @@ __all__ = [
     "narrow_image",
     "output_size",
     "pieces_of_a_filter",
-    "prices_of",
 ]
 
 Way = Literal["dense", "gathered"]
@@ -61,7 +60,7 @@ UNFOLDED = 2**23
 
 @dataclass(frozen=True)
 class Prices:
-    """Nanoseconds on one core; a price of a device that is no CPU stands for the whole device."""
+    """Nanoseconds on one core."""
 
     mac: float
     """A multiply-add inside a convolution that has enough of them."""
@@ -75,25 +74,11 @@ class Prices:
     """What skipping costs a convolution besides, however small it is."""
     group: float
     """What it costs a layer by itself: its look at the gates, and its channels' way into a map of all channels."""
-    row: float = math.inf
-    """A value that is unfolded, sorted and read in a product of block pairs (`moesaic.ops.block_pairs`).
-
-    On a CPU, where nobody waits for launches, samples had better run one by one.
-    """
 
 
-# Those of the CPU are for 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, with other layers'
-# weights in the caches, as inside a network; a copy is read again, and costs there what it costs in all. Those of CUDA
-# are rough: there what skips waits for launches.
-PRICES = {
-    "cpu": Prices(mac=0.029, read=0.63, copy=0.8, piece=12.0, call=3e4, group=1e5),
-    "cuda": Prices(mac=4e-5, read=2e-3, copy=5e-3, piece=0.0, call=5e4, group=2e5, row=8e-3),
-}
-
-
-def prices_of(device: torch.device) -> Prices:
-    """Those of CUDA for whatever is no CPU."""
-    return PRICES["cpu"] if device.type == "cpu" else PRICES["cuda"]
+# For 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, with other layers' weights in the caches, as
+# inside a network; a copy is read again, and costs there what it costs in all.
+PRICES = {"cpu": Prices(mac=0.029, read=0.63, copy=0.8, piece=12.0, call=3e4, group=1e5)}
 
 
 @dataclass(eq=False, slots=True)
@@ -173,8 +158,7 @@ class Rates:
     def of(conv: ChannelConv, pixels: int) -> Rates:
         weight = conv.weight
         O, C, ks, _ = weight.shape
-        prices = prices_of(weight.device)
-        cores = torch.get_num_threads() if weight.device.type == "cpu" else 1
+        prices, cores = PRICES["cpu"], torch.get_num_threads()
         each = max(pixels * prices.mac, prices.read)
         taps = ks * ks
         copied = prices.piece / cores * (1 if weight.is_contiguous() else taps)

@@ -8,6 +8,13 @@ or runs it as one group with every channel that any of its samples opens: whiche
 can look at all gates before the first of them runs (`open_together`): the host looks once and not once a layer, and
 the scales and shifts of all layers are a few operations. Then a layer can also hand on its open channels alone, as a
 map that has no others. Who reads such a map knows from the gates which they are.
+
+All of this is for CPUs. On a GPU nothing is left out, for a reason that was measured (VGG-16 of 32×32 images in
+batches of 256, bfloat16, H200: ``benchmarks/results/channel-cuda.json``). The dense network takes 1.28 ms, at 126
+TFLOP/s. With every sample's own blocks of 64 channels gathered, unfolded, sorted by pairs of blocks and multiplied in
+one grouped product it takes 8 to 14 times as long: unfolding writes nine times the bytes of the map, which a dense
+convolution never does, and the groups are small. What any sample of a batch opens is soon everything, so sharing a
+pattern does not help either. Less than dense would take a kernel that gathers as it multiplies.
 """
 
 from __future__ import annotations
@@ -22,10 +29,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.ops.block_pairs import block_pairs, pairs_fit
 from moesaic.ops.channels import channel_gates, masked_dense
 from moesaic.ops.dispatch import ChannelConv, Norm
 from moesaic.ops.narrow_conv import (
+    PRICES,
     Channels,
     Way,
     cheapest_way,
@@ -33,7 +40,6 @@ from moesaic.ops.narrow_conv import (
     narrow_conv,
     output_size,
     pieces_of_a_filter,
-    prices_of,
 )
 from moesaic.record import Routing
 
@@ -255,11 +261,8 @@ def _by_itself(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: Chan
     (B, C), O = x.shape[:2], conv.weight.shape[0]
     rows, columns = (output_size(size, conv) for size in x.shape[2:])
     _, dense = cheapest_way(conv, C, O, B * rows * columns)
-    prices = prices_of(x.device)
-    if dense <= prices.group:
-        return masked_dense(x, gate_out, conv)  # too little to be worth a look at the gates
-    if gate_in is not None and pairs_fit(gate_out, gate_in, conv) and _pairs_price(x, gate_out, gate_in, conv) < dense:
-        return _by_pairs(x, gate_out, gate_in, conv)
+    if x.device.type != "cpu" or dense <= PRICES["cpu"].group:
+        return masked_dense(x, gate_out, conv)  # or too little to be worth a look at the gates
     open_in = np.ones((B, C), bool) if gate_in is None else _open_channels(gate_in, C, conv.block_in)
     groups = _groups(conv, _open_channels(gate_out, O, conv.block_out), open_in, rows * columns)
     if len(groups) == 1 and groups[0].way == "dense":
@@ -285,29 +288,9 @@ def _by_itself(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: Chan
     return y
 
 
-def _pairs_price(x: Tensor, gate_out: Routing, gate_in: Routing, conv: ChannelConv) -> float:
-    """Of block pairs."""
-    (O, C, ks, _), prices = conv.weight.shape, prices_of(x.device)
-    pixels = x.shape[0] * output_size(x.shape[2], conv) * output_size(x.shape[3], conv)
-    pairs = gate_out.gate.shape[2] * gate_in.gate.shape[2]
-    values = pixels * pairs * conv.block_in * ks * ks
-    return values * (conv.block_out * prices.mac + prices.row) + O * C * ks * ks * prices.copy + prices.group
-
-
-def _by_pairs(x: Tensor, gate_out: Routing, gate_in: Routing, conv: ChannelConv) -> Tensor:
-    z, blocks_BK = block_pairs(x, gate_out, gate_in, conv)
-    (B, K, size), O = z.shape[:3], conv.weight.shape[0]
-    gates_BK = gate_out.gate[:, 0].unsqueeze(2)
-    scale, shift = ((gates_BK * each.view(-1, size)[blocks_BK])[..., None, None] for each in scale_and_shift_of([conv]))
-    part = torch.addcmul(shift, z.to(scale.dtype), scale).to(x.dtype)
-    y = x.new_zeros(B, O // size, size, *z.shape[3:])
-    y.scatter_(1, blocks_BK.view(B, K, 1, 1, 1).expand_as(part), part.relu_() if conv.activation == "relu" else part)
-    return y.flatten(1, 2).contiguous(memory_format=memory_format(x))
-
-
 def _groups(conv: ChannelConv, open_out: Bools, open_in: Bools, pixels: int) -> list[_Group]:
     """All samples at once, or those that open the same channels together: whichever is cheaper."""
-    cost = prices_of(conv.weight.device).group
+    cost = PRICES["cpu"].group
 
     def group(samples: Ints | None, outs: Bools, ins: Bools) -> _Group:
         opened_in, opened_out = np.flatnonzero(ins), np.flatnonzero(outs)

@@ -43,7 +43,6 @@ class ChannelHeads:
         self.heads = dict(heads)
         first = next(iter(self.heads.values()))
         self._alike = all((head.mode, head.embedding) == (first.mode, first.embedding) for head in self.heads.values())
-        self._total = sum(head.blocks for head in self.heads.values())
         self._joined = Kept[tuple[Tensor, Tensor]]()
         self._held = Held(self.heads.values())
         self._listeners = Listeners(self.heads.values())
@@ -56,7 +55,7 @@ class ChannelHeads:
         weight, bias = self._joined.of(self._held.now(), lambda: _joined(heads, dtype))
         rows = embedding.to(dtype)
         scores = torch.addmm(bias, _whole(rows) if heads[0].mode == "topk" else rows, weight)
-        return JointGates(self.heads, scores[: len(embedding), : self._total])
+        return JointGates(self.heads, scores[: len(embedding)])
 
     def _may_join(self, embedding: Tensor, heads: list[ChannelGate]) -> bool:
         if not self._alike or self._listeners or any(head.training for head in heads):
@@ -71,10 +70,14 @@ class ChannelHeads:
 
 
 def _joined(heads: list[ChannelGate], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(D, all gates) and (all gates,), with gates that nobody has up to a multiple of sixteen."""
+    """(D, all gates) and (all gates,), with gates behind them that nobody has and nobody would open.
+
+    There is one at least, and as many as make a multiple of sixteen.
+    """
     biases = [head.weight.new_zeros(head.blocks) if head.bias is None else head.bias for head in heads]
     weight, bias = torch.cat([head.weight for head in heads]).to(dtype), torch.cat(biases).to(dtype)
-    return _whole(weight).T.contiguous(), F.pad(bias, (0, -len(bias) % 16))
+    more = 16 - len(bias) % 16
+    return F.pad(weight, (0, 0, 0, more)).T.contiguous(), F.pad(bias, (0, more), value=-torch.inf)
 
 
 def _whole(rows: Tensor) -> Tensor:
@@ -86,10 +89,14 @@ class JointGates(Mapping[str, Routing]):
     """The gates of several layers as one, each layer's record being made when somebody asks for it."""
 
     def __init__(self, heads: Mapping[str, ChannelGate], scores: Tensor) -> None:
-        self.scores = scores
-        """(B, blocks of all layers)"""
+        self._scores = scores  # with one behind the last at least that is never among the best
         self._heads = heads
         self._made: dict[str, Routing] = {}
+
+    @property
+    def scores(self) -> Tensor:
+        """Those of the blocks of all layers, (B, blocks)."""
+        return self._scores[:, : sum(head.blocks for head in self._heads.values())]
 
     def __getitem__(self, name: str) -> Routing:
         if not self._made:
@@ -112,14 +119,17 @@ class JointGates(Mapping[str, Routing]):
         On the host, where a dozen small operations take the time of one on tensors.
         """
         heads = list(self._heads.values())
-        scores: NDArray[np.floating[Any]] = self.scores.cpu().numpy()
-        if heads[0].mode == "relu":
-            return np.maximum(scores, 0)
+        scores: NDArray[np.floating[Any]] = self._scores.cpu().numpy()
         table = _table(tuple((head.blocks, head.keep or 0) for head in heads))
-        # a row for each layer, filled up with scores that are never among the best
-        rows = np.concatenate([scores, np.full((len(scores), 1), -np.inf, scores.dtype)], 1)[:, table.place]
-        rank = np.argsort(np.argsort(-rows, 2, kind="stable"), 2)
-        is_open = (rank < table.keep).reshape(len(scores), -1)[:, table.filled]
+        if heads[0].mode == "relu":
+            return np.maximum(scores[:, : table.total], 0)
+        rows = scores[:, table.place]
+        least = np.sort(rows, 2)[:, table.layer, table.best]
+        scores = scores[:, : table.total]
+        is_open = scores >= least[:, table.layer_of]
+        if np.count_nonzero(is_open) != len(scores) * table.kept:  # scores are equal, or not numbers
+            rank = np.argsort(np.argsort(-rows, 2, kind="stable"), 2)
+            is_open = (rank < table.keep).reshape(len(scores), -1)[:, table.filled]
         return np.logaddexp(0, scores) * is_open  # softplus
 
 
@@ -130,8 +140,18 @@ class _Table(NamedTuple):
     """(layers, most blocks): of each score among those of all layers, and of those that are none behind the last."""
     keep: NDArray[np.intp]
     """(layers, 1): how many of a layer are kept."""
+    kept: int
+    """And of all."""
+    best: NDArray[np.intp]
+    """Of each layer, where in rising order the least of those is that are kept."""
+    layer: NDArray[np.intp]
+    """The numbers of the layers."""
+    layer_of: NDArray[np.intp]
+    """Of each score."""
     filled: NDArray[np.intp]
     """Which of the table's places have a score, the table being read row by row."""
+    total: int
+    """Of all scores."""
 
 
 @lru_cache(maxsize=64)
@@ -140,5 +160,14 @@ def _table(heads: tuple[tuple[int, int], ...]) -> _Table:
     blocks = np.array([[number] for number, _ in heads])
     keep = np.array([[number] for _, number in heads])
     numbers = np.arange(max(number for number, _ in heads))
-    place = np.where(numbers < blocks, np.cumsum(blocks)[:, None] - blocks + numbers, blocks.sum())
-    return _Table(place, keep, np.flatnonzero(numbers < blocks))
+    layer, total = np.arange(len(heads)), int(blocks.sum())
+    return _Table(
+        place=np.where(numbers < blocks, np.cumsum(blocks)[:, None] - blocks + numbers, total),
+        keep=keep,
+        kept=int(keep.sum()),
+        best=len(numbers) - keep[:, 0],
+        layer=layer,
+        layer_of=np.repeat(layer, blocks[:, 0]),
+        filled=np.flatnonzero(numbers < blocks),
+        total=total,
+    )
