@@ -27,11 +27,13 @@ def plainly(made: list[tuple[nn.Conv2d, nn.BatchNorm2d]], x: torch.Tensor) -> to
 
 @pytest.mark.parametrize("options", [{"stride": 2}, {"stride": 2, "bias": False}, {}])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("size", [(16, 16), (7, 3), (1, 1)])
+@pytest.mark.parametrize("size", [(40, 40), (16, 16), (7, 3), (1, 1)])
 @torch.no_grad()
 def test_folded_convolutions_equal_those_with_their_batch_norm(size, batch, options):
     made, x = layers(3, 5, 6, 4, **options), torch.randn(batch, 3, *size, dtype=torch.float64)
-    torch.testing.assert_close(FoldedConvs(made)(x), plainly(made, x), rtol=1e-10, atol=1e-10)
+    expected = plainly(made, x)
+    torch.testing.assert_close(FoldedConvs(made)(x), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(FoldedConvs(made).mean(x), expected.mean((2, 3)), rtol=1e-10, atol=1e-10)
 
 
 @torch.no_grad()
