@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from moesaic.data.image_tasks import ImageTask, LabelledImages, Scale
 from moesaic.layers import PatchMoE, SampleMoE
 from moesaic.routing import SampleRouter
+from moesaic.training.fit import fit
 from moesaic.training.recipe import Recipe
 
 LONG = Recipe(epochs=4, batch=12, optimizer="sgd", learning_rate=0.05, momentum=0.9)
@@ -123,6 +124,22 @@ def timeless(content: Any) -> Any:
     if isinstance(content, dict):
         return {name: timeless(each) for name, each in content.items() if name not in ("seconds", "images_per_second")}
     return [timeless(each) for each in content] if isinstance(content, list) else content
+
+
+def stopped_and_called_again(
+    make: Any, task: ImageTask, recipe: Recipe, folder: Path, patience: tuple[int, ...]
+) -> nn.Module:
+    """Training that is interrupted after so many calls of progress, each time but the last, and goes on."""
+    for number, calls in enumerate(patience):
+        model = make(7) if number else make()  # a checkpoint replaces the weights
+        try:
+            fit(model, task, recipe, seed=2, out=folder, progress=Notes(calls), checkpoint_seconds=0)
+        except KeyboardInterrupt:
+            assert number < len(patience) - 1, "the last time it was to end"
+        else:
+            assert number == len(patience) - 1, "it was to be interrupted"
+            return model
+    raise AssertionError
 
 
 def outcome(folder: Path) -> tuple[Any, ...]:

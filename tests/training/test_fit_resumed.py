@@ -26,6 +26,7 @@ from training.squares import (
     routed,
     same,
     seeded,
+    stopped_and_called_again,
     weights,
 )
 
@@ -56,17 +57,8 @@ def often(monkeypatch):
 def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, make, tmp_path, often):
     undisturbed = make()
     fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
-    interruptions = 0
-    for patience in (3, 9, 5, 100):  # calls of progress, of which there are seven an epoch
-        model = make(7) if interruptions else make()  # a checkpoint replaces the weights
-        try:
-            fit(model, TASK, recipe, seed=2, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
-        except KeyboardInterrupt:
-            interruptions += 1
-        else:
-            assert same(model, undisturbed)
-            break
-    assert interruptions == 3
+    calls = (3, 9, 5, 100)  # of progress, of which there are seven an epoch
+    assert same(stopped_and_called_again(make, TASK, recipe, tmp_path / "parts", calls), undisturbed)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
     assert (tmp_path / "parts" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"

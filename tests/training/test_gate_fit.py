@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from training.gated import LONG, TASK, backbone, gate_state, gated, images
-from training.squares import Notes, lines, outcome, same, seeded
+from training.squares import Notes, lines, outcome, same, seeded, stopped_and_called_again
 
 from moesaic.training import training_run
 from moesaic.training.batches import viewed_batches
@@ -85,17 +85,8 @@ def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, tmp_
     monkeypatch.setattr(training_run, "_ALARM", 2)
     undisturbed = gated()
     fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
-    interruptions = 0
-    for patience in (3, 9, 6, 5, 100):  # calls of progress, of which there are seven an epoch: in both stages
-        model = gated(7) if interruptions else gated()
-        try:
-            fit(model, TASK, recipe, seed=2, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)
-        except KeyboardInterrupt:
-            interruptions += 1
-        else:
-            assert same(model, undisturbed)
-            break
-    assert interruptions == 4
+    calls = (3, 9, 6, 5, 100)  # of progress, of which there are seven an epoch: in both stages
+    assert same(stopped_and_called_again(gated, TASK, recipe, tmp_path / "parts", calls), undisturbed)
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
 
 

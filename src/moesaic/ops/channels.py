@@ -23,6 +23,7 @@ __all__ = [
     "check_closed",
     "masked_dense",
     "may_skip",
+    "norm_as_scale_and_shift",
     "open_channels",
 ]
 
@@ -48,6 +49,19 @@ def channel_gates(routing: Routing, channels: int, block: int) -> Tensor:
 def open_channels(routing: Routing, channels: int, block: int) -> Tensor:
     """(B, C): whether a channel is open."""
     return _over_channels(routing.mask[:, 0], channels, block)
+
+
+def norm_as_scale_and_shift(
+    weight: Tensor, bias: Tensor, mean: Tensor, var: Tensor, eps: float | Tensor, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """BatchNorm with fixed statistics as scale · z + shift, for the bare result z of a convolution with bias ``added``.
+
+    >>> one = torch.ones(1)
+    >>> norm_as_scale_and_shift(2 * one, one, mean=3 * one, var=4 * one, eps=0.0)
+    (tensor([1.]), tensor([-2.]))
+    """
+    scale = weight * torch.rsqrt(var + eps)
+    return scale, torch.addcmul(bias, mean if added is None else mean - added, scale, value=-1)
 
 
 def masked_dense(x: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.ops.block_products import PixelRows, neighbours
+from moesaic.ops.channels import norm_as_scale_and_shift
 from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
 
@@ -99,11 +100,14 @@ def _steps(conv: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
 def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> _Folded:
     assert norm.running_mean is not None and norm.running_var is not None
     wide = torch.promote_types(conv.weight.dtype, torch.float32)
-    scale = norm.weight.to(wide) * torch.rsqrt(norm.running_var.to(wide) + norm.eps)
-    mean = norm.running_mean.to(wide)
-    if conv.bias is not None:
-        mean = mean - conv.bias.to(wide)
-    bias = torch.addcmul(norm.bias.to(wide), mean, scale, value=-1)
+    scale, bias = norm_as_scale_and_shift(
+        norm.weight.to(wide),
+        norm.bias.to(wide),
+        norm.running_mean.to(wide),
+        norm.running_var.to(wide),
+        norm.eps,
+        None if conv.bias is None else conv.bias.to(wide),
+    )
     weight = (conv.weight.to(wide) * scale[:, None, None, None]).to(conv.weight.dtype)
     matrix = weight.permute(2, 3, 1, 0).reshape(-1, len(weight))
     return _Folded(conv, weight, bias.to(conv.weight.dtype), matrix)

@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.ops.channels import channel_gates, masked_dense
+from moesaic.ops.channels import channel_gates, masked_dense, norm_as_scale_and_shift
 from moesaic.ops.dispatch import ChannelConv, Norm
 from moesaic.ops.narrow_conv import (
     PRICES,
@@ -320,18 +320,18 @@ def scale_and_shift_of(convs: Sequence[ChannelConv]) -> tuple[Tensor, Tensor]:
             *((norm.weight, norm.bias, norm.running_mean, norm.running_var) for norm in norms), strict=True
         )
     )
+    added: Tensor | None = None
     if any(conv.bias is not None for conv in convs):
-        added = [
+        biases = [
             torch.zeros_like(norm.bias) if conv.bias is None else conv.bias
             for conv, norm in zip(convs, norms, strict=True)
         ]
-        mean = mean - torch.cat(added).to(wide)
-    if len({norm.eps for norm in norms}) == 1:
-        scale = weight * torch.rsqrt(var + norms[0].eps)
-    else:
-        eps = torch.tensor(np.repeat([norm.eps for norm in norms], [len(norm.bias) for norm in norms]), dtype=wide)
-        scale = weight * torch.rsqrt(var + eps.to(var.device))
-    return scale, torch.addcmul(bias, mean, scale, value=-1)
+        added = torch.cat(biases).to(wide)
+    eps: float | Tensor = norms[0].eps
+    if len({norm.eps for norm in norms}) > 1:
+        several = np.repeat([norm.eps for norm in norms], [len(norm.bias) for norm in norms])
+        eps = torch.tensor(several, dtype=wide).to(var.device)
+    return norm_as_scale_and_shift(weight, bias, mean, var, eps, added)
 
 
 def _norm_of(conv: ChannelConv) -> Norm:
