@@ -1,0 +1,279 @@
+"""WRN-pMoE against WRN, the whole network: inference and a training step.
+
+    python benchmarks/model.py [--shape celeba] [--batch 1] [--batch 32] [--what inference] [--out FILE.json]
+    python benchmarks/model.py --device cuda [--compile] [--cuda-graph] [--dtype bfloat16 [--autocast]]
+
+WRN-10-10 for faces of 64×64 pixels and two classes (celeba), or for images of 32×32 and ten (cifar). Inference is the
+network in eval mode without gradients; a training step is forward, cross-entropy and backward, with ``--optimizer`` an
+SGD step with momentum behind it. Networks take turns, and every figure is a ratio within one run: WRN's median time
+over WRN-pMoE's of the same fidelity. Both get the same care. On a CPU each is timed contiguous and in channels_last,
+and its faster format counts; on a GPU the format is channels_last, and what is compiled or captured in a CUDA graph is
+so for both.
+
+Memory is the peak while one network runs, its weights, gradients and optimizer included, on a GPU; with
+``--cuda-graph`` that of the same step before it is captured.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import RESULTS, Timing, in_turns, machine, show, synchronize, write
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import moesaic
+from moesaic.ops import backends
+
+NETWORKS = {"WRN": "wrn10_10", "WRN-pMoE": "wrn10_10_pmoe"}
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+KINDS = ("inference", "training step")
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Images, and how many of them."""
+
+    size: int
+    classes: int
+    batches: dict[str, list[int]]
+    """By device."""
+
+
+SHAPES = {
+    "celeba": Shape(64, 2, {"cpu": [1, 32], "cuda": [128]}),
+    "cifar": Shape(32, 10, {"cpu": [1, 32], "cuda": [512]}),
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """All that two networks have in common while they are compared."""
+
+    shape: str
+    batch: int
+    what: str
+    fidelity: str
+    device: str
+    dtype: str
+    autocast: bool
+    compiled: bool
+    cuda_graph: bool
+    optimizer: bool
+    backend: str | None
+
+    def __str__(self) -> str:
+        how = [self.dtype + (" by autocast" if self.autocast else "")]
+        how += ["compiled"] * self.compiled + ["CUDA graph"] * self.cuda_graph + ["with optimizer"] * self.optimizer
+        how += [f"backend {self.backend}"] if self.backend else []
+        return f"{self.shape}, {self.what}, batch {self.batch}, fidelity {self.fidelity}: {', '.join(how)}"
+
+    @property
+    def weights(self) -> torch.dtype:
+        """What the weights are in; under autocast float32."""
+        return torch.float32 if self.autocast else getattr(torch, self.dtype)
+
+    def precision(self) -> Any:
+        """The context a forward pass runs in."""
+        if not self.autocast:
+            return nullcontext()
+        # a cast that is kept beyond a captured graph would lie in memory that the graph reuses
+        return torch.autocast(self.device, getattr(torch, self.dtype), cache_enabled=not self.cuda_graph)
+
+    def network(self, name: str, memory_format: torch.memory_format) -> nn.Module:
+        shape = SHAPES[self.shape]
+        options = {"image_size": shape.size} if name == "WRN-pMoE" else {}
+        torch.manual_seed(0)
+        model = moesaic.create_model(NETWORKS[name], num_classes=shape.classes, fidelity=self.fidelity, **options)
+        model = model.to(self.device, self.weights).to(memory_format=memory_format)
+        return model.train(self.what == "training step")
+
+    def images(self, memory_format: torch.memory_format) -> Tensor:
+        size = SHAPES[self.shape].size
+        torch.manual_seed(1)
+        x = torch.randn(self.batch, 3, size, size).to(self.device, self.weights)
+        return x.contiguous(memory_format=memory_format)
+
+    def targets(self) -> Tensor:
+        torch.manual_seed(2)
+        return torch.randint(SHAPES[self.shape].classes, (self.batch,)).to(self.device)
+
+
+def inference(model: nn.Module, x: Tensor, setting: Setting) -> Callable[[], object]:
+    def run() -> None:
+        with torch.no_grad(), setting.precision():
+            model(x)
+
+    return run
+
+
+def training_step(model: nn.Module, x: Tensor, setting: Setting) -> Callable[[], object]:
+    targets = setting.targets()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, foreach=True) if setting.optimizer else None
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        with setting.precision():
+            scores = model(x)
+        F.cross_entropy(scores.float(), targets).backward()
+        if optimizer is not None:
+            optimizer.step()
+
+    return run
+
+
+def captured(run: Callable[[], object], warm_up: int = 5) -> Callable[[], object]:
+    """The same as a CUDA graph, captured after some runs on a stream beside the others."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(warm_up):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+
+    def replay() -> Callable[[], object]:
+        graph.replay()
+        return run  # held here: its weights and images are in memory that the graph reads
+
+    return replay
+
+
+def candidate(
+    name: str, setting: Setting, memory_format: torch.memory_format
+) -> tuple[Callable[[], object], float | None]:
+    """A network's run, and the MiB it needs at most on a GPU."""
+    before = torch.cuda.memory_allocated() if setting.device == "cuda" else 0
+    model = setting.network(name, memory_format)
+    if setting.compiled:
+        model = torch.compile(model, dynamic=False)
+    make = inference if setting.what == "inference" else training_step
+    run = make(model, setting.images(memory_format), setting)
+    if setting.device != "cuda":
+        return run, None
+    for _ in range(3):  # what is chosen or set up once is not what a step needs
+        run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / MEBIBYTE
+    return (captured(run) if setting.cuda_graph else run), peak
+
+
+def compare(setting: Setting, formats: list[str], repetitions: int) -> list[dict[str, Any]]:
+    if setting.compiled:
+        torch.compiler.reset()  # a graph for this setting, not a share of one for all of them
+    runs: dict[str, Callable[[], object]] = {}
+    peaks: dict[str, float | None] = {}
+    with moesaic.backend(setting.backend) if setting.backend else nullcontext():
+        for name in NETWORKS:
+            for label in formats:
+                key = f"{name}, {label}"
+                runs[key], peaks[key] = candidate(name, setting, FORMATS[label])
+        timings = in_turns(runs, repetitions)
+    fastest = {
+        name: min((f"{name}, {label}" for label in formats), key=lambda key: timings[key].median) for name in NETWORKS
+    }
+    wrn = timings[fastest["WRN"]].median
+    rows: list[dict[str, Any]] = []
+    for name, key in fastest.items():
+        row: dict[str, Any] = {
+            "network": name,
+            "format": key.rpartition(", ")[2],
+            "ms": timings[key].median,
+            "× WRN": wrn / timings[key].median,
+        }
+        if peaks[key] is not None:
+            row["MiB"] = peaks[key]
+        others: dict[str, Timing] = {label: timings[f"{name}, {label}"] for label in formats}
+        rows.append({**row, "formats, ms": others})
+    return rows
+
+
+def settings(arguments: argparse.Namespace) -> list[Setting]:
+    dtype = arguments.dtype or ("bfloat16" if arguments.device == "cuda" else "float32")
+    if dtype == "float32" and arguments.autocast:
+        raise SystemExit("--autocast computes in the --dtype given; with float32 there is nothing to cast to")
+    if arguments.cuda_graph and arguments.device != "cuda":
+        raise SystemExit("--cuda-graph needs --device cuda")
+    return [
+        Setting(
+            shape=shape,
+            batch=batch,
+            what=what,
+            fidelity=fidelity,
+            device=arguments.device,
+            dtype=dtype,
+            autocast=arguments.autocast,
+            compiled=arguments.compile,
+            cuda_graph=arguments.cuda_graph,
+            optimizer=arguments.optimizer and what == "training step",
+            backend=arguments.backend,
+        )
+        for shape in arguments.shape or SHAPES
+        for what in arguments.what or KINDS
+        for fidelity in arguments.fidelity or ["best"]
+        for batch in arguments.batch or SHAPES[shape].batches[arguments.device]
+    ]
+
+
+def earlier(path: Path, done: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a file has of other settings than those measured now."""
+    if not path.exists():
+        return []
+    now = [measurement["setting"] for measurement in done]
+    return [each for each in json.loads(path.read_text())["measurements"] if each["setting"] not in now]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="may be given several times; default: all")
+    parser.add_argument("--batch", type=int, action="append", help="default: 1 and 32; on a GPU 128 (cifar: 512)")
+    parser.add_argument("--what", choices=KINDS, action="append", help="default: both")
+    parser.add_argument("--fidelity", choices=["best", "released", "print"], action="append", help="default: best")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: float32, on a GPU bfloat16")
+    parser.add_argument("--autocast", action="store_true", help="keep weights in float32 and compute in the dtype")
+    parser.add_argument("--memory-format", choices=FORMATS, action="append", help="several: the faster one counts")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--cuda-graph", action="store_true", help="capture the whole pass or step")
+    parser.add_argument("--optimizer", action="store_true", help="a step of SGD with momentum in each training step")
+    parser.add_argument("--backend", choices=backends(), help="default: what moesaic picks")
+    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--threads", type=int, help="of a CPU; default: torch's")
+    parser.add_argument("--add", action="store_true", help="keep what the file has of other settings")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/model-DEVICE.json")
+    arguments = parser.parse_args()
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    if arguments.device == "cuda":
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # as cuDNN's convolutions have it by default
+    formats = arguments.memory_format or (["channels_last"] if arguments.device == "cuda" else list(FORMATS))
+    done: list[dict[str, Any]] = []
+    for setting in settings(arguments):
+        rows = compare(setting, formats, arguments.repetitions)
+        show(str(setting), [{k: v for k, v in row.items() if k != "formats, ms"} for row in rows])
+        done.append({"setting": asdict(setting), "repetitions": arguments.repetitions, "networks": rows})
+        synchronize()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+    print("× WRN: above 1 is faster than WRN")
+    path = arguments.out or RESULTS / f"model-{arguments.device}.json"
+    kept = earlier(path, done) if arguments.add else []
+    content = {"machine": machine(), "device": arguments.device, "measurements": [*kept, *done]}
+    print(f"written to {write(path.stem, content, path)}")
+
+
+if __name__ == "__main__":
+    main()
