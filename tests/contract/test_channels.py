@@ -16,7 +16,7 @@ from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.ops import backends, channels, narrow_conv, skipping
 from moesaic.routing.channel_gate import ChannelGate
 
-FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, call=0.0, group=0.0)
+FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)
 FORCED = {"gathered": FREE, "dense": replace(FREE, copy=1e30), "as it comes": narrow_conv.PRICES["cpu"]}
 """Prices under which weights are gathered whatever that costs, or never; and the real ones."""
 

@@ -15,14 +15,14 @@ from moesaic.ops import narrow_conv
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.channel_heads import ChannelHeads
 
-FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, call=0.0, group=0.0)
+FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)
 
 
 @pytest.fixture(params=["gathered", "dense", "as it comes"])
 def way(request, monkeypatch) -> str:
     prices = {
         "gathered": FREE,
-        "dense": narrow_conv.Prices(1.0, 1.0, 1e30, 0.0, 0.0, 0.0),
+        "dense": narrow_conv.Prices(1.0, 1.0, 1e30, 0.0, 1e30, 0.0, 0.0),
         "as it comes": narrow_conv.PRICES["cpu"],
     }
     monkeypatch.setitem(narrow_conv.PRICES, "cpu", prices[request.param])
@@ -237,7 +237,7 @@ def test_a_batch_is_cut_where_samples_open_different_channels(monkeypatch):
     convs = [layer.weights() for layer in network.layers().values()]
     monkeypatch.setitem(narrow_conv.PRICES, "cpu", FREE)
     assert network.gated._groups(x, convs, gates) == [[0, 2], [1]]
-    dear = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, call=1e30, group=0.0)
+    dear = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=1e30, group=0.0)
     monkeypatch.setitem(narrow_conv.PRICES, "cpu", dear)
     assert network.gated._groups(x, convs, gates) == []
 

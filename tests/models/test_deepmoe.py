@@ -25,7 +25,7 @@ from moesaic.ops import backends
 from moesaic.ops.narrow_conv import PRICES, Prices
 
 CLASSES = 6
-FREE = Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, call=0.0, group=0.0)
+FREE = Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)
 """Prices under which closed channels are skipped whatever that costs."""
 
 NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from operator import eq
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops.block_products import BlockProduct, OpenBlocks, PixelRows
+from moesaic.ops.block_products import BlockMap, BlockProduct, OpenBlocks
+from moesaic.ops.frames import Scratch, SpareScratch
 from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
-from moesaic.ops.skipping import scale_and_shift_of
+from moesaic.ops.skipping import scale_and_shift_of, split
 
 __all__ = ["Chain"]
 
@@ -45,6 +46,11 @@ class _Step:
     pool: nn.MaxPool2d | None = None
 
 
+class _Products(NamedTuple):
+    products: list[BlockProduct]
+    scratch: SpareScratch
+
+
 class Chain:
     """The steps of a network whose every layer reads the one before it and nothing else.
 
@@ -62,7 +68,7 @@ class Chain:
         self._norms = [step.layer.norm for step in self._gated if step.layer.norm is not None]
         self._weights = [vars(step.layer.conv)["_parameters"] for step in self._gated]
         self._listeners = Listeners(network.modules())
-        self._products = Kept[list[BlockProduct]]()
+        self._products = Kept[_Products]()
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
         self._held = Held(module for step in self._gated for module in (step.layer.conv, step.layer.norm) if module)
         blocks = [-(-step.layer.out_channels // step.layer.block) for step in self._gated]
@@ -134,21 +140,23 @@ class Chain:
         products = self._products.of(self._held.now(), self._ordered)
         # here operations take a tenth less time; what comes out is a tensor like any other
         with torch.inference_mode():
-            y = self._run(x, products, gates)
+            scratch = products.scratch.take(x)
+            y = self._run(x, products.products, gates, scratch)
+            products.scratch.give_back(x, scratch)
         return y.clone()
 
-    def _run(self, x: Tensor, products: Sequence[BlockProduct], gates: Floats) -> Tensor:
+    def _run(self, x: Tensor, products: Sequence[BlockProduct], gates: Floats, scratch: Scratch) -> Tensor:
         opened = self._open(gates.astype(np.float32 if x.dtype == torch.float32 else np.float64, copy=False))
-        now: PixelRows | Tensor = x
+        now: BlockMap | Tensor = x
         before = None
         for step in self.steps:
             if isinstance(step, _Step):
                 here = opened[step.number]
-                now = _gated(now, products[step.number], before if step.reads else None, here, step.hands_on)
+                now = _gated(now, products[step.number], before if step.reads else None, here, step.hands_on, scratch)
                 before = here
             else:
-                now = step(now.map() if isinstance(now, PixelRows) else now)
-        return now.map() if isinstance(now, PixelRows) else now
+                now = step(now.map() if isinstance(now, BlockMap) else now)
+        return now.map() if isinstance(now, BlockMap) else now
 
     def _open(self, gates: Floats) -> list[OpenBlocks]:
         """The open blocks of all layers. A layer in which all are closed gets its first one, whose gate is 0."""
@@ -159,26 +167,33 @@ class Chain:
             is_open[[first for first, a, b in zip(self._starts, cuts, cuts[1:], strict=False) if a == b]] = True
             opened = np.flatnonzero(is_open)
             cuts = np.searchsorted(opened, self._starts).tolist()
-        blocks, some = self._numbers[opened], gates[opened]
+        blocks, some = self._numbers[opened], torch.from_numpy(gates[opened, None])
+        counts = [b - a for a, b in pairwise(cuts)]
         return [
-            OpenBlocks(blocks[a:b], some[a:b], *size) for a, b, size in zip(cuts, cuts[1:], self._sizes, strict=False)
+            OpenBlocks(blocks[a : a + n], each, *size)
+            for a, n, each, size in zip(cuts, counts, split(some, counts), self._sizes, strict=False)
         ]
 
-    def _ordered(self) -> list[BlockProduct]:
+    def _ordered(self) -> _Products:
         made: list[BlockProduct] = []
         for step in self._gated:
             conv = step.layer.weights()
             scale, shift = scale_and_shift_of([conv])
             made.append(BlockProduct(conv, scale, shift, reads_gated=step.reads, relu=step.relu, pool=step.pool))
-        return made
+        return _Products(made, SpareScratch())
 
 
 def _gated(
-    x: PixelRows | Tensor, product: BlockProduct, before: OpenBlocks | None, here: OpenBlocks, hands_on: bool
-) -> PixelRows | Tensor:
+    x: BlockMap | Tensor,
+    product: BlockProduct,
+    before: OpenBlocks | None,
+    here: OpenBlocks,
+    hands_on: bool,
+    scratch: Scratch,
+) -> BlockMap | Tensor:
     """A gated layer with its open channels alone; as a map of all channels where those who follow take no other."""
-    rows = product.run(x, before, here)
-    return rows if hands_on else rows.full(here)
+    found = product.run(x, before, here, scratch)
+    return found if hands_on else found.full()
 
 
 def _is_pooling(module: nn.Module | None) -> bool:

@@ -2,22 +2,23 @@
 
 A library's convolution brings weights into an order of its own at every call. For one image that takes longer than
 to multiply: of 256 channels on a map of 2×2 it is four times a product, on 8×8 twice. So the weights are kept once
-more in the order that products want, BatchNorm's scale multiplied in, and an image is a row of values for each pixel,
-in which the channels of a block lie together. What a kernel sees is then a copy of such pieces, and so are the weights
-of the open blocks: a piece is all weights from one block to another. Maps are halved where channels lie together as
-well, which takes a tenth of the time.
+more in the order that products want, BatchNorm's scale multiplied in, and in an image the channels of a block lie
+together (`moesaic.ops.frames`). What a kernel sees is then a copy of such pieces, and so are the weights of the open
+blocks: a piece is all weights from one block to another. Gates are multiplied in as they are copied. On large maps a
+copy is made for a kernel of one row, and shifted from row to row of the kernel: that copies a third. Maps are halved
+where channels lie together as well, which takes a tenth of the time.
 
 Channels that are gated one by one, or in blocks of a few, or whose last block is shorter, are one block of those that
-are open, whose weights are copied filter by filter.
-
-Which way is cheaper is told by the prices of `moesaic.ops.narrow_conv`.
+are open. Of their weights, the rows that read open channels are copied, or of these the open columns, or nothing:
+whatever costs least by the prices of `moesaic.ops.narrow_conv`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, cast
+from itertools import count
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,85 +26,35 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moesaic.ops.dispatch import ChannelConv
-from moesaic.ops.narrow_conv import Rates, output_size
+from moesaic.ops.frames import Frame, Kernel, Scratch
+from moesaic.ops.narrow_conv import PRICES, Rates
 
-__all__ = ["BlockProduct", "OpenBlocks", "PixelRows", "neighbours"]
+__all__ = ["BlockMap", "BlockProduct", "OpenBlocks"]
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.intp]
+Copied = Literal["nothing", "rows", "pairs"]
 
 WHOLE_BLOCK = 8
 """Blocks of so many channels or more are copied and multiplied as blocks."""
-BY_TAP = 256
-"""On maps with so many pixels or more it pays to copy single weights, so that a pixel's channels are copied at once."""
-FEW_WEIGHTS = 2**18
-"""Layers with more weights than this are not kept in that order as well."""
+LARGE_MAP = 256
+"""From so many pixels on what kernels see is copied for one row of the kernel."""
 SEEN = 2**21
 """So many values that kernels see are made at a time."""
-REMEMBERED = 2**15
-"""Index lists up to this length are kept."""
-PLANS = 1024
-"""So many plans are kept of a layer."""
-
-
-@dataclass(eq=False, slots=True)
-class PixelRows:
-    """One image: a row for each pixel and one of zeros behind them, which stands for all that lies outside.
-
-    >>> rows = PixelRows.of(torch.arange(8.0).view(1, 2, 2, 2))
-    >>> rows.values.tolist()
-    [[[0.0, 4.0], [1.0, 5.0], [2.0, 6.0], [3.0, 7.0], [0.0, 0.0]]]
-    >>> rows.in_blocks(1).values.shape, rows.map().flatten().tolist()
-    (torch.Size([2, 5, 1]), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0])
-    """
-
-    values: Tensor
-    """(blocks, H · W + 1, channels of a block)"""
-    height: int
-    width: int
-
-    @staticmethod
-    def of(x: Tensor) -> PixelRows:
-        """Of a map (1, C, H, W), whose channels become one block."""
-        values = torch.constant_pad_nd(x.flatten(2).transpose(1, 2), (0, 0, 0, 1))
-        return PixelRows(values, x.shape[2], x.shape[3])
-
-    def map(self) -> Tensor:
-        """The map (1, C, H, W) that it is."""
-        return self.values[:, :-1].transpose(1, 2).reshape(1, -1, self.height, self.width)
-
-    def full(self, some: OpenBlocks) -> Tensor:
-        """(1, all channels, H, W) of rows that have the open channels alone, with zeros in the others."""
-        rows, b = self.values.shape[1:]
-        if b != some.size or some.channels % b:
-            y = self.values.new_zeros(1, some.channels, self.height, self.width)
-            return y.index_copy_(1, torch.from_numpy(some.numbers()), self.map())
-        values = self.values.new_zeros(some.channels // b, rows, b)
-        values.index_copy_(0, torch.from_numpy(some.blocks), self.values)
-        return PixelRows(values, self.height, self.width).map()
-
-    def in_blocks(self, size: int) -> PixelRows:
-        """The same in blocks of so many channels; in one block for 0."""
-        G, rows, b = self.values.shape
-        size = size or G * b
-        if size == b:
-            return self
-        values = self.values.transpose(0, 1).reshape(rows, -1, size).transpose(0, 1).contiguous()
-        return PixelRows(values, self.height, self.width)
 
 
 @dataclass(eq=False, slots=True)
 class OpenBlocks:
     """The open blocks of a layer, one at least.
 
-    >>> some = OpenBlocks(np.array([0, 2]), np.ones(2), channels=7, size=3)
+    >>> some = OpenBlocks(np.array([0, 2]), torch.ones(2, 1), channels=7, size=3)
     >>> some.numbers().tolist(), some.count()
     ([0, 1, 2, 6], 4)
     """
 
     blocks: Ints
-    gates: Floats
-    """(open blocks,), in the dtype of the map."""
+    gates: Tensor | None
+    """(open blocks, 1), in the dtype of the map; None where all are 1."""
     channels: int
     """Of the layer."""
     size: int
@@ -122,20 +73,99 @@ class OpenBlocks:
         short = self.channels % self.size
         return count + short - self.size if short and self.blocks[-1] == self.channels // self.size else count
 
+    def gates_of_channels(self) -> Tensor | None:
+        """Of each open channel, (open channels,)."""
+        if self.gates is None:
+            return None
+        return self.gates.expand(-1, self.size).reshape(-1)[: self.count()]
+
+
+@dataclass(eq=False, slots=True)
+class BlockMap:
+    """The open channels of one image before ReLU and gates.
+
+    >>> some = OpenBlocks(np.array([1, 2]), torch.tensor([[1.0], [3.0]]), channels=3, size=1)
+    >>> found = BlockMap(torch.tensor([2.0, 4.0, -1.0, 5.0]).view(1, 1, 2, 2), some, relu=True)
+    >>> found.map().flatten().tolist(), found.full().shape
+    ([2.0, 0.0, 12.0, 15.0], torch.Size([1, 3, 1, 2]))
+    """
+
+    values: Tensor
+    """(blocks, H, W, channels of a block), or all open channels as one block; whoever made it may write there again."""
+    some: OpenBlocks
+    relu: bool
+
+    def in_blocks(self, size: int) -> Tensor:
+        """Its values in blocks of so many channels."""
+        if self.values.shape[3] == size:
+            return self.values
+        rows = self.values.permute(1, 2, 0, 3).flatten(2)
+        return rows.unflatten(2, (-1, size)).permute(2, 0, 1, 3)
+
+    def put(self, place: Tensor) -> None:
+        """Write it, behind ReLU, to a place for blocks (blocks, H, W, channels of a block)."""
+        values = self.in_blocks(place.shape[3])
+        if self.relu:
+            torch.clamp_min(values, 0, out=place)
+        else:
+            place.copy_(values)
+
+    def map(self) -> Tensor:
+        """(1, open channels, H, W): behind ReLU and gates."""
+        values = self.in_blocks(self.values.shape[0] * self.values.shape[3])[0]
+        gates = self.some.gates_of_channels()
+        values = values.relu() if self.relu else values.clone()
+        return (values if gates is None else values.mul_(gates)).permute(2, 0, 1).unsqueeze(0).contiguous()
+
+    def mean(self) -> Tensor:
+        """(1, channels): over all pixels, of one block whose gates are 1. It is left behind ReLU."""
+        rows = (self.values.clamp_min_(0) if self.relu else self.values).view(-1, self.values.shape[3])
+        return rows.new_full((1, len(rows)), 1 / len(rows)) @ rows
+
+    def full(self) -> Tensor:
+        """(1, all channels, H, W), with zeros in the closed ones."""
+        opened = self.map()
+        y = opened.new_zeros(1, self.some.channels, *opened.shape[2:])
+        return y.index_copy_(1, torch.from_numpy(self.some.numbers()), opened)
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """Some rows of the result, or all."""
+
+    windows: Tensor
+    """What kernels see, as it lies in the frame."""
+    seen: Tensor
+    """And as a copy."""
+    rows: list[Tensor]
+    """(open outs, pixels, values), where that is a matrix: as it stands, or for each row of the kernel."""
+    result: Tensor
+    """(open outs, pixels, channels of a block)"""
+
 
 @dataclass(eq=False, slots=True)
 class _Plan:
-    """What is the same for all images of a size that open equally many blocks."""
+    """What is the same for all images of a size that open equally many blocks: views, mostly."""
 
-    height: int
-    width: int
-    """Of the result, before it is pooled."""
-    dense: bool
-    """Whether all channels had better run."""
+    copied: Copied
+    """Of the weights."""
     whole: bool
-    """Whether all are open."""
-    index: tuple[Tensor, ...]
-    """Of the pieces that kernels see, pixel by pixel; in parts, so that they are not too much at once."""
+    """Whether all channels are open."""
+    all_outs: bool
+    """Whether all channels of the result are made."""
+    frame: Tensor
+    """Where the map goes that is read."""
+    memory: tuple[Hashable, int, Tensor] | None
+    """Where zeros around it depend on how many channels it has: the frame's name, that number, and its memory."""
+    gathered: Tensor | None
+    """Where weights are copied to."""
+    columns: Tensor | None
+    """And where the open columns of these are."""
+    weights: list[Tensor]
+    """(open outs, values, channels of a block) for each of the rows of a part."""
+    parts: list[_Part]
+    result: Tensor
+    """(blocks, H, W, channels of a block)"""
 
 
 class BlockProduct:
@@ -152,9 +182,9 @@ class BlockProduct:
     >>> from moesaic.layers import ChannelMoE
     >>> conv = ChannelMoE(3, 16, 3, norm=False, block=8).weights()
     >>> product, x = BlockProduct(conv, torch.ones(16), torch.zeros(16), reads_gated=False), torch.randn(1, 3, 5, 5)
-    >>> some = OpenBlocks(np.array([1]), np.ones(1, np.float32), channels=16, size=8)
+    >>> some = OpenBlocks(np.array([1]), None, channels=16, size=8)
     >>> with torch.no_grad():
-    ...     y = product.run(x, None, some).map()
+    ...     y = product.run(x, None, some, Scratch(torch.float32)).map()
     ...     torch.allclose(y, torch.conv2d(x, conv.weight, padding=1)[:, 8:], atol=1e-5)
     True
     """
@@ -170,7 +200,8 @@ class BlockProduct:
         pool: nn.MaxPool2d | None = None,
     ) -> None:
         self.conv = conv
-        self.outs, self.ins, self._ks, _ = conv.weight.shape
+        self.outs, self.ins, ks, _ = conv.weight.shape
+        self.kernel = Kernel(ks, conv.stride, conv.padding)
         self.reads_gated = reads_gated
         self.relu = relu
         self.pool = pool
@@ -178,161 +209,202 @@ class BlockProduct:
         whole_in = not reads_gated or (in_ >= WHOLE_BLOCK and self.ins % in_ == 0)
         self.by_block = out >= WHOLE_BLOCK and self.outs % out == 0 and whole_in
         """Whether its result comes in blocks; else in one."""
-        self._block_out, self._block_in = (out, in_) if self.by_block else (1, 1)
+        self._block_out = out if self.by_block else self.outs
+        self._block_in = in_ if self.by_block and reads_gated else self.ins
         self._blocks_in = self.ins // self._block_in
+        self._taps = np.arange(ks if self.by_block else ks * ks)[:, None]
         weight = (conv.weight.to(scale.dtype) * scale[:, None, None, None]).to(conv.weight.dtype).contiguous()
-        self._pieces, self._by_tap = self._ordered(weight)
+        self._pieces = self._ordered(weight)
         self._shift: Floats = shift.to(weight.dtype).view(-1, 1, self._block_out).numpy()
-        self._plans: dict[tuple[int, int, int, int], _Plan] = {}
+        self._all_shifts = torch.from_numpy(self._shift)
+        self._number = next(_NUMBERS)
 
-    def run(self, x: PixelRows | Tensor, ins: OpenBlocks | None, outs: OpenBlocks) -> PixelRows:
+    def run(self, x: BlockMap | Tensor, ins: OpenBlocks | None, outs: OpenBlocks, scratch: Scratch) -> BlockMap:
         """The open channels of the result, from the open channels of the map alone."""
         if not self.reads_gated:
-            z, height, width = self._of_map(x.map() if isinstance(x, PixelRows) else x, outs)
+            x = x.map() if isinstance(x, BlockMap) else x
+            opened_in = self.ins
         else:
             assert ins is not None
-            rows = x if isinstance(x, PixelRows) else PixelRows.of(x)
-            if not self.by_block or rows.values.shape[2] != self._block_in:
-                rows = rows.in_blocks(self._block_in if self.by_block else 0)
-            opened = (ins.blocks.size, outs.blocks.size) if self.by_block else (ins.count(), outs.count())
-            key = (*opened, rows.height, rows.width)
-            plan = self._plans.get(key) or self._plan(key)
-            z = (self._by_pairs if self.by_block else self._by_channel)(rows, ins, outs, plan)
-            height, width = plan.height, plan.width
+            opened_in = ins.blocks.size if self.by_block else ins.count()
+        height, width = x.values.shape[1:3] if isinstance(x, BlockMap) else x.shape[2:]
+        key = (self._number, opened_in, outs.blocks.size if self.by_block else outs.count(), height, width)
+        plan: _Plan | None = scratch.plans.get(key)
+        if plan is None:
+            plan = self._plan(*key[1:], scratch)
+            scratch.keep(key, plan)
+        gates = self._fill(plan, x, ins, scratch)
+        shift = self._gather(plan, ins, outs)
+        for part in plan.parts:
+            if gates is None:
+                part.seen.copy_(part.windows)
+            else:
+                torch.mul(part.windows, gates, out=part.seen)
+            added = shift
+            for rows, weight in zip(part.rows, plan.weights, strict=True):
+                added = torch.baddbmm(added, rows, weight, out=part.result)
+        z = plan.result
+        if len(plan.parts) > 1:
+            torch.cat([part.result for part in plan.parts], 1, out=z.view(z.shape[0], -1, z.shape[3]))
+        if plan.all_outs and not plan.whole:
+            numbers = torch.from_numpy(outs.blocks if self.by_block else outs.numbers())
+            z = z.index_select(0 if self.by_block else 3, numbers)
         pool = self.pool
         if pool is not None:  # ReLU and gates come behind it, where values are fewer: neither changes their order
             z = torch.max_pool2d(
-                z.reshape(-1, height, width, z.shape[2]).permute(0, 3, 1, 2),
-                pool.kernel_size,
-                pool.stride,
-                pool.padding,
-                pool.dilation,
-                pool.ceil_mode,
+                z.permute(0, 3, 1, 2), pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode
             ).permute(0, 2, 3, 1)
-            G, height, width, b = z.shape
-            z = z.reshape(G, height * width, b)
-        gates = outs.gates
-        if self.by_block:
-            gates = gates[:, None, None]
-        elif outs.size > 1:
-            gates = gates.repeat(outs.size)[: z.shape[2]]
-        if self.relu:
-            z = z.relu_()
-        if z.shape[1] == height * width:
-            z = torch.constant_pad_nd(z, (0, 0, 0, 1))
-        else:
-            z.select(1, height * width).zero_()
-        return PixelRows(z.mul_(torch.from_numpy(gates)), height, width)
+        return BlockMap(z, outs, self.relu)
 
-    def _ordered(self, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The weights piece by piece, and those of single channels tap by tap as well, if they are few."""
-        (O, C), T = weight.shape[:2], self._ks**2
+    def _ordered(self, weight: Tensor) -> Tensor:
+        """The weights piece by piece: a row is all that is copied at once."""
+        (O, _, ks, _), b = weight.shape, self._block_out
         if not self.reads_gated:
-            return weight.view(O // self._block_out, -1), None
+            return weight.view(O // b, b, -1).transpose(1, 2).reshape(O // b, -1)
         if self.by_block:
-            b_out, b_in = self._block_out, self._block_in
-            pairs = weight.view(O // b_out, b_out, C // b_in, b_in, T).permute(0, 2, 4, 3, 1)
-            return pairs.reshape(-1, T * b_in * b_out), None
-        by_tap = weight.view(O, C, T).transpose(1, 2).reshape(-1) if weight.numel() <= FEW_WEIGHTS else None
-        return weight.view(O * C, T), by_tap
+            pieces = weight.view(O // b, b, self._blocks_in, self._block_in, ks, ks).permute(0, 4, 2, 5, 3, 1)
+            return pieces.reshape(-1, ks * self._block_in * b)
+        return weight.permute(2, 3, 1, 0).reshape(-1, O)
 
-    def _plan(self, key: tuple[int, int, int, int]) -> _Plan:
-        blocks_in, blocks_out, rows, columns = key
-        ins, outs = blocks_in * self._block_in, blocks_out * self._block_out
-        height, width = output_size(rows, self.conv), output_size(columns, self.conv)
+    def _copied(self, ins: int, outs: int, pixels: int) -> Copied:
+        """What of the weights had better be copied, for so many open channels."""
+        if (ins, outs) == (self.ins, self.outs):
+            return "nothing"
+        if not self.reads_gated:
+            return "pairs"
+        if self.by_block:
+            return "nothing" if Rates.of(self.conv, pixels).way(ins, outs)[0] == "dense" else "pairs"
+        prices = PRICES["cpu"]
+        each = max(pixels * prices.mac, prices.read)
+        rows = 0.0 if ins == self.ins else ins * self.outs * prices.copy
+        costs: dict[Copied, float] = {
+            "nothing": self.ins * self.outs * each,
+            "rows": rows + ins * self.outs * each,
+            "pairs": rows + ins * outs * (prices.column + each),
+        }
+        if ins == self.ins:
+            del costs["rows"]
+        return min(costs, key=costs.__getitem__)
+
+    def _plan(self, opened_in: int, opened_out: int, height: int, width: int, scratch: Scratch) -> _Plan:
+        """The views for so many open blocks, or channels where there are no blocks."""
+        (ks, stride, _), (rows, columns) = self.kernel, self.kernel.sides(height, width)
+        each_in, each_out = (self._block_in, self._block_out) if self.by_block else (1, 1)
+        ins = opened_in * each_in if self.reads_gated else self.ins
+        outs = opened_out * each_out
+        copied = self._copied(ins, outs, rows * columns)
         whole = (ins, outs) == (self.ins, self.outs)
-        dense = Rates.of(self.conv, height * width).way(ins, outs)[0] == "dense"
-        taps = (rows, columns, self._ks, self.conv.stride, self.conv.padding)
-        index = _blocks_seen(self._blocks_in if dense else blocks_in, *taps) if self.by_block else neighbours(*taps)
-        pieces = index.numel() // (height * width)
-        if self.pool is None:  # one pixel more, which becomes the row of zeros: that is less than to copy all others
-            index = torch.cat([index, index.new_full((pieces,), rows * columns)])
-        seen = self._ks**2 * (self.ins if dense else ins)
-        at_a_time = max(SEEN // seen, 1) * pieces
-        plan = _Plan(height, width, dense, whole, cast("tuple[Tensor, ...]", index.split(at_a_time)))
-        if index.numel() <= REMEMBERED and len(self._plans) < PLANS:
-            self._plans[key] = plan
-        return plan
+        # how many blocks of which size are read, and made
+        C = self.ins if copied == "nothing" else ins
+        blocks, size = (C // self._block_in, self._block_in) if self.by_block else (1, C)
+        if not self.reads_gated:
+            blocks, size = C, 1
+        O = outs if copied == "pairs" else self.outs
+        made, b = (O // self._block_out, self._block_out) if self.by_block else (1, O)
 
-    def _of_map(self, x: Tensor, outs: OpenBlocks) -> tuple[Tensor, int, int]:
-        blocks, conv = outs.blocks if self.by_block else outs.numbers(), self.conv
-        weight = self._pieces.index_select(0, torch.from_numpy(blocks)).view(-1, self.ins, self._ks, self._ks)
-        z = torch.conv2d(x, weight, torch.from_numpy(self._shift[blocks].ravel()), conv.stride, conv.padding)
-        height, width = z.shape[2:]
-        z = z.reshape(blocks.size if self.by_block else 1, -1, height * width)
-        return z.transpose(1, 2), height, width
+        K = C * ks * ks
+        gathered = columns_of = None
+        weight = self._pieces
+        if self.by_block or not self.reads_gated:
+            if copied == "pairs" and self.by_block:
+                weight = gathered = scratch.take("weights", made * K * b // weight.shape[1], weight.shape[1])
+        elif copied != "nothing" and ins < self.ins:
+            weight = gathered = scratch.take("weights", K, self.outs)
+        if copied == "pairs" and not self.by_block:
+            weight = columns_of = scratch.take("columns", K, O)
 
-    def _by_pairs(self, rows: PixelRows, ins: OpenBlocks, outs: OpenBlocks, plan: _Plan) -> Tensor:
-        values, weight, blocks = rows.values, self._pieces, outs.blocks
-        if plan.dense and not plan.whole:  # copies no weights: what is closed is zeros, and its results are left out
-            full = values.new_zeros(self._blocks_in, *values.shape[1:])
-            values = full.index_copy_(0, torch.from_numpy(ins.blocks), values)
-            blocks = np.arange(self.outs // self._block_out)
-        elif not plan.whole:
-            pairs = (blocks * self._blocks_in)[:, None] + ins.blocks
-            weight = weight.index_select(0, torch.from_numpy(pairs.ravel()))
-        G = blocks.size
-        weight, shift = weight.view(G, -1, self._block_out), torch.from_numpy(self._shift[blocks])
-        K, pixels = weight.shape[1], values.view(-1, self._block_in)
-        parts = [
-            torch.baddbmm(shift, pixels.index_select(0, index).view(1, -1, K).expand(G, -1, -1), weight)
-            for index in plan.index
-        ]
-        y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-        return y if blocks is outs.blocks else y.index_select(0, torch.from_numpy(outs.blocks))
+        name = ("frame", self._number, height, width)
+        memory = scratch.take(name, Frame.needs(height, width, self.kernel) * self.ins)
+        frame = Frame(memory, blocks, height, width, size, self.kernel)
+        in_strips = self.reads_gated and stride == 1 and ks > 1 and rows * columns >= LARGE_MAP
+        weights = list(weight.view(made, ks, -1, b).unbind(1)) if in_strips else [weight.view(made, -1, b)]
+        at_a_time = max(SEEN // (columns * K // (ks if in_strips else 1)), 1)
+        starts = range(0, rows, at_a_time)
+        result = scratch.take("result", made, rows, columns, b)
+        parts: list[_Part] = []
+        for number, start in enumerate(starts):
+            some = min(at_a_time, rows - start)
+            pixels = some * columns
+            flat = result.view(made, -1, b) if len(starts) == 1 else scratch.take(("part", number), made, pixels, b)
+            if in_strips:
+                windows = frame.strips[start : start + some + ks - 1]
+                seen = scratch.take("seen", *windows.shape)
+                lines = seen.view(-1, K // ks)
+                matrices = [lines[row * columns : row * columns + pixels] for row in range(ks)]
+            elif self.reads_gated:
+                windows = frame.windows[start : start + some]
+                seen = scratch.take("seen", *windows.shape)
+                matrices = [seen.view(pixels, K)]
+            else:  # a map lies channel by channel, and is copied so
+                windows = frame.windows[start : start + some].permute(3, 2, 4, 0, 1)
+                seen = scratch.take("seen", *windows.shape)
+                matrices = [seen.view(K, pixels).T]
+            parts.append(_Part(windows, seen, [matrix.expand(made, -1, -1) for matrix in matrices], flat))
+        return _Plan(
+            copied=copied,
+            whole=whole,
+            all_outs=self.outs == O,
+            frame=frame.inside,
+            memory=None if self.by_block or not self.reads_gated else (name, size, memory),
+            gathered=gathered,
+            columns=columns_of,
+            weights=weights,
+            parts=parts,
+            result=result,
+        )
 
-    def _by_channel(self, rows: PixelRows, ins: OpenBlocks, outs: OpenBlocks, plan: _Plan) -> Tensor:
-        conv, T, O, C = self.conv, self._ks**2, self.outs, self.ins
-        numbers_in, numbers_out = ins.numbers(), outs.numbers()
-        shift = torch.from_numpy(self._shift[:, 0, 0] if plan.dense else self._shift[numbers_out, 0, 0])
-        if plan.dense:
-            x = rows.map()
-            if not plan.whole:
-                x = x.new_zeros(1, C, *x.shape[2:]).index_copy_(1, torch.from_numpy(numbers_in), x)
-            z = torch.conv2d(x, self._pieces.view(O, C, self._ks, self._ks), shift, conv.stride, conv.padding)
-            z = z.flatten(2)
-            return (z if plan.whole else z.index_select(1, torch.from_numpy(numbers_out))).transpose(1, 2)
-        by_tap = self._by_tap if plan.height * plan.width >= BY_TAP else None
-        if by_tap is not None:
-            filters = (numbers_out[:, None] * T + np.arange(T)).ravel()
-            weight = by_tap.index_select(0, torch.from_numpy((filters[:, None] * C + numbers_in).ravel()))
-        elif numbers_in.size == C:
-            weight = self._pieces.view(O, -1).index_select(0, torch.from_numpy(numbers_out))
-        else:
-            pairs = (numbers_out[:, None] * C + numbers_in).ravel()
-            weight = self._pieces.index_select(0, torch.from_numpy(pairs))
-        K, pixels = numbers_in.size * T, rows.values[0]
-        weight = weight.view(-1, K).T
+    def _fill(self, plan: _Plan, x: BlockMap | Tensor, ins: OpenBlocks | None, scratch: Scratch) -> Tensor | None:
+        """Put the map where kernels see it, and give the gates that are yet to be multiplied in."""
+        place = plan.frame
+        if not self.reads_gated:
+            assert isinstance(x, Tensor)
+            place.copy_(x[0].unsqueeze(3))
+            return None
+        assert ins is not None
+        if plan.memory is not None:
+            name, size, memory = plan.memory
+            if scratch.sizes.get(name) != size:  # what are zeros around a map depends on how many channels it has
+                memory.zero_()
+                scratch.sizes[name] = size
+        if plan.copied == "nothing" and not plan.whole:  # what is closed is zeros
+            values = x if isinstance(x, Tensor) else x.map()
+            numbers = torch.from_numpy(ins.blocks if self.by_block else ins.numbers())
+            values = values[0].unflatten(0, (-1, self._block_in) if self.by_block else (1, -1)).permute(0, 2, 3, 1)
+            place.zero_()
+            place.index_copy_(0 if self.by_block else 3, numbers, values)
+            return None
+        if isinstance(x, Tensor):
+            place.copy_(x[0].unflatten(0, (place.shape[0], place.shape[3])).permute(0, 2, 3, 1))
+            return None
+        x.put(place)
+        if self.by_block:
+            return ins.gates
+        gates = ins.gates_of_channels()
+        return None if gates is None else gates.repeat(self.kernel.size)
 
-        parts: list[Tensor] = []
-        for index in plan.index:
-            seen = pixels.index_select(0, index)
-            if by_tap is None:
-                seen = seen.view(-1, T, numbers_in.size).transpose(1, 2).reshape(-1, K)
-            parts.append(torch.addmm(shift, seen.view(-1, K), weight).unsqueeze(0))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    def _gather(self, plan: _Plan, ins: OpenBlocks | None, outs: OpenBlocks) -> Tensor:
+        """Copy the weights that are open, and give the shifts."""
+        if self.by_block:
+            if plan.gathered is None:
+                return self._all_shifts
+            blocks = outs.blocks
+            pieces = blocks
+            if self.reads_gated:
+                assert ins is not None
+                pieces = ((blocks * self.kernel.size)[:, None, None] + self._taps) * self._blocks_in + ins.blocks
+                pieces = pieces.ravel()
+            torch.index_select(self._pieces, 0, torch.from_numpy(pieces), out=plan.gathered)
+            return torch.from_numpy(self._shift[blocks])
+        weight = self._pieces.view(-1, self.outs)
+        if plan.gathered is not None:
+            assert ins is not None
+            rows = (self._taps * self.ins + ins.numbers()).ravel()
+            weight = torch.index_select(weight, 0, torch.from_numpy(rows), out=plan.gathered)
+        if plan.columns is None:
+            return self._all_shifts
+        numbers = outs.numbers()
+        torch.index_select(weight, 1, torch.from_numpy(numbers), out=plan.columns)
+        return torch.from_numpy(self._shift[:, :, numbers])
 
 
-@lru_cache(maxsize=128)
-def neighbours(height: int, width: int, kernel_size: int, stride: int, padding: int) -> Tensor:
-    """(pixels of the result · kernel_size²,): the rows of `PixelRows` that a kernel sees at each pixel.
-
-    >>> neighbours(2, 2, 3, 2, 1).tolist()
-    [4, 4, 4, 4, 0, 1, 4, 2, 3]
-    """
-
-    def seen(size: int) -> Ints:
-        starts = np.arange((size + 2 * padding - kernel_size) // stride + 1) * stride - padding
-        return starts[:, None] + np.arange(kernel_size)
-
-    rows, columns = seen(height)[:, None, :, None], seen(width)[None, :, None, :]
-    inside = (rows >= 0) & (rows < height) & (columns >= 0) & (columns < width)
-    with torch.inference_mode(False):
-        return torch.from_numpy(np.where(inside, rows * width + columns, height * width).ravel())
-
-
-def _blocks_seen(blocks: int, height: int, width: int, ks: int, stride: int, padding: int) -> Tensor:
-    """(pixels of the result · blocks · ks²,): the same of pixels in blocks, all that a kernel sees of one together."""
-    taps = neighbours(height, width, ks, stride, padding).view(-1, 1, ks * ks)
-    with torch.inference_mode(False):
-        return (taps + torch.arange(blocks).unsqueeze(1) * (height * width + 1)).flatten()
+_NUMBERS = count()

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.ops.block_products import PixelRows, neighbours
+from moesaic.ops.block_products import BlockMap, BlockProduct, OpenBlocks
 from moesaic.ops.channels import norm_as_scale_and_shift
+from moesaic.ops.dispatch import ChannelConv
+from moesaic.ops.frames import SpareScratch
 from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
 
@@ -24,8 +27,14 @@ class _Folded(NamedTuple):
     conv: nn.Conv2d
     weight: Tensor
     bias: Tensor
-    matrix: Tensor
-    """(ks² · C, O): the weights for a product of rows."""
+
+
+class _Products(NamedTuple):
+    """The same as products, with the channels of each all open, and memory for them."""
+
+    products: list[BlockProduct]
+    opened: list[OpenBlocks]
+    scratch: SpareScratch
 
 
 class FoldedConvs:
@@ -33,8 +42,8 @@ class FoldedConvs:
 
     Convolutions pad with zeros. It is right where BatchNorm's statistics are fixed and nobody wants gradients; whether
     that is so is up to the caller. The folded weights are kept until those of the layers change, see
-    `moesaic.ops.kept.Kept`. Layers that have hooks are called one by one. One image on a CPU becomes rows of pixels
-    (`moesaic.ops.block_products.PixelRows`) as soon as its map is small.
+    `moesaic.ops.kept.Kept`. Layers that have hooks are called one by one. Of one image on a CPU convolutions are
+    products (`moesaic.ops.block_products`) as soon as its map is small.
 
     >>> conv, norm, x = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.BatchNorm2d(8).eval(), torch.randn(1, 3, 8, 8)
     >>> with torch.no_grad():
@@ -44,8 +53,10 @@ class FoldedConvs:
 
     def __init__(self, layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> None:
         self.layers = list(layers)
-        self._products = all(_is_product(conv) for conv, _ in self.layers)
         self._folded = Kept[list[_Folded]]()
+        self._products = [Kept[_Products]() for _ in self.layers]
+        """Of the layers from each on."""
+        self._small = all(_is_product(conv) for conv, _ in self.layers)
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
         self._held = Held(module for layer in self.layers for module in layer)
         self._listeners = Listeners(module for layer in self.layers for module in layer)
@@ -62,30 +73,50 @@ class FoldedConvs:
             for conv, norm in self.layers:
                 x = norm(conv(x)).relu_()
             return x.mean((2, 3)) if mean else x
-        folded = self._folded.of(self._held.now(), lambda: [_fold(*layer) for layer in self.layers])
-        one = self._products and x.shape[0] == 1 and x.device.type == "cpu"
-        for number, (conv, weight, bias, _) in enumerate(folded):
+        held = self._held.now()
+        one = self._small and x.shape[0] == 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        if one and x.shape[2] * x.shape[3] <= FEW_PIXELS:
+            return self._run_small(x, 0, held, mean)
+        for number, (conv, weight, bias) in enumerate(self._folded.of(held, self._fold)):
             if one and x.shape[2] * x.shape[3] <= FEW_PIXELS:
-                with torch.inference_mode():  # where operations take a tenth less time
-                    y = _small(x, folded[number:], mean)
-                return y.clone()
+                return self._run_small(x, number, held, mean)
             x = F.conv2d(x, weight, bias, *_steps(conv), conv.dilation, conv.groups).relu_()
         return x.mean((2, 3)) if mean else x
 
+    def _run_small(self, x: Tensor, first: int, held: Sequence[Tensor], mean: bool) -> Tensor:
+        """Products, from that layer on."""
+        products, opened, spare = self._products[first].of(held, lambda: _as_products(self.layers[first:]))
+        with torch.inference_mode():  # where operations take a tenth less time
+            scratch = spare.take(x)
+            now: BlockMap | Tensor = x
+            before = None
+            for product, here in zip(products, opened, strict=True):
+                now = product.run(now, before, here, scratch)
+                before = here
+            assert isinstance(now, BlockMap)
+            y = now.mean() if mean else now.map()
+            spare.give_back(x, scratch)
+        return y.clone()
 
-def _small(x: Tensor, folded: list[_Folded], mean: bool) -> Tensor:
-    """Products of the rows of a small map, one after the other."""
-    rows = PixelRows.of(x)
-    values, height, width = rows.values[0], rows.height, rows.width
-    for number, (conv, _, bias, matrix) in enumerate(folded, 1):
-        ((stride, _), (padding, _)), ks = _steps(conv), conv.kernel_size[0]
-        index = neighbours(height, width, ks, stride, padding)
-        height, width = ((side + 2 * padding - ks) // stride + 1 for side in (height, width))
-        seen = values.index_select(0, index).view(height * width, -1)
-        values = torch.addmm(bias, seen, matrix).relu_()
-        if number < len(folded):
-            values = torch.constant_pad_nd(values, (0, 0, 0, 1))
-    return values.mean(0, keepdim=True) if mean else values.T.reshape(1, -1, height, width)
+    def _fold(self) -> list[_Folded]:
+        folded: list[_Folded] = []
+        for conv, norm in self.layers:
+            scale, shift = _scale_and_shift(conv, norm)
+            weight = (conv.weight.to(scale.dtype) * scale[:, None, None, None]).to(conv.weight.dtype)
+            folded.append(_Folded(conv, weight, shift.to(conv.weight.dtype)))
+        return folded
+
+
+def _as_products(layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> _Products:
+    products: list[BlockProduct] = []
+    for number, (conv, norm) in enumerate(layers):
+        (stride, _), (padding, _) = _steps(conv)
+        O, C = conv.weight.shape[:2]
+        bare = ChannelConv(conv.weight, None, None, stride, padding, "relu", O, C)
+        products.append(BlockProduct(bare, *_scale_and_shift(conv, norm), reads_gated=number > 0, relu=True))
+    return _Products(
+        products, [OpenBlocks(np.zeros(1, int), None, each.outs, each.outs) for each in products], SpareScratch()
+    )
 
 
 def _is_product(conv: nn.Conv2d) -> bool:
@@ -97,10 +128,10 @@ def _steps(conv: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
     return cast("tuple[int, int]", conv.stride), cast("tuple[int, int]", conv.padding)
 
 
-def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> _Folded:
+def _scale_and_shift(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
     assert norm.running_mean is not None and norm.running_var is not None
     wide = torch.promote_types(conv.weight.dtype, torch.float32)
-    scale, bias = norm_as_scale_and_shift(
+    return norm_as_scale_and_shift(
         norm.weight.to(wide),
         norm.bias.to(wide),
         norm.running_mean.to(wide),
@@ -108,6 +139,3 @@ def _fold(conv: nn.Conv2d, norm: nn.BatchNorm2d) -> _Folded:
         norm.eps,
         None if conv.bias is None else conv.bias.to(wide),
     )
-    weight = (conv.weight.to(wide) * scale[:, None, None, None]).to(conv.weight.dtype)
-    matrix = weight.permute(2, 3, 1, 0).reshape(-1, len(weight))
-    return _Folded(conv, weight, bias.to(conv.weight.dtype), matrix)

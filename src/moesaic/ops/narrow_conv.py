@@ -70,6 +70,8 @@ class Prices:
     """A weight that is copied into a narrow kernel."""
     piece: float
     """A piece of neighbouring weights that is copied, on top of its weights."""
+    column: float
+    """A weight that is copied by itself."""
     call: float
     """What skipping costs a convolution besides, however small it is."""
     group: float
@@ -78,7 +80,7 @@ class Prices:
 
 # For 3×3 kernels of 64 to 512 channels on maps of 2×2 to 32×32 in float32, with other layers' weights in the caches, as
 # inside a network; a copy is read again, and costs there what it costs in all.
-PRICES = {"cpu": Prices(mac=0.029, read=0.63, copy=0.8, piece=12.0, call=3e4, group=1e5)}
+PRICES = {"cpu": Prices(mac=0.029, read=0.63, copy=0.8, piece=12.0, column=3.0, call=3e4, group=1e5)}
 
 
 @dataclass(eq=False, slots=True)
