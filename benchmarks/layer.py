@@ -1,172 +1,293 @@
-"""PatchMoE against the dense convolution it stands for, and against routing by masks.
+"""PatchMoE against the dense convolution it stands for, against routing by masks, and against plain torch.
 
-    python benchmarks/layer.py [--shape celeba] [--device cuda --dtype bfloat16] [--out FILE.json]
+    python benchmarks/layer.py [--only celeba,cifar] [--grid] [--quick] [--out FILE.json]
+    python benchmarks/layer.py --device cuda [--no-compile]
 
-Every figure is a ratio within one run: the dense layer's median time over ours, for the forward
-pass (without gradients) and for a training step (forward and backward, all gradients). All layers
-of a table have the same memory format and are timed in turns. Masked is the reference backend,
-which runs every expert over the whole map as the released code does.
+Two shapes have names: celeba and cifar, the routed layers of the paper's networks. On a GPU a grid of shapes around
+them is measured too; on a CPU only with ``--grid``, with smaller batches. Each named shape is measured in three forms:
+plain without bias, plain with bias, both against the convolution with the same bias, and the released block (softmax
+over all patches, gate on the input, BatchNorm and ReLU in each expert) against BatchNorm, ReLU and convolution; a shape
+of the grid in the first form.
+
+Every figure is a ratio within one run: the time of the fastest dense layer (of the convolution, and for 1×1 kernels of
+a linear layer over rows of pixels; on a CPU in the faster of two memory formats, as all others; the released block's
+peer on a GPU also compiled) over that of another layer. Forward is eval mode without gradients; a step is forward and
+backward, with the gradients of map, experts and router. On a GPU both are CUDA graphs. Layers take turns. "PatchMoE,
+torch" gathers patches and multiplies them in plain torch; the masked one, backend "reference", runs every expert over
+the whole map as the released code does, and is left out where its copies of the map are too many.
+
+Before a shape is timed, outputs and gradients of some of its maps are compared with the reference in float64, on fresh
+random inputs and with NaN in the memory that is given out. The floor is the time that the least work takes on this
+machine: the larger of operations over the measured rate of large matrix products, and of bytes over the measured rate
+of copies. Memory is what a step takes at most beside its map and weights and the gradient it is given.
+
+A failure is written down with its message, and the rest goes on. When ``--budget`` seconds are over, what is left of
+the grid is skipped, and the file says so.
 """
 
 import argparse
-from collections.abc import Callable
+import gc
+import json
+import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from measure import in_turns, machine, show, write
-from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from measure import RESULTS, machine, show, write
 
-import moesaic
+from moesaic.insight.layer_check import TOLERANCE, layer_errors
+from moesaic.insight.layer_speed import LayerTimes, Pass, fastest_dense, layer_times, picked
+from moesaic.insight.routed_shape import Form, RoutedShape, dense_work, routed_work
+from moesaic.insight.timing import Ceilings, ceilings
 
-RELEASED = {"gate": "softmax_all", "gate_on": "input", "expert_norm": True}
+PASSES: tuple[Pass, ...] = ("forward", "step")
+FORMS = {
+    "plain": Form(bias=False),
+    "with bias": Form(bias=True),
+    "released": Form(gate="softmax_all", gate_on="input", expert_norm=True),
+}
+COMPILED_FORMS = ("plain", "released")
+NAMED = {
+    "celeba": RoutedShape(128, 640, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3),
+    "cifar": RoutedShape(512, 640, 640, 8, experts=4, patches_per_expert=16, patch_size=1, kernel_size=1),
+}
+CPU_BATCH = 8
+MEBIBYTE = 2**20
+CHECKED_MAPS = 3
+
+
+def around(name: str, **values: list[Any]) -> dict[str, RoutedShape]:
+    """A named shape with one thing changed at a time."""
+    center = NAMED[name]
+    short = {"patches_per_expert": "l", "experts": "k", "channels": "c", "batch": "b"}
+    return {
+        f"{name}-{short[what]}{value}": replace(
+            center, **{what: value}, **({"out_channels": value} if what == "channels" else {})
+        )
+        for what, each in values.items()
+        for value in each
+    }
+
+
+GRID = {
+    **around("celeba", patches_per_expert=[1, 4, 8, 16], batch=[1, 8, 32, 512]),
+    **around("celeba", channels=[64, 256, 1024], experts=[4, 16, 64]),
+    "celeba-p1": replace(NAMED["celeba"], patch_size=1, patches_per_expert=32),
+    "celeba-p2": replace(NAMED["celeba"], patch_size=2, patches_per_expert=8),
+    "celeba-p3": replace(NAMED["celeba"], patch_size=3, size=15, patches_per_expert=3),
+    **around("cifar", patches_per_expert=[4, 8, 32, 64], batch=[1, 8, 32, 128]),
+    **around("cifar", channels=[64, 256, 1024], experts=[8, 16, 64]),
+    "cifar-p2": replace(NAMED["cifar"], patch_size=2, patches_per_expert=4),
+    "cifar-p4": replace(NAMED["cifar"], patch_size=4, patches_per_expert=1),
+    "large-3x3": RoutedShape(64, 128, 128, 32, experts=8, patches_per_expert=8, patch_size=4, kernel_size=3),
+    "large-1x1": RoutedShape(64, 256, 256, 56, experts=8, patches_per_expert=24, patch_size=4, kernel_size=1),
+}
+QUICK = ("celeba-l8", "celeba-c64", "cifar-l64", "cifar-p2")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """A layer's map and routing; the dense peer has the same channels and kernel."""
+class Setting:
+    """What is the same for all shapes of a run."""
 
-    batch: int
-    channels: int
-    size: int
-    experts: int
-    patches_per_expert: int
-    patch_size: int
-    kernel_size: int
-
-    def __str__(self) -> str:
-        grid = self.size // self.patch_size
-        return (
-            f"maps {self.batch}×{self.channels}×{self.size}×{self.size}, {self.kernel_size}×{self.kernel_size} kernel, "
-            f"{self.experts} experts, each {self.patches_per_expert} of {grid * grid} patches"
-        )
-
-    def dense(self) -> nn.Module:
-        return nn.Conv2d(self.channels, self.channels, self.kernel_size, padding=self.kernel_size // 2)
-
-    def routed(self, **options: Any) -> nn.Module:
-        return moesaic.PatchMoE(
-            self.channels,
-            self.channels,
-            experts=self.experts,
-            patches_per_expert=self.patches_per_expert,
-            patch_size=self.patch_size,
-            kernel_size=self.kernel_size,
-            **options,
-        )
+    device: str
+    dtype: torch.dtype
+    formats: tuple[str, ...]
+    repetitions: int
+    compile: bool
+    limits: Ceilings
 
 
-SHAPES = {
-    "celeba": Shape(8, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3),
-    "cifar": Shape(8, 640, 8, experts=4, patches_per_expert=16, patch_size=1, kernel_size=1),
-}
-GPU_BATCH = {"celeba": 128, "cifar": 512}
+@dataclass(frozen=True)
+class Measurement:
+    """A shape in a form."""
+
+    name: str
+    form: str
+    shape: RoutedShape
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.form}: {self.shape}"
 
 
-FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+def planned(arguments: argparse.Namespace) -> Iterator[Measurement]:
+    """Named shapes first, in all forms, then the grid."""
+    gpu = arguments.device == "cuda"
+    shapes = {**NAMED, **GRID} if gpu or arguments.grid or arguments.only else NAMED
+    chosen = arguments.only.split(",") if arguments.only else list(shapes)
+    unknown = [name for name in chosen if name not in shapes]
+    if unknown:
+        raise SystemExit(f"--only: {', '.join(unknown)} is no shape; there are {', '.join(shapes)}")
+    if arguments.quick:
+        chosen = [name for name in chosen if name in NAMED or name in QUICK or arguments.only]
+    for name in chosen:
+        shape = shapes[name]
+        if not gpu and "-b" not in name:
+            shape = replace(shape, batch=CPU_BATCH)
+        if not gpu and shape.batch > 32:
+            continue  # takes too long, and tells nothing new
+        forms = [arguments.form] if arguments.form else list(FORMS) if name in NAMED else ["plain"]
+        for form in forms:
+            yield Measurement(name, form, shape)
 
 
-def forward(model: nn.Module, x: Tensor) -> Callable[[], object]:
-    def run() -> None:
-        with torch.no_grad():
-            model(x)
-
-    return run
-
-
-def step(model: nn.Module, x: Tensor) -> Callable[[], object]:
-    x = x.clone(memory_format=torch.preserve_format).requires_grad_()
-
-    def run() -> None:
-        model.zero_grad(set_to_none=True)
-        x.grad = None
-        y = model(x)
-        y.backward(torch.ones_like(y))
-
-    return run
+def checked(each: Measurement, setting: Setting) -> dict[str, Any]:
+    """The errors of the backends that are timed, on a few maps of the shape."""
+    few = replace(each.shape, batch=min(each.shape.batch, CHECKED_MAPS))
+    choice = picked(few, FORMS[each.form], setting.device, setting.dtype)
+    names = list(dict.fromkeys([choice.name, "torch"]))
+    limit = TOLERANCE[setting.dtype]
+    errors = layer_errors(few, FORMS[each.form], names, setting.device, setting.dtype, seed=time.time_ns() % 2**31)
+    equal = all(error <= limit for found in errors.values() for error in found.values())  # NaN is not
+    return {"equal": equal, "tolerance": limit, "errors": errors, "picked": choice.name, "why": choice.why}
 
 
-def multiply_adds(model: nn.Module, x: Tensor) -> int:
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(x)
-    return counter.get_total_flops() // 2
+def figures(row: LayerTimes, rows: list[LayerTimes], each: Measurement, setting: Setting) -> dict[str, Any]:
+    """What a row comes to, beside the dense layer and beside the floor."""
+    found: dict[str, Any] = {}
+    for what in PASSES:
+        ours, dense = row.best(what), fastest_dense(rows, what)
+        if ours is None:
+            continue
+        found[f"{what}, ms"] = ours
+        if dense is not None:
+            found[f"{what}, × dense"] = dense / ours
+        work = least_work(each, setting, what)["dense" if row.backend is None else "routed"]
+        found[f"{what}, share of floor"] = setting.limits.floor(work.flops, work.bytes) / ours
+    if row.memory is not None:
+        found["memory, MiB"] = (row.memory.peak - row.memory.held) / MEBIBYTE
+        dense = [other.memory for other in rows if other.backend is None and other.memory is not None]
+        if dense:
+            least = min(other.peak - other.held for other in dense)
+            found["memory, × dense"] = (row.memory.peak - row.memory.held) / least
+    return found
 
 
-class Masked(nn.Module):
-    """A routed layer on the reference backend."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    @moesaic.backend("reference")
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-
-def compare(
-    shape: Shape, memory_format: torch.memory_format, where: dict[str, Any], repetitions: int
-) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    x = torch.randn(shape.batch, shape.channels, shape.size, shape.size, **where)
-    x = x.contiguous(memory_format=memory_format)
-    models = {
-        "dense convolution": shape.dense(),
-        "PatchMoE": shape.routed(),
-        "PatchMoE, context='patch'": shape.routed(context="patch"),
-        "PatchMoE, released block": shape.routed(**RELEASED),
-        "masked (reference)": Masked(shape.routed()),
+def least_work(each: Measurement, setting: Setting, what: Pass) -> dict[str, Any]:
+    step = what == "step"
+    return {
+        "dense": dense_work(each.shape, setting.dtype, step=step),
+        "routed": routed_work(each.shape, FORMS[each.form], setting.dtype, step=step),
     }
-    models = {name: model.to(**where, memory_format=memory_format) for name, model in models.items()}
-    if where["device"] == "cuda":
-        torch.compiler.reset()  # each shape gets a graph of its own, not a share of one for all shapes
-        models["PatchMoE, compiled"] = torch.compile(models["PatchMoE"], fullgraph=True)
-    passes = in_turns({name: forward(model, x) for name, model in models.items()}, repetitions)
-    steps = in_turns({name: step(model, x) for name, model in models.items()}, repetitions)
-    dense = "dense convolution"
-    return [
-        {
-            "layer": name,
-            "multiply-adds": round(multiply_adds(model, x) / multiply_adds(models[dense], x), 4),
-            "forward, ms": passes[name].median,
-            "× dense": passes[dense].median / passes[name].median,
-            "step, ms": steps[name].median,
-            "× dense, step": steps[dense].median / steps[name].median,
-            "quartiles, ms": {"forward": passes[name], "step": steps[name]},
-        }
-        for name, model in models.items()
-    ]
+
+
+def measured(each: Measurement, setting: Setting) -> dict[str, Any]:
+    """All there is to know of a shape in a form; with what went wrong in place of what is missing."""
+    result: dict[str, Any] = {"name": each.name, "form": each.form, "shape": asdict(each.shape)}
+    result["share"] = each.shape.share
+    result["least work"] = {what: least_work(each, setting, what) for what in PASSES}
+    try:
+        result["check"] = checked(each, setting)
+    except Exception as error:
+        result["check"] = {"equal": False, "failed": f"{type(error).__name__}: {error}"}
+    try:
+        rows = layer_times(
+            each.shape,
+            FORMS[each.form],
+            device=setting.device,
+            dtype=setting.dtype,
+            formats=setting.formats,
+            without=() if each.name in NAMED else ("reference",),
+            compiled=setting.compile and each.name in NAMED and each.form in COMPILED_FORMS,
+            repetitions=setting.repetitions,
+        )
+        result["layers"] = [{**asdict(row), **figures(row, rows, each, setting)} for row in rows]
+    except Exception as error:
+        result["layers"], result["failed"] = [], f"{type(error).__name__}: {error}"
+    return result
+
+
+def print_result(each: Measurement, result: dict[str, Any]) -> None:
+    columns = ["layer", *(f"{what}, {unit}" for what in PASSES for unit in ("ms", "× dense", "share of floor"))]
+    columns += ["memory, MiB", "memory, × dense"]
+    rows = [{column: row.get(column, "–") for column in columns} for row in result["layers"]]
+    if rows:
+        show(each.title, rows)
+    else:
+        print(f"\n{each.title}\nFAILED: {result.get('failed')}")
+    for row in result["layers"]:
+        for note in row["notes"]:
+            print(f"  {row['layer']}: {note}")
+    check = result["check"]
+    if not check["equal"]:
+        print(f"  DIFFERS FROM THE REFERENCE: {check.get('failed') or check['errors']}")
+
+
+def earlier(path: Path, done: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What a file has of other shapes and forms than those measured now."""
+    if not path.exists():
+        return []
+    now = [(each["name"], each["form"]) for each in done]
+    old = json.loads(path.read_text()).get("measurements", [])
+    return [each for each in old if (each["name"], each["form"]) not in now]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, action="append", help="may be given several times; default: all")
-    parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="a GPU gets larger batches")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32; on a GPU bfloat16")
+    parser.add_argument("--only", help=f"shapes by name, with commas: {', '.join([*NAMED, *GRID])}")
+    parser.add_argument("--form", choices=FORMS, help="default: all of them for named shapes, else plain")
+    parser.add_argument("--grid", action="store_true", help="on a CPU too, which takes minutes")
+    parser.add_argument("--quick", action="store_true", help="five repetitions, and a few shapes of the grid")
+    parser.add_argument("--repetitions", type=int, help="default: 20, on a GPU 30")
+    parser.add_argument("--no-compile", action="store_true", help="leave out what torch.compile makes of the peers")
+    parser.add_argument("--budget", type=float, default=115.0, help="seconds after which the grid is left on a GPU")
+    parser.add_argument("--add", action="store_true", help="keep what the file has of other shapes and forms")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/layer-DEVICE.json")
     arguments = parser.parse_args()
-    where = {"device": arguments.device, "dtype": getattr(torch, arguments.dtype)}
-    results: dict[str, Any] = {
-        "machine": machine(),
-        "device": arguments.device,
-        "dtype": arguments.dtype,
-        "repetitions": arguments.repetitions,
-        "shapes": {},
-    }
-    for name in arguments.shape or SHAPES:
-        shape = SHAPES[name]
-        if arguments.device == "cuda":
-            shape = replace(shape, batch=GPU_BATCH[name])
-        results["shapes"][name] = {"shape": asdict(shape)}
-        for label, memory_format in FORMATS.items():
-            rows = compare(shape, memory_format, where, arguments.repetitions)
-            results["shapes"][name][label] = rows
-            show(f"{name}, {label}: {shape}", [{k: v for k, v in row.items() if k != "quartiles, ms"} for row in rows])
-    print("multiply-adds: share of the dense layer's; × dense: above 1 is faster than the dense layer")
-    print(f"written to {write(f'layer-{arguments.device}', results, arguments.out)}")
+    gpu = arguments.device == "cuda"
+    started = time.perf_counter()
+    plan = list(planned(arguments))
+    if gpu:
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")  # as cuDNN's convolutions have it by default
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if gpu else "float32"))
+    setting = Setting(
+        device=arguments.device,
+        dtype=dtype,
+        formats=("channels_last",) if gpu else ("contiguous", "channels_last"),
+        repetitions=arguments.repetitions or (5 if arguments.quick else 30 if gpu else 20),
+        compile=gpu and not arguments.no_compile,
+        limits=ceilings(arguments.device, dtype),
+    )
+    print(
+        f"copies {setting.limits.bytes_per_second / 1e9:.0f} GB/s, "
+        f"matrix products {setting.limits.flops_per_second / 1e12:.2f} TFLOP/s in {dtype}"
+    )
+    path = arguments.out or RESULTS / f"layer-{arguments.device}.json"
+    done: list[dict[str, Any]] = []
+    skipped: list[str] = []
+    kept = earlier(path, [{"name": each.name, "form": each.form} for each in plan]) if arguments.add else []
+    for each in plan:
+        if gpu and each.name not in NAMED and time.perf_counter() - started > arguments.budget:
+            skipped.append(each.name)
+            continue
+        begun = time.perf_counter()
+        result = measured(each, setting)
+        result["seconds"] = time.perf_counter() - begun
+        print_result(each, result)
+        done.append(result)
+        gc.collect()
+        content = {
+            "machine": machine(),
+            "device": arguments.device,
+            "dtype": str(dtype).removeprefix("torch."),
+            "repetitions": setting.repetitions,
+            "ceilings": setting.limits,
+            "skipped for want of time": skipped,
+            "measurements": [*kept, *done],
+        }
+        write(path.stem, content, path)  # each time: what is measured is not lost
+    if skipped:
+        print(f"skipped after {arguments.budget:.0f} s: {', '.join(skipped)}")
+    wrong = [f"{each['name']} {each['form']}" for each in done if not each["check"]["equal"]]
+    print("× dense: above 1 is faster than the fastest dense layer (of memory: below 1 is less)")
+    print(f"written to {path} after {time.perf_counter() - started:.0f} s")
+    if wrong:
+        raise SystemExit(f"not equal to the reference: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -2,49 +2,17 @@
 
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moesaic.insight.timing import Timing, captured, in_turns, quartiles, synchronize
+
+__all__ = ["RESULTS", "Timing", "captured", "in_turns", "machine", "quartiles", "show", "synchronize", "write"]
+
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds: the median over repetitions, and the middle half around it."""
-
-    median: float
-    low: float
-    high: float
-
-
-def in_turns(candidates: dict[str, Callable[[], object]], repetitions: int, warm_up: int = 3) -> dict[str, Timing]:
-    """Time all candidates alternately, so that whatever else the machine does falls on all of them."""
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    for repetition in range(-warm_up, repetitions):
-        for name, candidate in candidates.items():
-            synchronize()
-            start = time.perf_counter()
-            candidate()
-            synchronize()
-            if repetition >= 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: Timing(statistics.median(t), *quartiles(t)) for name, t in times.items()}
-
-
-def quartiles(values: list[float]) -> tuple[float, float]:
-    low, _, high = statistics.quantiles(values, n=4)
-    return low, high
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def machine() -> dict[str, Any]:

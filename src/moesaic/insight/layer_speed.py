@@ -1,0 +1,206 @@
+"""A routed layer against the dense one it stands for, timed on this machine in turns.
+
+Forward is the layer in eval mode without gradients; a step is forward and backward in training, with the gradients of
+the map and of all weights. On a GPU both are captured in CUDA graphs and timed by the GPU's clock. What fails is told
+in the notes of its row, and the others go on.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.insight.routed_shape import Form, RoutedShape, dense_peers, random_maps, routed_layer
+from moesaic.insight.timing import Memory, Timing, captured, in_turns, peak_memory
+from moesaic.ops import backend, backends
+from moesaic.ops.choice_rules import Choice, explain_choice
+
+__all__ = ["FORMATS", "MASKED_LIMIT", "LayerTimes", "Pass", "fastest_dense", "layer_times", "picked"]
+
+Pass = Literal["forward", "step"]
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+MASKED_LIMIT = 2**28
+"""Masks take a copy of the map for every expert: beyond so many numbers ``reference`` is left out."""
+
+
+@dataclass
+class LayerTimes:
+    """One way to run a layer, and what was measured of it."""
+
+    layer: str
+    backend: str | None
+    """None of a dense layer."""
+    compiled: bool = False
+    picked: bool = False
+    """Whether it is what moesaic runs if nobody asks for a backend."""
+    forward: dict[str, Timing] = field(default_factory=dict[str, Timing])
+    """By memory format."""
+    step: dict[str, Timing] = field(default_factory=dict[str, Timing])
+    memory: Memory | None = None
+    """Of a step on a GPU, by itself and not captured, in the first memory format."""
+    left_out: bool = False
+    notes: list[str] = field(default_factory=list[str])
+    """What was left out, or failed, and why."""
+
+    def best(self, what: Pass) -> float | None:
+        """Milliseconds in the faster memory format; None where nothing was measured."""
+        timings: dict[str, Timing] = getattr(self, what)
+        return min((timing.median for timing in timings.values()), default=None)
+
+
+def picked(shape: RoutedShape, form: Form, device: str, dtype: torch.dtype) -> Choice:
+    """What moesaic would run this layer on, and why.
+
+    >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
+    >>> picked(shape, Form(), "cpu", torch.float32).name
+    'torch'
+    """
+    layer = routed_layer(shape, form).to(device, dtype)
+    x, _ = random_maps(shape, device, dtype, torch.channels_last)
+    with torch.no_grad():
+        return explain_choice(x, layer.route(x))
+
+
+def fastest_dense(rows: Sequence[LayerTimes], what: Pass) -> float | None:
+    """Milliseconds of the fastest dense layer."""
+    times = [row.best(what) for row in rows if row.backend is None]
+    return min((time for time in times if time is not None), default=None)
+
+
+def layer_times(
+    shape: RoutedShape,
+    form: Form,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    passes: Sequence[Pass] = ("forward", "step"),
+    formats: Sequence[str] = ("channels_last",),
+    without: Collection[str] = (),
+    compiled: bool = False,
+    repetitions: int = 20,
+) -> list[LayerTimes]:
+    """Time the dense layer and the routed one on every backend that fits, in turns.
+
+    ``without`` names backends to leave out; with ``compiled`` there are compiled forms too, of steps alone. A ratio of
+    two rows means something within one call.
+
+    >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
+    >>> rows = layer_times(shape, Form(), device="cpu", dtype=torch.float32, passes=["forward"], repetitions=2)
+    >>> [row.layer for row in rows]
+    ['dense convolution', 'dense, rows of pixels', 'PatchMoE, torch', 'masked (reference)']
+    >>> fastest_dense(rows, "forward") > 0
+    True
+    """
+    gpu = torch.device(device).type == "cuda"
+    candidates = _candidates(shape, form, device, dtype, without, compiled=compiled)
+    if compiled:
+        torch.compiler.reset()  # each shape gets a graph of its own, not a share of one for all shapes
+    maps = {label: random_maps(shape, device, dtype, FORMATS[label]) for label in formats}
+    ready = [_Ready(each, label, *maps[label]) for each in candidates for label in formats]
+    for what in passes:
+        runs = {str(number): run for number, each in enumerate(ready) if (run := each.prepare(what))}
+        timings = in_turns(runs, repetitions, gpu_clock=gpu)
+        for number, timing in timings.items():
+            each = ready[int(number)]
+            times: dict[str, Timing] = getattr(each.row, what)
+            times[each.label] = timing
+    if gpu:
+        del maps, ready
+        gc.collect()
+        torch.cuda.empty_cache()
+    return [each.row for each in candidates]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A way to run the layer, and the layer, in float32 on the CPU."""
+
+    row: LayerTimes
+    model: nn.Module
+
+
+def _candidates(
+    shape: RoutedShape, form: Form, device: str, dtype: torch.dtype, without: Collection[str], *, compiled: bool
+) -> list[_Candidate]:
+    torch.default_generator.manual_seed(0)
+    dense = dense_peers(shape, form)
+    layer = routed_layer(shape, form)
+    choice = picked(shape, form, device, dtype)
+    found = [_Candidate(LayerTimes(name, None), model) for name, model in dense.items()]
+    if compiled and form.expert_norm:  # alone, a convolution has nothing to be fused with
+        found.append(_Candidate(LayerTimes("dense, compiled", None, compiled=True), dense["dense convolution"]))
+    fitting = [name for name in backends() if name not in choice.refused and name not in without]
+    for name in sorted(fitting, key=lambda name: (name != choice.name, name == "reference")):  # masks last
+        title = "masked (reference)" if name == "reference" else f"PatchMoE, {name}"
+        row = LayerTimes(title, name, picked=name == choice.name)
+        if name == "reference" and shape.experts * shape.batch * shape.channels * shape.size**2 > MASKED_LIMIT:
+            row.notes.append("left out: masks take a copy of the map for each expert, too much here")
+            row.left_out = True
+        found.append(_Candidate(row, layer))
+        if compiled and name == "torch":
+            found.append(_Candidate(LayerTimes("PatchMoE, torch, compiled", name, compiled=True), layer))
+    return found
+
+
+class _Ready:
+    """A candidate on its device, in a memory format, with what goes in and the gradient of what comes out."""
+
+    def __init__(self, candidate: _Candidate, label: str, x: Tensor, wanted: Tensor) -> None:
+        self.row = candidate.row
+        self.label = label
+        self._x = x.detach().requires_grad_()
+        self._wanted = wanted
+        self._model = copy.deepcopy(candidate.model).to(x.device, x.dtype).to(memory_format=FORMATS[label])
+        self._called: Callable[[Tensor], Tensor] = self._model
+        if self.row.compiled:
+            self._called = torch.compile(self._model, dynamic=False)
+
+    def prepare(self, what: Pass) -> Callable[[], object] | None:
+        """What is to be timed, tried before; None where it cannot be, or is not to be."""
+        if self.row.left_out or (what == "forward" and self.row.compiled):
+            return None
+        self._model.train(what == "step")
+        run = self._step if what == "step" else self._forward
+        try:
+            run()
+            if not self._x.is_cuda:
+                return run
+            if what == "step" and self.row.memory is None:
+                self.row.memory = peak_memory(run, self._clear)
+        except Exception as error:  # whatever it is, the others are to be measured
+            self.row.notes.append(f"{what} failed: {_first_line(error)}")
+            return None
+        try:
+            return captured(run)
+        except Exception as error:
+            self.row.notes.append(f"{what} is not captured: {_first_line(error)}")
+            return run
+
+    def _forward(self) -> None:
+        with self._on_backend(), torch.no_grad():
+            self._called(self._x)
+
+    def _step(self) -> None:
+        self._clear()
+        with self._on_backend():
+            y = self._called(self._x)
+        y.backward(self._wanted)
+
+    def _clear(self) -> None:
+        self._model.zero_grad(set_to_none=True)
+        self._x.grad = None
+
+    def _on_backend(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.row.backend is None else backend(self.row.backend)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
