@@ -12,6 +12,7 @@ from torch import Tensor
 
 from moesaic.ops.dispatch import PatchSpec
 from moesaic.ops.grouped import grouped_matmul
+from moesaic.ops.taps import tap_products
 from moesaic.record import NOBODY, Routing
 
 __all__ = ["Pixels"]
@@ -36,6 +37,8 @@ class Pixels:
     used_R: Tensor | None
     """None where every pixel is used. What is not used reads patch 0 and is written nowhere."""
     ends: Tensor | None
+    place_P: Tensor
+    """Of each chosen patch: its image, its place on the grid and its expert as one number below B·N·E, or B·N·E."""
 
     @staticmethod
     def chosen(routing: Routing, x: Tensor, spec: PatchSpec) -> Pixels:
@@ -63,6 +66,9 @@ class Pixels:
             ends = torch.searchsorted(expert_P, each_expert, right=True) * area
         if used_P is not None:
             patch_P = patch_P.clamp_min(0)
+        place_P = (image_P * routing.units + patch_P) * E + expert_P
+        if used_P is not None:
+            place_P = place_P.where(used_P, routing.batch * routing.units * E)
 
         def per_pixel(of_P: Tensor) -> Tensor:
             return of_P.unsqueeze(1).expand(-1, area).flatten()
@@ -78,20 +84,36 @@ class Pixels:
             gate_R=per_pixel(gate_P),
             used_R=None if used_P is None else per_pixel(used_P),
             ends=ends,
+            place_P=place_P,
         )
+
+    @property
+    def area(self) -> int:
+        """Pixels of a map."""
+        return self.map_size[0] * self.map_size[1]
 
     @property
     def lanes(self) -> int:
         """How many rows of the output a pixel has: one, or one per expert under ``concat``."""
         return self.routing.experts if self.spec.combine == "concat" else 1
 
+    @property
+    def rows(self) -> int:
+        """Rows of the output: (B, H, W), times E under ``concat``."""
+        return self.routing.batch * self.area * self.lanes
+
+    @property
+    def rows_beyond(self) -> int:
+        """Rows past the output's, for what lands nowhere: one per image and lane, lest threads queue for one."""
+        return self.routing.batch * self.lanes
+
     def take(self, rows: Tensor) -> Tensor:
         """The pixels' values out of a batch of maps laid out as rows (B·H·W, C)."""
-        return self.grouped(rows.index_select(0, self.image_R * self._area + self.at_R))
+        return self.grouped(rows.index_select(0, self.image_R * self.area + self.at_R))
 
     def take_by_expert(self, maps_EHWO: Tensor) -> Tensor:
-        """The pixels' values out of one map per expert."""
-        return self.grouped(maps_EHWO.flatten(0, 2).index_select(0, self.expert_R * self._area + self.at_R))
+        """(R, ·): the pixels' values out of one map per expert."""
+        return maps_EHWO.flatten(0, 2).index_select(0, self.expert_R * self.area + self.at_R)
 
     def grouped(self, rows: Tensor) -> Tensor:
         """(R, ·) in the leading shape of pixel values."""
@@ -101,6 +123,13 @@ class Pixels:
     def per_expert(self, values_EC: Tensor) -> Tensor:
         """A vector per expert, to broadcast over its pixels."""
         return values_EC.unsqueeze(1) if self.ends is None else values_EC.index_select(0, self.expert_R)
+
+    def rows_of_expert(self, values_EO: Tensor) -> Tensor:
+        """(R, ·): each pixel's value out of a vector per expert."""
+        if self.ends is not None:
+            return values_EO.index_select(0, self.expert_R)
+        E, O = values_EO.shape
+        return values_EO.unsqueeze(1).expand(E, self.at_R.shape[0] // E, O).reshape(-1, O)
 
     def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """How many used pixels each expert has, (E, 1), and the mean and variance (E, C) of their values."""
@@ -121,40 +150,75 @@ class Pixels:
         weight_ECO = weight_EOC.transpose(1, 2)
         return torch.bmm(values, weight_ECO) if self.ends is None else grouped_matmul(values, weight_ECO, self.ends)
 
-    def matmul_with(self, values: Tensor, extra_EC: Tensor, weight_EOC: Tensor) -> tuple[Tensor, Tensor]:
-        """Each expert's pixels, and one vector more per expert, times its matrix."""
+    def tap_products(self, values: Tensor, weight: Tensor) -> Tensor:
+        """Each expert's pixels times all taps of its convolution, weights (E, O, C, ks, ks): (R, ks·ks, O)."""
+        O, ks = weight.shape[1], weight.shape[3]
+        if self.ends is None:
+            return tap_products(values, weight).view(-1, ks * ks, O)
+        taps_EkOC = weight.permute(0, 3, 4, 1, 2).flatten(1, 3)
+        return self.matmul(values, taps_EkOC).view(-1, ks * ks, O)
+
+    def tap_products_with(self, values: Tensor, extra_EC: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, and of one vector more per expert: (E, ks·ks, O)."""
         if self.ends is not None:
-            return self.matmul(values, weight_EOC), torch.bmm(weight_EOC, extra_EC.unsqueeze(2)).squeeze(2)
+            return self.tap_products(values, weight), tap_products(extra_EC.unsqueeze(1), weight).squeeze(1)
         # As one more row it costs nothing, while a product of its own would need a second gradient of the weights.
-        both = self.matmul(torch.cat([values, extra_EC.unsqueeze(1)], 1), weight_EOC)
-        return both[:, :-1], both[:, -1]
+        both = tap_products(torch.cat([values, extra_EC.unsqueeze(1)], 1), weight)
+        return both[:, :-1].flatten(0, 1), both[:, -1]
 
-    def landings(self, kernel: int) -> tuple[Tensor, Tensor | None]:
-        """Where each tap of each pixel lands among the rows of the output, and the expert's gate there.
+    def own_rows(self) -> Tensor:
+        """(R,): which row of the output a pixel itself is; what is not used is on a row past those."""
+        own_R = self._map_R + self.at_R * self.lanes
+        return own_R if self.used_R is None else torch.where(self.used_R, own_R, self._beyond_R)
 
-        Both (R, kernel·kernel); no gate under ``gate_on="input"``. The output's rows are (B, H, W),
-        times E under ``concat``. What leaves the map, or its patch under ``context="patch"``, lands on
-        rows past those: one per image and lane, lest threads queue for a single one.
+    def landings(self, kernel: int) -> Tensor:
+        """(R, kernel·kernel): on which row of the output each tap of each pixel lands.
+
+        What leaves the map, or its patch under ``context="patch"``, lands on the rows past the output's.
         """
-        routing, lanes, area = self.routing, self.lanes, self._area
-        lane_R = self.expert_R if lanes > 1 else 0
-        map_R = self.image_R * (area * lanes) + lane_R
-        beyond_R = self.image_R * lanes + (lane_R + routing.batch * area * lanes)
-        there, inside, patch = self._taps(kernel)
+        there, inside, _ = self._taps(kernel)
         inside_Rk = inside.index_select(0, self.at_R)
         if self.used_R is not None:
             inside_Rk = inside_Rk & self.used_R.unsqueeze(1)
-        landing_Rk = (there * lanes).index_select(0, self.at_R) + map_R.unsqueeze(1)
-        landing_Rk = torch.where(inside_Rk, landing_Rk, beyond_R.unsqueeze(1))
-        if self.spec.gate_on == "input":
-            return landing_Rk, None
-        gates_R = (self.image_R * routing.units) * routing.experts + self.expert_R
-        at_Rk = (patch * routing.experts).index_select(0, self.at_R) + gates_R.unsqueeze(1)
-        return landing_Rk, routing.weights.flatten().index_select(0, at_Rk.flatten()).view(at_Rk.shape)
+        landing_Rk = (there * self.lanes).index_select(0, self.at_R) + self._map_R.unsqueeze(1)
+        return torch.where(inside_Rk, landing_Rk, self._beyond_R.unsqueeze(1))
+
+    def landings_within(self, kernel: int) -> Tensor:
+        """(R, kernel·kernel): on which of its expert's own pixels each tap of each pixel lands.
+
+        What lands elsewhere does so on rows past the R pixels, one per pixel of a map.
+        """
+        routing, p = self.routing, self.spec.patch_size
+        R, places = self.at_R.shape[0], routing.batch * routing.units * routing.experts
+        number_P = torch.arange(self.place_P.shape[0], device=self.at_R.device)
+        there, inside, patch = self._taps(kernel)
+        W = self.map_size[1]
+        within = (there // W % p * p + there % W % p).index_select(0, self.at_R)
+        if self.spec.context == "patch":
+            # the patch itself: number_P repeated for its pixels
+            landing_Rk = (number_P * (p * p)).unsqueeze(1).expand(-1, p * p).reshape(R, 1) + within
+            lands_Rk = inside.index_select(0, self.at_R)
+        else:
+            number_of = number_P.new_full((places + 1,), -1).scatter(0, self.place_P, number_P)
+            first_R = self.image_R * (routing.units * routing.experts) + self.expert_R
+            at_Rk = (patch * routing.experts).index_select(0, self.at_R) + first_R.unsqueeze(1)
+            number_Rk = number_of.index_select(0, at_Rk.flatten()).view(at_Rk.shape)
+            landing_Rk = number_Rk * (p * p) + within
+            lands_Rk = inside.index_select(0, self.at_R) & (number_Rk >= 0)
+        if self.used_R is not None:
+            lands_Rk = lands_Rk & self.used_R.unsqueeze(1)
+        return torch.where(lands_Rk, landing_Rk, (self.at_R + R).unsqueeze(1))
 
     @property
-    def _area(self) -> int:
-        return self.map_size[0] * self.map_size[1]
+    def _map_R(self) -> Tensor:
+        """The row of the output at which a pixel's map begins, for its expert."""
+        lane_R = self.expert_R if self.lanes > 1 else 0
+        return self.image_R * (self.area * self.lanes) + lane_R
+
+    @property
+    def _beyond_R(self) -> Tensor:
+        lane_R = self.expert_R if self.lanes > 1 else 0
+        return self.image_R * self.lanes + (lane_R + self.routing.batch * self.area * self.lanes)
 
     def _taps(self, kernel: int) -> tuple[Tensor, Tensor, Tensor]:
         """For each pixel of a map and tap, (H·W, kernel·kernel): where it lands, whether it stays, on which patch."""

@@ -49,14 +49,13 @@ class TorchBackend:
         pixels = Pixels.chosen(routing, x, spec)
         values, constant = _expert_inputs(x, pixels, norm)
         O, ks = weight.shape[1], weight.shape[3]
-        taps_EkOC = weight.permute(0, 3, 4, 1, 2).flatten(1, 3)
         if constant is None:
-            contributions, null = pixels.matmul(values.to(weight.dtype), taps_EkOC), experts.bias
+            contributions, null = pixels.tap_products(values.to(weight.dtype), weight), experts.bias
         else:
             deviations = (values - pixels.per_expert(constant)).to(weight.dtype)
-            contributions, answers = pixels.matmul_with(deviations, constant.to(weight.dtype), taps_EkOC)
+            contributions, answers = pixels.tap_products_with(deviations, constant.to(weight.dtype), weight)
             null = _answer_to_constant(answers.view(-1, ks, ks, O), experts.bias, pixels)
-        return _combine(contributions.reshape(-1, ks * ks, O), null, pixels, x)
+        return _combine(contributions, null, pixels)
 
     def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         dtype = experts.weight_in.dtype
@@ -68,7 +67,7 @@ class TorchBackend:
             resting = x.new_zeros(routing.experts, x.shape[1]) if constant is None else constant
             null = _perceptron(resting.to(dtype).unsqueeze(1), experts, None).squeeze(1)
             y = y - pixels.per_expert(null)
-        return _combine(y.reshape(-1, 1, y.shape[-1]), null, pixels, x)
+        return _combine(y.reshape(-1, 1, y.shape[-1]), null, pixels)
 
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
         samples = SortedSamples.chosen(routing)
@@ -155,34 +154,45 @@ def _perceptron(values: Tensor, experts: MLPWeights, pixels: Pixels | None) -> T
     return layer(hidden, experts.weight_out, experts.bias_out)
 
 
-def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels, x: Tensor) -> Tensor:
+def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels) -> Tensor:
     """Add every pixel's contributions into the map, each at its tap's shift: (B, O', H, W).
 
-    ``null`` is what an expert answers where it was given nothing, (E, O) or (E, H, W, O): under
-    ``gate_on="input"`` it stands everywhere, under ``"output"`` on the expert's own patches, gated.
-    Sums are taken in float32 at least.
+    ``null`` is what an expert answers where it was given nothing, (E, O) or (E, H, W, O). Sums are taken in float32
+    at least.
     """
-    B, _, H, W = x.shape
-    taps, width = taps_RkO.shape[1:]
     dtype, wide = taps_RkO.dtype, torch.promote_types(taps_RkO.dtype, torch.float32)
-    landing_Rk, gate_Rk = pixels.landings(math.isqrt(taps))
-    contributions = taps_RkO.to(wide)
-    if gate_Rk is not None:
-        # in place where no gradient needs the ungated ones: touching fresh memory costs more than the product
-        times = torch.mul if torch.is_grad_enabled() else torch.Tensor.mul_
-        contributions = times(contributions, gate_Rk.to(wide).unsqueeze(-1))
-    lanes, rows = pixels.lanes, B * H * W * pixels.lanes
-    if null is None or gate_Rk is not None:
-        y = contributions.new_zeros(rows + B * lanes, width)
+    put = _answers_of_own_patches if pixels.spec.gate_on == "output" else _answers_everywhere
+    y = put(taps_RkO.to(wide), None if null is None else null.to(wide), pixels)
+    B, (H, W) = pixels.routing.batch, pixels.map_size
+    return y.view(B, H, W, pixels.lanes * taps_RkO.shape[2]).to(dtype).permute(0, 3, 1, 2)
+
+
+def _answers_of_own_patches(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels) -> Tensor:
+    """Under ``gate_on="output"`` an expert answers on its own patches and nowhere else: sum there, gate, write once."""
+    R, taps, O = taps_RkO.shape
+    if taps == 1:
+        own_RO = taps_RkO.squeeze(1)
     else:
-        everywhere = null.to(wide).movedim(0, -2)
+        own_RO = taps_RkO.new_zeros(R + pixels.area, O)
+        own_RO = own_RO.index_add_(0, pixels.landings_within(math.isqrt(taps)).flatten(), taps_RkO.flatten(0, 1))[:R]
+    if null is not None:
+        own_RO = own_RO + (pixels.rows_of_expert(null) if null.ndim == 2 else pixels.take_by_expert(null))
+    own_RO = own_RO * pixels.gate_R.to(own_RO.dtype).unsqueeze(1)
+    rows = pixels.rows
+    y = own_RO.new_zeros(rows + (0 if pixels.used_R is None else pixels.rows_beyond), O)
+    return y.index_add_(0, pixels.own_rows(), own_RO)[:rows]
+
+
+def _answers_everywhere(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels) -> Tensor:
+    """Under ``gate_on="input"`` contributions land where they do, on top of what the expert answers to nothing."""
+    rows, beyond, O = pixels.rows, pixels.rows_beyond, taps_RkO.shape[2]
+    if null is None:
+        y = taps_RkO.new_zeros(rows + beyond, O)
+    else:
+        (H, W), lanes = pixels.map_size, pixels.lanes
+        everywhere = null.movedim(0, -2)
         everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
-        y = everywhere.expand(B, H, W, lanes * width).reshape(rows, width)
-        y = torch.cat([y, contributions.new_zeros(B * lanes, width)])
-    y.index_add_(0, landing_Rk.flatten(), contributions.flatten(0, 1))
-    if null is not None and gate_Rk is not None:
-        own = taps // 2  # the kernel's centre lands where the pixel is
-        null_R = pixels.per_expert(null) if null.ndim == 2 else pixels.take_by_expert(null)
-        gated = null_R.to(wide) * pixels.grouped(pixels.gate_R.to(wide).unsqueeze(1))
-        y.index_add_(0, landing_Rk[:, own], gated.reshape(-1, width))
-    return y[:rows].view(B, H, W, lanes * width).to(dtype).permute(0, 3, 1, 2)
+        y = everywhere.expand(pixels.routing.batch, H, W, lanes * O).reshape(rows, O)
+        y = torch.cat([y, taps_RkO.new_zeros(beyond, O)])
+    landing_Rk = pixels.landings(math.isqrt(taps_RkO.shape[1]))
+    return y.index_add_(0, landing_Rk.flatten(), taps_RkO.flatten(0, 1))[:rows]
