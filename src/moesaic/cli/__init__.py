@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import tyro
 
+from moesaic.cli.bench import Bench
 from moesaic.cli.claims import Claims
 from moesaic.cli.compare import Compare
 from moesaic.cli.explain import Explain
@@ -22,7 +23,7 @@ from moesaic.cli.shared import BadInput, tell, version
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
 
-__all__ = ["BadInput", "Claims", "Compare", "Explain", "Export", "Reproduce", "Theory", "Train", "main"]
+__all__ = ["BadInput", "Bench", "Claims", "Compare", "Explain", "Export", "Reproduce", "Theory", "Train", "main"]
 
 
 class Command(Protocol):
@@ -41,6 +42,7 @@ COMMANDS: dict[str, type[Any]] = {
     "reproduce": Reproduce,
     "claims": Claims,
     "theory": Theory,
+    "bench": Bench,
 }
 
 

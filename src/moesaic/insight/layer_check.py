@@ -19,7 +19,7 @@ from moesaic.ops import backend
 
 __all__ = ["TOLERANCE", "layer_errors", "poison"]
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-3, torch.float16: 3e-3, torch.bfloat16: 1e-2}
 """By dtype. That of float32 leaves room for TF32, which GPUs may use."""
 _DRAWS = 5
 _ZERO = 1e-3
@@ -40,12 +40,13 @@ def layer_errors(
     >>> max(errors["torch"].values()) < 1e-12
     True
     """
+    names = list(names)
     for attempt in range(_DRAWS):
         torch.default_generator.manual_seed(seed + attempt)
         layer = routed_layer(shape, form).to(device, dtype)
         x, wanted = random_maps(shape, device, dtype, torch.channels_last, seed + attempt)
         exact = copy.deepcopy(layer).double()
-        if _same_choice(layer, exact, x):
+        if all(_same_choice(layer, exact, x, name) for name in names):
             break
     else:
         raise RuntimeError(f"routing differs from that in float64 in each of {_DRAWS} draws: {shape}")
@@ -72,8 +73,11 @@ def poison(device: str) -> None:
 
 
 @torch.no_grad()
-def _same_choice(layer: PatchMoE, exact: PatchMoE, x: Tensor) -> bool:
-    chosen, true = layer.route(x).index, exact.route(x.double()).index
+def _same_choice(layer: PatchMoE, exact: PatchMoE, x: Tensor, name: str) -> bool:
+    with backend(name):
+        chosen = layer.route(x).index
+    with backend("reference"):
+        true = exact.route(x.double()).index
     assert chosen is not None and true is not None  # experts choose here
     return bool((chosen.sort(-1).values == true.sort(-1).values).all())
 
@@ -88,5 +92,8 @@ def _results(layer: PatchMoE, x: Tensor, wanted: Tensor) -> dict[str, Tensor]:
 
 
 def _error(found: Tensor, true: Tensor) -> float:
-    difference = (found.double() - true).norm()
-    return float(difference / true.norm().clamp_min(_ZERO * math.sqrt(true.numel())))
+    return _norm(found.double() - true) / max(_norm(true), _ZERO * math.sqrt(true.numel()))
+
+
+def _norm(values: Tensor) -> float:
+    return math.sqrt(float(values.square().sum()))

@@ -88,8 +88,8 @@ def layer_times(
 ) -> list[LayerTimes]:
     """Time the dense layer and the routed one on every backend that fits, in turns.
 
-    ``without`` names backends to leave out; with ``compiled`` there are compiled forms too, of steps alone. A ratio of
-    two rows means something within one call.
+    ``without`` names backends to leave out. With ``compiled``, steps are timed compiled too where that may help: the
+    ``torch`` backend, and the dense layer behind BatchNorm and ReLU. Ratios mean something within one call.
 
     >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
     >>> rows = layer_times(shape, Form(), device="cpu", dtype=torch.float32, passes=["forward"], repetitions=2)
@@ -144,7 +144,7 @@ def _candidates(
             row.notes.append("left out: masks take a copy of the map for each expert, too much here")
             row.left_out = True
         found.append(_Candidate(row, layer))
-        if compiled and name == "torch":
+        if compiled and name == "torch" and not form.expert_norm:
             found.append(_Candidate(LayerTimes("PatchMoE, torch, compiled", name, compiled=True), layer))
     return found
 
@@ -157,7 +157,8 @@ class _Ready:
         self.label = label
         self._x = x.detach().requires_grad_()
         self._wanted = wanted
-        self._model = copy.deepcopy(candidate.model).to(x.device, x.dtype).to(memory_format=FORMATS[label])
+        self._model: nn.Module = copy.deepcopy(candidate.model).to(x.device, x.dtype)
+        self._model.to(memory_format=FORMATS[label])  # pyright: ignore[reportCallIssue]: torch types it in part
         self._called: Callable[[Tensor], Tensor] = self._model
         if self.row.compiled:
             self._called = torch.compile(self._model, dynamic=False)

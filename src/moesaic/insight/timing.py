@@ -6,7 +6,6 @@ them, and ratios are taken within one such run.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -151,7 +150,6 @@ def peak_memory(run: Run, clear: Run, warm_up: int = 2) -> Memory:
     for _ in range(warm_up):  # what is chosen or set up once is not what a run needs
         run()
     clear()
-    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()

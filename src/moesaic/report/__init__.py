@@ -6,6 +6,7 @@ Papers are told from the records of `moesaic.ledger` alone, comparisons and expl
 from moesaic.report.charts import draw, figure_name, to_svg, write_figures
 from moesaic.report.comparison import print_comparison, write_comparison_report
 from moesaic.report.explanation import write_explanation
+from moesaic.report.layer_times import print_layer_times
 from moesaic.report.machine import describe_machine
 from moesaic.report.markdown import markdown_table
 from moesaic.report.page import write_report
@@ -21,6 +22,7 @@ __all__ = [
     "print_claims",
     "print_comparison",
     "print_complexity",
+    "print_layer_times",
     "print_rules",
     "print_separation",
     "to_svg",

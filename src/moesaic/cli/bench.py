@@ -1,0 +1,158 @@
+"""`moesaic bench`: how fast a layer is on this machine, beside the dense one that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+from tyro.conf import Positional, arg
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.cli.shared import device_of, input_of, tell
+
+if TYPE_CHECKING:
+    import torch
+
+    from moesaic.insight.layer_speed import Pass
+    from moesaic.insight.routed_shape import Form, RoutedShape
+
+__all__ = ["Bench"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+MOST_NUMBERS = 2**31
+"""In a map: what a measurement may be asked to draw."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Time a routed layer on this machine against the dense convolution that it stands for.
+
+    moesaic bench layer --channels 640 --size 16 --experts 8 --patches-per-expert 2 --patch-size 4
+    --kernel-size 3 prints how long each backend takes, what moesaic picks here and why, and whether
+    routing this layer saves time at all.
+    """
+
+    what: Positional[Annotated[str, arg(metavar="layer")]]
+    """What to measure: layer, a PatchMoE."""
+    channels: int = 64
+    """Of the map that goes in."""
+    out_channels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: --channels)")] = None
+    """Of the map that comes out."""
+    size: int = 16
+    """Pixels along an edge of the map."""
+    experts: int = 8
+    """How many."""
+    patches_per_expert: int = 2
+    """Patches of each map that an expert takes."""
+    patch_size: int = 4
+    """Pixels along an edge of a patch."""
+    kernel_size: int = 3
+    """Of the experts, odd."""
+    batch: int = 8
+    """Maps at a time."""
+    dtype: Annotated[
+        str | None, arg(metavar="|".join(DTYPES), help_behavior_hint="(default: float32, on a GPU bfloat16)")
+    ] = None
+    """What to compute in."""
+    device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
+    """Where to run."""
+    training: bool = False
+    """Time training steps alone: forward and backward, with all gradients. Default: both."""
+    inference: bool = False
+    """Time forward passes alone, in eval mode without gradients. Default: both."""
+    gate: Annotated[str, arg(metavar="softmax_selected|softmax_all|one")] = "softmax_selected"
+    """What a chosen patch counts."""
+    gate_on: Annotated[str, arg(metavar="output|input")] = "output"
+    """What the gate scales."""
+    context: Annotated[str, arg(metavar="map|patch")] = "map"
+    """Whether a kernel sees beyond its patch."""
+    combine: Annotated[str, arg(metavar="concat|sum")] = "concat"
+    """Whether each expert has channels of its own, or their answers are added."""
+    expert_norm: bool = False
+    """BatchNorm and ReLU in front of each expert; the dense layer then has them too."""
+    bias: bool = True
+    """Whether experts, and the dense convolution, have one."""
+    repetitions: int = 20
+    """Of each measurement; the median counts."""
+
+    def run(self, given: Sequence[str]) -> int:
+        """Check what was asked for, measure, and print."""
+        import torch
+
+        from moesaic.insight.layer_speed import layer_times, picked
+        from moesaic.report import describe_machine, print_layer_times
+
+        with input_of("bench"):
+            one_of("bench", "WHAT", self.what, ("layer",))
+            shape, form = self._shape(), self._form()
+            device = device_of("bench", self.device)
+            gpu = torch.device(device).type == "cuda"
+            dtype: torch.dtype = getattr(torch, self._dtype("bfloat16" if gpu else "float32"))
+            choice = picked(shape, form, device, dtype)
+        passes = self._passes()
+        tell(f"{describe_machine(device)}: each layer runs {self.repetitions} times, in turns")
+        rows = layer_times(
+            shape,
+            form,
+            device=device,
+            dtype=dtype,
+            passes=passes,
+            formats=("channels_last",) if gpu else ("contiguous", "channels_last"),
+            repetitions=self.repetitions,
+        )
+        title = f"{shape}, {str(dtype).removeprefix('torch.')} on {device}"
+        print_layer_times(title, rows, choice, passes)
+        return 0 if all(row.best(what) for row in rows for what in passes if row.picked) else 1
+
+    def _shape(self) -> RoutedShape:
+        from moesaic.insight.routed_shape import RoutedShape
+
+        out_channels = self.channels if self.out_channels is None else self.out_channels
+        counts = {
+            "--channels": self.channels,
+            "--out-channels": out_channels,
+            "--size": self.size,
+            "--experts": self.experts,
+            "--patches-per-expert": self.patches_per_expert,
+            "--patch-size": self.patch_size,
+            "--kernel-size": self.kernel_size,
+            "--batch": self.batch,
+            "--repetitions": self.repetitions,
+        }
+        at_least_one("bench", **counts)
+        for what, numbers, smaller in (
+            ("the maps", self.batch * max(self.channels, out_channels) * self.size**2, "--batch or --size"),
+            ("the experts", self.channels * out_channels * self.kernel_size**2, "--channels or --out-channels"),
+        ):
+            if numbers > MOST_NUMBERS:
+                raise ValueError(f"{what} have {numbers:,} numbers; at most {MOST_NUMBERS:,}: use a smaller {smaller}")
+        return RoutedShape(
+            self.batch,
+            self.channels,
+            out_channels,
+            self.size,
+            experts=self.experts,
+            patches_per_expert=self.patches_per_expert,
+            patch_size=self.patch_size,
+            kernel_size=self.kernel_size,
+        )
+
+    def _form(self) -> Form:
+        from moesaic.insight.routed_shape import Form
+        from moesaic.ops import Combine, Context, GateOn
+        from moesaic.routing.expert_choice import ExpertGate
+
+        gate: Any = one_of("bench", "--gate", self.gate, get_args(ExpertGate))
+        gate_on: Any = one_of("bench", "--gate-on", self.gate_on, get_args(GateOn))
+        context: Any = one_of("bench", "--context", self.context, get_args(Context))
+        combine: Any = one_of("bench", "--combine", self.combine, get_args(Combine))
+        return Form(self.bias, gate, gate_on, self.expert_norm, context, combine)
+
+    def _dtype(self, default: str) -> str:
+        return default if self.dtype is None else one_of("bench", "--dtype", self.dtype, DTYPES)
+
+    def _passes(self) -> list[Pass]:
+        if self.training == self.inference:
+            return ["forward", "step"]
+        return ["step"] if self.training else ["forward"]

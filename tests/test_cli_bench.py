@@ -1,0 +1,75 @@
+"""`moesaic bench layer`: what it prints, and what it refuses."""
+
+import re
+
+import pytest
+import torch
+
+from moesaic.cli import main
+from moesaic.cli.bench import Bench
+from moesaic.cli.shared import BadInput
+
+SMALL = ["--channels", "8", "--size", "8", "--batch", "2", "--experts", "2", "--repetitions", "2", "--device", "cpu"]
+
+
+def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["bench", "layer", *SMALL, *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_every_backend_has_its_times_beside_the_dense_layer(capsys: pytest.CaptureFixture[str]):
+    table = told([], capsys)
+    for layer in ("dense convolution", "PatchMoE, torch ←", "masked (reference)"):
+        found = re.search(rf"{re.escape(layer)} +[\d.]+ ms +[\d.]+ +[\d.]+ ms +[\d.]+", table)
+        assert found, f"no times of {layer} in:\n{table}"
+    assert "maps 2×8×8×8, 3×3 kernel, 2 experts, each 2 of 4 patches, float32 on cpu" in table
+
+
+def test_it_says_what_moesaic_picks_and_whether_it_pays(capsys: pytest.CaptureFixture[str]):
+    table = told(["--inference"], capsys)
+    assert "← moesaic picks torch: " in table
+    assert re.search(r"^(Do not route this layer for speed|Routing pays|Level): .*forward pass", table, re.MULTILINE)
+    assert "training step" not in table
+
+
+def test_training_alone_leaves_out_the_forward_pass(capsys: pytest.CaptureFixture[str]):
+    assert "forward pass" not in told(["--training"], capsys)
+
+
+def test_a_kernel_of_one_pixel_is_also_measured_as_a_linear_layer(capsys: pytest.CaptureFixture[str]):
+    assert "dense, rows of pixels" in told(["--inference", "--kernel-size", "1"], capsys)
+
+
+def test_the_released_block_is_measured_too(capsys: pytest.CaptureFixture[str]):
+    table = told(["--gate", "softmax_all", "--gate-on", "input", "--expert-norm", "--training"], capsys)
+    assert "PatchMoE, torch" in table
+
+
+@pytest.mark.parametrize(
+    ("asked", "complaint"),
+    [
+        (Bench("model"), "WHAT='model' is unknown; use 'layer'"),
+        (Bench("layer", channels=0), "--channels=0; it must be at least 1"),
+        (Bench("layer", repetitions=0), "--repetitions=0; it must be at least 1"),
+        (Bench("layer", size=15), r"a 15×15 map is not divisible into 4×4 patches; pad it to 16×16"),
+        (Bench("layer", patches_per_expert=17), r"patches_per_expert=17, but a 4×4 grid has only 16 patches"),
+        (Bench("layer", kernel_size=2), "kernel_size=2 has no centre pixel; use an odd size, 1 or 3"),
+        (Bench("layer", experts=7), "out_channels=64"),
+        (Bench("layer", dtype="int8"), "--dtype='int8' is unknown; use 'float32', 'bfloat16' or 'float16'"),
+        (Bench("layer", gate_on="both"), "--gate-on='both' is unknown; use 'output' or 'input'"),
+        (Bench("layer", device="tpu"), "--device='tpu' is unknown; use 'auto', 'cpu' or 'cuda'"),
+        (Bench("layer", batch=10**9), r"the maps have .* numbers; at most 2,147,483,648: use a smaller --batch"),
+        (Bench("layer", channels=10**6, size=4), r"the experts have .* numbers; .* use a smaller --channels"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_measured_is_refused_before_anything_runs(asked: Bench, complaint: str):
+    with pytest.raises(BadInput, match=f"^moesaic bench: .*{complaint}"):
+        asked.run([])
+
+
+def test_a_gpu_that_is_not_there_is_refused():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(BadInput, match=r"--device='cuda', but torch finds no GPU here; use 'cpu' or 'auto'"):
+        Bench("layer", device="cuda").run([])
