@@ -184,17 +184,17 @@ def test_whoever_listens_to_a_layer_is_heard(monkeypatch):
 @torch.no_grad()
 def test_the_short_way_is_not_taken_while_somebody_listens_to_any_module(name):
     network, (x, embedding) = Network(16, widths=(3, 32, 16, 16)), images(1)
-    chain = network.gated._chain
+    chain = network.gated.chain
     expected = network.run(x, embedding)
     assert chain is not None
-    assert chain.may_run(x)
+    assert chain.ready(x) is not None
     heard: list[str] = []
     hook = network.get_submodule(name).register_forward_hook(lambda module, args, y: heard.append(name))
-    assert not chain.may_run(x)
+    assert chain.ready(x) is None
     torch.testing.assert_close(network.run(x, embedding), expected, rtol=1e-10, atol=1e-10)
     assert heard == ([] if name == "body.0.norm" else [name])  # a gated layer is its own norm's reader
     hook.remove()
-    assert chain.may_run(x)
+    assert chain.ready(x) is not None
 
 
 @pytest.mark.parametrize("mode", ["relu", "topk"])
@@ -336,7 +336,7 @@ def test_a_network_with_a_shortcut_is_no_chain():
     network = Residual()
     assert Chain.of(network, {"conv": network.conv}, {"conv": None}, frozenset()) is None
     straight = Network()
-    assert straight.gated._chain is not None
+    assert straight.gated.chain is not None
     assert Chain.of(straight, straight.layers(), {**straight.gated.sources, "body.6": "body.0"}, frozenset()) is None
 
 

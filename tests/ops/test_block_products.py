@@ -33,13 +33,13 @@ def case(ins: int, outs: int, block_in: int, block_out: int, *, reads_gated: boo
 
 
 def some(channels: int, block: int, *numbers: int) -> OpenBlocks:
-    return OpenBlocks(np.array(numbers), torch.linspace(0.5, 2, len(numbers)).double()[:, None], channels, block)
+    return OpenBlocks(np.array(numbers), torch.linspace(0.5, 2, len(numbers)).double()[:, None, None], channels, block)
 
 
 def behind_gates(some: OpenBlocks, y: torch.Tensor) -> torch.Tensor:
     """The open channels of a map, times their gates."""
     assert some.gates is not None
-    gates = some.gates.repeat(1, some.size).flatten()[: some.count(), None, None]
+    gates = some.gates.repeat(1, some.size, 1).flatten()[: some.count(), None, None]
     return y[:, torch.from_numpy(some.numbers())] * gates
 
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,8 +38,33 @@ def test_heads_at_once_choose_what_each_does(kind):
         assert torch.equal(together[name].index, alone.index)
         torch.testing.assert_close(together[name].gate, alone.gate)
         torch.testing.assert_close(together[name].scores, alone.scores)
-    expected = torch.cat([routing.weights[:, 0] for routing in together.values()], 1)
-    torch.testing.assert_close(torch.from_numpy(together.on_host()), expected)
+    blocks = [head.blocks for head in heads.values()]
+    for image, gates in enumerate(torch.cat([routing.weights[:, 0] for routing in together.values()], 1)):
+        opened, found, cuts = ChannelHeads(heads)(embedding[image : image + 1]).opened()
+        assert opened.tolist() == gates.nonzero().flatten().tolist()
+        torch.testing.assert_close(torch.from_numpy(found), gates[gates != 0])
+        assert np.diff(cuts).tolist() == [int((part != 0).sum()) for part in gates.split(blocks)]
+
+
+@torch.no_grad()
+def test_blocks_with_equal_scores_are_opened_from_the_first_on():
+    heads, _ = build("topk")
+    for head in heads.values():
+        head.weight.zero_()
+        head.bias.fill_(2.0)
+    found = ChannelHeads(heads)(torch.zeros(1, 6, dtype=torch.float64))
+    opened, gates, cuts = found.opened()
+    assert opened.tolist() == [0, 1, 4, 5, 8]
+    assert cuts == [0, 2, 4, 5]
+    assert [routing.index.flatten().tolist() for routing in found.values()] == [[0, 1], [0, 1], [0]]
+    torch.testing.assert_close(torch.from_numpy(gates), nn.functional.softplus(torch.full((5,), 2.0).double()))
+
+
+@torch.no_grad()
+def test_the_host_looks_at_one_image():
+    heads, embedding = build("relu")
+    with pytest.raises(ValueError, match="gates for 4 images; `opened` is for one"):
+        ChannelHeads(heads)(embedding).opened()
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -46,8 +72,7 @@ def test_heads_at_once_choose_what_each_does(kind):
 def test_an_image_gets_the_gates_that_it_gets_in_a_batch(kind):
     heads, embedding = build(kind)
     joint = ChannelHeads(heads)
-    alone, among = joint(embedding[1:2]).on_host(), joint(embedding).on_host()[1:2]
-    torch.testing.assert_close(torch.from_numpy(alone), torch.from_numpy(among))
+    torch.testing.assert_close(joint(embedding[1:2]).scores, joint(embedding).scores[1:2])
 
 
 def test_heads_that_learn_work_by_themselves():

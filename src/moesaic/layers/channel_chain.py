@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from operator import eq
+from operator import eq, sub
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
 from moesaic.layers.channel_moe import ChannelMoE
@@ -26,10 +25,9 @@ from moesaic.ops.frames import Scratch, SpareScratch
 from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
 from moesaic.ops.skipping import scale_and_shift_of, split
+from moesaic.routing.channel_heads import OpenOnHost
 
-__all__ = ["Chain"]
-
-Floats = NDArray[np.floating[Any]]
+__all__ = ["Chain", "Products"]
 
 
 @dataclass(eq=False, slots=True)
@@ -46,8 +44,13 @@ class _Step:
     pool: nn.MaxPool2d | None = None
 
 
-class _Products(NamedTuple):
-    products: list[BlockProduct]
+class Products(NamedTuple):
+    """What a chain runs with."""
+
+    layers: list[BlockProduct]
+    """One for each gated layer."""
+    dtype: torch.dtype | None
+    """Of their weights; None where they have several, or one that is not for numpy."""
     scratch: SpareScratch
 
 
@@ -66,9 +69,8 @@ class Chain:
         self.steps = list(steps)
         self._gated = [step for step in self.steps if isinstance(step, _Step)]
         self._norms = [step.layer.norm for step in self._gated if step.layer.norm is not None]
-        self._weights = [vars(step.layer.conv)["_parameters"] for step in self._gated]
         self._listeners = Listeners(network.modules())
-        self._products = Kept[_Products]()
+        self._products = Kept[Products]()
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
         self._held = Held(module for step in self._gated for module in (step.layer.conv, step.layer.norm) if module)
         blocks = [-(-step.layer.out_channels // step.layer.block) for step in self._gated]
@@ -125,28 +127,30 @@ class Chain:
             return None
         return Chain(steps, network) if sum(isinstance(step, _Step) for step in steps) == len(names) else None
 
-    def may_run(self, x: Tensor) -> bool:
-        """Whether this is one image on a CPU whose network learns nothing, and nobody listens."""
-        if x.shape[0] != 1 or x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-            return False
+    def ready(self, x: Tensor) -> Products | None:
+        """What it runs with if this is one image on a CPU whose network learns nothing, and nobody listens."""
+        if x.shape[0] != 1 or x.device.type != "cpu":
+            return None
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
-            return False
+            return None
         if any(norm.training for norm in self._norms) or self._listeners:
-            return False
-        return all(conv["weight"].dtype == x.dtype for conv in self._weights)
+            return None
+        products = self.products()
+        return products if products.dtype == x.dtype else None
 
-    def run(self, x: Tensor, gates: Floats) -> Tensor:
-        """What the network makes of one image with these gates of the blocks of all layers."""
-        products = self._products.of(self._held.now(), self._ordered)
-        # here operations take a tenth less time; what comes out is a tensor like any other
-        with torch.inference_mode():
-            scratch = products.scratch.take(x)
-            y = self._run(x, products.products, gates, scratch)
-            products.scratch.give_back(x, scratch)
-        return y.clone()
+    def products(self) -> Products:
+        """The weights as they are now."""
+        return self._products.of(self._held.now(), self._ordered)
 
-    def _run(self, x: Tensor, products: Sequence[BlockProduct], gates: Floats, scratch: Scratch) -> Tensor:
-        opened = self._open(gates.astype(np.float32 if x.dtype == torch.float32 else np.float64, copy=False))
+    def run(self, x: Tensor, opened: OpenOnHost, products: Products) -> Tensor:
+        """What the network makes of one image with these blocks of all layers; in inference mode."""
+        scratch = products.scratch.take(x)
+        y = self._run(x, products.layers, opened, scratch)
+        products.scratch.give_back(x, scratch)
+        return y
+
+    def _run(self, x: Tensor, products: Sequence[BlockProduct], on_host: OpenOnHost, scratch: Scratch) -> Tensor:
+        opened = self._opened(on_host, np.float32 if x.dtype == torch.float32 else np.float64)
         now: BlockMap | Tensor = x
         before = None
         for step in self.steps:
@@ -158,29 +162,31 @@ class Chain:
                 now = step(now.map() if isinstance(now, BlockMap) else now)
         return now.map() if isinstance(now, BlockMap) else now
 
-    def _open(self, gates: Floats) -> list[OpenBlocks]:
+    def _opened(self, on_host: OpenOnHost, dtype: type[np.floating[Any]]) -> list[OpenBlocks]:
         """The open blocks of all layers. A layer in which all are closed gets its first one, whose gate is 0."""
-        is_open = ~(gates <= 0)  # a gate that is not a number is not closed
-        opened = np.flatnonzero(is_open)
-        cuts: list[int] = np.searchsorted(opened, self._starts).tolist()
+        opened, gates, cuts = on_host
         if any(map(eq, cuts, cuts[1:])):
-            is_open[[first for first, a, b in zip(self._starts, cuts, cuts[1:], strict=False) if a == b]] = True
-            opened = np.flatnonzero(is_open)
+            firsts = [first for first, a, b in zip(self._starts, cuts, cuts[1:], strict=False) if a == b]
+            places = np.searchsorted(opened, firsts)
+            opened, gates = np.insert(opened, places, firsts), np.insert(gates, places, 0)
             cuts = np.searchsorted(opened, self._starts).tolist()
-        blocks, some = self._numbers[opened], torch.from_numpy(gates[opened, None])
-        counts = [b - a for a, b in pairwise(cuts)]
+        blocks, some = self._numbers[opened], torch.from_numpy(gates.astype(dtype, copy=False)[:, None, None])
+        parts = split(some, list(map(sub, cuts[1:], cuts)))
         return [
-            OpenBlocks(blocks[a : a + n], each, *size)
-            for a, n, each, size in zip(cuts, counts, split(some, counts), self._sizes, strict=False)
+            OpenBlocks(blocks[a:b], each, channels, size)
+            for a, b, each, (channels, size) in zip(cuts, cuts[1:], parts, self._sizes, strict=False)
         ]
 
-    def _ordered(self) -> _Products:
+    def _ordered(self) -> Products:
+        convs = [step.layer.weights() for step in self._gated]
+        dtypes = {conv.weight.dtype for conv in convs}
+        if len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+            return Products([], None, SpareScratch())
         made: list[BlockProduct] = []
-        for step in self._gated:
-            conv = step.layer.weights()
+        for step, conv in zip(self._gated, convs, strict=True):
             scale, shift = scale_and_shift_of([conv])
             made.append(BlockProduct(conv, scale, shift, reads_gated=step.reads, relu=step.relu, pool=step.pool))
-        return _Products(made, SpareScratch())
+        return Products(made, dtypes.pop(), SpareScratch())
 
 
 def _gated(

@@ -68,7 +68,8 @@ class GatedLayers:
         self.sources = dict(sources)
         self.hand_on = frozenset(hand_on)
         self.pixels = None if pixels is None else dict(pixels)
-        self._chain = None if network is None else Chain.of(network, self.layers, self.sources, self.hand_on)
+        self.chain = None if network is None else Chain.of(network, self.layers, self.sources, self.hand_on)
+        """The short way, if there is one."""
         self._scale_and_shift = Kept[tuple[Tensor, Tensor]]()
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer. Where there
         # is none, the weights tell dtype and device.
@@ -86,10 +87,14 @@ class GatedLayers:
         one row for each sample. Where closed channels may not be left out (in training, with gradients, under
         autocast, on another backend), it is called as it is.
         """
-        if not len(x) or autocast_dtype(x) is not None or not isinstance(select_backend(x, _ANY), TorchBackend):
+        if not len(x) or not self.may_leave_out(x):
             return network(x, gates)
-        if self._chain is not None and isinstance(gates, JointGates) and self._chain.may_run(x):
-            return self._chain.run(x, gates.on_host()[0])
+        if self.chain is not None and isinstance(gates, JointGates):
+            products = self.chain.ready(x)
+            if products is not None:
+                with torch.inference_mode():  # where operations take a tenth less time
+                    y = self.chain.run(x, gates.opened(), products)
+                return y.clone()  # a tensor like any other
         convs = [layer.weights() for layer in self.layers.values()]
         if not may_skip(x, _learned(gates), convs):
             return network(x, gates)
@@ -105,6 +110,10 @@ class GatedLayers:
         y = torch.cat([run(x[some], {name: _some(gates[name], some) for name in gates}) for some in groups])
         order = torch.tensor([sample for some in groups for sample in some])
         return torch.empty_like(y).index_copy_(0, order, y)
+
+    def may_leave_out(self, x: Tensor) -> bool:
+        """Whether autocast is off and the backend is one that leaves out channels."""
+        return autocast_dtype(x) is None and isinstance(select_backend(x, _ANY), TorchBackend)
 
     def _opened(self, convs: Sequence[ChannelConv], gates: Gates) -> dict[str, Routing]:
         hand_on = [name in self.hand_on for name in self.layers]

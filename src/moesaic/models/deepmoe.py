@@ -26,6 +26,7 @@ from moesaic.models.conv_chain import Link, conv_chain, links_to_gate
 from moesaic.models.count import count
 from moesaic.models.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
 from moesaic.models.gated_conv import GatedConv, ReadingConv, RunningGates, conv_refusal, norm_refusal
+from moesaic.models.one_image import OneImage
 from moesaic.ops.channels import open_channels
 from moesaic.ops.listeners import Listeners
 from moesaic.record import Routing
@@ -119,9 +120,15 @@ class DeepMoE(nn.Module):
         self._layers = layers
         self._all_heads = ChannelHeads(gates)
         self._listeners = Listeners([embedding, embedding.head])
+        self._one_image = OneImage(backbone, embedding, self._all_heads, layers)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling() or self._listeners:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.answer(x).logits
+        logits = self._one_image(x)
+        if logits is not None:
+            return logits
+        if self._listeners:
             return self.answer(x).logits
         return self._layers.run(self._run, x, self._all_heads(self.embedding.embed(x)))
 

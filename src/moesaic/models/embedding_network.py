@@ -55,7 +55,8 @@ class EmbeddingNetwork(nn.Module):
         self.head = nn.Linear(widths[-1], classes)
         self.dimension = widths[-1]
         self._listeners = Listeners(self.body.modules())
-        self._folded = FoldedConvs([cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(conv)) for conv in convs])
+        self.folded = FoldedConvs([cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(conv)) for conv in convs])
+        """Its convolutions, for networks that have learned."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         embedding = self.embed(x)
@@ -63,7 +64,7 @@ class EmbeddingNetwork(nn.Module):
 
     def embed(self, x: Tensor) -> Tensor:
         """(B, D): the embedding alone."""
-        return self._folded.mean(x) if self._may_fold(x) else self.body(x).mean((2, 3))
+        return self.folded.mean(x) if self._may_fold(x) else self.body(x).mean((2, 3))
 
     def _may_fold(self, x: Tensor) -> bool:
         """Whether BatchNorm is a scale and a shift for good, which saves half of the time for one image."""
@@ -71,7 +72,7 @@ class EmbeddingNetwork(nn.Module):
             return False
         if autocast_dtype(x) is not None or self._listeners:
             return False
-        return not any(norm.training for _, norm in self._folded.layers)
+        return not any(norm.training for _, norm in self.folded.layers)
 
 
 def embedding_macs(widths: Sequence[int], *, in_channels: int, image_size: int, classes: int, gates: int) -> int:

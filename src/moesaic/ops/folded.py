@@ -17,7 +17,7 @@ from moesaic.ops.frames import SpareScratch
 from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
 
-__all__ = ["FoldedConvs"]
+__all__ = ["FoldedConvs", "SmallConvs"]
 
 FEW_PIXELS = 1024
 """On maps with so many pixels or fewer a convolution of one image is a product, which takes two thirds of the time."""
@@ -29,12 +29,26 @@ class _Folded(NamedTuple):
     bias: Tensor
 
 
-class _Products(NamedTuple):
-    """The same as products, with the channels of each all open, and memory for them."""
+class SmallConvs(NamedTuple):
+    """Folded convolutions as products, for one small image, and memory for them."""
 
     products: list[BlockProduct]
     opened: list[OpenBlocks]
+    """Of each: all channels."""
     scratch: SpareScratch
+
+    def run(self, x: Tensor, mean: bool) -> Tensor:
+        """What comes out of the last, or its mean over the map; in inference mode."""
+        scratch = self.scratch.take(x)
+        now: BlockMap | Tensor = x
+        before = None
+        for product, here in zip(self.products, self.opened, strict=True):
+            now = product.run(now, before, here, scratch)
+            before = here
+        assert isinstance(now, BlockMap)
+        y = now.mean(scratch) if mean else now.map()
+        self.scratch.give_back(x, scratch)
+        return y
 
 
 class FoldedConvs:
@@ -54,9 +68,9 @@ class FoldedConvs:
     def __init__(self, layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> None:
         self.layers = list(layers)
         self._folded = Kept[list[_Folded]]()
-        self._products = [Kept[_Products]() for _ in self.layers]
+        self._products = [Kept[SmallConvs]() for _ in self.layers]
         """Of the layers from each on."""
-        self._small = all(_is_product(conv) for conv, _ in self.layers)
+        self._square = all(_is_product(conv) for conv, _ in self.layers)
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
         self._held = Held(module for layer in self.layers for module in layer)
         self._listeners = Listeners(module for layer in self.layers for module in layer)
@@ -73,29 +87,27 @@ class FoldedConvs:
             for conv, norm in self.layers:
                 x = norm(conv(x)).relu_()
             return x.mean((2, 3)) if mean else x
-        held = self._held.now()
-        one = self._small and x.shape[0] == 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-        if one and x.shape[2] * x.shape[3] <= FEW_PIXELS:
-            return self._run_small(x, 0, held, mean)
-        for number, (conv, weight, bias) in enumerate(self._folded.of(held, self._fold)):
-            if one and x.shape[2] * x.shape[3] <= FEW_PIXELS:
-                return self._run_small(x, number, held, mean)
+        if self.is_small(x):
+            return self._run_small(x, 0, mean)
+        for number, (conv, weight, bias) in enumerate(self._folded.of(self._held.now(), self._fold)):
+            if self.is_small(x):
+                return self._run_small(x, number, mean)
             x = F.conv2d(x, weight, bias, *_steps(conv), conv.dilation, conv.groups).relu_()
         return x.mean((2, 3)) if mean else x
 
-    def _run_small(self, x: Tensor, first: int, held: Sequence[Tensor], mean: bool) -> Tensor:
-        """Products, from that layer on."""
-        products, opened, spare = self._products[first].of(held, lambda: _as_products(self.layers[first:]))
+    def is_small(self, x: Tensor) -> bool:
+        """Whether this is one image on a CPU so small that convolutions had better be products."""
+        one = self._square and x.shape[0] == 1 and x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        return one and x.shape[2] * x.shape[3] <= FEW_PIXELS
+
+    def small(self, first: int = 0) -> SmallConvs:
+        """The convolutions from one on as products."""
+        return self._products[first].of(self._held.now(), lambda: _as_products(self.layers[first:]))
+
+    def _run_small(self, x: Tensor, first: int, mean: bool) -> Tensor:
+        small = self.small(first)
         with torch.inference_mode():  # where operations take a tenth less time
-            scratch = spare.take(x)
-            now: BlockMap | Tensor = x
-            before = None
-            for product, here in zip(products, opened, strict=True):
-                now = product.run(now, before, here, scratch)
-                before = here
-            assert isinstance(now, BlockMap)
-            y = now.mean() if mean else now.map()
-            spare.give_back(x, scratch)
+            y = small.run(x, mean)
         return y.clone()
 
     def _fold(self) -> list[_Folded]:
@@ -107,14 +119,14 @@ class FoldedConvs:
         return folded
 
 
-def _as_products(layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> _Products:
+def _as_products(layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> SmallConvs:
     products: list[BlockProduct] = []
     for number, (conv, norm) in enumerate(layers):
         (stride, _), (padding, _) = _steps(conv)
         O, C = conv.weight.shape[:2]
         bare = ChannelConv(conv.weight, None, None, stride, padding, "relu", O, C)
         products.append(BlockProduct(bare, *_scale_and_shift(conv, norm), reads_gated=number > 0, relu=True))
-    return _Products(
+    return SmallConvs(
         products, [OpenBlocks(np.zeros(1, int), None, each.outs, each.outs) for each in products], SpareScratch()
     )
 

@@ -40,8 +40,8 @@ class Frame:
     >>> frame = Frame(torch.zeros(50), 1, 3, 3, 2, Kernel(3, 1, 1))
     >>> frame.inside.copy_(torch.arange(18.0).view(1, 3, 3, 2))[0, 0].tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-    >>> frame.windows.shape, frame.windows[0, 0, 2, 0].tolist()    # what lies below and beside the first pixel
-    (torch.Size([3, 3, 3, 1, 6]), [0.0, 0.0, 6.0, 7.0, 8.0, 9.0])
+    >>> frame.windows.shape, frame.windows[0, 0, 0, 2].tolist()    # what lies below and beside the first pixel
+    (torch.Size([3, 3, 1, 3, 6]), [0.0, 0.0, 6.0, 7.0, 8.0, 9.0])
 
     Args:
         memory: of (height + 2 · padding) · (width + 2 · padding) values for each channel, zeros.
@@ -61,13 +61,13 @@ class Frame:
         self.inside = memory.as_strided((blocks, height, width, size), (block, row, size, 1), start)
         """Where the map is."""
         self.windows = memory.as_strided(
-            (rows, columns, ks, blocks, ks * size), (stride * row, stride * size, row, block, 1)
+            (rows, columns, blocks, ks, ks * size), (stride * row, stride * size, block, row, 1)
         )
-        """(H', W', ks, blocks, ks · size): what a kernel sees at each pixel of its result, row by row of the kernel."""
+        """(H', W', blocks, ks, ks · size): what a kernel sees at each pixel of its result, row by row of the kernel."""
         self.strips = memory.as_strided(
-            (height + 2 * padding, columns, blocks, ks * size), (row, stride * size, block, 1)
+            (height + 2 * padding, columns, blocks, 1, ks * size), (row, stride * size, block, row, 1)
         )
-        """(H + 2 · padding, W', blocks, ks · size): the same of a kernel of one row."""
+        """(H + 2 · padding, W', blocks, 1, ks · size): the same of a kernel of one row."""
 
     @staticmethod
     def needs(height: int, width: int, kernel: Kernel) -> int:
@@ -91,6 +91,7 @@ class Scratch:
         self.sizes: dict[Hashable, int] = {}
         """How many channels a map had that was under a name last, for whoever has to know."""
         self._memory: dict[Hashable, Tensor] = {}
+        self._total = 0
 
     def take(self, name: Hashable, *shape: int) -> Tensor:
         """Memory of that shape, under a name; what was under that name before is overwritten."""
@@ -101,6 +102,8 @@ class Scratch:
         if held is None or held.numel() < count:
             if held is not None:
                 self.plans.clear()  # they hold on to the memory that was too small
+                self._total -= held.numel()
+            self._total += count
             held = self._memory[name] = torch.zeros(count, dtype=self.dtype)
         return held[:count].view(shape)
 
@@ -112,7 +115,7 @@ class Scratch:
 
     def may_stay(self) -> bool:
         """Whether it is small enough to be kept for the next image."""
-        return sum(memory.numel() for memory in self._memory.values()) <= KEPT
+        return self._total <= KEPT
 
 
 class SpareScratch:

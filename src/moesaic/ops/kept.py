@@ -73,11 +73,9 @@ class Held:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._places: list[dict[str, Tensor | None]] = []
         for module in modules:
-            for places in (vars(module)["_parameters"], vars(module)["_buffers"]):
-                self._places += [(places, name) for name in places]
+            self._places += [vars(module)["_parameters"], vars(module)["_buffers"]]
 
     def now(self) -> list[Tensor]:
-        found = [places[name] for places, name in self._places]
-        return [tensor for tensor in found if tensor is not None]
+        return [tensor for places in self._places for tensor in places.values() if tensor is not None]

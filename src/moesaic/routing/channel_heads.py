@@ -8,7 +8,7 @@ so rows and columns come in sixteens, as they do in a head by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
@@ -24,7 +24,7 @@ from moesaic.ops.listeners import Listeners
 from moesaic.record import Routing
 from moesaic.routing.channel_gate import ChannelGate
 
-__all__ = ["ChannelHeads", "JointGates"]
+__all__ = ["ChannelHeads", "JoinedHeads", "JointGates", "OpenOnHost", "open_on_host"]
 
 
 class ChannelHeads:
@@ -42,8 +42,9 @@ class ChannelHeads:
     def __init__(self, heads: Mapping[str, ChannelGate]) -> None:
         self.heads = dict(heads)
         first = next(iter(self.heads.values()))
-        self._alike = all((head.mode, head.embedding) == (first.mode, first.embedding) for head in self.heads.values())
-        self._joined = Kept[tuple[Tensor, Tensor]]()
+        self.alike = all((head.mode, head.embedding) == (first.mode, first.embedding) for head in self.heads.values())
+        """Whether they can be one."""
+        self._joined = Kept[JoinedHeads]()
         self._held = Held(self.heads.values())
         self._listeners = Listeners(self.heads.values())
 
@@ -52,13 +53,15 @@ class ChannelHeads:
         if not self._may_join(embedding, heads):
             return {name: head(embedding) for name, head in self.heads.items()}
         dtype = torch.promote_types(embedding.dtype, torch.float32)
-        weight, bias = self._joined.of(self._held.now(), lambda: _joined(heads, dtype))
-        rows = embedding.to(dtype)
-        scores = torch.addmm(bias, _whole(rows) if heads[0].mode == "topk" else rows, weight)
-        return JointGates(self.heads, scores[: len(embedding)])
+        return JointGates(self.heads, self.joined(dtype).scores(embedding.to(dtype)))
+
+    def joined(self, dtype: torch.dtype) -> JoinedHeads:
+        """All heads as one, in that dtype, for evaluation; they must have the same mode and take the same embedding."""
+        heads = list(self.heads.values())
+        return self._joined.of(self._held.now(), lambda: _joined(heads, dtype))
 
     def _may_join(self, embedding: Tensor, heads: list[ChannelGate]) -> bool:
-        if not self._alike or self._listeners or any(head.training for head in heads):
+        if not self.alike or self._listeners or any(head.training for head in heads):
             return False
         if embedding.is_meta or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
             return False
@@ -69,19 +72,38 @@ class ChannelHeads:
         return not (embedding.requires_grad or any(head.weight.requires_grad for head in heads))
 
 
-def _joined(heads: list[ChannelGate], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(D, all gates) and (all gates,), with gates behind them that nobody has and nobody would open.
+class JoinedHeads(NamedTuple):
+    """Heads of several layers as one product.
 
-    There is one at least, and as many as make a multiple of sixteen.
+    Behind the last gate there are gates that nobody has and nobody would open: one at least, and as many as make a
+    multiple of sixteen.
     """
+
+    weight: Tensor
+    """(D, gates)"""
+    bias: Tensor
+    whole: bool
+    """Whether rows come in sixteens."""
+
+    def scores(self, embedding: Tensor) -> Tensor:
+        """Those of all gates, (B, gates)."""
+        if not self.whole:
+            return torch.addmm(self.bias, embedding, self.weight)
+        return torch.addmm(self.bias, _whole(embedding), self.weight)[: len(embedding)]
+
+
+def _joined(heads: list[ChannelGate], dtype: torch.dtype) -> JoinedHeads:
     biases = [head.weight.new_zeros(head.blocks) if head.bias is None else head.bias for head in heads]
     weight, bias = torch.cat([head.weight for head in heads]).to(dtype), torch.cat(biases).to(dtype)
     more = 16 - len(bias) % 16
-    return F.pad(weight, (0, 0, 0, more)).T.contiguous(), F.pad(bias, (0, more), value=-torch.inf)
+    weight, bias = F.pad(weight, (0, 0, 0, more)).T.contiguous(), F.pad(bias, (0, more), value=-torch.inf)
+    return JoinedHeads(weight, bias, whole=heads[0].mode == "topk")
 
 
 def _whole(rows: Tensor) -> Tensor:
     """Rows up to a multiple of sixteen, for equal results of equal rows (`moesaic.routing.router.steady_product`)."""
+    if len(rows) == 1:  # what the others are does not matter
+        return rows.expand(16, -1).contiguous()
     return F.pad(rows, (0, 0, 0, -len(rows) % 16))
 
 
@@ -113,24 +135,41 @@ class JointGates(Mapping[str, Routing]):
     def __len__(self) -> int:
         return len(self._heads)
 
-    def on_host(self) -> NDArray[np.floating[Any]]:
-        """(B, blocks of all layers): the gate of each block, 0 where it is closed.
+    def opened(self) -> OpenOnHost:
+        """Of one image, the open blocks of all layers."""
+        if len(self._scores) != 1:
+            raise ValueError(f"JointGates: there are gates for {len(self._scores)} images; `opened` is for one")
+        return open_on_host(self._scores, list(self._heads.values()))
 
-        On the host, where a dozen small operations take the time of one on tensors.
-        """
-        heads = list(self._heads.values())
-        scores: NDArray[np.floating[Any]] = self._scores.cpu().numpy()
-        table = _table(tuple((head.blocks, head.keep or 0) for head in heads))
-        if heads[0].mode == "relu":
-            return np.maximum(scores[:, : table.total], 0)
-        rows = scores[:, table.place]
-        least = np.sort(rows, 2)[:, table.layer, table.best]
-        scores = scores[:, : table.total]
-        is_open = scores >= least[:, table.layer_of]
-        if np.count_nonzero(is_open) != len(scores) * table.kept:  # scores are equal, or not numbers
-            rank = np.argsort(np.argsort(-rows, 2, kind="stable"), 2)
-            is_open = (rank < table.keep).reshape(len(scores), -1)[:, table.filled]
-        return np.logaddexp(0, scores) * is_open  # softplus
+
+def open_on_host(scores_1E: Tensor, heads: Sequence[ChannelGate]) -> OpenOnHost:
+    """The blocks that one image opens by the scores of `JoinedHeads`.
+
+    On the host, where a dozen small operations take the time of one on tensors.
+    """
+    scores: NDArray[np.floating[Any]] = scores_1E[0].cpu().numpy()
+    table = _table(tuple([(head.blocks, head.keep or 0) for head in heads]))
+    real = scores[: table.total]
+    if not table.kept:  # mode="relu", in which a gate that is not a number is not closed
+        blocks = np.flatnonzero(~(real <= 0))
+        return OpenOnHost(blocks, real[blocks], np.searchsorted(blocks, table.starts).tolist())
+    rows = scores[table.place]
+    least = np.sort(rows, 1)[table.layer, table.best]
+    blocks = np.flatnonzero(real >= least[table.layer_of])
+    if blocks.size != table.kept:  # scores are equal, or not numbers
+        rank = np.argsort(np.argsort(-rows, 1, kind="stable"), 1)
+        blocks = np.flatnonzero((rank < table.keep).ravel()[table.filled])
+    return OpenOnHost(blocks, np.logaddexp(0, real[blocks]), table.cuts)  # softplus
+
+
+class OpenOnHost(NamedTuple):
+    """The open blocks of one image, those of all layers numbered through."""
+
+    blocks: NDArray[np.intp]
+    gates: NDArray[np.floating[Any]]
+    """Of each."""
+    cuts: list[int]
+    """Of each layer where its blocks begin in the two, and where the last end."""
 
 
 class _Table(NamedTuple):
@@ -152,6 +191,10 @@ class _Table(NamedTuple):
     """Which of the table's places have a score, the table being read row by row."""
     total: int
     """Of all scores."""
+    starts: NDArray[np.intp]
+    """Of each layer the first of its scores, and behind the last the number of all."""
+    cuts: list[int]
+    """The same of the scores that are kept."""
 
 
 @lru_cache(maxsize=64)
@@ -170,4 +213,6 @@ def _table(heads: tuple[tuple[int, int], ...]) -> _Table:
         layer_of=np.repeat(layer, blocks[:, 0]),
         filled=np.flatnonzero(numbers < blocks),
         total=total,
+        starts=np.cumsum([0, *blocks[:, 0]]),
+        cuts=np.cumsum([0, *keep[:, 0]]).tolist(),
     )
