@@ -9,13 +9,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from moesaic.ops.dispatch import PatchSpec
+from moesaic.ops.dispatch import Context, PatchSpec
 from moesaic.ops.grouped import grouped_matmul
-from moesaic.ops.taps import tap_products
+from moesaic.ops.taps import Landing
 from moesaic.record import NOBODY, Routing
 
-__all__ = ["Pixels"]
+__all__ = ["Pixels", "pixels_of_patches", "taps_of_map"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Pixels:
             map_size=(H, W),
             image_R=per_pixel(image_P),
             expert_R=per_pixel(expert_P),
-            at_R=_pixels_of_patches(H, W, spec.patch_size, x.device).index_select(0, patch_P).flatten(),
+            at_R=pixels_of_patches(H, W, spec.patch_size, x.device).index_select(0, patch_P).flatten(),
             gate_R=per_pixel(gate_P),
             used_R=None if used_P is None else per_pixel(used_P),
             ends=ends,
@@ -150,64 +151,62 @@ class Pixels:
         weight_ECO = weight_EOC.transpose(1, 2)
         return torch.bmm(values, weight_ECO) if self.ends is None else grouped_matmul(values, weight_ECO, self.ends)
 
-    def tap_products(self, values: Tensor, weight: Tensor) -> Tensor:
-        """Each expert's pixels times all taps of its convolution, weights (E, O, C, ks, ks): (R, ks·ks, O)."""
-        O, ks = weight.shape[1], weight.shape[3]
-        if self.ends is None:
-            return tap_products(values, weight).view(-1, ks * ks, O)
-        taps_EkOC = weight.permute(0, 3, 4, 1, 2).flatten(1, 3)
-        return self.matmul(values, taps_EkOC).view(-1, ks * ks, O)
-
-    def tap_products_with(self, values: Tensor, extra_EC: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The same, and of one vector more per expert: (E, ks·ks, O)."""
-        if self.ends is not None:
-            return self.tap_products(values, weight), tap_products(extra_EC.unsqueeze(1), weight).squeeze(1)
-        # As one more row it costs nothing, while a product of its own would need a second gradient of the weights.
-        both = tap_products(torch.cat([values, extra_EC.unsqueeze(1)], 1), weight)
-        return both[:, :-1].flatten(0, 1), both[:, -1]
-
     def own_rows(self) -> Tensor:
         """(R,): which row of the output a pixel itself is; what is not used is on a row past those."""
         own_R = self._map_R + self.at_R * self.lanes
         return own_R if self.used_R is None else torch.where(self.used_R, own_R, self._beyond_R)
 
-    def landings(self, kernel: int) -> Tensor:
-        """(R, kernel·kernel): on which row of the output each tap of each pixel lands.
+    def landing_on_map(self, kernel: int, *, rest: bool = False) -> Landing:
+        """On which row of the output each tap of each pixel lands.
 
-        What leaves the map, or its patch under ``context="patch"``, lands on the rows past the output's.
+        What leaves the map, or its patch under ``context="patch"``, lands past the rows. With ``rest`` a pixel more of
+        each expert, its last, lands nowhere.
         """
         there, inside, _ = self._taps(kernel)
         inside_Rk = inside.index_select(0, self.at_R)
         if self.used_R is not None:
             inside_Rk = inside_Rk & self.used_R.unsqueeze(1)
-        landing_Rk = (there * self.lanes).index_select(0, self.at_R) + self._map_R.unsqueeze(1)
-        return torch.where(inside_Rk, landing_Rk, self._beyond_R.unsqueeze(1))
+        at_Rk = (there * self.lanes).index_select(0, self.at_R) + self._map_R.unsqueeze(1)
+        at_Rk = torch.where(inside_Rk, at_Rk, self._beyond_R.unsqueeze(1))
+        if rest:
+            at_Rk = self._with_rest(at_Rk, self.rows)
+        return Landing(at_Rk, self.rows, self.rows_beyond, among_pixels=False)
 
-    def landings_within(self, kernel: int) -> Tensor:
-        """(R, kernel·kernel): on which of its expert's own pixels each tap of each pixel lands.
-
-        What lands elsewhere does so on rows past the R pixels, one per pixel of a map.
-        """
-        routing, p = self.routing, self.spec.patch_size
+    def landing_on_pixels(self, kernel: int, *, rest: bool = False) -> Landing:
+        """On which of its expert's own pixels each tap of each pixel lands; what lands elsewhere counts nowhere."""
+        routing, p, (_, W) = self.routing, self.spec.patch_size, self.map_size
         R, places = self.at_R.shape[0], routing.batch * routing.units * routing.experts
         number_P = torch.arange(self.place_P.shape[0], device=self.at_R.device)
         there, inside, patch = self._taps(kernel)
-        W = self.map_size[1]
-        within = (there // W % p * p + there % W % p).index_select(0, self.at_R)
+        within_Rk = (there // W % p * p + there % W % p).index_select(0, self.at_R)
+        lands_Rk = inside.index_select(0, self.at_R)
         if self.spec.context == "patch":
-            # the patch itself: number_P repeated for its pixels
-            landing_Rk = (number_P * (p * p)).unsqueeze(1).expand(-1, p * p).reshape(R, 1) + within
-            lands_Rk = inside.index_select(0, self.at_R)
+            number_Rk = number_P.unsqueeze(1).expand(-1, p * p).reshape(R, 1)
         else:
             number_of = number_P.new_full((places + 1,), -1).scatter(0, self.place_P, number_P)
             first_R = self.image_R * (routing.units * routing.experts) + self.expert_R
-            at_Rk = (patch * routing.experts).index_select(0, self.at_R) + first_R.unsqueeze(1)
-            number_Rk = number_of.index_select(0, at_Rk.flatten()).view(at_Rk.shape)
-            landing_Rk = number_Rk * (p * p) + within
-            lands_Rk = inside.index_select(0, self.at_R) & (number_Rk >= 0)
+            place_Rk = (patch * routing.experts).index_select(0, self.at_R) + first_R.unsqueeze(1)
+            number_Rk = number_of.index_select(0, place_Rk.flatten()).view(place_Rk.shape)
+            lands_Rk = lands_Rk & (number_Rk >= 0)
         if self.used_R is not None:
             lands_Rk = lands_Rk & self.used_R.unsqueeze(1)
-        return torch.where(lands_Rk, landing_Rk, (self.at_R + R).unsqueeze(1))
+        at_Rk = number_Rk * (p * p) + within_Rk
+        if rest:
+            R += routing.experts
+            at_Rk = at_Rk + at_Rk // max(self._each, 1)  # behind each expert's pixels there is one more
+        at_Rk = torch.where(lands_Rk, at_Rk, (self.at_R + R).unsqueeze(1))
+        if rest:
+            at_Rk = self._with_rest(at_Rk, R)
+        return Landing(at_Rk, R, self.area, among_pixels=True)
+
+    def _with_rest(self, at_Rk: Tensor, nowhere: int) -> Tensor:
+        by_expert = at_Rk.view(self.routing.experts, self._each, at_Rk.shape[1])
+        return F.pad(by_expert, (0, 0, 0, 1), value=nowhere).flatten(0, 1)
+
+    @property
+    def _each(self) -> int:
+        """M, pixels of an expert where all have equally many."""
+        return self.at_R.shape[0] // self.routing.experts
 
     @property
     def _map_R(self) -> Tensor:
@@ -221,18 +220,24 @@ class Pixels:
         return self.image_R * self.lanes + (lane_R + self.routing.batch * self.area * self.lanes)
 
     def _taps(self, kernel: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For each pixel of a map and tap, (H·W, kernel·kernel): where it lands, whether it stays, on which patch."""
-        (H, W), p, device = self.map_size, self.spec.patch_size, self.at_R.device
-        y_Hk, inside_Hk = _shifted(H, kernel, H if self.spec.context == "map" else p, device)
-        x_Wk, inside_Wk = _shifted(W, kernel, W if self.spec.context == "map" else p, device)
-        y, inside_y = y_Hk[:, None, :, None], inside_Hk[:, None, :, None]
-        x, inside_x = x_Wk[None, :, None, :], inside_Wk[None, :, None, :]
-        tables = (y * W + x, inside_y & inside_x, y // p * (W // p) + x // p)
-        there, inside, patch = (table.reshape(H * W, kernel * kernel) for table in tables)
-        return there, inside, patch
+        return taps_of_map(self.map_size, kernel, self.spec.patch_size, self.spec.context, self.at_R.device)
 
 
-def _shifted(size: int, kernel: int, room: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def taps_of_map(
+    map_size: tuple[int, int], kernel: int, patch_size: int, context: Context, device: torch.device | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each pixel of a map and tap, (H·W, kernel·kernel): where it lands, whether it stays, on which patch."""
+    (H, W), p = map_size, patch_size
+    y_Hk, inside_Hk = _shifted(H, kernel, H if context == "map" else p, device)
+    x_Wk, inside_Wk = _shifted(W, kernel, W if context == "map" else p, device)
+    y, inside_y = y_Hk[:, None, :, None], inside_Hk[:, None, :, None]
+    x, inside_x = x_Wk[None, :, None, :], inside_Wk[None, :, None, :]
+    tables = (y * W + x, inside_y & inside_x, y // p * (W // p) + x // p)
+    there, inside, patch = (table.reshape(H * W, kernel * kernel) for table in tables)
+    return there, inside, patch
+
+
+def _shifted(size: int, kernel: int, room: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
     """Where the taps of a kernel land along one axis, and whether they stay in the same stretch of ``room``."""
     here = torch.arange(size, device=device).unsqueeze(1)
     there = here + kernel // 2 - torch.arange(kernel, device=device)
@@ -240,7 +245,7 @@ def _shifted(size: int, kernel: int, room: int, device: torch.device) -> tuple[T
     return there.clamp(0, size - 1), stays
 
 
-def _pixels_of_patches(H: int, W: int, p: int, device: torch.device) -> Tensor:
+def pixels_of_patches(H: int, W: int, p: int, device: torch.device | None = None) -> Tensor:
     """(N, p·p): where on the map each patch's pixels are."""
     at = torch.arange(H * W, device=device).view(H // p, p, W // p, p)
     return at.transpose(1, 2).reshape((H // p) * (W // p), p * p)

@@ -19,7 +19,6 @@ channels have modules of their own, ``channels`` and ``skipping``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -31,6 +30,18 @@ from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, Pat
 from moesaic.ops.pixels import Pixels
 from moesaic.ops.samples import SortedSamples, run_each
 from moesaic.ops.skipping import open_channels_alone
+from moesaic.ops.taps import (
+    Landing,
+    answer_to_constant,
+    by_hand,
+    deviations,
+    land,
+    land_with_rest,
+    landed,
+    nobody_learns,
+    tap_products,
+)
+from moesaic.ops.unlearned import conv_unlearned, may_run_unlearned
 from moesaic.record import Routing
 
 __all__ = ["TorchBackend"]
@@ -45,29 +56,26 @@ class TorchBackend:
         return "a soft routing has no patches to gather" if routing.index is None else None
 
     def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
-        weight = experts.weight
-        pixels = Pixels.chosen(routing, x, spec)
-        values, constant = _expert_inputs(x, pixels, norm)
-        O, ks = weight.shape[1], weight.shape[3]
-        if constant is None:
-            contributions, null = pixels.tap_products(values.to(weight.dtype), weight), experts.bias
-        else:
-            deviations = (values - pixels.per_expert(constant)).to(weight.dtype)
-            contributions, answers = pixels.tap_products_with(deviations, constant.to(weight.dtype), weight)
-            null = _answer_to_constant(answers.view(-1, ks, ks, O), experts.bias, pixels)
-        return _combine(contributions, null, pixels)
+        if may_run_unlearned(x, routing, experts, norm):
+            return conv_unlearned(x, routing, experts, norm, spec)
+        return _conv(x, routing, experts, norm, spec)
 
     def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         dtype = experts.weight_in.dtype
         pixels = Pixels.chosen(routing, x, spec)
-        values, constant = _expert_inputs(x, pixels, norm)
+        values, constant = _expert_inputs(x, pixels), None
+        if norm is not None:
+            values, constant = _normed(values, *_scale_and_shift(values, pixels, x, norm), pixels)
         y = _perceptron(values.to(dtype), experts, pixels)
         null = None
         if spec.gate_on == "input":
             resting = x.new_zeros(routing.experts, x.shape[1]) if constant is None else constant
             null = _perceptron(resting.to(dtype).unsqueeze(1), experts, None).squeeze(1)
             y = y - pixels.per_expert(null)
-        return _combine(y.reshape(-1, 1, y.shape[-1]), null, pixels)
+        y = y.reshape(-1, y.shape[-1])
+        if spec.gate_on == "input":
+            y = landed(y.unsqueeze(1), pixels.landing_on_map(1))
+        return _as_map(y, null, pixels, dtype)
 
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
         samples = SortedSamples.chosen(routing)
@@ -82,25 +90,71 @@ class TorchBackend:
         return masked_dense(x, gate_out, conv)
 
 
-def _expert_inputs(x: Tensor, pixels: Pixels, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
-    """What the experts see at their pixels, and the vector (E, C) they see everywhere else, None for zero."""
+def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
+    weight, bias = experts.weight, experts.bias
+    ks = weight.shape[3]
+    pixels = Pixels.chosen(routing, x, spec)
+    values = _expert_inputs(x, pixels)
+    among_pixels = spec.gate_on == "output"
+    if norm is None:
+        values, null = values.to(weight.dtype), bias
+        if pixels.ends is None:
+            landing = pixels.landing_on_pixels(ks) if among_pixels else pixels.landing_on_map(ks)
+            sums = land(values, weight, landing)
+        else:
+            sums = _land_ragged(values, weight, pixels)
+    else:
+        scale, shift = _scale_and_shift(values, pixels, x, norm)
+        if pixels.ends is None:
+            values = deviations(values.to(scale.dtype), scale, shift).to(weight.dtype)
+            landing = pixels.landing_on_pixels(ks, rest=True) if among_pixels else pixels.landing_on_map(ks, rest=True)
+            sums, answers = land_with_rest(values, weight, landing)
+            if among_pixels:  # but for the rest, which is none of them
+                sums = pixels.grouped(sums)[:, :-1].flatten(0, 1)
+        else:
+            normed, resting = _normed(values, scale, shift, pixels)
+            deviating = (normed - pixels.per_expert(resting)).to(weight.dtype)
+            sums = _land_ragged(deviating, weight, pixels)
+            answers = tap_products(resting.to(weight.dtype).unsqueeze(1), weight).squeeze(1)
+        null = answer_to_constant(answers.view(-1, ks, ks, weight.shape[1]), bias, pixels.map_size, spec)
+    return _as_map(sums, null, pixels, weight.dtype)
+
+
+def _land_ragged(values: Tensor, weight: Tensor, pixels: Pixels) -> Tensor:
+    O, ks = weight.shape[1], weight.shape[3]
+    products = pixels.matmul(values, weight.permute(0, 3, 4, 1, 2).flatten(1, 3)).view(-1, ks * ks, O)
+    on_pixels = pixels.spec.gate_on == "output"
+    return landed(products, pixels.landing_on_pixels(ks) if on_pixels else pixels.landing_on_map(ks))
+
+
+def _expert_inputs(x: Tensor, pixels: Pixels) -> Tensor:
+    """The map at the experts' pixels, gated where the gate is on the input."""
     B, C, H, W = x.shape
     values = pixels.take(x.permute(0, 2, 3, 1).reshape(B * H * W, C))
     if pixels.used_R is not None:
         values = values.where(pixels.grouped(pixels.used_R.unsqueeze(1)), 0)
     if pixels.spec.gate_on == "input":
-        values = values * pixels.grouped(pixels.gate_R.unsqueeze(1))
-    if norm is None:
-        return values, None
+        gates = pixels.grouped(pixels.gate_R.unsqueeze(1))
+        if by_hand(x, gates) and nobody_learns(values, gates):
+            return values.mul_(gates)
+        return values * gates
+    return values
+
+
+def _scale_and_shift(values: Tensor, pixels: Pixels, x: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """BatchNorm of each expert's masked map as scale · value + shift, both (E, C) and in float32 at least."""
     wide = torch.promote_types(values.dtype, torch.float32)
-    values = values.to(wide)
     if norm.training:
-        mean, var = _masked_statistics(values, pixels, B * H * W, norm)
+        mean, var = _masked_statistics(values.to(wide), pixels, x.shape[0] * x.shape[2] * x.shape[3], norm)
     else:
         mean, var = norm.running_mean.to(wide), norm.running_var.to(wide)
     scale = norm.weight.to(wide) * torch.rsqrt(var + norm.eps)
-    shift = norm.bias.to(wide) - mean * scale
-    normed = torch.addcmul(pixels.per_expert(shift), values, pixels.per_expert(scale))
+    return scale, norm.bias.to(wide) - mean * scale
+
+
+def _normed(values: Tensor, scale: Tensor, shift: Tensor, pixels: Pixels) -> tuple[Tensor, Tensor]:
+    """What experts see at their pixels behind BatchNorm and ReLU, and the vector (E, C) they see everywhere else."""
+    normed = torch.addcmul(pixels.per_expert(shift), values.to(scale.dtype), pixels.per_expert(scale))
     return F.relu(normed), F.relu(shift)
 
 
@@ -119,28 +173,6 @@ def _masked_statistics(values: Tensor, pixels: Pixels, count: int, norm: Norm) -
     return mean, var
 
 
-def _answer_to_constant(taps_EkkO: Tensor, bias: Tensor | None, pixels: Pixels) -> Tensor:
-    """What each convolution answers to a constant map, given each tap's answer to the constant.
-
-    (E, O), or (E, H, W, O) for kernels that see the zero padding.
-    """
-    ks = taps_EkkO.shape[1]
-    if ks == 1:
-        null = taps_EkkO[:, 0, 0]
-        return null if bias is None else null + bias
-    (H, W), p = pixels.map_size, pixels.spec.patch_size
-    height, width = (H, W) if pixels.spec.context == "map" else (p, p)
-    inside = (_taps_inside(height, ks, taps_EkkO), _taps_inside(width, ks, taps_EkkO))
-    null = torch.einsum("hi,wj,eijo->ehwo", *inside, taps_EkkO).repeat(1, H // height, W // width, 1)
-    return null if bias is None else null + bias[:, None, None]
-
-
-def _taps_inside(size: int, kernel: int, like: Tensor) -> Tensor:
-    """(size, kernel): 1 where a tap of a kernel centred there falls inside, 0 where on the zero padding."""
-    at = torch.arange(size, device=like.device).unsqueeze(1) + torch.arange(kernel, device=like.device) - kernel // 2
-    return ((at >= 0) & (at < size)).to(like.dtype)
-
-
 def _perceptron(values: Tensor, experts: MLPWeights, pixels: Pixels | None) -> Tensor:
     """C → J → O on each expert's pixels; without ``pixels`` on values (E, M, C)."""
 
@@ -154,45 +186,25 @@ def _perceptron(values: Tensor, experts: MLPWeights, pixels: Pixels | None) -> T
     return layer(hidden, experts.weight_out, experts.bias_out)
 
 
-def _combine(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels) -> Tensor:
-    """Add every pixel's contributions into the map, each at its tap's shift: (B, O', H, W).
+def _as_map(sums: Tensor, null: Tensor | None, pixels: Pixels, dtype: torch.dtype) -> Tensor:
+    """The result (B, O', H, W) of what was summed: on pixels under ``gate_on="output"``, on rows of the map otherwise.
 
-    ``null`` is what an expert answers where it was given nothing, (E, O) or (E, H, W, O). Sums are taken in float32
-    at least.
+    ``null`` is what an expert answers where it was given nothing, (E, O) or (E, H, W, O). Under ``gate_on="output"`` an
+    expert answers on its own patches and nowhere else: what it gives is gated there and written once.
     """
-    dtype, wide = taps_RkO.dtype, torch.promote_types(taps_RkO.dtype, torch.float32)
-    put = _answers_of_own_patches if pixels.spec.gate_on == "output" else _answers_everywhere
-    y = put(taps_RkO.to(wide), None if null is None else null.to(wide), pixels)
-    B, (H, W) = pixels.routing.batch, pixels.map_size
-    return y.view(B, H, W, pixels.lanes * taps_RkO.shape[2]).to(dtype).permute(0, 3, 1, 2)
-
-
-def _answers_of_own_patches(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels) -> Tensor:
-    """Under ``gate_on="output"`` an expert answers on its own patches and nowhere else: sum there, gate, write once."""
-    R, taps, O = taps_RkO.shape
-    if taps == 1:
-        own_RO = taps_RkO.squeeze(1)
+    B, (H, W), lanes, O = pixels.routing.batch, pixels.map_size, pixels.lanes, sums.shape[1]
+    sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
+    null = None if null is None else null.to(sums.dtype)
+    if pixels.spec.gate_on == "output":
+        if null is not None:
+            sums = sums + (pixels.rows_of_expert(null) if null.ndim == 2 else pixels.take_by_expert(null))
+        sums = sums * pixels.gate_R.to(sums.dtype).unsqueeze(1)
+        landing = Landing(pixels.own_rows().unsqueeze(1), pixels.rows, pixels.rows_beyond, among_pixels=False)
+        y = landed(sums.unsqueeze(1), landing).view(B, H, W, lanes * O)
     else:
-        own_RO = taps_RkO.new_zeros(R + pixels.area, O)
-        own_RO = own_RO.index_add_(0, pixels.landings_within(math.isqrt(taps)).flatten(), taps_RkO.flatten(0, 1))[:R]
-    if null is not None:
-        own_RO = own_RO + (pixels.rows_of_expert(null) if null.ndim == 2 else pixels.take_by_expert(null))
-    own_RO = own_RO * pixels.gate_R.to(own_RO.dtype).unsqueeze(1)
-    rows = pixels.rows
-    y = own_RO.new_zeros(rows + (0 if pixels.used_R is None else pixels.rows_beyond), O)
-    return y.index_add_(0, pixels.own_rows(), own_RO)[:rows]
-
-
-def _answers_everywhere(taps_RkO: Tensor, null: Tensor | None, pixels: Pixels) -> Tensor:
-    """Under ``gate_on="input"`` contributions land where they do, on top of what the expert answers to nothing."""
-    rows, beyond, O = pixels.rows, pixels.rows_beyond, taps_RkO.shape[2]
-    if null is None:
-        y = taps_RkO.new_zeros(rows + beyond, O)
-    else:
-        (H, W), lanes = pixels.map_size, pixels.lanes
-        everywhere = null.movedim(0, -2)
-        everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
-        y = everywhere.expand(pixels.routing.batch, H, W, lanes * O).reshape(rows, O)
-        y = torch.cat([y, taps_RkO.new_zeros(beyond, O)])
-    landing_Rk = pixels.landings(math.isqrt(taps_RkO.shape[1]))
-    return y.index_add_(0, landing_Rk.flatten(), taps_RkO.flatten(0, 1))[:rows]
+        y = sums.view(B, H, W, lanes * O)
+        if null is not None:
+            everywhere = null.movedim(0, -2)
+            everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
+            y = y.add_(everywhere) if by_hand(y, everywhere) and nobody_learns(y, everywhere) else y + everywhere
+    return y.to(dtype).permute(0, 3, 1, 2)
