@@ -56,7 +56,7 @@ NAMED = {
 }
 CPU_BATCH = 8
 MEBIBYTE = 2**20
-CHECKED_MAPS = 3
+CHECKED_MAPS = {"cuda": 3, "cpu": 1}
 
 
 def around(**values: list[Any]) -> dict[str, RoutedShape]:
@@ -141,7 +141,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Measurement]:
 
 def checked(each: Measurement, setting: Setting) -> dict[str, Any]:
     """The errors of the backends that are timed, on a few maps of the shape."""
-    few = replace(each.shape, batch=min(each.shape.batch, CHECKED_MAPS))
+    few = replace(each.shape, batch=min(each.shape.batch, CHECKED_MAPS[setting.device]))
     choice = picked(few, FORMS[each.form], setting.device, setting.dtype)
     names = list(dict.fromkeys([choice.name, "torch"]))
     limit = TOLERANCE[setting.dtype]
@@ -184,7 +184,7 @@ def least_work(each: Measurement, setting: Setting, what: Pass) -> dict[str, Any
 def measured(each: Measurement, setting: Setting) -> dict[str, Any]:
     """All there is to know of a shape in a form; with what went wrong in place of what is missing."""
     result: dict[str, Any] = {"name": each.name, "form": each.form, "shape": asdict(each.shape)}
-    result["share"] = each.shape.share
+    result |= {"share": each.shape.share, "ceilings": setting.limits, "repetitions": setting.repetitions}
     result["least work"] = {what: least_work(each, setting, what) for what in PASSES}
     try:
         result["check"] = checked(each, setting)

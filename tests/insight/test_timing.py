@@ -21,7 +21,7 @@ def test_candidates_take_turns_and_warm_ups_do_not_count(monkeypatch: pytest.Mon
     monkeypatch.setattr(timing, "_host_milliseconds", milliseconds)
     found = in_turns({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, repetitions=3, warm_up=1)
     assert "".join(turns) == "abababab"
-    assert [(each.median, each.low, each.high) for each in found.values()] == [(2.0, 1.0, 3.0), (20.0, 10.0, 30.0)]
+    assert [(each.median, each.low, each.high) for each in found.values()] == [(2.0, 1.5, 2.5), (20.0, 15.0, 25.0)]
 
 
 def test_one_repetition_is_its_own_quartiles():
@@ -42,7 +42,7 @@ def test_the_floor_is_the_slower_of_arithmetic_and_memory():
 def test_ceilings_count_what_was_copied_and_multiplied(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "_host_milliseconds", lambda run: 1.0)
     found = ceilings("cpu", torch.float32, repetitions=1)
-    assert found == Ceilings(bytes_per_second=2 * 2**25 * 1e3, flops_per_second=2 * 1024**3 * 1e3)
+    assert found == Ceilings(bytes_per_second=2 * 2**25 * 1e3, flops_per_second=2 * 2048**3 * 1e3)
 
 
 class Gpu:

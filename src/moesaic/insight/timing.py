@@ -111,12 +111,12 @@ def _gpu_milliseconds(run: Run) -> float:
 def quartiles(values: list[float]) -> tuple[float, float]:
     """The ends of the middle half.
 
-    >>> quartiles([1.0, 2.0, 3.0])
-    (1.0, 3.0)
+    >>> quartiles([1.0, 2.0, 3.0, 4.0, 9.0])
+    (2.0, 4.0)
     """
     if len(values) == 1:
         return values[0], values[0]
-    low, _, high = statistics.quantiles(values, n=4)
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
     return low, high
 
 
@@ -158,7 +158,7 @@ def peak_memory(run: Run, clear: Run, warm_up: int = 2) -> Memory:
     return Memory(held, torch.cuda.max_memory_allocated())
 
 
-def ceilings(device: str, dtype: torch.dtype, repetitions: int = 20) -> Ceilings:
+def ceilings(device: str, dtype: torch.dtype, repetitions: int = 10) -> Ceilings:
     """Measure how fast this machine copies, and how fast it multiplies matrices of ``dtype``.
 
     On a GPU with sizes far beyond its cache, on a CPU with smaller ones.
@@ -166,7 +166,7 @@ def ceilings(device: str, dtype: torch.dtype, repetitions: int = 20) -> Ceilings
     gpu = torch.device(device).type == "cuda"
     here, there = (torch.empty(2**29 if gpu else 2**25, dtype=torch.uint8, device=device) for _ in range(2))
     here.random_()
-    size = 8192 if gpu else 1024
+    size = 8192 if gpu else 2048
     # random numbers: on zeros a chip draws less power and may run faster than it ever will
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     result = torch.empty(size, size, device=device, dtype=dtype)

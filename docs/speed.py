@@ -1,0 +1,485 @@
+"""Write the measured tables and the roofline of the page on when not to route, from the committed benchmark results.
+
+    python docs/speed.py
+
+The page shows a table between the comments <!-- speed NAME --> and <!-- end of speed -->. Whatever is not measured
+yet, or only in an older form, is said to be so.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.report.looks import COLOURS, STYLE
+
+DOCS = Path(__file__).parent
+RESULTS = DOCS.parent / "benchmarks" / "results"
+PAGE = DOCS / "when-not-to-route.md"
+PLACE = re.compile(r"<!-- speed ([\w-]+) -->.*?<!-- end of speed -->", re.DOTALL)
+PASSES = {"forward": "forward", "step": "training step"}
+FORMS = {"plain": "plain", "with bias": "plain, with bias", "released": "released block"}
+NOISE = 1.05
+"""Ratios below this are no difference."""
+NOT_MEASURED = "not measured yet"
+
+Result = dict[str, Any]
+
+
+def results(name: str) -> Result | None:
+    """What a benchmark wrote, if there is a file of the present form."""
+    path = RESULTS / f"{name}.json"
+    content = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    return content if content.get("measurements") else None
+
+
+def measured(content: Result | None, name: str, form: str = "plain") -> Result | None:
+    """A shape in a form, if it was measured and equals the reference."""
+    found = [each for each in (content or {}).get("measurements", []) if (each["name"], each["form"]) == (name, form)]
+    return found[0] if found and found[0]["check"]["equal"] and found[0]["layers"] else None
+
+
+def ours(measurement: Result) -> Result:
+    """The row of what moesaic runs if nobody asks for a backend."""
+    return next((row for row in measurement["layers"] if row["picked"]), {})
+
+
+def markdown(header: list[str], rows: Iterable[list[str]]) -> str:
+    """A table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def times(value: float | None) -> str:
+    """A ratio; in bold where the dense layer is faster."""
+    if value is None:
+        return "–"
+    return f"**{value:.2f}**" if value * NOISE < 1 else f"{value:.2f}"
+
+
+def where(content: Result) -> str:
+    """The device in words."""
+    machine = content["machine"]
+    if content["device"] == "cuda":
+        return f"{machine['gpu']}, {content['dtype']}"
+    return f"{machine['processor']}, {machine['threads']} threads, {content['dtype']}"
+
+
+def shape_cells(shape: Result) -> list[str]:
+    """A shape in the columns of `SHAPE_HEADER`."""
+    patches = (shape["size"] // shape["patch_size"]) ** 2
+    return [
+        f"{shape['kernel_size']}×{shape['kernel_size']}",
+        str(shape["channels"]),
+        f"{shape['size']}×{shape['size']}",
+        str(shape["batch"]),
+        str(shape["experts"]),
+        f"{shape['patches_per_expert']} of {patches} ({shape['patch_size']}×{shape['patch_size']})",
+    ]
+
+
+SHAPE_HEADER = ["kernel", "channels", "map", "batch", "experts", "patches each"]
+
+
+def grid_table(name: str, *, lost: bool) -> str:
+    """Shapes in which the dense layer is faster, in the forward pass or in the step; or all others."""
+    content = results(name)
+    if content is None:
+        return f"*{NOT_MEASURED}*"
+    rows: list[tuple[float, list[str]]] = []
+    for each in content["measurements"]:
+        if each["form"] != "plain" or measured(content, each["name"]) is None:
+            continue
+        row = ours(each)
+        ratios = [row.get(f"{what}, × dense") for what in PASSES]
+        known = [ratio for ratio in ratios if ratio is not None]
+        if known and (min(known) * NOISE < 1) == lost:
+            cells = [*shape_cells(each["shape"]), f"{each['share']:.2f}", *map(times, ratios)]
+            rows.append((known[-1], cells))
+    total = len({each["name"] for each in content["measurements"] if measured(content, each["name"])})
+    header = [*SHAPE_HEADER, "share of work", *(f"{title}, × dense" for title in PASSES.values())]
+    said = f"{len(rows)} of {total} shapes on {where(content)}"
+    if not rows:
+        return f"*{said}.*"
+    return f"*{said}; × dense below 1: the dense layer is faster.*\n\n" + markdown(
+        header, [cells for _, cells in sorted(rows)]
+    )
+
+
+def named_table(name: str) -> str:
+    """The two layers of the paper's networks, in every form, with everything they were measured against."""
+    content = results(name)
+    if content is None:
+        return f"*{NOT_MEASURED}*"
+    parts: list[str] = []
+    memory = content["device"] == "cuda"
+    for shape in ("celeba", "cifar"):
+        rows: list[list[str]] = []
+        found = None
+        for form, title in FORMS.items():
+            each = measured(content, shape, form)
+            if each is None:
+                continue
+            found = each
+            for row in each["layers"]:
+                cells = [title, row["layer"]]
+                for what in PASSES:
+                    time, ratio = row.get(f"{what}, ms"), row.get(f"{what}, × dense")
+                    cells += ["–" if time is None else f"{time:.3g} ms", times(ratio)]
+                share = row.get("step, share of floor")
+                cells.append("–" if share is None else f"{share:.2f}")
+                if memory:
+                    cells.append(times_of_memory(row.get("memory, × dense")))
+                rows.append(cells)
+        if found is None:
+            continue
+        header = ["form", "layer", "forward", "× dense", "training step", "× dense", "share of floor"]
+        header += ["memory, × dense"] if memory else []
+        said = dict(zip(SHAPE_HEADER, shape_cells(found["shape"]), strict=True))
+        words = (
+            f"{said['kernel']} kernels, {said['channels']} channels, {said['map']} maps, batch {said['batch']}, "
+            f"{said['experts']} experts, {said['patches each']} patches each"
+        )
+        parts.append(f"**{shape}**: {words}, on {where(content)}\n\n{markdown(header, rows)}")
+    return "\n\n".join(parts) or f"*{NOT_MEASURED}*"
+
+
+def times_of_memory(value: float | None) -> str:
+    """A ratio of memory, of which less is better."""
+    return "–" if value is None else f"{value:.2f}"
+
+
+def layer_ratio(name: str, shape: str, what: str, form: str = "plain") -> Callable[[], float | None]:
+    """The dense layer's time over ours, or with "memory" our memory over the dense layer's."""
+
+    def read() -> float | None:
+        each = measured(results(name), shape, form)
+        return None if each is None else ours(each).get(f"{what}, × dense")
+
+    return read
+
+
+def network_ratio(name: str, shape: str, what: str, batch: int) -> Callable[[], float | None]:
+    """The fastest WRN over the fastest WRN-pMoE, each as it likes it best: compiled or not, graph or not."""
+
+    def read() -> float | None:
+        fastest: dict[str, float] = {}
+        for each in (results(name) or {}).get("measurements", []):
+            setting = each["setting"]
+            if (setting["shape"], setting["what"], setting["batch"], setting["fidelity"]) == (
+                shape,
+                what,
+                batch,
+                "best",
+            ):
+                for row in each["networks"]:
+                    fastest[row["network"]] = min(row["ms"], fastest.get(row["network"], row["ms"]))
+        return fastest["WRN"] / fastest["WRN-pMoE"] if {"WRN", "WRN-pMoE"} <= fastest.keys() else None
+
+    return read
+
+
+def mlp_ratio(peer: str) -> Callable[[], float | None]:
+    """What `benchmarks/mlp.py` sums up under that name."""
+
+    def read() -> float | None:
+        path = RESULTS / "mlp-cuda.json"
+        content = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        return content.get("summary", {}).get(peer)
+
+    return read
+
+
+def least_work(name: str, shape: str, what: str) -> Callable[[], str]:
+    """What the layer must do at least, in words."""
+
+    def read() -> str:
+        each = measured(results(name), shape)
+        if each is None:
+            return ""
+        work, limits = each["least work"][what]["routed"], each["ceilings"]
+        arithmetic, moving = work["flops"] / limits["flops_per_second"], work["bytes"] / limits["bytes_per_second"]
+        share = ours(each).get(f"{what}, share of floor")
+        bound = "arithmetic" if arithmetic > moving else "bytes"
+        return (
+            f"At least {work['flops'] / 1e9:,.3g} GFLOP ({1e3 * arithmetic:.3g} ms at the measured rate) and "
+            f"{work['bytes'] / 1e6:,.3g} MB ({1e3 * moving:.3g} ms), so bound by {bound}"
+            + (f"; {100 * share:.0f} % of that floor is reached." if share is not None else ".")
+        )
+
+    return read
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What we set out to reach. ``why`` says what keeps us from more; what is measured is read from the results."""
+
+    name: str
+    bar: float
+    goal: float | None
+    read: Callable[[], float | None]
+    why: str
+    least: Callable[[], str] | None = None
+    lower: bool = False
+    """Whether less is better."""
+
+    def cells(self) -> list[str]:
+        found = self.read()
+        sign = "≤ " if self.lower else "≥ "
+        goal = "–" if self.goal is None else f"{sign}{self.goal:g}"
+        why = " ".join(part for part in (self.least() if self.least else "", self.why) if part)
+        return [self.name, f"{sign}{self.bar:g}", goal, *self._judged(found), why or "–"]
+
+    def _judged(self, found: float | None) -> tuple[str, str]:
+        if found is None:
+            return "–", NOT_MEASURED
+        for limit, word in ((self.goal, "goal"), (self.bar, "bar")):
+            if limit is not None and (found <= limit if self.lower else found >= limit):
+                return f"{found:.2f}", word
+        return f"{found:.2f}", "**neither**"
+
+
+GOALS = (
+    Goal(
+        "celeba layer on a GPU, training step, × dense",
+        2,
+        4,
+        layer_ratio("layer-cuda", "celeba", "step"),
+        "",
+        least_work("layer-cuda", "celeba", "step"),
+    ),
+    Goal(
+        "cifar layer on a GPU, training step, × dense",
+        1,
+        1.3,
+        layer_ratio("layer-cuda", "cifar", "step"),
+        "",
+        least_work("layer-cuda", "cifar", "step"),
+    ),
+    Goal(
+        "celeba layer on a GPU, memory of a training step, share of the dense layer's",
+        0.6,
+        None,
+        layer_ratio("layer-cuda", "celeba", "memory"),
+        "",
+        lower=True,
+    ),
+    Goal(
+        "celeba layer on a CPU, forward, × dense",
+        4,
+        6,
+        layer_ratio("layer-cpu", "celeba", "forward"),
+        "",
+        least_work("layer-cpu", "celeba", "forward"),
+    ),
+    Goal(
+        "celeba layer on a CPU, training step, × dense",
+        4,
+        6,
+        layer_ratio("layer-cpu", "celeba", "step"),
+        "",
+        least_work("layer-cpu", "celeba", "step"),
+    ),
+    Goal(
+        "WRN-pMoE on a GPU, training step, celeba, × WRN",
+        1.15,
+        1.25,
+        network_ratio("model-cuda", "celeba", "training step", 128),
+        "The routed layer is one of several: if it took no time at all, the step would be 1.27 times as fast.",
+    ),
+    Goal(
+        "WRN-pMoE on a GPU, training step, cifar, × WRN",
+        1,
+        1.02,
+        network_ratio("model-cuda", "cifar", "training step", 512),
+        "If the routed layer took no time at all, the step would be 1.03 times as fast.",
+    ),
+    Goal(
+        "WRN-pMoE on a CPU, one image, celeba, × WRN",
+        1.15,
+        1.25,
+        network_ratio("model-cpu", "celeba", "inference", 1),
+        "",
+    ),
+    Goal(
+        "WRN-pMoE on a CPU, 32 images, celeba, × WRN",
+        1.15,
+        1.25,
+        network_ratio("model-cpu", "celeba", "inference", 32),
+        "",
+    ),
+    Goal(
+        "MLP layer on a GPU, training step, × the fastest routed peer",
+        1.3,
+        None,
+        mlp_ratio("× fastest routed peer"),
+        "",
+    ),
+    Goal(
+        "MLP layer on a GPU, training step, time over that of a dense MLP of equal FLOPs",
+        1.1,
+        None,
+        mlp_ratio("time over dense"),
+        "",
+        lower=True,
+    ),
+)
+
+
+def goals_table() -> str:
+    """Bars and goals, what was measured, and what keeps us from more."""
+    header = ["what", "bar", "goal", "measured", "reached", "why not more"]
+    return markdown(header, [goal.cells() for goal in GOALS])
+
+
+def checks_table() -> str:
+    """How far outputs and gradients are from the reference, at most, over all shapes that were timed."""
+    rows: list[list[str]] = []
+    for name in ("layer-cuda", "layer-cpu"):
+        content = results(name)
+        if content is None:
+            continue
+        for backend in ("triton", "torch"):
+            found = [
+                max(errors.values())
+                for each in content["measurements"]
+                if (errors := each["check"].get("errors", {}).get(backend))
+            ]
+            if found:
+                limit = content["measurements"][0]["check"]["tolerance"]
+                rows.append([where(content), backend, str(len(found)), f"{max(found):.1e}", f"{limit:.0e}"])
+    if not rows:
+        return f"*{NOT_MEASURED}*"
+    return markdown(["on", "backend", "shapes and forms", "largest error", "tolerance"], rows)
+
+
+def rooflines() -> str:
+    """The figures that there are."""
+    devices = [device for device in ("cuda", "cpu") if results(f"layer-{device}") is not None]
+    alt = "Useful arithmetic a second against arithmetic for each byte, of dense and routed layers, below the roof"
+    return "\n\n".join(f"![{alt}: {device}](img/roofline-{device}.png)" for device in devices) or f"*{NOT_MEASURED}*"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "goals": goals_table,
+    "checks": checks_table,
+    "roofline": rooflines,
+    **{f"named-{device}": lambda device=device: named_table(f"layer-{device}") for device in ("cuda", "cpu")},
+    **{f"lost-{device}": lambda device=device: grid_table(f"layer-{device}", lost=True) for device in ("cuda", "cpu")},
+    **{f"won-{device}": lambda device=device: grid_table(f"layer-{device}", lost=False) for device in ("cuda", "cpu")},
+}
+
+
+def with_tables(page: str) -> str:
+    """The page with the tables of the committed results."""
+
+    def table(place: re.Match[str]) -> str:
+        return f"<!-- speed {place[1]} -->\n\n{TABLES[place[1]]()}\n\n<!-- end of speed -->"
+
+    return PLACE.sub(table, page)
+
+
+def draw_roofline(content: Result) -> Any:
+    """Useful arithmetic a second against arithmetic for each byte that must be moved; the roof is what was measured."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(9, 3.9), layout="constrained")
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, (what, title) in zip(panels, PASSES.items(), strict=True):
+            draw_panel(axes, content, what)
+            axes.set_title(title, fontsize=10)
+        panels[0].set_ylabel("useful TFLOP/s")
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(
+            f"Distance from the roof: what is lost on {where(content)}", fontsize=10.5, color=STYLE["text.color"]
+        )
+    return figure
+
+
+def draw_panel(axes: Any, content: Result, what: str) -> None:
+    """The roof, and every shape in its plain form below it: dense and routed."""
+    limits = content["ceilings"]
+    peak, bandwidth = limits["flops_per_second"] / 1e12, limits["bytes_per_second"] / 1e12
+    seen: list[float] = []
+    for is_dense, colour, marker, label in (
+        (True, COLOURS["vermilion"], "s", "dense"),
+        (False, COLOURS["green"], "o", "PatchMoE"),
+    ):
+        for large in (False, True):
+            x: list[float] = []
+            y: list[float] = []
+            for each in content["measurements"]:
+                found = measured(content, each["name"])
+                named = each["name"] in ("celeba", "cifar")
+                if found is None or each["form"] != "plain" or named != large:
+                    continue
+                work = each["least work"][what]["dense" if is_dense else "routed"]
+                rows = [row for row in each["layers"] if (row["backend"] is None if is_dense else row["picked"])]
+                fastest = min((row[f"{what}, ms"] for row in rows if f"{what}, ms" in row), default=None)
+                if fastest is None:
+                    continue
+                x.append(work["flops"] / work["bytes"])
+                y.append(work["flops"] / fastest / 1e9)
+                if large:
+                    axes.annotate(
+                        each["name"],
+                        (x[-1], y[-1]),
+                        xytext=(6, -9),
+                        textcoords="offset points",
+                        fontsize=8,
+                        color=colour,
+                    )
+            axes.scatter(
+                x,
+                y,
+                s=46 if large else 18,
+                marker=marker,
+                color=colour,
+                alpha=1 if large else 0.6,
+                linewidths=0,
+                label=label + (", named" if large else ", grid"),
+                zorder=3,
+            )
+            seen += x
+    low, high = min(seen, default=1.0) / 1.6, max([*seen, peak / bandwidth]) * 1.6
+    knee = peak / bandwidth
+    axes.plot([low, knee, high], [low * bandwidth, peak, peak], color=COLOURS["ink"], linewidth=1.2, zorder=2)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="FLOP for each byte")
+    axes.annotate(
+        f"{1e3 * bandwidth:,.3g} GB/s",
+        (low * 1.15, low * 1.15 * bandwidth),
+        xytext=(0, 8),
+        textcoords="offset points",
+        fontsize=8,
+        rotation=0,
+    )
+    axes.annotate(
+        f"{peak:,.3g} TFLOP/s", (high, peak), xytext=(-4, 4), textcoords="offset points", fontsize=8, ha="right"
+    )
+    axes.grid(True, which="major", color="#E4E4E4", linewidth=0.6)
+
+
+def write_roofline(content: Result, stem: Path) -> list[Path]:
+    """As PNG and SVG; the same results give the same bytes."""
+    import matplotlib
+
+    figure = draw_roofline(content)
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": stem.name}):
+        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
+        figure.savefig(paths[1], metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+    return paths
+
+
+if __name__ == "__main__":
+    for device in ("cuda", "cpu"):
+        content = results(f"layer-{device}")
+        if content is not None:
+            write_roofline(content, DOCS / "img" / f"roofline-{device}")
+    PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")
