@@ -12,9 +12,12 @@ tells what remains. Images take turns, so nothing is gained from seeing one twic
 
 Peers are the plain VGG-16 in eval mode without gradients, contiguous or channels_last, whichever is faster, and the
 same with BatchNorm folded into its convolutions. Networks take turns of one image, and of six images one after the
-other: in the first every network finds the caches full of the others' weights, in the second of its own. A layer is its
-convolution with BatchNorm, ReLU and the pooling behind it, timed inside the network, where other layers' weights are in
-the caches.
+other: in the first every network finds the caches full of the others' weights, in the second of its own.
+
+A layer is its convolution with BatchNorm, ReLU and the pooling behind it. The plain network (in the format in which it
+is faster end to end) and ours take turns of one image, the clock is read between layers while they run, and a network's
+layers are scaled by one factor, so that with what comes before, between and behind them they add up to what that
+network takes end to end in the same turns without a clock. Scaled or not, both are treated alike.
 
 On a GPU a batch of 256 in blocks of 64, where nothing is left out (`moesaic.ops.skipping` says why). ``--prices``
 measures what `moesaic.ops.narrow_conv.PRICES` says of a CPU.
@@ -30,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Timing, in_turns, machine, quartiles, show, write
+from measure import Timing, in_turns, machine, show, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -39,6 +42,7 @@ import moesaic
 from moesaic.layers import channel_chain
 from moesaic.models.deepmoe import DeepMoE, deepmoe
 from moesaic.models.vgg import VGG16
+from moesaic.ops.folded import SmallConvs
 from moesaic.ops.narrow_conv import PRICES, Channels, narrow_conv
 
 CLASSES, SIZE, IMAGES = 10, 32, 24
@@ -101,65 +105,83 @@ def check(model: DeepMoE, x: Tensor, tolerance: float) -> float:
     return float(model.macs(answer.routing).float().mean()) / model.dense_macs
 
 
-@torch.no_grad()
-def dense_layers(model: VGG16, images: list[Tensor], repetitions: int) -> dict[str, Timing]:
-    """Each convolution with BatchNorm and ReLU, inside the network."""
-    times: dict[str, list[float]] = {}
-    for repetition in range(-5, repetitions):
-        x = images[repetition % len(images)]
+def dense_marks(model: VGG16) -> Callable[[Tensor], dict[str, float]]:
+    """Runs it, and tells what each layer took, in microseconds."""
+
+    def run(x: Tensor) -> dict[str, float]:
         spent: dict[str, float] = {}
-        place = ""
+        place, start = "rest", time.perf_counter()
         for name, layer in model.body.named_children():
-            if name == "mean":
-                break
-            start = time.perf_counter()
             x = layer(x)
-            place = name if name.startswith("conv") else place
-            spent[place] = spent.get(place, 0.0) + 1e6 * (time.perf_counter() - start)
-        if repetition >= 0:
-            for name, each in spent.items():
-                times.setdefault(name, []).append(each)
-    return {name: Timing(statistics.median(t), *quartiles(t)) for name, t in times.items() if name.startswith("conv")}
+            now = time.perf_counter()
+            place = name if name.startswith("conv") else "rest" if name == "mean" else place
+            spent[place] = spent.get(place, 0.0) + 1e6 * (now - start)
+            start = now
+        model.head(x)
+        spent["rest"] += 1e6 * (time.perf_counter() - start)
+        return spent
+
+    return run
 
 
-@torch.no_grad()
-def our_layers(model: DeepMoE, images: list[Tensor], repetitions: int) -> dict[str, Timing]:
-    """The same of ours, and what comes before the first of them."""
-    times: dict[str, list[float]] = {}
-    spent: list[float] = []
-    run = channel_chain._gated
+def our_marks(model: DeepMoE) -> Callable[[Tensor], dict[str, float]]:
+    """The same of ours: its embedding network, its layers, and all else."""
+    spent: dict[str, float] = {}
 
-    def timed(*given: Any) -> Tensor:
-        start = time.perf_counter()
-        y = run(*given)
-        spent.append(1e6 * (time.perf_counter() - start))
-        return y
+    def timed(run: Callable[..., Any], name: Callable[[], str]) -> Callable[..., Any]:
+        def measured(*given: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            y = run(*given, **options)
+            spent[name()] = 1e6 * (time.perf_counter() - start)
+            return y
 
-    channel_chain._gated = timed
-    try:
-        for repetition in range(-5, repetitions):
-            x = images[repetition % len(images)]
-            spent.clear()
+        return measured
+
+    def run(x: Tensor) -> dict[str, float]:
+        spent.clear()
+        layer, embedding = channel_chain._gated, SmallConvs.run
+        channel_chain._gated = timed(layer, lambda: f"conv{len(spent)}")
+        SmallConvs.run = timed(embedding, lambda: "embedding")
+        try:
             start = time.perf_counter()
             model(x)
             whole = 1e6 * (time.perf_counter() - start)
-            start = time.perf_counter()
-            model.embedding.embed(x)
-            embedding = 1e6 * (time.perf_counter() - start)
-            if repetition >= 0:
-                named = {f"conv{number}": each for number, each in enumerate(spent, 1)}
-                for name, each in {**named, "embedding": embedding, "rest": whole - sum(spent) - embedding}.items():
-                    times.setdefault(name, []).append(each)
-    finally:
-        channel_chain._gated = run
-    return {name: Timing(statistics.median(t), *quartiles(t)) for name, t in times.items()}
+        finally:
+            channel_chain._gated, SmallConvs.run = layer, embedding
+        return {**spent, "rest": whole - sum(spent.values())}
+
+    return run
+
+
+@torch.no_grad()
+def layer_by_layer(
+    plain: VGG16, model: DeepMoE, images: dict[str, list[Tensor]], repetitions: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of each layer of both, scaled as the docstring above says."""
+    runs: dict[str, Callable[[Tensor], dict[str, float]]] = {"dense": dense_marks(plain), "ours": our_marks(model)}
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in runs}
+    for repetition in range(-5, repetitions):
+        for kind, run in runs.items():
+            for name, each in run(images[kind][repetition % IMAGES]).items():
+                if repetition >= 0:
+                    found[kind].setdefault(name, []).append(each)
+    end_to_end = in_turns(
+        {"dense": in_order(plain, images["dense"]), "ours": in_order(model, images["ours"])}, repetitions
+    )
+    scaled: list[dict[str, float]] = []
+    for kind, times in found.items():
+        medians = {name: statistics.median(each) for name, each in times.items()}
+        factor = 1e3 * end_to_end[kind].median / sum(medians.values())
+        scaled.append({name: factor * each for name, each in medians.items()})
+    return scaled[0], scaled[1]
 
 
 def on_cpu(repetitions: int) -> dict[str, Any]:
     torch.manual_seed(1)
     images = [torch.randn(1, 3, SIZE, SIZE) for _ in range(IMAGES)]
     plain = plain_vgg()
-    peers: dict[str, nn.Module] = {}
+    peers: dict[str, VGG16] = {}
+    timings: dict[str, Timing] = {}
     for label, memory_format in FORMATS.items():
         peers[f"VGG-16, {label}"] = copy.deepcopy(plain).to(memory_format=memory_format)
         peers[f"VGG-16, BatchNorm folded, {label}"] = folded(plain).to(memory_format=memory_format)
@@ -196,26 +218,24 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
             rows.append(row)
     show("one image at a time, end to end", rows)
     layers: dict[str, Any] = {}
-    dense = dense_layers(plain, images, repetitions)
+    fastest = min((each.median, name) for name, each in timings.items() if name in peers and "folded" not in name)[1]
+    given = {"dense": [x.contiguous(memory_format=formats[fastest]) for x in images], "ours": images}
     for block in (1, 16, 32, 64):
-        ours = {share: our_layers(gated_vgg(block, share), images, repetitions) for share in SHARES}
-        table = [
-            {
-                "layer": name,
-                "dense, µs": dense[name].median if name in dense else 0.0,
-                **{f"{share:.0%}, µs": ours[share][name].median for share in SHARES},
-                **{f"{share:.0%}, × dense": _ratio(dense, ours[share], name) for share in SHARES},
-            }
-            for name in ours[SHARES[0]]
-        ]
-        show(f"layer by layer, {'single channels' if block == 1 else f'blocks of {block}'}", table)
-        layers[str(block)] = table
+        table: dict[str, dict[str, Any]] = {}
+        for share in SHARES:
+            dense, ours = layer_by_layer(peers[fastest], gated_vgg(block, share), given, repetitions)
+            for name, each in ours.items():
+                row = table.setdefault(name, {"layer": name})
+                row |= {f"{share:.0%}: dense, µs": dense.get(name, 0.0), f"{share:.0%}: ours, µs": each}
+                row[f"{share:.0%}: × dense"] = dense.get(name, 0.0) / each
+        layers[str(block)] = list(table.values())
+        show(f"layer by layer, {'single channels' if block == 1 else f'blocks of {block}'}", layers[str(block)])
     slowest = min(
-        (row[f"{share:.0%}, × dense"], f"{row['layer']} at {share:.0%}, block {block}")
+        (row[f"{share:.0%}: × dense"], f"{row['layer']} at {share:.0%}, block {block}")
         for block, table in layers.items()
         for row in table
         for share in SHARES
-        if row["dense, µs"]
+        if row["layer"].startswith("conv")
     )
     print(f"the layer that gains least: {slowest[1]}, {slowest[0]:.2f} × dense")
     for share, bar in BAR.items():
@@ -223,11 +243,7 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
             of = {row["gates"]: row[f"{turn}: × VGG-16"] for row in rows if row["open"] == f"{share:.0%}"}
             reached = ", ".join(f"{gates} {ratio:.2f}" for gates, ratio in of.items())
             print(f"at {share:.0%} the bar is {bar}; in turns of {turn}: {reached}")
-    return {"end to end": rows, "timings, ms": details, "layers, µs": {"dense": dense, **layers}}
-
-
-def _ratio(dense: dict[str, Timing], ours: dict[str, Timing], name: str) -> float:
-    return dense[name].median / ours[name].median if name in dense else 0.0
+    return {"end to end": rows, "timings, ms": details, "layers, µs": layers}
 
 
 def on_gpu(repetitions: int, dtype: torch.dtype, batch: int) -> dict[str, Any]:
@@ -287,6 +303,8 @@ def prices(repetitions: int) -> dict[str, float]:
     count = 256 * 256 * 9
     copy_ = nanoseconds(lambda i: large[i % 6].view(-1, 64 * 9).index_select(0, by_block)) * cores / count
     pieces = nanoseconds(lambda i: large[i % 6].view(-1, 9).index_select(0, single)) * cores
+    rows = torch.randn(9 * 128, 256)
+    column = nanoseconds(lambda i: rows.index_select(1, half[:128])) * cores / (9 * 128 * 128)
     layer = moesaic.ChannelMoE(32, 32, 3).eval()
     some, x = Channels(torch.arange(16), 32), torch.randn(1, 16, 2, 2)
     call = nanoseconds(lambda i: narrow_conv(x, layer.weights(), some, some, "gathered"))
@@ -298,6 +316,7 @@ def prices(repetitions: int) -> dict[str, float]:
         "read": read,
         "copy": copy_,
         "piece": (pieces - count * copy_) / len(single),
+        "column": column,
         "call": call,
         "group": group - call,
     }

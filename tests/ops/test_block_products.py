@@ -80,7 +80,7 @@ def test_a_product_of_open_blocks_is_the_convolution_with_gates(
     x[:, numbers_in] = behind_gates(before, x)
     expected = torch.zeros_like(plainly(x))
     expected[:, numbers_out] = behind_gates(here, plainly(x))
-    whole_blocks = block_in if len(numbers_in) % block_in == 0 else 1
+    whole_blocks = block_in if len(numbers_in) % block_in == 0 else len(numbers_in)
     scratch = Scratch(torch.float64)
     for given in (
         x[:, numbers_in],
@@ -140,4 +140,4 @@ def test_a_kernel_sees_what_an_unfolded_map_shows():
         frame = Frame(torch.zeros(2 * Frame.needs(5, 4, kernel)), 1, 5, 4, 2, kernel)
         frame.inside.copy_(x.permute(0, 2, 3, 1))
         unfolded = F.unfold(x, ks, padding=padding, stride=stride)[0].T.reshape(-1, 2, ks * ks).transpose(1, 2)
-        assert torch.equal(frame.windows.reshape(unfolded.shape), unfolded)
+        assert torch.equal(frame.windows().reshape(unfolded.shape), unfolded)

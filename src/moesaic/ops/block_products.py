@@ -73,16 +73,25 @@ class OpenBlocks:
         short = self.channels % self.size
         return count + short - self.size if short and self.blocks[-1] == self.channels // self.size else count
 
-    def gates_of_channels(self) -> Tensor | None:
-        """Of each open channel, (open channels,)."""
+    def all_gates(self) -> Tensor | None:
+        """(blocks, 1, 1): of all blocks, 0 of the closed ones."""
         if self.gates is None:
             return None
-        return self.gates[:, 0].expand(-1, self.size).reshape(-1)[: self.count()]
+        gates = self.gates.new_zeros(-(-self.channels // self.size), 1, 1)
+        return gates.index_copy_(0, torch.from_numpy(self.blocks), self.gates)
+
+    def over_channels(self, gates: Tensor) -> Tensor:
+        """(channels,): the gate of each channel of these blocks, which have gates (blocks, 1, 1)."""
+        if self.size == 1:
+            return gates.view(-1)
+        if len(gates) == self.blocks.size:
+            return gates[:, 0].expand(-1, self.size).reshape(-1)[: self.count()]
+        return gates[:, 0].expand(-1, self.size).reshape(-1)[: self.channels]
 
 
 @dataclass(eq=False, slots=True)
 class BlockMap:
-    """The open channels of one image before ReLU and gates.
+    """Channels of one image before ReLU and gates.
 
     >>> some = OpenBlocks(np.array([1, 2]), torch.tensor([1.0, 3.0]).view(2, 1, 1), channels=3, size=1)
     >>> found = BlockMap(torch.tensor([2.0, 4.0, -1.0, 5.0]).view(1, 1, 2, 2), some, relu=True)
@@ -91,31 +100,62 @@ class BlockMap:
     """
 
     values: Tensor
-    """(blocks, H, W, channels of a block), or all open channels as one block; whoever made it may write there again."""
+    """(blocks, H, W, channels of a block), or all channels as one block; whoever made it may write there again."""
     some: OpenBlocks
     relu: bool
+    closed_too: bool = False
+    """Whether it has the closed channels as well, whose values mean nothing."""
 
-    def in_blocks(self, size: int) -> Tensor:
-        """Its values in blocks of so many channels."""
-        if self.values.shape[3] == size:
+    def opened(self) -> Tensor:
+        """The values of open channels alone."""
+        if not self.closed_too:
             return self.values
-        rows = self.values.permute(1, 2, 0, 3).flatten(2)
-        return rows.unflatten(2, (-1, size)).permute(2, 0, 1, 3)
+        if self.values.shape[3] == self.some.channels:
+            return self.values.index_select(3, torch.from_numpy(self.some.numbers()))
+        return self.values.index_select(0, torch.from_numpy(self.some.blocks))
 
-    def put(self, place: Tensor) -> None:
-        """Write it, behind ReLU, to a place for blocks (blocks, H, W, channels of a block)."""
-        values = self.in_blocks(place.shape[3])
+    def put(self, place: Tensor, *, gated: bool, all_channels: bool = False) -> None:
+        """Write it, behind ReLU, to a place for blocks (blocks, H, W, channels of a block).
+
+        Where it is not to be gated, gates are up to the caller. With all channels it is, and closed ones are zeros.
+        """
+        some, b = self.some, place.shape[3]
+        gates = some.gates
+        if not all_channels and (not gated or gates is None):
+            values = _in_blocks(self.opened(), b)
+            if self.relu:
+                torch.clamp_min(values, 0, out=place)
+            else:
+                place.copy_(values)
+            return
+        if all_channels and not self.closed_too:
+            place.zero_()
+            values = self._gated(self.opened(), gates)
+            if place.shape[0] > 1:
+                place.index_copy_(0, torch.from_numpy(some.blocks), _in_blocks(values, b))
+            else:
+                place.index_copy_(
+                    3, torch.from_numpy(some.numbers()), _in_blocks(values, values.shape[0] * values.shape[3])
+                )
+            return
+        gates = some.all_gates() if all_channels else gates
+        values = _in_blocks(self.values if all_channels else self.opened(), b)
+        assert gates is not None
+        torch.mul(values, gates.unsqueeze(3) if place.shape[0] > 1 else some.over_channels(gates), out=place)
         if self.relu:
-            torch.clamp_min(values, 0, out=place)
-        else:
-            place.copy_(values)
+            place.clamp_min_(0)
 
     def map(self) -> Tensor:
         """(1, open channels, H, W): behind ReLU and gates."""
-        values = self.in_blocks(self.values.shape[0] * self.values.shape[3])[0]
-        gates = self.some.gates_of_channels()
-        values = values.relu() if self.relu else values.clone()
-        return (values if gates is None else values.mul_(gates)).permute(2, 0, 1).unsqueeze(0).contiguous()
+        values = self._gated(self.opened(), self.some.gates)
+        return _in_blocks(values, values.shape[0] * values.shape[3]).permute(0, 3, 1, 2).contiguous()
+
+    def _gated(self, values: Tensor, gates: Tensor | None) -> Tensor:
+        """A copy of values that is behind ReLU and gates."""
+        values = values.clamp_min(0) if self.relu else values.clone()
+        if gates is None:
+            return values
+        return values.mul_(gates.unsqueeze(3) if values.shape[0] > 1 else self.some.over_channels(gates))
 
     def mean(self, scratch: Scratch) -> Tensor:
         """(1, channels): over all pixels, of one block whose gates are 1. It is left behind ReLU."""
@@ -128,16 +168,24 @@ class BlockMap:
 
     def full(self) -> Tensor:
         """(1, all channels, H, W), with zeros in the closed ones."""
-        (blocks, H, W, b), some = self.values.shape, self.some
-        if b == some.size and blocks == some.blocks.size and some.channels % b == 0:
-            values = self.values.clamp_min(0) if self.relu else self.values
-            if some.gates is not None:
-                values = values * some.gates.unsqueeze(3)
+        some, (H, W) = self.some, self.values.shape[1:3]
+        if self.closed_too:
+            values = self._gated(self.values, some.all_gates())
+            return _in_blocks(values, some.channels).permute(0, 3, 1, 2).contiguous()
+        values = self._gated(self.values, some.gates)
+        blocks, b = values.shape[0], values.shape[3]
+        if blocks > 1:
             y = values.new_zeros(some.channels // b, b, H, W)
             return y.index_copy_(0, torch.from_numpy(some.blocks), values.permute(0, 3, 1, 2)).view(1, -1, H, W)
-        opened = self.map()
-        y = opened.new_zeros(1, some.channels, H, W)
-        return y.index_copy_(1, torch.from_numpy(some.numbers()), opened)
+        y = values.new_zeros(1, some.channels, H, W)
+        return y.index_copy_(1, torch.from_numpy(some.numbers()), values.permute(0, 3, 1, 2))
+
+
+def _in_blocks(values: Tensor, size: int) -> Tensor:
+    """(blocks, H, W, size) of channels in blocks of another size."""
+    if values.shape[3] == size:
+        return values
+    return values.permute(1, 2, 0, 3).flatten(2).unflatten(2, (-1, size)).permute(2, 0, 1, 3)
 
 
 @dataclass(eq=False, slots=True)
@@ -164,6 +212,8 @@ class _Plan:
     """Whether all channels are open."""
     all_outs: bool
     """Whether all channels of the result are made."""
+    outs: int
+    """How many blocks these are, or channels where there are no blocks."""
     frame: Tensor
     """Where the map goes that is read."""
     memory: tuple[Hashable, int, Tensor] | None
@@ -239,11 +289,12 @@ class BlockProduct:
         else:
             assert ins is not None
             opened_in = ins.blocks.size if self.by_block else ins.count()
+        opened_out = outs.blocks.size if self.by_block else outs.count()
         height, width = x.values.shape[1:3] if isinstance(x, BlockMap) else x.shape[2:]
-        key = (self._number, opened_in, outs.blocks.size if self.by_block else outs.count(), height, width)
+        key = (self._number, opened_in, opened_out, height, width)
         plan: _Plan | None = scratch.plans.get(key)
         if plan is None:
-            plan = self._plan(*key[1:], scratch)
+            plan = self._plan(key, scratch)
             scratch.keep(key, plan)
         gates = self._fill(plan, x, ins, scratch)
         shift = self._gather(plan, ins, outs)
@@ -258,15 +309,12 @@ class BlockProduct:
         z = plan.result
         if len(plan.parts) > 1:
             torch.cat([part.result for part in plan.parts], 1, out=z.view(z.shape[0], -1, z.shape[3]))
-        if plan.all_outs and not plan.whole:
-            numbers = torch.from_numpy(outs.blocks if self.by_block else outs.numbers())
-            z = z.index_select(0 if self.by_block else 3, numbers)
         pool = self.pool
         if pool is not None:  # ReLU and gates come behind it, where values are fewer: neither changes their order
             z = torch.max_pool2d(
                 z.permute(0, 3, 1, 2), pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode
             ).permute(0, 2, 3, 1)
-        return BlockMap(z, outs, self.relu)
+        return BlockMap(z, outs, self.relu, closed_too=plan.all_outs and opened_out < plan.outs)
 
     def _ordered(self, weight: Tensor) -> Tensor:
         """The weights piece by piece: a row is all that is copied at once."""
@@ -286,25 +334,31 @@ class BlockProduct:
             return "pairs"
         if self.by_block:
             return "nothing" if Rates.of(self.conv, pixels).way(ins, outs)[0] == "dense" else "pairs"
-        prices = PRICES["cpu"]
-        each = max(pixels * prices.mac, prices.read)
-        rows = 0.0 if ins == self.ins else ins * self.outs * prices.copy
+        prices, taps = PRICES["cpu"], self.kernel.size**2
+        each = taps * max(pixels * prices.mac, prices.read)
+        rows = 0.0 if ins == self.ins else taps * ins * self.outs * prices.copy
         costs: dict[Copied, float] = {
-            "nothing": self.ins * self.outs * each,
-            "rows": rows + ins * self.outs * each,
-            "pairs": rows + ins * outs * (prices.column + each),
+            "nothing": self.ins * self.outs * each + pixels * (self.ins + outs) * prices.column,
+            "rows": rows + ins * self.outs * each + pixels * outs * prices.column,
+            "pairs": rows + ins * outs * (taps * prices.column + each),
         }
         if ins == self.ins:
             del costs["rows"]
         return min(costs, key=costs.__getitem__)
 
-    def _plan(self, opened_in: int, opened_out: int, height: int, width: int, scratch: Scratch) -> _Plan:
+    def _plan(self, key: tuple[int, int, int, int, int], scratch: Scratch) -> _Plan:
         """The views for so many open blocks, or channels where there are no blocks."""
+        _, opened_in, opened_out, height, width = key
         (ks, stride, _), (rows, columns) = self.kernel, self.kernel.sides(height, width)
         each_in, each_out = (self._block_in, self._block_out) if self.by_block else (1, 1)
         ins = opened_in * each_in if self.reads_gated else self.ins
         outs = opened_out * each_out
         copied = self._copied(ins, outs, rows * columns)
+        # what is not left out need not be in the plan
+        used = (ins if copied != "nothing" else -1, outs if copied == "pairs" else -1)
+        same: _Plan | None = scratch.plans.get((self._number, *used, height, width))
+        if same is not None and (ins, outs) != (self.ins, self.outs):
+            return same
         whole = (ins, outs) == (self.ins, self.outs)
         # how many blocks of which size are read, and made
         C = self.ins if copied == "nothing" else ins
@@ -337,29 +391,31 @@ class BlockProduct:
         at_a_time = max(SEEN // (columns * K // (ks if in_strips else 1)), 1)
         starts = range(0, rows, at_a_time)
         result = scratch.take("result", made, rows, columns, b)
+        everywhere = frame.strips() if in_strips else frame.windows()
         parts: list[_Part] = []
         for number, start in enumerate(starts):
             some = min(at_a_time, rows - start)
             pixels = some * columns
             flat = result.view(made, -1, b) if len(starts) == 1 else scratch.take(("part", number), made, pixels, b)
             if in_strips:
-                windows = frame.strips[start : start + some + ks - 1]
+                windows = everywhere[start : start + some + ks - 1]
                 seen = scratch.take("seen", *windows.shape)
                 lines = seen.view(-1, K // ks)
                 matrices = [lines[row * columns : row * columns + pixels] for row in range(ks)]
             elif self.reads_gated:
-                windows = frame.windows[start : start + some]
+                windows = everywhere[start : start + some]
                 seen = scratch.take("seen", *windows.shape)
                 matrices = [seen.view(pixels, K)]
             else:  # a map lies channel by channel, and is copied so
-                windows = frame.windows[start : start + some].permute(2, 3, 4, 0, 1)
+                windows = everywhere[start : start + some].permute(2, 3, 4, 0, 1)
                 seen = scratch.take("seen", *windows.shape)
                 matrices = [seen.view(K, pixels).T]
             parts.append(_Part(windows, seen, [matrix.expand(made, -1, -1) for matrix in matrices], flat))
-        return _Plan(
+        plan = _Plan(
             copied=copied,
             whole=whole,
             all_outs=self.outs == O,
+            outs=self.outs // each_out,
             frame=frame.inside,
             memory=None if self.by_block or not self.reads_gated else (name, size, memory),
             gathered=gathered,
@@ -368,6 +424,9 @@ class BlockProduct:
             parts=parts,
             result=result,
         )
+        if not whole:
+            scratch.keep((self._number, *used, height, width), plan)
+        return plan
 
     def _fill(self, plan: _Plan, x: BlockMap | Tensor, ins: OpenBlocks | None, scratch: Scratch) -> Tensor | None:
         """Put the map where kernels see it, and give the gates that are yet to be multiplied in."""
@@ -382,21 +441,18 @@ class BlockProduct:
             if scratch.sizes.get(name) != size:  # what are zeros around a map depends on how many channels it has
                 memory.zero_()
                 scratch.sizes[name] = size
-        if plan.copied == "nothing" and not plan.whole:  # what is closed is zeros
-            values = x if isinstance(x, Tensor) else x.map()
-            numbers = torch.from_numpy(ins.blocks if self.by_block else ins.numbers())
-            values = values[0].unflatten(0, (-1, self._block_in) if self.by_block else (1, -1)).permute(0, 2, 3, 1)
-            place.zero_()
-            place.index_copy_(0 if self.by_block else 3, numbers, values)
-            return None
+        all_channels = plan.copied == "nothing" and not plan.whole  # then what is closed is zeros
         if isinstance(x, Tensor):
-            place.copy_(x[0].unflatten(0, (place.shape[0], place.shape[3])).permute(0, 2, 3, 1))
+            blocks = x[0].unflatten(0, (-1, self._block_in) if self.by_block else (1, -1)).permute(0, 2, 3, 1)
+            if all_channels:
+                place.zero_()
+                numbers = torch.from_numpy(ins.blocks if self.by_block else ins.numbers())
+                place.index_copy_(0 if self.by_block else 3, numbers, blocks)
+            else:
+                place.copy_(blocks)
             return None
-        x.put(place)
-        if self.by_block:
-            return ins.gates
-        gates = ins.gates_of_channels()
-        return None if gates is None else gates.repeat(self.kernel.size)
+        x.put(place, gated=not self.by_block, all_channels=all_channels)
+        return ins.gates if self.by_block and not all_channels else None
 
     def _gather(self, plan: _Plan, ins: OpenBlocks | None, outs: OpenBlocks) -> Tensor:
         """Copy the weights that are open, and give the shifts."""

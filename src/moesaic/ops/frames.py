@@ -40,7 +40,7 @@ class Frame:
     >>> frame = Frame(torch.zeros(50), 1, 3, 3, 2, Kernel(3, 1, 1))
     >>> frame.inside.copy_(torch.arange(18.0).view(1, 3, 3, 2))[0, 0].tolist()
     [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
-    >>> frame.windows.shape, frame.windows[0, 0, 0, 2].tolist()    # what lies below and beside the first pixel
+    >>> frame.windows().shape, frame.windows()[0, 0, 0, 2].tolist()    # what lies below and beside the first pixel
     (torch.Size([3, 3, 1, 3, 6]), [0.0, 0.0, 6.0, 7.0, 8.0, 9.0])
 
     Args:
@@ -60,14 +60,17 @@ class Frame:
         start = padding * (row + size)
         self.inside = memory.as_strided((blocks, height, width, size), (block, row, size, 1), start)
         """Where the map is."""
-        self.windows = memory.as_strided(
-            (rows, columns, blocks, ks, ks * size), (stride * row, stride * size, block, row, 1)
-        )
+        self._memory = memory
+        self._windows = (rows, columns, blocks, ks, ks * size), (stride * row, stride * size, block, row, 1)
+        self._strips = (height + 2 * padding, columns, blocks, 1, ks * size), (row, stride * size, block, row, 1)
+
+    def windows(self) -> Tensor:
         """(H', W', blocks, ks, ks · size): what a kernel sees at each pixel of its result, row by row of the kernel."""
-        self.strips = memory.as_strided(
-            (height + 2 * padding, columns, blocks, 1, ks * size), (row, stride * size, block, row, 1)
-        )
+        return self._memory.as_strided(*self._windows)
+
+    def strips(self) -> Tensor:
         """(H + 2 · padding, W', blocks, 1, ks · size): the same of a kernel of one row."""
+        return self._memory.as_strided(*self._strips)
 
     @staticmethod
     def needs(height: int, width: int, kernel: Kernel) -> int:
@@ -95,8 +98,9 @@ class Scratch:
 
     def take(self, name: Hashable, *shape: int) -> Tensor:
         """Memory of that shape, under a name; what was under that name before is overwritten."""
-        count = 1
-        for side in shape:
+        strides, count = list[int](), 1
+        for side in reversed(shape):
+            strides.append(count)
             count *= side
         held = self._memory.get(name)
         if held is None or held.numel() < count:
@@ -105,7 +109,7 @@ class Scratch:
                 self._total -= held.numel()
             self._total += count
             held = self._memory[name] = torch.zeros(count, dtype=self.dtype)
-        return held[:count].view(shape)
+        return held.as_strided(shape, strides[::-1])
 
     def keep(self, key: Hashable, plan: object) -> None:
         """Keep views for whoever comes with that key again."""
