@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.report.looks import COLOURS, STYLE
+from moesaic.report.looks import COLOURS, INK, STYLE
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -387,81 +387,91 @@ def draw_roofline(content: Result) -> Any:
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(9, 3.9), layout="constrained")
+        figure = Figure(figsize=(9, 4.1), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
+        unit = Unit("TFLOP/s", 1e12) if content["device"] == "cuda" else Unit("GFLOP/s", 1e9)
         for axes, (what, title) in zip(panels, PASSES.items(), strict=True):
-            draw_panel(axes, content, what)
+            draw_panel(axes, content, what, unit)
             axes.set_title(title, fontsize=10)
-        panels[0].set_ylabel("useful TFLOP/s")
+        panels[0].set_ylabel(f"useful {unit.name}")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(
-            f"Distance from the roof: what is lost on {where(content)}", fontsize=10.5, color=STYLE["text.color"]
-        )
+        figure.suptitle(f"Distance from the roof: what is lost on {where(content)}", fontsize=10.5, color=INK)
     return figure
 
 
-def draw_panel(axes: Any, content: Result, what: str) -> None:
+@dataclass(frozen=True)
+class Unit:
+    """Of arithmetic a second."""
+
+    name: str
+    size: float
+
+
+def draw_panel(axes: Any, content: Result, what: str, unit: Unit) -> None:
     """The roof, and every shape in its plain form below it: dense and routed."""
     limits = content["ceilings"]
-    peak, bandwidth = limits["flops_per_second"] / 1e12, limits["bytes_per_second"] / 1e12
+    peak, slope = limits["flops_per_second"] / unit.size, limits["bytes_per_second"] / unit.size
     seen: list[float] = []
-    for is_dense, colour, marker, label in (
-        (True, COLOURS["vermilion"], "s", "dense"),
-        (False, COLOURS["green"], "o", "PatchMoE"),
-    ):
-        for large in (False, True):
-            x: list[float] = []
-            y: list[float] = []
-            for each in content["measurements"]:
-                found = measured(content, each["name"])
-                named = each["name"] in ("celeba", "cifar")
-                if found is None or each["form"] != "plain" or named != large:
-                    continue
-                work = each["least work"][what]["dense" if is_dense else "routed"]
-                rows = [row for row in each["layers"] if (row["backend"] is None if is_dense else row["picked"])]
-                fastest = min((row[f"{what}, ms"] for row in rows if f"{what}, ms" in row), default=None)
-                if fastest is None:
-                    continue
-                x.append(work["flops"] / work["bytes"])
-                y.append(work["flops"] / fastest / 1e9)
-                if large:
-                    axes.annotate(
-                        each["name"],
-                        (x[-1], y[-1]),
-                        xytext=(6, -9),
-                        textcoords="offset points",
-                        fontsize=8,
-                        color=colour,
-                    )
+    for kind, colour, marker in (("dense", COLOURS["vermilion"], "s"), ("routed", COLOURS["green"], "o")):
+        for named in (False, True):
+            points = placed(content, what, kind, unit, named=named)
+            seen += [x for x, _, _ in points]
             axes.scatter(
-                x,
-                y,
-                s=46 if large else 18,
+                [x for x, _, _ in points],
+                [y for _, y, _ in points],
+                s=46 if named else 18,
                 marker=marker,
                 color=colour,
-                alpha=1 if large else 0.6,
+                alpha=1 if named else 0.6,
                 linewidths=0,
-                label=label + (", named" if large else ", grid"),
+                label=f"{kind}, {'named' if named else 'grid'}",
                 zorder=3,
             )
-            seen += x
-    low, high = min(seen, default=1.0) / 1.6, max([*seen, peak / bandwidth]) * 1.6
-    knee = peak / bandwidth
-    axes.plot([low, knee, high], [low * bandwidth, peak, peak], color=COLOURS["ink"], linewidth=1.2, zorder=2)
+            for x, y, name in points if named else []:
+                up = 8 if kind == "dense" else -15
+                label(axes, name, (x, y), colour, xytext=(0, up), ha="center")
+    knee = peak / slope
+    low, high = min([*seen, knee]) / 2, max([*seen, knee]) * 2
+    axes.plot([low, knee, high], [low * slope, peak, peak], color=INK, linewidth=1.2, zorder=2)
     axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="FLOP for each byte")
+    axes.set_ylim(top=2.5 * peak)
+    label(axes, f"{limits['bytes_per_second'] / 1e9:,.3g} GB/s", (low, low * slope), INK, xytext=(4, 16), ha="left")
+    label(axes, f"{peak:,.3g} {unit.name}", (knee, peak), INK, xytext=(2, 5), ha="left")
+    axes.grid(True, which="major", color="#E4E4E4", linewidth=0.6)
+
+
+def placed(content: Result, what: str, kind: str, unit: Unit, *, named: bool) -> list[tuple[float, float, str]]:
+    """FLOP for each byte, FLOP a second, and the name, of shapes that were measured and are right."""
+    points: list[tuple[float, float, str]] = []
+    for each in content["measurements"]:
+        is_named = each["name"] in ("celeba", "cifar")
+        if each["form"] != "plain" or is_named != named or measured(content, each["name"]) is None:
+            continue
+        rows = [row for row in each["layers"] if (row["backend"] is None if kind == "dense" else row["picked"])]
+        spent = min((row[f"{what}, ms"] for row in rows if f"{what}, ms" in row), default=None)
+        if spent is not None:
+            work = each["least work"][what][kind]
+            points.append((work["flops"] / work["bytes"], 1e3 * work["flops"] / spent / unit.size, each["name"]))
+    return points
+
+
+def label(axes: Any, text: str, at: tuple[float, float], colour: str, **how: Any) -> None:
+    """Words beside a point, on a rim of paper so that lines do not cross them."""
+    from matplotlib.patheffects import withStroke
+
+    rim = [withStroke(linewidth=2.5, foreground="white")]
     axes.annotate(
-        f"{1e3 * bandwidth:,.3g} GB/s",
-        (low * 1.15, low * 1.15 * bandwidth),
-        xytext=(0, 8),
+        text,
+        at,
         textcoords="offset points",
         fontsize=8,
-        rotation=0,
+        color=colour,
+        path_effects=rim,
+        zorder=4,
+        annotation_clip=False,
+        **how,
     )
-    axes.annotate(
-        f"{peak:,.3g} TFLOP/s", (high, peak), xytext=(-4, 4), textcoords="offset points", fontsize=8, ha="right"
-    )
-    axes.grid(True, which="major", color="#E4E4E4", linewidth=0.6)
 
 
 def write_roofline(content: Result, stem: Path) -> list[Path]:
