@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops.block_products import BlockMap, BlockProduct, OpenBlocks
+from moesaic.ops.block_products import WHOLE_BLOCK, BlockMap, BlockProduct, OpenBlocks
 from moesaic.ops.frames import Scratch, SpareScratch
 from moesaic.ops.kept import Held, Kept
 from moesaic.ops.listeners import Listeners
@@ -28,6 +28,11 @@ from moesaic.ops.skipping import scale_and_shift_of, split
 from moesaic.routing.channel_heads import OpenOnHost
 
 __all__ = ["Chain", "Products"]
+
+
+EVEN = 16
+"""Of channels that are gated one by one a multiple of this is opened, with gates of 0 where there are too few: products
+of so many channels are as fast, and views are made for each number of them."""
 
 
 @dataclass(eq=False, slots=True)
@@ -78,6 +83,12 @@ class Chain:
         """Of each layer, the first block among those of all; and the number of all."""
         self._numbers = np.concatenate([np.arange(number) for number in blocks])
         """Of each block in its layer."""
+        self._layer = np.repeat(np.arange(len(blocks)), blocks)
+        """Of each block."""
+        sizes = [step.layer.block for step in self._gated]
+        self._multiple = np.array([max(EVEN // size, 1) if size < WHOLE_BLOCK else 1 for size in sizes])
+        """Of how many blocks a layer opens a multiple."""
+        self._may_round = bool((self._multiple > 1).any())
         self._sizes = [(step.layer.out_channels, step.layer.block) for step in self._gated]
 
     @staticmethod
@@ -165,17 +176,31 @@ class Chain:
     def _opened(self, on_host: OpenOnHost, dtype: type[np.floating[Any]]) -> list[OpenBlocks]:
         """The open blocks of all layers. A layer in which all are closed gets its first one, whose gate is 0."""
         opened, gates, cuts = on_host
-        if any(map(eq, cuts, cuts[1:])):
-            firsts = [first for first, a, b in zip(self._starts, cuts, cuts[1:], strict=False) if a == b]
-            places = np.searchsorted(opened, firsts)
-            opened, gates = np.insert(opened, places, firsts), np.insert(gates, places, 0)
-            cuts = np.searchsorted(opened, self._starts).tolist()
+        if self._may_round or any(map(eq, cuts, cuts[1:])):
+            opened, gates, cuts = self._rounded(on_host)
         blocks, some = self._numbers[opened], torch.from_numpy(gates.astype(dtype, copy=False)[:, None, None])
         parts = split(some, list(map(sub, cuts[1:], cuts)))
         return [
             OpenBlocks(blocks[a:b], each, channels, size)
             for a, b, each, (channels, size) in zip(cuts, cuts[1:], parts, self._sizes, strict=False)
         ]
+
+    def _rounded(self, on_host: OpenOnHost) -> OpenOnHost:
+        """With more blocks, whose gates are 0: so many of each layer that there are few numbers, and one at least."""
+        opened, gates, cuts = on_host
+        counts = np.diff(cuts)
+        more = np.maximum(-(-counts // self._multiple) * self._multiple, 1) - counts
+        closed = np.ones(self._numbers.size, bool)
+        closed[opened] = False
+        so_far = np.cumsum(closed)
+        before = so_far[self._starts[:-1]] - closed[self._starts[:-1]]
+        layer = self._layer
+        added = np.flatnonzero(closed & (so_far - before[layer] <= more[layer]))
+        opened = np.concatenate([opened, added])
+        order = np.argsort(opened, kind="stable")
+        opened = opened[order]
+        gates = np.concatenate([gates, np.zeros(added.size, gates.dtype)])[order]
+        return OpenOnHost(opened, gates, np.searchsorted(opened, self._starts).tolist())
 
     def _ordered(self) -> Products:
         convs = [step.layer.weights() for step in self._gated]

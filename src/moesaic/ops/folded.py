@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.ops.block_products import BlockMap, BlockProduct, OpenBlocks
+from moesaic.ops.block_products import WHOLE_BLOCK, BlockMap, BlockProduct, OpenBlocks
 from moesaic.ops.channels import norm_as_scale_and_shift
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.frames import SpareScratch
@@ -121,14 +121,16 @@ class FoldedConvs:
 
 def _as_products(layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> SmallConvs:
     products: list[BlockProduct] = []
-    for number, (conv, norm) in enumerate(layers):
+    opened: list[OpenBlocks] = []
+    for conv, norm in layers:
         (stride, _), (padding, _) = _steps(conv)
         O, C = conv.weight.shape[:2]
-        bare = ChannelConv(conv.weight, None, None, stride, padding, "relu", O, C)
-        products.append(BlockProduct(bare, *_scale_and_shift(conv, norm), reads_gated=number > 0, relu=True))
-    return SmallConvs(
-        products, [OpenBlocks(np.zeros(1, int), None, each.outs, each.outs) for each in products], SpareScratch()
-    )
+        # in halves, one for each of two cores: on small maps a product by itself makes little use of several
+        block = O // 2 if O % 2 == 0 and O // 2 >= WHOLE_BLOCK else O
+        bare = ChannelConv(conv.weight, None, None, stride, padding, "relu", block, opened[-1].size if opened else C)
+        products.append(BlockProduct(bare, *_scale_and_shift(conv, norm), reads_gated=bool(opened), relu=True))
+        opened.append(OpenBlocks(np.arange(O // block), None, O, block))
+    return SmallConvs(products, opened, SpareScratch())
 
 
 def _is_product(conv: nn.Conv2d) -> bool:

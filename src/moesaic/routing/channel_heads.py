@@ -147,7 +147,7 @@ def open_on_host(scores_1E: Tensor, heads: Sequence[ChannelGate]) -> OpenOnHost:
 
     On the host, where a dozen small operations take the time of one on tensors.
     """
-    scores: NDArray[np.floating[Any]] = scores_1E[0].cpu().numpy()
+    scores: NDArray[np.floating[Any]] = scores_1E.cpu().numpy()[0]
     table = _table(tuple([(head.blocks, head.keep or 0) for head in heads]))
     real = scores[: table.total]
     if not table.kept:  # mode="relu", in which a gate that is not a number is not closed
