@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
 
@@ -159,11 +160,19 @@ def test_the_named_layers_are_there_in_all_forms_that_were_measured(of: ModuleTy
     assert "| released block | PatchMoE, triton | 0.5 ms | 2.00 | 2 ms | 1.50 | 0.50 | 0.55 |" in table
 
 
-def test_the_roofline_has_every_shape_that_is_right(of: ModuleType, tmp_path: Path):
-    content = of.results("layer-cuda")
-    figure = of.draw_roofline(content)
+def test_the_roofline_has_every_shape_that_is_right(of: ModuleType):
+    figure = of.draw_roofline(of.results("layer-cuda"))
     points = [len(group.get_offsets()) for axes in figure.axes for group in axes.collections]
     assert points == [1, 2, 1, 2] * 2  # dense then routed: of the grid, named
-    written = of.write_roofline(content, tmp_path / "roofline")
-    first = [path.read_bytes() for path in written]
-    assert [path.read_bytes() for path in of.write_roofline(content, tmp_path / "roofline")] == first
+
+
+def test_the_same_results_give_the_same_figure(of: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def small(_: object) -> Figure:
+        figure = Figure(figsize=(1, 1))
+        figure.text(0.5, 0.5, "roof")
+        return figure
+
+    monkeypatch.setattr(of, "draw_roofline", small)
+    first = [path.read_bytes() for path in of.write_roofline({}, tmp_path / "roofline")]
+    assert [bytes[:5] for bytes in first] == [b"\x89PNG\r", b"<?xml"]
+    assert [path.read_bytes() for path in of.write_roofline({}, tmp_path / "roofline")] == first

@@ -28,8 +28,8 @@ def explain_choice(x: Tensor, routing: Routing) -> Choice:
     >>> import torch, moesaic
     >>> layer, x = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=3), torch.randn(1, 4, 5, 5)
     >>> choice = explain_choice(x, layer.route(x))
-    >>> choice.name, choice.refused
-    ('torch', {})
+    >>> choice.name, "torch" in choice.refused
+    ('torch', False)
     """
     registered = dispatch._registered  # pyright: ignore[reportPrivateUsage]
     reasons = {name: known.refusal(x, routing) for name, known in registered.items()}
