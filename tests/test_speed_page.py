@@ -96,6 +96,9 @@ def of(speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         for shape, compiled, wrn, pmoe in settings
     ]
     (tmp_path / "model-cuda.json").write_text(json.dumps({"measurements": networks}))
+    steps = {"products": 0.9, "dense": 1.2, "dense, compiled": 1.0, "ours": 1.5, "bmm": 2.1, "grouped": 3.0}
+    perceptrons = [{"what": name, "step, ms": ms} for name, ms in steps.items()]
+    (tmp_path / "mlp-cuda.json").write_text(json.dumps({"equality": {"ours": {"equal": True}}, "steps": perceptrons}))
     monkeypatch.setattr(speed, "RESULTS", tmp_path)
     return speed
 
@@ -137,6 +140,10 @@ def test_goals_are_judged_by_what_was_measured(of: ModuleType):
     assert "| ≥ 1 | ≥ 1.3 | 1.50 | goal |" in found["cifar layer on a GPU, training step, × dense"]
     memory = found["celeba layer on a GPU, memory of a training step, share of the dense layer's"]
     assert "| ≤ 0.6 | – | 0.55 | bar |" in memory
+    assert "| ≥ 1.3 | – | 1.40 | bar |" in found["MLP layer on a GPU, training step, × the fastest routed peer"]
+    # against the faster of two dense ones
+    perceptrons = found["MLP layer on a GPU, training step, time over that of a dense MLP of equal FLOPs"]
+    assert "| – | ≤ 1.1 | 1.50 | **neither** |" in perceptrons
     # the fastest of each network, compiled or not
     assert "| ≥ 1.15 | ≥ 1.25 | 1.25 | goal |" in found["WRN-pMoE on a GPU, training step, celeba, × WRN"]
 
