@@ -339,7 +339,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="on a GPU")
     parser.add_argument("--batch", type=int, default=256, help="on a GPU")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repetitions", type=int, default=48)
+    parser.add_argument("--repetitions", type=int, default=32)
     parser.add_argument("--prices", action="store_true")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/channel-DEVICE.json")
     arguments = parser.parse_args()

@@ -120,6 +120,28 @@ def test_large_maps_are_seen_in_parts(block, strips, reads_gated, monkeypatch):
     torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("way", ["rows", "nothing"])
+@pytest.mark.parametrize("pool", [False, True])
+@torch.no_grad()
+def test_layers_of_many_weights_have_their_columns_in_blocks(way, pool, monkeypatch):
+    monkeypatch.setattr(block_products, "MANY_WEIGHTS", 1)
+    monkeypatch.setitem(narrow_conv.PRICES, "cpu", PRICES[way])
+    product, plainly = case(10, 12, 1, 1, reads_gated=True, pool=pool, stride=1)
+    scratch = Scratch(torch.float64)
+    for opened_in, opened_out in (
+        ((0, 3, 9), (1, 2, 7)),
+        (tuple(range(10)), (0, 11)),
+        (tuple(range(10)), tuple(range(12))),
+    ):
+        before, here = some(10, 1, *opened_in), some(12, 1, *opened_out)
+        raw, x = torch.rand(1, len(opened_in), 4, 6).double(), torch.zeros(1, 10, 4, 6).double()
+        x[:, list(opened_in)] = raw
+        x[:, list(opened_in)] = behind_gates(before, x)
+        found = product.run(before_gates(before, raw, len(opened_in)), before, here, scratch)
+        torch.testing.assert_close(found.map(), behind_gates(here, plainly(x)), rtol=1e-10, atol=1e-10)
+        assert found.full().shape[1] == 12
+
+
 @torch.no_grad()
 def test_memory_that_other_numbers_of_channels_were_in_has_zeros_around_the_map():
     product, plainly = case(12, 10, 1, 1, reads_gated=True, pool=False, stride=1)
