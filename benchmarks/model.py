@@ -10,12 +10,17 @@ over WRN-pMoE's of the same fidelity. Both get the same care. On a CPU each is t
 and its faster format counts; on a GPU the format is channels_last, and what is compiled or captured in a CUDA graph is
 so for both.
 
+Where a machine is free for short whiles only, ``--add`` takes a measurement in several runs: medians are over the times
+of all of them.
+
 Memory is the peak while one network runs, its weights, gradients and optimizer included, on a GPU; with
 ``--cuda-graph`` that of the same step before it is captured.
 """
 
 import argparse
 import json
+import statistics
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -23,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import RESULTS, Timing, in_turns, machine, show, synchronize, write
+from measure import RESULTS, Timing, captured, in_turns, machine, quartiles, show, synchronize, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -91,7 +96,7 @@ class Setting:
         options = {"image_size": shape.size} if name == "WRN-pMoE" else {}
         torch.manual_seed(0)
         model = moesaic.create_model(NETWORKS[name], num_classes=shape.classes, fidelity=self.fidelity, **options)
-        model = model.to(self.device, self.weights).to(memory_format=memory_format)
+        model = model.to(self.device, self.weights, memory_format=memory_format)
         return model.train(self.what == "training step")
 
     def images(self, memory_format: torch.memory_format) -> Tensor:
@@ -128,32 +133,12 @@ def training_step(model: nn.Module, x: Tensor, setting: Setting) -> Callable[[],
     return run
 
 
-def captured(run: Callable[[], object], warm_up: int = 5) -> Callable[[], object]:
-    """The same as a CUDA graph, captured after some runs on a stream beside the others."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(warm_up):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-
-    def replay() -> Callable[[], object]:
-        graph.replay()
-        return run  # held here: its weights and images are in memory that the graph reads
-
-    return replay
-
-
 def candidate(
     name: str, setting: Setting, memory_format: torch.memory_format
 ) -> tuple[Callable[[], object], float | None]:
     """A network's run, and the MiB it needs at most on a GPU."""
     before = torch.cuda.memory_allocated() if setting.device == "cuda" else 0
-    model = setting.network(name, memory_format)
+    model: Any = setting.network(name, memory_format)
     if setting.compiled:
         model = torch.compile(model, dynamic=False)
     make = inference if setting.what == "inference" else training_step
@@ -167,20 +152,44 @@ def candidate(
     run()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / MEBIBYTE
-    return (captured(run) if setting.cuda_graph else run), peak
+    if not setting.cuda_graph:
+        return run, peak
+    replay = captured(run, warm_up=5)
+    return lambda: (replay(), run), peak  # which holds the run: its weights and images are in memory the graph reads
 
 
-def compare(setting: Setting, formats: list[str], repetitions: int) -> list[dict[str, Any]]:
+class Recorded:
+    """A run that writes down how long it took, in ms, each time."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self.run = run
+        self.times: list[float] = []
+
+    def __call__(self) -> None:
+        synchronize()
+        start = time.perf_counter()
+        self.run()
+        synchronize()
+        self.times.append(1e3 * (time.perf_counter() - start))
+
+
+def compare(
+    setting: Setting, formats: list[str], repetitions: int, before: dict[str, list[float]]
+) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
+    """A row for each network, and all times, those of before included."""
     if setting.compiled:
         torch.compiler.reset()  # a graph for this setting, not a share of one for all of them
-    runs: dict[str, Callable[[], object]] = {}
+    runs: dict[str, Recorded] = {}
     peaks: dict[str, float | None] = {}
     with moesaic.backend(setting.backend) if setting.backend else nullcontext():
         for name in NETWORKS:
             for label in formats:
                 key = f"{name}, {label}"
-                runs[key], peaks[key] = candidate(name, setting, FORMATS[label])
-        timings = in_turns(runs, repetitions)
+                run, peaks[key] = candidate(name, setting, FORMATS[label])
+                runs[key] = Recorded(run)
+        in_turns(runs, repetitions)
+    times = {key: before.get(key, []) + run.times[-repetitions:] for key, run in runs.items()}
+    timings = {key: Timing(statistics.median(each), *quartiles(each)) for key, each in times.items()}
     fastest = {
         name: min((f"{name}, {label}" for label in formats), key=lambda key: timings[key].median) for name in NETWORKS
     }
@@ -197,7 +206,7 @@ def compare(setting: Setting, formats: list[str], repetitions: int) -> list[dict
             row["MiB"] = peaks[key]
         others: dict[str, Timing] = {label: timings[f"{name}, {label}"] for label in formats}
         rows.append({**row, "formats, ms": others})
-    return rows
+    return rows, times
 
 
 def settings(arguments: argparse.Namespace) -> list[Setting]:
@@ -227,12 +236,9 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
     ]
 
 
-def earlier(path: Path, done: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What a file has of other settings than those measured now."""
-    if not path.exists():
-        return []
-    now = [measurement["setting"] for measurement in done]
-    return [each for each in json.loads(path.read_text())["measurements"] if each["setting"] not in now]
+def measured(path: Path) -> list[dict[str, Any]]:
+    """What a file has."""
+    return json.loads(path.read_text())["measurements"] if path.exists() else []
 
 
 def main() -> None:
@@ -251,7 +257,9 @@ def main() -> None:
     parser.add_argument("--backend", choices=backends(), help="default: what moesaic picks")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, help="of a CPU; default: torch's")
-    parser.add_argument("--add", action="store_true", help="keep what the file has of other settings")
+    parser.add_argument(
+        "--add", action="store_true", help="keep what the file has, and add to times of the same setting"
+    )
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/model-DEVICE.json")
     arguments = parser.parse_args()
     if arguments.threads:
@@ -260,18 +268,20 @@ def main() -> None:
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # as cuDNN's convolutions have it by default
     formats = arguments.memory_format or (["channels_last"] if arguments.device == "cuda" else list(FORMATS))
-    done: list[dict[str, Any]] = []
+    path = arguments.out or RESULTS / f"model-{arguments.device}.json"
+    done = measured(path) if arguments.add else []
     for setting in settings(arguments):
-        rows = compare(setting, formats, arguments.repetitions)
+        same = next((each for each in done if each["setting"] == asdict(setting)), None)
+        if same is not None:
+            done.remove(same)
+        rows, times = compare(setting, formats, arguments.repetitions, same["times, ms"] if same else {})
         show(str(setting), [{k: v for k, v in row.items() if k != "formats, ms"} for row in rows])
-        done.append({"setting": asdict(setting), "repetitions": arguments.repetitions, "networks": rows})
+        done.append({"setting": asdict(setting), "networks": rows, "times, ms": times})
         synchronize()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
     print("× WRN: above 1 is faster than WRN")
-    path = arguments.out or RESULTS / f"model-{arguments.device}.json"
-    kept = earlier(path, done) if arguments.add else []
-    content = {"machine": machine(), "device": arguments.device, "measurements": [*kept, *done]}
+    content = {"machine": machine(), "device": arguments.device, "measurements": done}
     print(f"written to {write(path.stem, content, path)}")
 
 

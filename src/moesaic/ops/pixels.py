@@ -175,13 +175,14 @@ class Pixels:
     def landing_on_pixels(self, kernel: int, *, rest: bool = False) -> Landing:
         """On which of its expert's own pixels each tap of each pixel lands; what lands elsewhere counts nowhere."""
         routing, p, (_, W) = self.routing, self.spec.patch_size, self.map_size
-        R, places = self.at_R.shape[0], routing.batch * routing.units * routing.experts
+        places = routing.batch * routing.units * routing.experts
+        rows = self.at_R.shape[0] + (routing.experts if rest else 0)
         number_P = torch.arange(self.place_P.shape[0], device=self.at_R.device)
         there, inside, patch = self._taps(kernel)
         within_Rk = (there // W % p * p + there % W % p).index_select(0, self.at_R)
         lands_Rk = inside.index_select(0, self.at_R)
         if self.spec.context == "patch":
-            number_Rk = number_P.unsqueeze(1).expand(-1, p * p).reshape(R, 1)
+            number_Rk = number_P.unsqueeze(1).expand(-1, p * p).reshape(-1, 1)
         else:
             number_of = number_P.new_full((places + 1,), -1).scatter(0, self.place_P, number_P)
             first_R = self.image_R * (routing.units * routing.experts) + self.expert_R
@@ -192,12 +193,11 @@ class Pixels:
             lands_Rk = lands_Rk & self.used_R.unsqueeze(1)
         at_Rk = number_Rk * (p * p) + within_Rk
         if rest:
-            R += routing.experts
             at_Rk = at_Rk + at_Rk // max(self._each, 1)  # behind each expert's pixels there is one more
-        at_Rk = torch.where(lands_Rk, at_Rk, (self.at_R + R).unsqueeze(1))
+        at_Rk = torch.where(lands_Rk, at_Rk, (self.at_R + rows).unsqueeze(1))
         if rest:
-            at_Rk = self._with_rest(at_Rk, R)
-        return Landing(at_Rk, R, self.area, among_pixels=True)
+            at_Rk = self._with_rest(at_Rk, rows)
+        return Landing(at_Rk, rows, self.area, among_pixels=True)
 
     def _with_rest(self, at_Rk: Tensor, nowhere: int) -> Tensor:
         by_expert = at_Rk.view(self.routing.experts, self._each, at_Rk.shape[1])

@@ -36,7 +36,8 @@ __all__ = [
 
 def by_hand(*tensors: Tensor) -> bool:
     """Whether tensors are plain ones of a CPU in float32 or float64, which no compiler or transform looks at."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+    traced = torch._C._get_tracing_state() is not None  # pyright: ignore[reportPrivateUsage]
+    if traced or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
     if transformed or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
@@ -182,7 +183,7 @@ class _Land(torch.autograd.Function):
         return _land(values, weight, landing)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         values, weight = ctx.saved_tensors
         landing: Landing = ctx.landing
         if torch.is_grad_enabled():  # someone wants a gradient of the gradient

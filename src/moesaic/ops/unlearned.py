@@ -9,8 +9,10 @@ costs a CPU more than the steps that fill it.
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +30,7 @@ __all__ = ["conv_unlearned", "may_run_unlearned"]
 _VALUES_AT_A_TIME = 2**21
 """Values of all experts, or their products: 8 MiB in float32."""
 
-_kept = WeakIdKeyDictionary()
+_kept = cast("MutableMapping[Tensor, dict[object, Kept[_Ready]]]", WeakIdKeyDictionary())
 
 
 def may_run_unlearned(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None) -> bool:
@@ -204,7 +206,7 @@ def _ready(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size: t
 
     if not isinstance(experts.weight, nn.Parameter):
         return make()
-    kept: dict[object, Kept[_Ready]] = _kept.setdefault(experts.weight, {})
+    kept = _kept.setdefault(experts.weight, {})
     for_this = (spec, map_size, None if norm is None else norm.eps)
     if for_this not in kept:
         kept.clear()  # of one shape at a time
