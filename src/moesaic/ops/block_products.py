@@ -86,13 +86,12 @@ class OpenBlocks:
         gates[self.blocks] = some
         return torch.from_numpy(gates)
 
-    def over_channels(self, gates: Tensor) -> Tensor:
-        """(channels,): the gate of each channel of these blocks, which have gates (blocks, 1, 1)."""
+    def over_channels(self, gates: Tensor) -> Floats:
+        """(channels,): the gate of each channel of blocks that have these gates (blocks, 1, 1), open ones or all."""
+        each: Floats = gates.numpy().ravel()
         if self.size == 1:
-            return gates.view(-1)
-        if len(gates) == self.blocks.size:
-            return gates[:, 0].expand(-1, self.size).reshape(-1)[: self.count()]
-        return gates[:, 0].expand(-1, self.size).reshape(-1)[: self.channels]
+            return each
+        return each.repeat(self.size)[: self.count() if each.size == self.blocks.size else self.channels]
 
 
 @dataclass(eq=False, slots=True)
@@ -120,36 +119,28 @@ class BlockMap:
             return self.values.index_select(3, torch.from_numpy(self.some.numbers()))
         return self.values.index_select(0, torch.from_numpy(self.some.blocks))
 
-    def put(self, place: Tensor, *, gated: bool, all_channels: bool = False) -> None:
+    def put(self, place: Tensor, *, all_channels: bool = False) -> Tensor | None:
         """Write it, behind ReLU, to a place for blocks (blocks, H, W, channels of a block).
 
-        Where it is not to be gated, gates are up to the caller. With all channels it is, and closed ones are zeros.
+        What is returned are the gates that are yet to be multiplied in, (blocks, 1, 1). Where all channels are asked
+        for, closed ones are zeros or have gates that are.
         """
         some, b = self.some, place.shape[3]
-        gates = some.gates
-        if not all_channels and (not gated or gates is None):
-            values = _in_blocks(self.opened(), b)
-            if self.relu:
-                torch.clamp_min(values, 0, out=place)
-            else:
-                place.copy_(values)
-            return
         if all_channels and not self.closed_too:
             place.zero_()
-            values = self._gated(self.opened(), gates)
+            values = self._gated(self.values, some.gates)
             if place.shape[0] > 1:
                 place.index_copy_(0, torch.from_numpy(some.blocks), _in_blocks(values, b))
             else:
-                place.index_copy_(
-                    3, torch.from_numpy(some.numbers()), _in_blocks(values, values.shape[0] * values.shape[3])
-                )
-            return
-        gates = some.all_gates() if all_channels else gates
+                values = _in_blocks(values, values.shape[0] * values.shape[3])
+                place.index_copy_(3, torch.from_numpy(some.numbers()), values)
+            return None
         values = _in_blocks(self.values if all_channels else self.opened(), b)
-        assert gates is not None
-        torch.mul(values, gates.unsqueeze(3) if place.shape[0] > 1 else some.over_channels(gates), out=place)
         if self.relu:
-            place.clamp_min_(0)
+            torch.clamp_min(values, 0, out=place)
+        else:
+            place.copy_(values)
+        return some.all_gates() if all_channels else some.gates
 
     def map(self) -> Tensor:
         """(1, open channels, H, W): behind ReLU and gates."""
@@ -161,7 +152,9 @@ class BlockMap:
         values = values.clamp_min(0) if self.relu else values.clone()
         if gates is None:
             return values
-        return values.mul_(gates.unsqueeze(3) if values.shape[0] > 1 else self.some.over_channels(gates))
+        if values.shape[0] > 1:
+            return values.mul_(gates.unsqueeze(3))
+        return values.mul_(torch.from_numpy(self.some.over_channels(gates)))
 
     def mean(self, scratch: Scratch) -> Tensor:
         """(1, channels): over all pixels, where all gates are 1. It is left behind ReLU."""
@@ -469,8 +462,10 @@ class BlockProduct:
             else:
                 place.copy_(blocks)
             return None
-        x.put(place, gated=not self.by_block, all_channels=all_channels)
-        return ins.gates if self.by_block and not all_channels else None
+        gates = x.put(place, all_channels=all_channels)
+        if gates is None or self.by_block:
+            return gates
+        return torch.from_numpy(np.tile(ins.over_channels(gates), self.kernel.size))
 
     def _gather(self, plan: _Plan, ins: OpenBlocks | None, outs: OpenBlocks) -> Tensor:
         """Copy the weights that are open, and give the shifts."""
