@@ -224,7 +224,8 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
                 "multiply-adds": macs,
             }
             for turn, images_each in TURNS.items():
-                found = in_turns({name: run(images_each) for name, run in runs.items()}, repetitions)
+                turns = repetitions if images_each == 1 else max(repetitions // 2, 4)
+                found = in_turns({name: run(images_each) for name, run in runs.items()}, turns)
                 timings = {
                     name: Timing(*(ms / images_each for ms in vars(timing).values())) for name, timing in found.items()
                 }
