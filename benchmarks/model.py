@@ -6,9 +6,11 @@
 WRN-10-10 for faces of 64×64 pixels and two classes (celeba), or for images of 32×32 and ten (cifar). Inference is the
 network in eval mode without gradients; a training step is forward, cross-entropy and backward, with ``--optimizer`` an
 SGD step with momentum behind it. Networks take turns, and every figure is a ratio within one run: WRN's median time
-over WRN-pMoE's of the same fidelity. Both get the same care. On a CPU each is timed contiguous and in channels_last,
-and its faster format counts; on a GPU the format is channels_last, and what is compiled or captured in a CUDA graph is
-so for both.
+over WRN-pMoE's of the same fidelity. With ``--burst`` a network runs several times in its turn: in the first of them it
+finds the caches full of the others' weights, in the rest of its own.
+
+Both get the same care. On a CPU each is timed contiguous and in channels_last, and its faster format counts; on a GPU
+the format is channels_last, and what is compiled or captured in a CUDA graph is so for both.
 
 Where a machine is free for short whiles only, ``--add`` takes a measurement in several runs: medians are over the times
 of all of them.
@@ -72,11 +74,14 @@ class Setting:
     cuda_graph: bool
     optimizer: bool
     backend: str | None
+    burst: int
+    """How often a network runs in its turn."""
 
     def __str__(self) -> str:
         how = [self.dtype + (" by autocast" if self.autocast else "")]
         how += ["compiled"] * self.compiled + ["CUDA graph"] * self.cuda_graph + ["with optimizer"] * self.optimizer
         how += [f"backend {self.backend}"] if self.backend else []
+        how += [f"{self.burst} runs in a turn"] if self.burst > 1 else []
         return f"{self.shape}, {self.what}, batch {self.batch}, fidelity {self.fidelity}: {', '.join(how)}"
 
     @property
@@ -159,18 +164,20 @@ def candidate(
 
 
 class Recorded:
-    """A run that writes down how long it took, in ms, each time."""
+    """A run that writes down how long it took, in ms, each time; of several runs in a turn the mean."""
 
-    def __init__(self, run: Callable[[], object]) -> None:
+    def __init__(self, run: Callable[[], object], burst: int) -> None:
         self.run = run
+        self.burst = burst
         self.times: list[float] = []
 
     def __call__(self) -> None:
         synchronize()
         start = time.perf_counter()
-        self.run()
+        for _ in range(self.burst):
+            self.run()
         synchronize()
-        self.times.append(1e3 * (time.perf_counter() - start))
+        self.times.append(1e3 * (time.perf_counter() - start) / self.burst)
 
 
 def compare(
@@ -186,7 +193,7 @@ def compare(
             for label in formats:
                 key = f"{name}, {label}"
                 run, peaks[key] = candidate(name, setting, FORMATS[label])
-                runs[key] = Recorded(run)
+                runs[key] = Recorded(run, setting.burst)
         in_turns(runs, repetitions)
     times = {key: before.get(key, []) + run.times[-repetitions:] for key, run in runs.items()}
     timings = {key: Timing(statistics.median(each), *quartiles(each)) for key, each in times.items()}
@@ -228,6 +235,7 @@ def settings(arguments: argparse.Namespace) -> list[Setting]:
             cuda_graph=arguments.cuda_graph,
             optimizer=arguments.optimizer and what == "training step",
             backend=arguments.backend,
+            burst=arguments.burst,
         )
         for shape in arguments.shape or SHAPES
         for what in arguments.what or KINDS
@@ -255,6 +263,7 @@ def main() -> None:
     parser.add_argument("--cuda-graph", action="store_true", help="capture the whole pass or step")
     parser.add_argument("--optimizer", action="store_true", help="a step of SGD with momentum in each training step")
     parser.add_argument("--backend", choices=backends(), help="default: what moesaic picks")
+    parser.add_argument("--burst", type=int, default=1, help="runs of a network in its turn, of which the mean counts")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, help="of a CPU; default: torch's")
     parser.add_argument(
