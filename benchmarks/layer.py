@@ -145,9 +145,12 @@ def checked(each: Measurement, setting: Setting) -> dict[str, Any]:
     choice = picked(few, FORMS[each.form], setting.device, setting.dtype)
     names = list(dict.fromkeys([choice.name, "torch"]))
     limit = TOLERANCE[setting.dtype]
-    seed = time.time_ns() % 2**31
-    with torch.backends.cudnn.flags(enabled=True, benchmark=False):  # in float64 trying all algorithms takes long
+    seed, fastest = time.time_ns() % 2**31, torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False  # in float64 trying all algorithms takes long
+    try:
         errors = layer_errors(few, FORMS[each.form], names, setting.device, setting.dtype, seed)
+    finally:
+        torch.backends.cudnn.benchmark = fastest
     equal = all(error <= limit for found in errors.values() for error in found.values())  # NaN is not
     return {"equal": equal, "tolerance": limit, "errors": errors, "picked": choice.name, "why": choice.why}
 

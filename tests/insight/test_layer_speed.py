@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.insight import layer_check, layer_speed
+from moesaic.insight import layer_check, layer_speed, timing
 from moesaic.insight.layer_check import TOLERANCE, layer_errors
 from moesaic.insight.layer_speed import LayerTimes, fastest_dense, layer_times
 from moesaic.insight.routed_shape import (
@@ -19,7 +19,7 @@ from moesaic.insight.routed_shape import (
     routed_layer,
     routed_work,
 )
-from moesaic.insight.timing import Timing
+from moesaic.insight.timing import Memory, Timing
 from moesaic.models import count
 from moesaic.ops.torch_backend import TorchBackend
 
@@ -130,6 +130,47 @@ def test_what_fails_is_noted_and_the_others_are_timed(monkeypatch: pytest.Monkey
     assert ours.best("forward") is None
     assert dense.best("step")
     assert masked.best("step")
+
+
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_on_a_gpu_steps_are_graphs_and_what_cannot_be_captured_is_timed_as_it_is(
+    can_capture: bool, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[str] = []
+
+    def capture(run: Any) -> Any:
+        if not can_capture:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        made.append("graph")
+        return run
+
+    def memory(run: Any, clear: Any) -> Memory:
+        run()
+        clear()
+        return Memory(10, 30)
+
+    start = layer_speed._Ready.__init__
+
+    def on_gpu(self: Any, *args: Any) -> None:
+        start(self, *args)
+        self.on_gpu = True
+
+    def in_turns(runs: Any, repetitions: int, *, gpu_clock: bool) -> dict[str, Timing]:
+        assert gpu_clock
+        return timing.in_turns(runs, repetitions)
+
+    monkeypatch.setattr(layer_speed, "captured", capture)
+    monkeypatch.setattr(layer_speed, "peak_memory", memory)
+    monkeypatch.setattr(layer_speed, "in_turns", in_turns)
+    monkeypatch.setattr(layer_speed._Ready, "__init__", on_gpu)
+    rows = layer_times(SHAPE, Form(), device="cpu", dtype=torch.float32, repetitions=1)
+    assert len(made) == (6 if can_capture else 0)
+    for row in rows:
+        assert row.best("forward")
+        assert row.best("step")
+        assert row.memory == Memory(10, 30)
+        assert len(row.notes) == (0 if can_capture else 2)
+        assert all("not captured: RuntimeError: operation not permitted" in note for note in row.notes)
 
 
 def test_masks_are_left_out_where_they_take_too_much(monkeypatch: pytest.MonkeyPatch):

@@ -64,8 +64,9 @@ def picked(shape: RoutedShape, form: Form, device: str, dtype: torch.dtype) -> C
     """
     layer = routed_layer(shape, form).to(device, dtype)
     x, _ = random_maps(shape, device, dtype, torch.channels_last)
-    with torch.no_grad():
-        return explain_choice(x, layer.route(x))
+    with torch.no_grad(), backend("reference"):  # the choice must not hang on kernels that may be what is wrong
+        routing = layer.route(x)
+    return explain_choice(x, routing)
 
 
 def fastest_dense(rows: Sequence[LayerTimes], what: Pass) -> float | None:
@@ -98,21 +99,13 @@ def layer_times(
     >>> fastest_dense(rows, "forward") > 0
     True
     """
-    gpu = torch.device(device).type == "cuda"
     candidates = _candidates(shape, form, device, dtype, without, compiled=compiled)
     if compiled:
         torch.compiler.reset()  # each shape gets a graph of its own, not a share of one for all shapes
     maps = {label: random_maps(shape, device, dtype, FORMATS[label]) for label in formats}
-    ready = [_Ready(each, label, *maps[label]) for each in candidates for label in formats]
-    for what in passes:
-        runs = {str(number): run for number, each in enumerate(ready) if (run := each.prepare(what))}
-        timings = in_turns(runs, repetitions, gpu_clock=gpu)
-        for number, timing in timings.items():
-            each = ready[int(number)]
-            times: dict[str, Timing] = getattr(each.row, what)
-            times[each.label] = timing
-    if gpu:
-        del maps, ready
+    _time([_Ready(each, label, *maps[label]) for each in candidates for label in formats], passes, repetitions)
+    if torch.device(device).type == "cuda":
+        del maps
         gc.collect()
         torch.cuda.empty_cache()
     return [each.row for each in candidates]
@@ -155,6 +148,7 @@ class _Ready:
     def __init__(self, candidate: _Candidate, label: str, x: Tensor, wanted: Tensor) -> None:
         self.row = candidate.row
         self.label = label
+        self.on_gpu = x.is_cuda
         self._x = x.detach().requires_grad_()
         self._wanted = wanted
         self._model: nn.Module = copy.deepcopy(candidate.model).to(x.device, x.dtype)
@@ -171,7 +165,7 @@ class _Ready:
         run = self._step if what == "step" else self._forward
         try:
             run()
-            if not self._x.is_cuda:
+            if not self.on_gpu:
                 return run
             if what == "step" and self.row.memory is None:
                 self.row.memory = peak_memory(run, self._clear)
@@ -200,6 +194,18 @@ class _Ready:
 
     def _on_backend(self) -> AbstractContextManager[object]:
         return nullcontext() if self.row.backend is None else backend(self.row.backend)
+
+
+def _time(ready: Sequence[_Ready], passes: Sequence[Pass], repetitions: int) -> None:
+    """Write the times of all passes into the candidates' rows; what was captured for them is given up at the end."""
+    for what in passes:
+        prepared = {number: each.prepare(what) for number, each in enumerate(ready)}
+        runs = {str(number): run for number, run in prepared.items() if run is not None}
+        gpu_clock = any(each.on_gpu for each in ready)
+        for number, timing in in_turns(runs, repetitions, gpu_clock=gpu_clock).items():
+            each = ready[int(number)]
+            times: dict[str, Timing] = getattr(each.row, what)
+            times[each.label] = timing
 
 
 def _first_line(error: Exception) -> str:
