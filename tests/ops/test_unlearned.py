@@ -39,7 +39,7 @@ def kept_way(monkeypatch):
 
 OPTIONS = list(
     product(["output", "input"], ["map", "patch"], ["concat", "sum"], [False, True], [1, 3, 5], [1, 2, 3, 4])
-)
+)[::5]  # each value meets each of the others
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 Contributions are one product per expert. A product wants a matrix of all taps: weights in channels_last hold it
 already, with an output channel's taps side by side, while sums want a tap's output channels side by side. Either the
 weights are brought into that order or the product is, whichever is smaller. Gradients of weights come as the weights
-lie, and for the backward pass the values alone are remembered: fresh memory costs a CPU more than the sums themselves.
+lie, and contributions are not remembered for the backward pass: fresh memory costs a CPU more than the sums themselves.
 
 Compilers, transforms such as vmap, second derivatives and other devices are given the same in torch's own operations.
 """
@@ -158,16 +158,16 @@ def _land_plain(values: Tensor, weight: Tensor, landing: Landing) -> tuple[Tenso
     return landed(products.flatten(0, 1), landing), products[:, -1]
 
 
-def _land(values: Tensor, weight: Tensor, landing: Landing) -> tuple[Tensor, Tensor]:
+def _land(values: Tensor, weight: Tensor, matrix: Tensor, landing: Landing) -> tuple[Tensor, Tensor]:
     (E, M, _), (_, O, _, ks, _) = values.shape, weight.shape
     taps = values.new_empty(E * M * ks * ks + 1, O)
     taps[-1] = 0  # what a row gets where nothing lands on it
     products = taps[:-1].view(E, M, ks * ks, O)
     if _turning_is_cheaper(M, weight):
-        turned = torch.bmm(values, _matrix(weight, as_it_lies=True).transpose(1, 2))
+        turned = torch.bmm(values, matrix.transpose(1, 2))
         products.copy_(turned.view(E, M, O, ks * ks).transpose(2, 3))
     else:
-        torch.bmm(values, tap_matrix(weight).transpose(1, 2), out=products.view(E, M, ks * ks * O))
+        torch.bmm(values, matrix.transpose(1, 2), out=products.view(E, M, ks * ks * O))
     if landing.among_pixels:
         sums = F.embedding_bag(landing.sources_Rk, taps, mode="sum")
     else:
@@ -178,13 +178,14 @@ def _land(values: Tensor, weight: Tensor, landing: Landing) -> tuple[Tensor, Ten
 class _Land(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, landing: Landing) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(values, weight)
+        matrix = _matrix(weight, _turning_is_cheaper(values.shape[1], weight))
+        ctx.save_for_backward(values, weight, matrix)
         ctx.landing = landing
-        return _land(values, weight, landing)
+        return _land(values, weight, matrix, landing)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight = ctx.saved_tensors
+        values, weight, matrix = ctx.saved_tensors
         landing: Landing = ctx.landing
         if torch.is_grad_enabled():  # someone wants a gradient of the gradient
             again = _land_plain(values, weight, landing)
@@ -200,13 +201,14 @@ class _Land(torch.autograd.Function):
         rows = (rows.transpose(2, 3) if as_it_lies else rows).reshape(E, M, ks * ks * O)
         of_values = of_weight = None
         if ctx.needs_input_grad[0]:
-            of_values = torch.bmm(rows, _matrix(weight, as_it_lies))
+            of_values = torch.bmm(rows, matrix)
         if ctx.needs_input_grad[1]:
-            of_weight = torch.bmm(rows.transpose(1, 2), values)
             if as_it_lies:
-                of_weight = of_weight.view(E, O, ks, ks, C).permute(0, 1, 4, 2, 3)
+                of_weight = torch.bmm(rows.transpose(1, 2), values).view(E, O, ks, ks, C).permute(0, 1, 4, 2, 3)
+            elif weight.is_contiguous():  # which is nearer to taps behind channels
+                of_weight = torch.bmm(values.transpose(1, 2), rows).view(E, C, ks, ks, O).permute(0, 4, 1, 2, 3)
             else:
-                of_weight = of_weight.view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
+                of_weight = torch.bmm(rows.transpose(1, 2), values).view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
         return of_values, of_weight, None
 
 
