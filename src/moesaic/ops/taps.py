@@ -36,7 +36,7 @@ __all__ = [
 
 def by_hand(*tensors: Tensor) -> bool:
     """Whether tensors are plain ones of a CPU in float32 or float64, which no compiler or transform looks at."""
-    traced = torch._C._get_tracing_state() is not None  # pyright: ignore[reportPrivateUsage]
+    traced = torch._C._get_tracing_state() is not None  # pyright: ignore
     if traced or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
         return False
     transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
