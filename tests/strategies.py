@@ -17,7 +17,7 @@ from moesaic import ops
 from moesaic.experts import MLPExperts
 from moesaic.record import NOBODY
 
-BACKENDS = ops.backends()
+BACKENDS = [name for name in ops.backends() if name != "triton"]  # that one runs patches on GPUs alone
 
 
 class PickyChoice(moesaic.ExpertChoice):

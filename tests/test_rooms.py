@@ -21,7 +21,7 @@ FLOORS = (
     {"routing", "experts"},
     {"ops"},
     {"record", "ledger"},
-    {"checks", "draws", "statistics"},
+    {"cache", "checks", "draws", "statistics"},
 )
 ALONE = {"theory"}  # imports no other room; any room but the two lowest may import it
 
@@ -38,6 +38,7 @@ CORE = {
     "theory",
     "record",
     "ledger",
+    "cache",
     "checks",
     "draws",
     "statistics",

@@ -7,13 +7,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Case, PickyChoice, assert_same, cases, run
+from strategies import BACKENDS, Case, PickyChoice, assert_same, cases, run
 
 import moesaic
 from moesaic.experts import MLPExperts
-from moesaic.ops import PatchSpec, backends
+from moesaic.ops import PatchSpec
 
-FAST = [name for name in backends() if name != "reference"]
+FAST = [name for name in BACKENDS if name != "reference"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import BACKENDS
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops import backends, channels, narrow_conv, skipping
+from moesaic.ops import channels, narrow_conv, skipping
 from moesaic.routing.channel_gate import ChannelGate
 
 FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)
@@ -151,7 +152,7 @@ def test_every_backend_equals_the_definition_in_eval(batch, stride, dtype, toler
         case = build(out, ins, channels_out=31, channels_in=29, block=8, stride=stride).to(dtype)
         with torch.no_grad():
             expected = case.definition()
-        for backend in backends():
+        for backend in BACKENDS:
             torch.testing.assert_close(run(case, backend), expected, rtol=tolerance, atol=tolerance)
 
 
@@ -176,7 +177,7 @@ def test_closed_channels_are_exactly_zero_in_training_too():
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"norm": False, "bias": True, "stride": 2}, {"activation": "identity"}])
 def test_gradients_are_those_of_the_definition(backend, training, options, way):
     gates = [[1.0, -1.0, 0.5, 2.0], [-1.0] * 4, [0.5, 0.5, -1.0, -1.0]]
@@ -231,7 +232,7 @@ def test_a_sample_does_not_depend_on_its_batch_mates(way):
         torch.testing.assert_close(run(alone), y[b : b + 1], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_autocast_computes_low(backend, way):
     case = build(PATTERNS, PATTERNS, channels_out=8, channels_in=8, block=2).to(torch.float32)
     expected = run(case)

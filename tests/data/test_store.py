@@ -14,9 +14,10 @@ import pytest
 import torch
 from PIL import Image
 
+from moesaic.cache import default_cache
 from moesaic.data import store
 from moesaic.data.shelves import FolderShelf, open_shelf
-from moesaic.data.store import Cache, Decoded, decode_pictures, default_cache
+from moesaic.data.store import Cache, Decoded, decode_pictures
 
 
 class Counting(FolderShelf):

@@ -10,6 +10,7 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from moesaic.cache import default_cache
 from moesaic.checks import at_least_one, one_of
 from moesaic.data.folders import folder_parts
 from moesaic.data.hub import PREFIX, hub_parts
@@ -17,7 +18,7 @@ from moesaic.data.image_parts import ImageParts, Source
 from moesaic.data.image_tasks import Augment, Augmented, ImageTask, Scale, Skipped
 from moesaic.data.named_sets import NAMED_SETS
 from moesaic.data.shelves import printable
-from moesaic.data.store import Cache, Log, default_cache
+from moesaic.data.store import Cache, Log
 
 __all__ = ["IMAGE_SETS", "Scaling", "as_task", "load_images"]
 

@@ -27,17 +27,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from moesaic.cache import CACHE_VARIABLE, default_cache
 from moesaic.checks import at_least_one
 from moesaic.data.image_tasks import Skipped
 from moesaic.data.pictures import DECODING, BadPicture, decode_picture, pixel_limit
 from moesaic.data.shelves import FileEntry, Shelf, UnreadableFile, printable
 
-__all__ = ["CACHE_VARIABLE", "Cache", "Decoded", "Log", "decode_pictures", "default_cache"]
+__all__ = ["Cache", "Decoded", "Log", "decode_pictures"]
 
 Log = Callable[[str], None]
-
-CACHE_VARIABLE = "MOESAIC_CACHE"
-"""The environment variable that names the folder for caches."""
 
 _BLOCK = 512
 """Pictures decoded together."""
@@ -46,19 +44,6 @@ _TOLD_EVERY = 5.0
 _STALE = 24 * 3600.0
 """Seconds after which an unfinished file is taken for one that nobody writes any more."""
 _MOST_WORKERS = 16
-
-
-def default_cache() -> Path:
-    """The folder in the variable MOESAIC_CACHE, or ``.cache/moesaic`` in the home folder."""
-    told = os.environ.get(CACHE_VARIABLE)
-    if told:
-        return Path(told)
-    try:
-        return Path.home() / ".cache" / "moesaic"
-    except RuntimeError as fault:
-        raise FileNotFoundError(
-            f"there is no home folder for the cache ({fault}); name a folder in {CACHE_VARIABLE}"
-        ) from fault
 
 
 def _silent(message: str) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moesaic.checks import at_least_one, check_map, one_of
 from moesaic.experts import ConvExperts, Experts
 from moesaic.layers.routed import Routed
-from moesaic.ops import Combine, Context, GateOn, PatchSpec, autocast_dtype
+from moesaic.ops import ChosenPatches, Combine, Context, GateOn, PatchSpec, autocast_dtype
 from moesaic.record import Routing
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
@@ -154,7 +154,8 @@ class PatchMoE(Routed):
         self._check_input(x)
         memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
         x = x.contiguous(memory_format=torch.channels_last)
-        routing = self._emit(self._route(x))
+        routing = self._route(x)
+        self._emit(routing.bare() if isinstance(routing, ChosenPatches) else routing)
         if routing.chooser == "soft":
             y = self._run_soft(x, routing)
         else:
@@ -164,7 +165,8 @@ class PatchMoE(Routed):
     def route(self, x: Tensor) -> Routing:
         """What the router chooses for a map, without running the experts."""
         self._check_input(x)
-        return self._route(x)
+        routing = self._route(x)
+        return routing.bare() if isinstance(routing, ChosenPatches) else routing
 
     def extra_repr(self) -> str:
         return (

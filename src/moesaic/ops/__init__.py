@@ -6,6 +6,7 @@ Backends register below in the order of preference, the preferred one last.
 from moesaic.ops.dispatch import (
     Activation,
     Backend,
+    ChosenPatches,
     Combine,
     Context,
     ConvWeights,
@@ -14,9 +15,11 @@ from moesaic.ops.dispatch import (
     Norm,
     PatchSpec,
     Samples,
+    Softmax,
     backend,
     backends,
     register_backend,
+    run_choice,
     run_conv,
     run_each,
     run_mlp,
@@ -26,10 +29,12 @@ from moesaic.ops.dispatch import (
 from moesaic.ops.precision import autocast_dtype, autocast_off
 from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.torch_backend import TorchBackend
+from moesaic.ops.triton_backend import TritonBackend
 
 __all__ = [
     "Activation",
     "Backend",
+    "ChosenPatches",
     "Combine",
     "Context",
     "ConvWeights",
@@ -38,11 +43,13 @@ __all__ = [
     "Norm",
     "PatchSpec",
     "Samples",
+    "Softmax",
     "autocast_dtype",
     "autocast_off",
     "backend",
     "backends",
     "register_backend",
+    "run_choice",
     "run_conv",
     "run_each",
     "run_mlp",
@@ -52,3 +59,4 @@ __all__ = [
 
 register_backend(ReferenceBackend())
 register_backend(TorchBackend())
+register_backend(TritonBackend())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import ContextDecorator
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ __all__ = [
     "Backend",
     "ChannelActivation",
     "ChannelConv",
+    "ChoosingBackend",
+    "ChosenPatches",
     "Combine",
     "Context",
     "ConvWeights",
@@ -34,10 +36,12 @@ __all__ = [
     "Norm",
     "PatchSpec",
     "Samples",
+    "Softmax",
     "backend",
     "backends",
     "register_backend",
     "run_channels",
+    "run_choice",
     "run_conv",
     "run_each",
     "run_mlp",
@@ -50,6 +54,7 @@ Context = Literal["map", "patch"]
 Combine = Literal["concat", "sum"]
 Activation = Callable[[Tensor], Tensor]
 ChannelActivation = Literal["relu", "identity"]
+Softmax = Literal["softmax_selected", "softmax_all", "one"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,32 @@ class ChannelConv:
     block_in: int
 
 
+@dataclass(frozen=True, eq=False)
+class ChosenPatches(Routing):
+    """Expert choice made by a backend's own kernels, which then need not ask how the gates came about."""
+
+    seen: Tensor | None = None
+    """The map that was scored."""
+    router: Tensor | None = None
+    """(E, C, p, p): the kernels it was scored with."""
+    softmax: Softmax = "one"
+    """How gates come from scores."""
+    slots: Tensor | None = None
+    """(B, E, N): which of its places an expert gave to a patch, -1 for none."""
+    made: tuple[Tensor, Tensor] | None = None
+    """Index and gate as they were made: whoever replaced one of them made another routing."""
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether this is what was chosen for this very map, and nothing was replaced."""
+        return self.seen is x and self.made is not None and self.index is self.made[0] and self.gate is self.made[1]
+
+    def bare(self) -> Routing:
+        """The record alone, which does not keep the map alive."""
+        return Routing(
+            self.unit, self.scores, self.index, self.gate, self.chooser, grid=self.grid, may_drop=self.may_drop
+        )
+
+
 class Samples(Protocol):
     """Samples as a backend lays them out for stacked experts; what its axes in front are is the backend's affair."""
 
@@ -160,6 +191,15 @@ class Backend(Protocol):
     def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor: ...
 
 
+@runtime_checkable
+class ChoosingBackend(Protocol):
+    """A backend that has kernels for expert choice too."""
+
+    def choose(self, x: Tensor, router: Tensor, patches: int, softmax: Softmax) -> ChosenPatches | None:
+        """Every expert's best patches of a map (B, C, H, W), or None, which leaves the choice to the router."""
+        ...
+
+
 _registered: dict[str, Backend] = {}
 _asked_for: str | None = None
 
@@ -173,7 +213,7 @@ def backends() -> list[str]:
     """The names of the registered backends, the preferred one last.
 
     >>> backends()
-    ['reference', 'torch']
+    ['reference', 'torch', 'triton']
     """
     return list(_registered)
 
@@ -221,6 +261,17 @@ def select_backend(x: Tensor, routing: Routing) -> Backend:
             return _registered[name]
     reasons = "; ".join(f"{name}: {known.refusal(x, routing)}" for name, known in _registered.items())
     raise ValueError(f"no backend can run this: {reasons}")
+
+
+def run_choice(x: Tensor, router: Tensor, patches: int, softmax: Softmax) -> ChosenPatches | None:
+    """Every expert's best patches of a map (B, C, H, W) and their gates, where a backend has kernels for that."""
+    asked = [_asked_for] if _asked_for is not None else reversed(_registered)
+    for name in asked:
+        candidate = _registered[name]
+        chosen = candidate.choose(x, router, patches, softmax) if isinstance(candidate, ChoosingBackend) else None
+        if chosen is not None:
+            return chosen
+    return None
 
 
 def run_conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:

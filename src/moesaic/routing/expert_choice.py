@@ -8,18 +8,19 @@ nothing needs balancing.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import at_least_one, check_map, one_of
+from moesaic.ops import Softmax, run_choice
 from moesaic.record import Routing, Unit
 from moesaic.routing.router import Router, best
 
 __all__ = ["ExpertChoice", "ExpertGate"]
 
-ExpertGate = Literal["softmax_selected", "softmax_all", "one"]
+ExpertGate = Softmax
 
 
 class ExpertChoice(Router):
@@ -54,6 +55,13 @@ class ExpertChoice(Router):
         at_least_one("ExpertChoice", patches_per_expert=patches_per_expert)
         self.patches_per_expert = patches_per_expert
         self.gate: ExpertGate = one_of("ExpertChoice", "gate", gate, get_args(ExpertGate))
+
+    def forward(self, x: Tensor) -> Routing:
+        chosen = None
+        if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
+            check_map(type(self).__name__, x, self.in_channels, self.patch_size)
+            chosen = run_choice(x, self.weight, self.patches_per_expert, self.gate)
+        return super().forward(x) if chosen is None else chosen
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         N = scores.shape[1]

@@ -16,9 +16,9 @@ product. The two products whose results the activation meets can take it in, whe
 way forward goes with any way back. The bias's gradient is summed per tile, and then in order: the same bits every time.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# pyright: reportUnknownArgumentType=false, reportUnknownParameterType=false, reportMissingParameterType=false
-# pyright: reportOptionalMemberAccess=false, reportIndexIssue=false
+# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ Way = Literal["separate", "pointers", "descriptors"]
 
 WAYS: dict[str, Way] = {"forward": "separate", "backward": "separate"}
 
-TILES: dict[Way, dict[str, int]] = {
-    "pointers": {"BM": 128, "BJ": 128, "BK": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3},
-    "descriptors": {"BM": 128, "BJ": 256, "BK": 64, "GROUP": 8, "PROGRAMS": 132, "num_warps": 8, "num_stages": 3},
+_BY_ADDRESS = {"BM": 128, "BJ": 128, "BK": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+_FETCHED = {"BM": 128, "BJ": 256, "BK": 64, "GROUP": 8, "PROGRAMS": 132, "FLATTEN": 0, "num_warps": 8, "num_stages": 3}
+TILES: dict[str, dict[Way, dict[str, int]]] = {
+    "forward": {"pointers": _BY_ADDRESS, "descriptors": {**_FETCHED, "FLATTEN": 1}},
+    "backward": {"pointers": {**_BY_ADDRESS, "num_warps": 8}, "descriptors": _FETCHED},
 }
 """Sides of a tile; GROUP: how many of them stand below each other before the next column, so that they share what the
-L2 cache holds; PROGRAMS: how many run over all tiles, 0 for one each."""
+L2 cache holds; PROGRAMS: how many run over all tiles, 0 for one each; FLATTEN: whether the loads of the next tile begin
+before this one is done (back, their buffers and those of ``before`` would not fit together)."""
 
 
 @triton.jit
@@ -124,13 +127,11 @@ def fetched_product_kernel(
     left, right, bias, before, out, sums, M, E,
     J: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BACK: tl.constexpr, HAS_BIAS: tl.constexpr,
     KEEP: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    FLATTEN: tl.constexpr, SPECIALIZE: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
     """The same; left, right, before and out are descriptors of three axes, which know where an expert ends."""
     tiles = E * ((M + BM - 1) // BM) * ((J + BJ - 1) // BJ)
-    for tile in tl.range(
-        tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=SPECIALIZE
-    ):
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
         e, m0, j0 = _place(tile, M, J, BM, BJ, GROUP)
         found = tl.zeros((BM, BJ), tl.float32)
         for k0 in range(0, K, BK):
@@ -216,7 +217,7 @@ def hidden(
         return before if keep else values.new_empty(0), after
     before = torch.empty(E, M, J, dtype=values.dtype, device=values.device) if keep else values.new_empty(0)
     after = torch.empty(E, M, J, dtype=values.dtype, device=values.device)
-    sides = _sides(way, tiles, M, J, C)
+    sides = _sides(tiles or TILES["forward"][way], M, J, C)
     _launch(way, sides, values, weight, bias, before if keep else after, after, None, kind, KEEP=keep, BACK=False)
     return before, after
 
@@ -238,7 +239,7 @@ def hidden_back(
     way = _possible(way or WAYS["backward"], grad, J)
     if way == "separate":
         return activate_back(torch.bmm(grad, weight), before, bias, kind)
-    sides = _sides(way, tiles, M, J, O)
+    sides = _sides(tiles or TILES["backward"][way], M, J, O)
     out = torch.empty_like(before)
     sums = None
     if bias is not None:
@@ -248,16 +249,16 @@ def hidden_back(
 
 
 def _possible(way: Way, rows: Tensor, J: int) -> Way:
-    """That way, or the next one that takes such rows: a fused product is for 16 bits, a descriptor for whole 16 bytes."""
+    """That way, or the next that takes such rows: fused products are for 16 bits, descriptors for whole 16 bytes."""
     if way == "separate" or rows.numel() == 0 or rows.dtype.itemsize > 2:
         return "separate"
     whole = 16 // rows.dtype.itemsize
     return "pointers" if way == "descriptors" and (rows.shape[2] % whole or J % whole) else way
 
 
-def _sides(way: Way, tiles: dict[str, int] | None, M: int, J: int, K: int) -> dict[str, int]:
+def _sides(tiles: dict[str, int], M: int, J: int, K: int) -> dict[str, int]:
     """No longer than needs be, and at least what a product in tiles takes."""
-    sides = dict(TILES[way] if tiles is None else tiles)
+    sides = dict(tiles)
     for side, size in (("BM", M), ("BJ", J), ("BK", K)):
         sides[side] = power_of_2(size, least=16, most=sides[side])
     return sides
@@ -286,11 +287,11 @@ def _launch(
         product_kernel[(programs,)](left, right, bias, before, out, sums, M, E, **constants, **given)
         return
     most = given.pop("PROGRAMS")
-    loop = {"FLATTEN": bool(given.pop("FLATTEN", 0)), "SPECIALIZE": bool(given.pop("SPECIALIZE", 0))}
+    given["FLATTEN"] = bool(given.get("FLATTEN", 0))
     BM, BJ, BK = sides["BM"], sides["BJ"], sides["BK"]
     fetched_product_kernel[(min(programs, most) if most else programs,)](
         _described(left, BM, BK), _described(right, *((BK, BJ) if BACK else (BJ, BK))), bias,
-        _described(before, BM, BJ), _described(out, BM, BJ), sums, M, E, **constants, **loop, **given,
+        _described(before, BM, BJ), _described(out, BM, BJ), sums, M, E, **constants, **given,
     )  # fmt: skip
 
 

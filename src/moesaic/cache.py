@@ -1,0 +1,24 @@
+"""Where moesaic keeps what it would otherwise compute again: decoded pictures, tile sizes that were measured."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["CACHE_VARIABLE", "default_cache"]
+
+CACHE_VARIABLE = "MOESAIC_CACHE"
+"""The environment variable that names the folder for caches."""
+
+
+def default_cache() -> Path:
+    """The folder in the variable MOESAIC_CACHE, or ``.cache/moesaic`` in the home folder."""
+    told = os.environ.get(CACHE_VARIABLE)
+    if told:
+        return Path(told)
+    try:
+        return Path.home() / ".cache" / "moesaic"
+    except RuntimeError as fault:
+        raise FileNotFoundError(
+            f"there is no home folder for the cache ({fault}); name a folder in {CACHE_VARIABLE}"
+        ) from fault

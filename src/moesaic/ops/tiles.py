@@ -1,0 +1,125 @@
+"""Tile sizes of the GPU kernels: rules that came from measuring, and what was measured better for a shape on this GPU.
+
+A kernel asks `tile` with its rule's answer and the sizes that matter. ``moesaic bench layer --tune`` times other tiles
+for a shape (`tune`) and keeps the winners in a file beside the other caches, by GPU; from then on they are used.
+Nothing is timed while a model runs, so the first step costs no more than the others and a run repeats to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moesaic.cache import default_cache
+
+__all__ = ["CANDIDATES", "Tile", "tile", "tile_file", "tune"]
+
+Tile = tuple[int, ...]
+
+CANDIDATES: dict[str, tuple[Tile, ...]] = {
+    "combine": ((32, 32, 1), (16, 64, 1), (16, 128, 2), (64, 32, 2), (64, 32, 4), (32, 32, 2)),
+    "spread": ((64, 16, 4), (64, 32, 4), (16, 128, 4), (128, 16, 8), (32, 32, 2)),
+    "gather": ((16, 128, 4), (32, 128, 4), (8, 256, 4), (4, 1024, 4)),
+    "collect": ((128, 4), (128, 2), (256, 4), (512, 2), (1024, 1), (1024, 2)),
+    "norm": ((16, 64, 2, 4), (32, 64, 4, 2), (32, 64, 4, 4), (16, 64, 2, 2)),
+}
+"""By kernel: sides of a tile and warps; of the norm's passes also how many parts their sums are taken in."""
+
+_GAIN = 0.99
+"""A tile is kept if it takes less than this share of the rule's time."""
+
+_trial: dict[str, Tile] = {}
+_asked: dict[str, tuple[str, Tile]] | None = None
+
+
+def tile(kernel: str, rule: Tile, *sizes: int) -> Tile:
+    """The tile for a kernel and sizes: the one under trial, the one that was measured best here, or else the rule's."""
+    name = f"{kernel} {' '.join(map(str, sizes))}"
+    if _asked is not None:
+        _asked.setdefault(name, (kernel, rule))
+    if name in _trial:
+        return _trial[name]
+    return _measured(str(tile_file())).get(name, rule)
+
+
+def tile_file() -> Path:
+    """Where measured tiles of this GPU are kept."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return default_cache() / "tiles" / f"{'-'.join(gpu.split())}.json"
+
+
+def tune(measure: Callable[[], float], tell: Callable[[str], None] = print) -> dict[str, Tile]:
+    """Try other tiles for every kernel that ``measure`` runs, and keep what makes it faster; the winners by name.
+
+    ``measure`` gives the time of what is to become fast. Kernels are tuned one after the other.
+    """
+    found: dict[str, Tile] = {}
+    with _listening() as asked:
+        before = measure()
+    for name, (kernel, rule) in asked.items():
+        best, least = rule, measure()
+        for candidate in CANDIDATES.get(kernel, ()):
+            if candidate == rule:
+                continue
+            _trial[name] = candidate
+            try:
+                spent = measure()
+            except Exception:  # a tile that this GPU has no room for, in whatever words its compiler says so
+                spent = math.inf
+            if spent < least * _GAIN:
+                best, least = candidate, spent
+        _trial.pop(name, None)
+        if best != rule:
+            _trial[name] = found[name] = best
+            tell(f"{name}: {best} in place of {rule}")
+    after = measure()
+    _trial.clear()
+    if found and after < before:
+        _keep(tile_file(), found)
+        return found
+    return {}
+
+
+@contextmanager
+def _listening() -> Generator[dict[str, tuple[str, Tile]]]:
+    global _asked
+    _asked = {}
+    try:
+        yield _asked
+    finally:
+        _asked = None
+
+
+@lru_cache(maxsize=8)
+def _measured(file: str) -> dict[str, Tile]:
+    """What was kept; a file that cannot be read is left alone, and said so."""
+    try:
+        kept: Any = json.loads(Path(file).read_text("utf-8"))
+        return {str(name): tuple(int(side) for side in sides) for name, sides in kept["tiles"].items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as fault:
+        warnings.warn(
+            f"the measured tiles in {file} cannot be read ({fault}); the rules apply. Delete the file, or measure "
+            "again with moesaic bench layer --tune",
+            stacklevel=2,
+        )
+        return {}
+
+
+def _keep(file: Path, found: dict[str, Tile]) -> None:
+    tiles = _measured(str(file)) | found
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    unfinished.write_text(json.dumps({"tiles": {name: list(tiles[name]) for name in sorted(tiles)}}, indent=1), "utf-8")
+    unfinished.replace(file)
+    _measured.cache_clear()

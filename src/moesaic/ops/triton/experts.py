@@ -1,0 +1,524 @@
+"""Experts over chosen patches as torch operations, with shapes for tracing and gradients.
+
+    patch_route        x → scores, the best patches, gates, slots
+    patch_slots        an index → slots
+    patch_statistics   statistics of masked maps; moves the running ones on
+    patch_conv         convolutions over chosen patches
+    patch_mlp          perceptrons over chosen patches
+
+Maps are (B, H, W, C) here. Every operation has a ``_backward`` operation where it has a gradient, so that a compiled
+graph sees opaque nodes and no Python in between.
+
+``patch_conv`` and ``patch_mlp`` take the router's kernels where gates are theirs: then the gradient of gates goes on
+to the router and the map inside, where it costs next to nothing, and none is returned for the gates. Who has use for
+scores and gates elsewhere, in a loss for instance, gets their gradient by ``patch_route``; both add up.
+"""
+
+# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from moesaic.ops.triton import choice, perceptron
+from moesaic.ops.triton.choice import by_pixel
+from moesaic.ops.triton.launch import Sizes, dense, wide
+from moesaic.ops.triton.maps import Landing, combine, gated_gradients, resting_gradients, spread, taps_of, weight_of
+from moesaic.ops.triton.norm import norm_gradients, statistics
+from moesaic.ops.triton.rows import NormTensors, collect, gather, sum_of_owners
+
+__all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_statistics"]
+
+GROUPED = 1 << 24
+"""Bytes from which the gradient of contributions is taken in two groups of experts, so that less is alive at once."""
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A map and who chose which patches of it."""
+
+    x: Tensor
+    index: Tensor
+    slots: Tensor
+    gate: Tensor
+    scores: Tensor | None
+    router: Tensor | None
+    """Kernels (E, C, p, p) of the router whose gates these are, a softmax of ``scores``."""
+    norm: NormTensors | None
+    patch: int
+    kind: int
+    on_input: bool
+
+    @property
+    def sizes(self) -> Sizes:
+        return Sizes.of(self.x, self.index, self.patch)
+
+    @property
+    def gate_in(self) -> Tensor | None:
+        return self.gate if self.on_input else None
+
+    @property
+    def gate_out(self) -> Tensor | None:
+        return None if self.on_input else self.gate
+
+
+def _chosen(
+    x: Tensor, index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float,
+    training: bool, patch: int, kind: int, on_input: bool,
+) -> _Chosen:  # fmt: skip
+    norm = None
+    if norm_weight is not None and norm_bias is not None and mean is not None and var is not None:
+        norm = NormTensors(norm_weight, norm_bias, mean, var, eps, training)
+    x, index, slots, gate = x.contiguous(), index.contiguous(), slots.contiguous(), gate.contiguous()
+    return _Chosen(x, index, slots, gate, dense(scores), router, norm, patch, kind, on_input)
+
+
+def _nothing(like: Tensor) -> Tensor:
+    """An operation's results are tensors, each of its own."""
+    return like.new_empty(0)
+
+
+class _Back:
+    """From gradients of values, a group of experts at a time, to those of x, gate, router and norm.
+
+    ``dots`` (B, E, L, p²) is the gradient of gates on the output.
+    """
+
+    def __init__(self, of: _Chosen, dots: Tensor | None, *, centre: bool) -> None:
+        self.of, self.dots, self.centre = of, dots, centre
+        self.kernels = None if of.router is None else by_pixel(of.router)
+        self.owners = choice.owners_of(of.slots, of.index.shape[2])
+        self.grad_x: Tensor | None = None
+        # zeros: places that nobody took have no patch
+        self.grad_gate = (
+            torch.zeros(of.index.shape, dtype=wide(of.x.dtype), device=of.x.device) if of.on_input else None
+        )
+        self.norm_gradients: tuple[Tensor, Tensor] | None = None
+        self.grad_scores: Tensor | None = None
+        self.every = of.kind == choice.KINDS["softmax_all"]
+        if self.kernels is not None and dots is not None and of.scores is not None:
+            self.grad_scores = choice.gradient_of_choice(dots, of.gate, of.scores, of.slots, of.kind, self.every)
+
+    @property
+    def beside(self) -> tuple[Tensor, Tensor] | None:
+        """The gradient of chosen patches' scores goes along; that of all patches' takes a pass of its own."""
+        if self.grad_scores is None or self.kernels is None or self.every:
+            return None
+        return self.grad_scores, self.kernels
+
+    def add(self, grad_rows: Tensor, experts: range) -> None:
+        """Gradients of these experts' values (…, M1, C); with a norm, of all experts at once."""
+        of, folded = self.of, None
+        if of.norm is not None:
+            *self.norm_gradients, folded = norm_gradients(
+                grad_rows, of.x, of.index, of.gate_in, of.norm, of.patch, centre=self.centre
+            )
+        self.grad_x = collect(
+            grad_rows, of.x, of.index, self.owners, of.gate_in, self.grad_gate, folded, self.beside, of.patch,
+            experts, self.grad_x,
+        )  # fmt: skip
+
+    def finish(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of x, gate, router, norm's weight and bias; empty where there is none."""
+        of, grad_x = self.of, self.grad_x
+        assert grad_x is not None
+        grad_gate, grad_router = _nothing(grad_x), _nothing(grad_x)
+        grad_weight, grad_bias = self.norm_gradients or (_nothing(grad_x), _nothing(grad_x))
+        dots, kernels = self.dots if self.grad_gate is None else self.grad_gate, self.kernels
+        if of.router is None or kernels is None or of.scores is None:
+            if dots is not None:
+                grad_gate = dots if dots.ndim == 3 else dots[..., 0] if dots.shape[3] == 1 else dots.sum(3)
+                grad_gate = grad_gate.to(of.gate.dtype)
+        elif self.beside is not None:
+            grad_router = choice.router_gradient_of_chosen(self.beside[0], of.x, of.index, of.patch, of.router.dtype)
+        else:
+            grad_scores = self.grad_scores
+            if grad_scores is None and dots is not None:
+                grad_scores = choice.gradient_of_choice(dots, of.gate, of.scores, of.slots, of.kind, True)
+            if grad_scores is not None:
+                grad_x = choice.map_back(grad_scores, kernels, grad_x, of.x, of.patch)
+                grad_router = choice.router_gradient(grad_scores, of.x, of.patch, of.router.dtype)
+        return grad_x, grad_gate, grad_router, grad_weight, grad_bias
+
+
+# choice --------------------------------------------------------------------------------------------------------------
+
+
+@custom_op("moesaic::patch_route", mutates_args=())
+def patch_route(x: Tensor, router: Tensor, patches: int, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores (B, N, E) of x under kernels (E, C, p, p), each expert's best patches (B, E, L), gates and slots."""
+    return choice.choose(x.contiguous(), by_pixel(router), patches, router.shape[2], kind)
+
+
+@patch_route.register_fake
+def _(x: Tensor, router: Tensor, patches: int, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    B, H, W, _ = x.shape
+    E, _, p, _ = router.shape
+    N = (H // p) * (W // p)
+    full = wide(x.dtype)
+    index = x.new_empty(B, E, patches, dtype=torch.int64)
+    gate = x.new_empty(B, E, patches, dtype=full)
+    return x.new_empty(B, N, E, dtype=full), index, gate, x.new_empty(B, E, N, dtype=torch.int32)
+
+
+@custom_op("moesaic::patch_route_backward", mutates_args=())
+def patch_route_backward(
+    grad_scores: Tensor, grad_gate: Tensor, x: Tensor, router: Tensor, scores: Tensor, gate: Tensor, slots: Tensor,
+    kind: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad, p, x = grad_scores, router.shape[2], x.contiguous()
+    if kind != choice.KINDS["one"]:
+        grad = grad + choice.gradient_of_choice(
+            grad_gate.contiguous(), gate.contiguous(), scores.contiguous(), slots.contiguous(), kind, True
+        )
+    grad = grad.contiguous()
+    return choice.map_back(grad, by_pixel(router), None, x, p), choice.router_gradient(grad, x, p, router.dtype)
+
+
+@patch_route_backward.register_fake
+def _(grad_scores, grad_gate, x, router, scores, gate, slots, kind):
+    return _like(x), _like(router)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, router, _, ctx.kind = inputs
+    scores, index, gate, slots = output
+    ctx.mark_non_differentiable(index, slots)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, router, scores, gate, slots)
+
+
+def _route_backward(ctx: Any, grad_scores: Tensor | None, _index: None, grad_gate: Tensor | None, _slots: None) -> Any:
+    x, router, scores, gate, slots = ctx.saved_tensors
+    grad_scores = torch.zeros_like(scores) if grad_scores is None else grad_scores
+    grad_gate = torch.zeros_like(gate) if grad_gate is None else grad_gate
+    grad_x, grad_router = patch_route_backward(grad_scores, grad_gate, x, router, scores, gate, slots, ctx.kind)
+    return grad_x, grad_router, None, None
+
+
+patch_route.register_autograd(_route_backward, setup_context=_route_setup)
+
+
+@custom_op("moesaic::patch_slots", mutates_args=())
+def patch_slots(index: Tensor, patches: int) -> Tensor:
+    """Slots (B, E, N) of an index (B, E, L)."""
+    return choice.places(index.contiguous(), patches)
+
+
+@patch_slots.register_fake
+def _(index: Tensor, patches: int) -> Tensor:
+    return index.new_empty(index.shape[0], index.shape[1], patches, dtype=torch.int32)
+
+
+@custom_op("moesaic::patch_statistics", mutates_args={"running_mean", "running_var"})
+def patch_statistics(
+    x: Tensor, index: Tensor, gate: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
+    patch: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mean and variance (E, C) of each expert's masked map; the running ones are moved on."""
+    return statistics(x.contiguous(), index.contiguous(), dense(gate), running_mean, running_var, momentum, patch)
+
+
+@patch_statistics.register_fake
+def _(x, index, gate, running_mean, running_var, momentum, patch):
+    mean = x.new_empty(index.shape[1], x.shape[3], dtype=wide(x.dtype))
+    return mean, torch.empty_like(mean)
+
+
+# convolutions --------------------------------------------------------------------------------------------------------
+
+
+@custom_op("moesaic::patch_conv", mutates_args=())
+def patch_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
+    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    mean: Tensor | None, var: Tensor | None, eps: float, training: bool, patch: int, kind: int, on_input: bool,
+    alone: bool, summed: bool, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The map (B, H, W, O'), and with ``keep`` what the gradient needs: values, and what gates are multiplied with."""
+    of = _chosen(
+        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
+    )
+    sizes, landing, bias = of.sizes, Landing(weight.shape[3], alone, summed), dense(bias)
+    rest = of.norm is not None
+    values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=rest)
+    contributions = torch.bmm(values, taps_of(weight).transpose(1, 2))
+    small = landing.kernel == 1  # then values are most of the work, and kept
+    if not (keep and small):
+        values = _nothing(x)
+    if small and summed and not on_input and not rest:
+        owners = choice.owners_of(of.slots, sizes.L)
+        y, own = sum_of_owners(contributions, sizes, owners, of.gate_out, bias, None), None
+    else:
+        y, own = combine(
+            contributions, sizes, of.slots, of.gate_out, bias, landing, rest=rest,
+            keep=keep and not small and not on_input,
+        )  # fmt: skip
+    if own is None:
+        own = contributions if keep and small and not on_input else _nothing(x)
+    return y, values, own
+
+
+@patch_conv.register_fake
+def _(
+    x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind,
+    on_input, alone, summed, keep,
+):  # fmt: skip
+    B, H, W, C = x.shape
+    E, O, _, ks, _ = weight.shape
+    M = B * index.shape[2] * patch * patch
+    M1 = M if norm_weight is None else M + 8
+    y = weight.new_empty(B, H, W, O if summed else E * O)
+    values = weight.new_empty(E, M1, C) if keep and ks == 1 else x.new_empty(0)
+    own = weight.new_empty(E, M1 if ks == 1 else M, O) if keep and not on_input else x.new_empty(0)
+    return y, values, own
+
+
+@custom_op("moesaic::patch_conv_backward", mutates_args=())
+def patch_conv_backward(
+    grad: Tensor, values: Tensor, own: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
+    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    mean: Tensor | None, var: Tensor | None, eps: float, training: bool, patch: int, kind: int, on_input: bool,
+    alone: bool, summed: bool, need_map: bool, need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight, bias, gate, router, norm's weight and bias; empty where there is none."""
+    of = _chosen(
+        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
+    )
+    E, _, C, ks, _ = weight.shape
+    grad, bias = grad.contiguous(), dense(bias)
+    sizes, landing = of.sizes, Landing(ks, alone, summed)
+    norm, small = of.norm is not None, ks == 1
+    rows = sizes.rows(norm)
+    dots = gated = answers = sums = None
+    if of.gate_out is not None:
+        dots, gated, sums = gated_gradients(
+            grad, own if need_map else None, sizes, of.index, of.gate_out, bias if small else None, landing,
+            rest=norm and small, rows=rows if small else None, sums=bias is not None and not norm,
+        )  # fmt: skip
+    if norm or (bias is not None and sums is None):
+        answers = resting_gradients(grad, sizes, of.slots, of.gate_out, landing, by_tap=norm)
+        sums = answers[:, answers.shape[1] // 2]
+    del own
+    taps = taps_of(weight)
+    # three quarters of the experts, then the others: so most is alive before the map's gradient is there
+    parted = not small and E > 1 and E * rows * taps.shape[1] * grad.element_size() > GROUPED
+    groups = [range(-(-3 * E // 4)), range(-(-3 * E // 4), E)] if parted else [range(E)]
+    # a norm needs all rows' gradients before any goes on to the map
+    back = _Back(of, dots, centre=True) if need_map else None
+    grad_taps = torch.empty_like(taps) if need_weight else None
+    grad_rows = torch.empty(E, rows, C, dtype=weight.dtype, device=x.device) if norm and need_map else None
+    for group in filter(len, groups):
+        inside = slice(group.start, group.stop)
+        part = gated
+        if part is None:
+            part = spread(grad, sizes, of.index, of.slots, of.gate_out, landing, rows, group)
+        if norm and answers is not None:
+            part[:, sizes.M] = answers[inside].flatten(1)
+        if grad_taps is not None:
+            given = values if small else gather(
+                of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=norm, experts=group
+            )  # fmt: skip
+            torch.bmm(part.transpose(1, 2), given, out=grad_taps[inside])
+        given = None
+        if grad_rows is not None:
+            torch.bmm(part, taps[inside], out=grad_rows[inside])
+        elif back is not None:
+            given = torch.bmm(part, taps[inside])
+        part = gated = None  # before the map's gradient is there
+        if back is not None and given is not None:
+            back.add(given, group)
+            del given
+    grad_weight = _nothing(grad)
+    if grad_taps is not None:
+        grad_weight = weight_of(grad_taps, ks)
+    grad_bias = _nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
+    if back is None:
+        return _nothing(grad), grad_weight, grad_bias, *(_nothing(grad) for _ in range(4))
+    del grad_taps, taps
+    if grad_rows is not None:
+        back.add(grad_rows, range(E))
+        del grad_rows
+    grad_x, *others = back.finish()
+    return grad_x, grad_weight, grad_bias, *others
+
+
+def _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map: bool):
+    """Shapes of x's gradient and of those that come with it: gate, router, norm's weight and bias."""
+
+    def like(tensor: Tensor | None, wanted: bool) -> Tensor:
+        return _like(tensor) if tensor is not None and wanted else grad.new_empty(0)
+
+    return (
+        like(x, need_map),
+        like(gate, need_map and router is None),
+        like(router, need_map),
+        like(norm_weight, need_map),
+        like(norm_bias, need_map),
+    )
+
+
+@patch_conv_backward.register_fake
+def _(
+    grad, values, own, x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps,
+    training, patch, kind, on_input, alone, summed, need_map, need_weight,
+):  # fmt: skip
+    grad_x, *others = _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
+    grad_weight = _like(weight) if need_weight else grad.new_empty(0)
+    return grad_x, grad_weight, grad.new_empty(0) if bias is None else _like(bias), *others
+
+
+def _conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, weight, bias, index, slots, gate, scores, router, *norm = inputs[:12]
+    *ctx.settings, ctx.keep = inputs[12:]
+    _, values, own = output
+    ctx.mark_non_differentiable(values, own)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(values, own, x, weight, bias, index, slots, gate, scores, router, *norm)
+
+
+def _conv_backward(ctx: Any, grad: Tensor | None, _values: None, _own: None) -> Any:
+    wanted = ctx.needs_input_grad
+    if grad is None:
+        return (None,) * 20
+    need_map = any(wanted[each] for each in (0, 5, 7, 8, 9))
+    saved = ctx.saved_tensors
+    gx, gw, gb, gg, gr, gnw, gnb = patch_conv_backward(grad, *saved, *ctx.settings, need_map, wanted[1])
+    found = {0: gx, 1: gw, 2: gb, 5: gg, 7: gr, 8: gnw, 9: gnb}
+    return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(20))
+
+
+patch_conv.register_autograd(_conv_backward, setup_context=_conv_setup)
+
+
+# perceptrons ---------------------------------------------------------------------------------------------------------
+
+
+@custom_op("moesaic::patch_mlp", mutates_args=())
+def patch_mlp(
+    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None,
+    index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    eps: float, training: bool, patch: int, kind: int, on_input: bool, summed: bool, activation: str, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The map (B, H, W, O'), and with ``keep`` values, hidden values before and after activation, and answers."""
+    of = _chosen(
+        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
+    )
+    sizes, bias_out = of.sizes, dense(bias_out)
+    values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight_in.dtype, centre=False, rest=on_input)
+    answers, before, after = perceptron.forward(values, weight_in, bias_in, weight_out, activation, keep)
+    null = None
+    if on_input:
+        null = answers[:, sizes.M] if bias_out is None else answers[:, sizes.M] + bias_out
+        null = null.contiguous()
+    if summed:
+        owners = choice.owners_of(of.slots, sizes.L)
+        y = sum_of_owners(answers, sizes, owners, of.gate_out, bias_out, null)
+    else:
+        y, _ = combine(answers, sizes, of.slots, of.gate_out, bias_out, Landing(1, False, False), null=null)
+    if not keep:
+        return y, *(_nothing(x) for _ in range(4))
+    return y, values, before, after, _nothing(x) if on_input else answers
+
+
+@patch_mlp.register_fake
+def _(
+    x, weight_in, bias_in, weight_out, bias_out, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var,
+    eps, training, patch, kind, on_input, summed, activation, keep,
+):  # fmt: skip
+    B, H, W, C = x.shape
+    E, J, _ = weight_in.shape
+    O = weight_out.shape[1]
+    M = B * index.shape[2] * patch * patch + (8 if on_input else 0)
+    y = weight_in.new_empty(B, H, W, O if summed else E * O)
+    if not keep:
+        return y, *(x.new_empty(0) for _ in range(4))
+    answers = x.new_empty(0) if on_input else weight_in.new_empty(E, M, O)
+    return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), answers
+
+
+@custom_op("moesaic::patch_mlp_backward", mutates_args=())
+def patch_mlp_backward(
+    grad: Tensor, values: Tensor, before: Tensor, after: Tensor, answers: Tensor,
+    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None,
+    index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
+    norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    eps: float, training: bool, patch: int, kind: int, on_input: bool, summed: bool, activation: str, need_map: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight_in, bias_in, weight_out, bias_out, gate, router, norm's weight and bias."""
+    of = _chosen(
+        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
+    )
+    grad, bias_out = grad.contiguous(), dense(bias_out)
+    sizes, landing = of.sizes, Landing(1, False, summed)
+    rows = values.shape[1]
+    dots = None
+    if of.gate_out is not None:
+        dots, part, sums = gated_gradients(
+            grad, answers if need_map else None, sizes, of.index, of.gate_out, bias_out, landing,
+            rest=False, rows=rows, sums=bias_out is not None,
+        )  # fmt: skip
+        assert part is not None
+    else:
+        part = spread(grad, sizes, of.index, of.slots, None, landing, rows, range(sizes.E))
+        elsewhere = resting_gradients(grad, sizes, of.slots, None, landing, by_tap=False, elsewhere=True)
+        part[:, sizes.M] = elsewhere[:, 0]
+        sums = None
+        if bias_out is not None:
+            sums = resting_gradients(grad, sizes, of.slots, None, landing, by_tap=False)[:, 0]
+    grad_rows, grad_in, grad_bias_in, grad_out = perceptron.backward(
+        part, values, before, after, weight_in, bias_in, weight_out, activation
+    )
+    grad_bias_out = _nothing(grad) if bias_out is None or sums is None else sums.to(bias_out.dtype).contiguous()
+    grad_bias_in = _nothing(grad) if grad_bias_in is None else grad_bias_in
+    of_weights = grad_in, grad_bias_in, grad_out, grad_bias_out
+    if not need_map:
+        return _nothing(grad), *of_weights, *(_nothing(grad) for _ in range(4))
+    back = _Back(of, dots, centre=False)
+    back.add(grad_rows, range(sizes.E))
+    grad_x, *others = back.finish()
+    return grad_x, *of_weights, *others
+
+
+@patch_mlp_backward.register_fake
+def _(
+    grad, values, before, after, answers, x, weight_in, bias_in, weight_out, bias_out, index, slots, gate, scores,
+    router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input, summed, activation, need_map,
+):  # fmt: skip
+    grad_x, *others = _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
+    of_weights = [
+        grad.new_empty(0) if each is None else _like(each) for each in (weight_in, bias_in, weight_out, bias_out)
+    ]
+    return grad_x, *of_weights, *others
+
+
+def _mlp_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    tensors, (*ctx.settings, _) = inputs[:14], inputs[14:]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:], *tensors)
+
+
+def _mlp_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
+    wanted = ctx.needs_input_grad
+    if grad is None:
+        return (None,) * 22
+    need_map = any(wanted[each] for each in (0, 7, 9, 10, 11))
+    gx, gwi, gbi, gwo, gbo, gg, gr, gnw, gnb = patch_mlp_backward(grad, *ctx.saved_tensors, *ctx.settings, need_map)
+    found = {0: gx, 1: gwi, 2: gbi, 3: gwo, 4: gbo, 7: gg, 9: gr, 10: gnw, 11: gnb}
+    return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(22))
+
+
+patch_mlp.register_autograd(_mlp_backward, setup_context=_mlp_setup)

@@ -1,0 +1,542 @@
+"""Kernels between contributions of chosen pixels and the map they land on.
+
+taps_kernel         kernels as matrices of their taps, and back
+fold_kernel         contributions → what each chosen patch gives to the positions it reaches
+resting_map_kernel  what experts answer everywhere, to positions they did not choose
+combine_kernel      these → y, with bias and gate
+spread_kernel       gradient of y → gradient of contributions
+gated_kernel        gradient of y → gradient of gates on the output, of the bias, and of 1×1 contributions
+resting_kernel      gradient of y, summed over images
+answers_kernel      that → gradient of an expert's answers to the constant, tap by tap
+"""
+
+# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.ops.tiles import tile
+from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, power_of_2, total, warps, wide
+from moesaic.ops.triton.rows import pixel_of_row
+
+__all__ = ["Landing", "combine", "gated_gradients", "resting_gradients", "spread", "taps_of", "weight_of"]
+
+
+@dataclass(frozen=True)
+class Landing:
+    """How contributions land on a map."""
+
+    kernel: int
+    alone: bool
+    """Patches do not see each other."""
+    summed: bool
+    """Experts are added up rather than side by side."""
+
+
+@triton.jit
+def taps_kernel(
+    weight, taps,
+    O: tl.constexpr, C: tl.constexpr, A: tl.constexpr, BACK: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Weight (E, O, C, A) to taps (E, A, O, C), or BACK."""
+    eo = tl.program_id(0)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    a = tl.arange(0, BA)
+    by_channel = weight + (eo * C + c)[:, None].to(tl.int64) * A + a[None, :]
+    by_tap = taps + ((eo // O * A + a) * O + eo % O)[:, None].to(tl.int64) * C + c[None, :]
+    mask = (a < A)[:, None] & (c < C)[None, :]
+    if BACK:
+        tl.store(by_channel, tl.trans(tl.load(by_tap, mask=mask, other=0)), mask=tl.trans(mask))
+    else:
+        tl.store(by_tap, tl.trans(tl.load(by_channel, mask=tl.trans(mask), other=0)), mask=mask)
+
+
+@triton.jit
+def fold_kernel(
+    contributions, out, M1,
+    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr, BH: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """What one chosen patch gives to the (p + ks - 1)² positions that it reaches: its contributions, added up."""
+    R: tl.constexpr = KS // 2
+    S: tl.constexpr = P + 2 * R
+    patch = tl.program_id(0)
+    e = tl.program_id(1).to(tl.int64)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    hx = tl.arange(0, BH)
+    first = (e * M1 + patch * (P * P)) * (KS * KS * O)
+    to = (e * tl.num_programs(0) + patch) * (S * S * O)
+    for hy in range(S):
+        found = tl.zeros((BH, BO), ACC)
+        for ty in range(KS):
+            ay = hy - 2 * R + ty
+            if (ay >= 0) & (ay < P):
+                for tx in tl.static_range(KS):
+                    ax = hx - 2 * R + tx
+                    at = (ay * P + ax) * (KS * KS * O) + (ty * KS + tx) * O
+                    mask = ((ax >= 0) & (ax < P))[:, None] & om[None, :]
+                    found += tl.load(contributions + first + at[:, None] + o[None, :], mask=mask, other=0).to(ACC)
+        at = (hy * S + hx) * O
+        mask = (hx < S)[:, None] & om[None, :]
+        tl.store(out + to + at[:, None] + o[None, :], found.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def resting_map_kernel(
+    answers, bias, out, STEP,
+    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, ALONE: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Out (E, H·W, O), patch by patch: answers (…, ks², O) of taps that fall inside, STEP from expert to expert."""
+    A: tl.constexpr = P * P
+    e = tl.program_id(1)
+    i = tl.program_id(0) * BP + tl.arange(0, BP)
+    n = i // A
+    qy = (n // GW) * P + (i % A) // P
+    qx = (n % GW) * P + (i % A) % P
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    found = tl.zeros((BP, BO), ACC)
+    if HAS_BIAS:
+        found += tl.load(bias + e * O + o, mask=om, other=0).to(ACC)[None, :]
+    for t in range(KS * KS):
+        sy = qy + t // KS - KS // 2
+        sx = qx + t % KS - KS // 2
+        inside = (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
+        if ALONE:
+            inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
+        answer = tl.load(answers + e.to(tl.int64) * STEP + t * O + o, mask=om, other=0).to(ACC)
+        found += tl.where(inside[:, None], answer[None, :], 0.0)
+    tl.store(out + (e * HW + i)[:, None] * O + o[None, :], found, mask=(i < HW)[:, None] & om[None, :])
+
+
+@triton.jit
+def combine_kernel(
+    landed, slots, gate, bias, resting, null, y, own_out, M, STEP,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
+    N: tl.constexpr, HW: tl.constexpr, W: tl.constexpr, REACH: tl.constexpr, SUM: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, HAS_NULL: tl.constexpr,
+    KEEP: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """A tile of positions of one image in the order of patches, for one expert, or for all of them under SUM.
+
+    landed (E, B·L, (p + ks - 1)², O), STEP from expert to expert: what chosen patches give to the positions they reach,
+    REACH patches away; FLIP: the other way round, as contributions of single pixels are. HAS_REST: resting (E, H·W, O),
+    which every position has. HAS_NULL: null (E, O) stands where the expert did not choose. KEEP: what the gate is
+    multiplied with is written down as well, row by row.
+    """
+    A: tl.constexpr = P * P
+    R: tl.constexpr = KS // 2
+    S: tl.constexpr = P + 2 * R
+    SIDE: tl.constexpr = 2 * REACH + 1
+    b = tl.program_id(1)
+    blocks: tl.constexpr = (O + BO - 1) // BO
+    i = tl.program_id(0) * BP + tl.arange(0, BP)
+    live = i < HW
+    n = i // A
+    a = i % A
+    o = (tl.program_id(2) % blocks) * BO + tl.arange(0, BO)
+    om = o < O
+    lane = tl.program_id(2) // blocks
+    at = b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P
+    if SUM:
+        first, last = 0, E
+        at = at.to(tl.int64) * O
+    else:
+        first, last = lane, lane + 1
+        at = (at * E + lane).to(tl.int64) * O
+    found = tl.zeros((BP, BO), ACC)
+    for e in range(first, last):
+        own = tl.load(slots + (b * E + e) * N + n, mask=live, other=-1)
+        here = tl.zeros((BP, BO), ACC)
+        busy = True
+        if HAS_GATE:
+            busy = tl.max(own, 0) >= 0
+        if busy:
+            base = (b * 0 + e).to(tl.int64) * STEP
+            for d in range(SIDE * SIDE):
+                dy = d // SIDE - REACH
+                dx = d % SIDE - REACH
+                ny = n // GW + dy
+                nx = n % GW + dx
+                there = live & (ny >= 0) & (ny < N // GW) & (nx >= 0) & (nx < GW)
+                l = tl.load(slots + (b * E + e) * N + ny * GW + nx, mask=there, other=-1)
+                if tl.max(l, 0) >= 0:
+                    hy = a // P - dy * P + R
+                    hx = a % P - dx * P + R
+                    has = (l >= 0) & (hy >= 0) & (hy < S) & (hx >= 0) & (hx < S)
+                    h = hy * S + hx
+                    if FLIP:
+                        h = S * S - 1 - h
+                    row = base + ((b * L + tl.maximum(l, 0)) * (S * S) + h).to(tl.int64) * O
+                    here += tl.load(landed + row[:, None] + o[None, :], mask=has[:, None] & om[None, :], other=0).to(
+                        ACC
+                    )
+            if HAS_REST:
+                rest = resting + (e * HW + i)[:, None] * O + o[None, :]
+                here += tl.load(rest, mask=live[:, None] & om[None, :], other=0).to(ACC)
+            if HAS_BIAS:
+                here += tl.load(bias + e * O + o, mask=om, other=0).to(ACC)[None, :]
+            if HAS_NULL:
+                nothing = tl.load(null + e * O + o, mask=om, other=0).to(ACC)
+                here = tl.where((own >= 0)[:, None], here, nothing[None, :])
+            if KEEP:
+                to = (e * M + (b * L + tl.maximum(own, 0)) * A + a).to(tl.int64) * O
+                mask = (own >= 0)[:, None] & om[None, :]
+                tl.store(own_out + to[:, None] + o[None, :], here.to(own_out.dtype.element_ty), mask=mask)
+            if HAS_GATE:
+                g = tl.load(gate + (b * E + e) * L + own, mask=own >= 0, other=0).to(ACC)
+                here = tl.where((own >= 0)[:, None], here * g[:, None], 0.0)
+        found += here
+    tl.store(y + at[:, None] + o[None, :], found.to(y.dtype.element_ty), mask=live[:, None] & om[None, :])
+
+
+@triton.jit
+def spread_kernel(
+    grad, index, slots, gate, out, M, M1, FIRST,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
+    N: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ALONE: tl.constexpr, SUM: tl.constexpr,
+    HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Rows of experts from FIRST on; those from M on are zeros."""
+    R: tl.constexpr = KS // 2
+    e = FIRST + tl.program_id(1)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    b, _l, _a, used, sy, sx = pixel_of_row(m, e, M, index, E, L, P, GW)
+    ours = (tl.minimum(m, M - 1) // (L * P * P)) * E + e
+    to = (tl.program_id(1) * M1 + m).to(tl.int64) * (KS * KS * O)
+    for t in range(KS * KS):
+        qy = sy + R - t // KS
+        qx = sx + R - t % KS
+        inside = used & (qy >= 0) & (qy < H) & (qx >= 0) & (qx < W)
+        if ALONE:
+            inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
+        if HAS_GATE:
+            # Looked up at clamped places and without masks: with them Triton 3.6 fails to compile some tiles.
+            near = (tl.minimum(tl.maximum(qy, 0), H - 1) // P) * GW + tl.minimum(tl.maximum(qx, 0), W - 1) // P
+            own = tl.load(slots + ours * N + near)
+            g = tl.load(gate + ours * L + tl.maximum(own, 0)).to(ACC)
+        at = b * HW + qy * W + qx
+        if not SUM:
+            at = at * E + e
+        at = at.to(tl.int64) * O
+        v = tl.load(grad + at[:, None] + o[None, :], mask=inside[:, None] & om[None, :], other=0)
+        if HAS_GATE:
+            v = tl.where((own >= 0)[:, None], v.to(ACC) * g[:, None], 0.0)
+        tl.store(out + (to + t * O)[:, None] + o[None, :], v.to(out.dtype.element_ty),
+                 mask=(m < M1)[:, None] & om[None, :])  # fmt: skip
+
+
+@triton.jit
+def gated_kernel(
+    grad, own, index, gate, bias, dots_out, rows_out, sums_out, M, M1, OWN_ROWS,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
+    W: tl.constexpr, SUM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, DOTS: tl.constexpr,
+    ROWS: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Rows of an expert, each a position with a gate on what comes out.
+
+    DOTS: ⟨gradient, what the gate is multiplied with⟩, place by place (B, E, L, p²): ``own`` (E, OWN_ROWS, O), and with
+    HAS_BIAS and HAS_REST the bias and row M. ROWS: gate · gradient, row by row (E, M1, O). SUMS: of these, over
+    a tile's rows (tiles, E, O).
+    """
+    A: tl.constexpr = P * P
+    e = tl.program_id(1)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    b, l, a, used, qy, qx = pixel_of_row(m, e, M, index, E, L, P, GW)
+    at = b * HW + qy * W + qx
+    if not SUM:
+        at = at * E + e
+    at = at.to(tl.int64) * O
+    place = (b * E + e) * L + l
+    g = tl.load(gate + place, mask=used, other=0).to(ACC)
+    dots = tl.zeros((BM,), ACC)
+    for o0 in range(0, O, BO):
+        o = o0 + tl.arange(0, BO)
+        om = o < O
+        v = tl.load(grad + at[:, None] + o[None, :], mask=used[:, None] & om[None, :], other=0).to(ACC)
+        if DOTS:
+            row = (e * OWN_ROWS + m).to(tl.int64) * O
+            u = tl.load(own + row[:, None] + o[None, :], mask=used[:, None] & om[None, :], other=0).to(ACC)
+            if HAS_BIAS:
+                u += tl.load(bias + e * O + o, mask=om, other=0).to(ACC)[None, :]
+            if HAS_REST:
+                u += tl.load(own + (e * OWN_ROWS + M).to(tl.int64) * O + o, mask=om, other=0).to(ACC)[None, :]
+            dots += tl.sum(u * v, 1)
+        v = v * g[:, None]
+        if ROWS:
+            to = (e * M1 + m).to(tl.int64) * O
+            tl.store(rows_out + to[:, None] + o[None, :], v.to(rows_out.dtype.element_ty),
+                     mask=(m < M1)[:, None] & om[None, :])  # fmt: skip
+        if SUMS:
+            tl.store(sums_out + (tl.program_id(0) * E + e) * O + o, tl.sum(v, 0), mask=om)
+    if DOTS:
+        tl.store(dots_out + place * A + a, dots, mask=m < M)
+
+
+@triton.jit
+def resting_kernel(
+    grad, slots, gate, out, B, CHUNK,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr,
+    HW: tl.constexpr, W: tl.constexpr, SUM: tl.constexpr, HAS_GATE: tl.constexpr, ELSEWHERE: tl.constexpr,
+    FLAT: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Sums over a chunk of images: out (chunks, E, H·W, O); FLAT, over a tile of positions too: (chunks·tiles, E, O).
+
+    HAS_GATE: gated, where the expert chose. ELSEWHERE: where it did not.
+    """
+    e = tl.program_id(1)
+    blocks: tl.constexpr = (O + BO - 1) // BO
+    s = tl.program_id(2) // blocks
+    o = (tl.program_id(2) % blocks) * BO + tl.arange(0, BO)
+    q = tl.program_id(0) * BP + tl.arange(0, BP)
+    live = q < HW
+    mask = live[:, None] & (o < O)[None, :]
+    n = (q // W // P) * GW + (q % W) // P
+    found = tl.zeros((BP, BO), ACC)
+    for b in range(s * CHUNK, tl.minimum((s + 1) * CHUNK, B)):
+        at = b * HW + q
+        if not SUM:
+            at = at * E + e
+        at = at.to(tl.int64) * O
+        if HAS_GATE:
+            own = tl.load(slots + (b * E + e) * N + n, mask=live, other=-1)
+            has = own >= 0
+            g = tl.load(gate + (b * E + e) * L + own, mask=has, other=0).to(ACC)
+            v = tl.load(grad + at[:, None] + o[None, :], mask=mask & has[:, None], other=0).to(ACC)
+            found += v * g[:, None]
+        elif ELSEWHERE:
+            own = tl.load(slots + (b * E + e) * N + n, mask=live, other=0)
+            found += tl.load(grad + at[:, None] + o[None, :], mask=mask & (own < 0)[:, None], other=0).to(ACC)
+        else:
+            found += tl.load(grad + at[:, None] + o[None, :], mask=mask, other=0).to(ACC)
+    if FLAT:
+        part = (s * tl.num_programs(0) + tl.program_id(0)) * E + e
+        tl.store(out + part * O + o, tl.sum(found, 0), mask=o < O)
+    else:
+        to = ((s * E + e) * HW + q).to(tl.int64) * O
+        tl.store(out + to[:, None] + o[None, :], found, mask=mask)
+
+
+@triton.jit
+def answers_kernel(
+    sums, out, S,
+    E: tl.constexpr, O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, HW: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, ALONE: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Out (E, ks², O): sums (S, E, H·W, O) over the positions at which a tap falls inside."""
+    e = tl.program_id(0)
+    t = tl.program_id(1)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    found = tl.zeros((BP, BO), ACC)
+    for q0 in range(0, HW, BP):
+        q = q0 + tl.arange(0, BP)
+        qy = q // W
+        qx = q % W
+        sy = qy + t // KS - KS // 2
+        sx = qx + t % KS - KS // 2
+        inside = (q < HW) & (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
+        if ALONE:
+            inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
+        for s in range(S):
+            at = ((s * E + e) * HW + q).to(tl.int64) * O
+            found += tl.load(sums + at[:, None] + o[None, :], mask=inside[:, None] & om[None, :], other=0)
+    tl.store(out + (e * (KS * KS) + t) * O + o, tl.sum(found, 0), mask=om)
+
+
+def combine(
+    contributions: Tensor,
+    sizes: Sizes,
+    slots: Tensor,
+    gate: Tensor | None,
+    bias: Tensor | None,
+    landing: Landing,
+    *,
+    rest: bool = False,
+    null: Tensor | None = None,
+    keep: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """The map (B, H, W, lanes·O) of contributions (E, M1, ks²·O), and with ``keep`` its ungated rows (E, M, O)."""
+    E, _, K = contributions.shape
+    ks, p = landing.kernel, sizes.p
+    O = K // ks**2
+    lanes = 1 if landing.summed else E
+    y = torch.empty(sizes.B, sizes.H, sizes.W, lanes * O, dtype=contributions.dtype, device=contributions.device)
+    own = torch.empty(E, sizes.M, O, dtype=y.dtype, device=y.device) if keep else None
+    HW, constants = sizes.H * sizes.W, sizes.constants()
+    resting = None
+    if rest:
+        resting = _resting_map(contributions, sizes, bias, landing, O)
+        bias = None
+    landed = _landed(contributions, sizes, ks, O) if ks > 1 and p > 1 else contributions
+    rule = (power_of_2(HW, most=32), _whole_blocks(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
+    BP, BO, number = tile("combine", rule, HW, O, ks, p, E, sizes.L, lanes, y.element_size())
+    combine_kernel[(ceil(HW, BP), sizes.B, lanes * ceil(O, BO))](
+        landed, slots, gate, bias, resting, null, y, own, sizes.M, landed.stride(0),
+        O=O, KS=ks, N=sizes.N, REACH=0 if landing.alone else ceil(ks // 2, p), SUM=landing.summed,
+        HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_REST=rest, HAS_NULL=null is not None, KEEP=keep,
+        FLIP=ks > 1 and p == 1, ACC=acc(wide(y.dtype)), BP=BP, BO=BO, **constants, **warps(number),
+    )  # fmt: skip
+    return y, own
+
+
+def _landed(contributions: Tensor, sizes: Sizes, kernel: int, O: int) -> Tensor:
+    """(E, B·L, (p + ks - 1)², O): contributions added up, patch by patch."""
+    reached = sizes.p + kernel - 1
+    patches = sizes.B * sizes.L
+    out = torch.empty(sizes.E, patches, reached**2, O, dtype=contributions.dtype, device=contributions.device)
+    BO = power_of_2(O, most=128)
+    fold_kernel[(patches, sizes.E, ceil(O, BO))](
+        contributions, out, contributions.shape[1], O=O, P=sizes.p, KS=kernel, ACC=acc(wide(out.dtype)),
+        BH=power_of_2(reached), BO=BO, **warps(2),
+    )  # fmt: skip
+    return out
+
+
+def _resting_map(contributions: Tensor, sizes: Sizes, bias: Tensor | None, landing: Landing, O: int) -> Tensor:
+    """(E, H·W, O) in the order of patches: the answer to row M everywhere, and the bias."""
+    HW = sizes.H * sizes.W
+    out = torch.empty(sizes.E, HW, O, dtype=wide(contributions.dtype), device=contributions.device)
+    constants = sizes.constants()
+    del constants["E"], constants["L"]
+    BP, BO = power_of_2(HW, most=16), power_of_2(O, most=64)
+    resting_map_kernel[(ceil(HW, BP), sizes.E, ceil(O, BO))](
+        contributions[:, sizes.M], bias, out, contributions.stride(0), O=O, KS=landing.kernel, H=sizes.H,
+        ALONE=landing.alone, HAS_BIAS=bias is not None, ACC=acc(out.dtype), BP=BP, BO=BO, **constants, **warps(1),
+    )  # fmt: skip
+    return out
+
+
+def spread(
+    grad: Tensor,
+    sizes: Sizes,
+    index: Tensor,
+    slots: Tensor,
+    gate: Tensor | None,
+    landing: Landing,
+    rows: int,
+    experts: range,
+) -> Tensor:
+    """Gradient of some experts' contributions (…, M1, ks²·O) from that of the map (B, H, W, lanes·O)."""
+    O = grad.shape[3] // (1 if landing.summed else sizes.E)
+    out = torch.empty(len(experts), rows, landing.kernel**2 * O, dtype=grad.dtype, device=grad.device)
+    BM, BO, number = tile(
+        "spread", (64, _whole_blocks(O, 32), 4), sizes.M, O, landing.kernel, sizes.p, grad.element_size()
+    )
+    spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
+        grad, index, slots, gate, out, sizes.M, rows, experts.start,
+        O=O, KS=landing.kernel, N=sizes.N, H=sizes.H, ALONE=landing.alone, SUM=landing.summed,
+        HAS_GATE=gate is not None, ACC=acc(wide(grad.dtype)), BM=BM, BO=BO, **sizes.constants(), **warps(number),
+    )  # fmt: skip
+    return out
+
+
+def gated_gradients(
+    grad: Tensor,
+    own: Tensor | None,
+    sizes: Sizes,
+    index: Tensor,
+    gate: Tensor,
+    bias: Tensor | None,
+    landing: Landing,
+    *,
+    rest: bool,
+    rows: int | None,
+    sums: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Of gates on the output: their gradient (B, E, L, p²) if ``own`` is given, gated rows (E, M1, O), the bias's.
+
+    ``own`` (E, …, O) is what gates are multiplied with, but for the bias, and for row M under ``rest``.
+    """
+    O = grad.shape[3] // (1 if landing.summed else sizes.E)
+    full = wide(grad.dtype)
+    BM, BO = 32, _whole_blocks(O, 64)
+    tiles = ceil(sizes.M if rows is None else rows, BM)
+    dots = None if own is None else torch.empty(*index.shape, sizes.p**2, dtype=full, device=grad.device)
+    gated = None if rows is None else torch.empty(sizes.E, rows, O, dtype=grad.dtype, device=grad.device)
+    summed = torch.empty(tiles, sizes.E, O, dtype=full, device=grad.device) if sums else None
+    gated_kernel[(tiles, sizes.E)](
+        grad, own, index, gate, bias, dots, gated, summed, sizes.M, rows or sizes.M, 0 if own is None else own.shape[1],
+        O=O, SUM=landing.summed, HAS_BIAS=bias is not None, HAS_REST=rest, DOTS=own is not None,
+        ROWS=rows is not None, SUMS=sums, ACC=acc(full), BM=BM, BO=BO, **sizes.constants(), **warps(4),
+    )  # fmt: skip
+    return dots, gated, None if summed is None else total(summed, full)
+
+
+def resting_gradients(
+    grad: Tensor,
+    sizes: Sizes,
+    slots: Tensor,
+    gate: Tensor | None,
+    landing: Landing,
+    *,
+    by_tap: bool,
+    elsewhere: bool = False,
+) -> Tensor:
+    """Gradient (E, ks², O) of what experts answer to a constant at each tap, or (E, 1, O) of a bias."""
+    O = grad.shape[3] // (1 if landing.summed else sizes.E)
+    full, HW = wide(grad.dtype), sizes.H * sizes.W
+    flat = not by_tap or landing.kernel == 1
+    BP, BO = power_of_2(HW, most=64), _whole_blocks(O, 32)
+    blocks = ceil(HW, BP)
+    chunk, splits = parts(sizes.B, fill(blocks * sizes.E * ceil(O, BO), sizes.B), 1)
+    shape = (splits * blocks, sizes.E, O) if flat else (splits, sizes.E, HW, O)
+    sums = torch.empty(shape, dtype=full, device=grad.device)
+    resting_kernel[(blocks, sizes.E, splits * ceil(O, BO))](
+        grad, slots, gate, sums, sizes.B, chunk, O=O, N=sizes.N, SUM=landing.summed, HAS_GATE=gate is not None,
+        ELSEWHERE=elsewhere, FLAT=flat, ACC=acc(full), BP=BP, BO=BO, **sizes.constants(), **warps(4),
+    )  # fmt: skip
+    if flat:
+        return total(sums, full).unsqueeze(1)
+    out = torch.empty(sizes.E, landing.kernel**2, O, dtype=full, device=grad.device)
+    BO = _whole_blocks(O, 32)
+    answers_kernel[(sizes.E, landing.kernel**2, ceil(O, BO))](
+        sums, out, splits, E=sizes.E, O=O, P=sizes.p, KS=landing.kernel, HW=HW, H=sizes.H, W=sizes.W,
+        ALONE=landing.alone, ACC=acc(full), BP=power_of_2(HW, most=64), BO=BO, **warps(4),
+    )  # fmt: skip
+    return out
+
+
+def taps_of(weight: Tensor) -> Tensor:
+    """Kernels (E, O, C, ks, ks) as matrices (E, ks²·O, C)."""
+    E, O, C, ks, _ = weight.shape
+    if ks == 1:
+        return weight.reshape(E, O, C).contiguous()
+    out = torch.empty(E, ks * ks * O, C, dtype=weight.dtype, device=weight.device)
+    _transpose(weight.contiguous(), out, E, O, C, ks, back=False)
+    return out
+
+
+def weight_of(taps: Tensor, kernel: int) -> Tensor:
+    """And back: (E, ks²·O, C) as (E, O, C, ks, ks)."""
+    E, K, C = taps.shape
+    O = K // kernel**2
+    if kernel == 1:
+        return taps.view(E, O, C, 1, 1)
+    out = torch.empty(E, O, C, kernel, kernel, dtype=taps.dtype, device=taps.device)
+    _transpose(out, taps, E, O, C, kernel, back=True)
+    return out
+
+
+def _transpose(weight: Tensor, taps: Tensor, E: int, O: int, C: int, kernel: int, *, back: bool) -> None:
+    BC = power_of_2(C, most=128)
+    taps_kernel[(E * O, ceil(C, BC))](
+        weight, taps, O=O, C=C, A=kernel**2, BACK=back, BA=power_of_2(kernel**2), BC=BC, **warps(4)
+    )
+
+
+def _whole_blocks(channels: int, most: int) -> int:
+    """A tile side that divides the channels, if one of 16 or more does."""
+    side = channels & -channels
+    return min(side, most) if side >= 16 else power_of_2(channels, most=most)

@@ -1,0 +1,234 @@
+"""Kernels of the norm in front of experts: statistics of masked maps, and the gradient through them.
+
+moments_kernel     mean and squared deviations of each expert's chosen pixels, part by part
+join_kernel        the parts joined, the zeros of what was not chosen added, running statistics moved on
+norm_sums_kernel   gradient of values → the three sums per channel that the norm's gradient needs
+norm_back_kernel   these → gradients of the norm's weight and bias, and what flows back through the statistics
+"""
+
+# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesaic.ops.tiles import tile
+from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, power_of_2, warps, wide
+from moesaic.ops.triton.rows import NormTensors, affine, pixel_of_row
+
+__all__ = ["norm_gradients", "statistics"]
+
+
+@triton.jit
+def moments_kernel(
+    x, index, gate, mean_out, m2_out, count_out, M, CHUNK,
+    E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
+    W: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk of rows. Deviations are from the mean of its first tile, so that little cancels."""
+    e = tl.program_id(1)
+    s = tl.program_id(2)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    cm = c < C
+    end = tl.minimum((s + 1) * CHUNK, M)
+    pivot = tl.zeros((BC,), ACC)
+    first = tl.zeros((BM, BC), ACC)
+    second = tl.zeros((BM, BC), ACC)
+    seen = tl.zeros((BM,), ACC)
+    for m0 in range(s * CHUNK, end, BM):
+        m = m0 + tl.arange(0, BM)
+        b, l, _a, used, py, px = pixel_of_row(m, e, end, index, E, L, P, GW)
+        at = (b * HW + py * W + px).to(tl.int64) * C
+        v = tl.load(x + at[:, None] + c[None, :], mask=used[:, None] & cm[None, :], other=0).to(ACC)
+        if HAS_GATE:
+            g = tl.load(gate + (b * E + e) * L + l, mask=used, other=0).to(ACC)
+            v = v * g[:, None]
+        if m0 == s * CHUNK:
+            pivot = tl.sum(v, 0) / tl.maximum(tl.sum(used.to(ACC), 0), 1.0)
+        off = tl.where(used[:, None], v - pivot[None, :], 0.0)
+        first += off
+        second += off * off
+        seen += used.to(ACC)
+    count = tl.sum(seen, 0)
+    apart = tl.sum(first, 0) / tl.maximum(count, 1.0)
+    out = (s * E + e) * C + c
+    tl.store(mean_out + out, pivot + apart, mask=cm)
+    tl.store(m2_out + out, tl.maximum(tl.sum(second, 0) - count * apart * apart, 0.0), mask=cm)
+    if tl.program_id(0) == 0:
+        tl.store(count_out + s * E + e, count)
+
+
+@triton.jit
+def join_kernel(
+    mean_in, m2_in, count_in, mean_out, var_out, running_mean, running_var, momentum, S, positions,
+    E: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Parts (S, E, C), joined, as moments of ``positions`` with zeros where nothing was chosen."""
+    e = tl.program_id(1)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    s = tl.arange(0, BS)
+    cm = c < C
+    mask = (s < S)[:, None] & cm[None, :]
+    at = (s * E + e)[:, None] * C + c[None, :]
+    here = tl.load(count_in + s * E + e, mask=s < S, other=0)
+    mean_here = tl.load(mean_in + at, mask=mask, other=0)
+    count = tl.sum(here, 0)
+    mean = tl.sum(mean_here * here[:, None], 0) / tl.maximum(count, 1.0)
+    apart = mean_here - mean[None, :]
+    m2 = tl.sum(tl.load(m2_in + at, mask=mask, other=0) + here[:, None] * apart * apart, 0)
+    share = count / positions
+    to = e * C + c
+    all_mean = share * mean
+    # the variance within the chosen, and between them and the zeros
+    var = m2 / positions + share * (1.0 - share) * mean * mean
+    tl.store(mean_out + to, all_mean, mask=cm)
+    tl.store(var_out + to, var, mask=cm)
+    before = tl.load(running_mean + to, mask=cm, other=0).to(ACC)
+    tl.store(running_mean + to, (before + momentum * (all_mean - before)).to(running_mean.dtype.element_ty), mask=cm)
+    before = tl.load(running_var + to, mask=cm, other=0).to(ACC)
+    unbiased = var * (positions / tl.maximum(positions - 1.0, 1.0))
+    tl.store(running_var + to, (before + momentum * (unbiased - before)).to(running_var.dtype.element_ty), mask=cm)
+
+
+@triton.jit
+def norm_sums_kernel(
+    grad, x, index, gate, weight, bias, mean, var, out, eps, M, M1, CHUNK, S,
+    E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
+    W: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Per expert and channel: Σ g, Σ g·[active], Σ g·[active]·u; u is the gated value before the norm."""
+    e = tl.program_id(1)
+    s = tl.program_id(2)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    cm = c < C
+    scale, shift = affine(weight, bias, mean, var, eps, e * C + c, cm, ACC)
+    all_g = tl.zeros((BM, BC), ACC)
+    active_g = tl.zeros((BM, BC), ACC)
+    active_gu = tl.zeros((BM, BC), ACC)
+    end = tl.minimum((s + 1) * CHUNK, M)
+    for m0 in range(s * CHUNK, end, BM):
+        m = m0 + tl.arange(0, BM)
+        b, l, _a, used, py, px = pixel_of_row(m, e, end, index, E, L, P, GW)
+        at = (b * HW + py * W + px).to(tl.int64) * C
+        row = (e * M1 + m).to(tl.int64) * C
+        mask = used[:, None] & cm[None, :]
+        u = tl.load(x + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+        gv = tl.load(grad + row[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+        if HAS_GATE:
+            g = tl.load(gate + (b * E + e) * L + l, mask=used, other=0).to(ACC)
+            u = u * g[:, None]
+        active = tl.where(u * scale[None, :] + shift[None, :] > 0, gv, 0.0)
+        all_g += gv
+        active_g += active
+        active_gu += active * u
+    to = (s * E + e) * C + c
+    tl.store(out + to, tl.sum(all_g, 0), mask=cm)
+    tl.store(out + S * (E * C) + to, tl.sum(active_g, 0), mask=cm)
+    tl.store(out + 2 * S * (E * C) + to, tl.sum(active_gu, 0), mask=cm)
+
+
+@triton.jit
+def norm_back_kernel(
+    sums, grad, weight, bias, mean, var, out, weight_out, bias_out, eps, S, M, M1, positions,
+    E: tl.constexpr, C: tl.constexpr, HAS_REST: tl.constexpr, CENTRE: tl.constexpr, STATS: tl.constexpr,
+    ACC: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Grad (E, M1, C): with HAS_REST its row M is the gradient of what positions have that were not chosen.
+
+    out (2, E, C): scale and shift; (4, E, C) with STATS: lift and tilt as well, what flows back through the statistics.
+    """
+    e = tl.program_id(1)
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
+    s = tl.arange(0, BS)
+    cm = c < C
+    at = e * C + c
+    scale, shift = affine(weight, bias, mean, var, eps, at, cm, ACC)
+    part = (s * E + e)[:, None] * C + c[None, :]
+    mask = (s < S)[:, None] & cm[None, :]
+    all_g = tl.sum(tl.load(sums + part, mask=mask, other=0), 0)
+    active_g = tl.sum(tl.load(sums + S * (E * C) + part, mask=mask, other=0), 0)
+    active_gu = tl.sum(tl.load(sums + 2 * S * (E * C) + part, mask=mask, other=0), 0)
+    at_rest = tl.zeros((BC,), ACC)
+    if HAS_REST:
+        at_rest += tl.load(grad + (e.to(tl.int64) * M1 + M) * C + c, mask=cm, other=0).to(ACC)
+    if CENTRE:
+        at_rest -= all_g
+    mean_c = tl.load(mean + at, mask=cm, other=0).to(ACC)
+    grad_shift = active_g + tl.where(shift > 0, at_rest, 0.0)
+    grad_scale = active_gu - mean_c * grad_shift
+    rstd = tl.rsqrt(tl.load(var + at, mask=cm, other=1).to(ACC) + eps)
+    tl.store(weight_out + at, (grad_scale * rstd).to(weight_out.dtype.element_ty), mask=cm)
+    tl.store(bias_out + at, grad_shift.to(bias_out.dtype.element_ty), mask=cm)
+    tl.store(out + at, scale, mask=cm)
+    tl.store(out + E * C + at, shift, mask=cm)
+    if STATS:
+        grad_var = -0.5 * rstd * rstd * scale * grad_scale
+        tilt = grad_var * (2.0 / positions)
+        tl.store(out + 2 * E * C + at, -scale * grad_shift / positions - tilt * mean_c, mask=cm)
+        tl.store(out + 3 * E * C + at, tilt, mask=cm)
+
+
+def statistics(
+    x: Tensor,
+    index: Tensor,
+    gate: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    momentum: float,
+    patch: int,
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (E, C) over all positions of each expert's masked map; the running ones are moved on."""
+    sizes = Sizes.of(x, index, patch)
+    full, C = wide(x.dtype), sizes.C
+    BM, BC, number, each = _tile(sizes, x)
+    chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
+    mean = torch.empty(splits, sizes.E, C, dtype=full, device=x.device)
+    m2, count = torch.empty_like(mean), torch.empty(splits, sizes.E, dtype=full, device=x.device)
+    moments_kernel[(ceil(C, BC), sizes.E, splits)](
+        x, index, gate, mean, m2, count, sizes.M, chunk,
+        C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, **sizes.constants(), **warps(number),
+    )  # fmt: skip
+    all_mean, var = (torch.empty(sizes.E, C, dtype=full, device=x.device) for _ in range(2))
+    join_kernel[(ceil(C, min(BC, 32)), sizes.E)](
+        mean, m2, count, all_mean, var, running_mean, running_var, momentum, splits, float(sizes.positions),
+        E=sizes.E, C=C, ACC=acc(full), BS=power_of_2(splits), BC=min(BC, 32), **warps(4),
+    )  # fmt: skip
+    return all_mean, var
+
+
+def norm_gradients(
+    grad: Tensor, x: Tensor, index: Tensor, gate: Tensor | None, norm: NormTensors, patch: int, *, centre: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of weight and bias (E, C), and (2 or 4, E, C) scale, shift, and in training lift and tilt.
+
+    ``grad`` (E, M1, C) is that of values, its row M, if there is one, that of positions not chosen.
+    """
+    sizes = Sizes.of(x, index, patch)
+    full, C, M1 = wide(x.dtype), sizes.C, grad.shape[1]
+    BM, BC, number, each = _tile(sizes, x)
+    chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
+    sums = torch.empty(3, splits, sizes.E, C, dtype=full, device=x.device)
+    tensors = norm.weight, norm.bias, norm.mean, norm.var
+    norm_sums_kernel[(ceil(C, BC), sizes.E, splits)](
+        grad, x, index, gate, *tensors, sums, norm.eps, sizes.M, M1, chunk, splits,
+        C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, **sizes.constants(), **warps(number),
+    )  # fmt: skip
+    folded = torch.empty(4 if norm.training else 2, sizes.E, C, dtype=full, device=x.device)
+    weight, bias = torch.empty_like(norm.weight), torch.empty_like(norm.bias)
+    norm_back_kernel[(ceil(C, min(BC, 32)), sizes.E)](
+        sums, grad, *tensors, folded, weight, bias, norm.eps, splits, sizes.M, M1, float(sizes.positions),
+        E=sizes.E, C=C, HAS_REST=M1 > sizes.M, CENTRE=centre, STATS=norm.training, ACC=acc(full),
+        BS=power_of_2(splits), BC=min(BC, 32), **warps(4),
+    )  # fmt: skip
+    return weight, bias, folded
+
+
+def _tile(sizes: Sizes, x: Tensor) -> tuple[int, int, int, int]:
+    """Rows, channels and warps of the passes over rows, and in how many parts each program that fits takes its sums."""
+    BM, BC, number, each = tile("norm", (16, 64, 2, 4), sizes.M, sizes.C, sizes.p, sizes.E, x.element_size())
+    return power_of_2(sizes.M, most=BM), power_of_2(sizes.C, most=BC), number, each

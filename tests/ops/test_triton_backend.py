@@ -1,0 +1,487 @@
+"""Every kernel against the reference backend: outputs and all gradients.
+
+On a GPU compiled, in float32, bfloat16 and float16, against the reference in float64 on the same numbers. Where Triton
+is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), in float64.
+"""
+
+import dataclasses
+import importlib
+import os
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import moesaic
+from moesaic.experts.mlp import MLPExperts
+from moesaic.ops import triton_backend
+from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec
+from moesaic.ops.reference_backend import ReferenceBackend
+from moesaic.ops.triton_backend import TritonBackend
+from moesaic.record import NOBODY, Routing
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
+GPU_TYPES = [
+    pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+CPU_TYPE = pytest.param(
+    ("cpu", torch.float64), marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"), id="float64"
+)
+TYPES = [CPU_TYPE, *GPU_TYPES]
+ONE_TYPE = [CPU_TYPE, GPU_TYPES[0]]
+
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
+
+# relative error of ‖out − ref‖ / ‖ref‖
+TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    """In the interpreter kernels run on a CPU, in float64 as well."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fresh memory is full of NaN, so that whatever is not written shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def filled(tensor):
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 123456)
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        @staticmethod
+        def empty(*shape, **options):
+            return filled(empty(*shape, **options))
+
+        @staticmethod
+        def empty_like(*like, **options):
+            return filled(empty_like(*like, **options))
+
+    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "perceptron"):
+        module = importlib.import_module(f"moesaic.ops.triton.{name}")
+        monkeypatch.setattr(module, "torch", Torch())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    B: int = 2
+    C: int = 5
+    O: int = 3
+    H: int = 6
+    W: int = 6
+    E: int = 3
+    L: int = 2
+    p: int = 2
+    ks: int = 3
+    gate_on: str = "output"
+    context: str = "map"
+    combine: str = "concat"
+    norm: str | None = None
+    bias: bool = True
+    drop: bool = False
+    activation: str = "gelu"
+
+    def __str__(self):
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
+
+    @property
+    def spec(self):
+        return PatchSpec(self.p, self.gate_on, self.context, self.combine)
+
+
+def numbers(*shape, seed, device, dtype, scale=1.0):
+    """Random numbers that the dtype holds exactly, as float64 and in the dtype."""
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(device=device, dtype=dtype)
+
+
+def make(case, device, dtype, seed=0):
+    """Leaves in the dtype (gate and norm in float32 at least, as routers give them)."""
+    N = (case.H // case.p) * (case.W // case.p)
+    wide = torch.promote_types(dtype, torch.float32)
+    g = torch.Generator().manual_seed(seed)
+    index = torch.rand(case.B, case.E, N, generator=g).argsort(-1)[..., : case.L]
+    gate = torch.rand(case.B, case.E, case.L, generator=g, dtype=torch.float64) + 0.1
+    if case.drop:
+        gone = torch.rand(index.shape, generator=g) < 0.4
+        index, gate = index.masked_fill(gone, NOBODY), gate.masked_fill(gone, 0)
+    leaves = {
+        "x": numbers(case.B, case.C, case.H, case.W, seed=seed + 1, device=device, dtype=dtype),
+        "gate": gate.to(device, wide),
+        "weight": numbers(case.E, case.O, case.C, case.ks, case.ks, seed=seed + 2, device=device, dtype=dtype,
+                          scale=(case.C * case.ks**2) ** -0.5),
+    }  # fmt: skip
+    if case.bias:
+        leaves["bias"] = numbers(case.E, case.O, seed=seed + 3, device=device, dtype=dtype)
+    if case.norm:
+        leaves["norm_weight"] = numbers(case.E, case.C, seed=seed + 4, device=device, dtype=wide) + 0.5
+        leaves["norm_bias"] = numbers(case.E, case.C, seed=seed + 5, device=device, dtype=wide)
+        leaves["mean"] = numbers(case.E, case.C, seed=seed + 6, device=device, dtype=wide, scale=0.1)
+        leaves["var"] = numbers(case.E, case.C, seed=seed + 7, device=device, dtype=wide).abs() + 0.5
+    leaves["x"] = leaves["x"].contiguous(memory_format=torch.channels_last)
+    return index.to(device), leaves
+
+
+def run(backend, kind, case, index, leaves, dtype, poison=False, wide_map=False):
+    """Output, gradients of every leaf, and the running statistics, computed in ``dtype``."""
+    wide = torch.promote_types(dtype, torch.float32)
+    like = {
+        "x": wide if wide_map else dtype,
+        "weight": dtype,
+        "bias": dtype,
+        "weight_in": dtype,
+        "weight_out": dtype,
+        "bias_in": dtype,
+    }
+    t = {n: v.detach().to(like.get(n, wide), copy=True) for n, v in leaves.items()}
+    grads = [n for n in t if n not in ("mean", "var")]
+    for name in grads:
+        t[name].requires_grad_()
+    x = t["x"]
+    if poison:  # what is not chosen must not matter, not even as NaN
+        N = (case.H // case.p) * (case.W // case.p)
+        chosen = torch.zeros(case.B, N, dtype=torch.bool, device=x.device)
+        chosen.scatter_(1, index.flatten(1), True)
+        over = chosen.view(case.B, 1, case.H // case.p, case.W // case.p)
+        over = over.repeat_interleave(case.p, 2).repeat_interleave(case.p, 3)
+        x = torch.where(over, x, float("nan")).contiguous(memory_format=torch.channels_last)
+    N = (case.H // case.p) * (case.W // case.p)
+    scores = torch.zeros(case.B, N, case.E, device=x.device, dtype=wide)
+    routing = Routing("patch", scores, index, t["gate"], "expert", (case.H // case.p, case.W // case.p),
+                      may_drop=case.drop)  # fmt: skip
+    norm = None
+    if case.norm:
+        norm = Norm(t["norm_weight"], t["norm_bias"], t["mean"], t["var"], 0.1, 1e-3, case.norm == "train")
+    if kind == "conv":
+        y = backend.conv(x, routing, ConvWeights(t["weight"], t.get("bias")), norm, case.spec)
+    else:
+        weights = MLPWeights(
+            t["weight_in"], t.get("bias_in"), t["weight_out"], t.get("bias"), ACTIVATIONS[case.activation]
+        )
+        y = backend.mlp(x, routing, weights, norm, case.spec)
+    probe = numbers(*y.shape, seed=99, device=y.device, dtype=torch.bfloat16).to(dtype)
+    (y * probe).sum().backward()
+    result = {"y": y.detach()} | {f"grad of {n}": t[n].grad for n in grads}
+    if case.norm == "train":
+        result |= {"running mean": t["mean"], "running var": t["var"]}
+    return result
+
+
+def compare(mine, reference, dtype, case, skip=()):
+    tolerance = TOLERANCE[dtype]
+    for name, expected in reference.items():
+        if name in skip:
+            continue
+        got = mine[name]
+        assert got is not None, f"{name} is missing"
+        assert got.shape == expected.shape, name
+        got, expected = got.double(), expected.double()
+        assert got.isfinite().all(), f"{name}: not everything was written"
+        error = ((got - expected).norm() / expected.norm().clamp_min(1e-3)).item()
+        assert error <= tolerance, f"{case}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
+
+
+def check(kind, case, device, dtype, seed=0, poison=False):
+    index, leaves = make(case, device, dtype, seed)
+    if kind == "mlp":
+        del leaves["weight"]
+        leaves["weight_in"] = numbers(case.E, 7, case.C, seed=11, device=device, dtype=dtype, scale=case.C**-0.5)
+        leaves["weight_out"] = numbers(case.E, case.O, 7, seed=12, device=device, dtype=dtype, scale=7**-0.5)
+        if case.bias:
+            leaves["bias_in"] = numbers(case.E, 7, seed=13, device=device, dtype=dtype)
+    reference = run(ReferenceBackend(), kind, case, index, leaves, torch.float64)
+    mine = run(TritonBackend(), kind, case, index, leaves, dtype, poison)
+    skip = ("grad of x",) if poison else ()
+    compare(mine, reference, dtype, case, skip)
+
+
+CONV = [
+    Case(),
+    Case(ks=1),
+    Case(ks=5, H=4, W=6),
+    Case(p=1, L=4, H=3, W=5),
+    Case(p=3, L=1, H=6, W=9),
+    Case(p=4, L=2, H=8, W=4, B=1),
+    Case(L=9),  # all patches
+    Case(L=1, E=1, C=1, O=1),
+    Case(C=17, O=18, E=5, B=3, H=4, W=4),
+    Case(bias=False),
+    Case(drop=True),
+    Case(gate_on="input"),
+    Case(gate_on="input", ks=1, bias=False, p=1, L=5),
+    Case(gate_on="input", drop=True),
+    Case(context="patch"),
+    Case(context="patch", gate_on="input", ks=5),
+    Case(combine="sum"),
+    Case(combine="sum", gate_on="input", drop=True),
+    Case(combine="sum", ks=1, p=1, O=9),
+]
+NORMED = [
+    Case(norm="train"),
+    Case(norm="eval"),
+    Case(norm="train", gate_on="input"),
+    Case(norm="eval", gate_on="input", bias=False),
+    Case(norm="train", gate_on="input", ks=1, p=1, L=5),
+    Case(norm="train", gate_on="input", drop=True, C=17),
+    Case(norm="train", combine="sum"),
+    Case(norm="eval", combine="sum", gate_on="input"),
+    Case(norm="train", context="patch", gate_on="input"),
+    Case(norm="train", context="patch", ks=5, p=3),
+    Case(norm="train", gate_on="input", L=9, E=1),  # nothing is left unchosen
+]
+
+
+@pytest.mark.parametrize("on", TYPES)
+@pytest.mark.parametrize("case", CONV + NORMED, ids=str)
+def test_a_convolution_equals_the_reference_in_output_and_every_gradient(case, on):
+    check("conv", case, *on)
+
+
+@pytest.mark.parametrize("on", GPU_TYPES[1:])
+@pytest.mark.parametrize("case", [Case(), Case(norm="train", gate_on="input"), Case(combine="sum")], ids=str)
+def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
+    device, dtype = on
+    index, leaves = make(case, device, dtype)
+    reference = run(ReferenceBackend(), "conv", case, index, leaves, torch.float64)
+    mine = run(TritonBackend(), "conv", case, index, leaves, dtype, wide_map=True)
+    assert mine["y"].dtype == dtype
+    assert mine["grad of x"].dtype == torch.float32
+    compare(mine, reference, dtype, case)
+
+
+@pytest.mark.parametrize("on", TYPES)
+def test_experts_in_two_groups_give_the_same(monkeypatch, on):
+    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.experts"), "GROUPED", 0)
+    for case in (Case(E=4), Case(E=2, norm="train", gate_on="input")):
+        check("conv", case, *on)
+
+
+@pytest.mark.parametrize("on", TYPES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(ks=1),
+        Case(ks=1, p=1, L=5, activation="relu"),
+        Case(ks=1, gate_on="input", activation="tanh"),
+        Case(ks=1, combine="sum", bias=False),
+        Case(ks=1, combine="sum", gate_on="input", p=1),
+        Case(ks=1, norm="train", gate_on="input"),
+        Case(ks=1, norm="train"),
+        Case(ks=1, drop=True),
+        Case(ks=1, drop=True, norm="eval", gate_on="input"),
+    ],
+    ids=str,
+)
+def test_perceptrons_equal_the_reference_in_output_and_every_gradient(case, on):
+    check("mlp", case, *on)
+
+
+@pytest.mark.parametrize("on", [CPU_TYPE, GPU_TYPES[1]])
+@pytest.mark.parametrize("case", [Case(), Case(norm="train", gate_on="input"), Case(norm="eval")], ids=str)
+def test_what_nobody_chose_does_not_matter_not_even_as_nan(case, on):
+    check("conv", case, *on, poison=True)
+
+
+def loss(scores, gate, seed):
+    probes = (
+        numbers(*t.shape, seed=seed + i, device=t.device, dtype=torch.float64) for i, t in enumerate((scores, gate))
+    )
+    return sum((t.double() * probe).sum() for t, probe in zip((scores, gate), probes, strict=True))
+
+
+@pytest.mark.parametrize("on", TYPES)
+@pytest.mark.parametrize("softmax", ["softmax_selected", "softmax_all", "one"])
+@pytest.mark.parametrize("wide_router", [True, False])
+@pytest.mark.parametrize("shape", [(2, 5, 6, 6, 3, 2, 2), (1, 20, 4, 4, 5, 16, 1), (3, 3, 8, 4, 17, 1, 4)])
+def test_a_map_is_scored_and_every_expert_finds_its_best_patches(shape, wide_router, softmax, on):
+    (device, dtype), (B, C, H, W, E, L, p) = on, shape
+    x = numbers(B, C, H, W, seed=1, device=device, dtype=dtype)
+    kind = torch.promote_types(dtype, torch.float32) if wide_router else dtype
+    router = moesaic.ExpertChoice(C, E, L, p, gate=softmax).to(device, kind)
+    with torch.no_grad():
+        router.weight.copy_(numbers(E, C, p, p, seed=2, device=device, dtype=kind))
+    mine = x.clone(memory_format=torch.channels_last).requires_grad_()
+    with moesaic.backend("triton"):
+        got = router(mine)
+    wide, theirs = moesaic.ExpertChoice(C, E, L, p, gate=softmax).to(device, torch.float64), x.double().requires_grad_()
+    wide.load_state_dict(router.state_dict())
+    with moesaic.backend("torch"):
+        expected = wide(theirs)
+    torch.testing.assert_close(got.scores.double(), expected.scores, rtol=1e-5, atol=1e-5)
+    assert torch.equal(got.index, expected.index)
+    torch.testing.assert_close(got.gate.double(), expected.gate, rtol=1e-5, atol=1e-6)
+    loss(got.scores, got.gate, 3).backward()
+    loss(expected.scores, expected.gate, 3).backward()
+    rtol = 4 * max(TOLERANCE[dtype], 1e-6)
+    torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=rtol, atol=rtol)
+    scale = wide.weight.grad.abs().max().item()
+    torch.testing.assert_close(router.weight.grad.double(), wide.weight.grad, rtol=rtol, atol=rtol * scale)
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_equal_scores_go_to_the_lower_patch(on):
+    device, dtype = on
+    x = torch.ones(1, 3, 4, 4, device=device, dtype=dtype)
+    x[0, :, 2, 1] = 2
+    router = moesaic.ExpertChoice(3, 2, 4).to(device, dtype)
+    with torch.no_grad():
+        router.weight.fill_(1)[1] = -1
+    with moesaic.backend("triton"):
+        assert router(x).index.tolist() == [[[9, 0, 1, 2], [0, 1, 2, 3]]]
+
+
+LAYERS = [
+    {},
+    {"patch_size": 2, "kernel_size": 3},
+    {"patch_size": 2, "kernel_size": 3, "gate": "softmax_all"},
+    {"gate": "one"},
+    {"gate_on": "input"},
+    {"patch_size": 2, "kernel_size": 3, "gate_on": "input", "gate": "softmax_all", "expert_norm": True},
+    {"combine": "sum"},
+    {"experts": "mlp", "combine": "sum"},
+    {"experts": "mlp", "gate_on": "input", "gate": "softmax_all"},
+]
+
+
+def layer_of(options, device, dtype):
+    torch.manual_seed(0)
+    options = {"experts": 3} | options
+    if options["experts"] == "mlp":
+        options |= {"experts": MLPExperts(3, 4, 5, 6 if options.get("combine") == "sum" else 2)}
+    layer = moesaic.PatchMoE(4, 6, patches_per_expert=2, **options).to(device, dtype)
+    torch.nn.init.normal_(layer.router.weight)
+    return layer
+
+
+def results(layer, call, backend, x, device, extra):
+    layer.zero_grad()
+    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
+    with moesaic.backend(backend), moesaic.record_routing(layer) as routing:
+        y = call(leaf)
+    objective = y.square().sum()
+    if extra:  # a loss on the routing itself, beside the layer's
+        objective = objective + routing[""].scores.square().sum() + routing[""].gate.cos().sum()
+    objective.backward()
+    gradients = {name: weight.grad for name, weight in layer.named_parameters()}
+    return {"y": y.detach(), "x": leaf.grad, **gradients}
+
+
+def assert_same(mine, expected):
+    assert mine.keys() == expected.keys()
+    for name in mine:
+        if expected[name] is None:
+            assert mine[name] is None or not mine[name].any(), name
+        else:
+            torch.testing.assert_close(
+                mine[name], expected[name], rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("extra", [False, True], ids=["", "routing in the loss"])
+def test_a_layer_equals_the_reference_with_its_router(options, extra, on):
+    device, dtype = on
+    layer = layer_of(options, device, dtype)
+    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    assert_same(*(results(layer, layer, name, x, device, extra) for name in ("triton", "reference")))
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+@pytest.mark.parametrize("options", LAYERS, ids=str)
+def test_a_layer_compiles_without_a_break_and_gives_the_same(options, on, monkeypatch):
+    monkeypatch.undo()
+    if INTERPRETED:
+        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
+    torch.compiler.reset()
+    device, dtype = on
+    layer = layer_of(options, device, dtype)
+    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+    assert_same(*(results(layer, call, "triton", x, device, False) for call in (compiled, layer)))
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_a_gate_that_was_replaced_gets_its_own_gradient(on):
+    device, dtype = on
+    layer = layer_of({}, device, dtype)
+    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+    def halved(x):
+        with torch.enable_grad():
+            routing = layer.router(x)
+            routing = dataclasses.replace(routing, gate=routing.gate / 2)
+            return layer.experts(x, routing, PatchSpec(1, "output", "map", "concat"))
+
+    layer.route(x)
+    found = []
+    for name in ("triton", "reference"):
+        layer.zero_grad()
+        with moesaic.backend(name):
+            halved(x).square().sum().backward()
+        found.append({name: weight.grad for name, weight in layer.named_parameters()})
+    assert_same(*found)
+
+
+def test_the_variance_does_not_cancel():
+    statistics = importlib.import_module("moesaic.ops.triton.norm").statistics
+    device = "cpu" if INTERPRETED else "cuda"
+    x = numbers(2, 4, 4, 3, seed=5, device=device, dtype=torch.float32) * 1e-2 + 100
+    index = torch.arange(16, device=device).expand(2, 1, 16).contiguous()
+    running = torch.zeros(1, 3, device=device), torch.ones(1, 3, device=device)
+    mean, var = statistics(x, index, None, *running, 0.1, 1)
+    wide = x.double().flatten(0, 2)
+    torch.testing.assert_close(mean[0].double(), wide.mean(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(var[0].double(), wide.var(0, unbiased=False), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_the_same_input_gives_the_same_bits(on):
+    case = Case(norm="train", gate_on="input")
+    index, leaves = make(case, *on)
+    first, again = (run(TritonBackend(), "conv", case, index, leaves, on[1]) for _ in range(2))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
+def test_a_step_can_be_captured_in_a_cuda_graph():
+    layer = layer_of(
+        {"patch_size": 2, "kernel_size": 3, "expert_norm": True, "gate_on": "input"}, "cuda", torch.float32
+    )
+    x = torch.randn(2, 4, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last)
+    weights = list(layer.parameters())
+
+    def step():
+        y = layer(x)
+        return [y, *torch.autograd.grad(y.square().sum(), weights)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    for mine, expected in zip(captured, step(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_an_exported_layer_gives_the_same():
+    layer = layer_of({"patch_size": 2, "kernel_size": 3}, "cuda", torch.float32).eval()
+    x = torch.randn(2, 4, 6, 6, device="cuda")
+    exported = torch.export.export(layer, (x,)).module()
+    torch.testing.assert_close(exported(x), layer(x), rtol=1e-4, atol=1e-5)
