@@ -95,11 +95,11 @@ def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, 
     ks = weight.shape[3]
     pixels = Pixels.chosen(routing, x, spec)
     values = _expert_inputs(x, pixels)
-    among_pixels = spec.gate_on == "output"
+    on_pixels = spec.gate_on == "output"
     if norm is None:
         values, null = values.to(weight.dtype), bias
         if pixels.ends is None:
-            landing = pixels.landing_on_pixels(ks) if among_pixels else pixels.landing_on_map(ks)
+            landing = pixels.landing_on_pixels(ks) if on_pixels else pixels.landing_on_map(ks)
             sums = land(values, weight, landing)
         else:
             sums = _land_ragged(values, weight, pixels)
@@ -107,10 +107,15 @@ def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, 
         scale, shift = _scale_and_shift(values, pixels, x, norm)
         if pixels.ends is None:
             values = deviations(values.to(scale.dtype), scale, shift).to(weight.dtype)
-            landing = pixels.landing_on_pixels(ks, rest=True) if among_pixels else pixels.landing_on_map(ks, rest=True)
-            sums, answers = land_with_rest(values, weight, landing)
-            if among_pixels:  # but for the rest, which is none of them
-                sums = pixels.grouped(sums)[:, :-1].flatten(0, 1)
+            if by_hand(values, weight):
+                landing = pixels.landing_on_pixels(ks, rest=True) if on_pixels else pixels.landing_on_map(ks, rest=True)
+                sums, answers = land_with_rest(values, weight, landing)
+                if on_pixels:  # but for the rest, which is none of them
+                    sums = pixels.grouped(sums)[:, :-1].flatten(0, 1)
+            else:
+                products = tap_products(values, weight)
+                landing = pixels.landing_on_pixels(ks) if on_pixels else pixels.landing_on_map(ks)
+                sums, answers = landed(products[:, :-1].flatten(0, 1), landing), products[:, -1]
         else:
             normed, resting = _normed(values, scale, shift, pixels)
             deviating = (normed - pixels.per_expert(resting)).to(weight.dtype)
