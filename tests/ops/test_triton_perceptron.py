@@ -1,6 +1,7 @@
 """Stacked perceptrons by Triton kernels, every way of them, against float64: outputs and all gradients.
 
-On a GPU compiled (``-m gpu``). Where Triton is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``).
+On a GPU compiled (``-m gpu``). Where Triton is installed and there is no GPU, in its interpreter
+(``TRITON_INTERPRET=1``).
 """
 
 import importlib
@@ -35,6 +36,7 @@ EXACT = torch.float64, torch.float32
 SHORT = torch.bfloat16, torch.float16
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
 FUSED = ("pointers", "descriptors")
+FORMS = [("gelu", True), ("relu", False)]
 
 # relative error of ‖out − ref‖ / ‖ref‖; where rounding turns a sign, the slope of relu jumps
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -42,6 +44,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, to
 # (E, M, C, J, O): one tile and less, tiles with rests on every side, and 16-byte rows for descriptors
 SHAPES = [(1, 1, 3, 5, 2), (3, 37, 19, 23, 21), (2, 40, 24, 56, 16)]
 LARGE = (3, 300, 200, 328, 136)
+LONG = {"BM": 1, "BJ": 4096}
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +54,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setitem(activation.TILES, "activate", {"BM": 8, "BJ": 16})
         monkeypatch.setitem(activation.TILES, "activate_back", {"BM": 4, "BJ": 16, "ROWS": 8})
         tile = {"BM": 16, "BJ": 16, "BK": 16, "GROUP": 2}
-        monkeypatch.setitem(perceptron.TILES, "pointers", tile)
-        monkeypatch.setitem(perceptron.TILES, "descriptors", {**tile, "PROGRAMS": 3})
+        for ways in perceptron.TILES.values():
+            monkeypatch.setitem(ways, "pointers", tile)
+            monkeypatch.setitem(ways, "descriptors", {**tile, "PROGRAMS": 3})
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +84,9 @@ def error(found: Tensor, true: Tensor) -> float:
     return float((found.double() - true).norm() / true.norm().clamp_min(1e-30))
 
 
-def case(shape: tuple[int, int, int, int, int], on: tuple[str, torch.dtype], bias: bool, seed: int = 0) -> dict[str, Any]:
+def case(
+    shape: tuple[int, int, int, int, int], on: tuple[str, torch.dtype], bias: bool, seed: int = 0
+) -> dict[str, Any]:
     """Random leaves that the dtype holds exactly, and a gradient of the answers."""
     (E, M, C, J, O), (device, dtype) = shape, on
     draw = torch.Generator().manual_seed(seed)
@@ -124,20 +130,18 @@ def check_layer(given: dict[str, Any], kind: str, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("on", places(*EXACT, *SHORT))
-@pytest.mark.parametrize("kind", ["gelu", "relu"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize(("kind", "bias"), FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_pass_of_its_own_for_the_activation_equals_float64(shape, bias, kind, on, monkeypatch):
+def test_a_pass_of_its_own_for_the_activation_equals_float64(shape, kind, bias, on, monkeypatch):
     monkeypatch.setattr(perceptron, "WAYS", {"forward": "separate", "backward": "separate"})
     check_layer(case(shape, on, bias), kind, TOLERANCE[on[1]])
 
 
 @pytest.mark.parametrize("on", places(*SHORT))
-@pytest.mark.parametrize("kind", ["gelu", "relu"])
-@pytest.mark.parametrize("bias", [True, False], ids=["bias", "plain"])
+@pytest.mark.parametrize(("kind", "bias"), FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("way", FUSED)
-def test_products_with_the_activation_inside_equal_float64(way, shape, bias, kind, on, monkeypatch):
+def test_products_with_the_activation_inside_equal_float64(way, shape, kind, bias, on, monkeypatch):
     monkeypatch.setattr(perceptron, "WAYS", {"forward": way, "backward": way})
     check_layer(case(shape, on, bias), kind, TOLERANCE[on[1]])
 
@@ -149,7 +153,8 @@ def test_products_with_the_activation_inside_equal_float64(way, shape, bias, kin
 def test_products_of_many_tiles_equal_float64(way, programs, dtype, monkeypatch):
     monkeypatch.setattr(perceptron, "WAYS", {"forward": way, "backward": way})
     if way == "descriptors":
-        monkeypatch.setitem(perceptron.TILES, way, {**perceptron.TILES[way], "PROGRAMS": programs})
+        for ways in perceptron.TILES.values():
+            monkeypatch.setitem(ways, way, {**ways[way], "PROGRAMS": programs})
     check_layer(case(LARGE, ("cuda", dtype), True, programs), "gelu", TOLERANCE[dtype])
 
 
@@ -187,7 +192,7 @@ def test_gelu_of_every_16_bit_number_is_that_of_float64_rounded(on):
     v = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).to(device)
     v = v[v.isfinite() & ((v > -9.5) | (v == 0))]  # below, what is left is less than float16 holds
     true = F.gelu(v.double())
-    found = activation.activate(v.view(1, 1, -1), None, "gelu").flatten().double()
+    found = activation.activate(v.view(1, 1, -1), None, "gelu", tiles=LONG).flatten().double()
     # half a step of the dtype, and 3 % of it; one step in float16's subnormal numbers
     step = torch.finfo(dtype).eps * 0.53
     assert ((found - true).abs() <= step * true.abs() + 6e-8).all()
@@ -200,7 +205,9 @@ def test_slopes_are_those_of_autograd(kind, on):
     v = torch.linspace(-12, 12, 4001, dtype=torch.float64).to(device, dtype)
     leaf = v.double().requires_grad_()
     (true,) = torch.autograd.grad(ACTIVATIONS[kind](leaf).sum(), leaf)
-    found, _ = activation.activate_back(torch.ones_like(v).view(1, 1, -1), v.view(1, 1, -1), None, kind)
+    found, _ = activation.activate_back(
+        torch.ones_like(v).view(1, 1, -1), v.view(1, 1, -1), None, kind, tiles={**LONG, "ROWS": 1}
+    )
     tolerance = torch.finfo(dtype).eps
     torch.testing.assert_close(found.flatten().double(), true, rtol=tolerance, atol=2 * min(tolerance, 1e-5))
 
