@@ -21,6 +21,8 @@ if not (INTERPRETED or torch.cuda.is_available()):
 
 from moesaic.ops.triton import activation, perceptron  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
+
 
 def places(*dtypes: torch.dtype) -> list[Any]:
     on_cpu = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")

@@ -75,12 +75,15 @@ class Bench:
     """Whether experts, and the dense convolution, have one."""
     repetitions: int = 20
     """Of each measurement; the median counts."""
+    tune: bool = False
+    """First time other tile sizes of the GPU kernels for this shape, and keep the best for this machine."""
 
     def run(self, given: Sequence[str]) -> int:
         """Check what was asked for, measure, and print."""
         import torch
 
-        from moesaic.insight.layer_speed import layer_times, picked
+        from moesaic.insight.layer_speed import layer_times, picked, tune_layer
+        from moesaic.ops.tiles import tile_file
         from moesaic.report import describe_machine, print_layer_times
 
         with input_of("bench"):
@@ -90,7 +93,13 @@ class Bench:
             gpu = torch.device(device).type == "cuda"
             dtype: torch.dtype = getattr(torch, self._dtype("bfloat16" if gpu else "float32"))
             choice = picked(shape, form, device, dtype)
+            if self.tune and choice.name != "triton":
+                raise ValueError(f"--tune is for the kernels of a GPU, but {choice.name} runs this: {choice.why}")
         passes = self._passes()
+        if self.tune:
+            what: Pass = "step" if "step" in passes else "forward"
+            found = tune_layer(shape, form, device=device, dtype=dtype, what=what, tell=tell)
+            tell(f"{len(found)} better tiles kept in {tile_file()}" if found else "no tile is better than the rules'")
         tell(f"{describe_machine(device)}: each layer runs {self.repetitions} times, in turns")
         rows = layer_times(
             shape,

@@ -21,8 +21,9 @@ from moesaic.insight.routed_shape import Form, RoutedShape, dense_peers, random_
 from moesaic.insight.timing import Memory, Timing, captured, in_turns, peak_memory
 from moesaic.ops import backend, backends
 from moesaic.ops.choice_rules import Choice, explain_choice
+from moesaic.ops.tiles import Tile, tune
 
-__all__ = ["FORMATS", "MASKED_LIMIT", "LayerTimes", "Pass", "fastest_dense", "layer_times", "picked"]
+__all__ = ["FORMATS", "MASKED_LIMIT", "LayerTimes", "Pass", "fastest_dense", "layer_times", "picked", "tune_layer"]
 
 Pass = Literal["forward", "step"]
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -111,6 +112,20 @@ def layer_times(
     return [each.row for each in candidates]
 
 
+def tune_layer(
+    shape: RoutedShape, form: Form, *, device: str, dtype: torch.dtype, what: Pass, tell: Callable[[str], None]
+) -> dict[str, Tile]:
+    """Time other tiles of the GPU kernels for this layer and keep the best on this machine; the winners by name."""
+    x, wanted = random_maps(shape, device, dtype, torch.channels_last)
+    candidate = _Candidate(LayerTimes("PatchMoE, triton", "triton"), routed_layer(shape, form))
+    ready = _Ready(candidate, "channels_last", x, wanted)
+
+    def measure() -> float:
+        return in_turns({"layer": captured(ready.run_of(what))}, 15, gpu_clock=True)["layer"].median
+
+    return tune(measure, tell)
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A way to run the layer, and the layer, in float32 on the CPU."""
@@ -161,8 +176,7 @@ class _Ready:
         """What is to be timed, tried before; None where it cannot be, or is not to be."""
         if self.row.left_out or (what == "forward" and self.row.compiled):
             return None
-        self._model.train(what == "step")
-        run = self._step if what == "step" else self._forward
+        run = self.run_of(what)
         try:
             run()
             if not self.on_gpu:
@@ -177,6 +191,11 @@ class _Ready:
         except Exception as error:
             self.row.notes.append(f"{what} is not captured: {_first_line(error)}")
             return run
+
+    def run_of(self, what: Pass) -> Callable[[], object]:
+        """The pass itself, the layer being set for it."""
+        self._model.train(what == "step")
+        return self._step if what == "step" else self._forward
 
     def _forward(self) -> None:
         with self._on_backend(), torch.no_grad():
