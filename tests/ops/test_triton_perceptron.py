@@ -43,8 +43,9 @@ FORMS = [("gelu", True), ("relu", False)]
 # relative error of ‖out − ref‖ / ‖ref‖; where rounding turns a sign, the slope of relu jumps
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
-# (E, M, C, J, O): one tile and less, tiles with rests on every side, and 16-byte rows for descriptors
+# (E, M, C, J, O): less than a tile, and tiles with rests on every side; fused products take rows of whole 16 bytes
 SHAPES = [(1, 1, 3, 5, 2), (3, 37, 19, 23, 21), (2, 40, 24, 56, 16)]
+WHOLE = [(1, 1, 8, 8, 8), (3, 37, 24, 56, 40), (2, 32, 16, 48, 64)]
 LARGE = (3, 300, 200, 328, 136)
 QUIET = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what overflows in the interpreter
 LONG = {"BM": 1, "BJ": 4096}
@@ -142,7 +143,7 @@ def test_a_pass_of_its_own_for_the_activation_equals_float64(shape, kind, bias, 
 
 @pytest.mark.parametrize("on", places(*SHORT))
 @pytest.mark.parametrize(("kind", "bias"), FORMS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", WHOLE, ids=str)
 @pytest.mark.parametrize("way", FUSED)
 def test_products_with_the_activation_inside_equal_float64(way, shape, kind, bias, on, monkeypatch):
     monkeypatch.setattr(perceptron, "WAYS", {"forward": way, "backward": way})
@@ -228,8 +229,11 @@ def test_infinity_and_nan_stay_what_they_are(kind, on):
 
 
 @pytest.mark.parametrize("on", places(torch.float16))
-def test_rows_that_no_descriptor_takes_go_by_address(on):
-    given = case((1, 1, 3, 5, 2), on, True)
-    assert perceptron._possible("descriptors", given["values"], 5) == "pointers"
-    assert perceptron._possible("descriptors", given["values"].new_empty(2, 3, 8), 16) == "descriptors"
-    assert perceptron._possible("pointers", given["values"].float(), 5) == "separate"
+@pytest.mark.parametrize("way", FUSED)
+def test_rows_that_are_not_read_16_bytes_at_a_time_are_left_to_cublas(way, on):
+    rows = torch.zeros(2, 3, 8, device=on[0], dtype=on[1])
+    assert perceptron._possible(way, rows, 16) == way
+    assert perceptron._possible(way, rows, 12) == "separate"
+    assert perceptron._possible(way, rows[:, :, :7], 16) == "separate"
+    assert perceptron._possible(way, rows.float(), 16) == "separate"
+    assert perceptron._possible(way, rows[:, :0], 16) == "separate"

@@ -249,11 +249,9 @@ def hidden_back(
 
 
 def _possible(way: Way, rows: Tensor, J: int) -> Way:
-    """That way, or the next that takes such rows: fused products are for 16 bits, descriptors for whole 16 bytes."""
-    if way == "separate" or rows.numel() == 0 or rows.dtype.itemsize > 2:
-        return "separate"
-    whole = 16 // rows.dtype.itemsize
-    return "pointers" if way == "descriptors" and (rows.shape[2] % whole or J % whole) else way
+    """That way, if it takes such rows: fused products are for 16-bit numbers, read and written 16 bytes at a time."""
+    fits = rows.numel() > 0 and rows.dtype.itemsize == 2 and rows.shape[2] % 8 == 0 and J % 8 == 0
+    return way if fits else "separate"
 
 
 def _sides(tiles: dict[str, int], M: int, J: int, K: int) -> dict[str, int]:
