@@ -259,10 +259,11 @@ GOALS = (
         2,
         4,
         layer_ratio("layer-cuda", "celeba", "step"),
-        "A third of the time are three batched products at 610 TFLOP/s, with no multiplication wasted. The rest are passes "
-        "over memory: pixels are gathered twice, nine taps folded into the positions they reach, the gradient laid out "
-        "for them and summed for each pixel, the map scored. These passes run at 2 to 3.5 of the 3.8 TB/s that a copy has, "
-        "and all but a few of the 29 launches have programs enough for every multiprocessor.",
+        "A third of the time are three batched products at 610 TFLOP/s, with no multiplication wasted. The rest are "
+        "passes over memory: pixels are gathered twice, nine taps folded into the positions they reach, the "
+        "gradient laid out for them and summed for each pixel, the map scored. These passes run at 2 to 3.5 of the "
+        "3.8 TB/s that a copy has, and all but a few of the 29 launches have programs enough for every "
+        "multiprocessor.",
         least_work("layer-cuda", "celeba", "step"),
     ),
     Goal(
@@ -270,10 +271,10 @@ GOALS = (
         1,
         1.3,
         layer_ratio("layer-cuda", "cifar", "step"),
-        "Dense is the faster of cuDNN's convolution and a linear layer over rows of pixels, which reads or writes a map "
-        "six times in a step. Routed it is ten times: to score it, to gather pixels, for the product, for the result, and "
-        "as often on the way back. Products take a third of the time. Against cuDNN's convolution it is 0.85 without "
-        "bias and 1.27 with one.",
+        "Dense is the faster of cuDNN's convolution and a linear layer over rows of pixels, which reads or writes a "
+        "map six times in a step. Routed it is ten times: to score it, to gather pixels, for the product, for the "
+        "result, and as often on the way back. Products take a third of the time. Against cuDNN's convolution it is "
+        "0.85 without bias and 1.27 with one.",
         least_work("layer-cuda", "cifar", "step"),
     ),
     Goal(
@@ -281,8 +282,8 @@ GOALS = (
         0.6,
         None,
         layer_ratio("layer-cuda", "celeba", "memory", "with bias"),
-        "Both layers with bias, as they are by default. Without one cuDNN needs no workspace: then the dense layer takes "
-        "87 MiB, 80 of which are the result and the map's gradient, and ours half as much again.",
+        "Both layers with bias, as they are by default. Without one cuDNN needs no workspace: then the dense layer "
+        "takes 87 MiB, 80 of which are the result and the map's gradient, and ours half as much again.",
         lower=True,
     ),
     Goal(
@@ -306,17 +307,18 @@ GOALS = (
         1.15,
         1.25,
         network_ratio("model-cuda", "celeba", "training step", 128),
-        "The convolution that is replaced has 24 % of WRN's arithmetic but takes 11 % of its step, since it runs at 760 "
-        "TFLOP/s and the others at 300. With its BatchNorm and the shortcut, 1.3 of 8.9 ms go, and the routed layer takes "
-        "0.6. If it took no time at all, the step would be 1.17 times as fast; by arithmetic it would be 1.27 times.",
+        "The convolution that is replaced has 24 % of WRN's arithmetic but takes 11 % of its step, since it runs at "
+        "760 TFLOP/s and the others at 300. With its BatchNorm and the shortcut, 1.3 of 8.9 ms go, and the routed "
+        "layer takes 0.6. If it took no time at all, the step would be 1.17 times as fast; by arithmetic it would "
+        "be 1.27 times.",
     ),
     Goal(
         "WRN-pMoE on a GPU, training step, cifar, × WRN",
         1,
         1.02,
         network_ratio("model-cuda", "cifar", "training step", 512),
-        "By arithmetic 1.03 would be the limit. But the routed block has no shortcut and no BatchNorm over the whole map, "
-        "which cost time and hardly any arithmetic.",
+        "By arithmetic 1.03 would be the limit. But the routed block has no shortcut and no BatchNorm over the "
+        "whole map, which cost time and hardly any arithmetic.",
     ),
     Goal(
         "WRN-pMoE on a CPU, one image, celeba, × WRN",
@@ -337,8 +339,8 @@ GOALS = (
         1.3,
         None,
         ahead_of_routed,
-        "70 % of the step are the six products, at 700 TFLOP/s. Activation and its gradient are passes of their own over "
-        "151 MB each; inside the products they were measured slower.",
+        "70 % of the step are the six products, at 700 TFLOP/s. Activation and its gradient are passes of their own "
+        "over 151 MB each; inside the products they were measured slower.",
     ),
     Goal(
         "MLP layer on a GPU, training step, time over that of a dense MLP of equal FLOPs",
@@ -460,7 +462,9 @@ def draw_panel(axes: Any, content: Result, what: str, unit: Unit) -> None:
     axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="FLOP for each byte")
     axes.set_ylim(top=2.5 * peak)
     middle = (low * knee) ** 0.5
-    label(axes, f"{limits['bytes_per_second'] / 1e9:,.0f} GB/s", (middle, middle * slope), INK, xytext=(-4, 6), ha="right")
+    label(
+        axes, f"{limits['bytes_per_second'] / 1e9:,.0f} GB/s", (middle, middle * slope), INK, xytext=(-4, 6), ha="right"
+    )
     label(axes, f"{peak:,.3g} {unit.name}", (knee, peak), INK, xytext=(2, 5), ha="left")
     axes.grid(True, which="major", color="#E4E4E4", linewidth=0.6)
 

@@ -84,7 +84,9 @@ def steady_product(rows: Tensor, columns: Tensor) -> Tensor:
     and a unit's scores would depend on how many others are in the batch.
     """
     M, E = rows.shape[0], columns.shape[1]
-    return (F.pad(rows, (0, 0, 0, -M % 16)) @ F.pad(columns, (0, -E % 16)))[:M, :E]
+    whole = not torch.compiler.is_compiling() and M % 16 == 0  # a compiler is not to ask about the batch
+    rows = rows if whole else F.pad(rows, (0, 0, 0, -M % 16))  # which copies, even where there is nothing to add
+    return (rows @ F.pad(columns, (0, -E % 16)))[:M, :E]
 
 
 def best(scores: Tensor, count: int) -> Tensor:
