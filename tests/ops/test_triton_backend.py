@@ -65,7 +65,7 @@ def poison(monkeypatch):
         def empty_like(*like, **options):
             return filled(empty_like(*like, **options))
 
-    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "perceptron"):
+    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "activation", "perceptron"):
         module = importlib.import_module(f"moesaic.ops.triton.{name}")
         monkeypatch.setattr(module, "torch", Torch())
 
@@ -337,6 +337,18 @@ def test_equal_scores_go_to_the_lower_patch(on):
         router.weight.fill_(1)[1] = -1
     with moesaic.backend("triton"):
         assert router(x).index.tolist() == [[[9, 0, 1, 2], [0, 1, 2, 3]]]
+
+
+@pytest.mark.parametrize("on", [CPU_TYPE, *GPU_TYPES[:2]])
+@pytest.mark.parametrize("patch_size", [1, 2, 4])
+def test_an_images_scores_are_the_same_in_any_company(patch_size, on):
+    device, dtype = on
+    x = numbers(70, 20, 8, 8, seed=1, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    router = moesaic.ExpertChoice(20, 3, 2, patch_size).to(device, dtype)
+    with moesaic.backend("triton"):
+        alone, together = router(x[:1].contiguous(memory_format=torch.channels_last)), router(x)
+    assert torch.equal(alone.scores, together.scores[:1])
+    assert torch.equal(alone.gate, together.gate[:1])
 
 
 LAYERS = [

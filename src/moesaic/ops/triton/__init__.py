@@ -25,6 +25,7 @@ its answers too, and the gradients of weights and norm come out of the products 
     rows           map → values; gradient of values → gradient of the map
     maps           contributions → map; gradient of the map → gradient of contributions
     norm           statistics of masked maps, and the gradient through them
-    perceptron     the hidden layer of stacked perceptrons
+    activation     of stacked perceptrons, with its bias
+    perceptron     their products
     experts        all of it as torch operations with gradients
 """

@@ -38,6 +38,9 @@ __all__ = [
 KINDS = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
 """Gates of `ExpertChoice`, as kernels know them."""
 
+_MOST_PARTS = 16
+"""In which a patch's score is summed."""
+
 
 @triton.jit
 def scores_kernel(
@@ -279,16 +282,14 @@ def choose(x: Tensor, kernels: Tensor, patches: int, patch: int, kind: int) -> t
     sizes = Sizes(B, H, W, C, E, patches, patch)
     full = wide(x.dtype)
     rows, pixels = B * sizes.N, patch**2
-    BM, BE, BC = power_of_2(rows, 16, 64), 16, power_of_2(C, 16, 128)
-    tiles = ceil(rows, BM) * ceil(E, BE)
-    splits = next(s for s in range(min(fill(tiles, pixels), pixels), 0, -1) if pixels % s == 0)
+    # tiles and parts that do not depend on the batch: an image's scores are the same to the bit in any company
+    splits = next(number for number in range(min(pixels, _MOST_PARTS), 0, -1) if pixels % number == 0)
     found = torch.empty(splits, B, sizes.N, E, dtype=full, device=x.device)
+    BE, BC = 16, power_of_2(C, 16, 128)
     if x.dtype == torch.bfloat16 and not INTERPRETED:
-        pieces = 1 if kernels.dtype == torch.bfloat16 else 3
+        BM, pieces = 64, 1 if kernels.dtype == torch.bfloat16 else 3
     else:
-        pieces, kernels = 0, kernels.to(full)
-        BM = min(BM, 32)
-        tiles = ceil(rows, BM) * ceil(E, BE)
+        BM, pieces, kernels = 32, 0, kernels.to(full)
     constants = sizes.constants()
     del constants["L"]
     scores_kernel[(ceil(rows, BM), ceil(E, BE), splits)](
