@@ -73,6 +73,7 @@ def of(speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mo
         "ceilings": {"bytes_per_second": 2e12, "flops_per_second": 5e14},
         "measurements": [
             measurement("celeba", 0.5, 1.0),
+            measurement("celeba", 0.5, 1.0, form="with bias"),
             measurement("celeba", 0.5, 2.0, form="released"),
             measurement("cifar", 4.0, 2.0),
             measurement("celeba-b1", 0.9, 9.0),
