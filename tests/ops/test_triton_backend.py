@@ -6,7 +6,6 @@ is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), i
 
 import dataclasses
 import importlib
-import os
 
 import pytest
 import torch
@@ -20,8 +19,10 @@ from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.triton_backend import TritonBackend
 from moesaic.record import NOBODY, Routing
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
+
+from triton_interpreter import INTERPRETED
+
 GPU_TYPES = [
     pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
     for dtype in (torch.float32, torch.bfloat16, torch.float16)

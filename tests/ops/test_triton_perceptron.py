@@ -5,7 +5,6 @@ On a GPU compiled (``-m gpu``). Where Triton is installed and there is no GPU, i
 """
 
 import importlib
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+from triton_interpreter import INTERPRETED
+
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from moesaic.ops.triton import activation, perceptron  # noqa: E402
+from moesaic.ops.triton import activation, perceptron
 
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS, but there was no current CUDA context")
 
