@@ -80,6 +80,12 @@ def shape_cells(shape: Result) -> list[str]:
     ]
 
 
+def few_cells(shape: Result) -> list[str]:
+    """The same in three, so that what was measured is seen beside it."""
+    kernel, channels, size, batch, experts, patches = shape_cells(shape)
+    return [f"{kernel}, {channels} channels", f"{batch} of {size}", f"{experts}, each {patches}"]
+
+
 SHAPE_HEADER = ["kernel", "channels", "map", "batch", "experts", "patches each"]
 
 
@@ -96,10 +102,10 @@ def grid_table(name: str, *, lost: bool) -> str:
         ratios = [row.get(f"{what}, × dense") for what in PASSES]
         known = [ratio for ratio in ratios if ratio is not None]
         if known and (min(known) * NOISE < 1) == lost:
-            cells = [*shape_cells(each["shape"]), f"{each['share']:.2f}", *map(times, ratios)]
+            cells = [*few_cells(each["shape"]), f"{each['share']:.2f}", *map(times, ratios)]
             rows.append((known[-1], cells))
     total = len({each["name"] for each in content["measurements"] if measured(content, each["name"])})
-    header = [*SHAPE_HEADER, "share of work", *(f"{title}, × dense" for title in PASSES.values())]
+    header = ["layer", "maps", "experts", "work", *(f"{title}, × dense" for title in PASSES.values())]
     said = f"{len(rows)} of {total} shapes on {where(content)}"
     if not rows:
         return f"*{said}.*"
