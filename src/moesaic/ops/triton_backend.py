@@ -15,10 +15,11 @@ from moesaic.ops.dispatch import Activation, ChosenPatches, ConvWeights, MLPWeig
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.record import Routing
 
-__all__ = ["TritonBackend"]
+__all__ = ["KINDS", "TritonBackend"]
 
 _INSTALLED = find_spec("triton") is not None
-_KINDS: dict[Softmax, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
+KINDS: dict[Softmax, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
+"""Gates of `ExpertChoice`, as kernels know them."""
 _MOST_PATCHES = 1024
 """An image's patches are ranked by one program, against each other."""
 _CAPABILITY = (8, 0)
@@ -46,7 +47,7 @@ class TritonBackend(TorchBackend):
             return None
         from moesaic.ops.triton.experts import patch_route
 
-        scores, index, gate, slots = patch_route(x.permute(0, 2, 3, 1), router, patches, _KINDS[softmax])
+        scores, index, gate, slots = patch_route(x.permute(0, 2, 3, 1), router, patches, KINDS[softmax])
         return ChosenPatches(
             "patch", scores, index, gate, "expert", grid=grid, may_drop=False,
             seen=x, router=router, softmax=softmax, slots=slots, made=(index, gate),
@@ -106,9 +107,9 @@ def _choice(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor
         return routing.index, patch_slots(routing.index, routing.units), routing.gate, None, None, 0
     assert routing.slots is not None
     if routing.softmax == "one":  # nothing flows back
-        return routing.index, routing.slots, routing.gate.detach(), None, None, _KINDS["one"]
+        return routing.index, routing.slots, routing.gate.detach(), None, None, KINDS["one"]
     gate, scores = routing.gate.detach(), routing.scores.detach()
-    return routing.index, routing.slots, gate, scores, routing.router, _KINDS[routing.softmax]
+    return routing.index, routing.slots, gate, scores, routing.router, KINDS[routing.softmax]
 
 
 def _norm(

@@ -23,7 +23,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.ops.triton.launch import INTERPRETED, Sizes, acc, ceil, fill, parts, power_of_2, total, warps, wide
+from moesaic.ops.triton.launch import (
+    INTERPRETED,
+    Sizes,
+    acc,
+    ceil,
+    fill,
+    parts,
+    pixel_of_patch,
+    power_of_2,
+    total,
+    warps,
+    wide,
+)
+from moesaic.ops.triton_backend import KINDS
 
 __all__ = [
     "KINDS",
@@ -34,9 +47,6 @@ __all__ = [
     "router_gradient",
     "router_gradient_of_chosen",
 ]
-
-KINDS = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
-"""Gates of `ExpertChoice`, as kernels know them."""
 
 _MOST_PARTS = 16
 """In which a patch's score is summed."""
@@ -199,7 +209,7 @@ def route_back_kernel(
     live = r < rows
     em = e < E
     n = r % N
-    at = ((r // N) * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P).to(tl.int64) * C
+    at = pixel_of_patch(r // N, n, a, P, GW, HW, W).to(tl.int64) * C
     g = tl.load(grad + r[:, None] * E + e[None, :], mask=live[:, None] & em[None, :], other=0).to(ACC)
     for c0 in range(0, C, BC):
         c = c0 + tl.arange(0, BC)
@@ -232,7 +242,7 @@ def route_weights_kernel(
         r = r0 + tl.arange(0, BM)
         live = r < end
         n = r % N
-        at = ((r // N) * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P).to(tl.int64) * C
+        at = pixel_of_patch(r // N, n, a, P, GW, HW, W).to(tl.int64) * C
         g = tl.load(grad + r[None, :] * E + e[:, None], mask=live[None, :] & em[:, None], other=0).to(ACC)
         v = tl.load(x + at[:, None] + c[None, :], mask=live[:, None] & cm[None, :], other=0).to(ACC)
         found = tl.dot(g, v, found, input_precision=PRECISION, out_dtype=ACC)
@@ -264,7 +274,7 @@ def router_rows_kernel(
         used = n >= 0
         n = tl.maximum(n, 0)
         g = tl.load(grad + place, mask=used, other=0).to(ACC)
-        at = (b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P).to(tl.int64) * C
+        at = pixel_of_patch(b, n, a, P, GW, HW, W).to(tl.int64) * C
         v = tl.load(x + at[:, None] + c[None, :], mask=used[:, None] & cm[None, :], other=0).to(ACC)
         found += v * g[:, None]
     tl.store(out + (s * (E * A) + ea) * C + c, tl.sum(found, 0), mask=cm)

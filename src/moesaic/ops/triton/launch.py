@@ -14,7 +14,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["INTERPRETED", "Sizes", "acc", "ceil", "dense", "fill", "parts", "power_of_2", "total", "warps", "wide"]
+__all__ = [
+    "INTERPRETED",
+    "Sizes",
+    "acc",
+    "ceil",
+    "dense",
+    "fill",
+    "parts",
+    "pixel_of_patch",
+    "power_of_2",
+    "total",
+    "warps",
+    "wide",
+]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on a CPU, which is how they are tested where there is no GPU."""
@@ -62,6 +75,12 @@ def parts(rows: int, splits: int, tile: int) -> tuple[int, int]:
 def warps(number: int) -> dict[str, int]:
     """For a launch; the interpreter has none."""
     return {} if INTERPRETED else {"num_warps": number}
+
+
+@triton.jit
+def pixel_of_patch(b, n, a, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr, W: tl.constexpr):
+    """Which row of a batch of maps the place ``a`` in patch ``n`` of image ``b`` is."""
+    return b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P
 
 
 @triton.jit

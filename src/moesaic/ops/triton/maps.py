@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tiles import tile
-from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, power_of_2, total, warps, wide
+from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, pixel_of_patch, power_of_2, total, warps, wide
 from moesaic.ops.triton.rows import pixel_of_row
 
 __all__ = ["Landing", "combine", "gated_gradients", "resting_gradients", "spread", "taps_of", "weight_of"]
@@ -146,7 +146,7 @@ def combine_kernel(
     o = (tl.program_id(2) % blocks) * BO + tl.arange(0, BO)
     om = o < O
     lane = tl.program_id(2) // blocks
-    at = b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P
+    at = pixel_of_patch(b, n, a, P, GW, HW, W)
     if SUM:
         first, last = 0, E
         at = at.to(tl.int64) * O

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tiles import tile
-from moesaic.ops.triton.launch import Sizes, acc, ceil, power_of_2, warps, wide
+from moesaic.ops.triton.launch import Sizes, acc, ceil, pixel_of_patch, power_of_2, warps, wide
 
 __all__ = ["NormTensors", "affine", "collect", "gather", "pixel_of_row", "sum_of_owners"]
 
@@ -116,7 +116,7 @@ def collect_kernel(
     n = patch % N
     a = tl.arange(0, BP)
     live = a < A
-    at = (b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P).to(tl.int64) * C
+    at = pixel_of_patch(b, n, a, P, GW, HW, W).to(tl.int64) * C
     number = tl.arange(0, BE)
     count = tl.load(owned + patch)
     owner = tl.load(owners + patch * E + number, mask=number < count, other=-1)
@@ -192,7 +192,7 @@ def patches_kernel(
     n = patch % N
     a = tl.arange(0, BP)
     live = a < A
-    at = (b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P).to(tl.int64) * O
+    at = pixel_of_patch(b, n, a, P, GW, HW, W).to(tl.int64) * O
     count = tl.load(owned + patch)
     for o0 in range(0, O, BO):
         o = o0 + tl.arange(0, BO)
