@@ -15,6 +15,10 @@ the format is channels_last, and what is compiled or captured in a CUDA graph is
 Where a machine is free for short whiles only, ``--add`` takes a measurement in several runs: medians are over the times
 of all of them.
 
+With ``--limit`` a third network runs: WRN-pMoE whose routed layer takes no time, as it hands out a map and gradients
+that were there before, while all else stays, norms, optimizer and copies of the layer's weights included. It says what
+any layer could reach at most, and how much time a bar leaves for one; below zero, none is fast enough.
+
 Memory is the peak while one network runs, its weights, gradients and optimizer included, on a GPU; with
 ``--cuda-graph`` that of the same step before it is captured.
 """
@@ -27,7 +31,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from measure import RESULTS, Timing, captured, in_turns, machine, quartiles, show, synchronize, write
@@ -39,6 +43,9 @@ from moesaic.ops import backends
 
 NETWORKS = {"WRN": "wrn10_10", "WRN-pMoE": "wrn10_10_pmoe"}
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
+LIMIT = "WRN-pMoE, layer for nothing"
+BARS = (1.0, 1.15)
+"""Times WRN that WRN-pMoE is to reach: not slower, and what is asked of it on faces."""
 KINDS = ("inference", "training step")
 MEBIBYTE = 2**20
 
@@ -98,11 +105,26 @@ class Setting:
 
     def network(self, name: str, memory_format: torch.memory_format) -> nn.Module:
         shape = SHAPES[self.shape]
-        options = {"image_size": shape.size} if name == "WRN-pMoE" else {}
+        options = {} if name == "WRN" else {"image_size": shape.size}
+        registered = NETWORKS["WRN-pMoE" if name == LIMIT else name]
         torch.manual_seed(0)
-        model = moesaic.create_model(NETWORKS[name], num_classes=shape.classes, fidelity=self.fidelity, **options)
+        model = moesaic.create_model(registered, num_classes=shape.classes, fidelity=self.fidelity, **options)
         model = model.to(self.device, self.weights, memory_format=memory_format)
+        if name == LIMIT:
+            path, layer = next(each for each in model.named_modules() if isinstance(each[1], moesaic.PatchMoE))
+            model.set_submodule(path, ForNothing(layer, *self.routed_maps(layer, memory_format)))
         return model.train(self.what == "training step")
+
+    def routed_maps(self, layer: moesaic.PatchMoE, memory_format: torch.memory_format) -> tuple[Tensor, Tensor]:
+        """Numbers for what the routed layer gives, and for the gradient of what it is given."""
+        side = SHAPES[self.shape].size // 4
+        dtype = getattr(torch, self.dtype)  # under autocast too: it is what convolutions give
+        made = (
+            torch.randn(self.batch, channels, side, side, device=self.device, dtype=dtype)
+            for channels in (layer.out_channels, layer.in_channels)
+        )
+        answer, gradient = (each.contiguous(memory_format=memory_format) for each in made)
+        return answer, 1e-4 * gradient
 
     def images(self, memory_format: torch.memory_format) -> Tensor:
         size = SHAPES[self.shape].size
@@ -113,6 +135,40 @@ class Setting:
     def targets(self) -> Tensor:
         torch.manual_seed(2)
         return torch.randint(SHAPES[self.shape].classes, (self.batch,)).to(self.device)
+
+
+class ForNothing(nn.Module):
+    """Has a routed layer's weights and takes no time: it gives a map that was there before, and so are all gradients.
+
+    The numbers are random, since a chip may run faster on zeros. A map of another size than the one it was made for is
+    an error further on.
+    """
+
+    def __init__(self, layer: nn.Module, answer: Tensor, gradient: Tensor) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(layer.parameters())  # an optimizer has as much to do as for the layer
+        self.gradients = [1e-4 * torch.randn_like(weight) for weight in self.weights]
+        self.answer, self.gradient = answer, gradient
+
+    @torch.compiler.disable  # in a compiled graph, what nobody reads of the tail's gradient would not be computed
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            for weight, gradient in zip(self.weights, self.gradients, strict=True):
+                weight.grad = gradient  # handed to autograd, it would be copied
+        return cast(Tensor, Given.apply(x, self.answer, self.gradient))
+
+
+class Given(torch.autograd.Function):
+    """Gives ``answer`` for ``x``, and ``gradient`` for whatever gradient it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, answer: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return answer.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.gradient, None, None
 
 
 def inference(model: nn.Module, x: Tensor, setting: Setting) -> Callable[[], object]:
@@ -181,7 +237,7 @@ class Recorded:
 
 
 def compare(
-    setting: Setting, formats: list[str], repetitions: int, before: dict[str, list[float]]
+    setting: Setting, names: list[str], formats: list[str], repetitions: int, before: dict[str, list[float]]
 ) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
     """A row for each network, and all times, those of before included."""
     if setting.compiled:
@@ -189,7 +245,7 @@ def compare(
     runs: dict[str, Recorded] = {}
     peaks: dict[str, float | None] = {}
     with moesaic.backend(setting.backend) if setting.backend else nullcontext():
-        for name in NETWORKS:
+        for name in names:
             for label in formats:
                 key = f"{name}, {label}"
                 run, peaks[key] = candidate(name, setting, FORMATS[label])
@@ -198,7 +254,7 @@ def compare(
     times = {key: before.get(key, []) + run.times[-repetitions:] for key, run in runs.items()}
     timings = {key: Timing(statistics.median(each), *quartiles(each)) for key, each in times.items()}
     fastest = {
-        name: min((f"{name}, {label}" for label in formats), key=lambda key: timings[key].median) for name in NETWORKS
+        name: min((f"{name}, {label}" for label in formats), key=lambda key: timings[key].median) for name in names
     }
     wrn = timings[fastest["WRN"]].median
     rows: list[dict[str, Any]] = []
@@ -214,6 +270,16 @@ def compare(
         others: dict[str, Timing] = {label: timings[f"{name}, {label}"] for label in formats}
         rows.append({**row, "formats, ms": others})
     return rows, times
+
+
+def limit(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """What any layer can reach at most, what this one takes, and what bars leave for one."""
+    ms = {row["network"]: row["ms"] for row in rows}
+    if LIMIT not in ms:
+        return {}
+    rest = ms[LIMIT]
+    leaves = {f"bar {bar:g} leaves, ms": ms["WRN"] / bar - rest for bar in BARS}
+    return {"limit, × WRN": ms["WRN"] / rest, "layer, ms": ms["WRN-pMoE"] - rest, **leaves}
 
 
 def settings(arguments: argparse.Namespace) -> list[Setting]:
@@ -264,6 +330,7 @@ def main() -> None:
     parser.add_argument("--optimizer", action="store_true", help="a step of SGD with momentum in each training step")
     parser.add_argument("--backend", choices=backends(), help="default: what moesaic picks")
     parser.add_argument("--burst", type=int, default=1, help="runs of a network in its turn, of which the mean counts")
+    parser.add_argument("--limit", action="store_true", help="WRN-pMoE with a layer that takes no time, too")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, help="of a CPU; default: torch's")
     parser.add_argument(
@@ -277,15 +344,21 @@ def main() -> None:
         torch.backends.cudnn.benchmark = True
         torch.set_float32_matmul_precision("high")  # as cuDNN's convolutions have it by default
     formats = arguments.memory_format or (["channels_last"] if arguments.device == "cuda" else list(FORMATS))
+    names = [*NETWORKS, LIMIT] if arguments.limit else list(NETWORKS)
     path = arguments.out or RESULTS / f"model-{arguments.device}.json"
     done = measured(path) if arguments.add else []
     for setting in settings(arguments):
         same = next((each for each in done if each["setting"] == asdict(setting)), None)
         if same is not None:
             done.remove(same)
-        rows, times = compare(setting, formats, arguments.repetitions, same["times, ms"] if same else {})
+        rows, times = compare(setting, names, formats, arguments.repetitions, same["times, ms"] if same else {})
         show(str(setting), [{k: v for k, v in row.items() if k != "formats, ms"} for row in rows])
-        done.append({"setting": asdict(setting), "networks": rows, "times, ms": times})
+        bounds = limit(rows)
+        if bounds:
+            print(", ".join(f"{what} {value:.3f}" for what, value in bounds.items()))
+        done.append(
+            {"setting": asdict(setting), "networks": rows, "times, ms": times} | ({"limit": bounds} if bounds else {})
+        )
         synchronize()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
