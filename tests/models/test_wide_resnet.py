@@ -1,10 +1,13 @@
 """Wide residual networks, dense and routed."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from moesaic.experts import ConvExperts
 from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
 
 FIDELITIES = ("best", "print", "released")
@@ -86,7 +89,6 @@ def test_a_residual_block_adds_its_input():
         x = torch.randn(2, 32, 16, 16)
         with torch.no_grad():
             model.moe.experts.weight.zero_()
-            model.moe.experts.bias.zero_()
         assert bool(block(x).abs().sum() > 0) is residual
 
 
@@ -104,6 +106,70 @@ def test_the_same_seed_gives_the_same_weights():
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
+
+
+def biased(model: nn.Module) -> nn.Module:
+    """With a bias in every convolution."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.bias is None:
+            module.bias = nn.Parameter(torch.randn_like(module.weight[:, 0, 0, 0]))
+        if isinstance(module, ConvExperts) and module.bias is None:
+            module.bias = nn.Parameter(torch.randn_like(module.weight[:, :, 0, 0, 0]))
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        None,
+        {},
+        {"image_size": 64},
+        {"gate_on": "output"},
+        {"expert_norm": False},
+        {"residual": True},
+    ],
+    ids=["dense", "1×1 experts", "3×3 experts", "gate on the output", "one norm", "residual"],
+)
+def test_at_their_best_networks_have_no_bias_that_batchnorm_cancels(options):
+    torch.manual_seed(0)
+    model = WideResNet(16, 1, 3) if options is None else WideResNetPMoE(16, 1, 3, **options)
+    model = model.double()
+    other = biased(model)
+    assert parameters(other) > parameters(model)
+    size = (options or {}).get("image_size", 32)
+    x, label = torch.randn(4, 3, size, size, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
+    for each in (model, other):
+        F.cross_entropy(each(x), label).backward()
+    assert torch.allclose(model(x), other(x), rtol=0, atol=1e-10)
+    others = dict(other.named_parameters())
+    for name, weight in model.named_parameters():
+        assert torch.allclose(weight.grad, others.pop(name).grad, rtol=0, atol=1e-10), name
+    for name, bias in others.items():
+        assert bias.grad.abs().max() < 1e-10, name
+
+
+@pytest.mark.parametrize("options", [{}, {"gate_on": "output"}, {"expert_norm": False}])
+def test_at_their_best_networks_have_every_bias_that_counts(options):
+    torch.manual_seed(0)
+    model = WideResNetPMoE(10, 1, 3, **options).double()
+    F.cross_entropy(model(torch.randn(4, 3, 32, 32, dtype=torch.float64)), torch.tensor([0, 1, 2, 0])).backward()
+    kept = {
+        name: weight for name, weight in model.body.named_parameters() if name.endswith(("conv1.bias", "experts.bias"))
+    }
+    assert len(kept) == {"gate_on": 2, "expert_norm": 0}.get(next(iter(options), ""), 1)
+    for name, bias in kept.items():
+        assert bias.grad.abs().max() > 1e-6, name
+
+
+def test_a_seed_gives_the_best_network_the_weights_of_the_released_one():
+    for kind in (WideResNet, WideResNetPMoE):
+        torch.manual_seed(3)
+        best = kind(10, 1, 2)
+        torch.manual_seed(3)
+        released = kind(10, 1, 2, fidelity="released").state_dict()
+        for name, weight in best.state_dict().items():
+            assert torch.equal(weight, released[name]), name
 
 
 def test_bad_shapes_are_refused_with_a_way_out():
