@@ -59,6 +59,7 @@ def test_the_released_block_is_measured_too(capsys: pytest.CaptureFixture[str]):
         (Bench("layer", gate_on="both"), "--gate-on='both' is unknown; use 'output' or 'input'"),
         (Bench("layer", device="tpu"), "--device='tpu' is unknown; use 'auto', 'cpu' or 'cuda'"),
         (Bench("layer", device="cpu", tune=True), "--tune is for the kernels of a GPU, but torch runs this: "),
+        (Bench("layer", tune_seconds=0), "--tune-seconds"),
         (Bench("layer", batch=10**9), r"the maps have .* numbers; at most 2,147,483,648: use a smaller --batch"),
         (Bench("layer", channels=10**6, size=4), r"the experts have .* numbers; .* use a smaller --channels"),
     ],

@@ -1,5 +1,6 @@
 """A routed layer beside the dense one: the same function, the least work, and rows for all that can run it."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -196,3 +197,17 @@ def test_the_fastest_dense_layer_counts():
     ]
     assert fastest_dense(rows, "forward") == 2
     assert fastest_dense(rows, "step") is None
+
+
+def test_tuning_hands_on_its_bound_and_what_it_tells(monkeypatch: pytest.MonkeyPatch):
+    told: list[str] = []
+
+    def stand_in(measure: object, tell: Callable[[str], None], *, seconds: float) -> dict[str, tuple[int, ...]]:
+        tell(f"{seconds:g} s")
+        return {"combine": (16, 16)}
+
+    monkeypatch.setattr(layer_speed, "tune", stand_in)
+    found = layer_speed.tune_layer(
+        SHAPE, Form(), device="cpu", dtype=torch.float32, what="step", tell=told.append, seconds=7
+    )
+    assert (found, told) == ({"combine": (16, 16)}, ["7 s"])

@@ -59,7 +59,64 @@ def test_a_tile_that_does_not_fit_is_left_out():
             raise RuntimeError("out of resource: shared memory")
         return 1.0 if combine == best else 2.0
 
-    assert tiles.tune(times(spent), tell=lambda line: None) == {"combine 64 80": best}
+    told: list[str] = []
+    assert tiles.tune(times(spent), tell=told.append) == {"combine 64 80": best}
+    assert told[0] == f"combine 64 80: {first} left out: RuntimeError: out of resource: shared memory"
+
+
+def test_each_kernel_is_told_in_a_line_with_what_was_tried_and_won():
+    best = tiles.CANDIDATES["combine"][2]
+    told: list[str] = []
+    tiles.tune(times(lambda combine, collect: 1.0 if combine == best else 2.0), tell=told.append)
+    tried = [len(tiles.CANDIDATES["combine"]), len(tiles.CANDIDATES["collect"]) - 1]  # collect's rule is one of them
+    assert told == [
+        f"combine 64 80: {tried[0]} tiles tried; {best} in place of (16, 16, 1), 0.500 × the time",
+        f"collect 640: {tried[1]} tiles tried; (128, 4) stays",
+    ]
+
+
+def test_when_the_time_is_over_no_other_tile_is_begun_and_the_best_so_far_is_kept():
+    first, better = tiles.CANDIDATES["combine"][0], tiles.CANDIDATES["combine"][-1]
+    seen: set[tuple[int, ...]] = set()
+    now = 0.0
+
+    def spent(combine, collect):
+        nonlocal now
+        if not {combine, collect} <= seen:  # a tile that is new is compiled
+            now += 10.0
+        seen.update({combine, collect})
+        return {first: 2.0, better: 1.0}.get(combine, 4.0)
+
+    told: list[str] = []
+    found = tiles.tune(times(spent), tell=told.append, seconds=25.0, clock=lambda: now)
+    assert found == {"combine 64 80": first}  # 10 s for the rules, 10 for the first, the second begun at 20
+    assert seen == {(16, 16, 1), (128, 4), *tiles.CANDIDATES["combine"][:2]}
+    assert told == [
+        f"combine 64 80: 2 tiles tried; {first} in place of (16, 16, 1), 0.500 × the time",
+        "25 s are over, with tiles left to try of combine 64 80, collect 640",
+    ]
+
+
+def test_a_rule_that_beats_what_was_measured_before_comes_back():
+    first = tiles.CANDIDATES["combine"][0]
+    tiles.tune(times(lambda combine, collect: 1.0 if combine == first else 2.0), tell=lambda line: None)
+    found = tiles.tune(times(lambda combine, collect: 2.0 if combine == first else 1.0), tell=lambda line: None)
+    assert found == {"combine 64 80": (16, 16, 1)}
+    assert tiles.tile("combine", (16, 16, 1), 64, 80) == (16, 16, 1)
+
+
+def test_a_measurement_that_fails_leaves_nothing_under_trial():
+    calls = iter(range(100))
+
+    def spent(combine, collect):
+        if next(calls) > 2 and combine == (16, 16, 1):  # what was kept now fails too, as after a fault of the GPU
+            raise RuntimeError("illegal memory access")
+        return 1.0
+
+    with pytest.raises(RuntimeError, match="illegal"):
+        tiles.tune(times(spent), tell=lambda line: None)
+    assert tiles.tile("combine", (16, 16, 1), 64, 80) == (16, 16, 1)
+    assert not tiles._trial
 
 
 def test_a_damaged_file_is_said_and_the_rule_applies():

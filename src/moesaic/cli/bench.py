@@ -77,6 +77,8 @@ class Bench:
     """Of each measurement; the median counts."""
     tune: bool = False
     """First time other tile sizes of the GPU kernels for this shape, and keep the best for this machine."""
+    tune_seconds: int = 120
+    """How long to try other tile sizes: when they are over no new one is begun, and the best so far is kept."""
 
     def run(self, given: Sequence[str]) -> int:
         """Check what was asked for, measure, and print."""
@@ -98,7 +100,8 @@ class Bench:
         passes = self._passes()
         if self.tune:
             what: Pass = "step" if "step" in passes else "forward"
-            found = tune_layer(shape, form, device=device, dtype=dtype, what=what, tell=tell)
+            tell(f"trying other tiles for at most {self.tune_seconds} s, each compiled first; a {what} is timed")
+            found = tune_layer(shape, form, device=device, dtype=dtype, what=what, tell=tell, seconds=self.tune_seconds)
             tell(f"{len(found)} better tiles kept in {tile_file()}" if found else "no tile is better than the rules'")
         tell(f"{describe_machine(device)}: each layer runs {self.repetitions} times, in turns")
         rows = layer_times(
@@ -128,6 +131,7 @@ class Bench:
             "--kernel-size": self.kernel_size,
             "--batch": self.batch,
             "--repetitions": self.repetitions,
+            "--tune-seconds": self.tune_seconds,
         }
         at_least_one("bench", **counts)
         for what, numbers, smaller in (

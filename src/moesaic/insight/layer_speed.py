@@ -113,17 +113,30 @@ def layer_times(
 
 
 def tune_layer(
-    shape: RoutedShape, form: Form, *, device: str, dtype: torch.dtype, what: Pass, tell: Callable[[str], None]
+    shape: RoutedShape,
+    form: Form,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    what: Pass,
+    tell: Callable[[str], None],
+    seconds: float = 120.0,
 ) -> dict[str, Tile]:
-    """Time other tiles of the GPU kernels for this layer and keep the best on this machine; the winners by name."""
+    """Time other tiles of the GPU kernels for this layer and keep the best on this machine; the winners by name.
+
+    When ``seconds`` are over no other tile is begun. A tile is timed within the whole pass, as the median of 25
+    replays of a CUDA graph: outside of one, a small layer's time is that of launching its kernels, whatever their
+    tiles. Capturing and replaying take some hundredths of a second, compiling the tile before takes seconds.
+    """
     x, wanted = random_maps(shape, device, dtype, torch.channels_last)
     candidate = _Candidate(LayerTimes("PatchMoE, triton", "triton"), routed_layer(shape, form))
     ready = _Ready(candidate, "channels_last", x, wanted)
 
     def measure() -> float:
-        return in_turns({"layer": captured(ready.run_of(what))}, 15, gpu_clock=True)["layer"].median
+        run = captured(ready.run_of(what), warm_up=2)  # the first of which compiles
+        return in_turns({"layer": run}, 25, warm_up=2, gpu_clock=True)["layer"].median
 
-    return tune(measure, tell)
+    return tune(measure, tell, seconds=seconds)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
 """By kernel: sides of a tile and warps; of the norm's passes also how many parts their sums are taken in."""
 
 _GAIN = 0.99
-"""A tile is kept if it takes less than this share of the rule's time."""
+"""A tile is kept if what it is part of takes less than this share of the best time so far."""
 
 _trial: dict[str, Tile] = {}
 _asked: dict[str, tuple[str, Tile]] | None = None
@@ -57,36 +58,76 @@ def tile_file() -> Path:
     return default_cache() / "tiles" / f"{'-'.join(gpu.split())}.json"
 
 
-def tune(measure: Callable[[], float], tell: Callable[[str], None] = print) -> dict[str, Tile]:
+def tune(
+    measure: Callable[[], float],
+    tell: Callable[[str], None] = print,
+    *,
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Tile]:
     """Try other tiles for every kernel that ``measure`` runs, and keep what makes it faster; the winners by name.
 
-    ``measure`` gives the time of what is to become fast. Kernels are tuned one after the other.
+    ``measure`` gives the time of what is to become fast. Kernels are tuned one after the other, and each one's outcome
+    is told in a line. Every new tile is compiled first, so a candidate takes seconds: when ``seconds`` are over by
+    ``clock``, no other is begun, the best so far counts, and what there was no time for is told. A tile that fails,
+    such as one that the GPU has no shared memory for, is told and left out.
     """
+    end = clock() + seconds
     found: dict[str, Tile] = {}
-    with _listening() as asked:
-        before = measure()
-    for name, (kernel, rule) in asked.items():
-        best, least = rule, measure()
-        for candidate in CANDIDATES.get(kernel, ()):
-            if candidate == rule:
-                continue
-            _trial[name] = candidate
-            try:
-                spent = measure()
-            except Exception:  # a tile that this GPU has no room for, in whatever words its compiler says so
-                spent = math.inf
-            if spent < least * _GAIN:
-                best, least = candidate, spent
-        _trial.pop(name, None)
-        if best != rule:
-            _trial[name] = found[name] = best
-            tell(f"{name}: {best} in place of {rule}")
-    after = measure()
-    _trial.clear()
-    if found and after < before:
-        _keep(tile_file(), found)
-        return found
-    return {}
+    late: list[str] = []
+    try:
+        with _listening() as asked:
+            before = measure()
+        for name, (kernel, rule) in asked.items():
+            now = _measured(str(tile_file())).get(name, rule)
+            candidates = [each for each in dict.fromkeys((rule, *CANDIDATES.get(kernel, ()))) if each != now]
+            trials = _Trials(name, now, measure, tell) if candidates and clock() < end else None
+            while trials is not None and candidates and clock() < end:
+                trials.add(candidates.pop(0))
+            if candidates:
+                late.append(name)
+            if trials is not None and trials.done() != now:
+                found[name] = trials.best
+        if late:
+            tell(f"{seconds:g} s are over, with tiles left to try of {', '.join(late)}")
+        faster = bool(found) and measure() < before
+    finally:
+        _trial.clear()
+    if not faster:
+        return {}
+    _keep(tile_file(), found)
+    return found
+
+
+class _Trials:
+    """The tiles of one kernel, timed one after the other; the best of them stays under trial at the end."""
+
+    def __init__(self, name: str, now: Tile, measure: Callable[[], float], tell: Callable[[str], None]) -> None:
+        self.name, self.now, self.best = name, now, now
+        self._measure, self._tell = measure, tell
+        self._before = self._least = measure()
+        self._tried = 0
+
+    def add(self, candidate: Tile) -> None:
+        _trial[self.name] = candidate
+        self._tried += 1
+        try:
+            spent = self._measure()
+        except Exception as fault:  # a tile that this GPU has no room for, in whatever words its compiler says so
+            lines = str(fault).strip().splitlines()
+            self._tell(f"{self.name}: {candidate} left out: {type(fault).__name__}: {lines[0] if lines else ''}")
+            return
+        if spent < self._least * _GAIN:
+            self.best, self._least = candidate, spent
+
+    def done(self) -> Tile:
+        _trial.pop(self.name, None)
+        gain = f"{self.now} stays"
+        if self.best != self.now:
+            _trial[self.name] = self.best
+            gain = f"{self.best} in place of {self.now}, {self._least / self._before:.3f} × the time"
+        self._tell(f"{self.name}: {self._tried} tiles tried; {gain}")
+        return self.best
 
 
 @contextmanager
