@@ -12,12 +12,12 @@ ratio within one run. The router is part of every routed step.
     bmm               expert choice written plainly: top-k, gather, two batched products, index_add; also compiled
     grouped           token choice by F.grouped_mm: as many rows, sorted by expert, without biases, which favours it
     transformers      Mixtral's block of the transformers library, where installed; gated, so 2/3 as wide: equal FLOPs
-    scattermoe        ScatterMoE's MLP, from a checkout; without biases
+    scattermoe        token choice by ScatterMoE's kernels, from a checkout; as many rows, without biases
     dense             an MLP over as many rows: equal FLOPs; also compiled
     products          the six batched products of a step alone
 
-Before anything is timed, ours, bmm and grouped are compared with float64 on some images, by their own choice of tokens
-and with NaN in the memory that is given out.
+Before anything is timed, ours, bmm, grouped and scattermoe are compared with float64 on some images, by their own
+choice of tokens and with NaN in the memory that is given out.
 """
 
 import argparse
@@ -145,11 +145,15 @@ class TokenChoice(nn.Module):
         """Gate and expert of each row."""
         return F.linear(rows, self.router).float().softmax(-1).max(-1)
 
+    def ends(self, expert: Tensor) -> Tensor:
+        """Where the rows of each expert end, sorted by expert."""
+        counts = torch.histc(expert.float(), bins=len(self.weight_in), min=0, max=len(self.weight_in) - 1)
+        return counts.cumsum(0).int()
+
     def forward(self, rows: Tensor) -> Tensor:
         gate, expert = self.choose(rows)
         order = expert.argsort()
-        counts = torch.histc(expert.float(), bins=len(self.weight_in), min=0, max=len(self.weight_in) - 1)
-        ends = counts.cumsum(0).int()
+        ends = self.ends(expert)
         hidden = F.gelu(F.grouped_mm(rows[order], self.weight_in.mT, offs=ends))
         answers = F.grouped_mm(hidden, self.weight_out.mT, offs=ends)
         gated = answers * gate[order].unsqueeze(1).to(answers.dtype)
@@ -176,20 +180,27 @@ class Mixtral(nn.Module):
         return (y if isinstance(y, Tensor) else y[0]).squeeze(0)
 
 
-class Scattered(nn.Module):
-    """ScatterMoE's MLP behind a linear router."""
+class Scattered(TokenChoice):
+    """Token choice by ScatterMoE's two grouped products, called as its own MLP calls them.
 
-    def __init__(self, shape: Shape, checkout: Path) -> None:
-        super().__init__()
+    Rows of each expert are counted here: ScatterMoE's way waits for the GPU, and so cannot be part of a CUDA graph.
+    """
+
+    def __init__(self, layer: moesaic.PatchMoE, checkout: Path) -> None:
+        super().__init__(layer)
+        if not (checkout / "scattermoe").is_dir():
+            raise FileNotFoundError(f"{checkout} has no folder scattermoe; give the root of a checkout of ScatterMoE")
         if str(checkout) not in sys.path:
             sys.path.insert(0, str(checkout))
-        mlp = importlib.import_module("scattermoe.mlp").MLP
-        self.router = nn.Linear(shape.channels, shape.experts, bias=False)
-        self.mlp = mlp(shape.channels, shape.hidden, shape.experts, top_k=1, activation=nn.GELU())
+        self.product = importlib.import_module("scattermoe.parallel_experts").parallel_linear
 
     def forward(self, rows: Tensor) -> Tensor:
-        gate, expert = self.router(rows).float().softmax(-1).topk(1, dim=-1)
-        return self.mlp(rows, gate.to(rows.dtype), expert)
+        gate, expert = self.choose(rows)
+        by_expert, order = expert.sort()
+        ends = self.ends(expert)
+        hidden = self.product(rows, self.weight_in.mT, 1, by_expert, order, ends, grouped_out=True)
+        gates = gate.unsqueeze(1).to(rows.dtype)
+        return self.product(F.gelu(hidden), self.weight_out.mT, 1, by_expert, order, ends, gates=gates, grouped_in=True)
 
 
 def copied(parameter: Tensor) -> nn.Parameter:
@@ -270,12 +281,12 @@ def expert_leaves(module: nn.Module) -> dict[str, Tensor]:
     return {("router" if name.startswith("router") else name): each for name, each in named.items()}
 
 
-def check(name: str, model: nn.Module, x: Tensor, chosen: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+def check(model: nn.Module, x: Tensor, chosen: Tensor, dtype: torch.dtype) -> dict[str, Any]:
     """Output and gradients against float64, with what this candidate chose."""
     leaves = expert_leaves(model)
     exact = {key: each.detach().double().requires_grad_() for key, each in leaves.items()}
     flat = {key: each.flatten(1) if key == "router" else each for key, each in exact.items()}
-    reference = (token_choice_in_float64 if name == "grouped" else expert_choice_in_float64)(flat, chosen)
+    reference = (token_choice_in_float64 if isinstance(model, TokenChoice) else expert_choice_in_float64)(flat, chosen)
     wanted = torch.randn_like(x)
     true = gradients(reference, x.double(), wanted.double(), exact)
     poison(x.device.type)
@@ -323,7 +334,7 @@ def candidates(shape: Shape, where: dict[str, Any], arguments: argparse.Namespac
         # last, what may not be captured: a capture that fails could leave something behind
         "grouped": (lambda: TokenChoice(layer), rows),
         "transformers": (lambda: Mixtral(shape).to(**where), rows),
-        "scattermoe": (lambda: Scattered(shape, arguments.scattermoe).to(**where), rows),
+        "scattermoe": (lambda: Scattered(layer, arguments.scattermoe), rows),
     }
     for name, (make, given) in makers.items():
         if not wanted(name):
@@ -385,7 +396,7 @@ def prepared(candidate: Candidate, gpu: bool) -> tuple[Callable[[], object], dic
         return run, {**found, "graph": False, "note": f"no graph: {type(error).__name__}: {str(error)[:200]}"}
 
 
-def checks(shape: Shape, where: dict[str, Any], only: str | None) -> dict[str, Any]:
+def checks(shape: Shape, where: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     few = min(shape.batch, 4)
     torch.manual_seed(3)
     layer = routed_layer(shape).to(**where)
@@ -404,11 +415,19 @@ def checks(shape: Shape, where: dict[str, Any], only: str | None) -> dict[str, A
         "ours": (layer, x), "ours, torch": (by_torch, x), "bmm": (plain, x), "grouped": (by_token, rows),
     }  # fmt: skip
     results: dict[str, Any] = {"backend picked": backend}
+    if arguments.scattermoe is not None:
+        try:
+            given["scattermoe"], chosen["scattermoe"] = (
+                (Scattered(layer, arguments.scattermoe), rows),
+                chosen["grouped"],
+            )
+        except Exception as error:
+            results["scattermoe"] = {"equal": None, "failed": f"{type(error).__name__}: {error}"}
     for name, (model, inputs) in given.items():
-        if only is not None and name.partition(",")[0] not in only.split(","):
+        if arguments.only and name.partition(",")[0] not in arguments.only.split(","):
             continue
         try:
-            results[name] = check(name, model, inputs, chosen[name], where["dtype"])
+            results[name] = check(model, inputs, chosen[name], where["dtype"])
         except Exception as error:
             results[name] = {"equal": None, "failed": f"{type(error).__name__}: {error}"}
     return results
@@ -471,7 +490,7 @@ def main() -> None:
     where: dict[str, Any] = {"device": arguments.device, "dtype": dtype}
     shape = SHAPES[arguments.device]
     limits = ceilings(arguments.device, dtype)
-    equal = checks(shape, where, arguments.only)
+    equal = checks(shape, where, arguments)
     for name, result in equal.items():
         if isinstance(result, dict):
             worst = max(result["errors"].values()) if "errors" in result else result["failed"]
