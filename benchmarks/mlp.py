@@ -86,7 +86,7 @@ class Shape:
 
 SHAPES = {
     "cuda": Shape(128, 14, 768, 3072, experts=16, tokens=12),
-    "cpu": Shape(2, 4, 32, 64, experts=4, tokens=3),
+    "cpu": Shape(2, 4, 32, 96, experts=4, tokens=3),
 }
 
 
