@@ -1,7 +1,7 @@
 """PatchMoE against the dense convolution it stands for, against routing by masks, and against plain torch.
 
     python benchmarks/layer.py [--only celeba,cifar] [--grid] [--quick] [--out FILE.json]
-    python benchmarks/layer.py --device cuda [--no-compile]
+    python benchmarks/layer.py --device cuda [--warm 12] [--no-compile]
 
 Two shapes have names: celeba and cifar, the routed layers of the paper's networks. On a GPU a grid of shapes around
 them is measured too; on a CPU only with ``--grid``, with smaller batches. Each named shape is measured in three forms:
@@ -22,24 +22,30 @@ random inputs and with NaN in the memory that is given out. The floor is the tim
 machine: the larger of operations over the measured rate of large matrix products, and of bytes over the measured rate
 of copies. Memory is what a step takes at most beside its map and weights and the gradient it is given.
 
-A failure is written down with its message, and the rest goes on. When ``--budget`` seconds are over, what is left of
-the grid is skipped, and the file says so.
+A failure is written down with its message, and the rest goes on. When measuring has taken ``--budget`` seconds, what is
+left of the grid is skipped, and the file says so. Most of a shape's time goes into compiling its kernels. With
+``--warm`` so many processes first run all shapes once, beside each other, which fills the caches of compiled kernels;
+they have ended before anything is timed.
 """
 
 import argparse
 import gc
 import json
+import multiprocessing
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from measure import RESULTS, machine, show, write
 
 from moesaic.insight.layer_check import TOLERANCE, layer_errors
-from moesaic.insight.layer_speed import LayerTimes, Pass, fastest_dense, layer_times, picked
+from moesaic.insight.layer_speed import LayerTimes, Pass, fastest_dense, layer_times, picked, run_once
 from moesaic.insight.routed_shape import Form, RoutedShape, dense_work, routed_work
 from moesaic.insight.timing import Ceilings, ceilings
 
@@ -57,6 +63,7 @@ NAMED = {
 CPU_BATCH = 8
 MEBIBYTE = 2**20
 CHECKED_MAPS = {"cuda": 3, "cpu": 1}
+CHECKED_MAPS_OF_GRID = {"cuda": 2, "cpu": 1}
 
 
 def around(**values: list[Any]) -> dict[str, RoutedShape]:
@@ -102,7 +109,6 @@ class Setting:
     formats: tuple[str, ...]
     repetitions: int
     compile: bool
-    limits: Ceilings
 
 
 @dataclass(frozen=True)
@@ -116,6 +122,15 @@ class Measurement:
     @property
     def title(self) -> str:
         return f"{self.name}, {self.form}: {self.shape}"
+
+    def few(self, device: str) -> RoutedShape:
+        """The same with as many maps as are compared with the reference."""
+        maps = (CHECKED_MAPS if self.name in NAMED else CHECKED_MAPS_OF_GRID)[device]
+        return replace(self.shape, batch=min(self.shape.batch, maps))
+
+    def compiles(self, setting: Setting) -> bool:
+        """Whether what torch.compile makes of the peers is timed too."""
+        return setting.compile and self.name in NAMED and self.form in COMPILED_FORMS
 
 
 def planned(arguments: argparse.Namespace) -> Iterator[Measurement]:
@@ -141,7 +156,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Measurement]:
 
 def checked(each: Measurement, setting: Setting) -> dict[str, Any]:
     """The errors of the backends that are timed, on a few maps of the shape."""
-    few = replace(each.shape, batch=min(each.shape.batch, CHECKED_MAPS[setting.device]))
+    few = each.few(setting.device)
     choice = picked(few, FORMS[each.form], setting.device, setting.dtype)
     names = list(dict.fromkeys([choice.name, "torch"]))
     limit = TOLERANCE[setting.dtype]
@@ -155,7 +170,9 @@ def checked(each: Measurement, setting: Setting) -> dict[str, Any]:
     return {"equal": equal, "tolerance": limit, "errors": errors, "picked": choice.name, "why": choice.why}
 
 
-def figures(row: LayerTimes, rows: list[LayerTimes], each: Measurement, setting: Setting) -> dict[str, Any]:
+def figures(
+    row: LayerTimes, rows: list[LayerTimes], each: Measurement, setting: Setting, limits: Ceilings
+) -> dict[str, Any]:
     """What a row comes to, beside the dense layer and beside the floor."""
     found: dict[str, Any] = {}
     for what in PASSES:
@@ -166,7 +183,7 @@ def figures(row: LayerTimes, rows: list[LayerTimes], each: Measurement, setting:
         if dense is not None:
             found[f"{what}, × dense"] = dense / ours
         work = least_work(each, setting, what)["dense" if row.backend is None else "routed"]
-        found[f"{what}, share of floor"] = setting.limits.floor(work.flops, work.bytes) / ours
+        found[f"{what}, share of floor"] = limits.floor(work.flops, work.bytes) / ours
     if row.memory is not None:
         found["memory, MiB"] = (row.memory.peak - row.memory.held) / MEBIBYTE
         dense = [other.memory for other in rows if other.backend is None and other.memory is not None]
@@ -184,15 +201,17 @@ def least_work(each: Measurement, setting: Setting, what: Pass) -> dict[str, Any
     }
 
 
-def measured(each: Measurement, setting: Setting) -> dict[str, Any]:
+def measured(each: Measurement, setting: Setting, limits: Ceilings) -> dict[str, Any]:
     """All there is to know of a shape in a form; with what went wrong in place of what is missing."""
     result: dict[str, Any] = {"name": each.name, "form": each.form, "shape": asdict(each.shape)}
-    result |= {"share": each.shape.share, "ceilings": setting.limits, "repetitions": setting.repetitions}
+    result |= {"share": each.shape.share, "ceilings": limits, "repetitions": setting.repetitions}
+    begun = time.perf_counter()
     result["least work"] = {what: least_work(each, setting, what) for what in PASSES}
     try:
         result["check"] = checked(each, setting)
     except Exception as error:
         result["check"] = {"equal": False, "failed": f"{type(error).__name__}: {error}"}
+    result["seconds of the check"] = time.perf_counter() - begun
     try:
         rows = layer_times(
             each.shape,
@@ -201,13 +220,63 @@ def measured(each: Measurement, setting: Setting) -> dict[str, Any]:
             dtype=setting.dtype,
             formats=setting.formats,
             without=() if each.name in NAMED else ("reference",),
-            compiled=setting.compile and each.name in NAMED and each.form in COMPILED_FORMS,
+            compiled=each.compiles(setting),
             repetitions=setting.repetitions,
         )
-        result["layers"] = [{**asdict(row), **figures(row, rows, each, setting)} for row in rows]
+        result["layers"] = [{**asdict(row), **figures(row, rows, each, setting, limits)} for row in rows]
     except Exception as error:
         result["layers"], result["failed"] = [], f"{type(error).__name__}: {error}"
+    result["seconds"] = time.perf_counter() - begun
     return result
+
+
+def ready(gpu: bool, *, worker: bool) -> None:
+    """Set torch up, as it is for what is timed or for a process that only compiles."""
+    if worker:
+        torch.set_num_threads(1)
+        torch._inductor.config.compile_threads = 1  # each process is one of many
+    if gpu:
+        torch.backends.cudnn.benchmark = not worker  # what it finds cannot be handed on
+        torch.set_float32_matmul_precision("high")  # as cuDNN's convolutions have it by default
+
+
+def warm(each: Measurement, setting: Setting) -> list[str]:
+    """In a process of its own: all that is compiled for a shape, for the maps that are checked and for those timed.
+
+    Gives what failed.
+    """
+    failed: list[str] = []
+    for shape, compiled in ((each.few(setting.device), False), (each.shape, each.compiles(setting))):
+        form, without = FORMS[each.form], ("reference",)
+        ran = run_once(shape, form, device=setting.device, dtype=setting.dtype, without=without, compiled=compiled)
+        failed += [f"{row}: {note}" for row, notes in ran.items() for note in notes]
+    gc.collect()
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()
+    return failed
+
+
+def warmed(plan: list[Measurement], setting: Setting, processes: int, seconds: float) -> None:
+    """Run all shapes once in so many processes, and wait for their end; when the time is over, no shape is begun."""
+    begun = time.perf_counter()
+    spawned = multiprocessing.get_context("spawn")  # a fork would inherit a GPU that it cannot use
+    start = partial(ready, setting.device == "cuda", worker=True)
+    with ProcessPoolExecutor(min(processes, len(plan)), spawned, start) as pool:
+        runs = {pool.submit(warm, each, setting): each for each in plan}
+        wait(runs, seconds)
+        pool.shutdown(cancel_futures=True)
+    failed: list[str] = []
+    for run, each in runs.items():
+        if run.cancelled():
+            failed.append(f"{each.name} {each.form}: no time")
+        elif run.exception() is not None:
+            failed.append(f"{each.name} {each.form}: {type(run.exception()).__name__}: {run.exception()}")
+        else:
+            failed += [f"{each.name} {each.form}, {note}" for note in run.result()]
+    ran = sum(not run.cancelled() for run in runs)
+    print(
+        f"{ran} of {len(plan)} shapes run ahead in {time.perf_counter() - begun:.0f} s", *failed, sep="\n  ", flush=True
+    )
 
 
 def print_result(each: Measurement, result: dict[str, Any]) -> None:
@@ -246,15 +315,15 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, help="default: 20, on a GPU 30")
     parser.add_argument("--no-compile", action="store_true", help="leave out what torch.compile makes of the peers")
     parser.add_argument("--budget", type=float, default=115.0, help="seconds after which the grid is left on a GPU")
+    parser.add_argument("--warm", type=int, default=0, metavar="N", help="first compile in so many processes")
+    parser.add_argument("--warm-seconds", type=float, default=180.0, help="after which they begin no other shape")
     parser.add_argument("--add", action="store_true", help="keep what the file has of other shapes and forms")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/layer-DEVICE.json")
     arguments = parser.parse_args()
     gpu = arguments.device == "cuda"
     started = time.perf_counter()
     plan = list(planned(arguments))
-    if gpu:
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")  # as cuDNN's convolutions have it by default
+    ready(gpu, worker=False)
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if gpu else "float32"))
     setting = Setting(
         device=arguments.device,
@@ -262,23 +331,24 @@ def main() -> None:
         formats=("channels_last",) if gpu else ("contiguous", "channels_last"),
         repetitions=arguments.repetitions or (5 if arguments.quick else 30 if gpu else 20),
         compile=gpu and not arguments.no_compile,
-        limits=ceilings(arguments.device, dtype),
     )
+    if arguments.warm:
+        warmed(plan, setting, arguments.warm, arguments.warm_seconds)
+    measuring = time.perf_counter()
+    limits = ceilings(arguments.device, dtype)
     print(
-        f"copies {setting.limits.bytes_per_second / 1e9:.0f} GB/s, "
-        f"matrix products {setting.limits.flops_per_second / 1e12:.2f} TFLOP/s in {dtype}"
+        f"copies {limits.bytes_per_second / 1e9:.0f} GB/s, "
+        f"matrix products {limits.flops_per_second / 1e12:.2f} TFLOP/s in {dtype}"
     )
     path = arguments.out or RESULTS / f"layer-{arguments.device}.json"
     done: list[dict[str, Any]] = []
     skipped: list[str] = []
     kept = earlier(path, [{"name": each.name, "form": each.form} for each in plan]) if arguments.add else []
     for each in plan:
-        if gpu and each.name not in NAMED and time.perf_counter() - started > arguments.budget:
+        if gpu and each.name not in NAMED and time.perf_counter() - measuring > arguments.budget:
             skipped.append(each.name)
             continue
-        begun = time.perf_counter()
-        result = measured(each, setting)
-        result["seconds"] = time.perf_counter() - begun
+        result = measured(each, setting, limits)
         print_result(each, result)
         done.append(result)
         gc.collect()
@@ -287,7 +357,7 @@ def main() -> None:
             "device": arguments.device,
             "dtype": str(dtype).removeprefix("torch."),
             "repetitions": setting.repetitions,
-            "ceilings": setting.limits,
+            "ceilings": limits,
             "skipped for want of time": skipped,
             "measurements": [*kept, *done],
         }

@@ -9,7 +9,7 @@ import torch
 
 from moesaic.insight import layer_check, layer_speed, timing
 from moesaic.insight.layer_check import TOLERANCE, layer_errors
-from moesaic.insight.layer_speed import LayerTimes, fastest_dense, layer_times
+from moesaic.insight.layer_speed import LayerTimes, fastest_dense, layer_times, run_once
 from moesaic.insight.routed_shape import (
     Form,
     RoutedShape,
@@ -21,6 +21,7 @@ from moesaic.insight.routed_shape import (
     routed_work,
 )
 from moesaic.insight.timing import Memory, Timing
+from moesaic.layers import PatchMoE
 from moesaic.models import count
 from moesaic.ops.torch_backend import TorchBackend
 
@@ -211,3 +212,19 @@ def test_tuning_hands_on_its_bound_and_what_it_tells(monkeypatch: pytest.MonkeyP
         SHAPE, Form(), device="cpu", dtype=torch.float32, what="step", tell=told.append, seconds=7
     )
     assert (found, told) == ({"combine": (16, 16)}, ["7 s"])
+
+
+def test_running_once_ahead_runs_every_pass_of_what_is_compiled_and_tells_what_fails(monkeypatch: pytest.MonkeyPatch):
+    modes: list[tuple[bool, bool]] = []
+    right = PatchMoE.forward
+
+    def seen(self: PatchMoE, x: torch.Tensor) -> torch.Tensor:
+        modes.append((self.training, torch.is_grad_enabled()))
+        if self.training:
+            raise RuntimeError("no room\nfor this")
+        return right(self, x)
+
+    monkeypatch.setattr(PatchMoE, "forward", seen)
+    ran = run_once(SHAPE, Form(), device="cpu", dtype=torch.float32, without=["reference"])
+    assert ran == {"PatchMoE, torch": ["step failed: RuntimeError: no room"]}  # and not the dense layer
+    assert modes == [(False, False), (True, True)]

@@ -23,7 +23,17 @@ from moesaic.ops import backend, backends
 from moesaic.ops.choice_rules import Choice, explain_choice
 from moesaic.ops.tiles import Tile, tune
 
-__all__ = ["FORMATS", "MASKED_LIMIT", "LayerTimes", "Pass", "fastest_dense", "layer_times", "picked", "tune_layer"]
+__all__ = [
+    "FORMATS",
+    "MASKED_LIMIT",
+    "LayerTimes",
+    "Pass",
+    "fastest_dense",
+    "layer_times",
+    "picked",
+    "run_once",
+    "tune_layer",
+]
 
 Pass = Literal["forward", "step"]
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
@@ -112,6 +122,40 @@ def layer_times(
     return [each.row for each in candidates]
 
 
+def run_once(
+    shape: RoutedShape,
+    form: Form,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    passes: Sequence[Pass] = ("forward", "step"),
+    without: Collection[str] = (),
+    compiled: bool = False,
+) -> dict[str, list[str]]:
+    """Run once, untimed, what `layer_times` has to compile before it can time it; what ran by name, with its notes.
+
+    Compiled kernels stay in the caches of Triton and of torch.compile, which other processes read: several that each
+    run some layers fill them in a fraction of the time.
+
+    >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
+    >>> run_once(shape, Form(), device="cpu", dtype=torch.float32, without=["reference"])
+    {'PatchMoE, torch': []}
+    """
+    candidates = _candidates(shape, form, device, dtype, without, compiled=compiled)
+    if compiled:
+        torch.compiler.reset()  # as for what is timed, so that it is the same graph
+    x, wanted = random_maps(shape, device, dtype, torch.channels_last)
+    ran: dict[str, list[str]] = {}
+    for candidate in candidates:
+        if candidate.row.left_out or not (candidate.row.backend or candidate.row.compiled):
+            continue
+        ready = _Ready(candidate, "channels_last", x, wanted)
+        for what in passes:
+            ready.try_once(what)
+        ran[candidate.row.layer] = candidate.row.notes
+    return ran
+
+
 def tune_layer(
     shape: RoutedShape,
     form: Form,
@@ -187,16 +231,13 @@ class _Ready:
 
     def prepare(self, what: Pass) -> Callable[[], object] | None:
         """What is to be timed, tried before; None where it cannot be, or is not to be."""
-        if self.row.left_out or (what == "forward" and self.row.compiled):
-            return None
-        run = self.run_of(what)
+        run = self.try_once(what)
+        if run is None or not self.on_gpu:
+            return run
         try:
-            run()
-            if not self.on_gpu:
-                return run
             if what == "step" and self.row.memory is None:
                 self.row.memory = peak_memory(run, self._clear)
-        except Exception as error:  # whatever it is, the others are to be measured
+        except Exception as error:
             self.row.notes.append(f"{what} failed: {_first_line(error)}")
             return None
         try:
@@ -204,6 +245,18 @@ class _Ready:
         except Exception as error:
             self.row.notes.append(f"{what} is not captured: {_first_line(error)}")
             return run
+
+    def try_once(self, what: Pass) -> Callable[[], object] | None:
+        """The pass, run once; None where it fails, which is noted, or is not to be run."""
+        if self.row.left_out or (what == "forward" and self.row.compiled):
+            return None
+        run = self.run_of(what)
+        try:
+            run()
+        except Exception as error:  # whatever it is, the others are to be measured
+            self.row.notes.append(f"{what} failed: {_first_line(error)}")
+            return None
+        return run
 
     def run_of(self, what: Pass) -> Callable[[], object]:
         """The pass itself, the layer being set for it."""
