@@ -16,8 +16,9 @@ Where a machine is free for short whiles only, ``--add`` takes a measurement in 
 of all of them.
 
 With ``--limit`` a third network runs: WRN-pMoE whose routed layer takes no time, as it hands out a map and gradients
-that were there before, while all else stays, norms, optimizer and copies of the layer's weights included. It says what
-any layer could reach at most, and how much time a bar leaves for one; below zero, none is fast enough.
+that were there before, while all else stays: the norm, ReLU and mean behind it, and an optimizer's work on its weights.
+It says what any layer could reach at most in this place, and how much time a bar leaves for one; below zero, none is
+fast enough. One that is run together with the norm behind it may be faster than that.
 
 Memory is the peak while one network runs, its weights, gradients and optimizer included, on a GPU; with
 ``--cuda-graph`` that of the same step before it is captured.
