@@ -16,6 +16,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moesaic.checks import one_of
 from moesaic.ops.precision import autocast_dtype, autocast_off
@@ -35,14 +36,17 @@ __all__ = [
     "MLPWeights",
     "Norm",
     "PatchSpec",
+    "PoolingBackend",
     "Samples",
     "Softmax",
     "backend",
     "backends",
+    "pools",
     "register_backend",
     "run_channels",
     "run_choice",
     "run_conv",
+    "run_conv_pooled",
     "run_each",
     "run_mlp",
     "run_stacked",
@@ -71,7 +75,8 @@ class PatchSpec:
 class Norm:
     """BatchNorm of each expert's masked map, followed by ReLU; tensors are (E, C).
 
-    Of a ``ChannelConv`` it is the BatchNorm of the convolution's result, without ReLU; tensors are (O,).
+    Of a ``ChannelConv`` it is the BatchNorm of the convolution's result, without ReLU; tensors are (O,). Of
+    ``run_conv_pooled`` it is the BatchNorm of the result as well, with ReLU; tensors are (O',).
     In training the running statistics are updated in place.
     """
 
@@ -200,6 +205,21 @@ class ChoosingBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class PoolingBackend(Protocol):
+    """A backend that has kernels for a convolution and the mean over the map, and need not write the map."""
+
+    def pools(self, x: Tensor) -> bool:
+        """Whether it has them for maps such as this."""
+        ...
+
+    def conv_pooled(
+        self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec, after: Norm
+    ) -> Tensor | None:
+        """(B, O'), the mean over the map of ReLU(BatchNorm(``conv``)), or None where the map has to be written."""
+        ...
+
+
 _registered: dict[str, Backend] = {}
 _asked_for: str | None = None
 
@@ -280,6 +300,39 @@ def run_conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | Non
     cast = ConvWeights(experts.weight.to(dtype), _to(experts.bias, dtype))
     with autocast_off(x):
         return select_backend(x, routing).conv(x, routing, cast, norm, spec)
+
+
+def pools(x: Tensor) -> bool:
+    """Whether maps such as this may be convolved and averaged in one, by the backend asked for or any."""
+    asked = [_asked_for] if _asked_for is not None else list(_registered)
+    candidates = [_registered[name] for name in asked]
+    return any(isinstance(candidate, PoolingBackend) and candidate.pools(x) for candidate in candidates)
+
+
+def run_conv_pooled(
+    x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec, after: Norm
+) -> Tensor:
+    """Run stacked convolutions, BatchNorm and ReLU, and take the mean over the map: (B, O')."""
+    dtype = autocast_dtype(x) or x.dtype
+    cast = ConvWeights(experts.weight.to(dtype), _to(experts.bias, dtype))
+    with autocast_off(x):
+        chosen = select_backend(x, routing)
+        if isinstance(chosen, PoolingBackend):
+            pooled = chosen.conv_pooled(x, routing, cast, norm, spec, after)
+            if pooled is not None:
+                return pooled
+        y = chosen.conv(x, routing, cast, norm, spec)
+        y = F.batch_norm(
+            y,
+            after.running_mean,
+            after.running_var,
+            after.weight,
+            after.bias,
+            after.training,
+            after.momentum,
+            after.eps,
+        )
+        return F.relu(y).mean((2, 3))
 
 
 def run_mlp(x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:

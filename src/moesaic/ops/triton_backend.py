@@ -65,6 +65,32 @@ class TritonBackend(TorchBackend):
         )  # fmt: skip
         return y.permute(0, 3, 1, 2)
 
+    def pools(self, x: Tensor) -> bool:
+        return _refusal(x) is None
+
+    def conv_pooled(
+        self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec, after: Norm
+    ) -> Tensor | None:
+        positions = x.shape[0] * x.shape[2] * x.shape[3]
+        if spec.combine == "sum" or positions == 1:
+            return None
+        from moesaic.ops.triton.pooled import patch_conv_pooled
+
+        rows, choice = x.permute(0, 2, 3, 1), _choice(x, routing)
+        *normed, eps, training = _norm(rows, choice, norm, spec)
+        keep = _wants_gradients(x, experts.weight, experts.bias, *choice[2:5], *normed[:2], after.weight, after.bias)
+        running = None if after.training else after.running_mean, None if after.training else after.running_var
+        pooled, moments, *_ = patch_conv_pooled(
+            rows, experts.weight, experts.bias, *choice[:5], *normed, after.weight, after.bias, *running, eps, training,
+            spec.patch_size, choice[5], spec.gate_on == "input", spec.context == "patch", after.eps, keep,
+        )  # fmt: skip
+        if after.training:
+            with torch.no_grad():
+                mean, var = moments.detach().to(after.running_mean.dtype).unbind()
+                after.running_mean.lerp_(mean, after.momentum)
+                after.running_var.lerp_(var * (positions / (positions - 1)), after.momentum)
+        return pooled
+
     def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         activation = _known(experts.activation)
         if activation is None:

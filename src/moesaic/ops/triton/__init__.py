@@ -28,4 +28,6 @@ its answers too, and the gradients of weights and norm come out of the products 
     activation     of stacked perceptrons, with its bias
     perceptron     their products
     experts        all of it as torch operations with gradients
+    reached        sums over the positions that chosen patches reach, in place of the map
+    pooled         convolution, BatchNorm, ReLU and mean over the map by these, with gradients
 """

@@ -1,0 +1,384 @@
+"""Convolutions over chosen patches with the BatchNorm, ReLU and mean over the map that follow, as one torch operation.
+
+    patch_conv_pooled     x → the mean of each image and channel, and the statistics of what was normalised
+
+The map in between is never written: see `moesaic.ops.triton.reached`, which has the kernels.
+"""
+
+# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from moesaic.ops.tiles import tile
+from moesaic.ops.triton import reached
+from moesaic.ops.triton.experts import GROUPED, _Back, _Chosen, _chosen, _like, _map_shapes, _nothing
+from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
+from moesaic.ops.triton.maps import Landing, _landed, _resting_map, _whole_blocks, taps_of, weight_of
+from moesaic.ops.triton.rows import gather
+
+__all__ = ["patch_conv_pooled"]
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """The rows that chosen patches reach, and how kernels find them."""
+
+    sizes: Sizes
+    landing: Landing
+    O: int
+    on_input: bool
+    normed: bool
+    """Whether experts answer to positions that they did not choose."""
+
+    @property
+    def halo(self) -> int:
+        """How far a patch reaches over its border; with gates on the output nothing is there."""
+        return self.landing.kernel // 2 if self.on_input and not self.landing.alone else 0
+
+    @property
+    def each(self) -> int:
+        """Rows of a patch."""
+        return (self.sizes.p + 2 * self.halo) ** 2
+
+    @property
+    def number(self) -> int:
+        """Rows of an expert."""
+        return self.sizes.B * self.sizes.L * self.each
+
+    @property
+    def near(self) -> int:
+        """How many patches away another one may give something to a row."""
+        return 0 if self.landing.alone else ceil(self.landing.kernel // 2 + self.halo, self.sizes.p)
+
+    @property
+    def small(self) -> bool:
+        """Rows are contributions as they stand."""
+        return self.landing.kernel == 1
+
+    def shape(self) -> tuple[int, int, int]:
+        """Of rows."""
+        return self.sizes.E, self.sizes.rows(self.normed) if self.small else self.number, self.O
+
+    @property
+    def whole(self) -> bool:
+        """Whether rows hold what experts answer at rest already."""
+        return not self.on_input and not self.small
+
+    def steps(self, resting: Tensor | None) -> tuple[int, int]:
+        """From expert to expert and from position to position of what is there at rest."""
+        positions = self.sizes.H * self.sizes.W
+        return (self.O, 0) if resting is None else (positions * self.O, self.O)
+
+    @property
+    def pivot(self) -> int:
+        """A position far from borders, in the order of patches."""
+        p, y, x = self.sizes.p, self.sizes.H // 2, self.sizes.W // 2
+        return ((y // p) * (self.sizes.W // p) + x // p) * p * p + (y % p) * p + x % p
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the forward pass leaves to the backward pass."""
+
+    rows: Tensor
+    """(E, MR, O)"""
+    place: Tensor
+    """(E, MR)"""
+    base: Tensor | None
+    """(E, H·W, O) or (E, O): what is there at rest, unless ``rows`` has it."""
+    steps: tuple[int, int]
+
+
+def _reach(
+    contributions: Tensor, of: _Chosen, reach: _Reach, bias: Tensor | None, *, stats: bool
+) -> tuple[_Found, Tensor | None, Tensor | None]:
+    """Rows, the resting map if there is one, and sums (2, S, E, O) for the statistics of y."""
+    sizes, landing, O = reach.sizes, reach.landing, reach.O
+    ks, full, device = landing.kernel, wide(contributions.dtype), contributions.device
+    resting = _resting_map(contributions, sizes, bias, landing, O) if reach.normed else None
+    base, steps = bias if resting is None else resting, reach.steps(resting)
+    landed = _landed(contributions, sizes, ks, O) if ks > 1 and sizes.p > 1 else contributions
+    number = reach.number
+    rows = contributions if reach.small else torch.empty(reach.shape(), dtype=contributions.dtype, device=device)
+    place = torch.empty(sizes.E, number, dtype=torch.int32, device=device)
+    rule = (power_of_2(number, most=64), _whole_blocks(O, 32), 2)
+    BM, BO, wide_by = tile("reach", rule, number, O, ks, sizes.p, sizes.E, contributions.element_size())
+    blocks = ceil(O, BO) if stats or not reach.small else 1
+    chunk, splits = parts(number, fill(blocks * sizes.E, 64) * 4, BM)
+    sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=device) if stats else None
+    reached.reach_kernel[(splits, sizes.E, blocks)](
+        landed, of.index, of.slots, of.gate_out, base, rows, place, sums, number, landed.stride(0), chunk, splits,
+        *steps, reach.pivot, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo, NEAR=reach.near,
+        FLIP=ks > 1 and sizes.p == 1, HAS_BASE=base is not None, HAS_GATE=of.gate_out is not None, STATS=stats,
+        ACC=acc(full), BM=BM, BO=BO, **sizes.constants(), **warps(wide_by),
+    )  # fmt: skip
+    return _Found(rows, place, None if reach.whole else base, steps), resting, sums
+
+
+def _table(
+    reach: _Reach, found: _Found, sums: Tensor | None, after: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Mean, scale and shift of channels, sums of a map at rest (5, E·O); mean and variance (2, E·O)."""
+    sizes, O = reach.sizes, reach.O
+    full, device = wide(found.rows.dtype), found.rows.device
+    table = torch.empty(5, sizes.E * O, dtype=full, device=device)
+    moments = torch.empty(2, sizes.E * O, dtype=full, device=device)
+    base = found.base if reach.on_input else None
+    splits = 1 if sums is None else sums.shape[1]
+    BO, HW = power_of_2(O, most=16), sizes.H * sizes.W
+    reached.table_kernel[(ceil(O, BO), sizes.E)](
+        sums, base, *after, table, moments, eps, splits, sizes.B, *found.steps, reach.pivot, E=sizes.E, O=O, HW=HW,
+        HAS_BASE=base is not None, TRAINING=sums is not None, ACC=acc(full), BS=power_of_2(splits),
+        BQ=power_of_2(HW, most=128), BO=BO, **warps(4),
+    )  # fmt: skip
+    return table, moments
+
+
+def _pool(of: _Chosen, reach: _Reach, found: _Found, table: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+    """Means (B, E·O) and, with ``keep``, active positions and their sum (2, B, E·O)."""
+    sizes, O, rows = reach.sizes, reach.O, found.rows
+    pooled = torch.empty(sizes.B, sizes.E * O, dtype=rows.dtype, device=rows.device)
+    counts = torch.empty(2, *pooled.shape, dtype=table.dtype, device=rows.device) if keep else _nothing(table)
+    rule = (power_of_2(sizes.L * reach.each, most=32), _whole_blocks(O, 32), 1)
+    BM, BO, wide_by = tile("pool", rule, sizes.L * reach.each, O, sizes.E, rows.element_size())
+    reached.pool_kernel[(sizes.B, sizes.E, ceil(O, BO))](
+        rows, found.place, of.gate_out, found.base, table, pooled, counts, reach.number, rows.stride(0), *found.steps,
+        sizes.B, E=sizes.E, O=O, L=sizes.L, RS=reach.each, HW=sizes.H * sizes.W, HAS_BASE=found.base is not None,
+        HAS_GATE=of.gate_out is not None, KEEP=keep, ACC=acc(table.dtype), BM=BM, BO=BO, **warps(wide_by),
+    )  # fmt: skip
+    return pooled, counts
+
+
+def _slopes(
+    grad: Tensor, counts: Tensor, table: Tensor, moments: Tensor, weight: Tensor, bias: Tensor, eps: float,
+    training: bool, positions: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Terms of y's gradient (6, E·O), gradients of weight and bias."""
+    B, X = grad.shape
+    slopes = torch.empty(6, X, dtype=table.dtype, device=grad.device)
+    grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+    BX, BB = power_of_2(X, most=16), power_of_2(B, most=64)
+    reached.slope_kernel[(ceil(X, BX),)](
+        grad, counts, table, moments, slopes, grad_weight, grad_bias, eps, B, X=X, HW=positions, TRAINING=training,
+        ACC=acc(table.dtype), BB=BB, BX=BX, **warps(4),
+    )  # fmt: skip
+    return slopes, grad_weight, grad_bias
+
+
+def _spread(
+    grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tensor, rows: int, experts: range
+) -> Tensor:
+    """Gradient of some experts' contributions (…, M1, ks²·O) from that of means (B, E·O)."""
+    sizes, O, ks = reach.sizes, reach.O, reach.landing.kernel
+    out = torch.empty(len(experts), rows, ks**2 * O, dtype=found.rows.dtype, device=grad.device)
+    rule = (64, _whole_blocks(O, 32), 4)
+    BM, BO, wide_by = tile("pooled_spread", rule, sizes.M, O, ks, sizes.p, out.element_size())
+    reached.spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
+        grad, found.rows, found.base, of.index, of.slots, of.gate_out, slopes, out, sizes.M, rows, experts.start,
+        found.rows.stride(0), *found.steps, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo,
+        ALONE=reach.landing.alone, HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None,
+        ACC=acc(slopes.dtype), BM=BM, BO=BO, **sizes.constants(), **warps(wide_by),
+    )  # fmt: skip
+    return out
+
+
+def _dots(grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tensor) -> Tensor | None:
+    """Gradient of gates on the output (B, E, L, p²), place by place."""
+    if of.gate_out is None:
+        return None
+    sizes, O = reach.sizes, reach.O
+    dots = torch.empty(*of.index.shape, sizes.p**2, dtype=slopes.dtype, device=grad.device)
+    BM, BO = 32, _whole_blocks(O, 64)
+    reached.dots_kernel[(ceil(sizes.M, BM), sizes.E)](
+        grad, found.rows, found.base, found.place, of.gate_out, slopes, dots, sizes.M, found.rows.stride(0),
+        *found.steps, E=sizes.E, O=O, L=sizes.L, P=sizes.p, HW=sizes.H * sizes.W, HAS_BASE=found.base is not None,
+        ACC=acc(slopes.dtype), BM=BM, BO=BO, **warps(4),
+    )  # fmt: skip
+    return dots
+
+
+def _answers(grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, base: Tensor | None, slopes: Tensor) -> Tensor:
+    """Gradient (E, ks², O) of what experts answer to a constant at each tap, or (E, 1, O) of a bias."""
+    sizes, O, number = reach.sizes, reach.O, reach.number
+    ks = reach.landing.kernel if reach.normed else 1
+    HW, constants = sizes.H * sizes.W, sizes.constants()
+    gated = of.gate_out is not None
+    shared: dict[str, Any] = {"O": O, "KS": ks, "H": sizes.H, "ALONE": reach.landing.alone, "HAS_GATE": gated}
+    rule = (power_of_2(number, most=64), _whole_blocks(O, 32), 2)
+    BM, BO, wide_by = tile("pooled_rest", rule, number, O, ks, sizes.E, found.rows.element_size())
+    chunk, splits = parts(number, fill(ceil(O, BO) * sizes.E, 64) * 2, BM)
+    sums = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device)
+    reached.rest_kernel[(splits, sizes.E, ceil(O, BO))](
+        grad, found.rows, found.base, found.place, of.gate_out, slopes, sums, number, found.rows.stride(0),
+        *found.steps, chunk, RS=reach.each, HAS_BASE=found.base is not None, ACC=acc(slopes.dtype), BM=BM,
+        BT=power_of_2(ks**2), BO=BO, **shared, **constants, **warps(wide_by),
+    )  # fmt: skip
+    out = torch.empty(sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device)
+    del constants["L"]
+    BO = _whole_blocks(O, 32)
+    reached.answers_kernel[(sizes.E, ks**2, ceil(O, BO))](
+        sums, base, slopes, out, splits, sizes.B, *found.steps, ACC=acc(slopes.dtype), BS=power_of_2(splits),
+        BQ=power_of_2(HW, most=64), BO=BO, **shared, **constants, **warps(4),
+    )  # fmt: skip
+    return out
+
+
+@custom_op("moesaic::patch_conv_pooled", mutates_args=())
+def patch_conv_pooled(
+    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
+    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    mean: Tensor | None, var: Tensor | None, after_weight: Tensor, after_bias: Tensor, after_mean: Tensor | None,
+    after_var: Tensor | None, eps: float, training: bool, patch: int, kind: int, on_input: bool, alone: bool,
+    after_eps: float, keep: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Means (B, E·O) over the map of ReLU(BatchNorm(y)), and mean and variance (2, E·O) of y, a `patch_conv`.
+
+    Without ``after_mean`` and ``after_var`` BatchNorm takes y's own. The other results are for the gradient, if
+    ``keep``: values, rows, their places, the resting map, the table of channels, and each image's counts.
+    """
+    of = _chosen(
+        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
+    )
+    _, O, _, ks, _ = weight.shape
+    normed = of.norm is not None
+    reach = _Reach(of.sizes, Landing(ks, alone, False), O, on_input, normed)
+    values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=normed)
+    contributions = torch.bmm(values, taps_of(weight).transpose(1, 2))
+    if not (keep and reach.small):
+        values = _nothing(x)
+    found, resting, sums = _reach(contributions, of, reach, dense(bias), stats=after_mean is None)
+    after = after_weight.contiguous(), after_bias.contiguous(), dense(after_mean), dense(after_var)
+    table, moments = _table(reach, found, sums, after, after_eps)
+    pooled, counts = _pool(of, reach, found, table, keep=keep)
+    if not keep:
+        return pooled, moments, *(_nothing(x) for _ in range(6))
+    return pooled, moments, values, found.rows, found.place, _nothing(x) if resting is None else resting, table, counts
+
+
+@patch_conv_pooled.register_fake
+def _(
+    x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, after_weight, after_bias,
+    after_mean, after_var, eps, training, patch, kind, on_input, alone, after_eps, keep,
+):  # fmt: skip
+    E, O, C, ks, _ = weight.shape
+    sizes, normed = Sizes.of(x, index, patch), norm_weight is not None
+    reach = _Reach(sizes, Landing(ks, alone, False), O, on_input, normed)
+    full = wide(weight.dtype)
+    pooled = weight.new_empty(sizes.B, E * O)
+    moments = weight.new_empty(2, E * O, dtype=full)
+    if not keep:
+        return pooled, moments, *(x.new_empty(0) for _ in range(6))
+    return (
+        pooled,
+        moments,
+        weight.new_empty(E, sizes.rows(normed), C) if ks == 1 else x.new_empty(0),
+        weight.new_empty(reach.shape()),
+        weight.new_empty(E, reach.number, dtype=torch.int32),
+        weight.new_empty(E, sizes.H * sizes.W, O, dtype=full) if normed else x.new_empty(0),
+        weight.new_empty(5, E * O, dtype=full),
+        weight.new_empty(2, sizes.B, E * O, dtype=full),
+    )
+
+
+@custom_op("moesaic::patch_conv_pooled_backward", mutates_args=())
+def patch_conv_pooled_backward(
+    grad: Tensor, moments: Tensor, values: Tensor, rows: Tensor, place: Tensor, resting: Tensor, table: Tensor,
+    counts: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
+    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
+    mean: Tensor | None, var: Tensor | None, after_weight: Tensor, after_bias: Tensor, eps: float, training: bool,
+    patch: int, kind: int, on_input: bool, alone: bool, after_eps: float, after_training: bool, need_map: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of x, weight, bias, gate, router, norm's weight and bias, and those of BatchNorm; empty if none."""
+    of = _chosen(
+        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
+    )
+    E, O, C, ks, _ = weight.shape
+    sizes, norm, bias, grad = of.sizes, of.norm is not None, dense(bias), grad.contiguous()
+    reach = _Reach(sizes, Landing(ks, alone, False), O, on_input, norm)
+    base = resting if norm else bias
+    found = _Found(rows, place, None if reach.whole else base, reach.steps(resting if norm else None))
+    slopes, *of_after = _slopes(
+        grad, counts, table, moments, after_weight, after_bias, after_eps, after_training, sizes.H * sizes.W
+    )
+    dots = _dots(grad, of, reach, found, slopes) if need_map else None
+    answers = _answers(grad, of, reach, found, base, slopes) if norm or bias is not None else None
+    M1, taps = sizes.rows(norm), taps_of(weight)
+    # three quarters of the experts, then the others: so most is alive before the map's gradient is there
+    parted = not reach.small and E > 1 and E * M1 * taps.shape[1] * weight.element_size() > GROUPED
+    groups = [range(-(-3 * E // 4)), range(-(-3 * E // 4), E)] if parted else [range(E)]
+    # a norm needs all rows' gradients before any goes on to the map
+    back = _Back(of, dots, centre=True) if need_map else None
+    grad_taps = torch.empty_like(taps) if need_weight else None
+    grad_rows = torch.empty(E, M1, C, dtype=weight.dtype, device=x.device) if norm and need_map else None
+    for group in filter(len, groups):
+        inside = slice(group.start, group.stop)
+        part = _spread(grad, of, reach, found, slopes, M1, group)
+        if norm and answers is not None:
+            part[:, sizes.M] = answers[inside].flatten(1)
+        if grad_taps is not None:
+            given = values if reach.small else gather(
+                of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=norm, experts=group
+            )  # fmt: skip
+            torch.bmm(part.transpose(1, 2), given, out=grad_taps[inside])
+            del given
+        if grad_rows is not None:
+            torch.bmm(part, taps[inside], out=grad_rows[inside])
+        elif back is not None:
+            given = torch.bmm(part, taps[inside])
+            del part  # before the map's gradient is there
+            back.add(given, group)
+            del given
+    grad_weight = _nothing(grad) if grad_taps is None else weight_of(grad_taps, ks)
+    grad_bias = _nothing(grad)
+    if bias is not None and answers is not None:
+        grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)
+    if back is None:
+        return _nothing(grad), grad_weight, grad_bias, *(_nothing(grad) for _ in range(4)), *of_after
+    if grad_rows is not None:
+        back.add(grad_rows, range(E))
+    grad_x, *others = back.finish()
+    return grad_x, grad_weight, grad_bias, *others, *of_after
+
+
+@patch_conv_pooled_backward.register_fake
+def _(
+    grad, moments, values, rows, place, resting, table, counts, x, weight, bias, index, slots, gate, scores, router,
+    norm_weight, norm_bias, mean, var, after_weight, after_bias, eps, training, patch, kind, on_input, alone,
+    after_eps, after_training, need_map, need_weight,
+):  # fmt: skip
+    grad_x, *others = _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
+    grad_weight = _like(weight) if need_weight else grad.new_empty(0)
+    grad_bias = grad.new_empty(0) if bias is None else _like(bias)
+    return grad_x, grad_weight, grad_bias, *others, _like(after_weight), _like(after_bias)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    tensors, (*ctx.settings, _keep) = inputs[:14], inputs[16:]
+    ctx.after_training = inputs[14] is None
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output[1:], *tensors)
+
+
+def _backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
+    wanted = ctx.needs_input_grad
+    if grad is None:
+        return (None,) * 24
+    need_map = any(wanted[each] for each in (0, 5, 7, 8, 9))
+    gx, gw, gb, gg, gr, gnw, gnb, gaw, gab = patch_conv_pooled_backward(
+        grad, *ctx.saved_tensors, *ctx.settings, ctx.after_training, need_map, wanted[1]
+    )
+    found = {0: gx, 1: gw, 2: gb, 5: gg, 7: gr, 8: gnw, 9: gnb, 12: gaw, 13: gab}
+    return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(24))
+
+
+patch_conv_pooled.register_autograd(_backward, setup_context=_setup)

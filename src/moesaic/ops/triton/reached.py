@@ -1,0 +1,517 @@
+"""Kernels of convolutions over chosen patches, BatchNorm, ReLU and the mean over the map: without the map.
+
+Most positions have what an expert answers where it chose nothing near, the same for every image. Whatever is summed
+over positions is therefore that answer's sum, taken once, and a difference for each position that a chosen patch
+reaches: `rows` (E, MR, O), patch by patch. A position that several patches of an expert reach counts in the first.
+
+    reach_kernel     contributions → rows, where each of them is, and the differences' share of mean and variance
+    table_kernel     these and the resting map → mean, scale and shift of channels, and their sums over a map at rest
+    pool_kernel      rows → the mean over each image; also how many positions are active, and their sum
+    slope_kernel     gradient of means → gradients of weight and bias, and the terms of the gradient of y
+    spread_kernel    these → gradient of contributions
+    dots_kernel      these → gradient of gates on the output
+    rest_kernel      these → gradient of what experts answer to the constant: the differences, tap by tap
+    answers_kernel   these and the resting map's
+
+With scale s, mean μ, shift β, active positions [s(y - μ) + β > 0] and gradient d of a position's share of the mean, the
+gradient of y is s·d·[active] - level - tilt·(y - μ), the last two through the statistics.
+"""
+
+# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moesaic.ops.triton.rows import pixel_of_row
+
+__all__ = [
+    "answers_kernel",
+    "dots_kernel",
+    "pool_kernel",
+    "reach_kernel",
+    "rest_kernel",
+    "slope_kernel",
+    "spread_kernel",
+    "table_kernel",
+]
+
+
+@triton.jit
+def position_of_row(
+    m, e, MR, index,
+    E: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
+    HALO: tl.constexpr,
+):  # fmt: skip
+    """Of an expert's rows: image, slot, chosen patch, whether it is on the map, and where."""
+    SH: tl.constexpr = P + 2 * HALO
+    b = m // (L * SH * SH)
+    l = (m // (SH * SH)) % L
+    h = m % (SH * SH)
+    n = tl.load(index + (b * E + e) * L + l, mask=m < MR, other=-1).to(tl.int32)
+    used = n >= 0
+    n = tl.where(used, n, 0)
+    y = (n // GW) * P + h // SH - HALO
+    x = (n % GW) * P + h % SH - HALO
+    inside = used & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    return b, l, n, inside, tl.where(inside, y, 0), tl.where(inside, x, 0)
+
+
+@triton.jit
+def by_patch(y, x, P: tl.constexpr, GW: tl.constexpr):
+    """A position's number in the order of patches."""
+    return ((y // P) * GW + x // P) * (P * P) + (y % P) * P + x % P
+
+
+@triton.jit
+def there_and_at_rest(
+    rows, row, base, rest, g, o, mask, HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr
+):
+    """What some rows have, and what is there where no chosen patch reaches; with gates on the output that is zero."""
+    v = tl.load(rows + row[:, None] + o[None, :], mask=mask, other=0).to(ACC)
+    r = tl.zeros_like(v)
+    if HAS_BASE:
+        r = tl.load(base + rest[:, None] + o[None, :], mask=mask, other=0).to(ACC)
+        v += r
+    if HAS_GATE:
+        v = v * g[:, None]
+        r = tl.zeros_like(v)
+    return v, r
+
+
+@triton.jit
+def channel(table, k: tl.constexpr, X: tl.constexpr, at, mask):
+    """Entry k of a table (…, X) for each of some channels."""
+    return tl.load(table + k * X + at, mask=mask, other=0)[None, :]
+
+
+@triton.jit
+def reach_kernel(
+    landed, index, slots, gate, base, rows_out, place_out, sums_out, MR, STEP, CHUNK, S, BSTEP, QSTEP, PIVOT,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
+    N: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, NEAR: tl.constexpr,
+    FLIP: tl.constexpr, HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr, STATS: tl.constexpr, ACC: tl.constexpr,
+    BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """A chunk of rows; those of 1×1 kernels are contributions as they stand.
+
+    What other chosen patches, up to NEAR patches away, give to a position is added. Under HAS_GATE rows hold the whole
+    ungated value, what the expert answers at rest included. place (E, MR): the position in the order of patches, -1 off
+    the map, -2 - position where it counts in another row. STATS: sums (2, S, E, O) of y - rest and of
+    (y - pivot)² - (rest - pivot)².
+    """
+    R: tl.constexpr = KS // 2
+    SIDE: tl.constexpr = 2 * NEAR + 1
+    SL: tl.constexpr = P + 2 * R
+    s = tl.program_id(0)
+    e = tl.program_id(1)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    first = tl.zeros((BM, BO), ACC)
+    second = tl.zeros((BM, BO), ACC)
+    pivot = tl.zeros((BO,), ACC)
+    if HAS_BASE and not HAS_GATE:
+        pivot += tl.load(base + e.to(tl.int64) * BSTEP + PIVOT * QSTEP + o, mask=om, other=0).to(ACC)
+    end = tl.minimum((s + 1) * CHUNK, MR)
+    for m0 in range(s * CHUNK, end, BM):
+        m = m0 + tl.arange(0, BM)
+        b, l, n, inside, qy, qx = position_of_row(m, e, end, index, E, L, P, GW, H, W, HALO)
+        mask = inside[:, None] & om[None, :]
+        q = by_patch(qy, qx, P, GW)
+        r = tl.zeros((BM, BO), ACC)
+        if HAS_BASE:
+            r += tl.load(base + (e.to(tl.int64) * BSTEP + q * QSTEP)[:, None] + o[None, :], mask=mask, other=0).to(ACC)
+        hidden = tl.zeros((BM,), tl.int32)
+        if KS == 1:
+            row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
+            y = tl.load(landed + row[:, None] + o[None, :], mask=mask, other=0).to(ACC) + r
+        else:
+            y = tl.zeros((BM, BO), ACC)
+            for d in range(SIDE * SIDE):
+                ny = n // GW + d // SIDE - NEAR
+                nx = n % GW + d % SIDE - NEAR
+                there = inside & (ny >= 0) & (ny < N // GW) & (nx >= 0) & (nx < GW)
+                other = tl.load(slots + (b * E + e) * N + ny * GW + nx, mask=there, other=-1)
+                if tl.max(other, 0) >= 0:
+                    hy = qy - ny * P + R
+                    hx = qx - nx * P + R
+                    has = (other >= 0) & (hy >= 0) & (hy < SL) & (hx >= 0) & (hx < SL)
+                    hidden = tl.maximum(hidden, (has & (other < l)).to(tl.int32))
+                    h = hy * SL + hx
+                    if FLIP:
+                        h = SL * SL - 1 - h
+                    row = e.to(tl.int64) * STEP + ((b * L + tl.maximum(other, 0)) * (SL * SL) + h).to(tl.int64) * O
+                    y += tl.load(landed + row[:, None] + o[None, :], mask=has[:, None] & om[None, :], other=0).to(ACC)
+            if HAS_GATE:
+                y += r
+            kept = y.to(rows_out.dtype.element_ty)
+            to = (e.to(tl.int64) * MR + m) * O
+            tl.store(rows_out + to[:, None] + o[None, :], kept, mask=(m < end)[:, None] & om[None, :])
+            y = kept.to(ACC)
+            if not HAS_GATE:
+                y += r
+        if HAS_GATE:
+            hidden = tl.zeros((BM,), tl.int32)
+            g = tl.load(gate + (b * E + e) * L + l, mask=inside, other=0).to(ACC)
+            y = y * g[:, None]
+            r = tl.zeros((BM, BO), ACC)
+        if tl.program_id(2) == 0:
+            place = tl.where(hidden > 0, -2 - q, q)
+            tl.store(place_out + e * MR + m, tl.where(inside, place, -1), mask=m < end)
+        if STATS:
+            counted = (inside & (hidden == 0))[:, None]
+            first += tl.where(counted, y - r, 0.0)
+            second += tl.where(counted, (y - r) * (y + r - 2 * pivot[None, :]), 0.0)
+    if STATS:
+        to = (s * E + e) * O + o
+        tl.store(sums_out + to, tl.sum(first, 0), mask=om)
+        tl.store(sums_out + S * (E * O) + to, tl.sum(second, 0), mask=om)
+
+
+@triton.jit
+def table_kernel(
+    sums, base, weight, bias, mean_in, var_in, table, moments, eps, S, B, BSTEP, QSTEP, PIVOT,
+    E: tl.constexpr, O: tl.constexpr, HW: tl.constexpr, HAS_BASE: tl.constexpr, TRAINING: tl.constexpr,
+    ACC: tl.constexpr, BS: tl.constexpr, BQ: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Table (5, E·O): mean, scale, shift; of a map at rest how many positions are active, and Σ y - mean of these."""
+    e = tl.program_id(1)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    om = o < O
+    X: tl.constexpr = E * O
+    at = e * O + o
+    here = e.to(tl.int64) * BSTEP
+    if TRAINING:
+        pivot = tl.zeros((BO,), ACC)
+        first = tl.zeros((BQ, BO), ACC)
+        second = tl.zeros((BQ, BO), ACC)
+        if HAS_BASE:
+            pivot += tl.load(base + here + PIVOT * QSTEP + o, mask=om, other=0).to(ACC)
+            for q0 in range(0, HW, BQ):
+                q = q0 + tl.arange(0, BQ)
+                mask = (q < HW)[:, None] & om[None, :]
+                r = tl.load(base + here + (q * QSTEP)[:, None] + o[None, :], mask=mask, other=0).to(ACC)
+                r = tl.where(mask, r - pivot[None, :], 0.0)
+                first += r
+                second += r * r
+        s = tl.arange(0, BS)
+        part = (s * X)[:, None] + at[None, :]
+        mask = (s < S)[:, None] & om[None, :]
+        of_first = tl.sum(tl.load(sums + part, mask=mask, other=0), 0) + B * tl.sum(first, 0)
+        of_second = tl.sum(tl.load(sums + S * X + part, mask=mask, other=0), 0) + B * tl.sum(second, 0)
+        apart = of_first / (B * HW)
+        mean = pivot + apart
+        var = tl.maximum(of_second / (B * HW) - apart * apart, 0.0)
+    else:
+        mean = tl.load(mean_in + at, mask=om, other=0).to(ACC)
+        var = tl.load(var_in + at, mask=om, other=1).to(ACC)
+    scale = tl.load(weight + at, mask=om, other=0).to(ACC) * tl.rsqrt(var + eps)
+    shift = tl.load(bias + at, mask=om, other=0).to(ACC)
+    count = tl.zeros((BQ, BO), ACC)
+    lean = tl.zeros((BQ, BO), ACC)
+    for q0 in range(0, HW, BQ):
+        q = q0 + tl.arange(0, BQ)
+        mask = (q < HW)[:, None] & om[None, :]
+        r = tl.zeros((BQ, BO), ACC)
+        if HAS_BASE:
+            r += tl.load(base + here + (q * QSTEP)[:, None] + o[None, :], mask=mask, other=0).to(ACC)
+        apart_q = r - mean[None, :]
+        active = mask & (apart_q * scale[None, :] + shift[None, :] > 0)
+        count += tl.where(active, 1.0, 0.0)
+        lean += tl.where(active, apart_q, 0.0)
+    tl.store(table + at, mean, mask=om)
+    tl.store(table + X + at, scale, mask=om)
+    tl.store(table + 2 * X + at, shift, mask=om)
+    tl.store(table + 3 * X + at, tl.sum(count, 0), mask=om)
+    tl.store(table + 4 * X + at, tl.sum(lean, 0), mask=om)
+    tl.store(moments + at, mean, mask=om)
+    tl.store(moments + X + at, var, mask=om)
+
+
+@triton.jit
+def pool_kernel(
+    rows, place, gate, base, table, pooled, counts, MR, STEP, BSTEP, QSTEP, B,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, RS: tl.constexpr, HW: tl.constexpr, HAS_BASE: tl.constexpr,
+    HAS_GATE: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """One image and expert. KEEP: counts (2, B, E·O), as the last two entries of the table, of this image."""
+    b = tl.program_id(0)
+    e = tl.program_id(1)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    X: tl.constexpr = E * O
+    at = e * O + o
+    mean, scale, shift = channel(table, 0, X, at, om), channel(table, 1, X, at, om), channel(table, 2, X, at, om)
+    count = tl.zeros((BM, BO), ACC)
+    lean = tl.zeros((BM, BO), ACC)
+    for i0 in range(0, L * RS, BM):
+        i = i0 + tl.arange(0, BM)
+        m = b * (L * RS) + i
+        q = tl.load(place + e * MR + m, mask=i < L * RS, other=-1)
+        mask = (q >= 0)[:, None] & om[None, :]
+        g = tl.zeros((BM,), ACC)
+        if HAS_GATE:
+            g += tl.load(gate + (b * E + e) * L + i // RS, mask=q >= 0, other=0).to(ACC)
+        row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
+        rest = e.to(tl.int64) * BSTEP + q * QSTEP
+        y, r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, HAS_GATE, ACC)
+        y -= mean
+        r -= mean
+        now = mask & (y * scale + shift > 0)
+        before = mask & (r * scale + shift > 0)
+        count += tl.where(now, 1.0, 0.0) - tl.where(before, 1.0, 0.0)
+        lean += tl.where(now, y, 0.0) - tl.where(before, r, 0.0)
+    all_count = tl.sum(count, 0) + tl.load(table + 3 * X + at, mask=om, other=0)
+    all_lean = tl.sum(lean, 0) + tl.load(table + 4 * X + at, mask=om, other=0)
+    scale_c = tl.load(table + X + at, mask=om, other=0)
+    shift_c = tl.load(table + 2 * X + at, mask=om, other=0)
+    to = b * X + at
+    found = (scale_c * all_lean + shift_c * all_count) / HW
+    tl.store(pooled + to, found.to(pooled.dtype.element_ty), mask=om)
+    if KEEP:
+        tl.store(counts + to, all_count, mask=om)
+        tl.store(counts + B * X + to, all_lean, mask=om)
+
+
+@triton.jit
+def slope_kernel(
+    grad, counts, table, moments, out, weight_out, bias_out, eps, B,
+    X: tl.constexpr, HW: tl.constexpr, TRAINING: tl.constexpr, ACC: tl.constexpr, BB: tl.constexpr, BX: tl.constexpr,
+):  # fmt: skip
+    """Out (6, E·O): mean, scale, shift, level, tilt, and the gradient of a position's share summed over images."""
+    at = tl.program_id(0) * BX + tl.arange(0, BX)
+    am = at < X
+    of_count = tl.zeros((BB, BX), ACC)
+    of_lean = tl.zeros((BB, BX), ACC)
+    of_all = tl.zeros((BB, BX), ACC)
+    for b0 in range(0, B, BB):
+        b = b0 + tl.arange(0, BB)
+        mask = (b < B)[:, None] & am[None, :]
+        place = (b * X)[:, None] + at[None, :]
+        d = tl.load(grad + place, mask=mask, other=0).to(ACC) / HW
+        of_count += d * tl.load(counts + place, mask=mask, other=0)
+        of_lean += d * tl.load(counts + B * X + place, mask=mask, other=0)
+        of_all += d
+    scale = tl.load(table + X + at, mask=am, other=0)
+    rstd = tl.rsqrt(tl.load(moments + X + at, mask=am, other=1) + eps)
+    grad_bias = tl.sum(of_count, 0)
+    grad_weight = tl.sum(of_lean, 0) * rstd
+    tl.store(weight_out + at, grad_weight.to(weight_out.dtype.element_ty), mask=am)
+    tl.store(bias_out + at, grad_bias.to(bias_out.dtype.element_ty), mask=am)
+    level = tl.zeros((BX,), ACC)
+    tilt = tl.zeros((BX,), ACC)
+    if TRAINING:
+        level += scale * grad_bias / (B * HW)
+        tilt += scale * rstd * grad_weight / (B * HW)
+    tl.store(out + at, tl.load(table + at, mask=am, other=0), mask=am)
+    tl.store(out + X + at, scale, mask=am)
+    tl.store(out + 2 * X + at, tl.load(table + 2 * X + at, mask=am, other=0), mask=am)
+    tl.store(out + 3 * X + at, level, mask=am)
+    tl.store(out + 4 * X + at, tilt, mask=am)
+    tl.store(out + 5 * X + at, tl.sum(of_all, 0), mask=am)
+
+
+@triton.jit
+def terms(slopes, X: tl.constexpr, at, mask):
+    """Mean, scale, shift, level and tilt of some channels."""
+    return (
+        channel(slopes, 0, X, at, mask),
+        channel(slopes, 1, X, at, mask),
+        channel(slopes, 2, X, at, mask),
+        channel(slopes, 3, X, at, mask),
+        channel(slopes, 4, X, at, mask),
+    )
+
+
+@triton.jit
+def gradient_of_y(y, d, mean, scale, shift, level, tilt):
+    """From a position's value and the gradient of its share of the mean."""
+    apart = y - mean
+    return tl.where(apart * scale + shift > 0, d * scale, 0.0) - level - tilt * apart
+
+
+@triton.jit
+def spread_kernel(
+    grad, rows, base, index, slots, gate, slopes, out, M, M1, FIRST, STEP, BSTEP, QSTEP,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
+    N: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, ALONE: tl.constexpr,
+    HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Gradient of contributions (…, M1, ks²·O) of experts from FIRST on; rows from M on are zeros."""
+    R: tl.constexpr = KS // 2
+    SH: tl.constexpr = P + 2 * HALO
+    X: tl.constexpr = E * O
+    e = FIRST + tl.program_id(1)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    at = e * O + o
+    b, l, a, used, sy, sx = pixel_of_row(m, e, M, index, E, L, P, GW)
+    ours = (tl.minimum(m, M - 1) // (L * P * P)) * E + e
+    d = tl.load(grad + (b * X)[:, None] + at[None, :], mask=used[:, None] & om[None, :], other=0).to(ACC) / HW
+    mean, scale, shift, level, tilt = terms(slopes, X, at, om)
+    to = (tl.program_id(1) * M1 + m).to(tl.int64) * (KS * KS * O)
+    for t in range(KS * KS):
+        qy = sy + R - t // KS
+        qx = sx + R - t % KS
+        inside = used & (qy >= 0) & (qy < H) & (qx >= 0) & (qx < W)
+        if ALONE:
+            inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
+        cy = tl.minimum(tl.maximum(qy, 0), H - 1)
+        cx = tl.minimum(tl.maximum(qx, 0), W - 1)
+        g = tl.zeros((BM,), ACC)
+        if HAS_GATE:
+            # Looked up at clamped places and without masks: with them Triton 3.6 fails to compile some tiles.
+            own = tl.load(slots + ours * N + (cy // P) * GW + cx // P)
+            g += tl.load(gate + ours * L + tl.maximum(own, 0)).to(ACC)
+            inside = inside & (own >= 0)
+            row = (b * L + tl.maximum(own, 0)) * (P * P) + (cy % P) * P + cx % P
+        else:
+            hy = a // P + HALO + R - t // KS
+            hx = a % P + HALO + R - t % KS
+            row = (b * L + l) * (SH * SH) + hy * SH + hx
+        mask = inside[:, None] & om[None, :]
+        rest = e.to(tl.int64) * BSTEP + by_patch(cy, cx, P, GW) * QSTEP
+        row = e.to(tl.int64) * STEP + row.to(tl.int64) * O
+        y, _r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, HAS_GATE, ACC)
+        v = gradient_of_y(y, d, mean, scale, shift, level, tilt)
+        if HAS_GATE:
+            v = v * g[:, None]
+        v = tl.where(mask, v, 0.0)
+        tl.store(out + (to + t * O)[:, None] + o[None, :], v.to(out.dtype.element_ty),
+                 mask=(m < M1)[:, None] & om[None, :])  # fmt: skip
+
+
+@triton.jit
+def dots_kernel(
+    grad, rows, base, place, gate, slopes, out, M, STEP, BSTEP, QSTEP,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, HW: tl.constexpr, HAS_BASE: tl.constexpr,
+    ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """⟨gradient of y, what the gate is multiplied with⟩, place by place (B, E, L, p²)."""
+    A: tl.constexpr = P * P
+    X: tl.constexpr = E * O
+    e = tl.program_id(1)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    b = m // (L * A)
+    l = (m // A) % L
+    q = tl.load(place + e * M + m, mask=m < M, other=-1)
+    g = tl.load(gate + (b * E + e) * L + l, mask=q >= 0, other=0).to(ACC)
+    row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
+    rest = e.to(tl.int64) * BSTEP + q * QSTEP
+    dots = tl.zeros((BM,), ACC)
+    for o0 in range(0, O, BO):
+        o = o0 + tl.arange(0, BO)
+        om = o < O
+        mask = (q >= 0)[:, None] & om[None, :]
+        own, _r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, False, ACC)
+        d = tl.load(grad + (b * X + e * O)[:, None] + o[None, :], mask=mask, other=0).to(ACC) / HW
+        mean, scale, shift, level, tilt = terms(slopes, X, e * O + o, om)
+        v = gradient_of_y(own * g[:, None], d, mean, scale, shift, level, tilt)
+        dots += tl.sum(tl.where(mask, v * own, 0.0), 1)
+    tl.store(out + ((b * E + e) * L + l) * A + m % A, dots, mask=m < M)
+
+
+@triton.jit
+def rest_kernel(
+    grad, rows, base, place, gate, slopes, out, MR, STEP, BSTEP, QSTEP, CHUNK,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr,
+    GW: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ALONE: tl.constexpr, HAS_BASE: tl.constexpr,
+    HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Out (S, E, ks², O): over a chunk of rows, gradient of y less that at rest, where a tap falls inside.
+
+    Under HAS_GATE gate · gradient of y: what is at rest is zero there, whatever experts answer.
+    """
+    A: tl.constexpr = P * P
+    X: tl.constexpr = E * O
+    s = tl.program_id(0)
+    e = tl.program_id(1)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    at = e * O + o
+    mean, scale, shift, level, tilt = terms(slopes, X, at, om)
+    taps = tl.arange(0, BT)
+    found = tl.zeros((BT, BO), ACC)
+    end = tl.minimum((s + 1) * CHUNK, MR)
+    for m0 in range(s * CHUNK, end, BM):
+        m = m0 + tl.arange(0, BM)
+        b = m // (L * RS)
+        q = tl.load(place + e * MR + m, mask=m < end, other=-1)
+        mask = (q >= 0)[:, None] & om[None, :]
+        g = tl.zeros((BM,), ACC)
+        if HAS_GATE:
+            g += tl.load(gate + (b * E + e) * L + (m // RS) % L, mask=q >= 0, other=0).to(ACC)
+        row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
+        rest = e.to(tl.int64) * BSTEP + q * QSTEP
+        d = tl.load(grad + (b * X)[:, None] + at[None, :], mask=mask, other=0).to(ACC) / HW
+        y, r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, HAS_GATE, ACC)
+        v = gradient_of_y(y, d, mean, scale, shift, level, tilt)
+        if HAS_GATE:
+            v = v * g[:, None]
+        else:
+            v -= gradient_of_y(r, d, mean, scale, shift, level, tilt)
+        v = tl.where(mask, v, 0.0)
+        if KS == 1:
+            found += tl.where((taps == 0)[:, None], tl.sum(v, 0)[None, :], 0.0)
+        else:
+            n = tl.maximum(q, 0) // A
+            ay = (q % A) // P
+            ax = (q % A) % P
+            for t in range(KS * KS):
+                ty = ay + t // KS - KS // 2
+                tx = ax + t % KS - KS // 2
+                if ALONE:
+                    inside = (ty >= 0) & (ty < P) & (tx >= 0) & (tx < P)
+                else:
+                    ty += (n // GW) * P
+                    tx += (n % GW) * P
+                    inside = (ty >= 0) & (ty < H) & (tx >= 0) & (tx < W)
+                part = tl.sum(tl.where(inside[:, None], v, 0.0), 0)
+                found += tl.where((taps == t)[:, None], part[None, :], 0.0)
+    to = ((s * E + e) * (KS * KS) + taps) * O
+    tl.store(out + to[:, None] + o[None, :], found, mask=(taps < KS * KS)[:, None] & om[None, :])
+
+
+@triton.jit
+def answers_kernel(
+    sums, base, slopes, out, S, B, BSTEP, QSTEP,
+    E: tl.constexpr, O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, ALONE: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr,
+    BS: tl.constexpr, BQ: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Out (E, ks², O): parts joined, and unless HAS_GATE the gradient at rest, of all images and positions."""
+    A: tl.constexpr = P * P
+    X: tl.constexpr = E * O
+    e = tl.program_id(0)
+    t = tl.program_id(1)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    at = e * O + o
+    s = tl.arange(0, BS)
+    mask = (s < S)[:, None] & om[None, :]
+    part = sums + ((s * E + e) * (KS * KS) + t)[:, None] * O + o[None, :]
+    total = tl.sum(tl.load(part, mask=mask, other=0), 0)
+    if not HAS_GATE:
+        found = tl.zeros((BQ, BO), ACC)
+        share = channel(slopes, 5, X, at, om) / B
+        mean, scale, shift, level, tilt = terms(slopes, X, at, om)
+        for q0 in range(0, HW, BQ):
+            q = q0 + tl.arange(0, BQ)
+            ty = (q % A) // P + t // KS - KS // 2
+            tx = (q % A) % P + t % KS - KS // 2
+            if ALONE:
+                inside = (ty >= 0) & (ty < P) & (tx >= 0) & (tx < P)
+            else:
+                ty += (q // A // GW) * P
+                tx += (q // A % GW) * P
+                inside = (ty >= 0) & (ty < H) & (tx >= 0) & (tx < W)
+            mask = ((q < HW) & inside)[:, None] & om[None, :]
+            rest = base + e.to(tl.int64) * BSTEP + (q * QSTEP)[:, None] + o[None, :]
+            r = tl.load(rest, mask=mask, other=0).to(ACC)
+            found += tl.where(mask, gradient_of_y(r, share, mean, scale, shift, level, tilt), 0.0)
+        total += B * tl.sum(found, 0)
+    tl.store(out + (e * (KS * KS) + t) * O + o, total, mask=om)

@@ -1,0 +1,216 @@
+"""A routed convolution, BatchNorm, ReLU and the mean without a map in between: against the reference, gradients too.
+
+On a GPU compiled, in float32, bfloat16 and float16, against the reference in float64 on the same numbers. Where Triton
+is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), in float64.
+"""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moesaic.ops import triton_backend
+from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
+from moesaic.ops.reference_backend import ReferenceBackend
+from moesaic.ops.triton_backend import TritonBackend
+from moesaic.record import NOBODY, Routing
+
+pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
+
+from triton_interpreter import INTERPRETED
+
+GPU_TYPES = [
+    pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+CPU_TYPE = pytest.param(
+    ("cpu", torch.float64), marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"), id="float64"
+)
+TYPES = [CPU_TYPE, *GPU_TYPES]
+
+# relative error of ‖out − ref‖ / ‖ref‖; a value next to zero is active in one dtype and not in another
+TOLERANCE = {torch.float64: 5e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    """In the interpreter kernels run on a CPU, in float64 as well."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fresh memory is full of NaN, so that whatever is not written shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def filled(tensor):
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 123456)
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        @staticmethod
+        def empty(*shape, **options):
+            return filled(empty(*shape, **options))
+
+        @staticmethod
+        def empty_like(*like, **options):
+            return filled(empty_like(*like, **options))
+
+    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "pooled"):
+        monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Torch())
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    B: int = 3
+    C: int = 5
+    O: int = 3
+    H: int = 6
+    W: int = 6
+    E: int = 3
+    L: int = 2
+    p: int = 2
+    ks: int = 3
+    gate_on: str = "input"
+    context: str = "map"
+    norm: str | None = "train"
+    bias: bool = False
+    drop: bool = False
+    training: bool = True
+
+    def __str__(self):
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
+
+
+CASES = [
+    Case(),
+    Case(training=False),
+    Case(norm="eval", training=False, bias=True),
+    Case(norm=None),
+    Case(norm=None, bias=True),
+    Case(norm=None, bias=True, training=False),
+    Case(bias=True, drop=True, C=17),
+    Case(L=9),  # every patch is chosen, every position reached by several
+    Case(L=5, E=2, p=1, H=4, W=5),
+    Case(p=1, L=3, ks=5, H=5, W=4),
+    Case(p=4, L=3, H=8, W=12, O=18, E=2, B=2),
+    Case(p=3, L=2, H=6, W=9, ks=5),
+    Case(ks=1, p=1, L=5, O=20, E=2),
+    Case(ks=1, p=3, L=1, H=6, W=9, bias=True),
+    Case(ks=1, norm=None, bias=True, drop=True),
+    Case(ks=1, norm=None),
+    Case(context="patch"),
+    Case(context="patch", ks=5, p=3, bias=True),
+    Case(gate_on="output"),
+    Case(gate_on="output", norm=None, bias=True),
+    Case(gate_on="output", norm=None, training=False),
+    Case(gate_on="output", bias=True, drop=True, L=4),
+    Case(gate_on="output", context="patch", bias=True),
+    Case(gate_on="output", ks=1, bias=True),
+    Case(gate_on="output", ks=1, norm=None, bias=True, p=1, L=7),
+    Case(gate_on="output", ks=5, p=1, L=8),
+    Case(B=1, E=1, L=1, O=1, C=1),
+]
+
+
+def numbers(*shape, seed, device, dtype, scale=1.0):
+    """Random numbers that the dtype holds exactly."""
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(device=device, dtype=dtype)
+
+
+def make(case, device, dtype):
+    """Who chose what; leaves in the dtype, gate and norms in float32 at least; statistics."""
+    wide = torch.promote_types(dtype, torch.float32)
+    g = torch.Generator().manual_seed(0)
+    N, X = (case.H // case.p) * (case.W // case.p), case.E * case.O
+    index = torch.rand(case.B, case.E, N, generator=g).argsort(-1)[..., : case.L]
+    gate = torch.rand(case.B, case.E, case.L, generator=g, dtype=torch.float64) + 0.1
+    if case.drop:
+        gone = torch.rand(index.shape, generator=g) < 0.4
+        index, gate = index.masked_fill(gone, NOBODY), gate.masked_fill(gone, 0)
+    narrow, full = {"device": device, "dtype": dtype}, {"device": device, "dtype": wide}
+    weight = case.E, case.O, case.C, case.ks, case.ks
+    leaves = {
+        "x": numbers(case.B, case.C, case.H, case.W, seed=1, **narrow).contiguous(memory_format=torch.channels_last),
+        "gate": gate.to(device, wide),
+        "weight": numbers(*weight, seed=2, scale=(case.C * case.ks**2) ** -0.5, **narrow),
+        "after weight": numbers(X, seed=8, **full),
+        "after bias": numbers(X, seed=9, scale=0.3, **full),
+    }
+    state = {
+        "after mean": numbers(X, seed=10, scale=0.1, **full),
+        "after var": numbers(X, seed=11, **full).abs() + 0.5,
+    }
+    if case.bias:
+        leaves["bias"] = numbers(case.E, case.O, seed=3, **narrow)
+    if case.norm:
+        leaves |= {
+            "norm weight": numbers(case.E, case.C, seed=4, **full) + 0.5,
+            "norm bias": numbers(case.E, case.C, seed=5, **full),
+        }
+        state |= {
+            "mean": numbers(case.E, case.C, seed=6, scale=0.1, **full),
+            "var": numbers(case.E, case.C, seed=7, **full).abs() + 0.5,
+        }
+    return index.to(device), leaves, state
+
+
+def run(case, index, leaves, state, dtype, pooled):
+    """Means, gradients of every leaf and statistics, computed in ``dtype``."""
+    wide = torch.promote_types(dtype, torch.float32)
+    narrow = ("x", "weight", "bias")
+    t = {name: v.detach().to(dtype if name in narrow else wide, copy=True) for name, v in leaves.items()}
+    kept = {name: v.to(wide, copy=True) for name, v in state.items()}
+    for v in t.values():
+        v.requires_grad_()
+    grid = (case.H // case.p, case.W // case.p)
+    scores = torch.zeros(case.B, grid[0] * grid[1], case.E, device=index.device, dtype=wide)
+    routing = Routing("patch", scores, index, t["gate"], "expert", grid, may_drop=case.drop)
+    norm = None
+    if case.norm:
+        norm = Norm(t["norm weight"], t["norm bias"], kept["mean"], kept["var"], 0.1, 1e-3, case.norm == "train")
+    after = Norm(t["after weight"], t["after bias"], kept["after mean"], kept["after var"], 0.2, 1e-2, case.training)
+    y = pooled(
+        t["x"], routing, ConvWeights(t["weight"], t.get("bias")), norm,
+        PatchSpec(case.p, case.gate_on, case.context, "concat"), after,
+    )  # fmt: skip
+    probe = numbers(*y.shape, seed=99, device=y.device, dtype=torch.bfloat16).to(dtype)
+    (y * probe).sum().backward()
+    return {"means": y.detach()} | {f"grad of {name}": v.grad for name, v in t.items()} | kept
+
+
+def by_reference(x, routing, experts, norm, spec, after):
+    y = ReferenceBackend().conv(x, routing, experts, norm, spec)
+    y = F.batch_norm(
+        y, after.running_mean, after.running_var, after.weight, after.bias, after.training, after.momentum, after.eps
+    )
+    return F.relu(y).mean((2, 3))
+
+
+def check(case, device, dtype):
+    index, leaves, state = make(case, device, dtype)
+    reference = run(case, index, leaves, state, torch.float64, by_reference)
+    mine = run(case, index, leaves, state, dtype, TritonBackend().conv_pooled)
+    scale = reference["grad of weight"].norm()
+    for name, expected in reference.items():
+        got = mine[name]
+        assert got is not None, f"{name} is missing"
+        assert got.shape == expected.shape, name
+        assert got.isfinite().all(), f"{name}: not everything was written"
+        # a bias that BatchNorm cancels has no gradient
+        least = scale if name == "grad of bias" else torch.tensor(1e-3, dtype=torch.float64)
+        error = ((got.double() - expected).norm() / torch.maximum(expected.norm(), least)).item()
+        assert error <= TOLERANCE[dtype], f"{case}: {name} is off by {error:.2e}, more than {TOLERANCE[dtype]:.0e}"
+
+
+@pytest.mark.parametrize("on", TYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_means_and_every_gradient_equal_the_references(case, on):
+    check(case, *on)
