@@ -4,6 +4,7 @@ On a GPU compiled, in float32, bfloat16 and float16, against the reference in fl
 is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), in float64.
 """
 
+import copy
 import dataclasses
 import importlib
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import moesaic
+from moesaic.models.wide_resnet import WideResNetPMoE
 from moesaic.ops import triton_backend
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
 from moesaic.ops.reference_backend import ReferenceBackend
@@ -214,3 +217,113 @@ def check(case, device, dtype):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_means_and_every_gradient_equal_the_references(case, on):
     check(case, *on)
+
+
+ON = [CPU_TYPE, GPU_TYPES[0]]
+NETWORKS = [
+    {"image_size": 32, "patch_size": 2, "kernel_size": 3, "patches_per_expert": 5},
+    {"image_size": 16},
+    {"image_size": 16, "gate": "softmax_selected", "gate_on": "output", "kernel_size": 3, "experts": 2},
+    {"image_size": 16, "expert_norm": False, "fidelity": "released"},
+]
+
+
+def network(options, device, dtype):
+    torch.manual_seed(0)
+    model = WideResNetPMoE(10, 1, 3, **options).to(device, dtype)
+    x = numbers(2, 3, options["image_size"], options["image_size"], seed=1, device=device, dtype=dtype)
+    with torch.no_grad():  # scores far enough apart that rounding does not change who is chosen
+        model.moe.router.weight.copy_(numbers(*model.moe.router.weight.shape, seed=2, device=device, dtype=dtype))
+    return model, x.contiguous(memory_format=torch.channels_last)
+
+
+def learn(model, x, name):
+    """Scores, gradients of all weights and of the images, and everything that training keeps."""
+    x = x.clone().requires_grad_()
+    with moesaic.backend(name):
+        scores = model(x)
+    F.cross_entropy(scores, torch.arange(len(x), device=x.device)).backward()
+    gradients = {f"grad of {name}": weight.grad for name, weight in model.named_parameters()}
+    return {"scores": scores.detach(), "grad of x": x.grad} | gradients | dict(model.named_buffers())
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """How often the map was left out."""
+    calls = []
+    conv_pooled = TritonBackend.conv_pooled
+
+    def counting(*args):
+        calls.append(args)
+        return conv_pooled(*args)
+
+    monkeypatch.setattr(TritonBackend, "conv_pooled", counting)
+    return calls
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("options", NETWORKS)
+def test_a_network_computes_and_learns_as_with_the_map(options, on, fused):
+    device, dtype = on
+    model, x = network(options, device, dtype)
+    other = copy.deepcopy(model)
+    expected, got = learn(other, x, "torch"), learn(model, x, "triton")
+    assert len(fused) == 1
+    tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+    with torch.no_grad(), moesaic.backend("triton"):
+        answers = model.eval()(x)
+    with torch.no_grad(), moesaic.backend("torch"):
+        torch.testing.assert_close(answers, other.eval()(x), **tolerance)
+    assert len(fused) == 2
+
+
+@pytest.mark.parametrize("on", ON)
+def test_a_residual_network_has_its_map(on, fused):
+    model, x = network({"image_size": 16, "residual": True}, *on)
+    with moesaic.backend("triton"):
+        model(x)
+    assert not fused
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("place", ["body.group3.0.moe", "body.group3.0.moe.experts", "body.norm", "body.relu", "body"])
+def test_hooks_hear_what_they_would_hear(place, on, fused):
+    model, x = network({"image_size": 16}, *on)
+    other = copy.deepcopy(model)
+    heard = []
+    for each, name in ((model, "triton"), (other, "torch")):
+        each.get_submodule(place).register_forward_hook(lambda module, given, result: heard.append(result.detach()))
+        with moesaic.backend(name):
+            each(x)
+    assert not fused
+    assert heard[0].shape == heard[1].shape
+    torch.testing.assert_close(*heard, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("on", ON)
+def test_who_records_the_routing_gets_it_without_the_map(on, fused):
+    model, x = network({"image_size": 16}, *on)
+    with moesaic.backend("triton"), moesaic.record_routing(model) as routing:
+        model(x)
+    assert len(fused) == 1
+    assert routing["body.group3.0.moe"].index.shape == (2, 4, 4)
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_compiled_network_needs_one_graph(training, on, fused):
+    device, dtype = on
+    model, x = network({"image_size": 16}, device, dtype)
+    other = copy.deepcopy(model)
+    with moesaic.backend("triton"):
+        compiled = torch.compile(model.train(training), fullgraph=True, backend="aot_eager")(x)
+        plain = other.train(training)(x)
+    assert len(fused) >= 1
+    torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
+    for each in (compiled, plain):
+        each.sum().backward()
+    torch.testing.assert_close(model.body.stem.weight.grad, other.body.stem.weight.grad, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model.body.norm.running_var, other.body.norm.running_var, rtol=1e-4, atol=1e-5)

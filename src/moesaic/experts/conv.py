@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
 from moesaic.experts.experts import Experts
-from moesaic.ops import ConvWeights, PatchSpec, run_conv
+from moesaic.ops import ConvWeights, Norm, PatchSpec, run_conv, run_conv_pooled
 from moesaic.record import Routing
 
 __all__ = ["ConvExperts"]
@@ -60,6 +60,10 @@ class ConvExperts(Experts):
 
     def forward(self, x: Tensor, routing: Routing, spec: PatchSpec) -> Tensor:
         return run_conv(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec)
+
+    def pooled(self, x: Tensor, routing: Routing, spec: PatchSpec, after: Norm) -> Tensor:
+        """The mean over the map of what BatchNorm ``after`` and ReLU make of the result: (B, O')."""
+        return run_conv_pooled(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec, after)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> ConvExperts:
         # model.to(memory_format=channels_last) takes 4-D weights only: show it the convolutions one after another

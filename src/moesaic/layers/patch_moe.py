@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moesaic.checks import at_least_one, check_map, one_of
 from moesaic.experts import ConvExperts, Experts
 from moesaic.layers.routed import Routed
-from moesaic.ops import ChosenPatches, Combine, Context, GateOn, PatchSpec, autocast_dtype
+from moesaic.ops import ChosenPatches, Combine, Context, GateOn, Norm, PatchSpec, autocast_dtype
 from moesaic.record import Routing
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
@@ -156,11 +156,29 @@ class PatchMoE(Routed):
         x = x.contiguous(memory_format=torch.channels_last)
         routing = self._route(x)
         self._emit(routing.bare() if isinstance(routing, ChosenPatches) else routing)
-        if routing.chooser == "soft":
-            y = self._run_soft(x, routing)
-        else:
-            y = self.experts(x, routing, PatchSpec(self.patch_size, self.gate_on, self.context, self.combine))
+        y = self._run_soft(x, routing) if routing.chooser == "soft" else self.experts(x, routing, self._spec)
         return y.contiguous(memory_format=memory_format)
+
+    def pooled(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+        """``norm(self(x)).relu().mean((2, 3))``, for which some backends need not write the map.
+
+        The layer, its experts and the norm are then not called as modules, and their hooks hear nothing.
+
+        >>> import torch, moesaic
+        >>> layer = moesaic.PatchMoE(4, 6, experts=2, patches_per_expert=3, gate_on="input")
+        >>> layer.pooled(torch.randn(5, 4, 8, 8), torch.nn.BatchNorm2d(6)).shape
+        torch.Size([5, 6])
+        """
+        experts, after = self.experts, _tensors(norm)
+        if after is None or not isinstance(experts, ConvExperts) or isinstance(self.router, SoftRouter):
+            return norm(self(x)).relu().mean((2, 3))
+        self._check_input(x)
+        x = x.contiguous(memory_format=torch.channels_last)
+        routing = self._route(x)
+        self._emit(routing.bare() if isinstance(routing, ChosenPatches) else routing)
+        if norm.training and norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+        return experts.pooled(x, routing, self._spec, after)
 
     def route(self, x: Tensor) -> Routing:
         """What the router chooses for a map, without running the experts."""
@@ -173,6 +191,10 @@ class PatchMoE(Routed):
             f"{self.in_channels}, {self.out_channels}, gate_on={self.gate_on!r}, context={self.context!r}, "
             f"combine={self.combine!r}"
         )
+
+    @property
+    def _spec(self) -> PatchSpec:
+        return PatchSpec(self.patch_size, self.gate_on, self.context, self.combine)
 
     def _route(self, x: Tensor) -> Routing:
         routing = self.router(x)
@@ -253,6 +275,15 @@ class PatchMoE(Routed):
                 f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
+
+
+def _tensors(norm: nn.BatchNorm2d) -> Norm | None:
+    """What a backend needs of a BatchNorm with weights and running statistics; None of others."""
+    if type(norm) is not nn.BatchNorm2d or not norm.affine or norm.momentum is None:
+        return None
+    if norm.running_mean is None or norm.running_var is None:
+        return None
+    return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.training)
 
 
 def _check_agreement(owner_has: str, **options: tuple[object, object, object]) -> None:

@@ -30,13 +30,14 @@ from typing import Any, cast, get_args
 
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module as every_module
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
 from moesaic.ledger import Fidelity
 from moesaic.models.vector_network import GlobalMean, VectorNetwork
-from moesaic.ops import GateOn
+from moesaic.ops import GateOn, pools
 from moesaic.routing.expert_choice import ExpertGate
 
 __all__ = ["WideResNet", "WideResNetPMoE"]
@@ -45,6 +46,8 @@ _KERAS: dict[str, Any] = {"momentum": 0.01, "eps": 1e-3}
 _GROUP_WIDTHS = (16, 32, 64)
 _SHRINK = 4
 """The last group's map has a quarter of the image's side."""
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+"""As torch calls those of a module."""
 _SMALL_MAP = 8
 """Up to this side a map is cut into single pixels, as the paper does on CIFAR-10."""
 
@@ -236,6 +239,20 @@ class WideResNetPMoE(WideResNet):
 
         self._assemble(depth, width, num_classes, in_channels, style, last_block)
 
+    def features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, width); on a GPU without the map between the routed layer and the mean."""
+        body = cast(nn.Sequential, self.body)
+        if not pools(x) or not _may_pool(body):
+            return body(x)
+        *front, last, norm, _relu, _mean = body
+        for part in front:
+            x = part(x)
+        *blocks, block = cast(nn.Sequential, last)
+        for part in blocks:
+            x = part(x)
+        assert isinstance(block, _RoutedBlock) and isinstance(norm, nn.BatchNorm2d)
+        return block.moe.pooled(block.before_moe(F.relu(block.norm1(x))), norm)
+
     @property
     def moe(self) -> PatchMoE:
         """The routed layer."""
@@ -329,15 +346,33 @@ class _RoutedBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = F.relu(self.norm1(x))
-        y = self.conv1(first)
-        if self.norm2 is not None:
-            y = F.relu(self.norm2(y))
-        y = self.moe(y)
+        y = self.moe(self.before_moe(first))
         if not self.residual:
             return y
         if self.shortcut is None:
             return y + x
         return y + self.shortcut(x if self.early_shortcut else first)
+
+    def before_moe(self, first: Tensor) -> Tensor:
+        """What is routed, from the block's input after BatchNorm and ReLU."""
+        y = self.conv1(first)
+        return y if self.norm2 is None else F.relu(self.norm2(y))
+
+
+def _may_pool(body: nn.Sequential) -> bool:
+    """Whether routed layer, BatchNorm, ReLU and mean of a network follow each other, and nobody listens in between."""
+    *_, last, norm, relu, mean = body
+    block = last[-1] if isinstance(last, nn.Sequential) else None
+    if not isinstance(block, _RoutedBlock) or block.residual or type(block.moe) is not PatchMoE:
+        return False
+    if not (isinstance(norm, nn.BatchNorm2d) and type(relu) is nn.ReLU and type(mean) is GlobalMean):
+        return False
+    return not any(_is_heard(module) for module in (body, last, block, block.moe, block.moe.experts, norm, relu, mean))
+
+
+def _is_heard(module: nn.Module) -> bool:
+    """Whether somebody has a hook there, or at all modules."""
+    return any(getattr(module, f"_{hooks}") or getattr(every_module, f"_global_{hooks}") for hooks in _HOOKS)
 
 
 def _drop_idle_biases(network: nn.Module) -> None:
