@@ -199,9 +199,9 @@ def table_kernel(
                 second += r * r
         s = tl.arange(0, BS)
         part = (s * X)[:, None] + at[None, :]
-        mask = (s < S)[:, None] & om[None, :]
-        of_first = tl.sum(tl.load(sums + part, mask=mask, other=0), 0) + B * tl.sum(first, 0)
-        of_second = tl.sum(tl.load(sums + S * X + part, mask=mask, other=0), 0) + B * tl.sum(second, 0)
+        there = (s < S)[:, None] & om[None, :]
+        of_first = tl.sum(tl.load(sums + part, mask=there, other=0), 0) + B * tl.sum(first, 0)
+        of_second = tl.sum(tl.load(sums + S * X + part, mask=there, other=0), 0) + B * tl.sum(second, 0)
         apart = of_first / (B * HW)
         mean = pivot + apart
         var = tl.maximum(of_second / (B * HW) - apart * apart, 0.0)
@@ -492,9 +492,9 @@ def answers_kernel(
     om = o < O
     at = e * O + o
     s = tl.arange(0, BS)
-    mask = (s < S)[:, None] & om[None, :]
+    there = (s < S)[:, None] & om[None, :]
     part = sums + ((s * E + e) * (KS * KS) + t)[:, None] * O + o[None, :]
-    total = tl.sum(tl.load(part, mask=mask, other=0), 0)
+    total = tl.sum(tl.load(part, mask=there, other=0), 0)
     if not HAS_GATE:
         found = tl.zeros((BQ, BO), ACC)
         share = channel(slopes, 5, X, at, om) / B
