@@ -173,19 +173,39 @@ def _slopes(
     return slopes, grad_weight, grad_bias
 
 
-def _spread(
-    grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tensor, rows: int, experts: range
-) -> Tensor:
-    """Gradient of some experts' contributions (…, M1, ks²·O) from that of means (B, E·O)."""
-    sizes, O, ks = reach.sizes, reach.O, reach.landing.kernel
-    out = torch.empty(len(experts), rows, ks**2 * O, dtype=found.rows.dtype, device=grad.device)
+def _row_gradients(
+    grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradient of rows; with ``sums`` their part (S, E, ks², O) in that of what experts answer at rest."""
+    sizes, O, number = reach.sizes, reach.O, reach.number
+    ks = reach.landing.kernel if reach.normed else 1
+    out = torch.empty(reach.shape(), dtype=found.rows.dtype, device=grad.device)
+    rows = out.shape[1]
+    rule = (power_of_2(number, most=64), _whole_blocks(O, 32), 2)
+    BM, BO, wide_by = tile("pooled_back", rule, number, O, ks, sizes.E, out.element_size())
+    chunk, splits = parts(rows, fill(ceil(O, BO) * sizes.E, 64) * 2, BM)
+    joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
+    reached.back_kernel[(splits, sizes.E, ceil(O, BO))](
+        grad, found.rows, found.base, found.place, of.gate_out, slopes, out, joint, number, rows,
+        found.rows.stride(0), *found.steps, chunk, O=O, KS=ks, RS=reach.each, H=sizes.H, ALONE=reach.landing.alone,
+        HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, ACC=acc(slopes.dtype), BM=BM,
+        BT=power_of_2(ks**2), BO=BO, **sizes.constants(), **warps(wide_by),
+    )  # fmt: skip
+    return out, joint
+
+
+def _spread(grad: Tensor, of: _Chosen, reach: _Reach, experts: range) -> Tensor:
+    """Gradient of some experts' contributions (…, M1, ks²·O) from that of rows."""
+    sizes, O, ks, rows = reach.sizes, reach.O, reach.landing.kernel, reach.sizes.rows(reach.normed)
+    out = torch.empty(len(experts), rows, ks**2 * O, dtype=grad.dtype, device=grad.device)
     rule = (64, _whole_blocks(O, 32), 4)
     BM, BO, wide_by = tile("pooled_spread", rule, sizes.M, O, ks, sizes.p, out.element_size())
+    constants = sizes.constants()
+    del constants["HW"]
     reached.spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
-        grad, found.rows, found.base, of.index, of.slots, of.gate_out, slopes, out, sizes.M, rows, experts.start,
-        found.rows.stride(0), *found.steps, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo,
-        ALONE=reach.landing.alone, HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None,
-        ACC=acc(slopes.dtype), BM=BM, BO=BO, **sizes.constants(), **warps(wide_by),
+        grad, of.index, of.slots, out, sizes.M, rows, experts.start, grad.stride(0), O=O, KS=ks, N=sizes.N, H=sizes.H,
+        HALO=reach.halo, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None, BM=BM, BO=BO,
+        **constants, **warps(wide_by),
     )  # fmt: skip
     return out
 
@@ -205,28 +225,19 @@ def _dots(grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tenso
     return dots
 
 
-def _answers(grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, base: Tensor | None, slopes: Tensor) -> Tensor:
+def _answers(
+    sums: Tensor, of: _Chosen, reach: _Reach, base: Tensor | None, steps: tuple[int, int], slopes: Tensor
+) -> Tensor:
     """Gradient (E, ks², O) of what experts answer to a constant at each tap, or (E, 1, O) of a bias."""
-    sizes, O, number = reach.sizes, reach.O, reach.number
-    ks = reach.landing.kernel if reach.normed else 1
+    sizes, (splits, E, taps, O) = reach.sizes, sums.shape
     HW, constants = sizes.H * sizes.W, sizes.constants()
-    gated = of.gate_out is not None
-    shared: dict[str, Any] = {"O": O, "KS": ks, "H": sizes.H, "ALONE": reach.landing.alone, "HAS_GATE": gated}
-    rule = (power_of_2(number, most=64), _whole_blocks(O, 32), 2)
-    BM, BO, wide_by = tile("pooled_rest", rule, number, O, ks, sizes.E, found.rows.element_size())
-    chunk, splits = parts(number, fill(ceil(O, BO) * sizes.E, 64) * 2, BM)
-    sums = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device)
-    reached.rest_kernel[(splits, sizes.E, ceil(O, BO))](
-        grad, found.rows, found.base, found.place, of.gate_out, slopes, sums, number, found.rows.stride(0),
-        *found.steps, chunk, RS=reach.each, HAS_BASE=found.base is not None, ACC=acc(slopes.dtype), BM=BM,
-        BT=power_of_2(ks**2), BO=BO, **shared, **constants, **warps(wide_by),
-    )  # fmt: skip
-    out = torch.empty(sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device)
     del constants["L"]
+    out = torch.empty(E, taps, O, dtype=slopes.dtype, device=sums.device)
     BO = _whole_blocks(O, 32)
-    reached.answers_kernel[(sizes.E, ks**2, ceil(O, BO))](
-        sums, base, slopes, out, splits, sizes.B, *found.steps, ACC=acc(slopes.dtype), BS=power_of_2(splits),
-        BQ=power_of_2(HW, most=64), BO=BO, **shared, **constants, **warps(4),
+    reached.answers_kernel[(E, taps, ceil(O, BO))](
+        sums, base, slopes, out, splits, sizes.B, *steps, O=O, KS=reach.landing.kernel if reach.normed else 1,
+        H=sizes.H, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None, ACC=acc(slopes.dtype),
+        BS=power_of_2(splits), BQ=power_of_2(HW, most=64), BO=BO, **constants, **warps(4),
     )  # fmt: skip
     return out
 
@@ -310,7 +321,8 @@ def patch_conv_pooled_backward(
         grad, counts, table, moments, after_weight, after_bias, after_eps, after_training, sizes.H * sizes.W
     )
     dots = _dots(grad, of, reach, found, slopes) if need_map else None
-    answers = _answers(grad, of, reach, found, base, slopes) if norm or bias is not None else None
+    of_rows, sums = _row_gradients(grad, of, reach, found, slopes, sums=norm or bias is not None)
+    answers = None if sums is None else _answers(sums, of, reach, base, found.steps, slopes)
     M1, taps = sizes.rows(norm), taps_of(weight)
     # three quarters of the experts, then the others: so most is alive before the map's gradient is there
     parted = not reach.small and E > 1 and E * M1 * taps.shape[1] * weight.element_size() > GROUPED
@@ -321,7 +333,7 @@ def patch_conv_pooled_backward(
     grad_rows = torch.empty(E, M1, C, dtype=weight.dtype, device=x.device) if norm and need_map else None
     for group in filter(len, groups):
         inside = slice(group.start, group.stop)
-        part = _spread(grad, of, reach, found, slopes, M1, group)
+        part = of_rows if reach.small else _spread(of_rows, of, reach, group)
         if norm and answers is not None:
             part[:, sizes.M] = answers[inside].flatten(1)
         if grad_taps is not None:

@@ -8,10 +8,10 @@ reaches: `rows` (E, MR, O), patch by patch. A position that several patches of a
     table_kernel     these and the resting map → mean, scale and shift of channels, and their sums over a map at rest
     pool_kernel      rows → the mean over each image; also how many positions are active, and their sum
     slope_kernel     gradient of means → gradients of weight and bias, and the terms of the gradient of y
-    spread_kernel    these → gradient of contributions
-    dots_kernel      these → gradient of gates on the output
-    rest_kernel      these → gradient of what experts answer to the constant: the differences, tap by tap
-    answers_kernel   these and the resting map's
+    back_kernel      these → gradient of rows, and its part in that of what experts answer to the constant, tap by tap
+    answers_kernel   that part and the resting map's
+    spread_kernel    gradient of rows → gradient of contributions
+    dots_kernel      terms of y's gradient → gradient of gates on the output
 
 With scale s, mean μ, shift β, active positions [s(y - μ) + β > 0] and gradient d of a position's share of the mean, the
 gradient of y is s·d·[active] - level - tilt·(y - μ), the last two through the statistics.
@@ -30,10 +30,10 @@ from moesaic.ops.triton.rows import pixel_of_row
 
 __all__ = [
     "answers_kernel",
+    "back_kernel",
     "dots_kernel",
     "pool_kernel",
     "reach_kernel",
-    "rest_kernel",
     "slope_kernel",
     "spread_kernel",
     "table_kernel",
@@ -334,97 +334,16 @@ def gradient_of_y(y, d, mean, scale, shift, level, tilt):
 
 
 @triton.jit
-def spread_kernel(
-    grad, rows, base, index, slots, gate, slopes, out, M, M1, FIRST, STEP, BSTEP, QSTEP,
-    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
-    N: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, ALONE: tl.constexpr,
-    HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
-):  # fmt: skip
-    """Gradient of contributions (…, M1, ks²·O) of experts from FIRST on; rows from M on are zeros."""
-    R: tl.constexpr = KS // 2
-    SH: tl.constexpr = P + 2 * HALO
-    X: tl.constexpr = E * O
-    e = FIRST + tl.program_id(1)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    o = tl.program_id(2) * BO + tl.arange(0, BO)
-    om = o < O
-    at = e * O + o
-    b, l, a, used, sy, sx = pixel_of_row(m, e, M, index, E, L, P, GW)
-    ours = (tl.minimum(m, M - 1) // (L * P * P)) * E + e
-    d = tl.load(grad + (b * X)[:, None] + at[None, :], mask=used[:, None] & om[None, :], other=0).to(ACC) / HW
-    mean, scale, shift, level, tilt = terms(slopes, X, at, om)
-    to = (tl.program_id(1) * M1 + m).to(tl.int64) * (KS * KS * O)
-    for t in range(KS * KS):
-        qy = sy + R - t // KS
-        qx = sx + R - t % KS
-        inside = used & (qy >= 0) & (qy < H) & (qx >= 0) & (qx < W)
-        if ALONE:
-            inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
-        cy = tl.minimum(tl.maximum(qy, 0), H - 1)
-        cx = tl.minimum(tl.maximum(qx, 0), W - 1)
-        g = tl.zeros((BM,), ACC)
-        if HAS_GATE:
-            # Looked up at clamped places and without masks: with them Triton 3.6 fails to compile some tiles.
-            own = tl.load(slots + ours * N + (cy // P) * GW + cx // P)
-            g += tl.load(gate + ours * L + tl.maximum(own, 0)).to(ACC)
-            inside = inside & (own >= 0)
-            row = (b * L + tl.maximum(own, 0)) * (P * P) + (cy % P) * P + cx % P
-        else:
-            hy = a // P + HALO + R - t // KS
-            hx = a % P + HALO + R - t % KS
-            row = (b * L + l) * (SH * SH) + hy * SH + hx
-        mask = inside[:, None] & om[None, :]
-        rest = e.to(tl.int64) * BSTEP + by_patch(cy, cx, P, GW) * QSTEP
-        row = e.to(tl.int64) * STEP + row.to(tl.int64) * O
-        y, _r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, HAS_GATE, ACC)
-        v = gradient_of_y(y, d, mean, scale, shift, level, tilt)
-        if HAS_GATE:
-            v = v * g[:, None]
-        v = tl.where(mask, v, 0.0)
-        tl.store(out + (to + t * O)[:, None] + o[None, :], v.to(out.dtype.element_ty),
-                 mask=(m < M1)[:, None] & om[None, :])  # fmt: skip
-
-
-@triton.jit
-def dots_kernel(
-    grad, rows, base, place, gate, slopes, out, M, STEP, BSTEP, QSTEP,
-    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, HW: tl.constexpr, HAS_BASE: tl.constexpr,
-    ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
-):  # fmt: skip
-    """⟨gradient of y, what the gate is multiplied with⟩, place by place (B, E, L, p²)."""
-    A: tl.constexpr = P * P
-    X: tl.constexpr = E * O
-    e = tl.program_id(1)
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    b = m // (L * A)
-    l = (m // A) % L
-    q = tl.load(place + e * M + m, mask=m < M, other=-1)
-    g = tl.load(gate + (b * E + e) * L + l, mask=q >= 0, other=0).to(ACC)
-    row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
-    rest = e.to(tl.int64) * BSTEP + q * QSTEP
-    dots = tl.zeros((BM,), ACC)
-    for o0 in range(0, O, BO):
-        o = o0 + tl.arange(0, BO)
-        om = o < O
-        mask = (q >= 0)[:, None] & om[None, :]
-        own, _r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, False, ACC)
-        d = tl.load(grad + (b * X + e * O)[:, None] + o[None, :], mask=mask, other=0).to(ACC) / HW
-        mean, scale, shift, level, tilt = terms(slopes, X, e * O + o, om)
-        v = gradient_of_y(own * g[:, None], d, mean, scale, shift, level, tilt)
-        dots += tl.sum(tl.where(mask, v * own, 0.0), 1)
-    tl.store(out + ((b * E + e) * L + l) * A + m % A, dots, mask=m < M)
-
-
-@triton.jit
-def rest_kernel(
-    grad, rows, base, place, gate, slopes, out, MR, STEP, BSTEP, QSTEP, CHUNK,
+def back_kernel(
+    grad, rows, base, place, gate, slopes, rows_out, sums_out, MR, M1, STEP, BSTEP, QSTEP, CHUNK,
     E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, RS: tl.constexpr,
     GW: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ALONE: tl.constexpr, HAS_BASE: tl.constexpr,
-    HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
+    HAS_GATE: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BT: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """Out (S, E, ks², O): over a chunk of rows, gradient of y less that at rest, where a tap falls inside.
+    """A chunk of rows_out (E, M1, O): gradient of y, or gate · gradient of y under HAS_GATE; zeros off the map.
 
-    Under HAS_GATE gate · gradient of y: what is at rest is zero there, whatever experts answer.
+    SUMS: sums_out (S, E, ks², O), where a tap falls inside, of what the rows that count have more than at rest; under
+    HAS_GATE of all they have, as nothing is there at rest, whatever experts answer.
     """
     A: tl.constexpr = P * P
     X: tl.constexpr = E * O
@@ -436,15 +355,17 @@ def rest_kernel(
     mean, scale, shift, level, tilt = terms(slopes, X, at, om)
     taps = tl.arange(0, BT)
     found = tl.zeros((BT, BO), ACC)
-    end = tl.minimum((s + 1) * CHUNK, MR)
+    end = tl.minimum((s + 1) * CHUNK, M1)
     for m0 in range(s * CHUNK, end, BM):
         m = m0 + tl.arange(0, BM)
         b = m // (L * RS)
-        q = tl.load(place + e * MR + m, mask=m < end, other=-1)
-        mask = (q >= 0)[:, None] & om[None, :]
+        coded = tl.load(place + e * MR + m, mask=(m < end) & (m < MR), other=-1)
+        there = coded != -1
+        q = tl.where(coded < 0, -2 - coded, coded)
+        mask = there[:, None] & om[None, :]
         g = tl.zeros((BM,), ACC)
         if HAS_GATE:
-            g += tl.load(gate + (b * E + e) * L + (m // RS) % L, mask=q >= 0, other=0).to(ACC)
+            g += tl.load(gate + (b * E + e) * L + (m // RS) % L, mask=there, other=0).to(ACC)
         row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
         rest = e.to(tl.int64) * BSTEP + q * QSTEP
         d = tl.load(grad + (b * X)[:, None] + at[None, :], mask=mask, other=0).to(ACC) / HW
@@ -452,28 +373,34 @@ def rest_kernel(
         v = gradient_of_y(y, d, mean, scale, shift, level, tilt)
         if HAS_GATE:
             v = v * g[:, None]
-        else:
-            v -= gradient_of_y(r, d, mean, scale, shift, level, tilt)
         v = tl.where(mask, v, 0.0)
-        if KS == 1:
-            found += tl.where((taps == 0)[:, None], tl.sum(v, 0)[None, :], 0.0)
-        else:
-            n = tl.maximum(q, 0) // A
-            ay = (q % A) // P
-            ax = (q % A) % P
-            for t in range(KS * KS):
-                ty = ay + t // KS - KS // 2
-                tx = ax + t % KS - KS // 2
-                if ALONE:
-                    inside = (ty >= 0) & (ty < P) & (tx >= 0) & (tx < P)
-                else:
-                    ty += (n // GW) * P
-                    tx += (n % GW) * P
-                    inside = (ty >= 0) & (ty < H) & (tx >= 0) & (tx < W)
-                part = tl.sum(tl.where(inside[:, None], v, 0.0), 0)
-                found += tl.where((taps == t)[:, None], part[None, :], 0.0)
-    to = ((s * E + e) * (KS * KS) + taps) * O
-    tl.store(out + to[:, None] + o[None, :], found, mask=(taps < KS * KS)[:, None] & om[None, :])
+        to = (e.to(tl.int64) * M1 + m) * O
+        tl.store(rows_out + to[:, None] + o[None, :], v.to(rows_out.dtype.element_ty),
+                 mask=(m < end)[:, None] & om[None, :])  # fmt: skip
+        if SUMS:
+            if not HAS_GATE:
+                v -= gradient_of_y(r, d, mean, scale, shift, level, tilt)
+                v = tl.where((coded >= 0)[:, None] & om[None, :], v, 0.0)
+            if KS == 1:
+                found += tl.where((taps == 0)[:, None], tl.sum(v, 0)[None, :], 0.0)
+            else:
+                n = q // A
+                ay = (q % A) // P
+                ax = (q % A) % P
+                for t in range(KS * KS):
+                    ty = ay + t // KS - KS // 2
+                    tx = ax + t % KS - KS // 2
+                    if ALONE:
+                        inside = (ty >= 0) & (ty < P) & (tx >= 0) & (tx < P)
+                    else:
+                        ty += (n // GW) * P
+                        tx += (n % GW) * P
+                        inside = (ty >= 0) & (ty < H) & (tx >= 0) & (tx < W)
+                    part = tl.sum(tl.where(inside[:, None], v, 0.0), 0)
+                    found += tl.where((taps == t)[:, None], part[None, :], 0.0)
+    if SUMS:
+        to = ((s * E + e) * (KS * KS) + taps) * O
+        tl.store(sums_out + to[:, None] + o[None, :], found, mask=(taps < KS * KS)[:, None] & om[None, :])
 
 
 @triton.jit
@@ -515,3 +442,73 @@ def answers_kernel(
             found += tl.where(mask, gradient_of_y(r, share, mean, scale, shift, level, tilt), 0.0)
         total += B * tl.sum(found, 0)
     tl.store(out + (e * (KS * KS) + t) * O + o, total, mask=om)
+
+
+@triton.jit
+def spread_kernel(
+    grad, index, slots, out, M, M1, FIRST, STEP,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, ALONE: tl.constexpr,
+    HAS_GATE: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Gradient of contributions (…, M1, ks²·O) of experts from FIRST on; rows from M on are zeros.
+
+    Grad (E, MR, O), STEP from expert to expert. Under HAS_GATE a position's row is that of whoever chose it.
+    """
+    R: tl.constexpr = KS // 2
+    SH: tl.constexpr = P + 2 * HALO
+    e = FIRST + tl.program_id(1)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    o = tl.program_id(2) * BO + tl.arange(0, BO)
+    om = o < O
+    b, l, a, used, sy, sx = pixel_of_row(m, e, M, index, E, L, P, GW)
+    ours = (tl.minimum(m, M - 1) // (L * P * P)) * E + e
+    to = (tl.program_id(1) * M1 + m).to(tl.int64) * (KS * KS * O)
+    for t in range(KS * KS):
+        qy = sy + R - t // KS
+        qx = sx + R - t % KS
+        inside = used & (qy >= 0) & (qy < H) & (qx >= 0) & (qx < W)
+        if ALONE:
+            inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
+        if HAS_GATE:
+            # Looked up at clamped places and without masks: with them Triton 3.6 fails to compile some tiles.
+            cy = tl.minimum(tl.maximum(qy, 0), H - 1)
+            cx = tl.minimum(tl.maximum(qx, 0), W - 1)
+            own = tl.load(slots + ours * N + (cy // P) * GW + cx // P)
+            inside = inside & (own >= 0)
+            row = (b * L + tl.maximum(own, 0)) * (P * P) + (cy % P) * P + cx % P
+        else:
+            row = (b * L + l) * (SH * SH) + (a // P + HALO + R - t // KS) * SH + a % P + HALO + R - t % KS
+        at = e.to(tl.int64) * STEP + row.to(tl.int64) * O
+        v = tl.load(grad + at[:, None] + o[None, :], mask=inside[:, None] & om[None, :], other=0)
+        tl.store(out + (to + t * O)[:, None] + o[None, :], v, mask=(m < M1)[:, None] & om[None, :])
+
+
+@triton.jit
+def dots_kernel(
+    grad, rows, base, place, gate, slopes, out, M, STEP, BSTEP, QSTEP,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, HW: tl.constexpr, HAS_BASE: tl.constexpr,
+    ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """⟨gradient of y, what the gate is multiplied with⟩, place by place (B, E, L, p²)."""
+    A: tl.constexpr = P * P
+    X: tl.constexpr = E * O
+    e = tl.program_id(1)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    b = m // (L * A)
+    l = (m // A) % L
+    q = tl.load(place + e * M + m, mask=m < M, other=-1)
+    g = tl.load(gate + (b * E + e) * L + l, mask=q >= 0, other=0).to(ACC)
+    row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
+    rest = e.to(tl.int64) * BSTEP + q * QSTEP
+    dots = tl.zeros((BM,), ACC)
+    for o0 in range(0, O, BO):
+        o = o0 + tl.arange(0, BO)
+        om = o < O
+        mask = (q >= 0)[:, None] & om[None, :]
+        own, _r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, False, ACC)
+        d = tl.load(grad + (b * X + e * O)[:, None] + o[None, :], mask=mask, other=0).to(ACC) / HW
+        mean, scale, shift, level, tilt = terms(slopes, X, e * O + o, om)
+        v = gradient_of_y(own * g[:, None], d, mean, scale, shift, level, tilt)
+        dots += tl.sum(tl.where(mask, v * own, 0.0), 1)
+    tl.store(out + ((b * E + e) * L + l) * A + m % A, dots, mask=m < M)
