@@ -22,6 +22,8 @@ KINDS: dict[Softmax, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
 """Gates of `ExpertChoice`, as kernels know them."""
 _MOST_PATCHES = 1024
 """An image's patches are ranked by one program, against each other."""
+MOST_REACHED = 1.0
+"""Share of a map that may be reached by an expert's patches, each for itself, if the map is not to be written."""
 _CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,7 +74,7 @@ class TritonBackend(TorchBackend):
         self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec, after: Norm
     ) -> Tensor | None:
         positions = x.shape[0] * x.shape[2] * x.shape[3]
-        if spec.combine == "sum" or positions == 1:
+        if spec.combine == "sum" or positions == 1 or _reached(x, routing, experts, spec) > MOST_REACHED:
             return None
         from moesaic.ops.triton.pooled import patch_conv_pooled
 
@@ -136,6 +138,13 @@ def _choice(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor
         return routing.index, routing.slots, routing.gate.detach(), None, None, KINDS["one"]
     gate, scores = routing.gate.detach(), routing.scores.detach()
     return routing.index, routing.slots, gate, scores, routing.router, KINDS[routing.softmax]
+
+
+def _reached(x: Tensor, routing: Routing, experts: ConvWeights, spec: PatchSpec) -> float:
+    """How many positions an expert's patches of an image reach, taken together, by those that there are."""
+    assert routing.index is not None
+    halo = 2 * (experts.weight.shape[3] // 2) if spec.gate_on == "input" and spec.context == "map" else 0
+    return routing.index.shape[2] * (spec.patch_size + halo) ** 2 / (x.shape[2] * x.shape[3])
 
 
 def _norm(

@@ -1,0 +1,75 @@
+"""``PatchMoE.pooled``: BatchNorm, ReLU and the mean over the map after the layer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import moesaic
+from moesaic.experts import MLPExperts
+
+OPTIONS = {
+    "plain": {"patches_per_expert": 2, "patch_size": 2, "kernel_size": 3},
+    "gate on the input": {"patches_per_expert": 3, "patch_size": 2, "gate_on": "input", "expert_norm": True},
+    "summed": {"patches_per_expert": 2, "patch_size": 4, "combine": "sum"},
+    "perceptrons": {"patches_per_expert": 2, "patch_size": 2},
+    "soft": {"context": "patch", "patch_size": 2},
+}
+NORMS = {
+    "BatchNorm": {},
+    "an average of all batches": {"momentum": None},
+    "no weights": {"affine": False},
+    "no running statistics": {"track_running_stats": False},
+}
+
+
+def learn(layer, norm, means):
+    """The means, and everything that learning from them changes."""
+    x = torch.randn(3, 4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    y = means(x)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    modules = nn.ModuleList([layer, norm])
+    gradients = {name: weight.grad for name, weight in modules.named_parameters()}
+    return {"means": y.detach(), "x": x.grad} | gradients | {f"now {k}": v for k, v in modules.named_buffers()}
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_it_is_the_layer_then_the_norm_relu_and_mean(options, norm, training, backend):
+    torch.manual_seed(0)
+    experts = MLPExperts(3, 4, 5, 2) if options == "perceptrons" else 3
+    router = moesaic.SoftRouter(4, 3, 2, patch_size=2) if options == "soft" else None
+    layer = moesaic.PatchMoE(4, 6, experts=experts, router=router, **OPTIONS[options]).double().train(training)
+    after = nn.BatchNorm2d(6, **NORMS[norm]).double().train(training)
+    other_layer, other_after = copy.deepcopy(layer), copy.deepcopy(after)
+    with moesaic.backend(backend):
+        got = learn(layer, after, lambda x: layer.pooled(x, after))
+        expected = learn(other_layer, other_after, lambda x: other_after(other_layer(x)).relu().mean((2, 3)))
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_it_tells_how_it_routed():
+    layer = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2)
+    with moesaic.record_routing(layer) as routing:
+        layer.pooled(torch.randn(2, 4, 8, 8), nn.BatchNorm2d(6))
+    assert routing[""].index.shape == (2, 3, 2)
+
+
+def test_under_autocast_means_are_narrow():
+    layer, norm = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2), nn.BatchNorm2d(6)
+    x = torch.randn(2, 4, 8, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        means, expected = layer.pooled(x, norm.eval()), norm(layer(x)).relu().mean((2, 3))
+    assert means.dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(means, expected)
+
+
+def test_a_map_that_does_not_fit_is_refused_as_by_the_layer():
+    layer = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2)
+    with pytest.raises(ValueError, match="not divisible into 2×2 patches"):
+        layer.pooled(torch.randn(2, 4, 7, 7), nn.BatchNorm2d(6))
