@@ -83,6 +83,12 @@ class _Reach:
         return ((y // p) * (self.sizes.W // p) + x // p) * p * p + (y % p) * p + x % p
 
 
+def _tile_of(rows: int, O: int) -> tuple[int, int]:
+    """Sides of a tile for a single warp, within which sums and lookups need not wait for others."""
+    BO = _whole_blocks(O, 32)
+    return power_of_2(rows, most=max(512 // BO, 1)), BO
+
+
 @dataclass(frozen=True)
 class _Found:
     """What the forward pass leaves to the backward pass."""
@@ -108,7 +114,7 @@ def _reach(
     number = reach.number
     rows = contributions if reach.small else torch.empty(reach.shape(), dtype=contributions.dtype, device=device)
     place = torch.empty(sizes.E, number, dtype=torch.int32, device=device)
-    rule = (power_of_2(number, most=64), _whole_blocks(O, 32), 2)
+    rule = (*_tile_of(number, O), 1)
     BM, BO, wide_by = tile("reach", rule, number, O, ks, sizes.p, sizes.E, contributions.element_size())
     blocks = ceil(O, BO) if stats or not reach.small else 1
     chunk, splits = parts(number, fill(blocks * sizes.E, 64) * 4, BM)
@@ -147,7 +153,7 @@ def _pool(of: _Chosen, reach: _Reach, found: _Found, table: Tensor, *, keep: boo
     sizes, O, rows = reach.sizes, reach.O, found.rows
     pooled = torch.empty(sizes.B, sizes.E * O, dtype=rows.dtype, device=rows.device)
     counts = torch.empty(2, *pooled.shape, dtype=table.dtype, device=rows.device) if keep else _nothing(table)
-    rule = (power_of_2(sizes.L * reach.each, most=32), _whole_blocks(O, 32), 1)
+    rule = (*_tile_of(sizes.L * reach.each, O), 1)
     BM, BO, wide_by = tile("pool", rule, sizes.L * reach.each, O, sizes.E, rows.element_size())
     reached.pool_kernel[(sizes.B, sizes.E, ceil(O, BO))](
         rows, found.place, of.gate_out, found.base, table, pooled, counts, reach.number, rows.stride(0), *found.steps,
@@ -181,9 +187,9 @@ def _row_gradients(
     ks = reach.landing.kernel if reach.normed else 1
     out = torch.empty(reach.shape(), dtype=found.rows.dtype, device=grad.device)
     rows = out.shape[1]
-    rule = (power_of_2(number, most=64), _whole_blocks(O, 32), 2)
+    rule = (*_tile_of(number, O), 1)
     BM, BO, wide_by = tile("pooled_back", rule, number, O, ks, sizes.E, out.element_size())
-    chunk, splits = parts(rows, fill(ceil(O, BO) * sizes.E, 64) * 2, BM)
+    chunk, splits = parts(rows, fill(ceil(O, BO) * sizes.E, 64) * 4, BM)
     joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
     reached.back_kernel[(splits, sizes.E, ceil(O, BO))](
         grad, found.rows, found.base, found.place, of.gate_out, slopes, out, joint, number, rows,
