@@ -4,6 +4,7 @@ On a GPU compiled, in float32, bfloat16 and float16, against the reference in fl
 is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), in float64.
 """
 
+import copy
 import dataclasses
 import importlib
 
@@ -66,7 +67,7 @@ def poison(monkeypatch):
         def empty_like(*like, **options):
             return filled(empty_like(*like, **options))
 
-    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "activation", "perceptron"):
+    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "activation", "perceptron", "pointwise"):
         module = importlib.import_module(f"moesaic.ops.triton.{name}")
         monkeypatch.setattr(module, "torch", Torch())
 
@@ -208,6 +209,9 @@ def check(kind, case, device, dtype, seed=0, poison=False):
 CONV = [
     Case(),
     Case(ks=1),
+    Case(ks=1, p=1, L=5, C=17, O=40, E=2, B=5),
+    Case(ks=1, p=3, L=1, H=6, W=9, bias=False),
+    Case(ks=1, p=1, L=36, drop=True),
     Case(ks=5, H=4, W=6),
     Case(p=1, L=4, H=3, W=5),
     Case(p=3, L=1, H=6, W=9),
@@ -407,6 +411,25 @@ def test_a_layer_equals_the_reference_with_its_router(options, extra, on):
     layer = layer_of(options, device, dtype)
     x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
     assert_same(*(results(layer, layer, name, x, device, extra) for name in ("triton", "reference")))
+
+
+@pytest.mark.parametrize("on", [CPU_TYPE, *GPU_TYPES[1:]])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"patch_size": 2}, {"patch_size": 6, "patches_per_expert": 1}, {"gate": "softmax_all"}, {"gate": "one"}],
+    ids=str,
+)
+def test_a_layer_of_1x1_experts_equals_the_reference_in_what_it_computes_in(options, on):
+    device, dtype = on
+    torch.manual_seed(0)
+    layer = moesaic.PatchMoE(24, 120, experts=3, **{"patches_per_expert": 5} | options).to(device, dtype)
+    torch.nn.init.normal_(layer.router.weight)
+    exact = copy.deepcopy(layer).double()
+    x = torch.randn(7, 24, 6, 12, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    mine = results(layer, layer, "triton", x, device, False)
+    expected = results(exact, exact, "reference", x.double(), device, False)
+    compare(*({name: each for name, each in found.items() if each is not None} for found in (mine, expected)),
+            dtype, options)  # fmt: skip
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)

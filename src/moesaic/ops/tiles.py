@@ -31,9 +31,17 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "spread": ((64, 16, 4), (64, 32, 4), (16, 128, 4), (128, 16, 8), (32, 32, 2)),
     "gather": ((16, 128, 4), (32, 128, 4), (8, 256, 4), (4, 1024, 4)),
     "collect": ((128, 4), (128, 2), (256, 4), (512, 2), (1024, 1), (1024, 2)),
+    "answer": ((128, 64, 128, 4, 3), (64, 64, 64, 4, 4), (128, 32, 64, 4, 5)),
+    "back": ((128, 64, 128, 4, 3), (64, 64, 64, 4, 3), (128, 128, 64, 8, 3)),
+    "shared": ((16, 128, 4), (32, 128, 4), (8, 256, 4)),
+    "weights": ((64, 128, 8, 5, 132), (32, 128, 4, 5, 264), (32, 64, 4, 5, 264), (32, 256, 8, 5, 132)),
+    "route": ((64, 4, 4), (128, 4, 3)),
+    "scores": ((64, 4, 5), (128, 4, 4)),
+    "gated": ((16, 256, 4), (8, 256, 2), (32, 32, 4)),
     "norm": ((16, 64, 2, 4), (32, 64, 4, 2), (32, 64, 4, 4), (16, 64, 2, 2)),
 }
-"""By kernel: sides of a tile and warps; of the norm's passes also how many parts their sums are taken in."""
+"""By kernel: sides of a tile and warps, of those that multiply also stages, and where sums are taken in parts how many
+or by how many programs."""
 
 _GAIN = 0.99
 """A tile is kept if what it is part of takes less than this share of the best time so far."""

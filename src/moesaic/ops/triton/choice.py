@@ -1,6 +1,7 @@
 """Kernels of expert choice: scores of patches, each expert's best, their gates; and the gradients back.
 
     scores_kernel           x → scores, split over the pixels of a patch
+    route_kernel            both at once, where patches are single pixels and few
     choose_kernel           scores → the L best patches of each expert, best first, their gates, and slots
     owners_kernel           slots → owners of each patch
     choice_back_kernel      gradient of gates → gradient of scores
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.ops.tiles import tile
 from moesaic.ops.triton.launch import (
     INTERPRETED,
     Sizes,
@@ -30,6 +32,7 @@ from moesaic.ops.triton.launch import (
     ceil,
     fill,
     parts,
+    pipeline,
     pixel_of_patch,
     power_of_2,
     total,
@@ -50,6 +53,38 @@ __all__ = [
 
 _MOST_PARTS = 16
 """In which a patch's score is summed."""
+_FEW_PATCHES = 128
+"""One program compares all of them with each other at once."""
+
+
+@triton.jit
+def times(v, w, found, PIECES: tl.constexpr, ACC: tl.constexpr):
+    """Found + v · w. PIECES: 0 multiplies in ACC, else in v's type, w in so many pieces."""
+    if PIECES == 0:
+        found = tl.dot(v.to(ACC), w.to(ACC), found, input_precision="ieee", out_dtype=ACC)
+    elif PIECES == 1:
+        found = tl.dot(v, w, found)
+    else:
+        left = w.to(tl.float32)
+        for _ in tl.static_range(PIECES):
+            piece = left.to(v.dtype)
+            found = tl.dot(v, piece, found)
+            left -= piece.to(tl.float32)
+    return found
+
+
+@triton.jit
+def shares(score, key, live, chosen, KIND: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
+    """Gates of an expert's patches: see `KINDS`."""
+    if KIND == 2:
+        weight = tl.full((BN,), 1.0, ACC)
+    else:
+        among = live
+        if KIND == 0:
+            among = chosen
+        weight = tl.where(among, tl.exp(score - tl.max(tl.where(among, key, float("-inf")), 0)), 0.0)
+        weight = weight / tl.sum(weight, 0)
+    return weight
 
 
 @triton.jit
@@ -59,7 +94,7 @@ def scores_kernel(
     W: tl.constexpr, PIXELS: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Out (splits, B·N, E). kernels: (E, p², C). PIECES: 0 multiplies in ACC, else in x's type."""
+    """Out (splits, B·N, E). kernels: (E, p², C). PIECES: see `times`."""
     A: tl.constexpr = P * P
     blocks: tl.constexpr = (C + BC - 1) // BC
     r = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -77,18 +112,41 @@ def scores_kernel(
         at = ((a // P) * W + a % P) * C + c
         v = tl.load(x + base[:, None] + at[None, :], mask=live[:, None] & cm[None, :], other=0)
         w = tl.load(kernels + (e * A + a)[None, :] * C + c[:, None], mask=cm[:, None] & em[None, :], other=0)
-        if PIECES == 0:
-            total_ = tl.dot(v.to(ACC), w.to(ACC), total_, input_precision="ieee", out_dtype=ACC)
-        elif PIECES == 1:
-            total_ = tl.dot(v, w, total_)
-        else:
-            left = w.to(tl.float32)
-            for _ in tl.static_range(PIECES):
-                piece = left.to(v.dtype)
-                total_ = tl.dot(v, piece, total_)
-                left -= piece.to(tl.float32)
+        total_ = times(v, w, total_, PIECES, ACC)
     to = (split * rows + r)[:, None] * E + e[None, :]
     tl.store(out + to, total_, mask=live[:, None] & em[None, :])
+
+
+@triton.jit
+def route_kernel(
+    x, kernels, scores, index, gate, slots, L,
+    E: tl.constexpr, C: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
+    BN: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One image: what `scores_kernel` and `choose_kernel` do. A pixel's place is the number of those before it."""
+    b = tl.program_id(0)
+    n = tl.arange(0, BN)
+    live = n < N
+    j = tl.arange(0, BE)
+    jm = j < E
+    total_ = tl.zeros((BN, BE), ACC)
+    for c0 in range(0, C, BC):
+        c = c0 + tl.arange(0, BC)
+        cm = c < C
+        v = tl.load(x + (b * N + n)[:, None].to(tl.int64) * C + c[None, :], mask=live[:, None] & cm[None, :], other=0)
+        w = tl.load(kernels + j[None, :] * C + c[:, None], mask=cm[:, None] & jm[None, :], other=0)
+        total_ = times(v, w, total_, PIECES, ACC)
+    tl.store(scores + (b * N + n)[:, None] * E + j[None, :], total_, mask=live[:, None] & jm[None, :])
+    for e in tl.static_range(E):
+        score = tl.sum(tl.where((j == e)[None, :], total_, 0.0), 1)
+        key = tl.where(live, tl.where(score != score, float("inf"), score), float("-inf"))
+        before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (n[None, :] < n[:, None]))
+        place = tl.sum((before & live[None, :]).to(tl.int32), 1)
+        chosen = live & (place < L)
+        tl.store(slots + (b * E + e) * N + n, tl.where(chosen, place, -1), mask=live)
+        to = (b * E + e) * L + place
+        tl.store(index + to, n.to(tl.int64), mask=chosen)
+        tl.store(gate + to, shares(score, key, live, chosen, KIND, ACC, BN), mask=chosen)
 
 
 @triton.jit
@@ -121,15 +179,7 @@ def choose_kernel(
     tl.store(slots + (b * E + e) * N + n, slot, mask=live)
     to = (b * E + e) * L + slot
     tl.store(index + to, n.to(tl.int64), mask=chosen)
-    if KIND == 2:
-        weight = tl.full((BN,), 1.0, ACC)
-    else:
-        among = live
-        if KIND == 0:
-            among = chosen
-        weight = tl.where(among, tl.exp(score - tl.max(tl.where(among, key, float("-inf")), 0)), 0.0)
-        weight = weight / tl.sum(weight, 0)
-    tl.store(gate + to, weight, mask=chosen)
+    tl.store(gate + to, shares(score, key, live, chosen, KIND, ACC, BN), mask=chosen)
 
 
 @triton.jit
@@ -159,11 +209,14 @@ def owners_kernel(slots, owners, owned, rows, N, E, L, BN: tl.constexpr):
 
 @triton.jit
 def choice_back_kernel(
-    dots, gate, scores, slots, out, L,
-    E: tl.constexpr, N: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, DENSE: tl.constexpr, ACC: tl.constexpr,
-    BL: tl.constexpr, BN: tl.constexpr,
+    dots, gate, scores, slots, out, rows, L, M,
+    STEP: tl.constexpr, E: tl.constexpr, N: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, DENSE: tl.constexpr,
+    BESIDE: tl.constexpr, ACC: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Dots (B, E, L, A), summed over A, are the gradient of gates. out: (B, N, E) if DENSE, else (B, E, L)."""
+    """Dots (B, E, L, A), summed over A, are the gradient of gates. out: (B, N, E) if DENSE, else (B, E, L).
+
+    BESIDE: the last columns of rows (E, M, STEP) get it too, a patch's in the column of the row's place.
+    """
     b = tl.program_id(0)
     e = tl.program_id(1)
     l = tl.arange(0, BL)
@@ -175,7 +228,14 @@ def choice_back_kernel(
         grad += tl.load(dots + at * A + a, mask=lm, other=0).to(ACC)
     inner = tl.sum(g * grad, 0)
     if not DENSE:
-        tl.store(out + at, g * (grad - inner), mask=lm)
+        found = g * (grad - inner)
+        tl.store(out + at, found, mask=lm)
+        if BESIDE > 0:
+            column = tl.arange(0, BESIDE)
+            for a in range(A):
+                to = (e * M + (b * L + l) * A + a).to(tl.int64) * STEP + STEP - BESIDE
+                value = tl.where((column == a)[None, :], found[:, None], 0.0)
+                tl.store(rows + to[:, None] + column[None, :], value.to(rows.dtype.element_ty), mask=lm[:, None])
     else:
         n = tl.arange(0, BN)
         live = n < N
@@ -293,23 +353,34 @@ def choose(x: Tensor, kernels: Tensor, patches: int, patch: int, kind: int) -> t
     full = wide(x.dtype)
     rows, pixels = B * sizes.N, patch**2
     # tiles and parts that do not depend on the batch: an image's scores are the same to the bit in any company
-    splits = next(number for number in range(min(pixels, _MOST_PARTS), 0, -1) if pixels % number == 0)
-    found = torch.empty(splits, B, sizes.N, E, dtype=full, device=x.device)
-    BE, BC = 16, power_of_2(C, 16, 128)
+    BE, BN = 16, power_of_2(sizes.N, 16)
     if x.dtype == torch.bfloat16 and not INTERPRETED:
         BM, pieces = 64, 1 if kernels.dtype == torch.bfloat16 else 3
     else:
         BM, pieces, kernels = 32, 0, kernels.to(full)
-    constants = sizes.constants()
-    del constants["L"]
-    scores_kernel[(ceil(rows, BM), ceil(E, BE), splits)](
-        x, kernels, found, rows, C=C, N=sizes.N, PIXELS=pixels // splits, PIECES=pieces, ACC=acc(full),
-        BM=BM, BE=BE, BC=BC, **constants, **({} if INTERPRETED else {"num_warps": 4, "num_stages": 4}),
-    )  # fmt: skip
-    scores = found[0] if splits == 1 else torch.empty_like(found[0])
     index = torch.empty(B, E, patches, dtype=torch.int64, device=x.device)
     gate = torch.empty(B, E, patches, dtype=full, device=x.device)
     slots = torch.empty(B, E, sizes.N, dtype=torch.int32, device=x.device)
+    if pixels == 1 and E <= BE and BN <= _FEW_PATCHES:
+        scores = torch.empty(B, sizes.N, E, dtype=full, device=x.device)
+        BC, number, stages = tile("route", (64, 4, 4), sizes.N, C, E, x.element_size())
+        BC = min(BC, power_of_2(C, 16))
+        route_kernel[(B,)](
+            x, kernels, scores, index, gate, slots, patches, E=E, C=C, N=sizes.N, KIND=kind, PIECES=pieces,
+            ACC=acc(full), BN=BN, BE=BE, BC=BC, **pipeline(number, stages),
+        )  # fmt: skip
+        return scores, index, gate, slots
+    splits = next(number for number in range(min(pixels, _MOST_PARTS), 0, -1) if pixels % number == 0)
+    found = torch.empty(splits, B, sizes.N, E, dtype=full, device=x.device)
+    constants = sizes.constants()
+    del constants["L"]
+    BC, number, stages = tile("scores", (64, 4, 5), C, E, patch, x.element_size())
+    BC = min(BC, power_of_2(C, 16))
+    scores_kernel[(ceil(rows, BM), ceil(E, BE), splits)](
+        x, kernels, found, rows, C=C, N=sizes.N, PIXELS=pixels // splits, PIECES=pieces, ACC=acc(full),
+        BM=BM, BE=BE, BC=BC, **constants, **pipeline(number, stages),
+    )  # fmt: skip
+    scores = found[0] if splits == 1 else torch.empty_like(found[0])
     BN = power_of_2(sizes.N)
     choose_kernel[(B, E)](
         found, scores, index, gate, slots, B, splits, patches, E=E, N=sizes.N, KIND=kind, KEEP=splits > 1,
@@ -337,14 +408,27 @@ def owners_of(slots: Tensor, L: int) -> tuple[Tensor, Tensor]:
     return owners, owned
 
 
-def gradient_of_choice(dots: Tensor, gate: Tensor, scores: Tensor, slots: Tensor, kind: int, dense: bool) -> Tensor:
-    """Gradient of scores, (B, N, E) if ``dense`` and else of chosen patches alone (B, E, L); dots (B, E, L, …)."""
+def gradient_of_choice(
+    dots: Tensor,
+    gate: Tensor,
+    scores: Tensor,
+    slots: Tensor,
+    kind: int,
+    dense: bool,
+    rows: Tensor | None = None,
+    beside: int = 0,
+) -> Tensor:
+    """Gradient of scores, (B, N, E) if ``dense`` and else of chosen patches alone (B, E, L); dots (B, E, L, …).
+
+    The latter is written into the last ``beside`` columns of ``rows`` (E, M, …) as well; see `pointwise`.
+    """
     B, E, L = gate.shape
     N = slots.shape[2]
     out = torch.empty((B, N, E) if dense else (B, E, L), dtype=wide(gate.dtype), device=gate.device)
     choice_back_kernel[(B, E)](
-        dots, gate, scores, slots, out, L, E=E, N=N, A=dots.numel() // gate.numel(), KIND=kind, DENSE=dense,
-        ACC=acc(out.dtype), BL=power_of_2(L), BN=power_of_2(N), **warps(1 if N <= 256 else 4),
+        dots, gate, scores, slots, out, rows, L, 0 if rows is None else rows.shape[1],
+        STEP=0 if rows is None else rows.shape[2], E=E, N=N, A=dots.numel() // gate.numel(), KIND=kind, DENSE=dense,
+        BESIDE=beside, ACC=acc(out.dtype), BL=power_of_2(L), BN=power_of_2(N), **warps(1 if N <= 256 else 4),
     )  # fmt: skip
     return out
 
@@ -380,7 +464,7 @@ def router_gradient(grad: Tensor, x: Tensor, patch: int, dtype: torch.dtype) -> 
         grad, x, sums, rows, chunk, C=C, N=sizes.N, PRECISION=_precision(x), ACC=acc(grad.dtype),
         BM=BM, BC=BC, BE=power_of_2(E, 16), **constants,
     )  # fmt: skip
-    return _by_channel(total(sums, dtype), patch)
+    return by_channel(total(sums, dtype), patch)
 
 
 def router_gradient_of_chosen(grad: Tensor, x: Tensor, index: Tensor, patch: int, dtype: torch.dtype) -> Tensor:
@@ -393,10 +477,10 @@ def router_gradient_of_chosen(grad: Tensor, x: Tensor, index: Tensor, patch: int
     router_rows_kernel[(ceil(C, BC), sizes.E * pixels, splits)](
         grad, x, index, sums, rows, chunk, C=C, ACC=acc(grad.dtype), BM=BM, BC=BC, **sizes.constants()
     )
-    return _by_channel(total(sums, dtype), patch)
+    return by_channel(total(sums, dtype), patch)
 
 
-def _by_channel(kernels: Tensor, patch: int) -> Tensor:
+def by_channel(kernels: Tensor, patch: int) -> Tensor:
     E, _, C = kernels.shape
     return kernels.view(E, patch, patch, C).permute(0, 3, 1, 2).contiguous()
 

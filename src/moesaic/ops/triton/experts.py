@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from moesaic.ops.triton import choice, perceptron
+from moesaic.ops.triton import choice, perceptron, pointwise
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.launch import Sizes, dense, wide
+from moesaic.ops.triton.launch import INTERPRETED, Aside, Sizes, dense, wide
 from moesaic.ops.triton.maps import Landing, combine, gated_gradients, resting_gradients, spread, taps_of, weight_of
 from moesaic.ops.triton.norm import norm_gradients, statistics
 from moesaic.ops.triton.rows import NormTensors, collect, gather, sum_of_owners
@@ -66,6 +66,11 @@ class _Chosen:
     def gate_out(self) -> Tensor | None:
         return None if self.on_input else self.gate
 
+    @property
+    def every(self) -> bool:
+        """Whether the gate of a patch depends on the scores of all."""
+        return self.kind == choice.KINDS["softmax_all"]
+
 
 def _chosen(
     x: Tensor, index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
@@ -87,23 +92,29 @@ def _nothing(like: Tensor) -> Tensor:
 class _Back:
     """From gradients of values, a group of experts at a time, to those of x, gate, router and norm.
 
-    ``dots`` (B, E, L, p²) is the gradient of gates on the output.
+    ``dots`` (B, E, L, p²) is the gradient of gates on the output. The last ``beside`` columns of ``rows`` (E, M, …) are
+    filled with the gradient of chosen patches' scores; see `pointwise`.
     """
 
-    def __init__(self, of: _Chosen, dots: Tensor | None, *, centre: bool) -> None:
+    def __init__(
+        self, of: _Chosen, dots: Tensor | None, *, centre: bool, rows: Tensor | None = None, beside: int = 0
+    ) -> None:
         self.of, self.dots, self.centre = of, dots, centre
         self.kernels = None if of.router is None else by_pixel(of.router)
-        self.owners = choice.owners_of(of.slots, of.index.shape[2])
+        self.owners: tuple[Tensor, Tensor] | None = None
         self.grad_x: Tensor | None = None
+        self.grad_router: Tensor | None = None
         # zeros: places that nobody took have no patch
         self.grad_gate = (
             torch.zeros(of.index.shape, dtype=wide(of.x.dtype), device=of.x.device) if of.on_input else None
         )
         self.norm_gradients: tuple[Tensor, Tensor] | None = None
         self.grad_scores: Tensor | None = None
-        self.every = of.kind == choice.KINDS["softmax_all"]
+        self.every = of.every
         if self.kernels is not None and dots is not None and of.scores is not None:
-            self.grad_scores = choice.gradient_of_choice(dots, of.gate, of.scores, of.slots, of.kind, self.every)
+            self.grad_scores = choice.gradient_of_choice(
+                dots, of.gate, of.scores, of.slots, of.kind, self.every, rows, beside
+            )
 
     @property
     def beside(self) -> tuple[Tensor, Tensor] | None:
@@ -115,6 +126,8 @@ class _Back:
     def add(self, grad_rows: Tensor, experts: range) -> None:
         """Gradients of these experts' values (…, M1, C); with a norm, of all experts at once."""
         of, folded = self.of, None
+        if self.owners is None:
+            self.owners = choice.owners_of(of.slots, of.index.shape[2])
         if of.norm is not None:
             *self.norm_gradients, folded = norm_gradients(
                 grad_rows, of.x, of.index, of.gate_in, of.norm, of.patch, centre=self.centre
@@ -128,22 +141,23 @@ class _Back:
         """Gradients of x, gate, router, norm's weight and bias; empty where there is none."""
         of, grad_x = self.of, self.grad_x
         assert grad_x is not None
-        grad_gate, grad_router = _nothing(grad_x), _nothing(grad_x)
+        grad_gate, grad_router = _nothing(grad_x), self.grad_router
         grad_weight, grad_bias = self.norm_gradients or (_nothing(grad_x), _nothing(grad_x))
         dots, kernels = self.dots if self.grad_gate is None else self.grad_gate, self.kernels
         if of.router is None or kernels is None or of.scores is None:
             if dots is not None:
                 grad_gate = dots if dots.ndim == 3 else dots[..., 0] if dots.shape[3] == 1 else dots.sum(3)
                 grad_gate = grad_gate.to(of.gate.dtype)
-        elif self.beside is not None:
+        elif self.beside is not None and grad_router is None:
             grad_router = choice.router_gradient_of_chosen(self.beside[0], of.x, of.index, of.patch, of.router.dtype)
-        else:
+        elif grad_router is None:
             grad_scores = self.grad_scores
             if grad_scores is None and dots is not None:
                 grad_scores = choice.gradient_of_choice(dots, of.gate, of.scores, of.slots, of.kind, True)
             if grad_scores is not None:
                 grad_x = choice.map_back(grad_scores, kernels, grad_x, of.x, of.patch)
                 grad_router = choice.router_gradient(grad_scores, of.x, of.patch, of.router.dtype)
+        grad_router = _nothing(grad_x) if grad_router is None else grad_router
         return grad_x, grad_gate, grad_router, grad_weight, grad_bias
 
 
@@ -250,6 +264,9 @@ def patch_conv(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
     sizes, landing, bias = of.sizes, Landing(weight.shape[3], alone, summed), dense(bias)
+    if _in_place(x, weight, summed, on_input, of.norm is not None):
+        y, own = pointwise.answers(of.x, taps_of(weight), bias, sizes, of.index, of.slots, of.gate, keep)
+        return y, _nothing(x), _nothing(x) if own is None else own
     rest = of.norm is not None
     values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=rest)
     contributions = torch.bmm(values, taps_of(weight).transpose(1, 2))
@@ -279,7 +296,8 @@ def _(
     M = B * index.shape[2] * patch * patch
     M1 = M if norm_weight is None else M + 8
     y = weight.new_empty(B, H, W, O if summed else E * O)
-    values = weight.new_empty(E, M1, C) if keep and ks == 1 else x.new_empty(0)
+    in_place = _in_place(x, weight, summed, on_input, norm_weight is not None)
+    values = weight.new_empty(E, M1, C) if keep and ks == 1 and not in_place else x.new_empty(0)
     own = weight.new_empty(E, M1 if ks == 1 else M, O) if keep and not on_input else x.new_empty(0)
     return y, values, own
 
@@ -299,6 +317,8 @@ def patch_conv_backward(
     E, _, C, ks, _ = weight.shape
     grad, bias = grad.contiguous(), dense(bias)
     sizes, landing = of.sizes, Landing(ks, alone, summed)
+    if _in_place(x, weight, summed, on_input, of.norm is not None):
+        return _in_place_backward(of, grad, own, weight, bias, landing, need_map, need_weight)
     norm, small = of.norm is not None, ks == 1
     rows = sizes.rows(norm)
     dots = gated = answers = sums = None
@@ -350,6 +370,56 @@ def patch_conv_backward(
     if grad_rows is not None:
         back.add(grad_rows, range(E))
         del grad_rows
+    grad_x, *others = back.finish()
+    return grad_x, grad_weight, grad_bias, *others
+
+
+def _in_place(x: Tensor, weight: Tensor, summed: bool, on_input: bool, norm: bool) -> bool:
+    """Whether pixels are read and answers written where they are: see `pointwise`.
+
+    Not in float32: cuBLAS knows better how that is to be multiplied.
+    """
+    _, O, _, ks, _ = weight.shape
+    plain = ks == 1 and O <= pointwise.MOST_CHANNELS and not (summed or on_input or norm)
+    return plain and x.dtype == weight.dtype and (weight.dtype.itemsize == 2 or INTERPRETED)
+
+
+def _in_place_backward(
+    of: _Chosen, grad: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, landing: Landing, need_map: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes, taps = of.sizes, taps_of(weight)
+    routed = need_map and of.router is not None and of.scores is not None and not of.every
+    beside = pointwise.columns(sizes.p**2) if routed else 0
+    found = None
+    if beside:
+        found = pointwise.gate_gradients(grad, own, sizes, of.index, of.gate, sums=bias is not None)
+    if found is not None:
+        dots, (rows, grad_scores, sums) = None, found
+    else:
+        dots, rows, sums = gated_gradients(
+            grad, own if need_map else None, sizes, of.index, of.gate, None, landing, rest=False, rows=sizes.M,
+            sums=bias is not None, beside=beside,
+        )  # fmt: skip
+        grad_scores = None
+    assert rows is not None
+    back = _Back(of, dots, centre=True, rows=rows, beside=beside) if need_map else None
+    if back is not None and grad_scores is not None:
+        back.grad_scores = grad_scores
+    aside = Aside(grad)  # the map's gradient and the weights' are computed beside each other
+    if back is not None:
+        back.grad_x = pointwise.pixel_gradients(rows, taps, sizes, of.index, of.slots, back.beside, aside)
+    grad_weight, grad_router = _nothing(grad), None
+    if need_weight or beside:
+        router = of.router.dtype if beside and of.router is not None else None
+        found, grad_router = pointwise.weight_gradients(rows, of.x, taps, sizes, of.index, router)
+        grad_weight = weight_of(found, 1) if need_weight else grad_weight
+    aside.join()
+    grad_bias = _nothing(grad) if bias is None or sums is None else sums.to(bias.dtype)
+    if back is None:
+        return _nothing(grad), grad_weight, grad_bias, *(_nothing(grad) for _ in range(4))
+    if grad_router is not None:
+        back.grad_router = choice.by_channel(grad_router, of.patch)
     grad_x, *others = back.finish()
     return grad_x, grad_weight, grad_bias, *others
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,12 +17,14 @@ from torch import Tensor
 
 __all__ = [
     "INTERPRETED",
+    "Aside",
     "Sizes",
     "acc",
     "ceil",
     "dense",
     "fill",
     "parts",
+    "pipeline",
     "pixel_of_patch",
     "power_of_2",
     "total",
@@ -75,6 +78,49 @@ def parts(rows: int, splits: int, tile: int) -> tuple[int, int]:
 def warps(number: int) -> dict[str, int]:
     """For a launch; the interpreter has none."""
     return {} if INTERPRETED else {"num_warps": number}
+
+
+def pipeline(number: int, stages: int) -> dict[str, int]:
+    """Warps, and how many steps of a loop of products have their numbers on the way."""
+    return {} if INTERPRETED else {"num_warps": number, "num_stages": stages}
+
+
+class Aside:
+    """Launch inside the block beside what follows it, up to `join`: on a stream of its own, where there are streams.
+
+    Memory must be taken before the block, and what is not returned be kept (`keep`): else others get it too early.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.main = None if INTERPRETED else torch.cuda.current_stream(x.device)
+        self.other = None if self.main is None else _beside(self.main)
+        self.inside: Any = None
+        self.kept: list[Tensor] = []
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        self.kept.append(tensor)
+        return tensor
+
+    def __enter__(self) -> None:
+        if self.other is not None:
+            self.other.wait_stream(self.main)
+            self.inside = torch.cuda.stream(self.other)
+            self.inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.inside is not None:
+            self.inside.__exit__(*error)
+
+    def join(self) -> None:
+        if self.main is not None:
+            self.main.wait_stream(self.other)
+        self.kept.clear()
+
+
+@lru_cache
+def _beside(stream: Any) -> Any:
+    """A stream for each one that is worked on."""
+    return torch.cuda.Stream(stream.device)
 
 
 @triton.jit

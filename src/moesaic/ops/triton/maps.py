@@ -240,15 +240,15 @@ def spread_kernel(
 @triton.jit
 def gated_kernel(
     grad, own, index, gate, bias, dots_out, rows_out, sums_out, M, M1, OWN_ROWS,
-    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
-    W: tl.constexpr, SUM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, DOTS: tl.constexpr,
-    ROWS: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+    STEP: tl.constexpr, E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr,
+    HW: tl.constexpr, W: tl.constexpr, SUM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr,
+    DOTS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Rows of an expert, each a position with a gate on what comes out.
 
     DOTS: ⟨gradient, what the gate is multiplied with⟩, place by place (B, E, L, p²): ``own`` (E, OWN_ROWS, O), and with
-    HAS_BIAS and HAS_REST the bias and row M. ROWS: gate · gradient, row by row (E, M1, O). SUMS: of these, over
-    a tile's rows (tiles, E, O).
+    HAS_BIAS and HAS_REST the bias and row M. ROWS: gate · gradient, row by row, the first O of (E, M1, STEP). SUMS: of
+    these, over a tile's rows (tiles, E, O).
     """
     A: tl.constexpr = P * P
     e = tl.program_id(1)
@@ -275,7 +275,7 @@ def gated_kernel(
             dots += tl.sum(u * v, 1)
         v = v * g[:, None]
         if ROWS:
-            to = (e * M1 + m).to(tl.int64) * O
+            to = (e * M1 + m).to(tl.int64) * STEP
             tl.store(rows_out + to[:, None] + o[None, :], v.to(rows_out.dtype.element_ty),
                      mask=(m < M1)[:, None] & om[None, :])  # fmt: skip
         if SUMS:
@@ -454,22 +454,24 @@ def gated_gradients(
     rest: bool,
     rows: int | None,
     sums: bool,
+    beside: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of gates on the output: their gradient (B, E, L, p²) if ``own`` is given, gated rows (E, M1, O), the bias's.
 
-    ``own`` (E, …, O) is what gates are multiplied with, but for the bias, and for row M under ``rest``.
+    ``own`` (E, …, O) is what gates are multiplied with, but for the bias, and for row M under ``rest``. So many columns
+    ``beside`` a row are left for others to fill.
     """
     O = grad.shape[3] // (1 if landing.summed else sizes.E)
     full = wide(grad.dtype)
-    BM, BO = 32, _whole_blocks(O, 64)
+    BM, BO, number = tile("gated", (32, _whole_blocks(O, 64), 4), sizes.M, O, sizes.p, grad.element_size())
     tiles = ceil(sizes.M if rows is None else rows, BM)
     dots = None if own is None else torch.empty(*index.shape, sizes.p**2, dtype=full, device=grad.device)
-    gated = None if rows is None else torch.empty(sizes.E, rows, O, dtype=grad.dtype, device=grad.device)
+    gated = None if rows is None else torch.empty(sizes.E, rows, O + beside, dtype=grad.dtype, device=grad.device)
     summed = torch.empty(tiles, sizes.E, O, dtype=full, device=grad.device) if sums else None
     gated_kernel[(tiles, sizes.E)](
         grad, own, index, gate, bias, dots, gated, summed, sizes.M, rows or sizes.M, 0 if own is None else own.shape[1],
-        O=O, SUM=landing.summed, HAS_BIAS=bias is not None, HAS_REST=rest, DOTS=own is not None,
-        ROWS=rows is not None, SUMS=sums, ACC=acc(full), BM=BM, BO=BO, **sizes.constants(), **warps(4),
+        STEP=O + beside, O=O, SUM=landing.summed, HAS_BIAS=bias is not None, HAS_REST=rest, DOTS=own is not None,
+        ROWS=rows is not None, SUMS=sums, ACC=acc(full), BM=BM, BO=BO, **sizes.constants(), **warps(number),
     )  # fmt: skip
     return dots, gated, None if summed is None else total(summed, full)
 
