@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from strategies import BACKENDS, Case, PickyChoice, assert_same, cases, run
 
@@ -14,6 +14,11 @@ from moesaic.experts import MLPExperts
 from moesaic.ops import PatchSpec
 
 FAST = [name for name in BACKENDS if name != "reference"]
+# no image, and yet what experts answer at rest
+EMPTY = {
+    "experts": 2, "width": 2, "patches_per_expert": 1, "patch_size": 1, "kernel_size": 3, "gate": "softmax_all",
+    "gate_on": "input", "context": "map", "expert_norm": True, "combine": "concat", "bias": True,
+}  # fmt: skip
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -21,6 +26,8 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("backend", FAST)
 @settings(max_examples=150)
 @given(case=cases(), training=st.booleans())
+@example(case=Case((0, 2, 4, 4), EMPTY), training=False)
+@example(case=Case((0, 2, 4, 4), EMPTY | {"kernel_size": 1, "patch_size": 2}), training=True)
 def test_a_fast_backend_equals_the_reference(backend, device, case: Case, training):
     layer, x = case.build().train(training).to(device), case.map().to(device)
     assert_same(run(layer, x, backend, steps=2), run(layer, x, "reference", steps=2), tolerance=1e-10)

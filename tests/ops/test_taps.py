@@ -36,9 +36,12 @@ def values(kernel_landing):
 @pytest.mark.parametrize("context", ["map", "patch"])
 @pytest.mark.parametrize("on", ["pixels", "map"])
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_sums_and_their_gradients_are_those_of_plain_operations(kernel, on, context, channels_last, p, monkeypatch):
+@pytest.mark.parametrize("batch", [0, 1])
+def test_sums_and_their_gradients_are_those_of_plain_operations(
+    batch, kernel, on, context, channels_last, p, monkeypatch
+):
     torch.manual_seed(0)
-    at, weight = landing(kernel, on, context, p), weights(kernel, channels_last)
+    at, weight = landing(kernel, on, context, p, batch), weights(kernel, channels_last)
     value = values(at)
 
     def all_of():

@@ -105,8 +105,11 @@ class Pixels:
 
     @property
     def rows_beyond(self) -> int:
-        """Rows past the output's, for what lands nowhere: one per image and lane, lest threads queue for one."""
-        return self.routing.batch * self.lanes
+        """Rows past the output's, for what lands nowhere: one per image and lane, lest threads queue for one.
+
+        And one more: experts' rest lands nowhere even where there is no image.
+        """
+        return self.routing.batch * self.lanes + 1
 
     def take(self, rows: Tensor) -> Tensor:
         """The pixels' values out of a batch of maps laid out as rows (B·H·W, C)."""

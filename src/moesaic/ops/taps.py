@@ -194,7 +194,10 @@ class _Land(torch.autograd.Function):
         of_sums, of_rest = gradients
         at = landing.at_Rk.flatten()
         nowhere = at >= landing.rows
-        rows = of_sums.index_select(0, at.masked_fill(nowhere, 0)).masked_fill_(nowhere.unsqueeze(1), 0)
+        if landing.rows:
+            rows = of_sums.index_select(0, at.masked_fill(nowhere, 0)).masked_fill_(nowhere.unsqueeze(1), 0)
+        else:  # of an empty batch: there is no row to stand in for nowhere
+            rows = of_sums.new_zeros(at.shape[0], O)
         rows = rows.view(E, M, ks * ks, O)
         rows[:, -1] += of_rest
         as_it_lies = _turning_is_cheaper(M, weight)
