@@ -15,10 +15,11 @@ the format is channels_last, and what is compiled or captured in a CUDA graph is
 Where a machine is free for short whiles only, ``--add`` takes a measurement in several runs: medians are over the times
 of all of them.
 
-With ``--limit`` a third network runs: WRN-pMoE whose routed layer takes no time, as it hands out a map and gradients
-that were there before, while all else stays: the norm, ReLU and mean behind it, and an optimizer's work on its weights.
-It says what any layer could reach at most in this place, and how much time a bar leaves for one; below zero, none is
-fast enough. One that is run together with the norm behind it may be faster than that.
+With ``--limit`` a third network runs: WRN-pMoE that gets from the map in front of its routed layer to the vector behind
+the mean over the map in no time, both ways: routed layer, BatchNorm, ReLU and mean are gone. It says what any routed
+layer could reach at most in this place, how much time this one takes together with what follows up to the mean, and how
+much a bar leaves for both; below zero, none is fast enough. What has gone has no weights, and an optimizer no work on
+them. In form "print" the shortcut beside the layer is still computed and added.
 
 Memory is the peak while one network runs, its weights, gradients and optimizer included, on a GPU; with
 ``--cuda-graph`` that of the same step before it is captured.
@@ -37,9 +38,11 @@ from typing import Any, cast
 import torch
 from measure import RESULTS, Timing, captured, in_turns, machine, quartiles, show, synchronize, write
 from torch import Tensor, nn
+from torch.library import custom_op
 from torch.nn import functional as F
 
 import moesaic
+from moesaic.models import WideResNetPMoE
 from moesaic.ops import backends
 
 NETWORKS = {"WRN": "wrn10_10", "WRN-pMoE": "wrn10_10_pmoe"}
@@ -112,20 +115,8 @@ class Setting:
         model = moesaic.create_model(registered, num_classes=shape.classes, fidelity=self.fidelity, **options)
         model = model.to(self.device, self.weights, memory_format=memory_format)
         if name == LIMIT:
-            path, layer = next(each for each in model.named_modules() if isinstance(each[1], moesaic.PatchMoE))
-            model.set_submodule(path, ForNothing(layer, *self.routed_maps(layer, memory_format)))
+            leave_out_layer(cast(WideResNetPMoE, model))
         return model.train(self.what == "training step")
-
-    def routed_maps(self, layer: moesaic.PatchMoE, memory_format: torch.memory_format) -> tuple[Tensor, Tensor]:
-        """Numbers for what the routed layer gives, and for the gradient of what it is given."""
-        side = SHAPES[self.shape].size // 4
-        dtype = getattr(torch, self.dtype)  # under autocast too: it is what convolutions give
-        made = (
-            torch.randn(self.batch, channels, side, side, device=self.device, dtype=dtype)
-            for channels in (layer.out_channels, layer.in_channels)
-        )
-        answer, gradient = (each.contiguous(memory_format=memory_format) for each in made)
-        return answer, 1e-4 * gradient
 
     def images(self, memory_format: torch.memory_format) -> Tensor:
         size = SHAPES[self.shape].size
@@ -138,38 +129,62 @@ class Setting:
         return torch.randint(SHAPES[self.shape].classes, (self.batch,)).to(self.device)
 
 
-class ForNothing(nn.Module):
-    """Has a routed layer's weights and takes no time: it gives a map that was there before, and so are all gradients.
+def leave_out_layer(model: WideResNetPMoE) -> None:
+    """Let the network go from the map in front of its routed layer to the vector behind the mean for nothing.
 
-    The numbers are random, since a chip may run faster on zeros. A map of another size than the one it was made for is
-    an error further on.
+    All in front of the layer and behind the mean stays as it is, and so does the rest of a compiled graph.
+    """
+    layer, body = model.moe, cast(nn.Sequential, model.body)
+    path = next(path for path, module in model.named_modules() if module is layer)
+    model.set_submodule(path, nn.Identity())
+    body.norm, body.relu, body.mean = nn.Identity(), nn.Identity(), ForNothing(layer.out_channels)
+
+
+class ForNothing(nn.Module):
+    """(B, C, H, W) to (B, channels), whatever numbers memory has there, NaN included; the gradient likewise.
+
+    A chip may draw less power, and so run a little faster, on some of them: a limit is none the lower for that.
     """
 
-    def __init__(self, layer: nn.Module, answer: Tensor, gradient: Tensor) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(layer.parameters())  # an optimizer has as much to do as for the layer
-        self.gradients = [1e-4 * torch.randn_like(weight) for weight in self.weights]
-        self.answer, self.gradient = answer, gradient
+        self.channels = channels
 
-    @torch.compiler.disable  # in a compiled graph, what nobody reads of the tail's gradient would not be computed
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            for weight, gradient in zip(self.weights, self.gradients, strict=True):
-                weight.grad = gradient  # handed to autograd, it would be copied
-        return cast(Tensor, Given.apply(x, self.answer, self.gradient))
+        return vector_for_nothing(x, self.channels)
 
 
-class Given(torch.autograd.Function):
-    """Gives ``answer`` for ``x``, and ``gradient`` for whatever gradient it is given."""
+# Custom ops, since a compiler cannot look into them: it has to compute what they are given, and fills nothing in.
+@custom_op("moesaic_benchmarks::vector_for_nothing", mutates_args=())
+def vector_for_nothing(x: Tensor, channels: int) -> Tensor:
+    return x.new_empty(x.shape[0], channels)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, answer: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return answer.detach()
 
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.gradient, None, None
+@vector_for_nothing.register_fake
+def _(x: Tensor, channels: int) -> Tensor:
+    return x.new_empty(x.shape[0], channels)
+
+
+@custom_op("moesaic_benchmarks::map_for_nothing", mutates_args=())
+def map_for_nothing(gradient: Tensor, shape: list[int], strides: list[int]) -> Tensor:
+    return gradient.new_empty_strided(shape, strides)
+
+
+@map_for_nothing.register_fake
+def _(gradient: Tensor, shape: list[int], strides: list[int]) -> Tensor:
+    return gradient.new_empty_strided(shape, strides)
+
+
+def keep_layout(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
+    """Not the map itself, which a compiler might compute a second time to have it."""
+    ctx.shape, ctx.strides = list(inputs[0].shape), list(inputs[0].stride())
+
+
+def gradient_for_nothing(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return map_for_nothing(gradient, ctx.shape, ctx.strides), None
+
+
+vector_for_nothing.register_autograd(gradient_for_nothing, setup_context=keep_layout)
 
 
 def inference(model: nn.Module, x: Tensor, setting: Setting) -> Callable[[], object]:
@@ -274,7 +289,7 @@ def compare(
 
 
 def limit(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """What any layer can reach at most, what this one takes, and what bars leave for one."""
+    """What any layer can reach at most, what this one takes up to the mean, and what bars leave for that."""
     ms = {row["network"]: row["ms"] for row in rows}
     if LIMIT not in ms:
         return {}
@@ -331,7 +346,9 @@ def main() -> None:
     parser.add_argument("--optimizer", action="store_true", help="a step of SGD with momentum in each training step")
     parser.add_argument("--backend", choices=backends(), help="default: what moesaic picks")
     parser.add_argument("--burst", type=int, default=1, help="runs of a network in its turn, of which the mean counts")
-    parser.add_argument("--limit", action="store_true", help="WRN-pMoE with a layer that takes no time, too")
+    parser.add_argument(
+        "--limit", action="store_true", help="WRN-pMoE whose routed layer, and all up to the mean, takes no time, too"
+    )
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, help="of a CPU; default: torch's")
     parser.add_argument(
