@@ -67,7 +67,8 @@ def poison(monkeypatch):
         def empty_like(*like, **options):
             return filled(empty_like(*like, **options))
 
-    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "activation", "perceptron", "pointwise"):
+    names = "choice", "rows", "maps", "norm", "launch", "chosen", "experts", "activation", "perceptron", "pointwise"
+    for name in names:
         module = importlib.import_module(f"moesaic.ops.triton.{name}")
         monkeypatch.setattr(module, "torch", Torch())
 
@@ -265,7 +266,7 @@ def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
 
 @pytest.mark.parametrize("on", TYPES)
 def test_experts_in_two_groups_give_the_same(monkeypatch, on):
-    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.experts"), "GROUPED", 0)
+    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.chosen"), "GROUPED", 0)
     for case in (Case(E=4), Case(E=2, norm="train", gate_on="input")):
         check("conv", case, *on)
 

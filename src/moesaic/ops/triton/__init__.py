@@ -24,9 +24,11 @@ its answers too, and the gradients of weights and norm come out of the products 
     choice         scores, the best patches, gates; and back
     rows           map → values; gradient of values → gradient of the map
     maps           contributions → map; gradient of the map → gradient of contributions
+    pointwise      both at once for 1×1 kernels, without values and contributions
     norm           statistics of masked maps, and the gradient through them
     activation     of stacked perceptrons, with its bias
     perceptron     their products
+    chosen         a map and who chose what; the way back through the products to map, gates, router and norm
     experts        all of it as torch operations with gradients
     reached        sums over the positions that chosen patches reach, in place of the map
     pooled         convolution, BatchNorm, ReLU and mean over the map by these, with gradients

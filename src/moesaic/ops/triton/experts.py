@@ -18,7 +18,6 @@ scores and gates elsewhere, in a loss for instance, gets their gradient by ``pat
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,139 +26,13 @@ from torch.library import custom_op
 
 from moesaic.ops.triton import choice, perceptron, pointwise
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.launch import INTERPRETED, Aside, Sizes, dense, wide
+from moesaic.ops.triton.chosen import Back, Chosen, chosen, like, map_shapes, nothing, product_gradients
+from moesaic.ops.triton.launch import INTERPRETED, Aside, dense, wide
 from moesaic.ops.triton.maps import Landing, combine, gated_gradients, resting_gradients, spread, taps_of, weight_of
-from moesaic.ops.triton.norm import norm_gradients, statistics
-from moesaic.ops.triton.rows import NormTensors, collect, gather, sum_of_owners
+from moesaic.ops.triton.norm import statistics
+from moesaic.ops.triton.rows import gather, sum_of_owners
 
 __all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_statistics"]
-
-GROUPED = 1 << 24
-"""Bytes from which the gradient of contributions is taken in two groups of experts, so that less is alive at once."""
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """A map and who chose which patches of it."""
-
-    x: Tensor
-    index: Tensor
-    slots: Tensor
-    gate: Tensor
-    scores: Tensor | None
-    router: Tensor | None
-    """Kernels (E, C, p, p) of the router whose gates these are, a softmax of ``scores``."""
-    norm: NormTensors | None
-    patch: int
-    kind: int
-    on_input: bool
-
-    @property
-    def sizes(self) -> Sizes:
-        return Sizes.of(self.x, self.index, self.patch)
-
-    @property
-    def gate_in(self) -> Tensor | None:
-        return self.gate if self.on_input else None
-
-    @property
-    def gate_out(self) -> Tensor | None:
-        return None if self.on_input else self.gate
-
-    @property
-    def every(self) -> bool:
-        """Whether the gate of a patch depends on the scores of all."""
-        return self.kind == choice.KINDS["softmax_all"]
-
-
-def _chosen(
-    x: Tensor, index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float,
-    training: bool, patch: int, kind: int, on_input: bool,
-) -> _Chosen:  # fmt: skip
-    norm = None
-    if norm_weight is not None and norm_bias is not None and mean is not None and var is not None:
-        norm = NormTensors(norm_weight, norm_bias, mean, var, eps, training)
-    x, index, slots, gate = x.contiguous(), index.contiguous(), slots.contiguous(), gate.contiguous()
-    return _Chosen(x, index, slots, gate, dense(scores), router, norm, patch, kind, on_input)
-
-
-def _nothing(like: Tensor) -> Tensor:
-    """An operation's results are tensors, each of its own."""
-    return like.new_empty(0)
-
-
-class _Back:
-    """From gradients of values, a group of experts at a time, to those of x, gate, router and norm.
-
-    ``dots`` (B, E, L, p²) is the gradient of gates on the output. The last ``beside`` columns of ``rows`` (E, M, …) are
-    filled with the gradient of chosen patches' scores; see `pointwise`.
-    """
-
-    def __init__(
-        self, of: _Chosen, dots: Tensor | None, *, centre: bool, rows: Tensor | None = None, beside: int = 0
-    ) -> None:
-        self.of, self.dots, self.centre = of, dots, centre
-        self.kernels = None if of.router is None else by_pixel(of.router)
-        self.owners: tuple[Tensor, Tensor] | None = None
-        self.grad_x: Tensor | None = None
-        self.grad_router: Tensor | None = None
-        # zeros: places that nobody took have no patch
-        self.grad_gate = (
-            torch.zeros(of.index.shape, dtype=wide(of.x.dtype), device=of.x.device) if of.on_input else None
-        )
-        self.norm_gradients: tuple[Tensor, Tensor] | None = None
-        self.grad_scores: Tensor | None = None
-        self.every = of.every
-        if self.kernels is not None and dots is not None and of.scores is not None:
-            self.grad_scores = choice.gradient_of_choice(
-                dots, of.gate, of.scores, of.slots, of.kind, self.every, rows, beside
-            )
-
-    @property
-    def beside(self) -> tuple[Tensor, Tensor] | None:
-        """The gradient of chosen patches' scores goes along; that of all patches' takes a pass of its own."""
-        if self.grad_scores is None or self.kernels is None or self.every:
-            return None
-        return self.grad_scores, self.kernels
-
-    def add(self, grad_rows: Tensor, experts: range) -> None:
-        """Gradients of these experts' values (…, M1, C); with a norm, of all experts at once."""
-        of, folded = self.of, None
-        if self.owners is None:
-            self.owners = choice.owners_of(of.slots, of.index.shape[2])
-        if of.norm is not None:
-            *self.norm_gradients, folded = norm_gradients(
-                grad_rows, of.x, of.index, of.gate_in, of.norm, of.patch, centre=self.centre
-            )
-        self.grad_x = collect(
-            grad_rows, of.x, of.index, self.owners, of.gate_in, self.grad_gate, folded, self.beside, of.patch,
-            experts, self.grad_x,
-        )  # fmt: skip
-
-    def finish(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of x, gate, router, norm's weight and bias; empty where there is none."""
-        of, grad_x = self.of, self.grad_x
-        assert grad_x is not None
-        grad_gate, grad_router = _nothing(grad_x), self.grad_router
-        grad_weight, grad_bias = self.norm_gradients or (_nothing(grad_x), _nothing(grad_x))
-        dots, kernels = self.dots if self.grad_gate is None else self.grad_gate, self.kernels
-        if of.router is None or kernels is None or of.scores is None:
-            if dots is not None:
-                grad_gate = dots if dots.ndim == 3 else dots[..., 0] if dots.shape[3] == 1 else dots.sum(3)
-                grad_gate = grad_gate.to(of.gate.dtype)
-        elif self.beside is not None and grad_router is None:
-            grad_router = choice.router_gradient_of_chosen(self.beside[0], of.x, of.index, of.patch, of.router.dtype)
-        elif grad_router is None:
-            grad_scores = self.grad_scores
-            if grad_scores is None and dots is not None:
-                grad_scores = choice.gradient_of_choice(dots, of.gate, of.scores, of.slots, of.kind, True)
-            if grad_scores is not None:
-                grad_x = choice.map_back(grad_scores, kernels, grad_x, of.x, of.patch)
-                grad_router = choice.router_gradient(grad_scores, of.x, of.patch, of.router.dtype)
-        grad_router = _nothing(grad_x) if grad_router is None else grad_router
-        return grad_x, grad_gate, grad_router, grad_weight, grad_bias
-
 
 # choice --------------------------------------------------------------------------------------------------------------
 
@@ -197,11 +70,7 @@ def patch_route_backward(
 
 @patch_route_backward.register_fake
 def _(grad_scores, grad_gate, x, router, scores, gate, slots, kind):
-    return _like(x), _like(router)
-
-
-def _like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return like(x), like(router)
 
 
 def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -260,19 +129,19 @@ def patch_conv(
     alone: bool, summed: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The map (B, H, W, O'), and with ``keep`` what the gradient needs: values, and what gates are multiplied with."""
-    of = _chosen(
+    of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
     sizes, landing, bias = of.sizes, Landing(weight.shape[3], alone, summed), dense(bias)
     if _in_place(x, weight, summed, on_input, of.norm is not None):
         y, own = pointwise.answers(of.x, taps_of(weight), bias, sizes, of.index, of.slots, of.gate, keep)
-        return y, _nothing(x), _nothing(x) if own is None else own
+        return y, nothing(x), nothing(x) if own is None else own
     rest = of.norm is not None
     values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=rest)
     contributions = torch.bmm(values, taps_of(weight).transpose(1, 2))
     small = landing.kernel == 1  # then values are most of the work, and kept
     if not (keep and small):
-        values = _nothing(x)
+        values = nothing(x)
     if small and summed and not on_input and not rest:
         owners = choice.owners_of(of.slots, sizes.L)
         y, own = sum_of_owners(contributions, sizes, owners, of.gate_out, bias, None), None
@@ -282,7 +151,7 @@ def patch_conv(
             keep=keep and not small and not on_input,
         )  # fmt: skip
     if own is None:
-        own = contributions if keep and small and not on_input else _nothing(x)
+        own = contributions if keep and small and not on_input else nothing(x)
     return y, values, own
 
 
@@ -311,10 +180,10 @@ def patch_conv_backward(
     alone: bool, summed: bool, need_map: bool, need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight, bias, gate, router, norm's weight and bias; empty where there is none."""
-    of = _chosen(
+    of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
-    E, _, C, ks, _ = weight.shape
+    ks = weight.shape[3]
     grad, bias = grad.contiguous(), dense(bias)
     sizes, landing = of.sizes, Landing(ks, alone, summed)
     if _in_place(x, weight, summed, on_input, of.norm is not None):
@@ -331,47 +200,21 @@ def patch_conv_backward(
         answers = resting_gradients(grad, sizes, of.slots, of.gate_out, landing, by_tap=norm)
         sums = answers[:, answers.shape[1] // 2]
     del own
-    taps = taps_of(weight)
-    # three quarters of the experts, then the others: so most is alive before the map's gradient is there
-    parted = not small and E > 1 and E * rows * taps.shape[1] * grad.element_size() > GROUPED
-    groups = [range(-(-3 * E // 4)), range(-(-3 * E // 4), E)] if parted else [range(E)]
-    # a norm needs all rows' gradients before any goes on to the map
-    back = _Back(of, dots, centre=True) if need_map else None
-    grad_taps = torch.empty_like(taps) if need_weight else None
-    grad_rows = torch.empty(E, rows, C, dtype=weight.dtype, device=x.device) if norm and need_map else None
-    for group in filter(len, groups):
-        inside = slice(group.start, group.stop)
-        part = gated
-        if part is None:
-            part = spread(grad, sizes, of.index, of.slots, of.gate_out, landing, rows, group)
-        if norm and answers is not None:
-            part[:, sizes.M] = answers[inside].flatten(1)
-        if grad_taps is not None:
-            given = values if small else gather(
-                of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=norm, experts=group
-            )  # fmt: skip
-            torch.bmm(part.transpose(1, 2), given, out=grad_taps[inside])
-        given = None
-        if grad_rows is not None:
-            torch.bmm(part, taps[inside], out=grad_rows[inside])
-        elif back is not None:
-            given = torch.bmm(part, taps[inside])
-        part = gated = None  # before the map's gradient is there
-        if back is not None and given is not None:
-            back.add(given, group)
-            del given
-    grad_weight = _nothing(grad)
-    if grad_taps is not None:
-        grad_weight = weight_of(grad_taps, ks)
-    grad_bias = _nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
-    if back is None:
-        return _nothing(grad), grad_weight, grad_bias, *(_nothing(grad) for _ in range(4))
-    del grad_taps, taps
-    if grad_rows is not None:
-        back.add(grad_rows, range(E))
-        del grad_rows
-    grad_x, *others = back.finish()
-    return grad_x, grad_weight, grad_bias, *others
+    back = Back(of, dots, centre=True) if need_map else None
+    ready = [] if gated is None else [gated]
+    del gated  # whoever takes it from the list is the last to have it
+
+    def part_of(group: range) -> Tensor:
+        if ready:
+            return ready.pop()
+        return spread(grad, sizes, of.index, of.slots, of.gate_out, landing, rows, group)
+
+    grad_taps, aside = product_gradients(of, weight, values, part_of, answers, back, need_weight=need_weight)
+    grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
+    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish()
+    aside.join()
+    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, ks)
+    return of_map[0], grad_weight, grad_bias, *of_map[1:]
 
 
 def _in_place(x: Tensor, weight: Tensor, summed: bool, on_input: bool, norm: bool) -> bool:
@@ -385,7 +228,7 @@ def _in_place(x: Tensor, weight: Tensor, summed: bool, on_input: bool, norm: boo
 
 
 def _in_place_backward(
-    of: _Chosen, grad: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, landing: Landing, need_map: bool,
+    of: Chosen, grad: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, landing: Landing, need_map: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sizes, taps = of.sizes, taps_of(weight)
@@ -403,40 +246,25 @@ def _in_place_backward(
         )  # fmt: skip
         grad_scores = None
     assert rows is not None
-    back = _Back(of, dots, centre=True, rows=rows, beside=beside) if need_map else None
+    back = Back(of, dots, centre=True, rows=rows, beside=beside) if need_map else None
     if back is not None and grad_scores is not None:
         back.grad_scores = grad_scores
     aside = Aside(grad)  # the map's gradient and the weights' are computed beside each other
     if back is not None:
         back.grad_x = pointwise.pixel_gradients(rows, taps, sizes, of.index, of.slots, back.beside, aside)
-    grad_weight, grad_router = _nothing(grad), None
+    grad_weight, grad_router = nothing(grad), None
     if need_weight or beside:
         router = of.router.dtype if beside and of.router is not None else None
         found, grad_router = pointwise.weight_gradients(rows, of.x, taps, sizes, of.index, router)
         grad_weight = weight_of(found, 1) if need_weight else grad_weight
     aside.join()
-    grad_bias = _nothing(grad) if bias is None or sums is None else sums.to(bias.dtype)
+    grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype)
     if back is None:
-        return _nothing(grad), grad_weight, grad_bias, *(_nothing(grad) for _ in range(4))
+        return nothing(grad), grad_weight, grad_bias, *(nothing(grad) for _ in range(4))
     if grad_router is not None:
         back.grad_router = choice.by_channel(grad_router, of.patch)
     grad_x, *others = back.finish()
     return grad_x, grad_weight, grad_bias, *others
-
-
-def _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map: bool):
-    """Shapes of x's gradient and of those that come with it: gate, router, norm's weight and bias."""
-
-    def like(tensor: Tensor | None, wanted: bool) -> Tensor:
-        return _like(tensor) if tensor is not None and wanted else grad.new_empty(0)
-
-    return (
-        like(x, need_map),
-        like(gate, need_map and router is None),
-        like(router, need_map),
-        like(norm_weight, need_map),
-        like(norm_bias, need_map),
-    )
 
 
 @patch_conv_backward.register_fake
@@ -444,9 +272,9 @@ def _(
     grad, values, own, x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps,
     training, patch, kind, on_input, alone, summed, need_map, need_weight,
 ):  # fmt: skip
-    grad_x, *others = _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
-    grad_weight = _like(weight) if need_weight else grad.new_empty(0)
-    return grad_x, grad_weight, grad.new_empty(0) if bias is None else _like(bias), *others
+    grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
+    grad_weight = like(weight) if need_weight else grad.new_empty(0)
+    return grad_x, grad_weight, grad.new_empty(0) if bias is None else like(bias), *others
 
 
 def _conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -483,7 +311,7 @@ def patch_mlp(
     eps: float, training: bool, patch: int, kind: int, on_input: bool, summed: bool, activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The map (B, H, W, O'), and with ``keep`` values, hidden values before and after activation, and answers."""
-    of = _chosen(
+    of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
     sizes, bias_out = of.sizes, dense(bias_out)
@@ -499,8 +327,8 @@ def patch_mlp(
     else:
         y, _ = combine(answers, sizes, of.slots, of.gate_out, bias_out, Landing(1, False, False), null=null)
     if not keep:
-        return y, *(_nothing(x) for _ in range(4))
-    return y, values, before, after, _nothing(x) if on_input else answers
+        return y, *(nothing(x) for _ in range(4))
+    return y, values, before, after, nothing(x) if on_input else answers
 
 
 @patch_mlp.register_fake
@@ -528,7 +356,7 @@ def patch_mlp_backward(
     eps: float, training: bool, patch: int, kind: int, on_input: bool, summed: bool, activation: str, need_map: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight_in, bias_in, weight_out, bias_out, gate, router, norm's weight and bias."""
-    of = _chosen(
+    of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
     grad, bias_out = grad.contiguous(), dense(bias_out)
@@ -551,12 +379,12 @@ def patch_mlp_backward(
     grad_rows, grad_in, grad_bias_in, grad_out = perceptron.backward(
         part, values, before, after, weight_in, bias_in, weight_out, activation
     )
-    grad_bias_out = _nothing(grad) if bias_out is None or sums is None else sums.to(bias_out.dtype).contiguous()
-    grad_bias_in = _nothing(grad) if grad_bias_in is None else grad_bias_in
+    grad_bias_out = nothing(grad) if bias_out is None or sums is None else sums.to(bias_out.dtype).contiguous()
+    grad_bias_in = nothing(grad) if grad_bias_in is None else grad_bias_in
     of_weights = grad_in, grad_bias_in, grad_out, grad_bias_out
     if not need_map:
-        return _nothing(grad), *of_weights, *(_nothing(grad) for _ in range(4))
-    back = _Back(of, dots, centre=False)
+        return nothing(grad), *of_weights, *(nothing(grad) for _ in range(4))
+    back = Back(of, dots, centre=False)
     back.add(grad_rows, range(sizes.E))
     grad_x, *others = back.finish()
     return grad_x, *of_weights, *others
@@ -567,9 +395,9 @@ def _(
     grad, values, before, after, answers, x, weight_in, bias_in, weight_out, bias_out, index, slots, gate, scores,
     router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input, summed, activation, need_map,
 ):  # fmt: skip
-    grad_x, *others = _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
+    grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
     of_weights = [
-        grad.new_empty(0) if each is None else _like(each) for each in (weight_in, bias_in, weight_out, bias_out)
+        grad.new_empty(0) if each is None else like(each) for each in (weight_in, bias_in, weight_out, bias_out)
     ]
     return grad_x, *of_weights, *others
 

@@ -88,7 +88,8 @@ def pipeline(number: int, stages: int) -> dict[str, int]:
 class Aside:
     """Launch inside the block beside what follows it, up to `join`: on a stream of its own, where there are streams.
 
-    Memory must be taken before the block, and what is not returned be kept (`keep`): else others get it too early.
+    Of tensors made outside, what is used inside must live until then (`keep`): else others get its memory too early.
+    What is made inside is for use inside.
     """
 
     def __init__(self, x: Tensor) -> None:

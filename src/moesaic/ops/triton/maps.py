@@ -27,7 +27,18 @@ from moesaic.ops.tiles import tile
 from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, pixel_of_patch, power_of_2, total, warps, wide
 from moesaic.ops.triton.rows import pixel_of_row
 
-__all__ = ["Landing", "combine", "gated_gradients", "resting_gradients", "spread", "taps_of", "weight_of"]
+__all__ = [
+    "Landing",
+    "combine",
+    "gated_gradients",
+    "landed_patches",
+    "resting_gradients",
+    "resting_map",
+    "spread",
+    "taps_of",
+    "weight_of",
+    "whole_blocks",
+]
 
 
 @dataclass(frozen=True)
@@ -377,10 +388,10 @@ def combine(
     HW, constants = sizes.H * sizes.W, sizes.constants()
     resting = None
     if rest:
-        resting = _resting_map(contributions, sizes, bias, landing, O)
+        resting = resting_map(contributions, sizes, bias, landing, O)
         bias = None
-    landed = _landed(contributions, sizes, ks, O) if ks > 1 and p > 1 else contributions
-    rule = (power_of_2(HW, most=32), _whole_blocks(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
+    landed = landed_patches(contributions, sizes, ks, O) if ks > 1 and p > 1 else contributions
+    rule = (power_of_2(HW, most=32), whole_blocks(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
     BP, BO, number = tile("combine", rule, HW, O, ks, p, E, sizes.L, lanes, y.element_size())
     combine_kernel[(ceil(HW, BP), sizes.B, lanes * ceil(O, BO))](
         landed, slots, gate, bias, resting, null, y, own, sizes.M, landed.stride(0),
@@ -391,7 +402,7 @@ def combine(
     return y, own
 
 
-def _landed(contributions: Tensor, sizes: Sizes, kernel: int, O: int) -> Tensor:
+def landed_patches(contributions: Tensor, sizes: Sizes, kernel: int, O: int) -> Tensor:
     """(E, B·L, (p + ks - 1)², O): contributions added up, patch by patch."""
     reached = sizes.p + kernel - 1
     patches = sizes.B * sizes.L
@@ -404,7 +415,7 @@ def _landed(contributions: Tensor, sizes: Sizes, kernel: int, O: int) -> Tensor:
     return out
 
 
-def _resting_map(contributions: Tensor, sizes: Sizes, bias: Tensor | None, landing: Landing, O: int) -> Tensor:
+def resting_map(contributions: Tensor, sizes: Sizes, bias: Tensor | None, landing: Landing, O: int) -> Tensor:
     """(E, H·W, O) in the order of patches: the answer to row M everywhere, and the bias."""
     HW = sizes.H * sizes.W
     out = torch.empty(sizes.E, HW, O, dtype=wide(contributions.dtype), device=contributions.device)
@@ -432,7 +443,7 @@ def spread(
     O = grad.shape[3] // (1 if landing.summed else sizes.E)
     out = torch.empty(len(experts), rows, landing.kernel**2 * O, dtype=grad.dtype, device=grad.device)
     BM, BO, number = tile(
-        "spread", (64, _whole_blocks(O, 32), 4), sizes.M, O, landing.kernel, sizes.p, grad.element_size()
+        "spread", (64, whole_blocks(O, 32), 4), sizes.M, O, landing.kernel, sizes.p, grad.element_size()
     )
     spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
         grad, index, slots, gate, out, sizes.M, rows, experts.start,
@@ -463,7 +474,7 @@ def gated_gradients(
     """
     O = grad.shape[3] // (1 if landing.summed else sizes.E)
     full = wide(grad.dtype)
-    BM, BO, number = tile("gated", (32, _whole_blocks(O, 64), 4), sizes.M, O, sizes.p, grad.element_size())
+    BM, BO, number = tile("gated", (32, whole_blocks(O, 64), 4), sizes.M, O, sizes.p, grad.element_size())
     tiles = ceil(sizes.M if rows is None else rows, BM)
     dots = None if own is None else torch.empty(*index.shape, sizes.p**2, dtype=full, device=grad.device)
     gated = None if rows is None else torch.empty(sizes.E, rows, O + beside, dtype=grad.dtype, device=grad.device)
@@ -490,7 +501,7 @@ def resting_gradients(
     O = grad.shape[3] // (1 if landing.summed else sizes.E)
     full, HW = wide(grad.dtype), sizes.H * sizes.W
     flat = not by_tap or landing.kernel == 1
-    BP, BO = power_of_2(HW, most=64), _whole_blocks(O, 32)
+    BP, BO = power_of_2(HW, most=64), whole_blocks(O, 32)
     blocks = ceil(HW, BP)
     chunk, splits = parts(sizes.B, fill(blocks * sizes.E * ceil(O, BO), sizes.B), 1)
     shape = (splits * blocks, sizes.E, O) if flat else (splits, sizes.E, HW, O)
@@ -502,7 +513,7 @@ def resting_gradients(
     if flat:
         return total(sums, full).unsqueeze(1)
     out = torch.empty(sizes.E, landing.kernel**2, O, dtype=full, device=grad.device)
-    BO = _whole_blocks(O, 32)
+    BO = whole_blocks(O, 32)
     answers_kernel[(sizes.E, landing.kernel**2, ceil(O, BO))](
         sums, out, splits, E=sizes.E, O=O, P=sizes.p, KS=landing.kernel, HW=HW, H=sizes.H, W=sizes.W,
         ALONE=landing.alone, ACC=acc(full), BP=power_of_2(HW, most=64), BO=BO, **warps(4),
@@ -538,7 +549,7 @@ def _transpose(weight: Tensor, taps: Tensor, E: int, O: int, C: int, kernel: int
     )
 
 
-def _whole_blocks(channels: int, most: int) -> int:
+def whole_blocks(channels: int, most: int) -> int:
     """A tile side that divides the channels, if one of 16 or more does."""
     side = channels & -channels
     return min(side, most) if side >= 16 else power_of_2(channels, most=most)

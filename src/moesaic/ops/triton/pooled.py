@@ -18,9 +18,9 @@ from torch.library import custom_op
 
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton import reached
-from moesaic.ops.triton.experts import GROUPED, _Back, _Chosen, _chosen, _like, _map_shapes, _nothing
+from moesaic.ops.triton.chosen import Back, Chosen, chosen, like, map_shapes, nothing, product_gradients
 from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
-from moesaic.ops.triton.maps import Landing, _landed, _resting_map, _whole_blocks, taps_of, weight_of
+from moesaic.ops.triton.maps import Landing, landed_patches, resting_map, taps_of, weight_of, whole_blocks
 from moesaic.ops.triton.rows import gather
 
 __all__ = ["patch_conv_pooled"]
@@ -85,7 +85,7 @@ class _Reach:
 
 def _tile_of(rows: int, O: int) -> tuple[int, int]:
     """Sides of a tile for a single warp, within which sums and lookups need not wait for others."""
-    BO = _whole_blocks(O, 32)
+    BO = whole_blocks(O, 32)
     return power_of_2(rows, most=max(512 // BO, 1)), BO
 
 
@@ -103,14 +103,14 @@ class _Found:
 
 
 def _reach(
-    contributions: Tensor, of: _Chosen, reach: _Reach, bias: Tensor | None, *, stats: bool
+    contributions: Tensor, of: Chosen, reach: _Reach, bias: Tensor | None, *, stats: bool
 ) -> tuple[_Found, Tensor | None, Tensor | None]:
     """Rows, the resting map if there is one, and sums (2, S, E, O) for the statistics of y."""
     sizes, landing, O = reach.sizes, reach.landing, reach.O
     ks, full, device = landing.kernel, wide(contributions.dtype), contributions.device
-    resting = _resting_map(contributions, sizes, bias, landing, O) if reach.normed else None
+    resting = resting_map(contributions, sizes, bias, landing, O) if reach.normed else None
     base, steps = bias if resting is None else resting, reach.steps(resting)
-    landed = _landed(contributions, sizes, ks, O) if ks > 1 and sizes.p > 1 else contributions
+    landed = landed_patches(contributions, sizes, ks, O) if ks > 1 and sizes.p > 1 else contributions
     number = reach.number
     rows = contributions if reach.small else torch.empty(reach.shape(), dtype=contributions.dtype, device=device)
     place = torch.empty(sizes.E, number, dtype=torch.int32, device=device)
@@ -148,11 +148,11 @@ def _table(
     return table, moments
 
 
-def _pool(of: _Chosen, reach: _Reach, found: _Found, table: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+def _pool(of: Chosen, reach: _Reach, found: _Found, table: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
     """Means (B, E·O) and, with ``keep``, active positions and their sum (2, B, E·O)."""
     sizes, O, rows = reach.sizes, reach.O, found.rows
     pooled = torch.empty(sizes.B, sizes.E * O, dtype=rows.dtype, device=rows.device)
-    counts = torch.empty(2, *pooled.shape, dtype=table.dtype, device=rows.device) if keep else _nothing(table)
+    counts = torch.empty(2, *pooled.shape, dtype=table.dtype, device=rows.device) if keep else nothing(table)
     rule = (*_tile_of(sizes.L * reach.each, O), 1)
     BM, BO, wide_by = tile("pool", rule, sizes.L * reach.each, O, sizes.E, rows.element_size())
     reached.pool_kernel[(sizes.B, sizes.E, ceil(O, BO))](
@@ -180,7 +180,7 @@ def _slopes(
 
 
 def _row_gradients(
-    grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
+    grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient of rows; with ``sums`` their part (S, E, ks², O) in that of what experts answer at rest."""
     sizes, O, number = reach.sizes, reach.O, reach.number
@@ -200,11 +200,11 @@ def _row_gradients(
     return out, joint
 
 
-def _spread(grad: Tensor, of: _Chosen, reach: _Reach, experts: range) -> Tensor:
+def _spread(grad: Tensor, of: Chosen, reach: _Reach, experts: range) -> Tensor:
     """Gradient of some experts' contributions (…, M1, ks²·O) from that of rows."""
     sizes, O, ks, rows = reach.sizes, reach.O, reach.landing.kernel, reach.sizes.rows(reach.normed)
     out = torch.empty(len(experts), rows, ks**2 * O, dtype=grad.dtype, device=grad.device)
-    rule = (64, _whole_blocks(O, 32), 4)
+    rule = (64, whole_blocks(O, 32), 4)
     BM, BO, wide_by = tile("pooled_spread", rule, sizes.M, O, ks, sizes.p, out.element_size())
     constants = sizes.constants()
     del constants["HW"]
@@ -216,13 +216,13 @@ def _spread(grad: Tensor, of: _Chosen, reach: _Reach, experts: range) -> Tensor:
     return out
 
 
-def _dots(grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tensor) -> Tensor | None:
+def _dots(grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor) -> Tensor | None:
     """Gradient of gates on the output (B, E, L, p²), place by place."""
     if of.gate_out is None:
         return None
     sizes, O = reach.sizes, reach.O
     dots = torch.empty(*of.index.shape, sizes.p**2, dtype=slopes.dtype, device=grad.device)
-    BM, BO = 32, _whole_blocks(O, 64)
+    BM, BO = 32, whole_blocks(O, 64)
     reached.dots_kernel[(ceil(sizes.M, BM), sizes.E)](
         grad, found.rows, found.base, found.place, of.gate_out, slopes, dots, sizes.M, found.rows.stride(0),
         *found.steps, E=sizes.E, O=O, L=sizes.L, P=sizes.p, HW=sizes.H * sizes.W, HAS_BASE=found.base is not None,
@@ -232,14 +232,14 @@ def _dots(grad: Tensor, of: _Chosen, reach: _Reach, found: _Found, slopes: Tenso
 
 
 def _answers(
-    sums: Tensor, of: _Chosen, reach: _Reach, base: Tensor | None, steps: tuple[int, int], slopes: Tensor
+    sums: Tensor, of: Chosen, reach: _Reach, base: Tensor | None, steps: tuple[int, int], slopes: Tensor
 ) -> Tensor:
     """Gradient (E, ks², O) of what experts answer to a constant at each tap, or (E, 1, O) of a bias."""
     sizes, (splits, E, taps, O) = reach.sizes, sums.shape
     HW, constants = sizes.H * sizes.W, sizes.constants()
     del constants["L"]
     out = torch.empty(E, taps, O, dtype=slopes.dtype, device=sums.device)
-    BO = _whole_blocks(O, 32)
+    BO = whole_blocks(O, 32)
     reached.answers_kernel[(E, taps, ceil(O, BO))](
         sums, base, slopes, out, splits, sizes.B, *steps, O=O, KS=reach.landing.kernel if reach.normed else 1,
         H=sizes.H, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None, ACC=acc(slopes.dtype),
@@ -261,7 +261,7 @@ def patch_conv_pooled(
     Without ``after_mean`` and ``after_var`` BatchNorm takes y's own. The other results are for the gradient, if
     ``keep``: values, rows, their places, the resting map, the table of channels, and each image's counts.
     """
-    of = _chosen(
+    of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
     _, O, _, ks, _ = weight.shape
@@ -270,14 +270,14 @@ def patch_conv_pooled(
     values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=normed)
     contributions = torch.bmm(values, taps_of(weight).transpose(1, 2))
     if not (keep and reach.small):
-        values = _nothing(x)
+        values = nothing(x)
     found, resting, sums = _reach(contributions, of, reach, dense(bias), stats=after_mean is None)
     after = after_weight.contiguous(), after_bias.contiguous(), dense(after_mean), dense(after_var)
     table, moments = _table(reach, found, sums, after, after_eps)
     pooled, counts = _pool(of, reach, found, table, keep=keep)
     if not keep:
-        return pooled, moments, *(_nothing(x) for _ in range(6))
-    return pooled, moments, values, found.rows, found.place, _nothing(x) if resting is None else resting, table, counts
+        return pooled, moments, *(nothing(x) for _ in range(6))
+    return pooled, moments, values, found.rows, found.place, nothing(x) if resting is None else resting, table, counts
 
 
 @patch_conv_pooled.register_fake
@@ -315,10 +315,10 @@ def patch_conv_pooled_backward(
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of x, weight, bias, gate, router, norm's weight and bias, and those of BatchNorm; empty if none."""
-    of = _chosen(
+    of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
-    E, O, C, ks, _ = weight.shape
+    _, O, _, ks, _ = weight.shape
     sizes, norm, bias, grad = of.sizes, of.norm is not None, dense(bias), grad.contiguous()
     reach = _Reach(sizes, Landing(ks, alone, False), O, on_input, norm)
     base = resting if norm else bias
@@ -329,42 +329,19 @@ def patch_conv_pooled_backward(
     dots = _dots(grad, of, reach, found, slopes) if need_map else None
     of_rows, sums = _row_gradients(grad, of, reach, found, slopes, sums=norm or bias is not None)
     answers = None if sums is None else _answers(sums, of, reach, base, found.steps, slopes)
-    M1, taps = sizes.rows(norm), taps_of(weight)
-    # three quarters of the experts, then the others: so most is alive before the map's gradient is there
-    parted = not reach.small and E > 1 and E * M1 * taps.shape[1] * weight.element_size() > GROUPED
-    groups = [range(-(-3 * E // 4)), range(-(-3 * E // 4), E)] if parted else [range(E)]
-    # a norm needs all rows' gradients before any goes on to the map
-    back = _Back(of, dots, centre=True) if need_map else None
-    grad_taps = torch.empty_like(taps) if need_weight else None
-    grad_rows = torch.empty(E, M1, C, dtype=weight.dtype, device=x.device) if norm and need_map else None
-    for group in filter(len, groups):
-        inside = slice(group.start, group.stop)
-        part = of_rows if reach.small else _spread(of_rows, of, reach, group)
-        if norm and answers is not None:
-            part[:, sizes.M] = answers[inside].flatten(1)
-        if grad_taps is not None:
-            given = values if reach.small else gather(
-                of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=norm, experts=group
-            )  # fmt: skip
-            torch.bmm(part.transpose(1, 2), given, out=grad_taps[inside])
-            del given
-        if grad_rows is not None:
-            torch.bmm(part, taps[inside], out=grad_rows[inside])
-        elif back is not None:
-            given = torch.bmm(part, taps[inside])
-            del part  # before the map's gradient is there
-            back.add(given, group)
-            del given
-    grad_weight = _nothing(grad) if grad_taps is None else weight_of(grad_taps, ks)
-    grad_bias = _nothing(grad)
+    back = Back(of, dots, centre=True) if need_map else None
+
+    def part_of(group: range) -> Tensor:
+        return of_rows if reach.small else _spread(of_rows, of, reach, group)
+
+    grad_taps, aside = product_gradients(of, weight, values, part_of, answers, back, need_weight=need_weight)
+    grad_bias = nothing(grad)
     if bias is not None and answers is not None:
         grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)
-    if back is None:
-        return _nothing(grad), grad_weight, grad_bias, *(_nothing(grad) for _ in range(4)), *of_after
-    if grad_rows is not None:
-        back.add(grad_rows, range(E))
-    grad_x, *others = back.finish()
-    return grad_x, grad_weight, grad_bias, *others, *of_after
+    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish()
+    aside.join()
+    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, ks)
+    return of_map[0], grad_weight, grad_bias, *of_map[1:], *of_after
 
 
 @patch_conv_pooled_backward.register_fake
@@ -373,10 +350,10 @@ def _(
     norm_weight, norm_bias, mean, var, after_weight, after_bias, eps, training, patch, kind, on_input, alone,
     after_eps, after_training, need_map, need_weight,
 ):  # fmt: skip
-    grad_x, *others = _map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
-    grad_weight = _like(weight) if need_weight else grad.new_empty(0)
-    grad_bias = grad.new_empty(0) if bias is None else _like(bias)
-    return grad_x, grad_weight, grad_bias, *others, _like(after_weight), _like(after_bias)
+    grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
+    grad_weight = like(weight) if need_weight else grad.new_empty(0)
+    grad_bias = grad.new_empty(0) if bias is None else like(bias)
+    return grad_x, grad_weight, grad_bias, *others, like(after_weight), like(after_bias)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
