@@ -414,6 +414,28 @@ def test_a_layer_equals_the_reference_with_its_router(options, extra, on):
     assert_same(*(results(layer, layer, name, x, device, extra) for name in ("triton", "reference")))
 
 
+@pytest.mark.parametrize("on", ONE_TYPE)
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_kernels_that_lie_channels_last_have_gradients_that_do(compiled, on, monkeypatch):
+    device, dtype = on
+    layer = layer_of({"patch_size": 2, "kernel_size": 3}, device, dtype)
+    last = copy.deepcopy(layer).to(memory_format=torch.channels_last)
+    assert not last.experts.weight.is_contiguous()
+    assert not last.router.weight.is_contiguous()
+    call = last
+    if compiled:
+        monkeypatch.undo()
+        if INTERPRETED:
+            monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
+        torch.compiler.reset()
+        call = torch.compile(last, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    found = results(last, call, "triton", x, device, False)
+    assert_same(found, results(layer, layer, "reference", x, device, False))
+    assert found["experts.weight"].stride() == last.experts.weight.stride()
+    assert found["router.weight"].stride() == last.router.weight.stride()
+
+
 @pytest.mark.parametrize("on", [CPU_TYPE, *GPU_TYPES[1:]])
 @pytest.mark.parametrize(
     "options",

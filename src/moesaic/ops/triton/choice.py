@@ -30,6 +30,7 @@ from moesaic.ops.triton.launch import (
     Sizes,
     acc,
     ceil,
+    channels_last,
     fill,
     parts,
     pipeline,
@@ -449,8 +450,9 @@ def map_back(grad: Tensor, kernels: Tensor, base: Tensor | None, like: Tensor, p
     return out
 
 
-def router_gradient(grad: Tensor, x: Tensor, patch: int, dtype: torch.dtype) -> Tensor:
+def router_gradient(grad: Tensor, x: Tensor, router: Tensor) -> Tensor:
     """Gradient of the router's kernels (E, C, p, p) from that of scores (B, N, E)."""
+    patch = router.shape[2]
     B, H, W, C = x.shape
     E = grad.shape[2]
     sizes = Sizes(B, H, W, C, E, 1, patch)
@@ -464,11 +466,12 @@ def router_gradient(grad: Tensor, x: Tensor, patch: int, dtype: torch.dtype) -> 
         grad, x, sums, rows, chunk, C=C, N=sizes.N, PRECISION=_precision(x), ACC=acc(grad.dtype),
         BM=BM, BC=BC, BE=power_of_2(E, 16), **constants,
     )  # fmt: skip
-    return by_channel(total(sums, dtype), patch)
+    return by_channel(total(sums, router.dtype), router)
 
 
-def router_gradient_of_chosen(grad: Tensor, x: Tensor, index: Tensor, patch: int, dtype: torch.dtype) -> Tensor:
+def router_gradient_of_chosen(grad: Tensor, x: Tensor, index: Tensor, router: Tensor) -> Tensor:
     """The same from the gradient of chosen patches' scores (B, E, L)."""
+    patch = router.shape[2]
     sizes = Sizes.of(x, index, patch)
     rows, pixels, C = sizes.B * sizes.L, patch**2, sizes.C
     BM, BC = power_of_2(rows, most=32), power_of_2(C, most=128)
@@ -477,12 +480,14 @@ def router_gradient_of_chosen(grad: Tensor, x: Tensor, index: Tensor, patch: int
     router_rows_kernel[(ceil(C, BC), sizes.E * pixels, splits)](
         grad, x, index, sums, rows, chunk, C=C, ACC=acc(grad.dtype), BM=BM, BC=BC, **sizes.constants()
     )
-    return by_channel(total(sums, dtype), patch)
+    return by_channel(total(sums, router.dtype), router)
 
 
-def by_channel(kernels: Tensor, patch: int) -> Tensor:
-    E, _, C = kernels.shape
-    return kernels.view(E, patch, patch, C).permute(0, 3, 1, 2).contiguous()
+def by_channel(kernels: Tensor, like: Tensor) -> Tensor:
+    """And back: (E, p², C) as (E, C, p, p), laid out as other kernels are."""
+    E, C, p, _ = like.shape
+    found = kernels.view(E, p, p, C).permute(0, 3, 1, 2)
+    return found if channels_last(like) else found.contiguous()
 
 
 def _precision(x: Tensor) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moesaic.ops.triton import choice
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.launch import Aside, Sizes, dense, wide
+from moesaic.ops.triton.launch import Aside, Sizes, dense, laid_out, wide
 from moesaic.ops.triton.maps import taps_of
 from moesaic.ops.triton.norm import norm_gradients
 from moesaic.ops.triton.rows import NormTensors, collect, gather
@@ -141,14 +141,14 @@ class Back:
                 grad_gate = dots if dots.ndim == 3 else dots[..., 0] if dots.shape[3] == 1 else dots.sum(3)
                 grad_gate = grad_gate.to(of.gate.dtype)
         elif self.beside is not None and grad_router is None:
-            grad_router = choice.router_gradient_of_chosen(self.beside[0], of.x, of.index, of.patch, of.router.dtype)
+            grad_router = choice.router_gradient_of_chosen(self.beside[0], of.x, of.index, of.router)
         elif grad_router is None:
             grad_scores = self.grad_scores
             if grad_scores is None and dots is not None:
                 grad_scores = choice.gradient_of_choice(dots, of.gate, of.scores, of.slots, of.kind, True)
             if grad_scores is not None:
                 grad_x = choice.map_back(grad_scores, kernels, grad_x, of.x, of.patch)
-                grad_router = choice.router_gradient(grad_scores, of.x, of.patch, of.router.dtype)
+                grad_router = choice.router_gradient(grad_scores, of.x, of.router)
         grad_router = nothing(grad_x) if grad_router is None else grad_router
         return grad_x, grad_gate, grad_router, grad_weight, grad_bias
 
@@ -162,7 +162,7 @@ def map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map: bool):
     return (
         shape(x, need_map),
         shape(gate, need_map and router is None),
-        shape(router, need_map),
+        laid_out(router) if router is not None and need_map else grad.new_empty(0),
         shape(norm_weight, need_map),
         shape(norm_bias, need_map),
     )

@@ -27,7 +27,7 @@ from torch.library import custom_op
 from moesaic.ops.triton import choice, perceptron, pointwise
 from moesaic.ops.triton.choice import by_pixel
 from moesaic.ops.triton.chosen import Back, Chosen, chosen, like, map_shapes, nothing, product_gradients
-from moesaic.ops.triton.launch import INTERPRETED, Aside, dense, wide
+from moesaic.ops.triton.launch import INTERPRETED, Aside, dense, laid_out, wide
 from moesaic.ops.triton.maps import Landing, combine, gated_gradients, resting_gradients, spread, taps_of, weight_of
 from moesaic.ops.triton.norm import statistics
 from moesaic.ops.triton.rows import gather, sum_of_owners
@@ -65,12 +65,12 @@ def patch_route_backward(
             grad_gate.contiguous(), gate.contiguous(), scores.contiguous(), slots.contiguous(), kind, True
         )
     grad = grad.contiguous()
-    return choice.map_back(grad, by_pixel(router), None, x, p), choice.router_gradient(grad, x, p, router.dtype)
+    return choice.map_back(grad, by_pixel(router), None, x, p), choice.router_gradient(grad, x, router)
 
 
 @patch_route_backward.register_fake
 def _(grad_scores, grad_gate, x, router, scores, gate, slots, kind):
-    return like(x), like(router)
+    return like(x), laid_out(router)
 
 
 def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -213,7 +213,7 @@ def patch_conv_backward(
     grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
     of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish()
     aside.join()
-    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, ks)
+    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, weight)
     return of_map[0], grad_weight, grad_bias, *of_map[1:]
 
 
@@ -256,13 +256,13 @@ def _in_place_backward(
     if need_weight or beside:
         router = of.router.dtype if beside and of.router is not None else None
         found, grad_router = pointwise.weight_gradients(rows, of.x, taps, sizes, of.index, router)
-        grad_weight = weight_of(found, 1) if need_weight else grad_weight
+        grad_weight = weight_of(found, weight) if need_weight else grad_weight
     aside.join()
     grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype)
     if back is None:
         return nothing(grad), grad_weight, grad_bias, *(nothing(grad) for _ in range(4))
     if grad_router is not None:
-        back.grad_router = choice.by_channel(grad_router, of.patch)
+        back.grad_router = choice.by_channel(grad_router, of.router)
     grad_x, *others = back.finish()
     return grad_x, grad_weight, grad_bias, *others
 
@@ -273,7 +273,7 @@ def _(
     training, patch, kind, on_input, alone, summed, need_map, need_weight,
 ):  # fmt: skip
     grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
-    grad_weight = like(weight) if need_weight else grad.new_empty(0)
+    grad_weight = laid_out(weight) if need_weight else grad.new_empty(0)
     return grad_x, grad_weight, grad.new_empty(0) if bias is None else like(bias), *others
 
 

@@ -21,8 +21,10 @@ __all__ = [
     "Sizes",
     "acc",
     "ceil",
+    "channels_last",
     "dense",
     "fill",
+    "laid_out",
     "parts",
     "pipeline",
     "pixel_of_patch",
@@ -62,6 +64,17 @@ def acc(dtype: torch.dtype) -> Any:
 def dense(tensor: Tensor | None) -> Tensor | None:
     """As kernels read it, if there is one."""
     return None if tensor is None else tensor.contiguous()
+
+
+def channels_last(kernels: Tensor) -> bool:
+    """Whether kernels (…, C, ks, ks) lie in memory with their channels together."""
+    return not kernels.is_contiguous() and kernels.movedim(-3, -1).is_contiguous()
+
+
+def laid_out(kernels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for others, laid out as these kernels are: their gradient need not be copied then."""
+    layout = torch.preserve_format if channels_last(kernels) else torch.contiguous_format
+    return torch.empty_like(kernels, dtype=dtype, memory_format=layout)
 
 
 def fill(programs: int, most: int) -> int:

@@ -24,7 +24,20 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tiles import tile
-from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, pixel_of_patch, power_of_2, total, warps, wide
+from moesaic.ops.triton.launch import (
+    Sizes,
+    acc,
+    ceil,
+    channels_last,
+    fill,
+    laid_out,
+    parts,
+    pixel_of_patch,
+    power_of_2,
+    total,
+    warps,
+    wide,
+)
 from moesaic.ops.triton.rows import pixel_of_row
 
 __all__ = [
@@ -55,16 +68,23 @@ class Landing:
 @triton.jit
 def taps_kernel(
     weight, taps,
-    O: tl.constexpr, C: tl.constexpr, A: tl.constexpr, BACK: tl.constexpr, BA: tl.constexpr, BC: tl.constexpr,
+    O: tl.constexpr, C: tl.constexpr, A: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, BA: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
-    """Weight (E, O, C, A) to taps (E, A, O, C), or BACK."""
+    """Weight (E, O, C, A), or (E, O, A, C) with channels LAST, to taps (E, A, O, C), or BACK."""
     eo = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     a = tl.arange(0, BA)
     by_channel = weight + (eo * C + c)[:, None].to(tl.int64) * A + a[None, :]
+    by_place = weight + (eo * A + a)[:, None].to(tl.int64) * C + c[None, :]
     by_tap = taps + ((eo // O * A + a) * O + eo % O)[:, None].to(tl.int64) * C + c[None, :]
     mask = (a < A)[:, None] & (c < C)[None, :]
-    if BACK:
+    if LAST:
+        if BACK:
+            tl.store(by_place, tl.load(by_tap, mask=mask, other=0), mask=mask)
+        else:
+            tl.store(by_tap, tl.load(by_place, mask=mask, other=0), mask=mask)
+    elif BACK:
         tl.store(by_channel, tl.trans(tl.load(by_tap, mask=mask, other=0)), mask=tl.trans(mask))
     else:
         tl.store(by_tap, tl.trans(tl.load(by_channel, mask=tl.trans(mask), other=0)), mask=mask)
@@ -527,25 +547,24 @@ def taps_of(weight: Tensor) -> Tensor:
     if ks == 1:
         return weight.reshape(E, O, C).contiguous()
     out = torch.empty(E, ks * ks * O, C, dtype=weight.dtype, device=weight.device)
-    _transpose(weight.contiguous(), out, E, O, C, ks, back=False)
+    _transpose(weight if channels_last(weight) else weight.contiguous(), out, back=False)
     return out
 
 
-def weight_of(taps: Tensor, kernel: int) -> Tensor:
-    """And back: (E, ks²·O, C) as (E, O, C, ks, ks)."""
-    E, K, C = taps.shape
-    O = K // kernel**2
-    if kernel == 1:
-        return taps.view(E, O, C, 1, 1)
-    out = torch.empty(E, O, C, kernel, kernel, dtype=taps.dtype, device=taps.device)
-    _transpose(out, taps, E, O, C, kernel, back=True)
+def weight_of(taps: Tensor, like: Tensor) -> Tensor:
+    """And back: (E, ks²·O, C) as (E, O, C, ks, ks), laid out as other kernels are."""
+    if like.shape[3] == 1:
+        return taps.view(like.shape)
+    out = laid_out(like, taps.dtype)
+    _transpose(out, taps, back=True)
     return out
 
 
-def _transpose(weight: Tensor, taps: Tensor, E: int, O: int, C: int, kernel: int, *, back: bool) -> None:
+def _transpose(weight: Tensor, taps: Tensor, *, back: bool) -> None:
+    E, O, C, ks, _ = weight.shape
     BC = power_of_2(C, most=128)
     taps_kernel[(E * O, ceil(C, BC))](
-        weight, taps, O=O, C=C, A=kernel**2, BACK=back, BA=power_of_2(kernel**2), BC=BC, **warps(4)
+        weight, taps, O=O, C=C, A=ks**2, LAST=channels_last(weight), BACK=back, BA=power_of_2(ks**2), BC=BC, **warps(4)
     )
 
 

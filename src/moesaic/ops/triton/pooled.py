@@ -19,7 +19,7 @@ from torch.library import custom_op
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton import reached
 from moesaic.ops.triton.chosen import Back, Chosen, chosen, like, map_shapes, nothing, product_gradients
-from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
+from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
 from moesaic.ops.triton.maps import Landing, landed_patches, resting_map, taps_of, weight_of, whole_blocks
 from moesaic.ops.triton.rows import gather
 
@@ -340,7 +340,7 @@ def patch_conv_pooled_backward(
         grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)
     of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish()
     aside.join()
-    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, ks)
+    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, weight)
     return of_map[0], grad_weight, grad_bias, *of_map[1:], *of_after
 
 
@@ -351,7 +351,7 @@ def _(
     after_eps, after_training, need_map, need_weight,
 ):  # fmt: skip
     grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
-    grad_weight = like(weight) if need_weight else grad.new_empty(0)
+    grad_weight = laid_out(weight) if need_weight else grad.new_empty(0)
     grad_bias = grad.new_empty(0) if bias is None else like(bias)
     return grad_x, grad_weight, grad_bias, *others, like(after_weight), like(after_bias)
 
