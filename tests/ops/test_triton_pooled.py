@@ -2,6 +2,11 @@
 
 On a GPU compiled, in float32, bfloat16 and float16, against the reference in float64 on the same numbers. Where Triton
 is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), in float64.
+
+What is next to zero in front of a ReLU becomes active or not as it is rounded, and its gradient comes or goes: among as
+few numbers as here, one of them is a large part of all. So biases are chosen such that zero falls into a gap between
+a channel's values, some of which are active and others not. What is left is rounding, and tolerances are those of
+other kernels.
 """
 
 import copy
@@ -11,6 +16,7 @@ import importlib
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import moesaic
 from moesaic.models.wide_resnet import WideResNetPMoE
@@ -34,9 +40,9 @@ CPU_TYPE = pytest.param(
 TYPES = [CPU_TYPE, *GPU_TYPES]
 
 # relative error of ‖out − ref‖ / ‖ref‖
-TOLERANCE = {torch.float64: 5e-9, torch.float32: 1e-4, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
-FLIPPED = 0.3
-"""Of gradients in 16 bits: rounding makes some positions next to zero active, of the few that there are here."""
+TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+FAR = 2**-6
+"""How near to zero a value may be in front of a ReLU, of the largest of its channel: twice the steps of bfloat16."""
 
 
 @pytest.fixture(autouse=True)
@@ -110,12 +116,12 @@ CASES = [
     Case(norm=None, bias=True, training=False),
     Case(bias=True, drop=True, C=17),
     Case(L=9),  # every patch is chosen, every position reached by several
-    Case(L=5, E=2, p=1, H=4, W=5),
+    Case(L=6, E=2, p=1, H=4, W=5),
     Case(p=1, L=3, ks=5, H=5, W=4),
     Case(p=4, L=3, H=8, W=12, O=18, E=2, B=2),
     Case(p=3, L=2, H=6, W=9, ks=5),
     Case(ks=1, p=1, L=5, O=20, E=2),
-    Case(ks=1, p=3, L=1, H=6, W=9, bias=True),
+    Case(ks=1, p=3, L=3, H=6, W=9, bias=True),
     Case(ks=1, norm=None, bias=True, drop=True),
     Case(ks=1, norm=None),
     Case(context="patch"),
@@ -128,7 +134,9 @@ CASES = [
     Case(gate_on="output", ks=1, bias=True),
     Case(gate_on="output", ks=1, norm=None, bias=True, p=1, L=7),
     Case(gate_on="output", ks=5, p=1, L=8),
-    Case(B=1, E=1, L=1, O=1, C=1),
+    # through two norms' own statistics of a single patch little of the gradient is left but rounding
+    Case(B=1, E=1, L=1, O=1, C=1, norm=None),
+    Case(B=1, E=1, L=1, O=1, C=1, norm="eval"),
 ]
 
 
@@ -148,14 +156,14 @@ def make(case, device, dtype):
     if case.drop:
         gone = torch.rand(index.shape, generator=g) < 0.4
         index, gate = index.masked_fill(gone, NOBODY), gate.masked_fill(gone, 0)
-    narrow, full = {"device": device, "dtype": dtype}, {"device": device, "dtype": wide}
+    narrow, full = {"device": "cpu", "dtype": dtype}, {"device": "cpu", "dtype": wide}
     weight = case.E, case.O, case.C, case.ks, case.ks
     leaves = {
         "x": numbers(case.B, case.C, case.H, case.W, seed=1, **narrow).contiguous(memory_format=torch.channels_last),
-        "gate": gate.to(device, wide),
+        "gate": gate.to(wide),
         "weight": numbers(*weight, seed=2, scale=(case.C * case.ks**2) ** -0.5, **narrow),
         "after weight": numbers(X, seed=8, **full),
-        "after bias": numbers(X, seed=9, scale=0.3, **full),
+        "after bias": torch.zeros(X, **full),
     }
     state = {
         "after mean": numbers(X, seed=10, scale=0.1, **full),
@@ -166,13 +174,55 @@ def make(case, device, dtype):
     if case.norm:
         leaves |= {
             "norm weight": numbers(case.E, case.C, seed=4, **full) + 0.5,
-            "norm bias": numbers(case.E, case.C, seed=5, **full),
+            "norm bias": torch.zeros(case.E, case.C, **full),
         }
         state |= {
             "mean": numbers(case.E, case.C, seed=6, scale=0.1, **full),
             "var": numbers(case.E, case.C, seed=7, **full).abs() + 0.5,
         }
+    keep_from_kinks(case, index, leaves, state)
+    leaves, state = ({name: v.to(device) for name, v in each.items()} for each in (leaves, state))
     return index.to(device), leaves, state
+
+
+class BeforeReLU(TorchFunctionMode):
+    """Hears what is given to a ReLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.relu:
+            self.heard.append(args[0].detach().transpose(0, 1).flatten(1))
+        return func(*args, **(kwargs or {}))
+
+
+def before_relu(case, index, leaves, state):
+    """Values of channels (E·C, B·H·W) that experts normalised, and of those (E·O, B·H·W) that came out of them."""
+    with BeforeReLU() as relu:
+        run(case, index, leaves, state, torch.float64, by_reference)
+    *experts, last = relu.heard
+    return ({"norm bias": torch.cat(experts)} if experts else {}) | {"after bias": last}
+
+
+def middle_of_gap(values):
+    """Of a wide gap in each row (X, n), with several values on either side where there are."""
+    ordered, n = values.sort(1).values, values.shape[1]
+    below = torch.arange(1, n)
+    side = torch.minimum(below, n - below).clamp_max(8)
+    at = (ordered.diff() * side).argmax(1, keepdim=True)
+    return (ordered.gather(1, at) + ordered.gather(1, at + 1)).squeeze(1) / 2
+
+
+def keep_from_kinks(case, index, leaves, state):
+    """Sets the biases in front of ReLUs so that rounding makes nothing active that is not, and nothing inactive."""
+    for name in ("norm bias", "after bias"):  # in this order: the first changes what the second is added to
+        if name in leaves:
+            leaves[name] -= middle_of_gap(before_relu(case, index, leaves, state)[name]).view_as(leaves[name])
+    for name, values in before_relu(case, index, leaves, state).items():
+        nearest = (values.abs().amin(1) / values.abs().amax(1)).min()
+        assert nearest > FAR, f"{case}: with this {name} a value is only {nearest:.1e} of the largest away from zero"
 
 
 def run(case, index, leaves, state, dtype, pooled):
@@ -220,8 +270,7 @@ def check(case, device, dtype):
         # a bias that BatchNorm cancels has no gradient
         least = scale if name == "grad of bias" else torch.tensor(1e-3, dtype=torch.float64)
         error = ((got.double() - expected).norm() / torch.maximum(expected.norm(), least)).item()
-        tolerance = FLIPPED if dtype.itemsize == 2 and name.startswith("grad") else TOLERANCE[dtype]
-        assert error <= tolerance, f"{case}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
+        assert error <= TOLERANCE[dtype], f"{case}: {name} is off by {error:.2e}, more than {TOLERANCE[dtype]:.0e}"
 
 
 @pytest.mark.parametrize("on", TYPES)
@@ -339,6 +388,7 @@ def test_who_records_the_routing_gets_it_without_the_map(on, fused):
     assert routing["body.group3.0.moe"].index.shape == (2, 4, 4)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to trade precision for speed
 @pytest.mark.parametrize("on", ON)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_compiled_network_needs_one_graph(training, on, fused):
