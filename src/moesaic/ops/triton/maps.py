@@ -463,7 +463,7 @@ def spread(
     O = grad.shape[3] // (1 if landing.summed else sizes.E)
     out = torch.empty(len(experts), rows, landing.kernel**2 * O, dtype=grad.dtype, device=grad.device)
     BM, BO, number = tile(
-        "spread", (64, whole_blocks(O, 32), 4), sizes.M, O, landing.kernel, sizes.p, grad.element_size()
+        "spread", (64, power_of_2(O, most=32), 4), sizes.M, O, landing.kernel, sizes.p, grad.element_size()
     )
     spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
         grad, index, slots, gate, out, sizes.M, rows, experts.start,

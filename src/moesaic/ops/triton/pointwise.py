@@ -380,9 +380,10 @@ def gate_gradients(
     scores = torch.empty(index.shape, dtype=full, device=grad.device)
     summed = torch.empty(sizes.B, sizes.E, O, dtype=full, device=grad.device) if sums else None
     BO = power_of_2(O)
+    (number,) = tile("gates", (4 if BM * BO <= 4096 else 8,), O, sizes.L, sizes.p, sizes.E)
     gates_kernel[(sizes.B, sizes.E)](
         grad, own, index, gate, rows, scores, summed, M, STEP=O + beside, O=O, BESIDE=beside, SUMS=sums, ACC=acc(full),
-        BM=BM, BO=BO, **sizes.constants(), **warps(4 if BM * BO <= 4096 else 8),
+        BM=BM, BO=BO, **sizes.constants(), **warps(number),
     )  # fmt: skip
     return rows, scores, None if summed is None else total(summed, full)
 
