@@ -80,7 +80,7 @@ def poison(monkeypatch):
         def empty_like(*like, **options):
             return filled(empty_like(*like, **options))
 
-    for name in ("choice", "rows", "maps", "norm", "launch", "experts", "pooled"):
+    for name in ("choice", "rows", "maps", "norm", "launch", "chosen", "experts", "pooled"):
         monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Torch())
 
 
