@@ -242,6 +242,7 @@ NORMED = [
     Case(norm="eval", combine="sum", gate_on="input"),
     Case(norm="train", context="patch", gate_on="input"),
     Case(norm="train", context="patch", ks=5, p=3),
+    Case(norm="train", context="patch", ks=5, p=3, gate_on="input"),
     Case(norm="train", gate_on="input", L=9, E=1),  # nothing is left unchosen
 ]
 

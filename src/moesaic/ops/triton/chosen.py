@@ -201,7 +201,7 @@ def product_gradients(
     grad_rows = None
     if norm and back is not None:
         grad_rows = torch.empty(E, rows, C, dtype=weight.dtype, device=weight.device)
-    aside = Aside(weight)
+    aside = Aside()
 
     def of_taps(part: Tensor, group: range) -> None:
         assert grad_taps is not None

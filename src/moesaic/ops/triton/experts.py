@@ -249,7 +249,7 @@ def _in_place_backward(
     back = Back(of, dots, centre=True, rows=rows, beside=beside) if need_map else None
     if back is not None and grad_scores is not None:
         back.grad_scores = grad_scores
-    aside = Aside(grad)  # the map's gradient and the weights' are computed beside each other
+    aside = Aside()  # the map's gradient and the weights' are computed beside each other
     if back is not None:
         back.grad_x = pointwise.pixel_gradients(rows, taps, sizes, of.index, of.slots, back.beside, aside)
     grad_weight, grad_router = nothing(grad), None

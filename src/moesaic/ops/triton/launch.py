@@ -105,9 +105,9 @@ class Aside:
     What is made inside is for use inside.
     """
 
-    def __init__(self, x: Tensor) -> None:
-        self.main = None if INTERPRETED else torch.cuda.current_stream(x.device)
-        self.other = None if self.main is None else _beside(self.main)
+    def __init__(self) -> None:
+        self.main: Any = None
+        self.other: Any = None
         self.inside: Any = None
         self.kept: list[Tensor] = []
 
@@ -116,17 +116,22 @@ class Aside:
         return tensor
 
     def __enter__(self) -> None:
-        if self.other is not None:
-            self.other.wait_stream(self.main)
-            self.inside = torch.cuda.stream(self.other)
-            self.inside.__enter__()
+        if INTERPRETED:
+            return
+        self.main = torch.cuda.current_stream()
+        self.other = _beside(self.main)
+        self.other.wait_stream(self.main)
+        self.inside = torch.cuda.stream(self.other)
+        self.inside.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self.inside is not None:
             self.inside.__exit__(*error)
+            self.inside = None
 
     def join(self) -> None:
-        if self.main is not None:
+        """Wait for it, if there was anything: a stream that took no part in a CUDA graph must not be waited for."""
+        if self.other is not None:
             self.main.wait_stream(self.other)
         self.kept.clear()
 
