@@ -5,6 +5,7 @@ Integer arithmetic on the device only: no host sync, and static shapes where exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from moesaic.ops.grouped import grouped_matmul
 from moesaic.ops.taps import Landing
 from moesaic.record import NOBODY, Routing
 
-__all__ = ["Pixels", "pixels_of_patches", "taps_of_map"]
+__all__ = ["Pixels", "pixels_of_patches", "taps_of_pixels"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Pixels:
             map_size=(H, W),
             image_R=per_pixel(image_P),
             expert_R=per_pixel(expert_P),
-            at_R=pixels_of_patches(H, W, spec.patch_size, x.device).index_select(0, patch_P).flatten(),
+            at_R=pixels_of_patches(patch_P, W, spec.patch_size).flatten(),
             gate_R=per_pixel(gate_P),
             used_R=None if used_P is None else per_pixel(used_P),
             ends=ends,
@@ -165,11 +166,11 @@ class Pixels:
         What leaves the map, or its patch under ``context="patch"``, lands past the rows. With ``rest`` a pixel more of
         each expert, its last, lands nowhere.
         """
-        there, inside, _ = self._taps(kernel)
-        inside_Rk = inside.index_select(0, self.at_R)
+        there, inside, _, of_pixels = self._taps(kernel)
+        inside_Rk = of_pixels(inside)
         if self.used_R is not None:
             inside_Rk = inside_Rk & self.used_R.unsqueeze(1)
-        at_Rk = (there * self.lanes).index_select(0, self.at_R) + self._map_R.unsqueeze(1)
+        at_Rk = of_pixels(there * self.lanes) + self._map_R.unsqueeze(1)
         at_Rk = torch.where(inside_Rk, at_Rk, self._beyond_R.unsqueeze(1))
         if rest:
             at_Rk = self._with_rest(at_Rk, self.rows)
@@ -181,15 +182,15 @@ class Pixels:
         places = routing.batch * routing.units * routing.experts
         rows = self.at_R.shape[0] + (routing.experts if rest else 0)
         number_P = torch.arange(self.place_P.shape[0], device=self.at_R.device)
-        there, inside, patch = self._taps(kernel)
-        within_Rk = (there // W % p * p + there % W % p).index_select(0, self.at_R)
-        lands_Rk = inside.index_select(0, self.at_R)
+        there, inside, patch, of_pixels = self._taps(kernel)
+        within_Rk = of_pixels(there // W % p * p + there % W % p)
+        lands_Rk = of_pixels(inside)
         if self.spec.context == "patch":
             number_Rk = number_P.unsqueeze(1).expand(-1, p * p).reshape(-1, 1)
         else:
             number_of = number_P.new_full((places + 1,), -1).scatter(0, self.place_P, number_P)
             first_R = self.image_R * (routing.units * routing.experts) + self.expert_R
-            place_Rk = (patch * routing.experts).index_select(0, self.at_R) + first_R.unsqueeze(1)
+            place_Rk = of_pixels(patch * routing.experts) + first_R.unsqueeze(1)
             number_Rk = number_of.index_select(0, place_Rk.flatten()).view(place_Rk.shape)
             lands_Rk = lands_Rk & (number_Rk >= 0)
         if self.used_R is not None:
@@ -222,33 +223,52 @@ class Pixels:
         lane_R = self.expert_R if self.lanes > 1 else 0
         return self.image_R * self.lanes + (lane_R + self.routing.batch * self.area * self.lanes)
 
-    def _taps(self, kernel: int) -> tuple[Tensor, Tensor, Tensor]:
-        return taps_of_map(self.map_size, kernel, self.spec.patch_size, self.spec.context, self.at_R.device)
+    def _taps(self, kernel: int) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Where taps land, whether they stay, and on which patch; and how to get from such a table to pixels (R, …).
+
+        Tables are of the whole map, which is small. A compiler computes them for each pixel just as well, and
+        Inductor fails on the index arithmetic of looking them up.
+        """
+        per_pixel = torch.compiler.is_compiling()
+        at = self.at_R if per_pixel else torch.arange(self.area, device=self.at_R.device)
+        tables = taps_of_pixels(at, self.map_size, kernel, self.spec.patch_size, self.spec.context)
+
+        def of_pixels(table: Tensor) -> Tensor:
+            return table if per_pixel else table.index_select(0, self.at_R)
+
+        return *tables, of_pixels
 
 
-def taps_of_map(
-    map_size: tuple[int, int], kernel: int, patch_size: int, context: Context, device: torch.device | None = None
+def taps_of_pixels(
+    at_Q: Tensor, map_size: tuple[int, int], kernel: int, patch_size: int, context: Context
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each pixel of a map and tap, (H·W, kernel·kernel): where it lands, whether it stays, on which patch."""
+    """For each of some pixels of a map and each tap, (Q, kernel·kernel): where it lands, whether it stays, which patch.
+
+    >>> there, inside, _ = taps_of_pixels(torch.tensor([3]), (2, 2), 3, 1, "map")
+    >>> there[inside].tolist()  # the last pixel of a 2×2 map gives to all four
+    [3, 2, 1, 0]
+    """
     (H, W), p = map_size, patch_size
-    y_Hk, inside_Hk = _shifted(H, kernel, H if context == "map" else p, device)
-    x_Wk, inside_Wk = _shifted(W, kernel, W if context == "map" else p, device)
-    y, inside_y = y_Hk[:, None, :, None], inside_Hk[:, None, :, None]
-    x, inside_x = x_Wk[None, :, None, :], inside_Wk[None, :, None, :]
-    tables = (y * W + x, inside_y & inside_x, y // p * (W // p) + x // p)
-    there, inside, patch = (table.reshape(H * W, kernel * kernel) for table in tables)
-    return there, inside, patch
+    tap = torch.arange(kernel * kernel, device=at_Q.device)
+    y, inside_y = _shifted(at_Q // W, kernel // 2 - tap // kernel, H, H if context == "map" else p)
+    x, inside_x = _shifted(at_Q % W, kernel // 2 - tap % kernel, W, W if context == "map" else p)
+    return y * W + x, inside_y & inside_x, y // p * (W // p) + x // p
 
 
-def _shifted(size: int, kernel: int, room: int, device: torch.device | None) -> tuple[Tensor, Tensor]:
-    """Where the taps of a kernel land along one axis, and whether they stay in the same stretch of ``room``."""
-    here = torch.arange(size, device=device).unsqueeze(1)
-    there = here + kernel // 2 - torch.arange(kernel, device=device)
+def _shifted(here_Q: Tensor, shift_k: Tensor, size: int, room: int) -> tuple[Tensor, Tensor]:
+    """Where taps land along one axis, and whether they stay in the same stretch of ``room``."""
+    here = here_Q.unsqueeze(1)
+    there = here + shift_k
     stays = there.div(room, rounding_mode="floor") == here // room
     return there.clamp(0, size - 1), stays
 
 
-def pixels_of_patches(H: int, W: int, p: int, device: torch.device | None = None) -> Tensor:
-    """(N, p·p): where on the map each patch's pixels are."""
-    at = torch.arange(H * W, device=device).view(H // p, p, W // p, p)
-    return at.transpose(1, 2).reshape((H // p) * (W // p), p * p)
+def pixels_of_patches(patch_P: Tensor, W: int, p: int) -> Tensor:
+    """(P, p·p): where the pixels of some patches are on maps that are W wide.
+
+    >>> pixels_of_patches(torch.tensor([0, 3]), 4, 2).tolist()
+    [[0, 1, 4, 5], [10, 11, 14, 15]]
+    """
+    first = patch_P // (W // p) * (p * W) + patch_P % (W // p) * p
+    side = torch.arange(p, device=patch_P.device)
+    return first.unsqueeze(1) + (side.unsqueeze(1) * W + side).flatten()

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
 from moesaic.ops.kept import Kept
-from moesaic.ops.pixels import pixels_of_patches, taps_of_map
+from moesaic.ops.pixels import pixels_of_patches, taps_of_pixels
 from moesaic.ops.taps import answer_to_constant, by_hand, nobody_learns, tap_matrix
 from moesaic.record import Routing
 
@@ -103,8 +103,8 @@ class _Where:
         area, N, lanes = H * W, (H // p) * (W // p), E if spec.combine == "concat" else 1
         self.taps = ks * ks
         self.rows_each, self.beyond = area * lanes, B * lanes
-        pixel_Np = pixels_of_patches(H, W, p)
-        there, inside, patch = taps_of_map(map_size, ks, p, spec.context)
+        pixel_Np = pixels_of_patches(torch.arange(N), W, p)
+        there, inside, patch = taps_of_pixels(torch.arange(area), map_size, ks, p, spec.context)
         expert_P = torch.arange(E).view(E, 1, 1).expand(E, B, L).reshape(-1, 1)
         image_P = torch.arange(B).view(1, B, 1).expand(E, B, L).reshape(-1, 1)
         lane_P = expert_P if lanes > 1 else torch.zeros_like(expert_P)
