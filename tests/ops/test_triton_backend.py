@@ -22,22 +22,9 @@ from moesaic.record import NOBODY, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_interpreter import INTERPRETED
-
-GPU_TYPES = [
-    pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-]
-CPU_TYPE = pytest.param(
-    ("cpu", torch.float64), marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"), id="float64"
-)
-TYPES = [CPU_TYPE, *GPU_TYPES]
-ONE_TYPE = [CPU_TYPE, GPU_TYPES[0]]
+from triton_cases import CPU_TYPE, GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, numbers, on_cpu, poison
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
-
-# relative error of ‖out − ref‖ / ‖ref‖
-TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -48,29 +35,20 @@ def anywhere(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh memory is full of NaN, so that whatever is not written shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def filled(tensor):
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 123456)
-
-    class Torch:
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-        @staticmethod
-        def empty(*shape, **options):
-            return filled(empty(*shape, **options))
-
-        @staticmethod
-        def empty_like(*like, **options):
-            return filled(empty_like(*like, **options))
-
-    names = "choice", "rows", "maps", "norm", "launch", "chosen", "experts", "activation", "perceptron", "pointwise"
-    for name in names:
-        module = importlib.import_module(f"moesaic.ops.triton.{name}")
-        monkeypatch.setattr(module, "torch", Torch())
+def poisoned(monkeypatch):
+    poison(
+        monkeypatch,
+        "choice",
+        "rows",
+        "maps",
+        "norm",
+        "launch",
+        "chosen",
+        "experts",
+        "activation",
+        "perceptron",
+        "pointwise",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,12 +79,6 @@ class Case:
         return PatchSpec(self.p, self.gate_on, self.context, self.combine)
 
 
-def numbers(*shape, seed, device, dtype, scale=1.0):
-    """Random numbers that the dtype holds exactly, as float64 and in the dtype."""
-    g = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(device=device, dtype=dtype)
-
-
 def make(case, device, dtype, seed=0):
     """Leaves in the dtype (gate and norm in float32 at least, as routers give them)."""
     N = (case.H // case.p) * (case.W // case.p)
@@ -134,7 +106,7 @@ def make(case, device, dtype, seed=0):
     return index.to(device), leaves
 
 
-def run(backend, kind, case, index, leaves, dtype, poison=False, wide_map=False):
+def run(backend, kind, case, index, leaves, dtype, blind=False, wide_map=False):
     """Output, gradients of every leaf, and the running statistics, computed in ``dtype``."""
     wide = torch.promote_types(dtype, torch.float32)
     like = {
@@ -150,7 +122,7 @@ def run(backend, kind, case, index, leaves, dtype, poison=False, wide_map=False)
     for name in grads:
         t[name].requires_grad_()
     x = t["x"]
-    if poison:  # what is not chosen must not matter, not even as NaN
+    if blind:  # what is not chosen must not matter, not even as NaN
         N = (case.H // case.p) * (case.W // case.p)
         chosen = torch.zeros(case.B, N, dtype=torch.bool, device=x.device)
         chosen.scatter_(1, index.flatten(1), True)
@@ -187,13 +159,13 @@ def compare(mine, reference, dtype, case, skip=()):
         got = mine[name]
         assert got is not None, f"{name} is missing"
         assert got.shape == expected.shape, name
-        got, expected = got.double(), expected.double()
+        got, expected = got.detach().cpu().double(), expected.cpu().double()
         assert got.isfinite().all(), f"{name}: not everything was written"
         error = ((got - expected).norm() / expected.norm().clamp_min(1e-3)).item()
         assert error <= tolerance, f"{case}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
 
 
-def check(kind, case, device, dtype, seed=0, poison=False):
+def check(kind, case, device, dtype, seed=0, blind=False):
     index, leaves = make(case, device, dtype, seed)
     if kind == "mlp":
         del leaves["weight"]
@@ -201,9 +173,9 @@ def check(kind, case, device, dtype, seed=0, poison=False):
         leaves["weight_out"] = numbers(case.E, case.O, 7, seed=12, device=device, dtype=dtype, scale=7**-0.5)
         if case.bias:
             leaves["bias_in"] = numbers(case.E, 7, seed=13, device=device, dtype=dtype)
-    reference = run(ReferenceBackend(), kind, case, index, leaves, torch.float64)
-    mine = run(TritonBackend(), kind, case, index, leaves, dtype, poison)
-    skip = ("grad of x",) if poison else ()
+    reference = run(ReferenceBackend(), kind, case, index.cpu(), on_cpu(leaves), torch.float64)
+    mine = run(TritonBackend(), kind, case, index, leaves, dtype, blind)
+    skip = ("grad of x",) if blind else ()
     compare(mine, reference, dtype, case, skip)
 
 
@@ -258,7 +230,7 @@ def test_a_convolution_equals_the_reference_in_output_and_every_gradient(case, o
 def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
     device, dtype = on
     index, leaves = make(case, device, dtype)
-    reference = run(ReferenceBackend(), "conv", case, index, leaves, torch.float64)
+    reference = run(ReferenceBackend(), "conv", case, index.cpu(), on_cpu(leaves), torch.float64)
     mine = run(TritonBackend(), "conv", case, index, leaves, dtype, wide_map=True)
     assert mine["y"].dtype == dtype
     assert mine["grad of x"].dtype == torch.float32
@@ -295,7 +267,7 @@ def test_perceptrons_equal_the_reference_in_output_and_every_gradient(case, on):
 @pytest.mark.parametrize("on", [CPU_TYPE, GPU_TYPES[1]])
 @pytest.mark.parametrize("case", [Case(), Case(norm="train", gate_on="input"), Case(norm="eval")], ids=str)
 def test_what_nobody_chose_does_not_matter_not_even_as_nan(case, on):
-    check("conv", case, *on, poison=True)
+    check("conv", case, *on, blind=True)
 
 
 def loss(scores, gate, seed):

@@ -11,7 +11,6 @@ other kernels.
 
 import copy
 import dataclasses
-import importlib
 
 import pytest
 import torch
@@ -28,20 +27,8 @@ from moesaic.record import NOBODY, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_interpreter import INTERPRETED
+from triton_cases import CPU_TYPE, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, numbers, on_cpu, poison
 
-GPU_TYPES = [
-    pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
-]
-CPU_TYPE = pytest.param(
-    ("cpu", torch.float64), marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"), id="float64"
-)
-TYPES = [CPU_TYPE, *GPU_TYPES]
-ON = [CPU_TYPE, GPU_TYPES[0]]
-
-# relative error of ‖out − ref‖ / ‖ref‖
-TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 FAR = 2**-6
 """How near to zero a value may be in front of a ReLU, of the largest of its channel: twice the steps of bfloat16."""
 
@@ -51,7 +38,7 @@ def anywhere(monkeypatch):
     """In the interpreter kernels run on a CPU, in float64 as well."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
-        monkeypatch.setattr(triton_backend, "_WIDEST_ALONE", 5)  # there they are right
+    monkeypatch.setattr(triton_backend, "_WIDEST_ALONE", 5)
     monkeypatch.setattr(triton_backend, "MOST_REACHED", float("inf"))
 
 
@@ -63,27 +50,8 @@ def exact():
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch):
-    """Fresh memory is full of NaN, so that whatever is not written shows."""
-    empty, empty_like = torch.empty, torch.empty_like
-
-    def filled(tensor):
-        return tensor.fill_(float("nan") if tensor.is_floating_point() else 123456)
-
-    class Torch:
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-        @staticmethod
-        def empty(*shape, **options):
-            return filled(empty(*shape, **options))
-
-        @staticmethod
-        def empty_like(*like, **options):
-            return filled(empty_like(*like, **options))
-
-    for name in ("choice", "rows", "maps", "norm", "launch", "chosen", "experts", "pooled"):
-        monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Torch())
+def poisoned(monkeypatch):
+    poison(monkeypatch, "choice", "rows", "maps", "norm", "launch", "chosen", "experts", "pooled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +108,6 @@ CASES = [
     Case(B=1, E=1, L=1, O=1, C=1, norm=None),
     Case(B=1, E=1, L=1, O=1, C=1, norm="eval"),
 ]
-
-
-def numbers(*shape, seed, device, dtype, scale=1.0):
-    """Random numbers that the dtype holds exactly."""
-    g = torch.Generator().manual_seed(seed)
-    return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(device=device, dtype=dtype)
 
 
 def make(case, device, dtype):
@@ -261,12 +223,13 @@ def by_reference(x, routing, experts, norm, spec, after):
 
 def check(case, device, dtype):
     index, leaves, state = make(case, device, dtype)
-    reference = run(case, index, leaves, state, torch.float64, by_reference)
+    reference = run(case, index.cpu(), on_cpu(leaves), on_cpu(state), torch.float64, by_reference)
     mine = run(case, index, leaves, state, dtype, TritonBackend().conv_pooled)
+    assert all(each is not None for each in mine.values()), "a gradient is missing"
+    mine = on_cpu(mine)
     scale = reference["grad of weight"].norm()
     for name, expected in reference.items():
         got = mine[name]
-        assert got is not None, f"{name} is missing"
         assert got.shape == expected.shape, name
         assert got.isfinite().all(), f"{name}: not everything was written"
         # a bias that BatchNorm cancels has no gradient
@@ -292,12 +255,10 @@ def pooled_means(case, device, dtype):
 @pytest.mark.parametrize("on", TYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_means_and_every_gradient_equal_the_references(case, on):
-    if not INTERPRETED and case.context == "patch" and case.ks > triton_backend._WIDEST_ALONE:
-        pytest.skip("the map is written")
     check(case, *on)
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", ONE_TYPE)
 def test_wide_kernels_that_see_their_patch_alone_have_their_map(on, monkeypatch):
     monkeypatch.setattr(triton_backend, "_WIDEST_ALONE", 3)
     for ks, written in ((3, False), (5, True)):
@@ -345,7 +306,7 @@ def fused(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("options", NETWORKS)
 def test_a_network_computes_and_learns_as_with_the_map(options, on, fused):
     device, dtype = on
@@ -364,7 +325,7 @@ def test_a_network_computes_and_learns_as_with_the_map(options, on, fused):
     assert len(fused) == 2
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", ONE_TYPE)
 def test_a_residual_network_has_its_map(on, fused):
     model, x = network({"image_size": 16, "residual": True}, *on)
     with moesaic.backend("triton"):
@@ -372,14 +333,14 @@ def test_a_residual_network_has_its_map(on, fused):
     assert not fused
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", ONE_TYPE)
 def test_where_patches_reach_more_than_the_map_has_the_map_is_written(on, monkeypatch):
     monkeypatch.setattr(triton_backend, "MOST_REACHED", 1.0)
     for L, written in ((2, False), (3, True)):  # patches of 4×4 positions, on a map of 36
         assert (pooled_means(Case(L=L), *on) is None) is written
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("place", ["body.group3.0.moe", "body.group3.0.moe.experts", "body.norm", "body.relu", "body"])
 def test_hooks_hear_what_they_would_hear(place, on, fused):
     model, x = network({"image_size": 16}, *on)
@@ -394,7 +355,7 @@ def test_hooks_hear_what_they_would_hear(place, on, fused):
     torch.testing.assert_close(*heard, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", ONE_TYPE)
 def test_who_records_the_routing_gets_it_without_the_map(on, fused):
     model, x = network({"image_size": 16}, *on)
     with moesaic.backend("triton"), moesaic.record_routing(model) as routing:
@@ -404,7 +365,7 @@ def test_who_records_the_routing_gets_it_without_the_map(on, fused):
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to trade precision for speed
-@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("training", [True, False])
 def test_a_compiled_network_needs_one_graph(training, on, fused):
     device, dtype = on

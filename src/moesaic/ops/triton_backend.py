@@ -25,8 +25,8 @@ _MOST_PATCHES = 1024
 MOST_REACHED = 1.0
 """Share of a map that may be reached by an expert's patches, each for itself, if the map is not to be written."""
 _WIDEST_ALONE = 3
-"""Side of kernels that see their patch alone, if the map is not to be written. Of 5×5 kernels gradients were 3 % off on
-an H200, though not in Triton's interpreter; until the cause is known the map is written for these."""
+"""Side of kernels that see their patch alone, if the map is not to be written. Of 5×5 kernels gradients were 3 % off
+the reference on an H200, though not in Triton's interpreter; until the cause is known the map is written for these."""
 _CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -1,0 +1,60 @@
+"""What tests of the Triton kernels share: where they run, how exact they are, and memory that shows what is missing.
+
+On a GPU kernels are compiled, in float32, bfloat16 and float16. Where there is none they run in Triton's interpreter,
+in float64. The reference runs on a CPU.
+"""
+
+import importlib
+
+import pytest
+import torch
+from triton_interpreter import INTERPRETED
+
+__all__ = ["CPU_TYPE", "GPU_TYPES", "INTERPRETED", "ONE_TYPE", "TOLERANCE", "TYPES", "numbers", "on_cpu", "poison"]
+
+GPU_TYPES = [
+    pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+]
+CPU_TYPE = pytest.param(
+    ("cpu", torch.float64), marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"), id="float64"
+)
+TYPES = [CPU_TYPE, *GPU_TYPES]
+ONE_TYPE = [CPU_TYPE, GPU_TYPES[0]]
+
+# relative error of ‖out − ref‖ / ‖ref‖
+TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+def numbers(*shape, seed, device, dtype, scale=1.0):
+    """Random numbers that the dtype holds exactly."""
+    g = torch.Generator().manual_seed(seed)
+    return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(device=device, dtype=dtype)
+
+
+def on_cpu(tensors):
+    """Copies for the reference, which must not hang on what a GPU's library makes of float64."""
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def poison(monkeypatch, *modules):
+    """Fill what these modules of the kernels take of fresh memory with NaN, so that whatever is not written shows."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def filled(tensor):
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 123456)
+
+    class Torch:
+        def __getattr__(self, name):
+            return getattr(torch, name)
+
+        @staticmethod
+        def empty(*shape, **options):
+            return filled(empty(*shape, **options))
+
+        @staticmethod
+        def empty_like(*like, **options):
+            return filled(empty_like(*like, **options))
+
+    for name in modules:
+        monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Torch())
