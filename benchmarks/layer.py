@@ -347,14 +347,8 @@ def main() -> None:
     done: list[dict[str, Any]] = []
     skipped: list[str] = []
     kept = earlier(path, [{"name": each.name, "form": each.form} for each in plan]) if arguments.add else []
-    for each in plan:
-        if gpu and each.name not in NAMED and time.perf_counter() - measuring > arguments.budget:
-            skipped.append(each.name)
-            continue
-        result = measured(each, setting, limits)
-        print_result(each, result)
-        done.append(result)
-        gc.collect()
+
+    def keep() -> None:
         content = {
             "machine": machine(),
             "device": arguments.device,
@@ -364,7 +358,18 @@ def main() -> None:
             "skipped for want of time": skipped,
             "measurements": [*kept, *done],
         }
-        write(path.stem, content, path)  # each time: what is measured is not lost
+        write(path.stem, content, path)
+
+    for each in plan:
+        if gpu and each.name not in NAMED and time.perf_counter() - measuring > arguments.budget:
+            skipped.append(each.name)
+            continue
+        result = measured(each, setting, limits)
+        print_result(each, result)
+        done.append(result)
+        gc.collect()
+        keep()  # each time: what is measured is not lost
+    keep()
     if skipped:
         print(f"skipped after {arguments.budget:.0f} s: {', '.join(skipped)}")
     wrong = [f"{each['name']} {each['form']}" for each in done if not each["check"]["equal"]]
