@@ -10,7 +10,18 @@ import pytest
 import torch
 from triton_interpreter import INTERPRETED
 
-__all__ = ["CPU_TYPE", "GPU_TYPES", "INTERPRETED", "ONE_TYPE", "TOLERANCE", "TYPES", "numbers", "on_cpu", "poison"]
+__all__ = [
+    "CPU_TYPE",
+    "GPU_TYPES",
+    "INTERPRETED",
+    "ONE_TYPE",
+    "TOLERANCE",
+    "TYPES",
+    "assert_captured",
+    "numbers",
+    "on_cpu",
+    "poison",
+]
 
 GPU_TYPES = [
     pytest.param(("cuda", dtype), marks=pytest.mark.gpu, id=f"cuda-{str(dtype)[6:]}")
@@ -58,3 +69,19 @@ def poison(monkeypatch, *modules):
 
     for name in modules:
         monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Torch())
+
+
+def assert_captured(step, x, **tolerance):
+    """A step that reads ``x`` and gives a list, captured in a CUDA graph, gives the same for other numbers in it."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    for mine, expected in zip(captured, step(), strict=True):
+        torch.testing.assert_close(mine, expected, **tolerance)

@@ -22,7 +22,18 @@ from moesaic.record import NOBODY, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import CPU_TYPE, GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, numbers, on_cpu, poison
+from triton_cases import (
+    CPU_TYPE,
+    GPU_TYPES,
+    INTERPRETED,
+    ONE_TYPE,
+    TOLERANCE,
+    TYPES,
+    assert_captured,
+    numbers,
+    on_cpu,
+    poison,
+)
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 
@@ -487,29 +498,25 @@ def test_the_same_input_gives_the_same_bits(on):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-def test_a_step_can_be_captured_in_a_cuda_graph():
-    layer = layer_of(
-        {"patch_size": 2, "kernel_size": 3, "expert_norm": True, "gate_on": "input"}, "cuda", torch.float32
-    )
-    x = torch.randn(2, 4, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"patch_size": 2, "kernel_size": 3, "expert_norm": True, "gate_on": "input"}, torch.float32),
+        ({"patch_size": 2, "kernel_size": 3}, torch.float32),
+        ({}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_step_can_be_captured_in_a_cuda_graph(options, dtype):
+    layer = layer_of(options, "cuda", dtype)
+    x = torch.randn(2, 4, 6, 6, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
     weights = list(layer.parameters())
 
     def step():
         y = layer(x)
         return [y, *torch.autograd.grad(y.square().sum(), weights)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    for mine, expected in zip(captured, step(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-5)
+    assert_captured(step, x, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -27,7 +27,7 @@ from moesaic.record import NOBODY, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import CPU_TYPE, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, numbers, on_cpu, poison
+from triton_cases import CPU_TYPE, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, numbers, on_cpu, poison
 
 FAR = 2**-6
 """How near to zero a value may be in front of a ReLU, of the largest of its channel: twice the steps of bfloat16."""
@@ -413,16 +413,5 @@ def test_a_step_can_be_captured_in_a_cuda_graph(fused):
         y = model(x)
         return [y, *torch.autograd.grad(y.square().sum(), weights)]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    x.copy_(torch.randn_like(x))
-    graph.replay()
-    assert len(fused) == 3
-    for mine, expected in zip(captured, step(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-3, atol=1e-4)
+    assert_captured(step, x, rtol=1e-3, atol=1e-4)
+    assert len(fused) == 4

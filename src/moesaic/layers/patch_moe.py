@@ -151,11 +151,8 @@ class PatchMoE(Routed):
         return self.experts.has_bias
 
     def forward(self, x: Tensor) -> Tensor:
-        self._check_input(x)
         memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-        x = x.contiguous(memory_format=torch.channels_last)
-        routing = self._route(x)
-        self._emit(routing.bare() if isinstance(routing, ChosenPatches) else routing)
+        x, routing = self._routed(x)
         y = self._run_soft(x, routing) if routing.chooser == "soft" else self.experts(x, routing, self._spec)
         return y.contiguous(memory_format=memory_format)
 
@@ -172,10 +169,7 @@ class PatchMoE(Routed):
         experts, after = self.experts, _tensors(norm)
         if after is None or not isinstance(experts, ConvExperts) or isinstance(self.router, SoftRouter):
             return norm(self(x)).relu().mean((2, 3))
-        self._check_input(x)
-        x = x.contiguous(memory_format=torch.channels_last)
-        routing = self._route(x)
-        self._emit(routing.bare() if isinstance(routing, ChosenPatches) else routing)
+        x, routing = self._routed(x)
         if norm.training and norm.num_batches_tracked is not None:
             norm.num_batches_tracked.add_(1)
         return experts.pooled(x, routing, self._spec, after)
@@ -183,8 +177,7 @@ class PatchMoE(Routed):
     def route(self, x: Tensor) -> Routing:
         """What the router chooses for a map, without running the experts."""
         self._check_input(x)
-        routing = self._route(x)
-        return routing.bare() if isinstance(routing, ChosenPatches) else routing
+        return _bare(self._route(x))
 
     def extra_repr(self) -> str:
         return (
@@ -195,6 +188,14 @@ class PatchMoE(Routed):
     @property
     def _spec(self) -> PatchSpec:
         return PatchSpec(self.patch_size, self.gate_on, self.context, self.combine)
+
+    def _routed(self, x: Tensor) -> tuple[Tensor, Routing]:
+        """The map as experts read it, and what was chosen of it, which listeners are told."""
+        self._check_input(x)
+        x = x.contiguous(memory_format=torch.channels_last)
+        routing = self._route(x)
+        self._emit(_bare(routing))
+        return x, routing
 
     def _route(self, x: Tensor) -> Routing:
         routing = self.router(x)
@@ -275,6 +276,11 @@ class PatchMoE(Routed):
                 f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
+
+
+def _bare(routing: Routing) -> Routing:
+    """The record alone, whoever chose."""
+    return routing.bare() if isinstance(routing, ChosenPatches) else routing
 
 
 def _tensors(norm: nn.BatchNorm2d) -> Norm | None:

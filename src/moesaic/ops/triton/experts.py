@@ -231,20 +231,18 @@ def _in_place_backward(
     of: Chosen, grad: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, landing: Landing, need_map: bool,
     need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes, taps = of.sizes, taps_of(weight)
+    """The same where `_in_place` holds. Gates over chosen patches have their router's gradient beside the rows."""
+    sizes, taps, dots, grad_scores = of.sizes, taps_of(weight), None, None
     routed = need_map and of.router is not None and of.scores is not None and not of.every
     beside = pointwise.columns(sizes.p**2) if routed else 0
-    found = None
-    if beside:
-        found = pointwise.gate_gradients(grad, own, sizes, of.index, of.gate, sums=bias is not None)
-    if found is not None:
-        dots, (rows, grad_scores, sums) = None, found
+    gated = pointwise.gate_gradients(grad, own, sizes, of.index, of.gate, sums=bias is not None) if beside else None
+    if gated is not None:
+        rows, grad_scores, sums = gated
     else:
         dots, rows, sums = gated_gradients(
             grad, own if need_map else None, sizes, of.index, of.gate, None, landing, rest=False, rows=sizes.M,
             sums=bias is not None, beside=beside,
         )  # fmt: skip
-        grad_scores = None
     assert rows is not None
     back = Back(of, dots, centre=True, rows=rows, beside=beside) if need_map else None
     if back is not None and grad_scores is not None:
@@ -255,8 +253,8 @@ def _in_place_backward(
     grad_weight, grad_router = nothing(grad), None
     if need_weight or beside:
         router = of.router.dtype if beside and of.router is not None else None
-        found, grad_router = pointwise.weight_gradients(rows, of.x, taps, sizes, of.index, router)
-        grad_weight = weight_of(found, weight) if need_weight else grad_weight
+        grad_taps, grad_router = pointwise.weight_gradients(rows, of.x, taps, sizes, of.index, router)
+        grad_weight = weight_of(grad_taps, weight) if need_weight else grad_weight
     aside.join()
     grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype)
     if back is None:

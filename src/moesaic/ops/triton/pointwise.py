@@ -57,7 +57,7 @@ def columns(places: int) -> int:
 
 
 @triton.jit
-def unchosen(
+def clear_unchosen(
     y, slots, e, part, first, positions, SHARE,
     E: tl.constexpr, O: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, BQ: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
@@ -100,7 +100,7 @@ def answer_kernel(
         m2 = o2 < O
     # half of the programs write zeros while the others read, then the other way round
     if tl.program_id(0) % 2 == 0:
-        unchosen(y, slots, e, tl.program_id(0), first, positions, SHARE, E, O, P, GW, N, HW, W, BQ, B1, B2)
+        clear_unchosen(y, slots, e, tl.program_id(0), first, positions, SHARE, E, O, P, GW, N, HW, W, BQ, B1, B2)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     b, l, _a, used, py, px = pixel_of_row(m, e, M, index, E, L, P, GW)
     pixel = b * HW + py * W + px
@@ -136,7 +136,7 @@ def answer_kernel(
         tl.store(y + to[:, None] + o2[None, :], (found2 * g[:, None]).to(y.dtype.element_ty),
                  mask=used[:, None] & m2[None, :])  # fmt: skip
     if tl.program_id(0) % 2 == 1:
-        unchosen(y, slots, e, tl.program_id(0), first, positions, SHARE, E, O, P, GW, N, HW, W, BQ, B1, B2)
+        clear_unchosen(y, slots, e, tl.program_id(0), first, positions, SHARE, E, O, P, GW, N, HW, W, BQ, B1, B2)
 
 
 @triton.jit
@@ -190,7 +190,7 @@ def owners_before(slots, b, n, last, mask, E: tl.constexpr, N: tl.constexpr, BQ:
 
 
 @triton.jit
-def nobodys(
+def clear_unowned(
     out, slots, part, positions, SHARE,
     E: tl.constexpr, C: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, BQ: tl.constexpr, BC: tl.constexpr,
@@ -219,13 +219,13 @@ def back_kernel(
 ):  # fmt: skip
     """A tile of an expert's rows of grad (E, M, STEP) times its weights: what flows back to their pixels.
 
-    The first expert that chose a pixel writes it there, the others to rows (E, M, C). SHARE: see `nobodys`.
+    The first expert that chose a pixel writes it there, the others to rows (E, M, C). SHARE: see `clear_unowned`.
     """
     A: tl.constexpr = P * P
     e = tl.program_id(1)
     part = e * tl.num_programs(0) + tl.program_id(0)
     if part % 2 == 0:  # as in `answer_kernel`
-        nobodys(out, slots, part, positions, SHARE, E, C, P, GW, N, HW, W, BQ, BC)
+        clear_unowned(out, slots, part, positions, SHARE, E, C, P, GW, N, HW, W, BQ, BC)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     b, l, a, used, py, px = pixel_of_row(m, e, M, index, E, L, P, GW)
     first = owners_before(slots, b, (py // P) * GW + px // P, e, used, E, N, BM) == 0
@@ -254,7 +254,7 @@ def back_kernel(
             found += s[:, None] * k.to(ACC)
         tl.store(to[:, None] + c[None, :], found.to(out.dtype.element_ty), mask=used[:, None] & cm[None, :])
     if part % 2 == 1:
-        nobodys(out, slots, part, positions, SHARE, E, C, P, GW, N, HW, W, BQ, BC)
+        clear_unowned(out, slots, part, positions, SHARE, E, C, P, GW, N, HW, W, BQ, BC)
 
 
 @triton.jit
