@@ -67,10 +67,15 @@ def where(content: Result) -> str:
     return f"{machine['processor']}, {machine['threads']} threads, {content['dtype']}"
 
 
-def earlier(content: Result) -> str:
-    """Which shapes are of a version before, in words."""
-    shapes = content.get("of an earlier version", [])
-    return f" Measured with an earlier version: {'; '.join(shapes)}." if shapes else ""
+def sign(content: Result, each: Result) -> str:
+    """Behind what was measured with an earlier version."""
+    return " †" if f"{each['name']}, {each['form']}" in content.get("of an earlier version", []) else ""
+
+
+def signs_read(table: str) -> str:
+    """What the signs in a table mean, where it has them."""
+    missing = " –: not measured." if "| – |" in table else ""
+    return missing + (" †: measured with an earlier version." if "†" in table else "")
 
 
 def shape_cells(shape: Result) -> list[str]:
@@ -108,17 +113,16 @@ def grid_table(name: str, *, lost: bool) -> str:
         ratios = [row.get(f"{what}, × dense") for what in PASSES]
         known = [ratio for ratio in ratios if ratio is not None]
         if known and (min(known) * NOISE < 1) == lost:
-            cells = [*few_cells(each["shape"]), f"{each['share']:.2f}", *map(times, ratios)]
+            layer, *others = few_cells(each["shape"])
+            cells = [layer + sign(content, each), *others, f"{each['share']:.2f}", *map(times, ratios)]
             rows.append((known[-1], cells))
     total = len({each["name"] for each in content["measurements"] if measured(content, each["name"])})
     header = ["layer", "maps", "experts", "work", *(f"{title}, × dense" for title in PASSES.values())]
     said = f"{len(rows)} of {total} shapes on {where(content)}"
     if not rows:
         return f"*{said}.*"
-    gaps = " –: not measured." if any("–" in cells for _, cells in rows) else ""
-    return f"*{said}; × dense below 1: the dense layer is faster.{gaps}{earlier(content)}*\n\n" + markdown(
-        header, [cells for _, cells in sorted(rows)]
-    )
+    table = markdown(header, [cells for _, cells in sorted(rows)])
+    return f"*{said}; × dense below 1: the dense layer is faster.{signs_read(table)}*\n\n{table}"
 
 
 def named_table(name: str) -> str:
@@ -137,7 +141,7 @@ def named_table(name: str) -> str:
                 continue
             found = each
             for row in each["layers"]:
-                cells = [title, row["layer"]]
+                cells = [title + sign(content, each), row["layer"]]
                 for what in PASSES:
                     time, ratio = row.get(f"{what}, ms"), row.get(f"{what}, × dense")
                     cells += ["–" if time is None else f"{time:.3g} ms", times(ratio)]
@@ -155,7 +159,8 @@ def named_table(name: str) -> str:
             f"{said['kernel']} kernels, {said['channels']} channels, {said['map']} maps, batch {said['batch']}, "
             f"{said['experts']} experts, {said['patches each']} patches each"
         )
-        parts.append(f"**{shape}**: {words}, on {where(content)}\n\n{markdown(header, rows)}")
+        table = markdown(header, rows)
+        parts.append(f"**{shape}**: {words}, on {where(content)}.{signs_read(table)}\n\n{table}")
     return "\n\n".join(parts) or f"*{NOT_MEASURED}*"
 
 
@@ -238,8 +243,9 @@ def least_work(name: str, shape: str, what: str) -> Callable[[], str]:
     """What the layer must do at least, in words."""
 
     def read() -> str:
-        each = measured(results(name), shape)
-        if each is None:
+        content = results(name)
+        each = measured(content, shape)
+        if content is None or each is None:
             return ""
         work, limits = each["least work"][what]["routed"], each["ceilings"]
         arithmetic, moving = work["flops"] / limits["flops_per_second"], work["bytes"] / limits["bytes_per_second"]
@@ -249,6 +255,7 @@ def least_work(name: str, shape: str, what: str) -> Callable[[], str]:
             f"At least {work['flops'] / 1e9:,.3g} GFLOP ({1e3 * arithmetic:.3g} ms at the measured rate) and "
             f"{work['bytes'] / 1e6:,.3g} MB ({1e3 * moving:.3g} ms), so bound by {bound}"
             + (f"; {100 * share:.0f} % of that floor is reached." if share is not None else ".")
+            + (" Measured with an earlier version." if sign(content, each) else "")
         )
 
     return read
