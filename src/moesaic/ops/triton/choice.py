@@ -264,8 +264,9 @@ def route_back_kernel(
 ):  # fmt: skip
     """One pixel of many patches: gradient of scores (B·N, E) times kernels (E, p², C), and base from elsewhere."""
     A: tl.constexpr = P * P
-    a = tl.program_id(1)
-    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    a = tl.program_id(0)
+    # backwards: what was written last is still in the cache
+    r = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM + tl.arange(0, BM)
     e = tl.arange(0, BE)
     live = r < rows
     em = e < E
@@ -443,7 +444,7 @@ def map_back(grad: Tensor, kernels: Tensor, base: Tensor | None, like: Tensor, p
     constants = sizes.constants()
     del constants["L"]
     BM = power_of_2(rows, 16, 32)
-    route_back_kernel[(ceil(rows, BM), patch**2)](
+    route_back_kernel[(patch**2, ceil(rows, BM))](
         grad, kernels, base, out, rows, C=C, N=sizes.N, HAS_BASE=base is not None, PRECISION=_precision(like),
         ACC=acc(grad.dtype), BM=BM, BC=power_of_2(C, 16, 128), BE=power_of_2(E, 16), **constants,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """A map and who chose which patches of it; and the way back to it from the gradient of what experts were given.
 
-`Chosen` is what every operation on experts is about. `product_gradients` goes through the products, expert by expert,
-and `Back` from there to the map, the gates, the router and the norm.
+`Chosen` is what every operation on experts is about. `ProductGradients` goes through the products, and `Back` from
+there to the map, the gates, the router and the norm.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -11,6 +11,7 @@ and `Back` from there to the map, the gates, the router and the norm.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from moesaic.ops.triton import choice
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.launch import Aside, Sizes, dense, laid_out, wide
-from moesaic.ops.triton.maps import taps_of
+from moesaic.ops.triton.launch import Aside, Sizes, ceil, dense, laid_out, wide
+from moesaic.ops.triton.maps import taps_of, weight_of
 from moesaic.ops.triton.norm import norm_gradients
-from moesaic.ops.triton.rows import NormTensors, collect, gather
+from moesaic.ops.triton.rows import NormTensors, collect, collect_tile, gather
 
-__all__ = ["Back", "Chosen", "chosen", "like", "map_shapes", "nothing", "product_gradients"]
+__all__ = ["Back", "Chosen", "ProductGradients", "chosen", "contributions_of", "like", "map_shapes", "nothing"]
 
 GROUPED = 1 << 24
 """Bytes from which the gradient of contributions is taken in two groups of experts, so that less is alive at once."""
@@ -96,10 +97,11 @@ class Back:
         self.owners: tuple[Tensor, Tensor] | None = None
         self.grad_x: Tensor | None = None
         self.grad_router: Tensor | None = None
-        # zeros: places that nobody took have no patch
-        self.grad_gate = (
-            torch.zeros(of.index.shape, dtype=wide(of.x.dtype), device=of.x.device) if of.on_input else None
-        )
+        self.grad_gate = None
+        if of.on_input:  # in parts, over blocks of channels; zeros: places that nobody took have no patch
+            BC, _ = collect_tile(of.sizes, of.norm is not None, gate=True, x=of.x)
+            shape = (*of.index.shape, ceil(of.x.shape[3], BC))
+            self.grad_gate = torch.zeros(shape, dtype=wide(of.x.dtype), device=of.x.device)
         self.norm_gradients: tuple[Tensor, Tensor] | None = None
         self.grad_scores: Tensor | None = None
         self.every = of.every
@@ -129,8 +131,11 @@ class Back:
             experts, self.grad_x,
         )  # fmt: skip
 
-    def finish(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of x, gate, router, norm's weight and bias; empty where there is none."""
+    def finish(self, aside: Aside | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of x, gate, router, norm's weight and bias; empty where there is none.
+
+        The router's may be computed ``aside``: join before it is used.
+        """
         of, grad_x = self.of, self.grad_x
         assert grad_x is not None
         grad_gate, grad_router = nothing(grad_x), self.grad_router
@@ -138,7 +143,7 @@ class Back:
         dots, kernels = self.dots if self.grad_gate is None else self.grad_gate, self.kernels
         if of.router is None or kernels is None or of.scores is None:
             if dots is not None:
-                grad_gate = dots if dots.ndim == 3 else dots[..., 0] if dots.shape[3] == 1 else dots.sum(3)
+                grad_gate = dots[..., 0] if dots.shape[3] == 1 else dots.sum(3)
                 grad_gate = grad_gate.to(of.gate.dtype)
         elif self.beside is not None and grad_router is None:
             grad_router = choice.router_gradient_of_chosen(self.beside[0], of.x, of.index, of.router)
@@ -147,8 +152,11 @@ class Back:
             if grad_scores is None and dots is not None:
                 grad_scores = choice.gradient_of_choice(dots, of.gate, of.scores, of.slots, of.kind, True)
             if grad_scores is not None:
+                with aside or nullcontext():
+                    grad_router = choice.router_gradient(grad_scores, of.x, of.router)
+                if aside is not None:
+                    aside.keep(grad_scores)
                 grad_x = choice.map_back(grad_scores, kernels, grad_x, of.x, of.patch)
-                grad_router = choice.router_gradient(grad_scores, of.x, of.router)
         grad_router = nothing(grad_x) if grad_router is None else grad_router
         return grad_x, grad_gate, grad_router, grad_weight, grad_bias
 
@@ -173,62 +181,85 @@ def like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def product_gradients(
-    of: Chosen,
-    weight: Tensor,
-    values: Tensor,
-    part_of: Callable[[range], Tensor],
-    answers: Tensor | None,
-    back: Back | None,
-    *,
-    need_weight: bool,
-) -> tuple[Tensor | None, Aside]:
-    """Gradient of kernels as taps (E, ks²·O, C), and that of values, which goes on by ``back``.
+def contributions_of(of: Chosen, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What experts are given (E, M1, C), and what each chosen pixel contributes by each tap (E, M1, ks²·O)."""
+    norm = of.norm is not None
+    values = gather(of.x, of.index, of.gate_in, of.norm, of.patch, weight.dtype, centre=True, rest=norm)
+    return values, torch.bmm(values, taps_of(weight).transpose(1, 2))
 
-    ``part_of`` gives the gradient of some experts' contributions (…, M1, ks²·O), ``answers`` (E, ks², O) that of what
-    they answer at rest. 1×1 kernels have their ``values`` (E, M1, C); of others they are gathered again.
 
-    With a norm, kernels' gradients are computed beside what follows: join before they are used.
+class ProductGradients:
+    """Gradients of the products: that of kernels, and that of values, which goes on to the map.
+
+    Who did not keep the ``values`` (E, M1, C) gives none; they are gathered again. With a norm all of the values'
+    gradient has to be there before any of it can go on. Then all that needs no gradient is done beside what comes
+    before it, and the kernels' gradient beside what comes after. Else experts come in groups, so that little is alive
+    at once.
     """
-    E, _, C, ks, _ = weight.shape
-    small, norm, M = ks == 1, of.norm is not None, of.sizes.M
-    rows, taps = of.sizes.rows(norm), taps_of(weight)
-    # three quarters of the experts, then the others: so most is alive before the map's gradient is there
-    parted = not small and E > 1 and E * rows * taps.shape[1] * weight.element_size() > GROUPED
-    groups = [range(-(-3 * E // 4)), range(-(-3 * E // 4), E)] if parted else [range(E)]
-    grad_taps = torch.empty_like(taps) if need_weight else None
-    # a norm needs all rows' gradients before any goes on to the map
-    grad_rows = None
-    if norm and back is not None:
-        grad_rows = torch.empty(E, rows, C, dtype=weight.dtype, device=weight.device)
-    aside = Aside()
 
-    def of_taps(part: Tensor, group: range) -> None:
-        assert grad_taps is not None
-        given = values if small else gather(
-            of.x, of.index, of.gate_in, of.norm, of.patch, weight.dtype, centre=True, rest=norm, experts=group
+    def __init__(self, of: Chosen, weight: Tensor, values: Tensor, *, need_map: bool, need_weight: bool) -> None:
+        self.of, self.weight, self.values, self.need_weight = of, weight, values, need_weight
+        self.kept = values.numel() > 0
+        self.aside = Aside()
+        self.at_once = need_map and of.norm is not None
+        self.grad_weight: Tensor | None = None
+        if not self.at_once:
+            self.taps = taps_of(weight)
+            return
+        with self.aside:
+            self.taps = taps_of(weight)
+            self.owners = choice.owners_of(of.slots, of.index.shape[2])
+            if need_weight and not self.kept:
+                self.values = self._gathered(range(weight.shape[0]))
+
+    def run(self, part_of: Callable[[range], Tensor], answers: Tensor | None, back: Back | None) -> None:
+        """From the gradient of contributions to that of kernels, and to that of values, which ``back`` takes on.
+
+        ``part_of`` gives the gradient of some experts' contributions (…, M1, ks²·O), ``answers`` (E, ks², O) that of
+        what they answer at rest.
+        """
+        grad_taps = torch.empty_like(self.taps) if self.need_weight else None
+        if back is not None and self.at_once:
+            back.owners = self.owners
+        for group in filter(len, self._groups()):
+            inside = slice(group.start, group.stop)
+            part = part_of(group)
+            if self.of.norm is not None and answers is not None:
+                part[:, self.of.sizes.M] = answers[inside].flatten(1)
+            self.aside.join()
+            if grad_taps is not None and not self.at_once:
+                given = self.values[inside] if self.kept else self._gathered(group)
+                torch.bmm(part.transpose(1, 2), given, out=grad_taps[inside])
+                del given
+            if back is None:
+                continue
+            grad_rows = torch.bmm(part, self.taps[inside])
+            if grad_taps is not None and self.at_once:
+                with self.aside:
+                    torch.bmm(self.aside.keep(part).transpose(1, 2), self.values, out=self.aside.keep(grad_taps))
+                    self.grad_weight = weight_of(grad_taps, self.weight)
+            del part  # before the map's gradient is there
+            back.add(grad_rows, group)
+        if grad_taps is not None and self.grad_weight is None:
+            self.grad_weight = weight_of(grad_taps, self.weight)
+
+    def finish(self) -> Tensor | None:
+        """The kernels' gradient."""
+        self.aside.join()
+        return self.grad_weight
+
+    def _groups(self) -> list[range]:
+        """Three quarters of the experts, then the others: so most is alive before the map's gradient is there."""
+        E, rows = self.weight.shape[0], self.of.sizes.rows(self.of.norm is not None)
+        size = E * rows * self.taps.shape[1] * self.weight.element_size()
+        if self.weight.shape[3] == 1 or self.at_once or E == 1 or size <= GROUPED:
+            return [range(E)]
+        first = -(-3 * E // 4)
+        return [range(first), range(first, E)]
+
+    def _gathered(self, group: range) -> Tensor:
+        of = self.of
+        return gather(
+            of.x, of.index, of.gate_in, of.norm, of.patch, self.weight.dtype, centre=True, rest=of.norm is not None,
+            experts=group,
         )  # fmt: skip
-        torch.bmm(part.transpose(1, 2), given, out=grad_taps[group.start : group.stop])
-
-    for group in filter(len, groups):
-        inside = slice(group.start, group.stop)
-        part = part_of(group)
-        if norm and answers is not None:
-            part[:, M] = answers[inside].flatten(1)
-        if grad_taps is not None and grad_rows is not None:
-            with aside:
-                of_taps(aside.keep(part), group)
-        elif grad_taps is not None:
-            of_taps(part, group)
-        given = None
-        if grad_rows is not None:
-            torch.bmm(part, taps[inside], out=grad_rows[inside])
-        elif back is not None:
-            given = torch.bmm(part, taps[inside])
-        del part  # before the map's gradient is there
-        if back is not None and given is not None:
-            back.add(given, group)
-            del given
-    if back is not None and grad_rows is not None:
-        back.add(grad_rows, range(E))
-    return grad_taps, aside

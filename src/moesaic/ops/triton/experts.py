@@ -26,7 +26,16 @@ from torch.library import custom_op
 
 from moesaic.ops.triton import choice, perceptron, pointwise
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.chosen import Back, Chosen, chosen, like, map_shapes, nothing, product_gradients
+from moesaic.ops.triton.chosen import (
+    Back,
+    Chosen,
+    ProductGradients,
+    chosen,
+    contributions_of,
+    like,
+    map_shapes,
+    nothing,
+)
 from moesaic.ops.triton.launch import INTERPRETED, Aside, dense, laid_out, wide
 from moesaic.ops.triton.maps import Landing, combine, gated_gradients, resting_gradients, spread, taps_of, weight_of
 from moesaic.ops.triton.norm import statistics
@@ -137,8 +146,7 @@ def patch_conv(
         y, own = pointwise.answers(of.x, taps_of(weight), bias, sizes, of.index, of.slots, of.gate, keep)
         return y, nothing(x), nothing(x) if own is None else own
     rest = of.norm is not None
-    values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=rest)
-    contributions = torch.bmm(values, taps_of(weight).transpose(1, 2))
+    values, contributions = contributions_of(of, weight)
     small = landing.kernel == 1  # then values are most of the work, and kept
     if not (keep and small):
         values = nothing(x)
@@ -190,6 +198,7 @@ def patch_conv_backward(
         return _in_place_backward(of, grad, own, weight, bias, landing, need_map, need_weight)
     norm, small = of.norm is not None, ks == 1
     rows = sizes.rows(norm)
+    products = ProductGradients(of, weight, values, need_map=need_map, need_weight=need_weight)
     dots = gated = answers = sums = None
     if of.gate_out is not None:
         dots, gated, sums = gated_gradients(
@@ -209,12 +218,11 @@ def patch_conv_backward(
             return ready.pop()
         return spread(grad, sizes, of.index, of.slots, of.gate_out, landing, rows, group)
 
-    grad_taps, aside = product_gradients(of, weight, values, part_of, answers, back, need_weight=need_weight)
+    products.run(part_of, answers, back)
     grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
-    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish()
-    aside.join()
-    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, weight)
-    return of_map[0], grad_weight, grad_bias, *of_map[1:]
+    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
+    grad_weight = products.finish()
+    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:]
 
 
 def _in_place(x: Tensor, weight: Tensor, summed: bool, on_input: bool, norm: bool) -> bool:

@@ -29,6 +29,7 @@ def moments_kernel(
     x, index, gate, mean_out, m2_out, count_out, M, CHUNK,
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of a chunk of rows. Deviations are from the mean of its first tile, so that little cancels."""
     e = tl.program_id(1)
@@ -40,7 +41,7 @@ def moments_kernel(
     first = tl.zeros((BM, BC), ACC)
     second = tl.zeros((BM, BC), ACC)
     seen = tl.zeros((BM,), ACC)
-    for m0 in range(s * CHUNK, end, BM):
+    for m0 in tl.range(s * CHUNK, end, BM, num_stages=STAGES):
         m = m0 + tl.arange(0, BM)
         b, l, _a, used, py, px = pixel_of_row(m, e, end, index, E, L, P, GW)
         at = (b * HW + py * W + px).to(tl.int64) * C
@@ -100,9 +101,10 @@ def norm_sums_kernel(
     grad, x, index, gate, weight, bias, mean, var, out, eps, M, M1, CHUNK, S,
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per expert and channel: Σ g, Σ g·[active], Σ g·[active]·u; u is the gated value before the norm."""
-    e = tl.program_id(1)
+    e = E - 1 - tl.program_id(1)  # the last to be written are still in the cache
     s = tl.program_id(2)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     cm = c < C
@@ -111,7 +113,7 @@ def norm_sums_kernel(
     active_g = tl.zeros((BM, BC), ACC)
     active_gu = tl.zeros((BM, BC), ACC)
     end = tl.minimum((s + 1) * CHUNK, M)
-    for m0 in range(s * CHUNK, end, BM):
+    for m0 in tl.range(s * CHUNK, end, BM, num_stages=STAGES):
         m = m0 + tl.arange(0, BM)
         b, l, _a, used, py, px = pixel_of_row(m, e, end, index, E, L, P, GW)
         at = (b * HW + py * W + px).to(tl.int64) * C
@@ -185,13 +187,14 @@ def statistics(
     """Mean and variance (E, C) over all positions of each expert's masked map; the running ones are moved on."""
     sizes = Sizes.of(x, index, patch)
     full, C = wide(x.dtype), sizes.C
-    BM, BC, number, each = _tile(sizes, x)
+    BM, BC, number, stages, each = _tile(sizes, x)
     chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
     mean = torch.empty(splits, sizes.E, C, dtype=full, device=x.device)
     m2, count = torch.empty_like(mean), torch.empty(splits, sizes.E, dtype=full, device=x.device)
     moments_kernel[(ceil(C, BC), sizes.E, splits)](
         x, index, gate, mean, m2, count, sizes.M, chunk,
-        C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, **sizes.constants(), **warps(number),
+        C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, STAGES=stages, **sizes.constants(),
+        **warps(number),
     )  # fmt: skip
     all_mean, var = (torch.empty(sizes.E, C, dtype=full, device=x.device) for _ in range(2))
     join_kernel[(ceil(C, min(BC, 32)), sizes.E)](
@@ -210,13 +213,14 @@ def norm_gradients(
     """
     sizes = Sizes.of(x, index, patch)
     full, C, M1 = wide(x.dtype), sizes.C, grad.shape[1]
-    BM, BC, number, each = _tile(sizes, x)
+    BM, BC, number, stages, each = _tile(sizes, x)
     chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
     sums = torch.empty(3, splits, sizes.E, C, dtype=full, device=x.device)
     tensors = norm.weight, norm.bias, norm.mean, norm.var
     norm_sums_kernel[(ceil(C, BC), sizes.E, splits)](
         grad, x, index, gate, *tensors, sums, norm.eps, sizes.M, M1, chunk, splits,
-        C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, **sizes.constants(), **warps(number),
+        C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, STAGES=stages, **sizes.constants(),
+        **warps(number),
     )  # fmt: skip
     folded = torch.empty(4 if norm.training else 2, sizes.E, C, dtype=full, device=x.device)
     weight, bias = torch.empty_like(norm.weight), torch.empty_like(norm.bias)
@@ -228,7 +232,7 @@ def norm_gradients(
     return weight, bias, folded
 
 
-def _tile(sizes: Sizes, x: Tensor) -> tuple[int, int, int, int]:
-    """Rows, channels and warps of the passes over rows, and in how many parts each program that fits takes its sums."""
-    BM, BC, number, each = tile("norm", (16, 64, 2, 4), sizes.M, sizes.C, sizes.p, sizes.E, x.element_size())
-    return power_of_2(sizes.M, most=BM), power_of_2(sizes.C, most=BC), number, each
+def _tile(sizes: Sizes, x: Tensor) -> tuple[int, int, int, int, int]:
+    """Of passes over rows: sides of a tile, warps, tiles on the way, parts of sums for each program that fits."""
+    BM, BC, number, stages, each = tile("norm", (16, 64, 2, 3, 2), sizes.M, sizes.C, sizes.p, sizes.E, x.element_size())
+    return power_of_2(sizes.M, most=BM), power_of_2(sizes.C, most=BC), number, stages, each

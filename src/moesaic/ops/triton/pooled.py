@@ -18,10 +18,18 @@ from torch.library import custom_op
 
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton import reached
-from moesaic.ops.triton.chosen import Back, Chosen, chosen, like, map_shapes, nothing, product_gradients
+from moesaic.ops.triton.chosen import (
+    Back,
+    Chosen,
+    ProductGradients,
+    chosen,
+    contributions_of,
+    like,
+    map_shapes,
+    nothing,
+)
 from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
-from moesaic.ops.triton.maps import Landing, landed_patches, resting_map, taps_of, weight_of, whole_blocks
-from moesaic.ops.triton.rows import gather
+from moesaic.ops.triton.maps import Landing, landed_patches, resting_map, whole_blocks
 
 __all__ = ["patch_conv_pooled"]
 
@@ -267,10 +275,7 @@ def patch_conv_pooled(
     _, O, _, ks, _ = weight.shape
     normed = of.norm is not None
     reach = _Reach(of.sizes, Landing(ks, alone, False), O, on_input, normed)
-    values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight.dtype, centre=True, rest=normed)
-    contributions = torch.bmm(values, taps_of(weight).transpose(1, 2))
-    if not (keep and reach.small):
-        values = nothing(x)
+    values, contributions = contributions_of(of, weight)
     found, resting, sums = _reach(contributions, of, reach, dense(bias), stats=after_mean is None)
     after = after_weight.contiguous(), after_bias.contiguous(), dense(after_mean), dense(after_var)
     table, moments = _table(reach, found, sums, after, after_eps)
@@ -296,7 +301,7 @@ def _(
     return (
         pooled,
         moments,
-        weight.new_empty(E, sizes.rows(normed), C) if ks == 1 else x.new_empty(0),
+        weight.new_empty(E, sizes.rows(normed), C),
         weight.new_empty(reach.shape()),
         weight.new_empty(E, reach.number, dtype=torch.int32),
         weight.new_empty(E, sizes.H * sizes.W, O, dtype=full) if normed else x.new_empty(0),
@@ -321,6 +326,7 @@ def patch_conv_pooled_backward(
     _, O, _, ks, _ = weight.shape
     sizes, norm, bias, grad = of.sizes, of.norm is not None, dense(bias), grad.contiguous()
     reach = _Reach(sizes, Landing(ks, alone, False), O, on_input, norm)
+    products = ProductGradients(of, weight, values, need_map=need_map, need_weight=need_weight)
     base = resting if norm else bias
     found = _Found(rows, place, None if reach.whole else base, reach.steps(resting if norm else None))
     slopes, *of_after = _slopes(
@@ -334,14 +340,13 @@ def patch_conv_pooled_backward(
     def part_of(group: range) -> Tensor:
         return of_rows if reach.small else _spread(of_rows, of, reach, group)
 
-    grad_taps, aside = product_gradients(of, weight, values, part_of, answers, back, need_weight=need_weight)
+    products.run(part_of, answers, back)
     grad_bias = nothing(grad)
     if bias is not None and answers is not None:
         grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)
-    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish()
-    aside.join()
-    grad_weight = nothing(grad) if grad_taps is None else weight_of(grad_taps, weight)
-    return of_map[0], grad_weight, grad_bias, *of_map[1:], *of_after
+    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
+    grad_weight = products.finish()
+    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:], *of_after
 
 
 @patch_conv_pooled_backward.register_fake

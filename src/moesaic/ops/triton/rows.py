@@ -21,7 +21,15 @@ from torch import Tensor
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton.launch import Sizes, acc, ceil, pixel_of_patch, power_of_2, warps, wide
 
-__all__ = ["NormTensors", "affine", "collect", "gather", "pixel_of_row", "sum_of_owners"]
+__all__ = [
+    "NormTensors",
+    "affine",
+    "collect",
+    "collect_tile",
+    "gather",
+    "pixel_of_row",
+    "sum_of_owners",
+]
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,9 @@ def collect_kernel(
     HAS_ROUTER: tl.constexpr, ALL: tl.constexpr, MORE: tl.constexpr, ACC: tl.constexpr,
     BP: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """One patch: the gradient of its pixels from owners FIRST to LAST, and of the gates on their inputs.
+    """One patch, BC of its channels: the gradient of pixels from owners FIRST to LAST, and of gates on their inputs.
+
+    The latter in parts (B, E, L, blocks of channels).
 
     Through the norm a gradient g becomes g·[active]·scale + lift + tilt·u, the last two through the statistics;
     ``norm`` (4, E, C) holds scale, shift, lift and tilt. With HAS_ROUTER the gradient of the patch's score comes back
@@ -128,51 +138,52 @@ def collect_kernel(
         busy = tl.max(mine.to(tl.int32), 0) > 0
     if busy:
         dots = tl.zeros((BE,), ACC)
-        for c0 in range(0, C, BC):
-            c = c0 + tl.arange(0, BC)
-            cm = c < C
-            mask = live[:, None] & cm[None, :]
-            found = tl.zeros((BP, BC), ACC)
-            if MORE:
-                found += tl.load(out + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
-            if HAS_GATE or HAS_NORM:
-                xv = tl.load(x + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
-            for i in range(count):
-                taken = tl.load(owners + patch * E + i)
-                e = taken // L
-                ours = True
-                if not ALL:
-                    ours = (e >= FIRST) & (e < LAST)
-                if ours:
-                    place = (b * E + e) * L + taken % L
-                    row = ((e - FIRST).to(tl.int64) * M1 + (b * L + taken % L) * A + a) * C
-                    gv = tl.load(grad + row[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+        c = tl.program_id(1) * BC + tl.arange(0, BC)
+        cm = c < C
+        mask = live[:, None] & cm[None, :]
+        found = tl.zeros((BP, BC), ACC)
+        if MORE:
+            found += tl.load(out + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+        if HAS_GATE or HAS_NORM:
+            xv = tl.load(x + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+        after = tl.load(owners + patch * E)  # asked for before they are needed, and not used if there are none
+        for i in range(count):
+            taken = after
+            after = tl.load(owners + patch * E + i + 1, mask=i + 1 < count, other=0)
+            e = taken // L
+            ours = True
+            if not ALL:
+                ours = (e >= FIRST) & (e < LAST)
+            if ours:
+                place = (b * E + e) * L + taken % L
+                row = ((e - FIRST).to(tl.int64) * M1 + (b * L + taken % L) * A + a) * C
+                gv = tl.load(grad + row[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+                if HAS_GATE:
+                    g = tl.load(gate + place).to(ACC)
+                if HAS_NORM:
+                    scale = tl.load(norm + e * C + c, mask=cm, other=0)
+                    shift = tl.load(norm + (E + e) * C + c, mask=cm, other=0)
+                    u = xv
                     if HAS_GATE:
-                        g = tl.load(gate + place).to(ACC)
-                    if HAS_NORM:
-                        scale = tl.load(norm + e * C + c, mask=cm, other=0)
-                        shift = tl.load(norm + (E + e) * C + c, mask=cm, other=0)
-                        u = xv
-                        if HAS_GATE:
-                            u = xv * g
-                        gv = tl.where(u * scale[None, :] + shift[None, :] > 0, gv * scale[None, :], 0.0)
-                        if STATS:
-                            lift = tl.load(norm + (2 * E + e) * C + c, mask=cm, other=0)
-                            tilt = tl.load(norm + (3 * E + e) * C + c, mask=cm, other=0)
-                            gv += lift[None, :] + tilt[None, :] * u
-                    if HAS_GATE:
-                        dot = tl.sum(tl.sum(tl.where(mask, gv * xv, 0.0), 1), 0)
-                        dots += tl.where(number == i, dot, 0.0)
-                        found += gv * g
-                    else:
-                        found += gv
-                    if HAS_ROUTER:
-                        s = tl.load(router_grad + place).to(ACC)
-                        w = tl.load(kernels + (e * A + a)[:, None] * C + c[None, :], mask=mask, other=0).to(ACC)
-                        found += s * w
-            tl.store(out + at[:, None] + c[None, :], found.to(out.dtype.element_ty), mask=mask)
+                        u = xv * g
+                    gv = tl.where(u * scale[None, :] + shift[None, :] > 0, gv * scale[None, :], 0.0)
+                    if STATS:
+                        lift = tl.load(norm + (2 * E + e) * C + c, mask=cm, other=0)
+                        tilt = tl.load(norm + (3 * E + e) * C + c, mask=cm, other=0)
+                        gv += lift[None, :] + tilt[None, :] * u
+                if HAS_GATE:
+                    dots += tl.where(number == i, tl.sum(gv * xv), 0.0)
+                    found += gv * g
+                else:
+                    found += gv
+                if HAS_ROUTER:
+                    s = tl.load(router_grad + place).to(ACC)
+                    w = tl.load(kernels + (e * A + a)[:, None] * C + c[None, :], mask=mask, other=0).to(ACC)
+                    found += s * w
+        tl.store(out + at[:, None] + c[None, :], found.to(out.dtype.element_ty), mask=mask)
         if HAS_GATE:
-            tl.store(grad_gate + (b * E + owner // L) * L + owner % L, dots, mask=mine)
+            to = ((b * E + owner // L) * L + owner % L) * tl.num_programs(1) + tl.program_id(1)
+            tl.store(grad_gate + to, dots, mask=mine)
 
 
 @triton.jit
@@ -263,7 +274,7 @@ def collect(
     experts: range,
     base: Tensor | None,
 ) -> Tensor:
-    """Gradient of x from that of some experts' values (…, M1, C), added to ``base``; fills in that of gates (B, E, L).
+    """Gradient of x from that of some experts' values (…, M1, C), added to ``base``; fills in that of gates.
 
     ``norm``: scale and shift (2, E, C), and in training lift and tilt, as `norm_gradients` gives them. ``router``: the
     gradient of chosen patches' scores (B, E, L) and the kernels (E, p², C) it goes back through.
@@ -272,10 +283,8 @@ def collect(
     out = torch.empty_like(x) if base is None else base
     scores, kernels = router or (None, None)
     BP = power_of_2(patch**2)
-    BC = power_of_2(sizes.C, most=max(32, min(1024, 2048 // BP)))
-    rule = (BC, _warps(BP * BC))
-    BC, number = tile("collect", rule, sizes.C, patch, sizes.E, norm is not None, gate is not None, x.element_size())
-    collect_kernel[(sizes.B * sizes.N,)](
+    BC, number = collect_tile(sizes, norm is not None, gate is not None, x)
+    collect_kernel[(sizes.B * sizes.N, ceil(sizes.C, BC))](
         grad, x, *owners, gate, scores, kernels, norm, out, grad_gate, sizes.B, grad.shape[1],
         experts.start, experts.stop, C=sizes.C, N=sizes.N, HAS_GATE=gate is not None, HAS_NORM=norm is not None,
         STATS=norm is not None and len(norm) == 4, HAS_ROUTER=router is not None, ALL=len(experts) == sizes.E,
@@ -283,6 +292,14 @@ def collect(
         **sizes.constants(), **warps(number),
     )  # fmt: skip
     return out
+
+
+def collect_tile(sizes: Sizes, norm: bool, gate: bool, x: Tensor) -> tuple[int, int]:
+    """Channels of a program of `collect`, and warps."""
+    BP = power_of_2(sizes.p**2)
+    BC = power_of_2(sizes.C, most=max(32, min(1024, 2048 // BP)))
+    rule = (BC, _warps(BP * BC) if BP == 1 else 2)
+    return tile("collect", rule, sizes.C, sizes.p, sizes.E, norm, gate, x.element_size())
 
 
 def sum_of_owners(
