@@ -33,6 +33,9 @@ from moesaic.ops.triton.maps import Landing, landed_patches, resting_map, whole_
 
 __all__ = ["patch_conv_pooled"]
 
+MOST_TAPS = 128
+"""Lines of a patch times taps of a kernel, up to which kernels are compiled with each of them written out."""
+
 
 @dataclass(frozen=True)
 class _Reach:
@@ -51,9 +54,19 @@ class _Reach:
         return self.landing.kernel // 2 if self.on_input and not self.landing.alone else 0
 
     @property
+    def side(self) -> int:
+        """Of the square that a patch reaches."""
+        return self.sizes.p + 2 * self.halo
+
+    @property
     def each(self) -> int:
         """Rows of a patch."""
-        return (self.sizes.p + 2 * self.halo) ** 2
+        return self.side**2
+
+    @property
+    def by_lines(self) -> bool:
+        """Whether kernels take a patch line by line, with every line written out: that is for few and long ones."""
+        return self.sizes.p > 1 and not self.small and self.sizes.p * self.landing.kernel**2 <= MOST_TAPS
 
     @property
     def number(self) -> int:
@@ -115,25 +128,58 @@ def _reach(
 ) -> tuple[_Found, Tensor | None, Tensor | None]:
     """Rows, the resting map if there is one, and sums (2, S, E, O) for the statistics of y."""
     sizes, landing, O = reach.sizes, reach.landing, reach.O
-    ks, full, device = landing.kernel, wide(contributions.dtype), contributions.device
+    device = contributions.device
     resting = resting_map(contributions, sizes, bias, landing, O) if reach.normed else None
     base, steps = bias if resting is None else resting, reach.steps(resting)
-    landed = landed_patches(contributions, sizes, ks, O) if ks > 1 and sizes.p > 1 else contributions
-    number = reach.number
     rows = contributions if reach.small else torch.empty(reach.shape(), dtype=contributions.dtype, device=device)
-    place = torch.empty(sizes.E, number, dtype=torch.int32, device=device)
+    place = torch.empty(sizes.E, reach.number, dtype=torch.int32, device=device)
+    found = _Found(rows, place, None if reach.whole else base, steps)
+    sums = (_land if reach.by_lines else _gathered)(contributions, of, reach, base, found, stats=stats)
+    return found, resting, sums
+
+
+def _land(
+    contributions: Tensor, of: Chosen, reach: _Reach, base: Tensor | None, found: _Found, *, stats: bool
+) -> Tensor | None:
+    """Fills in rows and places of patches that have several pixels a side."""
+    sizes, landing, O = reach.sizes, reach.landing, reach.O
+    patches, full = sizes.B * sizes.L, wide(contributions.dtype)
+    rule = (whole_blocks(O, 32), 1, 4)
+    BO, wide_by, share = tile("land", rule, sizes.M, O, landing.kernel, sizes.p, sizes.E, contributions.element_size())
+    blocks = ceil(O, BO)
+    chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
+    sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=contributions.device) if stats else None
+    constants = sizes.constants()
+    del constants["HW"]
+    reached.land_kernel[(blocks, splits, sizes.E)](
+        contributions, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, patches,
+        contributions.shape[1], chunk, splits, reach.pivot, O=O, KS=landing.kernel, N=sizes.N, H=sizes.H,
+        HALO=reach.halo, NEAR=reach.near, BSTEP=found.steps[0], QSTEP=found.steps[1], HAS_BASE=base is not None,
+        HAS_GATE=of.gate_out is not None, STATS=stats, ACC=acc(full), BD=power_of_2((2 * reach.near + 1) ** 2),
+        BH=power_of_2(reach.side), BO=BO, **constants, **warps(wide_by),
+    )  # fmt: skip
+    return sums
+
+
+def _gathered(
+    contributions: Tensor, of: Chosen, reach: _Reach, base: Tensor | None, found: _Found, *, stats: bool
+) -> Tensor | None:
+    """The same for 1×1 kernels, whose rows are there already, for single pixels and for patches with long lines."""
+    sizes, O, ks, number = reach.sizes, reach.O, reach.landing.kernel, reach.number
+    full = wide(contributions.dtype)
+    landed = landed_patches(contributions, sizes, ks, O) if ks > 1 and sizes.p > 1 else contributions
     rule = (*_tile_of(number, O), 1)
     BM, BO, wide_by = tile("reach", rule, number, O, ks, sizes.p, sizes.E, contributions.element_size())
     blocks = ceil(O, BO) if stats or not reach.small else 1
     chunk, splits = parts(number, fill(blocks * sizes.E, 64) * 4, BM)
-    sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=device) if stats else None
+    sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=landed.device) if stats else None
     reached.reach_kernel[(splits, sizes.E, blocks)](
-        landed, of.index, of.slots, of.gate_out, base, rows, place, sums, number, landed.stride(0), chunk, splits,
-        *steps, reach.pivot, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo, NEAR=reach.near,
+        landed, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, number, landed.stride(0), chunk,
+        splits, *found.steps, reach.pivot, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo, NEAR=reach.near,
         FLIP=ks > 1 and sizes.p == 1, HAS_BASE=base is not None, HAS_GATE=of.gate_out is not None, STATS=stats,
         ACC=acc(full), BM=BM, BO=BO, **sizes.constants(), **warps(wide_by),
     )  # fmt: skip
-    return _Found(rows, place, None if reach.whole else base, steps), resting, sums
+    return sums
 
 
 def _table(

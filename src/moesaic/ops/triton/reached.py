@@ -4,7 +4,8 @@ Most positions have what an expert answers where it chose nothing near, the same
 over positions is therefore that answer's sum, taken once, and a difference for each position that a chosen patch
 reaches: `rows` (E, MR, O), patch by patch. A position that several patches of an expert reach counts in the first.
 
-    reach_kernel     contributions → rows, where each of them is, and the differences' share of mean and variance
+    land_kernel      contributions → rows, where each of them is, and the differences' share of mean and variance
+    reach_kernel     the same from what patches give to the positions they reach, and for 1×1 kernels and single pixels
     table_kernel     these and the resting map → mean, scale and shift of channels, and their sums over a map at rest
     pool_kernel      rows → the mean over each image; also how many positions are active, and their sum
     slope_kernel     gradient of means → gradients of weight and bias, and the terms of the gradient of y
@@ -32,6 +33,7 @@ __all__ = [
     "answers_kernel",
     "back_kernel",
     "dots_kernel",
+    "land_kernel",
     "pool_kernel",
     "reach_kernel",
     "slope_kernel",
@@ -169,6 +171,171 @@ def reach_kernel(
         to = (s * E + e) * O + o
         tl.store(sums_out + to, tl.sum(first, 0), mask=om)
         tl.store(sums_out + S * (E * O) + to, tl.sum(second, 0), mask=om)
+
+
+@triton.jit
+def own_taps(
+    own, inside, ax, hy: tl.constexpr,
+    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, HALO: tl.constexpr, mask, ACC: tl.constexpr,
+):  # fmt: skip
+    """What a line of positions has of the patch itself; ``own``: where its line 0 has what the positions' pixels give.
+
+    Which lines of pixels a line of positions sees is known beforehand, so what is not there costs nothing.
+    """
+    R: tl.constexpr = KS // 2
+    y = tl.zeros(own.shape, ACC)
+    for t in tl.static_range(KS * KS):
+        ay = hy - HALO + t // KS - R
+        if ay >= 0 and ay < P:
+            sx = ax + (t % KS - R)
+            has = (inside & (sx >= 0) & (sx < P))[:, None] & mask
+            at = (ay * P + t % KS - R) * (KS * KS * O) + t * O
+            y += tl.load(own + at, mask=has, other=0).to(ACC)
+    return y
+
+
+@triton.jit
+def all_taps(
+    contributions, slots, b, l, inside, qy, qx, o, mask,
+    O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """What a line of positions has of all patches of an image, and which positions an earlier one reaches as well.
+
+    An expert's contributions, and an image's slots. Whoever reaches a position has a pixel under one of its taps.
+    """
+    R: tl.constexpr = KS // 2
+    y = tl.zeros((qx.shape[0], o.shape[0]), ACC)
+    hidden = tl.zeros(qx.shape, tl.int32)
+    for t in tl.static_range(KS * KS):
+        sy = qy + (t // KS - R)
+        sx = qx + (t % KS - R)
+        there = inside & (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
+        slot = tl.load(slots + (sy // P) * GW + sx // P, mask=there, other=-1)
+        hidden = tl.maximum(hidden, ((slot >= 0) & (slot < l)).to(tl.int32))
+        row = (b * L + tl.maximum(slot, 0)) * (P * P) + (sy % P) * P + sx % P
+        at = row.to(tl.int64) * (KS * KS * O) + t * O
+        y += tl.load(contributions + at[:, None] + o[None, :], mask=(slot >= 0)[:, None] & mask, other=0).to(ACC)
+    return y, hidden
+
+
+@triton.jit
+def crowded(slots, n, GW: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr, BD: tl.constexpr):
+    """Whether another patch of an image up to NEAR patches away is chosen as well."""
+    SIDE: tl.constexpr = 2 * NEAR + 1
+    d = tl.arange(0, BD)
+    ny = n // GW + d // SIDE - NEAR
+    nx = n % GW + d % SIDE - NEAR
+    there = (d < SIDE * SIDE) & (d != SIDE * SIDE // 2) & (ny >= 0) & (ny < N // GW) & (nx >= 0) & (nx < GW)
+    return tl.max(tl.load(slots + ny * GW + nx, mask=there, other=-1), 0) >= 0
+
+
+@triton.jit
+def land_line(
+    y, hidden, inside, hx, o, mask, q, g, pivot, rest, rows_out, place_out, first, second,
+    O: tl.constexpr, SH: tl.constexpr, QSTEP: tl.constexpr, HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr,
+    STATS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Writes a line of rows and where they are, and adds them to the sums."""
+    r = tl.zeros(y.shape, ACC)
+    if HAS_BASE and (STATS or HAS_GATE):
+        r += tl.load(rest + (q * QSTEP)[:, None] + o[None, :], mask=inside[:, None] & mask, other=0).to(ACC)
+    if HAS_GATE:
+        y += r
+        hidden = tl.zeros_like(hidden)
+    kept = y.to(rows_out.dtype.element_ty)
+    tl.store(rows_out + (hx * O)[:, None] + o[None, :], kept, mask=(hx < SH)[:, None] & mask)
+    if tl.program_id(0) == 0:
+        place = tl.where(hidden > 0, -2 - q, q)
+        tl.store(place_out + hx, tl.where(inside, place, -1), mask=hx < SH)
+    if STATS:
+        # y - rest and y + rest - 2 · pivot; with gates nothing is there at rest, and the pivot is zero
+        more = kept.to(ACC)
+        both = more + 2 * (r - pivot[None, :])
+        if HAS_GATE:
+            more = more * g
+            both = more
+        more = tl.where((inside & (hidden == 0))[:, None] & mask, more, 0.0)
+        first += more
+        second += more * both
+    return first, second
+
+
+@triton.jit
+def land_kernel(
+    contributions, index, slots, gate, base, rows_out, place_out, sums_out, PATCHES, M1, CHUNK, S, PIVOT,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, NEAR: tl.constexpr, BSTEP: tl.constexpr,
+    QSTEP: tl.constexpr, HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr, STATS: tl.constexpr, ACC: tl.constexpr,
+    BD: tl.constexpr, BH: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """Rows of a chunk of an expert's patches, line by line of the positions that a patch reaches; see `reach_kernel`.
+
+    A line is short, but all of it lies within one patch. So what is looked up is looked up once for the patch, and only
+    where another chosen patch is near pixel by pixel. Contributions are read where they are, and added up unrounded.
+    """
+    A: tl.constexpr = P * P
+    SH: tl.constexpr = P + 2 * HALO
+    s = tl.program_id(1)
+    e = tl.program_id(2)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    mask = (o < O)[None, :]
+    hx = tl.arange(0, BH)
+    first = tl.zeros((BH, BO), ACC)
+    second = tl.zeros((BH, BO), ACC)
+    pivot = tl.zeros((BO,), ACC)
+    rest = base
+    if HAS_BASE:
+        rest = base + e * BSTEP
+        if not HAS_GATE:
+            pivot += tl.load(rest + PIVOT * QSTEP + o, mask=o < O, other=0).to(ACC)
+    given = contributions + (e * M1).to(tl.int64) * (KS * KS * O)
+    pixels = ((hx - HALO) * (KS * KS * O))[:, None] + o[None, :]
+    for k in range(s * CHUNK, tl.minimum((s + 1) * CHUNK, PATCHES)):
+        b = k // L
+        l = k % L
+        ours = slots + (b * E + e) * N
+        n = tl.load(index + (b * E + e) * L + l).to(tl.int32)
+        used = n >= 0
+        n = tl.maximum(n, 0)
+        y0 = (n // GW) * P - HALO
+        qx = (n % GW) * P - HALO + hx
+        across = used & (hx < SH) & (qx >= 0) & (qx < W)
+        g = 1.0
+        if HAS_GATE:
+            g = tl.load(gate + (b * E + e) * L + l).to(ACC)
+        number = (e * PATCHES + k).to(tl.int64) * (SH * SH)
+        near = False
+        if NEAR > 0:
+            near = crowded(ours, n, GW, N, NEAR, BD)
+        if near:
+            for hy in range(SH):
+                qy = y0 + hy
+                inside = across & (qy >= 0) & (qy < H)
+                y, hidden = all_taps(given, ours, b, l, inside, qy, qx, o, mask, O, L, P, KS, GW, H, W, ACC)
+                q = by_patch(qy, qx, P, GW)
+                to = number + hy * SH
+                first, second = land_line(
+                    y, hidden, inside, hx, o, mask, q, g, pivot, rest, rows_out + to * O, place_out + to, first, second,
+                    O, SH, QSTEP, HAS_BASE, HAS_GATE, STATS, ACC,
+                )  # fmt: skip
+        else:
+            own = contributions + (e * M1 + k * A).to(tl.int64) * (KS * KS * O) + pixels
+            for hy in tl.static_range(SH):
+                qy = y0 + hy
+                inside = across & (qy >= 0) & (qy < H)
+                y = own_taps(own, inside, hx - HALO, hy, O, P, KS, HALO, mask, ACC)
+                hidden = tl.zeros((BH,), tl.int32)
+                q = by_patch(qy, qx, P, GW)
+                to = number + hy * SH
+                first, second = land_line(
+                    y, hidden, inside, hx, o, mask, q, g, pivot, rest, rows_out + to * O, place_out + to, first, second,
+                    O, SH, QSTEP, HAS_BASE, HAS_GATE, STATS, ACC,
+                )  # fmt: skip
+    if STATS:
+        to = sums_out + (s * E + e) * O + o
+        tl.store(to, tl.sum(first, 0), mask=o < O)
+        tl.store(to + S * (E * O), tl.sum(second, 0), mask=o < O)
 
 
 @triton.jit
