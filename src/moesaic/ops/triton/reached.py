@@ -175,17 +175,18 @@ def reach_kernel(
 
 @triton.jit
 def own_taps(
-    own, inside, ax, hy: tl.constexpr,
-    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, HALO: tl.constexpr, mask, ACC: tl.constexpr,
+    own, inside, ax, mask, top: tl.constexpr,
+    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """What a line of positions has of the patch itself; ``own``: where its line 0 has what the positions' pixels give.
+    """What a line of positions, the patch's line ``top`` and its places ``ax``, has of the patch itself.
 
-    Which lines of pixels a line of positions sees is known beforehand, so what is not there costs nothing.
+    ``own`` is where contributions of its pixels begin, if they were in line 0. Which lines of pixels a line of
+    positions sees is known when this is compiled, so what is not there costs nothing.
     """
     R: tl.constexpr = KS // 2
     y = tl.zeros(own.shape, ACC)
     for t in tl.static_range(KS * KS):
-        ay = hy - HALO + t // KS - R
+        ay = top + t // KS - R
         if ay >= 0 and ay < P:
             sx = ax + (t % KS - R)
             has = (inside & (sx >= 0) & (sx < P))[:, None] & mask
@@ -195,28 +196,20 @@ def own_taps(
 
 
 @triton.jit
-def all_taps(
-    contributions, slots, b, l, inside, qy, qx, o, mask,
-    O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr, H: tl.constexpr,
-    W: tl.constexpr, ACC: tl.constexpr,
+def more_taps(
+    y, own, inside, ax, mask, top, O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """What a line of positions has of all patches of an image, and which positions an earlier one reaches as well.
-
-    An expert's contributions, and an image's slots. Whoever reaches a position has a pixel under one of its taps.
-    """
+    """The same of another patch, whose line ``top`` may be any; added to what there is."""
     R: tl.constexpr = KS // 2
-    y = tl.zeros((qx.shape[0], o.shape[0]), ACC)
-    hidden = tl.zeros(qx.shape, tl.int32)
-    for t in tl.static_range(KS * KS):
-        sy = qy + (t // KS - R)
-        sx = qx + (t % KS - R)
-        there = inside & (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
-        slot = tl.load(slots + (sy // P) * GW + sx // P, mask=there, other=-1)
-        hidden = tl.maximum(hidden, ((slot >= 0) & (slot < l)).to(tl.int32))
-        row = (b * L + tl.maximum(slot, 0)) * (P * P) + (sy % P) * P + sx % P
-        at = row.to(tl.int64) * (KS * KS * O) + t * O
-        y += tl.load(contributions + at[:, None] + o[None, :], mask=(slot >= 0)[:, None] & mask, other=0).to(ACC)
-    return y, hidden
+    if (top + R >= 0) & (top - R < P):
+        own += top * (P * KS * KS * O)
+        for t in tl.static_range(KS * KS):
+            ay = top + (t // KS - R)
+            sx = ax + (t % KS - R)
+            has = (inside & (ay >= 0) & (ay < P) & (sx >= 0) & (sx < P))[:, None] & mask
+            at = ((t // KS - R) * P + t % KS - R) * (KS * KS * O) + t * O
+            y += tl.load(own + at, mask=has, other=0).to(ACC)
+    return y
 
 
 @triton.jit
@@ -245,9 +238,8 @@ def land_line(
         hidden = tl.zeros_like(hidden)
     kept = y.to(rows_out.dtype.element_ty)
     tl.store(rows_out + (hx * O)[:, None] + o[None, :], kept, mask=(hx < SH)[:, None] & mask)
-    if tl.program_id(0) == 0:
-        place = tl.where(hidden > 0, -2 - q, q)
-        tl.store(place_out + hx, tl.where(inside, place, -1), mask=hx < SH)
+    place = tl.where(hidden > 0, -2 - q, q)
+    tl.store(place_out + hx, tl.where(inside, place, -1), mask=(hx < SH) & (tl.program_id(0) == 0))
     if STATS:
         # y - rest and y + rest - 2 · pivot; with gates nothing is there at rest, and the pivot is zero
         more = kept.to(ACC)
@@ -271,11 +263,13 @@ def land_kernel(
 ):  # fmt: skip
     """Rows of a chunk of an expert's patches, line by line of the positions that a patch reaches; see `reach_kernel`.
 
-    A line is short, but all of it lies within one patch. So what is looked up is looked up once for the patch, and only
-    where another chosen patch is near pixel by pixel. Contributions are read where they are, and added up unrounded.
+    A line is short, but all of it lies within one patch: whatever is looked up is looked up once for the patch, and
+    contributions are so many numbers from its first one. They are added up unrounded.
     """
     A: tl.constexpr = P * P
+    R: tl.constexpr = KS // 2
     SH: tl.constexpr = P + 2 * HALO
+    SIDE: tl.constexpr = 2 * NEAR + 1
     s = tl.program_id(1)
     e = tl.program_id(2)
     o = tl.program_id(0) * BO + tl.arange(0, BO)
@@ -289,7 +283,6 @@ def land_kernel(
         rest = base + e * BSTEP
         if not HAS_GATE:
             pivot += tl.load(rest + PIVOT * QSTEP + o, mask=o < O, other=0).to(ACC)
-    given = contributions + (e * M1).to(tl.int64) * (KS * KS * O)
     pixels = ((hx - HALO) * (KS * KS * O))[:, None] + o[None, :]
     for k in range(s * CHUNK, tl.minimum((s + 1) * CHUNK, PATCHES)):
         b = k // L
@@ -305,33 +298,49 @@ def land_kernel(
         if HAS_GATE:
             g = tl.load(gate + (b * E + e) * L + l).to(ACC)
         number = (e * PATCHES + k).to(tl.int64) * (SH * SH)
+        # all lines before any is written, as what is read would have to wait for that
+        own = contributions + (e * M1 + k * A).to(tl.int64) * (KS * KS * O) + pixels
+        lines = ()
+        for hy in tl.static_range(SH):
+            inside = across & (y0 + hy >= 0) & (y0 + hy < H)
+            lines = lines + (own_taps(own, inside, hx - HALO, mask, hy - HALO, O, P, KS, ACC),)
+        # a bit for each line: whether an earlier patch reaches this place of it as well
+        hidden = tl.zeros((BH,), tl.int32)
         near = False
         if NEAR > 0:
             near = crowded(ours, n, GW, N, NEAR, BD)
         if near:
-            for hy in range(SH):
-                qy = y0 + hy
-                inside = across & (qy >= 0) & (qy < H)
-                y, hidden = all_taps(given, ours, b, l, inside, qy, qx, o, mask, O, L, P, KS, GW, H, W, ACC)
-                q = by_patch(qy, qx, P, GW)
-                to = number + hy * SH
-                first, second = land_line(
-                    y, hidden, inside, hx, o, mask, q, g, pivot, rest, rows_out + to * O, place_out + to, first, second,
-                    O, SH, QSTEP, HAS_BASE, HAS_GATE, STATS, ACC,
-                )  # fmt: skip
-        else:
-            own = contributions + (e * M1 + k * A).to(tl.int64) * (KS * KS * O) + pixels
-            for hy in tl.static_range(SH):
-                qy = y0 + hy
-                inside = across & (qy >= 0) & (qy < H)
-                y = own_taps(own, inside, hx - HALO, hy, O, P, KS, HALO, mask, ACC)
-                hidden = tl.zeros((BH,), tl.int32)
-                q = by_patch(qy, qx, P, GW)
-                to = number + hy * SH
-                first, second = land_line(
-                    y, hidden, inside, hx, o, mask, q, g, pivot, rest, rows_out + to * O, place_out + to, first, second,
-                    O, SH, QSTEP, HAS_BASE, HAS_GATE, STATS, ACC,
-                )  # fmt: skip
+            for d in range(SIDE * SIDE):
+                dy = d // SIDE - NEAR
+                dx = d % SIDE - NEAR
+                ny = n // GW + dy
+                nx = n % GW + dx
+                there = (d != SIDE * SIDE // 2) & (ny >= 0) & (ny < N // GW) & (nx >= 0) & (nx < GW)
+                slot = tl.load(ours + ny * GW + nx, mask=there, other=-1)
+                if slot >= 0:
+                    ax = hx - HALO - dx * P
+                    row = (e * M1 + (b * L + slot) * A - dx * P).to(tl.int64)
+                    own = contributions + row * (KS * KS * O) + pixels
+                    sum_of = ()
+                    reached = 0
+                    for hy in tl.static_range(SH):
+                        top = hy - HALO - dy * P
+                        inside = across & (y0 + hy >= 0) & (y0 + hy < H)
+                        sum_of = sum_of + (more_taps(lines[hy], own, inside, ax, mask, top, O, P, KS, ACC),)
+                        reached += ((top + R >= 0) & (top - R < P)).to(tl.int32) << hy
+                    lines = sum_of
+                    earlier = (slot < l) & (ax + R >= 0) & (ax - R < P)
+                    hidden = hidden | tl.where(earlier, reached, 0)
+        across_q = (qx // P) * A + qx % P
+        for hy in tl.static_range(SH):
+            qy = y0 + hy
+            inside = across & (qy >= 0) & (qy < H)
+            q = ((n // GW + (hy - HALO) // P) * GW) * A + ((hy - HALO) % P) * P + across_q
+            to = number + hy * SH
+            first, second = land_line(
+                lines[hy], (hidden >> hy) & 1, inside, hx, o, mask, q, g, pivot, rest, rows_out + to * O,
+                place_out + to, first, second, O, SH, QSTEP, HAS_BASE, HAS_GATE, STATS, ACC,
+            )  # fmt: skip
     if STATS:
         to = sums_out + (s * E + e) * O + o
         tl.store(to, tl.sum(first, 0), mask=o < O)
