@@ -237,6 +237,8 @@ def _row_gradients(
     grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient of rows; with ``sums`` their part (S, E, ks², O) in that of what experts answer at rest."""
+    if reach.by_lines:
+        return _line_gradients(grad, of, reach, found, slopes, sums=sums)
     sizes, O, number = reach.sizes, reach.O, reach.number
     ks = reach.landing.kernel if reach.normed else 1
     out = torch.empty(reach.shape(), dtype=found.rows.dtype, device=grad.device)
@@ -250,6 +252,28 @@ def _row_gradients(
         found.rows.stride(0), *found.steps, chunk, O=O, KS=ks, RS=reach.each, H=sizes.H, ALONE=reach.landing.alone,
         HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, ACC=acc(slopes.dtype), BM=BM,
         BT=power_of_2(ks**2), BO=BO, **sizes.constants(), **warps(wide_by),
+    )  # fmt: skip
+    return out, joint
+
+
+def _line_gradients(
+    grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The same for patches that have several pixels a side."""
+    sizes, O = reach.sizes, reach.O
+    ks, patches = reach.landing.kernel if reach.normed else 1, sizes.B * sizes.L
+    out = torch.empty_like(found.rows)
+    # wider kernels have more sums to keep, so these are over fewer channels
+    rule = (whole_blocks(O, 32 if ks <= 3 else 8), 1, 4)
+    BO, wide_by, share = tile("pooled_lines", rule, sizes.M, O, ks, sizes.p, sizes.E, out.element_size())
+    blocks = ceil(O, BO)
+    chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
+    joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
+    reached.line_kernel[(blocks, splits, sizes.E)](
+        grad, found.rows, found.base, of.index, found.place, of.gate_out, slopes, out, joint, patches, chunk, O=O,
+        H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, BSTEP=found.steps[0], QSTEP=found.steps[1],
+        HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, TAPS=ks, ACC=acc(slopes.dtype),
+        BH=power_of_2(reach.side), BO=BO, **sizes.constants(), **warps(wide_by),
     )  # fmt: skip
     return out, joint
 

@@ -10,6 +10,7 @@ reaches: `rows` (E, MR, O), patch by patch. A position that several patches of a
     pool_kernel      rows → the mean over each image; also how many positions are active, and their sum
     slope_kernel     gradient of means → gradients of weight and bias, and the terms of the gradient of y
     back_kernel      these → gradient of rows, and its part in that of what experts answer to the constant, tap by tap
+    line_kernel      the same of patches that have several pixels a side
     answers_kernel   that part and the resting map's
     spread_kernel    gradient of rows → gradient of contributions
     dots_kernel      terms of y's gradient → gradient of gates on the output
@@ -34,6 +35,7 @@ __all__ = [
     "back_kernel",
     "dots_kernel",
     "land_kernel",
+    "line_kernel",
     "pool_kernel",
     "reach_kernel",
     "slope_kernel",
@@ -577,6 +579,105 @@ def back_kernel(
     if SUMS:
         to = ((s * E + e) * (KS * KS) + taps) * O
         tl.store(sums_out + to[:, None] + o[None, :], found, mask=(taps < KS * KS)[:, None] & om[None, :])
+
+
+@triton.jit
+def line_kernel(
+    grad, rows, base, index, place, gate, slopes, rows_out, sums_out, PATCHES, CHUNK,
+    E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr,
+    HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, ALONE: tl.constexpr, BSTEP: tl.constexpr,
+    QSTEP: tl.constexpr, HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr, SUMS: tl.constexpr, TAPS: tl.constexpr,
+    ACC: tl.constexpr, BH: tl.constexpr, BO: tl.constexpr,
+):  # fmt: skip
+    """A chunk of an expert's patches, line by line of the positions that a patch reaches; see `back_kernel`.
+
+    Where a line is decides which lines of taps fall inside, and where in it a position is which columns. So lines are
+    added up by the first, patches by both, and only in the end what each place of a line has. TAPS: 1 or ks. What is
+    written off the map nobody reads.
+    """
+    X: tl.constexpr = E * O
+    R: tl.constexpr = TAPS // 2
+    SH: tl.constexpr = P + 2 * HALO
+    s = tl.program_id(1)
+    e = tl.program_id(2)
+    o = tl.program_id(0) * BO + tl.arange(0, BO)
+    om = o < O
+    at = e * O + o
+    hx = tl.arange(0, BH)
+    mean, scale, shift, level, tilt = terms(slopes, X, at, om)
+    rest = base
+    if HAS_BASE:
+        rest = base + e * BSTEP
+    live = (hx < SH)[:, None] & om[None, :]
+    line = (hx * O)[:, None] + o[None, :]
+    found = ()
+    for _t in tl.static_range(TAPS * TAPS):
+        found = found + (tl.zeros((BH, BO), ACC),)
+    for k in range(s * CHUNK, tl.minimum((s + 1) * CHUNK, PATCHES)):
+        # all lines before any is written, as what is read would have to wait for that; the farthest first
+        number = (e * PATCHES + k).to(tl.int64) * (SH * SH)
+        values = ()
+        for hy in tl.static_range(SH):
+            values = values + (tl.load(rows + (number + hy * SH) * O + line, mask=live, other=0),)
+        b = k // L
+        n = tl.maximum(tl.load(index + (b * E + e) * L + k % L).to(tl.int32), 0)
+        y0 = (n // GW) * P - HALO
+        qx = (n % GW) * P - HALO + hx
+        q0 = (n // GW) * (GW * P * P) + (qx // P) * (P * P) + qx % P
+        d = tl.load(grad + b * X + at, mask=om, other=0).to(ACC)[None, :] / HW * scale
+        g = 1.0
+        if HAS_GATE:
+            g = tl.load(gate + (b * E + e) * L + k % L).to(ACC)
+        counts = ()
+        rests = ()
+        for hy in tl.static_range(SH):
+            code = tl.load(place + number + hy * SH + hx, mask=hx < SH, other=-1)
+            counts = counts + (tl.where(code >= 0, 1.0, 0.0).to(ACC),)
+            if HAS_BASE:
+                q = q0 + ((hy - HALO) // P * GW * P + (hy - HALO) % P) * P
+                there = (code != -1)[:, None] & om[None, :]
+                rests = rests + (tl.load(rest + (q * QSTEP)[:, None] + o[None, :], mask=there, other=0),)
+        by_line = ()
+        for _t in tl.static_range(TAPS):
+            by_line = by_line + (tl.zeros((BH, BO), ACC),)
+        for hy in tl.static_range(SH):
+            more = values[hy].to(ACC)
+            apart = more
+            before = -mean
+            if HAS_BASE:
+                apart = more + rests[hy].to(ACC)
+                before = rests[hy].to(ACC) - mean
+            apart = apart * g - mean
+            active = tl.where(apart * scale + shift > 0, d, 0.0)
+            v = (active - level - tilt * apart) * g
+            tl.store(rows_out + (number + hy * SH) * O + line, v.to(rows_out.dtype.element_ty), mask=live)
+            if SUMS:
+                if not HAS_GATE:
+                    # less what is there at rest: level goes, and of tilt only the difference is left
+                    v = active - tl.where(before * scale + shift > 0, d, 0.0) - tilt * more
+                added = ()
+                for t in tl.static_range(TAPS):
+                    if ALONE:
+                        inside = 1.0 if hy + t - R >= 0 and hy + t - R < P else 0.0
+                    else:
+                        inside = tl.where((y0 + (hy + t - R) >= 0) & (y0 + (hy + t - R) < H), 1.0, 0.0).to(ACC)
+                    added = added + (by_line[t] + v * (counts[hy] * inside)[:, None],)
+                by_line = added
+        if SUMS:
+            added = ()
+            for t in tl.static_range(TAPS * TAPS):
+                if ALONE:
+                    tx = hx + (t % TAPS - R)
+                    inside = (tx >= 0) & (tx < P)
+                else:
+                    tx = qx + (t % TAPS - R)
+                    inside = (tx >= 0) & (tx < W)
+                added = added + (found[t] + by_line[t // TAPS] * tl.where(inside, 1.0, 0.0).to(ACC)[:, None],)
+            found = added
+    if SUMS:
+        for t in tl.static_range(TAPS * TAPS):
+            to = ((s * E + e) * (TAPS * TAPS) + t) * O
+            tl.store(sums_out + to + o, tl.sum(found[t], 0), mask=om)
 
 
 @triton.jit
