@@ -207,7 +207,8 @@ def _pool(of: Chosen, reach: _Reach, found: _Found, table: Tensor, *, keep: bool
     sizes, O, rows = reach.sizes, reach.O, found.rows
     pooled = torch.empty(sizes.B, sizes.E * O, dtype=rows.dtype, device=rows.device)
     counts = torch.empty(2, *pooled.shape, dtype=table.dtype, device=rows.device) if keep else nothing(table)
-    rule = (*_tile_of(sizes.L * reach.each, O), 1)
+    BO = whole_blocks(O, 32)
+    rule = (power_of_2(sizes.L * reach.each, most=max(128 // BO, 1)), BO, 1)
     BM, BO, wide_by = tile("pool", rule, sizes.L * reach.each, O, sizes.E, rows.element_size())
     reached.pool_kernel[(sizes.B, sizes.E, ceil(O, BO))](
         rows, found.place, of.gate_out, found.base, table, pooled, counts, reach.number, rows.stride(0), *found.steps,

@@ -423,26 +423,31 @@ def pool_kernel(
     X: tl.constexpr = E * O
     at = e * O + o
     mean, scale, shift = channel(table, 0, X, at, om), channel(table, 1, X, at, om), channel(table, 2, X, at, om)
-    count = tl.zeros((BM, BO), ACC)
+    count = tl.zeros((BM, BO), tl.int32)
     lean = tl.zeros((BM, BO), ACC)
-    for i0 in range(0, L * RS, BM):
+    for i0 in tl.range(0, L * RS, BM, loop_unroll_factor=3):
         i = i0 + tl.arange(0, BM)
         m = b * (L * RS) + i
+        # rows need not wait for their places: what does not count becomes what is there at rest, and cancels
+        row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
+        y = tl.load(rows + row[:, None] + o[None, :], mask=(i < L * RS)[:, None] & om[None, :], other=0).to(ACC)
         q = tl.load(place + e * MR + m, mask=i < L * RS, other=-1)
         mask = (q >= 0)[:, None] & om[None, :]
-        g = tl.zeros((BM,), ACC)
+        r = tl.zeros((BM, BO), ACC)
+        if HAS_BASE:
+            rest = e.to(tl.int64) * BSTEP + q * QSTEP
+            r = tl.load(base + rest[:, None] + o[None, :], mask=mask, other=0).to(ACC)
         if HAS_GATE:
-            g += tl.load(gate + (b * E + e) * L + i // RS, mask=q >= 0, other=0).to(ACC)
-        row = e.to(tl.int64) * STEP + m.to(tl.int64) * O
-        rest = e.to(tl.int64) * BSTEP + q * QSTEP
-        y, r = there_and_at_rest(rows, row, base, rest, g, o, mask, HAS_BASE, HAS_GATE, ACC)
-        y -= mean
+            g = tl.load(gate + (b * E + e) * L + i // RS, mask=q >= 0, other=0).to(ACC)
+            y = (y + r) * g[:, None]
+            r = tl.zeros((BM, BO), ACC)
         r -= mean
-        now = mask & (y * scale + shift > 0)
-        before = mask & (r * scale + shift > 0)
-        count += tl.where(now, 1.0, 0.0) - tl.where(before, 1.0, 0.0)
+        y = tl.where(mask, y, 0.0) + r
+        now = y * scale + shift > 0
+        before = r * scale + shift > 0
+        count += now.to(tl.int32) - before.to(tl.int32)
         lean += tl.where(now, y, 0.0) - tl.where(before, r, 0.0)
-    all_count = tl.sum(count, 0) + tl.load(table + 3 * X + at, mask=om, other=0)
+    all_count = tl.sum(count, 0).to(ACC) + tl.load(table + 3 * X + at, mask=om, other=0)
     all_lean = tl.sum(lean, 0) + tl.load(table + 4 * X + at, mask=om, other=0)
     scale_c = tl.load(table + X + at, mask=om, other=0)
     shift_c = tl.load(table + 2 * X + at, mask=om, other=0)
@@ -642,12 +647,10 @@ def line_kernel(
             by_line = by_line + (tl.zeros((BH, BO), ACC),)
         for hy in tl.static_range(SH):
             more = values[hy].to(ACC)
-            apart = more
             before = -mean
             if HAS_BASE:
-                apart = more + rests[hy].to(ACC)
                 before = rests[hy].to(ACC) - mean
-            apart = apart * g - mean
+            apart = more * g + before
             active = tl.where(apart * scale + shift > 0, d, 0.0)
             v = (active - level - tilt * apart) * g
             tl.store(rows_out + (number + hy * SH) * O + line, v.to(rows_out.dtype.element_ty), mask=live)
