@@ -90,6 +90,7 @@ CASES = [
     Case(p=1, L=3, ks=5, H=5, W=4),
     Case(p=4, L=3, H=8, W=12, O=18, E=2, B=2),
     Case(p=3, L=2, H=6, W=9, ks=5),
+    Case(p=2, L=8, H=8, W=6, ks=5, E=2, drop=True),  # others reach from two patches away
     Case(ks=1, p=1, L=5, O=20, E=2),
     Case(ks=1, p=3, L=3, H=6, W=9, bias=True),
     Case(ks=1, norm=None, bias=True, drop=True),
@@ -255,6 +256,15 @@ def pooled_means(case, device, dtype):
 @pytest.mark.parametrize("on", TYPES)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_means_and_every_gradient_equal_the_references(case, on):
+    check(case, *on)
+
+
+@pytest.mark.parametrize("on", TYPES)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(L=9), Case(context="patch", ks=5, p=3, bias=True), Case(gate_on="output", bias=True)], ids=str
+)
+def test_patches_too_large_to_write_out_their_lines_are_the_same(case, on, monkeypatch):
+    monkeypatch.setattr("moesaic.ops.triton.pooled.MOST_TAPS", 0)
     check(case, *on)
 
 

@@ -110,6 +110,11 @@ def _tile_of(rows: int, O: int) -> tuple[int, int]:
     return power_of_2(rows, most=max(512 // BO, 1)), BO
 
 
+def _line_tile(O: int, line: int, numbers: int) -> int:
+    """Channels for a single warp that takes a line of positions, each of its threads so many numbers at a time."""
+    return whole_blocks(O, max(32 * numbers // line, 8))
+
+
 @dataclass(frozen=True)
 class _Found:
     """What the forward pass leaves to the backward pass."""
@@ -144,7 +149,8 @@ def _land(
     """Fills in rows and places of patches that have several pixels a side."""
     sizes, landing, O = reach.sizes, reach.landing, reach.O
     patches, full = sizes.B * sizes.L, wide(contributions.dtype)
-    rule = (whole_blocks(O, 32), 1, 4)
+    BH = power_of_2(reach.side)
+    rule = (_line_tile(O, BH, 4), 1, 4)
     BO, wide_by, share = tile("land", rule, sizes.M, O, landing.kernel, sizes.p, sizes.E, contributions.element_size())
     blocks = ceil(O, BO)
     chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
@@ -156,7 +162,7 @@ def _land(
         contributions.shape[1], chunk, splits, reach.pivot, O=O, KS=landing.kernel, N=sizes.N, H=sizes.H,
         HALO=reach.halo, NEAR=reach.near, BSTEP=found.steps[0], QSTEP=found.steps[1], HAS_BASE=base is not None,
         HAS_GATE=of.gate_out is not None, STATS=stats, ACC=acc(full), BD=power_of_2((2 * reach.near + 1) ** 2),
-        BH=power_of_2(reach.side), BO=BO, **constants, **warps(wide_by),
+        BH=BH, BO=BO, **constants, **warps(wide_by),
     )  # fmt: skip
     return sums
 
@@ -264,8 +270,9 @@ def _line_gradients(
     sizes, O = reach.sizes, reach.O
     ks, patches = reach.landing.kernel if reach.normed else 1, sizes.B * sizes.L
     out = torch.empty_like(found.rows)
-    # wider kernels have more sums to keep, so these are over fewer channels
-    rule = (whole_blocks(O, 32 if ks <= 3 else 8), 1, 4)
+    BH = power_of_2(reach.side)
+    # a thread keeps ks² sums of each number: of wider kernels fewer
+    rule = (_line_tile(O, BH, 4 if ks <= 3 else 2), 1, 4)
     BO, wide_by, share = tile("pooled_lines", rule, sizes.M, O, ks, sizes.p, sizes.E, out.element_size())
     blocks = ceil(O, BO)
     chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
@@ -274,7 +281,7 @@ def _line_gradients(
         grad, found.rows, found.base, of.index, found.place, of.gate_out, slopes, out, joint, patches, chunk, O=O,
         H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, BSTEP=found.steps[0], QSTEP=found.steps[1],
         HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, TAPS=ks, ACC=acc(slopes.dtype),
-        BH=power_of_2(reach.side), BO=BO, **sizes.constants(), **warps(wide_by),
+        BH=BH, BO=BO, **sizes.constants(), **warps(wide_by),
     )  # fmt: skip
     return out, joint
 

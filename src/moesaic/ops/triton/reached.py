@@ -570,7 +570,9 @@ def back_kernel(
                 n = q // A
                 ay = (q % A) // P
                 ax = (q % A) % P
-                for t in range(KS * KS):
+                # Written out, so that offsets are constants. In a loop LLVM takes those of 5×5 kernels within a patch
+                # as pairs of 16 bits, `add.s16x2` of 254, and ptxas 12.8 and 12.9 make an addition of zero of that.
+                for t in tl.static_range(KS * KS):
                     ty = ay + t // KS - KS // 2
                     tx = ax + t % KS - KS // 2
                     if ALONE:
