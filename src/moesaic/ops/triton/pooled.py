@@ -33,8 +33,10 @@ from moesaic.ops.triton.maps import Landing, landed_patches, resting_map, whole_
 
 __all__ = ["patch_conv_pooled"]
 
-MOST_TAPS = 128
-"""Lines of a patch times taps of a kernel, up to which kernels are compiled with each of them written out."""
+MOST_TAPS = 50
+"""Lines of a patch times taps of a kernel, up to which kernels are compiled with each of them written out.
+
+That takes seconds for 36 of them, as 4×4 patches and 3×3 kernels have, and most of a minute for twice as many."""
 
 
 @dataclass(frozen=True)
