@@ -38,7 +38,6 @@ def anywhere(monkeypatch):
     """In the interpreter kernels run on a CPU, in float64 as well."""
     if INTERPRETED:
         monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
-    monkeypatch.setattr(triton_backend, "_WIDEST_ALONE", 5)
     monkeypatch.setattr(triton_backend, "MOST_REACHED", float("inf"))
 
 
@@ -266,13 +265,6 @@ def test_means_and_every_gradient_equal_the_references(case, on):
 def test_patches_too_large_to_write_out_their_lines_are_the_same(case, on, monkeypatch):
     monkeypatch.setattr("moesaic.ops.triton.pooled.MOST_TAPS", 0)
     check(case, *on)
-
-
-@pytest.mark.parametrize("on", ONE_TYPE)
-def test_wide_kernels_that_see_their_patch_alone_have_their_map(on, monkeypatch):
-    monkeypatch.setattr(triton_backend, "_WIDEST_ALONE", 3)
-    for ks, written in ((3, False), (5, True)):
-        assert (pooled_means(Case(context="patch", ks=ks, p=3), *on) is None) is written
 
 
 NETWORKS = [

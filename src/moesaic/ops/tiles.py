@@ -39,7 +39,12 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "scores": ((64, 4, 5), (128, 4, 4)),
     "gates": ((2,), (4,), (8,)),
     "gated": ((16, 256, 4), (8, 256, 2), (32, 32, 4)),
-    "norm": ((16, 64, 2, 3, 2), (16, 64, 2, 3, 4), (16, 64, 2, 4, 2), (32, 64, 4, 3, 2), (16, 64, 2, 1, 4)),
+    "moments": ((16, 64, 2, 1, 4), (16, 64, 2, 3, 2), (8, 64, 1, 1, 4), (4, 128, 1, 1, 16)),
+    "norm_sums": ((16, 64, 2, 3, 2), (16, 64, 2, 1, 4), (16, 64, 2, 4, 2), (16, 64, 2, 3, 4)),
+    "land": ((32, 2, 8), (32, 2, 4), (16, 1, 16)),
+    "pooled_lines": ((16, 1, 4), (16, 1, 8)),
+    "pooled_spread": ((32, 128, 4), (64, 128, 8), (64, 32, 4)),
+    "pool": ((8, 16, 1), (16, 16, 1)),
 }
 """By kernel: sides of a tile and warps, of those that multiply also stages, and where sums are taken in parts how many
 or by how many programs."""

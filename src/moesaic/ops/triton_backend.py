@@ -24,9 +24,6 @@ _MOST_PATCHES = 1024
 """An image's patches are ranked by one program, against each other."""
 MOST_REACHED = 1.0
 """Share of a map that may be reached by an expert's patches, each for itself, if the map is not to be written."""
-_WIDEST_ALONE = 3
-"""Side of kernels that see their patch alone, if the map is not to be written. Of 5×5 kernels gradients were 3 % off
-the reference on an H200, though not in Triton's interpreter; until the cause is known the map is written for these."""
 _CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -78,8 +75,6 @@ class TritonBackend(TorchBackend):
     ) -> Tensor | None:
         positions = x.shape[0] * x.shape[2] * x.shape[3]
         if spec.combine == "sum" or positions == 1 or _reached(x, routing, experts, spec) > MOST_REACHED:
-            return None
-        if spec.context == "patch" and experts.weight.shape[3] > _WIDEST_ALONE:
             return None
         from moesaic.ops.triton.pooled import patch_conv_pooled
 

@@ -216,7 +216,7 @@ class ProductGradients:
         """From the gradient of contributions to that of kernels, and to that of values, which ``back`` takes on.
 
         ``part_of`` gives the gradient of some experts' contributions (…, M1, ks²·O), ``answers`` (E, ks², O) that of
-        what they answer at rest.
+        what they answer at rest, unless ``part_of`` has it in its row M.
         """
         grad_taps = torch.empty_like(self.taps) if self.need_weight else None
         if back is not None and self.at_once:

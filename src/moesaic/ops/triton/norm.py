@@ -25,6 +25,21 @@ __all__ = ["norm_gradients", "statistics"]
 
 
 @triton.jit
+def chosen_pixels(
+    m, e, M, x, index, gate, c, cm,
+    E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
+    W: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Of an expert's rows: pixels times gates, and which of the rows are used."""
+    b, l, _a, used, py, px = pixel_of_row(m, e, M, index, E, L, P, GW)
+    at = (b * HW + py * W + px).to(tl.int64) * C
+    u = tl.load(x + at[:, None] + c[None, :], mask=used[:, None] & cm[None, :], other=0).to(ACC)
+    if HAS_GATE:
+        u = u * tl.load(gate + (b * E + e) * L + l, mask=used, other=0).to(ACC)[:, None]
+    return u, used
+
+
+@triton.jit
 def moments_kernel(
     x, index, gate, mean_out, m2_out, count_out, M, CHUNK,
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
@@ -37,21 +52,16 @@ def moments_kernel(
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     cm = c < C
     end = tl.minimum((s + 1) * CHUNK, M)
-    pivot = tl.zeros((BC,), ACC)
     first = tl.zeros((BM, BC), ACC)
     second = tl.zeros((BM, BC), ACC)
     seen = tl.zeros((BM,), ACC)
+    m = s * CHUNK + tl.arange(0, BM)
+    u, used = chosen_pixels(m, e, end, x, index, gate, c, cm, E, C, L, P, GW, HW, W, HAS_GATE, ACC)
+    pivot = tl.sum(u, 0) / tl.maximum(tl.sum(used.to(ACC), 0), 1.0)
     for m0 in tl.range(s * CHUNK, end, BM, num_stages=STAGES):
         m = m0 + tl.arange(0, BM)
-        b, l, _a, used, py, px = pixel_of_row(m, e, end, index, E, L, P, GW)
-        at = (b * HW + py * W + px).to(tl.int64) * C
-        v = tl.load(x + at[:, None] + c[None, :], mask=used[:, None] & cm[None, :], other=0).to(ACC)
-        if HAS_GATE:
-            g = tl.load(gate + (b * E + e) * L + l, mask=used, other=0).to(ACC)
-            v = v * g[:, None]
-        if m0 == s * CHUNK:
-            pivot = tl.sum(v, 0) / tl.maximum(tl.sum(used.to(ACC), 0), 1.0)
-        off = tl.where(used[:, None], v - pivot[None, :], 0.0)
+        u, used = chosen_pixels(m, e, end, x, index, gate, c, cm, E, C, L, P, GW, HW, W, HAS_GATE, ACC)
+        off = tl.where(used[:, None], u - pivot[None, :], 0.0)
         first += off
         second += off * off
         seen += used.to(ACC)
@@ -115,15 +125,9 @@ def norm_sums_kernel(
     end = tl.minimum((s + 1) * CHUNK, M)
     for m0 in tl.range(s * CHUNK, end, BM, num_stages=STAGES):
         m = m0 + tl.arange(0, BM)
-        b, l, _a, used, py, px = pixel_of_row(m, e, end, index, E, L, P, GW)
-        at = (b * HW + py * W + px).to(tl.int64) * C
+        u, used = chosen_pixels(m, e, end, x, index, gate, c, cm, E, C, L, P, GW, HW, W, HAS_GATE, ACC)
         row = (e * M1 + m).to(tl.int64) * C
-        mask = used[:, None] & cm[None, :]
-        u = tl.load(x + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
-        gv = tl.load(grad + row[:, None] + c[None, :], mask=mask, other=0).to(ACC)
-        if HAS_GATE:
-            g = tl.load(gate + (b * E + e) * L + l, mask=used, other=0).to(ACC)
-            u = u * g[:, None]
+        gv = tl.load(grad + row[:, None] + c[None, :], mask=used[:, None] & cm[None, :], other=0).to(ACC)
         active = tl.where(u * scale[None, :] + shift[None, :] > 0, gv, 0.0)
         all_g += gv
         active_g += active
@@ -187,7 +191,7 @@ def statistics(
     """Mean and variance (E, C) over all positions of each expert's masked map; the running ones are moved on."""
     sizes = Sizes.of(x, index, patch)
     full, C = wide(x.dtype), sizes.C
-    BM, BC, number, stages, each = _tile(sizes, x)
+    BM, BC, number, stages, each = _tile("moments", (16, 64, 2, 1, 4), sizes, x)
     chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
     mean = torch.empty(splits, sizes.E, C, dtype=full, device=x.device)
     m2, count = torch.empty_like(mean), torch.empty(splits, sizes.E, dtype=full, device=x.device)
@@ -213,7 +217,7 @@ def norm_gradients(
     """
     sizes = Sizes.of(x, index, patch)
     full, C, M1 = wide(x.dtype), sizes.C, grad.shape[1]
-    BM, BC, number, stages, each = _tile(sizes, x)
+    BM, BC, number, stages, each = _tile("norm_sums", (16, 64, 2, 3, 2), sizes, x)
     chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
     sums = torch.empty(3, splits, sizes.E, C, dtype=full, device=x.device)
     tensors = norm.weight, norm.bias, norm.mean, norm.var
@@ -232,7 +236,7 @@ def norm_gradients(
     return weight, bias, folded
 
 
-def _tile(sizes: Sizes, x: Tensor) -> tuple[int, int, int, int, int]:
+def _tile(kernel: str, rule: tuple[int, ...], sizes: Sizes, x: Tensor) -> tuple[int, int, int, int, int]:
     """Of passes over rows: sides of a tile, warps, tiles on the way, parts of sums for each program that fits."""
-    BM, BC, number, stages, each = tile("norm", (16, 64, 2, 3, 2), sizes.M, sizes.C, sizes.p, sizes.E, x.element_size())
+    BM, BC, number, stages, each = tile(kernel, rule, sizes.M, sizes.C, sizes.p, sizes.E, x.element_size())
     return power_of_2(sizes.M, most=BM), power_of_2(sizes.C, most=BC), number, stages, each

@@ -152,7 +152,7 @@ def _land(
     sizes, landing, O = reach.sizes, reach.landing, reach.O
     patches, full = sizes.B * sizes.L, wide(contributions.dtype)
     BH = power_of_2(reach.side)
-    rule = (_line_tile(O, BH, 4), 1, 4)
+    rule = (power_of_2(O, most=max(256 // BH, 8)), 2, 8)
     BO, wide_by, share = tile("land", rule, sizes.M, O, landing.kernel, sizes.p, sizes.E, contributions.element_size())
     blocks = ceil(O, BO)
     chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
@@ -288,18 +288,18 @@ def _line_gradients(
     return out, joint
 
 
-def _spread(grad: Tensor, of: Chosen, reach: _Reach, experts: range) -> Tensor:
-    """Gradient of some experts' contributions (…, M1, ks²·O) from that of rows."""
+def _spread(grad: Tensor, of: Chosen, reach: _Reach, answers: Tensor | None, experts: range) -> Tensor:
+    """Gradient of some experts' contributions (…, M1, ks²·O) from that of rows, and from that of answers at rest."""
     sizes, O, ks, rows = reach.sizes, reach.O, reach.landing.kernel, reach.sizes.rows(reach.normed)
     out = torch.empty(len(experts), rows, ks**2 * O, dtype=grad.dtype, device=grad.device)
-    rule = (64, power_of_2(O, most=32), 4)
+    rule = (32, power_of_2(O, most=128), 4)
     BM, BO, wide_by = tile("pooled_spread", rule, sizes.M, O, ks, sizes.p, out.element_size())
     constants = sizes.constants()
     del constants["HW"]
     reached.spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
-        grad, of.index, of.slots, out, sizes.M, rows, experts.start, grad.stride(0), O=O, KS=ks, N=sizes.N, H=sizes.H,
-        HALO=reach.halo, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None, BM=BM, BO=BO,
-        **constants, **warps(wide_by),
+        grad, of.index, of.slots, answers, out, sizes.M, rows, experts.start, grad.stride(0), O=O, KS=ks, N=sizes.N,
+        H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None,
+        HAS_ANSWERS=answers is not None, BM=BM, BO=BO, **constants, **warps(wide_by),
     )  # fmt: skip
     return out
 
@@ -418,9 +418,12 @@ def patch_conv_pooled_backward(
     back = Back(of, dots, centre=True) if need_map else None
 
     def part_of(group: range) -> Tensor:
-        return of_rows if reach.small else _spread(of_rows, of, reach, group)
+        return _spread(of_rows, of, reach, answers if norm else None, group)
 
-    products.run(part_of, answers, back)
+    if reach.small:
+        products.run(lambda _: of_rows, answers, back)
+    else:
+        products.run(part_of, None, back)
     grad_bias = nothing(grad)
     if bias is not None and answers is not None:
         grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)

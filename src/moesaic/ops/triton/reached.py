@@ -273,7 +273,7 @@ def land_kernel(
     SH: tl.constexpr = P + 2 * HALO
     SIDE: tl.constexpr = 2 * NEAR + 1
     s = tl.program_id(1)
-    e = tl.program_id(2)
+    e = E - 1 - tl.program_id(2)  # the last to be written are still in the cache
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     mask = (o < O)[None, :]
     hx = tl.arange(0, BH)
@@ -728,14 +728,15 @@ def answers_kernel(
 
 @triton.jit
 def spread_kernel(
-    grad, index, slots, out, M, M1, FIRST, STEP,
+    grad, index, slots, answers, out, M, M1, FIRST, STEP,
     E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, ALONE: tl.constexpr,
-    HAS_GATE: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_ANSWERS: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Gradient of contributions (…, M1, ks²·O) of experts from FIRST on; rows from M on are zeros.
 
-    Grad (E, MR, O), STEP from expert to expert. Under HAS_GATE a position's row is that of whoever chose it.
+    Grad (E, MR, O), STEP from expert to expert. Under HAS_GATE a position's row is that of whoever chose it. With
+    HAS_ANSWERS (E, ks², O) row M is the gradient of what experts answer at rest.
     """
     R: tl.constexpr = KS // 2
     SH: tl.constexpr = P + 2 * HALO
@@ -746,24 +747,33 @@ def spread_kernel(
     b, l, a, used, sy, sx = pixel_of_row(m, e, M, index, E, L, P, GW)
     ours = (tl.minimum(m, M - 1) // (L * P * P)) * E + e
     to = (tl.program_id(1) * M1 + m).to(tl.int64) * (KS * KS * O)
-    for t in range(KS * KS):
-        qy = sy + R - t // KS
-        qx = sx + R - t % KS
-        inside = used & (qy >= 0) & (qy < H) & (qx >= 0) & (qx < W)
-        if ALONE:
-            inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
-        if HAS_GATE:
-            # Looked up at clamped places and without masks: with them Triton 3.6 fails to compile some tiles.
-            cy = tl.minimum(tl.maximum(qy, 0), H - 1)
-            cx = tl.minimum(tl.maximum(qx, 0), W - 1)
-            own = tl.load(slots + ours * N + (cy // P) * GW + cx // P)
-            inside = inside & (own >= 0)
-            row = (b * L + tl.maximum(own, 0)) * (P * P) + (cy % P) * P + cx % P
-        else:
-            row = (b * L + l) * (SH * SH) + (a // P + HALO + R - t // KS) * SH + a % P + HALO + R - t % KS
-        at = e.to(tl.int64) * STEP + row.to(tl.int64) * O
-        v = tl.load(grad + at[:, None] + o[None, :], mask=inside[:, None] & om[None, :], other=0)
-        tl.store(out + (to + t * O)[:, None] + o[None, :], v, mask=(m < M1)[:, None] & om[None, :])
+    for ty in tl.static_range(KS):
+        # a line of taps is read before any of it is written, as what is read would have to wait for that
+        found = ()
+        for tx in tl.static_range(KS):
+            qy = sy + R - ty
+            qx = sx + R - tx
+            inside = used & (qy >= 0) & (qy < H) & (qx >= 0) & (qx < W)
+            if ALONE:
+                inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
+            if HAS_GATE:
+                # Looked up at clamped places and without masks: with them Triton 3.6 fails to compile some tiles.
+                cy = tl.minimum(tl.maximum(qy, 0), H - 1)
+                cx = tl.minimum(tl.maximum(qx, 0), W - 1)
+                own = tl.load(slots + ours * N + (cy // P) * GW + cx // P)
+                inside = inside & (own >= 0)
+                row = (b * L + tl.maximum(own, 0)) * (P * P) + (cy % P) * P + cx % P
+            else:
+                row = (b * L + l) * (SH * SH) + (a // P + HALO + R - ty) * SH + a % P + HALO + R - tx
+            at = e.to(tl.int64) * STEP + row.to(tl.int64) * O
+            v = tl.load(grad + at[:, None] + o[None, :], mask=inside[:, None] & om[None, :], other=0)
+            if HAS_ANSWERS:
+                answer = tl.load(answers + (e * (KS * KS) + ty * KS + tx) * O + o, mask=om, other=0)
+                v = tl.where((m == M)[:, None], answer.to(v.dtype)[None, :], v)
+            found = found + (v,)
+        for tx in tl.static_range(KS):
+            tap = (to + (ty * KS + tx) * O)[:, None] + o[None, :]
+            tl.store(out + tap, found[tx], mask=(m < M1)[:, None] & om[None, :])
 
 
 @triton.jit

@@ -299,7 +299,8 @@ def collect_tile(sizes: Sizes, norm: bool, gate: bool, x: Tensor) -> tuple[int, 
     BP = power_of_2(sizes.p**2)
     BC = power_of_2(sizes.C, most=max(32, min(1024, 2048 // BP)))
     rule = (BC, _warps(BP * BC) if BP == 1 else 2)
-    return tile("collect", rule, sizes.C, sizes.p, sizes.E, norm, gate, x.element_size())
+    BC, number = tile("collect", rule, sizes.C, sizes.p, sizes.E, norm, gate, x.element_size())
+    return BC, number
 
 
 def sum_of_owners(
