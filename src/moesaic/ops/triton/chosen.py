@@ -240,6 +240,7 @@ class ProductGradients:
                     self.grad_weight = weight_of(grad_taps, self.weight)
             del part  # before the map's gradient is there
             back.add(grad_rows, group)
+            del grad_rows  # before the next group's
         if grad_taps is not None and self.grad_weight is None:
             self.grad_weight = weight_of(grad_taps, self.weight)
 
