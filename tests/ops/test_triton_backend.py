@@ -7,6 +7,7 @@ is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), i
 import copy
 import dataclasses
 import importlib
+import weakref
 
 import pytest
 import torch
@@ -253,6 +254,30 @@ def test_experts_in_two_groups_give_the_same(monkeypatch, on):
     monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.chosen"), "GROUPED", 0)
     for case in (Case(E=4), Case(E=2, norm="train", gate_on="input")):
         check("conv", case, *on)
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
+    chosen = importlib.import_module("moesaic.ops.triton.chosen")
+    experts = importlib.import_module("moesaic.ops.triton.experts")
+    monkeypatch.setattr(chosen, "GROUPED", 0)
+    given: list[weakref.ref] = []
+    alive: list[int] = []
+    add, spread = chosen.Back.add, experts.spread
+
+    def remember(self, grad_rows, group):
+        given.append(weakref.ref(grad_rows))
+        add(self, grad_rows, group)
+
+    def count(*arguments):
+        alive.append(sum(each() is not None for each in given))
+        return spread(*arguments)
+
+    monkeypatch.setattr(chosen.Back, "add", remember)
+    monkeypatch.setattr(experts, "spread", count)
+    check("conv", Case(E=4), *on)
+    assert alive == [0, 0]
+    assert len(given) == 2
 
 
 @pytest.mark.parametrize("on", TYPES)
