@@ -21,6 +21,9 @@ layer could reach at most in this place, how much time this one takes together w
 much a bar leaves for both; below zero, none is fast enough. What has gone has no weights, and an optimizer no work on
 them. In form "print" the shortcut beside the layer is still computed and added.
 
+``--kernels`` tells where the time goes: all that a run launches on a GPU, or all operations on a CPU, each with its
+number and its own time in a run, the longest first. What runs beside others counts in full, and gaps are not listed.
+
 Memory is the peak while one network runs, its weights, gradients and optimizer included, on a GPU; with
 ``--cuda-graph`` that of the same step before it is captured.
 """
@@ -29,6 +32,7 @@ import argparse
 import json
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -38,8 +42,10 @@ from typing import Any, cast
 import torch
 from measure import RESULTS, Timing, captured, in_turns, machine, quartiles, show, synchronize, write
 from torch import Tensor, nn
+from torch.autograd import DeviceType
 from torch.library import custom_op
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 
 import moesaic
 from moesaic.models import WideResNetPMoE
@@ -51,6 +57,10 @@ LIMIT = "WRN-pMoE, layer for nothing"
 BARS = (1.0, 1.15)
 """Times WRN that WRN-pMoE is to reach: not slower, and what is asked of it on faces."""
 KINDS = ("inference", "training step")
+PROFILED = 5
+"""Runs over which a kernel's time is taken."""
+SHOWN = 12
+"""Kernels of a network in the printed list; the file has all."""
 MEBIBYTE = 2**20
 
 
@@ -252,10 +262,45 @@ class Recorded:
         self.times.append(1e3 * (time.perf_counter() - start) / self.burst)
 
 
+def kernels(run: Callable[[], object], device: str) -> list[dict[str, Any]]:
+    """What a run launches on a GPU, or an operation on a CPU: name, number and ms in a run, the longest first."""
+    on_gpu = device == "cuda"
+    run()
+    synchronize()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as found:
+        for _ in range(PROFILED):
+            run()
+        synchronize()
+    number: defaultdict[str, int] = defaultdict(int)
+    microseconds: defaultdict[str, float] = defaultdict(float)
+    for event in found.events() or ():
+        if (event.device_type == DeviceType.CUDA) is on_gpu:
+            number[event.name] += 1
+            microseconds[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+    longest = sorted(microseconds, key=lambda name: -microseconds[name])
+    return [
+        {"kernel": name, "number": number[name] / PROFILED, "ms": microseconds[name] / PROFILED / 1e3}
+        for name in longest
+    ]
+
+
+def print_kernels(found: dict[str, list[dict[str, Any]]]) -> None:
+    for name, rows in found.items():
+        known = sum(row["ms"] for row in rows)
+        title = f"{name}: {known:.3f} ms in {sum(row['number'] for row in rows):.0f} kernels or operations"
+        show(title, [{**row, "kernel": row["kernel"][:80], "ms": f"{row['ms']:.4f}"} for row in rows[:SHOWN]])
+
+
 def compare(
-    setting: Setting, names: list[str], formats: list[str], repetitions: int, before: dict[str, list[float]]
-) -> tuple[list[dict[str, Any]], dict[str, list[float]]]:
-    """A row for each network, and all times, those of before included."""
+    setting: Setting,
+    names: list[str],
+    formats: list[str],
+    repetitions: int,
+    before: dict[str, list[float]],
+    *,
+    profiled: bool = False,
+) -> tuple[list[dict[str, Any]], dict[str, list[float]], dict[str, list[dict[str, Any]]]]:
+    """A row for each network, all times, those of before included, and if ``profiled`` each network's kernels."""
     if setting.compiled:
         torch.compiler.reset()  # a graph for this setting, not a share of one for all of them
     runs: dict[str, Recorded] = {}
@@ -285,7 +330,7 @@ def compare(
             row["MiB"] = peaks[key]
         others: dict[str, Timing] = {label: timings[f"{name}, {label}"] for label in formats}
         rows.append({**row, "formats, ms": others})
-    return rows, times
+    return rows, times, {name: kernels(runs[key].run, setting.device) for name, key in fastest.items() if profiled}
 
 
 def limit(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -349,6 +394,7 @@ def main() -> None:
     parser.add_argument(
         "--limit", action="store_true", help="WRN-pMoE whose routed layer, and all up to the mean, takes no time, too"
     )
+    parser.add_argument("--kernels", action="store_true", help="where the time of each network goes, too")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--threads", type=int, help="of a CPU; default: torch's")
     parser.add_argument(
@@ -369,13 +415,19 @@ def main() -> None:
         same = next((each for each in done if each["setting"] == asdict(setting)), None)
         if same is not None:
             done.remove(same)
-        rows, times = compare(setting, names, formats, arguments.repetitions, same["times, ms"] if same else {})
+        earlier = same["times, ms"] if same else {}
+        rows, times, launched = compare(
+            setting, names, formats, arguments.repetitions, earlier, profiled=arguments.kernels
+        )
         show(str(setting), [{k: v for k, v in row.items() if k != "formats, ms"} for row in rows])
         bounds = limit(rows)
         if bounds:
             print(", ".join(f"{what} {value:.3f}" for what, value in bounds.items()))
+        print_kernels(launched)
+        more = {"limit": bounds, "kernels": launched}
         done.append(
-            {"setting": asdict(setting), "networks": rows, "times, ms": times} | ({"limit": bounds} if bounds else {})
+            {"setting": asdict(setting), "networks": rows, "times, ms": times}
+            | {name: value for name, value in more.items() if value}
         )
         synchronize()
         if arguments.device == "cuda":

@@ -1,4 +1,4 @@
-"""The network benchmark's stand-in for a routed layer takes its place and nothing else, and its limit follows."""
+"""The network benchmark: its stand-in for a routed layer takes that place alone, and what is found is written."""
 
 import importlib.util
 import json
@@ -158,7 +158,7 @@ def test_a_training_step_is_compiled_into_one_graph(bench: ModuleType) -> None:
 @pytest.mark.parametrize("more", [{}, {"autocast": True, "dtype": "bfloat16"}, {"dtype": "bfloat16"}])
 def test_each_kind_of_run_gives_a_row(bench: ModuleType, what: str, more: dict[str, Any]) -> None:
     names = [*bench.NETWORKS, bench.LIMIT]
-    rows, times = bench.compare(setting(bench, what=what, **more), names, ["channels_last"], 1, {})
+    rows, times, _ = bench.compare(setting(bench, what=what, **more), names, ["channels_last"], 1, {})
     assert [row["network"] for row in rows] == names
     assert set(times) == {f"{name}, channels_last" for name in names}
 
@@ -182,3 +182,32 @@ def test_the_limit_is_written_where_it_is_asked_for(
     ms = {row["network"]: row["ms"] for row in measured["networks"]}
     assert measured["limit"]["layer, ms"] == pytest.approx(ms["WRN-pMoE"] - ms[bench.LIMIT])
     assert measured["limit"]["limit, × WRN"] == pytest.approx(ms["WRN"] / ms[bench.LIMIT])
+
+
+def test_kernels_are_those_of_one_run_the_longest_first(bench: ModuleType) -> None:
+    x = torch.randn(200, 200)
+
+    def run() -> None:
+        (x @ x @ x).relu()
+
+    found = bench.kernels(run, "cpu")
+    number = {row["kernel"]: row["number"] for row in found}
+    assert number["aten::mm"] == 2
+    assert number["aten::relu"] == 1
+    times = [row["ms"] for row in found]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 0
+
+
+def test_kernels_are_written_and_printed_where_they_are_asked_for(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "model.json"
+    asked = ["--kernels", "--shape", "cifar", "--batch", "2", "--what", "inference", "--repetitions", "1"]
+    monkeypatch.setattr(sys, "argv", ["model.py", *asked, "--out", str(out)])
+    bench.main()
+    (measured,) = json.loads(out.read_text())["measurements"]
+    assert set(measured["kernels"]) == set(bench.NETWORKS)
+    for rows in measured["kernels"].values():
+        assert any("conv" in row["kernel"] for row in rows)
+    assert "WRN-pMoE: " in capsys.readouterr().out
