@@ -31,5 +31,6 @@ its answers too, and the gradients of weights and norm come out of the products 
     chosen         a map and who chose what; the way back through the products to map, gates, router and norm
     experts        all of it as torch operations with gradients
     reached        sums over the positions that chosen patches reach, in place of the map
+    lines          the same line by line, for patches of several pixels a side
     pooled         convolution, BatchNorm, ReLU and mean over the map by these, with gradients
 """

@@ -2,7 +2,8 @@
 
     patch_conv_pooled     x → the mean of each image and channel, and the statistics of what was normalised
 
-The map in between is never written: see `moesaic.ops.triton.reached`, which has the kernels.
+The map in between is never written: see `moesaic.ops.triton.reached`, which has the kernels together with
+`moesaic.ops.triton.lines`.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from moesaic.ops.tiles import tile
-from moesaic.ops.triton import reached
+from moesaic.ops.triton import lines, reached
 from moesaic.ops.triton.chosen import (
     Back,
     Chosen,
@@ -159,7 +160,7 @@ def _land(
     sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=contributions.device) if stats else None
     constants = sizes.constants()
     del constants["HW"]
-    reached.land_kernel[(blocks, splits, sizes.E)](
+    lines.land_kernel[(blocks, splits, sizes.E)](
         contributions, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, patches,
         contributions.shape[1], chunk, splits, reach.pivot, O=O, KS=landing.kernel, N=sizes.N, H=sizes.H,
         HALO=reach.halo, NEAR=reach.near, BSTEP=found.steps[0], QSTEP=found.steps[1], HAS_BASE=base is not None,
@@ -279,7 +280,7 @@ def _line_gradients(
     blocks = ceil(O, BO)
     chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
     joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
-    reached.line_kernel[(blocks, splits, sizes.E)](
+    lines.line_kernel[(blocks, splits, sizes.E)](
         grad, found.rows, found.base, of.index, found.place, of.gate_out, slopes, out, joint, patches, chunk, O=O,
         H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, BSTEP=found.steps[0], QSTEP=found.steps[1],
         HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, TAPS=ks, ACC=acc(slopes.dtype),
