@@ -102,7 +102,8 @@ class Aside:
     """Launch inside the block beside what follows it, up to `join`: on a stream of its own, where there are streams.
 
     Of tensors made outside, what is used inside must live until then (`keep`): else others get its memory too early.
-    What is made inside is for use inside.
+    What is made inside may be used outside after `join`, and be forgotten at any time: its memory goes back to the
+    stream inside, which waits for the one outside whenever a block is entered.
     """
 
     def __init__(self) -> None:
