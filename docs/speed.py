@@ -107,8 +107,7 @@ def grid_table(name: str, *, lost: bool) -> str:
         ratios = [row.get(f"{what}, × dense") for what in PASSES]
         known = [ratio for ratio in ratios if ratio is not None]
         if known and (min(known) * NOISE < 1) == lost:
-            layer, *others = few_cells(each["shape"])
-            cells = [layer, *others, f"{each['share']:.2f}", *map(times, ratios)]
+            cells = [*few_cells(each["shape"]), f"{each['share']:.2f}", *map(times, ratios)]
             rows.append((known[-1], cells))
     total = len({each["name"] for each in content["measurements"] if measured(content, each["name"])})
     header = ["layer", "maps", "experts", "work", *(f"{title}, × dense" for title in PASSES.values())]
@@ -237,9 +236,8 @@ def least_work(name: str, shape: str, what: str) -> Callable[[], str]:
     """What the layer must do at least, in words."""
 
     def read() -> str:
-        content = results(name)
-        each = measured(content, shape)
-        if content is None or each is None:
+        each = measured(results(name), shape)
+        if each is None:
             return ""
         work, limits = each["least work"][what]["routed"], each["ceilings"]
         arithmetic, moving = work["flops"] / limits["flops_per_second"], work["bytes"] / limits["bytes_per_second"]

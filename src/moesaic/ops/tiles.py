@@ -46,8 +46,8 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "pooled_spread": ((32, 128, 4), (64, 128, 8), (64, 32, 4)),
     "pool": ((8, 16, 1), (16, 16, 1)),
 }
-"""By kernel: sides of a tile and warps, of those that multiply also stages, and where sums are taken in parts how many
-or by how many programs."""
+"""By kernel: sides of a tile and warps, of those with several tiles on the way also stages, and where sums are taken in
+parts how many or by how many programs."""
 
 _GAIN = 0.99
 """A tile is kept if what it is part of takes less than this share of the best time so far."""

@@ -265,7 +265,7 @@ def route_back_kernel(
     """One pixel of many patches: gradient of scores (B·N, E) times kernels (E, p², C), and base from elsewhere."""
     A: tl.constexpr = P * P
     a = tl.program_id(0)
-    # backwards: what was written last is still in the cache
+    # backwards, as what was written last may still be in the cache
     r = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM + tl.arange(0, BM)
     e = tl.arange(0, BE)
     live = r < rows

@@ -119,7 +119,7 @@ def land_kernel(
     SH: tl.constexpr = P + 2 * HALO
     SIDE: tl.constexpr = 2 * NEAR + 1
     s = tl.program_id(1)
-    e = E - 1 - tl.program_id(2)  # the last to be written are still in the cache
+    e = E - 1 - tl.program_id(2)  # the last to be written may still be in the cache
     o = tl.program_id(0) * BO + tl.arange(0, BO)
     mask = (o < O)[None, :]
     hx = tl.arange(0, BH)

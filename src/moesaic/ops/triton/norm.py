@@ -114,7 +114,7 @@ def norm_sums_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Per expert and channel: Σ g, Σ g·[active], Σ g·[active]·u; u is the gated value before the norm."""
-    e = E - 1 - tl.program_id(1)  # the last to be written are still in the cache
+    e = E - 1 - tl.program_id(1)  # the last to be written may still be in the cache
     s = tl.program_id(2)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     cm = c < C

@@ -21,15 +21,7 @@ from torch import Tensor
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton.launch import Sizes, acc, ceil, pixel_of_patch, power_of_2, warps, wide
 
-__all__ = [
-    "NormTensors",
-    "affine",
-    "collect",
-    "collect_tile",
-    "gather",
-    "pixel_of_row",
-    "sum_of_owners",
-]
+__all__ = ["NormTensors", "affine", "collect", "collect_tile", "gather", "pixel_of_row", "sum_of_owners"]
 
 
 @dataclass(frozen=True)
