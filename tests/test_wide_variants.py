@@ -38,7 +38,7 @@ def task_of(images: int) -> ImageTask:
 def test_the_pair_starts_equal_but_for_one_bias_of_zeros(variants: ModuleType) -> None:
     with_bias, without = (
         variants.VARIANTS[name].made(task_of(4), width=1, seed=3).state_dict()
-        for name in ("best, ours", "best, no bias")
+        for name in ("best, one bias", "best, ours")
     )
     (bias,) = with_bias.keys() - without.keys()
     assert bias == "body.group3.0.conv1.bias"

@@ -16,9 +16,9 @@ Each network exists in three forms:
   momentum and ε (``keras_norm=False`` takes torch's). On CIFAR's small maps experts are 1×1, which gives
   the layer a ninth of the parameters.
 - ``"best"``: the default, chosen by measurement (the page on training tells how): the released network with
-  torch's BatchNorm and without the biases that a BatchNorm cancels, which cost time and do nothing. What is added to
-  a whole channel the next BatchNorm subtracts, through sums and 1×1 shortcuts too. The convolution in front of experts
-  with norms keeps its bias: positions that an expert did not choose are zero, with or without it.
+  torch's BatchNorm and without biases of convolutions, which cost time. What is added to a whole channel the next
+  BatchNorm subtracts, through sums and 1×1 shortcuts too. Only in front of experts with norms a bias would do
+  something, as positions that an expert did not choose are zero with or without it; networks learn as well without.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class _Style:
     """Glorot-uniform weights rather than He-normal ones."""
     early_shortcut: bool
     """Whether a block that changes the shape takes its shortcut from its input rather than from behind BatchNorm."""
-    idle_biases: bool
-    """Whether biases stay that the next BatchNorm subtracts."""
+    drops_biases: bool
+    """Whether convolutions lose their biases once weights are drawn."""
 
     @classmethod
     def of(cls, fidelity: Fidelity, keras_norm: bool | None) -> _Style:
         printed = one_of("WideResNet", "fidelity", fidelity, get_args(Fidelity)) == "print"
         keras_norm = fidelity == "released" if keras_norm is None else keras_norm
         return cls(
-            not printed, keras_norm, glorot=not printed, early_shortcut=not printed, idle_biases=fidelity != "best"
+            not printed, keras_norm, glorot=not printed, early_shortcut=not printed, drops_biases=fidelity == "best"
         )
 
     def norm(self, channels: int) -> nn.BatchNorm2d:
@@ -89,8 +89,8 @@ class _Style:
                     self._initialise(weight, module.bias)
             elif isinstance(module, nn.Linear) and self.glorot:
                 self._initialise(module.weight, module.bias)
-        if not self.idle_biases:  # only now, so that a seed gives the weights it gives the released network
-            _drop_idle_biases(network)
+        if self.drops_biases:  # only now, so that a seed gives the weights it gives the released network
+            _drop_biases(network)
 
     def _initialise(self, weight: Tensor, bias: Tensor | None) -> None:
         if self.glorot:
@@ -128,7 +128,7 @@ class WideResNet(VectorNetwork):
         width: k, the widening factor.
         num_classes: how many scores it gives.
         in_channels: of the images.
-        fidelity: ``"print"``, ``"released"`` or ``"best"``; the last two differ in BatchNorm and idle biases alone.
+        fidelity: ``"print"``, ``"released"`` or ``"best"``; the last two differ in BatchNorm and biases alone.
         keras_norm: BatchNorm with Keras' momentum (0.99 in its terms, 0.01 in torch's) and ε = 1e-3; by default
             where the fidelity is ``"released"``. Such averages need some 500 steps before they can be relied on.
 
@@ -375,17 +375,13 @@ def _is_heard(module: nn.Module) -> bool:
     return any(getattr(module, f"_{hooks}") or getattr(every_module, f"_global_{hooks}") for hooks in _HOOKS)
 
 
-def _drop_idle_biases(network: nn.Module) -> None:
-    modules = list(cast("Iterable[nn.Module]", network.modules()))
-    routed = [module for module in modules if isinstance(module, _RoutedBlock)]
-    busy = [block.conv1 for block in routed if block.norm2 is None]
-    for module in modules:
-        if isinstance(module, nn.Conv2d) and not any(module is conv for conv in busy):
+def _drop_biases(network: nn.Module) -> None:
+    for module in cast("Iterable[nn.Module]", network.modules()):
+        if isinstance(module, nn.Conv2d):
             module.bias = None
-    for block in routed:
-        experts = block.moe.experts
-        assert isinstance(experts, ConvExperts)
-        if block.moe.gate_on == "input":  # on the output it gates the bias too, patch by patch
+        elif isinstance(module, PatchMoE) and module.gate_on == "input":  # on the output it gates the bias too
+            experts = module.experts
+            assert isinstance(experts, ConvExperts)
             experts.bias, experts.has_bias = None, False
 
 
