@@ -54,6 +54,7 @@ def poisoned(monkeypatch):
         "rows",
         "maps",
         "norm",
+        "joint",
         "launch",
         "chosen",
         "experts",
@@ -421,6 +422,33 @@ def test_a_layer_equals_the_reference_with_its_router(options, extra, on):
     layer = layer_of(options, device, dtype)
     x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
     assert_same(*(results(layer, layer, name, x, device, extra) for name in ("triton", "reference")))
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+@pytest.mark.parametrize(
+    ("patch_size", "channels", "experts", "gate", "training"),
+    [
+        (4, 37, 3, "softmax_all", True),
+        (3, 21, 5, "softmax_all", False),
+        (3, 5, 3, "softmax_selected", True),
+        (3, 4, 17, "softmax_all", True),  # too many experts to go through their kernels patch by patch
+    ],
+)
+def test_a_router_in_front_of_a_norm_and_patches_of_many_pixels(patch_size, channels, experts, gate, training, on):
+    device, dtype = on
+    torch.manual_seed(1)
+    layer = moesaic.PatchMoE(
+        channels, 2 * experts, experts=experts, patches_per_expert=2, patch_size=patch_size, kernel_size=3,
+        gate_on="input", gate=gate, expert_norm=True,
+    ).to(device, dtype)  # fmt: skip
+    torch.nn.init.normal_(layer.router.weight, std=(channels * patch_size**2) ** -0.5)
+    layer.train(training)
+    x = torch.randn(2, channels, 2 * patch_size, 4 * patch_size, device=device, dtype=dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    owners = F.one_hot(layer.route(x).index, 8).sum((1, 2))
+    assert owners.max() > 1
+    assert experts > 8 or owners.min() == 0
+    assert_same(*(results(layer, layer, name, x, device, False) for name in ("triton", "reference")))
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)

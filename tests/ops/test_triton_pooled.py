@@ -50,7 +50,7 @@ def exact():
 
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch):
-    poison(monkeypatch, "choice", "rows", "maps", "norm", "launch", "chosen", "experts", "pooled")
+    poison(monkeypatch, "choice", "rows", "maps", "norm", "joint", "launch", "chosen", "experts", "pooled")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.ops.triton import choice
+from moesaic.ops.triton import choice, joint
 from moesaic.ops.triton.choice import by_pixel
 from moesaic.ops.triton.launch import Aside, Sizes, ceil, dense, laid_out, wide
 from moesaic.ops.triton.maps import taps_of, weight_of
@@ -63,6 +63,12 @@ class Chosen:
         """Whether the gate of a patch depends on the scores of all."""
         return self.kind == choice.KINDS["softmax_all"]
 
+    @property
+    def jointly(self) -> bool:
+        """Whether the way back is that of `joint`."""
+        routed = self.router is not None and self.scores is not None
+        return self.norm is not None and self.on_input and routed and joint.fits(self.sizes)
+
 
 def chosen(
     x: Tensor, index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
@@ -98,7 +104,9 @@ class Back:
         self.grad_x: Tensor | None = None
         self.grad_router: Tensor | None = None
         self.grad_gate = None
-        if of.on_input:  # in parts, over blocks of channels; zeros: places that nobody took have no patch
+        if (
+            of.on_input and not of.jointly
+        ):  # in parts, over blocks of channels; zeros: places that nobody took have no patch
             BC, _ = collect_tile(of.sizes, of.norm is not None, gate=True, x=of.x)
             shape = (*of.index.shape, ceil(of.x.shape[3], BC))
             self.grad_gate = torch.zeros(shape, dtype=wide(of.x.dtype), device=of.x.device)
@@ -120,6 +128,15 @@ class Back:
     def add(self, grad_rows: Tensor, experts: range) -> None:
         """Gradients of these experts' values (…, M1, C); with a norm, of all experts at once."""
         of, folded = self.of, None
+        if of.jointly:
+            assert of.norm is not None and of.scores is not None and of.router is not None
+            found = joint.joint_gradients(
+                grad_rows, of.x, of.index, of.slots, of.gate, of.scores, of.router, of.norm, of.patch, of.kind,
+                centre=self.centre,
+            )  # fmt: skip
+            self.grad_x, self.grad_router = found.x, found.router
+            self.norm_gradients = found.norm_weight, found.norm_bias
+            return
         if self.owners is None:
             self.owners = choice.owners_of(of.slots, of.index.shape[2])
         if of.norm is not None:
@@ -183,9 +200,12 @@ def like(tensor: Tensor) -> Tensor:
 
 def contributions_of(of: Chosen, weight: Tensor) -> tuple[Tensor, Tensor]:
     """What experts are given (E, M1, C), and what each chosen pixel contributes by each tap (E, M1, ks²·O)."""
-    norm = of.norm is not None
+    norm, aside = of.norm is not None, Aside()
+    with aside:
+        taps = taps_of(weight)
     values = gather(of.x, of.index, of.gate_in, of.norm, of.patch, weight.dtype, centre=True, rest=norm)
-    return values, torch.bmm(values, taps_of(weight).transpose(1, 2))
+    aside.join()
+    return values, torch.bmm(values, taps.transpose(1, 2))
 
 
 class ProductGradients:
@@ -208,7 +228,7 @@ class ProductGradients:
             return
         with self.aside:
             self.taps = taps_of(weight)
-            self.owners = choice.owners_of(of.slots, of.index.shape[2])
+            self.owners = None if of.jointly else choice.owners_of(of.slots, of.index.shape[2])
             if need_weight and not self.kept:
                 self.values = self._gathered(range(weight.shape[0]))
 

@@ -21,7 +21,7 @@ from moesaic.ops.tiles import tile
 from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, power_of_2, warps, wide
 from moesaic.ops.triton.rows import NormTensors, affine, pixel_of_row
 
-__all__ = ["norm_gradients", "statistics"]
+__all__ = ["norm_gradients", "statistics", "through_norm"]
 
 
 @triton.jit
@@ -46,30 +46,29 @@ def moments_kernel(
     W: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk of rows. Deviations are from the mean of its first tile, so that little cancels."""
+    """Of a chunk of rows, tile by tile: each has its own mean, so that little cancels, and joins those before it."""
     e = tl.program_id(1)
     s = tl.program_id(2)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     cm = c < C
     end = tl.minimum((s + 1) * CHUNK, M)
-    first = tl.zeros((BM, BC), ACC)
-    second = tl.zeros((BM, BC), ACC)
-    seen = tl.zeros((BM,), ACC)
-    m = s * CHUNK + tl.arange(0, BM)
-    u, used = chosen_pixels(m, e, end, x, index, gate, c, cm, E, C, L, P, GW, HW, W, HAS_GATE, ACC)
-    pivot = tl.sum(u, 0) / tl.maximum(tl.sum(used.to(ACC), 0), 1.0)
+    mean = tl.zeros((BC,), ACC)
+    m2 = tl.zeros((BC,), ACC)
+    count = tl.zeros((), ACC)
     for m0 in tl.range(s * CHUNK, end, BM, num_stages=STAGES):
         m = m0 + tl.arange(0, BM)
         u, used = chosen_pixels(m, e, end, x, index, gate, c, cm, E, C, L, P, GW, HW, W, HAS_GATE, ACC)
-        off = tl.where(used[:, None], u - pivot[None, :], 0.0)
-        first += off
-        second += off * off
-        seen += used.to(ACC)
-    count = tl.sum(seen, 0)
-    apart = tl.sum(first, 0) / tl.maximum(count, 1.0)
+        here = tl.sum(used.to(ACC), 0)
+        apart = tl.sum(u, 0) / tl.maximum(here, 1.0)
+        off = tl.where(used[:, None], u - apart[None, :], 0.0)
+        share = here / tl.maximum(count + here, 1.0)
+        apart -= mean
+        mean += share * apart
+        m2 += tl.sum(off * off, 0) + count * share * apart * apart
+        count += here
     out = (s * E + e) * C + c
-    tl.store(mean_out + out, pivot + apart, mask=cm)
-    tl.store(m2_out + out, tl.maximum(tl.sum(second, 0) - count * apart * apart, 0.0), mask=cm)
+    tl.store(mean_out + out, mean, mask=cm)
+    tl.store(m2_out + out, m2, mask=cm)
     if tl.program_id(0) == 0:
         tl.store(count_out + s * E + e, count)
 
@@ -191,7 +190,7 @@ def statistics(
     """Mean and variance (E, C) over all positions of each expert's masked map; the running ones are moved on."""
     sizes = Sizes.of(x, index, patch)
     full, C = wide(x.dtype), sizes.C
-    BM, BC, number, stages, each = _tile("moments", (16, 64, 2, 1, 4), sizes, x)
+    BM, BC, number, stages, each = _tile("moments", (16, 128, 1, 1, 4), sizes, x)
     chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
     mean = torch.empty(splits, sizes.E, C, dtype=full, device=x.device)
     m2, count = torch.empty_like(mean), torch.empty(splits, sizes.E, dtype=full, device=x.device)
@@ -216,22 +215,29 @@ def norm_gradients(
     ``grad`` (E, M1, C) is that of values, its row M, if there is one, that of positions not chosen.
     """
     sizes = Sizes.of(x, index, patch)
-    full, C, M1 = wide(x.dtype), sizes.C, grad.shape[1]
+    full, C = wide(x.dtype), sizes.C
     BM, BC, number, stages, each = _tile("norm_sums", (16, 64, 2, 3, 2), sizes, x)
     chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
     sums = torch.empty(3, splits, sizes.E, C, dtype=full, device=x.device)
-    tensors = norm.weight, norm.bias, norm.mean, norm.var
     norm_sums_kernel[(ceil(C, BC), sizes.E, splits)](
-        grad, x, index, gate, *tensors, sums, norm.eps, sizes.M, M1, chunk, splits,
-        C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, STAGES=stages, **sizes.constants(),
-        **warps(number),
+        grad, x, index, gate, norm.weight, norm.bias, norm.mean, norm.var, sums, norm.eps, sizes.M, grad.shape[1],
+        chunk, splits, C=C, HAS_GATE=gate is not None, ACC=acc(full), BM=BM, BC=BC, STAGES=stages,
+        **sizes.constants(), **warps(number),
     )  # fmt: skip
-    folded = torch.empty(4 if norm.training else 2, sizes.E, C, dtype=full, device=x.device)
+    return through_norm(sums, grad, norm, sizes, centre=centre)
+
+
+def through_norm(
+    sums: Tensor, grad: Tensor, norm: NormTensors, sizes: Sizes, *, centre: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same from the three sums of `norm_sums_kernel`, in parts (3, splits, E, C)."""
+    splits, C, M1, BC = sums.shape[1], sizes.C, grad.shape[1], power_of_2(sizes.C, most=32)
+    folded = torch.empty(4 if norm.training else 2, sizes.E, C, dtype=sums.dtype, device=grad.device)
     weight, bias = torch.empty_like(norm.weight), torch.empty_like(norm.bias)
-    norm_back_kernel[(ceil(C, min(BC, 32)), sizes.E)](
-        sums, grad, *tensors, folded, weight, bias, norm.eps, splits, sizes.M, M1, float(sizes.positions),
-        E=sizes.E, C=C, HAS_REST=M1 > sizes.M, CENTRE=centre, STATS=norm.training, ACC=acc(full),
-        BS=power_of_2(splits), BC=min(BC, 32), **warps(4),
+    norm_back_kernel[(ceil(C, BC), sizes.E)](
+        sums, grad, norm.weight, norm.bias, norm.mean, norm.var, folded, weight, bias, norm.eps, splits, sizes.M, M1,
+        float(sizes.positions), E=sizes.E, C=C, HAS_REST=M1 > sizes.M, CENTRE=centre, STATS=norm.training,
+        ACC=acc(sums.dtype), BS=power_of_2(splits), BC=BC, **warps(4),
     )  # fmt: skip
     return weight, bias, folded
 

@@ -293,7 +293,7 @@ def _spread(grad: Tensor, of: Chosen, reach: _Reach, answers: Tensor | None, exp
     """Gradient of some experts' contributions (…, M1, ks²·O) from that of rows, and from that of answers at rest."""
     sizes, O, ks, rows = reach.sizes, reach.O, reach.landing.kernel, reach.sizes.rows(reach.normed)
     out = torch.empty(len(experts), rows, ks**2 * O, dtype=grad.dtype, device=grad.device)
-    rule = (32, power_of_2(O, most=128), 4)
+    rule = (32, power_of_2(O, most=128), 8)
     BM, BO, wide_by = tile("pooled_spread", rule, sizes.M, O, ks, sizes.p, out.element_size())
     constants = sizes.constants()
     del constants["HW"]
