@@ -47,6 +47,9 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "pooled_lines": ((16, 1, 4), (16, 1, 8)),
     "pooled_spread": ((32, 128, 8), (32, 128, 4), (64, 128, 8), (64, 32, 4)),
     "pool": ((8, 16, 1), (16, 16, 1)),
+    "thin": ((128, 9, 160, 4, 3), (64, 9, 160, 4, 3), (128, 3, 160, 8, 3), (128, 9, 32, 4, 3), (128, 1, 16, 8, 3)),
+    "thin_weights": ((64, 3, 160, 8, 4, 132), (32, 3, 160, 8, 4, 132), (64, 3, 32, 4, 3, 660), (64, 1, 16, 4, 4, 1056)),
+    "thin_map": ((64, 4), (128, 8), (256, 8)),
 }
 """By kernel: sides of a tile and warps, of those with several tiles on the way also stages, and where sums are taken in
 parts how many or by how many programs."""

@@ -1,0 +1,152 @@
+"""Convolutions of few channels by kernels, against torch's in float64: outputs and both gradients."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from moesaic.ops import thin, tiles, triton_backend
+from moesaic.ops.thin import fits_thin, thin_conv2d
+
+pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
+
+from triton_cases import GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, numbers, poison
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch):
+    """In the interpreter kernels run on a CPU, in float64 as well; on a GPU in float32 too."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
+    monkeypatch.setattr(thin, "_DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    poison(monkeypatch, "thin", "launch")
+
+
+def make(B, C, O, H, W, device, dtype, last=True):
+    x = numbers(B, C, H, W, seed=1, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    weight = numbers(O, C, 3, 3, seed=2, device=device, dtype=dtype, scale=(9 * C) ** -0.5)
+    if last:
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    grad = numbers(B, O, H, W, seed=3, device=device, dtype=dtype)
+    return x.requires_grad_(), weight.requires_grad_(), grad
+
+
+def gradients(conv, x, weight, grad):
+    y = conv(x, weight)
+    return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
+
+
+def exact(x, weight, grad):
+    leaves = [each.detach().cpu().double() for each in (x, weight, grad)]
+    leaves[0].requires_grad_()
+    leaves[1].requires_grad_()
+    return gradients(lambda x, weight: F.conv2d(x, weight, padding=1), *leaves)
+
+
+def assert_near(found, expected, dtype):
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.shape == theirs.shape
+        error = (mine.cpu().double() - theirs).norm() / theirs.norm()
+        assert error < TOLERANCE[dtype], error
+
+
+CASES = [
+    (1, 1, 16, 5, 3),
+    (3, 3, 16, 7, 13),
+    (2, 4, 48, 6, 8),
+    (1, 8, 32, 4, 5),
+    (1, 16, 160, 9, 11),
+    (3, 16, 48, 8, 7),
+    (2, 16, 176, 1, 9),
+    (1, 3, 160, 16, 16),
+]
+
+
+@pytest.mark.parametrize("where", TYPES)
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_as_torch(shape, where):
+    device, dtype = where
+    leaves = make(*shape, device, dtype)
+    found = gradients(thin_conv2d, *leaves)
+    assert found[0].dtype == dtype
+    assert found[0].is_contiguous(memory_format=torch.channels_last)
+    assert_near(found, exact(*leaves), dtype)
+
+
+@pytest.mark.parametrize("where", TYPES)
+@pytest.mark.parametrize(
+    ("forward", "weights"),
+    [
+        ((64, 9, 32, 4, 2), (32, 3, 64, 4, 2, 7)),
+        ((128, 3, 160, 8, 2), (64, 3, 32, 4, 4, 64)),
+        ((64, 3, 64, 4, 3), (64, 1, 16, 8, 2, 3)),
+    ],
+)  # fmt: skip
+def test_other_tiles(forward, weights, where, monkeypatch):
+    device, dtype = where
+    chosen = {"thin": forward, "thin_weights": weights}
+    from moesaic.ops.triton import thin as kernels
+
+    monkeypatch.setattr(kernels, "tile", lambda kernel, rule, *sizes: chosen.get(kernel, rule))
+    leaves = make(2, 16, 160, 10, 9, device, dtype)
+    assert_near(gradients(thin_conv2d, *leaves), exact(*leaves), dtype)
+
+
+@pytest.mark.parametrize("where", ONE_TYPE)
+def test_weights_as_torch_makes_them(where):
+    """Not channels_last; their gradient has their layout."""
+    leaves = make(1, 16, 32, 5, 6, *where, last=False)
+    found = gradients(thin_conv2d, *leaves)
+    assert found[2].is_contiguous()
+    assert_near(found, exact(*leaves), where[1])
+
+
+@pytest.mark.parametrize("where", ONE_TYPE)
+def test_only_the_gradient_that_is_asked_for(where):
+    x, weight, grad = make(1, 3, 16, 4, 4, *where)
+    y = thin_conv2d(x.detach(), weight)
+    (alone,) = torch.autograd.grad(y, weight, grad)
+    torch.testing.assert_close(alone, gradients(thin_conv2d, x, weight, grad)[2], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 17, 16, 4, 4), (1, 4, 20, 4, 4), (0, 4, 16, 4, 4)], ids=str)
+def test_other_shapes_are_torchs(shape):
+    x, weight, _ = make(*shape, "cpu", torch.float32)
+    torch.testing.assert_close(thin_conv2d(x, weight), F.conv2d(x, weight, padding=1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", ONE_TYPE)
+def test_its_operation_is_one(where):
+    from moesaic.ops.triton.thin import thin_conv
+
+    x, weight, _ = make(1, 4, 16, 3, 4, *where)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(thin_conv, (x.detach().permute(0, 2, 3, 1).requires_grad_(), weight), test_utils=checks)
+
+
+@pytest.mark.parametrize("where", GPU_TYPES)
+def test_compiled_and_captured(where):
+    x, weight, grad = make(4, 16, 160, 32, 32, *where)
+    compiled = torch.compile(thin_conv2d, fullgraph=True)
+    expected = gradients(thin_conv2d, x, weight, grad)
+    for mine, theirs in zip(gradients(compiled, x, weight, grad), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert_captured(lambda: gradients(thin_conv2d, x, weight, grad), x.data, rtol=0, atol=0)
+
+
+def test_tiles_to_time_are_ones_that_fit():
+    assert all(len(each) == 5 for each in tiles.CANDIDATES["thin"])
+    assert all(len(each) == 6 and each[1] in (1, 3) for each in tiles.CANDIDATES["thin_weights"])
+
+
+def test_a_convolution_that_fits():
+    def conv(ins=16, outs=32, kernel=3, **options):
+        return torch.nn.Conv2d(ins, outs, kernel, **{"padding": 1, "bias": False} | options)
+
+    assert fits_thin(conv())
+    assert fits_thin(conv(3))
+    others = (conv(32), conv(bias=True), conv(stride=2), conv(padding=0), conv(kernel=1), conv(groups=2))
+    assert not any(fits_thin(each) for each in (*others, conv(dilation=2), conv(padding_mode="circular")))
