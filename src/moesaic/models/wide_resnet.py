@@ -38,6 +38,7 @@ from moesaic.layers import PatchMoE
 from moesaic.ledger import Fidelity
 from moesaic.models.vector_network import GlobalMean, VectorNetwork
 from moesaic.ops import GateOn, pools
+from moesaic.ops.thin import fits_thin, thin_conv2d
 from moesaic.routing.expert_choice import ExpertGate
 
 __all__ = ["WideResNet", "WideResNetPMoE"]
@@ -178,6 +179,11 @@ class WideResNet(VectorNetwork):
         super().__init__(nn.Sequential(parts), before, num_classes)
         style.initialise(self)
 
+    def features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, width)."""
+        body = self.body
+        return body(x) if type(body) is not nn.Sequential or _is_heard(body) else _through(body, x)
+
 
 class WideResNetPMoE(WideResNet):
     """WRN-d-k with a `PatchMoE` in place of its last 3×3 convolution.
@@ -243,10 +249,9 @@ class WideResNetPMoE(WideResNet):
         """(B, C, H, W) to (B, width); on a GPU without the map between the routed layer and the mean."""
         body = cast(nn.Sequential, self.body)
         if not pools(x) or not _may_pool(body):
-            return body(x)
+            return super().features(x)
         *front, last, norm, _relu, _mean = body
-        for part in front:
-            x = part(x)
+        x = _through(front, x)
         *blocks, block = cast(nn.Sequential, last)
         for part in blocks:
             x = part(x)
@@ -311,7 +316,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = F.relu(self.norm1(x))
-        y = self.conv2(F.relu(self.norm2(self.conv1(first))))
+        y = self.conv2(F.relu(self.norm2(_through((self.conv1,), first))))
         if self.shortcut is None:
             return y + x
         return y + self.shortcut(x if self.early_shortcut else first)
@@ -357,6 +362,21 @@ class _RoutedBlock(nn.Module):
         """What is routed, from the block's input after BatchNorm and ReLU."""
         y = self.conv1(first)
         return y if self.norm2 is None else F.relu(self.norm2(y))
+
+
+def _through(parts: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """One after the other; convolutions of few channels by `thin_conv2d` where it has kernels and nobody listens."""
+    for part in parts:
+        if type(part) is nn.Conv2d and fits_thin(part) and _on_gpu(x) and not _is_heard(part):
+            x = thin_conv2d(x, part.weight)
+        else:
+            x = part(x)
+    return x
+
+
+def _on_gpu(x: Tensor) -> bool:
+    """Not while a network is traced: then ``x`` stands for a map, and modules are what is looked for."""
+    return isinstance(x, Tensor) and pools(x)  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def _may_pool(body: nn.Sequential) -> bool:

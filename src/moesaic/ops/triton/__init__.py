@@ -33,4 +33,5 @@ its answers too, and the gradients of weights and norm come out of the products 
     reached        sums over the positions that chosen patches reach, in place of the map
     lines          the same line by line, for patches of several pixels a side
     pooled         convolution, BatchNorm, ReLU and mean over the map by these, with gradients
+    thin           3×3 convolutions of few channels, without routing, as torch operations with gradients
 """

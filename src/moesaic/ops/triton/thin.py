@@ -40,31 +40,30 @@ def shifted(
 ):  # fmt: skip
     """Neighbours (BM, KG) of pixels ``first + r``: those of group ``g`` of G, tap by tap, zero beyond the map.
 
-    Which columns are beyond is asked without adding to their numbers: ptxas 12.8 gets such sums of 16 bits wrong.
+    Numbers of rows and columns are unsigned, and compared with constants rather than added to: the compiler makes sums
+    of 16 bits of small ones, two at a time, which ptxas 12.8 gets wrong.
     """
     k = tl.arange(0, KG)
-    i = (first + r) % (H * W)
-    row = i // W
-    col = i % W
+    i = (first + r).to(tl.uint32) % (H * W)
+    row = (i // W).to(tl.int32)
+    col = (i % W).to(tl.int32)
     if G == 9:  # one tap
-        y = row + (g // 3 - 1)
-        z = col + (g % 3 - 1)
-        inside = (live & (y >= 0) & (y < H) & (z >= 0) & (z < W))[:, None] & (k < C)[None, :]
+        near = live & (row >= 1 - g // 3) & (row < H + 1 - g // 3) & (col >= 1 - g % 3) & (col < W + 1 - g % 3)
+        inside = near[:, None] & (k < C)[None, :]
         at = r[:, None] * C + k[None, :] + ((g // 3 - 1) * W + g % 3 - 1) * C
     elif G == 3:  # a row of the kernel
-        y = row + (g - 1)
         left = (col > 0)[:, None] | (k >= C)[None, :]
         right = (col < W - 1)[:, None] | (k < 2 * C)[None, :]
-        inside = (live & (y >= 0) & (y < H))[:, None] & left & right & (k < 3 * C)[None, :]
+        inside = (live & (row >= 1 - g) & (row < H + 1 - g))[:, None] & left & right & (k < 3 * C)[None, :]
         at = r[:, None] * C + k[None, :] + ((g - 1) * W - 1) * C
     else:
-        j = k % (3 * C)
+        j = (k.to(tl.uint32) % (3 * C)).to(tl.int32)
         up = (row > 0)[:, None] | (k >= 3 * C)[None, :]
         down = (row < H - 1)[:, None] | (k < 6 * C)[None, :]
         left = (col > 0)[:, None] | (j >= C)[None, :]
         right = (col < W - 1)[:, None] | (j < 2 * C)[None, :]
         inside = live[:, None] & up & down & left & right & (k < 9 * C)[None, :]
-        at = r[:, None] * C + (k // (3 * C) * (W * C) + j)[None, :] - (W + 1) * C
+        at = r[:, None] * C + (j + (k >= 3 * C) * (W * C) + (k >= 6 * C) * (W * C))[None, :] - (W + 1) * C
     return tl.load(x + first.to(tl.int64) * C + at, mask=inside, other=0)
 
 
@@ -167,15 +166,14 @@ def neighbours_kernel(
     first = tl.program_id(0) * BM
     r = tl.arange(0, BM)
     live = r < positions - first
-    i = (first + r) % (H * W)
-    row = i // W
-    col = i % W
+    i = (first + r).to(tl.uint32) % (H * W)
+    row = (i // W).to(tl.int32)
+    col = (i % W).to(tl.int32)
     c = tl.arange(0, BC)
     near = ()
     for t in tl.static_range(9):
-        y = row - (t // 3 - 1)
-        z = col - (t % 3 - 1)
-        inside = (live & (y >= 0) & (y < H) & (z >= 0) & (z < W))[:, None] & (c < C)[None, :]
+        reads = live & (row >= t // 3 - 1) & (row < H + t // 3 - 1) & (col >= t % 3 - 1) & (col < W + t % 3 - 1)
+        inside = reads[:, None] & (c < C)[None, :]
         at = r[:, None] * (9 * C) + c[None, :] + (t * C - ((t // 3 - 1) * W + t % 3 - 1) * 9 * C)
         near = near + (tl.load(taps + first.to(tl.int64) * (9 * C) + at, mask=inside, other=0),)
     found = tl.zeros((BM, BC), ACC)
