@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import moesaic
+from moesaic.models import wide_resnet
 from moesaic.ops import thin, tiles, triton_backend
 from moesaic.ops.thin import fits_thin, thin_conv2d
 
@@ -150,3 +152,23 @@ def test_a_convolution_that_fits():
     assert fits_thin(conv(3))
     others = (conv(32), conv(bias=True), conv(stride=2), conv(padding=0), conv(kernel=1), conv(groups=2))
     assert not any(fits_thin(each) for each in (*others, conv(dilation=2), conv(padding_mode="circular")))
+
+
+@pytest.mark.parametrize("where", ONE_TYPE)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_in_a_network(where, hooked, monkeypatch):
+    """The stem and the convolution after it take the kernels, unless somebody listens; scores are the same."""
+    device, dtype = where
+    calls = []
+    monkeypatch.setattr(wide_resnet, "thin_conv2d", lambda *args: calls.append(args) or thin_conv2d(*args))
+    torch.manual_seed(0)
+    network = wide_resnet.WideResNet(10, 1, num_classes=2).to(device, dtype, memory_format=torch.channels_last)
+    x = numbers(2, 3, 8, 8, seed=1, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    heard = []
+    if hooked:
+        for module in (network.body.stem, network.body.group1[0].conv1):
+            module.register_forward_hook(lambda *_: heard.append(1))
+    found = network(x)
+    with moesaic.backend("torch"):
+        torch.testing.assert_close(found, network(x), rtol=1e-3, atol=1e-3)
+    assert (len(calls), len(heard)) == ((0, 4) if hooked else (2, 0))
