@@ -30,7 +30,7 @@ def thin_conv2d(x: Tensor, weight: Tensor) -> Tensor:
         return F.conv2d(x, weight, padding=1)
     from moesaic.ops.triton.thin import thin_conv
 
-    return thin_conv(x.to(dtype).permute(0, 2, 3, 1), weight.to(dtype)).permute(0, 3, 1, 2)
+    return thin_conv(x.to(dtype), weight.to(dtype))
 
 
 def fits_thin(conv: nn.Conv2d) -> bool:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from moesaic.ops.tiles import tile
-from moesaic.ops.triton.chosen import like, nothing
+from moesaic.ops.triton.chosen import nothing
 from moesaic.ops.triton.launch import acc, ceil, laid_out, parts, pipeline, power_of_2, total, warps, wide
 
 __all__ = ["MOST_CHANNELS", "thin_conv"]
@@ -185,7 +185,12 @@ def neighbours_kernel(
 
 @custom_op("moesaic::thin_conv", mutates_args=())
 def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """Maps (B, H, W, C) with a pixel of zeros all around, times kernels (O, C, 3, 3): maps (B, H, W, O)."""
+    """Maps (B, C, H, W) with a pixel of zeros all around, times kernels (O, C, 3, 3): maps (B, O, H, W).
+
+    Both in channels_last. Operations name axes as torch's do: inductor takes any map of four axes next to a convolution
+    for one of these, and lays out what is named otherwise as if its last axes were a map's.
+    """
+    x = x.permute(0, 2, 3, 1)
     B, H, W, C = x.shape
     O, positions = weight.shape[0], B * H * W
     out = torch.empty(B, H, W, O, dtype=x.dtype, device=x.device)
@@ -196,12 +201,12 @@ def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
         x.contiguous(), _by_tap(weight), out, positions, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16),
         ACC=acc(wide(x.dtype)), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
     )  # fmt: skip
-    return out
+    return out.permute(0, 3, 1, 2)
 
 
 @thin_conv.register_fake
 def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:3], weight.shape[0])
+    return _map_like(x, weight.shape[0])
 
 
 @custom_op("moesaic::thin_conv_backward", mutates_args=())
@@ -209,16 +214,19 @@ def thin_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, need_map: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; empty where there is none."""
-    grad = grad.contiguous()
+    grad = grad.permute(0, 2, 3, 1).contiguous()
     return (
-        map_gradient(grad, weight) if need_map else nothing(grad),
-        weight_gradient(grad, x.contiguous(), weight) if need_weight else nothing(grad),
+        map_gradient(grad, weight).permute(0, 3, 1, 2) if need_map else nothing(grad),
+        weight_gradient(grad, x.permute(0, 2, 3, 1).contiguous(), weight) if need_weight else nothing(grad),
     )
 
 
 @thin_conv_backward.register_fake
 def _(grad, x, weight, need_map, need_weight):
-    return like(x) if need_map else grad.new_empty(0), laid_out(weight) if need_weight else grad.new_empty(0)
+    return (
+        _map_like(x, x.shape[1]) if need_map else grad.new_empty(0),
+        laid_out(weight) if need_weight else grad.new_empty(0),
+    )
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -267,6 +275,12 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     out = laid_out(weight)
     out.copy_(total(sums, weight.dtype).view(3, 3, C, O).permute(3, 2, 0, 1))
     return out
+
+
+def _map_like(x: Tensor, channels: int) -> Tensor:
+    """Memory for a map (B, channels, H, W) in channels_last."""
+    B, _, H, W = x.shape
+    return x.new_empty(B, H, W, channels).permute(0, 3, 1, 2)
 
 
 def _by_tap(weight: Tensor) -> Tensor:
