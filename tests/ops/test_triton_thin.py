@@ -1,7 +1,10 @@
 """Convolutions of few channels by kernels, against torch's in float64: outputs and both gradients."""
 
+import re
+
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import moesaic
@@ -12,6 +15,9 @@ from moesaic.ops.thin import fits_thin, thin_conv2d
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, numbers, poison
+
+# sizes and strides of maps that a compiled graph makes
+ALLOTTED = re.compile(r"empty_strided_\w+\(\((\d+), (\d+), (\d+), (\d+)\), \((\d+), (\d+), (\d+), (\d+)\)")
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +143,30 @@ def test_compiled_and_captured(where):
     for mine, theirs in zip(gradients(compiled, x, weight, grad), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
     assert_captured(lambda: gradients(thin_conv2d, x, weight, grad), x.data, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("where", ONE_TYPE)
+def test_compiled_between_others_nothing_is_copied(where):
+    """Inductor makes the maps that it has to, in channels_last, and no copies of any."""
+    device, dtype = where
+    x, weight, _ = make(1, 16, 32, 4, 5, *where)
+    after = numbers(96, 32, 3, 3, seed=4, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    scale = numbers(16, 1, 1, seed=5, device=device, dtype=dtype)
+
+    @torch.compile(fullgraph=True)
+    def run(x, weight):
+        y = F.relu(thin_conv2d(F.relu(x * scale), weight) * scale.mean())
+        return F.conv2d(y, after, padding=1).square().mean()
+
+    torch.compiler.reset()
+    _, codes = run_and_get_code(lambda: torch.autograd.grad(run(x, weight), (x, weight)))
+    made = [[tuple(map(int, each)) for each in ALLOTTED.findall(code)] for code in codes]
+    assert len(made) == 2
+    for maps in made:
+        assert 0 < len(maps) == len({channels for _, channels, *_ in maps})
+        for _, C, H, W, *strides in maps:
+            assert C in (16, 32, 96)
+            assert strides == [C * H * W, 1, W * C, C]
 
 
 def test_tiles_to_time_are_ones_that_fit():
