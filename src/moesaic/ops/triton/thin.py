@@ -9,6 +9,10 @@ a program takes consecutive pixels, looks up their neighbours and multiplies the
 
 Shifted pixels are taken in ``groups`` of taps, side by side: nine groups of C columns, three of a kernel's row each,
 whose 3·C numbers lie together in memory, or one of all taps, which suits the 27 columns of a colour image.
+
+A program takes up to 160 channels, in a tile of 128 and one of 32. Where products of 64 columns or more take turns on
+two tiles, ptxas 12.8 may read the place of a tile's numbers from a register that nothing was written to. The forward
+pass keeps to 16 columns with two tiles, and to one tile with more.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -73,7 +77,7 @@ def forward_kernel(
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
     ACC: tl.constexpr, BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
 ):  # fmt: skip
-    """Out (positions, O) from x (positions, C) and weights (9·C, O); a program writes B1 + B2 channels."""
+    """Out (positions, O) from x (positions, C) and weights (9·C, O); a program writes B1 + B2 channels. G is 1 or 9."""
     K: tl.constexpr = 9 * C // G
     first = tl.program_id(0) * BM
     r = tl.arange(0, BM)
@@ -90,9 +94,10 @@ def forward_kernel(
     for g in tl.static_range(G):
         at = (g * K + k)[:, None] * O
         w1 = tl.load(weight + at + o1[None, :], mask=(k < K)[:, None] & (o1 < O)[None, :], other=0)
-        found1 = tl.dot(near[g], w1, found1, input_precision="ieee", out_dtype=ACC)
         if B2 > 0:
             w2 = tl.load(weight + at + o2[None, :], mask=(k < K)[:, None] & (o2 < O)[None, :], other=0)
+        found1 = tl.dot(near[g], w1, found1, input_precision="ieee", out_dtype=ACC)
+        if B2 > 0:
             found2 = tl.dot(near[g], w2, found2, input_precision="ieee", out_dtype=ACC)
     to = out + first.to(tl.int64) * O + r[:, None] * O
     tl.store(to + o1[None, :], found1.to(out.dtype.element_ty), mask=live[:, None] & (o1 < O)[None, :])
@@ -194,7 +199,7 @@ def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
     B, H, W, C = x.shape
     O, positions = weight.shape[0], B * H * W
     out = torch.empty(B, H, W, O, dtype=x.dtype, device=x.device)
-    rule = (128, 9, _whole(O), 8, 3) if C == MOST_CHANNELS else (128, 1, _whole(O), 4, 3)
+    rule = (128, 1, _lone(O), 4, 3) if 9 * C <= 32 else (128, 9, _whole(O), 8, 3)
     BM, G, most, number, stages = tile("thin", rule, positions, C, O, W)
     B1, B2 = _widths(O, most)
     forward_kernel[(ceil(positions, BM), ceil(O, B1 + B2))](
@@ -262,15 +267,15 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Of kernels (O, C, 3, 3), laid out as they are."""
     B, H, W, O = grad.shape
     C, positions = x.shape[3], B * H * W
-    rule = (64, 3, _whole(O), 8, 3, 132) if C == MOST_CHANNELS else (128, 1, _whole(O), 4, 3, 528)
+    rule = (128, 1, _lone(O), 4, 3, 528) if 9 * C <= 32 else (64, 3, _whole(O), 8, 3, 132)
     BM, G, most, number, stages, programs = tile("thin_weights", rule, positions, C, O, W)
     B1, B2 = _widths(O, most)
     blocks = ceil(O, B1 + B2)
     chunk, splits = parts(positions, max(1, programs // blocks), BM)
     sums = torch.empty(splits, 9 * C, O, dtype=wide(x.dtype), device=x.device)
     weights_kernel[(splits, blocks)](
-        grad, x, sums, positions, chunk, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16), ACC=acc(sums.dtype),
-        BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
+        grad, x, sums, positions, chunk, H=H, W=W, C=C, O=O, G=G, ACC=acc(sums.dtype),
+        KG=power_of_2(9 * C // G, 64 if G == 3 else 16), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
     )  # fmt: skip
     out = laid_out(weight)
     out.copy_(total(sums, weight.dtype).view(3, 3, C, O).permute(3, 2, 0, 1))
@@ -292,6 +297,11 @@ def _by_tap(weight: Tensor) -> Tensor:
 def _whole(channels: int) -> int:
     """The most channels that a program takes: all of them, up to 160."""
     return min(channels, 160)
+
+
+def _lone(channels: int) -> int:
+    """The most channels that a program takes in one tile, up to 64."""
+    return power_of_2(min(channels, 64) + 1) // 2
 
 
 def _widths(channels: int, most: int) -> tuple[int, int]:
