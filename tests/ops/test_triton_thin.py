@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import moesaic
 from moesaic.models import wide_resnet
 from moesaic.ops import thin, tiles, triton_backend
-from moesaic.ops.thin import fits_thin, thin_conv2d
+from moesaic.ops.thin import fits_thin, plus_thin_conv2d, thin_conv2d
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -151,19 +151,22 @@ def test_compiled_between_others_nothing_is_copied(where):
     device, dtype = where
     x, weight, _ = make(1, 16, 32, 4, 5, *where)
     after = numbers(96, 32, 3, 3, seed=4, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    scale = numbers(16, 1, 1, seed=5, device=device, dtype=dtype)
+    beside = numbers(96, 16, 1, 1, seed=5, device=device, dtype=dtype)
+    scale = numbers(16, 1, 1, seed=6, device=device, dtype=dtype)
 
     @torch.compile(fullgraph=True)
     def run(x, weight):
-        y = F.relu(thin_conv2d(F.relu(x * scale), weight) * scale.mean())
-        return F.conv2d(y, after, padding=1).square().mean()
+        first = F.relu(x * scale)
+        y = F.relu(thin_conv2d(first, weight) * scale.mean())
+        return plus_thin_conv2d(F.conv2d(y, after, padding=1), first, beside).square().mean()
 
     torch.compiler.reset()
     _, codes = run_and_get_code(lambda: torch.autograd.grad(run(x, weight), (x, weight)))
     made = [[tuple(map(int, each)) for each in ALLOTTED.findall(code)] for code in codes]
     assert len(made) == 2
+    assert made[0]
     for maps in made:
-        assert 0 < len(maps) == len({channels for _, channels, *_ in maps})
+        assert len(maps) == len({channels for _, channels, *_ in maps})
         for _, C, H, W, *strides in maps:
             assert C in (16, 32, 96)
             assert strides == [C * H * W, 1, W * C, C]

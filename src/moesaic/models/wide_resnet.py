@@ -38,7 +38,7 @@ from moesaic.layers import PatchMoE
 from moesaic.ledger import Fidelity
 from moesaic.models.vector_network import GlobalMean, VectorNetwork
 from moesaic.ops import GateOn, pools
-from moesaic.ops.thin import fits_thin, thin_conv2d
+from moesaic.ops.thin import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
 from moesaic.routing.expert_choice import ExpertGate
 
 __all__ = ["WideResNet", "WideResNetPMoE"]
@@ -319,7 +319,7 @@ class _Block(nn.Module):
         y = self.conv2(F.relu(self.norm2(_through((self.conv1,), first))))
         if self.shortcut is None:
             return y + x
-        return y + self.shortcut(x if self.early_shortcut else first)
+        return _plus(y, self.shortcut, x if self.early_shortcut else first)
 
 
 class _RoutedBlock(nn.Module):
@@ -372,6 +372,13 @@ def _through(parts: Iterable[nn.Module], x: Tensor) -> Tensor:
         else:
             x = part(x)
     return x
+
+
+def _plus(y: Tensor, conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """``y + conv(x)``, likewise in one where there are kernels for that."""
+    if type(conv) is nn.Conv2d and fits_thin_add(conv) and _on_gpu(x) and not _is_heard(conv):
+        return plus_thin_conv2d(y, x, conv.weight)
+    return y + conv(x)
 
 
 def _on_gpu(x: Tensor) -> bool:

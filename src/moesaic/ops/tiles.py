@@ -50,6 +50,8 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "thin": ((128, 9, 160, 4, 3), (64, 9, 160, 4, 3), (256, 9, 160, 8, 3), (128, 9, 32, 4, 3)),
     "thin_weights": ((64, 3, 160, 8, 4, 132), (32, 3, 160, 8, 4, 132), (64, 3, 32, 4, 3, 660), (64, 1, 16, 4, 4, 1056)),
     "thin_map": ((64, 4), (128, 8), (256, 8)),
+    "thin_add": ((128, 160, 8), (64, 32, 4), (128, 32, 4), (128, 64, 4)),
+    "thin_add_back": ((64, 4, 3, 528), (64, 4, 4, 396), (128, 8, 2, 528), (64, 8, 3, 528)),
 }
 """By kernel: sides of a tile and warps, of those with several tiles on the way also stages, and where sums are taken in
 parts how many or by how many programs."""

@@ -34,4 +34,5 @@ its answers too, and the gradients of weights and norm come out of the products 
     lines          the same line by line, for patches of several pixels a side
     pooled         convolution, BatchNorm, ReLU and mean over the map by these, with gradients
     thin           3×3 convolutions of few channels, without routing, as torch operations with gradients
+    shortcut       a map plus a 1×1 convolution of one of few channels, likewise
 """

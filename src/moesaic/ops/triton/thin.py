@@ -31,7 +31,7 @@ from moesaic.ops.tiles import tile
 from moesaic.ops.triton.chosen import nothing
 from moesaic.ops.triton.launch import acc, ceil, laid_out, parts, pipeline, power_of_2, total, warps, wide
 
-__all__ = ["MOST_CHANNELS", "thin_conv"]
+__all__ = ["MOST_CHANNELS", "map_like", "thin_conv", "widths"]
 
 MOST_CHANNELS = 16
 """Of the input."""
@@ -201,7 +201,7 @@ def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(B, H, W, O, dtype=x.dtype, device=x.device)
     rule = (128, 1, _lone(O), 4, 3) if 9 * C <= 32 else (128, 9, _whole(O), 8, 3)
     BM, G, most, number, stages = tile("thin", rule, positions, C, O, W)
-    B1, B2 = _widths(O, most)
+    B1, B2 = widths(O, most)
     forward_kernel[(ceil(positions, BM), ceil(O, B1 + B2))](
         x.contiguous(), _by_tap(weight), out, positions, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16),
         ACC=acc(wide(x.dtype)), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
@@ -211,7 +211,7 @@ def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
 
 @thin_conv.register_fake
 def _(x: Tensor, weight: Tensor) -> Tensor:
-    return _map_like(x, weight.shape[0])
+    return map_like(x, weight.shape[0])
 
 
 @custom_op("moesaic::thin_conv_backward", mutates_args=())
@@ -229,7 +229,7 @@ def thin_conv_backward(
 @thin_conv_backward.register_fake
 def _(grad, x, weight, need_map, need_weight):
     return (
-        _map_like(x, x.shape[1]) if need_map else grad.new_empty(0),
+        map_like(x, x.shape[1]) if need_map else grad.new_empty(0),
         laid_out(weight) if need_weight else grad.new_empty(0),
     )
 
@@ -243,6 +243,7 @@ def _backward(ctx: Any, grad: Tensor | None) -> Any:
     if grad is None:
         return None, None
     need_map, need_weight = ctx.needs_input_grad
+    grad = grad.contiguous(memory_format=torch.channels_last)
     grad_x, grad_weight = thin_conv_backward(grad, *ctx.saved_tensors, need_map, need_weight)
     return grad_x if need_map else None, grad_weight if need_weight else None
 
@@ -269,7 +270,7 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     C, positions = x.shape[3], B * H * W
     rule = (128, 1, _lone(O), 4, 3, 528) if 9 * C <= 32 else (64, 3, _whole(O), 8, 3, 132)
     BM, G, most, number, stages, programs = tile("thin_weights", rule, positions, C, O, W)
-    B1, B2 = _widths(O, most)
+    B1, B2 = widths(O, most)
     blocks = ceil(O, B1 + B2)
     chunk, splits = parts(positions, max(1, programs // blocks), BM)
     sums = torch.empty(splits, 9 * C, O, dtype=wide(x.dtype), device=x.device)
@@ -282,7 +283,7 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return out
 
 
-def _map_like(x: Tensor, channels: int) -> Tensor:
+def map_like(x: Tensor, channels: int) -> Tensor:
     """Memory for a map (B, channels, H, W) in channels_last."""
     B, _, H, W = x.shape
     return x.new_empty(B, H, W, channels).permute(0, 3, 1, 2)
@@ -304,7 +305,7 @@ def _lone(channels: int) -> int:
     return power_of_2(min(channels, 64) + 1) // 2
 
 
-def _widths(channels: int, most: int) -> tuple[int, int]:
+def widths(channels: int, most: int) -> tuple[int, int]:
     """Of the two tiles, the second perhaps empty, in which a program takes so many channels, 16 at least."""
     most = min(channels, most)
     wide_one = power_of_2(most, 16)
