@@ -10,9 +10,9 @@ a program takes consecutive pixels, looks up their neighbours and multiplies the
 Shifted pixels are taken in ``groups`` of taps, side by side: nine groups of C columns, three of a kernel's row each,
 whose 3·C numbers lie together in memory, or one of all taps, which suits the 27 columns of a colour image.
 
-A program takes up to 160 channels, in a tile of 128 and one of 32. Where products of 64 columns or more take turns on
-two tiles, ptxas 12.8 may read the place of a tile's numbers from a register that nothing was written to. The forward
-pass keeps to 16 columns with two tiles, and to one tile with more.
+A program takes up to 160 channels, in a tile of 128 and one of 32. Where products of more than 16 columns follow each
+other, ptxas 12.8 may look for the second's numbers at an address from a register that nothing was written to. So the
+forward pass multiplies 16 columns at a time, or all in one product; where there is a loop no such case was found.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
