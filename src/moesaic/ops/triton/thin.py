@@ -11,8 +11,8 @@ Shifted pixels are taken in ``groups`` of taps, side by side: nine groups of C c
 whose 3·C numbers lie together in memory, or one of all taps, which suits the 27 columns of a colour image.
 
 A program takes up to 160 channels, in a tile of 128 and one of 32. Where products of more than 16 columns follow each
-other, ptxas 12.8 may look for the second's numbers at an address from a register that nothing was written to. So the
-forward pass multiplies 16 columns at a time, or all in one product; where there is a loop no such case was found.
+other, written out, ptxas 12.8 may look for the second's numbers at an address from a register that nothing was written
+to. So groups of taps come in a loop, where no such case was found, or there is one product.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -39,8 +39,7 @@ MOST_CHANNELS = 16
 
 @triton.jit
 def shifted(
-    x, first, r, live, g: tl.constexpr, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, G: tl.constexpr,
-    KG: tl.constexpr,
+    x, first, r, live, g, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, G: tl.constexpr, KG: tl.constexpr
 ):  # fmt: skip
     """Neighbours (BM, KG) of pixels ``first + r``: those of group ``g`` of G, tap by tap, zero beyond the map.
 
@@ -72,33 +71,51 @@ def shifted(
 
 
 @triton.jit
+def add_group(
+    found1, found2, x, weight, first, r, live, g, o1, o2,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
+    ACC: tl.constexpr, B2: tl.constexpr,
+):  # fmt: skip
+    """Group ``g`` of taps, added to both tiles of channels; B2 may be 0, then the second is none."""
+    K: tl.constexpr = 9 * C // G
+    k = tl.arange(0, KG)
+    near = shifted(x, first, r, live, g, H, W, C, G, KG)
+    at = (g * K + k)[:, None] * O
+    w1 = tl.load(weight + at + o1[None, :], mask=(k < K)[:, None] & (o1 < O)[None, :], other=0)
+    if B2 > 0:
+        w2 = tl.load(weight + at + o2[None, :], mask=(k < K)[:, None] & (o2 < O)[None, :], other=0)
+    found1 = tl.dot(near, w1, found1, input_precision="ieee", out_dtype=ACC)
+    if B2 > 0:
+        found2 = tl.dot(near, w2, found2, input_precision="ieee", out_dtype=ACC)
+    return found1, found2
+
+
+@triton.jit
 def forward_kernel(
     x, weight, out, positions,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
     ACC: tl.constexpr, BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
 ):  # fmt: skip
     """Out (positions, O) from x (positions, C) and weights (9·C, O); a program writes B1 + B2 channels. G is 1 or 9."""
-    K: tl.constexpr = 9 * C // G
     first = tl.program_id(0) * BM
     r = tl.arange(0, BM)
     live = r < positions - first
-    k = tl.arange(0, KG)
     o1 = tl.program_id(1) * (B1 + B2) + tl.arange(0, B1)
+    o2 = o1
     found1 = tl.zeros((BM, B1), ACC)
+    found2 = found1
     if B2 > 0:
         o2 = tl.program_id(1) * (B1 + B2) + B1 + tl.arange(0, B2)
         found2 = tl.zeros((BM, B2), ACC)
-    near = ()
-    for g in tl.static_range(G):  # all on their way before the first is waited for
-        near = near + (shifted(x, first, r, live, g, H, W, C, G, KG),)
-    for g in tl.static_range(G):
-        at = (g * K + k)[:, None] * O
-        w1 = tl.load(weight + at + o1[None, :], mask=(k < K)[:, None] & (o1 < O)[None, :], other=0)
-        if B2 > 0:
-            w2 = tl.load(weight + at + o2[None, :], mask=(k < K)[:, None] & (o2 < O)[None, :], other=0)
-        found1 = tl.dot(near[g], w1, found1, input_precision="ieee", out_dtype=ACC)
-        if B2 > 0:
-            found2 = tl.dot(near[g], w2, found2, input_precision="ieee", out_dtype=ACC)
+    if G == 1:
+        found1, found2 = add_group(
+            found1, found2, x, weight, first, r, live, 0, o1, o2, H, W, C, O, G, KG, ACC, B2
+        )  # fmt: skip
+    else:
+        for g in range(G):
+            found1, found2 = add_group(
+                found1, found2, x, weight, first, r, live, g, o1, o2, H, W, C, O, G, KG, ACC, B2
+            )  # fmt: skip
     to = out + first.to(tl.int64) * O + r[:, None] * O
     tl.store(to + o1[None, :], found1.to(out.dtype.element_ty), mask=live[:, None] & (o1 < O)[None, :])
     if B2 > 0:
