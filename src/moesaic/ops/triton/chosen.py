@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.ops.triton import choice, joint
 from moesaic.ops.triton.choice import by_pixel
 from moesaic.ops.triton.launch import Aside, Sizes, ceil, dense, laid_out, wide
-from moesaic.ops.triton.maps import taps_of, weight_of
+from moesaic.ops.triton.maps import Landing, resting_map, taps_of, weight_of
 from moesaic.ops.triton.norm import norm_gradients
 from moesaic.ops.triton.rows import NormTensors, collect, collect_tile, gather
 
@@ -198,14 +198,23 @@ def like(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
-def contributions_of(of: Chosen, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What experts are given (E, M1, C), and what each chosen pixel contributes by each tap (E, M1, ks²·O)."""
-    norm, aside = of.norm is not None, Aside()
+def contributions_of(
+    of: Chosen, weight: Tensor, bias: Tensor | None, landing: Landing
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What experts are given (E, M1, C), what each chosen pixel contributes by each tap (E, M1, ks²·O), a resting map.
+
+    The last is there behind a norm, where experts answer to what they did not choose as well. What needs nothing of x
+    is done beside the rest.
+    """
+    aside, resting = Aside(), None
     with aside:
         taps = taps_of(weight)
-    values = gather(of.x, of.index, of.gate_in, of.norm, of.patch, weight.dtype, centre=True, rest=norm)
+        if of.norm is not None:
+            resting = resting_map(taps, of.norm, of.sizes, bias, landing)
+    rest = of.norm is not None
+    values = gather(of.x, of.index, of.gate_in, of.norm, of.patch, weight.dtype, centre=True, rest=rest)
     aside.join()
-    return values, torch.bmm(values, taps.transpose(1, 2))
+    return values, torch.bmm(values, taps.transpose(1, 2)), resting
 
 
 class ProductGradients:

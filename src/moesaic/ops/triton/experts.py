@@ -145,17 +145,16 @@ def patch_conv(
     if _in_place(x, weight, summed, on_input, of.norm is not None):
         y, own = pointwise.answers(of.x, taps_of(weight), bias, sizes, of.index, of.slots, of.gate, keep)
         return y, nothing(x), nothing(x) if own is None else own
-    rest = of.norm is not None
-    values, contributions = contributions_of(of, weight)
+    values, contributions, resting = contributions_of(of, weight, bias, landing)
     small = landing.kernel == 1  # then values are most of the work, and kept
     if not (keep and small):
         values = nothing(x)
-    if small and summed and not on_input and not rest:
+    if small and summed and not on_input and resting is None:
         owners = choice.owners_of(of.slots, sizes.L)
         y, own = sum_of_owners(contributions, sizes, owners, of.gate_out, bias, None), None
     else:
         y, own = combine(
-            contributions, sizes, of.slots, of.gate_out, bias, landing, rest=rest,
+            contributions, sizes, of.slots, of.gate_out, bias, landing, resting=resting,
             keep=keep and not small and not on_input,
         )  # fmt: skip
     if own is None:

@@ -2,7 +2,8 @@
 
 taps_kernel         kernels as matrices of their taps, and back
 fold_kernel         contributions → what each chosen patch gives to the positions it reaches
-resting_map_kernel  what experts answer everywhere, to positions they did not choose
+rest_kernel         what experts answer by each tap to a position that they did not choose
+resting_map_kernel  the same everywhere, from the taps that fall inside
 combine_kernel      these → y, with bias and gate
 spread_kernel       gradient of y → gradient of contributions
 gated_kernel        gradient of y → gradient of gates on the output, of the bias, and of 1×1 contributions
@@ -38,7 +39,7 @@ from moesaic.ops.triton.launch import (
     warps,
     wide,
 )
-from moesaic.ops.triton.rows import pixel_of_row
+from moesaic.ops.triton.rows import NormTensors, affine, pixel_of_row
 
 __all__ = [
     "Landing",
@@ -121,12 +122,32 @@ def fold_kernel(
 
 
 @triton.jit
+def rest_kernel(
+    taps, weight, bias, mean, var, out, eps,
+    K: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Out (E, ks²·O): taps (E, ks²·O, C) times what a norm makes of zeros, rounded as the values of pixels are."""
+    e = tl.program_id(1)
+    k = tl.program_id(0) * BK + tl.arange(0, BK)
+    km = k < K
+    found = tl.zeros((BK, BC), ACC)
+    for c0 in range(0, C, BC):
+        c = c0 + tl.arange(0, BC)
+        cm = c < C
+        _scale, shift = affine(weight, bias, mean, var, eps, e * C + c, cm, ACC)
+        rest = tl.where(cm, tl.maximum(shift, 0.0), 0.0).to(taps.dtype.element_ty).to(ACC)
+        at = (e * K + k).to(tl.int64) * C
+        found += tl.load(taps + at[:, None] + c[None, :], mask=km[:, None] & cm[None, :], other=0).to(ACC) * rest
+    tl.store(out + e * K + k, tl.sum(found, 1), mask=km)
+
+
+@triton.jit
 def resting_map_kernel(
-    answers, bias, out, STEP,
+    answers, bias, out,
     O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr, H: tl.constexpr,
     W: tl.constexpr, ALONE: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """Out (E, H·W, O), patch by patch: answers (…, ks², O) of taps that fall inside, STEP from expert to expert."""
+    """Out (E, H·W, O), patch by patch: answers (E, ks², O) of taps that fall inside."""
     A: tl.constexpr = P * P
     e = tl.program_id(1)
     i = tl.program_id(0) * BP + tl.arange(0, BP)
@@ -144,7 +165,7 @@ def resting_map_kernel(
         inside = (sy >= 0) & (sy < H) & (sx >= 0) & (sx < W)
         if ALONE:
             inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
-        answer = tl.load(answers + e.to(tl.int64) * STEP + t * O + o, mask=om, other=0).to(ACC)
+        answer = tl.load(answers + (e * (KS * KS) + t) * O + o, mask=om, other=0)
         found += tl.where(inside[:, None], answer[None, :], 0.0)
     tl.store(out + (e * HW + i)[:, None] * O + o[None, :], found, mask=(i < HW)[:, None] & om[None, :])
 
@@ -394,11 +415,14 @@ def combine(
     bias: Tensor | None,
     landing: Landing,
     *,
-    rest: bool = False,
+    resting: Tensor | None = None,
     null: Tensor | None = None,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The map (B, H, W, lanes·O) of contributions (E, M1, ks²·O), and with ``keep`` its ungated rows (E, M, O)."""
+    """The map (B, H, W, lanes·O) of contributions (E, M1, ks²·O), and with ``keep`` its ungated rows (E, M, O).
+
+    ``resting``: as `resting_map` gives it, bias included.
+    """
     E, _, K = contributions.shape
     ks, p = landing.kernel, sizes.p
     O = K // ks**2
@@ -406,9 +430,7 @@ def combine(
     y = torch.empty(sizes.B, sizes.H, sizes.W, lanes * O, dtype=contributions.dtype, device=contributions.device)
     own = torch.empty(E, sizes.M, O, dtype=y.dtype, device=y.device) if keep else None
     HW, constants = sizes.H * sizes.W, sizes.constants()
-    resting = None
-    if rest:
-        resting = resting_map(contributions, sizes, bias, landing, O)
+    if resting is not None:
         bias = None
     landed = landed_patches(contributions, sizes, ks, O) if ks > 1 and p > 1 else contributions
     rule = (power_of_2(HW, most=32), whole_blocks(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
@@ -416,8 +438,9 @@ def combine(
     combine_kernel[(ceil(HW, BP), sizes.B, lanes * ceil(O, BO))](
         landed, slots, gate, bias, resting, null, y, own, sizes.M, landed.stride(0),
         O=O, KS=ks, N=sizes.N, REACH=0 if landing.alone else ceil(ks // 2, p), SUM=landing.summed,
-        HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_REST=rest, HAS_NULL=null is not None, KEEP=keep,
-        FLIP=ks > 1 and p == 1, ACC=acc(wide(y.dtype)), BP=BP, BO=BO, **constants, **warps(number),
+        HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_REST=resting is not None,
+        HAS_NULL=null is not None, KEEP=keep, FLIP=ks > 1 and p == 1, ACC=acc(wide(y.dtype)), BP=BP, BO=BO,
+        **constants, **warps(number),
     )  # fmt: skip
     return y, own
 
@@ -435,16 +458,23 @@ def landed_patches(contributions: Tensor, sizes: Sizes, kernel: int, O: int) -> 
     return out
 
 
-def resting_map(contributions: Tensor, sizes: Sizes, bias: Tensor | None, landing: Landing, O: int) -> Tensor:
-    """(E, H·W, O) in the order of patches: the answer to row M everywhere, and the bias."""
-    HW = sizes.H * sizes.W
-    out = torch.empty(sizes.E, HW, O, dtype=wide(contributions.dtype), device=contributions.device)
+def resting_map(taps: Tensor, norm: NormTensors, sizes: Sizes, bias: Tensor | None, landing: Landing) -> Tensor:
+    """(E, H·W, O) in the order of patches: what experts answer where they chose nothing, and the bias."""
+    E, K, C = taps.shape
+    HW, O, full = sizes.H * sizes.W, K // landing.kernel**2, wide(taps.dtype)
+    answers = torch.empty(E, K, dtype=full, device=taps.device)
+    BK, BC = power_of_2(K, most=16), power_of_2(C, most=128)
+    rest_kernel[(ceil(K, BK), E)](
+        taps, norm.weight, norm.bias, norm.mean, norm.var, answers, norm.eps, K=K, C=C, ACC=acc(full), BK=BK, BC=BC,
+        **warps(4),
+    )  # fmt: skip
+    out = torch.empty(E, HW, O, dtype=full, device=taps.device)
     constants = sizes.constants()
     del constants["E"], constants["L"]
     BP, BO = power_of_2(HW, most=16), power_of_2(O, most=64)
-    resting_map_kernel[(ceil(HW, BP), sizes.E, ceil(O, BO))](
-        contributions[:, sizes.M], bias, out, contributions.stride(0), O=O, KS=landing.kernel, H=sizes.H,
-        ALONE=landing.alone, HAS_BIAS=bias is not None, ACC=acc(out.dtype), BP=BP, BO=BO, **constants, **warps(1),
+    resting_map_kernel[(ceil(HW, BP), E, ceil(O, BO))](
+        answers, bias, out, O=O, KS=landing.kernel, H=sizes.H, ALONE=landing.alone, HAS_BIAS=bias is not None,
+        ACC=acc(full), BP=BP, BO=BO, **constants, **warps(1),
     )  # fmt: skip
     return out
 

@@ -30,7 +30,7 @@ from moesaic.ops.triton.chosen import (
     nothing,
 )
 from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
-from moesaic.ops.triton.maps import Landing, landed_patches, resting_map, whole_blocks
+from moesaic.ops.triton.maps import Landing, landed_patches, whole_blocks
 
 __all__ = ["patch_conv_pooled"]
 
@@ -132,18 +132,15 @@ class _Found:
 
 
 def _reach(
-    contributions: Tensor, of: Chosen, reach: _Reach, bias: Tensor | None, *, stats: bool
-) -> tuple[_Found, Tensor | None, Tensor | None]:
-    """Rows, the resting map if there is one, and sums (2, S, E, O) for the statistics of y."""
-    sizes, landing, O = reach.sizes, reach.landing, reach.O
-    device = contributions.device
-    resting = resting_map(contributions, sizes, bias, landing, O) if reach.normed else None
+    contributions: Tensor, of: Chosen, reach: _Reach, bias: Tensor | None, resting: Tensor | None, *, stats: bool
+) -> tuple[_Found, Tensor | None]:
+    """Rows, and sums (2, S, E, O) for the statistics of y."""
     base, steps = bias if resting is None else resting, reach.steps(resting)
-    rows = contributions if reach.small else torch.empty(reach.shape(), dtype=contributions.dtype, device=device)
-    place = torch.empty(sizes.E, reach.number, dtype=torch.int32, device=device)
+    shape, device = reach.shape(), contributions.device
+    rows = contributions if reach.small else torch.empty(shape, dtype=contributions.dtype, device=device)
+    place = torch.empty(reach.sizes.E, reach.number, dtype=torch.int32, device=device)
     found = _Found(rows, place, None if reach.whole else base, steps)
-    sums = (_land if reach.by_lines else _gathered)(contributions, of, reach, base, found, stats=stats)
-    return found, resting, sums
+    return found, (_land if reach.by_lines else _gathered)(contributions, of, reach, base, found, stats=stats)
 
 
 def _land(
@@ -355,9 +352,10 @@ def patch_conv_pooled(
     )
     _, O, _, ks, _ = weight.shape
     normed = of.norm is not None
-    reach = _Reach(of.sizes, Landing(ks, alone, False), O, on_input, normed)
-    values, contributions = contributions_of(of, weight)
-    found, resting, sums = _reach(contributions, of, reach, dense(bias), stats=after_mean is None)
+    landing, bias = Landing(ks, alone, False), dense(bias)
+    reach = _Reach(of.sizes, landing, O, on_input, normed)
+    values, contributions, resting = contributions_of(of, weight, bias, landing)
+    found, sums = _reach(contributions, of, reach, bias, resting, stats=after_mean is None)
     after = after_weight.contiguous(), after_bias.contiguous(), dense(after_mean), dense(after_var)
     table, moments = _table(reach, found, sums, after, after_eps)
     pooled, counts = _pool(of, reach, found, table, keep=keep)
