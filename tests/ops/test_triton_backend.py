@@ -393,12 +393,13 @@ def layer_of(options, device, dtype):
 def results(layer, call, backend, x, device, extra):
     layer.zero_grad()
     leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
-    with moesaic.backend(backend), moesaic.record_routing(layer) as routing:
-        y = call(leaf)
-    objective = y.square().sum()
-    if extra:  # a loss on the routing itself, beside the layer's
-        objective = objective + routing[""].scores.square().sum() + routing[""].gate.cos().sum()
-    objective.backward()
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        with moesaic.backend(backend), moesaic.record_routing(layer) as routing:
+            y = call(leaf)
+        objective = y.square().sum()
+        if extra:  # a loss on the routing itself, beside the layer's
+            objective = objective + routing[""].scores.square().sum() + routing[""].gate.cos().sum()
+        objective.backward()
     gradients = {name: weight.grad for name, weight in layer.named_parameters()}
     return {"y": y.detach(), "x": leaf.grad, **gradients}
 

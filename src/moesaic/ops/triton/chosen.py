@@ -203,18 +203,19 @@ def contributions_of(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What experts are given (E, M1, C), what each chosen pixel contributes by each tap (E, M1, ks²·O), a resting map.
 
-    The last is there behind a norm, where experts answer to what they did not choose as well. What needs nothing of x
-    is done beside the rest.
+    The last is there behind a norm, where experts answer to what they did not choose as well.
     """
-    aside, resting = Aside(), None
+    aside, resting, rest = Aside(), None, of.norm is not None
     with aside:
         taps = taps_of(weight)
-        if of.norm is not None:
-            resting = resting_map(taps, of.norm, of.sizes, bias, landing)
-    rest = of.norm is not None
     values = gather(of.x, of.index, of.gate_in, of.norm, of.patch, weight.dtype, centre=True, rest=rest)
     aside.join()
-    return values, torch.bmm(values, taps.transpose(1, 2)), resting
+    if of.norm is not None:
+        with aside:  # and not beside the gathering, which leaves no room: a product is slow to begin
+            resting = resting_map(taps, of.norm, of.sizes, bias, landing)
+    contributions = torch.bmm(values, taps.transpose(1, 2))
+    aside.join()
+    return values, contributions, resting
 
 
 class ProductGradients:

@@ -180,9 +180,9 @@ def joint_kernel(
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr,
     HW: tl.constexpr, W: tl.constexpr, STATS: tl.constexpr, HALVES: tl.constexpr, OPERAND: tl.constexpr,
     PRECISION: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, BE: tl.constexpr,
-    BC: tl.constexpr, STAGES: tl.constexpr,
+    BC: tl.constexpr, EACH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One pixel of all patches, BC channels, a chunk of images: the map's gradient, and a part of the router's.
+    """EACH pixels of all patches, BC channels, a chunk of images: the map's gradient, and a part of the router's.
 
     Rows of an image's E·L places become the gradient of their pixels as in `rows.collect_kernel`, and go to the N
     patches by a product with ones where a place has the patch. The gradient of scores (B, N, E) meets the router's
@@ -190,7 +190,7 @@ def joint_kernel(
     expert and not to an image is looked up once.
     """
     A: tl.constexpr = P * P
-    a = tl.program_id(1)
+    a = tl.program_id(1) * EACH
     s = tl.program_id(2)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     cm = c < C
@@ -206,34 +206,44 @@ def joint_kernel(
         lift = tl.load(norm + 2 * E * C + at, mask=mask, other=0)
         tilt = tl.load(norm + 3 * E * C + at, mask=mask, other=0)
     im = i < HALVES * E
-    kernel_at = (i % E * A + a)[:, None] * C + c[None, :]
-    w = tl.load(kernels + kernel_at, mask=im[:, None] & cm[None, :], other=0).to(OPERAND)
-    found_w = tl.zeros((BE, BC), ACC)
-    to = pixel_of_patch(0, n, a, P, GW, HW, W)[:, None] * C + c[None, :]
-    live = (n < N)[:, None] & cm[None, :]
+    w, found_w, to = (), (), ()
+    for j in tl.static_range(EACH):
+        kernel = (i % E * A + a + j)[:, None] * C + c[None, :]
+        w = w + (tl.load(kernels + kernel, mask=(im & (a + j < A))[:, None] & cm[None, :], other=0).to(OPERAND),)
+        found_w = found_w + (tl.zeros((BE, BC), ACC),)
+        to = to + (pixel_of_patch(0, n, a + j, P, GW, HW, W)[:, None] * C + c[None, :],)
     for b in tl.range(s * CHUNK, tl.minimum((s + 1) * CHUNK, B), num_stages=STAGES):
         own = tl.load(index + b * (E * L) + t, mask=t < E * L, other=-1).to(tl.int32)
         g = tl.load(gate + b * (E * L) + t, mask=t < E * L, other=0).to(ACC)[:, None]
         of_scores = (b * N + n)[:, None] * E + (i % E)[None, :]
         scores = tl.load(score_grad + of_scores, mask=(n < N)[:, None] & im[None, :], other=0)
         image = tl.full((), HW * C, tl.int64) * b
-        pixels = tl.load(x + image + to, mask=live, other=0)
-        used = (own >= 0)[:, None] & cm[None, :]
-        taken = pixel_of_patch(0, tl.maximum(own, 0), a, P, GW, HW, W)[:, None] * C + c[None, :]
-        u = tl.load(x + image + taken, mask=used, other=0).to(ACC) * g
-        row = (e * M1 + (b * L + t % L) * A + a).to(tl.int64) * C
-        v = tl.load(grad + row[:, None] + c[None, :], mask=used, other=0).to(ACC)
-        v = tl.where(u * scale + shift > 0, v * scale, 0.0)
-        if STATS:
-            v += lift + tilt * u
         here = tl.where(n[:, None] == own[None, :], 1.0, 0.0).to(OPERAND)
-        found = tl.dot(here, (v * g).to(OPERAND), input_precision=PRECISION, out_dtype=ACC)
         of_router = in_halves(scores, i, E, HALVES, OPERAND)
-        found = tl.dot(of_router, w, found, input_precision=PRECISION, out_dtype=ACC)
-        found_w = tl.dot(tl.trans(of_router), pixels.to(OPERAND), found_w, input_precision=PRECISION, out_dtype=ACC)
-        tl.store(out + image + to, found.to(out.dtype.element_ty), mask=live)
-    part = ((s * HALVES + i // E) * E + i % E) * A + a
-    tl.store(router_out + part[:, None] * C + c[None, :], found_w, mask=im[:, None] & cm[None, :])
+        added = ()
+        for j in tl.static_range(EACH):
+            live = ((n < N) & (a + j < A))[:, None] & cm[None, :]
+            used = ((own >= 0) & (a + j < A))[:, None] & cm[None, :]
+            pixels = tl.load(x + image + to[j], mask=live, other=0)
+            taken = pixel_of_patch(0, tl.maximum(own, 0), a + j, P, GW, HW, W)[:, None] * C + c[None, :]
+            u = tl.load(x + image + taken, mask=used, other=0).to(ACC) * g
+            row = (e * M1 + (b * L + t % L) * A + a + j).to(tl.int64) * C
+            v = tl.load(grad + row[:, None] + c[None, :], mask=used, other=0).to(ACC)
+            v = tl.where(u * scale + shift > 0, v * scale, 0.0)
+            if STATS:
+                v += lift + tilt * u
+            found = tl.dot(here, (v * g).to(OPERAND), input_precision=PRECISION, out_dtype=ACC)
+            found = tl.dot(of_router, w[j], found, input_precision=PRECISION, out_dtype=ACC)
+            tl.store(out + image + to[j], found.to(out.dtype.element_ty), mask=live)
+            more = tl.dot(
+                tl.trans(of_router), pixels.to(OPERAND), found_w[j], input_precision=PRECISION, out_dtype=ACC
+            )  # fmt: skip
+            added = added + (more,)
+        found_w = added
+    for j in tl.static_range(EACH):
+        part = ((s * HALVES + i // E) * E + i % E) * A + a + j
+        mask = (im & (a + j < A))[:, None] & cm[None, :]
+        tl.store(router_out + part[:, None] * C + c[None, :], found_w[j], mask=mask)
 
 
 def joint_gradients(
@@ -301,17 +311,17 @@ def _joint(
     E, C, pixels = sizes.E, sizes.C, sizes.p**2
     halves = 2 if x.dtype == torch.bfloat16 else 1  # float16 has not the range for gradients of scores
     operand = tl.bfloat16 if halves == 2 else acc(score_grad.dtype)
-    BC, number, stages, each = tile("joint", (64, 4, 3, 1), sizes.B, C, sizes.p, E, sizes.L, x.element_size())
+    BC, each, number, stages, share = tile("joint", (64, 2, 4, 3, 2), sizes.B, C, sizes.p, E, sizes.L, x.element_size())
     BC = power_of_2(C, 16, BC)
-    blocks = ceil(C, BC)
-    chunk, splits = parts(sizes.B, fill(blocks * pixels, 16) * each, 1)
+    blocks = ceil(C, BC), ceil(pixels, each)
+    chunk, splits = parts(sizes.B, fill(blocks[0] * blocks[1], 16) * share, 1)
     out = torch.empty_like(x)
     sums = torch.empty(halves * splits, E, pixels, C, dtype=score_grad.dtype, device=x.device)
-    joint_kernel[(blocks, pixels, splits)](
+    joint_kernel[(*blocks, splits)](
         grad, x, index, gate, score_grad, by_pixel(router), norm, out, sums, sizes.B, grad.shape[1], chunk, C=C,
         N=sizes.N, STATS=len(norm) == 4, HALVES=halves, OPERAND=operand,
         PRECISION="ieee" if x.dtype.itemsize > 2 else "tf32", ACC=acc(score_grad.dtype), BN=power_of_2(sizes.N, 16),
-        BT=power_of_2(E * sizes.L, 16), BE=power_of_2(halves * E, 16), BC=BC, STAGES=stages, **sizes.constants(),
-        **warps(number),
+        BT=power_of_2(E * sizes.L, 16), BE=power_of_2(halves * E, 16), BC=BC, EACH=each, STAGES=stages,
+        **sizes.constants(), **warps(number),
     )  # fmt: skip
     return out, by_channel(total(sums, router.dtype), router)
