@@ -17,8 +17,8 @@ every element of an output is written once, by one program, in one order: nothin
 and the same input gives the same bits.
 
 With a norm in front of an expert, positions that it did not choose are not zero but one vector, the same everywhere.
-That vector is one more row of its values, row M, and what is gathered is the difference from it; so the product gives
-its answers too, and the gradients of weights and norm come out of the products as they stand.
+That vector is one more row of its values, row M, and what is gathered is the difference from it; so the gradients of
+weights and norm come out of the products as they stand. What the expert answers to it makes the resting map.
 
     launch         tile sizes, and what every launch needs
     choice         scores, the best patches, gates; and back
@@ -26,6 +26,7 @@ its answers too, and the gradients of weights and norm come out of the products 
     maps           contributions → map; gradient of the map → gradient of contributions
     pointwise      both at once for 1×1 kernels, without values and contributions
     norm           statistics of masked maps, and the gradient through them
+    joint          back through norm, gates and router at once, for patches of many pixels
     activation     of stacked perceptrons, with its bias
     perceptron     their products
     chosen         a map and who chose what; the way back through the products to map, gates, router and norm

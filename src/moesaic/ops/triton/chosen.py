@@ -104,9 +104,8 @@ class Back:
         self.grad_x: Tensor | None = None
         self.grad_router: Tensor | None = None
         self.grad_gate = None
-        if (
-            of.on_input and not of.jointly
-        ):  # in parts, over blocks of channels; zeros: places that nobody took have no patch
+        if of.on_input and not of.jointly:
+            # in parts, over blocks of channels; zeros: places that nobody took have no patch
             BC, _ = collect_tile(of.sizes, of.norm is not None, gate=True, x=of.x)
             shape = (*of.index.shape, ceil(of.x.shape[3], BC))
             self.grad_gate = torch.zeros(shape, dtype=wide(of.x.dtype), device=of.x.device)

@@ -51,7 +51,7 @@ _MOST_PLACES = 64
 
 @dataclass(frozen=True)
 class Joint:
-    """Gradients."""
+    """Gradients of what a layer was given and of its parameters in front of experts."""
 
     x: Tensor
     router: Tensor
