@@ -49,7 +49,7 @@ class TritonBackend(TorchBackend):
             return None
         from moesaic.ops.triton.experts import patch_route
 
-        scores, index, gate, slots = patch_route(x.permute(0, 2, 3, 1), router, patches, KINDS[softmax])
+        scores, index, gate, slots = patch_route(_last(x), router, patches, KINDS[softmax])
         return ChosenPatches(
             "patch", scores, index, gate, "expert", grid=grid, may_drop=False,
             seen=x, router=router, softmax=softmax, slots=slots, made=(index, gate),
@@ -58,14 +58,14 @@ class TritonBackend(TorchBackend):
     def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         from moesaic.ops.triton.experts import patch_conv
 
-        rows, choice = x.permute(0, 2, 3, 1), _choice(x, routing)
-        normed = _norm(rows, choice, norm, spec)
+        x, choice = _last(x), _choice(x, routing)
+        normed = _norm(x, choice, norm, spec)
         keep = _wants_gradients(x, experts.weight, experts.bias, *choice[2:5], *normed[:2])
         y, _, _ = patch_conv(
-            rows, experts.weight, experts.bias, *choice[:5], *normed, spec.patch_size, choice[5],
+            x, experts.weight, experts.bias, *choice[:5], *normed, spec.patch_size, choice[5],
             spec.gate_on == "input", spec.context == "patch", spec.combine == "sum", keep,
         )  # fmt: skip
-        return y.permute(0, 3, 1, 2)
+        return y
 
     def pools(self, x: Tensor) -> bool:
         return _refusal(x) is None
@@ -78,12 +78,12 @@ class TritonBackend(TorchBackend):
             return None
         from moesaic.ops.triton.pooled import patch_conv_pooled
 
-        rows, choice = x.permute(0, 2, 3, 1), _choice(x, routing)
-        *normed, eps, training = _norm(rows, choice, norm, spec)
+        x, choice = _last(x), _choice(x, routing)
+        *normed, eps, training = _norm(x, choice, norm, spec)
         keep = _wants_gradients(x, experts.weight, experts.bias, *choice[2:5], *normed[:2], after.weight, after.bias)
         running = None if after.training else after.running_mean, None if after.training else after.running_var
         pooled, moments, *_ = patch_conv_pooled(
-            rows, experts.weight, experts.bias, *choice[:5], *normed, after.weight, after.bias, *running, eps, training,
+            x, experts.weight, experts.bias, *choice[:5], *normed, after.weight, after.bias, *running, eps, training,
             spec.patch_size, choice[5], spec.gate_on == "input", spec.context == "patch", after.eps, keep,
         )  # fmt: skip
         if after.training:
@@ -99,15 +99,20 @@ class TritonBackend(TorchBackend):
             return super().mlp(x, routing, experts, norm, spec)
         from moesaic.ops.triton.experts import patch_mlp
 
-        rows, choice = x.permute(0, 2, 3, 1), _choice(x, routing)
-        normed = _norm(rows, choice, norm, spec)
+        x, choice = _last(x), _choice(x, routing)
+        normed = _norm(x, choice, norm, spec)
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         keep = _wants_gradients(x, *weights, *choice[2:5], *normed[:2])
         y, *_ = patch_mlp(
-            rows, *weights, *choice[:5], *normed, spec.patch_size, choice[5], spec.gate_on == "input",
+            x, *weights, *choice[:5], *normed, spec.patch_size, choice[5], spec.gate_on == "input",
             spec.combine == "sum", activation, keep,
         )  # fmt: skip
-        return y.permute(0, 3, 1, 2)
+        return y
+
+
+def _last(x: Tensor) -> Tensor:
+    """As kernels read maps; no copy where they are so already."""
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _refusal(x: Tensor) -> str | None:
@@ -148,7 +153,7 @@ def _reached(x: Tensor, routing: Routing, experts: ConvWeights, spec: PatchSpec)
 
 
 def _norm(
-    rows: Tensor,
+    x: Tensor,
     choice: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int],
     norm: Norm | None,
     spec: PatchSpec,
@@ -156,7 +161,7 @@ def _norm(
     """Weight, bias, and the statistics that apply now; ε, and whether these are the map's own."""
     if norm is None:
         return None, None, None, None, 0.0, False
-    wide = torch.promote_types(rows.dtype, torch.float32)
+    wide = torch.promote_types(x.dtype, torch.float32)
     if not norm.training:
         return norm.weight, norm.bias, norm.running_mean.to(wide), norm.running_var.to(wide), norm.eps, False
     from moesaic.ops.triton.experts import patch_statistics
@@ -164,7 +169,7 @@ def _norm(
     with torch.no_grad():
         gate = choice[2].detach() if spec.gate_on == "input" else None
         mean, var = patch_statistics(
-            rows.detach(), choice[0], gate, norm.running_mean, norm.running_var, norm.momentum, spec.patch_size
+            x.detach(), choice[0], gate, norm.running_mean, norm.running_var, norm.momentum, spec.patch_size
         )
     return norm.weight, norm.bias, mean, var, norm.eps, True
 

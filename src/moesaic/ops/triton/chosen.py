@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesaic.ops.triton import choice, joint
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.launch import Aside, Sizes, ceil, dense, laid_out, wide
+from moesaic.ops.triton.launch import Aside, Sizes, by_row, ceil, dense, laid_out, map_like, wide
 from moesaic.ops.triton.maps import Landing, resting_map, taps_of, weight_of
 from moesaic.ops.triton.norm import norm_gradients
 from moesaic.ops.triton.rows import NormTensors, collect, collect_tile, gather
@@ -35,6 +35,7 @@ class Chosen:
     """A map and who chose which patches of it."""
 
     x: Tensor
+    """(B, H, W, C)"""
     index: Tensor
     slots: Tensor
     gate: Tensor
@@ -75,12 +76,12 @@ def chosen(
     norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None, eps: float,
     training: bool, patch: int, kind: int, on_input: bool,
 ) -> Chosen:  # fmt: skip
-    """From what an operation is given, as kernels read it."""
+    """From what an operation is given, maps x (B, C, H, W) among it, as kernels read it."""
     norm = None
     if norm_weight is not None and norm_bias is not None and mean is not None and var is not None:
         norm = NormTensors(norm_weight, norm_bias, mean, var, eps, training)
-    x, index, slots, gate = x.contiguous(), index.contiguous(), slots.contiguous(), gate.contiguous()
-    return Chosen(x, index, slots, gate, dense(scores), router, norm, patch, kind, on_input)
+    index, slots, gate = index.contiguous(), slots.contiguous(), gate.contiguous()
+    return Chosen(by_row(x), index, slots, gate, dense(scores), router, norm, patch, kind, on_input)
 
 
 def nothing(like: Tensor) -> Tensor:
@@ -184,7 +185,7 @@ def map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map: bool):
         return like(tensor) if tensor is not None and wanted else grad.new_empty(0)
 
     return (
-        shape(x, need_map),
+        map_like(x, x.shape[1]) if need_map else grad.new_empty(0),
         shape(gate, need_map and router is None),
         laid_out(router) if router is not None and need_map else grad.new_empty(0),
         shape(norm_weight, need_map),

@@ -36,7 +36,7 @@ from moesaic.ops.triton.chosen import (
     map_shapes,
     nothing,
 )
-from moesaic.ops.triton.launch import INTERPRETED, Aside, dense, laid_out, wide
+from moesaic.ops.triton.launch import INTERPRETED, Aside, as_map, by_row, dense, laid_out, map_like, wide
 from moesaic.ops.triton.maps import Landing, combine, gated_gradients, resting_gradients, spread, taps_of, weight_of
 from moesaic.ops.triton.norm import statistics
 from moesaic.ops.triton.rows import gather, sum_of_owners
@@ -49,12 +49,12 @@ __all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_stati
 @custom_op("moesaic::patch_route", mutates_args=())
 def patch_route(x: Tensor, router: Tensor, patches: int, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores (B, N, E) of x under kernels (E, C, p, p), each expert's best patches (B, E, L), gates and slots."""
-    return choice.choose(x.contiguous(), by_pixel(router), patches, router.shape[2], kind)
+    return choice.choose(by_row(x), by_pixel(router), patches, router.shape[2], kind)
 
 
 @patch_route.register_fake
 def _(x: Tensor, router: Tensor, patches: int, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    B, H, W, _ = x.shape
+    B, _, H, W = x.shape
     E, _, p, _ = router.shape
     N = (H // p) * (W // p)
     full = wide(x.dtype)
@@ -68,18 +68,18 @@ def patch_route_backward(
     grad_scores: Tensor, grad_gate: Tensor, x: Tensor, router: Tensor, scores: Tensor, gate: Tensor, slots: Tensor,
     kind: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    grad, p, x = grad_scores, router.shape[2], x.contiguous()
+    grad, p, x = grad_scores, router.shape[2], by_row(x)
     if kind != choice.KINDS["one"]:
         grad = grad + choice.gradient_of_choice(
             grad_gate.contiguous(), gate.contiguous(), scores.contiguous(), slots.contiguous(), kind, True
         )
     grad = grad.contiguous()
-    return choice.map_back(grad, by_pixel(router), None, x, p), choice.router_gradient(grad, x, router)
+    return as_map(choice.map_back(grad, by_pixel(router), None, x, p)), choice.router_gradient(grad, x, router)
 
 
 @patch_route_backward.register_fake
 def _(grad_scores, grad_gate, x, router, scores, gate, slots, kind):
-    return like(x), laid_out(router)
+    return map_like(x, x.shape[1]), laid_out(router)
 
 
 def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -118,12 +118,12 @@ def patch_statistics(
     patch: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mean and variance (E, C) of each expert's masked map; the running ones are moved on."""
-    return statistics(x.contiguous(), index.contiguous(), dense(gate), running_mean, running_var, momentum, patch)
+    return statistics(by_row(x), index.contiguous(), dense(gate), running_mean, running_var, momentum, patch)
 
 
 @patch_statistics.register_fake
 def _(x, index, gate, running_mean, running_var, momentum, patch):
-    mean = x.new_empty(index.shape[1], x.shape[3], dtype=wide(x.dtype))
+    mean = x.new_empty(index.shape[1], x.shape[1], dtype=wide(x.dtype))
     return mean, torch.empty_like(mean)
 
 
@@ -137,14 +137,14 @@ def patch_conv(
     mean: Tensor | None, var: Tensor | None, eps: float, training: bool, patch: int, kind: int, on_input: bool,
     alone: bool, summed: bool, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The map (B, H, W, O'), and with ``keep`` what the gradient needs: values, and what gates are multiplied with."""
+    """The map (B, O', H, W), and with ``keep`` what the gradient needs: values, and what gates are multiplied with."""
     of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
     sizes, landing, bias = of.sizes, Landing(weight.shape[3], alone, summed), dense(bias)
     if _in_place(x, weight, summed, on_input, of.norm is not None):
         y, own = pointwise.answers(of.x, taps_of(weight), bias, sizes, of.index, of.slots, of.gate, keep)
-        return y, nothing(x), nothing(x) if own is None else own
+        return as_map(y), nothing(x), nothing(x) if own is None else own
     values, contributions, resting = contributions_of(of, weight, bias, landing)
     small = landing.kernel == 1  # then values are most of the work, and kept
     if not (keep and small):
@@ -159,7 +159,7 @@ def patch_conv(
         )  # fmt: skip
     if own is None:
         own = contributions if keep and small and not on_input else nothing(x)
-    return y, values, own
+    return as_map(y), values, own
 
 
 @patch_conv.register_fake
@@ -167,11 +167,10 @@ def _(
     x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind,
     on_input, alone, summed, keep,
 ):  # fmt: skip
-    B, H, W, C = x.shape
-    E, O, _, ks, _ = weight.shape
-    M = B * index.shape[2] * patch * patch
+    E, O, C, ks, _ = weight.shape
+    M = x.shape[0] * index.shape[2] * patch * patch
     M1 = M if norm_weight is None else M + 8
-    y = weight.new_empty(B, H, W, O if summed else E * O)
+    y = map_like(x, O if summed else E * O, weight.dtype)
     in_place = _in_place(x, weight, summed, on_input, norm_weight is not None)
     values = weight.new_empty(E, M1, C) if keep and ks == 1 and not in_place else x.new_empty(0)
     own = weight.new_empty(E, M1 if ks == 1 else M, O) if keep and not on_input else x.new_empty(0)
@@ -191,7 +190,7 @@ def patch_conv_backward(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
     ks = weight.shape[3]
-    grad, bias = grad.contiguous(), dense(bias)
+    grad, bias = by_row(grad), dense(bias)
     sizes, landing = of.sizes, Landing(ks, alone, summed)
     if _in_place(x, weight, summed, on_input, of.norm is not None):
         return _in_place_backward(of, grad, own, weight, bias, landing, need_map, need_weight)
@@ -221,7 +220,8 @@ def patch_conv_backward(
     grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
     of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
     grad_weight = products.finish()
-    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:]
+    grad_x = of_map[0] if back is None else as_map(of_map[0])
+    return grad_x, nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:]
 
 
 def _in_place(x: Tensor, weight: Tensor, summed: bool, on_input: bool, norm: bool) -> bool:
@@ -269,7 +269,7 @@ def _in_place_backward(
     if grad_router is not None:
         back.grad_router = choice.by_channel(grad_router, of.router)
     grad_x, *others = back.finish()
-    return grad_x, grad_weight, grad_bias, *others
+    return as_map(grad_x), grad_weight, grad_bias, *others
 
 
 @patch_conv_backward.register_fake
@@ -296,7 +296,7 @@ def _conv_backward(ctx: Any, grad: Tensor | None, _values: None, _own: None) -> 
     if grad is None:
         return (None,) * 20
     need_map = any(wanted[each] for each in (0, 5, 7, 8, 9))
-    saved = ctx.saved_tensors
+    saved, grad = ctx.saved_tensors, grad.contiguous(memory_format=torch.channels_last)
     gx, gw, gb, gg, gr, gnw, gnb = patch_conv_backward(grad, *saved, *ctx.settings, need_map, wanted[1])
     found = {0: gx, 1: gw, 2: gb, 5: gg, 7: gr, 8: gnw, 9: gnb}
     return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(20))
@@ -315,7 +315,7 @@ def patch_mlp(
     norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
     eps: float, training: bool, patch: int, kind: int, on_input: bool, summed: bool, activation: str, keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The map (B, H, W, O'), and with ``keep`` values, hidden values before and after activation, and answers."""
+    """The map (B, O', H, W), and with ``keep`` values, hidden values before and after activation, and answers."""
     of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
@@ -331,6 +331,7 @@ def patch_mlp(
         y = sum_of_owners(answers, sizes, owners, of.gate_out, bias_out, null)
     else:
         y, _ = combine(answers, sizes, of.slots, of.gate_out, bias_out, Landing(1, False, False), null=null)
+    y = as_map(y)
     if not keep:
         return y, *(nothing(x) for _ in range(4))
     return y, values, before, after, nothing(x) if on_input else answers
@@ -341,11 +342,10 @@ def _(
     x, weight_in, bias_in, weight_out, bias_out, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var,
     eps, training, patch, kind, on_input, summed, activation, keep,
 ):  # fmt: skip
-    B, H, W, C = x.shape
-    E, J, _ = weight_in.shape
+    E, J, C = weight_in.shape
     O = weight_out.shape[1]
-    M = B * index.shape[2] * patch * patch + (8 if on_input else 0)
-    y = weight_in.new_empty(B, H, W, O if summed else E * O)
+    M = x.shape[0] * index.shape[2] * patch * patch + (8 if on_input else 0)
+    y = map_like(x, O if summed else E * O, weight_in.dtype)
     if not keep:
         return y, *(x.new_empty(0) for _ in range(4))
     answers = x.new_empty(0) if on_input else weight_in.new_empty(E, M, O)
@@ -364,7 +364,7 @@ def patch_mlp_backward(
     of = chosen(
         x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
     )
-    grad, bias_out = grad.contiguous(), dense(bias_out)
+    grad, bias_out = by_row(grad), dense(bias_out)
     sizes, landing = of.sizes, Landing(1, False, summed)
     rows = values.shape[1]
     dots = None
@@ -392,7 +392,7 @@ def patch_mlp_backward(
     back = Back(of, dots, centre=False)
     back.add(grad_rows, range(sizes.E))
     grad_x, *others = back.finish()
-    return grad_x, *of_weights, *others
+    return as_map(grad_x), *of_weights, *others
 
 
 @patch_mlp_backward.register_fake
@@ -419,6 +419,7 @@ def _mlp_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
     if grad is None:
         return (None,) * 22
     need_map = any(wanted[each] for each in (0, 7, 9, 10, 11))
+    grad = grad.contiguous(memory_format=torch.channels_last)
     gx, gwi, gbi, gwo, gbo, gg, gr, gnw, gnb = patch_mlp_backward(grad, *ctx.saved_tensors, *ctx.settings, need_map)
     found = {0: gx, 1: gwi, 2: gbi, 3: gwo, 4: gbo, 7: gg, 9: gr, 10: gnw, 11: gnb}
     return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(22))

@@ -20,11 +20,14 @@ __all__ = [
     "Aside",
     "Sizes",
     "acc",
+    "as_map",
+    "by_row",
     "ceil",
     "channels_last",
     "dense",
     "fill",
     "laid_out",
+    "map_like",
     "parts",
     "pipeline",
     "pixel_of_patch",
@@ -64,6 +67,26 @@ def acc(dtype: torch.dtype) -> Any:
 def dense(tensor: Tensor | None) -> Tensor | None:
     """As kernels read it, if there is one."""
     return None if tensor is None else tensor.contiguous()
+
+
+def by_row(map: Tensor) -> Tensor:
+    """Maps (B, C, H, W) as kernels read them: (B, H, W, C), without a copy if they are in channels_last.
+
+    Operations name axes as torch's do. Inductor takes any map of four axes next to a convolution for one of these, and
+    lays out what is named otherwise as if its last axes were a map's.
+    """
+    return map.permute(0, 2, 3, 1).contiguous()
+
+
+def as_map(rows: Tensor) -> Tensor:
+    """And back: (B, H, W, C) as maps (B, C, H, W) in channels_last."""
+    return rows.permute(0, 3, 1, 2)
+
+
+def map_like(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for maps (B, channels, H, W) in channels_last, of the size of others."""
+    B, _, H, W = x.shape
+    return as_map(x.new_empty(B, H, W, channels, dtype=dtype))
 
 
 def channels_last(kernels: Tensor) -> bool:

@@ -29,7 +29,7 @@ from moesaic.ops.triton.chosen import (
     map_shapes,
     nothing,
 )
-from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
+from moesaic.ops.triton.launch import Sizes, acc, as_map, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
 from moesaic.ops.triton.maps import Landing, landed_patches, whole_blocks
 
 __all__ = ["patch_conv_pooled"]
@@ -370,7 +370,7 @@ def _(
     after_mean, after_var, eps, training, patch, kind, on_input, alone, after_eps, keep,
 ):  # fmt: skip
     E, O, C, ks, _ = weight.shape
-    sizes, normed = Sizes.of(x, index, patch), norm_weight is not None
+    sizes, normed = Sizes.of(x.permute(0, 2, 3, 1), index, patch), norm_weight is not None
     reach = _Reach(sizes, Landing(ks, alone, False), O, on_input, normed)
     full = wide(weight.dtype)
     pooled = weight.new_empty(sizes.B, E * O)
@@ -428,7 +428,8 @@ def patch_conv_pooled_backward(
         grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)
     of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
     grad_weight = products.finish()
-    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:], *of_after
+    grad_x = of_map[0] if back is None else as_map(of_map[0])
+    return grad_x, nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:], *of_after
 
 
 @patch_conv_pooled_backward.register_fake

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from moesaic.ops.tiles import tile
-from moesaic.ops.triton.launch import acc, ceil, parts, pipeline, power_of_2, total, wide
-from moesaic.ops.triton.thin import map_like, widths
+from moesaic.ops.triton.launch import acc, as_map, by_row, ceil, map_like, parts, pipeline, power_of_2, total, wide
+from moesaic.ops.triton.thin import widths
 
 __all__ = ["thin_add"]
 
@@ -99,7 +99,7 @@ def back_kernel(
 def thin_add(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Maps y (B, O, H, W) plus maps x (B, C, H, W) times kernels (O, C, 1, 1), all in channels_last."""
     O, C = weight.shape[:2]
-    y, x = _by_pixel(y), _by_pixel(x)
+    y, x = by_row(y), by_row(x)
     B, H, W, _ = y.shape
     positions = B * H * W
     out = torch.empty(B, H, W, O, dtype=y.dtype, device=y.device)
@@ -109,7 +109,7 @@ def thin_add(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         y, x, weight.reshape(O, C).contiguous(), out, positions, C=C, O=O, K=power_of_2(C, 16),
         ACC=acc(wide(y.dtype)), BM=BM, B1=B1, B2=B2, **pipeline(number, 1),
     )  # fmt: skip
-    return out.permute(0, 3, 1, 2)
+    return as_map(out)
 
 
 @thin_add.register_fake
@@ -121,7 +121,7 @@ def _(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
 def thin_add_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; that of y is ``grad`` itself."""
     O, C = weight.shape[:2]
-    grad, x = _by_pixel(grad), _by_pixel(x)
+    grad, x = by_row(grad), by_row(x)
     B, H, W, _ = grad.shape
     positions = B * H * W
     BM, number, stages, programs = tile("thin_add_back", (128 if O <= 192 else 64, 8, 3, 264), positions, C, O)
@@ -133,7 +133,7 @@ def thin_add_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, 
         grad, x, weight.reshape(O, C).contiguous(), grad_x, sums, positions, chunk, C=C, O=O, K=power_of_2(C, 16),
         ACC=acc(sums.dtype), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
     )  # fmt: skip
-    return grad_x.permute(0, 3, 1, 2), total(sums, weight.dtype).as_strided(weight.shape, _strides(weight))
+    return as_map(grad_x), total(sums, weight.dtype).as_strided(weight.shape, _strides(weight))
 
 
 @thin_add_backward.register_fake
@@ -164,8 +164,3 @@ thin_add.register_autograd(_backward, setup_context=_setup)
 def _strides(weight: Tensor) -> tuple[int, ...]:
     """Of the gradient of kernels (O, C, 1, 1): theirs to the last, as optimizers compare them."""
     return weight.stride() if weight.is_contiguous() else (weight.shape[1], 1, 1, 1)
-
-
-def _by_pixel(map: Tensor) -> Tensor:
-    """Maps (B, C, H, W) in channels_last as (B, H, W, C)."""
-    return map.permute(0, 2, 3, 1).contiguous()

@@ -29,9 +29,22 @@ from torch.library import custom_op
 
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton.chosen import nothing
-from moesaic.ops.triton.launch import acc, ceil, laid_out, parts, pipeline, power_of_2, total, warps, wide
+from moesaic.ops.triton.launch import (
+    acc,
+    as_map,
+    by_row,
+    ceil,
+    laid_out,
+    map_like,
+    parts,
+    pipeline,
+    power_of_2,
+    total,
+    warps,
+    wide,
+)
 
-__all__ = ["MOST_CHANNELS", "map_like", "thin_conv", "widths"]
+__all__ = ["MOST_CHANNELS", "thin_conv", "widths"]
 
 MOST_CHANNELS = 16
 """Of the input."""
@@ -207,12 +220,8 @@ def neighbours_kernel(
 
 @custom_op("moesaic::thin_conv", mutates_args=())
 def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
-    """Maps (B, C, H, W) with a pixel of zeros all around, times kernels (O, C, 3, 3): maps (B, O, H, W).
-
-    Both in channels_last. Operations name axes as torch's do: inductor takes any map of four axes next to a convolution
-    for one of these, and lays out what is named otherwise as if its last axes were a map's.
-    """
-    x = x.permute(0, 2, 3, 1)
+    """Maps (B, C, H, W) with a pixel of zeros all around, times kernels (O, C, 3, 3): maps (B, O, H, W)."""
+    x = by_row(x)
     B, H, W, C = x.shape
     O, positions = weight.shape[0], B * H * W
     out = torch.empty(B, H, W, O, dtype=x.dtype, device=x.device)
@@ -220,10 +229,10 @@ def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
     BM, G, most, number, stages = tile("thin", rule, positions, C, O, W)
     B1, B2 = widths(O, most)
     forward_kernel[(ceil(positions, BM), ceil(O, B1 + B2))](
-        x.contiguous(), _by_tap(weight), out, positions, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16),
+        x, _by_tap(weight), out, positions, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16),
         ACC=acc(wide(x.dtype)), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
     )  # fmt: skip
-    return out.permute(0, 3, 1, 2)
+    return as_map(out)
 
 
 @thin_conv.register_fake
@@ -236,10 +245,10 @@ def thin_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, need_map: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; empty where there is none."""
-    grad = grad.permute(0, 2, 3, 1).contiguous()
+    grad = by_row(grad)
     return (
-        map_gradient(grad, weight).permute(0, 3, 1, 2) if need_map else nothing(grad),
-        weight_gradient(grad, x.permute(0, 2, 3, 1).contiguous(), weight) if need_weight else nothing(grad),
+        as_map(map_gradient(grad, weight)) if need_map else nothing(grad),
+        weight_gradient(grad, by_row(x), weight) if need_weight else nothing(grad),
     )
 
 
@@ -298,12 +307,6 @@ def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     out = laid_out(weight)
     out.copy_(total(sums, weight.dtype).view(3, 3, C, O).permute(3, 2, 0, 1))
     return out
-
-
-def map_like(x: Tensor, channels: int) -> Tensor:
-    """Memory for a map (B, channels, H, W) in channels_last."""
-    B, _, H, W = x.shape
-    return x.new_empty(B, H, W, channels).permute(0, 3, 1, 2)
 
 
 def _by_tap(weight: Tensor) -> Tensor:
