@@ -5,9 +5,11 @@ in float64. The reference runs on a CPU.
 """
 
 import importlib
+import re
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from triton_interpreter import INTERPRETED
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "TOLERANCE",
     "TYPES",
     "assert_captured",
+    "maps_made",
     "numbers",
     "on_cpu",
     "poison",
@@ -69,6 +72,17 @@ def poison(monkeypatch, *modules):
 
     for name in modules:
         monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Torch())
+
+
+_ALLOTTED = re.compile(r"empty_strided_\w+\(\((\d+), (\d+), (\d+), (\d+)\), \((\d+), (\d+), (\d+), (\d+)\)")
+
+
+def maps_made(step):
+    """Sizes and strides of maps that inductor makes memory for in a step: in each of the graphs that it compiles."""
+    torch.compiler.reset()
+    _, codes = run_and_get_code(step)
+    made = [[tuple(map(int, each)) for each in _ALLOTTED.findall(code)] for code in codes]
+    return [[each for each in maps if min(each[1:4]) > 1] for maps in made]
 
 
 def assert_captured(step, x, **tolerance):

@@ -31,6 +31,7 @@ from triton_cases import (
     TOLERANCE,
     TYPES,
     assert_captured,
+    maps_made,
     numbers,
     on_cpu,
     poison,
@@ -450,6 +451,31 @@ def test_a_router_in_front_of_a_norm_and_patches_of_many_pixels(patch_size, chan
     assert owners.max() > 1
     assert experts > 8 or owners.min() == 0
     assert_same(*(results(layer, layer, name, x, device, False) for name in ("triton", "reference")))
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to trade precision for speed
+def test_compiled_between_others_a_layer_has_no_copies_of_its_map(on):
+    device, dtype = on
+    torch.manual_seed(0)
+    options = {"kernel_size": 3, "gate_on": "input", "expert_norm": True}
+    layer = moesaic.PatchMoE(6, 10, experts=2, patches_per_expert=1, patch_size=3, **options).to(device, dtype)
+    before, after = torch.nn.Conv2d(4, 6, 3, padding=1), torch.nn.Conv2d(10, 8, 3, padding=1)
+    network = torch.nn.Sequential(before, torch.nn.ReLU(), layer, torch.nn.ReLU(), after)
+    network = network.to(device, dtype, memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 6, 9, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    compiled = torch.compile(network, fullgraph=True)
+
+    def step():
+        with moesaic.backend("triton"):
+            compiled(x).square().mean().backward()
+
+    forward, back = maps_made(step)
+    for maps in (forward, back):
+        assert len(maps) == len({channels for _, channels, *_ in maps})
+        for _, C, H, W, *strides in maps:
+            assert (H, W) == (6, 9)
+            assert strides == [C * H * W, 1, W * C, C]
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)

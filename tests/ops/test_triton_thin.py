@@ -1,10 +1,7 @@
 """Convolutions of few channels by kernels, against torch's in float64: outputs and both gradients."""
 
-import re
-
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 
 import moesaic
@@ -14,10 +11,7 @@ from moesaic.ops.thin import fits_thin, plus_thin_conv2d, thin_conv2d
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, numbers, poison
-
-# sizes and strides of maps that a compiled graph makes
-ALLOTTED = re.compile(r"empty_strided_\w+\(\((\d+), (\d+), (\d+), (\d+)\), \((\d+), (\d+), (\d+), (\d+)\)")
+from triton_cases import GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, maps_made, numbers, poison
 
 
 @pytest.fixture(autouse=True)
@@ -160,9 +154,7 @@ def test_compiled_between_others_nothing_is_copied(where):
         y = F.relu(thin_conv2d(first, weight) * scale.mean())
         return plus_thin_conv2d(F.conv2d(y, after, padding=1), first, beside).square().mean()
 
-    torch.compiler.reset()
-    _, codes = run_and_get_code(lambda: torch.autograd.grad(run(x, weight), (x, weight)))
-    made = [[tuple(map(int, each)) for each in ALLOTTED.findall(code)] for code in codes]
+    made = maps_made(lambda: torch.autograd.grad(run(x, weight), (x, weight)))
     assert len(made) == 2
     assert made[0]
     for maps in made:
