@@ -4,6 +4,7 @@ On a GPU kernels are compiled, in float32, bfloat16 and float16. Where there is 
 in float64. The reference runs on a CPU.
 """
 
+import dataclasses
 import importlib
 import re
 
@@ -19,7 +20,9 @@ __all__ = [
     "ONE_TYPE",
     "TOLERANCE",
     "TYPES",
+    "Named",
     "assert_captured",
+    "assert_near",
     "maps_made",
     "numbers",
     "on_cpu",
@@ -38,6 +41,22 @@ ONE_TYPE = [CPU_TYPE, GPU_TYPES[0]]
 
 # relative error of ‖out − ref‖ / ‖ref‖
 TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
+
+
+class Named:
+    """A dataclass of a case is called by what it has changed."""
+
+    def __str__(self):
+        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
+
+
+def assert_near(found, expected, dtype):
+    """Each to the tolerance of the dtype, relative to its norm, or to 0.001 where that is less."""
+    for number, (mine, right) in enumerate(zip(found, expected, strict=True)):
+        assert mine.shape == right.shape, number
+        error = ((mine.detach().cpu().double() - right).norm() / right.norm().clamp_min(1e-3)).item()
+        assert error <= TOLERANCE[dtype], f"number {number} is off by {error:.2e}"
 
 
 def numbers(*shape, seed, device, dtype, scale=1.0):

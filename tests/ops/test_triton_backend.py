@@ -30,6 +30,7 @@ from triton_cases import (
     ONE_TYPE,
     TOLERANCE,
     TYPES,
+    Named,
     assert_captured,
     maps_made,
     numbers,
@@ -66,7 +67,7 @@ def poisoned(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Named):
     B: int = 2
     C: int = 5
     O: int = 3
@@ -83,10 +84,6 @@ class Case:
     bias: bool = True
     drop: bool = False
     activation: str = "gelu"
-
-    def __str__(self):
-        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
 
     @property
     def spec(self):

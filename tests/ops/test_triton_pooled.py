@@ -27,7 +27,18 @@ from moesaic.record import NOBODY, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import CPU_TYPE, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, numbers, on_cpu, poison
+from triton_cases import (
+    CPU_TYPE,
+    INTERPRETED,
+    ONE_TYPE,
+    TOLERANCE,
+    TYPES,
+    Named,
+    assert_captured,
+    numbers,
+    on_cpu,
+    poison,
+)
 
 FAR = 2**-6
 """How near to zero a value may be in front of a ReLU, of the largest of its channel: twice the steps of bfloat16."""
@@ -54,7 +65,7 @@ def poisoned(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Named):
     B: int = 2
     C: int = 5
     O: int = 3
@@ -70,10 +81,6 @@ class Case:
     bias: bool = False
     drop: bool = False
     training: bool = True
-
-    def __str__(self):
-        changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
-        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
 
 
 CASES = [

@@ -11,7 +11,7 @@ from moesaic.ops.thin import fits_thin_add, plus_thin_conv2d
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, numbers, poison
+from triton_cases import GPU_TYPES, INTERPRETED, ONE_TYPE, TYPES, assert_captured, assert_near, numbers, poison
 
 
 @pytest.fixture(autouse=True)
@@ -59,13 +59,6 @@ def gradients(add, y, x, weight, grad):
 def exact(*leaves):
     *leaves, grad = [each.detach().cpu().double() for each in leaves]
     return gradients(added, *(each.requires_grad_() for each in leaves), grad)
-
-
-def assert_near(found, expected, dtype):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.shape == theirs.shape
-        error = (mine.cpu().double() - theirs).norm() / theirs.norm()
-        assert error < TOLERANCE[dtype], error
 
 
 CASES = [

@@ -11,7 +11,17 @@ from moesaic.ops.thin import fits_thin, plus_thin_conv2d, thin_conv2d
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import GPU_TYPES, INTERPRETED, ONE_TYPE, TOLERANCE, TYPES, assert_captured, maps_made, numbers, poison
+from triton_cases import (
+    GPU_TYPES,
+    INTERPRETED,
+    ONE_TYPE,
+    TYPES,
+    assert_captured,
+    assert_near,
+    maps_made,
+    numbers,
+    poison,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,13 +56,6 @@ def exact(x, weight, grad):
     leaves[0].requires_grad_()
     leaves[1].requires_grad_()
     return gradients(lambda x, weight: F.conv2d(x, weight, padding=1), *leaves)
-
-
-def assert_near(found, expected, dtype):
-    for mine, theirs in zip(found, expected, strict=True):
-        assert mine.shape == theirs.shape
-        error = (mine.cpu().double() - theirs).norm() / theirs.norm()
-        assert error < TOLERANCE[dtype], error
 
 
 CASES = [
