@@ -205,11 +205,8 @@ def contributions_of(
 
     The last is there behind a norm, where experts answer to what they did not choose as well.
     """
-    aside, resting, rest = Aside(), None, of.norm is not None
-    with aside:
-        taps = taps_of(weight)
+    taps, aside, resting, rest = taps_of(weight), Aside(), None, of.norm is not None
     values = gather(of.x, of.index, of.gate_in, of.norm, of.patch, weight.dtype, centre=True, rest=rest)
-    aside.join()
     if of.norm is not None:
         with aside:  # and not beside the gathering, which leaves no room: a product is slow to begin
             resting = resting_map(taps, of.norm, of.sizes, bias, landing)
