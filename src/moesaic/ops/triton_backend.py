@@ -49,7 +49,7 @@ class TritonBackend(TorchBackend):
             return None
         from moesaic.ops.triton.experts import patch_route
 
-        scores, index, gate, slots = patch_route(_last(x), router, patches, KINDS[softmax])
+        scores, index, gate, slots = patch_route(x, router, patches, KINDS[softmax])
         return ChosenPatches(
             "patch", scores, index, gate, "expert", grid=grid, may_drop=False,
             seen=x, router=router, softmax=softmax, slots=slots, made=(index, gate),
@@ -58,7 +58,7 @@ class TritonBackend(TorchBackend):
     def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
         from moesaic.ops.triton.experts import patch_conv
 
-        x, choice = _last(x), _choice(x, routing)
+        choice = _choice(x, routing)
         normed = _norm(x, choice, norm, spec)
         keep = _wants_gradients(x, experts.weight, experts.bias, *choice[2:5], *normed[:2])
         y, _, _ = patch_conv(
@@ -78,7 +78,7 @@ class TritonBackend(TorchBackend):
             return None
         from moesaic.ops.triton.pooled import patch_conv_pooled
 
-        x, choice = _last(x), _choice(x, routing)
+        choice = _choice(x, routing)
         *normed, eps, training = _norm(x, choice, norm, spec)
         keep = _wants_gradients(x, experts.weight, experts.bias, *choice[2:5], *normed[:2], after.weight, after.bias)
         running = None if after.training else after.running_mean, None if after.training else after.running_var
@@ -99,7 +99,7 @@ class TritonBackend(TorchBackend):
             return super().mlp(x, routing, experts, norm, spec)
         from moesaic.ops.triton.experts import patch_mlp
 
-        x, choice = _last(x), _choice(x, routing)
+        choice = _choice(x, routing)
         normed = _norm(x, choice, norm, spec)
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
         keep = _wants_gradients(x, *weights, *choice[2:5], *normed[:2])
@@ -108,11 +108,6 @@ class TritonBackend(TorchBackend):
             spec.combine == "sum", activation, keep,
         )  # fmt: skip
         return y
-
-
-def _last(x: Tensor) -> Tensor:
-    """As kernels read maps; no copy where they are so already."""
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _refusal(x: Tensor) -> str | None:
