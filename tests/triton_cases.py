@@ -13,8 +13,11 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from triton_interpreter import INTERPRETED
 
+from moesaic.ops import triton_backend
+
 __all__ = [
     "CPU_TYPE",
+    "EXPERTS",
     "GPU_TYPES",
     "INTERPRETED",
     "ONE_TYPE",
@@ -27,6 +30,7 @@ __all__ = [
     "numbers",
     "on_cpu",
     "poison",
+    "run_anywhere",
 ]
 
 GPU_TYPES = [
@@ -43,6 +47,16 @@ ONE_TYPE = [CPU_TYPE, GPU_TYPES[0]]
 TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
+EXPERTS = ("choice", "rows", "maps", "resting", "norm", "joint", "launch", "chosen", "experts")
+"""Modules that a routed convolution goes through."""
+
+
+def run_anywhere(monkeypatch):
+    """In the interpreter kernels run on a CPU, in float64 as well."""
+    if INTERPRETED:
+        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
+
+
 class Named:
     """A dataclass of a case is called by what it has changed."""
 
@@ -51,12 +65,22 @@ class Named:
         return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed) or "plain"
 
 
-def assert_near(found, expected, dtype):
-    """Each to the tolerance of the dtype, relative to its norm, or to 0.001 where that is less."""
-    for number, (mine, right) in enumerate(zip(found, expected, strict=True)):
-        assert mine.shape == right.shape, number
-        error = ((mine.detach().cpu().double() - right).norm() / right.norm().clamp_min(1e-3)).item()
-        assert error <= TOLERANCE[dtype], f"number {number} is off by {error:.2e}"
+def assert_near(found, expected, dtype, least=None):
+    """Tensors, by name or in order: all that are expected are there and written, each to the tolerance of the dtype.
+
+    That is relative to its norm, or where the norm is less to 0.001, or to what ``least`` has for its name.
+    """
+    if not isinstance(expected, dict):
+        found, expected = (dict(enumerate(each)) for each in (found, expected))
+        assert len(found) == len(expected)
+    for name, right in expected.items():
+        mine = found[name]
+        assert mine is not None, f"{name} is missing"
+        assert mine.shape == right.shape, name
+        mine, right = (each.detach().cpu().double() for each in (mine, right))
+        assert mine.isfinite().all(), f"{name}: not everything was written"
+        error = ((mine - right).norm() / right.norm().clamp_min((least or {}).get(name, 1e-3))).item()
+        assert error <= TOLERANCE[dtype], f"{name} is off by {error:.2e}, more than {TOLERANCE[dtype]:.0e}"
 
 
 def numbers(*shape, seed, device, dtype, scale=1.0):

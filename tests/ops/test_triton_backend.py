@@ -4,7 +4,6 @@ On a GPU compiled, in float32, bfloat16 and float16, against the reference in fl
 is installed and there is no GPU, in its interpreter (``TRITON_INTERPRET=1``), in float64.
 """
 
-import copy
 import dataclasses
 import importlib
 import weakref
@@ -14,8 +13,6 @@ import torch
 from torch.nn import functional as F
 
 import moesaic
-from moesaic.experts.mlp import MLPExperts
-from moesaic.ops import triton_backend
 from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec
 from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.triton_backend import TritonBackend
@@ -25,45 +22,26 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import (
     CPU_TYPE,
+    EXPERTS,
     GPU_TYPES,
-    INTERPRETED,
     ONE_TYPE,
     TOLERANCE,
     TYPES,
     Named,
-    assert_captured,
-    maps_made,
+    assert_near,
     numbers,
     on_cpu,
     poison,
+    run_anywhere,
 )
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 
 
 @pytest.fixture(autouse=True)
-def anywhere(monkeypatch):
-    """In the interpreter kernels run on a CPU, in float64 as well."""
-    if INTERPRETED:
-        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    poison(
-        monkeypatch,
-        "choice",
-        "rows",
-        "maps",
-        "norm",
-        "joint",
-        "launch",
-        "chosen",
-        "experts",
-        "activation",
-        "perceptron",
-        "pointwise",
-    )
+def kernels(monkeypatch):
+    run_anywhere(monkeypatch)
+    poison(monkeypatch, *EXPERTS, "activation", "perceptron", "pointwise")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,20 +140,6 @@ def run(backend, kind, case, index, leaves, dtype, blind=False, wide_map=False):
     return result
 
 
-def compare(mine, reference, dtype, case, skip=()):
-    tolerance = TOLERANCE[dtype]
-    for name, expected in reference.items():
-        if name in skip:
-            continue
-        got = mine[name]
-        assert got is not None, f"{name} is missing"
-        assert got.shape == expected.shape, name
-        got, expected = got.detach().cpu().double(), expected.cpu().double()
-        assert got.isfinite().all(), f"{name}: not everything was written"
-        error = ((got - expected).norm() / expected.norm().clamp_min(1e-3)).item()
-        assert error <= tolerance, f"{case}: {name} is off by {error:.2e}, more than {tolerance:.0e}"
-
-
 def check(kind, case, device, dtype, seed=0, blind=False):
     index, leaves = make(case, device, dtype, seed)
     if kind == "mlp":
@@ -186,8 +150,9 @@ def check(kind, case, device, dtype, seed=0, blind=False):
             leaves["bias_in"] = numbers(case.E, 7, seed=13, device=device, dtype=dtype)
     reference = run(ReferenceBackend(), kind, case, index.cpu(), on_cpu(leaves), torch.float64)
     mine = run(TritonBackend(), kind, case, index, leaves, dtype, blind)
-    skip = ("grad of x",) if blind else ()
-    compare(mine, reference, dtype, case, skip)
+    if blind:
+        del reference["grad of x"]
+    assert_near(mine, reference, dtype)
 
 
 CONV = [
@@ -245,7 +210,7 @@ def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
     mine = run(TritonBackend(), "conv", case, index, leaves, dtype, wide_map=True)
     assert mine["y"].dtype == dtype
     assert mine["grad of x"].dtype == torch.float32
-    compare(mine, reference, dtype, case)
+    assert_near(mine, reference, dtype)
 
 
 @pytest.mark.parametrize("on", TYPES)
@@ -365,193 +330,6 @@ def test_an_images_scores_are_the_same_in_any_company(patch_size, on):
     assert torch.equal(alone.gate, together.gate[:1])
 
 
-LAYERS = [
-    {},
-    {"patch_size": 2, "kernel_size": 3},
-    {"patch_size": 2, "kernel_size": 3, "gate": "softmax_all"},
-    {"gate": "one"},
-    {"gate_on": "input"},
-    {"patch_size": 2, "kernel_size": 3, "gate_on": "input", "gate": "softmax_all", "expert_norm": True},
-    {"combine": "sum"},
-    {"experts": "mlp", "combine": "sum"},
-    {"experts": "mlp", "gate_on": "input", "gate": "softmax_all"},
-]
-
-
-def layer_of(options, device, dtype):
-    torch.manual_seed(0)
-    options = {"experts": 3} | options
-    if options["experts"] == "mlp":
-        options |= {"experts": MLPExperts(3, 4, 5, 6 if options.get("combine") == "sum" else 2)}
-    layer = moesaic.PatchMoE(4, 6, patches_per_expert=2, **options).to(device, dtype)
-    torch.nn.init.normal_(layer.router.weight)
-    return layer
-
-
-def results(layer, call, backend, x, device, extra):
-    layer.zero_grad()
-    leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
-    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-        with moesaic.backend(backend), moesaic.record_routing(layer) as routing:
-            y = call(leaf)
-        objective = y.square().sum()
-        if extra:  # a loss on the routing itself, beside the layer's
-            objective = objective + routing[""].scores.square().sum() + routing[""].gate.cos().sum()
-        objective.backward()
-    gradients = {name: weight.grad for name, weight in layer.named_parameters()}
-    return {"y": y.detach(), "x": leaf.grad, **gradients}
-
-
-def assert_same(mine, expected):
-    assert mine.keys() == expected.keys()
-    for name in mine:
-        if expected[name] is None:
-            assert mine[name] is None or not mine[name].any(), name
-        else:
-            torch.testing.assert_close(
-                mine[name], expected[name], rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
-            )
-
-
-@pytest.mark.parametrize("on", ONE_TYPE)
-@pytest.mark.parametrize("options", LAYERS, ids=str)
-@pytest.mark.parametrize("extra", [False, True], ids=["", "routing in the loss"])
-def test_a_layer_equals_the_reference_with_its_router(options, extra, on):
-    device, dtype = on
-    layer = layer_of(options, device, dtype)
-    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    assert_same(*(results(layer, layer, name, x, device, extra) for name in ("triton", "reference")))
-
-
-@pytest.mark.parametrize("on", ONE_TYPE)
-@pytest.mark.parametrize(
-    ("patch_size", "channels", "experts", "gate", "training"),
-    [
-        (4, 37, 3, "softmax_all", True),
-        (3, 21, 5, "softmax_all", False),
-        (3, 5, 3, "softmax_selected", True),
-        (3, 4, 17, "softmax_all", True),  # too many experts to go through their kernels patch by patch
-    ],
-)
-def test_a_router_in_front_of_a_norm_and_patches_of_many_pixels(patch_size, channels, experts, gate, training, on):
-    device, dtype = on
-    torch.manual_seed(1)
-    layer = moesaic.PatchMoE(
-        channels, 2 * experts, experts=experts, patches_per_expert=2, patch_size=patch_size, kernel_size=3,
-        gate_on="input", gate=gate, expert_norm=True,
-    ).to(device, dtype)  # fmt: skip
-    torch.nn.init.normal_(layer.router.weight, std=(channels * patch_size**2) ** -0.5)
-    layer.train(training)
-    x = torch.randn(2, channels, 2 * patch_size, 4 * patch_size, device=device, dtype=dtype)
-    x = x.contiguous(memory_format=torch.channels_last)
-    owners = F.one_hot(layer.route(x).index, 8).sum((1, 2))
-    assert owners.max() > 1
-    assert experts > 8 or owners.min() == 0
-    assert_same(*(results(layer, layer, name, x, device, False) for name in ("triton", "reference")))
-
-
-@pytest.mark.parametrize("on", ONE_TYPE)
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to trade precision for speed
-def test_compiled_between_others_a_layer_has_no_copies_of_its_map(on):
-    device, dtype = on
-    torch.manual_seed(0)
-    options = {"kernel_size": 3, "gate_on": "input", "expert_norm": True}
-    layer = moesaic.PatchMoE(6, 10, experts=2, patches_per_expert=1, patch_size=3, **options).to(device, dtype)
-    before, after = torch.nn.Conv2d(4, 6, 3, padding=1), torch.nn.Conv2d(10, 8, 3, padding=1)
-    network = torch.nn.Sequential(before, torch.nn.ReLU(), layer, torch.nn.ReLU(), after)
-    network = network.to(device, dtype, memory_format=torch.channels_last)
-    x = torch.randn(2, 4, 6, 9, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    compiled = torch.compile(network, fullgraph=True)
-
-    def step():
-        with moesaic.backend("triton"):
-            compiled(x).square().mean().backward()
-
-    forward, back = maps_made(step)
-    for maps in (forward, back):
-        assert len(maps) == len({channels for _, channels, *_ in maps})
-        for _, C, H, W, *strides in maps:
-            assert (H, W) == (6, 9)
-            assert strides == [C * H * W, 1, W * C, C]
-
-
-@pytest.mark.parametrize("on", ONE_TYPE)
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_kernels_that_lie_channels_last_have_gradients_that_do(compiled, on, monkeypatch):
-    device, dtype = on
-    layer = layer_of({"patch_size": 2, "kernel_size": 3}, device, dtype)
-    last = copy.deepcopy(layer).to(memory_format=torch.channels_last)
-    assert not last.experts.weight.is_contiguous()
-    assert not last.router.weight.is_contiguous()
-    call = last
-    if compiled:
-        monkeypatch.undo()
-        if INTERPRETED:
-            monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
-        torch.compiler.reset()
-        call = torch.compile(last, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
-    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    found = results(last, call, "triton", x, device, False)
-    assert_same(found, results(layer, layer, "reference", x, device, False))
-    assert found["experts.weight"].stride() == last.experts.weight.stride()
-    assert found["router.weight"].stride() == last.router.weight.stride()
-
-
-@pytest.mark.parametrize("on", [CPU_TYPE, *GPU_TYPES[1:]])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"patch_size": 2}, {"patch_size": 6, "patches_per_expert": 1}, {"gate": "softmax_all"}, {"gate": "one"}],
-    ids=str,
-)
-def test_a_layer_of_1x1_experts_equals_the_reference_in_what_it_computes_in(options, on):
-    device, dtype = on
-    torch.manual_seed(0)
-    layer = moesaic.PatchMoE(24, 120, experts=3, **{"patches_per_expert": 5} | options).to(device, dtype)
-    torch.nn.init.normal_(layer.router.weight)
-    exact = copy.deepcopy(layer).double()
-    x = torch.randn(7, 24, 6, 12, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    mine = results(layer, layer, "triton", x, device, False)
-    expected = results(exact, exact, "reference", x.double(), device, False)
-    compare(*({name: each for name, each in found.items() if each is not None} for found in (mine, expected)),
-            dtype, options)  # fmt: skip
-
-
-@pytest.mark.parametrize("on", ONE_TYPE)
-@pytest.mark.parametrize("options", LAYERS, ids=str)
-def test_a_layer_compiles_without_a_break_and_gives_the_same(options, on, monkeypatch):
-    monkeypatch.undo()
-    if INTERPRETED:
-        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
-    torch.compiler.reset()
-    device, dtype = on
-    layer = layer_of(options, device, dtype)
-    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
-    assert_same(*(results(layer, call, "triton", x, device, False) for call in (compiled, layer)))
-
-
-@pytest.mark.parametrize("on", ONE_TYPE)
-def test_a_gate_that_was_replaced_gets_its_own_gradient(on):
-    device, dtype = on
-    layer = layer_of({}, device, dtype)
-    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-
-    def halved(x):
-        with torch.enable_grad():
-            routing = layer.router(x)
-            routing = dataclasses.replace(routing, gate=routing.gate / 2)
-            return layer.experts(x, routing, PatchSpec(1, "output", "map", "concat"))
-
-    layer.route(x)
-    found = []
-    for name in ("triton", "reference"):
-        layer.zero_grad()
-        with moesaic.backend(name):
-            halved(x).square().sum().backward()
-        found.append({name: weight.grad for name, weight in layer.named_parameters()})
-    assert_same(*found)
-
-
 @pytest.mark.parametrize("on", ONE_TYPE)
 def test_the_variance_does_not_cancel(on):
     statistics = importlib.import_module("moesaic.ops.triton.norm").statistics
@@ -571,34 +349,3 @@ def test_the_same_input_gives_the_same_bits(on):
     index, leaves = make(case, *on)
     first, again = (run(TritonBackend(), "conv", case, index, leaves, on[1]) for _ in range(2))
     assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({"patch_size": 2, "kernel_size": 3, "expert_norm": True, "gate_on": "input"}, torch.float32),
-        ({"patch_size": 2, "kernel_size": 3}, torch.float32),
-        ({}, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_a_step_can_be_captured_in_a_cuda_graph(options, dtype):
-    layer = layer_of(options, "cuda", dtype)
-    x = torch.randn(2, 4, 6, 6, device="cuda", dtype=dtype).contiguous(memory_format=torch.channels_last)
-    weights = list(layer.parameters())
-
-    def step():
-        y = layer(x)
-        return [y, *torch.autograd.grad(y.square().sum(), weights)]
-
-    assert_captured(step, x, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.gpu
-def test_an_exported_layer_gives_the_same():
-    layer = layer_of({"patch_size": 2, "kernel_size": 3}, "cuda", torch.float32).eval()
-    x = torch.randn(2, 4, 6, 6, device="cuda")
-    exported = torch.export.export(layer, (x,)).module()
-    torch.testing.assert_close(exported(x), layer(x), rtol=1e-4, atol=1e-5)

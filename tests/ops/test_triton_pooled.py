@@ -29,15 +29,17 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import (
     CPU_TYPE,
+    EXPERTS,
     INTERPRETED,
     ONE_TYPE,
-    TOLERANCE,
     TYPES,
     Named,
     assert_captured,
+    assert_near,
     numbers,
     on_cpu,
     poison,
+    run_anywhere,
 )
 
 FAR = 2**-6
@@ -45,10 +47,9 @@ FAR = 2**-6
 
 
 @pytest.fixture(autouse=True)
-def anywhere(monkeypatch):
-    """In the interpreter kernels run on a CPU, in float64 as well."""
-    if INTERPRETED:
-        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
+def kernels(monkeypatch):
+    run_anywhere(monkeypatch)
+    poison(monkeypatch, *EXPERTS, "pooled")
     monkeypatch.setattr(triton_backend, "MOST_REACHED", float("inf"))
 
 
@@ -57,11 +58,6 @@ def exact():
     """Convolutions around the kernels round no more than they must, and always alike."""
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         yield
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
-    poison(monkeypatch, "choice", "rows", "maps", "norm", "joint", "launch", "chosen", "experts", "pooled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,17 +228,8 @@ def check(case, device, dtype):
     index, leaves, state = make(case, device, dtype)
     reference = run(case, index.cpu(), on_cpu(leaves), on_cpu(state), torch.float64, by_reference)
     mine = run(case, index, leaves, state, dtype, TritonBackend().conv_pooled)
-    assert all(each is not None for each in mine.values()), "a gradient is missing"
-    mine = on_cpu(mine)
-    scale = reference["grad of weight"].norm()
-    for name, expected in reference.items():
-        got = mine[name]
-        assert got.shape == expected.shape, name
-        assert got.isfinite().all(), f"{name}: not everything was written"
-        # a bias that BatchNorm cancels has no gradient
-        least = scale if name == "grad of bias" else torch.tensor(1e-3, dtype=torch.float64)
-        error = ((got.double() - expected).norm() / torch.maximum(expected.norm(), least)).item()
-        assert error <= TOLERANCE[dtype], f"{case}: {name} is off by {error:.2e}, more than {TOLERANCE[dtype]:.0e}"
+    # a bias that BatchNorm cancels has no gradient
+    assert_near(mine, reference, dtype, least={"grad of bias": reference["grad of weight"].norm().item()})
 
 
 def pooled_means(case, device, dtype):

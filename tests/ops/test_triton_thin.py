@@ -6,14 +6,13 @@ from torch.nn import functional as F
 
 import moesaic
 from moesaic.models import wide_resnet
-from moesaic.ops import thin, tiles, triton_backend
+from moesaic.ops import thin, tiles
 from moesaic.ops.thin import fits_thin, plus_thin_conv2d, thin_conv2d
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import (
     GPU_TYPES,
-    INTERPRETED,
     ONE_TYPE,
     TYPES,
     assert_captured,
@@ -21,20 +20,16 @@ from triton_cases import (
     maps_made,
     numbers,
     poison,
+    run_anywhere,
 )
 
 
 @pytest.fixture(autouse=True)
-def anywhere(monkeypatch):
-    """In the interpreter kernels run on a CPU, in float64 as well; on a GPU in float32 too."""
-    if INTERPRETED:
-        monkeypatch.setattr(triton_backend, "_refusal", lambda x: None)
-    monkeypatch.setattr(thin, "_DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
-
-
-@pytest.fixture(autouse=True)
-def poisoned(monkeypatch):
+def kernels(monkeypatch):
+    """In float32 as well, and in the interpreter in float64."""
+    run_anywhere(monkeypatch)
     poison(monkeypatch, "thin", "launch")
+    monkeypatch.setattr(thin, "_DTYPES", (torch.bfloat16, torch.float16, torch.float32, torch.float64))
 
 
 def make(B, C, O, H, W, device, dtype, last=True):

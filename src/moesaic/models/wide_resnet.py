@@ -182,7 +182,11 @@ class WideResNet(VectorNetwork):
     def features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) to (B, width)."""
         body = self.body
-        return body(x) if type(body) is not nn.Sequential or _is_heard(body) else _through(body, x)
+        if type(body) is not nn.Sequential or _is_heard(body):
+            return body(x)
+        for part in body:
+            x = _through(part, x)
+        return x
 
 
 class WideResNetPMoE(WideResNet):
@@ -251,7 +255,8 @@ class WideResNetPMoE(WideResNet):
         if not pools(x) or not _may_pool(body):
             return super().features(x)
         *front, last, norm, _relu, _mean = body
-        x = _through(front, x)
+        for part in front:
+            x = _through(part, x)
         *blocks, block = cast(nn.Sequential, last)
         for part in blocks:
             x = part(x)
@@ -316,7 +321,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = F.relu(self.norm1(x))
-        y = self.conv2(F.relu(self.norm2(_through((self.conv1,), first))))
+        y = self.conv2(F.relu(self.norm2(_through(self.conv1, first))))
         if self.shortcut is None:
             return y + x
         return _plus(y, self.shortcut, x if self.early_shortcut else first)
@@ -364,14 +369,11 @@ class _RoutedBlock(nn.Module):
         return y if self.norm2 is None else F.relu(self.norm2(y))
 
 
-def _through(parts: Iterable[nn.Module], x: Tensor) -> Tensor:
-    """One after the other; convolutions of few channels by `thin_conv2d` where it has kernels and nobody listens."""
-    for part in parts:
-        if type(part) is nn.Conv2d and fits_thin(part) and _on_gpu(x) and not _is_heard(part):
-            x = thin_conv2d(x, part.weight)
-        else:
-            x = part(x)
-    return x
+def _through(part: nn.Module, x: Tensor) -> Tensor:
+    """``part(x)``; a convolution of few channels by `thin_conv2d` where it has kernels and nobody listens."""
+    if type(part) is nn.Conv2d and fits_thin(part) and _on_gpu(x) and not _is_heard(part):
+        return thin_conv2d(x, part.weight)
+    return part(x)
 
 
 def _plus(y: Tensor, conv: nn.Conv2d, x: Tensor) -> Tensor:

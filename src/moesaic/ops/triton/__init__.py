@@ -24,6 +24,7 @@ weights and norm come out of the products as they stand. What the expert answers
     choice         scores, the best patches, gates; and back
     rows           map → values; gradient of values → gradient of the map
     maps           contributions → map; gradient of the map → gradient of contributions
+    resting        what is there of experts that chose nothing, and its gradient
     pointwise      both at once for 1×1 kernels, without values and contributions
     norm           statistics of masked maps, and the gradient through them
     joint          back through norm, gates and router at once, for patches of many pixels

@@ -19,9 +19,10 @@ from torch import Tensor
 
 from moesaic.ops.triton import choice, joint
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.launch import Aside, Sizes, by_row, ceil, dense, laid_out, map_like, wide
-from moesaic.ops.triton.maps import Landing, resting_map, taps_of, weight_of
+from moesaic.ops.triton.launch import Aside, Sizes, as_map, by_row, ceil, dense, laid_out, map_like, wide
+from moesaic.ops.triton.maps import Landing, taps_of, weight_of
 from moesaic.ops.triton.norm import norm_gradients
+from moesaic.ops.triton.resting import resting_map
 from moesaic.ops.triton.rows import NormTensors, collect, collect_tile, gather
 
 __all__ = ["Back", "Chosen", "ProductGradients", "chosen", "contributions_of", "like", "map_shapes", "nothing"]
@@ -149,7 +150,7 @@ class Back:
         )  # fmt: skip
 
     def finish(self, aside: Aside | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of x, gate, router, norm's weight and bias; empty where there is none.
+        """Gradients of x (B, C, H, W), gate, router, norm's weight and bias; empty where there is none.
 
         The router's may be computed ``aside``: join before it is used.
         """
@@ -175,7 +176,7 @@ class Back:
                     aside.keep(grad_scores)
                 grad_x = choice.map_back(grad_scores, kernels, grad_x, of.x, of.patch)
         grad_router = nothing(grad_x) if grad_router is None else grad_router
-        return grad_x, grad_gate, grad_router, grad_weight, grad_bias
+        return as_map(grad_x), grad_gate, grad_router, grad_weight, grad_bias
 
 
 def map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map: bool):

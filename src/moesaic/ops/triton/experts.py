@@ -37,8 +37,9 @@ from moesaic.ops.triton.chosen import (
     nothing,
 )
 from moesaic.ops.triton.launch import INTERPRETED, Aside, as_map, by_row, dense, laid_out, map_like, wide
-from moesaic.ops.triton.maps import Landing, combine, gated_gradients, resting_gradients, spread, taps_of, weight_of
+from moesaic.ops.triton.maps import Landing, combine, gated_gradients, spread, taps_of, weight_of
 from moesaic.ops.triton.norm import statistics
+from moesaic.ops.triton.resting import resting_gradients
 from moesaic.ops.triton.rows import gather, sum_of_owners
 
 __all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_statistics"]
@@ -220,8 +221,7 @@ def patch_conv_backward(
     grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
     of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
     grad_weight = products.finish()
-    grad_x = of_map[0] if back is None else as_map(of_map[0])
-    return grad_x, nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:]
+    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:]
 
 
 def _in_place(x: Tensor, weight: Tensor, summed: bool, on_input: bool, norm: bool) -> bool:
@@ -269,7 +269,7 @@ def _in_place_backward(
     if grad_router is not None:
         back.grad_router = choice.by_channel(grad_router, of.router)
     grad_x, *others = back.finish()
-    return as_map(grad_x), grad_weight, grad_bias, *others
+    return grad_x, grad_weight, grad_bias, *others
 
 
 @patch_conv_backward.register_fake
@@ -392,7 +392,7 @@ def patch_mlp_backward(
     back = Back(of, dots, centre=False)
     back.add(grad_rows, range(sizes.E))
     grad_x, *others = back.finish()
-    return as_map(grad_x), *of_weights, *others
+    return grad_x, *of_weights, *others
 
 
 @patch_mlp_backward.register_fake

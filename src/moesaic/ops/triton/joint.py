@@ -167,7 +167,7 @@ def gate_back_kernel(
 
 @triton.jit
 def in_halves(s, i, E: tl.constexpr, HALVES: tl.constexpr, OPERAND: tl.constexpr):
-    """Columns up to E rounded, then what that left: products of 16 bits have both, to which the rest is as nothing."""
+    """Columns up to E rounded to 16 bits, and with two HALVES behind them what that left: a product has both then."""
     rounded = s.to(OPERAND)
     if HALVES == 2:
         rounded = tl.where((i < E)[None, :], rounded, (s - rounded.to(s.dtype)).to(OPERAND))

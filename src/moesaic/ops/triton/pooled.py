@@ -29,7 +29,7 @@ from moesaic.ops.triton.chosen import (
     map_shapes,
     nothing,
 )
-from moesaic.ops.triton.launch import Sizes, acc, as_map, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
+from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
 from moesaic.ops.triton.maps import Landing, landed_patches, whole_blocks
 
 __all__ = ["patch_conv_pooled"]
@@ -428,8 +428,7 @@ def patch_conv_pooled_backward(
         grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)
     of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
     grad_weight = products.finish()
-    grad_x = of_map[0] if back is None else as_map(of_map[0])
-    return grad_x, nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:], *of_after
+    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:], *of_after
 
 
 @patch_conv_pooled_backward.register_fake
