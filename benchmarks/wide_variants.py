@@ -17,8 +17,8 @@ by the clock (``--seconds``), never by what was found; the file is written after
 The bias of the convolution in front of the routed layer is the only one of the released form that a BatchNorm does not
 subtract. It was to go if by this rule the network does as well without it, and went:
 
-    python benchmarks/wide_variants.py --data-dir DIR --tasks celeba-smiling --trials 40 --validation 5000
-        --only "best, ours" --against "best, one bias" --out benchmarks/results/wide-bias.json
+    python benchmarks/wide_variants.py --data-dir DIR --tasks celeba-smiling --trials 40 --seconds 190
+        --validation 5000 --only "best, ours" --against "best, one bias" --out benchmarks/results/wide-bias.json
 """
 
 import argparse
@@ -152,7 +152,9 @@ def main() -> None:
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--only", nargs="+", default=["*"], help="variants whose names match one of these")
-    parser.add_argument("--against", choices=list(VARIANTS), help="the variant that the others are compared with")
+    parser.add_argument(
+        "--against", choices=list(VARIANTS), metavar="NAME", help="the variant that the others are compared with"
+    )
     parser.add_argument("--validation", type=int, default=VALIDATION, help="images to validate on")
     parser.add_argument("--samples", type=int, help="images to train on; default: as many as the task has here")
     parser.add_argument("--epochs", type=int, default=EPOCHS)

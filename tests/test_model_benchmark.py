@@ -1,6 +1,5 @@
 """The network benchmark: its stand-in for a routed layer takes that place alone, and what is found is written."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import loaded_script
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 BATCH, CHANNELS, SIDE = 3, 64, 8
 """Of the map in front of the routed layer, in a network of width 1 for images of 32×32."""
 
@@ -24,16 +23,8 @@ BATCH, CHANNELS, SIDE = 3, 64, 8
 @pytest.fixture(scope="module")
 def loaded() -> Iterator[ModuleType]:
     """The script, loaded once, since an op can be defined only once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        spec = importlib.util.spec_from_file_location("model_benchmark", BENCHMARKS / "model.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)  # where torch.compile looks for it
-        spec.loader.exec_module(module)
+    with loaded_script("model") as module:
         yield module
-    sys.modules.pop("measure", None)
 
 
 @pytest.fixture

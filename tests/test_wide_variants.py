@@ -1,31 +1,19 @@
 """The comparison of WRN-pMoE's variants: pairs differ in what they are to differ in, and the rule is kept."""
 
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from benchmark_scripts import loaded_script
 
 from moesaic.data.image_tasks import ImageTask, LabelledImages, Scale
-
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def variants() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(BENCHMARKS)
-        spec = importlib.util.spec_from_file_location("wide_variants", BENCHMARKS / "wide_variants.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        patch.setitem(sys.modules, spec.name, module)  # where dataclasses look for it
-        spec.loader.exec_module(module)
+    with loaded_script("wide_variants") as module:
         yield module
-    sys.modules.pop("measure", None)
 
 
 def task_of(images: int) -> ImageTask:
