@@ -45,6 +45,13 @@ def test_what_was_measured_before_stays():
     assert kept == {"combine 64 80": list(first), "collect 640": list(second)}
 
 
+def test_what_was_measured_of_a_kernel_with_other_sides_does_not_count():
+    best = tiles.CANDIDATES["combine"][2]
+    tiles.tune(times(lambda combine, collect: 1.0 if combine == best else 2.0), tell=lambda line: None)
+    assert tiles.tile("combine", (16, 16, 1, 8), 64, 80) == (16, 16, 1, 8)
+    assert tiles.tile("combine", (16, 16, 1), 64, 80) == best
+
+
 def test_a_gain_within_the_noise_is_not_kept():
     best = tiles.CANDIDATES["combine"][2]
     assert tiles.tune(times(lambda combine, collect: 0.995 if combine == best else 1.0), tell=lambda line: None) == {}

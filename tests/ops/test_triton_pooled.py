@@ -261,6 +261,13 @@ def test_patches_too_large_to_write_out_their_lines_are_the_same(case, on, monke
     check(case, *on)
 
 
+@pytest.mark.parametrize("on", TYPES)
+@pytest.mark.parametrize("case", [Case(), Case(p=1, L=6)], ids=str)
+def test_more_parts_of_sums_than_are_read_at_a_time_are_the_same(case, on, monkeypatch):
+    monkeypatch.setattr("moesaic.ops.triton.pooled.PARTS", 2)
+    check(case, *on)
+
+
 NETWORKS = [
     {"image_size": 32, "patch_size": 2, "kernel_size": 3, "patches_per_expert": 5},
     {"image_size": 16},

@@ -43,7 +43,7 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
     "norm_sums": ((16, 64, 2, 3, 2), (16, 64, 2, 1, 4), (16, 64, 2, 4, 2), (16, 64, 2, 3, 4)),
     "patch_sums": ((128, 1, 3, 2), (128, 1, 1, 4), (128, 1, 1, 8), (64, 1, 1, 8)),
     "joint": ((64, 2, 4, 3, 2), (64, 2, 4, 3, 1), (64, 2, 4, 4, 1), (64, 1, 4, 3, 1), (64, 2, 2, 3, 1)),
-    "land": ((32, 2, 8), (32, 2, 4), (16, 1, 16)),
+    "land": ((4, 32, 1, 8), (8, 32, 2, 8), (8, 16, 1, 4), (8, 16, 1, 16)),
     "pooled_lines": ((16, 1, 4), (16, 1, 8)),
     "pooled_spread": ((32, 128, 8), (32, 128, 4), (64, 128, 8), (64, 32, 4)),
     "pool": ((8, 16, 1), (16, 16, 1)),
@@ -70,7 +70,7 @@ def tile(kernel: str, rule: Tile, *sizes: int) -> Tile:
         _asked.setdefault(name, (kernel, rule))
     if name in _trial:
         return _trial[name]
-    return _measured(str(tile_file())).get(name, rule)
+    return _kept(name, rule)
 
 
 def tile_file() -> Path:
@@ -100,7 +100,7 @@ def tune(
         with _listening() as asked:
             before = measure()
         for name, (kernel, rule) in asked.items():
-            now = _measured(str(tile_file())).get(name, rule)
+            now = _kept(name, rule)
             candidates = [each for each in dict.fromkeys((rule, *CANDIDATES.get(kernel, ()))) if each != now]
             trials = _Trials(name, now, measure, tell) if candidates and clock() < end else None
             while trials is not None and candidates and clock() < end:
@@ -159,6 +159,12 @@ def _listening() -> Generator[dict[str, tuple[str, Tile]]]:
         yield _asked
     finally:
         _asked = None
+
+
+def _kept(name: str, rule: Tile) -> Tile:
+    """What was measured best, or else the rule's: also where another version's kernel had other sides."""
+    kept = _measured(str(tile_file())).get(name, rule)
+    return kept if len(kept) == len(rule) else rule
 
 
 @lru_cache(maxsize=8)

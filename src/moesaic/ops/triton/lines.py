@@ -3,8 +3,9 @@
     land_kernel     contributions → rows, where each of them is, and the differences' share of mean and variance
     line_kernel     terms of y's gradient → gradient of rows, and its part in that of what experts answer at rest
 
-A line lies within one patch, so whatever is looked up is looked up once for the patch, and every offset is a constant
-of the compiled kernel. That is for patches of several pixels a side and not too many taps: all of them are written out.
+A line lies within one patch, so whatever is looked up is looked up for patches, and what a place of it is made of is so
+many numbers from the patch's first: a constant of the compiled kernel. That is for patches of several pixels a side and
+not too many taps: all of them are written out.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -23,82 +24,48 @@ __all__ = ["land_kernel", "line_kernel"]
 
 @triton.jit
 def own_taps(
-    own, inside, ax, mask, top: tl.constexpr,
-    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr,
+    own, mask, top, hx: tl.constexpr, O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr
 ):  # fmt: skip
-    """What a line of positions, the patch's line ``top`` and its places ``ax``, has of the patch itself.
+    """What the place ``hx`` of the line ``top`` has of its own patch, both counted from its first pixel.
 
-    ``own`` is where contributions of its pixels begin, if they were in line 0. Which lines of pixels a line of
-    positions sees is known when this is compiled, so what is not there costs nothing.
+    ``own`` is where contributions of pixels begin, had the line that the first taps see been the patch's first.
     """
     R: tl.constexpr = KS // 2
     y = tl.zeros(own.shape, ACC)
     for t in tl.static_range(KS * KS):
-        ay = top + t // KS - R
-        if ay >= 0 and ay < P:
-            sx = ax + (t % KS - R)
-            has = (inside & (sx >= 0) & (sx < P))[:, None] & mask
-            at = (ay * P + t % KS - R) * (KS * KS * O) + t * O
-            y += tl.load(own + at, mask=has, other=0).to(ACC)
-    return y
-
-
-@triton.jit
-def more_taps(
-    y, own, inside, ax, mask, top, O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr
-):  # fmt: skip
-    """The same of another patch, whose line ``top`` may be any; added to what there is."""
-    R: tl.constexpr = KS // 2
-    if (top + R >= 0) & (top - R < P):
-        own += top * (P * KS * KS * O)
-        for t in tl.static_range(KS * KS):
+        sx = hx + t % KS - R
+        if sx >= 0 and sx < P:
             ay = top + (t // KS - R)
-            sx = ax + (t % KS - R)
-            has = (inside & (ay >= 0) & (ay < P) & (sx >= 0) & (sx < P))[:, None] & mask
-            at = ((t // KS - R) * P + t % KS - R) * (KS * KS * O) + t * O
-            y += tl.load(own + at, mask=has, other=0).to(ACC)
+            at = ((t // KS * P + sx) * (KS * KS) + t) * O
+            y += tl.load(own + at, mask=mask & (ay >= 0) & (ay < P), other=0).to(ACC)
     return y
 
 
 @triton.jit
-def crowded(slots, n, GW: tl.constexpr, N: tl.constexpr, NEAR: tl.constexpr, BD: tl.constexpr):
-    """Whether another patch of an image up to NEAR patches away is chosen as well."""
-    SIDE: tl.constexpr = 2 * NEAR + 1
-    d = tl.arange(0, BD)
-    ny = n // GW + d // SIDE - NEAR
-    nx = n % GW + d % SIDE - NEAR
-    there = (d < SIDE * SIDE) & (d != SIDE * SIDE // 2) & (ny >= 0) & (ny < N // GW) & (nx >= 0) & (nx < GW)
-    return tl.max(tl.load(slots + ny * GW + nx, mask=there, other=-1), 0) >= 0
+def line_of_taps(
+    y, other, mask, hx: tl.constexpr, O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """With what one line of taps sees of another patch: ``other`` is where contributions of that line begin."""
+    for tx in tl.static_range(KS):
+        sx = hx + tx - KS // 2
+        if sx >= 0 and sx < P:
+            y += tl.load(other + (sx * (KS * KS) + tx) * O, mask=mask, other=0).to(ACC)
+    return y
 
 
 @triton.jit
-def land_line(
-    y, hidden, inside, hx, o, mask, q, g, pivot, rest, rows_out, place_out, first, second,
-    O: tl.constexpr, SH: tl.constexpr, QSTEP: tl.constexpr, HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr,
-    STATS: tl.constexpr, ACC: tl.constexpr,
+def store_places(
+    place_out, number, live, down, nx, q0, hidden,
+    P: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, FAR: tl.constexpr, HAS_GATE: tl.constexpr, BH: tl.constexpr,
 ):  # fmt: skip
-    """Writes a line of rows and where they are, and adds them to the sums."""
-    r = tl.zeros(y.shape, ACC)
-    if HAS_BASE and (STATS or HAS_GATE):
-        r += tl.load(rest + (q * QSTEP)[:, None] + o[None, :], mask=inside[:, None] & mask, other=0).to(ACC)
-    if HAS_GATE:
-        y += r
-        hidden = tl.zeros_like(hidden)
-    kept = y.to(rows_out.dtype.element_ty)
-    tl.store(rows_out + (hx * O)[:, None] + o[None, :], kept, mask=(hx < SH)[:, None] & mask)
-    place = tl.where(hidden > 0, -2 - q, q)
-    tl.store(place_out + hx, tl.where(inside, place, -1), mask=(hx < SH) & (tl.program_id(0) == 0))
-    if STATS:
-        # y - rest and y + rest - 2 · pivot; with gates nothing is there at rest, and the pivot is zero
-        more = kept.to(ACC)
-        both = more + 2 * (r - pivot[None, :])
-        if HAS_GATE:
-            more = more * g
-            both = more
-        more = tl.where((inside & (hidden == 0))[:, None] & mask, more, 0.0)
-        first += more
-        second += more * both
-    return first, second
+    """Where the places of a line are on the map, patch by patch; ``q0`` is the number of the patch's first column."""
+    hx = tl.arange(0, BH)[None, :]
+    qx = nx[:, None] * P - HALO + hx
+    q = q0[:, None] + ((hx - HALO + FAR) // P - FAR // P) * (P * P) + (hx - HALO + FAR) % P
+    if not HAS_GATE:
+        q = tl.where((hidden[:, None] >> hx) & 1 > 0, -2 - q, q)
+    q = tl.where(down[:, None] & (qx >= 0) & (qx < W), q, -1)
+    tl.store(place_out + number[:, None] + hx, q, mask=live[:, None] & (hx < P + 2 * HALO))
 
 
 @triton.jit
@@ -107,90 +74,110 @@ def land_kernel(
     E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HALO: tl.constexpr, NEAR: tl.constexpr, BSTEP: tl.constexpr,
     QSTEP: tl.constexpr, HAS_BASE: tl.constexpr, HAS_GATE: tl.constexpr, STATS: tl.constexpr, ACC: tl.constexpr,
-    BD: tl.constexpr, BH: tl.constexpr, BO: tl.constexpr,
+    BK: tl.constexpr, BH: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a chunk of an expert's patches, line by line of the positions that a patch reaches; see `reach_kernel`.
+    """Rows of one line of the positions that patches reach, for a chunk of an expert's patches; see `reach_kernel`.
 
-    A line is short, but all of it lies within one patch: whatever is looked up is looked up once for the patch, and
-    contributions are so many numbers from its first one. They are added up unrounded.
+    Patches and channels are the sides of a tile, and each place of the line has one. So all that is looked up is looked
+    up for patches, and contributions are so many numbers from a patch's first. They are added up unrounded.
     """
     A: tl.constexpr = P * P
     R: tl.constexpr = KS // 2
     SH: tl.constexpr = P + 2 * HALO
-    SIDE: tl.constexpr = 2 * NEAR + 1
-    s = tl.program_id(1)
+    FAR: tl.constexpr = P * (R + HALO + 1)  # so that no quotient is taken of a number below zero
+    hy = tl.program_id(1) % SH
+    s = tl.program_id(1) // SH
     e = E - 1 - tl.program_id(2)  # the last to be written may still be in the cache
     o = tl.program_id(0) * BO + tl.arange(0, BO)
-    mask = (o < O)[None, :]
-    hx = tl.arange(0, BH)
-    first = tl.zeros((BH, BO), ACC)
-    second = tl.zeros((BH, BO), ACC)
+    om = (o < O)[None, :]
+    top = hy - HALO
+    first = tl.zeros((BK, BO), ACC)
+    second = tl.zeros((BK, BO), ACC)
     pivot = tl.zeros((BO,), ACC)
     rest = base
     if HAS_BASE:
         rest = base + e * BSTEP
         if not HAS_GATE:
             pivot += tl.load(rest + PIVOT * QSTEP + o, mask=o < O, other=0).to(ACC)
-    pixels = ((hx - HALO) * (KS * KS * O))[:, None] + o[None, :]
-    for k in range(s * CHUNK, tl.minimum((s + 1) * CHUNK, PATCHES)):
+    end = tl.minimum((s + 1) * CHUNK, PATCHES)
+    for k0 in range(s * CHUNK, end, BK):
+        k = k0 + tl.arange(0, BK)
+        live = k < end
         b = k // L
         l = k % L
-        ours = slots + (b * E + e) * N
-        n = tl.load(index + (b * E + e) * L + l).to(tl.int32)
+        mask = live[:, None] & om
+        # whatever a patch gives itself need not wait for where it is
+        line = (top - R) * (P * KS * KS * O) + o
+        own = contributions + ((e * M1 + k * A).to(tl.int64) * (KS * KS * O))[:, None] + line[None, :]
+        places = ()
+        for hx in tl.static_range(SH):
+            places = places + (own_taps(own, mask, top, hx - HALO, O, P, KS, ACC),)
+        n = tl.load(index + (b * E + e) * L + l, mask=live, other=-1).to(tl.int32)
         used = n >= 0
         n = tl.maximum(n, 0)
-        y0 = (n // GW) * P - HALO
-        qx = (n % GW) * P - HALO + hx
-        across = used & (hx < SH) & (qx >= 0) & (qx < W)
-        g = 1.0
-        if HAS_GATE:
-            g = tl.load(gate + (b * E + e) * L + l).to(ACC)
-        number = (e * PATCHES + k).to(tl.int64) * (SH * SH)
-        # all lines before any is written, as what is read would have to wait for that
-        own = contributions + (e * M1 + k * A).to(tl.int64) * (KS * KS * O) + pixels
-        lines = ()
-        for hy in tl.static_range(SH):
-            inside = across & (y0 + hy >= 0) & (y0 + hy < H)
-            lines = lines + (own_taps(own, inside, hx - HALO, mask, hy - HALO, O, P, KS, ACC),)
-        # a bit for each line: whether an earlier patch reaches this place of it as well
-        hidden = tl.zeros((BH,), tl.int32)
-        near = False
+        ny = n // GW
+        nx = n % GW
+        # a bit for each place: whether an earlier patch reaches it as well
+        hidden = tl.zeros((BK,), tl.int32)
         if NEAR > 0:
-            near = crowded(ours, n, GW, N, NEAR, BD)
-        if near:
-            for d in range(SIDE * SIDE):
-                dy = d // SIDE - NEAR
-                dx = d % SIDE - NEAR
-                ny = n // GW + dy
-                nx = n % GW + dx
-                there = (d != SIDE * SIDE // 2) & (ny >= 0) & (ny < N // GW) & (nx >= 0) & (nx < GW)
-                slot = tl.load(ours + ny * GW + nx, mask=there, other=-1)
-                if slot >= 0:
-                    ax = hx - HALO - dx * P
-                    row = (e * M1 + (b * L + slot) * A - dx * P).to(tl.int64)
-                    own = contributions + row * (KS * KS * O) + pixels
-                    sum_of = ()
-                    reached = 0
-                    for hy in tl.static_range(SH):
-                        top = hy - HALO - dy * P
-                        inside = across & (y0 + hy >= 0) & (y0 + hy < H)
-                        sum_of = sum_of + (more_taps(lines[hy], own, inside, ax, mask, top, O, P, KS, ACC),)
-                        reached += ((top + R >= 0) & (top - R < P)).to(tl.int32) << hy
-                    lines = sum_of
-                    earlier = (slot < l) & (ax + R >= 0) & (ax - R < P)
-                    hidden = hidden | tl.where(earlier, reached, 0)
-        across_q = (qx // P) * A + qx % P
-        for hy in tl.static_range(SH):
-            qy = y0 + hy
-            inside = across & (qy >= 0) & (qy < H)
-            q = ((n // GW + (hy - HALO) // P) * GW) * A + ((hy - HALO) % P) * P + across_q
-            to = number + hy * SH
-            first, second = land_line(
-                lines[hy], (hidden >> hy) & 1, inside, hx, o, mask, q, g, pivot, rest, rows_out + to * O,
-                place_out + to, first, second, O, SH, QSTEP, HAS_BASE, HAS_GATE, STATS, ACC,
-            )  # fmt: skip
+            for ty in range(KS):
+                sy = top + ty - R + FAR
+                dy = sy // P - FAR // P
+                for d in tl.static_range(2 * NEAR + 1):
+                    beside = d - NEAR
+                    there = used & (ny + dy >= 0) & (ny + dy < N // GW) & (nx + beside >= 0) & (nx + beside < GW)
+                    if beside == 0:
+                        there = there & (dy != 0)
+                    at = (b * E + e) * N + (ny + dy) * GW + nx + beside
+                    slot = tl.load(slots + at, mask=there, other=-1)
+                    if tl.max(slot, 0) >= 0:
+                        row = (e * M1 + (b * L + tl.maximum(slot, 0)) * A + sy % P * P).to(tl.int64)
+                        other = contributions + (row * (KS * KS * O))[:, None] + (ty * (KS * O) + o)[None, :]
+                        has = (slot >= 0)[:, None] & om
+                        more = ()
+                        for hx in tl.static_range(SH):
+                            more = more + (line_of_taps(places[hx], other, has, hx - HALO - beside * P, O, P, KS, ACC),)
+                        places = more
+                        for hx in tl.static_range(SH):
+                            if hx - HALO - beside * P + R >= 0 and hx - HALO - beside * P - R < P:
+                                hidden = hidden | tl.where((slot >= 0) & (slot < l), 1 << hx, 0)
+        y0 = ny * P + top
+        down = used & (y0 >= 0) & (y0 < H)
+        up = (top + FAR) // P - FAR // P
+        q0 = ((ny + up) * GW + nx) * A + (top + FAR) % P * P
+        number = (e * PATCHES + k).to(tl.int64) * (SH * SH) + hy * SH
+        if tl.program_id(0) == 0:
+            store_places(place_out, number, live, down, nx, q0, hidden, P, W, HALO, FAR, HAS_GATE, BH)
+        if HAS_GATE:
+            g = tl.load(gate + (b * E + e) * L + l, mask=live, other=0).to(ACC)
+        for hx in tl.static_range(SH):
+            ax = hx - HALO
+            qx = nx * P + ax
+            inside = down & (qx >= 0) & (qx < W)
+            y = tl.where(inside[:, None], places[hx], 0.0)
+            r = tl.zeros((BK, BO), ACC)
+            if HAS_BASE and (STATS or HAS_GATE):
+                q = q0 + ((ax + FAR) // P - FAR // P) * A + (ax + FAR) % P
+                r += tl.load(rest + (q * QSTEP)[:, None] + o[None, :], mask=inside[:, None] & om, other=0).to(ACC)
+            if HAS_GATE:
+                y += r
+            kept = y.to(rows_out.dtype.element_ty)
+            tl.store(rows_out + ((number + hx) * O)[:, None] + o[None, :], kept, mask=mask)
+            if STATS:
+                # y - rest and y + rest - 2 · pivot; with gates nothing is there at rest, and the pivot is zero
+                counted = inside
+                more = kept.to(ACC)
+                both = more + 2 * (r - pivot[None, :])
+                if HAS_GATE:
+                    more = more * g[:, None]
+                    both = more
+                else:
+                    counted = inside & ((hidden >> hx) & 1 == 0)
+                more = tl.where(counted[:, None] & om, more, 0.0)
+                first += more
+                second += more * both
     if STATS:
-        to = sums_out + (s * E + e) * O + o
+        to = sums_out + (tl.program_id(1) * E + e) * O + o
         tl.store(to, tl.sum(first, 0), mask=o < O)
         tl.store(to + S * (E * O), tl.sum(second, 0), mask=o < O)
 

@@ -37,7 +37,9 @@ __all__ = ["patch_conv_pooled"]
 MOST_TAPS = 50
 """Lines of a patch times taps of a kernel, up to which kernels are compiled with each of them written out.
 
-That takes seconds for 36 of them, as 4×4 patches and 3×3 kernels have, and most of a minute for twice as many."""
+Compiling takes seconds for as many."""
+PARTS = 256
+"""So many parts of a sum are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -149,20 +151,23 @@ def _land(
     """Fills in rows and places of patches that have several pixels a side."""
     sizes, landing, O = reach.sizes, reach.landing, reach.O
     patches, full = sizes.B * sizes.L, wide(contributions.dtype)
-    BH = power_of_2(reach.side)
-    rule = (power_of_2(O, most=max(256 // BH, 8)), 2, 8)
-    BO, wide_by, share = tile("land", rule, sizes.M, O, landing.kernel, sizes.p, sizes.E, contributions.element_size())
-    blocks = ceil(O, BO)
-    chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
-    sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=contributions.device) if stats else None
+    BO = power_of_2(O, most=32)
+    rule = (power_of_2(patches, most=128 // BO), BO, 1, 8)
+    BK, BO, wide_by, share = tile(
+        "land", rule, patches, O, landing.kernel, sizes.p, sizes.E, contributions.element_size()
+    )
+    blocks, side = ceil(O, BO), reach.side
+    chunk, splits = parts(patches, fill(blocks * side * sizes.E, ceil(patches, BK)) * share, BK)
+    S = splits * side
+    sums = torch.empty(2, S, sizes.E, O, dtype=full, device=contributions.device) if stats else None
     constants = sizes.constants()
     del constants["HW"]
-    lines.land_kernel[(blocks, splits, sizes.E)](
+    lines.land_kernel[(blocks, S, sizes.E)](
         contributions, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, patches,
-        contributions.shape[1], chunk, splits, reach.pivot, O=O, KS=landing.kernel, N=sizes.N, H=sizes.H,
-        HALO=reach.halo, NEAR=reach.near, BSTEP=found.steps[0], QSTEP=found.steps[1], HAS_BASE=base is not None,
-        HAS_GATE=of.gate_out is not None, STATS=stats, ACC=acc(full), BD=power_of_2((2 * reach.near + 1) ** 2),
-        BH=BH, BO=BO, **constants, **warps(wide_by),
+        contributions.shape[1], chunk, S, reach.pivot, O=O, KS=landing.kernel, N=sizes.N, H=sizes.H, HALO=reach.halo,
+        NEAR=reach.near, BSTEP=found.steps[0], QSTEP=found.steps[1], HAS_BASE=base is not None,
+        HAS_GATE=of.gate_out is not None, STATS=stats, ACC=acc(full), BK=BK, BH=power_of_2(side), BO=BO, **constants,
+        **warps(wide_by),
     )  # fmt: skip
     return sums
 
@@ -202,7 +207,7 @@ def _table(
     BO, HW = power_of_2(O, most=16), sizes.H * sizes.W
     reached.table_kernel[(ceil(O, BO), sizes.E)](
         sums, base, *after, table, moments, eps, splits, sizes.B, *found.steps, reach.pivot, E=sizes.E, O=O, HW=HW,
-        HAS_BASE=base is not None, TRAINING=sums is not None, ACC=acc(full), BS=power_of_2(splits),
+        HAS_BASE=base is not None, TRAINING=sums is not None, ACC=acc(full), BS=power_of_2(splits, most=PARTS),
         BQ=power_of_2(HW, most=128), BO=BO, **warps(4),
     )  # fmt: skip
     return table, moments
@@ -329,7 +334,7 @@ def _answers(
     reached.answers_kernel[(E, taps, ceil(O, BO))](
         sums, base, slopes, out, splits, sizes.B, *steps, O=O, KS=reach.landing.kernel if reach.normed else 1,
         H=sizes.H, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None, ACC=acc(slopes.dtype),
-        BS=power_of_2(splits), BQ=power_of_2(HW, most=64), BO=BO, **constants, **warps(4),
+        BS=power_of_2(splits, most=PARTS), BQ=power_of_2(HW, most=64), BO=BO, **constants, **warps(4),
     )  # fmt: skip
     return out
 

@@ -91,6 +91,17 @@ def channel(table, k: tl.constexpr, X: tl.constexpr, at, mask):
 
 
 @triton.jit
+def joined(sums, S, STEP, at, mask, ACC: tl.constexpr, BS: tl.constexpr, BO: tl.constexpr):
+    """Entries (BO,) of S parts, each STEP behind the one before it, added up."""
+    found = tl.zeros((BS, BO), ACC)
+    for s0 in range(0, S, BS):
+        s = s0 + tl.arange(0, BS)
+        part = sums + (s * STEP)[:, None] + at[None, :]
+        found += tl.load(part, mask=(s < S)[:, None] & mask[None, :], other=0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
 def reach_kernel(
     landed, index, slots, gate, base, rows_out, place_out, sums_out, MR, STEP, CHUNK, S, BSTEP, QSTEP, PIVOT,
     E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
@@ -199,11 +210,8 @@ def table_kernel(
                 r = tl.where(mask, r - pivot[None, :], 0.0)
                 first += r
                 second += r * r
-        s = tl.arange(0, BS)
-        part = (s * X)[:, None] + at[None, :]
-        there = (s < S)[:, None] & om[None, :]
-        of_first = tl.sum(tl.load(sums + part, mask=there, other=0), 0) + B * tl.sum(first, 0)
-        of_second = tl.sum(tl.load(sums + S * X + part, mask=there, other=0), 0) + B * tl.sum(second, 0)
+        of_first = joined(sums, S, X, at, om, ACC, BS, BO) + B * tl.sum(first, 0)
+        of_second = joined(sums + S * X, S, X, at, om, ACC, BS, BO) + B * tl.sum(second, 0)
         apart = of_first / (B * HW)
         mean = pivot + apart
         var = tl.maximum(of_second / (B * HW) - apart * apart, 0.0)
@@ -427,10 +435,7 @@ def answers_kernel(
     o = tl.program_id(2) * BO + tl.arange(0, BO)
     om = o < O
     at = e * O + o
-    s = tl.arange(0, BS)
-    there = (s < S)[:, None] & om[None, :]
-    part = sums + ((s * E + e) * (KS * KS) + t)[:, None] * O + o[None, :]
-    total = tl.sum(tl.load(part, mask=there, other=0), 0)
+    total = joined(sums, S, X * KS * KS, (e * (KS * KS) + t) * O + o, om, ACC, BS, BO)
     if not HAS_GATE:
         found = tl.zeros((BQ, BO), ACC)
         share = channel(slopes, 5, X, at, om) / B
