@@ -95,7 +95,10 @@ def on_cpu(tensors):
 
 
 def poison(monkeypatch, *modules):
-    """Fill what these modules of the kernels take of fresh memory with NaN, so that whatever is not written shows."""
+    """Fill what these modules of the kernels take of fresh memory with NaN, so that whatever is not written shows.
+
+    And what is laid out as kernels are.
+    """
     empty, empty_like = torch.empty, torch.empty_like
 
     def filled(tensor):
@@ -113,8 +116,8 @@ def poison(monkeypatch, *modules):
         def empty_like(*like, **options):
             return filled(empty_like(*like, **options))
 
-    for name in modules:
-        monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Torch())
+    for name in ("layouts", *(f"triton.{each}" for each in modules)):
+        monkeypatch.setattr(importlib.import_module(f"moesaic.ops.{name}"), "torch", Torch())
 
 
 _ALLOTTED = re.compile(r"empty_strided_\w+\(\((\d+), (\d+), (\d+), (\d+)\), \((\d+), (\d+), (\d+), (\d+)\)")

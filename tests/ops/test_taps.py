@@ -6,17 +6,19 @@ from torch.func import vmap
 import moesaic
 from moesaic.ops import taps
 from moesaic.ops.dispatch import PatchSpec
+from moesaic.ops.layouts import put_taps_first
 from moesaic.ops.pixels import Pixels
 from moesaic.ops.taps import deviations, land_with_rest
 
 E, O, C, L = 2, 3, 4, 2
 
 
-def weights(kernel, channels_last, seed=0):
+def weights(kernel, lie, seed=0):
     weight = torch.randn(E * O, C, kernel, kernel, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    if channels_last:
+    if lie == "channels last":
         weight = weight.contiguous(memory_format=torch.channels_last)
-    return weight.view(E, O, C, kernel, kernel).requires_grad_()
+    weight = weight.view(E, O, C, kernel, kernel)
+    return (put_taps_first(weight) if lie == "taps first" else weight).requires_grad_()
 
 
 def landing(kernel, on, context, p=2, batch=1):
@@ -32,16 +34,14 @@ def values(kernel_landing):
 
 
 @pytest.mark.parametrize("p", [1, 2])  # few pixels, for which weights are taken as they lie, and many
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("lie", ["contiguous", "channels last", "taps first"])
 @pytest.mark.parametrize("context", ["map", "patch"])
 @pytest.mark.parametrize("on", ["pixels", "map"])
 @pytest.mark.parametrize("kernel", [1, 3])
 @pytest.mark.parametrize("batch", [0, 1])
-def test_sums_and_their_gradients_are_those_of_plain_operations(
-    batch, kernel, on, context, channels_last, p, monkeypatch
-):
+def test_sums_and_their_gradients_are_those_of_plain_operations(batch, kernel, on, context, lie, p, monkeypatch):
     torch.manual_seed(0)
-    at, weight = landing(kernel, on, context, p, batch), weights(kernel, channels_last)
+    at, weight = landing(kernel, on, context, p, batch), weights(kernel, lie)
     value = values(at)
 
     def all_of():
@@ -57,14 +57,15 @@ def test_sums_and_their_gradients_are_those_of_plain_operations(
 
 def test_gradients_and_theirs_are_right_numerically():
     torch.manual_seed(0)
-    at, weight = landing(3, "pixels", "map", p=1), weights(3, channels_last=True)
+    at, weight = landing(3, "pixels", "map", p=1), weights(3, "channels last")
     value = values(at)
     assert gradcheck(lambda v, w: land_with_rest(v, w, at), (value, weight), fast_mode=True)
     assert gradgradcheck(lambda v, w: land_with_rest(v, w, at), (value, weight), fast_mode=True)
 
 
-def test_gradients_of_weights_lie_as_the_weights_do():
-    at, weight = landing(3, "pixels", "map", p=1), weights(3, channels_last=True)
+@pytest.mark.parametrize("lie", ["channels last", "taps first"])
+def test_gradients_of_weights_lie_as_the_weights_do(lie):
+    at, weight = landing(3, "pixels", "map", p=1), weights(3, lie)
     value = values(at)
     assert value.shape[1] < C  # few enough to take weights as they lie
     (gradient,) = torch.autograd.grad(land_with_rest(value, weight, at)[0].sum(), weight)
@@ -73,7 +74,7 @@ def test_gradients_of_weights_lie_as_the_weights_do():
 
 @pytest.mark.parametrize("learns", ["values", "weight"])
 def test_a_gradient_that_nobody_needs_is_not_computed(learns, monkeypatch):
-    at, weight = landing(3, "map", "map"), weights(3, channels_last=False)
+    at, weight = landing(3, "map", "map"), weights(3, "contiguous")
     value = values(at)
     weight.requires_grad_(learns == "weight")
     value.requires_grad_(learns == "values")
@@ -108,7 +109,7 @@ def test_deviations_have_second_derivatives():
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")  # which torch's forward mode uses
 def test_transforms_see_operations_that_they_know():
-    at, weight = landing(3, "pixels", "map"), weights(3, channels_last=False).detach()
+    at, weight = landing(3, "pixels", "map"), weights(3, "contiguous").detach()
     value = values(at).detach()
     several = torch.stack([weight, 2 * weight])
     together = vmap(lambda w: land_with_rest(value, w, at)[0])(several)

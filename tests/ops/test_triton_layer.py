@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import moesaic
 from moesaic.experts import MLPExperts
 from moesaic.ops.dispatch import PatchSpec
+from moesaic.ops.layouts import channels_last, put_taps_first, taps_first
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -25,6 +26,8 @@ from triton_cases import (
     poison,
     run_anywhere,
 )
+
+from moesaic.ops.triton.maps import taps_of, weight_of
 
 
 @pytest.fixture(autouse=True)
@@ -143,25 +146,62 @@ def test_compiled_between_others_a_layer_has_no_copies_of_its_map(on):
             assert strides == [C * H * W, 1, W * C, C]
 
 
+def put_channels_last(kernels):
+    return kernels.movedim(2, 4).contiguous().movedim(4, 2)
+
+
 @pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_kernels_that_lie_channels_last_have_gradients_that_do(compiled, on, monkeypatch):
+@pytest.mark.parametrize("lay", [put_channels_last, put_taps_first])
+@pytest.mark.parametrize("expert_norm", [False, True], ids=["", "norm"])
+def test_kernels_that_lie_otherwise_have_gradients_that_do(expert_norm, lay, compiled, on, monkeypatch):
     device, dtype = on
-    layer = layer_of({"patch_size": 2, "kernel_size": 3}, device, dtype)
-    last = copy.deepcopy(layer).to(memory_format=torch.channels_last)
-    assert not last.experts.weight.is_contiguous()
-    assert not last.router.weight.is_contiguous()
-    call = last
+    options = {"gate": "softmax_all", "gate_on": "input", "expert_norm": expert_norm}
+    layer = layer_of({"patch_size": 2, "kernel_size": 3} | options, device, dtype)
+    other = copy.deepcopy(layer).to(memory_format=torch.channels_last)
+    other.experts.weight.data = lay(other.experts.weight.data)
+    assert (channels_last if lay is put_channels_last else taps_first)(other.experts.weight)
+    assert channels_last(other.router.weight)
+    call = other
     if compiled:
         monkeypatch.undo()
         run_anywhere(monkeypatch)
         torch.compiler.reset()
-        call = torch.compile(last, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
+        call = torch.compile(other, fullgraph=True, backend="aot_eager" if INTERPRETED else "inductor")
     x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    found = results(last, call, "triton", x, device, False)
+    found = results(other, call, "triton", x, device, False)
     assert_same(found, results(layer, layer, "reference", x, device, False))
-    assert found["experts.weight"].stride() == last.experts.weight.stride()
-    assert found["router.weight"].stride() == last.router.weight.stride()
+    assert found["experts.weight"].stride() == other.experts.weight.stride()
+    assert found["router.weight"].stride() == other.router.weight.stride()
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_kernels_with_their_taps_first_are_matrices_already(on):
+    device, dtype = on
+    weight = put_taps_first(torch.randn(3, 2, 4, 3, 3, device=device, dtype=dtype))
+    matrix = taps_of(weight)
+    assert matrix.data_ptr() == weight.data_ptr()
+    assert torch.equal(matrix, taps_of(weight.contiguous()))
+    back = weight_of(matrix, weight)
+    assert back.data_ptr() == weight.data_ptr()
+    assert torch.equal(back, weight)
+
+
+@pytest.mark.gpu
+def test_channels_last_puts_taps_first_on_a_gpu_and_moving_on_keeps_that():
+    layer = layer_of({"patch_size": 2, "kernel_size": 3}, "cpu", torch.float32)
+    weight = layer.experts.weight.detach().clone()
+    layer.to("cuda", memory_format=torch.channels_last)
+    assert taps_first(layer.experts.weight)
+    layer.to(torch.float64)
+    assert taps_first(layer.experts.weight)
+    assert torch.equal(layer.experts.weight.cpu(), weight.double())
+    layer.float().cpu()
+    assert channels_last(layer.experts.weight)
+    assert torch.equal(layer.experts.weight, weight)
+    layer.cuda().to(memory_format=torch.contiguous_format)
+    assert layer.experts.weight.is_contiguous()
+    assert torch.equal(layer.experts.weight.cpu(), weight)
 
 
 @pytest.mark.parametrize("on", [CPU_TYPE, *GPU_TYPES[1:]])

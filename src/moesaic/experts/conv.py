@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from moesaic.checks import at_least_one
 from moesaic.experts.experts import Experts
 from moesaic.ops import ConvWeights, Norm, PatchSpec, run_conv, run_conv_pooled
+from moesaic.ops.layouts import channels_last, put_taps_first, taps_first
 from moesaic.record import Routing
 
 __all__ = ["ConvExperts"]
@@ -66,11 +67,16 @@ class ConvExperts(Experts):
         return run_conv_pooled(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec, after)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> ConvExperts:
-        # model.to(memory_format=channels_last) takes 4-D weights only: show it the convolutions one after another
+        # model.to(memory_format=channels_last) takes 4-D weights only: show it the convolutions one after another.
+        # What it puts in channels_last lies tap by tap on a GPU, whose kernels need not copy that.
         def applied(tensor: Tensor) -> Tensor:
             if tensor.ndim != 5:
                 return fn(tensor)
-            return fn(tensor.flatten(0, 1)).view(tensor.shape)
+            convolutions = tensor.flatten(0, 1)
+            if taps_first(tensor):
+                convolutions = convolutions.contiguous(memory_format=torch.channels_last)
+            found = fn(convolutions).view(tensor.shape)
+            return put_taps_first(found) if found.is_cuda and channels_last(found) else found
 
         super()._apply(applied, *args, **kwargs)
         return self

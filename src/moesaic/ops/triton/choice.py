@@ -24,13 +24,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.ops.layouts import channels_last
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton.launch import (
     INTERPRETED,
     Sizes,
     acc,
     ceil,
-    channels_last,
     fill,
     parts,
     pipeline,

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesaic.ops.layouts import laid_out
 from moesaic.ops.triton import choice, joint
 from moesaic.ops.triton.choice import by_pixel
-from moesaic.ops.triton.launch import Aside, Sizes, as_map, by_row, ceil, dense, laid_out, map_like, wide
+from moesaic.ops.triton.launch import Aside, Sizes, as_map, by_row, ceil, dense, map_like, wide
 from moesaic.ops.triton.maps import Landing, taps_of, weight_of
 from moesaic.ops.triton.norm import norm_gradients
 from moesaic.ops.triton.resting import resting_map

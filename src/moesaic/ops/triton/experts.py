@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from moesaic.ops.layouts import laid_out
 from moesaic.ops.triton import choice, perceptron, pointwise
 from moesaic.ops.triton.choice import by_pixel
 from moesaic.ops.triton.chosen import (
@@ -36,7 +37,7 @@ from moesaic.ops.triton.chosen import (
     map_shapes,
     nothing,
 )
-from moesaic.ops.triton.launch import INTERPRETED, Aside, as_map, by_row, dense, laid_out, map_like, wide
+from moesaic.ops.triton.launch import INTERPRETED, Aside, as_map, by_row, dense, map_like, wide
 from moesaic.ops.triton.maps import Landing, combine, gated_gradients, spread, taps_of, weight_of
 from moesaic.ops.triton.norm import statistics
 from moesaic.ops.triton.resting import resting_gradients

@@ -23,10 +23,8 @@ __all__ = [
     "as_map",
     "by_row",
     "ceil",
-    "channels_last",
     "dense",
     "fill",
-    "laid_out",
     "map_like",
     "parts",
     "pipeline",
@@ -87,17 +85,6 @@ def map_like(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tens
     """Memory for maps (B, channels, H, W) in channels_last, of the size of others."""
     B, _, H, W = x.shape
     return as_map(x.new_empty(B, H, W, channels, dtype=dtype))
-
-
-def channels_last(kernels: Tensor) -> bool:
-    """Whether kernels (…, C, ks, ks) lie in memory with their channels together."""
-    return not kernels.is_contiguous() and kernels.movedim(-3, -1).is_contiguous()
-
-
-def laid_out(kernels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for others, laid out as these kernels are: their gradient need not be copied then."""
-    layout = torch.preserve_format if channels_last(kernels) else torch.contiguous_format
-    return torch.empty_like(kernels, dtype=dtype, memory_format=layout)
 
 
 def fill(programs: int, most: int) -> int:

@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.ops.layouts import channels_last, laid_out, taps_first
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton.launch import (
     Sizes,
     acc,
     ceil,
-    channels_last,
-    laid_out,
     pixel_of_patch,
     power_of_2,
     total,
@@ -393,6 +392,8 @@ def taps_of(weight: Tensor) -> Tensor:
     E, O, C, ks, _ = weight.shape
     if ks == 1:
         return weight.reshape(E, O, C).contiguous()
+    if taps_first(weight):
+        return weight.permute(0, 3, 4, 1, 2).reshape(E, ks * ks * O, C)
     out = torch.empty(E, ks * ks * O, C, dtype=weight.dtype, device=weight.device)
     _transpose(weight if channels_last(weight) else weight.contiguous(), out, back=False)
     return out
@@ -400,8 +401,11 @@ def taps_of(weight: Tensor) -> Tensor:
 
 def weight_of(taps: Tensor, like: Tensor) -> Tensor:
     """And back: (E, ks²·O, C) as (E, O, C, ks, ks), laid out as other kernels are."""
-    if like.shape[3] == 1:
+    E, O, C, ks, _ = like.shape
+    if ks == 1:
         return taps.view(like.shape)
+    if taps_first(like):
+        return taps.view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
     out = laid_out(like, taps.dtype)
     _transpose(out, taps, back=True)
     return out

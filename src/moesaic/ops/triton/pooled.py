@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from moesaic.ops.layouts import laid_out
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton import lines, reached
 from moesaic.ops.triton.chosen import (
@@ -29,7 +30,7 @@ from moesaic.ops.triton.chosen import (
     map_shapes,
     nothing,
 )
-from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, laid_out, parts, power_of_2, warps, wide
+from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
 from moesaic.ops.triton.maps import Landing, landed_patches, whole_blocks
 
 __all__ = ["patch_conv_pooled"]

@@ -27,6 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
+from moesaic.ops.layouts import laid_out
 from moesaic.ops.tiles import tile
 from moesaic.ops.triton.chosen import nothing
 from moesaic.ops.triton.launch import (
@@ -34,7 +35,6 @@ from moesaic.ops.triton.launch import (
     as_map,
     by_row,
     ceil,
-    laid_out,
     map_like,
     parts,
     pipeline,
