@@ -84,32 +84,26 @@ def taps_kernel(
 
 @triton.jit
 def fold_kernel(
-    contributions, out, M1,
-    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr, BH: tl.constexpr, BO: tl.constexpr,
+    contributions, out, PATCHES, M1,
+    O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """What one chosen patch gives to the (p + ks - 1)² positions that it reaches: its contributions, added up."""
-    R: tl.constexpr = KS // 2
-    S: tl.constexpr = P + 2 * R
-    patch = tl.program_id(0)
-    e = tl.program_id(1).to(tl.int64)
-    o = tl.program_id(2) * BO + tl.arange(0, BO)
-    om = o < O
-    hx = tl.arange(0, BH)
-    first = (e * M1 + patch * (P * P)) * (KS * KS * O)
-    to = (e * tl.num_programs(0) + patch) * (S * S * O)
-    for hy in range(S):
-        found = tl.zeros((BH, BO), ACC)
-        for ty in range(KS):
-            ay = hy - 2 * R + ty
-            if (ay >= 0) & (ay < P):
-                for tx in tl.static_range(KS):
-                    ax = hx - 2 * R + tx
-                    at = (ay * P + ax) * (KS * KS * O) + (ty * KS + tx) * O
-                    mask = ((ax >= 0) & (ax < P))[:, None] & om[None, :]
-                    found += tl.load(contributions + first + at[:, None] + o[None, :], mask=mask, other=0).to(ACC)
-        at = (hy * S + hx) * O
-        mask = (hx < S)[:, None] & om[None, :]
-        tl.store(out + to + at[:, None] + o[None, :], found.to(out.dtype.element_ty), mask=mask)
+    """What chosen patches give to one of the (p + ks - 1)² positions that each reaches: contributions, added up."""
+    S: tl.constexpr = P + KS - 1
+    blocks: tl.constexpr = (O + BO - 1) // BO
+    q = tl.program_id(0) // blocks % (S * S)
+    o = tl.program_id(0) % blocks * BO + tl.arange(0, BO)
+    k = tl.program_id(0) // (S * S * blocks) * BK + tl.arange(0, BK)
+    e = tl.program_id(1)
+    mask = (k < PATCHES)[:, None] & (o < O)[None, :]
+    first = contributions + ((e * M1 + k * (P * P)).to(tl.int64) * (KS * KS * O))[:, None] + o[None, :]
+    found = tl.zeros((BK, BO), ACC)
+    for t in tl.static_range(KS * KS):
+        ay = q // S + (t // KS - KS + 1)
+        ax = q % S + (t % KS - KS + 1)
+        inside = (ay >= 0) & (ay < P) & (ax >= 0) & (ax < P)
+        found += tl.load(first + ((ay * P + ax) * (KS * KS) + t) * O, mask=mask & inside, other=0).to(ACC)
+    to = ((e * PATCHES + k).to(tl.int64) * (S * S) + q) * O
+    tl.store(out + to[:, None] + o[None, :], found.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -321,10 +315,12 @@ def landed_patches(contributions: Tensor, sizes: Sizes, kernel: int, O: int) -> 
     reached = sizes.p + kernel - 1
     patches = sizes.B * sizes.L
     out = torch.empty(sizes.E, patches, reached**2, O, dtype=contributions.dtype, device=contributions.device)
-    BO = power_of_2(O, most=128)
-    fold_kernel[(patches, sizes.E, ceil(O, BO))](
-        contributions, out, contributions.shape[1], O=O, P=sizes.p, KS=kernel, ACC=acc(wide(out.dtype)),
-        BH=power_of_2(reached), BO=BO, **warps(2),
+    BO = power_of_2(O, most=32)
+    rule = (power_of_2(patches, most=512 // BO), BO, 4)
+    BK, BO, number = tile("fold", rule, patches, O, kernel, sizes.p, sizes.E, out.element_size())
+    fold_kernel[(ceil(patches, BK) * reached**2 * ceil(O, BO), sizes.E)](
+        contributions, out, patches, contributions.shape[1], O=O, P=sizes.p, KS=kernel, ACC=acc(wide(out.dtype)), BK=BK,
+        BO=BO, **warps(number),
     )  # fmt: skip
     return out
 
