@@ -21,6 +21,8 @@ __all__ = ["ConvExperts"]
 class ConvExperts(Experts):
     """E convolutions with "same" zero padding: ``weight`` (E, O, C, ks, ks), ``bias`` (E, O).
 
+    In channels_last ``weight`` lies in memory channel by channel on a CPU, and on a GPU tap by tap (E, ks, ks, O, C).
+
     >>> experts = ConvExperts(8, 640, 80, kernel_size=3)
     >>> len(experts), tuple(experts.weight.shape)
     (8, (8, 80, 640, 3, 3))
