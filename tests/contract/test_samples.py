@@ -196,9 +196,9 @@ def test_a_sample_that_goes_elsewhere_does_not_matter_even_if_it_is_nan(experts,
 @pytest.mark.parametrize(
     ("kind", "backend", "dtype"),
     [
-        ("patch net", "torch", torch.float32),
+        ("patch net", "torch", torch.float64),  # float32 may differ by more than the tolerance: sums in another order
         ("mlp", "torch", torch.bfloat16),
-        ("linear", "reference", torch.float32),
+        ("linear", "reference", torch.float64),
     ],
 )
 def test_stacked_experts_compile_into_one_graph(kind, backend, dtype):
