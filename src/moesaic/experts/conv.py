@@ -77,8 +77,11 @@ class ConvExperts(Experts):
             convolutions = tensor.flatten(0, 1)
             if taps_first(tensor):
                 convolutions = convolutions.contiguous(memory_format=torch.channels_last)
-            found = fn(convolutions).view(tensor.shape)
-            return put_taps_first(found) if found.is_cuda and channels_last(found) else found
+            moved = fn(convolutions)
+            if moved is convolutions and _on_gpu(tensor):
+                return tensor  # as it is: a CUDA graph may know where
+            found = moved.view(tensor.shape)
+            return put_taps_first(found) if _on_gpu(found) and channels_last(found) else found
 
         super()._apply(applied, *args, **kwargs)
         return self
@@ -88,3 +91,7 @@ class ConvExperts(Experts):
             f"{len(self)} × ({self.in_channels} → {self.out_channels}), kernel_size={self.kernel_size}, "
             f"bias={self.has_bias}"
         )
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda
