@@ -48,6 +48,18 @@ def test_what_was_done_before_counts_for_the_share_and_not_for_the_rate():
     assert file.getvalue() == "cell: 60 %, 10 trial-epochs/s, 40 s left\n"
 
 
+def test_what_is_skipped_counts_for_the_share_and_not_for_the_rate():
+    progress, clock, file = lines()
+    progress.begin("compare", total=2000)
+    progress.begin("network", total=1000)
+    progress.skip(500)
+    clock.now = 10.0
+    progress.advance(100)
+    assert file.getvalue() == (
+        "compare: 30 %, 10 trial-epochs/s, 2 min left; network: 60 %, 10 trial-epochs/s, 40 s left\n"
+    )
+
+
 def test_what_advances_a_cell_advances_the_run_around_it():
     progress, clock, file = lines()
     progress.begin("figure 4", total=400)
@@ -96,6 +108,8 @@ def test_bars_show_name_share_and_note_and_leave_when_done():
         progress.display.refresh()
         assert "everything [x]" in file.getvalue()
         assert "50%" in file.getvalue()
+        progress.skip(40)
+        assert [task.completed for task in progress.display.tasks] == [70, 90]
         assert "trial 3" in file.getvalue()
         progress.log("a message")
         progress.end()
@@ -110,5 +124,6 @@ def test_both_are_what_training_reports_to():
     for watcher in watchers:
         watcher.begin("nothing to do", total=0)
         watcher.advance(0)
+        watcher.skip(0)
         watcher.end()
         watcher.end()  # one too many does no harm

@@ -96,6 +96,7 @@ class Notes:
 
     def __init__(self, patience: int | None = None) -> None:
         self.advanced = 0
+        self.skipped = 0
         self.calls = 0
         self.notes: list[str] = []
         self.logged: list[str] = []
@@ -111,6 +112,10 @@ class Notes:
         self.calls += 1
         if self.patience is not None and self.calls > self.patience:
             raise KeyboardInterrupt
+
+    def skip(self, amount: int) -> None:
+        self.skipped += amount
+        self.advance(amount)
 
     def log(self, message: str) -> None:
         self.logged.append(message)

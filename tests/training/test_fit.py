@@ -134,6 +134,7 @@ def test_it_stops_when_every_image_was_right_as_it_was_trained_on():
     assert all(epoch.train_accuracy < 100 for epoch in found.epochs[:-1])
     assert found.epochs[-1].test_accuracy is not None
     assert notes.advanced == 60, "what is left counts as done"
+    assert notes.skipped == 60 - len(found.epochs), "but is no work"
 
 
 def test_progress_is_told_of_loss_accuracies_and_speed(monkeypatch):
@@ -307,7 +308,7 @@ def test_a_complete_run_is_not_done_again(tmp_path):
     assert same(model, again)
     assert not model.training
     assert not again.training
-    assert notes.advanced == 3
+    assert notes.advanced == notes.skipped == 3
 
 
 def test_a_folder_of_another_run_says_which_settings_differ(tmp_path):

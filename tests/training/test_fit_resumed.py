@@ -65,6 +65,15 @@ def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, make
     ).read_bytes()
 
 
+def test_epochs_that_were_trained_before_count_as_done_and_not_as_work(tmp_path, often):
+    with pytest.raises(KeyboardInterrupt):
+        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(9), checkpoint_seconds=0)
+    notes = Notes()
+    found = fit(routed(), TASK, LONG, out=tmp_path, progress=notes, checkpoint_seconds=0)
+    assert notes.skipped == 1
+    assert notes.advanced == len(found.epochs)
+
+
 def test_how_often_checkpoints_are_written_changes_nothing(tmp_path):
     often, rarely, never = routed(), routed(), routed()
     fit(often, TASK, LONG, out=tmp_path / "often", checkpoint_seconds=0)

@@ -74,6 +74,10 @@ class Bars:
         if self._open and note:
             self.display.update(self._open[-1], note=note)
 
+    def skip(self, amount: int) -> None:
+        for task in self.display.tasks:  # all that are open; `advance` would take it for work
+            task.completed += amount
+
     def end(self) -> None:
         if self._open:
             self.display.remove_task(self._open.pop())
@@ -88,7 +92,7 @@ class _Piece:
     total: int
     done: int
     already: int
-    """Of ``done``, what was there when it began: it counts for the share, not for the rate."""
+    """Of ``done``, what was there when it began or was skipped: it counts for the share, not for the rate."""
     since: float
 
 
@@ -111,6 +115,11 @@ class Lines:
         if self._open and now - self._last >= _EVERY:
             self._last = now
             self.log("; ".join(_line(piece, now) for piece in self._open) + (f"; {note}" if note else ""))
+
+    def skip(self, amount: int) -> None:
+        for piece in self._open:
+            piece.done += amount
+            piece.already += amount
 
     def end(self) -> None:
         if self._open:

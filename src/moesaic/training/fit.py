@@ -108,7 +108,7 @@ def fit(
         if folder is not None and complete is not None:
             load_weights(folder.network, model)
             model.eval()
-            progress.advance(recipe.epochs)
+            progress.skip(recipe.epochs)
             return Fit.from_json(complete)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _told(trackers, config):
             torch.manual_seed(generator_seed(seed, "fit"))

@@ -18,6 +18,10 @@ class Progress(Protocol):
         """So many more are done."""
         ...
 
+    def skip(self, amount: int) -> None:
+        """So many more need not be done, or were done before: they count for the share, and not for the rate."""
+        ...
+
     def end(self) -> None:
         """The piece of work is complete."""
         ...
@@ -34,6 +38,9 @@ class Silent:
         """Nothing."""
 
     def advance(self, amount: int, note: str = "") -> None:
+        """Nothing."""
+
+    def skip(self, amount: int) -> None:
         """Nothing."""
 
     def end(self) -> None:

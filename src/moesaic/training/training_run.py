@@ -106,7 +106,7 @@ class TrainingRun:
         """Train to the end."""
         try:
             self._resume()
-            self.progress.advance(len(self.epochs))
+            self.progress.skip(len(self.epochs))
             right = None
             while not self._ended():
                 right = self._epoch()
@@ -153,7 +153,7 @@ class TrainingRun:
         self.right.zero_()
         self._tell(epoch)
         if self._ended():
-            self.progress.advance(self.recipe.epochs - epoch.number)
+            self.progress.skip(self.recipe.epochs - epoch.number)
         elif epoch.number == 1 or self._due():
             self._keep()
         return right
