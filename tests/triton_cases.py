@@ -26,11 +26,13 @@ __all__ = [
     "Named",
     "assert_captured",
     "assert_near",
+    "in_float64",
     "maps_made",
     "numbers",
     "on_cpu",
     "poison",
     "run_anywhere",
+    "with_gradients",
 ]
 
 GPU_TYPES = [
@@ -87,6 +89,19 @@ def numbers(*shape, seed, device, dtype, scale=1.0):
     """Random numbers that the dtype holds exactly."""
     g = torch.Generator().manual_seed(seed)
     return (torch.randn(*shape, generator=g, dtype=torch.float64) * scale).to(device=device, dtype=dtype)
+
+
+def with_gradients(function, *leaves):
+    """What a function makes of leaves, and the gradient of each, given that of the result, which is the last."""
+    *leaves, grad = leaves
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def in_float64(function, *leaves):
+    """The same on a CPU."""
+    *leaves, grad = [each.detach().cpu().double() for each in leaves]
+    return with_gradients(function, *(each.requires_grad_() for each in leaves), grad)
 
 
 def on_cpu(tensors):

@@ -11,7 +11,18 @@ from moesaic.ops.thin import fits_thin_add, plus_thin_conv2d
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
-from triton_cases import GPU_TYPES, ONE_TYPE, TYPES, assert_captured, assert_near, numbers, poison, run_anywhere
+from triton_cases import (
+    GPU_TYPES,
+    ONE_TYPE,
+    TYPES,
+    assert_captured,
+    assert_near,
+    in_float64,
+    numbers,
+    poison,
+    run_anywhere,
+    with_gradients,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -46,16 +57,6 @@ def added(y, x, weight):
     return y + F.conv2d(x, weight)
 
 
-def gradients(add, y, x, weight, grad):
-    out = add(y, x, weight)
-    return out.detach(), *torch.autograd.grad(out, (y, x, weight), grad)
-
-
-def exact(*leaves):
-    *leaves, grad = [each.detach().cpu().double() for each in leaves]
-    return gradients(added, *(each.requires_grad_() for each in leaves), grad)
-
-
 CASES = [
     (1, 1, 16, 5, 3),
     (3, 3, 48, 7, 13),
@@ -72,11 +73,11 @@ CASES = [
 def test_as_torch(shape, where, asked):
     dtype = where[1]
     leaves = make(*shape, *where)
-    found = gradients(plus_thin_conv2d, *leaves)
+    found = with_gradients(plus_thin_conv2d, *leaves)
     assert len(asked) == 1
     assert all(each.dtype == dtype for each in found)
     assert all(each.is_contiguous(memory_format=torch.channels_last) for each in found[:3])
-    assert_near(found, exact(*leaves), dtype)
+    assert_near(found, in_float64(added, *leaves), dtype)
 
 
 @pytest.mark.parametrize("where", TYPES)
@@ -89,7 +90,7 @@ def test_other_tiles(forward, back, where, monkeypatch):
     chosen = {"thin_add": forward, "thin_add_back": back}
     monkeypatch.setattr(shortcut, "tile", lambda kernel, rule, *sizes: chosen.get(kernel, rule))
     leaves = make(2, 16, 160, 10, 9, *where)
-    assert_near(gradients(plus_thin_conv2d, *leaves), exact(*leaves), where[1])
+    assert_near(with_gradients(plus_thin_conv2d, *leaves), in_float64(added, *leaves), where[1])
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
@@ -110,16 +111,16 @@ def test_gradients_of_weights_have_their_layout(layout, where):
         weight = weight.detach().to(memory_format=torch.channels_last)
     if layout == "transposed":
         weight = weight.detach().transpose(0, 1).contiguous().transpose(0, 1)
-    found = gradients(plus_thin_conv2d, y, x, weight.detach().requires_grad_(), grad)
+    found = with_gradients(plus_thin_conv2d, y, x, weight.detach().requires_grad_(), grad)
     assert found[3].stride() == ((4, 1, 1, 1) if layout == "transposed" else weight.stride())
-    assert_near(found, exact(y, x, weight, grad), where[1])
+    assert_near(found, in_float64(added, y, x, weight, grad), where[1])
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_only_the_gradient_that_is_asked_for(which, where):
     *leaves, grad = make(1, 3, 16, 4, 4, *where)
-    expected = gradients(plus_thin_conv2d, *leaves, grad)[1 + which]
+    expected = with_gradients(plus_thin_conv2d, *leaves, grad)[1 + which]
     alone = [leaf.detach().requires_grad_(i == which) for i, leaf in enumerate(leaves)]
     (found,) = torch.autograd.grad(plus_thin_conv2d(*alone), alone[which], grad)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
@@ -155,10 +156,10 @@ def test_compiled_and_captured(where):
     leaves = make(4, 16, 160, 32, 32, *where)
     torch.compiler.reset()
     compiled = torch.compile(plus_thin_conv2d, fullgraph=True)
-    expected = gradients(plus_thin_conv2d, *leaves)
-    for mine, theirs in zip(gradients(compiled, *leaves), expected, strict=True):
+    expected = with_gradients(plus_thin_conv2d, *leaves)
+    for mine, theirs in zip(with_gradients(compiled, *leaves), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-    assert_captured(lambda: gradients(plus_thin_conv2d, *leaves), leaves[1].data, rtol=0, atol=0)
+    assert_captured(lambda: with_gradients(plus_thin_conv2d, *leaves), leaves[1].data, rtol=0, atol=0)
 
 
 def test_tiles_to_time_are_ones_that_fit():

@@ -17,10 +17,12 @@ from triton_cases import (
     TYPES,
     assert_captured,
     assert_near,
+    in_float64,
     maps_made,
     numbers,
     poison,
     run_anywhere,
+    with_gradients,
 )
 
 
@@ -41,16 +43,8 @@ def make(B, C, O, H, W, device, dtype, last=True):
     return x.requires_grad_(), weight.requires_grad_(), grad
 
 
-def gradients(conv, x, weight, grad):
-    y = conv(x, weight)
-    return y.detach(), *torch.autograd.grad(y, (x, weight), grad)
-
-
-def exact(x, weight, grad):
-    leaves = [each.detach().cpu().double() for each in (x, weight, grad)]
-    leaves[0].requires_grad_()
-    leaves[1].requires_grad_()
-    return gradients(lambda x, weight: F.conv2d(x, weight, padding=1), *leaves)
+def convolved(x, weight):
+    return F.conv2d(x, weight, padding=1)
 
 
 CASES = [
@@ -70,10 +64,10 @@ CASES = [
 def test_as_torch(shape, where):
     device, dtype = where
     leaves = make(*shape, device, dtype)
-    found = gradients(thin_conv2d, *leaves)
+    found = with_gradients(thin_conv2d, *leaves)
     assert found[0].dtype == dtype
     assert found[0].is_contiguous(memory_format=torch.channels_last)
-    assert_near(found, exact(*leaves), dtype)
+    assert_near(found, in_float64(convolved, *leaves), dtype)
 
 
 @pytest.mark.parametrize("where", TYPES)
@@ -92,16 +86,16 @@ def test_other_tiles(forward, weights, where, monkeypatch):
 
     monkeypatch.setattr(kernels, "tile", lambda kernel, rule, *sizes: chosen.get(kernel, rule))
     leaves = make(2, 16, 160, 10, 9, device, dtype)
-    assert_near(gradients(thin_conv2d, *leaves), exact(*leaves), dtype)
+    assert_near(with_gradients(thin_conv2d, *leaves), in_float64(convolved, *leaves), dtype)
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
 def test_weights_as_torch_makes_them(where):
     """Not channels_last; their gradient has their layout."""
     leaves = make(1, 16, 32, 5, 6, *where, last=False)
-    found = gradients(thin_conv2d, *leaves)
+    found = with_gradients(thin_conv2d, *leaves)
     assert found[2].is_contiguous()
-    assert_near(found, exact(*leaves), where[1])
+    assert_near(found, in_float64(convolved, *leaves), where[1])
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
@@ -109,13 +103,13 @@ def test_only_the_gradient_that_is_asked_for(where):
     x, weight, grad = make(1, 3, 16, 4, 4, *where)
     y = thin_conv2d(x.detach(), weight)
     (alone,) = torch.autograd.grad(y, weight, grad)
-    torch.testing.assert_close(alone, gradients(thin_conv2d, x, weight, grad)[2], rtol=0, atol=0)
+    torch.testing.assert_close(alone, with_gradients(thin_conv2d, x, weight, grad)[2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(1, 17, 16, 4, 4), (1, 4, 20, 4, 4), (0, 4, 16, 4, 4)], ids=str)
 def test_other_shapes_are_torchs(shape):
     x, weight, _ = make(*shape, "cpu", torch.float32)
-    torch.testing.assert_close(thin_conv2d(x, weight), F.conv2d(x, weight, padding=1), rtol=0, atol=0)
+    torch.testing.assert_close(thin_conv2d(x, weight), convolved(x, weight), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
@@ -131,10 +125,10 @@ def test_its_operation_is_one(where):
 def test_compiled_and_captured(where):
     x, weight, grad = make(4, 16, 160, 32, 32, *where)
     compiled = torch.compile(thin_conv2d, fullgraph=True)
-    expected = gradients(thin_conv2d, x, weight, grad)
-    for mine, theirs in zip(gradients(compiled, x, weight, grad), expected, strict=True):
+    expected = with_gradients(thin_conv2d, x, weight, grad)
+    for mine, theirs in zip(with_gradients(compiled, x, weight, grad), expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
-    assert_captured(lambda: gradients(thin_conv2d, x, weight, grad), x.data, rtol=0, atol=0)
+    assert_captured(lambda: with_gradients(thin_conv2d, x, weight, grad), x.data, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)

@@ -145,7 +145,7 @@ class ZipShelf:
                 return _content(file.read(_MOST_BYTES + 1))
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as fault:
             raise UnreadableFile(f"is damaged in the archive ({fault})") from fault
-        except (RuntimeError, NotImplementedError) as fault:
+        except RuntimeError as fault:  # zipfile says so of encrypted members, and of unknown ways to pack
             raise UnreadableFile("is encrypted, or packed in a way that cannot be read") from fault
 
     def __enter__(self) -> Self:
