@@ -114,6 +114,15 @@ def test_an_encrypted_file_is_told(tmp_path):
         shelf.read("1.jpg")
 
 
+def test_a_file_that_is_packed_in_an_unknown_way_is_told(tmp_path):
+    path = a_zip(tmp_path / "some.zip", {"1.jpg": b"content"})
+    content = bytearray(path.read_bytes())
+    content[8] = content[content.index(b"PK\x01\x02") + 10] = 77  # how it is packed, likewise twice
+    path.write_bytes(content)
+    with open_shelf(path) as shelf, pytest.raises(UnreadableFile, match="packed in a way that cannot be read"):
+        shelf.read("1.jpg")
+
+
 def test_files_that_are_far_too_large_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(shelves, "_MOST_BYTES", 1 << 20)
     large = {"1.jpg": bytes((1 << 20) + 1)}
