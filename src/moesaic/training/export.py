@@ -125,7 +125,11 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
 
 
 def load_exported(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The network of a .pt2 file, and its metadata."""
+    """The network of a .pt2 file, and its metadata.
+
+    Only of a file that you trust: torch unpickles parts of it, and a pickle can run anything. Checkpoints and
+    safetensors have none.
+    """
     extra = {_METADATA: ""}
     with _quiet():
         program = torch.export.load(str(path), extra_files=extra)
