@@ -19,8 +19,9 @@ is faster end to end) and ours take turns of one image, the clock is read betwee
 layers are scaled by one factor, so that with what comes before, between and behind them they add up to what that
 network takes end to end in the same turns without a clock. Scaled or not, both are treated alike.
 
-On a GPU a batch of 256 in blocks of 64, where nothing is left out (`moesaic.ops.skipping` says why). ``--prices``
-measures what `moesaic.ops.narrow_conv.PRICES` says of a CPU.
+On a GPU a batch of 256 in blocks of 64, where nothing is left out (`moesaic.ops.channel.open_channels` says why).
+``--prices``
+measures what `moesaic.ops.channel.narrow_conv.PRICES` says of a CPU.
 """
 
 import argparse
@@ -40,11 +41,11 @@ from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import moesaic
 from moesaic.layers import channel_chain
-from moesaic.models.deepmoe import DeepMoE, deepmoe
+from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.models.vgg import VGG16
-from moesaic.ops.block_products import BlockMap
-from moesaic.ops.folded import SmallConvs
-from moesaic.ops.narrow_conv import PRICES, Channels, narrow_conv
+from moesaic.ops.channel.block_gemm import BlockMap
+from moesaic.ops.channel.bn_folding import SmallConvs
+from moesaic.ops.channel.narrow_conv import PRICES, Channels, narrow_conv
 
 CLASSES, SIZE, IMAGES = 10, 32, 24
 TURNS = {"one": 1, "six": 6}

@@ -31,8 +31,8 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from moesaic.data.image_sets import load_images
-from moesaic.data.image_tasks import Augment, ImageTask
+from moesaic.data.datasets import Augment, ImageTask
+from moesaic.data.load import load_images
 from moesaic.training.batches import varied_batches
 
 SIZE, BATCH, WIDTH, HEIGHT = 64, 128, 178, 218

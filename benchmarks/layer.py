@@ -45,10 +45,10 @@ import torch
 import torch._inductor.config
 from measure import RESULTS, machine, show, write
 
-from moesaic.insight.layer_check import TOLERANCE, layer_errors
-from moesaic.insight.layer_speed import LayerTimes, Pass, fastest_dense, layer_times, picked, run_once
-from moesaic.insight.routed_shape import Form, RoutedShape, dense_work, routed_work
-from moesaic.insight.timing import Ceilings, ceilings
+from moesaic.bench.layer_benchmark import LayerTimes, Pass, fastest_dense, layer_times, picked, run_once
+from moesaic.bench.layer_check import TOLERANCE, layer_errors
+from moesaic.bench.layer_shape import Form, RoutedShape, dense_work, routed_work
+from moesaic.bench.timing import Ceilings, ceilings
 
 PASSES: tuple[Pass, ...] = ("forward", "step")
 FORMS = {

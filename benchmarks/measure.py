@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from moesaic.insight.timing import Timing, captured, in_turns, quartiles, synchronize
+from moesaic.bench.timing import Timing, captured, in_turns, quartiles, synchronize
 
 __all__ = ["RESULTS", "Timing", "captured", "in_turns", "machine", "quartiles", "show", "synchronize", "write"]
 

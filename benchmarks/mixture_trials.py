@@ -25,10 +25,11 @@ from measure import Timing, quartiles, synchronize
 from released_moe import MaskedMixture, Training
 from torch import Tensor
 
-from moesaic import draws
-from moesaic.data import ClusterPatches
-from moesaic.models import Mixture, Mixtures
-from moesaic.training import MixtureSchedule, Silent, train_mixtures
+from moesaic import keyed_random
+from moesaic.papers.chen2022.cluster_data import ClusterPatches
+from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
+from moesaic.papers.chen2022.trial_training import MixtureSchedule, train_mixtures
+from moesaic.training import Silent
 
 SOURCE, MODEL, RATES = ClusterPatches.setting(1), Mixture.of("released"), MixtureSchedule.of("released")
 SAMPLES, SEEDS = 16_000, 10
@@ -42,14 +43,14 @@ def schedule(steps: int) -> MixtureSchedule:
 
 def largest_difference(samples: int = 2000, steps: int = 8) -> float:
     """Of the weights of two networks trained by both, from the same weights and with the same noise."""
-    keys = draws.keys(0, range(2))
+    keys = keyed_random.keys(0, range(2))
     trained = train_mixtures(
         MODEL, SOURCE, trials=range(2), samples=samples, schedule=schedule(steps), dtype=torch.float64
     )
     worst = 0.0
     for trial, training in enumerate(peers(keys, samples, torch.float64)):
         for step in range(steps):
-            training.step(draws.coarse(keys[trial : trial + 1], step, MODEL.experts, samples)[0].T.double())
+            training.step(keyed_random.coarse(keys[trial : trial + 1], step, MODEL.experts, samples)[0].T.double())
         ours = (trained.mixtures.weights, trained.mixtures.bias, trained.mixtures.router)
         for mine, theirs in zip(ours, training.model.weights(), strict=True):
             assert mine is not None
@@ -136,7 +137,7 @@ def compare(device: str, samples: int, seeds: int, steps: int, rounds: int) -> d
     if difference > TOLERANCE:
         raise SystemExit(f"the two do not compute the same: weights differ by {difference:.1e} of the largest")
     cores = torch.get_num_threads()
-    trainings = peers(draws.keys(0, range(seeds)), samples)
+    trainings = peers(keyed_random.keys(0, range(seeds)), samples)
     for training in trainings:
         training.model.to(device)
         training.x, training.labels = training.x.to(device), training.labels.to(device)

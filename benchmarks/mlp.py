@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moesaic
+from moesaic.bench.layer_check import poison
+from moesaic.bench.timing import ceilings, peak_memory
 from moesaic.experts import MLPExperts
-from moesaic.insight.layer_check import poison
-from moesaic.insight.timing import ceilings, peak_memory
 from moesaic.ops import select_backend
 
 MEBIBYTE = 2**20

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.models import Mixtures
+from moesaic.papers.chen2022.mixture_networks import Mixtures
 
 
 class Expert(nn.Module):

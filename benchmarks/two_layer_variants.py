@@ -13,10 +13,10 @@ from pathlib import Path
 
 from measure import machine, show, write
 
-from moesaic import draws
-from moesaic.data import DigitPatches
-from moesaic.models import TwoLayer
-from moesaic.training import Schedule, accuracy, train_trials
+from moesaic import keyed_random
+from moesaic.papers.chowdhury2023.digit_patches import DigitPatches
+from moesaic.papers.chowdhury2023.trial_training import Schedule, accuracy, train_trials
+from moesaic.papers.chowdhury2023.two_layer import TwoLayer
 
 SEED, VALIDATION_SEED, VALIDATION_SAMPLES = 100, 777, 1000
 
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/two-layer-variants.json")
     arguments = parser.parse_args()
     source, trials = DigitPatches(arguments.data_dir), range(arguments.trials)
-    validation_keys = draws.keys(VALIDATION_SEED, trials, arguments.device)
+    validation_keys = keyed_random.keys(VALIDATION_SEED, trials, arguments.device)
     validation = source.draw(validation_keys, VALIDATION_SAMPLES, "train")
     rows: list[dict[str, float | str]] = []
     for name, (model, schedule) in VARIANTS.items():

@@ -34,9 +34,9 @@ from measure import machine, show, write
 from torch import nn
 
 from moesaic.data import load_images
-from moesaic.data.image_tasks import ImageTask
+from moesaic.data.datasets import ImageTask
+from moesaic.intervals import mean
 from moesaic.models import WideResNetPMoE, create_model
-from moesaic.statistics import mean
 from moesaic.training import Recipe, fit
 
 SEED = 500

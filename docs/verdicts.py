@@ -10,8 +10,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from moesaic.ledger import read_charts, read_findings, write_charts, write_findings
-from moesaic.report import figure_name, markdown_table
+from moesaic.papers.engine.claims_markdown import markdown_table
+from moesaic.papers.engine.findings import read_findings, write_findings
+from moesaic.report import figure_name
+from moesaic.report.chart import read_charts, write_charts
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "papers"

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
-from moesaic.data import DigitMosaics, digit_mosaics
 from moesaic.insight import agreement, overlay
+from moesaic.papers.chowdhury2023.digit_mosaics import DigitMosaics, digit_mosaics
 
 EXPERTS = 4
 

@@ -4,6 +4,7 @@ import os
 
 import hypothesis
 import torch
+from mnist_files import mlxtends_digits, mnist, own_mnist  # noqa: F401  fixtures
 
 os.environ.setdefault("MPLBACKEND", "agg")  # no test opens a window
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moesaic
 from moesaic import ops
 from moesaic.experts import MLPExperts
-from moesaic.record import NOBODY
+from moesaic.routing_record import NOBODY
 
 BACKENDS = [name for name in ops.backends() if name != "triton"]  # that one runs patches on GPUs alone
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, record_routing
 from moesaic.ops import backend
-from moesaic.record import Routing
 from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
+from moesaic.routing_record import Routing
 
 if TYPE_CHECKING:
     from moesaic.models import convert, create_model, list_models, register_with_timm

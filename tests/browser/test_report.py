@@ -7,8 +7,8 @@ import subprocess
 import pytest
 from report.example_run import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS
 
-from moesaic.ledger import Source
-from moesaic.report import write_report
+from moesaic.papers.engine.findings import Source
+from moesaic.papers.engine.report import write_report
 
 ALL_CHARTS, ALL_FINDINGS = CHARTS + SECOND_CHARTS, FINDINGS + SECOND_FINDINGS
 LEGENDS = 2

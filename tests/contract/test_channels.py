@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops import channels, narrow_conv, skipping
+from moesaic.ops.channel import gated_conv, narrow_conv, open_channels
 from moesaic.routing.channel_gate import ChannelGate
 
 FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)
@@ -88,7 +88,7 @@ def build(
     gate_out, gate_in = routing(gates_out, channels_out, layer.block), None
     if gates_in is not None:
         gate_in = routing(gates_in, channels_in, layer.block_in)
-        x = x * channels.open_channels(gate_in, channels_in, layer.block_in)[:, :, None, None]
+        x = x * gated_conv.open_channels(gate_in, channels_in, layer.block_in)[:, :, None, None]
     return Case(layer, x, gate_out, gate_in)
 
 
@@ -246,10 +246,10 @@ def groups(case: Case) -> list[Any]:
     layer = case.layer
     opened_in = torch.ones(len(case.x), layer.in_channels, dtype=torch.bool)
     if case.gate_in is not None:
-        opened_in = channels.open_channels(case.gate_in, layer.in_channels, layer.block_in)
-    opened = channels.open_channels(case.gate_out, layer.out_channels, layer.block)
+        opened_in = gated_conv.open_channels(case.gate_in, layer.in_channels, layer.block_in)
+    opened = gated_conv.open_channels(case.gate_out, layer.out_channels, layer.block)
     rows, columns = layer.map_size(*case.x.shape[2:])
-    return skipping._groups(layer.weights(), opened.numpy(), opened_in.numpy(), rows * columns)
+    return open_channels._groups(layer.weights(), opened.numpy(), opened_in.numpy(), rows * columns)
 
 
 def test_samples_that_open_the_same_channels_run_together(monkeypatch):

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
 from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts
-from moesaic.experts.samples import SampleActivation
+from moesaic.experts.sample_experts import SampleActivation
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.routing import SampleRouter
 

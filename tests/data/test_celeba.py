@@ -21,7 +21,7 @@ from moesaic.data.celeba import (
     smiling,
     spurious,
 )
-from moesaic.data.store import Cache
+from moesaic.data.decoded_cache import Cache
 
 NAMES = ("Bald", "Black_Hair", "Blond_Hair", "Eyeglasses", "Smiling")
 PARTS = {"train": 0, "valid": 1, "test": 2}

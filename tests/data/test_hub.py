@@ -12,9 +12,9 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
+from moesaic.data.decoded_cache import Cache
 from moesaic.data.hub import hub_parts, open_hub
-from moesaic.data.image_sets import load_images
-from moesaic.data.store import Cache
+from moesaic.data.load import load_images
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from moesaic.insight.class_routing import class_routing, information
 from moesaic.insight.explain import Look, Score, explain, look
 from moesaic.insight.receptive_field import receptive_field
 from moesaic.models.convert import ChannelsLastPatchMoE
-from moesaic.record import NOBODY, Routing
 from moesaic.routing import SoftRouter, TokenChoice
+from moesaic.routing_record import NOBODY, Routing
 
 
 def by_hand(index_BEL: Tensor, units: int = 4, scores: Tensor | None = None) -> Routing:

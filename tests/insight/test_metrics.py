@@ -21,7 +21,7 @@ from moesaic.insight import (
     summary,
     utilisation,
 )
-from moesaic.record import NOBODY, Chooser, Routing
+from moesaic.routing_record import NOBODY, Chooser, Routing
 
 CHOOSERS: tuple[Chooser, ...] = ("expert", "unit", "soft")
 

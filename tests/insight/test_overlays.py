@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from moesaic.insight import overlay
-from moesaic.record import NOBODY, Routing
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
+from moesaic.routing_record import NOBODY, Routing
 
 
 def expert_choice(batch: int = 1, experts: int = 3, patches: int = 2, grid: tuple[int, int] = (2, 3)) -> Routing:

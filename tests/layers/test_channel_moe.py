@@ -5,8 +5,8 @@ from torch import nn
 import moesaic
 from moesaic import insight
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.record import Routing
 from moesaic.routing.channel_gate import ChannelGate
+from moesaic.routing_record import Routing
 
 
 class TwoLayers(nn.Module):

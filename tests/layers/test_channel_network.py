@@ -11,7 +11,7 @@ import moesaic
 from moesaic.layers.channel_chain import Chain
 from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.layers.channel_network import GatedLayers
-from moesaic.ops import narrow_conv
+from moesaic.ops.channel import narrow_conv
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.channel_heads import ChannelHeads
 

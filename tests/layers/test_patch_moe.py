@@ -8,7 +8,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 import moesaic
 from moesaic.experts import ConvExperts, MLPExperts
-from moesaic.ops.layouts import taps_first
+from moesaic.ops.weight_layout import taps_first
 
 LAYER = {"experts": 4, "patches_per_expert": 2, "patch_size": 2}
 
@@ -121,7 +121,7 @@ def test_a_model_moves_to_channels_last_and_back_with_its_numbers():
 
 
 def test_where_kernels_lie_tap_by_tap_they_stay_so_and_in_their_place(monkeypatch):
-    monkeypatch.setattr("moesaic.experts.conv._on_gpu", lambda tensor: True)
+    monkeypatch.setattr("moesaic.experts.conv_experts._on_gpu", lambda tensor: True)
     layer = moesaic.PatchMoE(3, 8, **LAYER, kernel_size=3)
     before, x = copy.deepcopy(layer), torch.randn(2, 3, 6, 6)
     model = torch.nn.Sequential(layer).to(memory_format=torch.channels_last)

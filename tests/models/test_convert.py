@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from moesaic import PatchMoE, record_routing
-from moesaic.models.cifar import ResNet18
+from moesaic.models.cifar_networks import ResNet18
 from moesaic.models.convert import ChannelsLastPatchMoE, EvenChoice, conversions_of, convert
-from moesaic.models.convertible import convertible
-from moesaic.models.count import count
+from moesaic.models.convert_candidates import convertible
+from moesaic.models.counting import count
 from moesaic.models.registry import ModelSpec, create_model
 
 

@@ -13,16 +13,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
 from moesaic.layers import ChannelMoE
-from moesaic.models.cifar import MobileNetV2
-from moesaic.models.conv_chain import conv_chain, links_to_gate
-from moesaic.models.count import count
-from moesaic.models.deepmoe import DeepMoE, deepmoe
-from moesaic.models.embedding_network import EmbeddingNetwork
-from moesaic.models.gated_conv import ReadingConv
+from moesaic.models.channel_graph import conv_chain, links_to_gate
+from moesaic.models.cifar_networks import MobileNetV2
+from moesaic.models.counting import count
+from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
+from moesaic.models.deepmoe.gated_conv import ReadingConv
+from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
-from moesaic.models.wide_resnet import WideResNet
-from moesaic.ops.narrow_conv import PRICES, Prices
+from moesaic.models.wide_resnet.network import WideResNet
+from moesaic.ops.channel.narrow_conv import PRICES, Prices
 
 CLASSES = 6
 FREE = Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)

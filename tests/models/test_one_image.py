@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import moesaic
-from moesaic.models import ResNet, deepmoe
-from moesaic.models.deepmoe import DeepMoE
+from moesaic.models import ResNet
+from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.models.vgg import VGG16
 
 KINDS = {

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from moesaic.models.deepmoe import DeepMoE
+from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec, create_model, list_models
 
 SMALL = [name for name in list_models() if not name.endswith(("_10", "_10_pmoe", "_8", "_8_pmoe"))]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.models.cifar import cifar_network
-from moesaic.models.count import count
+from moesaic.models.cifar_networks import cifar_network
+from moesaic.models.counting import count
 from moesaic.models.resnet import ResNet, widened
 
 

@@ -14,8 +14,8 @@ from torch import nn
 from moesaic import PatchMoE
 from moesaic.models import timm_registry
 from moesaic.models.convert import ChannelsLastPatchMoE, conversions_of, convert
-from moesaic.models.convertible import convertible
-from moesaic.models.count import count
+from moesaic.models.convert_candidates import convertible
+from moesaic.models.counting import count
 from moesaic.models.registry import ModelSpec, create_model, list_models
 from moesaic.models.timm_registry import register_with_timm, timm_model
 

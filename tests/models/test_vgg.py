@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.models.count import count
+from moesaic.models.counting import count
 from moesaic.models.vgg import VGG16
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs, conv_parameters
 

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moesaic.experts import ConvExperts
-from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
+from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 
 FIDELITIES = ("best", "print", "released")
 

@@ -16,7 +16,7 @@ import moesaic
 from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec
 from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.triton_backend import TritonBackend
-from moesaic.record import NOBODY, Routing
+from moesaic.routing_record import NOBODY, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -215,15 +215,15 @@ def test_a_wide_map_and_narrow_weights_as_under_autocast(case, on):
 
 @pytest.mark.parametrize("on", TYPES)
 def test_experts_in_two_groups_give_the_same(monkeypatch, on):
-    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.chosen"), "GROUPED", 0)
+    monkeypatch.setattr(importlib.import_module("moesaic.ops.triton.patch_backward"), "GROUPED", 0)
     for case in (Case(E=4), Case(E=2, norm="train", gate_on="input")):
         check("conv", case, *on)
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
 def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
-    chosen = importlib.import_module("moesaic.ops.triton.chosen")
-    experts = importlib.import_module("moesaic.ops.triton.experts")
+    chosen = importlib.import_module("moesaic.ops.triton.patch_backward")
+    experts = importlib.import_module("moesaic.ops.triton.autograd_ops")
     monkeypatch.setattr(chosen, "GROUPED", 0)
     given: list[weakref.ref] = []
     alive: list[int] = []

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import moesaic
 from moesaic.experts import MLPExperts
 from moesaic.ops.dispatch import PatchSpec
-from moesaic.ops.layouts import channels_last, put_taps_first, taps_first
+from moesaic.ops.weight_layout import channels_last, put_taps_first, taps_first
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -27,7 +27,7 @@ from triton_cases import (
     run_anywhere,
 )
 
-from moesaic.ops.triton.maps import taps_of, weight_of
+from moesaic.ops.triton.scatter import taps_of, weight_of
 
 
 @pytest.fixture(autouse=True)

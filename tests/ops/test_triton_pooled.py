@@ -18,12 +18,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import moesaic
-from moesaic.models.wide_resnet import WideResNetPMoE
-from moesaic.ops import thin, triton_backend
+from moesaic.models.wide_resnet import thin_conv
+from moesaic.models.wide_resnet.network import WideResNetPMoE
+from moesaic.ops import triton_backend
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec, run_conv_pooled
 from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.triton_backend import TritonBackend
-from moesaic.record import NOBODY, Routing
+from moesaic.routing_record import NOBODY, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -392,7 +393,7 @@ def test_a_compiled_network_needs_one_graph(training, on, fused):
 @pytest.mark.parametrize("on", [pytest.param("cpu", marks=CPU_TYPE.marks), pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_under_autocast_means_are_narrow_and_gradients_as_weights(on, fused, monkeypatch):
     if INTERPRETED:  # it has no products of bfloat16, which the first convolutions would take
-        monkeypatch.setattr(thin, "_DTYPES", ())
+        monkeypatch.setattr(thin_conv, "_DTYPES", ())
     model, x = network({"image_size": 16}, on, torch.float32)
     other = copy.deepcopy(model)
     means = []

@@ -12,17 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.data.cifar import CIFAR10_DIGEST
-from moesaic.models import Mixture
-from moesaic.papers import PAPERS, Outcome, reproduce, rerun
-from moesaic.papers.chen2022.cells import MixtureCell
+from moesaic.data.cifar10 import CIFAR10_DIGEST
+from moesaic.papers import reproduce as reproduce_module
 from moesaic.papers.chen2022.image_cells import ImageCell
-from moesaic.papers.chowdhury2023 import cells as chowdhury2023_cells
-from moesaic.papers.chowdhury2023.cells import TwoLayerCell
-from moesaic.papers.chowdhury2023.plan import SIZES, Sizes
-from moesaic.papers.chowdhury2023.plan import plan as whole_plan
-from moesaic.papers.lab import Lab
-from moesaic.training import Cells, MixtureSchedule, Silent
+from moesaic.papers.chen2022.mixture_networks import Mixture
+from moesaic.papers.chen2022.synthetic_cells import MixtureCell
+from moesaic.papers.chen2022.trial_training import MixtureSchedule
+from moesaic.papers.chowdhury2023 import mnist_cells as chowdhury2023_cells
+from moesaic.papers.chowdhury2023.mnist_cells import TwoLayerCell
+from moesaic.papers.chowdhury2023.mnist_plan import SIZES, Sizes
+from moesaic.papers.chowdhury2023.mnist_plan import plan as whole_plan
+from moesaic.papers.engine.runner import Lab
+from moesaic.papers.reproduce import PAPERS, Outcome, reproduce
+from moesaic.training import Cells, Silent
 
 TINY = Sizes(
     trials=2,
@@ -58,7 +60,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "quick", TINY)
-    monkeypatch.setattr(rerun, "PAPERS", {"chowdhury2023": replace(PAPERS["chowdhury2023"], plan=shorter)})
+    monkeypatch.setattr(reproduce_module, "PAPERS", {"chowdhury2023": replace(PAPERS["chowdhury2023"], plan=shorter)})
 
 
 def without_seconds(outcome: Outcome) -> list[dict[str, object]]:
@@ -123,7 +125,7 @@ def test_only_what_a_claim_needs_is_run(tmp_path: Path):
 
 def test_a_paper_of_which_nothing_was_asked_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     silent = replace(PAPERS["chowdhury2023"], id="silent", tests=(), notes=lambda preset, lab: ["a note of its own"])
-    monkeypatch.setattr(rerun, "PAPERS", {**rerun.PAPERS, "silent": silent})
+    monkeypatch.setattr(reproduce_module, "PAPERS", {**reproduce_module.PAPERS, "silent": silent})
     outcome = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",))
     assert {finding.paper for finding in outcome.findings} == {"chowdhury2023"}
     assert {chart.paper for chart in outcome.charts} == {"chowdhury2023"}
@@ -170,8 +172,8 @@ def with_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
         kinds = {"moe/cubic/s1": MIXTURES, "moe/identity/s1": replace(MIXTURES, samples=50)}
         return {**PAPERS["chen2022"].plan(preset, fidelity), **kinds}
 
-    both = {**rerun.PAPERS, "chen2022": replace(PAPERS["chen2022"], plan=plan)}
-    monkeypatch.setattr(rerun, "PAPERS", both)
+    both = {**reproduce_module.PAPERS, "chen2022": replace(PAPERS["chen2022"], plan=plan)}
+    monkeypatch.setattr(reproduce_module, "PAPERS", both)
 
 
 def test_two_papers_share_one_bar_and_their_cells_carry_the_papers_names(
@@ -295,7 +297,7 @@ from dataclasses import asdict
 from pathlib import Path
 sys.path[:0] = {path!r}
 import pytest
-from moesaic.papers import reproduce
+from moesaic.papers.reproduce import reproduce
 from papers_tiny import CLAIMS, make_tiny
 make_tiny(pytest.MonkeyPatch())
 outcome = reproduce(out=Path(sys.argv[1]), claims=CLAIMS)

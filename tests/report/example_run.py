@@ -3,7 +3,9 @@
 import math
 import random
 
-from moesaic.ledger import Blocks, Chart, Counts, Fidelity, Finding, Group, Panel, Points, Regions, Series, Source
+from moesaic.fidelity import Fidelity
+from moesaic.papers.engine.findings import Finding, Source
+from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
 
 __all__ = ["CHARTS", "FINDINGS", "PAPERS", "SECOND_CHARTS", "SECOND_FINDINGS", "finding"]
 

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from report.example_run import CHARTS, SECOND_CHARTS
 
-from moesaic.ledger import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
 from moesaic.report import draw, to_svg, write_figures
+from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
 
 FIGURE_4, FIGURE_5, FIGURE_8 = CHARTS
 REGIONS, MULTIPLES, TABLE, _ = SECOND_CHARTS

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 from training.example_comparison import comparison
 
-from moesaic.ledger import read_charts, write_charts
 from moesaic.report import write_figures
+from moesaic.report.chart import read_charts, write_charts
 from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
 from moesaic.report.comparison_charts import comparison_charts
 from moesaic.report.comparison_words import outcome, verdict, work
-from moesaic.training.comparison import Comparison, write_comparison
-from moesaic.training.contrast import contrasts
+from moesaic.training.comparison_result import Comparison, write_comparison
+from moesaic.training.paired_comparison import contrasts
 
 SIZES = (250, 500, 1000)
 CNN, AHEAD = [[70.0, 70.6, 69.5], [80.1, 79.5, 80.4], [90.2, 89.6, 90.4]], [[80.0, 80.4, 79.7], [90.0] * 3, [95.0] * 3]

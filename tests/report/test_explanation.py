@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import moesaic
 from moesaic.insight.explain import Explanation, Look, explain, look
-from moesaic.report.expert_pictures import draw_class_maps, draw_favourites, mean_images
+from moesaic.report.expert_figures import draw_class_maps, draw_favourites, mean_images
 from moesaic.report.explanation import About, Shown, write_explanation
 
 NAMES = ("cat <b>", "dog & co")

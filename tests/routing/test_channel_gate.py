@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic import insight
-from moesaic.record import NOBODY
 from moesaic.routing import load_balance_loss
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
+from moesaic.routing_record import NOBODY
 
 
 def embeddings(batch: int = 64, width: int = 16) -> torch.Tensor:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesaic
-from moesaic.routing import NOBODY
+from moesaic.routing_record import NOBODY
 
 
 @given(B=st.integers(0, 3), N=st.integers(1, 5), E=st.integers(1, 4), seed=st.integers(0, 99))

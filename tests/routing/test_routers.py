@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import moesaic
-from moesaic.routing import NOBODY, Router
+from moesaic.routing import Router
 from moesaic.routing.noise import draw_noise
+from moesaic.routing_record import NOBODY
 
 
 @given(p=st.integers(1, 3), rows=st.integers(1, 4), columns=st.integers(1, 4), E=st.integers(1, 4))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moesaic.training.comparison import Comparison, Moment, Run, Sized
+from moesaic.training.comparison_result import Comparison, Moment, Run, Sized
 
 NAMES = ("cnn", "pmoe", "third")
 TESTS = 12

@@ -11,14 +11,14 @@ import pytest
 import torch
 from training.example_comparison import comparison
 
-from moesaic.data.image_tasks import ImageTask, LabelledImages, Scale, Skipped
-from moesaic.training.checkpoints import load_checkpoint
+from moesaic.data.datasets import ImageTask, LabelledImages, Scale, Skipped
+from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.compare import Grid, compare
-from moesaic.training.comparison import Comparison, read_comparison, run_from_json, write_comparison
+from moesaic.training.comparison_result import Comparison, read_comparison, run_from_json, write_comparison
 from moesaic.training.fit import Diverged
-from moesaic.training.outcomes import Epoch, Fit
 from moesaic.training.progress import Silent
 from moesaic.training.recipe import Recipe
+from moesaic.training.results import Epoch, Fit
 
 module = import_module("moesaic.training.compare")  # its name within the package is that of the function
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import moesaic
-from moesaic.data.image_tasks import Scale
+from moesaic.data.datasets import Scale
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoints import Card, Checkpoint, load_checkpoint
+from moesaic.training.checkpoint import Card, Checkpoint, load_checkpoint
 from moesaic.training.export import Served, export, load_exported
 
 SCALE = Scale((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))

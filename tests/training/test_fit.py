@@ -24,14 +24,14 @@ from training.squares import (
     some_images,
 )
 
-from moesaic.data.image_tasks import ImageTask, LabelledImages
+from moesaic.data.datasets import ImageTask, LabelledImages
 from moesaic.models.registry import ModelSpec
 from moesaic.routing import TokenChoice
-from moesaic.training import training_run
-from moesaic.training.checkpoints import load_checkpoint, load_weights
+from moesaic.training import trainer
+from moesaic.training.checkpoint import load_checkpoint, load_weights
 from moesaic.training.fit import Fit, evaluate, fit
-from moesaic.training.learner import NotCompiled
 from moesaic.training.recipe import Recipe
+from moesaic.training.train_step import NotCompiled
 
 SHORT = Recipe(epochs=3, batch=16, optimizer="sgd", learning_rate=0.05)
 
@@ -138,7 +138,7 @@ def test_it_stops_when_every_image_was_right_as_it_was_trained_on():
 
 
 def test_progress_is_told_of_loss_accuracies_and_speed(monkeypatch):
-    monkeypatch.setattr(training_run, "_LOOK", 0.0)
+    monkeypatch.setattr(trainer, "_LOOK", 0.0)
     notes = Notes()
     fit(dense(), TASK, SHORT, progress=notes)
     assert notes.advanced == 3

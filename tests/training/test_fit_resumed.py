@@ -30,8 +30,8 @@ from training.squares import (
     weights,
 )
 
-from moesaic.training import training_run
-from moesaic.training.checkpoints import load_weights
+from moesaic.training import trainer
+from moesaic.training.checkpoint import load_weights
 from moesaic.training.fit import Diverged, fit
 
 RECIPES = {
@@ -45,8 +45,8 @@ RECIPES = {
 @pytest.fixture
 def often(monkeypatch):
     """Look after every batch, and keep a checkpoint after every second."""
-    monkeypatch.setattr(training_run, "_LOOK", 0.0)
-    monkeypatch.setattr(training_run, "_ALARM", 2)
+    monkeypatch.setattr(trainer, "_LOOK", 0.0)
+    monkeypatch.setattr(trainer, "_ALARM", 2)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,14 @@ SCRIPT = """
 import sys, time
 from pathlib import Path
 from training.squares import LONG, TASK, Notes, routed
-from moesaic.training import training_run
+from moesaic.training import trainer
 from moesaic.training.fit import fit
 
 class Slow(Notes):
     def advance(self, amount, note=""):
         time.sleep(0.05)
 
-training_run._LOOK, training_run._ALARM = 0.0, 2
+trainer._LOOK, trainer._ALARM = 0.0, 2
 fit(routed(), TASK, LONG, out=Path(sys.argv[1]), progress=Slow(), checkpoint_seconds=0)
 """
 
@@ -232,7 +232,7 @@ def test_a_bad_loss_is_noticed_within_an_epoch(tmp_path, often):
 
 
 def test_a_bad_loss_is_noticed_before_a_checkpoint_within_an_epoch(tmp_path, monkeypatch):
-    monkeypatch.setattr(training_run, "_ALARM", 2)
+    monkeypatch.setattr(trainer, "_ALARM", 2)
     with pytest.raises(Diverged, match=r"in epoch 1 of 4, by batch 2 of 6"):
         fit(Poisoned(1), TASK, LONG, out=tmp_path, checkpoint_seconds=0)
     assert not list(tmp_path.glob("*.safetensors"))

@@ -10,12 +10,12 @@ import torch
 from training.gated import LONG, TASK, backbone, gate_state, gated, images
 from training.squares import Notes, lines, outcome, same, seeded, stopped_and_called_again
 
-from moesaic.training import training_run
+from moesaic.training import trainer
 from moesaic.training.batches import viewed_batches
-from moesaic.training.checkpoints import load_weights
+from moesaic.training.checkpoint import load_weights
 from moesaic.training.fit import Diverged, GatesClosed, fit
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.gate_training import GateTraining
+from moesaic.training.gates import GateTraining
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ RUNS = {
 
 @pytest.mark.parametrize("recipe", RUNS.values(), ids=RUNS)
 def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_run, "_LOOK", 0.0)
-    monkeypatch.setattr(training_run, "_ALARM", 2)
+    monkeypatch.setattr(trainer, "_LOOK", 0.0)
+    monkeypatch.setattr(trainer, "_ALARM", 2)
     undisturbed = gated()
     fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
     calls = (3, 9, 6, 5, 100)  # of progress, of which there are seven an epoch: in both stages

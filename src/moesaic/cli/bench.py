@@ -14,8 +14,8 @@ from moesaic.cli.shared import device_of, input_of, tell
 if TYPE_CHECKING:
     import torch
 
-    from moesaic.insight.layer_speed import Pass
-    from moesaic.insight.routed_shape import Form, RoutedShape
+    from moesaic.bench.layer_benchmark import Pass
+    from moesaic.bench.layer_shape import Form, RoutedShape
 
 __all__ = ["Bench"]
 
@@ -84,8 +84,8 @@ class Bench:
         """Check what was asked for, measure, and print."""
         import torch
 
-        from moesaic.insight.layer_speed import layer_times, picked, tune_layer
-        from moesaic.ops.tiles import tile_file
+        from moesaic.bench.layer_benchmark import layer_times, picked, tune_layer
+        from moesaic.ops.tile_sizes import tile_file
         from moesaic.report import describe_machine, print_layer_times
 
         with input_of("bench"):
@@ -118,7 +118,7 @@ class Bench:
         return 0 if all(row.best(what) for row in rows for what in passes if row.picked) else 1
 
     def _shape(self) -> RoutedShape:
-        from moesaic.insight.routed_shape import RoutedShape
+        from moesaic.bench.layer_shape import RoutedShape
 
         out_channels = self.channels if self.out_channels is None else self.out_channels
         counts = {
@@ -152,7 +152,7 @@ class Bench:
         )
 
     def _form(self) -> Form:
-        from moesaic.insight.routed_shape import Form
+        from moesaic.bench.layer_shape import Form
         from moesaic.ops import Combine, Context, GateOn
         from moesaic.routing.expert_choice import ExpertGate
 

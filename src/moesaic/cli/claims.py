@@ -25,8 +25,8 @@ class Claims:
         """Print the list."""
         from rich.console import Console
 
-        from moesaic.papers import PAPERS
-        from moesaic.report import print_rules
+        from moesaic.papers.engine.claims_table import print_rules
+        from moesaic.papers.reproduce import PAPERS
 
         with input_of("claims"):
             for paper in self.paper:

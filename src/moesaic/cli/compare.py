@@ -25,7 +25,7 @@ from moesaic.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from moesaic.data.image_tasks import ImageTask
+    from moesaic.data.datasets import ImageTask
     from moesaic.training.compare import Grid
     from moesaic.training.recipe import Recipe
 
@@ -74,7 +74,7 @@ class Compare:
 
     def run(self, given: Sequence[str]) -> int:
         """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
-        from moesaic.ledger import write_json
+        from moesaic.files import write_json
         from moesaic.report import describe_machine
 
         with input_of("compare"):
@@ -128,14 +128,14 @@ class Compare:
         from rich.console import Console
 
         from moesaic import report
-        from moesaic.ledger import read_charts, write_charts
+        from moesaic.report.chart import read_charts, write_charts
         from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
         from moesaic.report.comparison_charts import comparison_charts
-        from moesaic.training.checkpoints import Unusable
+        from moesaic.training.checkpoint import Unusable
         from moesaic.training.compare import compare
-        from moesaic.training.comparison import read_comparison, write_comparison
-        from moesaic.training.contrast import contrasts
+        from moesaic.training.comparison_result import read_comparison, write_comparison
         from moesaic.training.fit import Diverged
+        from moesaic.training.paired_comparison import contrasts
 
         try:
             with report.watch_progress(Console(stderr=True)) as progress:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from moesaic.insight.channel_explanation import ChannelExplanation
     from moesaic.insight.explain import Explanation, Look
-    from moesaic.training.checkpoints import Checkpoint
+    from moesaic.training.checkpoint import Checkpoint
 
 __all__ = ["Explain"]
 
@@ -131,8 +131,8 @@ class Explain:
         return device_of("explain", self.device)
 
     def _load(self, device: str) -> Checkpoint:
-        from moesaic.layers.routed import routed_layers
-        from moesaic.training.checkpoints import load_checkpoint
+        from moesaic.layers.recording import routed_layers
+        from moesaic.training.checkpoint import load_checkpoint
 
         checkpoint = load_checkpoint(self.checkpoint, device)
         known = tuple(routed_layers(checkpoint.model))
@@ -151,7 +151,7 @@ class Explain:
         return checkpoint
 
     def _pictures(self, checkpoint: Checkpoint) -> _Images:
-        from moesaic.data.given_pictures import read_given_pictures
+        from moesaic.data.input_images import read_given_pictures
 
         shape, names = checkpoint.input_shape, checkpoint.class_names
         found = read_given_pictures(self.images, shape, names, most=self.samples, seed=self.seed)
@@ -168,8 +168,8 @@ class Explain:
         return _Images(found.pixels, found.names, found.labels, about=about, skipped=skipped)
 
     def _tested(self, checkpoint: Checkpoint, data: str) -> _Images:
-        from moesaic.data.image_sets import load_images
-        from moesaic.data.image_tasks import stratified_order
+        from moesaic.data.load import load_images
+        from moesaic.data.splits import stratified_order
 
         C, H, W = checkpoint.input_shape
         task = load_images(data, data_dir=self.data_dir, size=H, cache_dir=self.cache_dir, seed=self.seed, log=tell)
@@ -243,7 +243,7 @@ class _Images:
 
     def some(self, count: int, seed: int) -> _Images:
         """So many of them, of every class in its share where classes are known."""
-        from moesaic.data.image_tasks import stratified_order
+        from moesaic.data.splits import stratified_order
 
         rows = list(range(min(count, len(self))))
         if self.labels is not None and len(self) > count:

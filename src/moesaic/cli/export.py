@@ -45,7 +45,7 @@ class Export:
 
     def run(self, given: Sequence[str]) -> int:
         """Write it, try it, and say how far it is from the network."""
-        from moesaic.training.checkpoints import load_checkpoint
+        from moesaic.training.checkpoint import load_checkpoint
         from moesaic.training.export import Batch, Format, export
 
         with input_of("export"):

@@ -12,10 +12,10 @@ from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import one_of
 from moesaic.cli.shared import device_of, input_of, is_plain, make_folder, program, tell, versions
-from moesaic.ledger import Fidelity
+from moesaic.fidelity import Fidelity
 
 if TYPE_CHECKING:
-    from moesaic.ledger import Chart
+    from moesaic.report.chart import Chart
 
 __all__ = ["Reproduce"]
 
@@ -59,7 +59,7 @@ class Reproduce:
         """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
         with input_of("reproduce"):
             plan = self._checked()
-        from moesaic.ledger import write_json
+        from moesaic.files import write_json
         from moesaic.report import describe_machine
 
         out, device = plan["out"], plan["device"]
@@ -82,7 +82,7 @@ class Reproduce:
 
     def _checked(self) -> dict[str, Any]:
         """What `moesaic.papers.reproduce` takes, with everything the user can get wrong looked at first."""
-        from moesaic.papers import PAPERS
+        from moesaic.papers.reproduce import PAPERS
 
         one_of("reproduce", "--preset", self.preset, PRESETS)
         one_of("reproduce", "--fidelity", self.fidelity, FIDELITIES)
@@ -116,8 +116,11 @@ class Reproduce:
         from rich.console import Console
 
         from moesaic import report
-        from moesaic.ledger import Source, read_findings, write_charts, write_findings
-        from moesaic.papers import PAPERS, reproduce
+        from moesaic.papers.engine.claims_table import print_claims
+        from moesaic.papers.engine.findings import Source, read_findings, write_findings
+        from moesaic.papers.engine.report import write_report
+        from moesaic.papers.reproduce import PAPERS, reproduce
+        from moesaic.report.chart import write_charts
 
         with report.watch_progress(Console(stderr=True)) as progress:
             outcome = reproduce(**plan, progress=progress)
@@ -130,7 +133,7 @@ class Reproduce:
         findings = read_findings(out / "claims.json")
         known = dict.fromkeys(finding.paper for finding in findings)
         sources = [Source(paper, PAPERS[paper].title, PAPERS[paper].about) for paper in known]
-        report.write_report(
+        write_report(
             out / "report.html",
             findings=findings,
             charts=outcome.charts,
@@ -140,7 +143,7 @@ class Reproduce:
             machine=machine,
         )
         console = Console()
-        report.print_claims(findings, console, sources)
+        print_claims(findings, console, sources)
         for note in outcome.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
@@ -148,7 +151,7 @@ class Reproduce:
 
 def _forget_figures(out: Path, charts: Iterable[Chart]) -> None:
     """Remove the figures that an earlier call drew here and this one does not, so that all belong together."""
-    from moesaic.ledger import read_charts
+    from moesaic.report.chart import read_charts
 
     try:
         earlier = {(chart.paper, chart.id) for chart in read_charts(out / "charts.json")}

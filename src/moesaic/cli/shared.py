@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from moesaic.data.image_tasks import ImageTask
+    from moesaic.data.datasets import ImageTask
 
 __all__ = [
     "BadInput",
@@ -119,7 +119,10 @@ class AsksForImages(Protocol):
 
 def images_of(command: AsksForImages) -> ImageTask:
     """The data set that a command asks for; what is skipped is told."""
-    from moesaic.data.image_sets import load_images
+    from moesaic.data.load import load_images
+    from moesaic.papers.chowdhury2023 import cifar_datasets
+
+    cifar_datasets.register()
 
     augment: Any = command.augment  # load_images looks at it
     return load_images(

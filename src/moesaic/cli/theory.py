@@ -62,8 +62,8 @@ class Theory:
         return self._bounds() if self.data is None else self._measure(self.data)
 
     def _bounds(self) -> int:
-        from moesaic.report import print_complexity
-        from moesaic.theory import Setting
+        from moesaic.papers.chowdhury2023.theory.complexity import Setting
+        from moesaic.papers.theory_tables import print_complexity
 
         with input_of("theory"):
             setting = Setting(
@@ -83,10 +83,11 @@ class Theory:
         return 0
 
     def _measure(self, data: str) -> int:
-        from moesaic.data import DigitPatches
-        from moesaic.draws import keys
-        from moesaic.report import print_separation
-        from moesaic.theory import measure_patch_depth, measure_separation, suggest_patches_per_expert
+        from moesaic.keyed_random import keys
+        from moesaic.papers.chowdhury2023.digit_patches import DigitPatches
+        from moesaic.papers.chowdhury2023.theory.patch_depth import measure_patch_depth, suggest_patches_per_expert
+        from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation
+        from moesaic.papers.theory_tables import print_separation
 
         with input_of("theory"):
             one_of("theory", "--data", data, ("mnist-patches",))

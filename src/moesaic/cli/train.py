@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from moesaic.data.image_tasks import ImageTask
-    from moesaic.models.count import Count
+    from moesaic.data.datasets import ImageTask
+    from moesaic.models.counting import Count
     from moesaic.models.registry import ModelSpec
     from moesaic.training.fit import Fit
     from moesaic.training.recipe import Recipe
@@ -171,7 +171,7 @@ class Train:
         return task if self.samples is None else task.subset(self.samples, self.seed)
 
     def _network(self, task: ImageTask) -> tuple[ModelSpec, Count]:
-        from moesaic.training.suited import suited_spec
+        from moesaic.training.model_for_dataset import suited_spec
 
         asked = {"patches_per_expert": self.patches_per_expert, "patch_size": self.patch_size}
         mixture = {name: value for name, value in {"experts": self.experts, **asked}.items() if value is not None}
@@ -186,11 +186,11 @@ class Train:
         from rich.console import Console
 
         from moesaic import report
-        from moesaic.training.checkpoints import Unusable
+        from moesaic.training.checkpoint import Unusable
         from moesaic.training.fit import Diverged, fit
-        from moesaic.training.gate_training import gated_recipe
-        from moesaic.training.learner import NotCompiled
+        from moesaic.training.gates import gated_recipe
         from moesaic.training.trackers import tracker_of
+        from moesaic.training.train_step import NotCompiled
 
         try:
             trackers = [tracker_of(name, out) for name in self.track]
@@ -296,7 +296,7 @@ def _cost(cost: Count) -> str:
 
 def _check_gated(name: str, model: nn.Module, said: Mapping[str, Any]) -> None:
     """Refuse options of channel gates for a network without."""
-    from moesaic.models.deepmoe import DeepMoE
+    from moesaic.models.deepmoe.network import DeepMoE
     from moesaic.models.registry import list_models
 
     if said and not isinstance(model, DeepMoE):

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moesaic import draws
-from moesaic.data.image_parts import ImageParts
-from moesaic.data.image_tasks import LabelledImages
-from moesaic.data.shelves import open_shelf
-from moesaic.data.store import Cache, decode_pictures
-from moesaic.data.trials import Split
+from moesaic import keyed_random
+from moesaic.data.datasets import LabelledImages
+from moesaic.data.decoded_cache import Cache, decode_pictures
+from moesaic.data.file_sources import open_shelf
+from moesaic.data.image_source import ImageParts
+from moesaic.data.splits import Split
 
 __all__ = [
     "FOUR_CLASSES",
@@ -287,9 +287,9 @@ def _draw(
             f"{task}: the {split} faces cannot be taken in the ratio {':'.join(map(str, parts))} ({counts}); "
             "give more of CelebA's faces"
         )
-    key = draws.keys(seed, [0])
+    key = keyed_random.keys(seed, [0])
     orders = [
-        draws.permutations(key, f"{task} {split} {number}", len(group))[0].numpy()
+        keyed_random.permutations(key, f"{task} {split} {number}", len(group))[0].numpy()
         for number, group in enumerate(groups)
     ]
     return [group[order[: unit * part]] for group, order, part in zip(groups, orders, parts, strict=True)]

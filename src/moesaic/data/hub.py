@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moesaic.data.image_parts import ImageParts
-from moesaic.data.image_tasks import LabelledImages, Skipped, stratified_order
-from moesaic.data.shelves import FileEntry, UnreadableFile, printable
-from moesaic.data.store import Cache, decode_pictures
+from moesaic.data.datasets import LabelledImages, Skipped
+from moesaic.data.decoded_cache import Cache, decode_pictures
+from moesaic.data.file_sources import FileEntry, UnreadableFile, printable
+from moesaic.data.image_source import ImageParts
+from moesaic.data.splits import stratified_order
 
 __all__ = ["PREFIX", "HubPart", "HubSet", "HubShelf", "hub_parts", "open_hub"]
 

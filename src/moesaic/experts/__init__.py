@@ -1,10 +1,10 @@
 """What runs: E experts of one shape, their weights stacked in one tensor."""
 
-from moesaic.experts.conv import ConvExperts
-from moesaic.experts.experts import Experts
-from moesaic.experts.mlp import MLPExperts
-from moesaic.experts.norm import ExpertNorm
-from moesaic.experts.samples import LinearExperts, PatchNetExperts, SampleExperts
+from moesaic.experts.conv_experts import ConvExperts
+from moesaic.experts.expert_norm import ExpertNorm
+from moesaic.experts.mlp_experts import MLPExperts
+from moesaic.experts.sample_experts import LinearExperts, PatchNetExperts, SampleExperts
+from moesaic.experts.stacked_experts import Experts
 
 __all__ = [
     "ConvExperts",

@@ -1,8 +1,7 @@
-"""Look at what the routing did, and what training does to it: metrics, tables, pictures, alarms, tracks."""
+"""Metrics over routing records, overlays, the collapse alarm, and explanations of trained networks."""
 
-from moesaic.insight.alarm import CollapseAlarm, CollapseWarning, check_scores
 from moesaic.insight.channel_explanation import ChannelExplanation
-from moesaic.insight.channels import (
+from moesaic.insight.channel_metrics import (
     ChannelUsage,
     GateDistances,
     SpecificGate,
@@ -12,10 +11,11 @@ from moesaic.insight.channels import (
     open_gates,
     specific_gates,
 )
-from moesaic.insight.dispatch import DispatchTable, dispatch_table
+from moesaic.insight.cluster_dispatch import DispatchTable, dispatch_table
+from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseWarning, check_scores
 from moesaic.insight.embedding_map import EmbeddingMap, embedding_map
 from moesaic.insight.explain import Explanation, explain, look
-from moesaic.insight.image_costs import Costs, MeanCost, image_costs
+from moesaic.insight.image_cost import Costs, MeanCost, image_costs
 from moesaic.insight.metrics import (
     Agreement,
     Summary,
@@ -30,7 +30,7 @@ from moesaic.insight.metrics import (
     utilisation,
 )
 from moesaic.insight.overlays import overlay
-from moesaic.insight.tracks import Line, Track, expert_accuracy, inner_products
+from moesaic.insight.training_history import Line, Track, expert_accuracy, inner_products
 
 __all__ = [
     "Agreement",

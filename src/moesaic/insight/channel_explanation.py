@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
-from moesaic.insight.channels import (
+from moesaic.insight.channel_metrics import (
     ChannelUsage,
     GateDistances,
     SpecificGate,
@@ -24,15 +24,15 @@ from moesaic.insight.channels import (
     specific_gates,
 )
 from moesaic.insight.embedding_map import EmbeddingMap, embedding_map
-from moesaic.insight.image_costs import Costs, image_costs
-from moesaic.record import Routing
+from moesaic.insight.image_cost import Costs, image_costs
+from moesaic.routing_record import Routing
 
 __all__ = ["ChannelExplanation", "ChannelLayer", "Gated", "GatedNetwork", "explain_channels"]
 
 
 @runtime_checkable
 class GatedNetwork(Protocol):
-    """A network that tells its embedding and its costs, as `moesaic.models.deepmoe.DeepMoE` does."""
+    """A network that tells its embedding and its costs, as `moesaic.models.deepmoe.network.DeepMoE` does."""
 
     dense_macs: int
     fixed_macs: int

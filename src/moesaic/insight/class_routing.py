@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.draws import keys, permutations
-from moesaic.record import Routing
+from moesaic.keyed_random import keys, permutations
+from moesaic.routing_record import Routing
 
 __all__ = ["ClassRouting", "Information", "check_labels", "class_routing", "information", "tell_class"]
 
@@ -70,7 +70,7 @@ def class_routing(routing: Routing, labels: Tensor, classes: int, *, seed: int =
     ``labels`` (B,) are from 0 to ``classes`` − 1.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([0, 0, 0, 3, 3, 3]).view(6, 1, 1)           # one expert: patch 0 of some, 3 of others
     >>> routing = Routing("patch", torch.zeros(6, 4, 1), index, torch.full((6, 1, 1), 0.5), "expert", grid=(2, 2))
     >>> found = class_routing(routing, torch.tensor([0, 0, 0, 1, 1, 1]), classes=2)

@@ -23,8 +23,8 @@ from moesaic.insight.class_routing import Information, class_routing
 from moesaic.insight.metrics import summary
 from moesaic.insight.receptive_field import Field, receptive_field
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.layers.routed import record_routing, routed_layers
-from moesaic.record import Chooser, Routing, Unit
+from moesaic.layers.recording import record_routing, routed_layers
+from moesaic.routing_record import Chooser, Routing, Unit
 
 __all__ = ["Explanation", "Favourite", "LayerExplanation", "Look", "Score", "explain", "look"]
 

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.record import Chooser, Routing, Unit
+from moesaic.routing_record import Chooser, Routing, Unit
 
 __all__ = [
     "Agreement",
@@ -50,7 +50,7 @@ def load_share(routing: Routing) -> Tensor:
     construction; look at `overlap` there.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0], [0], [0], [1]]])                     # one image: four units choose one expert each
     >>> routing = Routing("patch", torch.zeros(1, 4, 3), index, torch.ones(1, 4, 1), "unit", grid=(2, 2))
     >>> load_share(routing).tolist()
@@ -68,7 +68,7 @@ def dead_experts(routing: Routing, threshold: float = 0.1) -> list[int]:
     any (all were dropped), all experts are dead.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0], [0], [0], [1]]])
     >>> routing = Routing("patch", torch.zeros(1, 4, 3), index, torch.ones(1, 4, 1), "unit", grid=(2, 2))
     >>> dead_experts(routing), dead_experts(routing, threshold=0.8)      # the equal share is a third
@@ -87,7 +87,7 @@ def utilisation(routing: Routing) -> float:
     Always 1 where experts choose a fixed number of units.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0], [0], [1], [1]]])                     # two of four experts share the work
     >>> utilisation(Routing("patch", torch.zeros(1, 4, 4), index, torch.ones(1, 4, 1), "unit", grid=(2, 2)))
     0.5
@@ -110,7 +110,7 @@ def routing_entropy(routing: Routing, *, normalised: bool = False) -> float:
     NaN scores give NaN; `check_scores` finds them.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> undecided = Routing("patch", torch.zeros(1, 4, 2), torch.tensor([[[0], [1]]]), torch.ones(1, 2, 1), "expert")
     >>> round(routing_entropy(undecided), 4), routing_entropy(undecided, normalised=True)    # log 4
     (1.3863, 1.0)
@@ -142,7 +142,7 @@ def dispatch_entropy(routing: Routing, clusters: Labels) -> float:
     image's label, or (B, N) for units.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0]], [[0]], [[1]], [[1]]])               # four samples, two to each expert
     >>> routing = Routing("sample", torch.zeros(4, 1, 2), index, torch.ones(4, 1, 1), "unit")
     >>> dispatch_entropy(routing, [7, 7, 9, 9])
@@ -157,7 +157,7 @@ def coverage(routing: Routing) -> float:
     """The share of units that at least one expert works on; 1 where the router is soft.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0, 1], [1, 2]]])                         # two experts take two of four patches each
     >>> coverage(Routing("patch", torch.zeros(1, 4, 2), index, torch.ones(1, 2, 2), "expert", grid=(2, 2)))
     0.75
@@ -174,7 +174,7 @@ def overlap(routing: Routing) -> Tensor:
     which neither of the two works on anything do not count.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0, 1], [1, 2], [0, 1]]])
     >>> routing = Routing("patch", torch.zeros(1, 4, 3), index, torch.ones(1, 3, 2), "expert", grid=(2, 2))
     >>> [[round(value, 2) for value in row] for row in overlap(routing).tolist()]
@@ -228,7 +228,7 @@ def agreement(routing: Routing, discriminative: Labels) -> Agreement:
     With L patches per expert and one discriminative patch per image, precision is at most 1/L.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0], [3]], [[2], [3]]])                   # two images, two experts, one patch each
     >>> routing = Routing("patch", torch.zeros(2, 4, 2), index, torch.ones(2, 2, 1), "expert", grid=(2, 2))
     >>> print(agreement(routing, torch.tensor([0, 2])))                  # patch 0 of the first, patch 2 of the second
@@ -292,7 +292,7 @@ def summary(routing: Routing) -> Summary:
     """The headline numbers of a routing, at the functions' default settings.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0, 1], [1, 2]]])
     >>> print(summary(Routing("patch", torch.zeros(1, 4, 2), index, torch.ones(1, 2, 2), "expert", grid=(2, 2))))
     1 images × 4 patches, 2 experts; experts choose

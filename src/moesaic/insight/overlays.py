@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.checks import at_least_one
-from moesaic.record import Chooser, Routing
+from moesaic.routing_record import Chooser, Routing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ def overlay(
     Save it with ``figure.savefig("routing.png")``; a notebook shows it by itself.
 
     >>> import torch
-    >>> from moesaic.record import Routing
+    >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0, 1], [1, 3]]])
     >>> routing = Routing("patch", torch.zeros(1, 4, 2), index, torch.full((1, 2, 2), 0.5), "expert", grid=(2, 2))
     >>> figure = overlay(torch.rand(1, 3, 32, 32), routing, titles=["a cat"])

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import one_of
-from moesaic.layers.routed import Routed, observe, routed_layers
-from moesaic.record import Routing
+from moesaic.layers.recording import Routed, observe, routed_layers
+from moesaic.routing_record import Routing
 
 __all__ = ["Field", "receptive_field"]
 

@@ -2,7 +2,8 @@
 
 With a quarter of the channels open a convolution of VGG-16 takes less time than the calls around it: of modules, of
 views, of the library's operations on index lists of a hundred numbers. So the gates of all layers are looked at once,
-in numpy, and a gated convolution is what cannot be left out (`moesaic.ops.block_products`): copy the open weights, copy
+in numpy, and a gated convolution is what cannot be left out (`moesaic.ops.channel.block_gemm`): copy the open
+weights, copy
 what the kernels see, multiply, ReLU, gate. Pooling behind it is done along with it.
 """
 
@@ -20,11 +21,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops.block_products import WHOLE_BLOCK, BlockMap, BlockProduct, OpenBlocks
-from moesaic.ops.frames import Scratch, SpareScratch
-from moesaic.ops.kept import Held, Kept
-from moesaic.ops.listeners import Listeners
-from moesaic.ops.skipping import scale_and_shift_of, split
+from moesaic.ops.channel.block_gemm import WHOLE_BLOCK, BlockMap, BlockProduct, OpenBlocks
+from moesaic.ops.channel.open_channels import scale_and_shift_of, split
+from moesaic.ops.channel.padded_buffers import Scratch, SpareScratch
+from moesaic.ops.hooks import Listeners
+from moesaic.ops.weight_cache import Held, Kept
 from moesaic.routing.channel_heads import OpenOnHost
 
 __all__ = ["Chain", "Products"]

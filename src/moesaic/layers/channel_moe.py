@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, check_map, one_of
-from moesaic.layers.routed import Routed
+from moesaic.layers.recording import Routed
 from moesaic.ops import Norm, autocast_dtype
-from moesaic.ops.channels import channel_macs, open_channels
+from moesaic.ops.channel.gated_conv import channel_macs, open_channels
+from moesaic.ops.channel.open_channels import opened_of, run_opened
 from moesaic.ops.dispatch import ChannelActivation, ChannelConv, run_channels
-from moesaic.ops.skipping import opened_of, run_opened
-from moesaic.record import Routing
+from moesaic.routing_record import Routing
 
 __all__ = ["ChannelMoE"]
 

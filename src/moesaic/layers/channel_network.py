@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from moesaic.layers.channel_chain import Chain
 from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.ops import TorchBackend, autocast_dtype, select_backend
-from moesaic.ops.channels import may_skip
+from moesaic.ops.channel.gated_conv import may_skip
+from moesaic.ops.channel.narrow_conv import PRICES, cheapest_way
+from moesaic.ops.channel.open_channels import open_together, scale_and_shift_of
 from moesaic.ops.dispatch import ChannelConv
-from moesaic.ops.kept import Held, Kept
-from moesaic.ops.narrow_conv import PRICES, cheapest_way
-from moesaic.ops.skipping import open_together, scale_and_shift_of
-from moesaic.record import Routing
+from moesaic.ops.weight_cache import Held, Kept
 from moesaic.routing.channel_heads import JointGates
+from moesaic.routing_record import Routing
 
 __all__ = ["GatedLayers"]
 
@@ -33,7 +33,7 @@ Gates = Mapping[str, Routing]
 class GatedLayers:
     """The gated layers of a network in the order in which they run, by name.
 
-    What BatchNorm makes of their channels is kept until their weights change, see `moesaic.ops.kept.Kept`.
+    What BatchNorm makes of their channels is kept until their weights change, see `moesaic.ops.weight_cache.Kept`.
 
     Args:
         layers: the layers.
@@ -99,7 +99,7 @@ class GatedLayers:
         if not may_skip(x, _learned(gates), convs):
             return network(x, gates)
         if x.device.type != "cpu":
-            return network(x, gates)  # `moesaic.ops.skipping` says why
+            return network(x, gates)  # `moesaic.ops.channel.open_channels` says why
 
         def run(x: Tensor, gates: Gates) -> Tensor:
             return network(x, self._opened(convs, gates))

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, check_map, one_of
 from moesaic.experts import ConvExperts, Experts
-from moesaic.layers.routed import Routed
+from moesaic.layers.recording import Routed
 from moesaic.ops import ChosenPatches, Combine, Context, GateOn, Norm, PatchSpec, autocast_dtype
-from moesaic.record import Routing
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
+from moesaic.routing_record import Routing
 
 __all__ = ["PatchMoE"]
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.experts import ConvExperts
-from moesaic.layers.routed import Routed
+from moesaic.layers.recording import Routed
 from moesaic.ops import run_each
-from moesaic.record import Routing
 from moesaic.routing.noise import Noise, draw_noise
 from moesaic.routing.router import best
+from moesaic.routing_record import Routing
 
 __all__ = ["SampleGate", "SampleMoE"]
 

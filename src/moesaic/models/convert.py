@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from moesaic.checks import at_least_one, one_of
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
-from moesaic.models.convertible import Maps, find_layers, input_shape, trial
+from moesaic.models.convert_candidates import Maps, find_layers, input_shape, trial
 from moesaic.ops import Combine, Context, GateOn
-from moesaic.record import Routing, Unit
 from moesaic.routing import ExpertChoice
 from moesaic.routing.expert_choice import ExpertGate
+from moesaic.routing_record import Routing, Unit
 
 __all__ = ["ChannelsLastPatchMoE", "EvenChoice", "Init", "conversions_of", "convert"]
 
@@ -57,7 +57,7 @@ def convert(
     Args:
         model: any network; it stays as it was when an error is raised.
         layer: its convolution's name as in ``model.named_modules()``, or a pattern such as
-            ``"layer4.*.conv2"``, or several of them. `moesaic.models.convertible` lists what fits.
+            ``"layer4.*.conv2"``, or several of them. `moesaic.models.convert_candidates` lists what fits.
         experts: E.
         patches_per_expert: L; None: N / E, at least 1, so that the experts together see as much as one map.
         patch_size: p, which must divide the maps that the layer sees; ``"auto"``: the one that cuts them

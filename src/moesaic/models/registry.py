@@ -13,12 +13,12 @@ from typing import Any, Literal
 from torch import nn
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.models.cifar import MobileNetV2, ResNet18, SmallCNN
-from moesaic.models.deepmoe import deepmoe
+from moesaic.models.cifar_networks import MobileNetV2, ResNet18, SmallCNN
+from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
-from moesaic.models.wide_resnet import WideResNet, WideResNetPMoE
+from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 from moesaic.routing.channel_gate import ChannelMode
 
 __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.models.vector_network import GlobalMean, VectorNetwork
+from moesaic.models.backbone import GlobalMean, VectorNetwork
 
 __all__ = ["LARGE_IMAGE", "RESNET_DEPTHS", "ResNet", "conv_norm", "widened"]
 

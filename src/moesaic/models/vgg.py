@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from torch import nn
 
 from moesaic.checks import at_least_one
+from moesaic.models.backbone import GlobalMean, VectorNetwork
 from moesaic.models.resnet import LARGE_IMAGE, widened
-from moesaic.models.vector_network import GlobalMean, VectorNetwork
 from moesaic.models.vgg_widths import VGG16_STAGES, VGG16_WIDTHS
 
 __all__ = ["VGG16"]

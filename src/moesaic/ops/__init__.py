@@ -3,6 +3,7 @@
 Backends register below in the order of preference, the preferred one last.
 """
 
+from moesaic.ops.autocast import autocast_dtype, autocast_off
 from moesaic.ops.dispatch import (
     Activation,
     Backend,
@@ -28,7 +29,6 @@ from moesaic.ops.dispatch import (
     run_stacked,
     select_backend,
 )
-from moesaic.ops.precision import autocast_dtype, autocast_off
 from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.ops.triton_backend import TritonBackend

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.checks import one_of
-from moesaic.ops.precision import autocast_dtype, autocast_off
-from moesaic.record import Routing
+from moesaic.ops.autocast import autocast_dtype, autocast_off
+from moesaic.routing_record import Routing
 
 __all__ = [
     "Activation",

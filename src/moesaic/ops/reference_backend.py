@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.channels import check_closed, masked_dense
+from moesaic.ops.channel.gated_conv import check_closed, masked_dense
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSpec, Samples
-from moesaic.ops.samples import check_answers, gated_sum
-from moesaic.record import Routing
+from moesaic.ops.sample_dispatch import check_answers, gated_sum
+from moesaic.routing_record import Routing
 
 __all__ = ["ReferenceBackend"]
 

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.channels import masked_dense, may_skip
+from moesaic.ops.channel.gated_conv import masked_dense, may_skip
+from moesaic.ops.channel.open_channels import open_channels_alone
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSpec, Samples
-from moesaic.ops.pixels import Pixels
-from moesaic.ops.samples import SortedSamples, run_each
-from moesaic.ops.skipping import open_channels_alone
-from moesaic.ops.taps import (
+from moesaic.ops.patch.gather import Pixels
+from moesaic.ops.patch.inference import conv_unlearned, may_run_unlearned
+from moesaic.ops.patch.scatter_conv import (
     Landing,
     answer_to_constant,
     by_hand,
@@ -41,8 +41,8 @@ from moesaic.ops.taps import (
     nobody_learns,
     tap_products,
 )
-from moesaic.ops.unlearned import conv_unlearned, may_run_unlearned
-from moesaic.record import Routing
+from moesaic.ops.sample_dispatch import SortedSamples, run_each
+from moesaic.routing_record import Routing
 
 __all__ = ["TorchBackend"]
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.dispatch import Activation, ChosenPatches, ConvWeights, MLPWeights, Norm, PatchSpec, Softmax
 from moesaic.ops.torch_backend import TorchBackend
-from moesaic.record import Routing
+from moesaic.routing_record import Routing
 
 __all__ = ["KINDS", "TritonBackend"]
 
@@ -47,7 +47,7 @@ class TritonBackend(TorchBackend):
         units = grid[0] * grid[1]
         if _refusal(x) is not None or patches > units or units > _MOST_PATCHES:
             return None
-        from moesaic.ops.triton.experts import patch_route
+        from moesaic.ops.triton.autograd_ops import patch_route
 
         scores, index, gate, slots = patch_route(x, router, patches, KINDS[softmax])
         return ChosenPatches(
@@ -56,7 +56,7 @@ class TritonBackend(TorchBackend):
         )  # fmt: skip
 
     def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
-        from moesaic.ops.triton.experts import patch_conv
+        from moesaic.ops.triton.autograd_ops import patch_conv
 
         choice = _choice(x, routing)
         normed = _norm(x, choice, norm, spec)
@@ -97,7 +97,7 @@ class TritonBackend(TorchBackend):
         activation = _known(experts.activation)
         if activation is None:
             return super().mlp(x, routing, experts, norm, spec)
-        from moesaic.ops.triton.experts import patch_mlp
+        from moesaic.ops.triton.autograd_ops import patch_mlp
 
         choice = _choice(x, routing)
         normed = _norm(x, choice, norm, spec)
@@ -128,7 +128,7 @@ def _refusal(x: Tensor) -> str | None:
 
 def _choice(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int]:
     """Index, slots, gate, scores and router where the gates are that router's, and how they come from scores."""
-    from moesaic.ops.triton.experts import patch_slots
+    from moesaic.ops.triton.autograd_ops import patch_slots
 
     assert routing.index is not None
     if not isinstance(routing, ChosenPatches) or not routing.is_of(x):
@@ -159,7 +159,7 @@ def _norm(
     wide = torch.promote_types(x.dtype, torch.float32)
     if not norm.training:
         return norm.weight, norm.bias, norm.running_mean.to(wide), norm.running_var.to(wide), norm.eps, False
-    from moesaic.ops.triton.experts import patch_statistics
+    from moesaic.ops.triton.autograd_ops import patch_statistics
 
     with torch.no_grad():
         gate = choice[2].detach() if spec.gate_on == "input" else None

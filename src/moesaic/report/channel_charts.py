@@ -12,9 +12,9 @@ from torch import Tensor
 from moesaic.insight.channel_explanation import ChannelExplanation
 from moesaic.insight.embedding_map import EmbeddingMap
 from moesaic.insight.explain import FEW
-from moesaic.insight.image_costs import Costs
-from moesaic.ledger import Chart, Group, Panel, Points, Series
-from moesaic.report.looks import MOST_ROLES
+from moesaic.insight.image_cost import Costs
+from moesaic.report.chart import Chart, Group, Panel, Points, Series
+from moesaic.report.style import MOST_ROLES
 
 __all__ = ["FOLDER", "gate_charts", "printable"]
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
-from moesaic.ledger import Chart, Panel, Regions, write_whole
-from moesaic.report.looks import COLOURS, MOST_ROLES, STYLE, colours_of, looks_of
+from moesaic.files import write_whole
+from moesaic.report.chart import Chart, Panel, Regions
 from moesaic.report.panels import draw_blocks, draw_counts, draw_lines, draw_points
+from moesaic.report.style import COLOURS, MOST_ROLES, STYLE, colours_of, looks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ def draw(chart: Chart, panel: int | Literal["legend"] | None = None) -> Figure:
 
     Where the chart tells its ``columns``, panels alone have no legend; it is a figure of its own, "legend".
 
-    >>> from moesaic.ledger import Series
+    >>> from moesaic.report.chart import Series
     >>> line = Series("CNN", "cnn", (100, 300), (80.0, 90.0), spread=(2.0, 1.0))
     >>> panel = Panel("as printed", "training samples", "test accuracy (%)", (line,), level=95)
     >>> chart = Chart("figure-4", "chowdhury2023", "Figure 4", "Test accuracy", "Higher is better.", (panel,))

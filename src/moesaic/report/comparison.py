@@ -12,15 +12,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.ledger import Chart, write_whole
+from moesaic.files import write_whole
+from moesaic.intervals import Estimate
 from moesaic.report import comparison_words as words
+from moesaic.report.chart import Chart
 from moesaic.report.charts import to_svg
-from moesaic.report.looks import COLOURS, ON_DARK
+from moesaic.report.formatting import number
+from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
-from moesaic.report.words import number
-from moesaic.statistics import Estimate
-from moesaic.training.comparison import Comparison
-from moesaic.training.contrast import Contrast, accuracies, contrasts, group_accuracies
+from moesaic.training.comparison_result import Comparison
+from moesaic.training.paired_comparison import Contrast, accuracies, contrasts, group_accuracies
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.ledger import Chart, Panel, Series
+from moesaic.intervals import Estimate
+from moesaic.report.chart import Chart, Panel, Series
 from moesaic.report.comparison_words import prefix_of
-from moesaic.report.looks import MANY
-from moesaic.statistics import Estimate
-from moesaic.training.comparison import Comparison, Run
-from moesaic.training.contrast import FLOPS_PER_IMAGE, Contrast, accuracies, group_accuracies
+from moesaic.report.style import MANY
+from moesaic.training.comparison_result import Comparison, Run
+from moesaic.training.paired_comparison import FLOPS_PER_IMAGE, Contrast, accuracies, group_accuracies
 
 __all__ = ["comparison_charts"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from moesaic.report.words import number
-from moesaic.statistics import Estimate
-from moesaic.training.comparison import Comparison
-from moesaic.training.contrast import Contrast, Saving, Work
+from moesaic.intervals import Estimate
+from moesaic.report.formatting import number
+from moesaic.training.comparison_result import Comparison
+from moesaic.training.paired_comparison import Contrast, Saving, Work
 
 __all__ = ["flops", "lead", "outcome", "points", "prefix_of", "saved", "saving", "seconds", "times", "verdict", "work"]
 

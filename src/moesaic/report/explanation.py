@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from moesaic.files import write_json, write_whole
 from moesaic.insight.explain import FEW, Explanation, LayerExplanation, Look
 from moesaic.insight.overlays import overlay
-from moesaic.ledger import write_json, write_whole
-from moesaic.record import Routing
-from moesaic.report.channel_part import GatePictures, channel_part, draw_gates
-from moesaic.report.expert_pictures import MOST_CLASSES, draw_class_maps, draw_favourites, mean_images
-from moesaic.report.explanation_words import listed, percent
-from moesaic.report.looks import COLOURS, ON_DARK
+from moesaic.report.channel_section import GatePictures, channel_part, draw_gates
+from moesaic.report.expert_figures import MOST_CLASSES, draw_class_maps, draw_favourites, mean_images
+from moesaic.report.formatting import listed, percent
+from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
+from moesaic.routing_record import Routing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

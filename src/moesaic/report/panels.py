@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesaic.ledger import Blocks, Counts, Panel, Points, Regions
-from moesaic.report.looks import INK, LINE, MANY, NOT_RUN, Look
-from moesaic.report.words import number
+from moesaic.report.chart import Blocks, Counts, Panel, Points, Regions
+from moesaic.report.formatting import number
+from moesaic.report.style import INK, LINE, MANY, NOT_RUN, Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

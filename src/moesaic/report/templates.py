@@ -7,12 +7,12 @@ from typing import Any
 __all__ = ["render"]
 
 
-def render(template: str, **values: Any) -> str:
-    """A template of this room, filled in. The only markup from outside is matplotlib's, which escapes what is in it."""
+def render(template: str, *, package: str = "moesaic.report", **values: Any) -> str:
+    """A template of a package, filled in. The only markup from outside is matplotlib's, which escapes what is in it."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader("moesaic.report", ""),
+        loader=PackageLoader(package, ""),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -1,6 +1,5 @@
 """Who chooses: scores in, a ``Routing`` record out; and losses that keep a choice balanced."""
 
-from moesaic.record import NOBODY, Routing
 from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.routing.expert_choice import ExpertChoice
@@ -8,6 +7,7 @@ from moesaic.routing.router import Router
 from moesaic.routing.sample_router import SampleRouter
 from moesaic.routing.soft import SoftRouter
 from moesaic.routing.token_choice import TokenChoice
+from moesaic.routing_record import NOBODY, Routing
 
 __all__ = [
     "NOBODY",

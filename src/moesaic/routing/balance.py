@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import one_of
-from moesaic.record import Routing
+from moesaic.routing_record import Routing
 
 __all__ = ["BalanceProxy", "entropy_loss", "importance_loss", "load_balance_loss", "z_loss"]
 

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.ops import autocast_off
-from moesaic.record import NOBODY, Routing
 from moesaic.routing.router import best, steady_product
+from moesaic.routing_record import NOBODY, Routing
 
 __all__ = ["ChannelGate", "ChannelMode", "gate_l1"]
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.ops import autocast_dtype
-from moesaic.ops.kept import Held, Kept
-from moesaic.ops.listeners import Listeners
-from moesaic.record import Routing
+from moesaic.ops.hooks import Listeners
+from moesaic.ops.weight_cache import Held, Kept
 from moesaic.routing.channel_gate import ChannelGate
+from moesaic.routing_record import Routing
 
 __all__ = ["ChannelHeads", "JoinedHeads", "JointGates", "OpenOnHost", "open_on_host"]
 
@@ -31,7 +31,7 @@ class ChannelHeads:
     """Heads of several layers, by name: called with an embedding (B, D), it gives the gates of each.
 
     In training, where gradients are wanted and where heads have hooks, each works by itself. In evaluation a copy of
-    their weights, as one matrix, is kept until they change, see `moesaic.ops.kept.Kept`.
+    their weights, as one matrix, is kept until they change, see `moesaic.ops.weight_cache.Kept`.
 
     >>> heads = ChannelHeads({"a": ChannelGate(8, 16).eval(), "b": ChannelGate(8, 4).eval()})
     >>> with torch.no_grad():

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from moesaic.checks import at_least_one, check_map, one_of
 from moesaic.ops import Softmax, run_choice
-from moesaic.record import Routing, Unit
 from moesaic.routing.router import Router, best
+from moesaic.routing_record import Routing, Unit
 
 __all__ = ["ExpertChoice", "ExpertGate"]
 

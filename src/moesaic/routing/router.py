@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, check_map
 from moesaic.ops import autocast_off
-from moesaic.record import Routing, Unit
+from moesaic.routing_record import Routing, Unit
 
 __all__ = ["Router", "best", "steady_product"]
 

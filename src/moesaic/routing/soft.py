@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
-from moesaic.record import Routing, Unit
 from moesaic.routing.router import Router
+from moesaic.routing_record import Routing, Unit
 
 __all__ = ["SoftRouter"]
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.record import NOBODY, Routing, Unit
 from moesaic.routing.noise import Noise, draw_noise
 from moesaic.routing.router import Router, best
+from moesaic.routing_record import NOBODY, Routing, Unit
 
 __all__ = ["TokenChoice", "TokenGate"]
 

@@ -1,7 +1,7 @@
 """Batches of images that lie on the device as bytes: in which order, with which luck, and to test on.
 
 The order of an epoch and the random numbers that an image gets in it are functions of the seed and the
-epoch alone (`moesaic.draws`): a run that is continued within an epoch sees what it would have seen.
+epoch alone (`moesaic.keyed_random`): a run that is continued within an epoch sees what it would have seen.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic import draws
-from moesaic.data.image_tasks import LUCK, ImageTask
+from moesaic import keyed_random
+from moesaic.data.datasets import LUCK, ImageTask
 
 __all__ = ["generator_seed", "varied_batches", "viewed_batches"]
 
@@ -34,9 +34,9 @@ def varied_batches(
     """
     train = task.train
     place = train.pixels.device
-    key = draws.keys(seed, [0], device)
-    order = draws.permutations(key, f"order {epoch}", len(train))[0]
-    luck = draws.uniform(key, f"luck {epoch}", len(train), LUCK)[0].float()
+    key = keyed_random.keys(seed, [0], device)
+    order = keyed_random.permutations(key, f"order {epoch}", len(train))[0]
+    luck = keyed_random.uniform(key, f"luck {epoch}", len(train), LUCK)[0].float()
     most = max(min(_PREPARED, _PREPARED_VALUES // max(train.pixels[0].numel(), 1)), 1)
     start = sum(sizes[:skip])
     for together in _groups(sizes[skip:], most):
@@ -52,7 +52,7 @@ def viewed_batches(
     task: ImageTask, device: torch.device, size: int, rows: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The images to test on, or some of them, and their labels; blur and the like are the same in every call."""
-    luck = draws.uniform(draws.keys(_TEST_KEY, [0]), "test", len(task.test), LUCK)[0].float()
+    luck = keyed_random.uniform(keyed_random.keys(_TEST_KEY, [0]), "test", len(task.test), LUCK)[0].float()
     place = task.test.pixels.device
     for some in _split(torch.arange(len(task.test)) if rows is None else rows, size):
         there = some.to(place)
@@ -62,7 +62,7 @@ def viewed_batches(
 
 def generator_seed(seed: int, purpose: str) -> int:
     """A generator's seed of 63 bits that has nothing to do with neighbouring seeds'."""
-    return int(draws.bits(draws.keys(seed, [0]), purpose, 1)[0, 0]) & ((1 << 63) - 1)
+    return int(keyed_random.bits(keyed_random.keys(seed, [0]), purpose, 1)[0, 0]) & ((1 << 63) - 1)
 
 
 def _pick(pixels: Tensor, rows: Tensor) -> Tensor:

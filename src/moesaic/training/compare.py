@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from moesaic import draws
-from moesaic.data.image_tasks import ImageTask
+from moesaic import keyed_random
+from moesaic.data.datasets import ImageTask
 from moesaic.models.registry import ModelSpec, create_model
-from moesaic.training.cells import Cells
-from moesaic.training.comparison import Comparison, Run, Sized, run_from_json
+from moesaic.training.comparison_result import Comparison, Run, Sized, run_from_json
 from moesaic.training.fit import Diverged, Fit, fit
+from moesaic.training.model_for_dataset import suited_spec
 from moesaic.training.progress import Progress, Silent
 from moesaic.training.recipe import Recipe
-from moesaic.training.suited import suited_spec
+from moesaic.training.result_cache import Cells
 
 __all__ = ["Grid", "compare"]
 
@@ -248,7 +248,7 @@ def _is_kept(each: tuple[_Contender, int, int], grid: Grid) -> bool:
 
 
 def _seed(seed: int, trial: int) -> int:
-    return int(draws.bits(draws.keys(seed, [trial]), "compare", 1)[0, 0]) & ((1 << 62) - 1)
+    return int(keyed_random.bits(keyed_random.keys(seed, [trial]), "compare", 1)[0, 0]) & ((1 << 62) - 1)
 
 
 def _parsed(label: str) -> tuple[str, dict[str, Any]]:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import one_of
-from moesaic.data.image_tasks import Scale
-from moesaic.training.checkpoints import Checkpoint, save_network
+from moesaic.data.datasets import Scale
+from moesaic.training.checkpoint import Checkpoint, save_network
 
 __all__ = ["Batch", "Exported", "Format", "Served", "export", "load_exported"]
 
@@ -85,7 +85,7 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
 
     >>> import tempfile
     >>> from moesaic.models.registry import ModelSpec
-    >>> from moesaic.training.checkpoints import Card, load_checkpoint
+    >>> from moesaic.training.checkpoint import Card, load_checkpoint
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
     >>> card = Card(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 32, 32), "pets", {})
     >>> with tempfile.TemporaryDirectory() as folder:

@@ -20,18 +20,18 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
-from moesaic.data.image_tasks import ImageTask
+from moesaic.data.datasets import ImageTask
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
-from moesaic.training.checkpoints import load_weights
-from moesaic.training.cores import usable
-from moesaic.training.gate_training import gated_recipe
-from moesaic.training.outcomes import Epoch, Fit
+from moesaic.training.checkpoint import load_weights
+from moesaic.training.gates import gated_recipe
 from moesaic.training.progress import Progress, Silent
 from moesaic.training.recipe import Recipe
-from moesaic.training.run_folder import RunFolder, describe_run
+from moesaic.training.results import Epoch, Fit
+from moesaic.training.run_dir import RunFolder, describe_run
+from moesaic.training.thread_pool import usable
 from moesaic.training.trackers import Tracker
-from moesaic.training.training_run import Diverged, GatesClosed, TrainingRun, evaluate
+from moesaic.training.trainer import Diverged, GatesClosed, TrainingRun, evaluate
 
 __all__ = ["Diverged", "Epoch", "Fit", "GatesClosed", "evaluate", "fit"]
 
@@ -78,7 +78,7 @@ def fit(
         teacher: a trained network for the same images, whose answers one with channel gates learns from, as much as
             ``recipe.gates.distil`` says. It moves to the device and to eval mode.
 
-    >>> from moesaic.data.image_tasks import LabelledImages, Scale
+    >>> from moesaic.data.datasets import LabelledImages, Scale
     >>> bright, scale = torch.arange(64) % 2, Scale((0.5,), (0.3,))
     >>> pixels = (100 * torch.rand(64, 1, 8, 8) + 100 * bright[:, None, None, None]).to(torch.uint8)
     >>> images = LabelledImages(pixels, bright, bright)

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.ops.tiles import tile
+from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.gather import NormTensors, affine, pixel_of_row
 from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, power_of_2, warps, wide
-from moesaic.ops.triton.rows import NormTensors, affine, pixel_of_row
 
 __all__ = ["norm_gradients", "statistics", "through_norm"]
 

@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.ops.tiles import tile
+from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.gather import pixel_of_row
 from moesaic.ops.triton.launch import (
     Aside,
     Sizes,
@@ -39,7 +40,6 @@ from moesaic.ops.triton.launch import (
     warps,
     wide,
 )
-from moesaic.ops.triton.rows import pixel_of_row
 
 __all__ = ["MOST_CHANNELS", "answers", "columns", "gate_gradients", "pixel_gradients", "weight_gradients"]
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from moesaic.ops.layouts import laid_out
-from moesaic.ops.tiles import tile
+from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton import lines, reached
-from moesaic.ops.triton.chosen import (
+from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
+from moesaic.ops.triton.patch_backward import (
     Back,
     Chosen,
     ProductGradients,
@@ -30,8 +30,8 @@ from moesaic.ops.triton.chosen import (
     map_shapes,
     nothing,
 )
-from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
-from moesaic.ops.triton.maps import Landing, landed_patches, whole_blocks
+from moesaic.ops.triton.scatter import Landing, landed_patches, whole_blocks
+from moesaic.ops.weight_layout import laid_out
 
 __all__ = ["patch_conv_pooled"]
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesaic.ops.triton.rows import pixel_of_row
+from moesaic.ops.triton.gather import pixel_of_row
 
 __all__ = [
     "answers_kernel",

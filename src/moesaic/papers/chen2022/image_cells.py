@@ -12,14 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic import draws
-from moesaic.data.cifar import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
-from moesaic.data.image_tasks import ImageTask, cifar10_rotate_task, cifar10_task
+from moesaic import keyed_random
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
+from moesaic.data.datasets import ImageTask, cifar10_task
 from moesaic.insight.metrics import entropy_of_counts
-from moesaic.models.cifar import cifar_mixture, cifar_network
-from moesaic.papers import claims
-from moesaic.papers.lab import Lab
-from moesaic.training.images import ImageSchedule, ImageTest, embed_images, train_images
+from moesaic.models.cifar_networks import cifar_mixture, cifar_network
+from moesaic.papers.chen2022.image_training import ImageSchedule, ImageTest, embed_images, train_images
+from moesaic.papers.chen2022.rotated_cifar import cifar10_rotate_task
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.runner import Lab
 
 __all__ = ["CAR", "EXPERTS", "FROG", "SHIP", "Embedding", "ImageCell", "ImageResult", "TaskName", "runs_of"]
 
@@ -105,7 +106,7 @@ class ImageCell:
     def measure(self, lab: Lab) -> dict[str, Any]:
         assert lab.data_dir is not None, "there is an obstacle"
         task = _task(self.task, lab.data_dir, self.images_per_file)
-        seed = int(draws.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = int(keyed_random.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             build = cifar_mixture if self.mixture else cifar_network

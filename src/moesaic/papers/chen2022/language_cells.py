@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic import draws
-from moesaic.data import SOURCES, Embeddings, Sentences, embed_sentences, load_sentences
-from moesaic.data.sentences import find_sentences
+from moesaic import keyed_random
 from moesaic.experts import LinearExperts
 from moesaic.insight import DispatchTable, dispatch_table
 from moesaic.layers import SampleMoE, record_routing
-from moesaic.papers import claims
-from moesaic.papers.lab import Lab
+from moesaic.papers.chen2022.sentence_embeddings import Embeddings, embed_sentences
+from moesaic.papers.chen2022.sentences import SOURCES, Sentences, find_sentences, load_sentences
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.runner import Lab
 from moesaic.routing import SampleRouter, load_balance_loss
 from moesaic.training import NormalizedGD
 
@@ -195,7 +195,9 @@ class LanguageCell:
 
     def _train(self, part: _Part, rate: float, router_rate: float, experts: int, lab: Lab, stream: str) -> SampleMoE:
         generator = torch.Generator(lab.device)
-        generator.manual_seed(int(draws.bits(draws.keys(lab.seed, [0]), f"language {stream} {experts}", 1)[0, 0]))
+        generator.manual_seed(
+            int(keyed_random.bits(keyed_random.keys(lab.seed, [0]), f"language {stream} {experts}", 1)[0, 0])
+        )
         model = self._model(part.x.shape[1], experts, generator).to(lab.device)
         learning = [
             NormalizedGD.per_expert(model.experts, rate),

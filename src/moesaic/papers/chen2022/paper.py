@@ -11,12 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moesaic.ledger import Chart, Fidelity
-from moesaic.papers.chen2022 import charts as mixture_charts
-from moesaic.papers.chen2022 import image_cells, image_charts, images, language, language_cells, tables, theory
-from moesaic.papers.chen2022 import plan as mixtures
-from moesaic.papers.claims import Paper, Plan, Study
-from moesaic.papers.lab import Lab
+from moesaic.fidelity import Fidelity
+from moesaic.papers.chen2022 import (
+    claims_images,
+    claims_language,
+    claims_synthetic,
+    claims_theory,
+    image_cells,
+    image_figures,
+    language_cells,
+)
+from moesaic.papers.chen2022 import figures as mixture_charts
+from moesaic.papers.chen2022 import synthetic_plan as mixtures
+from moesaic.papers.engine.claims import Paper, Plan, Study
+from moesaic.papers.engine.runner import Lab
+from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]
 
@@ -25,8 +34,8 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """Synthetic data, images and sentences."""
     return {
         **mixtures.plan(preset, fidelity),
-        **images.plan(preset, fidelity),
-        **language.plan(preset, fidelity),
+        **claims_images.plan(preset, fidelity),
+        **claims_language.plan(preset, fidelity),
     }
 
 
@@ -34,8 +43,8 @@ def charts(studies: Mapping[Fidelity, Study[Any]]) -> list[Chart]:
     """Those for which there are results."""
     return [
         *mixture_charts.charts(studies),
-        *image_charts.charts(studies),
-        *language.charts(studies),
+        *image_figures.charts(studies),
+        *claims_language.charts(studies),
     ]
 
 
@@ -52,7 +61,7 @@ def notes(preset: str, lab: Lab) -> list[str]:
         "networks get 4000. The initial scale is not printed; σ0 = 0.01 here.",
     ]
     if preset == "full":
-        said += [images.NOTE, language.NOTE]
+        said += [claims_images.NOTE, claims_language.NOTE]
     else:
         said.append("Quick: smaller samples and fewer trials than the paper; --preset full has them all.")
     return said
@@ -71,7 +80,7 @@ PAPER: Paper[Any] = Paper(
     "feature tells the class: too much for a single network that treats all patches alike, easy for an expert that "
     "sees one cluster only. The paper says that mixtures of nonlinear experts find the clusters by themselves, and "
     "that mixtures of linear experts do not.",
-    tests=(*tables.TESTS, *theory.TESTS, *images.TESTS, *language.TESTS),
+    tests=(*claims_synthetic.TESTS, *claims_theory.TESTS, *claims_images.TESTS, *claims_language.TESTS),
     plan=plan,
     charts=charts,
     notes=notes,

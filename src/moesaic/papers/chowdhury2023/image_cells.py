@@ -13,17 +13,18 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from moesaic import draws
+from moesaic import keyed_random
+from moesaic.data.builtin_datasets import missing
 from moesaic.data.celeba import read_celeba
-from moesaic.data.cifar import load_cifar10
-from moesaic.data.image_sets import Scaling, load_images
-from moesaic.data.image_tasks import Augment, Augmented, ImageTask, LabelledImages, Scale
-from moesaic.data.named_sets import missing
-from moesaic.ledger import Fidelity
-from moesaic.models.count import count
+from moesaic.data.cifar10 import load_cifar10
+from moesaic.data.datasets import Augment, Augmented, ImageTask, LabelledImages, Scale
+from moesaic.data.load import Scaling, load_images
+from moesaic.fidelity import Fidelity
+from moesaic.models.counting import count
 from moesaic.models.registry import create_model
-from moesaic.papers import claims
-from moesaic.papers.lab import Lab
+from moesaic.papers.chowdhury2023 import cifar_datasets
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.runner import Lab
 from moesaic.training.fit import Epoch, fit
 from moesaic.training.recipe import Recipe
 
@@ -61,6 +62,8 @@ _FILES = {
     "cifar-vehicles": _CIFAR,
 }
 
+cifar_datasets.register()
+
 
 @dataclass(frozen=True, eq=False)
 class WideResult:
@@ -93,7 +96,7 @@ class WideCell:
     """One run of one network on one number of samples."""
 
     task: str
-    """A name of `moesaic.data.image_sets.IMAGE_SETS`."""
+    """A name of `moesaic.data.DATASETS`."""
     arm: Arm
     fidelity: Fidelity
     samples: int
@@ -127,7 +130,7 @@ class WideCell:
 
     def measure(self, lab: Lab) -> dict[str, Any]:
         assert lab.data_dir is not None, "there is an obstacle"
-        seed = int(draws.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = int(keyed_random.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
         whole = _scaled(_loaded(self.task, lab.data_dir, self.size), self.scale, self.augment)
         task = whole.subset(self.samples, seed)  # the same for every network of the trial
         shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))

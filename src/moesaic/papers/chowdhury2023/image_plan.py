@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from moesaic.ledger import Fidelity
-from moesaic.papers import claims
+from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023.image_cells import Arm, StepCell, StepResult, WideCell, WideResult
+from moesaic.papers.engine import claims
 from moesaic.training.recipe import Recipe
 
 __all__ = ["COMPARED", "EPOCHS", "FIGURES", "SEEN", "SETTLED", "TRIALS", "Figure", "epochs", "plan", "recipe"]

@@ -8,12 +8,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.ledger import Claim, Fidelity
-from moesaic.papers import claims
+from moesaic.fidelity import Fidelity
+from moesaic.intervals import Curve, Estimate
 from moesaic.papers.chowdhury2023.image_cells import Arm, WideResult, runs_of, sizes_of
 from moesaic.papers.chowdhury2023.image_plan import EPOCHS, SEEN, TRIALS
-from moesaic.papers.claims import Judgement
-from moesaic.statistics import Curve, Estimate
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.claims import Judgement
+from moesaic.papers.engine.findings import Claim
 
 __all__ = ["LENGTH", "Array", "Study", "Test", "accuracies", "claimed", "curve", "needs", "saving"]
 

@@ -18,20 +18,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moesaic import draws
+from moesaic import keyed_random
 from moesaic.data import load_digits
-from moesaic.data.digits import has_digits
-from moesaic.ledger import Chart, Claim, Fidelity
-from moesaic.papers import claims
-from moesaic.papers.chowdhury2023 import charts as two_layer_charts
-from moesaic.papers.chowdhury2023 import image_cells, image_charts, image_claims, image_plan
-from moesaic.papers.chowdhury2023 import plan as two_layer
-from moesaic.papers.chowdhury2023.cells import Result, Study, Test
-from moesaic.papers.chowdhury2023.plan import COUPLED_WIDTH, LEVEL, PATTERNS, SIZES
-from moesaic.papers.claims import Judgement, Paper, at_least, at_most, below, reaches
-from moesaic.papers.lab import Lab
-from moesaic.statistics import Curve, bootstrap, mean, power, sample_ratio, samples_at, slopes
-from moesaic.theory import inseparable_samples, patterns_separable, suggest_patches_per_expert
+from moesaic.data.mnist import has_digits
+from moesaic.fidelity import Fidelity
+from moesaic.intervals import Curve, bootstrap, mean, power, sample_ratio, samples_at, slopes
+from moesaic.papers.chowdhury2023 import claims_images, image_cells, image_figures, image_plan
+from moesaic.papers.chowdhury2023 import figures as two_layer_charts
+from moesaic.papers.chowdhury2023 import mnist_plan as two_layer
+from moesaic.papers.chowdhury2023.mnist_cells import Result, Study, Test
+from moesaic.papers.chowdhury2023.mnist_plan import COUPLED_WIDTH, LEVEL, PATTERNS, SIZES
+from moesaic.papers.chowdhury2023.theory.patch_depth import suggest_patches_per_expert
+from moesaic.papers.chowdhury2023.theory.separability import inseparable_samples, patterns_separable
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.claims import Judgement, Paper, at_least, at_most, below, reaches
+from moesaic.papers.engine.findings import Claim
+from moesaic.papers.engine.runner import Lab
+from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]
 
@@ -261,7 +264,7 @@ def _inseparable(study: Study) -> Judgement:
     example = patterns_separable(made.patterns, made.irrelevant, places=16)
     separable = float(counterexample.separable) + float(example.separable)
     reason = f"l* = {'n' if counterexample.separable else '1'}, yet a hyperplane separates it"
-    proof = "moesaic.theory.separability has the proof"
+    proof = "moesaic.papers.chowdhury2023.theory.separability has the proof"
     return Judgement(f"fails: {reason} ({proof})" if separable else "holds", separable)
 
 
@@ -287,7 +290,7 @@ def _suggested(study: Study) -> Judgement:
     places, results = study.line("sweep/l")
     accuracies = _accuracies(results)
     trials = accuracies.shape[1]
-    data = study.lab.digits.draw(draws.keys(study.lab.seed, range(trials)), 300, "train")
+    data = study.lab.digits.draw(keyed_random.keys(study.lab.seed, range(trials)), 300, "train")
     # a trial's patches at a time: all of them together are hundreds of megabytes
     suggested = [suggest_patches_per_expert(data.pool[data.index[t]], data.labels[t]).l for t in range(trials)]
     nearest = [int(np.abs(np.asarray(places) - l).argmin()) for l in suggested]
@@ -303,7 +306,7 @@ def plan(preset: str, fidelity: Fidelity) -> claims.Plan[Any]:
 
 def charts(studies: Mapping[Fidelity, claims.Study[Any]]) -> list[Chart]:
     """Those for which there are results."""
-    return [*two_layer_charts.charts(studies), *image_charts.charts(studies)]
+    return [*two_layer_charts.charts(studies), *image_figures.charts(studies)]
 
 
 def notes(preset: str, lab: Lab) -> list[str]:
@@ -321,7 +324,7 @@ def notes(preset: str, lab: Lab) -> list[str]:
             "sees some discriminative digits twice. All of MNIST is taken where it is under --data-dir."
         )
     if preset == "full":
-        said.append(image_claims.NOTE)
+        said.append(claims_images.NOTE)
     if preset == "quick":
         said.append("Quick: fewer sizes and trials than the paper; --preset full has them all.")
     return said
@@ -474,7 +477,7 @@ PAPER: Paper[Any] = Paper(
     "every expert has a router that picks the few digits it looks at. The question: does a network that chooses where "
     "to look need fewer labelled samples? Then the same with deep networks on photographs: a wide residual network "
     "(WRN) against one whose last layer routes patches (WRN-pMoE), on faces of CelebA and on images of CIFAR-10.",
-    tests=(*TESTS, *image_claims.TESTS),
+    tests=(*TESTS, *claims_images.TESTS),
     plan=plan,
     charts=charts,
     notes=notes,

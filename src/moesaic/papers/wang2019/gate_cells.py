@@ -18,19 +18,19 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic import draws
-from moesaic.data.cifar import load_cifar10
-from moesaic.data.image_sets import load_images
-from moesaic.data.image_tasks import ImageTask
-from moesaic.data.named_sets import missing
-from moesaic.insight.channels import channel_usage, gate_distances
-from moesaic.models.count import count
-from moesaic.models.deepmoe import DeepMoE
+from moesaic import keyed_random
+from moesaic.data.builtin_datasets import missing
+from moesaic.data.cifar10 import load_cifar10
+from moesaic.data.datasets import ImageTask
+from moesaic.data.load import load_images
+from moesaic.insight.channel_metrics import channel_usage, gate_distances
+from moesaic.models.counting import count
+from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import create_model
 from moesaic.models.vgg_widths import VGG16_WIDTHS, conv_macs
-from moesaic.papers import claims
-from moesaic.papers.lab import Lab
-from moesaic.record import Routing
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.runner import Lab
+from moesaic.routing_record import Routing
 from moesaic.training.batches import viewed_batches
 from moesaic.training.fit import fit
 from moesaic.training.recipe import Recipe
@@ -123,7 +123,7 @@ class GateCell:
 
     def measure(self, lab: Lab) -> dict[str, Any]:
         assert lab.data_dir is not None, "there is an obstacle"
-        seed = int(draws.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        seed = int(keyed_random.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
         task = _loaded(lab.data_dir)
         if self.samples is not None:
             task = task.subset(self.samples, seed)

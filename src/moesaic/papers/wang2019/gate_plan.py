@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moesaic.ledger import Fidelity
+from moesaic.fidelity import Fidelity
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs
-from moesaic.papers import claims
+from moesaic.papers.engine import claims
 from moesaic.papers.wang2019.gate_cells import CLASSES, VGG16_MACS, GateCell, GateResult, Option
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe

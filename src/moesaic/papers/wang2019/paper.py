@@ -11,18 +11,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from moesaic.ledger import Chart, Fidelity
-from moesaic.papers.claims import Paper, Plan, Study
-from moesaic.papers.lab import Lab
-from moesaic.papers.wang2019 import charts as drawn
-from moesaic.papers.wang2019 import gate_cells, gate_claims, gate_plan, power, power_cells
+from moesaic.fidelity import Fidelity
+from moesaic.papers.engine.claims import Paper, Plan, Study
+from moesaic.papers.engine.runner import Lab
+from moesaic.papers.wang2019 import claims_expressivity, claims_gates, expressivity_cells, gate_cells, gate_plan
+from moesaic.papers.wang2019 import figures as drawn
+from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]
 
 
 def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """What is printed only needs calculating; what is trained is in our form."""
-    return power_cells.plan() if fidelity == "print" else gate_plan.plan(preset, fidelity)
+    return expressivity_cells.plan() if fidelity == "print" else gate_plan.plan(preset, fidelity)
 
 
 def charts(studies: Mapping[Fidelity, Study[Any]]) -> list[Chart]:
@@ -36,7 +37,7 @@ def notes(preset: str, lab: Lab) -> list[str]:
         "Wang et al.: Table 1 of the supplement has lost five cells in the copy at hand (Conv11 to Conv13 of W1-High, "
         "Conv3 and Conv4 of W4-Low); they are solved for, so that all four columns have equally many weights."
     )
-    return [lost, gate_claims.NOTE] if preset == "full" else [lost]
+    return [lost, claims_gates.NOTE] if preset == "full" else [lost]
 
 
 def check_data(data_dir: Path) -> None:
@@ -51,7 +52,7 @@ PAPER: Paper[Any] = Paper(
     "channels of every layer work on it. The supplement argues that such a network, though sparse, can tell as much "
     "apart as a dense one, and gives four ways to widen VGG-16. Here its argument is calculated, and networks with "
     "gates are put beside narrower ones of equal cost on CIFAR-10.",
-    tests=(*power.TESTS, *gate_claims.TESTS),
+    tests=(*claims_expressivity.TESTS, *claims_gates.TESTS),
     plan=plan,
     charts=charts,
     notes=notes,

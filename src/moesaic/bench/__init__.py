@@ -1,0 +1,1 @@
+"""Timing of layers and models against dense peers, checked against the reference first."""

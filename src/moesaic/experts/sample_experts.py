@@ -1,0 +1,225 @@
+"""Stacked experts for whole samples: a linear map of a feature vector, and the paper's network of patches.
+
+The first is what Chen et al. 2022 put on sentence embeddings (Appendix A.4), the second their
+two-layer convolutional expert, eq. 3.1:
+
+    f_m(x) = Σ_j Σ_p σ(⟨w_mj, x_p⟩ + b_mj)
+
+Here, as in the paper, every expert is small and there are many samples: E small products of
+unequal height, which run as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.ops import Samples, autocast_dtype, run_stacked
+from moesaic.routing_record import Routing
+
+__all__ = ["LinearExperts", "PatchNetExperts", "SampleActivation", "SampleExperts", "check_samples"]
+
+SampleActivation = Literal["identity", "cubic", "relu", "celu", "gelu", "tanh"]
+
+
+def _identity(z: Tensor) -> Tensor:
+    return z
+
+
+def _cubic(z: Tensor) -> Tensor:
+    return z.pow(3)
+
+
+_ACTIVATIONS: dict[SampleActivation, Callable[[Tensor], Tensor]] = {
+    "identity": _identity,
+    "cubic": _cubic,
+    "relu": F.relu,
+    "celu": F.celu,
+    "gelu": F.gelu,
+    "tanh": torch.tanh,
+}
+
+
+class SampleExperts(nn.Module):
+    """E experts for samples (B, …), their weights stacked along a leading axis; ``len(experts)`` is E.
+
+    To write your own, implement ``answer`` with ``samples.linear`` in place of ``F.linear``.
+    """
+
+    def __init__(self, experts: int, activation: SampleActivation) -> None:
+        super().__init__()
+        owner = type(self).__name__
+        at_least_one(owner, experts=experts)
+        self.activation: SampleActivation = one_of(owner, "activation", activation, get_args(SampleActivation))
+        self._experts = experts
+
+    def __len__(self) -> int:
+        return self._experts
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        """The gated sum of the answers to each sample."""
+        return run_stacked(x, routing, self.answer)
+
+    def answer(self, values: Tensor, samples: Samples) -> Tensor:
+        """What the experts answer to values (…, C) laid out by a backend, which knows whose they are."""
+        raise TypeError(f"{type(self).__name__} is SampleExperts without an answer(values, samples)")
+
+    def _activate(self, z: Tensor) -> Tensor:
+        return _ACTIVATIONS[self.activation](z)
+
+
+class LinearExperts(SampleExperts):
+    """E linear maps C → O and an activation: ``weight`` (E, O, C), ``bias`` (E, O).
+
+    >>> import torch, moesaic
+    >>> experts = LinearExperts(4, 768, 2, activation="cubic")
+    >>> layer = moesaic.SampleMoE(torch.nn.Linear(768, 4), experts)
+    >>> layer(torch.randn(6, 768)).shape
+    torch.Size([6, 2])
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: SampleActivation = "identity",
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(experts, activation)
+        at_least_one("LinearExperts", in_features=in_features, out_features=out_features)
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Each expert starts as ``nn.Linear`` does: uniform within ±1/√C."""
+        bound = 1 / math.sqrt(self.in_features)
+        for tensor in self.parameters():
+            nn.init.uniform_(tensor, -bound, bound, generator=generator)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        check_samples("LinearExperts", x, self.weight, f"(B, {self.in_features})", axes=2)
+        return super().forward(x, routing)
+
+    def answer(self, values: Tensor, samples: Samples) -> Tensor:
+        return self._activate(samples.linear(values, self.weight, self.bias))
+
+    def extra_repr(self) -> str:
+        return (
+            f"{len(self)} × ({self.in_features} → {self.out_features}), activation={self.activation!r}, "
+            f"bias={self.bias is not None}"
+        )
+
+
+class PatchNetExperts(SampleExperts):
+    """E two-layer networks on patches (B, P, D) with J filters each: ``weight`` (E, J, D), ``bias`` (E, J).
+
+    Every filter answers to every patch, and the answers are summed. With ``outputs=1`` all J make
+    one logit (print); with ``outputs=2`` half of them make each of two (the released code).
+
+    Where the activation is the identity, sums over patches and filters come first: all J filters
+    are one, and the expert costs P·J times less.
+
+    Args:
+        experts: E.
+        dim: D, the length of a patch.
+        filters: J, of each expert.
+        outputs: logits, each of filters / outputs filters.
+        activation: ``"identity"``, ``"cubic"``, ``"relu"``, ``"celu"``, ``"gelu"`` or ``"tanh"``.
+        bias: whether filters have one; the paper's have none.
+        init_std: σ0, the standard deviation of the weights at the start. Small ones let experts
+            specialise.
+        device: where the weights are.
+        dtype: of the weights.
+
+    >>> import torch, moesaic
+    >>> experts = PatchNetExperts(8, dim=50, filters=16)
+    >>> layer = moesaic.SampleMoE(moesaic.routing.SampleRouter(50, experts=8), experts)
+    >>> layer(torch.randn(6, 4, 50)).shape
+    torch.Size([6, 1])
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        dim: int,
+        filters: int,
+        outputs: int = 1,
+        *,
+        activation: SampleActivation = "cubic",
+        bias: bool = False,
+        init_std: float = 0.01,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(experts, activation)
+        at_least_one("PatchNetExperts", dim=dim, filters=filters, outputs=outputs)
+        if filters % outputs:
+            lower, upper = filters // outputs * outputs, (filters // outputs + 1) * outputs
+            fits = f"{lower} or {upper}" if lower else f"{upper}"
+            raise ValueError(
+                f"PatchNetExperts: filters={filters} cannot be shared by outputs={outputs}; use filters={fits}"
+            )
+        if not 0 <= init_std < math.inf:
+            raise ValueError(f"PatchNetExperts: init_std={init_std}; it must be 0 or more")
+        self.dim = dim
+        self.filters = filters
+        self.outputs = outputs
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(experts, filters, dim, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(experts, filters, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Weights and biases from N(0, init_std²)."""
+        for tensor in self.parameters():
+            nn.init.normal_(tensor, std=self.init_std, generator=generator)
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        check_samples("PatchNetExperts", x, self.weight, f"(B, P, {self.dim})", axes=3)
+        if self.activation != "identity":
+            return super().forward(x, routing)
+        bias_EO = None if self.bias is None else x.shape[1] * self._by_output(self.bias).sum(2)
+        weight_EOD = self._by_output(self.weight).sum(2)
+
+        def answer(values: Tensor, samples: Samples) -> Tensor:
+            return samples.linear(values, weight_EOD, bias_EO)
+
+        return run_stacked(x.sum(1), routing, answer)
+
+    def answer(self, values: Tensor, samples: Samples) -> Tensor:
+        hidden = self._activate(samples.linear(values, self.weight, self.bias)).sum(-2)
+        return hidden.view(*hidden.shape[:-1], self.outputs, self.filters // self.outputs).sum(-1)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{len(self)} × ({self.dim} → {self.filters} → {self.outputs}), activation={self.activation!r}, "
+            f"bias={self.bias is not None}"
+        )
+
+    def _by_output(self, of_filters: Tensor) -> Tensor:
+        """(E, J, …) as (E, O, J / O, …)."""
+        return of_filters.view(len(self), self.outputs, self.filters // self.outputs, *of_filters.shape[2:])
+
+
+def check_samples(owner: str, x: Tensor, weight: Tensor, takes: str, axes: int) -> None:
+    """Refuse samples that do not fit stacked weights whose last axis is the samples' last."""
+    if x.ndim != axes or x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"{owner}: takes samples {takes}, got {tuple(x.shape)}")
+    if x.dtype != weight.dtype and autocast_dtype(x) is None:
+        raise TypeError(
+            f"{owner}: the samples are {x.dtype}, the weights are {weight.dtype}; convert one of them with "
+            ".to(dtype), or run under torch.autocast"
+        )

@@ -1,0 +1,53 @@
+"""The base of the experts: E networks of one shape, their weights stacked along a leading axis."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.checks import at_least_one
+from moesaic.experts.expert_norm import ExpertNorm
+from moesaic.ops import Norm, PatchSpec
+from moesaic.routing_record import Routing
+
+__all__ = ["Experts"]
+
+
+class Experts(nn.Module):
+    """E experts that map C channels to O at the patches routed to them; ``len(experts)`` is E."""
+
+    norm: ExpertNorm | None
+    kernel_size: int = 1
+    has_bias: bool
+
+    def __init__(
+        self,
+        experts: int,
+        in_channels: int,
+        out_channels: int,
+        *,
+        norm: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        at_least_one(type(self).__name__, experts=experts, in_channels=in_channels, out_channels=out_channels)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.norm = ExpertNorm(experts, in_channels, device=device, dtype=dtype) if norm else None
+        self._experts = experts
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights."""
+        return next(self.parameters()).dtype
+
+    def __len__(self) -> int:
+        return self._experts
+
+    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec) -> Tensor:
+        """Run the experts over the routed patches of a map (B, C, H, W)."""
+        raise TypeError(f"{type(self).__name__} is Experts without a forward(x, routing, spec)")
+
+    def _norm(self, x: Tensor) -> Norm | None:
+        return None if self.norm is None else self.norm.tensors(x.shape[0] * x.shape[2] * x.shape[3])

@@ -1,0 +1,102 @@
+"""JSON and other files, written whole or not at all; records read back as the dataclasses they were written from."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+
+__all__ = ["read_records", "write_json", "write_whole"]
+
+Record = TypeVar("Record")
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file whole or not at all; numbers that JSON does not know (NaN, ∞) become null."""
+    text = json.dumps(_known_to_json(content), indent=1, ensure_ascii=False, allow_nan=False)
+    # a list of numbers on one line; strings are safe, since a line break within one is written \n
+    text = _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
+    write_whole(path, f"{text}\n".encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: under another name first, each program its own, and then renamed."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_bytes(content)
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def read_records(path: Path, kind: type[Record]) -> list[Record]:
+    """The records of one dataclass in a JSON file; an error names the place that does not fit."""
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not a JSON file ({error}); write it anew") from error
+    return list(_decoded(tuple[kind, ...], loaded, str(path)))
+
+
+_NUMBERS = re.compile(r"\[\n\s*(?:(?:[-+.\deE]+|null),\n\s*)*(?:[-+.\deE]+|null)\n\s*\]")
+
+
+def _known_to_json(content: Any) -> Any:
+    if isinstance(content, float):
+        return content if math.isfinite(content) else None
+    if isinstance(content, dict):
+        return {key: _known_to_json(value) for key, value in cast("dict[str, Any]", content).items()}
+    if isinstance(content, list | tuple):
+        return [_known_to_json(value) for value in cast("list[Any]", content)]
+    return content
+
+
+def _decoded(kind: Any, value: Any, where: str) -> Any:
+    """``value``, as JSON has it, as the ``kind`` that a record's annotation names."""
+    options = get_args(kind)
+    if get_origin(kind) is UnionType:
+        # None first: what follows may take null for a number that is not finite
+        if value is None and NoneType in options:
+            return None
+        accepts = [option for option in options if option is not NoneType and _fits(option, value)]
+        return _decoded(accepts[0] if accepts else options[0], value, where)
+    if not _fits(kind, value):
+        raise ValueError(f"{where}: {value!r} where {_in_words(kind)} belongs")
+    if get_origin(kind) is tuple:
+        kinds = [options[0]] * len(value) if options[-1] is ... else options
+        if len(kinds) != len(value):
+            raise ValueError(f"{where}: {len(value)} values where {len(kinds)} belong")
+        pairs = zip(kinds, value, strict=True)
+        return tuple(_decoded(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(pairs))
+    if is_dataclass(kind):
+        names = [each.name for each in fields(kind)]
+        if set(value) != set(names):
+            raise ValueError(f"{where}: has the keys {sorted(value)}; it must have {sorted(names)}")
+        hints = get_type_hints(kind)
+        made = {name: _decoded(hints[name], value[name], f"{where}.{name}") for name in names}
+        return cast("type[Any]", kind)(**made)
+    return math.nan if kind is float and value is None else value
+
+
+def _fits(kind: Any, value: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, list)
+    if is_dataclass(kind):
+        return isinstance(value, dict)
+    if kind is float:
+        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    return isinstance(value, kind)
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return f"one of {get_args(kind)}"
+    return "a list" if get_origin(kind) is tuple else "an object" if is_dataclass(kind) else f"a {kind.__name__}"

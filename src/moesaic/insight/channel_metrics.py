@@ -1,0 +1,300 @@
+"""What channel gates do: which channels work for all images, for some or for none, and for which classes.
+
+A gate is open for an image or closed (Wang et al. 2019). Over many images a channel is dead, always on,
+or dynamic; only dynamic ones make the network another for another image, and a network without
+any is no better than a static, narrower one. Whether they follow the class is read off the Hamming
+distance of two images' patterns, the share of gates that are open for one of them alone: within
+a class it is smaller than between classes where gates know the class.
+
+Shapes, beyond the legend of `record`: K classes, E gates. A gate is a channel, or a block of neighbouring
+channels that share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moesaic.checks import at_least_one
+from moesaic.insight.class_routing import check_labels, tell_class
+from moesaic.keyed_random import keys, permutations
+from moesaic.routing_record import Routing
+
+__all__ = [
+    "ChannelUsage",
+    "GateDistances",
+    "SpecificGate",
+    "channel_usage",
+    "class_shares",
+    "gate_distances",
+    "open_gates",
+    "specific_gates",
+]
+
+SHUFFLES = 100
+"""Random orders of the labels that tell what chance gives."""
+
+FEW = 20
+"""Of classes with fewer images no gate is called specific, unless all classes are so small."""
+
+
+@dataclass(frozen=True)
+class ChannelUsage:
+    """How a layer's gates are used over a set of images; made by `channel_usage`."""
+
+    images: int
+    gates: int
+    dead: tuple[int, ...]
+    """Gates that are open for no image."""
+    always_on: tuple[int, ...]
+    """Gates that are open for every image."""
+    dynamic: tuple[int, ...]
+    """All others."""
+    open_share: float
+    """The share of gates that an image opens, mean over images."""
+    spread: float
+    """The standard deviation of that share from image to image; 0: each image opens equally many."""
+    patterns: int
+    """How many different patterns of open gates the images have."""
+
+
+@dataclass(frozen=True)
+class GateDistances:
+    """How alike the open gates of two images are, by their classes; made by `gate_distances`.
+
+    Distances are shares of gates: 0 where two images open the same ones.
+    """
+
+    distance: tuple[tuple[float | None, ...], ...]
+    """(K, K): between an image of the one class and another of the other, mean over pairs; None: there is no pair."""
+    within: float | None
+    """Mean over all pairs of one class."""
+    between: float | None
+    """Mean over all pairs of two classes."""
+    by_chance: float | None
+    """What ``between − within`` stays below in 95 % of cases where labels are in random order."""
+    told: float | None
+    """The share of images whose class a simple rule (naive Bayes, on images it has not seen) tells from open and
+    closed gates alone; None where images are too few to try."""
+    commonest: float
+    """The share it would get right by always naming the commonest class."""
+
+    @property
+    def real(self) -> bool:
+        """Whether images of one class are more alike than chance makes them."""
+        if self.within is None or self.between is None or self.by_chance is None:
+            return False
+        return self.between - self.within > self.by_chance
+
+
+@dataclass(frozen=True)
+class SpecificGate:
+    """A gate that is open for images of one class more often than for others."""
+
+    layer: str
+    gate: int
+    label: int
+    """Which class."""
+    own: float
+    """The share of this class's images for which it is open."""
+    others: float
+    """The same of the other classes, mean over them."""
+
+
+def open_gates(routing: Routing | Mapping[str, Routing]) -> Tensor:
+    """(B, E) bool on the CPU: which gates are open for which image; several layers side by side.
+
+    >>> from moesaic.routing.channel_gate import ChannelGate
+    >>> routing = ChannelGate(1, channels=3).choose(torch.tensor([[2.0, -1.0, 0.5], [-1.0, -1.0, 0.5]]))
+    >>> open_gates({"conv1": routing, "conv2": routing}).int().tolist()
+    [[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 1]]
+    """
+    several = {"": routing} if isinstance(routing, Routing) else routing
+    if not several:
+        raise ValueError("open_gates: there is no layer to look at; give the routing of at least one")
+    for name, each in several.items():
+        if each.unit != "channel":
+            raise ValueError(
+                f"open_gates: {name or 'this layer'} routes by {each.unit}, and only channels have gates that open and "
+                "close; moesaic.insight.summary takes the others"
+            )
+    return torch.cat([each.mask.detach().flatten(1).cpu() for each in several.values()], 1)
+
+
+def channel_usage(routing: Routing) -> ChannelUsage:
+    """Which of a layer's channels are dead, always on and dynamic over the images of a routing.
+
+    Over few images many channels look dead or always on: give some hundreds.
+
+    >>> from moesaic.routing.channel_gate import ChannelGate
+    >>> scores = torch.tensor([[2.0, -1.0, 0.5, 1.0], [1.0, -1.0, -0.5, 1.0]])
+    >>> usage = channel_usage(ChannelGate(1, channels=4).choose(scores))
+    >>> usage.dead, usage.always_on, usage.dynamic, usage.open_share
+    ((1,), (0, 3), (2,), 0.625)
+    """
+    open_BE = open_gates(routing)
+    B, E = open_BE.shape
+    if not B:
+        raise ValueError("channel_usage: the routing has no image; over none, every gate is dead and always on at once")
+    count_E = open_BE.sum(0)
+    share_B = open_BE.double().mean(1)
+    return ChannelUsage(
+        images=B,
+        gates=E,
+        dead=_which(count_E == 0),
+        always_on=_which(count_E == B),
+        dynamic=_which((count_E > 0) & (count_E < B)),
+        open_share=float(share_B.mean()),
+        spread=float(share_B.std(correction=0)),
+        patterns=len(cast("Tensor", torch.unique(open_BE, dim=0))),
+    )
+
+
+def class_shares(routing: Routing | Mapping[str, Routing], labels: Tensor, classes: int) -> Tensor:
+    """(K, E) float64: the share of a class's images for which the gate is open: the class's mean pattern.
+
+    >>> from moesaic.routing.channel_gate import ChannelGate
+    >>> routing = ChannelGate(1, channels=2).choose(torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]]))
+    >>> class_shares(routing, torch.tensor([0, 0, 1]), classes=2).tolist()
+    [[1.0, 0.5], [0.0, 1.0]]
+    """
+    open_BE = open_gates(routing).double()
+    own_KB = _members(check_labels("class_shares", labels, len(open_BE), classes), classes).double()
+    return own_KB @ open_BE / own_KB.sum(1, keepdim=True).clamp(min=1)
+
+
+def gate_distances(
+    routing: Routing | Mapping[str, Routing], labels: Tensor, classes: int, *, seed: int = 0
+) -> GateDistances:
+    """Compare the patterns of open gates within classes and between them, of one layer or of several together.
+
+    ``labels`` (B,) are from 0 to ``classes`` − 1.
+
+    >>> from moesaic.routing.channel_gate import ChannelGate
+    >>> labels = torch.arange(40) % 2
+    >>> scores = torch.stack([2.0 * labels - 1, torch.ones(40)], 1)         # the first gate is open for class 1 alone
+    >>> found = gate_distances(ChannelGate(1, channels=2).choose(scores), labels, classes=2)
+    >>> found.within, found.between, found.real, found.told
+    (0.0, 0.5, True, 1.0)
+    """
+    open_BE = open_gates(routing)
+    B, E = open_BE.shape
+    labels = check_labels("gate_distances", labels, B, classes)
+    open_BE = open_BE.float()  # counts of images are whole, and exact in it
+    differing_KK, pairs_KK = _pairs(_members(labels, classes).float() @ open_BE, labels.bincount(minlength=classes), E)
+    same = torch.eye(classes, dtype=torch.bool)
+    other = torch.ones_like(same).triu(1)
+    within, between = (_mean(differing_KK[part], pairs_KK[part]) for part in (same, other))
+    mean_KK = torch.where(pairs_KK > 0, differing_KK / pairs_KK.clamp(min=1), torch.nan)
+    return GateDistances(
+        distance=tuple(
+            tuple(None if value != value else round(value, 5) for value in row)
+            for row in cast("list[list[float]]", mean_KK.tolist())
+        ),
+        within=within,
+        between=between,
+        by_chance=None if within is None or between is None else _chance(open_BE, labels, seed),
+        told=tell_class(open_BE, labels, classes, seed=seed),
+        commonest=float(labels.bincount().max()) / B,
+    )
+
+
+def specific_gates(
+    routing: Mapping[str, Routing], labels: Tensor, classes: int, *, count: int = 12, seed: int = 0
+) -> tuple[SpecificGate, ...]:
+    """The gates that are most specific to a class: open for it, closed for others; each with its best class.
+
+    The largest of thousands of differences is partly luck. So gates are picked by one half of the images, drawn
+    by ``seed``, and their shares are those of the other half; empty where halves are too small.
+
+    >>> from moesaic.routing.channel_gate import ChannelGate
+    >>> labels = torch.arange(40) % 2
+    >>> scores = torch.stack([2.0 * labels - 1, torch.ones(40)], 1)
+    >>> specific_gates({"conv1": ChannelGate(1, channels=2).choose(scores)}, labels, classes=2, count=1)
+    (SpecificGate(layer='conv1', gate=0, label=1, own=1.0, others=0.0),)
+    """
+    at_least_one("specific_gates", count=count)
+    open_BE = open_gates(routing).double()
+    labels = check_labels("specific_gates", labels, len(open_BE), classes)
+    order = permutations(keys(seed, [0]), "halves", len(labels))[0]
+    halves = [order[: len(order) // 2], order[len(order) // 2 :]]
+    images_K = labels.bincount(minlength=classes)
+    enough_K = images_K >= FEW
+    if int(enough_K.sum()) < 2:
+        enough_K = images_K > 0
+    for half in halves:
+        enough_K = enough_K & (labels[half].bincount(minlength=classes) > 0)
+    kept = cast("list[int]", enough_K.nonzero().flatten().tolist())
+    if len(kept) < 2:
+        return ()
+    (own_KE, others_KE), (seen_KE, seen_others_KE) = (_own_and_others(open_BE[h], labels[h], kept) for h in halves)
+    best_E, class_E = (own_KE - others_KE).max(0)
+    picked = cast("list[int]", best_E.sort(descending=True, stable=True).indices[:count].tolist())
+    places = [(name, gate) for name, each in routing.items() for gate in range(each.experts)]
+    return tuple(
+        SpecificGate(
+            *places[e],
+            label=kept[int(class_E[e])],
+            own=float(seen_KE[class_E[e], e]),
+            others=float(seen_others_KE[class_E[e], e]),
+        )
+        for e in picked
+        if best_E[e] > 0
+    )
+
+
+def _own_and_others(open_BE: Tensor, labels: Tensor, kept: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(K, E) each: the share of a class's images, and the mean share of the other kept classes."""
+    share_KE = torch.stack([open_BE[labels == k].mean(0) for k in kept])
+    return share_KE, (share_KE.sum(0) - share_KE) / (len(kept) - 1)
+
+
+def _pairs(open_KE: Tensor, images_K: Tensor, gates: int) -> tuple[Tensor, Tensor]:
+    """(K, K) each: the distances of all pairs added up, and how many pairs there are.
+
+    Of two classes of n and m images, c and d of which open a gate, c (m − d) + d (n − c) pairs differ in it;
+    of one class c (n − c).
+    """
+    open_KE, n_K = open_KE.double(), images_K.double()
+    one_way_KK = open_KE @ (n_K[:, None] - open_KE).T
+    differing_KK, pairs_KK = one_way_KK + one_way_KK.T, n_K[:, None] * n_K
+    differing_KK.diagonal().copy_(one_way_KK.diagonal())
+    pairs_KK.diagonal().copy_(n_K * (n_K - 1) / 2)
+    return differing_KK / gates, pairs_KK
+
+
+def _chance(open_BE: Tensor, labels: Tensor, seed: int) -> float:
+    """The 95 % quantile of between − within over random orders of the labels."""
+    # classes without images would only cost time
+    _, labels = cast("tuple[Tensor, Tensor]", torch.unique(labels, return_inverse=True))
+    images_K = labels.bincount()
+    own_KB = _members(labels, len(images_K)).float()
+    pairs = images_K.double() * (images_K.double() - 1) / 2
+    B, E = open_BE.shape
+    count_E = open_BE.double().sum(0)
+    all_differing, all_pairs = float((count_E * (B - count_E)).sum()), B * (B - 1) / 2
+    gaps: list[float] = []
+    for order in permutations(keys(seed, range(SHUFFLES)), "labels", B):
+        open_KE = (own_KB[:, order] @ open_BE).double()
+        differing = float((open_KE * (images_K[:, None] - open_KE)).sum())
+        same_pairs = float(pairs.sum())
+        gaps.append((all_differing - differing) / (all_pairs - same_pairs) - differing / same_pairs)
+    return sorted(gaps)[int(0.95 * SHUFFLES)] / E
+
+
+def _members(labels: Tensor, classes: int) -> Tensor:
+    """(K, B): 1 where the image is of the class."""
+    return torch.nn.functional.one_hot(labels, classes).T
+
+
+def _mean(differing: Tensor, pairs: Tensor) -> float | None:
+    total = float(pairs.sum())
+    return float(differing.sum()) / total if total else None
+
+
+def _which(mask_E: Tensor) -> tuple[int, ...]:
+    return tuple(cast("list[int]", mask_E.nonzero().flatten().tolist()))

@@ -1,0 +1,1 @@
+"""DeepMoE (Wang et al. 2019): networks in which every image opens the channels it needs."""

@@ -1,0 +1,440 @@
+"""DeepMoE (Wang et al. 2019): a network in which every image opens the channels that it needs.
+
+A shallow network makes an embedding of the image, a linear head for each gated convolution makes gates of the
+embedding, and the gates of a convolution cut its outputs and the inputs of whoever reads them. `deepmoe` makes one of
+any network whose convolutions `conv_chain` can pair: the convolution and its BatchNorm become a `ChannelMoE`, and all
+else stays as it is. With all gates 1 it computes what the network did. Without gradients closed channels are left out,
+and the gated layers run together (`moesaic.layers.channel_network`).
+
+Costs are multiply-adds of one image: active_in × active_out of gated convolutions, and everything else whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from moesaic.checks import at_least_one
+from moesaic.layers.channel_network import GatedLayers
+from moesaic.models.channel_graph import Link, conv_chain, links_to_gate
+from moesaic.models.counting import count
+from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
+from moesaic.models.deepmoe.gated_conv import GatedConv, ReadingConv, RunningGates, conv_refusal, norm_refusal
+from moesaic.models.deepmoe.one_image import OneImage
+from moesaic.ops.channel.gated_conv import open_channels
+from moesaic.ops.hooks import Listeners
+from moesaic.routing.channel_gate import ChannelGate, ChannelMode
+from moesaic.routing.channel_heads import ChannelHeads
+from moesaic.routing_record import Routing
+
+__all__ = ["Answer", "DeepMoE", "deepmoe"]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """What a DeepMoE makes of a batch."""
+
+    logits: Tensor
+    """(B, classes), of the backbone."""
+    embedding: Tensor
+    """(B, D)"""
+    embedding_logits: Tensor
+    """(B, classes), of the embedding's own classifier."""
+    routing: Mapping[str, Routing]
+    """By the gated layer's name, in the order in which the layers run."""
+
+
+@dataclass(frozen=True)
+class _Price:
+    """A convolution that gates cut: what a pair of open channels costs, and whose gates open them.
+
+    Where no gate does, it is the number of channels.
+    """
+
+    pair: int
+    ins: str | int
+    outs: str | int
+
+
+class DeepMoE(nn.Module):
+    """A backbone whose convolutions are gated by an embedding of the image; `deepmoe` makes one.
+
+    Calling it gives the backbone's scores; `answer` gives the embedding and the gates as well.
+
+    >>> import torch
+    >>> from moesaic.models.vgg import VGG16
+    >>> model = deepmoe(VGG16(classes=10, width=0.1), classes=10)
+    >>> answer = model.answer(torch.zeros(2, 3, 32, 32))
+    >>> answer.logits.shape, len(answer.routing)
+    (torch.Size([2, 10]), 13)
+    >>> bool((model.macs(answer.routing) > model.dense_macs).all())  # all gates start open
+    True
+    """
+
+    embedding: EmbeddingNetwork
+    gates: nn.ModuleDict
+    """The head of each gated layer, by its name with "_" for "."."""
+    backbone: nn.Module
+    gated: tuple[str, ...]
+    """Names of the gated layers inside the backbone, in the order in which they run."""
+    left: Mapping[str, str]
+    """Names of the convolutions that no gate cuts the outputs of, and why, as the end of a sentence."""
+    dense_macs: int
+    """Multiply-adds of the plain backbone for one image of the size it was built for: costs are shares of it."""
+    gate_macs: int
+    """Those that gates come at: of the embedding network, its classifier and all heads."""
+    fixed_macs: int
+    """Those that no gate can save: ``gate_macs``, and the backbone's layers that are not gated and read no gates."""
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        embedding: EmbeddingNetwork,
+        gates: Mapping[str, ChannelGate],
+        running: RunningGates,
+        layers: GatedLayers,
+        prices: Sequence[_Price],
+        *,
+        left: Mapping[str, str],
+        dense_macs: int,
+        gate_macs: int,
+        fixed_macs: int,
+    ) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.gates = nn.ModuleDict({_key(name): gate for name, gate in gates.items()})
+        self.backbone = backbone
+        self.gated = tuple(gates)
+        self.left = dict(left)
+        self.dense_macs = dense_macs
+        self.gate_macs = gate_macs
+        self.fixed_macs = fixed_macs
+        self._prices = tuple(prices)
+        self._running = running
+        self._layers = layers
+        self._all_heads = ChannelHeads(gates)
+        self._listeners = Listeners([embedding, embedding.head])
+        self._one_image = OneImage(backbone, embedding, self._all_heads, layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self.answer(x).logits
+        logits = self._one_image(x)
+        if logits is not None:
+            return logits
+        if self._listeners:
+            return self.answer(x).logits
+        return self._layers.run(self._run, x, self._all_heads(self.embedding.embed(x)))
+
+    def answer(self, x: Tensor) -> Answer:
+        """The backbone's scores, the embedding with its own, and the gates of every layer."""
+        embedding, scores = self.embedding(x)
+        routing: Mapping[str, Routing]
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            routing = {name: gate(embedding) for name, gate in self.heads().items()}
+            logits = self._run(x, routing)
+        else:
+            routing = self._all_heads(embedding)
+            logits = self._layers.run(self._run, x, routing)
+        return Answer(logits, embedding, scores, routing)
+
+    def macs(self, routing: Mapping[str, Routing]) -> Tensor:
+        """(B,): multiply-adds of each image with these gates, for the size of image that the network was built for.
+
+        Gates are given by the names in ``gated``, as in ``Answer.routing``.
+        """
+        missing = [name for name in self.gated if name not in routing]
+        if missing:
+            raise ValueError(
+                f"DeepMoE.macs: the routing of {missing[0]} is missing (got {', '.join(routing) or 'none'}); give "
+                "answer(x).routing, which has the names in `gated`"
+            )
+        active = {
+            name: open_channels(routing[name], gate.channels, gate.block).sum(1) for name, gate in self.heads().items()
+        }
+
+        def channels(of: str | int) -> int | Tensor:
+            return active[of] if isinstance(of, str) else of
+
+        total = torch.full_like(active[self.gated[0]], self.fixed_macs)
+        for price in self._prices:
+            total = total + channels(price.ins) * channels(price.outs) * price.pair
+        return total
+
+    def gate_parameters(self) -> list[nn.Parameter]:
+        """Those of the embedding network and of all heads: all that decides which channels are open."""
+        return [*self.embedding.parameters(), *self.gates.parameters()]
+
+    def heads(self) -> dict[str, ChannelGate]:
+        """The gates of each layer by the layer's name, in the order in which the layers run."""
+        return {name: cast(ChannelGate, self.gates[_key(name)]) for name in self.gated}
+
+    def _run(self, x: Tensor, routing: Mapping[str, Routing]) -> Tensor:
+        self._running.routing = routing
+        try:
+            return self.backbone(x)
+        finally:
+            self._running.routing = None
+
+
+def deepmoe(
+    backbone: nn.Module,
+    *,
+    classes: int,
+    image_size: int = 32,
+    in_channels: int = 3,
+    block: int = 1,
+    mode: ChannelMode = "relu",
+    keep: float | None = None,
+    bias: float | None = 1.0,
+    bottleneck: Literal["a", "b"] = "a",
+    embedding_share: float = 0.02,
+) -> DeepMoE:
+    """Gate the channels of a network by an embedding of the image.
+
+    The backbone becomes part of what is returned: its weights stay the tensors that they are, each gated
+    convolution becomes a `ChannelMoE` under its old name, with its BatchNorm inside and nothing in BatchNorm's old
+    place. Which convolutions are gated is told by `links_to_gate`; the others are in ``left``, with the reason. When an
+    error is raised, the backbone is as it was.
+
+    Args:
+        backbone: from images (B, in_channels, H, W) to scores (B, classes).
+        classes: how many scores it gives.
+        image_size: the side of the images that costs are counted for.
+        in_channels: of the images.
+        block: how many neighbouring channels share a gate; a layer with fewer has one gate.
+        mode: ``"relu"``: an image opens what it needs; ``"topk"``: a share of each layer, see `ChannelGate`.
+        keep: the share of a layer's blocks that is open under ``"topk"``, above 0 and up to 1, rounded to blocks.
+        bias: where the biases of the heads start; None for the printed form, which has none.
+        bottleneck: of residual bottlenecks, ``"a"``: the first two convolutions are gated, ``"b"``: the middle one.
+        embedding_share: what the embedding network, its classifier and the heads may cost, as a share of the
+            backbone's multiply-adds; its convolutions are as wide as that allows, and have 8 channels at least.
+
+    >>> from moesaic.models.resnet import ResNet
+    >>> model = deepmoe(ResNet(18, classes=10, width=0.25), classes=10, block=8)
+    >>> model.gated[:2], len(model.gated)
+    (('body.2.first.0', 'body.2.second.0'), 16)
+    >>> model.left["body.0.0"]
+    'is read by several layers'
+    """
+    at_least_one("deepmoe", classes=classes, image_size=image_size, in_channels=in_channels, block=block)
+    _check_shares(mode, keep, embedding_share)
+    plan, left = _plan(backbone, bottleneck)
+    costs = _backbone_macs(backbone, classes, (in_channels, image_size, image_size))
+    convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
+    blocks = {name: min(block, convs[name].out_channels) for name in plan}
+    gates = {name: math.ceil(convs[name].out_channels / blocks[name]) for name in plan}
+    sizes = {"in_channels": in_channels, "image_size": image_size, "classes": classes, "gates": sum(gates.values())}
+    widths = embedding_widths(embedding_share * sum(costs.values()), **sizes)
+
+    like = convs[next(iter(plan))].weight
+    embedding = EmbeddingNetwork(in_channels, widths, classes).to(like.device, like.dtype).train(backbone.training)
+    heads = {
+        name: ChannelGate(
+            widths[-1],
+            convs[name].out_channels,
+            block=blocks[name],
+            mode=mode,
+            keep=None if keep is None else max(round(keep * gates[name]), 1),
+            bias=bias,
+            device=like.device,
+            dtype=like.dtype,
+        ).train(backbone.training)
+        for name in plan
+    }
+    running, prices = RunningGates(), list[_Price]()
+    pixels = {name: costs[name] // convs[name].weight.numel() for name in plan}
+    made: dict[str, nn.Module] = {}
+    for name, conv in convs.items():
+        source = _source(plan, name)
+        block_in = 1 if source is None else blocks[source]
+        if name in plan:
+            norm = plan[name].norm
+            made[name] = GatedConv(
+                conv,
+                None if norm is None else cast(nn.BatchNorm2d, backbone.get_submodule(norm)),
+                running,
+                name,
+                source=source,
+                block=blocks[name],
+                block_in=block_in,
+            )
+            made |= {} if norm is None else {norm: nn.Identity()}
+        elif source is not None and conv_refusal(conv) is None:
+            made[name] = ReadingConv(conv, running, source, block_in=block_in)
+        else:
+            continue
+        outs = name if name in plan else conv.out_channels
+        pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
+        prices.append(_Price(pair, conv.in_channels if source is None else source, outs))
+    _swap(backbone, made)
+    layers = GatedLayers(
+        {name: cast(GatedConv, made[name]) for name in plan},
+        {name: _source(plan, name) for name in plan},
+        hand_on=_hand_on(backbone, plan, made),
+        pixels=pixels,
+        network=backbone,
+    )
+    gate_macs = embedding_macs(widths, **sizes)
+    return DeepMoE(
+        backbone,
+        embedding,
+        heads,
+        running,
+        layers,
+        prices,
+        left=left,
+        dense_macs=sum(costs.values()) + sum(_dense(price, heads) for price in prices),
+        gate_macs=gate_macs,
+        fixed_macs=gate_macs + sum(costs.values()),
+    )
+
+
+def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None:
+    if mode == "topk" and keep is None:
+        raise TypeError("deepmoe: keep is missing; say which share of each layer stays open under mode='topk'")
+    if keep is not None:
+        if mode == "relu":
+            raise ValueError(
+                f"deepmoe: keep={keep} has no meaning under mode='relu', where each image opens what it needs; leave "
+                "keep out or use mode='topk'"
+            )
+        if not 0 < keep <= 1:
+            raise ValueError(f"deepmoe: keep={keep}; it is a share of each layer's blocks: above 0 and up to 1")
+    if not 0 < embedding_share < 1:
+        raise ValueError(
+            f"deepmoe: embedding_share={embedding_share}; it is a share of the backbone's multiply-adds: above 0 and "
+            "below 1"
+        )
+
+
+def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str, Link], dict[str, str]]:
+    """The convolutions to gate, and why the others are not gated."""
+    chain = conv_chain(backbone)
+    wanted = {link.conv for link in links_to_gate(chain, bottleneck)}
+    behind, runs = _neighbours(backbone)
+    plan: dict[str, Link] = {}
+    left: dict[str, str] = {}
+    for link in chain:
+        why = _why(backbone, link, bottleneck, behind, runs, wanted)
+        if why is None:
+            plan[link.conv] = link
+        else:
+            left[link.conv] = why
+    if len({_key(name) for name in plan}) < len(plan):
+        raise ValueError(f"deepmoe: two of {', '.join(plan)} differ in '.' and '_' alone; rename one of them")
+    if not plan:
+        name = type(backbone).__name__
+        if not left:
+            raise ValueError(f"deepmoe: {name} has no convolution to gate; give a network that has")
+        reasons = "; ".join(f"{conv} {why}" for conv, why in list(left.items())[:3])
+        more = f"; and {len(left) - 3} more" if len(left) > 3 else ""
+        raise ValueError(
+            f"deepmoe: no convolution of {name} can leave out channels: {reasons}{more}. It can where one convolution "
+            "or linear layer alone reads them, or at the end of a residual branch"
+        )
+    return plan, left
+
+
+def _why(
+    backbone: nn.Module,
+    link: Link,
+    bottleneck: str,
+    behind: Mapping[str, str | None],
+    runs: Mapping[str, int],
+    wanted: set[str],
+) -> str | None:
+    """Why a convolution is not gated, or None where it is."""
+    if link.why is not None:
+        return link.why
+    if link.place == "shared":
+        return "is read by several layers"
+    if link.place == "shortcut":
+        return "carries a shortcut"
+    if link.conv not in wanted:
+        return f"is left whole in bottlenecks of form {bottleneck!r}"
+    if link.norm is not None:
+        if behind[link.conv] != link.norm:
+            return f"has other layers before its BatchNorm {link.norm}, or another one"
+        if runs[link.norm] > 1:
+            return f"shares its BatchNorm {link.norm}"
+        refusal = norm_refusal(cast(nn.BatchNorm2d, backbone.get_submodule(link.norm)))
+        if refusal is not None:
+            return refusal
+    return conv_refusal(_conv(backbone, link.conv))
+
+
+def _neighbours(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
+    """The module that alone follows each module, and how often each runs."""
+    nodes = list(cast("Iterable[fx.Node]", fx.Tracer().trace(backbone).nodes))
+    modules = [node for node in nodes if node.op == "call_module"]
+    behind: dict[str, str | None] = {}
+    for node in modules:
+        users = list(node.users)
+        alone = len(users) == 1 and users[0].op == "call_module"
+        behind[str(node.target)] = str(users[0].target) if alone else None
+    return behind, Counter(str(node.target) for node in modules)
+
+
+def _source(plan: Mapping[str, Link], name: str) -> str | None:
+    """The gated convolution whose channels this one reads."""
+    return next((link.conv for link in plan.values() if link.cuts_inputs and name in link.readers), None)
+
+
+def _hand_on(backbone: nn.Module, plan: Mapping[str, Link], made: Mapping[str, nn.Module]) -> list[str]:
+    """The gated layers whose readers all know which channels are open, and take a map of these alone."""
+    if any(isinstance(module, nn.PReLU) and module.num_parameters > 1 for module in backbone.modules()):
+        return []  # it counts channels
+    readers = (GatedConv, ReadingConv)
+    return [
+        name
+        for name, link in plan.items()
+        if link.cuts_inputs and all(isinstance(made.get(reader), readers) for reader in link.readers)
+    ]
+
+
+def _backbone_macs(backbone: nn.Module, classes: int, shape: tuple[int, int, int]) -> dict[str, int]:
+    """Multiply-adds of the backbone's layers for one image."""
+    given: list[Any] = []
+
+    def look(module: nn.Module, args: object, result: object) -> None:
+        given.append(tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__)
+
+    hook = backbone.register_forward_hook(look)
+    try:
+        costs = {layer.name: layer.macs for layer in count(backbone, shape).layers}
+    finally:
+        hook.remove()
+    if given != [(1, classes)]:
+        raise ValueError(
+            f"deepmoe: {type(backbone).__name__} makes {given[0]} of one image, and not scores (1, {classes}); give "
+            "classes as the network has them"
+        )
+    return costs
+
+
+def _dense(price: _Price, heads: Mapping[str, ChannelGate]) -> int:
+    ins, outs = (heads[of].channels if isinstance(of, str) else of for of in (price.ins, price.outs))
+    return price.pair * ins * outs
+
+
+def _conv(backbone: nn.Module, name: str) -> nn.Conv2d:
+    conv = backbone.get_submodule(name)
+    assert isinstance(conv, nn.Conv2d)
+    return conv
+
+
+def _swap(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    for name, layer in layers.items():
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, layer)
+
+
+def _key(name: str) -> str:
+    return name.replace(".", "_")

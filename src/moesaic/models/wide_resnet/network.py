@@ -1,0 +1,432 @@
+"""Wide residual networks (Zagoruyko and Komodakis 2016), and with a pMoE layer for their last convolution.
+
+WRN-d-k has d = 6n + 4 layers: a 3×3 stem of 16 channels, three groups of n residual blocks with 16k,
+32k and 64k channels, of which the second and the third halve the map, then BatchNorm, ReLU, the mean
+over the map, and a linear layer. WRN-pMoE (Chowdhury et al. 2023, Section 5.2, Figures 17 and 18) has
+a `PatchMoE` in place of its last 3×3 convolution.
+
+Each network exists in three forms:
+
+- ``"print"``: as the papers say it. The block with the pMoE layer stays residual; the gate is a softmax
+  over the chosen patches (eq. 4) and scales what the experts give; the layer has as many parameters as
+  the convolution it replaces.
+- ``"released"``: as the authors' code runs it. Nothing is added round the pMoE layer; each expert has its
+  own BatchNorm and ReLU over its gated map; the gate is a softmax over all patches. Convolutions have a
+  bias, weights start Glorot-uniform, routers with a standard deviation of 1e-4, and BatchNorm has Keras'
+  momentum and ε (``keras_norm=False`` takes torch's). On CIFAR's small maps experts are 1×1, which gives
+  the layer a ninth of the parameters.
+- ``"best"``: the default, chosen by measurement (the page on training tells how): the released network with
+  torch's BatchNorm and without biases of convolutions, which cost time. What is added to a whole channel the next
+  BatchNorm subtracts, through sums and 1×1 shortcuts too. Only in front of experts with norms a bias would do
+  something, as positions that an expert did not choose are zero with or without it; networks learn as well without.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, cast, get_args
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import module as every_module
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.experts import ConvExperts
+from moesaic.fidelity import Fidelity
+from moesaic.layers import PatchMoE
+from moesaic.models.backbone import GlobalMean, VectorNetwork
+from moesaic.models.wide_resnet.thin_conv import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
+from moesaic.ops import GateOn, pools
+from moesaic.routing.expert_choice import ExpertGate
+
+__all__ = ["WideResNet", "WideResNetPMoE"]
+
+_KERAS: dict[str, Any] = {"momentum": 0.01, "eps": 1e-3}
+_GROUP_WIDTHS = (16, 32, 64)
+_SHRINK = 4
+"""The last group's map has a quarter of the image's side."""
+_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+"""As torch calls those of a module."""
+_SMALL_MAP = 8
+"""Up to this side a map is cut into single pixels, as the paper does on CIFAR-10."""
+
+
+@dataclass(frozen=True)
+class _Style:
+    """How the parts that fidelities differ in are made."""
+
+    bias: bool
+    """Of the convolutions."""
+    keras_norm: bool
+    glorot: bool
+    """Glorot-uniform weights rather than He-normal ones."""
+    early_shortcut: bool
+    """Whether a block that changes the shape takes its shortcut from its input rather than from behind BatchNorm."""
+    drops_biases: bool
+    """Whether convolutions lose their biases once weights are drawn."""
+
+    @classmethod
+    def of(cls, fidelity: Fidelity, keras_norm: bool | None) -> _Style:
+        printed = one_of("WideResNet", "fidelity", fidelity, get_args(Fidelity)) == "print"
+        keras_norm = fidelity == "released" if keras_norm is None else keras_norm
+        return cls(
+            not printed, keras_norm, glorot=not printed, early_shortcut=not printed, drops_biases=fidelity == "best"
+        )
+
+    def norm(self, channels: int) -> nn.BatchNorm2d:
+        return nn.BatchNorm2d(channels, **(_KERAS if self.keras_norm else {}))
+
+    def conv(self, before: int, channels: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+        return nn.Conv2d(before, channels, kernel, stride, padding=kernel // 2, bias=self.bias)
+
+    def initialise(self, network: nn.Module) -> None:
+        for module in cast("Iterable[nn.Module]", network.modules()):  # torch types it in part
+            if isinstance(module, nn.Conv2d):
+                self._initialise(module.weight, module.bias)
+            elif isinstance(module, ConvExperts):
+                for weight in module.weight:
+                    self._initialise(weight, module.bias)
+            elif isinstance(module, nn.Linear) and self.glorot:
+                self._initialise(module.weight, module.bias)
+        if self.drops_biases:  # only now, so that a seed gives the weights it gives the released network
+            _drop_biases(network)
+
+    def _initialise(self, weight: Tensor, bias: Tensor | None) -> None:
+        if self.glorot:
+            nn.init.xavier_uniform_(weight)
+        else:
+            nn.init.kaiming_normal_(weight)
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a pMoE layer stands in the network."""
+
+    residual: bool
+    gate: ExpertGate
+    gate_on: GateOn
+    expert_norm: bool
+    """BatchNorm and ReLU of each expert's gated map, or of the whole map in front of the router."""
+    router_std: float | None
+
+
+_FORMS: dict[Fidelity, _Form] = {
+    "print": _Form(True, "softmax_selected", "output", expert_norm=False, router_std=None),
+    "released": _Form(False, "softmax_all", "input", expert_norm=True, router_std=1e-4),
+    "best": _Form(False, "softmax_all", "input", expert_norm=True, router_std=1e-4),
+}
+
+
+class WideResNet(VectorNetwork):
+    """WRN-d-k for images (B, in_channels, H, W) with sides divisible by 4.
+
+    Args:
+        depth: d = 6n + 4.
+        width: k, the widening factor.
+        num_classes: how many scores it gives.
+        in_channels: of the images.
+        fidelity: ``"print"``, ``"released"`` or ``"best"``; the last two differ in BatchNorm and biases alone.
+        keras_norm: BatchNorm with Keras' momentum (0.99 in its terms, 0.01 in torch's) and ε = 1e-3; by default
+            where the fidelity is ``"released"``. Such averages need some 500 steps before they can be relied on.
+
+    >>> sum(weight.numel() for weight in WideResNet(10, 10, num_classes=10).parameters())
+    7435354
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        width: int,
+        num_classes: int,
+        *,
+        in_channels: int = 3,
+        fidelity: Fidelity = "best",
+        keras_norm: bool | None = None,
+    ) -> None:
+        self._assemble(depth, width, num_classes, in_channels, _Style.of(fidelity, keras_norm))
+
+    def _assemble(
+        self,
+        depth: int,
+        width: int,
+        num_classes: int,
+        in_channels: int,
+        style: _Style,
+        last_block: Callable[[int, int, int], nn.Module] | None = None,
+    ) -> None:
+        """Build the network; ``last_block`` makes the last residual block from channels before, after and stride."""
+        blocks = _blocks(depth)
+        at_least_one(type(self).__name__, width=width, in_channels=in_channels)
+        parts: OrderedDict[str, nn.Module] = OrderedDict(stem=style.conv(in_channels, _GROUP_WIDTHS[0], 3))
+        before = _GROUP_WIDTHS[0]
+        for group, base in enumerate(_GROUP_WIDTHS, start=1):
+            channels = base * width
+            made: list[nn.Module] = []
+            for number in range(blocks):
+                stride = 2 if number == 0 and group > 1 else 1
+                last = group == len(_GROUP_WIDTHS) and number == blocks - 1
+                if last and last_block is not None:
+                    made.append(last_block(before, channels, stride))
+                else:
+                    made.append(_Block(before, channels, stride, style))
+                before = channels
+            parts[f"group{group}"] = nn.Sequential(*made)
+        parts |= {"norm": style.norm(before), "relu": nn.ReLU(), "mean": GlobalMean()}
+        super().__init__(nn.Sequential(parts), before, num_classes)
+        style.initialise(self)
+
+    def features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, width)."""
+        body = self.body
+        if type(body) is not nn.Sequential or _is_heard(body):
+            return body(x)
+        for part in body:
+            x = _through(part, x)
+        return x
+
+
+class WideResNetPMoE(WideResNet):
+    """WRN-d-k with a `PatchMoE` in place of its last 3×3 convolution.
+
+    Args:
+        depth: d = 6n + 4.
+        width: k of WRN-d-k, the widening factor.
+        num_classes: how many scores it gives.
+        image_size: the side of the images it is made for, which decides how the map, a quarter of it, is cut
+            into patches. Other sizes work where they can be cut so.
+        in_channels: of the images.
+        fidelity: ``"print"``, ``"released"`` or ``"best"``.
+        keras_norm: as in `WideResNet`.
+        experts: how many; must divide the channels, 64k.
+        patches_per_expert: how many patches of an image each expert takes.
+        patch_size: the side of a patch on the map.
+        kernel_size: of the experts.
+        gate: see `PatchMoE`, as for ``gate_on`` and ``expert_norm``.
+        gate_on: see `PatchMoE`.
+        expert_norm: see `PatchMoE`; without it BatchNorm and ReLU are taken once, in front of the router.
+        residual: whether the block's input is added to what the pMoE layer gives.
+
+    What is left out is taken from the fidelity, and patches from the size of the map as in the paper: maps of
+    8×8 and below are cut into single pixels, of which each of 4 experts takes a quarter; larger ones into a grid
+    of 4×4 patches or thereabouts, of which each of 8 experts takes an eighth.
+
+    >>> network = WideResNetPMoE(10, 10, num_classes=2, image_size=64)
+    >>> moe = network.moe
+    >>> len(moe.experts), moe.patches_per_expert, moe.patch_size, moe.kernel_size
+    (8, 2, 4, 3)
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        width: int,
+        num_classes: int,
+        *,
+        image_size: int = 32,
+        in_channels: int = 3,
+        fidelity: Fidelity = "best",
+        keras_norm: bool | None = None,
+        experts: int | None = None,
+        patches_per_expert: int | None = None,
+        patch_size: int | None = None,
+        kernel_size: int | None = None,
+        gate: ExpertGate | None = None,
+        gate_on: GateOn | None = None,
+        expert_norm: bool | None = None,
+        residual: bool | None = None,
+    ) -> None:
+        style = _Style.of(fidelity, keras_norm)
+        asked = {"gate": gate, "gate_on": gate_on, "expert_norm": expert_norm, "residual": residual}
+        form = replace(_FORMS[fidelity], **{name: value for name, value in asked.items() if value is not None})
+        cut = _cut(image_size, fidelity, experts, patches_per_expert, patch_size, kernel_size)
+
+        def last_block(before: int, channels: int, stride: int) -> nn.Module:
+            return _RoutedBlock(before, channels, stride, style, form, cut)
+
+        self._assemble(depth, width, num_classes, in_channels, style, last_block)
+
+    def features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) to (B, width); on a GPU without the map between the routed layer and the mean."""
+        body = cast(nn.Sequential, self.body)
+        if not pools(x) or not _may_pool(body):
+            return super().features(x)
+        *front, last, norm, _relu, _mean = body
+        for part in front:
+            x = _through(part, x)
+        *blocks, block = cast(nn.Sequential, last)
+        for part in blocks:
+            x = part(x)
+        assert isinstance(block, _RoutedBlock) and isinstance(norm, nn.BatchNorm2d)
+        return block.moe.pooled(block.before_moe(F.relu(block.norm1(x))), norm)
+
+    @property
+    def moe(self) -> PatchMoE:
+        """The routed layer."""
+        return next(module for module in self.modules() if isinstance(module, PatchMoE))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How many experts take how many patches of which size, and their kernel."""
+
+    experts: int
+    patches_per_expert: int
+    patch_size: int
+    kernel_size: int
+
+
+def _cut(
+    image_size: int,
+    fidelity: Fidelity,
+    experts: int | None,
+    patches_per_expert: int | None,
+    patch_size: int | None,
+    kernel_size: int | None,
+) -> _Cut:
+    at_least_one("WideResNetPMoE", image_size=image_size)
+    side = -(-image_size // _SHRINK)  # halved twice, rounded up
+    small = side <= _SMALL_MAP
+    if patch_size is None:
+        patch_size = 1 if small else _divisor(side, side / 4)
+    if side % patch_size:
+        raise ValueError(
+            f"WideResNetPMoE: image_size={image_size} gives a {side}×{side} map, which is not divisible into "
+            f"{patch_size}×{patch_size} patches; use patch_size={_divisor(side, patch_size)}, or images of "
+            f"{_SHRINK * patch_size * (side // patch_size + 1)}×{_SHRINK * patch_size * (side // patch_size + 1)}"
+        )
+    if experts is None:
+        experts = 4 if small else 8
+    if patches_per_expert is None:
+        patches_per_expert = max((side // patch_size) ** 2 // experts, 1)
+    if kernel_size is None:
+        kernel_size = 1 if small and fidelity != "print" else 3
+    return _Cut(experts, patches_per_expert, patch_size, kernel_size)
+
+
+class _Block(nn.Module):
+    """BatchNorm, ReLU and a 3×3 convolution, twice, beside the input or a 1×1 convolution of it."""
+
+    def __init__(self, before: int, channels: int, stride: int, style: _Style) -> None:
+        super().__init__()
+        self.norm1 = style.norm(before)
+        self.conv1 = style.conv(before, channels, 3, stride)
+        self.norm2 = style.norm(channels)
+        self.conv2 = style.conv(channels, channels, 3)
+        self.shortcut = _shortcut(before, channels, stride, style)
+        self.early_shortcut = style.early_shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.norm1(x))
+        y = self.conv2(F.relu(self.norm2(_through(self.conv1, first))))
+        if self.shortcut is None:
+            return y + x
+        return _plus(y, self.shortcut, x if self.early_shortcut else first)
+
+
+class _RoutedBlock(nn.Module):
+    """A block whose second convolution is a pMoE layer."""
+
+    def __init__(self, before: int, channels: int, stride: int, style: _Style, form: _Form, cut: _Cut) -> None:
+        super().__init__()
+        self.norm1 = style.norm(before)
+        self.conv1 = style.conv(before, channels, 3, stride)
+        self.norm2 = None if form.expert_norm else style.norm(channels)
+        self.moe = PatchMoE(
+            channels,
+            channels,
+            experts=cut.experts,
+            patches_per_expert=cut.patches_per_expert,
+            patch_size=cut.patch_size,
+            kernel_size=cut.kernel_size,
+            gate=form.gate,
+            gate_on=form.gate_on,
+            expert_norm=form.expert_norm,
+        )
+        if style.keras_norm and self.moe.experts.norm is not None:
+            self.moe.experts.norm.momentum, self.moe.experts.norm.eps = _KERAS["momentum"], _KERAS["eps"]
+        if form.router_std is not None:
+            nn.init.normal_(cast(Tensor, self.moe.router.weight), std=form.router_std)
+        self.residual = form.residual
+        self.shortcut = _shortcut(before, channels, stride, style) if form.residual else None
+        self.early_shortcut = style.early_shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = F.relu(self.norm1(x))
+        y = self.moe(self.before_moe(first))
+        if not self.residual:
+            return y
+        if self.shortcut is None:
+            return y + x
+        return y + self.shortcut(x if self.early_shortcut else first)
+
+    def before_moe(self, first: Tensor) -> Tensor:
+        """What is routed, from the block's input after BatchNorm and ReLU."""
+        y = self.conv1(first)
+        return y if self.norm2 is None else F.relu(self.norm2(y))
+
+
+def _through(part: nn.Module, x: Tensor) -> Tensor:
+    """``part(x)``; a convolution of few channels by `thin_conv2d` where it has kernels and nobody listens."""
+    if type(part) is nn.Conv2d and fits_thin(part) and _on_gpu(x) and not _is_heard(part):
+        return thin_conv2d(x, part.weight)
+    return part(x)
+
+
+def _plus(y: Tensor, conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """``y + conv(x)``, likewise in one where there are kernels for that."""
+    if type(conv) is nn.Conv2d and fits_thin_add(conv) and _on_gpu(x) and not _is_heard(conv):
+        return plus_thin_conv2d(y, x, conv.weight)
+    return y + conv(x)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    """Not while a network is traced: then ``x`` stands for a map, and modules are what is looked for."""
+    return isinstance(x, Tensor) and pools(x)  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+def _may_pool(body: nn.Sequential) -> bool:
+    """Whether routed layer, BatchNorm, ReLU and mean of a network follow each other, and nobody listens in between."""
+    *_, last, norm, relu, mean = body
+    block = last[-1] if isinstance(last, nn.Sequential) else None
+    if not isinstance(block, _RoutedBlock) or block.residual or type(block.moe) is not PatchMoE:
+        return False
+    if not (isinstance(norm, nn.BatchNorm2d) and type(relu) is nn.ReLU and type(mean) is GlobalMean):
+        return False
+    return not any(_is_heard(module) for module in (body, last, block, block.moe, block.moe.experts, norm, relu, mean))
+
+
+def _is_heard(module: nn.Module) -> bool:
+    """Whether somebody has a hook there, or at all modules."""
+    return any(getattr(module, f"_{hooks}") or getattr(every_module, f"_global_{hooks}") for hooks in _HOOKS)
+
+
+def _drop_biases(network: nn.Module) -> None:
+    for module in cast("Iterable[nn.Module]", network.modules()):
+        if isinstance(module, nn.Conv2d):
+            module.bias = None
+        elif isinstance(module, PatchMoE) and module.gate_on == "input":  # on the output it gates the bias too
+            experts = module.experts
+            assert isinstance(experts, ConvExperts)
+            experts.bias, experts.has_bias = None, False
+
+
+def _shortcut(before: int, channels: int, stride: int, style: _Style) -> nn.Conv2d | None:
+    """None where the input can be added as it is."""
+    return None if before == channels and stride == 1 else style.conv(before, channels, 1, stride)
+
+
+def _blocks(depth: int) -> int:
+    """Of a group."""
+    blocks, rest = divmod(depth - 4, 6)
+    if blocks < 1 or rest:
+        near = 6 * max(round((depth - 4) / 6), 1) + 4
+        raise ValueError(f"WideResNet: depth={depth}; it must be 6n + 4, such as {near}")
+    return blocks
+
+
+def _divisor(side: int, near: float) -> int:
+    return min((d for d in range(1, side + 1) if side % d == 0), key=lambda d: abs(d - near))

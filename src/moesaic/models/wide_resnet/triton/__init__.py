@@ -1,0 +1,1 @@
+"""Triton kernels that only wide residual networks use: thin convolutions and the first shortcut."""

@@ -1,0 +1,334 @@
+"""3×3 convolutions of few channels: the first of a network, where reading and writing maps is all there is to do.
+
+A library's convolution wants channels by the dozen. With 16 or fewer it spends several times what the bytes cost. Here
+a program takes consecutive pixels, looks up their neighbours and multiplies them with all taps:
+
+    forward          pixels shifted by each tap (positions, C) times the tap's weights (C, O), added up
+    weights          shifted pixels, transposed, times the gradient of pixels: parts, added up in one order
+    map              the gradient of pixels times all taps, one product (cuBLAS), then nine neighbours added up
+
+Shifted pixels are taken in ``groups`` of taps, side by side: nine groups of C columns, three of a kernel's row each,
+whose 3·C numbers lie together in memory, or one of all taps, which suits the 27 columns of a colour image.
+
+A program takes up to 160 channels, in a tile of 128 and one of 32. Where products of more than 16 columns follow each
+other, written out, ptxas 12.8 may look for the second's numbers at an address from a register that nothing was written
+to. So groups of taps come in a loop, where no such case was found, or there is one product.
+"""
+
+# Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
+# pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+
+from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.launch import (
+    acc,
+    as_map,
+    by_row,
+    ceil,
+    map_like,
+    parts,
+    pipeline,
+    power_of_2,
+    total,
+    warps,
+    wide,
+)
+from moesaic.ops.triton.patch_backward import nothing
+from moesaic.ops.weight_layout import laid_out
+
+__all__ = ["MOST_CHANNELS", "thin_conv", "widths"]
+
+MOST_CHANNELS = 16
+"""Of the input."""
+
+
+@triton.jit
+def shifted(
+    x, first, r, live, g, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, G: tl.constexpr, KG: tl.constexpr
+):  # fmt: skip
+    """Neighbours (BM, KG) of pixels ``first + r``: those of group ``g`` of G, tap by tap, zero beyond the map.
+
+    Numbers of rows and columns are unsigned, and compared with constants rather than added to: the compiler makes sums
+    of 16 bits of small ones, two at a time, which ptxas 12.8 gets wrong.
+    """
+    k = tl.arange(0, KG)
+    i = (first + r).to(tl.uint32) % (H * W)
+    row = (i // W).to(tl.int32)
+    col = (i % W).to(tl.int32)
+    if G == 9:  # one tap
+        near = live & (row >= 1 - g // 3) & (row < H + 1 - g // 3) & (col >= 1 - g % 3) & (col < W + 1 - g % 3)
+        inside = near[:, None] & (k < C)[None, :]
+        at = r[:, None] * C + k[None, :] + ((g // 3 - 1) * W + g % 3 - 1) * C
+    elif G == 3:  # a row of the kernel
+        left = (col > 0)[:, None] | (k >= C)[None, :]
+        right = (col < W - 1)[:, None] | (k < 2 * C)[None, :]
+        inside = (live & (row >= 1 - g) & (row < H + 1 - g))[:, None] & left & right & (k < 3 * C)[None, :]
+        at = r[:, None] * C + k[None, :] + ((g - 1) * W - 1) * C
+    else:
+        j = (k.to(tl.uint32) % (3 * C)).to(tl.int32)
+        up = (row > 0)[:, None] | (k >= 3 * C)[None, :]
+        down = (row < H - 1)[:, None] | (k < 6 * C)[None, :]
+        left = (col > 0)[:, None] | (j >= C)[None, :]
+        right = (col < W - 1)[:, None] | (j < 2 * C)[None, :]
+        inside = live[:, None] & up & down & left & right & (k < 9 * C)[None, :]
+        at = r[:, None] * C + (j + (k >= 3 * C) * (W * C) + (k >= 6 * C) * (W * C))[None, :] - (W + 1) * C
+    return tl.load(x + first.to(tl.int64) * C + at, mask=inside, other=0)
+
+
+@triton.jit
+def add_group(
+    found1, found2, x, weight, first, r, live, g, o1, o2,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
+    ACC: tl.constexpr, B2: tl.constexpr,
+):  # fmt: skip
+    """Group ``g`` of taps, added to both tiles of channels; B2 may be 0, then the second is none."""
+    K: tl.constexpr = 9 * C // G
+    k = tl.arange(0, KG)
+    near = shifted(x, first, r, live, g, H, W, C, G, KG)
+    at = (g * K + k)[:, None] * O
+    w1 = tl.load(weight + at + o1[None, :], mask=(k < K)[:, None] & (o1 < O)[None, :], other=0)
+    if B2 > 0:
+        w2 = tl.load(weight + at + o2[None, :], mask=(k < K)[:, None] & (o2 < O)[None, :], other=0)
+    found1 = tl.dot(near, w1, found1, input_precision="ieee", out_dtype=ACC)
+    if B2 > 0:
+        found2 = tl.dot(near, w2, found2, input_precision="ieee", out_dtype=ACC)
+    return found1, found2
+
+
+@triton.jit
+def forward_kernel(
+    x, weight, out, positions,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
+    ACC: tl.constexpr, BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+):  # fmt: skip
+    """Out (positions, O) from x (positions, C) and weights (9·C, O); a program writes B1 + B2 channels. G is 1 or 9."""
+    first = tl.program_id(0) * BM
+    r = tl.arange(0, BM)
+    live = r < positions - first
+    o1 = tl.program_id(1) * (B1 + B2) + tl.arange(0, B1)
+    o2 = o1
+    found1 = tl.zeros((BM, B1), ACC)
+    found2 = found1
+    if B2 > 0:
+        o2 = tl.program_id(1) * (B1 + B2) + B1 + tl.arange(0, B2)
+        found2 = tl.zeros((BM, B2), ACC)
+    if G == 1:
+        found1, found2 = add_group(
+            found1, found2, x, weight, first, r, live, 0, o1, o2, H, W, C, O, G, KG, ACC, B2
+        )  # fmt: skip
+    else:
+        for g in range(G):
+            found1, found2 = add_group(
+                found1, found2, x, weight, first, r, live, g, o1, o2, H, W, C, O, G, KG, ACC, B2
+            )  # fmt: skip
+    to = out + first.to(tl.int64) * O + r[:, None] * O
+    tl.store(to + o1[None, :], found1.to(out.dtype.element_ty), mask=live[:, None] & (o1 < O)[None, :])
+    if B2 > 0:
+        tl.store(to + o2[None, :], found2.to(out.dtype.element_ty), mask=live[:, None] & (o2 < O)[None, :])
+
+
+@triton.jit
+def weights_kernel(
+    grad, x, out, positions, CHUNK,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
+    ACC: tl.constexpr, BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+):  # fmt: skip
+    """Out (splits, 9·C, O): over a chunk of pixels, neighbours times grad (positions, O). G is 1 or 3."""
+    K: tl.constexpr = 9 * C // G
+    s = tl.program_id(0)
+    r = tl.arange(0, BM)
+    o1 = tl.program_id(1) * (B1 + B2) + tl.arange(0, B1)
+    found1a = tl.zeros((KG, B1), ACC)
+    if G == 3:
+        found1b = tl.zeros((KG, B1), ACC)
+        found1c = tl.zeros((KG, B1), ACC)
+    if B2 > 0:
+        o2 = tl.program_id(1) * (B1 + B2) + B1 + tl.arange(0, B2)
+        found2a = tl.zeros((KG, B2), ACC)
+        if G == 3:
+            found2b = tl.zeros((KG, B2), ACC)
+            found2c = tl.zeros((KG, B2), ACC)
+    end = tl.minimum((s + 1) * CHUNK, positions)
+    for step in range(0, CHUNK, BM):
+        first = s * CHUNK + step
+        live = r < end - first
+        at = grad + first.to(tl.int64) * O + r[:, None] * O
+        g1 = tl.load(at + o1[None, :], mask=live[:, None] & (o1 < O)[None, :], other=0)
+        if B2 > 0:
+            g2 = tl.load(at + o2[None, :], mask=live[:, None] & (o2 < O)[None, :], other=0)
+        a = tl.trans(shifted(x, first, r, live, 0, H, W, C, G, KG))
+        if G == 3:
+            b = tl.trans(shifted(x, first, r, live, 1, H, W, C, G, KG))
+            c = tl.trans(shifted(x, first, r, live, 2, H, W, C, G, KG))
+        found1a = tl.dot(a, g1, found1a, input_precision="ieee", out_dtype=ACC)
+        if G == 3:
+            found1b = tl.dot(b, g1, found1b, input_precision="ieee", out_dtype=ACC)
+            found1c = tl.dot(c, g1, found1c, input_precision="ieee", out_dtype=ACC)
+        if B2 > 0:
+            found2a = tl.dot(a, g2, found2a, input_precision="ieee", out_dtype=ACC)
+            if G == 3:
+                found2b = tl.dot(b, g2, found2b, input_precision="ieee", out_dtype=ACC)
+                found2c = tl.dot(c, g2, found2c, input_precision="ieee", out_dtype=ACC)
+    k = tl.arange(0, KG)
+    to = out + s.to(tl.int64) * (9 * C * O) + k[:, None] * O
+    mask1 = (k < K)[:, None] & (o1 < O)[None, :]
+    tl.store(to + o1[None, :], found1a, mask=mask1)
+    if G == 3:
+        tl.store(to + K * O + o1[None, :], found1b, mask=mask1)
+        tl.store(to + 2 * K * O + o1[None, :], found1c, mask=mask1)
+    if B2 > 0:
+        mask2 = (k < K)[:, None] & (o2 < O)[None, :]
+        tl.store(to + o2[None, :], found2a, mask=mask2)
+        if G == 3:
+            tl.store(to + K * O + o2[None, :], found2b, mask=mask2)
+            tl.store(to + 2 * K * O + o2[None, :], found2c, mask=mask2)
+
+
+@triton.jit
+def neighbours_kernel(
+    taps, out, positions,
+    H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """Out (positions, C): of the nine pixels that read this one, what their taps (positions, 9·C) give back."""
+    first = tl.program_id(0) * BM
+    r = tl.arange(0, BM)
+    live = r < positions - first
+    i = (first + r).to(tl.uint32) % (H * W)
+    row = (i // W).to(tl.int32)
+    col = (i % W).to(tl.int32)
+    c = tl.arange(0, BC)
+    near = ()
+    for t in tl.static_range(9):
+        reads = live & (row >= t // 3 - 1) & (row < H + t // 3 - 1) & (col >= t % 3 - 1) & (col < W + t % 3 - 1)
+        inside = reads[:, None] & (c < C)[None, :]
+        at = r[:, None] * (9 * C) + c[None, :] + (t * C - ((t // 3 - 1) * W + t % 3 - 1) * 9 * C)
+        near = near + (tl.load(taps + first.to(tl.int64) * (9 * C) + at, mask=inside, other=0),)
+    found = tl.zeros((BM, BC), ACC)
+    for t in tl.static_range(9):
+        found += near[t].to(ACC)
+    to = out + first.to(tl.int64) * C + r[:, None] * C + c[None, :]
+    tl.store(to, found.to(out.dtype.element_ty), mask=live[:, None] & (c < C)[None, :])
+
+
+@custom_op("moesaic::thin_conv", mutates_args=())
+def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
+    """Maps (B, C, H, W) with a pixel of zeros all around, times kernels (O, C, 3, 3): maps (B, O, H, W)."""
+    x = by_row(x)
+    B, H, W, C = x.shape
+    O, positions = weight.shape[0], B * H * W
+    out = torch.empty(B, H, W, O, dtype=x.dtype, device=x.device)
+    rule = (128, 1, _lone(O), 4, 3) if 9 * C <= 32 else (128, 9, _whole(O), 8, 3)
+    BM, G, most, number, stages = tile("thin", rule, positions, C, O, W)
+    B1, B2 = widths(O, most)
+    forward_kernel[(ceil(positions, BM), ceil(O, B1 + B2))](
+        x, _by_tap(weight), out, positions, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16),
+        ACC=acc(wide(x.dtype)), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
+    )  # fmt: skip
+    return as_map(out)
+
+
+@thin_conv.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return map_like(x, weight.shape[0])
+
+
+@custom_op("moesaic::thin_conv_backward", mutates_args=())
+def thin_conv_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, need_map: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight; empty where there is none."""
+    grad = by_row(grad)
+    return (
+        as_map(map_gradient(grad, weight)) if need_map else nothing(grad),
+        weight_gradient(grad, by_row(x), weight) if need_weight else nothing(grad),
+    )
+
+
+@thin_conv_backward.register_fake
+def _(grad, x, weight, need_map, need_weight):
+    return (
+        map_like(x, x.shape[1]) if need_map else grad.new_empty(0),
+        laid_out(weight) if need_weight else grad.new_empty(0),
+    )
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor | None) -> Any:
+    if grad is None:
+        return None, None
+    need_map, need_weight = ctx.needs_input_grad
+    grad = grad.contiguous(memory_format=torch.channels_last)
+    grad_x, grad_weight = thin_conv_backward(grad, *ctx.saved_tensors, need_map, need_weight)
+    return grad_x if need_map else None, grad_weight if need_weight else None
+
+
+thin_conv.register_autograd(_backward, setup_context=_setup)
+
+
+def map_gradient(grad: Tensor, weight: Tensor) -> Tensor:
+    """Of x (B, H, W, C), from that of the answers (B, H, W, O)."""
+    B, H, W, O = grad.shape
+    C, positions = weight.shape[1], B * H * W
+    taps = grad.view(positions, O) @ weight.permute(0, 2, 3, 1).reshape(O, 9 * C)
+    out = torch.empty(B, H, W, C, dtype=grad.dtype, device=grad.device)
+    BM, number = tile("thin_map", (128, 4), positions, C, O, W)
+    neighbours_kernel[(ceil(positions, BM),)](
+        taps, out, positions, H=H, W=W, C=C, ACC=acc(wide(grad.dtype)), BM=BM, BC=power_of_2(C), **warps(number)
+    )
+    return out
+
+
+def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Of kernels (O, C, 3, 3), laid out as they are."""
+    B, H, W, O = grad.shape
+    C, positions = x.shape[3], B * H * W
+    rule = (128, 1, _lone(O), 4, 3, 528) if 9 * C <= 32 else (64, 3, _whole(O), 8, 3, 132)
+    BM, G, most, number, stages, programs = tile("thin_weights", rule, positions, C, O, W)
+    B1, B2 = widths(O, most)
+    blocks = ceil(O, B1 + B2)
+    chunk, splits = parts(positions, max(1, programs // blocks), BM)
+    sums = torch.empty(splits, 9 * C, O, dtype=wide(x.dtype), device=x.device)
+    weights_kernel[(splits, blocks)](
+        grad, x, sums, positions, chunk, H=H, W=W, C=C, O=O, G=G, ACC=acc(sums.dtype),
+        KG=power_of_2(9 * C // G, 64 if G == 3 else 16), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
+    )  # fmt: skip
+    out = laid_out(weight)
+    out.copy_(total(sums, weight.dtype).view(3, 3, C, O).permute(3, 2, 0, 1))
+    return out
+
+
+def _by_tap(weight: Tensor) -> Tensor:
+    """Kernels (O, C, 3, 3) as (9·C, O)."""
+    O, C = weight.shape[:2]
+    return weight.permute(2, 3, 1, 0).reshape(9 * C, O).contiguous()
+
+
+def _whole(channels: int) -> int:
+    """The most channels that a program takes: all of them, up to 160."""
+    return min(channels, 160)
+
+
+def _lone(channels: int) -> int:
+    """The most channels that a program takes in one tile, up to 64."""
+    return power_of_2(min(channels, 64) + 1) // 2
+
+
+def widths(channels: int, most: int) -> tuple[int, int]:
+    """Of the two tiles, the second perhaps empty, in which a program takes so many channels, 16 at least."""
+    most = min(channels, most)
+    wide_one = power_of_2(most, 16)
+    if wide_one > most:
+        wide_one //= 2
+    return wide_one, power_of_2(most - wide_one, 16) if most > wide_one else 0

@@ -1,0 +1,1 @@
+"""Channel-gated convolution: the masked definition, and inference with the open channels alone."""

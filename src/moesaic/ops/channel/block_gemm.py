@@ -1,0 +1,501 @@
+"""Gated convolutions of one image on a CPU, as products of the blocks that are open.
+
+A library's convolution brings weights into an order of its own at every call. For one image that takes longer than
+to multiply: of 256 channels on a map of 2×2 it is four times a product, on 8×8 twice. So the weights are kept once
+more in the order that products want, BatchNorm's scale multiplied in, and in an image the channels of a block lie
+together (`moesaic.ops.channel.padded_buffers`). What a kernel sees is then a copy of such pieces, and so are the
+weights of the open
+blocks: a piece is all weights from one block to another. Gates are multiplied in as they are copied. On large maps a
+copy is made for a kernel of one row, and shifted from row to row of the kernel: that copies a third. Maps are halved
+where channels lie together as well, which takes a tenth of the time.
+
+Channels that are gated one by one, or in blocks of a few, or whose last block is shorter, are one block of those that
+are open. Of their weights, the rows that read open channels are copied, or of these the open columns, or nothing:
+whatever costs least by the prices of `moesaic.ops.channel.narrow_conv`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from moesaic.ops.channel.narrow_conv import PRICES, Rates
+from moesaic.ops.channel.padded_buffers import Frame, Kernel, Scratch
+from moesaic.ops.dispatch import ChannelConv
+
+__all__ = ["WHOLE_BLOCK", "BlockMap", "BlockProduct", "OpenBlocks"]
+
+Floats = NDArray[np.floating[Any]]
+Ints = NDArray[np.intp]
+Copied = Literal["nothing", "rows", "pairs"]
+
+WHOLE_BLOCK = 8
+"""Blocks of so many channels or more are copied and multiplied as blocks."""
+LARGE_MAP = 256
+"""From so many pixels on what kernels see is copied for one row of the kernel."""
+MANY_WEIGHTS = 2**20
+"""Of layers with so many weights or more whose channels are gated one by one, the columns are in blocks: several cores
+share the product of few pixels better so, which is a tenth of the time."""
+COLUMN_BLOCKS = 2
+SEEN = 2**21
+"""So many values that kernels see are made at a time."""
+
+
+@dataclass(eq=False, slots=True)
+class OpenBlocks:
+    """The open blocks of a layer, one at least.
+
+    >>> some = OpenBlocks(np.array([0, 2]), torch.ones(2, 1, 1), channels=7, size=3)
+    >>> some.numbers().tolist(), some.count()
+    ([0, 1, 2, 6], 4)
+    """
+
+    blocks: Ints
+    gates: Tensor | None
+    """(open blocks, 1, 1), in the dtype of the map; None where all are 1."""
+    channels: int
+    """Of the layer."""
+    size: int
+    """Channels of a block; the last may have fewer."""
+
+    def numbers(self) -> Ints:
+        """Of the open channels."""
+        if self.size == 1:
+            return self.blocks
+        numbers = (self.blocks[:, None] * self.size + np.arange(self.size)).ravel()
+        return numbers[numbers < self.channels]
+
+    def count(self) -> int:
+        """Of the open channels."""
+        count = self.blocks.size * self.size
+        short = self.channels % self.size
+        return count + short - self.size if short and self.blocks[-1] == self.channels // self.size else count
+
+    def all_gates(self) -> Tensor | None:
+        """(blocks, 1, 1): of all blocks, 0 of the closed ones."""
+        if self.gates is None:
+            return None
+        some: Floats = self.gates.numpy()
+        gates = np.zeros((-(-self.channels // self.size), 1, 1), some.dtype)
+        gates[self.blocks] = some
+        return torch.from_numpy(gates)
+
+    def over_channels(self, gates: Tensor) -> Floats:
+        """(channels,): the gate of each channel of blocks that have these gates (blocks, 1, 1), open ones or all."""
+        each: Floats = gates.numpy().ravel()
+        if self.size == 1:
+            return each
+        return each.repeat(self.size)[: self.count() if each.size == self.blocks.size else self.channels]
+
+
+@dataclass(eq=False, slots=True)
+class BlockMap:
+    """Channels of one image before ReLU and gates.
+
+    >>> some = OpenBlocks(np.array([1, 2]), torch.tensor([1.0, 3.0]).view(2, 1, 1), channels=3, size=1)
+    >>> found = BlockMap(torch.tensor([2.0, 4.0, -1.0, 5.0]).view(1, 1, 2, 2), some, relu=True)
+    >>> found.map().flatten().tolist(), found.full().shape
+    ([2.0, 0.0, 12.0, 15.0], torch.Size([1, 3, 1, 2]))
+    """
+
+    values: Tensor
+    """(blocks, H, W, channels of a block), or all channels as one block; whoever made it may write there again."""
+    some: OpenBlocks
+    relu: bool
+    closed_too: bool = False
+    """Whether it has the closed channels as well, whose values mean nothing."""
+
+    def opened(self) -> Tensor:
+        """The values of open channels alone."""
+        if not self.closed_too:
+            return self.values
+        if self.values.shape[3] == self.some.channels:
+            return self.values.index_select(3, torch.from_numpy(self.some.numbers()))
+        return self.values.index_select(0, torch.from_numpy(self.some.blocks))
+
+    def put(self, place: Tensor, *, all_channels: bool = False) -> Tensor | None:
+        """Write it, behind ReLU, to a place for blocks (blocks, H, W, channels of a block).
+
+        What is returned are the gates that are yet to be multiplied in, (blocks, 1, 1). Where all channels are asked
+        for, closed ones are zeros or have gates that are.
+        """
+        some, b = self.some, place.shape[3]
+        if all_channels and not self.closed_too:
+            place.zero_()
+            values = self._gated(self.values, some.gates)
+            if place.shape[0] > 1:
+                place.index_copy_(0, torch.from_numpy(some.blocks), _in_blocks(values, b))
+            else:
+                values = _in_blocks(values, values.shape[0] * values.shape[3])
+                place.index_copy_(3, torch.from_numpy(some.numbers()), values)
+            return None
+        values = _in_blocks(self.values if all_channels else self.opened(), b)
+        if self.relu:
+            torch.clamp_min(values, 0, out=place)
+        else:
+            place.copy_(values)
+        return some.all_gates() if all_channels else some.gates
+
+    def map(self) -> Tensor:
+        """(1, open channels, H, W): behind ReLU and gates."""
+        values = self._gated(self.opened(), self.some.gates)
+        return _in_blocks(values, values.shape[0] * values.shape[3]).permute(0, 3, 1, 2).contiguous()
+
+    def _gated(self, values: Tensor, gates: Tensor | None) -> Tensor:
+        """A copy of values that is behind ReLU and gates."""
+        values = values.clamp_min(0) if self.relu else values.clone()
+        if gates is None:
+            return values
+        if values.shape[0] > 1:
+            return values.mul_(gates.unsqueeze(3))
+        return values.mul_(torch.from_numpy(self.some.over_channels(gates)))
+
+    def mean(self, scratch: Scratch) -> Tensor:
+        """(1, channels): over all pixels, where all gates are 1. It is left behind ReLU."""
+        values = self.values.clamp_min_(0) if self.relu else self.values
+        blocks, H, W, b = values.shape
+        each: Tensor | None = scratch.plans.get(("mean", blocks, H, W))
+        if each is None:
+            each = values.new_full((1, 1, H * W), 1 / (H * W)).expand(blocks, -1, -1)
+            scratch.keep(("mean", blocks, H, W), each)
+        return torch.bmm(each, values.view(blocks, -1, b)).view(1, -1)  # as a product it takes a third of the time
+
+    def full(self) -> Tensor:
+        """(1, all channels, H, W), with zeros in the closed ones."""
+        some, (H, W) = self.some, self.values.shape[1:3]
+        if self.closed_too:
+            values = self._gated(self.values, some.all_gates())
+            return _in_blocks(values, some.channels).permute(0, 3, 1, 2).contiguous()
+        values = self._gated(self.values, some.gates)
+        blocks, b = values.shape[0], values.shape[3]
+        if blocks > 1:
+            y = values.new_zeros(some.channels // b, b, H, W)
+            return y.index_copy_(0, torch.from_numpy(some.blocks), values.permute(0, 3, 1, 2)).view(1, -1, H, W)
+        y = values.new_zeros(1, some.channels, H, W)
+        return y.index_copy_(1, torch.from_numpy(some.numbers()), values.permute(0, 3, 1, 2))
+
+
+def _in_blocks(values: Tensor, size: int) -> Tensor:
+    """(blocks, H, W, size) of channels in blocks of another size."""
+    if values.shape[3] == size:
+        return values
+    H, W = values.shape[1:3]
+    return values.permute(1, 2, 0, 3).reshape(H, W, -1, size).permute(2, 0, 1, 3)
+
+
+@dataclass(eq=False, slots=True)
+class _Part:
+    """Some rows of the result, or all."""
+
+    windows: Tensor
+    """What kernels see, as it lies in the frame."""
+    seen: Tensor
+    """And as a copy."""
+    rows: list[Tensor]
+    """(open outs, pixels, values), where that is a matrix: as it stands, or for each row of the kernel."""
+    result: Tensor
+    """(open outs, pixels, channels of a block)"""
+
+
+@dataclass(eq=False, slots=True)
+class _Plan:
+    """What is the same for all images of a size that open equally many blocks: views, mostly."""
+
+    copied: Copied
+    """Of the weights."""
+    whole: bool
+    """Whether all channels are open."""
+    all_outs: bool
+    """Whether all channels of the result are made."""
+    outs: int
+    """How many blocks these are, or channels where there are no blocks."""
+    frame: Tensor
+    """Where the map goes that is read."""
+    memory: tuple[Hashable, int, Tensor] | None
+    """Where zeros around it depend on how many channels it has: the frame's name, that number, and its memory."""
+    gathered: Tensor | None
+    """Where weights are copied to."""
+    columns: Tensor | None
+    """And where the open columns of these are."""
+    weights: list[Tensor]
+    """(open outs, values, channels of a block) for each of the rows of a part."""
+    parts: list[_Part]
+    result: Tensor
+    """(blocks, H, W, channels of a block)"""
+
+
+class BlockProduct:
+    """activation(scale · conv(x) + shift), gated and pooled, as a product of open blocks.
+
+    Args:
+        conv: the convolution.
+        scale: of each output channel, such as BatchNorm's.
+        shift: of each output channel.
+        reads_gated: whether gates say which of its input channels are open; else it reads a map (1, C, H, W).
+        relu: whether there is a ReLU.
+        pool: the pooling behind it, if there is one.
+
+    >>> from moesaic.layers import ChannelMoE
+    >>> conv = ChannelMoE(3, 16, 3, norm=False, block=8).weights()
+    >>> product, x = BlockProduct(conv, torch.ones(16), torch.zeros(16), reads_gated=False), torch.randn(1, 3, 5, 5)
+    >>> some = OpenBlocks(np.array([1]), None, channels=16, size=8)
+    >>> with torch.no_grad():
+    ...     y = product.run(x, None, some, Scratch(torch.float32)).map()
+    ...     torch.allclose(y, torch.conv2d(x, conv.weight, padding=1)[:, 8:], atol=1e-5)
+    True
+    """
+
+    def __init__(
+        self,
+        conv: ChannelConv,
+        scale: Tensor,
+        shift: Tensor,
+        *,
+        reads_gated: bool,
+        relu: bool = False,
+        pool: nn.MaxPool2d | None = None,
+    ) -> None:
+        self.conv = conv
+        self.outs, self.ins, ks, _ = conv.weight.shape
+        self.kernel = Kernel(ks, conv.stride, conv.padding)
+        self.reads_gated = reads_gated
+        self.relu = relu
+        self.pool = pool
+        out, in_ = conv.block_out, conv.block_in
+        whole_in = not reads_gated or (in_ >= WHOLE_BLOCK and self.ins % in_ == 0)
+        self.by_block = out >= WHOLE_BLOCK and self.outs % out == 0 and whole_in
+        """Whether its result comes in blocks; else in one."""
+        self._block_out = out if self.by_block else self.outs
+        self._block_in = in_ if self.by_block and reads_gated else self.ins
+        self._blocks_in = self.ins // self._block_in
+        self._kernel_rows = np.arange(ks)[:, None]
+        self._taps = np.arange(ks * ks)[:, None] * self.ins
+        large = conv.weight.numel() >= MANY_WEIGHTS and self.outs % COLUMN_BLOCKS == 0
+        self._column_blocks = COLUMN_BLOCKS if large and reads_gated and not self.by_block else 1
+        """In how many blocks of columns the weights are where channels are not."""
+        weight = (conv.weight.to(scale.dtype) * scale[:, None, None, None]).to(conv.weight.dtype).contiguous()
+        self._pieces = self._ordered(weight)
+        self._shift: Floats = shift.to(weight.dtype).view(-1, 1, self._block_out).numpy()
+        self._all_shifts = torch.from_numpy(self._shift).view(max(len(self._shift), self._column_blocks), 1, -1)
+        self._number = next(_NUMBERS)
+
+    def run(self, x: BlockMap | Tensor, ins: OpenBlocks | None, outs: OpenBlocks, scratch: Scratch) -> BlockMap:
+        """The open channels of the result, from the open channels of the map alone."""
+        if not self.reads_gated:
+            x = x.map() if isinstance(x, BlockMap) else x
+            opened_in = self.ins
+        else:
+            assert ins is not None
+            opened_in = ins.blocks.size if self.by_block else ins.count()
+        opened_out = outs.blocks.size if self.by_block else outs.count()
+        height, width = x.values.shape[1:3] if isinstance(x, BlockMap) else x.shape[2:]
+        key = (self._number, opened_in, opened_out, height, width)
+        plan: _Plan | None = scratch.plans.get(key)
+        if plan is None:
+            plan = self._plan(key, scratch)
+            scratch.keep(key, plan)
+        gates = self._fill(plan, x, ins, scratch)
+        shift = self._gather(plan, ins, outs)
+        for part in plan.parts:
+            if gates is None:
+                part.seen.copy_(part.windows)
+            else:
+                torch.mul(part.windows, gates, out=part.seen)
+            added = shift
+            for rows, weight in zip(part.rows, plan.weights, strict=True):
+                added = torch.baddbmm(added, rows, weight, out=part.result)
+        z = plan.result
+        if len(plan.parts) > 1:
+            torch.cat([part.result for part in plan.parts], 1, out=z.view(z.shape[0], -1, z.shape[3]))
+        pool = self.pool
+        if pool is not None:  # ReLU and gates come behind it, where values are fewer: neither changes their order
+            z = torch.max_pool2d(
+                z.permute(0, 3, 1, 2), pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode
+            ).permute(0, 2, 3, 1)
+        if self._column_blocks > 1:
+            z = _in_blocks(z, z.shape[0] * z.shape[3])
+        return BlockMap(z, outs, self.relu, closed_too=plan.all_outs and opened_out < plan.outs)
+
+    def _ordered(self, weight: Tensor) -> Tensor:
+        """The weights piece by piece: a row is all that is copied at once."""
+        (O, _, ks, _), b = weight.shape, self._block_out
+        if not self.reads_gated:
+            return weight.view(O // b, b, -1).transpose(1, 2).reshape(O // b, -1)
+        if self.by_block:
+            pieces = weight.view(O // b, b, self._blocks_in, self._block_in, ks, ks).permute(0, 2, 4, 5, 3, 1)
+            return pieces.reshape(-1, ks * ks * self._block_in * b)
+        columns = O // self._column_blocks
+        return weight.permute(2, 3, 1, 0).reshape(-1, self._column_blocks, columns).transpose(0, 1).reshape(-1, columns)
+
+    def _copied(self, ins: int, outs: int, pixels: int) -> Copied:
+        """What of the weights had better be copied, for so many open channels."""
+        if (ins, outs) == (self.ins, self.outs):
+            return "nothing"
+        if not self.reads_gated:
+            return "pairs"
+        if self.by_block:
+            return "nothing" if Rates.of(self.conv, pixels).way(ins, outs)[0] == "dense" else "pairs"
+        prices, taps = PRICES["cpu"], self.kernel.size**2
+        each = taps * max(pixels * prices.mac, prices.read)
+        rows = 0.0 if ins == self.ins else taps * ins * self.outs * prices.copy
+        costs: dict[Copied, float] = {
+            "nothing": self.ins * self.outs * each + pixels * (self.ins + outs) * prices.column,
+            "rows": rows + ins * self.outs * each + pixels * outs * prices.column,
+            "pairs": rows + ins * outs * (taps * prices.column + each),
+        }
+        if ins == self.ins:
+            del costs["rows"]
+        if self._column_blocks > 1:
+            del costs["pairs"]
+        return min(costs, key=costs.__getitem__)
+
+    def _plan(self, key: tuple[int, int, int, int, int], scratch: Scratch) -> _Plan:
+        """The views for so many open blocks, or channels where there are no blocks."""
+        _, opened_in, opened_out, height, width = key
+        (ks, stride, _), (rows, columns) = self.kernel, self.kernel.sides(height, width)
+        each_in, each_out = (self._block_in, self._block_out) if self.by_block else (1, 1)
+        ins = opened_in * each_in if self.reads_gated else self.ins
+        outs = opened_out * each_out
+        copied = self._copied(ins, outs, rows * columns)
+        # what is not left out need not be in the plan
+        used = (ins if copied != "nothing" else -1, outs if copied == "pairs" else -1)
+        same: _Plan | None = scratch.plans.get((self._number, *used, height, width))
+        if same is not None and (ins, outs) != (self.ins, self.outs):
+            return same
+        whole = (ins, outs) == (self.ins, self.outs)
+        # how many blocks of which size are read, and made
+        C = self.ins if copied == "nothing" else ins
+        blocks, size = (C // self._block_in, self._block_in) if self.by_block else (1, C)
+        if not self.reads_gated:
+            blocks, size = C, 1
+        O = outs if copied == "pairs" else self.outs
+        made = O // self._block_out if self.by_block else self._column_blocks
+        b = O // made
+
+        K = C * ks * ks
+        gathered = columns_of = None
+        weight = self._pieces
+        if self.by_block or not self.reads_gated:
+            if copied == "pairs" and self.by_block:
+                weight = gathered = scratch.take("weights", made * K * b // weight.shape[1], weight.shape[1])
+        elif copied != "nothing" and ins < self.ins:
+            weight = gathered = scratch.take("weights", made * K, self.outs // made)
+        if copied == "pairs" and not self.by_block:
+            weight = columns_of = scratch.take("columns", K, O)
+
+        name = ("frame", self._number, height, width)
+        memory = scratch.take(name, Frame.needs(height, width, self.kernel) * self.ins)
+        frame = Frame(memory, blocks, height, width, size, self.kernel)
+        in_strips = self.reads_gated and stride == 1 and ks > 1 and rows * columns >= LARGE_MAP
+        if self.by_block and blocks > 1 and gathered is None:
+            in_strips = False  # as they lie the weights are not in that order
+        if in_strips and self.by_block and gathered is not None:
+            gathered = gathered.view(len(gathered) * ks, -1)
+        weights = list(weight.view(made, ks, -1, b).unbind(1)) if in_strips else [weight.view(made, -1, b)]
+        at_a_time = max(SEEN // (columns * K // (ks if in_strips else 1)), 1)
+        starts = range(0, rows, at_a_time)
+        result = scratch.take("result", made, rows, columns, b)
+        everywhere = frame.strips() if in_strips else frame.windows()
+        parts: list[_Part] = []
+        for number, start in enumerate(starts):
+            some = min(at_a_time, rows - start)
+            pixels = some * columns
+            flat = result.view(made, -1, b) if len(starts) == 1 else scratch.take(("part", number), made, pixels, b)
+            if in_strips:
+                windows = everywhere[start : start + some + ks - 1]
+                seen = scratch.take("seen", *windows.shape)
+                lines = seen.view(-1, K // ks)
+                matrices = [lines[row * columns : row * columns + pixels] for row in range(ks)]
+            elif self.reads_gated:
+                windows = everywhere[start : start + some]
+                seen = scratch.take("seen", *windows.shape)
+                matrices = [seen.view(pixels, K)]
+            else:  # a map lies channel by channel, and is copied so
+                windows = everywhere[start : start + some].permute(2, 3, 4, 0, 1)
+                seen = scratch.take("seen", *windows.shape)
+                matrices = [seen.view(K, pixels).T]
+            parts.append(_Part(windows, seen, [matrix.expand(made, -1, -1) for matrix in matrices], flat))
+        plan = _Plan(
+            copied=copied,
+            whole=whole,
+            all_outs=self.outs == O,
+            outs=self.outs // each_out,
+            frame=frame.inside,
+            memory=None if self.by_block or not self.reads_gated else (name, size, memory),
+            gathered=gathered,
+            columns=columns_of,
+            weights=weights,
+            parts=parts,
+            result=result,
+        )
+        if not whole:
+            scratch.keep((self._number, *used, height, width), plan)
+        return plan
+
+    def _fill(self, plan: _Plan, x: BlockMap | Tensor, ins: OpenBlocks | None, scratch: Scratch) -> Tensor | None:
+        """Put the map where kernels see it, and give the gates that are yet to be multiplied in."""
+        place = plan.frame
+        if not self.reads_gated:
+            assert isinstance(x, Tensor)
+            place.copy_(x[0].unsqueeze(3))
+            return None
+        assert ins is not None
+        if plan.memory is not None:
+            name, size, memory = plan.memory
+            if scratch.sizes.get(name) != size:  # what are zeros around a map depends on how many channels it has
+                memory.zero_()
+                scratch.sizes[name] = size
+        all_channels = plan.copied == "nothing" and not plan.whole  # then what is closed is zeros
+        if isinstance(x, Tensor):
+            size = self._block_in if self.by_block else x.shape[1]
+            blocks = x.view(-1, size, *x.shape[2:]).permute(0, 2, 3, 1)
+            if all_channels:
+                place.zero_()
+                numbers = torch.from_numpy(ins.blocks if self.by_block else ins.numbers())
+                place.index_copy_(0 if self.by_block else 3, numbers, blocks)
+            else:
+                place.copy_(blocks)
+            return None
+        gates = x.put(place, all_channels=all_channels)
+        if gates is None or self.by_block:
+            return gates
+        return torch.from_numpy(np.tile(ins.over_channels(gates), self.kernel.size))
+
+    def _gather(self, plan: _Plan, ins: OpenBlocks | None, outs: OpenBlocks) -> Tensor:
+        """Copy the weights that are open, and give the shifts."""
+        if self.by_block:
+            if plan.gathered is None:
+                return self._all_shifts
+            blocks = outs.blocks
+            pieces, numbers = self._pieces, blocks
+            if self.reads_gated:
+                assert ins is not None
+                numbers = (blocks * self._blocks_in)[:, None] + ins.blocks
+                if len(plan.weights) > 1:  # row by row of the kernel
+                    pieces = pieces.view(len(pieces) * len(plan.weights), -1)
+                    numbers = numbers[:, None] * len(plan.weights) + self._kernel_rows
+                numbers = numbers.ravel()
+            torch.index_select(pieces, 0, torch.from_numpy(numbers), out=plan.gathered)
+            return torch.from_numpy(self._shift[blocks])
+        weight = self._pieces.view(-1, self.outs // self._column_blocks)
+        if plan.gathered is not None:
+            assert ins is not None
+            rows = (self._taps + ins.numbers()).ravel()
+            if self._column_blocks > 1:
+                rows = (np.arange(0, len(weight), len(weight) // self._column_blocks)[:, None] + rows).ravel()
+            weight = torch.index_select(weight, 0, torch.from_numpy(rows), out=plan.gathered)
+        if plan.columns is None:
+            return self._all_shifts
+        numbers = outs.numbers()
+        torch.index_select(weight, 1, torch.from_numpy(numbers), out=plan.columns)
+        return torch.from_numpy(self._shift[:, :, numbers])
+
+
+_NUMBERS = count()

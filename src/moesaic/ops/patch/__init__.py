@@ -1,0 +1,1 @@
+"""Patch routing in plain torch: gather, scatter convolution, CPU inference."""

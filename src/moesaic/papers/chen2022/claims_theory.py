@@ -1,0 +1,302 @@
+"""Claims of Chen et al. 2022's theory: Theorems 4.1 and 4.2, Lemmas 5.1 and 5.2, and the loads of eq. 5.1."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.intervals import Estimate, mean, percentage
+from moesaic.papers.chen2022.synthetic_cells import Study, Test, claim
+from moesaic.papers.engine.analytic_experiment import Measured
+from moesaic.papers.engine.claims import Judgement, at_least
+
+__all__ = ["TESTS"]
+
+Array = NDArray[np.float64]
+
+CLUSTERS = 4
+GOOD = 95.0
+"""An accuracy that passes for "error o(1)", which has no number."""
+
+
+def _tight(study: Study) -> Judgement:
+    found = percentage(study.results["theory/additive/s3"]["accuracy"])
+    inside = found.low <= 87.5 <= found.high
+    return Judgement("holds" if inside else "fails", found.value, found.interval)
+
+
+def _uncovered(study: Study) -> Judgement:
+    found = percentage(study.results["theory/additive/s1"]["accuracy"])
+    verdict = "holds" if found.high <= 87.5 else "fails: an additive classifier does better there"
+    return Judgement(verdict if found.low > 87.5 or found.high <= 87.5 else "partly", found.value, found.interval)
+
+
+def _smooth(study: Study) -> Judgement:
+    result = study.results["theory/smoothing"]
+    steepest = np.maximum(result["random"], result["made"])
+    share = float((steepest / result["experts"] ** 2).max())
+    return Judgement("holds" if share <= 1 else "fails", share)
+
+
+def _smoother(study: Study) -> Judgement:
+    result = study.results["theory/smoothing"]
+    steepest = float(np.maximum(result["random"], result["made"]).max())
+    if steepest > 2 * (1 + 1e-9):
+        return Judgement("fails", steepest)
+    return Judgement("holds" if steepest >= 1.98 else "partly: it holds, but is not attained", steepest)
+
+
+def _trained(study: Study) -> Judgement:
+    errors = study.results["moe/cubic/s3"]["errors"]
+    samples = study.results["moe/cubic/s3"]["train_dispatch"].sum(axis=(1, 2))
+    found = percentage(100 * (1 - errors / samples))
+    zero = int((errors == 0).sum())
+    verdict = "holds" if zero == len(errors) else f"partly: zero in {zero} of {len(errors)} trials"
+    return Judgement(verdict if found.value >= 99 else "fails", found.value, found.interval)
+
+
+def _generalises(study: Study) -> Judgement:
+    return at_least(percentage(study.results["moe/cubic/s3"]["accuracy"]), 99.0)
+
+
+def _own(accuracy: Array, groups: Array) -> Array:
+    """(T, E): of accuracies (T, E, K), each expert's on the cluster of its group."""
+    return np.take_along_axis(accuracy, groups[..., None].astype(int), axis=2)[..., 0]
+
+
+def _others(accuracy: Array, groups: Array) -> Array:
+    """(T, E): of accuracies (T, E, K), each expert's mean over the other clusters."""
+    return (accuracy.sum(axis=2) - _own(accuracy, groups)) / (accuracy.shape[2] - 1)
+
+
+def _experts_good(study: Study) -> Judgement:
+    result = study.results["moe/cubic/s3"]
+    good = 100 * _own(result["expert_accuracy"], result["groups"]) >= GOOD
+    return at_least(percentage(100 * good.mean(axis=1)), GOOD)
+
+
+def _routed_well(study: Study) -> Judgement:
+    return at_least(percentage(_to_own_group(study.results["moe/cubic/s3"])), 99.0)
+
+
+def _to_own_group(result: Measured) -> Array:
+    """(T,): the percentage of test samples that go to an expert of their cluster's group."""
+    tables = result["test_dispatch"]
+    clusters = np.arange(tables.shape[1], dtype=np.float64)
+    belongs: NDArray[np.bool_] = result["groups"][:, None] == clusters[:, None]
+    return 100 * (tables * belongs).sum(axis=(1, 2)) / tables.sum(axis=(1, 2))
+
+
+def _groups_filled(study: Study) -> Judgement:
+    groups = study.results["moe/cubic/s3"]["groups"]
+    filled = np.array([len(set(trial)) == CLUSTERS for trial in groups.tolist()], dtype=float)
+    found = percentage(100 * filled)
+    full = int(filled.sum())
+    verdict = "holds" if full == len(filled) else f"partly: in {full} of {len(filled)} trials" if full else "fails"
+    return Judgement(verdict, found.value, found.interval)
+
+
+def _allowed_start(study: Study) -> Judgement:
+    return at_least(percentage(study.results["init/0.3"]["accuracy"]), 99.0)
+
+
+def _explored_own(study: Study) -> Judgement:
+    result = study.results["moe/cubic/s3"]
+    return at_least(percentage(100 * _own(result["explored_accuracy"], result["groups"]).mean(axis=1)), GOOD)
+
+
+def _explored_others(study: Study) -> Judgement:
+    result = study.results["moe/cubic/s3"]
+    errors = 100 - 100 * _others(result["explored_accuracy"], result["groups"]).mean(axis=1)
+    return at_least(percentage(errors), 50 / CLUSTERS)
+
+
+def _equal_loads(study: Study) -> Judgement:
+    """In every group of two or more experts that get anything, the least load over the largest; a trial's mean."""
+    result = study.results["moe/cubic/s3"]
+    loads, groups = result["track_load"][:, -1], result["groups"]
+    found: list[float] = []
+    for load, group in zip(loads, groups, strict=True):
+        members = [load[group == k] for k in range(CLUSTERS)]
+        ratios = [float(each.min() / each.max()) for each in members if len(each) > 1 and each.max() > 0]
+        found += [float(np.mean(ratios))] if ratios else []
+    if len(found) < 2:
+        return Judgement("partly: undecided, hardly a trial has such a group")
+    ratio = mean(found)
+    return at_least(Estimate(ratio.value, max(ratio.low, 0.0), min(ratio.high, 1.0)), 0.5)
+
+
+_SETTING = "Setting 3, in which α and γ are alike, as the theorem's proof and Theorem 4.1 have them. "
+
+TESTS: tuple[Test, ...] = (
+    Test(
+        claim(
+            "theorem4.1-tight",
+            "Theorem 4.1",
+            "Where feature signal and feature noise are alike, no function that adds up its patches is better than "
+            "87.5 %; we add that one attains it (accuracy of that one).",
+            87.5,
+            "Test accuracy in percent of the classifier of moesaic.theory.AdditiveClassifier, whose docstring has "
+            "the proof, on ten draws of setting 3. Holds if the interval contains 87.5.",
+        ),
+        ("theory/additive/s3",),
+        _tight,
+        ("print",),
+    ),
+    Test(
+        claim(
+            "theorem4.1-uncovered",
+            "Theorem 4.1",
+            "Settings 1 and 2, in which feature noise has another distribution, are the more difficult ones "
+            "(accuracy of the best additive classifier).",
+            "more difficult",
+            "Test accuracy in percent of the best additive classifier in setting 1; noise patches do not matter to "
+            "it, so it is the same in setting 2. Holds if the interval is at or below 87.5, fails if it is above.",
+        ),
+        ("theory/additive/s1",),
+        _uncovered,
+        ("print",),
+    ),
+    Test(
+        claim(
+            "lemma5.1",
+            "Lemma 5.1",
+            "Noise makes routing smooth: no probability of being routed changes by more than M² times the change of "
+            "the scores (largest share of that bound).",
+            1.0,
+            "Exact probabilities for 4 · 4000 random pairs of scores of 2 to 16 experts and for pairs made to change "
+            "most; change over bound. Holds if it is never above 1.",
+        ),
+        ("theory/smoothing",),
+        _smooth,
+        ("print",),
+    ),
+    Test(
+        claim(
+            "lemma5.1-sharp",
+            "Our own",
+            "The constant M² of Lemma 5.1 can be replaced by 2, and by nothing smaller (largest change of a "
+            "probability over change of scores).",
+            None,
+            "As for Lemma 5.1. Holds if the largest is at most 2 and at least 1.98; "
+            "moesaic.papers.chen2022.theory.smoothing has the proof.",
+        ),
+        ("theory/smoothing",),
+        _smoother,
+        ("print",),
+    ),
+    Test(
+        claim(
+            "theorem4.2-training",
+            "Theorem 4.2",
+            "The nonlinear mixture's training error becomes zero (percentage of training samples that are right).",
+            100.0,
+            f"{_SETTING}In the last step, noise included, mean over trials. Holds if all are right in every trial, "
+            "fails below 99 on average.",
+        ),
+        ("moe/cubic/s3",),
+        _trained,
+    ),
+    Test(
+        claim(
+            "theorem4.2-test",
+            "Theorem 4.2",
+            "Its test error is nearly zero (test accuracy in percent).",
+            100.0,
+            f"{_SETTING}Mean over trials. Holds if the interval is above 99.",
+        ),
+        ("moe/cubic/s3",),
+        _generalises,
+    ),
+    Test(
+        claim(
+            "theorem4.2-groups",
+            "Theorem 4.2",
+            "Every cluster has an expert that leans to it from the start: none of the groups M_k is empty "
+            "(percentage of trials).",
+            100.0,
+            "An expert's group is the cluster whose feature has the largest inner product with one of its filters "
+            "before training. Eight experts, four clusters, setting 3. Holds if it is so in every trial, fails if in "
+            "none.",
+        ),
+        ("moe/cubic/s3",),
+        _groups_filled,
+    ),
+    Test(
+        claim(
+            "theorem4.2-experts",
+            "Theorem 4.2",
+            "After training each expert is good on the cluster of its group (percentage of experts).",
+            100.0,
+            f"{_SETTING}Experts with at least 95 % test accuracy on all samples of the cluster to which they leaned "
+            "before training, mean over trials. Holds if the interval is above 95.",
+        ),
+        ("moe/cubic/s3",),
+        _experts_good,
+    ),
+    Test(
+        claim(
+            "theorem4.2-router",
+            "Theorem 4.2",
+            "The router sends a sample only to experts of its cluster's group (percentage of test samples).",
+            100.0,
+            f"{_SETTING}Groups as before training, mean over trials. Holds if the interval is above 99.",
+        ),
+        ("moe/cubic/s3",),
+        _routed_well,
+    ),
+    Test(
+        claim(
+            "theorem4.2-start",
+            "Theorem 4.2",
+            "It works for initial weights of the size the theorem asks for, σ0 from d^(-1/3) to d^(-0.01) (test "
+            "accuracy in percent).",
+            100.0,
+            "σ0 = 0.3, which for d = 50 is within 0.27 to 0.96; setting 3, the printed rates, 4000 steps, mean over "
+            "trials. Holds if the interval is above 99. The theorem is about large d.",
+        ),
+        ("init/", "init/0.3"),
+        _allowed_start,
+        ("print",),
+    ),
+    Test(
+        claim(
+            "lemma5.2-own",
+            "Lemma 5.2",
+            "At the end of the exploration stage each expert is good on its own cluster (test accuracy in percent).",
+            100.0,
+            f"{_SETTING}After T1 = σ0^½/η = 100 steps, mean over experts and trials of the accuracy on all samples of "
+            "the expert's group. Holds if the interval is above 95, fails if it is below.",
+        ),
+        ("moe/cubic/s3",),
+        _explored_own,
+        ("print",),
+    ),
+    Test(
+        claim(
+            "lemma5.2-others",
+            "Lemma 5.2",
+            "At that time each expert is bad on the other clusters, with an error of the order of 1/K (error in "
+            "percent).",
+            "of the order of 25 %",
+            f"{_SETTING}Mean over experts, other clusters and trials. Holds if the interval is above half of 1/K, "
+            "12.5 %, fails if it is below.",
+        ),
+        ("moe/cubic/s3",),
+        _explored_others,
+        ("print",),
+    ),
+    Test(
+        claim(
+            "load-equal",
+            "Equation 5.1",
+            "Normalised gradients keep the experts of a group alike: the router gives them almost the same load "
+            "(least load over largest).",
+            "almost the same",
+            f"{_SETTING}Exact expected loads on 2000 samples after training; groups of two or more experts of which "
+            "one gets any, mean over groups and trials. Holds if the interval is above 0.5.",
+        ),
+        ("moe/cubic/s3",),
+        _equal_loads,
+    ),
+)

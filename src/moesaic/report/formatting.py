@@ -1,0 +1,55 @@
+"""Numbers, shares and lists as text, the same way on every page and in every table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["listed", "number", "percent"]
+
+
+def number(value: float, *, near: Sequence[float] = ()) -> str:
+    """A number with three digits that count; ``near`` are others it is read beside, which share its decimals.
+
+    >>> number(60.0), number(0.05312), number(23456.7), number(float("inf"))
+    ('60', '0.0531', '23,457', '∞')
+    >>> number(52.0, near=[48.31, 57.9])
+    '52.0'
+    """
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if math.isnan(value):
+        return "no number"
+    together = [each for each in (value, *near) if math.isfinite(each)]
+    largest = max(abs(each) for each in together)
+    digits = 2 - math.floor(math.log10(largest)) if largest else 0
+    if near and largest >= 1:
+        width = max(together) - min(together)
+        # 99.6 and 100.0, not 100 and 100; 99.46 and 99.61, not 99.5 and 99.6
+        digits = max(digits, 2 if 0 < width < 0.5 else 1 if width < 5 else 0)
+    digits = min(max(digits, 0), 9)
+    text = f"{value:,.{digits}f}"
+    if not near and "." in text:
+        text = text.rstrip("0").rstrip(".")
+    return text.replace("-", "−")
+
+
+def percent(share: float) -> str:
+    r"""A share in percent: whole, but never 100 where it is less.
+
+    >>> percent(0.5), percent(0.9996), percent(1.0), percent(0.001)
+    ('50\xa0%', '99.9\xa0%', '100\xa0%', '0.1\xa0%')
+    """
+    value = 100 * share
+    if 0.5 <= value < 99.5 or value in (0.0, 100.0):
+        return f"{value:.0f}\u00a0%"
+    return f"{min(value, 99.9):.1f}\u00a0%" if value >= 0.1 else "below 0.1\u00a0%"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a row.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)

@@ -1,0 +1,303 @@
+"""Checkpoints: networks that can be used again, and training that can be continued.
+
+A network is one safetensors file, with what is needed to use it in its header: how the network was made, the
+names of its classes, how bytes become its input. Training in progress is another, which has everything that the
+next step depends on and is enough by itself. There is no pickle in either, so nothing in a file runs. A file is
+written beside its place and then renamed: whatever exists is complete, and a full disk leaves the last one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from moesaic.data.datasets import ImageTask, Scale
+from moesaic.files import write_whole
+from moesaic.models.registry import ModelSpec
+
+__all__ = [
+    "Card",
+    "Checkpoint",
+    "Unusable",
+    "load_checkpoint",
+    "load_weights",
+    "read_tensors",
+    "save_network",
+    "write_tensors",
+]
+
+NETWORK = "model.safetensors"
+"""The network in the folder of a run."""
+
+_KEY = "moesaic"
+_FORMAT = 1
+_SHOWN = 3
+"""Names of tensors that an error lists of each kind."""
+
+
+class Unusable(ValueError):
+    """A file or a folder of a run is not what was asked for, or not whole."""
+
+
+@dataclass(frozen=True)
+class Card:
+    """What the file of a network says about it."""
+
+    spec: ModelSpec | None
+    """How the network was made; None where nobody said."""
+    class_names: tuple[str, ...]
+    cluster_names: tuple[str, ...]
+    scale: Scale | None
+    """From bytes to what the network sees; None where it is not as simple as that."""
+    input_shape: tuple[int, int, int]
+    """Channels, height and width of the images it was trained on."""
+    task_name: str
+    metrics: Mapping[str, Any]
+    """Epochs done, accuracy, accuracies of clusters: what was measured when it was written."""
+    tested: str = ""
+    """The sketch of the images it was tested on, which none of those that it was trained on is among."""
+
+    @classmethod
+    def of(cls, task: ImageTask, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Card:
+        """What is known of a network that learned a task."""
+        C, H, W = task.train.pixels.shape[1:]
+        names, tested = (task.class_names, task.cluster_names), task.test.sketch()
+        return cls(spec, *names, task.scale, (C, H, W), task.name, metrics, tested)
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "format": _FORMAT,
+            "spec": None if self.spec is None else self.spec.to_json(),
+            "class_names": list(self.class_names),
+            "cluster_names": list(self.cluster_names),
+            "scale": None if self.scale is None else asdict(self.scale),
+            "input_shape": list(self.input_shape),
+            "task_name": self.task_name,
+            "metrics": dict(self.metrics),
+            "tested": self.tested,
+        }
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Card:
+        """The card that ``to_json`` wrote down."""
+        spec, scale = content["spec"], content["scale"]
+        C, H, W = content["input_shape"]
+        return cls(
+            None if spec is None else ModelSpec.from_json(spec),
+            tuple(content["class_names"]),
+            tuple(content["cluster_names"]),
+            None if scale is None else Scale(tuple(scale["mean"]), tuple(scale["std"])),
+            (C, H, W),
+            content["task_name"],
+            content["metrics"],
+            content.get("tested", ""),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A trained network, ready to use, and what its file says about it."""
+
+    path: Path
+    model: nn.Module
+    """In eval mode, and channels_last as `fit` trains it."""
+    card: Card
+
+    @property
+    def spec(self) -> ModelSpec:
+        """How the network was made."""
+        assert self.card.spec is not None, "load_checkpoint refuses a file without"
+        return self.card.spec
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        return self.card.class_names
+
+    @property
+    def cluster_names(self) -> tuple[str, ...]:
+        return self.card.cluster_names
+
+    @property
+    def scale(self) -> Scale | None:
+        """From bytes to what the network sees."""
+        return self.card.scale
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the images it was trained on."""
+        return self.card.input_shape
+
+    @property
+    def task_name(self) -> str:
+        return self.card.task_name
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """What was measured when it was written."""
+        return self.card.metrics
+
+
+def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:
+    """The network of a run, made anew and with its weights; ``path`` is the folder of the run or the file itself.
+
+    >>> import tempfile
+    >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
+    >>> card = Card(spec, ("cat", "dog"), ("cat", "dog"), None, (3, 32, 32), "pets", {"accuracy": 97.0})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_network(Path(folder) / "model.safetensors", spec.build(), card)
+    ...     checkpoint = load_checkpoint(folder)
+    >>> checkpoint.class_names, checkpoint.metrics["accuracy"], checkpoint.model(torch.zeros(1, 3, 32, 32)).shape
+    (('cat', 'dog'), 97.0, torch.Size([1, 2]))
+    """
+    path = _file(Path(path))
+    tensors, content = read_tensors(path)
+    card = _card(path, content)
+    if card.spec is None:
+        raise Unusable(
+            f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
+            "moesaic.training.load_weights(path, model), or give fit a spec"
+        )
+    with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
+        model = card.spec.without_weights().build()
+    _fill(f"load_checkpoint: {path} is of another network than {card.spec.name} as it is made here", model, tensors)
+    model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
+    return Checkpoint(path, model.eval(), card)
+
+
+def load_weights(path: str | Path, model: nn.Module) -> Card:
+    """Give a network the weights of a checkpoint, folder or file; what its file says about it.
+
+    A file of another network is refused: the error tells which tensors are missing, left over, or of another shape.
+
+    >>> import tempfile
+    >>> card = Card(None, ("cat", "dog"), ("cat", "dog"), None, (3, 1, 1), "pets", {})
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_network(Path(folder) / "model.safetensors", nn.Linear(3, 2), card)
+    ...     load_weights(folder, nn.Linear(4, 2))
+    Traceback (most recent call last):
+    moesaic.training.checkpoint.Unusable: load_weights: ... is of another network than the Linear given: 1 of another
+    shape: weight (2, 3) in the file, (2, 4) in the network
+    """
+    path = _file(Path(path))
+    tensors, content = read_tensors(path)
+    card = _card(path, content)
+    _fill(f"load_weights: {path} is of another network than the {type(model).__name__} given", model, tensors)
+    return card
+
+
+def save_network(path: Path, model: nn.Module, card: Card) -> None:
+    """Write a network to a file, whole or not at all."""
+    write_tensors(path, cast("Mapping[str, Tensor]", model.state_dict()), card.to_json())
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+    """Write tensors, and JSON in the header, to a safetensors file: whole or not at all, same bytes for same values."""
+    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    seen: set[int] = set()
+    for name, tensor in flat.items():  # tensors with two names are written twice
+        if tensor.data_ptr() in seen:
+            flat[name] = tensor.clone()
+        seen.add(tensor.data_ptr())
+    # one key, for the order of several is not settled
+    described = json.dumps(content, ensure_ascii=False, sort_keys=True)
+    blob = save(flat, metadata={_KEY: described})
+    try:
+        write_whole(path, blob)
+    except OSError as error:
+        forget_unfinished(path.parent, path.name)
+        size = f"{len(blob) / 1e6:,.1f} MB"
+        if path.exists():
+            last = "the last one before it is still there"
+        else:
+            last = "there is none before it"
+        raise OSError(
+            error.errno,
+            f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. Make room on "
+            "that disk, and call the same again: it continues from the last checkpoint",
+        ) from error
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a file that `write_tensors` wrote, on the CPU, and the JSON of its header."""
+    try:
+        with cast("Any", safe_open)(path, framework="pt") as file:
+            metadata = cast("dict[str, str]", file.metadata() or {})
+            tensors = {name: cast("Tensor", file.get_tensor(name)) for name in cast("list[str]", file.keys())}
+        content: Any = json.loads(metadata.get(_KEY, "null"))
+    except (SafetensorError, ValueError) as error:
+        raise Unusable(
+            f"{path} is not a whole safetensors file ({error}); it is damaged or something else: name another, or "
+            "train again"
+        ) from error
+    if not isinstance(content, dict):
+        raise Unusable(
+            f"{path} is a safetensors file, but not one that moesaic wrote: its header has no {_KEY!r}; load its "
+            "tensors with safetensors.torch.load_file"
+        )
+    return tensors, cast("dict[str, Any]", content)
+
+
+def forget_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove what a program that was stopped, or had no room, left half written."""
+    process = os.getpid() if name != "*" else "*"
+    for rest in folder.glob(f".{name}.{process}.unfinished"):
+        rest.unlink(missing_ok=True)
+
+
+def _file(path: Path) -> Path:
+    if path.is_dir():
+        path = path / NETWORK
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is not there; {path.parent} is no folder of a run, or its run has not come to a first "
+                "checkpoint yet"
+            )
+    elif not path.exists():
+        raise FileNotFoundError(f"{path} is not there; name the folder of a run, or its {NETWORK}")
+    return path
+
+
+def _card(path: Path, content: Mapping[str, Any]) -> Card:
+    if content.get("format") != _FORMAT:
+        raise Unusable(
+            f"{path} has format={content.get('format')!r}, this version of moesaic reads format={_FORMAT}; "
+            f"{'name the ' + NETWORK + ' beside it' if 'format' not in content else 'use the version that wrote it'}"
+        )
+    return Card.from_json(content)
+
+
+def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load all tensors into the model, or none."""
+    faults = differences(model, tensors)
+    if faults:
+        raise Unusable(f"{refusal}: {faults}")
+    model.load_state_dict(dict(tensors))
+
+
+def differences(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """In which tensors a file and a network differ, in words; empty where they do not."""
+    own = cast("Mapping[str, Tensor]", model.state_dict())
+    missing = [name for name in own if name not in tensors]
+    unexpected = [name for name in tensors if name not in own]
+    reshaped = [
+        f"{name} {tuple(tensors[name].shape)} in the file, {tuple(own[name].shape)} in the network"
+        for name in own
+        if name in tensors and tensors[name].shape != own[name].shape
+    ]
+    kinds = {"missing in the file": missing, "only in the file": unexpected, "of another shape": reshaped}
+    return "; ".join(f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names)
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

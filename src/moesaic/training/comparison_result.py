@@ -1,0 +1,142 @@
+"""What a comparison of models measured, as plain data: one run for each model, number of samples and trial.
+
+This is all that a report needs, and all that is kept of it in result.json: leads and savings (`contrast`)
+follow from it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from moesaic.files import write_json
+
+__all__ = ["Comparison", "Moment", "Run", "Sized", "read_comparison", "run_from_json", "write_comparison"]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A test during training."""
+
+    images: int
+    """Seen in training until then, with repetition."""
+    accuracy: float
+    """On the test images, in percent."""
+    seconds: float
+    """Of training until then."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run."""
+
+    model: str
+    samples: int
+    trial: int
+    accuracy: float
+    """On the test images at the end, in percent."""
+    groups: tuple[float, ...]
+    """The same within each group; no number (NaN) where the test part has none of it. Empty: groups are classes."""
+    curve: tuple[Moment, ...]
+    stopped: str
+    """Why training ended: "all epochs" or "zero training error"."""
+    seconds: float
+    """Of training, without tests."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A model, and what it costs."""
+
+    name: str
+    parameters: int
+    macs: int
+    """Multiply-adds of one image, as executed."""
+    routed_share: float
+    """Percent of the parameters in routed layers."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything measured, complete: a run for each of ``trials`` of each model with each number of samples."""
+
+    data: str
+    """What the images are called."""
+    digest: str
+    """Of images and labels."""
+    classes: tuple[str, ...]
+    groups: tuple[str, ...]
+    """Names of groups other than classes, such as smiling × hair; empty where there are none."""
+    pool: int
+    """Labelled images to choose from."""
+    tested: int
+    """Test images."""
+    guessing: float
+    """Accuracy, in percent, of who always names the commonest class."""
+    models: tuple[Sized, ...]
+    """The first is the one that others are compared with."""
+    samples: tuple[int, ...]
+    """Rising."""
+    trials: int
+    seed: int
+    recipe: Mapping[str, Any]
+    """How the networks were trained."""
+    machine: str
+    """Where, in words."""
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...] = ()
+    """What a reader should know, such as images that were skipped."""
+
+    def __post_init__(self) -> None:
+        wanted = {(m.name, n, t) for m in self.models for n in self.samples for t in range(self.trials)}
+        missing = wanted - {(run.model, run.samples, run.trial) for run in self.runs}
+        if missing:
+            model, samples, trial = min(missing)
+            raise ValueError(
+                f"Comparison: {len(missing)} of {len(wanted)} runs are missing, "
+                f"such as trial {trial} of {model} with {samples} samples; finish them first"
+            )
+
+    def model(self, name: str) -> Sized:
+        """The model of that name."""
+        return next(model for model in self.models if model.name == name)
+
+    def runs_of(self, model: str, samples: int) -> tuple[Run, ...]:
+        """Those of a model with so many samples, trial by trial."""
+        runs = (run for run in self.runs if run.model == model and run.samples == samples)
+        return tuple(sorted(runs, key=lambda run: run.trial))
+
+
+def write_comparison(path: Path, found: Comparison, derived: Mapping[str, Any] | None = None) -> None:
+    """Write result.json, with what was ``derived`` from the runs beside them; a reader never sees half a file."""
+    write_json(path, {**(derived or {}), **asdict(found)})
+
+
+def read_comparison(path: Path) -> Comparison:
+    """The comparison of a result.json."""
+    try:
+        loaded: Any = json.loads(path.read_text(encoding="utf-8"))
+        return _comparison(loaded)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: not the result of a comparison ({error!r}); run moesaic compare again") from error
+
+
+def _comparison(loaded: Mapping[str, Any]) -> Comparison:
+    made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
+    for name in ("classes", "groups", "samples", "notes"):
+        made[name] = tuple(made[name])
+    made["models"] = tuple(Sized(**model) for model in made["models"])
+    made["runs"] = tuple(run_from_json(run) for run in made["runs"])
+    return Comparison(**made)
+
+
+def run_from_json(loaded: Mapping[str, Any]) -> Run:
+    """A run, as a result.json or a finished cell has it; null stands for no number."""
+    made: dict[str, Any] = dict(loaded)
+    made["groups"] = tuple(math.nan if each is None else float(each) for each in made["groups"])
+    made["curve"] = tuple(Moment(**moment) for moment in made["curve"])
+    return Run(**made)

@@ -1,0 +1,457 @@
+"""The part of training that DeepMoE networks need: pressure on gates, steering it, a guard, and freezing.
+
+A `Learner` asks it for what is added to the loss, and shows it the gates of some batches. Every so many steps
+it looks at what it saw, which is when it waits for the device: λ and biases are steered towards the cost that is
+wanted, layers that are nearly closed are relieved, and a layer that has closed for all images stops the run. All that
+the next step depends on can be taken out and put back, as that of the `Learner`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moesaic.models.deepmoe.network import Answer, DeepMoE
+from moesaic.routing.channel_gate import ChannelGate, gate_l1
+from moesaic.routing_record import NOBODY, Routing
+from moesaic.training.gate_recipe import GateRecipe
+from moesaic.training.recipe import Recipe
+
+__all__ = ["ClosedLayer", "GateTraining", "gate_costs", "gated_recipe", "shift_gates"]
+
+_LOOKS = 100
+"""Looks in the joint stage, if it has so many steps: steering is the same for long and for short runs."""
+_APART = 25
+"""Steps between looks, at most."""
+_SEEN = 5
+"""Batches before a look whose gates are counted; others cost nothing."""
+_CLOSED = 0.99
+"""The share of images for which a layer may be closed as a whole."""
+_GAIN, _RANGE = 0.5, 30.0
+"""By how much ln λ rises at a look for every 1 in the logarithm of cost over goal, and how far λ may go as a factor."""
+_ASTRAY, _CORRECTED = 0.05, 0.5
+"""From which distance on, in the logarithm of cost over goal, biases are shifted, and how much of it goes by that: what
+a few batches cost is a matter of chance, too."""
+_HALVINGS = 12
+"""Of the range of factors in which steering looks for the right one."""
+
+
+class ClosedLayer(ArithmeticError):
+    """A layer is closed for all images: no gate of it learns any more."""
+
+
+def gated_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
+    """The recipe with a `GateRecipe` if the network has channel gates; what does not go together is refused.
+
+    >>> from moesaic.models import VGG16
+    >>> from moesaic.models.deepmoe.network import deepmoe
+    >>> model = deepmoe(VGG16(classes=4, width=0.1), classes=4)
+    >>> gated_recipe(model, Recipe(epochs=3)).gates == GateRecipe()
+    True
+    >>> gated_recipe(model, Recipe(epochs=3, gates=GateRecipe(target_macs=0.01)))
+    Traceback (most recent call last):
+    ValueError: fit: target_macs=0.01 is less than what stays when one gate of every layer is open, ...
+    """
+    if not isinstance(model, DeepMoE):
+        if recipe.gates is None:
+            return recipe
+        raise ValueError(
+            f"fit: the recipe has gates to train, but {type(model).__name__} has no channel gates; leave its `gates` "
+            "out, or use a network that has them, such as vgg16_deepmoe"
+        )
+    gates = recipe.gates or GateRecipe()
+    if recipe.optimizer == "normalized_gd":
+        raise ValueError(
+            "fit: optimizer='normalized_gd' moves experts that have weights of their own, and channels share theirs; "
+            "use 'adamw' or 'sgd'"
+        )
+    if gates.noise and recipe.compile:
+        raise ValueError(
+            f"fit: noise={gates.noise} changes at every step, for which a compiled network would be compiled again; "
+            "use compile=False, or noise=0"
+        )
+    if gates.straight_through and not _keeps(model):
+        raise ValueError(
+            "fit: straight_through=True has no meaning for gates of mode='relu'; leave it out, or build the network "
+            "with mode='topk'"
+        )
+    if gates.target_macs is not None:
+        _check_target(model, gates.target_macs)
+    return replace(recipe, gates=gates)
+
+
+def shift_gates(model: DeepMoE, embeddings: Tensor, target: float) -> float:
+    """Shift the biases of all gates so that images with these embeddings (B, D) cost the target on average.
+
+    A layer's biases are shifted alike, and each layer's so far that its open gates become fewer by one factor, or more:
+    what layers have come to stays in proportion, and one gate of each stays open on average, or is opened. The cost
+    that was found is returned, as a share of the dense network's: gates are countable, so it may miss by a little.
+
+    >>> from moesaic.models import VGG16
+    >>> from moesaic.models.deepmoe.network import deepmoe
+    >>> model = deepmoe(VGG16(classes=4, width=0.25), classes=4).eval()
+    >>> embeddings = torch.rand(50, model.embedding.dimension)
+    >>> round(shift_gates(model, embeddings, 0.5), 2)
+    0.5
+    """
+    with torch.no_grad():
+        scores = {name: head(embeddings).scores[:, 0] for name, head in model.heads().items()}
+        _shift(model, scores, target)
+        return float(gate_costs(model, embeddings).mean())
+
+
+def gate_costs(model: DeepMoE, embeddings: Tensor) -> Tensor:
+    """(B,) float64: what images with these embeddings cost, as shares of the dense network's multiply-adds."""
+    return model.macs({name: head(embeddings) for name, head in model.heads().items()}).double() / model.dense_macs
+
+
+class GateTraining:
+    """How the gates of a network learn, from the first step to the last."""
+
+    def __init__(
+        self,
+        model: DeepMoE,
+        recipe: Recipe,
+        steps: int,
+        device: torch.device,
+        teacher: nn.Module | None = None,
+    ) -> None:
+        assert recipe.gates is not None, "gated_recipe gives one"
+        self.recipe = recipe.gates
+        self.joint = True
+        """Whether gates still learn."""
+        self.strength = self.recipe.strength
+        """λ, but for its warmup."""
+        self._model = model
+        self._epochs = recipe.epochs
+        self._smoothing = recipe.label_smoothing
+        self._teacher = teacher
+        self._heads = model.heads()
+        self._presses = self.recipe.strength > 0 and not _keeps(model)
+        self._every = min(max(int(recipe.epochs * self.recipe.joint * steps) // _LOOKS, 1), _APART, steps)
+        self._scores: dict[str, Tensor] = {}
+        self._start = _mean_cost(model, {name: _opened(head, head.blocks) for name, head in self._heads.items()})
+        self._told: list[str] = []
+        self._least = [max(self.recipe.least_open, 1 / head.blocks) for head in self._heads.values()]
+        self._weights = _weights(model) if self.recipe.weigh == "cost" else [1.0] * len(self._heads)
+        self._relief = [1.0] * len(self._heads)
+        self._pressure_L = torch.tensor(self._weights, device=device)
+        # summed over images since the last look, and over those of the epoch: cost, and for each layer the share of
+        # open gates, the mean gate, and whether all were closed
+        self._recent = torch.zeros(1 + 3 * len(self._heads), device=device)
+        self._epoch = torch.zeros_like(self._recent)
+        self._recent_images = self._epoch_images = 0
+        self._learned = [parameter for parameter in model.gate_parameters() if parameter.requires_grad]
+        self._through = [head.straight_through for head in self._heads.values()]
+        for head in self._heads.values():
+            head.straight_through |= self.recipe.straight_through
+
+    # for the learner
+
+    def begin(self, epoch: float) -> None:
+        """A step begins at this time."""
+        if self.recipe.noise and self.joint:
+            self._set_noise(self.recipe.noise_at(self.recipe.stage(epoch, self._epochs)))
+
+    def hints(self, x: Tensor) -> Tensor | None:
+        """What the teacher says of the images, if there is one."""
+        if self._teacher is None:
+            return None
+        with torch.no_grad():
+            return cast("Tensor", self._teacher(x)).float()
+
+    def loss(self, answer: Answer, labels: Tensor, hints: Tensor | None, epoch: float) -> Tensor:
+        """What is added to the cross-entropy of the backbone's scores."""
+        total = torch.zeros((), device=labels.device)
+        if self.joint and self.recipe.embedding:
+            own = F.cross_entropy(answer.embedding_logits.float(), labels, label_smoothing=self._smoothing)
+            total = total + self.recipe.embedding * own
+        pressure = self.pressure(epoch)
+        if pressure:
+            mean_L = torch.stack([gate_l1(routing) for routing in answer.routing.values()])
+            total = total + pressure * (self._pressure_L * mean_L).sum()
+        if hints is not None:
+            T = self.recipe.temperature
+            said, wanted = F.log_softmax(answer.logits.float() / T, 1), F.log_softmax(hints / T, 1)
+            total = total + self.recipe.distil * T**2 * F.kl_div(said, wanted, reduction="batchmean", log_target=True)
+        return total
+
+    def pressure(self, epoch: float) -> float:
+        """λ at this time."""
+        return self.strength * self.recipe.share(epoch, self._epochs) if self.joint and self._presses else 0.0
+
+    @torch.no_grad()
+    def show(self, routing: Mapping[str, Routing], steps: int) -> None:
+        """The gates of a batch, or a part of one, of the step after so many."""
+        if steps % self._every < self._every - _SEEN:
+            return
+        cost_B = self._model.macs(routing) / self._model.dense_macs
+        open_LB = torch.stack([each.mask[:, 0].float().mean(1) for each in routing.values()])
+        mean_L = torch.stack([gate_l1(each) for each in routing.values()])
+        seen = torch.cat([cost_B.sum()[None], open_LB.sum(1), mean_L * len(cost_B), (open_LB == 0).sum(1)])
+        self._scores = {name: each.scores[:, 0] for name, each in routing.items()}
+        self._recent += seen
+        self._epoch += seen
+        self._recent_images += len(cost_B)
+        self._epoch_images += len(cost_B)
+
+    # for the run
+
+    def settle(self) -> None:
+        """Put the embedding network and the heads into the mode of their stage; the rest is in training mode."""
+        self._model.embedding.train(self.joint)
+        self._model.gates.train(self.joint)
+
+    def look(self, steps: int, epoch: float) -> list[str]:
+        """Look at the last batches, if it is time to; what the user should know.
+
+        Raises `ClosedLayer` where nothing can be mended.
+        """
+        if steps % self._every or not self._recent_images:
+            return []
+        self.check_open()
+        cost, open_L, mean_L, closed_L = self._means(self._recent, self._recent_images)
+        self._recent.zero_()
+        self._recent_images = 0
+        if not (self.joint and self._presses):
+            return []
+        goal = self.recipe.goal(self.recipe.stage(epoch, self._epochs), self._start)
+        if goal is not None:
+            self._steer(cost, goal, max(closed_L) >= _CLOSED)
+        return self._relieve(open_L, mean_L)
+
+    def check_open(self) -> None:
+        """Refuse layers that were closed for nearly all images since the last look; waits for the device.
+
+        Where there is a target, steering opens them again.
+        """
+        if not (self.joint and self._recent_images) or self.recipe.target_macs is not None:
+            return
+        closed_L = self._means(self._recent, self._recent_images)[-1]
+        worst = max(range(len(closed_L)), key=closed_L.__getitem__)
+        if closed_L[worst] >= _CLOSED:
+            raise ClosedLayer(
+                f"all gates of layer {self._model.gated[worst]!r} are closed for {closed_L[worst]:.0%} of the images"
+            )
+
+    def advice(self) -> str:
+        """What to change where a layer has closed."""
+        gates = self.recipe
+        longer = f", a longer warmup than {gates.warmup}" if gates.warmup < 1 else ""
+        less = f"Use a smaller strength than {gates.strength:g}{longer}"
+        return f"{less}, or a target_macs, which holds one gate of every layer open"
+
+    def over(self, epoch: float) -> bool:
+        """Whether gates are still to be frozen at this time."""
+        return self.joint and self.recipe.stage(epoch, self._epochs) >= 1
+
+    def freeze(self, embeddings: Tensor | None) -> float | None:
+        """End the joint stage. With embeddings of images to train on, the target is met on them; what they cost."""
+        cost = None
+        self._set_noise(0.0)
+        self.joint = False
+        self.settle()
+        if embeddings is not None and self.recipe.target_macs is not None:
+            cost = shift_gates(self._model, embeddings, self.recipe.target_macs)
+        self._hold()
+        return cost
+
+    def release(self) -> None:
+        """Leave the network as it came, but for what it learned."""
+        self._set_noise(0.0)
+        for head, through in zip(self._heads.values(), self._through, strict=True):
+            head.straight_through = through
+        for parameter in self._learned:
+            parameter.requires_grad_(True)
+
+    def epoch_means(self) -> tuple[float, float] | None:
+        """Cost of an image and share of open gates in the epoch, as far as they were counted; begins a new one."""
+        if not self._epoch_images:
+            return None
+        cost, open_L, _, _ = self._means(self._epoch, self._epoch_images)
+        self._epoch.zero_()
+        self._epoch_images = 0
+        blocks = [head.blocks for head in self._heads.values()]
+        return cost, sum(share * each for share, each in zip(open_L, blocks, strict=True)) / sum(blocks)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything that the next step depends on, as tensors and JSON."""
+        tensors = {"gates.recent": self._recent, "gates.epoch": self._epoch}
+        return tensors, {
+            "joint": self.joint,
+            "strength": self.strength,
+            "relief": self._relief,
+            "told": self._told,
+            "images": [self._recent_images, self._epoch_images],
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` gave."""
+        self._recent.copy_(tensors["gates.recent"])
+        self._epoch.copy_(tensors["gates.epoch"])
+        self.strength = content["strength"]
+        self._told = list(content["told"])
+        self._recent_images, self._epoch_images = content["images"]
+        self._press(content["relief"])
+        if not content["joint"]:
+            self.joint = False
+            self._hold()
+
+    # inside
+
+    def _steer(self, cost: float, goal: float, closed: bool) -> None:
+        """Raise λ where images cost more than they should by now, lower it where they cost less; shift biases."""
+        error, start = math.log(cost / goal), self.recipe.strength
+        self.strength = min(max(self.strength * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
+        if abs(error) > _ASTRAY or closed:
+            with torch.no_grad():
+                patterns = {name: _pattern(scores > 0, self._heads[name]) for name, scores in self._scores.items()}
+                now = _mean_cost(self._model, patterns)
+                _shift(self._model, self._scores, now * math.exp(-_CORRECTED * error), _HALVINGS)
+
+    def _relieve(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
+        """Take pressure from layers that are nearly closed, or whose gates have sunk; which are closed the first time.
+
+        BatchNorm of the layer behind takes up a common factor of a layer's gates, so that nothing but this keeps them
+        from sinking together until a single step closes them all.
+        """
+        shares = (min(max(share / least - 1, 0.0), 1.0) for share, least in zip(open_L, self._least, strict=True))
+        self._press([share * min(mean, 1.0) for share, mean in zip(shares, mean_L, strict=True)])
+        told: list[str] = []
+        for name, share, least in zip(self._heads, open_L, self._least, strict=True):
+            if share <= least and name not in self._told and self._heads[name].blocks > 1:
+                self._told.append(name)
+                told.append(
+                    f"only {share:.1%} of the gates of layer {name!r} are open on average, of {least:.1%} to stay: "
+                    "nothing presses on them until more are open"
+                )
+        return told
+
+    def _press(self, relief: Sequence[float]) -> None:
+        self._relief = list(relief)
+        pressure = [weight * each for weight, each in zip(self._weights, relief, strict=True)]
+        self._pressure_L.copy_(torch.tensor(pressure))
+
+    def _means(self, sums: Tensor, images: int) -> tuple[float, list[float], list[float], list[float]]:
+        """Of sums over images: cost; of each layer the share of open gates, the mean gate, how often all are closed."""
+        cost, *others = (value / images for value in cast("list[float]", sums.tolist()))
+        layers = len(self._heads)
+        return cost, others[:layers], others[layers : 2 * layers], others[2 * layers :]
+
+    def _hold(self) -> None:
+        for parameter in self._learned:
+            parameter.requires_grad_(False)
+            parameter.grad = None  # without one, optimizers neither move nor decay it
+
+    def _set_noise(self, noise: float) -> None:
+        for head in self._heads.values():
+            head.noise = noise
+
+
+def _keeps(model: DeepMoE) -> bool:
+    """Whether gates keep a set number of blocks."""
+    return any(head.mode == "topk" for head in model.heads().values())
+
+
+def _check_target(model: DeepMoE, target: float) -> None:
+    heads = model.heads()
+    if _keeps(model):
+        kept = {name: _opened(head, head.keep or head.blocks) for name, head in heads.items()}
+        raise ValueError(
+            f"fit: target_macs={target}, but gates of mode='topk' open as many blocks for every image as keep says, "
+            f"which costs {_mean_cost(model, kept):.3f}; leave target_macs out and build the network with "
+            f"keep={math.sqrt(target):.2f} or so, the square root of the cost, or with mode='relu'"
+        )
+    if any(head.bias is None for head in heads.values()):
+        raise ValueError(
+            f"fit: target_macs={target} is met by shifting the biases of gates, and these have none; leave it out and "
+            "use strength, or build the network with bias=1.0"
+        )
+    least = _mean_cost(model, {name: _opened(head, 1) for name, head in heads.items()})
+    if target < least:
+        fixed = model.fixed_macs / model.dense_macs
+        raise ValueError(
+            f"fit: target_macs={target} is less than what stays when one gate of every layer is open, {least:.3f} of "
+            f"the dense network, of which {fixed:.3f} are the embedding network, the gate heads and what has no gates; "
+            f"use {math.ceil(1000 * least) / 1000:.3f} or more"
+        )
+
+
+def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float, halvings: int = 30) -> None:
+    """Shift biases so that images with these scores (B, E) cost the target on average, as far as gates allow."""
+    heads = model.heads()
+    layers = {name: _Scores(values) for name, values in scores.items()}
+
+    def shifts(factor: float) -> dict[str, float]:
+        return {name: layer.shift(factor) for name, layer in layers.items()}
+
+    def cost(factor: float) -> float:
+        patterns = {name: _pattern(scores[name] > shift, heads[name]) for name, shift in shifts(factor).items()}
+        return _mean_cost(model, patterns)
+
+    cheap, dear = 0.0, max(layer.most for layer in layers.values())
+    for _ in range(halvings):
+        middle = 0.5 * (cheap + dear)
+        cheap, dear = (cheap, middle) if cost(middle) > target else (middle, dear)
+    for name, shift in shifts(min(cheap, dear, key=lambda factor: abs(cost(factor) - target))).items():
+        bias = heads[name].bias
+        assert bias is not None, "gated_recipe refuses gates without"
+        bias.sub_(shift)
+
+
+class _Scores:
+    """A layer's scores (B, E) in order, by which it is known how far to lower them for so many gates to be open."""
+
+    def __init__(self, scores_BE: Tensor) -> None:
+        self._falling = scores_BE.flatten().sort(descending=True).values.cpu()  # looked up one by one
+        self._ease = 1e-3 * float(self._falling[0] - self._falling[-1]) + 1e-6
+        self._open = int((self._falling > 0).sum())
+        self._least = len(scores_BE)  # one for each image
+        self.most = len(self._falling) / max(self._open, 1)
+        """From this factor on, all gates are open."""
+
+    def shift(self, factor: float) -> float:
+        """For so many times the gates that are open now; at least one for each image on average."""
+        wanted = min(max(round(factor * self._open), self._least), len(self._falling))
+        if wanted == self._open:
+            return 0.0
+        last = float(self._falling[wanted - 1])
+        following = float(self._falling[wanted]) if wanted < len(self._falling) else last
+        return 0.5 * (last + following) if following < last else last - self._ease  # of equal ones all are open
+
+
+def _weights(model: DeepMoE) -> list[float]:
+    """What closing a layer saves while all others are open, 1 on average."""
+    heads = model.heads()
+    layers = range(len(heads))
+    patterns = {
+        name: _pattern(torch.tensor([[row != layer] * head.blocks for row in layers]), head)
+        for layer, (name, head) in zip(layers, heads.items(), strict=True)
+    }
+    whole = _mean_cost(model, {name: _opened(head, head.blocks) for name, head in heads.items()})
+    saved = cast("list[float]", (whole - model.macs(patterns).double() / model.dense_macs).tolist())
+    return [each * len(saved) / sum(saved) for each in saved]
+
+
+def _opened(head: ChannelGate, blocks: int) -> Routing:
+    """One image, for which the first so many blocks are open."""
+    return _pattern((torch.arange(head.blocks) < blocks)[None], head)
+
+
+def _pattern(open_BE: Tensor, head: ChannelGate) -> Routing:
+    """Gates that are 1 where they are open."""
+    open_BE = open_BE.to(head.weight.device)
+    index = torch.arange(head.blocks, device=open_BE.device).masked_fill(~open_BE, NOBODY)
+    gate = open_BE.float()
+    return Routing("channel", gate[:, None], index[:, None], gate[:, None], chooser="unit")
+
+
+def _mean_cost(model: DeepMoE, routing: Mapping[str, Routing]) -> float:
+    """Over images, as a share of the dense network's."""
+    return float(model.macs(routing).double().mean()) / model.dense_macs

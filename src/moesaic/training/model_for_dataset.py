@@ -1,0 +1,53 @@
+"""A network by name, made for the images of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from moesaic.data.datasets import ImageTask
+from moesaic.models.counting import Count, count
+from moesaic.models.registry import ModelSpec, model_options
+
+__all__ = ["suited_spec"]
+
+
+def suited_spec(
+    name: str,
+    task: ImageTask,
+    options: Mapping[str, Any] | None = None,
+    conversion: Mapping[str, Any] | None = None,
+) -> tuple[ModelSpec, Count]:
+    """How to make the network for a task's images and classes, and what it costs for one of them.
+
+    ``options`` are further ones of `create_model`; ``conversion`` are those of `convert`, where layers are to be
+    converted. The network is made once and tried on an image, so that what does not fit is told now.
+
+    >>> from moesaic.data.datasets import LabelledImages, Scale
+    >>> labels, scale = torch.arange(4), Scale((0.5,), (0.5,))
+    >>> images = LabelledImages(torch.zeros(4, 1, 64, 64, dtype=torch.uint8), labels, labels)
+    >>> task = ImageTask(images, images, tuple("abcd"), tuple("abcd"), scale, scale)
+    >>> spec, cost = suited_spec("wrn10_1_pmoe", task)
+    >>> dict(spec.arguments)
+    {'num_classes': 4, 'in_channels': 1, 'image_size': 64}
+    >>> round(cost.routed_macs / cost.routed_dense_macs, 2)
+    0.14
+    """
+    C, H, W = task.train.pixels.shape[1:]
+    about: dict[str, Any] = {"in_channels": C, "image_size": H}
+    told = {option: value for option, value in about.items() if option in model_options(name)}
+    arguments = {"num_classes": task.labels, **told, **(options or {})}
+    conversions = () if conversion is None else ({"input_size": [C, H, W], **conversion},)
+    spec = ModelSpec(name, arguments, conversions)
+    with torch.random.fork_rng(devices=[]):
+        model = spec.build()
+    try:
+        return spec, count(model, (C, H, W))
+    except RuntimeError as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{name} cannot take images of {C} channels and {H}×{W} pixels ({why}); bring them to another size, or use "
+            "another network"
+        ) from error

@@ -1,0 +1,205 @@
+"""What the runs of two models say about each other: leads, labels saved, work saved, each with its interval.
+
+Runs of one trial share their images, so everything is compared trial by trial. What the intervals leave open
+stays open: a saving is named only where the whole interval is on one side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.intervals import Curve, Estimate, mean, percentage, saved_labels
+from moesaic.training.comparison_result import Comparison, Run
+
+__all__ = ["Contrast", "Effort", "Saving", "Work", "accuracies", "contrasts", "group_accuracies"]
+
+Array = NDArray[np.float64]
+
+FLOPS_PER_IMAGE = 2 * 3
+"""Operations for each multiply-add of the forward pass: two, and the backward pass does twice the forward's work."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Labels that one model does without."""
+
+    saver: str
+    other: str
+    level: float
+    """The accuracy, in percent, that both are asked for."""
+    share: Estimate
+    """Percent of the other's labels."""
+    at_least: bool
+    """Whether ``share`` is a lower bound: the saver is there with the fewest labels tried, or the other never is."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a model takes to get to an accuracy, mean over trials."""
+
+    model: str
+    flops: Estimate
+    seconds: Estimate
+
+
+@dataclass(frozen=True)
+class Work:
+    """What two models take to get to the same accuracy with the same labels."""
+
+    level: float
+    samples: int
+    efforts: tuple[Effort, Effort]
+    """Of the baseline and of the model."""
+    flops: Estimate
+    """The model's over the baseline's."""
+    seconds: Estimate
+    """Likewise."""
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """A model beside the baseline, which is the first model of a comparison."""
+
+    baseline: str
+    model: str
+    leads: tuple[Estimate, ...]
+    """Points of accuracy that the model is ahead, for each number of samples."""
+    lead: Estimate
+    """Their mean."""
+    saving: Saving | None
+    work: Work | None
+    open: str
+    """Why there is no saving; empty where there is one."""
+    no_work: str
+    """Why there is no work to tell; empty where there is."""
+
+    @property
+    def ahead(self) -> str | None:
+        """Who has the higher accuracy at the same number of labels, if that can be told."""
+        return self.model if self.lead.low > 0 else self.baseline if self.lead.high < 0 else None
+
+
+def accuracies(found: Comparison, model: str) -> tuple[Estimate, ...]:
+    """The model's test accuracy in percent, for each number of samples."""
+    return tuple(percentage(values) for values in _curve(found, model)[1])
+
+
+def group_accuracies(found: Comparison, model: str) -> tuple[tuple[Estimate, ...], ...]:
+    """For each number of samples, the test accuracy within each group."""
+    table: list[tuple[Estimate, ...]] = []
+    for size in found.samples:
+        runs = found.runs_of(model, size)
+        columns = zip(*(run.groups for run in runs), strict=True)
+        table.append(tuple(_known_percentage(values) for values in columns))
+    return tuple(table)
+
+
+def contrasts(found: Comparison) -> tuple[Contrast, ...]:
+    """Every other model beside the first."""
+    baseline, *others = [model.name for model in found.models]
+    return tuple(_contrast(found, baseline, other) for other in others)
+
+
+def _contrast(found: Comparison, baseline: str, model: str) -> Contrast:
+    theirs, ours = _curve(found, baseline), _curve(found, model)
+    difference = ours[1] - theirs[1]
+    saving, why = _saving(found, (baseline, theirs), (model, ours))
+    work, no_work = _work(found, baseline, model, saving)
+    leads = tuple(mean(values) for values in difference)
+    return Contrast(baseline, model, leads, mean(difference.mean(axis=0)), saving, work, why, no_work)
+
+
+def _saving(found: Comparison, one: tuple[str, Curve], two: tuple[str, Curve]) -> tuple[Saving | None, str]:
+    for (saver, ours), (other, theirs) in ((two, one), (one, two)):
+        dominant = _dominant(found, saver, ours, other, theirs)
+        if dominant is not None:
+            return dominant, ""
+    level = _common_level(one[1], two[1])
+    named = f"{level:.3g} %"
+    if level <= found.guessing:
+        weak = min((one, two), key=lambda each: float(each[1][1].mean(axis=1).max()))[0]
+        return None, f"{weak} does not get beyond guessing, {found.guessing:.3g} %"
+    if all(float(curve[1][0].mean()) >= level for _, curve in (one, two)):
+        return None, f"both are at {named} with the fewest labels tried, {found.samples[0]:,}; try fewer"
+    for (saver, ours), (other, theirs) in ((two, one), (one, two)):
+        share = saved_labels(level, ours, theirs)
+        # few trials resampled spread too little; Student's interval knows how few they are
+        if share.low > 0 and mean((ours[1] - theirs[1]).mean(axis=0)).low > 0:
+            at_least = float(ours[1][0].mean()) >= level
+            return Saving(saver, other, level, _percent(share), at_least), ""
+    share = _percent(saved_labels(level, two[1], one[1]))
+    if share.low > 0 or share.high < 0:
+        return None, f"with {found.trials} trials the accuracies may differ by chance; more trials tell"
+    spread = f"from {_bound(share.low)} to {_bound(share.high)}"
+    return None, f"at {named} the labels that {two[0]} saves may be anything {spread} %; more trials narrow that down"
+
+
+def _dominant(found: Comparison, saver: str, ours: Curve, other: str, theirs: Curve) -> Saving | None:
+    """With the fewest labels ahead of the other with the most: then a level that the other reaches says too little."""
+    fewest, most = found.samples[0], found.samples[-1]
+    start = mean(ours[1][0])
+    if fewest == most or start.low <= found.guessing or mean(ours[1][0] - theirs[1][-1]).low <= 0:
+        return None
+    bound = 100 * (1 - fewest / most)
+    return Saving(saver, other, math.floor(start.value), Estimate(bound, bound, math.inf), at_least=True)
+
+
+def _common_level(*curves: Curve) -> float:
+    """The highest accuracy that both reach in the mean, as a round number where not both start there."""
+    means = [values.mean(axis=1) for _, values in curves]
+    top, start = min(float(each.max()) for each in means), min(float(each[0]) for each in means)
+    return next((level for level in (math.floor(top), math.floor(10 * top) / 10) if level > start), top)
+
+
+def _work(found: Comparison, baseline: str, model: str, saving: Saving | None) -> tuple[Work | None, str]:
+    """What both take with the most labels; to the saving's level, or to a lower one that every run gets to."""
+    most = found.samples[-1]
+    pairs = [(name, found.runs_of(name, most)) for name in (baseline, model)]
+    reached = math.floor(min(max(point.accuracy for point in run.curve) for _, runs in pairs for run in runs))
+    level = float(reached) if saving is None else min(saving.level, float(reached))
+    if level <= found.guessing:
+        return None, f"some run with {most:,} labels does not get beyond guessing, {found.guessing:.3g} %"
+    flops, seconds = (
+        [np.array([at(found, run, level) for run in runs]) for _, runs in pairs] for at in (_flops_to, _seconds_to)
+    )
+    efforts = [Effort(name, mean(flops[i]), mean(seconds[i])) for i, (name, _) in enumerate(pairs)]
+    work = Work(level, most, (efforts[0], efforts[1]), _ratio(flops[1], flops[0]), _ratio(seconds[1], seconds[0]))
+    return work, ""
+
+
+def _flops_to(found: Comparison, run: Run, level: float) -> float:
+    images = next(point.images for point in run.curve if point.accuracy >= level)
+    return float(images) * FLOPS_PER_IMAGE * found.model(run.model).macs
+
+
+def _seconds_to(found: Comparison, run: Run, level: float) -> float:
+    return next(point.seconds for point in run.curve if point.accuracy >= level)
+
+
+def _ratio(ours: Array, theirs: Array) -> Estimate:
+    """The geometric mean of the ratios of trials: their logarithms have Student's interval, however few they are."""
+    found = mean(np.log(ours / theirs))
+    return Estimate(math.exp(found.value), math.exp(found.low), math.exp(min(found.high, 700.0)))
+
+
+def _curve(found: Comparison, model: str) -> Curve:
+    values = [[run.accuracy for run in found.runs_of(model, size)] for size in found.samples]
+    return list(found.samples), np.array(values, dtype=np.float64)
+
+
+def _percent(share: Estimate) -> Estimate:
+    return Estimate(100 * share.value, 100 * share.low, 100 * share.high)
+
+
+def _bound(value: float) -> str:
+    return f"{value:.0f}".replace("-", "−") if math.isfinite(value) else "−∞" if value < 0 else "∞"
+
+
+def _known_percentage(values: Sequence[float]) -> Estimate:
+    """No number where a group has no images to test on."""
+    return Estimate(math.nan, math.nan, math.nan) if any(map(math.isnan, values)) else percentage(values)

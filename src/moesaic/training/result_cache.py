@@ -1,0 +1,102 @@
+"""Finished pieces of work on disk, so that none is ever done twice.
+
+A cell is a piece of work with a specification, everything its result depends on, and a result, both
+plain JSON. It is stored under the digest of its specification: another seed or another size is
+another cell, and experiments that need the same cell share it. What exists is complete, because a
+file is written beside its place and then renamed; what was damaged afterwards is noticed by its own
+digest, set aside and done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moesaic.files import write_json
+
+__all__ = ["Cells", "Kept"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A cell's result."""
+
+    result: dict[str, Any]
+    seconds: float
+    """How long the work took when it was done."""
+
+
+class Cells:
+    """The finished cells in a folder.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     cells = Cells(Path(folder))
+    ...     first = cells.get_or_run("squares", {"up_to": 3}, lambda: {"squares": [0, 1, 4]})
+    ...     again = cells.get_or_run("squares", {"up_to": 3}, lambda: {"squares": []})
+    >>> again.result
+    {'squares': [0, 1, 4]}
+    """
+
+    def __init__(self, folder: Path, log: Callable[[str], None] = lambda message: None) -> None:
+        self.folder = folder
+        self._log = log
+
+    def path(self, name: str, spec: Mapping[str, Any]) -> Path:
+        """Where the cell is, or would be."""
+        readable = re.sub(r"[^A-Za-z0-9=.]+", "-", name).strip("-")[:60]
+        return self.folder / f"{readable}-{_digest(spec)[:16]}.json"
+
+    def find(self, name: str, spec: Mapping[str, Any]) -> Kept | None:
+        """The cell if it is finished. A damaged file is set aside, and its cell counts as not finished."""
+        # the name is for people: the same work under another name is the same cell
+        for path in sorted(self.folder.glob(f"*-{_digest(spec)[:16]}.json")):
+            try:
+                return _read(path, spec)
+            except ValueError as damage:
+                aside = path.with_name(f"{path.name}.damaged")
+                path.replace(aside)
+                self._log(f"{path.name} is damaged ({damage}); it was set aside as {aside.name} and is done again")
+        return None
+
+    def get_or_run(self, name: str, spec: Mapping[str, Any], work: Callable[[], Mapping[str, Any]]) -> Kept:
+        """The finished cell, after doing the work where it is not there yet."""
+        found = self.find(name, spec)
+        if found is not None:
+            return found
+        start = time.perf_counter()
+        result = json.loads(json.dumps(dict(work()), allow_nan=False))
+        seconds = time.perf_counter() - start
+        self.folder.mkdir(parents=True, exist_ok=True)
+        content = {"spec": dict(spec), "result": result, "seconds": seconds}
+        write_json(self.path(name, spec), {**content, "digest": _digest(content)})
+        return Kept(result, seconds)
+
+
+def _read(path: Path, spec: Mapping[str, Any]) -> Kept:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(content, dict) or "digest" not in content:
+        raise ValueError("not a cell")
+    written: dict[str, Any] = dict(content)  # pyright: ignore[reportUnknownArgumentType]
+    if written.pop("digest") != _digest(written):
+        raise ValueError("its content does not match its digest")
+    if _canonical(written["spec"]) != _canonical(spec):
+        raise ValueError("it belongs to another specification")
+    return Kept(written["result"], written["seconds"])
+
+
+def _canonical(content: Any) -> str:
+    return json.dumps(content, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(_canonical(content).encode()).hexdigest()

@@ -1,0 +1,227 @@
+"""The folder of a training run: config.json, metrics.jsonl, checkpoints, and result.json last.
+
+A run that finds its own folder continues; one that finds another run's says which settings differ.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.data.datasets import ImageTask
+from moesaic.files import write_json, write_whole
+from moesaic.models.registry import ModelSpec
+from moesaic.training.checkpoint import NETWORK, Unusable, forget_unfinished, read_tensors, write_tensors
+from moesaic.training.recipe import Recipe
+
+__all__ = ["RunFolder", "describe_run"]
+
+_CIRCUMSTANCES = ("versions", "device", "data.name")
+"""Parts of a configuration that may differ between a run and its continuation."""
+_SHOWN = 6
+"""Differences that an error lists."""
+
+
+class RunFolder:
+    """Where a run keeps what it is, what it measured and how far it is; no other run may use it until it is closed."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        self.folder = folder
+        self._held: int | None = None
+        try:
+            self._make(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let other runs use the folder; the end of the process does that as well."""
+        if self._held is not None:
+            os.close(self._held)
+            self._held = None
+
+    @property
+    def network(self) -> Path:
+        """The file of the network."""
+        return self.folder / NETWORK
+
+    @property
+    def state(self) -> Path:
+        """The file of training in progress; gone when it is complete."""
+        return self.folder / "training.safetensors"
+
+    @property
+    def result(self) -> Path:
+        return self.folder / "result.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What a complete run came to; None where it is not complete."""
+        return _read(self.result) if self.result.exists() else None
+
+    def read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Where to go on; None where there is no checkpoint yet."""
+        return read_tensors(self.state) if self.state.exists() else None
+
+    def write_state(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+        write_tensors(self.state, tensors, content)
+
+    def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Begin metrics.jsonl with these lines: those of a checkpoint, and none that a lost part of a run wrote."""
+        self._guarded(self.metrics, lambda: write_whole(self.metrics, "".join(map(_line, lines)).encode()))
+
+    def add_metrics(self, line: Mapping[str, Any]) -> None:
+        """Add a line to metrics.jsonl."""
+
+        def add() -> None:
+            with self.metrics.open("a", encoding="utf-8") as file:
+                file.write(_line(line))
+
+        self._guarded(self.metrics, add)
+
+    def finish(self, result: Mapping[str, Any]) -> None:
+        """The run is complete."""
+        self._guarded(self.result, lambda: write_json(self.result, result))
+        self.state.unlink(missing_ok=True)
+
+    def _make(self, config: Mapping[str, Any]) -> None:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(
+                f"fit: out={str(self.folder)!r} cannot be made a folder ({error.strerror}); name another one"
+            ) from error
+        self._held = _hold(self.folder)
+        forget_unfinished(self.folder)
+        path = self.folder / "config.json"
+        if path.exists():
+            _check_same(self.folder, _read(path), json.loads(json.dumps(config)))
+        else:
+            for stale in (self.result, self.state):
+                if stale.exists():
+                    raise Unusable(
+                        f"fit: {stale} is there without a config.json that says what it is of; name another folder, or "
+                        "remove it"
+                    )
+            self._guarded(path, lambda: write_json(path, config))
+
+    def _guarded(self, path: Path, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except OSError as error:
+            forget_unfinished(self.folder, path.name)
+            raise OSError(
+                error.errno,
+                f"{path} could not be written ({error.strerror or error}); checkpoints in {self.folder} are whole. "
+                "Make room on that disk, and call the same again: it continues from the last checkpoint",
+            ) from error
+
+
+def _hold(folder: Path) -> int | None:
+    """Keep other runs out of the folder, where the system can; what is returned is to be closed."""
+    try:
+        import fcntl
+    except ImportError:  # no such thing on Windows
+        return None
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(held)
+        raise Unusable(
+            f"fit: another run is at work in {folder}; wait until it has ended, or name another folder"
+        ) from error
+    except OSError:  # some network file systems have no locks
+        os.close(held)
+        return None
+    return held
+
+
+def describe_run(
+    model: nn.Module,
+    task: ImageTask,
+    recipe: Recipe,
+    seed: int,
+    device: torch.device,
+    spec: ModelSpec | None,
+    test_every: int,
+) -> dict[str, Any]:
+    """All that a run depends on, and the circumstances it began in."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    made: dict[str, Any] = {"class": type(model).__name__, "parameters": parameters}
+    return {
+        "model": made if spec is None else spec.to_json(),
+        "data": {
+            "name": task.name,
+            "digest": task.digest or f"{task.train.sketch()} {task.test.sketch()}",
+            "train": len(task.train),
+            "test": len(task.test),
+            "shape": list(task.train.pixels.shape[1:]),
+            "classes": list(task.class_names),
+            "vary": _described(task.vary),
+            "view": _described(task.view),
+        },
+        "recipe": recipe.to_json(),
+        "seed": seed,
+        "test_every": test_every,
+        "device": str(device),
+        "versions": {"torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _described(vary: object) -> str:
+    if is_dataclass(vary):
+        return repr(vary)
+    return getattr(vary, "__qualname__", type(vary).__name__)
+
+
+def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    was, is_now = _flat(before), _flat(now)
+    names = [name for name in dict.fromkeys([*was, *is_now]) if not name.startswith(_CIRCUMSTANCES)]
+    faults = [
+        f"{name} was {was.get(name, 'not set')!r}, is {is_now.get(name, 'not set')!r}"
+        for name in names
+        if was.get(name) != is_now.get(name)
+    ]
+    if faults:
+        more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
+        raise Unusable(
+            f"fit: {folder} holds a run with other settings: {'; '.join(faults[:_SHOWN])}{more}. Name another folder; "
+            "or use its settings, and it continues; or remove it"
+        )
+
+
+def _flat(content: Mapping[str, Any], stem: str = "") -> dict[str, Any]:
+    """A tree of settings as one level, under dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in content.items():
+        if isinstance(value, dict):
+            flat |= _flat(cast("dict[str, Any]", value), f"{stem}{name}.")
+        else:
+            flat[f"{stem}{name}"] = value
+    return flat
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Unusable(f"fit: {path} is not JSON ({error}); name another folder, or remove this one") from error
+    if not isinstance(content, dict):
+        raise Unusable(f"fit: {path} is not what a run writes; name another folder, or remove this one")
+    return cast("dict[str, Any]", content)
+
+
+def _line(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"

@@ -1,0 +1,424 @@
+"""The commands: what they write, what they say, and how they fail."""
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from report.example_run import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
+
+import moesaic
+from moesaic.cli import main
+from moesaic.papers import reproduce as real_papers
+from moesaic.papers.engine.findings import Claim, Finding, read_findings
+from moesaic.report.chart import Chart, read_charts
+
+
+@dataclass(frozen=True)
+class Paper:
+    title: str
+    about: str
+    claims: tuple[Claim, ...]
+    check_data: Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    findings: tuple[Finding, ...]
+    charts: tuple[Chart, ...]
+    notes: tuple[str, ...]
+
+
+class Papers(ModuleType):
+    """Stands for `moesaic.papers`: remembers what it was asked and answers at once."""
+
+    def __init__(self) -> None:
+        super().__init__("moesaic.papers.reproduce")
+        claims = {
+            (each.paper, each.id): Claim(each.id, each.paper, each.where, each.statement, each.published, each.rule)
+            for each in (*FINDINGS, *SECOND_FINDINGS)
+        }
+        texts = {
+            "chowdhury2023": ("Patch-level Routing", "Mosaics of digits."),
+            "chen2022": ("Towards Understanding Mixture of Experts", "Samples in four clusters."),
+        }
+        self.PAPERS = {
+            id: Paper(
+                title,
+                about,
+                tuple(claim for (paper, _), claim in claims.items() if paper == id),
+                real_papers.PAPERS[id].check_data,
+            )
+            for id, (title, about) in texts.items()
+        }
+        self.asked: dict[str, Any] = {}
+        self.outcome = Outcome(FINDINGS, CHARTS[2:], ("five trials instead of twenty",))
+        self.trouble: BaseException | None = None
+
+    def reproduce(self, **asked: Any) -> Outcome:
+        self.asked = asked
+        asked["progress"].begin("a cell", total=10)
+        asked["progress"].advance(5)
+        if self.trouble is not None:
+            raise self.trouble
+        asked["progress"].log("damaged cell set aside")
+        asked["progress"].end()
+        return self.outcome
+
+
+@pytest.fixture
+def papers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Papers:
+    fake = Papers()
+    monkeypatch.setitem(sys.modules, "moesaic.papers.reproduce", fake)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MOESAIC_DEBUG", raising=False)
+    return fake
+
+
+def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    assert main(["reproduce"]) == 0
+    out = Path("runs/reproduce-quick")
+    files = {str(file.relative_to(out)) for file in out.rglob("*") if file.is_file()}
+    assert files == {
+        "config.json",
+        "claims.json",
+        "charts.json",
+        "report.html",
+        "figures/chowdhury2023/figure-8.png",
+        "figures/chowdhury2023/figure-8.svg",
+    }
+    assert tuple(read_findings(out / "claims.json")) == FINDINGS
+    assert tuple(read_charts(out / "charts.json")) == CHARTS[2:]
+    page = (out / "report.html").read_text("utf-8")
+    assert "Patch-level Routing" in page
+    assert "Mosaics of digits." in page
+    printed, told = capsys.readouterr()
+    assert "52.0 [48.3, 57.9]" in printed
+    assert "note: five trials instead of twenty" in printed
+    assert printed.splitlines()[-1] == f"Report: {out / 'report.html'}"
+    assert "damaged cell set aside" in told
+
+
+def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
+    given = ["--claim", "samples", "--claim", "phase", "--preset", "full", "--fidelity", "print", "--seed", "7"]
+    assert main(["reproduce", "--paper", "chowdhury2023", *given, "--out", "here/there", "--device", "cpu"]) == 0
+    asked = {name: value for name, value in papers.asked.items() if name != "progress"}
+    assert asked == {
+        "papers": ("chowdhury2023",),
+        "claims": ("samples", "phase"),
+        "preset": "full",
+        "fidelities": ("print", "best"),
+        "data_dir": None,
+        "out": Path("here/there"),
+        "device": "cpu",
+        "seed": 7,
+    }
+    assert Path("here/there/report.html").is_file()
+
+
+def test_several_papers_can_be_named_and_share_one_report(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    charts = (CHARTS[2], replace(SECOND_CHARTS[3], id="figure-8"))
+    papers.outcome = Outcome((*FINDINGS, *SECOND_FINDINGS), charts, ())
+    given = ["--paper", "chen2022", "--paper", "chowdhury2023", "--paper", "chen2022"]
+    assert main(["reproduce", *given, "--out", "out"]) == 0
+    assert papers.asked["papers"] == ("chen2022", "chowdhury2023")
+    assert sorted(str(file.relative_to("out/figures")) for file in Path("out/figures").rglob("*.png")) == [
+        "chen2022/figure-8.png",
+        "chowdhury2023/figure-8.png",
+    ]
+    page, printed = Path("out/report.html").read_text("utf-8"), capsys.readouterr().out
+    for paper in papers.PAPERS.values():
+        assert paper.title in printed
+        assert paper.title in page
+        assert paper.about in page
+
+
+def test_claims_can_be_listed_of_some_papers_only(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    assert main(["claims", "--paper", "chen2022"]) == 0
+    printed = capsys.readouterr().out
+    assert "chen2022: Towards" in printed
+    assert "chowdhury2023" not in printed
+
+
+def test_what_is_asked_is_what_the_papers_room_takes(papers: Papers):
+    main(["reproduce"])
+    assert papers.asked.keys() == inspect.signature(real_papers.reproduce).parameters.keys()
+
+
+def test_every_claim_of_every_paper_can_be_listed(capsys: pytest.CaptureFixture[str]):
+    assert main(["claims"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for paper in real_papers.PAPERS.values():
+        assert [claim.id for claim in paper.claims if claim.id not in lines] == []
+
+
+def test_by_default_all_claims_of_all_papers_run_in_both_fidelities_and_our_own(papers: Papers):
+    main(["reproduce"])
+    assert papers.asked["papers"] is None
+    assert papers.asked["claims"] is None
+    assert papers.asked["fidelities"] == ("print", "released", "best")
+    assert papers.asked["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_the_call_is_written_down_before_anything_runs(papers: Papers):
+    papers.trouble = RuntimeError("boom")
+    with pytest.raises(RuntimeError, match="boom"):
+        main(["reproduce", "--seed", "3", "--out", "out"])
+    assert [file.name for file in Path("out").iterdir()] == ["config.json"]
+    config = json.loads(Path("out/config.json").read_text("utf-8"))
+    assert config["command"] == "moesaic reproduce --seed 3 --out out"
+    assert config["arguments"]["seed"] == 3
+    assert config["versions"]["torch"] == torch.__version__
+    assert config["versions"]["moesaic"] == moesaic.__version__
+    assert "core" in config["machine"]
+
+
+def test_the_report_says_how_to_run_it_again(papers: Papers):
+    main(["reproduce", "--out", "a folder"])
+    assert "moesaic reproduce --out &#39;a folder&#39;" in Path("a folder/report.html").read_text("utf-8")
+
+
+def test_a_second_call_leaves_no_figure_of_the_first(papers: Papers):
+    other = replace(CHARTS[2], id="figure-9")
+    papers.outcome = replace(papers.outcome, charts=(other, replace(other, paper="chen2022")))
+    main(["reproduce"])
+    figures = Path("runs/reproduce-quick/figures")
+    (figures / "mine.txt").write_text("kept")
+    assert (figures / "chowdhury2023/figure-9.svg").is_file()
+    assert (figures / "chen2022/figure-9.svg").is_file()
+    papers.outcome = replace(papers.outcome, charts=CHARTS[2:])
+    main(["reproduce"])
+    left = sorted(str(file.relative_to(figures)) for file in figures.rglob("*"))
+    assert left == ["chowdhury2023", "chowdhury2023/figure-8.png", "chowdhury2023/figure-8.svg", "mine.txt"]
+
+
+def test_an_interruption_tells_how_to_continue(papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/some/bin/moesaic"])
+    papers.trouble = KeyboardInterrupt()
+    assert main(["reproduce", "--preset", "full", "--out", "a folder"]) == 130
+    told = capsys.readouterr().err
+    assert "kept in a folder" in told
+    assert re.search(r"^  \S*moesaic reproduce --preset full --out 'a folder'$", told, re.MULTILINE)
+    assert not Path("a folder/claims.json").exists()
+
+
+def test_an_interrupted_module_is_continued_as_a_module(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", [str(Path(moesaic.__file__).parent / "__main__.py")])
+    papers.trouble = KeyboardInterrupt()
+    assert main(["reproduce"]) == 130
+    assert f"{sys.executable} -m moesaic reproduce\n" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_to_is_bad_input(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.access", lambda *_: False)  # a folder that even root cannot write to is hard to come by
+    assert main(["reproduce", "--out", "mine"]) == 2
+    assert "--out='mine' cannot be written to; name another directory" in capsys.readouterr().err
+
+
+def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("moesaic.papers.engine.report.write_report", interrupted)
+    assert main(["reproduce", "--out", "out"]) == 130
+    assert read_findings(Path("out/claims.json")) == list(FINDINGS)
+    assert not Path("out/report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["reproduce", "--paper", "chowdury2023"], "(did you mean 'chowdhury2023'?)"),
+        (["reproduce", "--paper", "chen2022", "--paper", "chen"], "use 'chowdhury2023' or 'chen2022'"),
+        (["reproduce", "--claim", "sample"], "(did you mean 'samples'?)"),
+        (["reproduce", "--paper", "chen2022", "--claim", "phase"], "--claim='phase' is unknown; use 'samples'"),
+        (["reproduce", "--preset", "ful"], "use 'quick' or 'full' (did you mean 'full'?)"),
+        (["reproduce", "--fidelity", "best"], "use 'print', 'released' or 'both'"),
+        (["reproduce", "--seed", "-1"], "--seed=-1; it must be from 0"),
+        (["reproduce", "--device", "gpu"], "use 'auto', 'cpu' or 'cuda'"),
+        (["reproduce", "--data-dir", "nowhere"], "--data-dir='nowhere' is no directory"),
+        (["reproduce", "--paper", "chen2022", "--data-dir", "file"], "--data-dir='file' is no directory"),
+        (["reproduce", "--out", "file"], "--out='file' cannot be made a directory: file is a file; name another one"),
+        (["reproduce", "--out", "file/below"], "file is a file; name another one"),
+        (["claims", "--paper", "chen"], "(did you mean 'chen2022'?)"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    papers: Papers, capsys: pytest.CaptureFixture[str], given: list[str], complaint: str
+):
+    Path("file").write_text("no folder")
+    assert main(given) == 2
+    printed, told = capsys.readouterr()
+    assert printed == ""
+    assert told.count("\n") == 1
+    assert told.startswith(f"moesaic {given[0]}: ")
+    assert complaint in told
+    assert not papers.asked
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there_is_bad_input(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    assert main(["reproduce", "--device", "cuda"]) == 2
+    assert "no GPU here" in capsys.readouterr().err
+
+
+def test_a_damaged_data_file_is_found_before_anything_runs(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+        Path(f"{name}-ubyte").write_bytes(b"\x00\x00\x08")
+    assert main(["reproduce", "--data-dir", "."]) == 2
+    assert "ubyte" in capsys.readouterr().err
+    assert not papers.asked
+
+
+def test_a_truncated_cifar_batch_is_found_before_anything_runs(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    for name in (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"):
+        Path(name).write_bytes(bytes(1000))
+    assert main(["reproduce", "--paper", "chen2022", "--data-dir", "."]) == 2
+    told = capsys.readouterr().err
+    assert "data_batch_1.bin: has 1000 bytes, expected 10000 images of 3073 bytes = 30730000" in told
+    assert not papers.asked
+    assert not Path("runs").exists()
+
+
+def test_sentences_with_an_unknown_label_are_found_before_anything_runs(
+    papers: Papers, capsys: pytest.CaptureFixture[str]
+):
+    for name in ("sentiment140_en.csv", "french_tweets_fr.csv", "sentirueval2016_ru.csv"):
+        Path(name).write_text("text,label\nwell,7\n")
+    assert main(["reproduce", "--paper", "chen2022", "--data-dir", "."]) == 2
+    assert "row 1 has the label '7'" in capsys.readouterr().err
+    assert not papers.asked
+    assert not Path("runs").exists()
+
+
+def test_only_the_data_of_the_papers_asked_for_are_looked_at(papers: Papers):
+    Path("no-mnist").mkdir()
+    assert main(["reproduce", "--paper", "chen2022", "--data-dir", "no-mnist"]) == 0
+    claim = papers.PAPERS["chen2022"].claims[0].id
+    papers.PAPERS["chowdhury2023"] = replace(papers.PAPERS["chowdhury2023"], claims=())
+    assert main(["reproduce", "--claim", claim, "--data-dir", "no-mnist"]) == 0
+    assert main(["reproduce", "--paper", "chowdhury2023", "--data-dir", "no-mnist"]) == 0
+    Path("no-mnist", "train-images-idx3-ubyte").write_bytes(b"torn")  # what is there must be whole
+    assert main(["reproduce", "--paper", "chowdhury2023", "--data-dir", "no-mnist"]) == 2
+
+
+def test_bad_input_keeps_its_traceback_where_that_is_wished(papers: Papers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MOESAIC_DEBUG", "1")
+    with pytest.raises(Exception, match="is unknown"):
+        main(["reproduce", "--preset", "slow"])
+
+
+@pytest.mark.parametrize("trouble", [ValueError("a bug"), OSError("disk full")])
+def test_what_goes_wrong_inside_keeps_its_traceback(papers: Papers, trouble: Exception):
+    papers.trouble = trouble
+    with pytest.raises(type(trouble)):
+        main(["reproduce"])
+
+
+def test_claims_lists_every_claim_with_its_rule(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    assert main(["claims"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "chowdhury2023: Patch-level Routing" in printed
+    for claim in papers.PAPERS["chowdhury2023"].claims:
+        assert f"{claim.id} {claim.where}: {claim.statement}" in printed
+        assert f"Rule: {claim.rule}" in printed
+
+
+def test_theory_prints_the_bounds_and_the_savings(capsys: pytest.CaptureFixture[str]):
+    assert main(["theory", "--n", "16", "--l", "2", "--k", "8"]) == 0
+    printed = capsys.readouterr().out
+    assert "n=16, l=2, k=8" in printed
+    assert "k⁴l⁶p¹²δ⁶/ε¹⁶" in printed
+    assert "n⁸/(k⁴l⁶) = 16,384" in printed
+    assert "n⁸/l⁸ = 1.68·10⁷" in printed
+
+
+def test_theory_takes_every_letter(capsys: pytest.CaptureFixture[str]):
+    letters = "--d 784 --p 8 --delta-d 0.5 --delta-r 0.2 --eps 0.05 --c 4 --m 40 --B 20"
+    assert main(["theory", "--n", "16", "--l", "2", "--k", "4", *letters.split()]) == 0
+    printed = capsys.readouterr().out
+    for told in ("B=20", "m=40", "p=8", "δ=1.33", "c=4", "d=784", "ε=0.05", "δ_d=0.5, δ_r=0.2"):
+        assert told in printed
+    assert "l⁸p¹²δ⁶c¹²/ε¹⁶" in printed
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        (["--l", "20"], "1 ≤ l ≤ n fails: l=20, n=16"),
+        (["--delta-d", "1.5"], "−1 < δ_d < 1 fails"),
+        (["--eps", "0.7"], "0 < ε < 1/2 fails"),
+        (["--m", "41"], "m=41, k=8"),
+        (["--data", "mnist-patch"], "(did you mean 'mnist-patches'?)"),
+        (["--data", "mnist-patches", "--samples", "3"], "samples=3"),
+        (["--data", "mnist-patches", "--samples", "1000000"], "--samples=1000000; it must be at most 20000"),
+        (["--data", "mnist-patches", "--data-dir", "nowhere"], "are not in data_dir='nowhere'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_impossible_settings_are_one_line_that_names_the_inequality(
+    capsys: pytest.CaptureFixture[str], given: list[str], complaint: str
+):
+    assert main(["theory", *given]) == 2
+    printed, told = capsys.readouterr()
+    assert printed == ""
+    assert told.count("\n") == 1
+    assert complaint in told
+
+
+def test_theory_measures_the_data_models_constants(capsys: pytest.CaptureFixture[str]):
+    assert main(["theory", "--data", "mnist-patches", "--samples", "100"]) == 0
+    printed = capsys.readouterr().out
+    assert "mnist-patches, 100 samples of 16 patches" in printed
+    for name in ("δ_d", "δ_r", "δ", r"l\*", "l"):
+        assert re.search(rf"^{name} +[\d.]+  \S", printed, re.MULTILINE), name
+
+
+def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"moesaic {moesaic.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "command", [[], ["reproduce"], ["claims"], ["theory"]], ids=["", "reproduce", "claims", "theory"]
+)
+def test_help_explains_and_ends_well(capsys: pytest.CaptureFixture[str], command: list[str]):
+    with pytest.raises(SystemExit) as end:
+        main([*command, "--help"])
+    assert end.value.code == 0
+    assert "usage: moesaic" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [["theory", "--n", "many"], ["theory", "--nn", "3"], ["reproduse"], []])
+def test_words_that_no_command_knows_end_with_2(capsys: pytest.CaptureFixture[str], given: list[str]):
+    with pytest.raises(SystemExit) as end:
+        main(given)
+    assert end.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_asking_for_help_loads_nothing_heavy_but_torch():
+    code = (
+        "import sys, torch; before = set(sys.modules); from moesaic.cli import main\n"
+        "try: main(['reproduce', '--help'])\n"
+        "except SystemExit: print(*set(sys.modules) - before, file=sys.stderr)"
+    )
+    source = str(Path(moesaic.__file__).parents[1])
+    env = {**os.environ, "PYTHONPATH": source}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert not {"matplotlib", "jinja2", "rich", "sklearn", "mlxtend", "PIL"} & set(run.stderr.split())

@@ -1,0 +1,200 @@
+"""`moesaic compare`: on images with a local pattern it finds the mixture ahead; what it writes, and how it fails."""
+
+import json
+import re
+import shutil
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from PIL import Image
+
+from moesaic.cli.compare import Compare
+from moesaic.cli.shared import BadInput
+from moesaic.report.chart import read_charts
+from moesaic.report.comparison import write_comparison_report
+from moesaic.training.checkpoint import load_checkpoint
+from moesaic.training.comparison_result import read_comparison
+from moesaic.training.paired_comparison import contrasts
+
+TILES, SIDE = 4, 4
+CROSS = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1]])
+KINDS = {"cross": CROSS, "ring": 1 - CROSS}
+
+
+def compare(*given: str) -> int:
+    """As the program calls it."""
+    return tyro.cli(Compare, args=list(given)).run(["compare", *given])
+
+
+def write_mosaics(folder: Path, parts: dict[str, int], seed: int = 0) -> None:
+    """JPEGs of 4×4 tiles of random pixels, of which one, anywhere, is a cross or a ring."""
+    rng = np.random.default_rng(seed)
+    for part, count in parts.items():
+        for i in range(count):
+            kind = list(KINDS)[i % len(KINDS)]
+            tiles = rng.integers(0, 2, (TILES, TILES, SIDE, SIDE))
+            tiles[rng.integers(TILES), rng.integers(TILES)] = KINDS[kind]
+            picture = tiles.transpose(0, 2, 1, 3).reshape(TILES * SIDE, TILES * SIDE)
+            noisy = np.clip(50 + 155 * picture + rng.normal(0, 25, picture.shape), 0, 255).astype(np.uint8)
+            path = folder / part / kind / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(noisy).resize((32, 32), Image.Resampling.NEAREST).save(path, quality=95)
+
+
+SMALL = ["--samples", "8,16", "--trials", "2", "--epochs", "2", "--batch", "8", "--size", "8", "--device", "cpu"]
+SMALL += ["--cache-dir", "cache", "--models", "wrn10_1,wrn10_1_pmoe"]
+OUT = Path("runs/compare-mosaics")
+
+
+@pytest.fixture
+def mosaics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of few images, in the folder that commands are called in."""
+    monkeypatch.chdir(tmp_path)
+    write_mosaics(tmp_path / "mosaics", {"train": 24, "test": 8})
+    return tmp_path / "mosaics"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a comparison of the same images was made."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_mosaics(folder / "mosaics", {"train": 24, "test": 8})
+        assert compare("mosaics", *SMALL) == 0
+    return folder
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The models that are trained from here on, in this order; the third run of a test is interrupted by "stop"."""
+    module = import_module("moesaic.training.compare")
+    whole, trained = module.fit, []
+
+    def fit(*given: Any, **more: Any) -> Any:
+        if trained == ["stop", "wrn10_1", "wrn10_1_pmoe"]:
+            trained.append("")
+            raise KeyboardInterrupt
+        trained.append(more["spec"].name)
+        return whole(*given, **more)
+
+    monkeypatch.setattr(module, "fit", fit)
+    return trained
+
+
+def timeless(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: timeless(value) for name, value in content.items() if name != "seconds"}
+    return [timeless(each) for each in content] if isinstance(content, list) else content
+
+
+def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_mosaics(tmp_path / "mosaics", {"train": 400, "test": 200})
+    routed = "wrn10_1_pmoe:patch_size=2:experts=8:patches_per_expert=2:kernel_size=3"  # a patch for each tile
+    given = ["--models", f"wrn10_1,{routed}", "--samples", "240", "--trials", "3"]
+    given += ["--epochs", "8", "--batch", "16", "--size", "32", "--device", "cpu"]
+    assert compare("mosaics", *given, "--cache-dir", "cache") == 0
+    found = read_comparison(OUT / "result.json")
+    [contrast] = contrasts(found)
+    assert contrast.ahead == routed
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"wrn10_1_pmoe\S* is \S+ \[.*\] points more accurate", said)
+    # with a part of the arithmetic of the dense network
+    assert found.models[1].macs < found.models[0].macs
+
+
+def test_too_little_memory_is_told_with_a_way_out(mosaics, monkeypatch):
+    def full(*given: Any, **more: Any) -> Any:
+        raise torch.OutOfMemoryError("tried to allocate")
+
+    monkeypatch.setattr(import_module("moesaic.training.compare"), "fit", full)
+    with pytest.raises(BadInput, match="cpu has too little memory for batches of 8; use a smaller --batch"):
+        compare("mosaics", *SMALL)
+
+
+def test_it_writes_everything_a_reader_needs_and_the_page_is_made_of_the_files(finished, tmp_path):
+    out = finished / OUT
+    assert {path.name for path in out.iterdir()} == {
+        "cells",
+        "charts.json",
+        "config.json",
+        "figures",
+        "networks",
+        "report.html",
+        "result.json",
+    }
+    names = {f"{name}.{kind}" for name in ("labels", "work") for kind in ("png", "svg")}
+    assert {path.name for path in (out / "figures" / "compare").iterdir()} == names
+    verdicts = json.loads((out / "result.json").read_text("utf-8"))["verdicts"]
+    assert verdicts[0] in (out / "report.html").read_text("utf-8").replace("\u00a0%", " %")
+    config = json.loads((out / "config.json").read_text("utf-8"))
+    assert config["arguments"]["samples"] == "8,16"
+    found, charts = read_comparison(out / "result.json"), read_charts(out / "charts.json")
+    write_comparison_report(tmp_path / "again.html", found, charts, command=config["command"])
+    assert (tmp_path / "again.html").read_bytes() == (out / "report.html").read_bytes()
+    for folder in (out / "networks").iterdir():
+        assert load_checkpoint(folder).input_shape == (3, 8, 8)
+
+
+def test_ctrl_c_tells_how_to_continue_and_the_end_is_the_same(mosaics, finished, runs, capsys):
+    runs.append("stop")
+    assert compare("mosaics", *SMALL) == 130
+    said = capsys.readouterr().err
+    assert f"Interrupted. What is finished is kept in {OUT}. To continue:" in said
+    assert "compare mosaics --samples 8,16 --trials 2" in said
+    assert not (OUT / "result.json").exists()
+    assert compare("mosaics", *SMALL) == 0
+    assert len(runs) == 1 + 3 + 6
+    told = capsys.readouterr().out
+    assert re.search(r"labels\s+wrn10_1\s+wrn10_1_pmoe\s+lead", told)
+    assert f"Report: {OUT / 'report.html'}" in told
+    first, second = (json.loads((out / "result.json").read_text("utf-8")) for out in (finished / OUT, OUT))
+    assert timeless(first) == timeless(second)
+
+
+def test_with_more_asked_for_only_what_is_missing_is_run(mosaics, finished, runs):
+    shutil.copytree(finished / OUT, OUT)
+    assert compare("mosaics", *SMALL, "--samples", "4,8,16") == 0
+    assert sorted(runs) == ["wrn10_1", "wrn10_1", "wrn10_1_pmoe", "wrn10_1_pmoe"]
+    assert read_comparison(OUT / "result.json").samples == (4, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--models", "wrn10_1,wrn10_1pmoe"], r"'wrn10_1pmoe' is unknown; .*did you mean 'wrn10_1_pmoe'"),
+        (["--models", "wrn10_1"], "has 1 of the at least 2 models"),
+        (["--models", "wrn10_1,wrn10_1"], "models names 'wrn10_1' twice"),
+        (["--samples", "8,25"], "samples=25, but there are 24 images to train on in mosaics; use at most 24"),
+        (["--samples", "1,8"], "samples=1 is less than one image for each of the 2 classes"),
+        (["--samples", "8,many"], r"--samples='8,many', of which 'many' is no whole number; give some such as"),
+        (["--samples", "0"], "of which 0 is below 1"),
+        (["--samples", ","], "samples names no number"),
+        (["--trials", "1"], "trials=1; it must be at least 2"),
+        (["--optimizer", "adam"], r"--optimizer='adam' is unknown; .*did you mean 'adamw'"),
+        (["--epochs", "0"], "epochs=0; it must be at least 1"),
+        (["--augment", "flips"], r"augment='flips' is unknown; .*did you mean 'flip'"),
+        (["--device", "gpu"], "--device='gpu' is unknown"),
+        (["--seed", "-1"], "--seed=-1; it must be from 0"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_written(mosaics, given, message):
+    with pytest.raises(BadInput, match=message):
+        compare("mosaics", *SMALL, *given)
+    assert not Path("runs").exists()
+
+
+def test_data_that_is_not_there_is_told(mosaics):
+    with pytest.raises(BadInput, match="mosiacs"):
+        compare("mosiacs", *SMALL)
+
+
+def test_a_diverging_run_is_told_by_name(mosaics):
+    with pytest.raises(BadInput, match=r"moesaic compare: wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
+        compare("mosaics", *SMALL, "--learning-rate", "1e30")

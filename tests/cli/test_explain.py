@@ -1,0 +1,161 @@
+"""`moesaic explain`: what it writes, what it says, and how it fails."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from moesaic.cli.explain import Explain
+from moesaic.cli.shared import BadInput
+from moesaic.data.datasets import Scale
+from moesaic.data.load import load_images
+from moesaic.models.registry import ModelSpec
+from moesaic.training.checkpoint import Card, save_network
+
+CLASSES = ("cat", "dog")
+
+
+def save(folder: Path, name: str = "wrn10_1_pmoe", scale: Scale | None = Scale((0.5,) * 3, (0.2,) * 3)) -> Path:
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    spec = ModelSpec(name, {"num_classes": 2} | ({"image_size": 16} if name.endswith("pmoe") else {}))
+    save_network(
+        folder / "model.safetensors", spec.build(), Card(spec, CLASSES, CLASSES, scale, (3, 16, 16), "pets", {})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("runs") / "pets")
+
+
+@pytest.fixture(scope="module")
+def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of pictures, one folder for each class, and a file that is none."""
+    folder = tmp_path_factory.mktemp("pictures")
+    for label, name in enumerate(CLASSES):
+        (folder / name).mkdir()
+        for i in range(15):
+            Image.new("RGB", (20, 16), (200 * label, 10 * i, 90)).save(folder / name / f"{i:02}.png")
+    (folder / "dog" / "notes.txt").write_text("no picture")
+    return folder
+
+
+def read(folder: Path) -> dict:
+    return json.loads((folder / "explanation.json").read_text("utf-8"))
+
+
+def test_pictures_are_explained_beside_their_run(run: Path, pets: Path, capsys: pytest.CaptureFixture[str]):
+    given = ["explain", str(run), str(pets), "--max-images", "2"]
+    assert Explain(run, (pets,), max_images=2, favourites=2).run(given) == 0
+    told = capsys.readouterr()
+    page = run / "explanation" / "explanation.html"
+    assert f"Page: {page}" in told.out
+    assert "notes.txt is no picture" in told.err
+    record = read(run / "explanation")
+    assert record["about"]["data"] == "30 of the 31 pictures given"
+    assert record["about"]["command"] == f"moesaic explain {run} {pets} --max-images 2"
+    assert record["explanation"]["by"] == "label"
+    assert record["explanation"]["class_images"] == [15, 15]
+    assert {each["label"] for each in record["shown"]} == set(CLASSES), "one of each class"
+    assert record["about"]["skipped"][0][1] == "is no picture, or one of an unknown kind"
+    assert page.read_text("utf-8").rstrip().endswith("</html>")
+
+
+def test_data_gives_the_statistics_and_pictures_are_shown(run: Path, pets: Path, tmp_path: Path):
+    picture = pets / "cat" / "03.png"
+    command = Explain(run, (picture,), data=str(pets), cache_dir=tmp_path / "cache", out=tmp_path / "out", favourites=2)
+    assert command.run([]) == 0
+    record = read(tmp_path / "out")
+    assert record["about"]["data"] == f"the 6 test images of {pets.name}"  # a fifth of each class
+    assert [each["name"] for each in record["shown"]] == [str(picture)]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_images_that_the_network_may_have_been_trained_on_are_not_taken_for_test_images(
+    seed: int, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    cache = tmp_path / "cache"
+    task = load_images(str(pets), size=16, cache_dir=cache)
+    spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})
+    save_network(tmp_path / "model.safetensors", spec.build(), Card.of(task, spec, {}))
+    command = Explain(tmp_path, data=str(pets), cache_dir=cache, favourites=1, max_images=1, seed=seed)
+    assert command.run([]) == 0
+    about = f"the 6 test images of {pets.name}{', other ones than in training' if seed else ''}"
+    assert read(tmp_path / "explanation")["about"]["data"] == about
+    assert ("or it has seen some of them" in capsys.readouterr().err) is bool(seed)
+
+
+def test_data_alone_shows_some_of_its_images(run: Path, pets: Path, tmp_path: Path):
+    cache, out = tmp_path / "cache", tmp_path / "out"
+    command = Explain(run, data=str(pets), cache_dir=cache, out=out, samples=4, max_images=2, favourites=1)
+    assert command.run([]) == 0
+    record = read(out)
+    assert record["about"]["data"] == f"4 of the 6 test images of {pets.name}"
+    assert [each["label"] for each in record["shown"]] in (["cat", "dog"], ["dog", "cat"])
+
+
+def test_of_a_network_with_gated_channels_the_gates_are_shown(
+    pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    spec = ModelSpec("vgg16_deepmoe", {"num_classes": 2, "image_size": 32, "width": 0.05})
+    torch.manual_seed(0)
+    model = spec.build()
+    for gate in model.gates.values():
+        torch.nn.init.normal_(gate.bias, std=0.3)
+    scale = Scale((0.5,) * 3, (0.2,) * 3)
+    save_network(tmp_path / "model.safetensors", model, Card(spec, CLASSES, CLASSES, scale, (3, 32, 32), "pets", {}))
+    assert Explain(tmp_path, (pets,), max_images=2).run([]) == 0
+    told = capsys.readouterr().out
+    assert re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens", told)
+    assert re.search(r"an image costs [\d.]+ % of the dense network's multiply-adds", told)
+    record = read(tmp_path / "explanation")
+    assert len(record["explanation"]["channels"]["costs"]["cost"]) == 30
+    assert len(record["gates"]["shown"]) == 2
+    assert record["explanation"]["layers"] == []
+
+
+def test_a_folder_with_other_files_is_left_alone_and_an_explanation_is_replaced(run: Path, pets: Path, tmp_path: Path):
+    (tmp_path / "mine.txt").write_text("keep me")
+    command = Explain(run, (pets / "cat",), out=tmp_path, max_images=1, favourites=1)
+    refused("has other files in it; name another directory", command)
+    (tmp_path / "explanation.json").write_text("{}")
+    assert command.run([]) == 0
+    assert read(tmp_path)["explanation"]["class_images"] == [15, 0]
+    assert (tmp_path / "mine.txt").exists()
+
+
+def refused(message: str, command: Explain) -> None:
+    with pytest.raises(BadInput, match=f"^moesaic explain: .*{re.escape(message)}"):
+        command.run([])
+
+
+def test_what_cannot_be_explained_is_refused(run: Path, pets: Path, tmp_path: Path):
+    picture = pets / "cat" / "03.png"
+    refused("there is nothing to look at", Explain(run))
+    refused("is not there; name the folder of a run", Explain(tmp_path / "nothing", (picture,)))
+    refused("there is no file or folder", Explain(run, (tmp_path / "missing.png",)))
+    refused("none of 1 files is a picture", Explain(run, (pets / "dog" / "notes.txt",)))
+    refused("samples=0; it must be at least 1", Explain(run, (picture,), samples=0))
+    refused("--layer='moe' is unknown; use 'body.group3.0.moe'", Explain(run, (picture,), layer=("moe",)))
+    refused("--device='tpu' is unknown", Explain(run, (picture,), device="tpu"))
+    plain = save(tmp_path / "plain", "wrn10_1")
+    refused("has no routed layer, so there is no routing to explain", Explain(plain, (picture,)))
+    unscaled = save(tmp_path / "unscaled", scale=None)
+    refused("does not say how pixels become the network's input", Explain(unscaled, (picture,)))
+    (tmp_path / "text.safetensors").write_text("hello")
+    refused("is not a whole safetensors file", Explain(tmp_path / "text.safetensors", (picture,)))
+
+
+def test_data_of_other_classes_are_refused(run: Path, tmp_path: Path):
+    for name in ("cat", "fish"):
+        (tmp_path / "other" / name).mkdir(parents=True)
+        for i in range(2):
+            Image.new("RGB", (16, 16), (i, i, i)).save(tmp_path / "other" / name / f"{i}.png")
+    command = Explain(run, data=str(tmp_path / "other"), cache_dir=tmp_path / "cache", out=tmp_path / "out")
+    refused("has the classes 'cat', 'fish', but the network was trained to tell 'cat', 'dog'", command)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,284 @@
+"""`moesaic train`: what it writes, what it says, and how it fails."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from moesaic.cli import main
+from moesaic.models import registry
+from moesaic.models.deepmoe.network import deepmoe
+from moesaic.models.registry import create_model
+from moesaic.models.resnet import ResNet
+from moesaic.training import trainer
+from moesaic.training.checkpoint import load_checkpoint
+from moesaic.training.recipe import USUAL
+
+SMALL = [
+    "--model",
+    "wrn10_1_pmoe",
+    "--size",
+    "16",
+    "--epochs",
+    "2",
+    "--batch",
+    "8",
+    "--device",
+    "cpu",
+    "--cache-dir",
+    "c",
+]
+
+
+def train(*given: str) -> int:
+    return main(["train", *given])
+
+
+@pytest.fixture
+def pets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Pictures of two kinds, one of them with a name that is markup elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    for kind, colour in (("cat", 0), ("[bold]dog", 2)):
+        folder = tmp_path / "pets" / kind
+        folder.mkdir(parents=True)
+        for number in range(15):
+            pixels = torch.randint(0, 120, (20, 20, 3), generator=generator, dtype=torch.uint8)
+            pixels[4:12, 4:12, colour] += 120
+            Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
+    return tmp_path / "pets"
+
+
+def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, capsys):
+    assert train("pets", *SMALL, "--augment", "flip") == 0
+    said = capsys.readouterr().out
+    out = Path("runs/train-pets-wrn10_1_pmoe")
+    assert f"Network: {out / 'model.safetensors'}" in said
+    assert "wrn10_1_pmoe on pets: 24 images to train on, 2 epochs in" in said
+    result = json.loads((out / "result.json").read_text())
+    assert f"Test accuracy: {result['accuracy']:.1f} % of 6 images" in said
+    assert "always naming the most frequent class would give 50.0 %" in said
+    assert re.search(rf"^cat +3 +{result['class_accuracy'][1]:.1f} %$", said, re.MULTILINE)
+    assert re.search(rf"^\[bold\]dog +3 +{result['class_accuracy'][0]:.1f} %$", said, re.MULTILINE)
+    assert re.search(r"[\d,]+ parameters, [\d.]+ % of them in the mixture; [\d.]+ M multiply-adds for an image", said)
+    assert f"moesaic explain {out} IMAGE…" in said
+    assert f"moesaic export {out} --format onnx" in said
+    found = load_checkpoint(out)
+    assert found.class_names == ("[bold]dog", "cat")
+    assert found.spec.arguments == {"num_classes": 2, "in_channels": 3, "image_size": 16}
+    assert found.input_shape == (3, 16, 16)
+    assert found.scale is not None
+
+
+def test_a_dense_network_has_nothing_to_explain(pets, capsys):
+    assert train("pets", *SMALL, "--model", "wrn10_1", "--epochs", "1", "--out", "a place") == 0
+    said = capsys.readouterr().out
+    assert "mixture" not in said
+    assert "explain" not in said
+    assert "moesaic export 'a place' --format onnx" in said
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small network with channel gates, under the name of a large one."""
+
+    def small(num_classes: int, *, image_size: int = 32, in_channels: int = 3) -> nn.Module:
+        sizes = {"image_size": image_size, "in_channels": in_channels}
+        return deepmoe(ResNet(18, num_classes, width=0.1, **sizes), classes=num_classes, **sizes)
+
+    monkeypatch.setitem(registry._OTHERS, "resnet18_deepmoe", small)
+    return "resnet18_deepmoe"
+
+
+def test_a_cost_that_is_asked_for_is_met_and_told(pets, channels, capsys):
+    options = ["--model", channels, "--target-macs", "0.6", "--gate-strength", "0.2", "--joint-share", "0.5"]
+    assert train("pets", *SMALL, *options, "--out", "out") == 0
+    said = capsys.readouterr().out
+    cost = json.loads(Path("out/result.json").read_text())["cost"]
+    assert cost == pytest.approx(0.6, rel=0.1), "of six images"
+    assert re.search(
+        rf"[\d,]+ parameters; [\d.]+ . multiply-adds for a test image on average, {100 * cost:.1f} % of", said
+    )
+    gates = json.loads(Path("out/config.json").read_text())["recipe"]["gates"]
+    assert (gates["target_macs"], gates["strength"], gates["joint"]) == (0.6, 0.2, 0.5)
+
+
+def test_gates_are_trained_by_default_where_there_are_any(pets, channels):
+    assert train("pets", *SMALL, "--model", channels, "--epochs", "1", "--out", "out") == 0
+    assert json.loads(Path("out/config.json").read_text())["recipe"]["gates"]["target_macs"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (["--target-macs", "0.001"], r"target_macs=0.001 is less than .*; use 0\.\d+ or more"),
+        (["--target-macs", "2"], "target_macs=2.0; it must be a share of the dense network's multiply-adds"),
+        (["--joint-share", "0"], "joint=0.0; it must be above 0"),
+        (
+            ["--model", "wrn10_1", "--gate-strength", "1"],
+            "--gate-strength is for networks with channel gates, and wrn10_1 has none; leave it out, or use --model "
+            "vgg16_deepmoe",
+        ),
+        (["--model", "resnet18", "--target-macs", "0.5"], "or use --model resnet18_deepmoe"),
+    ],
+)
+def test_gates_that_cannot_be_trained_so_are_told_in_one_line(pets, channels, given, fault, capsys):
+    assert train("pets", *SMALL, "--model", channels, *given) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("moesaic train: ")
+    assert re.search(fault, told)
+
+
+def test_options_reach_the_recipe_the_network_and_the_data(pets):
+    options = ["--samples", "10", "--seed", "3", "--optimizer", "adamw", "--learning-rate", "0.01", "--ema", "0.9"]
+    network = ["--experts", "8", "--patches-per-expert", "1", "--fidelity", "released"]
+    assert train("pets", *SMALL, *options, *network, "--clip", "1", "--stop-at-zero-error", "--out", "out") == 0
+    config = json.loads(Path("out/config.json").read_text())
+    assert config["seed"] == 3
+    assert config["data"]["train"] == 10
+    assert {
+        name: config["recipe"][name] for name in ("optimizer", "learning_rate", "ema", "clip", "stop_at_zero_error")
+    } == {"optimizer": "adamw", "learning_rate": 0.01, "ema": 0.9, "clip": 1.0, "stop_at_zero_error": True}
+    assert config["model"]["arguments"] == {
+        "num_classes": 2,
+        "in_channels": 3,
+        "image_size": 16,
+        "fidelity": "released",
+        "experts": 8,
+        "patches_per_expert": 1,
+    }
+
+
+def test_an_optimizer_brings_its_rates(pets):
+    for optimizer in ("adamw", "sgd"):
+        assert train("pets", *SMALL, "--epochs", "1", "--optimizer", optimizer, "--out", optimizer) == 0
+        recipe = json.loads(Path(optimizer, "config.json").read_text())["recipe"]
+        usual = USUAL[optimizer]
+        assert (recipe["learning_rate"], recipe["weight_decay"]) == (usual.learning_rate, usual.weight_decay)
+
+
+def test_few_images_to_train_on_are_not_held_up_by_many_to_test_on(pets):
+    for parts in pets.iterdir():
+        for part, first in (("train", 0), ("test", 3)):
+            (pets.parent / "split" / part / parts.name).mkdir(parents=True)
+            for number in range(first, 3 if part == "train" else 15):
+                (parts / f"{number}.png").rename(pets.parent / "split" / part / parts.name / f"{number}.png")
+    assert train("split", *SMALL, "--epochs", "7", "--out", "out") == 0  # 6 images to train on, 24 to test on
+    epochs = json.loads(Path("out/result.json").read_text())["epochs"]
+    assert [epoch["number"] for epoch in epochs if epoch["test_accuracy"] is not None] == [6, 7]
+    assert train("split", *SMALL, "--epochs", "2", "--test-every", "1", "--out", "often") == 0
+    epochs = json.loads(Path("often/result.json").read_text())["epochs"]
+    assert all(epoch["test_accuracy"] is not None for epoch in epochs)
+
+
+def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
+    modules = create_model("wrn10_1", num_classes=2).named_modules()
+    plain = [name for name, module in modules if isinstance(module, nn.Conv2d) and module.stride == (1, 1)]
+    layer = next(name for name in reversed(plain) if "group3" in name)
+    convert = ["--model", "wrn10_1", "--convert", layer, "--experts", "4"]
+    assert train("pets", *SMALL, "--epochs", "1", *convert, "--out", "out") == 0
+    assert "% of them in the mixture" in capsys.readouterr().out
+    assert load_checkpoint("out").spec.conversions[0]["layer"] == [layer]
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch):
+    steps = trainer.TrainingRun._test
+    calls = 0
+
+    def interrupt(self):
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return steps(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.TrainingRun, "_test", interrupt)
+        assert train("pets", *SMALL, "--out", "a place") == 130
+    told = capsys.readouterr().err
+    assert "Interrupted. The last checkpoint is kept in a place" in told
+    assert re.search(r"train pets .*--out 'a place'$", told, re.MULTILINE)
+    assert train("pets", *SMALL, "--out", "a place") == 0
+    assert "continuing after epoch 1 of 2" in capsys.readouterr().err
+    assert train("pets", *SMALL, "--out", "whole") == 0
+    assert Path("a place/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "Interrupted before the first checkpoint. To begin again:"),
+        (torch.OutOfMemoryError("tried to allocate"), 2, "too little memory for batches of 8; use a smaller --batch"),
+    ],
+    ids=["interrupted", "no memory"],
+)
+def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, code, told, capsys, monkeypatch):
+    def end(self):
+        raise ends
+
+    monkeypatch.setattr(trainer.TrainingRun, "_steps", end)
+    assert train("pets", *SMALL) == code
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "fault"),
+    [
+        (["nowhere"], "is unknown; use .*or the path of a folder of images"),
+        (["pets", "--model", "wrn10_1_pmo"], "did you mean 'wrn10_1_pmoe'"),
+        (["pets", "--samples", "1000"], "samples=1000, but there are 24 images to train on in pets"),
+        (["pets", "--epochs", "0"], "epochs=0; it must be at least 1"),
+        (["pets", "--optimizer", "adam"], "did you mean 'adamw'"),
+        (["pets", "--test-every", "0"], "test_every=0; it must be at least 1"),
+        (["pets", "--seed", "-1"], "--seed=-1; it must be from 0"),
+        (["pets", "--device", "tpu"], "--device='tpu' is unknown"),
+        (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),
+        (["pets", "--model", "wrn10_1", "--convert", "stem"], "--convert needs --experts"),
+        (["pets", "--augment", "flop"], "augment='flop' is unknown"),
+        (["pets", "--track", "mlflow"], "--track: .*'mlflow' is unknown"),
+        (["pets", "--out", "pets/cat/0.png"], "0.png is a file"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(pets, given, fault, capsys):
+    assert train(given[0], *SMALL, *given[1:]) == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("moesaic train: ")
+    assert re.search(fault, told)
+
+
+@pytest.mark.parametrize(
+    ("given", "package", "extra"),
+    [(["pets", "--model", "timm/resnet18"], "timm", "moesaic[timm]"), (["hub:a/b"], "datasets", "moesaic[hub]")],
+)
+def test_a_package_that_is_missing_is_told_in_one_line(pets, given, package, extra, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    assert train(given[0], *SMALL, *given[1:]) == 2
+    assert f"pip install '{extra}'" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_folder_of_another_run_is_told_in_one_line(pets, capsys):
+    assert train("pets", *SMALL, "--epochs", "1", "--out", "out") == 0
+    assert train("pets", *SMALL, "--out", "out") == 2
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert told.startswith("moesaic train: out holds a run with other settings: recipe.epochs was 1, is 2")
+
+
+def test_a_run_that_diverges_is_told_in_one_line(pets, capsys):
+    assert train("pets", *SMALL, "--learning-rate", "1e30", "--schedule", "constant") == 2
+    assert "moesaic train: the loss or a weight is not a number" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_many_classes_are_shown_by_the_worst(pets, capsys):
+    for kind in range(21):
+        (pets / f"kind {kind}").mkdir()
+        for number in range(5):
+            Image.new("RGB", (16, 16), (10 * kind, 50 * number, 0)).save(pets / f"kind {kind}" / f"{number}.png")
+    assert train("pets", *SMALL, "--epochs", "1") == 0
+    said = capsys.readouterr().out
+    assert "The worst 10 of 23 classes:" in said
+    assert len(re.findall(r"^(?:kind \d+|cat|\[bold\]dog) +\d+ +[\d.]+ %$", said, re.MULTILINE)) == 10

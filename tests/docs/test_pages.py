@@ -1,0 +1,77 @@
+"""The examples in the README and the documentation run, and the site's menu leads somewhere."""
+
+import doctest
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+from report.example_run import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
+
+from moesaic.papers.engine.findings import read_findings, write_findings
+from moesaic.report import write_figures
+from moesaic.report.chart import read_charts, write_charts
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FENCE = re.compile(r"^```(?:python|pycon)\b[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+PAGES_WITH_CODE = [page for page in PAGES if FENCE.search(page.read_text("utf-8"))]
+
+
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # examples may write files
+    text = page.read_text("utf-8")
+    names: dict[str, object] = {"__name__": "__main__"}
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    for block in FENCE.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        if block[1].startswith(">>>"):
+            test = doctest.DocTestParser().get_doctest(block[1], names, page.name, str(page), line)
+            assert runner.run(test, clear_globs=False).failed == 0, f"an example of {page.name} fails, see the output"
+            names = test.globs
+        else:  # blank lines before the code give tracebacks the page's own line numbers
+            exec(compile("\n" * line + block[1], str(page), "exec"), names)
+
+
+def test_every_entry_of_the_menu_has_its_page():
+    # the strict build of the site does not notice a missing one
+    site = (ROOT / "zensical.toml").read_text("utf-8")
+    listed = re.findall(r"[\w/-]+\.md", str(tomllib.loads(site)["project"]["nav"]))
+    assert listed
+    assert [page for page in listed if not (ROOT / "docs" / page).is_file()] == []
+
+
+def test_the_verdicts_on_the_pages_are_those_of_the_committed_run():
+    verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
+    for page in verdicts["PAGES"]:
+        text = page.read_text("utf-8")
+        assert verdicts["PLACE"].search(text), f"{page.name} has no place for the verdicts"
+        assert verdicts["with_verdicts"](text) == text, "run: python docs/verdicts.py"
+
+
+@pytest.mark.parametrize("folder", sorted(path.parent for path in ROOT.glob("docs/papers/*/charts.json")), ids=str)
+def test_a_papers_folder_has_its_own_findings_and_a_figure_for_every_chart(folder: Path):
+    charts = read_charts(folder / "charts.json")
+    assert {each.paper for each in (*charts, *read_findings(folder / "claims.json"))} == {folder.name}
+    figures = {file.name for kind in ("png", "svg") for file in folder.glob(f"*.{kind}")}
+    assert figures == {f"{chart.id}.{kind}" for chart in charts for kind in ("png", "svg")}
+
+
+def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path):
+    run, results = tmp_path / "run", tmp_path / "results"
+    charts = (CHARTS[2], SECOND_CHARTS[3])
+    write_figures(run / "figures", charts)
+    write_charts(run / "charts.json", charts)
+    write_findings(run / "claims.json", (*FINDINGS, *SECOND_FINDINGS))
+    verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
+    verdicts["take_over"].__globals__["RESULTS"] = results
+    verdicts["take_over"](run)
+    assert read_findings(results / "chen2022" / "claims.json") == list(SECOND_FINDINGS)
+    assert read_charts(results / "chowdhury2023" / "charts.json") == [CHARTS[2]]
+    assert (results / "chen2022" / "table-1.png").is_file()
+    page = "before <!-- verdicts chen2022 -->old<!-- end of verdicts --> after"
+    assert "**holds**: 99.61 [99.40, 99.80]" in verdicts["with_verdicts"](page)
+    assert "Figure 5" not in verdicts["with_verdicts"](page)

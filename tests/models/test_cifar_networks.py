@@ -1,0 +1,48 @@
+"""Networks for small images: their sizes, and mixtures of them."""
+
+import pytest
+import torch
+
+from moesaic.models.cifar_networks import CIFAR_NETWORKS, cifar_mixture, cifar_network
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "width"),
+    [("cnn", 121_738, 4608), ("resnet18", 11_173_962, 512), ("mobilenetv2", 2_296_922, 1280)],
+)
+def test_networks_have_the_known_number_of_parameters_and_features(name, parameters, width):
+    network = cifar_network(name, classes=10).eval()
+    assert sum(weight.numel() for weight in network.parameters()) == parameters
+    with torch.no_grad():
+        x = torch.randn(2, 3, 32, 32)
+        features = network.features(x)
+        assert features.shape == (2, width)
+        assert torch.equal(network(x), network.head(features))
+
+
+def test_the_deep_ones_end_in_maps_of_4_by_4():
+    for name in ("resnet18", "mobilenetv2"):
+        x = torch.randn(1, 3, 32, 32)
+        for layer in cifar_network(name, classes=2).eval().body[:-1]:
+            x = layer(x)
+        assert x.shape[2:] == (4, 4)
+
+
+def test_every_expert_has_weights_of_its_own_and_the_router_none_yet():
+    mixture = cifar_mixture("cnn", classes=2, experts=3)
+    first = [expert.head.weight for expert in mixture.experts.children()]
+    assert len(first) == 3
+    assert not torch.equal(first[0], first[1])
+    assert not mixture.router.weight.any()
+    assert mixture.router.weight.shape == (3, 3, 4, 4)
+
+
+def test_an_unknown_network_is_told_with_what_there_is():
+    assert set(CIFAR_NETWORKS) == {"cnn", "resnet18", "mobilenetv2"}
+    with pytest.raises(ValueError, match=r"name='resnet' is unknown.*did you mean 'resnet18'"):
+        cifar_network("resnet", 10)
+
+
+def test_no_classes_are_refused():
+    with pytest.raises(ValueError, match="SmallCNN: classes=0"):
+        cifar_network("cnn", 0)

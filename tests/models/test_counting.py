@@ -1,0 +1,218 @@
+"""The counter: parameters and multiply-adds against numbers worked out by hand and against torch's own counter."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from moesaic import ChannelGate, ChannelMoE, PatchMoE, SampleMoE, SoftRouter, TokenChoice
+from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts
+from moesaic.models.cifar_networks import MobileNetV2, ResNet18
+from moesaic.models.counting import count
+from moesaic.models.registry import create_model
+from moesaic.routing import SampleRouter
+
+
+def by_torch(model: nn.Module, shape: tuple[int, int, int]) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.eval()(torch.zeros(1, *shape))
+    return counter.get_total_flops() // 2
+
+
+@pytest.mark.parametrize("network", [ResNet18, MobileNetV2])
+def test_a_dense_network_costs_what_torch_says(network):
+    model = network(classes=10)
+    counted = count(model, (3, 32, 32))
+    assert counted.macs == counted.dense_macs == by_torch(model, (3, 32, 32))
+    assert counted.parameters == sum(weight.numel() for weight in model.parameters())
+    assert counted.routed_parameters == counted.routed_macs == counted.routed_dense_macs == counted.routed_share == 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "macs"),
+    [
+        (nn.Conv2d(6, 4, 3, padding=1), 16 * 16 * 4 * 6 * 9),
+        (nn.Conv2d(6, 4, (1, 5), stride=2, padding=(0, 2), groups=2), 8 * 8 * 4 * 3 * 5),
+        (nn.Conv2d(6, 4, 3, dilation=2), 12 * 12 * 4 * 6 * 9),
+        (nn.ConvTranspose2d(6, 4, 2, stride=2, groups=2), 16 * 16 * 6 * 2 * 4),
+        (nn.Linear(16, 5), 6 * 16 * 16 * 5),
+    ],
+    ids=str,
+)
+def test_a_layer_costs_what_one_works_out_by_hand(layer, macs):
+    (row,) = count(layer, (6, 16, 16)).layers
+    assert row.macs == row.dense_macs == macs == by_torch(layer, (6, 16, 16))
+    assert row.parameters == sum(weight.numel() for weight in layer.parameters())
+    assert row.kind == type(layer).__name__
+
+
+def test_experts_that_take_2_of_16_patches_cost_an_eighth_and_their_router():
+    layer = PatchMoE(8, 12, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
+    counted = count(nn.Sequential(nn.Conv2d(3, 8, 1), layer), (3, 16, 16))
+    dense, router = 16 * 16 * 8 * 12 * 9, 16 * 16 * 8 * 4
+    assert counted.routed_dense_macs == dense
+    assert counted.routed_macs == dense // 8 + router
+    assert counted.macs == counted.routed_macs + 16 * 16 * 3 * 8
+    assert counted.dense_macs == dense + 16 * 16 * 3 * 8
+    assert counted.routed_parameters == 12 * 8 * 9 + 12 + 4 * 8 * 16
+    assert counted.routed_share == dense / (dense + 16 * 16 * 3 * 8)
+
+
+def test_all_patches_for_each_expert_cost_what_the_convolution_costs_and_the_router():
+    layer = PatchMoE(8, 12, experts=4, patches_per_expert=16, patch_size=4, kernel_size=3)
+    convolution = count(nn.Conv2d(8, 12, 3, padding=1), (8, 16, 16))
+    assert count(layer, (8, 16, 16)).dense_macs == convolution.macs
+    assert count(layer, (8, 16, 16)).macs == convolution.macs + 16 * 16 * 8 * 4
+
+
+def test_what_is_counted_is_what_the_sparse_backend_multiplies():
+    # but for the router, whose rows and columns are padded to sixteens
+    layer = PatchMoE(64, 64, experts=16, patches_per_expert=2, patch_size=4, kernel_size=1)
+    assert count(layer, (64, 16, 16)).macs == by_torch(layer, (64, 16, 16))
+
+
+def test_patches_that_choose_one_expert_cost_one_expert():
+    experts = MLPExperts(4, 8, 10, 6)
+    layer = PatchMoE(8, 6, experts=experts, router=TokenChoice(8, 4, top_k=1), combine="sum")
+    counted = count(layer, (8, 4, 4))
+    assert counted.routed_dense_macs == 16 * 4 * (8 * 10 + 10 * 6)
+    assert counted.routed_macs == 16 * (8 * 10 + 10 * 6) + 16 * 8 * 4
+
+
+def test_slots_cost_their_experts_and_their_mixing():
+    router = SoftRouter(8, 4, slots_per_expert=3, patch_size=2)
+    layer = PatchMoE(8, 12, experts=4, patch_size=2, router=router)
+    counted = count(layer, (8, 4, 4))
+    slots, N, p2 = 12, 4, 4
+    mixing = slots * N * p2 * (8 + 3)
+    assert counted.routed_dense_macs == 16 * 8 * 12
+    assert counted.routed_macs == slots * p2 * 8 * 3 + mixing + 16 * 8 * slots
+
+
+def test_a_sample_pays_for_the_experts_it_goes_to():
+    experts = [nn.Sequential(nn.Flatten(), nn.Linear(48, width), nn.ReLU(), nn.Linear(width, 5)) for width in (6, 10)]
+    counted = count(SampleMoE(SampleRouter(3, experts=2, patch_size=2), experts), (3, 4, 4))
+    dense = sum(48 * width + width * 5 for width in (6, 10))
+    assert counted.routed_dense_macs == counted.dense_macs == dense
+    assert counted.routed_macs == counted.macs == dense // 2 + 2 * 3 * 4
+    assert counted.routed_parameters == counted.parameters
+    assert [layer.name for layer in counted.layers] == ["router", *(f"experts.{e}.{i}" for e in (0, 1) for i in (1, 3))]
+
+
+@pytest.mark.parametrize(
+    ("experts", "dense"),
+    [
+        (LinearExperts(4, 8, 2), 4 * 8 * 2),
+        (MLPExperts(4, 8, 10, 2), 4 * (8 * 10 + 10 * 2)),
+        (PatchNetExperts(4, 8, 6), 4 * 8 * 6),
+        (PatchNetExperts(4, 8, 6, activation="identity"), 4 * 8),
+    ],
+    ids=lambda value: getattr(value, "activation", None),
+)
+def test_stacked_experts_of_samples(experts, dense):
+    flat = nn.Flatten(2 if isinstance(experts, PatchNetExperts) else 1)
+    model = nn.Sequential(flat, SampleMoE(SampleRouter(8, 4), experts, top_k=2))
+    counted = count(model, (1, 2, 4))
+    assert counted.routed_dense_macs == dense
+    assert counted.routed_macs == dense // 2 + 4 * 8
+
+
+def test_a_layer_that_runs_twice_is_paid_twice_and_owned_once():
+    layer = nn.Conv2d(3, 3, 1)
+    counted = count(nn.Sequential(nn.Sequential(layer), nn.ReLU(), nn.Sequential(layer)), (3, 4, 4))
+    assert counted.macs == 2 * 9 * 16
+    assert counted.parameters == sum(row.parameters for row in counted.layers) == 12
+
+
+def test_counting_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout())
+    model[1].eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    count(model, (3, 8, 8))
+    assert [module.training for module in model] == [True, False, True]
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_model_without_storage_is_counted_too():
+    layer = PatchMoE(8, 12, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), layer)
+    counted = count(model, (3, 16, 16))
+    assert count(model.to("meta"), (3, 16, 16)) == counted
+
+
+def test_a_layer_that_is_called_by_keyword_is_counted():
+    class Caller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(input=x)
+
+    assert count(Caller(), (3, 4, 4)).macs == 3 * 4 * 4 * 2
+
+
+def test_the_table_has_a_line_for_each_layer_and_the_sums():
+    model = nn.Sequential(nn.Conv2d(3, 1024, 3), PatchMoE(1024, 4, experts=2, patches_per_expert=1))
+    lines = str(count(model, (3, 4, 4))).splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", "0", "1", "all", "routed"]
+    assert "28 672" in lines[1]
+    assert "100 %" in lines[1]
+
+
+def test_a_shape_that_is_no_image_is_refused():
+    with pytest.raises(ValueError, match=r"shape=\(32, 32\) is not that of an image; give \(C, H, W\)"):
+        count(nn.Conv2d(3, 3, 1), (32, 32))
+    with pytest.raises(ValueError, match="H=0; it must be at least 1"):
+        count(nn.Conv2d(3, 3, 1), (3, 0, 4))
+
+
+def test_an_image_that_does_not_fit_is_told_with_its_shape():
+    with pytest.raises(RuntimeError) as told:
+        count(nn.Conv2d(3, 3, 1), (4, 8, 8))
+    assert "an image of shape (4, 8, 8)" in told.value.__notes__[0]
+
+
+class TwoGated(nn.Module):
+    """Two gated convolutions; of 8 and 6 channels, in blocks of 3, one block and two blocks are open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.ModuleList([ChannelGate(3, 8, block=3, mode="topk", keep=1), ChannelGate(3, 6, block=3)])
+        self.first = ChannelMoE(3, 8, 3, block=3)
+        self.second = ChannelMoE(8, 6, 3, stride=2, block=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second = (gate(x.mean((2, 3))) for gate in self.gates)
+        return self.second(self.first(x, first), gate_in=first, gate_out=second)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_gated_convolutions_cost_their_open_channels_and_the_gates(device):
+    torch.manual_seed(0)
+    model = TwoGated().to(device)
+    if device == "cpu":
+        nn.init.zeros_(model.gates[0].weight)  # ties: the first block, which is whole, is open
+    counted = count(model, (3, 8, 8))
+    rows = {row.name: row for row in counted.layers}
+    assert (rows["first"].macs, rows["first"].dense_macs) == (64 * 9 * 3 * 3, 64 * 9 * 3 * 8)
+    assert (rows["second"].macs, rows["second"].dense_macs) == (16 * 9 * 3 * 6, 16 * 9 * 8 * 6)
+    assert (rows["gates.0"].macs, rows["gates.0"].dense_macs) == (3 * 3, 0)
+    assert all(row.routed for row in counted.layers)
+    assert counted.parameters == counted.routed_parameters == sum(weight.numel() for weight in model.parameters())
+    assert counted.macs == counted.routed_macs == 64 * 9 * 9 + 16 * 9 * 18 + 3 * 3 + 3 * 2
+
+
+def test_a_network_with_gated_channels_costs_what_the_plain_one_does_if_nobody_routes():
+    model = create_model("resnet50_deepmoe", num_classes=4, width=0.05)
+    counted = count(model, (3, 32, 32))
+    plain = count(create_model("resnet50", num_classes=4, width=0.05), (3, 32, 32))
+    assert counted.dense_macs == plain.macs == model.dense_macs
+    assert counted.macs == plain.macs + model.gate_macs  # all gates start open
+    rows = {row.name: row for row in counted.layers}
+    assert rows["embedding.body.0"].dense_macs == rows["embedding.head"].dense_macs == 0
+    assert rows["backbone.body.2.first.0"].routed
+    assert rows["backbone.body.2.third.0"].routed  # it reads gated channels
+    assert not rows["backbone.body.2.shortcut.0"].routed
+    assert not rows["backbone.body.0.0"].routed

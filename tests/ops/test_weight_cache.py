@@ -1,0 +1,93 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from moesaic.ops.weight_cache import Kept
+
+
+class Doubled:
+    """Keeps twice a layer's weights, and counts how often it made them."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        self.layer, self.kept, self.made = layer, Kept[torch.Tensor](), 0
+
+    def __call__(self) -> torch.Tensor:
+        return self.kept.of([self.layer.weight], self.make)
+
+    def make(self) -> torch.Tensor:
+        self.made += 1
+        return 2 * self.layer.weight.detach()
+
+
+def step(layer: nn.Linear) -> None:
+    layer(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+
+def edit(layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight[0, 0] = 7
+
+
+CHANGES = {
+    "a step of training": step,
+    "load_state_dict": lambda layer: layer.load_state_dict(nn.Linear(2, 2).state_dict()),
+    "load_state_dict, assigned": lambda layer: layer.load_state_dict(nn.Linear(2, 2).state_dict(), assign=True),
+    "to another dtype": lambda layer: layer.double(),
+    "there and back": lambda layer: layer.half().float(),
+    "an edit in place": edit,
+    "another parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(2, 2))),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_kept_is_made_anew_after(change):
+    doubled = Doubled(nn.Linear(2, 2))
+    doubled()
+    CHANGES[change](doubled.layer)
+    for _ in range(3):
+        assert torch.equal(doubled(), 2 * doubled.layer.weight)
+    assert doubled.made == 2
+
+
+def test_what_is_kept_is_made_once_while_nothing_changes():
+    doubled = Doubled(nn.Linear(2, 2))
+    assert all(doubled() is doubled() for _ in range(3))
+    assert doubled.made == 1
+
+
+def test_forget_is_for_edits_that_torch_does_not_count():
+    doubled = Doubled(nn.Linear(2, 2))
+    doubled()
+    doubled.layer.weight.data.mul_(2)
+    doubled.kept.forget()
+    assert torch.equal(doubled(), 2 * doubled.layer.weight)
+
+
+def test_copies_start_with_nothing_kept():
+    doubled = Doubled(nn.Linear(2, 2))
+    doubled()
+    for other in (copy.deepcopy(doubled), pickle.loads(pickle.dumps(doubled))):
+        with torch.no_grad():
+            other.layer.weight.zero_()
+        assert not other().any()
+    assert doubled().any()
+
+
+def test_nothing_is_kept_of_tensors_of_inference_mode():
+    with torch.inference_mode():
+        layer = nn.Linear(2, 2)
+        doubled = Doubled(layer)
+        doubled()
+        layer.weight.zero_()
+        assert not doubled().any()
+
+
+def test_what_was_made_in_inference_mode_can_be_used_outside():
+    doubled = Doubled(nn.Linear(2, 2))
+    with torch.inference_mode():
+        doubled()
+    assert not doubled().is_inference()

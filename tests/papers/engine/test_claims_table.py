@@ -1,0 +1,100 @@
+"""The terminal's table says what was claimed, what was measured and whether it holds, at any width."""
+
+import io
+
+import pytest
+from report.example_run import FINDINGS, PAPERS, SECOND_FINDINGS, finding
+from rich.console import Console
+
+from moesaic.papers.engine.claims_markdown import markdown_table
+from moesaic.papers.engine.claims_table import print_claims, verdict_counts
+from moesaic.papers.engine.verdict_text import measured
+
+
+def printed(width: int, terminal: bool = False, findings=FINDINGS) -> str:
+    file = io.StringIO()
+    colours = "standard" if terminal else "auto"
+    print_claims(findings, Console(file=file, width=width, force_terminal=terminal, color_system=colours))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 120, 200])
+def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut_off(width: int):
+    text = printed(width)
+    assert max(map(len, text.splitlines())) <= width
+    assert "…" not in text
+    words = " ".join(text.split())
+    for each in FINDINGS:
+        assert measured(each) in words
+        assert each.decision in words
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_verdict_stands_on_the_line_of_its_measurement(width: int):
+    (line,) = [line for line in printed(width).splitlines() if "0.10 [−0.90, 1.10]" in line]
+    assert "released" in line
+    assert "fails" in line
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_verdicts_reason_is_told(width: int):
+    text = " ".join(printed(width).split())
+    assert "not run here: needs --preset full" in text
+    assert "partly: at 300 samples, not at 1000" in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_colours_are_for_terminals_only(width: int):
+    assert "\x1b[" not in printed(width)
+    assert "\x1b[" in printed(width, terminal=True)
+
+
+def test_brackets_in_a_statement_are_no_markup():
+    assert "[red]x[/red]" in printed(80, findings=[finding(statement="[red]x[/red]")])
+
+
+def test_verdicts_are_counted():
+    assert verdict_counts(FINDINGS) == {
+        "holds": "6 hold",
+        "partly": "1 partly",
+        "fails": "1 fails",
+        "not run here": "2 not run here",
+    }
+    assert printed(80).rstrip().endswith("6 hold, 1 partly, 1 fails, 2 not run here")
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_ways_of_running_are_explained_where_they_occur(width: int):
+    text = " ".join(printed(width).split())
+    assert "print: as the paper's text says; released: as its authors' code does; best: our own settings" in text
+    assert "released:" not in printed(width, findings=[finding()])
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_several_papers_have_a_table_each_under_their_titles(width: int):
+    file = io.StringIO()
+    # mixed up: a paper's claims come together all the same
+    findings = [*FINDINGS[:3], *SECOND_FINDINGS, *FINDINGS[3:]]
+    print_claims(findings, Console(file=file, width=width), PAPERS)
+    text = " ".join(file.getvalue().split())
+    first, second = (text.index(paper.title) for paper in PAPERS)
+    assert first < text.index("96.1 [94.9, ∞]") < text.index("6 hold, 1 partly, 1 fails, 2 not run here") < second
+    assert second < text.index("99.61 [99.40, 99.80]") < text.index("4 hold, 1 partly, 1 fails")
+    assert text.endswith("in all: 10 hold, 2 partly, 2 fail, 2 not run here")
+
+
+def test_one_paper_needs_no_title():
+    assert "chowdhury2023" not in printed(80)
+
+
+def test_papers_have_a_markdown_table_each_with_the_ways_that_were_tried():
+    text = markdown_table([*FINDINGS, *SECOND_FINDINGS], PAPERS)
+    first, second = text.split(f"**{PAPERS[1].title}**")
+    assert first.startswith(f"**{PAPERS[0].title}**\n\n| where")
+    assert "| as printed | as released | with our settings |" in first
+    assert "| as printed | as released |\n" in second
+    assert markdown_table(FINDINGS, PAPERS).startswith("| where")
+
+
+def test_no_findings_are_no_crash():
+    assert printed(80, findings=()).strip() == "no claims"

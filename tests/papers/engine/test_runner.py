@@ -1,0 +1,87 @@
+"""The lab: cells are carried out once, those that cannot be carried out here say why."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moesaic.papers.engine.runner import Lab
+from moesaic.training import Cells, Silent
+
+
+@dataclass(frozen=True)
+class Squares:
+    up_to: int
+    needs: str | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.up_to
+
+    def obstacle(self, lab: Lab) -> str | None:
+        return self.needs if lab.device == "cpu" else None
+
+    def spec(self, lab: Lab) -> dict[str, Any]:
+        return {"up_to": self.up_to, "seed": lab.seed}
+
+    def measure(self, lab: Lab) -> dict[str, Any]:
+        log.append(self.up_to)
+        return {"squares": [i * i for i in range(self.up_to)]}
+
+    def result(self, kept: dict[str, Any]) -> int:
+        return sum(kept["squares"])
+
+
+log: list[int] = []
+
+
+class Heard(Silent):
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int]] = []
+
+    def begin(self, name: str, total: int, done: int = 0) -> None:
+        self.begun.append((name, total))
+
+
+def lab_in(folder: Path, progress: Silent | None = None, device: str = "cpu") -> Lab:
+    return Lab(Cells(folder), None, device=device, seed=0, progress=progress or Silent())
+
+
+def test_a_cell_is_carried_out_once_under_whatever_name(tmp_path: Path):
+    log.clear()
+    done = lab_in(tmp_path).carry_out({"a": Squares(4), "b": Squares(3), "c": Squares(4)})
+    assert {name: each.result for name, each in done.items()} == {"a": 14, "b": 5, "c": 14}
+    assert log == [4, 3]
+    again = lab_in(tmp_path).carry_out({"d": Squares(4)})
+    assert again["d"] == done["a"]
+    assert log == [4, 3]
+
+
+def test_progress_counts_the_work_that_is_left(tmp_path: Path):
+    lab_in(tmp_path).carry_out({"a": Squares(4)})
+    heard = Heard()
+    lab_in(tmp_path, heard).carry_out({"a": Squares(4), "b": Squares(3), "c": Squares(2), "d": Squares(3)})
+    assert heard.begun == [("all experiments", 5), ("b", 3), ("c", 2)]
+
+
+def test_what_is_in_the_way_counts_until_the_cell_is_done_elsewhere(tmp_path: Path):
+    cell = Squares(4, needs="needs a GPU")
+    assert lab_in(tmp_path).obstacle("a", cell) == "needs a GPU"
+    gpu = lab_in(tmp_path, device="cuda")
+    assert gpu.obstacle("a", cell) is None
+    gpu.carry_out({"a": cell})
+    assert lab_in(tmp_path).obstacle("a", cell) is None
+
+
+def test_digits_are_those_of_the_data_folder_where_it_has_any(tmp_path: Path):
+    def digits(data_dir: Path | None) -> Path | None:
+        lab = Lab(Cells(tmp_path / "cells"), data_dir, device="cpu", seed=0, progress=Silent())
+        return lab.digits.data_dir
+
+    assert digits(None) is None
+    assert digits(tmp_path) is None  # a folder with other data
+    (tmp_path / "mnist").mkdir()
+    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").touch()
+    with pytest.raises(FileNotFoundError, match="MNIST's train digits are not in data_dir"):
+        digits(tmp_path)

@@ -1,0 +1,193 @@
+"""Expressive power and Table 1: what is calculated, and the rules at their limits."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from math import comb
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesaic.papers.engine.analytic_experiment import Measured
+from moesaic.papers.engine.claims import Judgement, Study
+from moesaic.papers.engine.runner import Lab
+from moesaic.papers.reproduce import PAPERS
+from moesaic.papers.wang2019.claims_expressivity import TESTS
+from moesaic.papers.wang2019.expressivity_cells import CollisionCell, RankCell, plan
+from moesaic.papers.wang2019.figures import charts
+from moesaic.papers.wang2019.paper import PAPER
+from moesaic.papers.wang2019.theory.channel_masks import all_distinct_probability, coin_confusion
+from moesaic.training import Cells, Silent
+
+CLAIMS = {test.claim.id: test for test in TESTS}
+PLAN = plan()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Study[Measured]:
+    """All cells, carried out."""
+    lab = Lab(Cells(tmp_path_factory.mktemp("cells")), None, device="cpu", seed=0, progress=Silent())
+    done = lab.carry_out(PLAN)
+    return Study(PLAN, {name: each.result for name, each in done.items()}, lab)
+
+
+def judged(id: str, given: Study[Measured]) -> Judgement:
+    return CLAIMS[id].judge(given)
+
+
+def decision(id: str, given: Study[Measured]) -> str:
+    return judged(id, given).verdict.partition(":")[0]
+
+
+def but(found: Study[Measured], changed: Mapping[str, Mapping[str, object]]) -> Study[Measured]:
+    """The same results with some of them made up."""
+    made = {name: {key: np.asarray(value, float) for key, value in each.items()} for name, each in changed.items()}
+    return replace(found, results={name: {**each, **made.get(name, {})} for name, each in found.results.items()})
+
+
+def test_the_paper_is_listed_and_its_claims_are_told_apart():
+    assert PAPERS["wang2019"] is PAPER
+    ids = [claim.id for claim in PAPER.claims]
+    assert len(set(ids)) == len(ids)
+    for claim in PAPER.claims:
+        assert claim.paper == "wang2019"
+        assert claim.statement.endswith(".")
+        assert "olds if" in claim.rule
+        assert (claim.published is None) == (claim.where == "Our own")
+
+
+def test_calculations_are_part_of_both_presets_and_need_nothing():
+    for preset in ("quick", "full"):
+        cells = PAPER.plan(preset, "print")
+        assert cells.keys() == PLAN.keys()
+        lab = Lab(Cells(Path("nowhere")), None, device="cpu", seed=0, progress=Silent())
+        assert all(cell.obstacle(lab) is None and cell.steps == 0 for cell in cells.values())
+        assert all(test.can_run(cells, preset) for test in TESTS)
+    assert PAPER.plan("quick", "best") == PAPER.plan("full", "released") == {}
+
+
+def test_cells_are_plain_json_repeat_and_change_with_the_seed(tmp_path: Path):
+    labs = [Lab(Cells(tmp_path), None, device="cpu", seed=seed, progress=Silent()) for seed in (0, 1)]
+    for cell in (CollisionCell((4, 4), (2, 2), samples=50, trials=2), RankCell((3,), (2,), 4, trials=2)):
+        assert cell.measure(labs[0]) == cell.measure(labs[0])
+        json.dumps([cell.measure(labs[0]), cell.spec(labs[0])], allow_nan=False)
+        assert cell.spec(labs[0]) != cell.spec(labs[1])
+    coins = CollisionCell((4, 4), (2, 2), samples=50, trials=2)
+    assert coins.measure(labs[0]) != coins.measure(labs[1])
+
+
+def test_verdicts_of_what_is_printed(found: Study[Measured]):
+    verdicts = {id: decision(id, found) for id in CLAIMS}
+    assert verdicts == {
+        "rank-dense": "partly",
+        "rank-between": "partly",
+        "rank-features": "holds",
+        "rank-static": "holds",
+        "rank-dynamic": "holds",
+        "rank-one-sided": "holds",
+        "rank-probability": "fails",
+        "collision-subsets": "holds",
+        "collision-coins": "fails",
+        "pair-told-apart": "holds",
+        "pair-closed": "holds",
+        "inputs-told-apart": "holds",
+        "table1-layers": "holds",
+        "table1-weights": "holds",
+        "table1-work": "holds",
+    }
+    assert judged("rank-dense", found).measured == 4  # print has 8
+    assert judged("rank-probability", found).measured == 14 / 16
+    assert judged("rank-one-sided", found).measured == 45 / 81
+    assert judged("pair-closed", found).measured == pytest.approx(9 * coin_confusion((3, 3), (1 / 3, 1 / 3)), rel=0.05)
+    distinct = all_distinct_probability(16, (4, 4), (2, 2))
+    assert judged("inputs-told-apart", found).measured == pytest.approx(distinct, abs=0.006)
+    assert judged("table1-work", found).measured == pytest.approx(12.3, abs=0.05)
+    coin = (1 / 8) ** 2 + (7 / 8) ** 2
+    assert judged("collision-coins", found).measured == pytest.approx(coin**64 * comb(64, 8))
+
+
+def test_the_exponent_of_width_decides_on_the_rank(found: Study[Measured]):
+    def ranks(exponents: Mapping[int, float]) -> Study[Measured]:
+        return but(
+            found,
+            {
+                f"widths/L={layers}": {"ranks": found.results[f"widths/L={layers}"]["widths"] ** exponent}
+                for layers, exponent in exponents.items()
+            },
+        )
+
+    assert judged("rank-dense", ranks({1: 2, 2: 4, 3: 8})) == Judgement("holds", 8.0)
+    assert decision("rank-dense", ranks({1: 1, 2: 2, 3: 3})) == "fails"
+    assert decision("rank-features", ranks({2: 2})) == "fails"  # 8 channels and 6 features
+
+
+def test_each_layer_that_counts_makes_the_rank_smaller(found: Study[Measured]):
+    def narrowed(two: list[float], three: list[float]) -> str:
+        made = {"widths/L=2": {"full": [36], "narrowed": two}, "widths/L=3": {"full": [256], "narrowed": three}}
+        return judged("rank-between", but(found, made)).verdict
+
+    assert narrowed([1, 6], [1, 2, 3]) == "holds"
+    assert narrowed([1, 36], [1, 256, 256]) == "partly: only the first layer's width counts"
+    assert narrowed([1, 6], [1, 256, 256]) == "partly: not that of every layer"
+    assert narrowed([36, 36], [256, 256, 256]) == "fails"
+
+
+def test_masks_are_judged_by_the_ranks_they_leave(found: Study[Measured]):
+    first = found.results["ranks/L=2"]
+    assert decision("rank-static", but(found, {"ranks/L=2": {"static": first["static"] + 1}})) == "fails"
+    lower = first["dense"] - [1, 0, 0, 0, 0]
+    assert judged("rank-dynamic", but(found, {"ranks/L=2": {"dynamic": lower}})) == Judgement("fails", 80.0)
+    third = found.results["ranks/L=3"]
+    assert decision("rank-one-sided", but(found, {"ranks/L=3": {"one_sided": third["dense"]}})) == "fails"
+
+
+def test_the_probability_of_a_rank_must_be_the_printed_one(found: Study[Measured]):
+    assert judged("rank-probability", but(found, {"maskings": {"restored": [0.5] * 5}})) == Judgement("holds", 0.5)
+    assert "less often" in judged("rank-probability", but(found, {"maskings": {"restored": [0.25] * 5}})).verdict
+
+
+def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: Study[Measured]):
+    def share(kind: str, ratios: list[float]) -> Study[Measured]:
+        return but(found, {"collisions/two": {kind: np.array(ratios) / 36}})
+
+    assert decision("collision-subsets", share("subsets", [1.1, 1.101])) == "fails"
+    assert decision("collision-subsets", share("subsets", [1.0, 1.12])) == "partly"
+    alike = {f"collisions/one/{n}": {"coins": [1 / comb(8, n)] * 2} for n in (1, 2, 3, 4)}
+    few = but(share("coins", [1.0, 1.0]), alike)
+    assert judged("collision-coins", few).verdict == "partly: not for 1 of 6 layers"
+
+
+def test_pairs_are_judged_by_how_many_stay_alike(found: Study[Measured]):
+    def alike(kind: str, ratios: list[float]) -> Study[Measured]:
+        return but(found, {"blind": {kind: np.array(ratios) / 9}})
+
+    assert decision("pair-told-apart", alike("subsets", [2.0, 2.01])) == "fails"
+    assert decision("pair-told-apart", alike("subsets", [1.0, 1.1])) == "partly"
+    assert decision("pair-closed", alike("coins", [0.5, 0.51])) == "fails"
+    assert judged("pair-closed", alike("coins", [5.0, 5.01])).verdict == "partly: more often, but not as calculated"
+    assert judged("pair-closed", alike("coins", [0.5, 3.0])).verdict == "partly: undecided, 1 is in the interval"
+
+
+def test_all_inputs_at_once_are_judged_against_one_pair(found: Study[Measured]):
+    assert decision("inputs-told-apart", but(found, {"distinct": {"distinct": [0.99, 0.991]}})) == "fails"
+
+
+def test_table_1_is_judged_by_weights_and_work(found: Study[Measured]):
+    weights = but(found, {"table1": {"weights": [1, 100, 1, 102], "work": [1, 1.05, 1, 1]}})
+    assert decision("table1-weights", weights) == "fails"
+    assert decision("table1-work", weights) == "fails"
+
+
+def test_the_chart_shows_ranks_and_collisions(found: Study[Measured]):
+    [chart] = charts({"print": found})
+    ranks, collisions = chart.panels
+    by_label = {line.label: line.y for line in ranks.series}
+    assert by_label["dense, as printed"] == (9, 81, 3**8)
+    assert by_label["dense"] == (3, 9, 81)
+    assert by_label["one mask for all inputs"] == (2, 4, 16)
+    assert by_label["a mask for each input"] == (4, 16, 256)
+    assert len(collisions.series) == 4
+    assert collisions.series[0].y == pytest.approx(collisions.series[2].y, rel=0.05)
+    without = replace(found, results={name: each for name, each in found.results.items() if name[0] != "r"})
+    assert len(charts({"print": without})[0].panels) == 1

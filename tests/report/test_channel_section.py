@@ -1,0 +1,179 @@
+"""The page on gates is whole, escapes names, says what was measured, and can be made of very little."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from moesaic.insight.channel_explanation import Gated
+from moesaic.insight.explain import Explanation, Look, explain
+from moesaic.report.channel_charts import gate_charts
+from moesaic.report.channel_figures import draw_patterns, thumbnail
+from moesaic.report.explanation import About, Shown, write_explanation
+from moesaic.routing.channel_gate import ChannelGate
+
+NAMES = ("cat <b>", "dog & co", "frog\x08")
+
+
+def looked(open_by_layer: dict[str, Tensor], macs: Tensor | None, classes: int = 3) -> Look:
+    """What a network with these gates open would have told; it answers class 0 for all."""
+    B = len(next(iter(open_by_layer.values())))
+    routing = {
+        name: ChannelGate(1, each.shape[1]).choose(torch.where(each, 0.5, -0.5)) for name, each in open_by_layer.items()
+    }
+    generator = torch.Generator().manual_seed(5)
+    gated = None if macs is None else Gated(torch.randn(B, 6, generator=generator), macs, 1000, 50)
+    probabilities = torch.softmax(torch.randn(B, classes, generator=generator) + 3 * torch.eye(classes)[0], 1)
+    return Look(probabilities, routing, dict.fromkeys(routing), dict.fromkeys(routing, 1), gated)
+
+
+def planted(images: int = 60, classes: int = 3) -> tuple[Look, Tensor, Tensor]:
+    """Of three layers one is static, one random, and one follows the class; class 2 is dear."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(images) % classes
+    static = torch.tensor([True, False]).expand(images, 2)
+    random = torch.rand(images, 8, generator=generator) < 0.5
+    following = torch.nn.functional.one_hot(labels, classes).bool()
+    macs = 300 + 100 * labels + torch.randint(0, 20, (images,), generator=generator)
+    pixels = torch.randint(0, 256, (images, 3, 8, 6), dtype=torch.uint8, generator=generator)
+    return looked({"conv1": static, "conv2": random, "<i>conv3</i>": following}, macs, classes), labels, pixels
+
+
+def write(folder: Path, explanation: Explanation, found: Look, pixels: Tensor, classes: Tensor) -> str:
+    first = replace(found, routing={name: _first(each) for name, each in found.routing.items()})
+    page = write_explanation(
+        folder,
+        explanation,
+        About("vgg16_deepmoe", "runs/a", "some images"),
+        pixels=pixels,
+        classes=classes,
+        shown=[Shown("<u>one</u>.png", NAMES[0], 0.8, NAMES[1])],
+        shown_pixels=pixels[:1],
+        shown_look=first,
+    )
+    return page.read_text("utf-8")
+
+
+def _first(routing):
+    return replace(routing, scores=routing.scores[:1], index=routing.index[:1], gate=routing.gate[:1])
+
+
+def words(page: str) -> str:
+    page = re.sub(r"<(svg|style)\b.*?</\1>", " ", page, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", page).replace("\u00a0", " ").split())
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("gates")
+    (folder / "gates-image-7.png").write_bytes(b"of before")
+    (folder / "explanation.json").write_text("{}")
+    found, labels, pixels = planted()
+    return folder, write(folder, explain(found, NAMES, labels=labels), found, pixels, labels)
+
+
+def test_the_page_has_its_pictures_and_charts_in_itself(written: tuple[Path, str]):
+    folder, page = written
+    pictures = {path.name for path in folder.glob("*.png")}
+    kinds = ("cheap-and-dear", "costs", "distances", "embedding", "image-0", "patterns")
+    assert pictures == {f"gates-{kind}.png" for kind in kinds}, "and none of an earlier explanation"
+    assert page.count("<svg") == 3
+    assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'src="([^"]*)"', page))
+    outside = [link for link in re.findall(r'https?://[^"\s<]*', page) if "www.w3.org" not in link]
+    assert not outside
+    assert "--chart-orange" in page
+    assert page.rstrip().endswith("</html>")
+
+
+def test_names_of_classes_layers_and_files_are_escaped(written: tuple[Path, str]):
+    _, page = written
+    assert not re.search("<(b|i|u)>(one|conv3|$)", page)
+    assert "&lt;i&gt;conv3&lt;/i&gt;" in page
+    assert "&lt;u&gt;one&lt;/u&gt;.png" in page
+    assert "cat &lt;b&gt;" in page
+
+
+def test_the_page_says_what_was_measured(written: tuple[Path, str]):
+    text = words(written[1])
+    assert "What vgg16_deepmoe switches on" in text
+    assert "some of the 13 channels of 3 convolutions" in text
+    assert "11 gates are dynamic, open for some and closed for others; 1 are always on, 1 dead" in text
+    assert "Which gates are open depends on the class." in text
+    assert "tells the class of 100 % of images" in text
+    assert "from 30." in text
+    assert "No map" not in text
+    assert "Images that the network gets wrong are dearer" in text
+
+
+def test_everything_on_the_page_is_in_the_json(written: tuple[Path, str]):
+    folder, _ = written
+    record = json.loads((folder / "explanation.json").read_text("utf-8"))
+    channels = record["explanation"]["channels"]
+    assert [len(layer["usage"]["dynamic"]) for layer in channels["layers"]] == [0, 8, 3]
+    assert np.array(channels["layers"][2]["share"]).shape == (3, 3)
+    assert channels["specific"][0]["layer"] == "<i>conv3</i>"
+    assert len(channels["costs"]["cost"]) == len(channels["map"]["x"]) == 60
+    assert channels["costs"]["classes"][-1]["name"] == NAMES[2]
+    assert [chart["id"] for chart in record["gates"]["charts"]] == ["distances", "embedding", "costs"]
+    assert record["gates"]["shown"][0]["open_share"][0] == 0.5
+    assert (folder / record["gates"]["shown"][0]["picture"]).is_file()
+
+
+@pytest.mark.parametrize(("images", "classes"), [(1, 3), (2, 3), (2, 1), (12, 1)])
+def test_a_page_can_be_made_of_few_images_and_of_one_class(images: int, classes: int, tmp_path: Path):
+    found, labels, pixels = planted(images, classes)
+    text = words(write(tmp_path, explain(found, NAMES[:classes], labels=labels), found, pixels, labels))
+    if images < 10:
+        assert f"No map of the embedding is drawn: there {'is' if images == 1 else 'are'} only {images} image" in text
+    if images == 1:
+        assert "Over a single image every gate is either dead or always on" in text
+    assert "too few classes, to compare" in text
+
+
+def test_gates_that_are_the_same_for_every_image_are_called_static(tmp_path: Path):
+    found = looked({"conv1": torch.tensor([[True, False]]).expand(6, 2)}, torch.full((6,), 400))
+    labels, pixels = torch.arange(6) % 3, torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
+    text = words(write(tmp_path, explain(found, NAMES, labels=labels), found, pixels, labels))
+    assert "the network is the same for every image" in text
+    assert "Every image costs the same." in text
+    assert not (tmp_path / "gates-cheap-and-dear.png").exists()
+
+
+def test_gates_without_embedding_and_costs_are_shown_all_the_same(tmp_path: Path):
+    found = looked({"conv1": torch.eye(3).bool().repeat(4, 1)}, None)
+    pixels = torch.zeros(12, 3, 8, 8, dtype=torch.uint8)
+    page = write(tmp_path, explain(found, NAMES), found, pixels, found.probabilities.argmax(1))
+    assert "Which images are cheap?" not in page
+    assert "Layer by layer" in page
+
+
+def test_of_many_classes_the_largest_have_colours_and_the_others_share_one():
+    labels = torch.cat([torch.arange(14), torch.arange(11)])
+    found = looked({"conv1": torch.rand(25, 4) < 0.5}, torch.arange(25), classes=14)
+    told = explain(found, [f"class {k}" for k in range(14)], labels=labels)
+    assert told.channels is not None
+    chart = next(each for each in gate_charts(told.channels, told.class_names, labels) if each.id == "embedding")
+    points = chart.panels[0].points
+    assert points is not None
+    assert [group.label for group in points.groups] == ["5 other classes", *(f"class {k}" for k in range(9))]
+    assert sum(len(group.x) for group in points.groups) == 25
+
+
+def test_a_strip_is_sorted_by_how_often_gates_are_open_and_dark_where_they_are():
+    open_BE = torch.tensor([[0, 1, 1], [0, 1, 0]]).bool()
+    told = explain(looked({"conv1": open_BE}, None, classes=2), ["a", "b"], labels=torch.tensor([0, 1]))
+    assert told.channels is not None
+    figure = draw_patterns(told.channels, ["a", "b"], [1, 1])
+    _, strip = (np.asarray(image.get_array()) for image in figure.axes[0].images)
+    white = strip.min(-1) == 1
+    assert white.tolist() == [[False, False, True], [False, True, True]]
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+def test_images_of_any_number_of_channels_have_a_thumbnail(channels: int):
+    assert thumbnail(torch.zeros(channels, 8, 6, dtype=torch.uint8)).startswith(b"\x89PNG")

@@ -1,0 +1,231 @@
+"""What is added to the loss, how gates are held open, how a cost is met, and what is refused."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from training.gated import LONG, backbone, gated, images
+
+from moesaic.models.deepmoe.network import DeepMoE
+from moesaic.routing.channel_gate import ChannelGate, gate_l1
+from moesaic.training.gate_recipe import GateRecipe
+from moesaic.training.gates import ClosedLayer, GateTraining, gate_costs, gated_recipe, shift_gates
+from moesaic.training.recipe import Recipe
+
+CPU = torch.device("cpu")
+LABELS = torch.arange(12) % 2
+
+
+def training(model: DeepMoE, teacher: nn.Module | None = None, **options) -> GateTraining:
+    recipe = Recipe(epochs=10, gates=GateRecipe(**{"joint": 0.5, "warmup": 0.0, **options}))
+    return GateTraining(model, recipe, 6, CPU, teacher)
+
+
+def set_biases(model: DeepMoE, layer: int, *values: float) -> None:
+    """Gates of a layer that are the same for every image."""
+    gate = list(model.gates.values())[layer]
+    assert isinstance(gate, ChannelGate)
+    assert gate.bias is not None
+    with torch.no_grad():
+        gate.weight.zero_()
+        gate.bias.copy_(torch.tensor(values).repeat(len(gate.bias))[: len(gate.bias)])
+
+
+def cost(model: DeepMoE) -> float:
+    return float(model.macs(model.answer(images()).routing).double().mean()) / model.dense_macs
+
+
+# the loss
+
+
+def test_the_loss_is_the_pressure_on_gates_and_the_embedding_s_own_loss():
+    model = gated()
+    answer = model.answer(images())
+    found = training(model, strength=0.3, embedding=0.5, weigh="equal").loss(answer, LABELS, None, 1.0)
+    pressure = 0.3 * sum(gate_l1(routing) for routing in answer.routing.values())
+    torch.testing.assert_close(found, pressure + 0.5 * F.cross_entropy(answer.embedding_logits, LABELS))
+
+
+def test_layers_are_pressed_by_what_closing_them_saves():
+    model = gated()
+    answer = model.answer(images())
+    with torch.no_grad():
+        found = training(model, strength=1.0, embedding=0.0).loss(answer, LABELS, None, 1.0)
+    # the convolutions cost 3 · 16 on 16² pixels and twice 16 · 16 on 8²; closing one saves its own and its reader's
+    saved = torch.tensor([3 * 256 + 16 * 64, 2 * 16 * 64, 16 * 64.0])
+    means = torch.stack([gate_l1(routing).detach() for routing in answer.routing.values()])
+    torch.testing.assert_close(found, (3 * saved / saved.sum() * means).sum())
+
+
+def test_nothing_presses_once_gates_are_frozen_or_where_they_keep_a_set_number():
+    model = gated()
+    gates = training(model)
+    assert gates.pressure(1.0) == 0.1
+    gates.freeze(None)
+    assert gates.pressure(1.0) == 0
+    assert gates.loss(model.answer(images()), LABELS, None, 1.0) == 0
+    assert training(gated(mode="topk", keep=0.5)).pressure(1.0) == 0
+
+
+def test_a_teacher_that_says_the_same_adds_nothing_and_another_one_pulls():
+    model = gated().eval()
+    gates = training(model, teacher=model, distil=2.0, embedding=0.0, strength=0.0)
+    answer, hints = model.answer(images()), gates.hints(images())
+    assert hints is not None
+    assert not hints.requires_grad
+    assert gates.loss(answer, LABELS, hints, 1.0).item() == pytest.approx(0, abs=1e-6)
+    told = torch.tensor([[4.0, -4.0]]).expand(12, 2)
+    expected = 2.0 * 16 * F.kl_div((answer.logits / 4).log_softmax(1), (told / 4).softmax(1), reduction="batchmean")
+    torch.testing.assert_close(gates.loss(answer, LABELS, told, 1.0), expected)
+
+
+# the guard
+
+
+def test_a_layer_that_is_nearly_closed_is_told_once_and_relieved():
+    model = gated()
+    set_biases(model, 1, 1.0, *[-1.0] * 15)
+    gates = training(model, least_open=0.07, embedding=0.0, weigh="equal")
+    told: list[str] = []
+    for step in range(1, 4):
+        gates.show(model.answer(images()).routing, step - 1)
+        told += gates.look(step, 1.0)
+    assert len(told) == 1
+    assert re.search(r"only 6.2% of the gates of layer '3' are open on average, of 7.0% to stay", told[0])
+    answer = model.answer(images())
+    first, _, last = (gate_l1(routing) for routing in answer.routing.values())
+    rest = first * min(first.item(), 1) + last * min(last.item(), 1)  # sinking gates are relieved in proportion
+    torch.testing.assert_close(gates.loss(answer, LABELS, None, 1.0), 0.1 * rest)
+
+
+def test_a_layer_that_is_closed_for_all_images_is_refused_by_name():
+    model = gated()
+    set_biases(model, 2, -1.0)
+    gates = training(model)
+    gates.show(model.answer(images()).routing, 0)
+    with pytest.raises(ClosedLayer, match="all gates of layer '6' are closed for 100% of the images"):
+        gates.look(1, 1.0)
+    assert "a smaller strength than 0.1, a longer warmup than 0.0" in gates.advice()
+
+
+def test_where_there_is_a_target_a_closed_layer_is_opened_again():
+    model = gated()
+    set_biases(model, 2, -1.0, -2.0)
+    gates = training(model, target_macs=0.5)
+    gates.show(model.answer(images()).routing, 0)
+    gates.look(1, 1.0)
+    assert model.answer(images()).routing["6"].mask.sum(-1).float().mean() >= 1
+
+
+# the cost
+
+
+@pytest.mark.parametrize("target", [0.9, 0.5, 0.3])
+def test_shifted_gates_cost_what_was_asked_for(target):
+    model = gated(embedding_share=0.05).eval()
+    for gate in model.gates.values():
+        nn.init.normal_(gate.weight, generator=torch.Generator().manual_seed(0))
+    embeddings = torch.rand(100, model.embedding.dimension, generator=torch.Generator().manual_seed(0))
+    assert shift_gates(model, embeddings, target) == pytest.approx(target, rel=0.01)
+    assert gate_costs(model, embeddings).mean() == pytest.approx(target, rel=0.01)
+
+
+def test_shifting_leaves_a_gate_of_every_layer_open_and_the_order_of_its_gates_as_it_is():
+    model = gated().eval()
+    embeddings = torch.rand(50, model.embedding.dimension, generator=torch.Generator().manual_seed(0))
+    before = [gate(embeddings).scores for gate in model.gates.values()]
+    shift_gates(model, embeddings, 1e-6)
+    for gate, scores in zip(model.gates.values(), before, strict=True):
+        routing = gate(embeddings)
+        assert routing.mask.sum() >= 50
+        moved = scores - routing.scores
+        torch.testing.assert_close(moved, moved[:1, :1, :1].expand_as(moved), rtol=0, atol=1e-5)
+
+
+def test_layers_keep_their_proportions_when_gates_are_shifted():
+    model = gated().eval()
+    embeddings = torch.rand(200, model.embedding.dimension, generator=torch.Generator().manual_seed(0))
+    for layer, (gate, bias) in enumerate(zip(model.gates.values(), (0.0, 1.0, 5.0), strict=True)):
+        nn.init.normal_(gate.weight, std=0.3, generator=torch.Generator().manual_seed(layer))
+        nn.init.constant_(gate.bias, bias)
+    before = torch.tensor([gate(embeddings).mask.float().mean() for gate in model.gates.values()])
+    shift_gates(model, embeddings, 0.4)
+    after = torch.tensor([gate(embeddings).mask.float().mean() for gate in model.gates.values()])
+    assert before.max() > 1.3 * before.min()
+    factors = after / before
+    assert factors.max() < 0.9
+    torch.testing.assert_close(factors, factors[:1].expand(3), rtol=0.02, atol=0)
+
+
+def test_lambda_follows_the_cost():
+    model = gated()
+    gates = training(model, target_macs=0.5)
+    for step in range(3):
+        gates.show(model.answer(images()).routing, step)
+        gates.look(step + 1, 4.9)  # all gates are open, and the target is due
+    assert gates.strength > 0.1
+    dear = gates.strength
+    for layer in range(3):
+        set_biases(model, layer, 1.0, *(-0.1 * gate for gate in range(1, 16)))
+    cheap = cost(model)
+    gates.show(model.answer(images()).routing, 3)
+    gates.look(4, 4.9)
+    assert gates.strength < dear
+    assert cheap < cost(model) < 0.5, "half of the way at once, for a batch is a matter of chance"
+
+
+def test_without_a_target_lambda_stays():
+    model = gated()
+    gates = training(model)
+    gates.show(model.answer(images()).routing, 0)
+    gates.look(1, 1.0)
+    assert gates.strength == 0.1
+
+
+# what is refused
+
+
+def test_a_network_with_gates_gets_a_recipe_for_them_and_others_none():
+    plain = Recipe(epochs=1)
+    assert gated_recipe(gated(), plain).gates == GateRecipe()
+    assert gated_recipe(backbone(), plain) is plain
+
+
+@pytest.mark.parametrize(
+    ("network", "changes", "message"),
+    [
+        ({}, {"target_macs": 0.05}, r"target_macs=0.05 is less than what stays .*0\.\d+ of the dense network"),
+        (
+            {"mode": "topk", "keep": 0.5},
+            {"target_macs": 0.36},
+            r"which costs 0\.\d+; leave target_macs out .*keep=0.60",
+        ),
+        ({"bias": None}, {"target_macs": 0.5}, "these have none; leave it out and use strength"),
+        ({}, {"straight_through": True}, "straight_through=True has no meaning for gates of mode='relu'"),
+    ],
+)
+def test_gates_that_cannot_be_trained_so(network, changes, message):
+    with pytest.raises(ValueError, match=message):
+        gated_recipe(gated(**network), Recipe(epochs=1, gates=GateRecipe(**changes)))
+
+
+def test_a_target_just_above_what_the_error_says_is_taken():
+    with pytest.raises(ValueError, match="or more") as told:
+        gated_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=0.05)))
+    least = float(re.findall(r"use ([\d.]+) or more", str(told.value))[0])
+    gated_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=least)))
+    with pytest.raises(ValueError, match="or more"):
+        gated_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=math.nextafter(least - 0.001, 0))))
+
+
+def test_recipes_that_do_not_go_with_gates():
+    with pytest.raises(ValueError, match="Sequential has no channel gates; leave its `gates` out"):
+        gated_recipe(backbone(), LONG)
+    with pytest.raises(ValueError, match="use 'adamw' or 'sgd'"):
+        gated_recipe(gated(), replace(LONG, optimizer="normalized_gd"))
+    with pytest.raises(ValueError, match="use compile=False, or noise=0"):
+        gated_recipe(gated(), replace(LONG, compile=True, gates=GateRecipe(noise=0.1)))

@@ -1,0 +1,131 @@
+"""What runs say about two models: nothing that chance could have said, and everything the intervals allow."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from training.example_comparison import comparison
+
+from moesaic.training.paired_comparison import accuracies, contrasts, group_accuracies
+
+SIZES = (250, 500, 1000)
+NOISE = (-0.4, 0.1, 0.3)
+
+
+def noisy(*means: float, noise: Sequence[float] = NOISE) -> list[list[float]]:
+    return [[mean + each for each in noise] for mean in means]
+
+
+def only(found):
+    [contrast] = contrasts(found)
+    return contrast
+
+
+def test_a_model_that_needs_half_of_the_labels_saves_half():
+    contrast = only(comparison(SIZES, noisy(70, 80, 90), noisy(80, 90, 95, noise=(0.2, -0.3, 0.1))))
+    assert contrast.ahead == "pmoe"
+    assert contrast.saving.saver == "pmoe"
+    assert contrast.saving.other == "cnn"
+    assert contrast.saving.level == 90
+    assert contrast.saving.share.value == pytest.approx(50, abs=2)
+    assert 40 < contrast.saving.share.low < 50 < contrast.saving.share.high < 60
+    assert not contrast.saving.at_least
+
+
+def test_the_baseline_may_be_the_one_that_saves():
+    contrast = only(comparison(SIZES, noisy(80, 90, 95), noisy(70, 80, 90)))
+    assert contrast.ahead == contrast.saving.saver == "cnn"
+    assert contrast.saving.share.value == pytest.approx(50, abs=2)
+    assert contrast.lead.value == pytest.approx(-25 / 3)
+
+
+def test_leads_are_those_of_pairs():
+    # the trials lie far apart, and the models do not
+    apart = (-10.0, 0.0, 10.0)
+    contrast = only(comparison(SIZES, noisy(50, 60, 70, noise=apart), noisy(52, 62, 72, noise=apart)))
+    assert [lead.value for lead in contrast.leads] == pytest.approx([2, 2, 2])
+    assert contrast.lead.low == pytest.approx(2)
+    assert contrast.ahead == "pmoe"
+
+
+def test_a_lead_that_may_be_chance_is_nobodys():
+    contrast = only(comparison(SIZES, noisy(70, 80, 90, noise=(-3, 0, 3)), noisy(71, 81, 91, noise=(3, 0, -3))))
+    assert contrast.ahead is None
+    assert contrast.saving is None
+    assert "may be anything from" in contrast.open
+
+
+def test_two_trials_that_agree_by_chance_save_nothing():
+    # both trials have the model ahead, but by so different amounts that Student's interval has both signs
+    contrast = only(comparison(SIZES, noisy(70, 80, 90, noise=(0, 0)), noisy(71, 81, 91, noise=(0, 8))))
+    assert contrast.lead.low < 0 < contrast.lead.value
+    assert contrast.saving is None
+    assert "differ by chance" in contrast.open
+
+
+def test_a_model_ahead_with_the_fewest_labels_of_the_other_with_the_most_saves_at_least_their_ratio():
+    saving = only(comparison(SIZES, noisy(60, 70, 80), noisy(85, 90, 95))).saving
+    assert saving.at_least
+    assert saving.share.value == saving.share.low == 75
+    assert math.isinf(saving.share.high)
+
+
+def test_a_model_that_is_there_from_the_start_saves_at_least_what_the_lines_say():
+    # 250 labels do what the other needs 500 for or more, but not what it does with all of 1,000
+    little = (-0.1, 0.0, 0.1)
+    tables = noisy(60, 70, 80.5, noise=little), noisy(80.2, 80.4, 80.6, noise=little)
+    saving = only(comparison(SIZES, *tables)).saving
+    assert saving.saver == "pmoe"
+    assert saving.at_least
+    assert saving.level == 80
+    assert 65 < saving.share.low <= saving.share.value < 75
+
+
+def test_models_that_only_guess_save_nothing():
+    contrast = only(comparison(SIZES, noisy(50, 50.2, 49.9), noisy(50.1, 49.8, 50), guessing=51))
+    assert contrast.saving is None
+    assert "does not get beyond guessing, 51 %" in contrast.open
+    assert contrast.work is None
+    assert "guessing" in contrast.no_work
+
+
+def test_models_that_are_both_there_with_the_fewest_labels_have_nothing_to_save():
+    contrast = only(comparison(SIZES, noisy(99, 99, 99), noisy(99, 99, 99)))
+    assert contrast.saving is None
+    assert "both are at 99 % with the fewest labels tried, 250; try fewer" in contrast.open
+
+
+def test_work_counts_the_images_until_the_accuracy_is_reached():
+    # at each test half of the way that is left is done: 90 of 95 after 5 tests with the pace 0.5
+    found = comparison(SIZES, noisy(70, 80, 90, noise=(0, 0)), noisy(80, 90, 96, noise=(0, 0)))
+    work = only(found).work
+    cnn, pmoe = work.efforts
+    assert work.samples == 1000
+    assert work.level <= only(found).saving.level
+    for effort, name in ((cnn, "cnn"), (pmoe, "pmoe")):
+        run = found.runs_of(name, 1000)[0]
+        first = next(moment for moment in run.curve if moment.accuracy >= work.level)
+        assert effort.flops.value == first.images * found.model(name).macs * 6
+        assert effort.seconds.value == first.seconds
+    assert work.flops.value == pytest.approx(pmoe.flops.value / cnn.flops.value)
+    assert work.seconds.value == pytest.approx(pmoe.seconds.value / cnn.seconds.value)
+
+
+def test_accuracies_end_at_100_percent():
+    found = comparison(SIZES, noisy(70, 80, 90), noisy(98, 99, 99.5))
+    assert accuracies(found, "pmoe")[2].high == 100
+
+
+def test_groups_have_accuracies_of_their_own_and_none_where_there_is_nothing_to_test():
+    found = comparison(SIZES, noisy(70, 80, 90), noisy(80, 90, 95), groups=("a", "b"))
+    broken = replace(found, runs=tuple(replace(run, groups=(run.groups[0], math.nan)) for run in found.runs))
+    assert group_accuracies(found, "cnn")[0][0].value == pytest.approx(70)
+    assert group_accuracies(found, "cnn")[0][1].value == pytest.approx(65)
+    assert math.isnan(group_accuracies(broken, "cnn")[0][1].value)
+
+
+def test_every_other_model_is_compared_with_the_first():
+    found = comparison(SIZES, noisy(70, 80, 90), noisy(80, 90, 95), noisy(60, 70, 80))
+    assert [(each.baseline, each.model) for each in contrasts(found)] == [("cnn", "pmoe"), ("cnn", "third")]
+    assert [each.saving.saver for each in contrasts(found)] == ["pmoe", "cnn"]
