@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moesaic
 from moesaic import ops
 from moesaic.experts import MLPExperts
-from moesaic.routing_record import NOBODY
+from moesaic.routing_record import UNASSIGNED
 
 BACKENDS = [name for name in ops.backends() if name != "triton"]  # that one runs patches on GPUs alone
 
@@ -27,7 +27,7 @@ class PickyChoice(moesaic.ExpertChoice):
         routing = super().choose(scores, **kwargs)
         wanted = scores.transpose(1, 2).gather(2, routing.index) > 0
         return replace(
-            routing, index=routing.index.where(wanted, NOBODY), gate=routing.gate.where(wanted, 0), may_drop=True
+            routing, index=routing.index.where(wanted, UNASSIGNED), gate=routing.gate.where(wanted, 0), may_drop=True
         )
 
 

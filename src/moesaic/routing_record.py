@@ -20,12 +20,12 @@ from torch import Tensor
 
 from moesaic.checks import one_of
 
-__all__ = ["NOBODY", "Chooser", "Routing", "Unit"]
+__all__ = ["UNASSIGNED", "Chooser", "Routing", "Unit"]
 
 Unit = Literal["patch", "sample", "channel"]
 Chooser = Literal["expert", "unit", "soft"]
 
-NOBODY = -1
+UNASSIGNED = -1
 """The index of a place that went to nobody: a dropped unit, or padding of a ragged choice."""
 
 
@@ -41,7 +41,7 @@ class Routing:
       mixture of units ``dispatch[b, :, e, s]``, and unit n receives back its mixture of slots
       ``gate[b, n]`` (B, N, E, S)
 
-    An index of -1 (``NOBODY``) marks a place that is not used; its gate is 0. No expert may hold
+    An index of -1 (``UNASSIGNED``) marks a place that is not used; its gate is 0. No expert may hold
     the same unit twice.
 
     >>> import torch
@@ -85,7 +85,7 @@ class Routing:
     @property
     def used(self) -> Tensor:
         """Which places of ``index`` are used, in its shape."""
-        return self._index != NOBODY
+        return self._index != UNASSIGNED
 
     @property
     def weights(self) -> Tensor:

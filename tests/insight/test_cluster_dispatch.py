@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesaic.insight import DispatchTable, dispatch_entropy, dispatch_table
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 
 def samples_choose(experts_of_samples: list[list[int]], experts: int) -> Routing:
     index = torch.tensor(experts_of_samples)[:, None]
     scores = torch.zeros(len(index), 1, experts)
-    return Routing("sample", scores, index, (index != NOBODY).float(), "unit")
+    return Routing("sample", scores, index, (index != UNASSIGNED).float(), "unit")
 
 
 @st.composite
 def routings_and_clusters(draw: st.DrawFn) -> tuple[Routing, list[int]]:
     B, E, K = draw(st.integers(1, 12)), draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    choice = draw(st.lists(st.integers(NOBODY, E - 1), min_size=B, max_size=B))
+    choice = draw(st.lists(st.integers(UNASSIGNED, E - 1), min_size=B, max_size=B))
     clusters = draw(st.lists(st.integers(0, K - 1), min_size=B, max_size=B))
     return samples_choose([[e] for e in choice], E), clusters
 

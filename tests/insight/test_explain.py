@@ -10,13 +10,13 @@ from moesaic.insight.explain import Look, Score, explain, look
 from moesaic.insight.receptive_field import receptive_field
 from moesaic.models.convert import ChannelsLastPatchMoE
 from moesaic.routing import SoftRouter, TokenChoice
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 
 def by_hand(index_BEL: Tensor, units: int = 4, scores: Tensor | None = None) -> Routing:
     B, E, _ = index_BEL.shape
     scores = torch.zeros(B, units, E) if scores is None else scores
-    gate = torch.where(index_BEL == NOBODY, 0.0, 0.5)
+    gate = torch.where(index_BEL == UNASSIGNED, 0.0, 0.5)
     return Routing("patch", scores, index_BEL, gate, "expert", grid=(2, units // 2))
 
 
@@ -102,7 +102,7 @@ def test_labels_that_do_not_fit_are_refused(labels: Tensor):
 
 def test_favourites_are_chosen_patches_with_the_highest_scores_one_of_each_image():
     scores = torch.tensor([[9.0, 1.0, 2.0, 0.0], [0.0, 5.0, 4.0, 0.0], [0.0, 0.0, 0.0, 3.0]]).unsqueeze(2)
-    index = torch.tensor([[[1, 2]], [[1, 2]], [[NOBODY, NOBODY]]])  # 9 is highest, but nobody chose that patch
+    index = torch.tensor([[[1, 2]], [[1, 2]], [[UNASSIGNED, UNASSIGNED]]])  # 9 is highest, but nobody chose that patch
     told = explain(
         looked(by_hand(index, scores=scores), torch.tensor([0, 1, 0])), ["a", "b"], labels=torch.tensor([1, 1, 0])
     )

@@ -21,7 +21,7 @@ from moesaic.insight import (
     summary,
     utilisation,
 )
-from moesaic.routing_record import NOBODY, Chooser, Routing
+from moesaic.routing_record import UNASSIGNED, Chooser, Routing
 
 CHOOSERS: tuple[Chooser, ...] = ("expert", "unit", "soft")
 
@@ -30,14 +30,14 @@ def units_choose(index: list[list[list[int]]], experts: int) -> Routing:
     """Unit n of image b goes to the experts ``index[b][n]``."""
     index_BNK = torch.tensor(index)
     scores_BNE = torch.zeros(*index_BNK.shape[:2], experts)
-    return Routing("patch", scores_BNE, index_BNK, (index_BNK != NOBODY).float(), "unit")
+    return Routing("patch", scores_BNE, index_BNK, (index_BNK != UNASSIGNED).float(), "unit")
 
 
 def experts_choose(index: list[list[list[int]]], units: int) -> Routing:
     """Expert e of image b takes the units ``index[b][e]``."""
     index_BEL = torch.tensor(index)
     B, E, _ = index_BEL.shape
-    return Routing("patch", torch.zeros(B, units, E), index_BEL, (index_BEL != NOBODY).float(), "expert")
+    return Routing("patch", torch.zeros(B, units, E), index_BEL, (index_BEL != UNASSIGNED).float(), "expert")
 
 
 def softly(scores_BNES: Tensor) -> Routing:
@@ -66,7 +66,7 @@ def routings(draw: st.DrawFn, choosers: tuple[Chooser, ...] = CHOOSERS) -> Routi
     index = faced.topk(draw(st.integers(1, faced.shape[2]))).indices
     dropped = torch.rand(index.shape, generator=generator) < draw(st.sampled_from([0.0, 0.3, 1.0]))
     gate = torch.rand(index.shape, generator=generator).masked_fill(dropped, 0.0)
-    return Routing("patch", scores_BNE, index.masked_fill(dropped, NOBODY), gate, chooser)
+    return Routing("patch", scores_BNE, index.masked_fill(dropped, UNASSIGNED), gate, chooser)
 
 
 def with_experts_in_order(routing: Routing, order: Tensor) -> Routing:
@@ -76,7 +76,7 @@ def with_experts_in_order(routing: Routing, order: Tensor) -> Routing:
         return softly(scores)
     if routing.chooser == "expert":
         return replace(routing, scores=scores, index=routing.index[:, order], gate=routing.gate[:, order])
-    new_name = torch.cat([order.argsort(), torch.tensor([NOBODY])])  # -1 is the last, and stays
+    new_name = torch.cat([order.argsort(), torch.tensor([UNASSIGNED])])  # -1 is the last, and stays
     return replace(routing, scores=scores, index=new_name[routing.index])
 
 
@@ -175,7 +175,7 @@ def test_metrics_leave_the_autograd_graph_alone(chooser):
 
 
 def test_load_shares_count_units_and_not_gates():
-    routing = units_choose([[[0], [0], [1], [NOBODY]]], experts=3)
+    routing = units_choose([[[0], [0], [1], [UNASSIGNED]]], experts=3)
     routing = replace(routing, gate=torch.tensor([[[0.1], [0.1], [0.9], [0.0]]]))
     torch.testing.assert_close(load_share(routing), torch.tensor([2 / 3, 1 / 3, 0.0]))
 
@@ -202,7 +202,7 @@ def test_experts_with_equal_loads_are_never_dead(experts):
 
 
 def test_all_experts_are_dead_when_every_unit_was_dropped():
-    assert dead_experts(units_choose([[[NOBODY], [NOBODY]]], experts=3)) == [0, 1, 2]
+    assert dead_experts(units_choose([[[UNASSIGNED], [UNASSIGNED]]], experts=3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0, 1.5, math.nan])
@@ -371,7 +371,7 @@ def test_chance_is_the_hit_rate_averaged_over_all_choices_of_that_size(units, da
     choices = [[n for n in range(units) if bits >> n & 1] for bits in range(2**units)]
     choices = [choice for choice in choices if len(choice) == taken]
     hits = sum(any(n < marked for n in choice) for choice in choices)
-    padded = [*range(taken), *[NOBODY] * (units - taken)]
+    padded = [*range(taken), *[UNASSIGNED] * (units - taken)]
     marks = (torch.arange(units) < marked)[None]
     found = agreement(experts_choose([[padded]], units), marks)
     assert float(found.chance) == pytest.approx(hits / len(choices), abs=1e-6)

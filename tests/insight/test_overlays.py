@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from moesaic.insight import overlay
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 
 def expert_choice(batch: int = 1, experts: int = 3, patches: int = 2, grid: tuple[int, int] = (2, 3)) -> Routing:
@@ -24,7 +24,7 @@ def by_hand(index: list[list[int]], units: int, grid: tuple[int, int]) -> Routin
     """One image; expert e takes the patches ``index[e]``."""
     index_BEL = torch.tensor([index])
     scores = torch.zeros(1, units, len(index))
-    return Routing("patch", scores, index_BEL, (index_BEL != NOBODY) * 0.25, "expert", grid=grid)
+    return Routing("patch", scores, index_BEL, (index_BEL != UNASSIGNED) * 0.25, "expert", grid=grid)
 
 
 def rendered(figure: Figure, dpi: int = 100) -> np.ndarray:
@@ -64,7 +64,7 @@ def test_each_image_has_its_picture_and_a_panel_for_each_expert():
 
 
 def test_a_panel_shows_the_expert_s_patches_and_veils_the_others():
-    routing = by_hand([[0, 5], [1, NOBODY]], units=6, grid=(2, 3))
+    routing = by_hand([[0, 5], [1, UNASSIGNED]], units=6, grid=(2, 3))
     figure = overlay(torch.zeros(1, 1, 32, 48), routing)
     _, first, second = figure.axes
     dark = centres(figure, first, (2, 3)).mean(-1) < 0.1
@@ -102,7 +102,7 @@ def test_frames_nest_where_experts_share_a_patch():
 
 
 def test_gates_are_written_on_the_patches_that_have_them():
-    routing = by_hand([[0, 5], [1, NOBODY]], units=6, grid=(2, 3))
+    routing = by_hand([[0, 5], [1, UNASSIGNED]], units=6, grid=(2, 3))
     figure = overlay(torch.zeros(1, 1, 32, 48), routing)
     _, first, second = figure.axes
     assert texts(first) == ["expert 0", "0.25", "0.25"]
@@ -117,7 +117,7 @@ def test_numbers_are_left_out_where_they_could_not_be_read():
 
 
 def test_an_expert_without_patches_is_called_idle():
-    figure = overlay(torch.rand(1, 3, 8, 8), by_hand([[0], [NOBODY]], units=4, grid=(2, 2)))
+    figure = overlay(torch.rand(1, 3, 8, 8), by_hand([[0], [UNASSIGNED]], units=4, grid=(2, 2)))
     assert [texts(axes)[0] for axes in figure.axes[1:]] == ["expert 0", "expert 1 (idle)"]
 
 

@@ -16,7 +16,7 @@ import moesaic
 from moesaic.ops.dispatch import ConvWeights, MLPWeights, Norm, PatchSpec
 from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.triton_backend import TritonBackend
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -77,7 +77,7 @@ def make(case, device, dtype, seed=0):
     gate = torch.rand(case.B, case.E, case.L, generator=g, dtype=torch.float64) + 0.1
     if case.drop:
         gone = torch.rand(index.shape, generator=g) < 0.4
-        index, gate = index.masked_fill(gone, NOBODY), gate.masked_fill(gone, 0)
+        index, gate = index.masked_fill(gone, UNASSIGNED), gate.masked_fill(gone, 0)
     leaves = {
         "x": numbers(case.B, case.C, case.H, case.W, seed=seed + 1, device=device, dtype=dtype),
         "gate": gate.to(device, wide),

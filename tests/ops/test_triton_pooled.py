@@ -24,7 +24,7 @@ from moesaic.ops import triton_backend
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec, run_conv_pooled
 from moesaic.ops.reference_backend import ReferenceBackend
 from moesaic.ops.triton_backend import TritonBackend
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -123,7 +123,7 @@ def make(case, device, dtype):
     gate = torch.rand(case.B, case.E, case.L, generator=g, dtype=torch.float64) + 0.1
     if case.drop:
         gone = torch.rand(index.shape, generator=g) < 0.4
-        index, gate = index.masked_fill(gone, NOBODY), gate.masked_fill(gone, 0)
+        index, gate = index.masked_fill(gone, UNASSIGNED), gate.masked_fill(gone, 0)
     narrow, full = {"device": "cpu", "dtype": dtype}, {"device": "cpu", "dtype": wide}
     weight = case.E, case.O, case.C, case.ks, case.ks
     leaves = {

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from moesaic import insight
 from moesaic.routing import load_balance_loss
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
-from moesaic.routing_record import NOBODY
+from moesaic.routing_record import UNASSIGNED
 
 
 def embeddings(batch: int = 64, width: int = 16) -> torch.Tensor:
@@ -29,7 +29,7 @@ def test_the_printed_form_has_no_bias_and_starts_half_closed():
 def test_relu_gates_are_the_positive_scores_and_the_rest_goes_to_nobody():
     routing = ChannelGate(1, channels=4).choose(torch.tensor([[0.5, -2.0, 0.0, 3.0]]))
     assert routing.unit == "channel"
-    assert routing.index.tolist() == [[[0, NOBODY, NOBODY, 3]]]
+    assert routing.index.tolist() == [[[0, UNASSIGNED, UNASSIGNED, 3]]]
     assert routing.weights.tolist() == [[[0.5, 0.0, 0.0, 3.0]]]
     assert routing.gate.tolist() == [[[0.5, 0.0, 0.0, 3.0]]]
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesaic
-from moesaic.routing_record import NOBODY
+from moesaic.routing_record import UNASSIGNED
 
 
 @given(B=st.integers(0, 3), N=st.integers(1, 5), E=st.integers(1, 4), seed=st.integers(0, 99))
@@ -27,7 +27,7 @@ def test_dense_views_hold_what_the_compact_form_says(B, N, E, seed):
 
 def test_a_place_that_went_to_nobody_appears_in_no_view():
     scores = torch.zeros(1, 3, 2)
-    index = torch.tensor([[[0, NOBODY], [2, 1]]])
+    index = torch.tensor([[[0, UNASSIGNED], [2, 1]]])
     gate = torch.tensor([[[0.5, 0.0], [0.25, 0.75]]])
     routing = moesaic.Routing("patch", scores, index, gate, "expert")
     assert routing.weights[0].tolist() == [[0.5, 0.0], [0.0, 0.75], [0.0, 0.25]]

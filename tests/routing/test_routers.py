@@ -7,7 +7,7 @@ from torch.nn import functional as F
 import moesaic
 from moesaic.routing import Router
 from moesaic.routing.noise import draw_noise
-from moesaic.routing_record import NOBODY
+from moesaic.routing_record import UNASSIGNED
 
 
 @given(p=st.integers(1, 3), rows=st.integers(1, 4), columns=st.integers(1, 4), E=st.integers(1, 4))
@@ -52,7 +52,7 @@ class TestTokenChoice:
     def test_every_unit_is_served_without_a_capacity(self):
         routing = moesaic.TokenChoice(1, 4, 2).choose(torch.randn(3, 5, 4))
         assert int(routing.load.sum()) == 3 * 5 * 2
-        assert (routing.index != NOBODY).all()
+        assert (routing.index != UNASSIGNED).all()
 
     def test_softmax_all_gates_are_probabilities_over_all_experts(self):
         scores = torch.randn(3, 5, 4)
@@ -103,17 +103,17 @@ class TestTokenChoice:
         routing, dropless = router.choose(scores), moesaic.TokenChoice(1, E, K).choose(scores)
         capacity = router.capacity(B * N)
         assert torch.equal(routing.load, dropless.load.clamp_max(capacity))
-        assert (routing.gate[routing.index == NOBODY] == 0).all()
+        assert (routing.gate[routing.index == UNASSIGNED] == 0).all()
 
     def test_the_surest_units_of_the_batch_are_served_first(self):
         scores = torch.tensor([[[1.0, 0.0], [4.0, 0.0]], [[3.0, 0.0], [2.0, 0.0]]])
         routing = moesaic.TokenChoice(1, 2, capacity_factor=1.0).choose(scores)
-        assert routing.index.flatten().tolist() == [NOBODY, 0, 0, NOBODY]
+        assert routing.index.flatten().tolist() == [UNASSIGNED, 0, 0, UNASSIGNED]
 
     def test_second_choices_wait_for_all_first_choices(self):
         scores = torch.tensor([[[9.0, 8.0], [0.0, 0.1]]])
         routing = moesaic.TokenChoice(1, 2, 2, capacity_factor=0.5).choose(scores)
-        assert routing.index[0].tolist() == [[0, NOBODY], [1, NOBODY]]
+        assert routing.index[0].tolist() == [[0, UNASSIGNED], [1, UNASSIGNED]]
 
     def test_priority_goes_by_the_first_choice_alone(self):
         # unit 1 is surer of its first choice, unit 0 of both together
@@ -122,13 +122,13 @@ class TestTokenChoice:
         gate = scores.softmax(-1).topk(2).values[0]
         assert gate[1, 0] > gate[0, 0]
         assert gate[0].sum() > gate[1].sum()
-        assert routing.index[0, :, 0].tolist() == [NOBODY, 0]
+        assert routing.index[0, :, 0].tolist() == [UNASSIGNED, 0]
 
     @pytest.mark.parametrize("gate", ["one", "softmax_selected"])
     def test_priority_does_not_depend_on_the_kind_of_gate(self, gate):
         scores = torch.tensor([[[1.0, 0.0], [2.0, 0.0]], [[8.0, 0.0], [9.0, 0.0]]])
         routing = moesaic.TokenChoice(1, 2, gate=gate, capacity_factor=1.0).choose(scores)
-        assert routing.index.flatten().tolist() == [NOBODY, NOBODY, 0, 0]
+        assert routing.index.flatten().tolist() == [UNASSIGNED, UNASSIGNED, 0, 0]
 
     def test_capacity_is_not_led_astray_by_floats(self):
         assert moesaic.TokenChoice(1, 10, capacity_factor=1.1).capacity(100) == 11

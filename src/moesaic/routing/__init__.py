@@ -7,10 +7,10 @@ from moesaic.routing.router import Router
 from moesaic.routing.sample_router import SampleRouter
 from moesaic.routing.soft import SoftRouter
 from moesaic.routing.token_choice import TokenChoice
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 __all__ = [
-    "NOBODY",
+    "UNASSIGNED",
     "ChannelGate",
     "ExpertChoice",
     "Router",

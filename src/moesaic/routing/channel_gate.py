@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from moesaic.checks import at_least_one, one_of
 from moesaic.ops import autocast_off
 from moesaic.routing.router import best, steady_product
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 __all__ = ["ChannelGate", "ChannelMode", "gate_l1"]
 
@@ -133,7 +133,7 @@ class ChannelGate(nn.Module):
         else:
             # said this way round a score that is not a number stays visible as a gate that is none
             closed = noisy <= 0
-            index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, NOBODY)
+            index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, UNASSIGNED)
             gate = F.relu(noisy)
         routing = Routing(
             "channel",

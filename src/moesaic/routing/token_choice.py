@@ -16,7 +16,7 @@ from torch import Tensor
 from moesaic.checks import at_least_one, one_of
 from moesaic.routing.noise import Noise, draw_noise
 from moesaic.routing.router import Router, best
-from moesaic.routing_record import NOBODY, Routing, Unit
+from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
 __all__ = ["TokenChoice", "TokenGate"]
 
@@ -91,7 +91,7 @@ class TokenChoice(Router):
         dropping = self.capacity_factor is not None and acting
         if dropping:
             served = self._served(index_BNK, scores.detach().softmax(-1).gather(-1, index_BNK[..., :1]))
-            index_BNK = index_BNK.where(served, NOBODY)
+            index_BNK = index_BNK.where(served, UNASSIGNED)
             gate_BNK = gate_BNK.where(served, 0.0)
         return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=dropping)
 

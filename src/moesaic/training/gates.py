@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from moesaic.models.deepmoe.network import Answer, DeepMoE
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
@@ -447,7 +447,7 @@ def _opened(head: ChannelGate, blocks: int) -> Routing:
 def _pattern(open_BE: Tensor, head: ChannelGate) -> Routing:
     """Gates that are 1 where they are open."""
     open_BE = open_BE.to(head.weight.device)
-    index = torch.arange(head.blocks, device=open_BE.device).masked_fill(~open_BE, NOBODY)
+    index = torch.arange(head.blocks, device=open_BE.device).masked_fill(~open_BE, UNASSIGNED)
     gate = open_BE.float()
     return Routing("channel", gate[:, None], index[:, None], gate[:, None], chooser="unit")
 

@@ -148,7 +148,7 @@ def open_together(
     index = torch.cat([_index(routing) for routing in gates], 2)[:, 0]
     first = np.repeat(layout.first_block, [routing.gate.shape[2] for routing in gates])
     columns = index.cpu().numpy() + first
-    columns[columns < first] = layout.nowhere  # NOBODY
+    columns[columns < first] = layout.nowhere  # UNASSIGNED
     is_open = np.zeros(layout.nowhere + 1, bool)
     is_open[columns] = True
     numbers, counts, blocks, block_counts = layout.opened(is_open)
@@ -346,7 +346,7 @@ def _open_channels(routing: Routing, channels: int, block: int) -> Bools:
     """(B, channels): which are open, on the host."""
     index = _index(routing)[:, 0].cpu().numpy()
     blocks = np.zeros((len(index), routing.experts + 1), bool)
-    blocks[np.arange(len(index))[:, None], index] = True  # NOBODY is the last column
+    blocks[np.arange(len(index))[:, None], index] = True  # UNASSIGNED is the last column
     return np.repeat(blocks[:, :-1], block, 1)[:, :channels]
 
 

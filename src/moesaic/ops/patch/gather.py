@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from moesaic.ops.dispatch import Context, PatchSpec
 from moesaic.ops.grouped_gemm import grouped_matmul
 from moesaic.ops.patch.scatter_conv import Landing
-from moesaic.routing_record import NOBODY, Routing
+from moesaic.routing_record import UNASSIGNED, Routing
 
 __all__ = ["Pixels", "pixels_of_patches", "taps_of_pixels"]
 
@@ -55,16 +55,16 @@ class Pixels:
             gate_P = routing.gate.transpose(0, 1).flatten()
             expert_P = each_expert.view(E, 1, 1).expand(E, B, L).flatten()
             image_P = torch.arange(B, device=x.device).view(1, B, 1).expand(E, B, L).flatten()
-            used_P = patch_P != NOBODY if routing.may_drop else None
+            used_P = patch_P != UNASSIGNED if routing.may_drop else None
             ends = None
         else:
             _, N, K = routing.index.shape
             asked = routing.index.flatten()
             # whoever was dropped sits with the last expert
-            expert_P, order = torch.where(asked == NOBODY, E - 1, asked).sort(stable=True)
+            expert_P, order = torch.where(asked == UNASSIGNED, E - 1, asked).sort(stable=True)
             image_P, patch_P = order // (N * K), order // K % N
             gate_P = routing.gate.flatten().index_select(0, order)
-            used_P = (asked != NOBODY).index_select(0, order) if routing.may_drop else None
+            used_P = (asked != UNASSIGNED).index_select(0, order) if routing.may_drop else None
             ends = torch.searchsorted(expert_P, each_expert, right=True) * area
         if used_P is not None:
             patch_P = patch_P.clamp_min(0)
