@@ -22,7 +22,7 @@ from moesaic.bench.layer_shape import (
 )
 from moesaic.bench.timing import Memory, Timing
 from moesaic.layers import PatchMoE
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.ops.torch_backend import TorchBackend
 
 SHAPE = RoutedShape(3, 8, 12, 12, experts=4, patches_per_expert=2, patch_size=3, kernel_size=3)
@@ -85,7 +85,7 @@ def test_the_dense_peer_has_the_norm_and_the_bias_of_the_experts():
 
 @pytest.mark.parametrize("form", [Form(), Form(combine="sum")], ids=["concat", "sum"])
 def test_multiply_adds_are_those_that_the_counter_of_networks_finds(form: Form):
-    counted = count(routed_layer(SHAPE, form), (SHAPE.channels, SHAPE.size, SHAPE.size))
+    counted = count_macs(routed_layer(SHAPE, form), (SHAPE.channels, SHAPE.size, SHAPE.size))
     assert routed_work(SHAPE, form, torch.float32, step=False).flops == 2 * SHAPE.batch * counted.macs
     if form.combine == "concat":
         assert dense_work(SHAPE, torch.float32, step=False).flops == 2 * SHAPE.batch * counted.dense_macs

@@ -14,7 +14,7 @@ from moesaic import PatchMoE, record_routing
 from moesaic.models.cifar_networks import ResNet18
 from moesaic.models.convert import ChannelsLastPatchMoE, EvenChoice, conversions_of, convert
 from moesaic.models.convert_candidates import convertible
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import ModelSpec, create_model
 
 
@@ -124,8 +124,8 @@ def test_gates_average_1_over_the_map_of_each_expert_or_of_their_sum(gate, summe
 
 
 def test_experts_have_as_many_parameters_as_the_convolution_and_routers_theirs():
-    before = count(net(), (3, 32, 32))
-    after = count(convert(net(), "layer1.0.conv2", experts=4, patch_size=8, input_size=32), (3, 32, 32))
+    before = count_macs(net(), (3, 32, 32))
+    after = count_macs(convert(net(), "layer1.0.conv2", experts=4, patch_size=8, input_size=32), (3, 32, 32))
     assert after.parameters == before.parameters + 4 * 8 * 8 * 8
     assert after.dense_macs == before.macs
     assert after.routed_macs == after.routed_dense_macs // 4 + 32 * 32 * 8 * 4

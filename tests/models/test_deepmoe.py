@@ -15,10 +15,10 @@ import moesaic
 from moesaic.layers import ChannelMoE
 from moesaic.models.channel_graph import conv_chain, links_to_gate
 from moesaic.models.cifar_networks import MobileNetV2
-from moesaic.models.counting import count
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ReadingConv
 from moesaic.models.deepmoe.network import DeepMoE, deepmoe
+from moesaic.models.model_cost import count_macs
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.models.wide_resnet.network import WideResNet
@@ -195,10 +195,10 @@ def test_what_an_image_costs_is_what_the_counter_says_and_what_is_multiplied(nam
     x = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
         routing = model.answer(x).routing
-    counted = count(model, shape)
+    counted = count_macs(model, shape)
     assert model.macs(routing).tolist() == [counted.macs]
     assert counted.macs < model.dense_macs
-    assert counted.dense_macs == model.dense_macs == count(plain, shape).macs
+    assert counted.dense_macs == model.dense_macs == count_macs(plain, shape).macs
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(x)
     multiplied = sum(counter.get_flop_counts()["DeepMoE.backbone"].values()) // 2
@@ -351,7 +351,9 @@ def test_the_embedding_costs_the_share_that_was_asked_for(depth, size, share):
         network = VGG16(10, image_size=size) if depth is None else ResNet(depth, 10, image_size=size)
         model = deepmoe(network, classes=10, image_size=size, embedding_share=share)
     assert 0.9 * share < model.gate_macs / model.dense_macs <= share
-    counted = count(model.embedding, (3, size, size)).macs + sum(gate.weight.numel() for gate in model.gates.values())
+    counted = count_macs(model.embedding, (3, size, size)).macs + sum(
+        gate.weight.numel() for gate in model.gates.values()
+    )
     assert model.gate_macs == counted
     convs = [layer for layer in model.embedding.body if isinstance(layer, nn.Conv2d)]
     assert len(convs) == (4 if size < 128 else 5)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from moesaic.models.cifar_networks import cifar_network
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.models.resnet import ResNet, widened
 
 
@@ -33,7 +33,7 @@ def test_for_imagenet_they_have_the_known_parameters_and_multiply_adds(depth, ex
     with torch.device("meta"):
         network = ResNet(depth, 1000, image_size=224)
     assert parameters(network) == expected
-    assert count(network, (3, 224, 224)).macs / 1e9 == pytest.approx(gigamacs, abs=5e-4)
+    assert count_macs(network, (3, 224, 224)).macs / 1e9 == pytest.approx(gigamacs, abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_for_small_images_they_have_the_known_parameters_and_multiply_adds(depth
     with torch.device("meta"):
         network = ResNet(depth, 10)
     assert parameters(network) == expected
-    assert count(network, (3, 32, 32)).macs / 1e6 == pytest.approx(megamacs, abs=0.1)
+    assert count_macs(network, (3, 32, 32)).macs / 1e6 == pytest.approx(megamacs, abs=0.1)
 
 
 @pytest.mark.parametrize(("depth", "size", "side"), [(18, 32, 4), (56, 32, 8), (50, 64, 8), (34, 224, 7), (50, 224, 7)])

@@ -15,7 +15,7 @@ from moesaic import PatchMoE
 from moesaic.models import timm_registry
 from moesaic.models.convert import ChannelsLastPatchMoE, conversions_of, convert
 from moesaic.models.convert_candidates import convertible
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import ModelSpec, create_model, list_models
 from moesaic.models.timm_registry import register_with_timm, timm_model
 
@@ -114,7 +114,7 @@ def test_a_linear_layer_over_maps_is_converted_and_one_over_vectors_is_not(timm)
     convert(model, "stages.1.blocks.*.mlp.fc1", experts=8, input_size=64)
     made = [name for name, layer in model.named_modules() if isinstance(layer, ChannelsLastPatchMoE)]
     assert made == [f"stages.1.blocks.{block}.mlp.fc1" for block in range(3)]
-    counted = count(model, (3, 64, 64))
+    counted = count_macs(model, (3, 64, 64))
     assert counted.routed_dense_macs == 3 * 64 * 192 * 768
     assert counted.routed_macs == counted.routed_dense_macs // 8 + 3 * 64 * 192 * 8
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.models.vgg import VGG16
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs, conv_parameters
 
@@ -22,14 +22,14 @@ def test_for_imagenet_it_has_the_parameters_and_multiply_adds_of_print_but_for_b
     network = made(classes=1000, image_size=224)
     channels = sum(VGG16_WIDTHS)
     assert parameters(network) == 138_357_544 - channels + 2 * channels
-    assert count(network, (3, 224, 224)).macs == 15_346_630_656 + 25_088 * 4096 + 4096 * 4096 + 4096 * 1000
+    assert count_macs(network, (3, 224, 224)).macs == 15_346_630_656 + 25_088 * 4096 + 4096 * 4096 + 4096 * 1000
 
 
 def test_for_small_images_one_linear_layer_reads_the_last_pixel():
     network = made()
     assert parameters(network) == 14_710_464 + 2 * sum(VGG16_WIDTHS) + 5130
     assert [name for name, each in network.named_modules() if isinstance(each, nn.Linear)] == ["head"]
-    assert count(network, (3, 32, 32)).macs == 313_196_544 + 5120
+    assert count_macs(network, (3, 32, 32)).macs == 313_196_544 + 5120
 
 
 @pytest.mark.parametrize("name", WIDENINGS)
@@ -39,7 +39,7 @@ def test_what_the_table_of_widths_says_of_parameters_and_multiply_adds_is_what_t
     network = made(widths=widening.widths, image_size=size)
     convs = [each for each in network.modules() if isinstance(each, nn.Conv2d)]
     assert sum(conv.weight.numel() for conv in convs) == widening.conv_parameters == conv_parameters(widening.widths)
-    layers = count(network, (3, size, size)).layers
+    layers = count_macs(network, (3, size, size)).layers
     assert sum(layer.macs for layer in layers if layer.kind == "Conv2d") == conv_macs(widening.widths, size)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from moesaic.data.datasets import ImageTask
-    from moesaic.models.counting import Count
+    from moesaic.models.model_cost import ModelCost
     from moesaic.models.registry import ModelSpec
     from moesaic.training.fit import Fit
     from moesaic.training.recipe import Recipe
@@ -170,7 +170,7 @@ class Train:
         task = images_of(self)
         return task if self.samples is None else task.subset(self.samples, self.seed)
 
-    def _network(self, task: ImageTask) -> tuple[ModelSpec, Count]:
+    def _network(self, task: ImageTask) -> tuple[ModelSpec, ModelCost]:
         from moesaic.training.model_for_dataset import suited_spec
 
         asked = {"patches_per_expert": self.patches_per_expert, "patch_size": self.patch_size}
@@ -229,7 +229,7 @@ class Train:
         return found
 
 
-def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: Count, found: Fit, out: Path) -> None:
+def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: ModelCost, found: Fit, out: Path) -> None:
     """How well it does, on what, for what, and what to do next."""
 
     def say(line: str = "") -> None:
@@ -281,7 +281,7 @@ def _show_groups(
     console.print(table)
 
 
-def _cost(cost: Count) -> str:
+def _cost(cost: ModelCost) -> str:
     parameters = f"{cost.parameters:,} parameters"
     work = f"{_short(cost.macs)} multiply-adds for an image"
     if not cost.routed_parameters:
@@ -309,7 +309,7 @@ def _check_gated(name: str, model: nn.Module, said: Mapping[str, Any]) -> None:
         )
 
 
-def _gated_cost(cost: Count, share: float) -> str:
+def _gated_cost(cost: ModelCost, share: float) -> str:
     return (
         f"{cost.parameters:,} parameters; {_short(round(share * cost.dense_macs))} multiply-adds for a test image on "
         f"average, {100 * share:.1f} % of the {_short(cost.dense_macs)} without gates"

@@ -5,9 +5,9 @@ from moesaic.models.channel_graph import Link, conv_chain, links_to_gate
 from moesaic.models.cifar_networks import CIFAR_NETWORKS, MobileNetV2, ResNet18, SmallCNN, cifar_mixture, cifar_network
 from moesaic.models.convert import conversions_of, convert
 from moesaic.models.convert_candidates import convertible
-from moesaic.models.counting import Count, count
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.network import Answer, DeepMoE, deepmoe
+from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.registry import ModelSpec, create_model, list_models, model_options
 from moesaic.models.resnet import ResNet
 from moesaic.models.timm_registry import register_with_timm
@@ -20,11 +20,11 @@ __all__ = [
     "VGG16",
     "WIDENINGS",
     "Answer",
-    "Count",
     "DeepMoE",
     "EmbeddingNetwork",
     "Link",
     "MobileNetV2",
+    "ModelCost",
     "ModelSpec",
     "ResNet",
     "ResNet18",
@@ -39,7 +39,7 @@ __all__ = [
     "conversions_of",
     "convert",
     "convertible",
-    "count",
+    "count_macs",
     "create_model",
     "deepmoe",
     "links_to_gate",

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
 from moesaic.layers.recording import Routed
-from moesaic.models.counting import evaluating
+from moesaic.models.model_cost import eval_mode
 
 __all__ = ["Maps", "convertible", "find_layers", "input_shape", "refusal", "trial"]
 
@@ -75,7 +75,7 @@ def trial(model: nn.Module, shape: tuple[int, int, int]) -> Maps:
     like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
     image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     try:
-        with evaluating(model), torch.no_grad():
+        with eval_mode(model), torch.no_grad():
             model(image)
     finally:
         for hook in hooks:
@@ -185,7 +185,7 @@ def _computes_what_it_says(layer: nn.Conv2d | nn.Linear) -> bool:
     """Whether a subclass is, in what it does, the layer that its weights describe."""
     weight, bias = layer.weight, layer.bias
     source = torch.Generator().manual_seed(0)
-    with evaluating(layer), torch.no_grad():
+    with eval_mode(layer), torch.no_grad():
         if isinstance(layer, nn.Linear):
             x = torch.randn(1, 2, 3, layer.in_features, generator=source).to(weight)
             expected = F.linear(x, weight, bias)

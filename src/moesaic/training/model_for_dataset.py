@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moesaic.data.datasets import ImageTask
-from moesaic.models.counting import Count, count
+from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.registry import ModelSpec, model_options
 
 __all__ = ["suited_spec"]
@@ -19,7 +19,7 @@ def suited_spec(
     task: ImageTask,
     options: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
-) -> tuple[ModelSpec, Count]:
+) -> tuple[ModelSpec, ModelCost]:
     """How to make the network for a task's images and classes, and what it costs for one of them.
 
     ``options`` are further ones of `create_model`; ``conversion`` are those of `convert`, where layers are to be
@@ -44,7 +44,7 @@ def suited_spec(
     with torch.random.fork_rng(devices=[]):
         model = spec.build()
     try:
-        return spec, count(model, (C, H, W))
+        return spec, count_macs(model, (C, H, W))
     except RuntimeError as error:
         why = " ".join(str(error).split())
         raise ValueError(

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageTask
 from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseWarning
 from moesaic.layers.recording import routed_layers
-from moesaic.models.counting import evaluating
 from moesaic.models.deepmoe.network import DeepMoE
+from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import varied_batches, viewed_batches
 from moesaic.training.checkpoint import Card, save_network
@@ -205,7 +205,7 @@ class TrainingRun:
         """(n, D): of the images to test on, or some of them, in eval mode."""
         assert isinstance(self.model, DeepMoE)
         network = self.model.embedding
-        with torch.no_grad(), evaluating(network), self.learner.autocast():
+        with torch.no_grad(), eval_mode(network), self.learner.autocast():
             return torch.cat([network(x)[0] for x, _ in viewed_batches(task, self.device, self._tested(), rows)])
 
     def _gate_metrics(self) -> dict[str, float]:

@@ -12,7 +12,7 @@ import torch
 
 from moesaic.data import builtin_datasets, load
 from moesaic.models import create_model
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.models.vgg_widths import WIDENINGS
 from moesaic.papers.engine.claims import Judgement, Study
 from moesaic.papers.engine.runner import Lab
@@ -95,7 +95,7 @@ def test_a_gated_network_tells_what_its_gates_do(folder: Path, tmp_path: Path):
 
 def test_a_static_network_costs_what_it_costs(folder: Path, tmp_path: Path):
     found = lab(tmp_path, folder).carry_out({"": GateCell("vgg16", 0, Recipe(1, batch=20), TINY, on_cpu=True)})[""]
-    macs = count(create_model("vgg16", num_classes=10, width=0.05), (3, 32, 32)).macs
+    macs = count_macs(create_model("vgg16", num_classes=10, width=0.05), (3, 32, 32)).macs
     assert found.result.macs == found.result.dense_macs == macs
     assert found.result.spread == found.result.dynamic == 0
     assert found.result.usage.shape == (0, 3)
@@ -205,13 +205,13 @@ def test_the_plan_is_for_the_full_preset_and_in_our_form():
 def test_static_networks_cost_what_gated_ones_are_asked_for():
     for cost in COSTS:
         network = create_model("vgg16", num_classes=10, width=static_width(cost))
-        assert count(network, (3, 32, 32)).macs / VGG16_MACS == pytest.approx(cost, rel=0.02)
-    assert count(create_model("vgg16", num_classes=10), (3, 32, 32)).macs == VGG16_MACS
+        assert count_macs(network, (3, 32, 32)).macs / VGG16_MACS == pytest.approx(cost, rel=0.02)
+    assert count_macs(create_model("vgg16", num_classes=10), (3, 32, 32)).macs == VGG16_MACS
 
 
 def test_top_k_gates_keep_as_many_channels_as_the_cost_allows():
     network = create_model("vgg16_deepmoe", num_classes=10, mode="topk", keep=kept_share(REMEDY_COST))
-    assert count(network, (3, 32, 32)).macs / VGG16_MACS == pytest.approx(REMEDY_COST, rel=0.03)
+    assert count_macs(network, (3, 32, 32)).macs / VGG16_MACS == pytest.approx(REMEDY_COST, rel=0.03)
 
 
 def test_widenings_are_gated_down_to_the_work_of_vgg16():

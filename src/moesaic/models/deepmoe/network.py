@@ -23,10 +23,10 @@ from torch import Tensor, fx, nn
 from moesaic.checks import at_least_one
 from moesaic.layers.channel_network import GatedLayers
 from moesaic.models.channel_graph import Link, conv_chain, links_to_gate
-from moesaic.models.counting import count
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
 from moesaic.models.deepmoe.gated_conv import GatedConv, ReadingConv, RunningGates, conv_refusal, norm_refusal
 from moesaic.models.deepmoe.one_image import OneImage
+from moesaic.models.model_cost import count_macs
 from moesaic.ops.channel.gated_conv import open_channels
 from moesaic.ops.hooks import Listeners
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
@@ -408,7 +408,7 @@ def _backbone_macs(backbone: nn.Module, classes: int, shape: tuple[int, int, int
 
     hook = backbone.register_forward_hook(look)
     try:
-        costs = {layer.name: layer.macs for layer in count(backbone, shape).layers}
+        costs = {layer.name: layer.macs for layer in count_macs(backbone, shape).layers}
     finally:
         hook.remove()
     if given != [(1, classes)]:

@@ -20,7 +20,7 @@ from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.datasets import Augment, Augmented, ImageTask, LabelledImages, Scale
 from moesaic.data.load import Scaling, load_images
 from moesaic.fidelity import Fidelity
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
 from moesaic.papers.chowdhury2023 import cifar_datasets
 from moesaic.papers.engine import claims
@@ -136,7 +136,7 @@ class WideCell:
         shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))
         model = _network(self.network, self.arm, self.fidelity, task.labels, shape, seed)
         every = max(math.ceil(self.recipe.epochs / self.tests), 1)
-        cost = count(model, shape).macs
+        cost = count_macs(model, shape).macs
         found = fit(model, task, self.recipe, seed=seed, device=lab.device, progress=lab.progress, test_every=every)
         return {
             "accuracy": round(found.accuracy, 4),
@@ -221,7 +221,7 @@ class StepCell:
         for _ in range(self.rounds):
             for arm in arms:
                 model = _network(self.network, arm, self.fidelity, self.classes, shape, 0)
-                macs[arm] = count(model, shape).macs
+                macs[arm] = count_macs(model, shape).macs
                 epochs = fit(
                     model, task, recipe, device=lab.device, progress=lab.progress, test_every=_TIMED_EPOCHS
                 ).epochs

@@ -24,8 +24,8 @@ from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.datasets import ImageTask
 from moesaic.data.load import load_images
 from moesaic.insight.channel_metrics import channel_usage, gate_distances
-from moesaic.models.counting import count
 from moesaic.models.deepmoe.network import DeepMoE
+from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
 from moesaic.models.vgg_widths import VGG16_WIDTHS, conv_macs
 from moesaic.papers.engine import claims
@@ -171,7 +171,7 @@ class GateCell:
 
 def _static(model: nn.Module, task: ImageTask) -> dict[str, Any]:
     channels, height, width = task.test.pixels.shape[1:]
-    macs = count(model, (channels, height, width)).macs
+    macs = count_macs(model, (channels, height, width)).macs
     return {"macs": macs, "spread": 0.0, "dense_macs": macs, "usage": [], "within": 0.0, "between": 0.0}
 
 

@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moesaic import ChannelGate, ChannelMoE, PatchMoE, SampleMoE, SoftRouter, TokenChoice
 from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts
 from moesaic.models.cifar_networks import MobileNetV2, ResNet18
-from moesaic.models.counting import count
+from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
 from moesaic.routing import SampleRouter
 
@@ -22,7 +22,7 @@ def by_torch(model: nn.Module, shape: tuple[int, int, int]) -> int:
 @pytest.mark.parametrize("network", [ResNet18, MobileNetV2])
 def test_a_dense_network_costs_what_torch_says(network):
     model = network(classes=10)
-    counted = count(model, (3, 32, 32))
+    counted = count_macs(model, (3, 32, 32))
     assert counted.macs == counted.dense_macs == by_torch(model, (3, 32, 32))
     assert counted.parameters == sum(weight.numel() for weight in model.parameters())
     assert counted.routed_parameters == counted.routed_macs == counted.routed_dense_macs == counted.routed_share == 0
@@ -40,7 +40,7 @@ def test_a_dense_network_costs_what_torch_says(network):
     ids=str,
 )
 def test_a_layer_costs_what_one_works_out_by_hand(layer, macs):
-    (row,) = count(layer, (6, 16, 16)).layers
+    (row,) = count_macs(layer, (6, 16, 16)).layers
     assert row.macs == row.dense_macs == macs == by_torch(layer, (6, 16, 16))
     assert row.parameters == sum(weight.numel() for weight in layer.parameters())
     assert row.kind == type(layer).__name__
@@ -48,7 +48,7 @@ def test_a_layer_costs_what_one_works_out_by_hand(layer, macs):
 
 def test_experts_that_take_2_of_16_patches_cost_an_eighth_and_their_router():
     layer = PatchMoE(8, 12, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
-    counted = count(nn.Sequential(nn.Conv2d(3, 8, 1), layer), (3, 16, 16))
+    counted = count_macs(nn.Sequential(nn.Conv2d(3, 8, 1), layer), (3, 16, 16))
     dense, router = 16 * 16 * 8 * 12 * 9, 16 * 16 * 8 * 4
     assert counted.routed_dense_macs == dense
     assert counted.routed_macs == dense // 8 + router
@@ -60,21 +60,21 @@ def test_experts_that_take_2_of_16_patches_cost_an_eighth_and_their_router():
 
 def test_all_patches_for_each_expert_cost_what_the_convolution_costs_and_the_router():
     layer = PatchMoE(8, 12, experts=4, patches_per_expert=16, patch_size=4, kernel_size=3)
-    convolution = count(nn.Conv2d(8, 12, 3, padding=1), (8, 16, 16))
-    assert count(layer, (8, 16, 16)).dense_macs == convolution.macs
-    assert count(layer, (8, 16, 16)).macs == convolution.macs + 16 * 16 * 8 * 4
+    convolution = count_macs(nn.Conv2d(8, 12, 3, padding=1), (8, 16, 16))
+    assert count_macs(layer, (8, 16, 16)).dense_macs == convolution.macs
+    assert count_macs(layer, (8, 16, 16)).macs == convolution.macs + 16 * 16 * 8 * 4
 
 
 def test_what_is_counted_is_what_the_sparse_backend_multiplies():
     # but for the router, whose rows and columns are padded to sixteens
     layer = PatchMoE(64, 64, experts=16, patches_per_expert=2, patch_size=4, kernel_size=1)
-    assert count(layer, (64, 16, 16)).macs == by_torch(layer, (64, 16, 16))
+    assert count_macs(layer, (64, 16, 16)).macs == by_torch(layer, (64, 16, 16))
 
 
 def test_patches_that_choose_one_expert_cost_one_expert():
     experts = MLPExperts(4, 8, 10, 6)
     layer = PatchMoE(8, 6, experts=experts, router=TokenChoice(8, 4, top_k=1), combine="sum")
-    counted = count(layer, (8, 4, 4))
+    counted = count_macs(layer, (8, 4, 4))
     assert counted.routed_dense_macs == 16 * 4 * (8 * 10 + 10 * 6)
     assert counted.routed_macs == 16 * (8 * 10 + 10 * 6) + 16 * 8 * 4
 
@@ -82,7 +82,7 @@ def test_patches_that_choose_one_expert_cost_one_expert():
 def test_slots_cost_their_experts_and_their_mixing():
     router = SoftRouter(8, 4, slots_per_expert=3, patch_size=2)
     layer = PatchMoE(8, 12, experts=4, patch_size=2, router=router)
-    counted = count(layer, (8, 4, 4))
+    counted = count_macs(layer, (8, 4, 4))
     slots, N, p2 = 12, 4, 4
     mixing = slots * N * p2 * (8 + 3)
     assert counted.routed_dense_macs == 16 * 8 * 12
@@ -91,7 +91,7 @@ def test_slots_cost_their_experts_and_their_mixing():
 
 def test_a_sample_pays_for_the_experts_it_goes_to():
     experts = [nn.Sequential(nn.Flatten(), nn.Linear(48, width), nn.ReLU(), nn.Linear(width, 5)) for width in (6, 10)]
-    counted = count(SampleMoE(SampleRouter(3, experts=2, patch_size=2), experts), (3, 4, 4))
+    counted = count_macs(SampleMoE(SampleRouter(3, experts=2, patch_size=2), experts), (3, 4, 4))
     dense = sum(48 * width + width * 5 for width in (6, 10))
     assert counted.routed_dense_macs == counted.dense_macs == dense
     assert counted.routed_macs == counted.macs == dense // 2 + 2 * 3 * 4
@@ -112,14 +112,14 @@ def test_a_sample_pays_for_the_experts_it_goes_to():
 def test_stacked_experts_of_samples(experts, dense):
     flat = nn.Flatten(2 if isinstance(experts, PatchNetExperts) else 1)
     model = nn.Sequential(flat, SampleMoE(SampleRouter(8, 4), experts, top_k=2))
-    counted = count(model, (1, 2, 4))
+    counted = count_macs(model, (1, 2, 4))
     assert counted.routed_dense_macs == dense
     assert counted.routed_macs == dense // 2 + 4 * 8
 
 
 def test_a_layer_that_runs_twice_is_paid_twice_and_owned_once():
     layer = nn.Conv2d(3, 3, 1)
-    counted = count(nn.Sequential(nn.Sequential(layer), nn.ReLU(), nn.Sequential(layer)), (3, 4, 4))
+    counted = count_macs(nn.Sequential(nn.Sequential(layer), nn.ReLU(), nn.Sequential(layer)), (3, 4, 4))
     assert counted.macs == 2 * 9 * 16
     assert counted.parameters == sum(row.parameters for row in counted.layers) == 12
 
@@ -128,7 +128,7 @@ def test_counting_leaves_the_model_as_it_was():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout())
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    count(model, (3, 8, 8))
+    count_macs(model, (3, 8, 8))
     assert [module.training for module in model] == [True, False, True]
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())
@@ -137,8 +137,8 @@ def test_counting_leaves_the_model_as_it_was():
 def test_a_model_without_storage_is_counted_too():
     layer = PatchMoE(8, 12, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), layer)
-    counted = count(model, (3, 16, 16))
-    assert count(model.to("meta"), (3, 16, 16)) == counted
+    counted = count_macs(model, (3, 16, 16))
+    assert count_macs(model.to("meta"), (3, 16, 16)) == counted
 
 
 def test_a_layer_that_is_called_by_keyword_is_counted():
@@ -150,12 +150,12 @@ def test_a_layer_that_is_called_by_keyword_is_counted():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(input=x)
 
-    assert count(Caller(), (3, 4, 4)).macs == 3 * 4 * 4 * 2
+    assert count_macs(Caller(), (3, 4, 4)).macs == 3 * 4 * 4 * 2
 
 
 def test_the_table_has_a_line_for_each_layer_and_the_sums():
     model = nn.Sequential(nn.Conv2d(3, 1024, 3), PatchMoE(1024, 4, experts=2, patches_per_expert=1))
-    lines = str(count(model, (3, 4, 4))).splitlines()
+    lines = str(count_macs(model, (3, 4, 4))).splitlines()
     assert [line.split()[0] for line in lines] == ["layer", "0", "1", "all", "routed"]
     assert "28 672" in lines[1]
     assert "100 %" in lines[1]
@@ -163,14 +163,14 @@ def test_the_table_has_a_line_for_each_layer_and_the_sums():
 
 def test_a_shape_that_is_no_image_is_refused():
     with pytest.raises(ValueError, match=r"shape=\(32, 32\) is not that of an image; give \(C, H, W\)"):
-        count(nn.Conv2d(3, 3, 1), (32, 32))
+        count_macs(nn.Conv2d(3, 3, 1), (32, 32))
     with pytest.raises(ValueError, match="H=0; it must be at least 1"):
-        count(nn.Conv2d(3, 3, 1), (3, 0, 4))
+        count_macs(nn.Conv2d(3, 3, 1), (3, 0, 4))
 
 
 def test_an_image_that_does_not_fit_is_told_with_its_shape():
     with pytest.raises(RuntimeError) as told:
-        count(nn.Conv2d(3, 3, 1), (4, 8, 8))
+        count_macs(nn.Conv2d(3, 3, 1), (4, 8, 8))
     assert "an image of shape (4, 8, 8)" in told.value.__notes__[0]
 
 
@@ -194,7 +194,7 @@ def test_gated_convolutions_cost_their_open_channels_and_the_gates(device):
     model = TwoGated().to(device)
     if device == "cpu":
         nn.init.zeros_(model.gates[0].weight)  # ties: the first block, which is whole, is open
-    counted = count(model, (3, 8, 8))
+    counted = count_macs(model, (3, 8, 8))
     rows = {row.name: row for row in counted.layers}
     assert (rows["first"].macs, rows["first"].dense_macs) == (64 * 9 * 3 * 3, 64 * 9 * 3 * 8)
     assert (rows["second"].macs, rows["second"].dense_macs) == (16 * 9 * 3 * 6, 16 * 9 * 8 * 6)
@@ -206,8 +206,8 @@ def test_gated_convolutions_cost_their_open_channels_and_the_gates(device):
 
 def test_a_network_with_gated_channels_costs_what_the_plain_one_does_if_nobody_routes():
     model = create_model("resnet50_deepmoe", num_classes=4, width=0.05)
-    counted = count(model, (3, 32, 32))
-    plain = count(create_model("resnet50", num_classes=4, width=0.05), (3, 32, 32))
+    counted = count_macs(model, (3, 32, 32))
+    plain = count_macs(create_model("resnet50", num_classes=4, width=0.05), (3, 32, 32))
     assert counted.dense_macs == plain.macs == model.dense_macs
     assert counted.macs == plain.macs + model.gate_macs  # all gates start open
     rows = {row.name: row for row in counted.layers}

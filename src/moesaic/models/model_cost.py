@@ -30,7 +30,7 @@ from moesaic.ops.channel.gated_conv import open_channels
 from moesaic.routing import ChannelGate, Router, SampleRouter
 from moesaic.routing_record import Routing
 
-__all__ = ["Count", "LayerCount", "count", "evaluating"]
+__all__ = ["LayerCost", "ModelCost", "count_macs", "eval_mode"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -39,7 +39,7 @@ _COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROU
 
 
 @dataclass(frozen=True)
-class LayerCount:
+class LayerCost:
     """One layer of a network, for one image."""
 
     name: str
@@ -55,10 +55,10 @@ class LayerCount:
 
 
 @dataclass(frozen=True)
-class Count:
+class ModelCost:
     """What a network costs; `str` of it is a table."""
 
-    layers: tuple[LayerCount, ...]
+    layers: tuple[LayerCost, ...]
     """In the order in which they first ran. An expert of a list has a row, with its share of the samples."""
     parameters: int
     """All of the network's, those of normalisation included."""
@@ -96,7 +96,7 @@ class Count:
         rows += [_row(layer.name or "(itself)", layer.kind, layer.parameters, layer) for layer in self.layers]
         rows.append(_row("all", "", self.parameters, self))
         if any(layer.routed for layer in self.layers):
-            routed = Count(tuple(layer for layer in self.layers if layer.routed), 0, 0)
+            routed = ModelCost(tuple(layer for layer in self.layers if layer.routed), 0, 0)
             rows.append(_row("routed", "", self.routed_parameters, routed))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
         lines = [
@@ -111,7 +111,7 @@ class Count:
         return self.table()
 
 
-def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
+def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
     """Count a network by running it on one image (C, H, W), in eval mode and on the device it is on.
 
     Nothing of the model changes, and one on the meta device is counted without computing anything. Where
@@ -123,7 +123,7 @@ def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
     >>> from torch import nn
     >>> layer = moesaic.PatchMoE(16, 32, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
     >>> model = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), layer)
-    >>> print(count(model, (3, 16, 16)))
+    >>> print(count_macs(model, (3, 16, 16)))
     layer   kind      parameters  multiply-adds  of dense
     0       Conv2d           448        110 592     100 %
     2       PatchMoE       5 664        163 840    13.9 %
@@ -131,16 +131,16 @@ def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
     routed                 5 664        163 840    13.9 %
     """
     if len(shape) != 3:
-        raise ValueError(f"count: shape={shape} is not that of an image; give (C, H, W), such as (3, 64, 64)")
-    at_least_one("count", C=shape[0], H=shape[1], W=shape[2])
+        raise ValueError(f"count_macs: shape={shape} is not that of an image; give (C, H, W), such as (3, 64, 64)")
+    at_least_one("count_macs", C=shape[0], H=shape[1], W=shape[2])
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
     image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    with evaluating(model), torch.no_grad():
+    with eval_mode(model), torch.no_grad():
         try:
             rows = _run("", model, image)
         except Exception as error:
-            error.add_note(f"count: while {type(model).__name__} ran on an image of shape {tuple(shape)}")
+            error.add_note(f"count_macs: while {type(model).__name__} ran on an image of shape {tuple(shape)}")
             raise
     routed = {
         id(weight): weight.numel()
@@ -148,12 +148,12 @@ def count(model: nn.Module, shape: tuple[int, int, int]) -> Count:
         if isinstance(layer, _ROUTED)
         for weight in layer.parameters()
     }
-    return Count(tuple(rows), sum(weight.numel() for weight in model.parameters()), sum(routed.values()))
+    return ModelCost(tuple(rows), sum(weight.numel() for weight in model.parameters()), sum(routed.values()))
 
 
-def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) -> list[LayerCount]:
+def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) -> list[LayerCost]:
     """The rows of a module's layers, as they run on ``x``."""
-    rows: dict[str, LayerCount] = {}
+    rows: dict[str, LayerCost] = {}
     seen = set() if seen is None else seen
 
     def listen(where: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
@@ -181,7 +181,7 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
     return list(rows.values())
 
 
-def _again(before: LayerCount, row: LayerCount) -> LayerCount:
+def _again(before: LayerCost, row: LayerCost) -> LayerCost:
     """A layer that ran more than once."""
     return replace(before, macs=before.macs + row.macs, dense_macs=before.dense_macs + row.dense_macs)
 
@@ -198,7 +198,7 @@ def _outermost(name: str, module: nn.Module, seen: set[int]) -> Generator[tuple[
         yield from _outermost(f"{name}.{below}".lstrip("."), child, seen)
 
 
-def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> list[LayerCount]:
+def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> list[LayerCost]:
     kind = type(layer).__name__
     if isinstance(layer, SampleMoE):
         return _sample_rows(name, layer, x, seen)
@@ -211,11 +211,11 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
     if isinstance(layer, PatchMoE):
         return [_patch_row(name, layer, x, parameters)]
     if isinstance(layer, ChannelGate):
-        return [LayerCount(name, kind, parameters, x.shape[0] * layer.weight.numel(), 0, True)]
+        return [LayerCost(name, kind, parameters, x.shape[0] * layer.weight.numel(), 0, True)]
     if isinstance(layer, ReadingConv):
         each = y.numel() * layer.weight[0].numel() // layer.in_channels
         active = _active(layer.gate_in(), layer.in_channels, layer.block_in)
-        return [LayerCount(name, kind, parameters, each * active, each * layer.in_channels, True)]
+        return [LayerCost(name, kind, parameters, each * active, each * layer.in_channels, True)]
     if isinstance(layer, _CONVOLUTIONS):
         macs = y.numel() * layer.weight[0].numel()
     elif isinstance(layer, _TRANSPOSED):
@@ -227,7 +227,7 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
     else:  # a sample's patches are added first
         assert isinstance(layer, SampleRouter)
         macs = x.shape[0] * layer.weight.numel()
-    return [LayerCount(name, kind, parameters, macs, macs)]
+    return [LayerCost(name, kind, parameters, macs, macs)]
 
 
 def _fresh(layer: nn.Module, seen: set[int]) -> int:
@@ -249,13 +249,13 @@ def _gates(
 
 def _channel_row(
     name: str, layer: ChannelMoE, x: Tensor, gate_out: Routing, gate_in: Routing | None, parameters: int
-) -> LayerCount:
+) -> LayerCost:
     rows, columns = layer.map_size(x.shape[2], x.shape[3])
     pair = rows * columns * layer.kernel_size**2
     outs = _active(gate_out, layer.out_channels, layer.block)
     ins = layer.in_channels if gate_in is None else _active(gate_in, layer.in_channels, layer.block_in)
     dense = pair * layer.in_channels * layer.out_channels
-    return LayerCount(name, type(layer).__name__, parameters, pair * ins * outs, dense, True)
+    return LayerCost(name, type(layer).__name__, parameters, pair * ins * outs, dense, True)
 
 
 def _active(routing: Routing, channels: int, block: int) -> int:
@@ -265,7 +265,7 @@ def _active(routing: Routing, channels: int, block: int) -> int:
     return min(routing.gate.shape[2] * block, channels)
 
 
-def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCount:
+def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCost:
     routing, experts = layer.route(x), layer.experts
     pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, wherever their channels are
     dense = pixels * _pixel_macs(experts)
@@ -281,7 +281,7 @@ def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerC
     else:
         taken = routing.index.numel() if routing.index is not None and not routing.may_drop else int(routing.load.sum())
         macs = dense * taken // places
-    return LayerCount(name, type(layer).__name__, parameters, macs + router, dense, True)
+    return LayerCost(name, type(layer).__name__, parameters, macs + router, dense, True)
 
 
 def _pixel_macs(experts: Experts) -> int:
@@ -294,7 +294,7 @@ def _pixel_macs(experts: Experts) -> int:
     return sum(weight.numel() for weight in matrices)
 
 
-def _sample_rows(name: str, layer: SampleMoE, x: Tensor, seen: set[int]) -> list[LayerCount]:
+def _sample_rows(name: str, layer: SampleMoE, x: Tensor, seen: set[int]) -> list[LayerCost]:
     inside = f"{name}." if name else ""
     rows = [replace(row, dense_macs=0) for row in _run(f"{inside}router", layer.router, x, seen)]
     E, K = len(cast("nn.ModuleList", layer.experts)), layer.top_k
@@ -305,7 +305,7 @@ def _sample_rows(name: str, layer: SampleMoE, x: Tensor, seen: set[int]) -> list
     else:
         parameters = sum(weight.numel() for weight in layer.experts.parameters())
         dense = _stacked_macs(layer.experts, x)
-        rows.append(LayerCount(f"{inside}experts", type(layer.experts).__name__, parameters, dense * K // E, dense))
+        rows.append(LayerCost(f"{inside}experts", type(layer.experts).__name__, parameters, dense * K // E, dense))
     return [replace(row, routed=True) for row in rows]
 
 
@@ -324,7 +324,7 @@ def _stacked_macs(experts: nn.Module, x: Tensor) -> int:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
+def eval_mode(model: nn.Module) -> Generator[None]:
     """Eval mode inside the block, and every module's own mode again behind it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -335,7 +335,7 @@ def evaluating(model: nn.Module) -> Generator[None]:
             module.training = training
 
 
-def _row(name: str, kind: str, parameters: int, cost: LayerCount | Count) -> tuple[str, str, str, str, str]:
+def _row(name: str, kind: str, parameters: int, cost: LayerCost | ModelCost) -> tuple[str, str, str, str, str]:
     share = f"{100 * cost.macs / cost.dense_macs:.3g} %" if cost.dense_macs else "–"
     return name, kind, _grouped(parameters), _grouped(cost.macs), share
 
