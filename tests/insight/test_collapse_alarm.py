@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moesaic.insight import CollapseAlarm, CollapseWarning, check_scores
-from moesaic.layers import Routed
+from moesaic.layers import RoutedLayer
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
 from moesaic.routing_record import Routing
 
 
-class Scored(Routed):
+class Scored(RoutedLayer):
     """A routed layer that takes scores for its input and returns them."""
 
     def __init__(self, router: ExpertChoice | TokenChoice | SoftRouter) -> None:
@@ -22,7 +22,7 @@ class Scored(Routed):
         self.router = router
 
     def forward(self, scores: Tensor) -> Tensor:
-        return self._emit(self.router.choose(scores)).scores
+        return self._call_routing_hooks(self.router.choose(scores)).scores
 
 
 def token_choice(experts: int) -> Scored:
@@ -218,7 +218,7 @@ def test_routing_is_watched_with_its_graph_intact():
     layer = expert_choice(experts=2, patches_per_expert=1)
     scores = torch.randn(2, 4, 2, requires_grad=True)
     seen: list[Routing] = []
-    layer._observers.append(seen.append)
+    layer._routing_hooks.append(seen.append)
     with CollapseAlarm(layer, every=1), check_scores(layer):
         layer(scores)
     seen[0].gate.sum().backward()

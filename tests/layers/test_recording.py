@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import moesaic
-from moesaic.layers import observe, routed_layers
+from moesaic.layers import routed_layers, routing_hook
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_maps_of_two_sizes_cannot_be_joined(model):
 def test_nothing_listens_after_the_block_even_if_it_failed(model):
     with pytest.raises(RuntimeError), moesaic.record_routing(model):
         raise RuntimeError
-    assert all(layer._observers == [] for layer in routed_layers(model).values())
+    assert all(layer._routing_hooks == [] for layer in routed_layers(model).values())
 
 
 def test_a_compiled_model_keeps_the_names_of_its_layers(model):
@@ -86,7 +86,7 @@ def test_a_compiled_model_keeps_the_names_of_its_layers(model):
 
 def test_a_model_without_routed_layers_is_refused():
     with (
-        pytest.raises(ValueError, match="Linear has no routed layer to look at"),
+        pytest.raises(ValueError, match="Linear has no routed layer; build one"),
         moesaic.record_routing(nn.Linear(1, 1)),
     ):
         pass
@@ -100,6 +100,6 @@ def test_an_unknown_keep_is_refused(model):
 
 def test_observers_see_every_layer_with_its_name(model):
     seen = []
-    with observe(model, lambda name, layer, routing: seen.append((name, layer, routing.experts))):
+    with routing_hook(model, lambda name, layer, routing: seen.append((name, layer, routing.experts))):
         model(torch.randn(1, 3, 8, 8))
     assert seen == [("0", model[0], 2), ("1.1", model[1][1], 4)]

@@ -1,6 +1,6 @@
 """Watch the routing while a model runs: an alarm for experts that die, a check for scores that are not numbers.
 
-Both listen to the routed layers through ``moesaic.layers.observe`` and are gone when their block
+Both listen to the routed layers through ``moesaic.layers.routing_hook`` and are gone when their block
 ends; a model that nobody watches pays nothing. In a compiled model each routed layer breaks the
 graph while it is watched, which ``fullgraph=True`` does not allow.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
 from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, starved
-from moesaic.layers import Observer, Routed, observe
+from moesaic.layers import RoutedLayer, RoutingHook, routing_hook
 from moesaic.routing_record import Routing
 
 __all__ = ["CollapseAlarm", "CollapseWarning", "check_scores"]
@@ -100,7 +100,7 @@ class CollapseAlarm:
             observing, self._observing = self._observing, None
             observing.__exit__(kind, error, trace)
 
-    def _hear(self, name: str, layer: Routed, routing: Routing) -> None:
+    def _hear(self, name: str, layer: RoutedLayer, routing: Routing) -> None:
         if not layer.training or name in self._warned:
             return
         self._add(name, routing)
@@ -189,7 +189,7 @@ def check_scores(model: nn.Module) -> Generator[None]:
         yield
 
 
-def _refuse_bad_scores(name: str, layer: Routed, routing: Routing) -> None:
+def _refuse_bad_scores(name: str, layer: RoutedLayer, routing: Routing) -> None:
     scores = routing.scores.detach()
     bad = ~scores.isfinite()
     if not bad.any():
@@ -204,10 +204,10 @@ def _refuse_bad_scores(name: str, layer: Routed, routing: Routing) -> None:
     )
 
 
-def _watch(model: nn.Module, observer: Observer) -> AbstractContextManager[None]:
+def _watch(model: nn.Module, observer: RoutingHook) -> AbstractContextManager[None]:
     # Compiled, an observer's counters would be constants of the graph, and each pass a new compilation.
     way_out = "compile without fullgraph=True while somebody watches the routing"
-    return observe(model, cast("Observer", torch.compiler.disable(observer, reason=way_out)))
+    return routing_hook(model, cast("RoutingHook", torch.compiler.disable(observer, reason=way_out)))
 
 
 def _place(name: str) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import one_of
-from moesaic.layers.recording import Routed, observe, routed_layers
+from moesaic.layers.recording import RoutedLayer, routed_layers, routing_hook
 from moesaic.routing_record import Routing
 
 __all__ = ["Field", "receptive_field"]
@@ -56,7 +56,7 @@ def receptive_field(model: nn.Module, layer: str, images: Tensor) -> Field | Non
     def keep_input(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         seen.append(inputs[0])
 
-    def keep_grid(name: str, module: Routed, routing: Routing) -> None:
+    def keep_grid(name: str, module: RoutedLayer, routing: Routing) -> None:
         if name == layer:
             grids.append(routing.grid)
 
@@ -66,7 +66,7 @@ def receptive_field(model: nn.Module, layer: str, images: Tensor) -> Field | Non
     training = model.training
     try:
         model.eval()
-        with torch.enable_grad(), observe(model, keep_grid):
+        with torch.enable_grad(), routing_hook(model, keep_grid):
             x = images.detach().clone().requires_grad_()
             model(x)
             return _measured(x, seen[-1], grids[-1]) if seen and grids else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, check_map, one_of
-from moesaic.layers.recording import Routed
+from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import Norm, autocast_dtype
 from moesaic.ops.channel.gated_conv import channel_macs, open_channels
 from moesaic.ops.channel.open_channels import opened_of, run_opened
@@ -24,7 +24,7 @@ from moesaic.routing_record import Routing
 __all__ = ["ChannelMoE"]
 
 
-class ChannelMoE(Routed):
+class ChannelMoE(RoutedLayer):
     """y = g ⊙ activation(BatchNorm(conv(x))), with a gate g ≥ 0 for each sample and block of channels.
 
     The gates come from outside, as the ``Routing`` of a ``ChannelGate``: those of this layer's channels, and
@@ -108,7 +108,7 @@ class ChannelMoE(Routed):
     def forward(self, x: Tensor, gate_out: Routing, gate_in: Routing | None = None) -> Tensor:
         opened = opened_of(gate_out)
         if opened is not None:  # looked at together with the gates of other layers, of which this has been checked
-            self._emit(gate_out)
+            self._call_routing_hooks(gate_out)
             return run_opened(x, opened, opened_of(gate_in))
         check_map("ChannelMoE", x, self.in_channels, 1)
         self._check_size(x)
@@ -118,7 +118,7 @@ class ChannelMoE(Routed):
             self._check_gates("gate_in", gate_in, x.shape[0], self.in_channels, self.block_in)
         if self.norm is not None and self.norm.training and self.norm.num_batches_tracked is not None:
             self.norm.num_batches_tracked.add_(1)
-        return run_channels(x, self._emit(gate_out), gate_in, self.weights())
+        return run_channels(x, self._call_routing_hooks(gate_out), gate_in, self.weights())
 
     def weights(self) -> ChannelConv:
         """Its convolution and BatchNorm, as backends take them."""

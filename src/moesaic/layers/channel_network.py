@@ -165,7 +165,7 @@ def _learned(gates: Gates) -> list[Tensor]:
 
 
 def _observed(layer: ChannelMoE) -> bool:
-    return bool(layer._observers)  # pyright: ignore[reportPrivateUsage]
+    return bool(layer._routing_hooks)  # pyright: ignore[reportPrivateUsage]
 
 
 def _sizes(conv: ChannelConv) -> np.ndarray[tuple[int], np.dtype[np.intp]]:

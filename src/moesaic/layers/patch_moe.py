@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, check_map, one_of
 from moesaic.experts import ConvExperts, Experts
-from moesaic.layers.recording import Routed
+from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import ChosenPatches, Combine, Context, GateOn, Norm, PatchSpec, autocast_dtype
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
@@ -22,7 +22,7 @@ from moesaic.routing_record import Routing
 __all__ = ["PatchMoE"]
 
 
-class PatchMoE(Routed):
+class PatchMoE(RoutedLayer):
     """Routes the patches of a map (B, C, H, W) to experts and returns a map (B, C', H, W).
 
     Expert e has a mask M_e (1 on its patches, else 0) and a gate map G_e (its gate there, else 0):
@@ -194,7 +194,7 @@ class PatchMoE(Routed):
         self._check_input(x)
         x = x.contiguous(memory_format=torch.channels_last)
         routing = self._route(x)
-        self._emit(_bare(routing))
+        self._call_routing_hooks(_bare(routing))
         return x, routing
 
     def _route(self, x: Tensor) -> Routing:

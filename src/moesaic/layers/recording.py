@@ -1,6 +1,6 @@
-"""What every routed layer shares: it tells whoever asks how it routed.
+"""Routing hooks: callables that receive the ``Routing`` of every forward pass of a routed layer.
 
-Observers cost nothing when there are none: no copies, no synchronisation with the device.
+A layer without hooks pays nothing for them: no copies, no synchronisation with the device.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from torch import Tensor, nn
 from moesaic.checks import one_of
 from moesaic.routing_record import Routing
 
-__all__ = ["Observer", "Routed", "observe", "record_routing", "routed_layers"]
+__all__ = ["RoutedLayer", "RoutingHook", "record_routing", "routed_layers", "routing_hook"]
 
-Observer = Callable[[str, "Routed", Routing], None]
-"""Called with the layer's name in the model, the layer and what it routed, at every forward pass."""
+RoutingHook = Callable[[str, "RoutedLayer", Routing], None]
+"""``hook(name, layer, routing)``: called at every forward pass with the layer's name in the model."""
 
 
-class Routed(nn.Module):
-    """Base of the routed layers: a layer passes each ``Routing`` it makes through ``_emit``."""
+class RoutedLayer(nn.Module):
+    """Base class of the routed layers; ``forward`` passes each ``Routing`` to ``_call_routing_hooks``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._observers: list[Callable[[Routing], None]] = []
+        self._routing_hooks: list[Callable[[Routing], None]] = []
 
-    def _emit(self, routing: Routing) -> Routing:
-        for tell in self._observers:
-            tell(routing)
+    def _call_routing_hooks(self, routing: Routing) -> Routing:
+        for hook in self._routing_hooks:
+            hook(routing)
         return routing
 
 
-def routed_layers(model: nn.Module) -> dict[str, Routed]:
-    """The routed layers of a model by name; a compiled model's layers keep the names they had.
+def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
+    """Returns the routed layers of a model by name, without the ``_orig_mod`` of compiled modules.
 
     >>> from torch import nn
     >>> import moesaic
@@ -48,40 +48,42 @@ def routed_layers(model: nn.Module) -> dict[str, Routed]:
         return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())  # torch types it in part
-    return {plain(name): layer for name, layer in modules if isinstance(layer, Routed)}
+    return {plain(name): layer for name, layer in modules if isinstance(layer, RoutedLayer)}
 
 
 @contextmanager
-def observe(model: nn.Module, observer: Observer) -> Generator[None]:
-    """Call ``observer(name, layer, routing)`` whenever a routed layer of ``model`` runs inside the block."""
+def routing_hook(model: nn.Module, hook: RoutingHook) -> Generator[None]:
+    """Calls ``hook(name, layer, routing)`` whenever a routed layer of ``model`` runs inside the block."""
     layers = routed_layers(model)
     if not layers:
         raise ValueError(
-            f"observe: {type(model).__name__} has no routed layer to look at; "
+            f"routing_hook: {type(model).__name__} has no routed layer; "
             "build one with moesaic.PatchMoE, or convert a convolution into one"
         )
-    listening: list[tuple[Routed, Callable[[Routing], None]]] = []
+    registered: list[tuple[RoutedLayer, Callable[[Routing], None]]] = []
     for name, layer in layers.items():
 
-        def tell(routing: Routing, name: str = name, layer: Routed = layer) -> None:
-            observer(name, layer, routing)
+        def call(routing: Routing, name: str = name, layer: RoutedLayer = layer) -> None:
+            hook(name, layer, routing)
 
-        layer._observers.append(tell)  # pyright: ignore[reportPrivateUsage]
-        listening.append((layer, tell))
+        layer._routing_hooks.append(call)  # pyright: ignore[reportPrivateUsage]
+        registered.append((layer, call))
     try:
         yield
     finally:
-        for layer, told in listening:
-            layer._observers.remove(told)  # pyright: ignore[reportPrivateUsage]
+        for layer, call in registered:
+            layer._routing_hooks.remove(call)  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager
 def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> Generator[dict[str, Routing]]:
-    """Collect what the routed layers of ``model`` choose: ``{module name: Routing}``.
+    """Collects the routing of every routed layer of ``model``: ``{module name: Routing}``.
 
-    ``keep="last"`` holds each layer's latest forward pass with its autograd graph, so that a
-    balance loss can be taken on it. ``keep="all"`` joins all passes inside the block along the
-    batch, cut from the graph: what the metrics of a whole data set want.
+    Args:
+        model: any model that contains routed layers.
+        keep: ``"last"``: the latest forward pass of each layer, with its autograd graph, so that a balance loss can
+            be computed from it. ``"all"``: all forward passes inside the block, detached and concatenated along the
+            batch, for metrics over a whole data set.
 
     >>> import torch, moesaic
     >>> model = torch.nn.Sequential(moesaic.PatchMoE(4, 8, experts=2, patches_per_expert=3, patch_size=2))
@@ -94,25 +96,25 @@ def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> G
     records: dict[str, Routing] = {}
     passes: dict[str, list[Routing]] = {}
 
-    def collect(name: str, layer: Routed, routing: Routing) -> None:
+    def collect(name: str, layer: RoutedLayer, routing: Routing) -> None:
         if keep == "last":
             records[name] = routing
         else:
             passes.setdefault(name, []).append(routing.detach())
 
-    with observe(model, collect):
+    with routing_hook(model, collect):
         yield records
     for name, parts in passes.items():
-        records[name] = _join(name, parts)
+        records[name] = _concatenate(name, parts)
 
 
-def _join(name: str, parts: list[Routing]) -> Routing:
+def _concatenate(name: str, parts: list[Routing]) -> Routing:
     first = parts[0]
     for part in parts:
         if part.scores.shape[1:] != first.scores.shape[1:] or part.grid != first.grid:
             raise ValueError(
                 f"record_routing: {name} routed {first.units} units in one pass and {part.units} in another; "
-                "keep='all' joins passes over maps of one size: use keep='last' for the others"
+                "keep='all' concatenates passes over maps of one size; use keep='last' for maps of several sizes"
             )
 
     def cat(tensors: list[Tensor | None]) -> Tensor | None:

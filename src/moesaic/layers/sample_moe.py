@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.experts import ConvExperts
-from moesaic.layers.recording import Routed
+from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import run_each
 from moesaic.routing.noise import Noise, draw_noise
-from moesaic.routing.router import best
+from moesaic.routing.router import stable_topk
 from moesaic.routing_record import Routing
 
 __all__ = ["SampleGate", "SampleMoE"]
@@ -26,7 +26,7 @@ __all__ = ["SampleGate", "SampleMoE"]
 SampleGate = Literal["softmax", "raw"]
 
 
-class SampleMoE(Routed):
+class SampleMoE(RoutedLayer):
     """Routes each sample of a batch (B, …) to its ``top_k`` experts and returns the gated sum of their answers.
 
     Only the experts a sample goes to run on it. Experts that come as a list run once each, on all
@@ -97,7 +97,7 @@ class SampleMoE(Routed):
         self._count = count
 
     def forward(self, x: Tensor) -> Tensor:
-        routing = self._emit(self.route(x))
+        routing = self._call_routing_hooks(self.route(x))
         return self.experts(x, routing) if self._stacked else run_each(x, routing, self._answer)
 
     def route(self, x: Tensor) -> Routing:
@@ -117,7 +117,7 @@ class SampleMoE(Routed):
         noisy = scores
         if self.noise is not None and (self.training or self.noise_in_eval):
             noisy = scores + self.noise_scale * draw_noise(self.noise, scores, self.generator)
-        index = best(noisy, self.top_k)
+        index = stable_topk(noisy, self.top_k)
         gate = (scores.softmax(-1) if self.gate == "softmax" else noisy).gather(-1, index)
         return Routing("sample", scores, index, gate, chooser="unit", may_drop=False)
 

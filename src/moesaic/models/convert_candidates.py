@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import is_parametrized
 
-from moesaic.layers.recording import Routed
+from moesaic.layers.recording import RoutedLayer
 from moesaic.models.model_cost import eval_mode
 
 __all__ = ["Maps", "convertible", "find_layers", "input_shape", "refusal", "trial"]
@@ -114,7 +114,7 @@ def refusal(model: nn.Module, name: str, maps: Maps | None = None) -> str | None
     layer = model.get_submodule(name)
     if name == "":
         return "is the model itself; put it into an nn.Sequential and name it '0'"
-    if isinstance(layer, Routed):
+    if isinstance(layer, RoutedLayer):
         return f"is a {type(layer).__name__}, which routes already"
     if not isinstance(layer, (nn.Conv2d, nn.Linear)):
         return f"is a {type(layer).__name__}, neither a Conv2d nor a Linear"

@@ -9,7 +9,7 @@ from torch import nn
 
 __all__ = ["Listeners"]
 
-_NAMES = ("_forward_hooks", "_forward_pre_hooks", "_observers")
+_NAMES = ("_forward_hooks", "_forward_pre_hooks", "_routing_hooks")
 # of those that hear every module, such as torch's counter of multiply-adds
 _EVERYWHERE = [vars(torch.nn.modules.module)[f"_global{name}"] for name in _NAMES[:2]]
 

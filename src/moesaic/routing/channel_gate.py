@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.ops import autocast_off
-from moesaic.routing.router import best, steady_product
+from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
 
 __all__ = ["ChannelGate", "ChannelMode", "gate_l1"]
@@ -118,7 +118,7 @@ class ChannelGate(nn.Module):
             raise TypeError(f"ChannelGate: takes floating-point embeddings, got {embedding.dtype}")
         dtype = torch.promote_types(embedding.dtype, torch.float32)
         with autocast_off(embedding):
-            scores = steady_product(embedding.to(dtype), self.weight.to(dtype).T)
+            scores = batch_invariant_matmul(embedding.to(dtype), self.weight.to(dtype).T)
             return self.choose(scores if self.bias is None else scores + self.bias.to(dtype))
 
     def choose(self, scores: Tensor) -> Routing:
@@ -128,7 +128,7 @@ class ChannelGate(nn.Module):
             noisy = scores + self.noise * torch.randn_like(scores)
         if self.mode == "topk":
             assert self.keep is not None
-            index = best(noisy, self.keep)
+            index = stable_topk(noisy, self.keep)
             gate = F.softplus(noisy.gather(1, index))
         else:
             # said this way round a score that is not a number stays visible as a gate that is none

@@ -101,7 +101,7 @@ def _joined(heads: list[ChannelGate], dtype: torch.dtype) -> JoinedHeads:
 
 
 def _whole(rows: Tensor) -> Tensor:
-    """Rows up to a multiple of sixteen, for equal results of equal rows (`moesaic.routing.router.steady_product`)."""
+    """Rows up to a multiple of sixteen, for equal results of equal rows (see `batch_invariant_matmul`)."""
     if len(rows) == 1:  # what the others are does not matter
         return rows.expand(16, -1).contiguous()
     return F.pad(rows, (0, 0, 0, -len(rows) % 16))

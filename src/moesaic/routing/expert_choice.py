@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moesaic.checks import at_least_one, check_map, one_of
 from moesaic.ops import Softmax, run_choice
-from moesaic.routing.router import Router, best
+from moesaic.routing.router import Router, stable_topk
 from moesaic.routing_record import Routing, Unit
 
 __all__ = ["ExpertChoice", "ExpertGate"]
@@ -72,7 +72,7 @@ class ExpertChoice(Router):
                 f"take at most {N}, or cut the map into more patches with a smaller patch_size"
             )
         scores_BEN = scores.transpose(1, 2)
-        index_BEL = best(scores_BEN, self.patches_per_expert)
+        index_BEL = stable_topk(scores_BEN, self.patches_per_expert)
         if self.gate == "softmax_all":
             gate_BEL = scores_BEN.softmax(-1).gather(-1, index_BEL)
         else:

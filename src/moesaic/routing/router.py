@@ -17,7 +17,7 @@ from moesaic.checks import at_least_one, check_map
 from moesaic.ops import autocast_off
 from moesaic.routing_record import Routing, Unit
 
-__all__ = ["Router", "best", "steady_product"]
+__all__ = ["Router", "batch_invariant_matmul", "stable_topk"]
 
 
 class Router(nn.Module):
@@ -61,7 +61,7 @@ class Router(nn.Module):
             patches = x.to(dtype).permute(0, 2, 3, 1).reshape(B, H // p, p, W // p, p, C).transpose(2, 3)
             kernels = self.weight.to(dtype).permute(2, 3, 1, 0)
             N, D, E = (H // p) * (W // p), p * p * C, self.weight.shape[0]
-            return steady_product(patches.reshape(B * N, D), kernels.reshape(D, E)).reshape(B, N, E)
+            return batch_invariant_matmul(patches.reshape(B * N, D), kernels.reshape(D, E)).reshape(B, N, E)
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         """The choice itself: scores (B, N, E) in, the record of who works on what out."""
@@ -76,7 +76,7 @@ class Router(nn.Module):
         return f"{self.in_channels}, experts={self.experts}, patch_size={self.patch_size}"
 
 
-def steady_product(rows: Tensor, columns: Tensor) -> Tensor:
+def batch_invariant_matmul(rows: Tensor, columns: Tensor) -> Tensor:
     """The product of rows and columns in which equal rows get equal results, however many others there are.
 
     A matrix product and no convolution, which would use TF32. Rows and columns come in sixteens,
@@ -89,10 +89,10 @@ def steady_product(rows: Tensor, columns: Tensor) -> Tensor:
     return (rows @ F.pad(columns, (0, -E % 16)))[:M, :E]
 
 
-def best(scores: Tensor, count: int) -> Tensor:
+def stable_topk(scores: Tensor, count: int) -> Tensor:
     """The indices of the ``count`` largest scores along the last axis, best first; ties go to the lower index.
 
-    >>> best(torch.tensor([1.0, 3.0, 3.0, 0.0]), 2).tolist()
+    >>> stable_topk(torch.tensor([1.0, 3.0, 3.0, 0.0]), 2).tolist()
     [1, 2]
     """
     if torch.onnx.is_in_onnx_export():

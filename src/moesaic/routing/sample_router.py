@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import at_least_one, check_map
 from moesaic.ops import autocast_off
-from moesaic.routing.router import steady_product
+from moesaic.routing.router import batch_invariant_matmul
 
 __all__ = ["SampleRouter"]
 
@@ -74,7 +74,7 @@ class SampleRouter(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x):
             bag, patches = self._add_patches(x.to(dtype).contiguous())  # one order of addition for every format
-            scores = steady_product(bag, self.weight.to(dtype).flatten(1).T)
+            scores = batch_invariant_matmul(bag, self.weight.to(dtype).flatten(1).T)
             return scores if self.bias is None else scores + patches * self.bias.to(dtype)
 
     def _add_patches(self, x: Tensor) -> tuple[Tensor, int]:

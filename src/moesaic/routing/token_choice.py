@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moesaic.checks import at_least_one, one_of
 from moesaic.routing.noise import Noise, draw_noise
-from moesaic.routing.router import Router, best
+from moesaic.routing.router import Router, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
 __all__ = ["TokenChoice", "TokenGate"]
@@ -82,7 +82,7 @@ class TokenChoice(Router):
         noisy = scores
         if self.noise is not None and acting:
             noisy = scores + self.noise_scale * draw_noise(self.noise, scores, self.generator)
-        index_BNK = best(noisy, self.top_k)
+        index_BNK = stable_topk(noisy, self.top_k)
         if self.gate == "softmax_all":
             gate_BNK = scores.softmax(-1).gather(-1, index_BNK)
         else:
@@ -105,7 +105,7 @@ class TokenChoice(Router):
     def _served(self, index_BNK: Tensor, sureness_BN1: Tensor) -> Tensor:
         """Which choices find room: first choices first, and those of the surest units of the batch before others."""
         B, N, K = index_BNK.shape
-        order = best(sureness_BN1.flatten(), B * N)
+        order = stable_topk(sureness_BN1.flatten(), B * N)
         choice_KU = index_BNK.reshape(B * N, K)[order].T
         asked = (choice_KU.reshape(-1, 1) == torch.arange(self.experts, device=order.device)).long()
         turn_KU = ((asked.cumsum(0) - 1) * asked).sum(-1).view(K, B * N)

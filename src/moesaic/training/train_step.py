@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from moesaic.layers.recording import Routed, record_routing, routed_layers
+from moesaic.layers.recording import RoutedLayer, record_routing, routed_layers
 from moesaic.models.deepmoe.network import Answer, DeepMoE
 from moesaic.routing import load_balance_loss
 from moesaic.routing_record import Routing
@@ -297,7 +297,7 @@ def _plain(
     return torch.optim.SGD(groups, recipe.learning_rate, recipe.momentum, weight_decay=decay, fused=fused)
 
 
-def _router_parameters(layers: Iterable[Routed]) -> set[int]:
+def _router_parameters(layers: Iterable[RoutedLayer]) -> set[int]:
     routers = (cast("nn.Module", layer.router) for layer in layers)
     return {id(parameter) for router in routers for parameter in router.parameters()}
 

@@ -32,7 +32,7 @@ from moesaic import keyed_random
 from moesaic.checks import at_least_one, one_of
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023.theory.router import router_init_std
-from moesaic.routing.router import best
+from moesaic.routing.router import stable_topk
 
 __all__ = ["Networks", "TwoLayer", "error_signal", "logits", "standardise_"]
 
@@ -253,7 +253,7 @@ class Networks:
 
     def _chosen(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, E, B, L): the places of the patches that each router picks."""
-        return best(self.scores(pool, index).permute(0, 3, 1, 2), self.model.selected(self.patches))
+        return stable_topk(self.scores(pool, index).permute(0, 3, 1, 2), self.model.selected(self.patches))
 
     def scores(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, B, N, E): the routing values g of every patch."""
@@ -375,7 +375,7 @@ def _gate(scores: Tensor, selected: int) -> Tensor:
     if selected == scores.shape[-2]:
         return scores.softmax(dim=-2)
     by_expert = scores.transpose(-1, -2)
-    chosen = best(by_expert, selected)
+    chosen = stable_topk(by_expert, selected)
     values = by_expert.gather(-1, chosen).softmax(dim=-1)
     return torch.zeros_like(by_expert).scatter_(-1, chosen, values).transpose(-1, -2)
 
