@@ -178,11 +178,12 @@ def test_low_precision_stays_within_its_rounding_of_float64(kind, dtype, device,
 def test_a_sample_that_goes_elsewhere_does_not_matter_even_if_it_is_nan(experts, backend):
     layer = moesaic.SampleMoE(Biased([0.0, 0.0]), experts, noise=None)
     with torch.no_grad():
-        layer.router.linear.weight[1] = -layer.router.linear.weight[0]
-    x = torch.randn(8, P, D, requires_grad=True)
+        layer.router.linear.weight.copy_(torch.tensor([[1.0] * D, [-1.0] * D]))
+    sign = torch.tensor([1.0, -1.0]).repeat(4)[:, None, None]  # samples go to the two experts by turns
+    x = (sign * (1 + torch.rand(8, P, D))).requires_grad_()
     routing = layer.route(x)
     one = routing.index.flatten() == 1
-    assert 0 < one.sum() < 8
+    assert one.tolist() == [False, True] * 4
     poisoned = torch.where(one[:, None, None], x, torch.nan)
     with moesaic.backend(backend):
         y = (

@@ -6,7 +6,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -290,18 +289,26 @@ def test_what_is_unknown_is_refused_before_anything_runs(tmp_path: Path, argumen
     assert not (tmp_path / "out").exists()
 
 
-# Run by the next test in a process of its own: the tiny paper, its findings as JSON.
+# Run by the next test in a process of its own: the tiny paper, its findings as JSON. It kills itself when it is about
+# to write a file while as many cells exist as its second argument says: by what is done, not by the clock.
 SCRIPT = """
-import json, sys
+import json, os, signal, sys
 from dataclasses import asdict
 from pathlib import Path
 sys.path[:0] = {path!r}
 import pytest
 from moesaic.papers.reproduce import reproduce
 from papers_tiny import CLAIMS, make_tiny
+out, moment = Path(sys.argv[1]), int(sys.argv[2])
+
+def die(event, arguments):
+    if event == "os.rename" and len(list(out.glob("cells/*.json"))) == moment:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(die)
 make_tiny(pytest.MonkeyPatch())
-outcome = reproduce(out=Path(sys.argv[1]), claims=CLAIMS)
-Path(sys.argv[1], "claims.json").write_text(json.dumps([asdict(f) | {{"seconds": None}} for f in outcome.findings]))
+outcome = reproduce(out=out, claims=CLAIMS)
+Path(out, "claims.json").write_text(json.dumps([asdict(f) | {{"seconds": None}} for f in outcome.findings]))
 """
 
 
@@ -310,19 +317,15 @@ def test_a_run_that_is_killed_and_repeated_ends_like_one_that_was_not(tmp_path: 
     script = SCRIPT.format(path=[str(tmp_path), *sys.path])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
-    def start(out: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", script, str(tmp_path / out)], env=environment)
+    def start(out: str, dies_at: int = -1) -> int:
+        command = [sys.executable, "-c", script, str(tmp_path / out), str(dies_at)]
+        return subprocess.run(command, env=environment).returncode
 
-    assert start("undisturbed").wait() == 0
+    assert start("undisturbed") == 0
     cells = len(list((tmp_path / "undisturbed" / "cells").glob("*.json")))
-    # by what is done, not by the clock: how long a run takes depends on what else the machine does
-    for moment in sorted(random.Random(0).sample(range(1, 3 * cells // 4), 4)):
-        process = start("disturbed")
-        while len(list((tmp_path / "disturbed" / "cells").glob("*.json"))) < moment:
-            assert process.poll() is None, "the run was over before it could be killed"
-            time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-    assert start("disturbed").wait() == 0
+    for moment in sorted(random.Random(0).sample(range(1, 3 * cells // 4), 2)):
+        assert start("disturbed", moment) == -signal.SIGKILL
+        assert len(list((tmp_path / "disturbed" / "cells").glob("*.json"))) == moment
+    assert start("disturbed") == 0
     expected = json.loads((tmp_path / "undisturbed" / "claims.json").read_text())
     assert json.loads((tmp_path / "disturbed" / "claims.json").read_text()) == expected

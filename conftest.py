@@ -1,0 +1,90 @@
+"""What every test shares, doctests in src included: seeds, the order of tests, and global state put back afterwards."""
+
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+
+os.environ.setdefault("MPLBACKEND", "agg")  # no test opens a window
+
+# Workers of pytest-xdist share the cores: more threads in each would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)
+
+SEED = int(os.environ.get("MOESAIC_TEST_SEED", "0"))
+"""Seeds every generator and shuffles the tests; ``make test SEED=n`` sets it."""
+
+
+def seed_torch(seed: int) -> None:
+    torch.manual_seed(seed + 0x6D6F65)  # not 0, 1, 2, …, with which tests seed inputs: weights would equal them
+
+
+def seed_generators() -> None:
+    random.seed(SEED)
+    np.random.seed(SEED % 2**32)  # noqa: NPY002  code under test may use the global generator
+    seed_torch(SEED)
+
+
+class TorchGenerator:
+    """torch's default generator as hypothesis wants it, so that each example of a property starts from one seed."""
+
+    seed = staticmethod(seed_torch)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+_torch_generator = TorchGenerator()  # hypothesis holds a weak reference
+hypothesis.register_random(_torch_generator)
+
+# No deadline: the first example of a shape pays for allocation and kernel selection.
+# The same examples in every run and on every machine; "fuzz" looks further, from the seed that tools/fuzz.py prints.
+hypothesis.settings.register_profile(
+    "moesaic", deadline=None, max_examples=40, derandomize=True, database=None, print_blob=True
+)
+hypothesis.settings.register_profile(
+    "fuzz", parent=hypothesis.settings.get_profile("moesaic"), derandomize=False, max_examples=200
+)
+hypothesis.settings.load_profile("fuzz" if "MOESAIC_FUZZ" in os.environ else "moesaic")
+
+
+def pytest_report_header() -> str:
+    return f"seed and order: MOESAIC_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shuffle the files, and the tests within each: a file's tests stay together for the fixtures they share."""
+    files: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    groups, rng = list(files.values()), random.Random(SEED)
+    rng.shuffle(groups)
+    for group in groups:
+        rng.shuffle(group)
+    items[:] = [item for group in groups for item in group]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> None:
+    """A fixture that several tests share has the same numbers whichever test asks for it first."""
+    if fixturedef.scope != "function":
+        seed_generators()
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """Every test starts from the same random numbers and leaves torch's global settings as they were."""
+    seed_generators()
+    dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    yield
+    torch.set_default_dtype(dtype)
+    torch.set_grad_enabled(grad)
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
