@@ -5,7 +5,7 @@
 The pictures are JPEG files of 178×218 pixels, as CelebA has them, made up for this. A batch is 128 float32
 images of 64×64 pixels, scaled to mean 0 and variance 1. An epoch takes each picture once, in random order.
 
-Ours decodes the pictures once (`load_images`) and makes batches as training does (`varied_batches`), in as many
+Ours decodes the pictures once (`load_images`) and makes batches as training does (`train_batches`), in as many
 threads as given. The peer is torch's DataLoader with as many worker processes, over Pillow: open, resize, and
 crop, mirror and shift where asked for. Its workers have been started, and both have seen an epoch, when the clock
 starts. All are timed in turns, and the figure is the median over epochs.
@@ -33,7 +33,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from moesaic.data.datasets import Augment, ImageTask
 from moesaic.data.load import load_images
-from moesaic.training.batches import varied_batches
+from moesaic.training.batches import train_batches
 
 SIZE, BATCH, WIDTH, HEIGHT = 64, 128, 178, 218
 BAR = 5000  # images a second
@@ -76,7 +76,7 @@ def epoch_of(task: ImageTask) -> Callable[[], object]:
     sizes = [BATCH] * (len(task.train) // BATCH)
 
     def run() -> None:
-        for _ in varied_batches(task, sizes, 0, 0, torch.device("cpu")):
+        for _ in train_batches(task, sizes, 0, 0, torch.device("cpu")):
             pass
 
     return run

@@ -29,7 +29,7 @@ from moesaic import keyed_random
 from moesaic.papers.chen2022.cluster_data import ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, train_mixtures
-from moesaic.training import Silent
+from moesaic.training import NoProgress
 
 SOURCE, MODEL, RATES = ClusterPatches.setting(1), Mixture.of("released"), MixtureSchedule.of("released")
 SAMPLES, SEEDS = 16_000, 10
@@ -86,7 +86,7 @@ def peer_times(trainings: list[Training], steps: int, threads: int, workers: int
         return [each for part in pool.map(loop, [trainings[i::workers] for i in range(workers)]) for each in part]
 
 
-class Stopwatch(Silent):
+class Stopwatch(NoProgress):
     """Notes when each step of ours is over, thread by thread."""
 
     def __init__(self) -> None:

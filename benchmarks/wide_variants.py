@@ -187,7 +187,7 @@ def main() -> None:
                 task = parted(scaled, samples[task_name], arguments.validation, SEED + trial)
                 model = variant.made(task, arguments.width, SEED + trial)
                 recipe = replace(variant.recipe, epochs=arguments.epochs)
-                run = fit(model, task, recipe, seed=SEED + trial, device=arguments.device, test_every=recipe.epochs)
+                run = fit(model, task, recipe, seed=SEED + trial, device=arguments.device, eval_every=recipe.epochs)
                 found[task_name][name].append(run.accuracy)
                 print(f"{task_name}, trial {trial + 1}, {name}: {run.accuracy:.2f} %", flush=True)
                 results = asked | summary(found, arguments.against)

@@ -7,7 +7,7 @@ import torch
 
 from moesaic.cli import main
 from moesaic.cli.bench import Bench
-from moesaic.cli.shared import BadInput
+from moesaic.cli.shared import CommandError
 
 SMALL = ["--channels", "8", "--size", "8", "--batch", "2", "--experts", "2", "--repetitions", "2", "--device", "cpu"]
 
@@ -66,12 +66,12 @@ def test_the_released_block_is_measured_too(capsys: pytest.CaptureFixture[str]):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(asked: Bench, complaint: str):
-    with pytest.raises(BadInput, match=f"^moesaic bench: .*{complaint}"):
+    with pytest.raises(CommandError, match=f"^moesaic bench: .*{complaint}"):
         asked.run([])
 
 
 def test_a_gpu_that_is_not_there_is_refused():
     if torch.cuda.is_available():
         pytest.skip("there is one")
-    with pytest.raises(BadInput, match=r"--device='cuda', but torch finds no GPU here; use 'cpu' or 'auto'"):
+    with pytest.raises(CommandError, match=r"--device='cuda', but torch finds no GPU here; use 'cpu' or 'auto'"):
         Bench("layer", device="cuda").run([])

@@ -14,12 +14,12 @@ import tyro
 from PIL import Image
 
 from moesaic.cli.compare import Compare
-from moesaic.cli.shared import BadInput
+from moesaic.cli.shared import CommandError
 from moesaic.report.chart import read_charts
 from moesaic.report.comparison import write_comparison_report
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.comparison_result import read_comparison
-from moesaic.training.paired_comparison import contrasts
+from moesaic.training.paired_comparison import paired_comparisons
 
 TILES, SIDE = 4, 4
 CROSS = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1]])
@@ -101,7 +101,7 @@ def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeyp
     given += ["--epochs", "8", "--batch", "16", "--size", "32", "--device", "cpu"]
     assert compare("mosaics", *given, "--cache-dir", "cache") == 0
     found = read_comparison(OUT / "result.json")
-    [contrast] = contrasts(found)
+    [contrast] = paired_comparisons(found)
     assert contrast.ahead == routed
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"wrn10_1_pmoe\S* is \S+ \[.*\] points more accurate", said)
@@ -114,7 +114,7 @@ def test_too_little_memory_is_told_with_a_way_out(mosaics, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate")
 
     monkeypatch.setattr(import_module("moesaic.training.compare"), "fit", full)
-    with pytest.raises(BadInput, match="cpu has too little memory for batches of 8; use a smaller --batch"):
+    with pytest.raises(CommandError, match="cpu has too little memory for batches of 8; use a smaller --batch"):
         compare("mosaics", *SMALL)
 
 
@@ -185,16 +185,16 @@ def test_with_more_asked_for_only_what_is_missing_is_run(mosaics, finished, runs
     ],
 )
 def test_bad_input_is_told_before_anything_is_written(mosaics, given, message):
-    with pytest.raises(BadInput, match=message):
+    with pytest.raises(CommandError, match=message):
         compare("mosaics", *SMALL, *given)
     assert not Path("runs").exists()
 
 
 def test_data_that_is_not_there_is_told(mosaics):
-    with pytest.raises(BadInput, match="mosiacs"):
+    with pytest.raises(CommandError, match="mosiacs"):
         compare("mosiacs", *SMALL)
 
 
 def test_a_diverging_run_is_told_by_name(mosaics):
-    with pytest.raises(BadInput, match=r"moesaic compare: wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
+    with pytest.raises(CommandError, match=r"moesaic compare: wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
         compare("mosaics", *SMALL, "--learning-rate", "1e30")

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 
 from moesaic.cli.explain import Explain
-from moesaic.cli.shared import BadInput
+from moesaic.cli.shared import CommandError
 from moesaic.data.datasets import Scale
 from moesaic.data.load import load_images
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoint import Card, save_network
+from moesaic.training.checkpoint import Metadata, save_network
 
 CLASSES = ("cat", "dog")
 
@@ -23,7 +23,7 @@ def save(folder: Path, name: str = "wrn10_1_pmoe", scale: Scale | None = Scale((
     folder.mkdir(parents=True, exist_ok=True)
     spec = ModelSpec(name, {"num_classes": 2} | ({"image_size": 16} if name.endswith("pmoe") else {}))
     save_network(
-        folder / "model.safetensors", spec.build(), Card(spec, CLASSES, CLASSES, scale, (3, 16, 16), "pets", {})
+        folder / "model.safetensors", spec.build(), Metadata(spec, CLASSES, CLASSES, scale, (3, 16, 16), "pets", {})
     )
     return folder
 
@@ -82,7 +82,7 @@ def test_images_that_the_network_may_have_been_trained_on_are_not_taken_for_test
     cache = tmp_path / "cache"
     task = load_images(str(pets), size=16, cache_dir=cache)
     spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})
-    save_network(tmp_path / "model.safetensors", spec.build(), Card.of(task, spec, {}))
+    save_network(tmp_path / "model.safetensors", spec.build(), Metadata.of(task, spec, {}))
     command = Explain(tmp_path, data=str(pets), cache_dir=cache, favourites=1, max_images=1, seed=seed)
     assert command.run([]) == 0
     about = f"the 6 test images of {pets.name}{', other ones than in training' if seed else ''}"
@@ -108,7 +108,9 @@ def test_of_a_network_with_gated_channels_the_gates_are_shown(
     for gate in model.gates.values():
         torch.nn.init.normal_(gate.bias, std=0.3)
     scale = Scale((0.5,) * 3, (0.2,) * 3)
-    save_network(tmp_path / "model.safetensors", model, Card(spec, CLASSES, CLASSES, scale, (3, 32, 32), "pets", {}))
+    save_network(
+        tmp_path / "model.safetensors", model, Metadata(spec, CLASSES, CLASSES, scale, (3, 32, 32), "pets", {})
+    )
     assert Explain(tmp_path, (pets,), max_images=2).run([]) == 0
     told = capsys.readouterr().out
     assert re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens", told)
@@ -130,7 +132,7 @@ def test_a_folder_with_other_files_is_left_alone_and_an_explanation_is_replaced(
 
 
 def refused(message: str, command: Explain) -> None:
-    with pytest.raises(BadInput, match=f"^moesaic explain: .*{re.escape(message)}"):
+    with pytest.raises(CommandError, match=f"^moesaic explain: .*{re.escape(message)}"):
         command.run([])
 
 

@@ -11,16 +11,16 @@ import torch
 
 import moesaic.cli.export as cli
 from moesaic.cli.export import Export
-from moesaic.cli.shared import BadInput
+from moesaic.cli.shared import CommandError
 from moesaic.data.datasets import Scale
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoint import Card, Checkpoint, save_network
+from moesaic.training.checkpoint import Checkpoint, Metadata, save_network
 from moesaic.training.export import Exported
 
 
 def nothing() -> Checkpoint:
     """A network that is quickly traced."""
-    card = Card(None, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 8, 8), "pets", {})
+    card = Metadata(None, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 8, 8), "pets", {})
     model = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 2))
     return Checkpoint(Path("runs/pets/model.safetensors"), model.eval(), card)
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "pets"
     folder.mkdir()
     spec = ModelSpec("wrn10_1", {"num_classes": 2})
-    card = Card(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "pets", {})
+    card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "pets", {})
     save_network(folder / "model.safetensors", spec.build(), card)
     return folder
 
@@ -53,7 +53,9 @@ def test_the_file_lies_beside_the_checkpoint_under_the_run_s_name(run: Path, cap
     assert Export(run / "model.safetensors", "safetensors").run([]) == 0
     written = run / "pets.safetensors"
     assert str(written) in capsys.readouterr().out
-    with pytest.raises(BadInput, match=r"pets\.safetensors' is there already; name another file, or give --overwrite"):
+    with pytest.raises(
+        CommandError, match=r"pets\.safetensors' is there already; name another file, or give --overwrite"
+    ):
         Export(run, "safetensors").run([])
     assert Export(run, "safetensors", overwrite=True).run([]) == 0
     written.unlink()
@@ -78,27 +80,29 @@ def test_what_differs_by_more_than_rounding_is_a_failure(
     ],
 )
 def test_what_cannot_be_written_is_refused(run: Path, tmp_path: Path, format: str, out: str | None, message: str):
-    with pytest.raises(BadInput, match=f"moesaic export: .*{re.escape(message)}"):
+    with pytest.raises(CommandError, match=f"moesaic export: .*{re.escape(message)}"):
         Export(run, format, out=None if out is None else tmp_path / out).run([])
 
 
 def test_the_checkpoint_itself_is_not_overwritten(run: Path):
-    with pytest.raises(BadInput, match="is the checkpoint itself"):
+    with pytest.raises(CommandError, match="is the checkpoint itself"):
         Export(run, "safetensors", out=run / "model.safetensors", overwrite=True).run([])
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path):
-    with pytest.raises(BadInput, match="is not there; name the folder of a run"):
+    with pytest.raises(CommandError, match="is not there; name the folder of a run"):
         Export(tmp_path / "nothing", "pt2").run([])
     (tmp_path / "text.safetensors").write_text("hello")
-    with pytest.raises(BadInput, match="is not a whole safetensors file"):
+    with pytest.raises(CommandError, match="is not a whole safetensors file"):
         Export(tmp_path / "text.safetensors", "pt2").run([])
 
 
 def test_without_the_packages_for_onnx_the_extra_is_named(run: Path, monkeypatch: pytest.MonkeyPatch):
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "onnxscript" else there(name))
-    with pytest.raises(BadInput, match=r"needs onnxscript, which is not installed; .* pip install 'moesaic\[onnx\]'"):
+    with pytest.raises(
+        CommandError, match=r"needs onnxscript, which is not installed; .* pip install 'moesaic\[onnx\]'"
+    ):
         Export(run, "onnx").run([])
 
 

@@ -17,7 +17,7 @@ from moesaic.models.registry import create_model
 from moesaic.models.resnet import ResNet
 from moesaic.training import trainer
 from moesaic.training.checkpoint import load_checkpoint
-from moesaic.training.recipe import USUAL
+from moesaic.training.recipe import OPTIMIZER_DEFAULTS
 
 SMALL = [
     "--model",
@@ -158,7 +158,7 @@ def test_an_optimizer_brings_its_rates(pets):
     for optimizer in ("adamw", "sgd"):
         assert train("pets", *SMALL, "--epochs", "1", "--optimizer", optimizer, "--out", optimizer) == 0
         recipe = json.loads(Path(optimizer, "config.json").read_text())["recipe"]
-        usual = USUAL[optimizer]
+        usual = OPTIMIZER_DEFAULTS[optimizer]
         assert (recipe["learning_rate"], recipe["weight_decay"]) == (usual.learning_rate, usual.weight_decay)
 
 
@@ -171,7 +171,7 @@ def test_few_images_to_train_on_are_not_held_up_by_many_to_test_on(pets):
     assert train("split", *SMALL, "--epochs", "7", "--out", "out") == 0  # 6 images to train on, 24 to test on
     epochs = json.loads(Path("out/result.json").read_text())["epochs"]
     assert [epoch["number"] for epoch in epochs if epoch["test_accuracy"] is not None] == [6, 7]
-    assert train("split", *SMALL, "--epochs", "2", "--test-every", "1", "--out", "often") == 0
+    assert train("split", *SMALL, "--epochs", "2", "--eval-every", "1", "--out", "often") == 0
     epochs = json.loads(Path("often/result.json").read_text())["epochs"]
     assert all(epoch["test_accuracy"] is not None for epoch in epochs)
 
@@ -187,7 +187,7 @@ def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
 
 
 def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch):
-    steps = trainer.TrainingRun._test
+    steps = trainer.Trainer._test
     calls = 0
 
     def interrupt(self):
@@ -198,7 +198,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
         return steps(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.TrainingRun, "_test", interrupt)
+        patch.setattr(trainer.Trainer, "_test", interrupt)
         assert train("pets", *SMALL, "--out", "a place") == 130
     told = capsys.readouterr().err
     assert "Interrupted. The last checkpoint is kept in a place" in told
@@ -221,7 +221,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
     def end(self):
         raise ends
 
-    monkeypatch.setattr(trainer.TrainingRun, "_steps", end)
+    monkeypatch.setattr(trainer.Trainer, "_steps", end)
     assert train("pets", *SMALL) == code
     assert told in capsys.readouterr().err
 
@@ -234,7 +234,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
         (["pets", "--samples", "1000"], "samples=1000, but there are 24 images to train on in pets"),
         (["pets", "--epochs", "0"], "epochs=0; it must be at least 1"),
         (["pets", "--optimizer", "adam"], "did you mean 'adamw'"),
-        (["pets", "--test-every", "0"], "test_every=0; it must be at least 1"),
+        (["pets", "--eval-every", "0"], "eval_every=0; it must be at least 1"),
         (["pets", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["pets", "--device", "tpu"], "--device='tpu' is unknown"),
         (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),

@@ -23,7 +23,7 @@ from moesaic.papers.chowdhury2023.mnist_plan import SIZES, Sizes
 from moesaic.papers.chowdhury2023.mnist_plan import plan as whole_plan
 from moesaic.papers.engine.runner import Lab
 from moesaic.papers.reproduce import PAPERS, Outcome, reproduce
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 
 TINY = Sizes(
     trials=2,
@@ -234,8 +234,8 @@ def test_what_is_in_the_way_is_the_verdict_and_nothing_is_run(tmp_path: Path, mo
 
 def bring(out: Path, claims: tuple[str, ...]) -> None:
     """Cells of CIFAR-10 as a machine with a GPU and the images leaves them behind."""
-    store = Cells(out / "cells")
-    elsewhere = Lab(store, None, device="cuda", seed=0, progress=Silent())
+    store = ResultCache(out / "cells")
+    elsewhere = Lab(store, None, device="cuda", seed=0, progress=NoProgress())
     for name, cell in PAPERS["chen2022"].plan("full", "print").items():
         if name.startswith(claims) and isinstance(cell, ImageCell):
             spec = cell.spec(elsewhere)

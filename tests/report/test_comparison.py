@@ -15,7 +15,7 @@ from moesaic.report.comparison import derived_from, print_comparison, write_comp
 from moesaic.report.comparison_charts import comparison_charts
 from moesaic.report.comparison_words import outcome, verdict, work
 from moesaic.training.comparison_result import Comparison, write_comparison
-from moesaic.training.paired_comparison import contrasts
+from moesaic.training.paired_comparison import paired_comparisons
 
 SIZES = (250, 500, 1000)
 CNN, AHEAD = [[70.0, 70.6, 69.5], [80.1, 79.5, 80.4], [90.2, 89.6, 90.4]], [[80.0, 80.4, 79.7], [90.0] * 3, [95.0] * 3]
@@ -23,11 +23,13 @@ LEVEL = [[70.5, 69.9, 70.3], [79.6, 80.3, 80.2], [90.0, 90.1, 89.7]]
 
 
 def first_verdict(found: Comparison) -> str:
-    return verdict(found, contrasts(found)[0])
+    return verdict(found, paired_comparisons(found)[0])
 
 
 def page_of(tmp_path, found: Comparison, **more: str) -> str:
-    write_comparison_report(tmp_path / "report.html", found, comparison_charts(found, contrasts(found)), **more)
+    write_comparison_report(
+        tmp_path / "report.html", found, comparison_charts(found, paired_comparisons(found)), **more
+    )
     return (tmp_path / "report.html").read_text("utf-8")
 
 
@@ -50,13 +52,13 @@ def test_the_baseline_can_win():
     found = comparison(SIZES, AHEAD, CNN)
     assert "cnn reaches 90 % with" in first_verdict(found)
     assert "fewer labels than pmoe" in first_verdict(found)
-    assert outcome(contrasts(found)[0]) == "cnn saves labels"
+    assert outcome(paired_comparisons(found)[0]) == "cnn saves labels"
 
 
 def test_a_verdict_says_when_nothing_can_be_told():
     found = comparison(SIZES, CNN, LEVEL)
     assert first_verdict(found) == "On faces, no difference between cnn and pmoe can be told with 3 trials."
-    assert outcome(contrasts(found)[0]) == "undecided"
+    assert outcome(paired_comparisons(found)[0]) == "undecided"
     said = printed(found)
     assert "the interval has both signs, so it may be chance" in said
     assert "Labels saved cannot be said: " in said
@@ -78,7 +80,7 @@ def test_a_saving_without_a_limit_is_told_as_a_bound():
 
 
 def test_work_names_samples_level_and_both_ratios():
-    contrast = contrasts(comparison(SIZES, CNN, AHEAD))[0]
+    contrast = paired_comparisons(comparison(SIZES, CNN, AHEAD))[0]
     assert contrast.work is not None
     told = work(contrast, contrast.work)
     assert re.search(
@@ -106,7 +108,7 @@ def test_names_are_no_markup_on_the_console():
 
 def test_charts_are_read_as_they_were_written_and_draw(tmp_path):
     found = comparison(SIZES, CNN, AHEAD, groups=("smiling, black hair", "smiling, blond"))
-    charts = comparison_charts(found, contrasts(found))
+    charts = comparison_charts(found, paired_comparisons(found))
     write_charts(tmp_path / "charts.json", charts)
     assert read_charts(tmp_path / "charts.json") == charts
     assert {path.name for path in write_figures(tmp_path, charts)} == {

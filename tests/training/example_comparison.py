@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from moesaic.training.comparison_result import Comparison, Moment, Run, Sized
+from moesaic.training.comparison_result import ComparedModel, Comparison, CurvePoint, Run
 
 NAMES = ("cnn", "pmoe", "third")
 TESTS = 12
@@ -41,7 +41,7 @@ def comparison(
         pool=2000,
         tested=500,
         guessing=guessing,
-        models=tuple(Sized(NAMES[i], 1000 - i, 5_000_000 - i, 10.0 * i) for i in range(len(accuracies))),
+        models=tuple(ComparedModel(NAMES[i], 1000 - i, 5_000_000 - i, 10.0 * i) for i in range(len(accuracies))),
         samples=tuple(samples),
         trials=trials,
         seed=0,
@@ -52,9 +52,9 @@ def comparison(
     )
 
 
-def curve(model: int, size: int, end: float) -> tuple[Moment, ...]:
+def curve(model: int, size: int, end: float) -> tuple[CurvePoint, ...]:
     """From 30 points below towards the end, by half of the way that is left at each test; the last test is there."""
     return tuple(
-        Moment(size * test, end if test == TESTS else end - 30 * 0.5**test, (2.0 - 0.5 * model) * test)
+        CurvePoint(size * test, end if test == TESTS else end - 30 * 0.5**test, (2.0 - 0.5 * model) * test)
         for test in range(1, TESTS + 1)
     )

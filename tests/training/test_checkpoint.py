@@ -14,10 +14,17 @@ from moesaic import files
 from moesaic.data.datasets import Scale
 from moesaic.models.registry import ModelSpec
 from moesaic.training import checkpoint
-from moesaic.training.checkpoint import Card, load_checkpoint, load_weights, read_tensors, save_network, write_tensors
+from moesaic.training.checkpoint import (
+    Metadata,
+    load_checkpoint,
+    load_weights,
+    read_tensors,
+    save_network,
+    write_tensors,
+)
 
 SPEC = ModelSpec("wrn10_1_pmoe", {"num_classes": 3})
-CARD = Card(
+CARD = Metadata(
     SPEC,
     ("cat", 'a "dog"', "Vögel"),
     ("cat", "dog", "bird"),
@@ -90,14 +97,14 @@ def test_a_checkpoint_of_another_network_says_which_tensors_differ(tmp_path):
 
 
 def test_a_network_that_is_made_otherwise_today_is_refused(tmp_path):
-    lying = Card(ModelSpec("wrn10_1", {"num_classes": 3}), *list(vars(CARD).values())[1:])
+    lying = Metadata(ModelSpec("wrn10_1", {"num_classes": 3}), *list(vars(CARD).values())[1:])
     save_network(tmp_path / "model.safetensors", network(), lying)
     with pytest.raises(ValueError, match=r"another network than wrn10_1 as it is made here: .*only in the file: "):
         load_checkpoint(tmp_path)
 
 
 def test_a_network_without_a_spec_needs_somebody_to_build_it(tmp_path):
-    card = Card(None, *list(vars(CARD).values())[1:])
+    card = Metadata(None, *list(vars(CARD).values())[1:])
     save_network(tmp_path / "model.safetensors", network(1), card)
     with pytest.raises(ValueError, match=r"does not say how its network was made; .*load_weights\(path, model\)"):
         load_checkpoint(tmp_path)

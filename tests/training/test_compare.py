@@ -16,9 +16,9 @@ from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison_result import Comparison, read_comparison, run_from_json, write_comparison
 from moesaic.training.fit import Diverged
-from moesaic.training.progress import Silent
+from moesaic.training.progress import NoProgress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Epoch, Fit
+from moesaic.training.results import Epoch, FitResult
 
 module = import_module("moesaic.training.compare")  # its name within the package is that of the function
 
@@ -47,7 +47,7 @@ class Trainer:
         self.asked: list[dict[str, Any]] = []
         self.stop_at = stop_at
 
-    def __call__(self, model: Any, task: ImageTask, recipe: Recipe, **more: Any) -> Fit:
+    def __call__(self, model: Any, task: ImageTask, recipe: Recipe, **more: Any) -> FitResult:
         if len(self.asked) == self.stop_at:
             raise KeyboardInterrupt
         weights = float(sum(weight.detach().double().sum() for weight in model.parameters()))
@@ -55,7 +55,9 @@ class Trainer:
         Path(more["out"]).mkdir(parents=True)
         value = 60.0 + len(task.train) / 4
         epochs = [Epoch(1, 1.0, 50.0, None, 1.5, 9.0, 0.1), Epoch(2, 1.0, 50.0, value, 3.0, 9.0, 0.1)]
-        return Fit(tuple(epochs), value, (value, value), (value, math.nan), 3.0, 2 * len(task.train), "all epochs")
+        return FitResult(
+            tuple(epochs), value, (value, value), (value, math.nan), 3.0, 2 * len(task.train), "all epochs"
+        )
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def test_the_networks_of_the_first_trial_with_the_most_samples_are_kept(tmp_path
 def test_tests_are_few_however_many_epochs_there_are(tmp_path, trainer):
     used = trainer()
     compare(TASK, Grid(MODELS, (8,), 2), Recipe(epochs=101), out=tmp_path)
-    assert {each["test_every"] for each in used.asked} == {5}
+    assert {each["eval_every"] for each in used.asked} == {5}
 
 
 def test_groups_are_kept_where_they_are_not_the_classes(tmp_path, trainer):
@@ -195,7 +197,7 @@ def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_in
         moments = [[(each.images, each.accuracy) for each in run.curve] for run in found.runs]
         return [moments, [(each.model, each.samples, each.trial, each.accuracy, each.groups) for each in found.runs]]
 
-    class Interrupter(Silent):
+    class Interrupter(NoProgress):
         """Loses patience in the second epoch of the second run."""
 
         epochs, said = 0, ""

@@ -10,7 +10,7 @@ from torch import nn
 import moesaic
 from moesaic.data.datasets import Scale
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoint import Card, Checkpoint, load_checkpoint
+from moesaic.training.checkpoint import Checkpoint, Metadata, load_checkpoint
 from moesaic.training.export import Served, export, load_exported
 
 SCALE = Scale((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
@@ -21,7 +21,7 @@ def checkpoint(scale: Scale | None = SCALE, moe: nn.Module | None = None) -> Che
     torch.manual_seed(0)
     moe = moe or moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=2, patch_size=2)
     model = nn.Sequential(moe, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
-    return Checkpoint(Path("run/model.safetensors"), model, Card(None, NAMES, NAMES, scale, (3, 6, 6), "fruit", {}))
+    return Checkpoint(Path("run/model.safetensors"), model, Metadata(None, NAMES, NAMES, scale, (3, 6, 6), "fruit", {}))
 
 
 def test_what_is_served_takes_pixels_over_255_and_scales_them():
@@ -81,7 +81,7 @@ def export_of_nothing():
 def test_safetensors_are_a_checkpoint_again(tmp_path: Path):
     spec = ModelSpec("wrn10_1", {"num_classes": 2})
     model = spec.build().eval()
-    card = Card(spec, NAMES, NAMES, SCALE, (3, 8, 8), "fruit", {"accuracy": 90.0})
+    card = Metadata(spec, NAMES, NAMES, SCALE, (3, 8, 8), "fruit", {"accuracy": 90.0})
     done = export(Checkpoint(tmp_path, model, card), tmp_path / "a.safetensors", "safetensors")
     again = load_checkpoint(done.path)
     weights = again.model.state_dict()

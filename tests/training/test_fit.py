@@ -29,9 +29,9 @@ from moesaic.models.registry import ModelSpec
 from moesaic.routing import TokenChoice
 from moesaic.training import trainer
 from moesaic.training.checkpoint import load_checkpoint, load_weights
-from moesaic.training.fit import Fit, evaluate, fit
+from moesaic.training.fit import FitResult, evaluate, fit
 from moesaic.training.recipe import Recipe
-from moesaic.training.train_step import NotCompiled
+from moesaic.training.train_step import CompileError
 
 SHORT = Recipe(epochs=3, batch=16, optimizer="sgd", learning_rate=0.05)
 
@@ -86,7 +86,7 @@ def test_accuracies_are_those_of_the_model_it_leaves_behind():
 
 
 def test_what_is_counted():
-    found = fit(dense(), TASK, SHORT, test_every=2)
+    found = fit(dense(), TASK, SHORT, eval_every=2)
     assert found.images == 3 * 70
     assert [epoch.number for epoch in found.epochs] == [1, 2, 3]
     assert [epoch.test_accuracy is None for epoch in found.epochs] == [True, False, False], "the last is tested anyway"
@@ -113,7 +113,7 @@ def test_the_first_loss_is_that_of_the_untrained_network():
 def test_a_cluster_without_images_has_no_accuracy():
     found = fit(dense(), replace(TASK, cluster_names=("red", "blue", "green")), replace(SHORT, epochs=1))
     assert math.isnan(found.cluster_accuracy[2])
-    again = Fit.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False)))
+    again = FitResult.from_json(json.loads(json.dumps(found.to_json(), allow_nan=False)))
     assert math.isnan(again.cluster_accuracy[2])
     assert again.epochs == found.epochs
 
@@ -257,7 +257,7 @@ def test_a_network_that_cannot_be_compiled_is_told(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: fail)
     with pytest.raises(
-        NotCompiled, match=r"torch.compile fails on Routed here \(vr must not be None\); use compile=False"
+        CompileError, match=r"torch.compile fails on Routed here \(vr must not be None\); use compile=False"
     ):
         fit(routed(), TASK, replace(SHORT, compile=True))
 
@@ -283,7 +283,7 @@ def test_a_run_leaves_its_configuration_its_metrics_its_network_and_its_result(t
     config = json.loads((folder / "config.json").read_text())
     assert (config["seed"], config["recipe"]["epochs"], config["data"]["name"]) == (5, 3, "squares")
     assert [line["loss"] for line in lines(folder)] == [epoch.loss for epoch in found.epochs]
-    assert Fit.from_json(json.loads((folder / "result.json").read_text())) == found
+    assert FitResult.from_json(json.loads((folder / "result.json").read_text())) == found
 
 
 def test_the_network_of_a_run_can_be_made_again(tmp_path):
@@ -363,7 +363,7 @@ class Heard:
 
 def test_trackers_hear_every_epoch_and_the_end_however_it_comes():
     heard, cut_short = Heard(), Heard()
-    fit(dense(), TASK, SHORT, trackers=[heard], test_every=3)
+    fit(dense(), TASK, SHORT, trackers=[heard], eval_every=3)
     assert heard.said == [3, (1, False), (2, False), (3, True), "end"]
     with pytest.raises(KeyboardInterrupt):
         fit(dense(), TASK, SHORT, trackers=[cut_short], progress=Notes(1))

@@ -11,7 +11,7 @@ from training.gated import LONG, TASK, backbone, gate_state, gated, images
 from training.squares import Notes, lines, outcome, same, seeded, stopped_and_called_again
 
 from moesaic.training import trainer
-from moesaic.training.batches import viewed_batches
+from moesaic.training.batches import eval_batches
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.fit import Diverged, GatesClosed, fit
 from moesaic.training.gate_recipe import GateRecipe
@@ -44,7 +44,7 @@ def test_the_cost_that_was_asked_for_is_that_of_test_images_and_is_told(tmp_path
     found = fit(model, TASK, LONG, out=tmp_path, progress=notes)
     assert found.cost == pytest.approx(0.5, rel=0.05)
     with torch.no_grad():
-        costs = [model.macs(model.answer(x).routing) for x, _ in viewed_batches(TASK, torch.device("cpu"), 16)]
+        costs = [model.macs(model.answer(x).routing) for x, _ in eval_batches(TASK, torch.device("cpu"), 16)]
     assert torch.cat(costs).double().mean() / model.dense_macs == pytest.approx(found.cost)
     assert any(re.match(r"gates are frozen: 0\.(49|50)\d of the dense .*, wanted 0\.5", each) for each in notes.logged)
     assert re.search(r"cost \d\.\d{3}, \d+% open, λ 0\.\d", notes.notes[2])

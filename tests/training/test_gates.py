@@ -13,7 +13,7 @@ from training.gated import LONG, backbone, gated, images
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.gates import ClosedLayer, GateTraining, gate_costs, gated_recipe, shift_gates
+from moesaic.training.gates import ClosedLayer, GateTraining, check_gate_recipe, gate_costs, shift_gates
 from moesaic.training.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -191,8 +191,8 @@ def test_without_a_target_lambda_stays():
 
 def test_a_network_with_gates_gets_a_recipe_for_them_and_others_none():
     plain = Recipe(epochs=1)
-    assert gated_recipe(gated(), plain).gates == GateRecipe()
-    assert gated_recipe(backbone(), plain) is plain
+    assert check_gate_recipe(gated(), plain).gates == GateRecipe()
+    assert check_gate_recipe(backbone(), plain) is plain
 
 
 @pytest.mark.parametrize(
@@ -210,22 +210,22 @@ def test_a_network_with_gates_gets_a_recipe_for_them_and_others_none():
 )
 def test_gates_that_cannot_be_trained_so(network, changes, message):
     with pytest.raises(ValueError, match=message):
-        gated_recipe(gated(**network), Recipe(epochs=1, gates=GateRecipe(**changes)))
+        check_gate_recipe(gated(**network), Recipe(epochs=1, gates=GateRecipe(**changes)))
 
 
 def test_a_target_just_above_what_the_error_says_is_taken():
     with pytest.raises(ValueError, match="or more") as told:
-        gated_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=0.05)))
+        check_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=0.05)))
     least = float(re.findall(r"use ([\d.]+) or more", str(told.value))[0])
-    gated_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=least)))
+    check_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=least)))
     with pytest.raises(ValueError, match="or more"):
-        gated_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=math.nextafter(least - 0.001, 0))))
+        check_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=math.nextafter(least - 0.001, 0))))
 
 
 def test_recipes_that_do_not_go_with_gates():
     with pytest.raises(ValueError, match="Sequential has no channel gates; leave its `gates` out"):
-        gated_recipe(backbone(), LONG)
+        check_gate_recipe(backbone(), LONG)
     with pytest.raises(ValueError, match="use 'adamw' or 'sgd'"):
-        gated_recipe(gated(), replace(LONG, optimizer="normalized_gd"))
+        check_gate_recipe(gated(), replace(LONG, optimizer="normalized_gd"))
     with pytest.raises(ValueError, match="use compile=False, or noise=0"):
-        gated_recipe(gated(), replace(LONG, compile=True, gates=GateRecipe(noise=0.1)))
+        check_gate_recipe(gated(), replace(LONG, compile=True, gates=GateRecipe(noise=0.1)))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from training.example_comparison import comparison
 
-from moesaic.training.paired_comparison import accuracies, contrasts, group_accuracies
+from moesaic.training.paired_comparison import accuracies, group_accuracies, paired_comparisons
 
 SIZES = (250, 500, 1000)
 NOISE = (-0.4, 0.1, 0.3)
@@ -18,7 +18,7 @@ def noisy(*means: float, noise: Sequence[float] = NOISE) -> list[list[float]]:
 
 
 def only(found):
-    [contrast] = contrasts(found)
+    [contrast] = paired_comparisons(found)
     return contrast
 
 
@@ -127,5 +127,5 @@ def test_groups_have_accuracies_of_their_own_and_none_where_there_is_nothing_to_
 
 def test_every_other_model_is_compared_with_the_first():
     found = comparison(SIZES, noisy(70, 80, 90), noisy(80, 90, 95), noisy(60, 70, 80))
-    assert [(each.baseline, each.model) for each in contrasts(found)] == [("cnn", "pmoe"), ("cnn", "third")]
-    assert [each.saving.saver for each in contrasts(found)] == ["pmoe", "cnn"]
+    assert [(each.baseline, each.model) for each in paired_comparisons(found)] == [("cnn", "pmoe"), ("cnn", "third")]
+    assert [each.saving.saver for each in paired_comparisons(found)] == ["pmoe", "cnn"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.training.result_cache import Cells
+from moesaic.training.result_cache import ResultCache
 
 SPEC = {"model": "joint", "samples": 300, "rate": 0.1}
 
@@ -22,8 +22,8 @@ class Work:
 
 def test_a_finished_cell_is_not_done_again(tmp_path: Path):
     work = Work()
-    first = Cells(tmp_path).get_or_run("Figure 4: joint, 300", SPEC, work)
-    again = Cells(tmp_path).get_or_run("Figure 4: joint, 300", SPEC, work)
+    first = ResultCache(tmp_path).get_or_run("Figure 4: joint, 300", SPEC, work)
+    again = ResultCache(tmp_path).get_or_run("Figure 4: joint, 300", SPEC, work)
     assert work.calls == 1
     assert again == first
     assert again.result == {"accuracy": [0.1, 1 / 3, 0.95]}, "numbers survive the file exactly"
@@ -31,7 +31,7 @@ def test_a_finished_cell_is_not_done_again(tmp_path: Path):
 
 def test_the_same_work_under_another_name_is_the_same_cell(tmp_path: Path):
     work = Work()
-    cells = Cells(tmp_path)
+    cells = ResultCache(tmp_path)
     cells.get_or_run("Figure 4", SPEC, work)
     cells.get_or_run("Figure 7", dict(reversed(SPEC.items())), work)
     assert work.calls == 1
@@ -40,7 +40,7 @@ def test_the_same_work_under_another_name_is_the_same_cell(tmp_path: Path):
 @pytest.mark.parametrize("change", [{"samples": 301}, {"model": "cnn"}, {"rate": 0.1000001}, {"more": None}])
 def test_another_specification_is_another_cell(tmp_path: Path, change: dict[str, object]):
     work = Work()
-    cells = Cells(tmp_path)
+    cells = ResultCache(tmp_path)
     cells.get_or_run("a", SPEC, work)
     cells.get_or_run("a", SPEC | change, work)
     assert work.calls == 2
@@ -70,7 +70,7 @@ def corrupt(path: Path, how: str) -> None:
 )
 def test_a_damaged_cell_is_reported_set_aside_and_done_again(tmp_path: Path, how: str):
     work, messages = Work(), []
-    cells = Cells(tmp_path, messages.append)
+    cells = ResultCache(tmp_path, messages.append)
     cells.get_or_run("a", SPEC, work)
     path = cells.path("a", SPEC)
     corrupt(path, how)
@@ -81,16 +81,16 @@ def test_a_damaged_cell_is_reported_set_aside_and_done_again(tmp_path: Path, how
     assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged, "nothing is lost"
     assert len(messages) == 1
     assert path.name in messages[0]
-    assert Cells(tmp_path, messages.append).get_or_run("a", SPEC, work).result == work.result
+    assert ResultCache(tmp_path, messages.append).get_or_run("a", SPEC, work).result == work.result
     assert work.calls == 2
 
 
 def test_a_cell_under_the_name_of_another_is_not_taken_for_it(tmp_path: Path):
-    cells, messages = Cells(tmp_path), []
+    cells, messages = ResultCache(tmp_path), []
     cells.get_or_run("a", SPEC, Work({"accuracy": [0.1]}))
     other = SPEC | {"samples": 500}
     cells.path("a", SPEC).replace(cells.path("a", other))  # whole, but in the wrong place
-    assert Cells(tmp_path, messages.append).find("a", other) is None
+    assert ResultCache(tmp_path, messages.append).find("a", other) is None
     assert "another specification" in messages[0]
 
 
@@ -98,7 +98,7 @@ def test_work_that_fails_leaves_nothing(tmp_path: Path):
     def interrupted() -> dict[str, object]:
         raise KeyboardInterrupt
 
-    cells = Cells(tmp_path / "cells")
+    cells = ResultCache(tmp_path / "cells")
     with pytest.raises(KeyboardInterrupt):
         cells.get_or_run("a", SPEC, interrupted)
     assert cells.find("a", SPEC) is None
@@ -106,23 +106,23 @@ def test_work_that_fails_leaves_nothing(tmp_path: Path):
 
 
 def test_what_a_kill_left_half_written_does_no_harm(tmp_path: Path):
-    cells = Cells(tmp_path)
+    cells = ResultCache(tmp_path)
     path = cells.path("a", SPEC)
     path.with_name(f".{path.name}.123.unfinished").write_text("{")
     assert cells.find("a", SPEC) is None
     work = Work()
     cells.get_or_run("a", SPEC, work)
-    assert Cells(tmp_path).get_or_run("a", SPEC, work).result == work.result
+    assert ResultCache(tmp_path).get_or_run("a", SPEC, work).result == work.result
     assert work.calls == 1
 
 
 def test_a_result_that_json_does_not_know_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="JSON"):
-        Cells(tmp_path).get_or_run("a", SPEC, Work({"accuracy": float("nan")}))
-    assert Cells(tmp_path).find("a", SPEC) is None
+        ResultCache(tmp_path).get_or_run("a", SPEC, Work({"accuracy": float("nan")}))
+    assert ResultCache(tmp_path).find("a", SPEC) is None
 
 
 def test_names_make_safe_file_names(tmp_path: Path):
-    path = Cells(tmp_path).path("../l = 4 / N: 300\n" + "x" * 300, SPEC)
+    path = ResultCache(tmp_path).path("../l = 4 / N: 300\n" + "x" * 300, SPEC)
     assert path.parent == tmp_path
     assert len(path.name) < 100

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moesaic.training.trackers import tracker_of
+from moesaic.training.trackers import create_tracker
 
 CONFIG = {"seed": 3, "recipe": {"epochs": 2}}
 
@@ -35,7 +35,7 @@ class Heard:
 def test_a_project_gets_a_run_named_like_its_folder(name, monkeypatch):
     heard = Heard()
     monkeypatch.setitem(sys.modules, name, heard)
-    tracker = tracker_of(name, Path("runs/pets"), project="vets")
+    tracker = create_tracker(name, Path("runs/pets"), project="vets")
     assert heard.calls == []
     tracker.begin(CONFIG)
     tracker.log(1, {"loss": 0.5})
@@ -50,7 +50,7 @@ def test_tensorboard_writes_below_the_folder(monkeypatch):
     writer, folders = Heard(), []
     package = SimpleNamespace(SummaryWriter=lambda folder: folders.append(folder) or writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
-    tracker = tracker_of("tensorboard", Path("runs/pets"))
+    tracker = create_tracker("tensorboard", Path("runs/pets"))
     tracker.begin(CONFIG)
     tracker.log(2, {"loss": 0.5, "test_accuracy": 90.0})
     tracker.end()
@@ -64,9 +64,9 @@ def test_tensorboard_writes_below_the_folder(monkeypatch):
 def test_a_missing_package_is_named_with_its_extra(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if name == "tensorboard" else name, None)
     with pytest.raises(ImportError, match=rf"'{name}' needs a package.*pip install 'moesaic\[track\]'"):
-        tracker_of(name, Path("runs/pets"))
+        create_tracker(name, Path("runs/pets"))
 
 
 def test_an_unknown_tracker_is_refused():
     with pytest.raises(ValueError, match="name='mlflow' is unknown"):
-        tracker_of("mlflow", Path("runs/pets"))
+        create_tracker("mlflow", Path("runs/pets"))

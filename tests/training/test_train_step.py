@@ -11,7 +11,7 @@ from torch import Tensor
 from training.squares import LONG, SCALE, TASK, dense, mixture, routed, same
 
 from moesaic.training.recipe import Recipe
-from moesaic.training.train_step import Learner
+from moesaic.training.train_step import TrainStep
 
 CPU = torch.device("cpu")
 X, LABELS = SCALE(TASK.train.pixels), TASK.train.labels
@@ -23,7 +23,7 @@ RECIPES = {
 }
 
 
-def taught(learner: Learner, steps: int) -> list[float]:
+def taught(learner: TrainStep, steps: int) -> list[float]:
     """The losses of so many steps."""
     learner.model.train()
     with learner.watching():
@@ -34,7 +34,7 @@ def taught(learner: Learner, steps: int) -> list[float]:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_what_is_taken_out_and_put_in_again_is_the_same_learner(recipe, make):
     with torch.random.fork_rng(devices=[]):
-        learner, other = Learner(make(), recipe, CPU, 2), Learner(make(5), recipe, CPU, 2)
+        learner, other = TrainStep(make(), recipe, CPU, 2), TrainStep(make(5), recipe, CPU, 2)
         spoil_one_gradient(learner)
         taught(learner, 3)
         tensors, content = learner.state()
@@ -49,7 +49,7 @@ def test_what_is_taken_out_and_put_in_again_is_the_same_learner(recipe, make):
         assert same(learner.model, other.model)
 
 
-def spoil_one_gradient(learner: Learner) -> None:
+def spoil_one_gradient(learner: TrainStep) -> None:
     """In the first step, if the loss has a scale to be adapted."""
     if learner.recipe.precision != "float16":
         return
@@ -65,7 +65,7 @@ def spoil_one_gradient(learner: Learner) -> None:
 
 def test_a_step_in_float16_whose_gradient_overflows_is_left_out_and_the_scale_halved():
     model, untouched = dense(), dense()
-    learner = Learner(model, RECIPES["float16"], CPU, 2)
+    learner = TrainStep(model, RECIPES["float16"], CPU, 2)
     spoil_one_gradient(learner)
     before: dict[str, Any] = learner.state()[1]["scaler"]
     taught(learner, 1)
@@ -77,7 +77,7 @@ def test_a_step_in_float16_whose_gradient_overflows_is_left_out_and_the_scale_ha
 
 
 def test_the_mean_is_there_for_a_test_and_gone_after_it():
-    learner = Learner(dense(), replace(LONG, ema=0.9), CPU, 2)
+    learner = TrainStep(dense(), replace(LONG, ema=0.9), CPU, 2)
     taught(learner, 3)
     trained = dense()
     trained.load_state_dict(learner.model.state_dict())
@@ -93,7 +93,7 @@ def test_all_weights_that_learn_have_an_optimizer_and_only_one():
         for optimizer in ("sgd", "adamw", "normalized_gd"):
             model = make()
             next(model.parameters()).requires_grad_(False)
-            learner = Learner(model, Recipe(epochs=1, optimizer=optimizer), CPU, 2)
+            learner = TrainStep(model, Recipe(epochs=1, optimizer=optimizer), CPU, 2)
             groups = [group for each in learner._optimizers for group in each.param_groups]
             held = [id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad]
             assert sorted(held) == sorted(id(each) for each in model.parameters() if each.requires_grad)

@@ -19,11 +19,11 @@ from moesaic.cli.compare import Compare
 from moesaic.cli.explain import Explain
 from moesaic.cli.export import Export
 from moesaic.cli.reproduce import Reproduce
-from moesaic.cli.shared import BadInput, tell, version
+from moesaic.cli.shared import CommandError, log, version
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
 
-__all__ = ["BadInput", "Bench", "Claims", "Compare", "Explain", "Export", "Reproduce", "Theory", "Train", "main"]
+__all__ = ["Bench", "Claims", "CommandError", "Compare", "Explain", "Export", "Reproduce", "Theory", "Train", "main"]
 
 
 class Command(Protocol):
@@ -63,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     try:
         return command.run(given)
-    except BadInput as error:
+    except CommandError as error:
         if os.environ.get("MOESAIC_DEBUG"):
             raise
-        tell(str(error))
+        log(str(error))
         return 2
     except KeyboardInterrupt:
         return 130

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 from tyro.conf import Positional, arg
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.cli.shared import device_of, input_of, tell
+from moesaic.cli.shared import log, resolve_device, user_errors
 
 if TYPE_CHECKING:
     import torch
@@ -88,10 +88,10 @@ class Bench:
         from moesaic.ops.tile_sizes import tile_file
         from moesaic.report import describe_machine, print_layer_times
 
-        with input_of("bench"):
+        with user_errors("bench"):
             one_of("bench", "WHAT", self.what, ("layer",))
             shape, form = self._shape(), self._form()
-            device = device_of("bench", self.device)
+            device = resolve_device("bench", self.device)
             gpu = torch.device(device).type == "cuda"
             dtype: torch.dtype = getattr(torch, self._dtype("bfloat16" if gpu else "float32"))
             choice = picked(shape, form, device, dtype)
@@ -100,10 +100,10 @@ class Bench:
         passes = self._passes()
         if self.tune:
             what: Pass = "step" if "step" in passes else "forward"
-            tell(f"trying other tiles for at most {self.tune_seconds} s, each compiled first; a {what} is timed")
-            found = tune_layer(shape, form, device=device, dtype=dtype, what=what, tell=tell, seconds=self.tune_seconds)
-            tell(f"{len(found)} better tiles kept in {tile_file()}" if found else "no tile is better than the rules'")
-        tell(f"{describe_machine(device)}: each layer runs {self.repetitions} times, in turns")
+            log(f"trying other tiles for at most {self.tune_seconds} s, each compiled first; a {what} is timed")
+            found = tune_layer(shape, form, device=device, dtype=dtype, what=what, tell=log, seconds=self.tune_seconds)
+            log(f"{len(found)} better tiles kept in {tile_file()}" if found else "no tile is better than the rules'")
+        log(f"{describe_machine(device)}: each layer runs {self.repetitions} times, in turns")
         rows = layer_times(
             shape,
             form,

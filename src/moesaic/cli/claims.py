@@ -9,7 +9,7 @@ from typing import Annotated
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import one_of
-from moesaic.cli.shared import input_of
+from moesaic.cli.shared import user_errors
 
 __all__ = ["Claims"]
 
@@ -28,7 +28,7 @@ class Claims:
         from moesaic.papers.engine.claims_table import print_rules
         from moesaic.papers.reproduce import PAPERS
 
-        with input_of("claims"):
+        with user_errors("claims"):
             for paper in self.paper:
                 one_of("claims", "--paper", paper, PAPERS)
         console = Console()

@@ -12,15 +12,15 @@ from tyro.conf import Positional, arg
 
 from moesaic.checks import one_of
 from moesaic.cli.shared import (
-    BadInput,
-    device_of,
+    CommandError,
     file_name,
-    images_of,
-    input_of,
     is_plain,
+    load_task,
+    log,
     make_folder,
     program,
-    tell,
+    resolve_device,
+    user_errors,
     versions,
 )
 
@@ -77,7 +77,7 @@ class Compare:
         from moesaic.files import write_json
         from moesaic.report import describe_machine
 
-        with input_of("compare"):
+        with user_errors("compare"):
             grid, recipe, device = self._checked()
             task = self._load(grid)
             out = self.out or Path("runs") / f"compare-{file_name(task.name)}"
@@ -91,21 +91,21 @@ class Compare:
             self._compare(task, grid, recipe, out, device, command, machine)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            tell(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
+            log(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
             return 130
         return 0
 
     def _checked(self) -> tuple[Grid, Recipe, str]:
         """Everything that can be looked at before there are images."""
         from moesaic.training.compare import Grid
-        from moesaic.training.recipe import USUAL, Recipe
+        from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 
         names = tuple(name.strip() for name in self.models.split(",") if name.strip())
         grid = Grid(names, _whole_numbers("--samples", self.samples), self.trials)
         grid.check_names()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"compare: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        usual = USUAL[cast("Any", one_of("compare", "--optimizer", self.optimizer, USUAL))]
+        usual = OPTIMIZER_DEFAULTS[cast("Any", one_of("compare", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))]
         recipe = Recipe(
             epochs=self.epochs,
             batch=self.batch,
@@ -113,10 +113,10 @@ class Compare:
             learning_rate=usual.learning_rate if self.learning_rate is None else self.learning_rate,
             weight_decay=usual.weight_decay,
         )
-        return grid, recipe, device_of("compare", self.device)
+        return grid, recipe, resolve_device("compare", self.device)
 
     def _load(self, grid: Grid) -> ImageTask:
-        task = images_of(self)
+        task = load_task(self)
         grid.check(task)
         grid.contenders(task)  # a network that does not fit the images is told now
         return task
@@ -131,11 +131,11 @@ class Compare:
         from moesaic.report.chart import read_charts, write_charts
         from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
         from moesaic.report.comparison_charts import comparison_charts
-        from moesaic.training.checkpoint import Unusable
+        from moesaic.training.checkpoint import CheckpointError
         from moesaic.training.compare import compare
         from moesaic.training.comparison_result import read_comparison, write_comparison
         from moesaic.training.fit import Diverged
-        from moesaic.training.paired_comparison import contrasts
+        from moesaic.training.paired_comparison import paired_comparisons
 
         try:
             with report.watch_progress(Console(stderr=True)) as progress:
@@ -151,16 +151,16 @@ class Compare:
                     progress=progress,
                 )
         except torch.OutOfMemoryError as error:
-            raise BadInput(
+            raise CommandError(
                 f"moesaic compare: {device} has too little memory for batches of {self.batch}; use a smaller --batch. "
                 f"What is finished is kept in {out}"
             ) from error
-        except (Diverged, Unusable, OSError) as error:
-            raise BadInput(f"moesaic compare: {' '.join(str(error).split())}") from error
+        except (Diverged, CheckpointError, OSError) as error:
+            raise CommandError(f"moesaic compare: {' '.join(str(error).split())}") from error
         write_comparison(out / "result.json", measured, derived_from(measured))
         # from the files, so that the report cannot say anything that they do not
         found = read_comparison(out / "result.json")
-        write_charts(out / "charts.json", comparison_charts(found, contrasts(found)))
+        write_charts(out / "charts.json", comparison_charts(found, paired_comparisons(found)))
         charts = read_charts(out / "charts.json")
         report.write_figures(out / "figures", charts)
         write_comparison_report(out / "report.html", found, charts, command=command)

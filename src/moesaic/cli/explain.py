@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.cli.shared import device_of, input_of, make_folder, tell
+from moesaic.cli.shared import log, make_folder, resolve_device, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -72,7 +72,7 @@ class Explain:
         from moesaic.insight.explain import explain
         from moesaic.report.explanation import About, Shown, write_explanation
 
-        with input_of("explain"):
+        with user_errors("explain"):
             device = self._checked()
             checkpoint = self._load(device)
             out = self.out or checkpoint.path.parent / "explanation"
@@ -83,7 +83,7 @@ class Explain:
         over, shown = tested or pictures, (pictures or tested)
         assert over is not None and shown is not None
         shown = shown.some(self.max_images, self.seed)
-        tell(f"looking at {len(over):,} images")
+        log(f"looking at {len(over):,} images")
         found = self._look(checkpoint, over.pixels, device)
         explanation = explain(
             found,
@@ -101,7 +101,7 @@ class Explain:
             Shown(name, names[int(k)], float(share), None if label is None else names[label])
             for name, k, share, label in zip(shown.names, best.indices, best.values, shown.known, strict=True)
         ]
-        with input_of("explain"):
+        with user_errors("explain"):
             page = write_explanation(
                 out,
                 explanation,
@@ -128,7 +128,7 @@ class Explain:
             raise ValueError("there is nothing to look at: name picture files or folders, or give --data")
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"--seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        return device_of("explain", self.device)
+        return resolve_device("explain", self.device)
 
     def _load(self, device: str) -> Checkpoint:
         from moesaic.layers.recording import routed_layers
@@ -156,9 +156,9 @@ class Explain:
         shape, names = checkpoint.input_shape, checkpoint.class_names
         found = read_given_pictures(self.images, shape, names, most=self.samples, seed=self.seed)
         for each in found.skipped[:_TOLD]:
-            tell(f"skipped: {each.path} {each.why}")
+            log(f"skipped: {each.path} {each.why}")
         if len(found.skipped) > _TOLD:
-            tell(f"skipped: {len(found.skipped) - _TOLD} files more, listed on the page")
+            log(f"skipped: {len(found.skipped) - _TOLD} files more, listed on the page")
         count = len(found.names)
         few = (
             f"{count:,} of the {found.files:,}" if count < found.files else f"the {count:,}" if count > 1 else "the one"
@@ -172,7 +172,7 @@ class Explain:
         from moesaic.data.splits import stratified_order
 
         C, H, W = checkpoint.input_shape
-        task = load_images(data, data_dir=self.data_dir, size=H, cache_dir=self.cache_dir, seed=self.seed, log=tell)
+        task = load_images(data, data_dir=self.data_dir, size=H, cache_dir=self.cache_dir, seed=self.seed, log=log)
         if task.class_names != checkpoint.class_names:
             raise ValueError(
                 f"--data={data!r} has the classes {_few(task.class_names)}, but the network was trained to tell "
@@ -189,7 +189,7 @@ class Explain:
         apart = task.cluster_names != task.class_names
         others = checkpoint.card.tested not in ("", task.test.sketch())
         if others:
-            tell(
+            log(
                 f"note: these are not the images that the network was tested on when it was trained; if it was trained "
                 f"on {task.name}, give the --seed of that, or it has seen some of them"
             )
@@ -212,7 +212,7 @@ class Explain:
             nonlocal last
             if time.monotonic() - last > _EVERY and done < len(pixels):
                 last = time.monotonic()
-                tell(f"{done:,} of {len(pixels):,}")
+                log(f"{done:,} of {len(pixels):,}")
 
         return look(checkpoint.model, pixels, checkpoint.scale, layers=self.layer or None, device=device, told=told)
 

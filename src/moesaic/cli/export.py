@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 from tyro.conf import Positional, arg
 
 from moesaic.checks import one_of
-from moesaic.cli.shared import input_of, tell
+from moesaic.cli.shared import log, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,7 +48,7 @@ class Export:
         from moesaic.training.checkpoint import load_checkpoint
         from moesaic.training.export import Batch, Format, export
 
-        with input_of("export"):
+        with user_errors("export"):
             format: Any = one_of("export", "--format", self.format, get_args(Format))
             batch: Any = one_of("export", "--batch", self.batch, get_args(Batch))
             if format == "onnx":
@@ -59,7 +59,7 @@ class Export:
         found = _run(done)
         sys.stdout.write(f"{done.path}: {done.bytes / 1e6:.1f} MB; {_tried(done, found)}\n")
         if found and not done.difference(found) <= _ROUNDING * max(1.0, *(float(y.abs().max()) for y in done.expected)):
-            tell("this is more than rounding: do not rely on this file, and report it; --format pt2 or onnx may differ")
+            log("this is more than rounding: do not rely on this file, and report it; --format pt2 or onnx may differ")
             return 1
         return 0
 

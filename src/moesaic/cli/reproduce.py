@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import one_of
-from moesaic.cli.shared import device_of, input_of, is_plain, make_folder, program, tell, versions
+from moesaic.cli.shared import is_plain, log, make_folder, program, resolve_device, user_errors, versions
 from moesaic.fidelity import Fidelity
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Reproduce:
 
     def run(self, given: Sequence[str]) -> int:
         """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
-        with input_of("reproduce"):
+        with user_errors("reproduce"):
             plan = self._checked()
         from moesaic.files import write_json
         from moesaic.report import describe_machine
@@ -65,7 +65,7 @@ class Reproduce:
         out, device = plan["out"], plan["device"]
         machine = describe_machine(device)
         command = shlex.join(["moesaic", *given])
-        with input_of("reproduce"):
+        with user_errors("reproduce"):
             make_folder(out)
             arguments = {name: value if is_plain(value) else str(value) for name, value in asdict(self).items()}
             write_json(
@@ -76,7 +76,7 @@ class Reproduce:
             self._reproduce(plan, command, machine)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            tell(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
+            log(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
             return 130
         return 0
 
@@ -108,7 +108,7 @@ class Reproduce:
             "fidelities": FIDELITIES[self.fidelity],
             "data_dir": self.data_dir,
             "out": self.out or Path("runs") / f"reproduce-{self.preset}",
-            "device": device_of("reproduce", self.device),
+            "device": resolve_device("reproduce", self.device),
             "seed": self.seed,
         }
 

@@ -15,32 +15,32 @@ if TYPE_CHECKING:
     from moesaic.data.datasets import ImageTask
 
 __all__ = [
-    "BadInput",
-    "device_of",
+    "CommandError",
     "file_name",
-    "images_of",
-    "input_of",
     "is_plain",
+    "load_task",
+    "log",
     "make_folder",
     "program",
-    "tell",
+    "resolve_device",
+    "user_errors",
     "version",
     "versions",
 ]
 
 
-class BadInput(Exception):
+class CommandError(Exception):
     """Something the user gave cannot be used; the message says what and how to mend it."""
 
 
 @contextmanager
-def input_of(command: str) -> Generator[None]:
+def user_errors(command: str) -> Generator[None]:
     """What goes wrong in here is the user's to mend: a value that is refused, a file or a package that is not there."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
         message = " ".join(str(error).split()).removeprefix(f"{command}: ").removeprefix("fit: ")
-        raise BadInput(f"moesaic {command}: {message}") from error
+        raise CommandError(f"moesaic {command}: {message}") from error
 
 
 def make_folder(out: Path) -> None:
@@ -64,7 +64,7 @@ def file_name(name: str) -> str:
     return "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name) or "images"
 
 
-def device_of(command: str, name: str) -> str:
+def resolve_device(command: str, name: str) -> str:
     """The device that is meant by --device."""
     import torch
 
@@ -100,7 +100,7 @@ def version() -> str:
     return sys.modules["moesaic"].__version__
 
 
-class AsksForImages(Protocol):
+class DatasetOptions(Protocol):
     """A command that takes a data set, and says where it lies and how its images are to be."""
 
     @property
@@ -117,7 +117,7 @@ class AsksForImages(Protocol):
     def seed(self) -> int: ...
 
 
-def images_of(command: AsksForImages) -> ImageTask:
+def load_task(command: DatasetOptions) -> ImageTask:
     """The data set that a command asks for; what is skipped is told."""
     from moesaic.data.load import load_images
     from moesaic.papers.chowdhury2023 import cifar_datasets
@@ -132,7 +132,7 @@ def images_of(command: AsksForImages) -> ImageTask:
         cache_dir=command.cache_dir,
         augment=augment,
         seed=command.seed,
-        log=tell,
+        log=log,
     )
 
 
@@ -149,6 +149,6 @@ def program() -> list[str]:
     return [called.name if shutil.which(called.name) else sys.argv[0]]
 
 
-def tell(message: str) -> None:
+def log(message: str) -> None:
     """Say it on stderr."""
     sys.stderr.write(f"{message}\n")

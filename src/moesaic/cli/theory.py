@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.conf import arg
 
 from moesaic.checks import one_of
-from moesaic.cli.shared import input_of
+from moesaic.cli.shared import user_errors
 
 __all__ = ["Theory"]
 
@@ -65,7 +65,7 @@ class Theory:
         from moesaic.papers.chowdhury2023.theory.complexity import Setting
         from moesaic.papers.theory_tables import print_complexity
 
-        with input_of("theory"):
+        with user_errors("theory"):
             setting = Setting(
                 n=self.n,
                 l=self.l,
@@ -89,7 +89,7 @@ class Theory:
         from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation
         from moesaic.papers.theory_tables import print_separation
 
-        with input_of("theory"):
+        with user_errors("theory"):
             one_of("theory", "--data", data, ("mnist-patches",))
             if self.samples > MOST_SAMPLES:
                 raise ValueError(f"theory: --samples={self.samples}; it must be at most {MOST_SAMPLES}, to fit memory")

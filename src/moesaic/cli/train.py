@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.cli.shared import BadInput, device_of, file_name, images_of, input_of, make_folder, program, tell
+from moesaic.cli.shared import (
+    CommandError,
+    file_name,
+    load_task,
+    log,
+    make_folder,
+    program,
+    resolve_device,
+    user_errors,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +29,7 @@ if TYPE_CHECKING:
     from moesaic.data.datasets import ImageTask
     from moesaic.models.model_cost import ModelCost
     from moesaic.models.registry import ModelSpec
-    from moesaic.training.fit import Fit
+    from moesaic.training.fit import FitResult
     from moesaic.training.recipe import Recipe
 
 __all__ = ["Train"]
@@ -98,7 +107,7 @@ class Train:
     """Where decoded images are kept."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
     """Where the network and its metrics go."""
-    test_every: Annotated[
+    eval_every: Annotated[
         int | None, arg(metavar="EPOCHS", help_behavior_hint="(default: so that it takes little)")
     ] = None
     """Epochs from one test to the next; there is always one at the end."""
@@ -113,7 +122,7 @@ class Train:
         """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
         from rich.console import Console
 
-        with input_of("train"):
+        with user_errors("train"):
             recipe, device = self._checked()
             task = self._load()
             spec, cost = self._network(task)
@@ -124,9 +133,9 @@ class Train:
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
             if (out / "model.safetensors").exists():
-                tell(f"\nInterrupted. The last checkpoint is kept in {out}. To continue:\n  {again}")
+                log(f"\nInterrupted. The last checkpoint is kept in {out}. To continue:\n  {again}")
             else:
-                tell(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
+                log(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
         _show(Console(), task, spec, cost, found, out)
         return 0
@@ -134,9 +143,9 @@ class Train:
     def _checked(self) -> tuple[Recipe, str]:
         """What can be looked at before there are images."""
         from moesaic.training.gate_recipe import GateRecipe
-        from moesaic.training.recipe import USUAL, Recipe
+        from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 
-        usual = USUAL[cast("Any", one_of("train", "--optimizer", self.optimizer, USUAL))]
+        usual = OPTIMIZER_DEFAULTS[cast("Any", one_of("train", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))]
         words: dict[str, Any] = {"optimizer": self.optimizer, "schedule": self.schedule, "precision": self.precision}
         recipe = Recipe(
             epochs=self.epochs,
@@ -155,11 +164,11 @@ class Train:
         )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"train: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        if self.test_every is not None:
-            at_least_one("train", test_every=self.test_every)
+        if self.eval_every is not None:
+            at_least_one("train", eval_every=self.eval_every)
         if self.convert and self.experts is None:
             raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
-        return recipe, device_of("train", self.device)
+        return recipe, resolve_device("train", self.device)
 
     def _gates(self) -> dict[str, Any]:
         """What was said of channel gates."""
@@ -167,41 +176,41 @@ class Train:
         return {name: value for name, value in said.items() if value is not None}
 
     def _load(self) -> ImageTask:
-        task = images_of(self)
+        task = load_task(self)
         return task if self.samples is None else task.subset(self.samples, self.seed)
 
     def _network(self, task: ImageTask) -> tuple[ModelSpec, ModelCost]:
-        from moesaic.training.model_for_dataset import suited_spec
+        from moesaic.training.model_for_dataset import spec_for_dataset
 
         asked = {"patches_per_expert": self.patches_per_expert, "patch_size": self.patch_size}
         mixture = {name: value for name, value in {"experts": self.experts, **asked}.items() if value is not None}
         options: dict[str, Any] = {} if self.fidelity is None else {"fidelity": self.fidelity}
         if not self.convert:
-            return suited_spec(self.model, task, {**options, **mixture})
+            return spec_for_dataset(self.model, task, {**options, **mixture})
         conversion = {"layer": list(self.convert), "seed": self.seed, **mixture}
-        return suited_spec(self.model, task, options, conversion)
+        return spec_for_dataset(self.model, task, options, conversion)
 
-    def _train(self, task: ImageTask, spec: ModelSpec, recipe: Recipe, device: str, out: Path) -> Fit:
+    def _train(self, task: ImageTask, spec: ModelSpec, recipe: Recipe, device: str, out: Path) -> FitResult:
         import torch
         from rich.console import Console
 
         from moesaic import report
-        from moesaic.training.checkpoint import Unusable
+        from moesaic.training.checkpoint import CheckpointError
         from moesaic.training.fit import Diverged, fit
-        from moesaic.training.gates import gated_recipe
-        from moesaic.training.trackers import tracker_of
-        from moesaic.training.train_step import NotCompiled
+        from moesaic.training.gates import check_gate_recipe
+        from moesaic.training.trackers import create_tracker
+        from moesaic.training.train_step import CompileError
 
         try:
-            trackers = [tracker_of(name, out) for name in self.track]
+            trackers = [create_tracker(name, out) for name in self.track]
         except (ImportError, ValueError) as error:
-            raise BadInput(f"moesaic train: --track: {error}") from error
+            raise CommandError(f"moesaic train: --track: {error}") from error
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = spec.build()
-        with input_of("train"):
+        with user_errors("train"):
             _check_gated(self.model, model, self._gates())
-            gated_recipe(model, recipe)
+            check_gate_recipe(model, recipe)
         try:
             with report.watch_progress(Console(stderr=True)) as progress:
                 progress.begin(f"{self.model}, {len(task.train)} images", recipe.epochs)
@@ -215,21 +224,21 @@ class Train:
                     spec=spec,
                     progress=progress,
                     trackers=trackers,
-                    test_every=self.test_every or _seldom(task),
+                    eval_every=self.eval_every or _seldom(task),
                 )
                 progress.end()
         except torch.OutOfMemoryError as error:
-            raise BadInput(
+            raise CommandError(
                 f"moesaic train: {device} has too little memory for batches of {self.batch}; use a smaller --batch, or "
                 "--accumulate 2, which computes each in two parts"
             ) from error
-        except (Unusable, Diverged, NotCompiled, OSError) as error:
+        except (CheckpointError, Diverged, CompileError, OSError) as error:
             message = " ".join(str(error).split())
-            raise BadInput(f"moesaic train: {message.removeprefix('fit: ')}") from error
+            raise CommandError(f"moesaic train: {message.removeprefix('fit: ')}") from error
         return found
 
 
-def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: ModelCost, found: Fit, out: Path) -> None:
+def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: ModelCost, found: FitResult, out: Path) -> None:
     """How well it does, on what, for what, and what to do next."""
 
     def say(line: str = "") -> None:

@@ -17,7 +17,7 @@ from moesaic.papers.engine.findings import Finding
 from moesaic.papers.engine.runner import Cell, Done, Lab
 from moesaic.papers.wang2019.paper import PAPER as WANG2019
 from moesaic.report.chart import Chart
-from moesaic.training import Cells, Progress, Silent
+from moesaic.training import NoProgress, Progress, ResultCache
 
 __all__ = ["PAPERS", "Outcome", "reproduce"]
 
@@ -58,8 +58,8 @@ def reproduce(
     chosen = [PAPERS[one_of("reproduce", "paper", paper, PAPERS)] for paper in papers or PAPERS]
     known = [claim.id for paper in chosen for claim in paper.claims]
     wanted = {one_of("reproduce", "claim", claim, known) for claim in claims or known}
-    progress = progress or Silent()
-    lab = Lab(Cells(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
+    progress = progress or NoProgress()
+    lab = Lab(ResultCache(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
     works = [
         _Work(paper, tests, preset, fidelities, lab)
         for paper in chosen

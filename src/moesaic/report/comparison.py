@@ -21,7 +21,7 @@ from moesaic.report.formatting import number
 from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
 from moesaic.training.comparison_result import Comparison
-from moesaic.training.paired_comparison import Contrast, accuracies, contrasts, group_accuracies
+from moesaic.training.paired_comparison import PairedComparison, accuracies, group_accuracies, paired_comparisons
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,7 +32,7 @@ __all__ = ["derived_from", "print_comparison", "write_comparison_report"]
 
 def derived_from(found: Comparison) -> dict[str, Any]:
     """What follows from the runs, for readers of result.json: verdicts, accuracies, and each model beside the first."""
-    compared = contrasts(found)
+    compared = paired_comparisons(found)
     return {
         "verdicts": [words.verdict(found, contrast) for contrast in compared],
         "accuracies": {
@@ -48,7 +48,7 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     from rich.text import Text
 
     console = console or Console()
-    compared = contrasts(found)
+    compared = paired_comparisons(found)
     console.print(_table(found, compared))
     console.print(Text(f"test accuracy in percent [95 % interval over {found.trials} trials]", style="bright_black"))
     for contrast in compared:
@@ -66,7 +66,7 @@ def write_comparison_report(
 
     ``command`` tells how to run it again, ``machine`` what the last call ran on.
     """
-    compared = contrasts(found)
+    compared = paired_comparisons(found)
     verdicts = [_Verdict.of(found, contrast) for contrast in compared]
     text = render(
         "comparison.html",
@@ -97,7 +97,7 @@ class _Verdict:
     details: list[str]
 
     @classmethod
-    def of(cls, found: Comparison, contrast: Contrast) -> _Verdict:
+    def of(cls, found: Comparison, contrast: PairedComparison) -> _Verdict:
         decided = contrast.saving is not None or contrast.ahead is not None
         return cls(words.outcome(contrast), decided, words.verdict(found, contrast), _details(found, contrast))
 
@@ -123,7 +123,7 @@ class _Row:
     cells: list[str]
 
 
-def _details(found: Comparison, contrast: Contrast) -> list[str]:
+def _details(found: Comparison, contrast: PairedComparison) -> list[str]:
     """What there is to say beside the verdict."""
     lines: list[str] = []
     if contrast.saving is not None or contrast.ahead is None:
@@ -137,13 +137,13 @@ def _details(found: Comparison, contrast: Contrast) -> list[str]:
     return lines
 
 
-def _accuracy_rows(found: Comparison, compared: Sequence[Contrast]) -> list[_Row]:
+def _accuracy_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[_Row]:
     columns: list[Sequence[Estimate]] = [accuracies(found, model.name) for model in found.models]
     columns += [contrast.leads for contrast in compared]
     return [_Row(f"{size:,}", [words.points(column[i]) for column in columns]) for i, size in enumerate(found.samples)]
 
 
-def _cost_rows(found: Comparison, compared: Sequence[Contrast]) -> list[_Row]:
+def _cost_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[_Row]:
     """Each model's size, and what it takes to the level that it shares with the first model."""
     efforts = {effort.model: effort for each in compared if each.work for effort in each.work.efforts}
     rows: list[_Row] = []
@@ -176,7 +176,7 @@ def _plain(value: Any) -> str:
     return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)  # pyright: ignore
 
 
-def _table(found: Comparison, compared: Sequence[Contrast]) -> Table:
+def _table(found: Comparison, compared: Sequence[PairedComparison]) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text

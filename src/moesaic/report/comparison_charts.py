@@ -12,7 +12,7 @@ from moesaic.report.chart import Chart, Panel, Series
 from moesaic.report.comparison_words import prefix_of
 from moesaic.report.style import MANY
 from moesaic.training.comparison_result import Comparison, Run
-from moesaic.training.paired_comparison import FLOPS_PER_IMAGE, Contrast, accuracies, group_accuracies
+from moesaic.training.paired_comparison import FLOPS_PER_IMAGE, PairedComparison, accuracies, group_accuracies
 
 __all__ = ["comparison_charts"]
 
@@ -25,20 +25,20 @@ _ACCURACY = "test accuracy (%)"
 _MOST_GROUPS = 12
 
 
-def comparison_charts(found: Comparison, contrasts: Sequence[Contrast]) -> list[Chart]:
+def comparison_charts(found: Comparison, paired_comparisons: Sequence[PairedComparison]) -> list[Chart]:
     """The figures of a comparison."""
-    charts = [_labels(found, contrasts), _work(found)]
+    charts = [_labels(found, paired_comparisons), _work(found)]
     if found.groups:
         charts.append(_groups(found))
     return charts
 
 
-def _labels(found: Comparison, contrasts: Sequence[Contrast]) -> Chart:
+def _labels(found: Comparison, paired_comparisons: Sequence[PairedComparison]) -> Chart:
     lines = tuple(
         _line(model.name, _role(found, i), found.samples, accuracies(found, model.name))
         for i, model in enumerate(found.models)
     )
-    levels = {contrast.saving.level for contrast in contrasts if contrast.saving is not None}
+    levels = {contrast.saving.level for contrast in paired_comparisons if contrast.saving is not None}
     level = levels.pop() if len(levels) == 1 else None
     dotted = (
         " Where a line crosses the dotted one, its network has reached that accuracy: the further left, the fewer "

@@ -7,14 +7,14 @@ import math
 from moesaic.intervals import Estimate
 from moesaic.report.formatting import number
 from moesaic.training.comparison_result import Comparison
-from moesaic.training.paired_comparison import Contrast, Saving, Work
+from moesaic.training.paired_comparison import PairedComparison, Saving, Work
 
 __all__ = ["flops", "lead", "outcome", "points", "prefix_of", "saved", "saving", "seconds", "times", "verdict", "work"]
 
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
-def verdict(found: Comparison, contrast: Contrast) -> str:
+def verdict(found: Comparison, contrast: PairedComparison) -> str:
     """What a comparison of two models comes to, in one sentence."""
     on = f"On {found.data or 'these images'}"
     model, baseline, lead = contrast.model, contrast.baseline, contrast.lead
@@ -30,7 +30,7 @@ def verdict(found: Comparison, contrast: Contrast) -> str:
     )
 
 
-def outcome(contrast: Contrast) -> str:
+def outcome(contrast: PairedComparison) -> str:
     """The verdict in two or three words."""
     if contrast.saving is not None:
         return f"{contrast.saving.saver} saves labels"
@@ -56,7 +56,7 @@ def saving(found: Comparison, saving: Saving) -> str:
     )
 
 
-def saved(contrast: Contrast) -> str:
+def saved(contrast: PairedComparison) -> str:
     """The saving as a number: "43 % [20, 60]"; a dash where nothing can be said."""
     if contrast.saving is None:
         return "–"
@@ -66,7 +66,7 @@ def saved(contrast: Contrast) -> str:
     return f"{share.value:.0f} % [{share.low:.0f}, {share.high:.0f}]"
 
 
-def lead(found: Comparison, contrast: Contrast) -> str:
+def lead(found: Comparison, contrast: PairedComparison) -> str:
     """How far ahead the model is with the same labels."""
     listed = _listed(found.samples)
     where = f"the mean over {listed} labels" if len(found.samples) > 1 else f"with {listed} labels"
@@ -74,7 +74,7 @@ def lead(found: Comparison, contrast: Contrast) -> str:
     return f"With the same labels {contrast.model} is {_by(contrast.lead)} in accuracy, {where}{told}."
 
 
-def work(contrast: Contrast, work: Work) -> str:
+def work(contrast: PairedComparison, work: Work) -> str:
     """What training took to the same accuracy."""
     return (
         f"With {work.samples:,} labels, {contrast.model} takes {times(work.flops)} the training operations of "

@@ -4,32 +4,33 @@ from moesaic.training.checkpoint import Checkpoint, load_checkpoint, load_weight
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison_result import Comparison, read_comparison
 from moesaic.training.export import export, load_exported
-from moesaic.training.fit import Diverged, Epoch, Fit, GatesClosed, evaluate, fit
+from moesaic.training.fit import Diverged, Epoch, FitResult, GatesClosed, evaluate, fit
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.optim import NormalizedGD
-from moesaic.training.progress import Progress, Silent
-from moesaic.training.recipe import USUAL, Recipe
-from moesaic.training.result_cache import Cells, Kept
-from moesaic.training.trackers import Tracker, tracker_of
+from moesaic.training.progress import NoProgress, Progress
+from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
+from moesaic.training.result_cache import CachedResult, ResultCache
+from moesaic.training.trackers import Tracker, create_tracker
 
 __all__ = [
-    "USUAL",
-    "Cells",
+    "OPTIMIZER_DEFAULTS",
+    "CachedResult",
     "Checkpoint",
     "Comparison",
     "Diverged",
     "Epoch",
-    "Fit",
+    "FitResult",
     "GateRecipe",
     "GatesClosed",
     "Grid",
-    "Kept",
+    "NoProgress",
     "NormalizedGD",
     "Progress",
     "Recipe",
-    "Silent",
+    "ResultCache",
     "Tracker",
     "compare",
+    "create_tracker",
     "evaluate",
     "export",
     "fit",
@@ -37,5 +38,4 @@ __all__ = [
     "load_exported",
     "load_weights",
     "read_comparison",
-    "tracker_of",
 ]

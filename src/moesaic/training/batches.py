@@ -15,7 +15,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.data.datasets import LUCK, ImageTask
 
-__all__ = ["generator_seed", "varied_batches", "viewed_batches"]
+__all__ = ["eval_batches", "generator_seed", "train_batches"]
 
 _PREPARED = 4096
 """Images prepared together, at most: few kernels, and batches do not depend on it."""
@@ -25,7 +25,7 @@ _TEST_KEY = 10
 """Seed of what is random about images to test on: the same in every run."""
 
 
-def varied_batches(
+def train_batches(
     task: ImageTask, sizes: Sequence[int], seed: int, epoch: int, device: torch.device, skip: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """An epoch's batches of the given sizes, in an order of their own; images (B, C, H, W) and labels (B,).
@@ -48,7 +48,7 @@ def varied_batches(
         yield from zip(_split(x, together), _split(labels, together), strict=True)
 
 
-def viewed_batches(
+def eval_batches(
     task: ImageTask, device: torch.device, size: int, rows: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The images to test on, or some of them, and their labels; blur and the like are the same in every call."""

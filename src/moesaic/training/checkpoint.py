@@ -25,9 +25,9 @@ from moesaic.files import write_whole
 from moesaic.models.registry import ModelSpec
 
 __all__ = [
-    "Card",
     "Checkpoint",
-    "Unusable",
+    "CheckpointError",
+    "Metadata",
     "load_checkpoint",
     "load_weights",
     "read_tensors",
@@ -44,12 +44,12 @@ _SHOWN = 3
 """Names of tensors that an error lists of each kind."""
 
 
-class Unusable(ValueError):
+class CheckpointError(ValueError):
     """A file or a folder of a run is not what was asked for, or not whole."""
 
 
 @dataclass(frozen=True)
-class Card:
+class Metadata:
     """What the file of a network says about it."""
 
     spec: ModelSpec | None
@@ -67,7 +67,7 @@ class Card:
     """The sketch of the images it was tested on, which none of those that it was trained on is among."""
 
     @classmethod
-    def of(cls, task: ImageTask, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Card:
+    def of(cls, task: ImageTask, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Metadata:
         """What is known of a network that learned a task."""
         C, H, W = task.train.pixels.shape[1:]
         names, tested = (task.class_names, task.cluster_names), task.test.sketch()
@@ -88,7 +88,7 @@ class Card:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Card:
+    def from_json(cls, content: Mapping[str, Any]) -> Metadata:
         """The card that ``to_json`` wrote down."""
         spec, scale = content["spec"], content["scale"]
         C, H, W = content["input_shape"]
@@ -111,7 +111,7 @@ class Checkpoint:
     path: Path
     model: nn.Module
     """In eval mode, and channels_last as `fit` trains it."""
-    card: Card
+    card: Metadata
 
     @property
     def spec(self) -> ModelSpec:
@@ -152,7 +152,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
 
     >>> import tempfile
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
-    >>> card = Card(spec, ("cat", "dog"), ("cat", "dog"), None, (3, 32, 32), "pets", {"accuracy": 97.0})
+    >>> card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), None, (3, 32, 32), "pets", {"accuracy": 97.0})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_network(Path(folder) / "model.safetensors", spec.build(), card)
     ...     checkpoint = load_checkpoint(folder)
@@ -163,7 +163,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     tensors, content = read_tensors(path)
     card = _card(path, content)
     if card.spec is None:
-        raise Unusable(
+        raise CheckpointError(
             f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
             "moesaic.training.load_weights(path, model), or give fit a spec"
         )
@@ -174,19 +174,19 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     return Checkpoint(path, model.eval(), card)
 
 
-def load_weights(path: str | Path, model: nn.Module) -> Card:
+def load_weights(path: str | Path, model: nn.Module) -> Metadata:
     """Give a network the weights of a checkpoint, folder or file; what its file says about it.
 
     A file of another network is refused: the error tells which tensors are missing, left over, or of another shape.
 
     >>> import tempfile
-    >>> card = Card(None, ("cat", "dog"), ("cat", "dog"), None, (3, 1, 1), "pets", {})
+    >>> card = Metadata(None, ("cat", "dog"), ("cat", "dog"), None, (3, 1, 1), "pets", {})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     save_network(Path(folder) / "model.safetensors", nn.Linear(3, 2), card)
     ...     load_weights(folder, nn.Linear(4, 2))
     Traceback (most recent call last):
-    moesaic.training.checkpoint.Unusable: load_weights: ... is of another network than the Linear given: 1 of another
-    shape: weight (2, 3) in the file, (2, 4) in the network
+    moesaic.training.checkpoint.CheckpointError: load_weights: ... is of another network than the Linear given: 1 of
+    another shape: weight (2, 3) in the file, (2, 4) in the network
     """
     path = _file(Path(path))
     tensors, content = read_tensors(path)
@@ -195,7 +195,7 @@ def load_weights(path: str | Path, model: nn.Module) -> Card:
     return card
 
 
-def save_network(path: Path, model: nn.Module, card: Card) -> None:
+def save_network(path: Path, model: nn.Module, card: Metadata) -> None:
     """Write a network to a file, whole or not at all."""
     write_tensors(path, cast("Mapping[str, Tensor]", model.state_dict()), card.to_json())
 
@@ -235,12 +235,12 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: cast("Tensor", file.get_tensor(name)) for name in cast("list[str]", file.keys())}
         content: Any = json.loads(metadata.get(_KEY, "null"))
     except (SafetensorError, ValueError) as error:
-        raise Unusable(
+        raise CheckpointError(
             f"{path} is not a whole safetensors file ({error}); it is damaged or something else: name another, or "
             "train again"
         ) from error
     if not isinstance(content, dict):
-        raise Unusable(
+        raise CheckpointError(
             f"{path} is a safetensors file, but not one that moesaic wrote: its header has no {_KEY!r}; load its "
             "tensors with safetensors.torch.load_file"
         )
@@ -267,20 +267,20 @@ def _file(path: Path) -> Path:
     return path
 
 
-def _card(path: Path, content: Mapping[str, Any]) -> Card:
+def _card(path: Path, content: Mapping[str, Any]) -> Metadata:
     if content.get("format") != _FORMAT:
-        raise Unusable(
+        raise CheckpointError(
             f"{path} has format={content.get('format')!r}, this version of moesaic reads format={_FORMAT}; "
             f"{'name the ' + NETWORK + ' beside it' if 'format' not in content else 'use the version that wrote it'}"
         )
-    return Card.from_json(content)
+    return Metadata.from_json(content)
 
 
 def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Load all tensors into the model, or none."""
     faults = differences(model, tensors)
     if faults:
-        raise Unusable(f"{refusal}: {faults}")
+        raise CheckpointError(f"{refusal}: {faults}")
     model.load_state_dict(dict(tensors))
 
 

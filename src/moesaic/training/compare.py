@@ -20,12 +20,12 @@ import torch
 from moesaic import keyed_random
 from moesaic.data.datasets import ImageTask
 from moesaic.models.registry import ModelSpec, create_model
-from moesaic.training.comparison_result import Comparison, Run, Sized, run_from_json
-from moesaic.training.fit import Diverged, Fit, fit
-from moesaic.training.model_for_dataset import suited_spec
-from moesaic.training.progress import Progress, Silent
+from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
+from moesaic.training.fit import Diverged, FitResult, fit
+from moesaic.training.model_for_dataset import spec_for_dataset
+from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.result_cache import Cells
+from moesaic.training.result_cache import ResultCache
 
 __all__ = ["Grid", "compare"]
 
@@ -90,16 +90,16 @@ class Grid:
         found: list[_Contender] = []
         for label in self.models:
             name, options = _parsed(label)
-            spec, cost = suited_spec(name, task, options)
+            spec, cost = spec_for_dataset(name, task, options)
             share = 100 * cost.routed_parameters / cost.parameters
-            found.append(_Contender(spec, Sized(label, cost.parameters, cost.macs, share)))
+            found.append(_Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share)))
         return found
 
 
 @dataclass(frozen=True)
 class _Contender:
     spec: ModelSpec
-    sized: Sized
+    sized: ComparedModel
 
     @property
     def label(self) -> str:
@@ -127,10 +127,10 @@ def compare(
     grid.check(task)
     if not task.digest:
         raise ValueError("compare: the task has no digest, by which finished runs are found again; give it one")
-    progress = progress or Silent()
+    progress = progress or NoProgress()
     device = torch.device(device)
     contenders = grid.contenders(task)
-    lab = _Lab(task, recipe, out, seed, device, dict(settings or {}), Cells(out / "cells", progress.log))
+    lab = _Lab(task, recipe, out, seed, device, dict(settings or {}), ResultCache(out / "cells", progress.log))
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(lab.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
@@ -165,7 +165,7 @@ class _Lab:
     seed: int
     device: torch.device
     settings: dict[str, Any]
-    cells: Cells
+    cells: ResultCache
 
     def find(self, who: _Contender, samples: int, trial: int) -> Run | None:
         kept = self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
@@ -199,7 +199,7 @@ class _Lab:
                 out=folder,
                 spec=who.spec,
                 progress=progress,
-                test_every=-(-self.recipe.epochs // MOST_TESTS),
+                eval_every=-(-self.recipe.epochs // MOST_TESTS),
             )
         except Diverged as error:
             raise Diverged(f"{_name(who, samples, trial)}: {error}") from error
@@ -219,7 +219,7 @@ class _Lab:
         }
 
 
-def _kept(found: Fit, samples: int, has_groups: bool) -> dict[str, Any]:
+def _kept(found: FitResult, samples: int, has_groups: bool) -> dict[str, Any]:
     curve = [
         {"images": epoch.number * samples, "accuracy": epoch.test_accuracy, "seconds": epoch.seconds}
         for epoch in found.epochs

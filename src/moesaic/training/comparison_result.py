@@ -15,11 +15,11 @@ from typing import Any
 
 from moesaic.files import write_json
 
-__all__ = ["Comparison", "Moment", "Run", "Sized", "read_comparison", "run_from_json", "write_comparison"]
+__all__ = ["ComparedModel", "Comparison", "CurvePoint", "Run", "read_comparison", "run_from_json", "write_comparison"]
 
 
 @dataclass(frozen=True)
-class Moment:
+class CurvePoint:
     """A test during training."""
 
     images: int
@@ -41,7 +41,7 @@ class Run:
     """On the test images at the end, in percent."""
     groups: tuple[float, ...]
     """The same within each group; no number (NaN) where the test part has none of it. Empty: groups are classes."""
-    curve: tuple[Moment, ...]
+    curve: tuple[CurvePoint, ...]
     stopped: str
     """Why training ended: "all epochs" or "zero training error"."""
     seconds: float
@@ -49,7 +49,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Sized:
+class ComparedModel:
     """A model, and what it costs."""
 
     name: str
@@ -77,7 +77,7 @@ class Comparison:
     """Test images."""
     guessing: float
     """Accuracy, in percent, of who always names the commonest class."""
-    models: tuple[Sized, ...]
+    models: tuple[ComparedModel, ...]
     """The first is the one that others are compared with."""
     samples: tuple[int, ...]
     """Rising."""
@@ -101,7 +101,7 @@ class Comparison:
                 f"such as trial {trial} of {model} with {samples} samples; finish them first"
             )
 
-    def model(self, name: str) -> Sized:
+    def model(self, name: str) -> ComparedModel:
         """The model of that name."""
         return next(model for model in self.models if model.name == name)
 
@@ -129,7 +129,7 @@ def _comparison(loaded: Mapping[str, Any]) -> Comparison:
     made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
     for name in ("classes", "groups", "samples", "notes"):
         made[name] = tuple(made[name])
-    made["models"] = tuple(Sized(**model) for model in made["models"])
+    made["models"] = tuple(ComparedModel(**model) for model in made["models"])
     made["runs"] = tuple(run_from_json(run) for run in made["runs"])
     return Comparison(**made)
 
@@ -138,5 +138,5 @@ def run_from_json(loaded: Mapping[str, Any]) -> Run:
     """A run, as a result.json or a finished cell has it; null stands for no number."""
     made: dict[str, Any] = dict(loaded)
     made["groups"] = tuple(math.nan if each is None else float(each) for each in made["groups"])
-    made["curve"] = tuple(Moment(**moment) for moment in made["curve"])
+    made["curve"] = tuple(CurvePoint(**moment) for moment in made["curve"])
     return Run(**made)

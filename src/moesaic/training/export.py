@@ -85,9 +85,9 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
 
     >>> import tempfile
     >>> from moesaic.models.registry import ModelSpec
-    >>> from moesaic.training.checkpoint import Card, load_checkpoint
+    >>> from moesaic.training.checkpoint import Metadata, load_checkpoint
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
-    >>> card = Card(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 32, 32), "pets", {})
+    >>> card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 32, 32), "pets", {})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     done = export(Checkpoint(Path(), spec.build(), card), f"{folder}/pets.safetensors", "safetensors")
     ...     again = load_checkpoint(done.path)

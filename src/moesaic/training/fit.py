@@ -24,16 +24,16 @@ from moesaic.data.datasets import ImageTask
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.checkpoint import load_weights
-from moesaic.training.gates import gated_recipe
-from moesaic.training.progress import Progress, Silent
+from moesaic.training.gates import check_gate_recipe
+from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Epoch, Fit
-from moesaic.training.run_dir import RunFolder, describe_run
-from moesaic.training.thread_pool import usable
+from moesaic.training.results import Epoch, FitResult
+from moesaic.training.run_dir import RunDir, describe_run
+from moesaic.training.thread_pool import check_device
 from moesaic.training.trackers import Tracker
-from moesaic.training.trainer import Diverged, GatesClosed, TrainingRun, evaluate
+from moesaic.training.trainer import Diverged, GatesClosed, Trainer, evaluate
 
-__all__ = ["Diverged", "Epoch", "Fit", "GatesClosed", "evaluate", "fit"]
+__all__ = ["Diverged", "Epoch", "FitResult", "GatesClosed", "evaluate", "fit"]
 
 _HELD = 0.5
 """The share of a GPU's free memory that the images may take; larger ones stay where they are."""
@@ -50,10 +50,10 @@ def fit(
     spec: ModelSpec | None = None,
     progress: Progress | None = None,
     trackers: Sequence[Tracker] = (),
-    test_every: int = 1,
+    eval_every: int = 1,
     checkpoint_seconds: float = 30.0,
     teacher: nn.Module | None = None,
-) -> Fit:
+) -> FitResult:
     """Train the model in place, which moves to the device; what every epoch came to, and the test at the end.
 
     With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors, and
@@ -71,8 +71,8 @@ def fit(
         spec: how the model was made, for the checkpoint: without it, `load_checkpoint` cannot make it again.
         progress: is told of each epoch, and of the loss every few seconds; where training stops early it is told
             that the epochs left are done.
-        trackers: are told of each epoch as well; see `tracker_of`.
-        test_every: epochs from one test to the next; there is always one at the end.
+        trackers: are told of each epoch as well; see `create_tracker`.
+        eval_every: epochs from one test to the next; there is always one at the end.
         checkpoint_seconds: time from one checkpoint to the next, the first of which is after the first epoch. They
             are written at the end of an epoch, or within it after every hundred batches.
         teacher: a trained network for the same images, whose answers one with channel gates learns from, as much as
@@ -87,32 +87,32 @@ def fit(
     >>> fit(model, task, Recipe(epochs=5, batch=16, learning_rate=0.01)).accuracy
     100.0
     """
-    at_least_one("fit", test_every=test_every)
-    device = usable("fit", device)
+    at_least_one("fit", eval_every=eval_every)
+    device = check_device("fit", device)
     if not len(task.train) or not len(task.test):
         raise ValueError(
             f"fit: {len(task.train)} images to train on and {len(task.test)} to test on; each part needs at least one"
         )
-    progress = progress or Silent()
-    recipe = gated_recipe(model, recipe)
-    config = describe_run(model, task, recipe, seed, device, spec, test_every)
+    progress = progress or NoProgress()
+    recipe = check_gate_recipe(model, recipe)
+    config = describe_run(model, task, recipe, seed, device, spec, eval_every)
     _check_teacher(recipe, teacher)
     if teacher is not None:
         config["teacher"] = _sketch(teacher)
         teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
         teacher.eval()
     with ExitStack() as until_the_end:
-        folder = None if out is None else until_the_end.enter_context(closing(RunFolder(Path(out), config)))
+        folder = None if out is None else until_the_end.enter_context(closing(RunDir(Path(out), config)))
         model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
         complete = None if folder is None else folder.read_result()
         if folder is not None and complete is not None:
             load_weights(folder.network, model)
             model.eval()
             progress.skip(recipe.epochs)
-            return Fit.from_json(complete)
+            return FitResult.from_json(complete)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _told(trackers, config):
             torch.manual_seed(generator_seed(seed, "fit"))
-            run = TrainingRun(
+            run = Trainer(
                 model,
                 _placed(task, device),
                 recipe,
@@ -122,7 +122,7 @@ def fit(
                 spec,
                 progress,
                 trackers,
-                test_every,
+                eval_every,
                 checkpoint_seconds,
                 teacher,
             )

@@ -1,9 +1,9 @@
 """The part of training that DeepMoE networks need: pressure on gates, steering it, a guard, and freezing.
 
-A `Learner` asks it for what is added to the loss, and shows it the gates of some batches. Every so many steps
+A `TrainStep` asks it for what is added to the loss, and shows it the gates of some batches. Every so many steps
 it looks at what it saw, which is when it waits for the device: λ and biases are steered towards the cost that is
 wanted, layers that are nearly closed are relieved, and a layer that has closed for all images stops the run. All that
-the next step depends on can be taken out and put back, as that of the `Learner`.
+the next step depends on can be taken out and put back, as that of the `TrainStep`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moesaic.routing_record import UNASSIGNED, Routing
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
-__all__ = ["ClosedLayer", "GateTraining", "gate_costs", "gated_recipe", "shift_gates"]
+__all__ = ["ClosedLayer", "GateTraining", "check_gate_recipe", "gate_costs", "shift_gates"]
 
 _LOOKS = 100
 """Looks in the joint stage, if it has so many steps: steering is the same for long and for short runs."""
@@ -46,15 +46,15 @@ class ClosedLayer(ArithmeticError):
     """A layer is closed for all images: no gate of it learns any more."""
 
 
-def gated_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
+def check_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     """The recipe with a `GateRecipe` if the network has channel gates; what does not go together is refused.
 
     >>> from moesaic.models import VGG16
     >>> from moesaic.models.deepmoe.network import deepmoe
     >>> model = deepmoe(VGG16(classes=4, width=0.1), classes=4)
-    >>> gated_recipe(model, Recipe(epochs=3)).gates == GateRecipe()
+    >>> check_gate_recipe(model, Recipe(epochs=3)).gates == GateRecipe()
     True
-    >>> gated_recipe(model, Recipe(epochs=3, gates=GateRecipe(target_macs=0.01)))
+    >>> check_gate_recipe(model, Recipe(epochs=3, gates=GateRecipe(target_macs=0.01)))
     Traceback (most recent call last):
     ValueError: fit: target_macs=0.01 is less than what stays when one gate of every layer is open, ...
     """
@@ -122,7 +122,7 @@ class GateTraining:
         device: torch.device,
         teacher: nn.Module | None = None,
     ) -> None:
-        assert recipe.gates is not None, "gated_recipe gives one"
+        assert recipe.gates is not None, "check_gate_recipe gives one"
         self.recipe = recipe.gates
         self.joint = True
         """Whether gates still learn."""
@@ -401,7 +401,7 @@ def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float, halvings
         cheap, dear = (cheap, middle) if cost(middle) > target else (middle, dear)
     for name, shift in shifts(min(cheap, dear, key=lambda factor: abs(cost(factor) - target))).items():
         bias = heads[name].bias
-        assert bias is not None, "gated_recipe refuses gates without"
+        assert bias is not None, "check_gate_recipe refuses gates without"
         bias.sub_(shift)
 
 

@@ -11,10 +11,10 @@ from moesaic.data.datasets import ImageTask
 from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.registry import ModelSpec, model_options
 
-__all__ = ["suited_spec"]
+__all__ = ["spec_for_dataset"]
 
 
-def suited_spec(
+def spec_for_dataset(
     name: str,
     task: ImageTask,
     options: Mapping[str, Any] | None = None,
@@ -29,7 +29,7 @@ def suited_spec(
     >>> labels, scale = torch.arange(4), Scale((0.5,), (0.5,))
     >>> images = LabelledImages(torch.zeros(4, 1, 64, 64, dtype=torch.uint8), labels, labels)
     >>> task = ImageTask(images, images, tuple("abcd"), tuple("abcd"), scale, scale)
-    >>> spec, cost = suited_spec("wrn10_1_pmoe", task)
+    >>> spec, cost = spec_for_dataset("wrn10_1_pmoe", task)
     >>> dict(spec.arguments)
     {'num_classes': 4, 'in_channels': 1, 'image_size': 64}
     >>> round(cost.routed_macs / cost.routed_dense_macs, 2)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from moesaic.intervals import Curve, Estimate, mean, percentage, saved_labels
 from moesaic.training.comparison_result import Comparison, Run
 
-__all__ = ["Contrast", "Effort", "Saving", "Work", "accuracies", "contrasts", "group_accuracies"]
+__all__ = ["Effort", "PairedComparison", "Saving", "Work", "accuracies", "group_accuracies", "paired_comparisons"]
 
 Array = NDArray[np.float64]
 
@@ -62,7 +62,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Contrast:
+class PairedComparison:
     """A model beside the baseline, which is the first model of a comparison."""
 
     baseline: str
@@ -99,19 +99,19 @@ def group_accuracies(found: Comparison, model: str) -> tuple[tuple[Estimate, ...
     return tuple(table)
 
 
-def contrasts(found: Comparison) -> tuple[Contrast, ...]:
+def paired_comparisons(found: Comparison) -> tuple[PairedComparison, ...]:
     """Every other model beside the first."""
     baseline, *others = [model.name for model in found.models]
     return tuple(_contrast(found, baseline, other) for other in others)
 
 
-def _contrast(found: Comparison, baseline: str, model: str) -> Contrast:
+def _contrast(found: Comparison, baseline: str, model: str) -> PairedComparison:
     theirs, ours = _curve(found, baseline), _curve(found, model)
     difference = ours[1] - theirs[1]
     saving, why = _saving(found, (baseline, theirs), (model, ours))
     work, no_work = _work(found, baseline, model, saving)
     leads = tuple(mean(values) for values in difference)
-    return Contrast(baseline, model, leads, mean(difference.mean(axis=0)), saving, work, why, no_work)
+    return PairedComparison(baseline, model, leads, mean(difference.mean(axis=0)), saving, work, why, no_work)
 
 
 def _saving(found: Comparison, one: tuple[str, Curve], two: tuple[str, Curve]) -> tuple[Saving | None, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Progress", "Silent"]
+__all__ = ["NoProgress", "Progress"]
 
 
 class Progress(Protocol):
@@ -31,7 +31,7 @@ class Progress(Protocol):
         ...
 
 
-class Silent:
+class NoProgress:
     """Progress that nobody looks at."""
 
     def begin(self, name: str, total: int, done: int = 0) -> None:

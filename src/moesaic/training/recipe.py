@@ -16,7 +16,7 @@ import torch
 from moesaic.checks import at_least_one, check_numbers, one_of
 from moesaic.training.gate_recipe import GateRecipe
 
-__all__ = ["USUAL", "Descent", "Precision", "RateSchedule", "Recipe", "Strength"]
+__all__ = ["OPTIMIZER_DEFAULTS", "Descent", "OptimizerDefaults", "Precision", "RateSchedule", "Recipe"]
 
 Descent = Literal["sgd", "adamw", "normalized_gd"]
 RateSchedule = Literal["cosine", "step", "constant"]
@@ -24,15 +24,19 @@ Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
-class Strength:
+class OptimizerDefaults:
     """How hard an optimizer pulls."""
 
     learning_rate: float
     weight_decay: float
 
 
-USUAL: Mapping[Descent, Strength] = MappingProxyType(
-    {"adamw": Strength(1e-3, 0.05), "sgd": Strength(0.03, 5e-4), "normalized_gd": Strength(0.03, 5e-4)}
+OPTIMIZER_DEFAULTS: Mapping[Descent, OptimizerDefaults] = MappingProxyType(
+    {
+        "adamw": OptimizerDefaults(1e-3, 0.05),
+        "sgd": OptimizerDefaults(0.03, 5e-4),
+        "normalized_gd": OptimizerDefaults(0.03, 5e-4),
+    }
 )
 """Where to begin with an optimizer."""
 
@@ -44,7 +48,7 @@ class Recipe:
     """How a network learns.
 
     The defaults did best for wide residual networks, dense and routed, on a thousand faces and four thousand
-    vehicles (``benchmarks/wide_variants.py``). `USUAL` has rates for other optimizers.
+    vehicles (``benchmarks/wide_variants.py``). `OPTIMIZER_DEFAULTS` has rates for other optimizers.
 
     >>> recipe = Recipe(epochs=30, learning_rate=0.1, warmup=2)
     >>> [round(recipe.rate(epoch), 3) for epoch in (0.5, 2, 16, 29.9)]
@@ -58,10 +62,10 @@ class Recipe:
     optimizer: Descent = "adamw"
     """``"normalized_gd"`` moves each expert by steps of one length (`NormalizedGD`) and all else by SGD; a network
     without experts counts as one expert."""
-    learning_rate: float = USUAL["adamw"].learning_rate
+    learning_rate: float = OPTIMIZER_DEFAULTS["adamw"].learning_rate
     momentum: float = 0.9
     """Of SGD and NormalizedGD; AdamW has its own."""
-    weight_decay: float = USUAL["adamw"].weight_decay
+    weight_decay: float = OPTIMIZER_DEFAULTS["adamw"].weight_decay
     schedule: RateSchedule = "cosine"
     """Of the learning rate, from step to step: half a cosine down to 0; a tenth at each of ``milestones``; or as it
     is."""

@@ -20,11 +20,11 @@ from typing import Any
 
 from moesaic.files import write_json
 
-__all__ = ["Cells", "Kept"]
+__all__ = ["CachedResult", "ResultCache"]
 
 
 @dataclass(frozen=True)
-class Kept:
+class CachedResult:
     """A cell's result."""
 
     result: dict[str, Any]
@@ -32,12 +32,12 @@ class Kept:
     """How long the work took when it was done."""
 
 
-class Cells:
+class ResultCache:
     """The finished cells in a folder.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     cells = Cells(Path(folder))
+    ...     cells = ResultCache(Path(folder))
     ...     first = cells.get_or_run("squares", {"up_to": 3}, lambda: {"squares": [0, 1, 4]})
     ...     again = cells.get_or_run("squares", {"up_to": 3}, lambda: {"squares": []})
     >>> again.result
@@ -53,7 +53,7 @@ class Cells:
         readable = re.sub(r"[^A-Za-z0-9=.]+", "-", name).strip("-")[:60]
         return self.folder / f"{readable}-{_digest(spec)[:16]}.json"
 
-    def find(self, name: str, spec: Mapping[str, Any]) -> Kept | None:
+    def find(self, name: str, spec: Mapping[str, Any]) -> CachedResult | None:
         """The cell if it is finished. A damaged file is set aside, and its cell counts as not finished."""
         # the name is for people: the same work under another name is the same cell
         for path in sorted(self.folder.glob(f"*-{_digest(spec)[:16]}.json")):
@@ -65,7 +65,7 @@ class Cells:
                 self._log(f"{path.name} is damaged ({damage}); it was set aside as {aside.name} and is done again")
         return None
 
-    def get_or_run(self, name: str, spec: Mapping[str, Any], work: Callable[[], Mapping[str, Any]]) -> Kept:
+    def get_or_run(self, name: str, spec: Mapping[str, Any], work: Callable[[], Mapping[str, Any]]) -> CachedResult:
         """The finished cell, after doing the work where it is not there yet."""
         found = self.find(name, spec)
         if found is not None:
@@ -76,10 +76,10 @@ class Cells:
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"spec": dict(spec), "result": result, "seconds": seconds}
         write_json(self.path(name, spec), {**content, "digest": _digest(content)})
-        return Kept(result, seconds)
+        return CachedResult(result, seconds)
 
 
-def _read(path: Path, spec: Mapping[str, Any]) -> Kept:
+def _read(path: Path, spec: Mapping[str, Any]) -> CachedResult:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -91,7 +91,7 @@ def _read(path: Path, spec: Mapping[str, Any]) -> Kept:
         raise ValueError("its content does not match its digest")
     if _canonical(written["spec"]) != _canonical(spec):
         raise ValueError("it belongs to another specification")
-    return Kept(written["result"], written["seconds"])
+    return CachedResult(written["result"], written["seconds"])
 
 
 def _canonical(content: Any) -> str:

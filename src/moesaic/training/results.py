@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
-__all__ = ["Epoch", "Fit"]
+__all__ = ["Epoch", "FitResult"]
 
 _OF_GATES = ("cost", "open_share", "gate_strength")
 """What an epoch has where there are channel gates."""
@@ -52,12 +52,12 @@ class Epoch:
 
 
 @dataclass(frozen=True)
-class Fit:
+class FitResult:
     """What training came to.
 
     >>> epoch = Epoch(1, 0.5, 80.0, 75.0, 2.0, 500.0, 0.1)
-    >>> found = Fit((epoch,), 75.0, (70.0, 80.0), (70.0, 80.0), 2.0, 1000, "all epochs")
-    >>> Fit.from_json(found.to_json()) == found
+    >>> found = FitResult((epoch,), 75.0, (70.0, 80.0), (70.0, 80.0), 2.0, 1000, "all epochs")
+    >>> FitResult.from_json(found.to_json()) == found
     True
     """
 
@@ -86,7 +86,7 @@ class Fit:
         return {**content, "epochs": [epoch.to_json() for epoch in self.epochs]}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Fit:
+    def from_json(cls, content: Mapping[str, Any]) -> FitResult:
         """What ``to_json`` wrote down."""
         made: dict[str, Any] = {**content, "epochs": tuple(Epoch.from_json(each) for each in content["epochs"])}
         for name in ("class_accuracy", "cluster_accuracy"):

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageTask
 from moesaic.files import write_json, write_whole
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoint import NETWORK, Unusable, forget_unfinished, read_tensors, write_tensors
+from moesaic.training.checkpoint import NETWORK, CheckpointError, forget_unfinished, read_tensors, write_tensors
 from moesaic.training.recipe import Recipe
 
-__all__ = ["RunFolder", "describe_run"]
+__all__ = ["RunDir", "describe_run"]
 
 _CIRCUMSTANCES = ("versions", "device", "data.name")
 """Parts of a configuration that may differ between a run and its continuation."""
@@ -30,7 +30,7 @@ _SHOWN = 6
 """Differences that an error lists."""
 
 
-class RunFolder:
+class RunDir:
     """Where a run keeps what it is, what it measured and how far it is; no other run may use it until it is closed."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -110,7 +110,7 @@ class RunFolder:
         else:
             for stale in (self.result, self.state):
                 if stale.exists():
-                    raise Unusable(
+                    raise CheckpointError(
                         f"fit: {stale} is there without a config.json that says what it is of; name another folder, or "
                         "remove it"
                     )
@@ -139,7 +139,7 @@ def _hold(folder: Path) -> int | None:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(held)
-        raise Unusable(
+        raise CheckpointError(
             f"fit: another run is at work in {folder}; wait until it has ended, or name another folder"
         ) from error
     except OSError:  # some network file systems have no locks
@@ -155,7 +155,7 @@ def describe_run(
     seed: int,
     device: torch.device,
     spec: ModelSpec | None,
-    test_every: int,
+    eval_every: int,
 ) -> dict[str, Any]:
     """All that a run depends on, and the circumstances it began in."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -174,7 +174,7 @@ def describe_run(
         },
         "recipe": recipe.to_json(),
         "seed": seed,
-        "test_every": test_every,
+        "eval_every": eval_every,
         "device": str(device),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
@@ -196,7 +196,7 @@ def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any])
     ]
     if faults:
         more = f" and {len(faults) - _SHOWN} more" if len(faults) > _SHOWN else ""
-        raise Unusable(
+        raise CheckpointError(
             f"fit: {folder} holds a run with other settings: {'; '.join(faults[:_SHOWN])}{more}. Name another folder; "
             "or use its settings, and it continues; or remove it"
         )
@@ -217,9 +217,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise Unusable(f"fit: {path} is not JSON ({error}); name another folder, or remove this one") from error
+        raise CheckpointError(f"fit: {path} is not JSON ({error}); name another folder, or remove this one") from error
     if not isinstance(content, dict):
-        raise Unusable(f"fit: {path} is not what a run writes; name another folder, or remove this one")
+        raise CheckpointError(f"fit: {path} is not what a run writes; name another folder, or remove this one")
     return cast("dict[str, Any]", content)
 
 

@@ -13,13 +13,13 @@ import torch
 from moesaic.checks import at_least_one
 from moesaic.training.progress import Progress
 
-__all__ = ["Turns", "flushing_denormals", "on_all_cores", "trial_numbers", "usable"]
+__all__ = ["SharedProgress", "check_device", "check_trials", "flushing_denormals", "run_in_threads"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class Turns:
+class SharedProgress:
     """Lets chunks in several threads report what they do, one at a time, and tells them when to stop."""
 
     def __init__(self, progress: Progress) -> None:
@@ -44,7 +44,7 @@ class _Stopped(Exception):
     """Another chunk failed, or the user interrupted."""
 
 
-def on_all_cores(train: Callable[[int], R], starts: Sequence[int], turns: Turns) -> list[R]:
+def run_in_threads(train: Callable[[int], R], starts: Sequence[int], turns: SharedProgress) -> list[R]:
     """One thread a core, each of which computes by itself."""
     cores = torch.get_num_threads()
     if cores == 1 or len(starts) == 1:
@@ -77,7 +77,7 @@ def flushing_denormals() -> Generator[None]:
         torch.set_flush_denormal(already)
 
 
-def trial_numbers(owner: str, trials: Iterable[int], samples: int, chunk: int | None) -> list[int]:
+def check_trials(owner: str, trials: Iterable[int], samples: int, chunk: int | None) -> list[int]:
     """The trials to train, once the counts are known to make sense."""
     at_least_one(owner, samples=samples)
     if chunk is not None:
@@ -88,7 +88,7 @@ def trial_numbers(owner: str, trials: Iterable[int], samples: int, chunk: int | 
     return numbers
 
 
-def usable(owner: str, device: torch.device | str) -> torch.device:
+def check_device(owner: str, device: torch.device | str) -> torch.device:
     """The device, if it is there."""
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from moesaic.checks import one_of
 
-__all__ = ["Tracker", "TrackerName", "tracker_of"]
+__all__ = ["Tracker", "TrackerName", "create_tracker"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
@@ -33,17 +33,17 @@ class Tracker(Protocol):
         ...
 
 
-def tracker_of(name: str, out: Path, *, project: str = "moesaic") -> Tracker:
+def create_tracker(name: str, out: Path, *, project: str = "moesaic") -> Tracker:
     """A tracker by name, of a run whose folder is ``out``.
 
     ``"tensorboard"`` writes below it; for ``"wandb"`` and ``"trackio"`` it gives the name of the run in its project.
 
-    >>> tracker_of("tensorbord", Path("runs/pets"))
+    >>> create_tracker("tensorbord", Path("runs/pets"))
     Traceback (most recent call last):
-    ValueError: tracker_of: name='tensorbord' is unknown; use 'tensorboard', 'wandb' or 'trackio' (did you mean
+    ValueError: create_tracker: name='tensorbord' is unknown; use 'tensorboard', 'wandb' or 'trackio' (did you mean
     'tensorboard'?)
     """
-    one_of("tracker_of", "name", name, get_args(TrackerName))
+    one_of("create_tracker", "name", name, get_args(TrackerName))
     if name == "tensorboard":
         return _TensorBoard(_package("torch.utils.tensorboard", "tensorboard"), out)
     return _Project(_package(name, name), out, project, more={"dir": str(out)} if name == "wandb" else {})
@@ -91,6 +91,6 @@ def _package(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise ImportError(
-            f"tracker_of: {name!r} needs a package that cannot be imported ({error}); install it with "
+            f"create_tracker: {name!r} needs a package that cannot be imported ({error}); install it with "
             f"pip install 'moesaic[track]' or pip install {name}"
         ) from error

@@ -23,18 +23,18 @@ from moesaic.training.gates import GateTraining
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
 
-__all__ = ["Learner", "NotCompiled", "optimizers_of"]
+__all__ = ["CompileError", "TrainStep", "build_optimizers"]
 
 T = TypeVar("T")
 
 _torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
 
 
-class NotCompiled(RuntimeError):
+class CompileError(RuntimeError):
     """``torch.compile`` could not make anything of the network."""
 
 
-class Learner:
+class TrainStep:
     """A network that learns by a recipe, on the device it is on; ``gates`` is for one that has channel gates."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Learner:
             self._teach: Callable[[Tensor], Answer] = (
                 torch.compile(model.answer, dynamic=False) if recipe.compile else model.answer
             )
-        self._optimizers = optimizers_of(model, recipe, device)
+        self._optimizers = build_optimizers(model, recipe, device)
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._half is torch.float16)
         self._mean = None if recipe.ema is None else [tensor.detach().clone() for tensor in self._averaged()]
         self._routing: Mapping[str, Routing] = {}
@@ -129,7 +129,7 @@ class Learner:
             return run(x)
         except Exception as error:  # compilers fail in ways of their own
             first = str(error).strip().splitlines() or [type(error).__name__]
-            raise NotCompiled(
+            raise CompileError(
                 f"fit: compile=True, but torch.compile fails on {type(self.model).__name__} here ({first[0]}); "
                 "use compile=False"
             ) from error
@@ -250,7 +250,7 @@ class Learner:
         return {name: generator for name, generator in found if isinstance(generator, torch.Generator)}
 
 
-def optimizers_of(model: nn.Module, recipe: Recipe, device: torch.device) -> list[Optimizer]:
+def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> list[Optimizer]:
     """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate."""
     # channels are experts without weights of their own, and what chooses them lies outside of their layer
     layers = [layer for layer in routed_layers(model).values() if hasattr(layer, "experts")]

@@ -20,18 +20,18 @@ from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
-from moesaic.training.batches import varied_batches, viewed_batches
-from moesaic.training.checkpoint import Card, save_network
+from moesaic.training.batches import eval_batches, train_batches
+from moesaic.training.checkpoint import Metadata, save_network
 from moesaic.training.gates import ClosedLayer, GateTraining, gate_costs
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Epoch, Fit, plain
-from moesaic.training.run_dir import RunFolder
+from moesaic.training.results import Epoch, FitResult, plain
+from moesaic.training.run_dir import RunDir
 from moesaic.training.stopwatch import Stopwatch
 from moesaic.training.trackers import Tracker
-from moesaic.training.train_step import Learner
+from moesaic.training.train_step import TrainStep
 
-__all__ = ["Diverged", "GatesClosed", "TrainingRun", "evaluate"]
+__all__ = ["Diverged", "GatesClosed", "Trainer", "evaluate"]
 
 _LOOK = 2.0
 """Seconds between two looks at the loss within an epoch."""
@@ -63,14 +63,14 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            right = [(outputs or model)(x).argmax(1) == labels for x, labels in viewed_batches(task, device, size)]
+            right = [(outputs or model)(x).argmax(1) == labels for x, labels in eval_batches(task, device, size)]
     finally:
         model.train(was_training)
     return torch.cat(right).cpu()
 
 
 @dataclass
-class TrainingRun:
+class Trainer:
     """One training, from wherever its last checkpoint is to its end."""
 
     model: nn.Module
@@ -78,11 +78,11 @@ class TrainingRun:
     recipe: Recipe
     seed: int
     device: torch.device
-    folder: RunFolder | None
+    folder: RunDir | None
     spec: ModelSpec | None
     progress: Progress
     trackers: Sequence[Tracker]
-    test_every: int
+    eval_every: int
     checkpoint_seconds: float
     teacher: nn.Module | None = None
 
@@ -91,7 +91,7 @@ class TrainingRun:
         self.gates = None
         if isinstance(self.model, DeepMoE):
             self.gates = GateTraining(self.model, self.recipe, len(self.sizes), self.device, self.teacher)
-        self.learner = Learner(self.model, self.recipe, self.device, self.task.labels, self.gates)
+        self.learner = TrainStep(self.model, self.recipe, self.device, self.task.labels, self.gates)
         self.watch = Stopwatch()
         self.epochs: list[Epoch] = []
         # of the epoch in progress: batches done, and those among them done before this call; loss and right answers
@@ -102,7 +102,7 @@ class TrainingRun:
         self.alarms: tuple[str, ...] = ()
         self.looked_at = self.kept_at = time.monotonic()
 
-    def train(self) -> Fit:
+    def train(self) -> FitResult:
         """Train to the end."""
         try:
             self._resume()
@@ -145,7 +145,7 @@ class TrainingRun:
         right = None
         if self._ended() and self.gates is not None and self.gates.joint:
             self._freeze_gates()  # there was one stage alone
-        if self._ended() or epoch.number % self.test_every == 0:
+        if self._ended() or epoch.number % self.eval_every == 0:
             right = self._test()
             self.epochs[-1] = epoch = replace(epoch, test_accuracy=_percent(right))
         self.done, self.resumed, self.alarms = 0, 0, ()
@@ -163,7 +163,7 @@ class TrainingRun:
         if self.gates is not None:
             self.gates.settle()
         epoch = len(self.epochs)
-        batches = varied_batches(self.task, self.sizes, self.seed, epoch, self.device, skip=self.done)
+        batches = train_batches(self.task, self.sizes, self.seed, epoch, self.device, skip=self.done)
         with self.learner.watching(), self._alarm():
             self.watch.start()
             for x, labels in batches:
@@ -206,7 +206,7 @@ class TrainingRun:
         assert isinstance(self.model, DeepMoE)
         network = self.model.embedding
         with torch.no_grad(), eval_mode(network), self.learner.autocast():
-            return torch.cat([network(x)[0] for x, _ in viewed_batches(task, self.device, self._tested(), rows)])
+            return torch.cat([network(x)[0] for x, _ in eval_batches(task, self.device, self._tested(), rows)])
 
     def _gate_metrics(self) -> dict[str, float]:
         """What the gates did in the epoch."""
@@ -253,11 +253,11 @@ class TrainingRun:
         with torch.no_grad():
             return float(gate_costs(self.model, self._embeddings(self.task)).mean())
 
-    def _finish(self, right: Tensor) -> Fit:
+    def _finish(self, right: Tensor) -> FitResult:
         self.learner.average()
         self.model.eval()
         test = self.task.test
-        found = Fit(
+        found = FitResult(
             epochs=tuple(self.epochs),
             accuracy=_percent(right),
             class_accuracy=_percents(right, test.labels, self.task.labels),
@@ -300,8 +300,8 @@ class TrainingRun:
                 self._save(self.folder, {"accuracy": self.epochs[-1].test_accuracy if self.epochs else None})
             self.kept_at = time.monotonic()
 
-    def _save(self, folder: RunFolder, metrics: Mapping[str, Any]) -> None:
-        card = Card.of(self.task, self.spec, plain({"epochs": len(self.epochs), **metrics}))
+    def _save(self, folder: RunDir, metrics: Mapping[str, Any]) -> None:
+        card = Metadata.of(self.task, self.spec, plain({"epochs": len(self.epochs), **metrics}))
         save_network(folder.network, self.model, card)
 
     def _resume(self) -> None:

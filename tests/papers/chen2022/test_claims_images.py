@@ -14,7 +14,7 @@ from moesaic.papers.chen2022.image_cells import CAR, FROG, SHIP, Embedding, Imag
 from moesaic.papers.chen2022.image_training import ImageSchedule
 from moesaic.papers.engine.claims import Judgement, Study
 from moesaic.papers.engine.runner import Lab
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 
 SMALL = ImageCell(
     "rotate", "cnn", True, ImageSchedule(2, 0.01, batch=16), trial=0, embedding=True, images_per_file=20, on_cpu=True
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lab(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Lab:
-    return Lab(Cells(out), folder, device=device, seed=seed, progress=Silent())
+    return Lab(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def test_cells_of_cifar_itself_are_found_without_its_images(folder, tmp_path):
 
 
 def test_steps_are_the_epochs_that_progress_counts(folder, tmp_path):
-    class Counting(Silent):
+    class Counting(NoProgress):
         done = 0
 
         def advance(self, amount: int, note: str = "") -> None:

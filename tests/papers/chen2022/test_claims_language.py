@@ -13,7 +13,7 @@ from moesaic.papers.chen2022.claims_language import PUBLISHED, TESTS, charts, pl
 from moesaic.papers.chen2022.language_cells import LanguageCell, LanguageResult, purity
 from moesaic.papers.engine.claims import Study
 from moesaic.papers.engine.runner import Lab
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 
 SMALL = LanguageCell(
     trials=2, epochs=3, batch=32, most=60, dims=8, rates=(0.3,), router_rates=(1.0, 10.0), single_rates=(0.3, 1.0)
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def lab(out: Path, folder: Path | None, seed: int = 0) -> Lab:
-    return Lab(Cells(out), folder, device="cpu", seed=seed, progress=Silent())
+    return Lab(ResultCache(out), folder, device="cpu", seed=seed, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +141,7 @@ def test_a_model_that_is_not_installed_is_an_obstacle(folder, tmp_path):
 
 
 def test_steps_count_every_epoch_that_is_trained(folder, tmp_path):
-    class Counting(Silent):
+    class Counting(NoProgress):
         done = 0
 
         def advance(self, amount: int, note: str = "") -> None:

@@ -15,7 +15,7 @@ from moesaic.papers.engine.analytic_experiment import Measured
 from moesaic.papers.engine.claims import Judgement
 from moesaic.papers.engine.findings import write_findings
 from moesaic.papers.engine.runner import Lab
-from moesaic.training import Silent
+from moesaic.training import NoProgress
 
 Array = NDArray[np.float64]
 CLAIMS = {test.claim.id: test for test in TESTS}
@@ -88,7 +88,7 @@ def test_settings_that_the_theorem_does_not_cover_are_harder_only_if_the_best_is
 
 
 def test_the_additive_classifier_attains_what_the_theorem_allows():
-    lab = Lab(None, None, device="cpu", seed=0, progress=Silent())  # type: ignore[arg-type]
+    lab = Lab(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
     found = {setting: AdditiveCell(setting, 3, 4000).measure(lab)["accuracy"] for setting in (1, 3)}
     assert np.mean(found[3]) == pytest.approx(87.5, abs=1)
     assert np.mean(found[1]) > 90
@@ -97,7 +97,7 @@ def test_the_additive_classifier_attains_what_the_theorem_allows():
 
 @pytest.mark.parametrize("change", [{"setting": 2}, {"trials": 4}, {"samples": 50}])
 def test_other_additive_work_is_another_cell(change: dict[str, int]):
-    lab = Lab(None, None, device="cpu", seed=0, progress=Silent())  # type: ignore[arg-type]
+    lab = Lab(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
     assert AdditiveCell(**{"setting": 1, **change}).spec(lab) != AdditiveCell(1).spec(lab)  # type: ignore[arg-type]
     assert SmoothingCell(5).spec(lab) != SmoothingCell().spec(lab)
 
@@ -142,7 +142,7 @@ def test_the_sharp_constant_is_2_and_attained(
 
 
 def test_pairs_made_to_change_most_change_more_than_random_ones_and_by_no_more_than_2():
-    lab = Lab(None, None, device="cpu", seed=0, progress=Silent())  # type: ignore[arg-type]
+    lab = Lab(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
     found = SmoothingCell(100).measure(lab)
     assert found["experts"] == [2, 4, 8, 16]
     for random, made in zip(found["random"], found["made"], strict=True):

@@ -18,9 +18,9 @@ from moesaic.papers.engine.analytic_experiment import Measured, arrays
 from moesaic.papers.engine.runner import Lab
 from moesaic.report.chart import Chart, Panel
 from moesaic.report.charts import draw
-from moesaic.training import Silent
+from moesaic.training import NoProgress
 
-LAB = Lab(None, None, device="cpu", seed=0, progress=Silent())  # type: ignore[arg-type]
+LAB = Lab(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
 CELL = MixtureCell(Mixture.of("print"), MixtureSchedule(steps=6, learning_rate=0.05), 1, 3, 60, 50, follow=2)
 
 

@@ -19,7 +19,7 @@ from moesaic.papers.chen2022.theory.smoothing import routing_probabilities
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
 from moesaic.papers.engine.analytic_experiment import Measured
 from moesaic.papers.engine.runner import Lab
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 
 PROBE = 100
 SHORT = replace(MixtureSchedule.of("released"), steps=24)
@@ -51,7 +51,7 @@ def few_probes() -> Generator[None]:
 
 
 def lab_in(folder: Path, seed: int = 0) -> Lab:
-    return Lab(Cells(folder), None, device="cpu", seed=seed, progress=Silent())
+    return Lab(ResultCache(folder), None, device="cpu", seed=seed, progress=NoProgress())
 
 
 def measured(folder: Path, cell: MixtureCell) -> Measured:
@@ -246,7 +246,7 @@ def test_a_trial_that_stops_keeps_its_last_look(tmp_path: Path):
 
 @pytest.mark.parametrize("cell", [*CELLS.values(), STOPPING], ids=[*CELLS, "stopping"])
 def test_what_is_measured_is_plain_json_and_progress_adds_up(tmp_path: Path, cell: MixtureCell):
-    class Counting(Silent):
+    class Counting(NoProgress):
         done = 0
 
         def advance(self, amount: int, note: str = "") -> None:
@@ -311,7 +311,7 @@ def test_other_work_is_another_cell(tmp_path: Path, part: str, name: str):
         other = replace(cell, **{part: changed})
     else:
         other = replace(cell, **{name: OTHERS[name]})  # type: ignore[arg-type]
-    store = Cells(tmp_path)
+    store = ResultCache(tmp_path)
     assert store.path("a", other.spec(here)) != store.path("a", cell.spec(here))
     assert store.path("a", replace(cell).spec(here)) == store.path("a", cell.spec(here))
 

@@ -12,7 +12,7 @@ from moesaic.papers.chen2022 import trial_training as engine
 from moesaic.papers.chen2022.cluster_data import ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
-from moesaic.training import Silent
+from moesaic.training import NoProgress
 
 SOURCE = ClusterPatches(clusters=3, patches=5, dim=7, sigma_p=0.5)
 ACTIVATIONS = ("identity", "cubic", "relu", "celu", "gelu", "tanh")
@@ -227,7 +227,7 @@ def test_the_watch_sees_networks_and_samples_at_the_steps_it_asked_for():
 
 
 def test_progress_counts_steps_that_were_spared():
-    class Counter(Silent):
+    class Counter(NoProgress):
         total = 0
 
         def advance(self, amount: int, note: str = "") -> None:

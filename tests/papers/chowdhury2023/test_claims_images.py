@@ -22,7 +22,7 @@ from moesaic.papers.chowdhury2023.image_figures import charts
 from moesaic.papers.chowdhury2023.image_plan import COMPARED, EPOCHS, FIGURES, SEEN, SETTLED, TRIALS, epochs, plan
 from moesaic.papers.engine.claims import Judgement, Study
 from moesaic.papers.engine.runner import Lab
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 from moesaic.training.recipe import Recipe
 
 CLAIMS = {test.claim.id: test for test in TESTS}
@@ -84,7 +84,7 @@ def small_sets(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
 
 
 def lab(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Lab:
-    return Lab(Cells(out), folder, device=device, seed=seed, progress=Silent())
+    return Lab(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
 
 
 def small(task: str, arm: image_cells.Arm = "pmoe") -> WideCell:
@@ -196,7 +196,7 @@ def test_steps_are_timed_for_both_networks(tmp_path: Path):
 
 
 def test_progress_counts_the_epochs_of_a_cell(folder: Path, tmp_path: Path):
-    class Counting(Silent):
+    class Counting(NoProgress):
         done = 0
 
         def advance(self, amount: int, note: str = "") -> None:

@@ -16,7 +16,7 @@ from moesaic.papers.chowdhury2023.theory.routing_property import discriminative_
 from moesaic.papers.chowdhury2023.trial_training import Schedule, accuracy, train_trials
 from moesaic.papers.chowdhury2023.two_layer import Networks, TwoLayer
 from moesaic.papers.engine.runner import Lab
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 
 PATTERNS = PatternPatches(patches=6, dim=16, delta_d=0.3, delta_r=0.4, pattern_sets=3, close=2)
 MODELS = {
@@ -34,7 +34,7 @@ def cell_of(kind: str, **changes: object) -> TwoLayerCell:
 
 
 def lab_in(folder: Path, seed: int = 0) -> Lab:
-    return Lab(Cells(folder), None, device="cpu", seed=seed, progress=Silent())
+    return Lab(ResultCache(folder), None, device="cpu", seed=seed, progress=NoProgress())
 
 
 def measured(folder: Path, cell: TwoLayerCell) -> Result:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from moesaic.papers.engine.runner import Lab
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Squares:
 log: list[int] = []
 
 
-class Heard(Silent):
+class Heard(NoProgress):
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
 
@@ -44,8 +44,8 @@ class Heard(Silent):
         self.begun.append((name, total))
 
 
-def lab_in(folder: Path, progress: Silent | None = None, device: str = "cpu") -> Lab:
-    return Lab(Cells(folder), None, device=device, seed=0, progress=progress or Silent())
+def lab_in(folder: Path, progress: NoProgress | None = None, device: str = "cpu") -> Lab:
+    return Lab(ResultCache(folder), None, device=device, seed=0, progress=progress or NoProgress())
 
 
 def test_a_cell_is_carried_out_once_under_whatever_name(tmp_path: Path):
@@ -76,7 +76,7 @@ def test_what_is_in_the_way_counts_until_the_cell_is_done_elsewhere(tmp_path: Pa
 
 def test_digits_are_those_of_the_data_folder_where_it_has_any(tmp_path: Path):
     def digits(data_dir: Path | None) -> Path | None:
-        lab = Lab(Cells(tmp_path / "cells"), data_dir, device="cpu", seed=0, progress=Silent())
+        lab = Lab(ResultCache(tmp_path / "cells"), data_dir, device="cpu", seed=0, progress=NoProgress())
         return lab.digits.data_dir
 
     assert digits(None) is None

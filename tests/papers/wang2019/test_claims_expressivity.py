@@ -18,7 +18,7 @@ from moesaic.papers.wang2019.expressivity_cells import CollisionCell, RankCell, 
 from moesaic.papers.wang2019.figures import charts
 from moesaic.papers.wang2019.paper import PAPER
 from moesaic.papers.wang2019.theory.channel_masks import all_distinct_probability, coin_confusion
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 
 CLAIMS = {test.claim.id: test for test in TESTS}
 PLAN = plan()
@@ -27,7 +27,7 @@ PLAN = plan()
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Study[Measured]:
     """All cells, carried out."""
-    lab = Lab(Cells(tmp_path_factory.mktemp("cells")), None, device="cpu", seed=0, progress=Silent())
+    lab = Lab(ResultCache(tmp_path_factory.mktemp("cells")), None, device="cpu", seed=0, progress=NoProgress())
     done = lab.carry_out(PLAN)
     return Study(PLAN, {name: each.result for name, each in done.items()}, lab)
 
@@ -61,14 +61,14 @@ def test_calculations_are_part_of_both_presets_and_need_nothing():
     for preset in ("quick", "full"):
         cells = PAPER.plan(preset, "print")
         assert cells.keys() == PLAN.keys()
-        lab = Lab(Cells(Path("nowhere")), None, device="cpu", seed=0, progress=Silent())
+        lab = Lab(ResultCache(Path("nowhere")), None, device="cpu", seed=0, progress=NoProgress())
         assert all(cell.obstacle(lab) is None and cell.steps == 0 for cell in cells.values())
         assert all(test.can_run(cells, preset) for test in TESTS)
     assert PAPER.plan("quick", "best") == PAPER.plan("full", "released") == {}
 
 
 def test_cells_are_plain_json_repeat_and_change_with_the_seed(tmp_path: Path):
-    labs = [Lab(Cells(tmp_path), None, device="cpu", seed=seed, progress=Silent()) for seed in (0, 1)]
+    labs = [Lab(ResultCache(tmp_path), None, device="cpu", seed=seed, progress=NoProgress()) for seed in (0, 1)]
     for cell in (CollisionCell((4, 4), (2, 2), samples=50, trials=2), RankCell((3,), (2,), 4, trials=2)):
         assert cell.measure(labs[0]) == cell.measure(labs[0])
         json.dumps([cell.measure(labs[0]), cell.spec(labs[0])], allow_nan=False)

@@ -34,7 +34,7 @@ from moesaic.papers.wang2019.gate_plan import (
     static_width,
     widened_target,
 )
-from moesaic.training import Cells, Silent
+from moesaic.training import NoProgress, ResultCache
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
@@ -71,7 +71,7 @@ def small_set(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
 
 def lab(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Lab:
-    return Lab(Cells(out), folder, device=device, seed=seed, progress=Silent())
+    return Lab(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
 
 
 def gated(**gates: float | bool) -> GateCell:
@@ -257,7 +257,7 @@ def study(over: Mapping[str, GateResult] | None = None, **leads: float) -> Study
         lead = sum(more for start, more in leads.items() if name.startswith(start.replace("_", "/")))
         results[name] = made(90 + 5 * np.log(cost) + lead + (1 + (lead != 0)) * noise(cell.trial), cost)
     results |= {} if over is None else over
-    return Study(PLAN, results, Lab(Cells(Path("nowhere")), None, device="cpu", seed=0, progress=Silent()))
+    return Study(PLAN, results, Lab(ResultCache(Path("nowhere")), None, device="cpu", seed=0, progress=NoProgress()))
 
 
 def judged(id: str, given: Study[GateResult]) -> Judgement:

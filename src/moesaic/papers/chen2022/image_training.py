@@ -25,9 +25,9 @@ from moesaic.data.datasets import ImageTask
 from moesaic.layers import SampleMoE
 from moesaic.layers.recording import record_routing
 from moesaic.routing import load_balance_loss
-from moesaic.training.batches import generator_seed, varied_batches, viewed_batches
+from moesaic.training.batches import eval_batches, generator_seed, train_batches
 from moesaic.training.optim import NormalizedGD
-from moesaic.training.progress import Progress, Silent
+from moesaic.training.progress import NoProgress, Progress
 
 __all__ = ["ImageEpoch", "ImageSchedule", "ImageTest", "embed_images", "evaluate_images", "train_images"]
 
@@ -112,7 +112,7 @@ def train_images(
             f"train_images: batch={schedule.batch}, but there are {len(task.train)} images to train on; "
             f"use at most batch={len(task.train)}"
         )
-    progress = progress or Silent()
+    progress = progress or NoProgress()
     task = task.to(device)
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     if isinstance(model, SampleMoE):
@@ -124,7 +124,7 @@ def train_images(
         for group in learner.param_groups:
             group["lr"] = schedule.rate(epoch)
         optimizers = [learner] if router is None else [learner, router]
-        batches = varied_batches(task, sizes, seed, epoch, device)
+        batches = train_batches(task, sizes, seed, epoch, device)
         loss = _train_epoch(model, batches, optimizers, schedule.balance, device)
         epochs.append(ImageEpoch(float(loss), evaluate_images(model, task)))
         progress.advance(1, f"loss {epochs[-1].loss:.3f}, test {epochs[-1].test.accuracy:.1f} %")
@@ -139,7 +139,7 @@ def evaluate_images(model: nn.Module, task: ImageTask) -> ImageTest:
     was_training = model.training
     model.eval()
     with torch.no_grad(), _half(device), _watched(model) as routing:
-        for x, labels in viewed_batches(task, device, _TESTED):
+        for x, labels in eval_batches(task, device, _TESTED):
             right.append(model(x).argmax(1) == labels)
             if routing is not None:
                 experts.append(_chosen(routing[""].index))
@@ -157,7 +157,7 @@ def embed_images(model: nn.Module, task: ImageTask, rows: Tensor) -> Tensor:
     was_training = model.training
     model.eval()
     with torch.no_grad(), _half(device), _watched(model) as routing:
-        for x, _ in viewed_batches(task, device, _TESTED, rows):
+        for x, _ in eval_batches(task, device, _TESTED, rows):
             if routing is None:
                 found.append(_features(model, x))
                 continue

@@ -28,8 +28,8 @@ from moesaic.checks import at_least_one, one_of
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022.cluster_data import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures, activate
-from moesaic.training.progress import Progress, Silent
-from moesaic.training.thread_pool import Turns, flushing_denormals, on_all_cores, trial_numbers, usable
+from moesaic.training.progress import NoProgress, Progress
+from moesaic.training.thread_pool import SharedProgress, check_device, check_trials, flushing_denormals, run_in_threads
 
 __all__ = ["MixtureSchedule", "MixtureWatch", "TrainedMixtures", "train_mixtures"]
 
@@ -154,14 +154,14 @@ def train_mixtures(
     >>> trained.mixtures.weights.shape, trained.dispatch.shape
     (torch.Size([2, 8, 16, 50]), torch.Size([2, 200]))
     """
-    numbers = trial_numbers("train_mixtures", trials, samples, chunk)
+    numbers = check_trials("train_mixtures", trials, samples, chunk)
     schedule = schedule or MixtureSchedule()
-    device = usable("train_mixtures", device)
+    device = check_device("train_mixtures", device)
     if chunk is None:
         share = -(-len(numbers) // torch.get_num_threads())
         chunk = len(numbers) if device.type != "cpu" else max(1, min(share, _CPU_SAMPLES // samples))
     moments = frozenset(watch_at)
-    turns = Turns(progress or Silent())
+    turns = SharedProgress(progress or NoProgress())
 
     def train(start: int) -> TrainedMixtures:
         keys = keyed_random.keys(seed, numbers[start : start + chunk], device)
@@ -176,7 +176,7 @@ def train_mixtures(
             return _train(_Chunk(mixtures, data, keys, schedule), see, turns)
 
     starts = range(0, len(numbers), chunk)
-    parts = [train(start) for start in starts] if device.type != "cpu" else on_all_cores(train, starts, turns)
+    parts = [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, turns)
     return _joined(parts)
 
 
@@ -207,7 +207,7 @@ def _joined(parts: list[TrainedMixtures]) -> TrainedMixtures:
     )
 
 
-def _train(work: _Chunk, see: Callable[[int, _Chunk, Tensor], None], turns: Turns) -> TrainedMixtures:
+def _train(work: _Chunk, see: Callable[[int, _Chunk, Tensor], None], turns: SharedProgress) -> TrainedMixtures:
     steps, cuda = work.schedule.steps, work.keys.is_cuda
     which = torch.arange(len(work.keys), device=work.keys.device)
     done = TrainedMixtures(

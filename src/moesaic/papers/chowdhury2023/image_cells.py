@@ -137,7 +137,7 @@ class WideCell:
         model = _network(self.network, self.arm, self.fidelity, task.labels, shape, seed)
         every = max(math.ceil(self.recipe.epochs / self.tests), 1)
         cost = count_macs(model, shape).macs
-        found = fit(model, task, self.recipe, seed=seed, device=lab.device, progress=lab.progress, test_every=every)
+        found = fit(model, task, self.recipe, seed=seed, device=lab.device, progress=lab.progress, eval_every=every)
         return {
             "accuracy": round(found.accuracy, 4),
             "groups": {
@@ -223,7 +223,7 @@ class StepCell:
                 model = _network(self.network, arm, self.fidelity, self.classes, shape, 0)
                 macs[arm] = count_macs(model, shape).macs
                 epochs = fit(
-                    model, task, recipe, device=lab.device, progress=lab.progress, test_every=_TIMED_EPOCHS
+                    model, task, recipe, device=lab.device, progress=lab.progress, eval_every=_TIMED_EPOCHS
                 ).epochs
                 seconds[arm].append(_seconds_an_image(epochs))
         return {**seconds, "macs": macs, "device": _device_name(lab.device)}

@@ -25,8 +25,8 @@ from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023.theory.router import class_sums, trained_routers
 from moesaic.papers.chowdhury2023.two_layer import Networks, TwoLayer, error_signal, standardise_
 from moesaic.papers.engine.trial_data import PatchSource, TrialData
-from moesaic.training.progress import Progress, Silent
-from moesaic.training.thread_pool import Turns, on_all_cores, trial_numbers, usable
+from moesaic.training.progress import NoProgress, Progress
+from moesaic.training.thread_pool import SharedProgress, check_device, check_trials, run_in_threads
 
 __all__ = ["Schedule", "Trained", "Watch", "accuracy", "train_trials"]
 
@@ -115,12 +115,12 @@ def train_trials(
     >>> trained.epochs.shape, trained.networks.kernels.shape
     (torch.Size([3]), torch.Size([3, 1, 40, 16]))
     """
-    numbers = trial_numbers("train_trials", trials, samples, chunk)
+    numbers = check_trials("train_trials", trials, samples, chunk)
     schedule = schedule or Schedule()
-    device = usable("train_trials", device)
+    device = check_device("train_trials", device)
     chunk = chunk or _chunk_size(model, source, len(numbers), min(schedule.batch, samples), device)
     starts = range(0, len(numbers), chunk)
-    turns = Turns(progress or Silent())
+    turns = SharedProgress(progress or NoProgress())
 
     def train(start: int) -> Trained:
         keys = keyed_random.keys(seed, numbers[start : start + chunk], device)
@@ -134,7 +134,7 @@ def train_trials(
             networks = replace(networks, routers=_train_routers(networks.routers.to(dtype), data, schedule))
         return _train(networks, data, keys, schedule, turns, watch, start)
 
-    parts = [train(start) for start in starts] if device.type != "cpu" else on_all_cores(train, starts, turns)
+    parts = [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, turns)
     return Trained(
         _joined([part.networks for part in parts]),
         torch.cat([part.epochs for part in parts]),
@@ -299,7 +299,7 @@ def _train(
     data: TrialData,
     keys: Tensor,
     schedule: Schedule,
-    turns: Turns,
+    turns: SharedProgress,
     watch: Watch | None,
     first: int,
 ) -> Trained:

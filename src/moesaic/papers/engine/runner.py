@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from moesaic.data.mnist import has_digits
 from moesaic.papers.chowdhury2023.digit_patches import DigitPatches
-from moesaic.training import Cells, Progress
+from moesaic.training import Progress, ResultCache
 
 __all__ = ["Cell", "Done", "Lab"]
 
@@ -57,7 +57,9 @@ class Done(Generic[R]):
 class Lab:
     """Carries out cells, keeps the results on disk, and does no cell twice."""
 
-    def __init__(self, cells: Cells, data_dir: Path | None, *, device: str, seed: int, progress: Progress) -> None:
+    def __init__(
+        self, cells: ResultCache, data_dir: Path | None, *, device: str, seed: int, progress: Progress
+    ) -> None:
         self.data_dir = data_dir
         self.device = device
         self.seed = seed

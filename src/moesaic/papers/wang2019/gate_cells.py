@@ -31,7 +31,7 @@ from moesaic.models.vgg_widths import VGG16_WIDTHS, conv_macs
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.runner import Lab
 from moesaic.routing_record import Routing
-from moesaic.training.batches import viewed_batches
+from moesaic.training.batches import eval_batches
 from moesaic.training.fit import fit
 from moesaic.training.recipe import Recipe
 
@@ -131,7 +131,7 @@ class GateCell:
         if self.teacher:
             teacher = _network(self.teacher, self._shape_options(), seed)
             plain = replace(self.recipe, gates=None)
-            fit(teacher, task, plain, seed=seed, device=lab.device, progress=lab.progress, test_every=plain.epochs)
+            fit(teacher, task, plain, seed=seed, device=lab.device, progress=lab.progress, eval_every=plain.epochs)
         model = _network(self.network, dict(self.options), seed)
         found = fit(
             model,
@@ -140,7 +140,7 @@ class GateCell:
             seed=seed,
             device=lab.device,
             progress=lab.progress,
-            test_every=self.recipe.epochs,
+            eval_every=self.recipe.epochs,
             teacher=teacher,
         )
         return {
@@ -183,7 +183,7 @@ def _gates(model: DeepMoE, task: ImageTask, recipe: Recipe) -> dict[str, Any]:
     routings: list[Mapping[str, Routing]] = []
     seen = 0
     with torch.no_grad(), torch.autocast(device.type, half, enabled=half is not None):
-        for x, _ in viewed_batches(task, device, 250):
+        for x, _ in eval_batches(task, device, 250):
             routing = model.answer(x).routing
             macs.append(model.macs(routing).double().cpu())
             if seen < _LOOKED:
