@@ -74,7 +74,7 @@ def gated_vgg(block: int, share: float) -> DeepMoE:
     """A DeepMoE whose images open that share of channels, each image its own."""
     torch.manual_seed(0)
     mode: dict[str, Any] = {"mode": "relu"} if block == 1 else {"mode": "topk", "keep": share}
-    model = deepmoe(VGG16(CLASSES), classes=CLASSES, image_size=SIZE, block=block, **mode).eval()
+    model = deepmoe(VGG16(CLASSES), num_classes=CLASSES, image_size=SIZE, block=block, **mode).eval()
     embedding, _ = model.embedding(torch.randn(256, 3, SIZE, SIZE))
     for head in model.heads().values():
         nn.init.normal_(head.weight)

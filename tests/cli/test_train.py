@@ -89,7 +89,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> str:
 
     def small(num_classes: int, *, image_size: int = 32, in_channels: int = 3) -> nn.Module:
         sizes = {"image_size": image_size, "in_channels": in_channels}
-        return deepmoe(ResNet(18, num_classes, width=0.1, **sizes), classes=num_classes, **sizes)
+        return deepmoe(ResNet(18, num_classes, width=0.1, **sizes), num_classes=num_classes, **sizes)
 
     monkeypatch.setitem(registry._OTHERS, "resnet18_deepmoe", small)
     return "resnet18_deepmoe"

@@ -227,7 +227,7 @@ def test_cost_and_certainty_are_correlated_where_both_vary():
 
 def tiny(classes: int = 2, **options: object) -> nn.Module:
     torch.manual_seed(0)
-    return deepmoe(VGG16(classes, width=0.05), classes=classes, **options)
+    return deepmoe(VGG16(classes, width=0.05), num_classes=classes, **options)
 
 
 def test_a_deepmoe_tells_its_embedding_and_costs_batch_by_batch_as_at_once():

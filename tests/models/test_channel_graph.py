@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.models.channel_graph import Link, conv_chain, links_to_gate
-from moesaic.models.cifar_networks import MobileNetV2
+from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE

@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from moesaic import PatchMoE, record_routing
-from moesaic.models.cifar_networks import ResNet18
 from moesaic.models.convert import ChannelsLastPatchMoE, EvenChoice, conversions_of, convert
 from moesaic.models.convert_candidates import convertible
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import ModelSpec, create_model
+from moesaic.models.resnet import ResNet18
 
 
 class Residual(nn.Module):
@@ -89,7 +89,7 @@ def test_linear_layers_over_maps_and_1_by_1_convolutions_are_the_same_after_upcy
 
 
 def test_the_networks_of_this_library_convert_too():
-    model, x = ResNet18(classes=10).eval(), torch.randn(1, 3, 32, 32)
+    model, x = ResNet18(num_classes=10).eval(), torch.randn(1, 3, 32, 32)
     with torch.no_grad():
         before = model(x)
         convert(model, "body.9.*.0", experts=8, patches_per_expert=16, input_size=32, **EXACT)

@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import moesaic
 from moesaic.layers import ChannelMoE
 from moesaic.models.channel_graph import conv_chain, links_to_gate
-from moesaic.models.cifar_networks import MobileNetV2
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ReadingConv
 from moesaic.models.deepmoe.network import DeepMoE, deepmoe
+from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.model_cost import count_macs
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
@@ -74,7 +74,7 @@ def build(name: str, seed: int = 0) -> tuple[nn.Module, DeepMoE]:
     torch.manual_seed(seed)
     make, options = NETWORKS[name]
     plain = lived_in(make()).eval()
-    model = deepmoe(copy.deepcopy(plain), classes=CLASSES, **options)
+    model = deepmoe(copy.deepcopy(plain), num_classes=CLASSES, **options)
     lived_in(model.embedding)
     for gate in model.gates.values():
         nn.init.normal_(gate.weight)
@@ -126,7 +126,7 @@ def test_with_all_gates_one_it_computes_what_the_backbone_did_with_the_same_tens
     x = images(2)
     with torch.no_grad():
         expected = plain(x)
-        model = deepmoe(plain, classes=CLASSES, **{**options, "mode": "relu", "keep": None})
+        model = deepmoe(plain, num_classes=CLASSES, **{**options, "mode": "relu", "keep": None})
         for gate in model.gates.values():
             gate.weight.zero_()
         answer = model.answer(x)
@@ -246,7 +246,7 @@ def test_gates_are_those_that_links_to_gate_names_and_whoever_reads_them_is_cut(
     for form in ("a", "b"):
         plain = ResNet(50, CLASSES, width=0.05)
         wanted = tuple(link.conv for link in links_to_gate(conv_chain(plain), form))
-        model = deepmoe(plain, classes=CLASSES, bottleneck=form)
+        model = deepmoe(plain, num_classes=CLASSES, bottleneck=form)
         assert model.gated == wanted
         block = model.backbone.get_submodule("body.3")
         assert block.get_submodule("second.0").source == ("body.3.first.0" if form == "a" else None)
@@ -271,7 +271,7 @@ def test_gate_parameters_are_all_that_decide_which_channels_are_open():
 @pytest.mark.parametrize("options", [{}, {"mode": "topk", "keep": 0.5}], ids=["relu", "topk"])
 def test_it_compiles_whole_in_training(options):
     torch.manual_seed(0)
-    model = deepmoe(small(), classes=CLASSES, image_size=16, **options).train()
+    model = deepmoe(small(), num_classes=CLASSES, image_size=16, **options).train()
     twin, x = copy.deepcopy(model), torch.randn(2, 3, 16, 16)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     for _ in range(2):
@@ -332,13 +332,13 @@ def test_an_error_inside_leaves_no_gates_behind():
 
 
 def test_under_topk_a_share_of_every_layer_is_open():
-    model = deepmoe(VGG16(CLASSES, width=0.1), classes=CLASSES, mode="topk", keep=0.25, block=2)
+    model = deepmoe(VGG16(CLASSES, width=0.1), num_classes=CLASSES, mode="topk", keep=0.25, block=2)
     for routing in model.answer(torch.randn(3, 3, 32, 32)).routing.values():
         assert routing.mask.sum(2).flatten().tolist() == 3 * [max(round(routing.experts / 4), 1)]
 
 
 def test_layers_narrower_than_a_block_have_one_gate():
-    model = deepmoe(VGG16(CLASSES, width=0.1), classes=CLASSES, block=16)
+    model = deepmoe(VGG16(CLASSES, width=0.1), num_classes=CLASSES, block=16)
     experts = [routing.experts for routing in model.answer(torch.randn(1, 3, 32, 32)).routing.values()]
     assert experts == [1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 4]
 
@@ -349,7 +349,7 @@ def test_layers_narrower_than_a_block_have_one_gate():
 def test_the_embedding_costs_the_share_that_was_asked_for(depth, size, share):
     with torch.device("meta"):
         network = VGG16(10, image_size=size) if depth is None else ResNet(depth, 10, image_size=size)
-        model = deepmoe(network, classes=10, image_size=size, embedding_share=share)
+        model = deepmoe(network, num_classes=10, image_size=size, embedding_share=share)
     assert 0.9 * share < model.gate_macs / model.dense_macs <= share
     counted = count_macs(model.embedding, (3, size, size)).macs + sum(
         gate.weight.numel() for gate in model.gates.values()
@@ -360,7 +360,7 @@ def test_the_embedding_costs_the_share_that_was_asked_for(depth, size, share):
 
 
 def test_the_embedding_has_eight_channels_at_least():
-    model = deepmoe(small(), classes=CLASSES)
+    model = deepmoe(small(), num_classes=CLASSES)
     assert model.embedding.body[0].out_channels == 8
     assert model.gate_macs > 0.02 * model.dense_macs
 
@@ -371,7 +371,7 @@ def test_an_embedding_network_without_convolutions_is_refused():
 
 
 def test_a_network_of_which_only_some_convolutions_can_be_paired_is_gated_there():
-    model = deepmoe(MobileNetV2(CLASSES), classes=CLASSES)
+    model = deepmoe(MobileNetV2(CLASSES), num_classes=CLASSES)
     assert "body.19.0" in model.gated
     assert model.left["body.4.filter.0"] == "is grouped (groups=144)"
 
@@ -410,7 +410,7 @@ def chain(*layers: nn.Module) -> nn.Sequential:
 def test_a_network_in_which_nothing_can_be_paired_is_refused_with_the_reason(network, why):
     before = str(network)
     with pytest.raises(ValueError, match=why):
-        deepmoe(network, classes=CLASSES)
+        deepmoe(network, num_classes=CLASSES)
     assert str(network) == before
 
 
@@ -423,7 +423,7 @@ def test_a_network_in_which_nothing_can_be_paired_is_refused_with_the_reason(net
         ({"keep": 0.5}, ValueError, "keep=0.5 has no meaning under mode='relu'"),
         ({"embedding_share": 0}, ValueError, "embedding_share=0; .* above 0 and below 1"),
         ({"image_size": 8}, ValueError, "image_size=8; 4 convolutions halve the map 4 times, .* at least 16"),
-        ({"classes": 7}, ValueError, r"makes \(1, 6\) of one image, and not scores \(1, 7\)"),
+        ({"num_classes": 7}, ValueError, r"makes \(1, 6\) of one image, and not scores \(1, 7\)"),
         ({"bottleneck": "c"}, ValueError, "bottleneck='c' is unknown"),
         ({"mode": "soft"}, ValueError, "mode='soft' is unknown"),
         ({"block": 0}, ValueError, "block=0; it must be at least 1"),
@@ -433,5 +433,5 @@ def test_options_out_of_range_are_refused_and_the_network_stays_as_it_was(option
     network = small()
     before = str(network)
     with pytest.raises(error, match=message):
-        deepmoe(network, **{"classes": CLASSES, **options})
+        deepmoe(network, **{"num_classes": CLASSES, **options})
     assert str(network) == before

@@ -7,9 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moesaic import ChannelGate, ChannelMoE, PatchMoE, SampleMoE, SoftRouter, TokenChoice
 from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts
-from moesaic.models.cifar_networks import MobileNetV2, ResNet18
+from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
+from moesaic.models.resnet import ResNet18
 from moesaic.routing import SampleRouter
 
 
@@ -21,7 +22,7 @@ def by_torch(model: nn.Module, shape: tuple[int, int, int]) -> int:
 
 @pytest.mark.parametrize("network", [ResNet18, MobileNetV2])
 def test_a_dense_network_costs_what_torch_says(network):
-    model = network(classes=10)
+    model = network(num_classes=10)
     counted = count_macs(model, (3, 32, 32))
     assert counted.macs == counted.dense_macs == by_torch(model, (3, 32, 32))
     assert counted.parameters == sum(weight.numel() for weight in model.parameters())

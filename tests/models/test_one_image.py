@@ -18,7 +18,7 @@ KINDS = {
 
 def build(kind: str = "blocks") -> DeepMoE:
     torch.manual_seed(0)
-    model = deepmoe(VGG16(4, width=0.25), classes=4, **KINDS[kind]).double().eval()
+    model = deepmoe(VGG16(4, width=0.25), num_classes=4, **KINDS[kind]).double().eval()
     for head in model.heads().values():
         nn.init.normal_(head.weight)
         nn.init.zeros_(head.bias)
@@ -107,7 +107,7 @@ def test_the_short_way_is_for_one_small_image_of_the_right_kind():
 
 @torch.no_grad()
 def test_a_network_that_is_no_chain_goes_the_long_way():
-    model = deepmoe(ResNet(18, classes=4, width=0.1), classes=4).eval()
+    model = deepmoe(ResNet(18, num_classes=4, width=0.1), num_classes=4).eval()
     assert model._one_image(image().float()) is None
     assert model(image().float()).shape == (1, 4)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.models.cifar_networks import cifar_network
 from moesaic.models.model_cost import count_macs
-from moesaic.models.resnet import ResNet, widened
+from moesaic.models.resnet import ResNet, ResNet18, scale_width
 
 
 def parameters(model: nn.Module) -> int:
@@ -19,7 +18,7 @@ def test_cifars_resnet18_starts_from_the_weights_it_always_started_from():
     # The experiments of Chen et al. rest on them. Names, shapes and signs: processors round values differently.
     torch.manual_seed(0)
     checksum = hashlib.sha256()
-    for name, value in cifar_network("resnet18", classes=10).state_dict().items():
+    for name, value in ResNet18(num_classes=10).state_dict().items():
         checksum.update(f"{name} {tuple(value.shape)}".encode())
         checksum.update((value > 0).numpy().tobytes())
     assert checksum.hexdigest() == "40e7f2085e076b247d5110ed1022d3a86df6ed016d1167b80eb7a950874e0cf8"
@@ -81,7 +80,7 @@ def test_width_multiplies_every_channel():
             narrow = half.get_submodule(name)
             assert narrow.out_channels * 2 == layer.out_channels
             assert name == "body.0.0" or narrow.in_channels * 2 == layer.in_channels
-    assert widened("ResNet", 64, 0.001) == 1
+    assert scale_width("ResNet", 64, 0.001) == 1
 
 
 def test_images_of_one_channel_are_taken():
@@ -94,13 +93,13 @@ def test_images_of_one_channel_are_taken():
         ({"depth": 20}, "depth=20 is unknown; use 18, 34, 50 or 56"),
         (
             {"depth": 56, "image_size": 224},
-            "depth=56 is made for small images, got image_size=224; use a side below 128",
+            "depth=56 is for small images, got image_size=224; use a side below 128",
         ),
         ({"depth": 18, "width": 0.0}, "width=0.0; it must be above 0"),
         ({"depth": 18, "in_channels": 0}, "in_channels=0; it must be at least 1"),
-        ({"depth": 18, "classes": 0}, "ResNet: classes=0"),
+        ({"depth": 18, "num_classes": 0}, "ResNet: num_classes=0"),
     ],
 )
 def test_what_cannot_be_made_is_told_with_the_limit(arguments, told):
     with pytest.raises(ValueError, match=told):
-        ResNet(**{"classes": 2, **arguments})
+        ResNet(**{"num_classes": 2, **arguments})

@@ -11,7 +11,7 @@ from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs, conv_p
 
 def made(**options) -> VGG16:
     with torch.device("meta"):
-        return VGG16(**{"classes": 10, **options})
+        return VGG16(**{"num_classes": 10, **options})
 
 
 def parameters(model: nn.Module) -> int:
@@ -19,7 +19,7 @@ def parameters(model: nn.Module) -> int:
 
 
 def test_for_imagenet_it_has_the_parameters_and_multiply_adds_of_print_but_for_biases_that_batchnorm_makes_idle():
-    network = made(classes=1000, image_size=224)
+    network = made(num_classes=1000, image_size=224)
     channels = sum(VGG16_WIDTHS)
     assert parameters(network) == 138_357_544 - channels + 2 * channels
     assert count_macs(network, (3, 224, 224)).macs == 15_346_630_656 + 25_088 * 4096 + 4096 * 4096 + 4096 * 1000
@@ -69,9 +69,9 @@ def test_width_multiplies_all_widths():
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"widths": [64] * 12}, "12 widths are given; it takes 13"),
+        ({"widths": [64] * 12}, "got 12 widths; give 13"),
         ({"widths": [64] * 12 + [0]}, r"widths\[12\]=0; it must be at least 1"),
-        ({"image_size": 31}, "image_size=31; it halves the map 5 times, so the side must be at least 32"),
+        ({"image_size": 31}, "image_size=31; it pools 5 times, so image_size must be at least 32"),
         ({"width": -1.0}, "width=-1.0; it must be above 0"),
         ({"width": float("nan")}, "width=nan; it must be above 0"),
     ],

@@ -31,7 +31,7 @@ def backbone(width: int = 16) -> nn.Module:
 
 
 def gated(seed: int = 0, **options: Any) -> DeepMoE:
-    model = seeded(lambda: deepmoe(backbone(), classes=2, image_size=16, **options), seed)
+    model = seeded(lambda: deepmoe(backbone(), num_classes=2, image_size=16, **options), seed)
     assert isinstance(model, DeepMoE)
     return model
 

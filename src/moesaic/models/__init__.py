@@ -1,27 +1,28 @@
-"""Architectures, by name and from other libraries; conversion to mixtures of experts; counting."""
+"""Architectures, a registry of them (timm's included), conversion to mixtures of experts, and model cost."""
 
-from moesaic.models.backbone import VectorNetwork
 from moesaic.models.channel_graph import Link, conv_chain, links_to_gate
-from moesaic.models.cifar_networks import CIFAR_NETWORKS, MobileNetV2, ResNet18, SmallCNN, cifar_mixture, cifar_network
 from moesaic.models.convert import conversions_of, convert
 from moesaic.models.convert_candidates import convertible
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.network import Answer, DeepMoE, deepmoe
+from moesaic.models.image_classifier import ImageClassifier
+from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.registry import ModelSpec, create_model, list_models, model_options
-from moesaic.models.resnet import ResNet
+from moesaic.models.resnet import ResNet, ResNet18
+from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.timm_registry import register_with_timm
 from moesaic.models.vgg import VGG16
 from moesaic.models.vgg_widths import WIDENINGS, Widening
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 
 __all__ = [
-    "CIFAR_NETWORKS",
     "VGG16",
     "WIDENINGS",
     "Answer",
     "DeepMoE",
     "EmbeddingNetwork",
+    "ImageClassifier",
     "Link",
     "MobileNetV2",
     "ModelCost",
@@ -29,12 +30,9 @@ __all__ = [
     "ResNet",
     "ResNet18",
     "SmallCNN",
-    "VectorNetwork",
     "WideResNet",
     "WideResNetPMoE",
     "Widening",
-    "cifar_mixture",
-    "cifar_network",
     "conv_chain",
     "conversions_of",
     "convert",

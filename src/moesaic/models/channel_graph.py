@@ -80,7 +80,7 @@ def conv_chain(model: nn.Module) -> tuple[Link, ...]:
     """The convolutions of a network in the order they run, each with who feeds it and who reads it.
 
     >>> from moesaic.models.resnet import ResNet
-    >>> for link in conv_chain(ResNet(18, classes=10))[:4]:
+    >>> for link in conv_chain(ResNet(18, num_classes=10))[:4]:
     ...     print(link.conv, link.norm, link.place, link.readers)
     body.0.0 body.0.1 shared ('body.2.first.0',)
     body.2.first.0 body.2.first.1 inner ('body.2.second.0',)
@@ -119,7 +119,7 @@ def links_to_gate(chain: Sequence[Link], bottleneck: Literal["a", "b"] = "a") ->
     one, in form B the middle one alone. Stems and shortcuts are left whole.
 
     >>> from moesaic.models.resnet import ResNet
-    >>> chain = conv_chain(ResNet(50, classes=10, width=0.1))
+    >>> chain = conv_chain(ResNet(50, num_classes=10, width=0.1))
     >>> [link.conv for link in links_to_gate(chain, bottleneck="b")][:2]
     ['body.2.second.0', 'body.3.second.0']
     """

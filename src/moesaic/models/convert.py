@@ -73,8 +73,8 @@ def convert(
             ``"auto"`` or None above needs it. A model of timm brings its own along; say yours if it differs.
 
     >>> import torch
-    >>> from moesaic.models import cifar_network
-    >>> model = convert(cifar_network("resnet18", classes=10), "body.9.second.0", experts=8, input_size=32)
+    >>> from moesaic.models import ResNet18
+    >>> model = convert(ResNet18(num_classes=10), "body.9.second.0", experts=8, input_size=32)
     >>> model.body[9].second[0].patches_per_expert, model.body[9].second[0].patch_size
     (2, 1)
     >>> model(torch.zeros(2, 3, 32, 32)).shape

@@ -13,9 +13,10 @@ from typing import Any, Literal
 from torch import nn
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.models.cifar_networks import MobileNetV2, ResNet18, SmallCNN
 from moesaic.models.deepmoe.network import deepmoe
-from moesaic.models.resnet import RESNET_DEPTHS, ResNet
+from moesaic.models.mobilenet import MobileNetV2
+from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
+from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.vgg import VGG16
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
@@ -26,13 +27,6 @@ __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 _TIMM = "timm/"
 _WIDE = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 _LISTED_WIDE = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
-
-
-def _cifar(make: Callable[[int], nn.Module]) -> Callable[..., nn.Module]:
-    def network(num_classes: int) -> nn.Module:
-        return make(num_classes)
-
-    return network
 
 
 def _resnet(depth: int) -> Callable[..., nn.Module]:
@@ -65,7 +59,7 @@ def _deepmoe(backbone: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     ) -> nn.Module:
         return deepmoe(
             backbone(num_classes, image_size=image_size, in_channels=in_channels, width=width),
-            classes=num_classes,
+            num_classes=num_classes,
             image_size=image_size,
             in_channels=in_channels,
             block=block,
@@ -80,9 +74,9 @@ def _deepmoe(backbone: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 
 _OTHERS: Mapping[str, Callable[..., nn.Module]] = {
-    "cifar_cnn": _cifar(SmallCNN),
-    "cifar_mobilenetv2": _cifar(MobileNetV2),
-    "cifar_resnet18": _cifar(ResNet18),
+    "cifar_cnn": SmallCNN,
+    "cifar_mobilenetv2": MobileNetV2,
+    "cifar_resnet18": ResNet18,
     **{f"resnet{depth}": _resnet(depth) for depth in RESNET_DEPTHS},
     **{f"resnet{depth}_deepmoe": _deepmoe(_resnet(depth)) for depth in RESNET_DEPTHS},
     "vgg16": _vgg16(VGG16_WIDTHS),

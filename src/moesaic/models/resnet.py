@@ -1,11 +1,10 @@
-"""Residual networks (He et al. 2016): ResNet-18, 34 and 50 for small and for large images, ResNet-56 for small ones.
+"""Residual networks (He et al. 2016): ResNet-18, 34 and 50 for small and large images, ResNet-56 for small images.
 
-For small images, such as CIFAR's, the stem is a 3×3 convolution at stride 1 without pooling, since they have no
-pixels to give away; for large ones it is 7×7 at stride 2, followed by 3×3 max-pooling at stride 2. Every convolution
-has its BatchNorm behind it: `conv_norm` pairs them, and at ``body.2.first.0`` is a convolution whose BatchNorm is
-``body.2.first.1``. Where the shape changes, a block adds a 1×1 convolution of its input in place of the input, in
-ResNet-56 as well; bottlenecks halve the map in their 3×3 convolution, as is usual now, rather than in the 1×1 one
-before it.
+- Stem: for small images (CIFAR) a 3×3 convolution at stride 1 without pooling; for large images a 7×7 convolution at
+  stride 2, followed by 3×3 max-pooling at stride 2.
+- Every convolution is followed by BatchNorm (`conv_bn`): the BatchNorm of ``body.2.first.0`` is ``body.2.first.1``.
+- Where the shape changes, the shortcut is a 1×1 convolution, in ResNet-56 too.
+- A bottleneck has its stride in the 3×3 convolution, as torchvision's and timm's do.
 """
 
 from __future__ import annotations
@@ -18,20 +17,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.checks import at_least_one, one_of
-from moesaic.models.backbone import GlobalMean, VectorNetwork
+from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 
-__all__ = ["LARGE_IMAGE", "RESNET_DEPTHS", "ResNet", "conv_norm", "widened"]
+__all__ = ["LARGE_IMAGE", "RESNET_DEPTHS", "ResNet", "ResNet18", "conv_bn", "scale_width"]
 
 LARGE_IMAGE = 128
-"""From this side on, networks that have two forms take the one for ImageNet."""
+"""Smallest image side for which networks are built in their ImageNet form."""
 
 _EXPANSION = 4
-"""A bottleneck gives four times the channels that its 3×3 convolution has."""
+"""Output channels of a bottleneck, as a multiple of those of its 3×3 convolution."""
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How many blocks each stage has, and of which width; stages after the first halve the map."""
+    """Blocks and width of each stage; every stage after the first starts with stride 2."""
 
     blocks: tuple[int, ...]
     widths: tuple[int, ...] = (64, 128, 256, 512)
@@ -50,106 +49,117 @@ _PLANS: Mapping[int, _Plan] = MappingProxyType(
 RESNET_DEPTHS = tuple(_PLANS)
 
 
-class ResNet(VectorNetwork):
+class ResNet(ImageClassifier):
     """ResNet-18, 34, 50 or 56 for images (B, in_channels, H, W).
 
     Args:
         depth: 18, 34, 50 or 56.
-        classes: how many scores it gives.
-        image_size: the side of the images it is made for; from 128 on it takes the form for ImageNet. Other sizes
-            work too.
-        in_channels: of the images.
-        width: multiplies the channels of every convolution.
+        num_classes: number of logits.
+        image_size: height and width of the images; from 128 on the network has the ImageNet form. The network also
+            runs on images of other sizes.
+        in_channels: channels of the images.
+        width: width multiplier of every convolution.
 
     >>> import torch
-    >>> ResNet(56, classes=10)(torch.zeros(2, 3, 32, 32)).shape
+    >>> ResNet(56, num_classes=10)(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     >>> with torch.device("meta"):
-    ...     network = ResNet(50, classes=1000, image_size=224)
+    ...     network = ResNet(50, num_classes=1000, image_size=224)
     >>> sum(weight.numel() for weight in network.parameters())
     25557032
     """
 
     def __init__(
-        self, depth: int, classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0
+        self, depth: int, num_classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0
     ) -> None:
         plan = _PLANS[one_of("ResNet", "depth", depth, RESNET_DEPTHS)]
         at_least_one("ResNet", image_size=image_size, in_channels=in_channels)
         large = image_size >= LARGE_IMAGE
         if large and plan.small_only:
             raise ValueError(
-                f"ResNet: depth={depth} is made for small images, got image_size={image_size}; "
+                f"ResNet: depth={depth} is for small images, got image_size={image_size}; "
                 f"use a side below {LARGE_IMAGE}, or depth=50"
             )
-        widths = [widened("ResNet", channels, width) for channels in plan.widths]
-        before = widths[0]
-        layers: list[nn.Module] = [conv_norm(in_channels, before, 7 if large else 3, 2 if large else 1), nn.ReLU()]
+        widths = [scale_width("ResNet", channels, width) for channels in plan.widths]
+        previous = widths[0]
+        layers: list[nn.Module] = [conv_bn(in_channels, previous, 7 if large else 3, 2 if large else 1), nn.ReLU()]
         if large:
             layers.append(nn.MaxPool2d(3, stride=2, padding=1))
         for stage, (channels, blocks) in enumerate(zip(widths, plan.blocks, strict=True)):
-            for number in range(blocks):
-                stride = 2 if stage > 0 and number == 0 else 1
+            for block in range(blocks):
+                stride = 2 if stage > 0 and block == 0 else 1
                 if plan.bottleneck:
-                    layers.append(_Bottleneck(before, channels, stride))
-                    before = _EXPANSION * channels
+                    layers.append(_Bottleneck(previous, channels, stride))
+                    previous = _EXPANSION * channels
                 else:
-                    layers.append(_BasicBlock(before, channels, stride))
-                    before = channels
-        super().__init__(nn.Sequential(*layers, GlobalMean()), before, classes)
+                    layers.append(_BasicBlock(previous, channels, stride))
+                    previous = channels
+        super().__init__(nn.Sequential(*layers, GlobalAvgPool()), previous, num_classes)
+
+
+class ResNet18(ResNet):
+    """ResNet-18 for 32×32 images with three channels.
+
+    >>> sum(weight.numel() for weight in ResNet18(num_classes=10).parameters())
+    11173962
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__(18, num_classes)
 
 
 class _BasicBlock(nn.Module):
-    """Two 3×3 convolutions beside the identity, or beside a 1×1 convolution where the shape changes."""
+    """Two 3×3 convolutions and a shortcut."""
 
-    def __init__(self, before: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
-        self.first = conv_norm(before, channels, 3, stride)
-        self.second = conv_norm(channels, channels, 3)
-        self.shortcut = _shortcut(before, channels, stride)
+        self.first = conv_bn(in_channels, channels, 3, stride)
+        self.second = conv_bn(channels, channels, 3)
+        self.shortcut = _shortcut(in_channels, channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.second(F.relu(self.first(x))) + self.shortcut(x))
 
 
 class _Bottleneck(nn.Module):
-    """A 3×3 convolution between a 1×1 one that narrows and one that widens, beside the identity or a 1×1 one."""
+    """1×1, 3×3 and 1×1 convolutions and a shortcut."""
 
-    def __init__(self, before: int, channels: int, stride: int) -> None:
+    def __init__(self, in_channels: int, channels: int, stride: int) -> None:
         super().__init__()
-        self.first = conv_norm(before, channels, 1)
-        self.second = conv_norm(channels, channels, 3, stride)
-        self.third = conv_norm(channels, _EXPANSION * channels, 1)
-        self.shortcut = _shortcut(before, _EXPANSION * channels, stride)
+        self.first = conv_bn(in_channels, channels, 1)
+        self.second = conv_bn(channels, channels, 3, stride)
+        self.third = conv_bn(channels, _EXPANSION * channels, 1)
+        self.shortcut = _shortcut(in_channels, _EXPANSION * channels, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.second(F.relu(self.first(x))))
         return F.relu(self.third(y) + self.shortcut(x))
 
 
-def _shortcut(before: int, channels: int, stride: int) -> nn.Module:
-    same = before == channels and stride == 1
-    return nn.Identity() if same else conv_norm(before, channels, 1, stride)
+def _shortcut(in_channels: int, channels: int, stride: int) -> nn.Module:
+    same = in_channels == channels and stride == 1
+    return nn.Identity() if same else conv_bn(in_channels, channels, 1, stride)
 
 
-def conv_norm(before: int, channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
-    """A convolution without bias that keeps the size of the map but for its stride, and BatchNorm.
+def conv_bn(in_channels: int, channels: int, kernel: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    """Returns a convolution without bias, with "same" padding at stride 1, and its BatchNorm.
 
-    >>> conv_norm(3, 8, 3)
+    >>> conv_bn(3, 8, 3)
     Sequential(
       (0): Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
       (1): BatchNorm2d(8, ...)
     )
     """
-    conv = nn.Conv2d(before, channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
+    conv = nn.Conv2d(in_channels, channels, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     return nn.Sequential(conv, nn.BatchNorm2d(channels))
 
 
-def widened(owner: str, channels: int, width: float) -> int:
-    """``channels`` times ``width``, rounded, and never none.
+def scale_width(owner: str, channels: int, width: float) -> int:
+    """Returns ``channels`` times the multiplier ``width``, rounded, at least 1.
 
-    >>> widened("ResNet", 64, 0.3)
+    >>> scale_width("ResNet", 64, 0.3)
     19
     """
     if not 0 < width < float("inf"):
-        raise ValueError(f"{owner}: width={width}; it must be above 0: 1 leaves channels as they are, 0.5 halves them")
+        raise ValueError(f"{owner}: width={width}; it must be above 0: 1 is the usual width, 0.5 halves all channels")
     return max(round(channels * width), 1)

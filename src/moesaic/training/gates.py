@@ -51,7 +51,7 @@ def check_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
 
     >>> from moesaic.models import VGG16
     >>> from moesaic.models.deepmoe.network import deepmoe
-    >>> model = deepmoe(VGG16(classes=4, width=0.1), classes=4)
+    >>> model = deepmoe(VGG16(num_classes=4, width=0.1), num_classes=4)
     >>> check_gate_recipe(model, Recipe(epochs=3)).gates == GateRecipe()
     True
     >>> check_gate_recipe(model, Recipe(epochs=3, gates=GateRecipe(target_macs=0.01)))
@@ -95,7 +95,7 @@ def shift_gates(model: DeepMoE, embeddings: Tensor, target: float) -> float:
 
     >>> from moesaic.models import VGG16
     >>> from moesaic.models.deepmoe.network import deepmoe
-    >>> model = deepmoe(VGG16(classes=4, width=0.25), classes=4).eval()
+    >>> model = deepmoe(VGG16(num_classes=4, width=0.25), num_classes=4).eval()
     >>> embeddings = torch.rand(50, model.embedding.dimension)
     >>> round(shift_gates(model, embeddings, 0.5), 2)
     0.5

@@ -39,7 +39,7 @@ TASK = ImageTask(some_images(96, 0), some_images(40, 1), ("lying", "standing"), 
 def network(seed: int = 0) -> SmallCNN:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return SmallCNN(classes=2, filters=(4, 8), side=16)
+        return SmallCNN(num_classes=2, filters=(4, 8), side=16)
 
 
 def mixture(seed: int = 0) -> SampleMoE:

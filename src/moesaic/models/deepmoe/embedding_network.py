@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import at_least_one
-from moesaic.models.resnet import LARGE_IMAGE, conv_norm
+from moesaic.models.resnet import LARGE_IMAGE, conv_bn
 from moesaic.ops import autocast_dtype
 from moesaic.ops.channel.bn_folding import FoldedConvs
 from moesaic.ops.hooks import Listeners
@@ -31,28 +31,28 @@ _WIDEST = 8
 class EmbeddingNetwork(nn.Module):
     """3×3 convolutions at stride 2, each with BatchNorm and ReLU, and the mean over the map: an embedding (B, D).
 
-    A linear layer gives scores (B, classes) from it.
+    A linear layer gives scores (B, num_classes) from it.
 
     Args:
         in_channels: of the images.
         widths: channels of its convolutions; the last is D.
-        classes: how many scores it gives.
+        num_classes: how many scores it gives.
 
     >>> import torch
-    >>> embedding, scores = EmbeddingNetwork(3, (8, 16, 32), classes=10)(torch.zeros(2, 3, 32, 32))
+    >>> embedding, scores = EmbeddingNetwork(3, (8, 16, 32), num_classes=10)(torch.zeros(2, 3, 32, 32))
     >>> embedding.shape, scores.shape
     (torch.Size([2, 32]), torch.Size([2, 10]))
     """
 
-    def __init__(self, in_channels: int, widths: Sequence[int], classes: int) -> None:
+    def __init__(self, in_channels: int, widths: Sequence[int], num_classes: int) -> None:
         super().__init__()
         if not widths:
             raise ValueError("EmbeddingNetwork: widths is empty; give the channels of one convolution or more")
         given = {f"widths[{number}]": width for number, width in enumerate(widths)}
-        at_least_one("EmbeddingNetwork", in_channels=in_channels, classes=classes, **given)
-        convs = [conv_norm(before, width, 3, stride=2) for before, width in pairwise((in_channels, *widths))]
+        at_least_one("EmbeddingNetwork", in_channels=in_channels, num_classes=num_classes, **given)
+        convs = [conv_bn(before, width, 3, stride=2) for before, width in pairwise((in_channels, *widths))]
         self.body = nn.Sequential(*(layer for conv in convs for layer in (*conv, nn.ReLU())))
-        self.head = nn.Linear(widths[-1], classes)
+        self.head = nn.Linear(widths[-1], num_classes)
         self.dimension = widths[-1]
         self._listeners = Listeners(self.body.modules())
         self.folded = FoldedConvs([cast("tuple[nn.Conv2d, nn.BatchNorm2d]", tuple(conv)) for conv in convs])
@@ -75,23 +75,25 @@ class EmbeddingNetwork(nn.Module):
         return not any(norm.training for _, norm in self.folded.layers)
 
 
-def embedding_macs(widths: Sequence[int], *, in_channels: int, image_size: int, classes: int, gates: int) -> int:
+def embedding_macs(widths: Sequence[int], *, in_channels: int, image_size: int, num_classes: int, gates: int) -> int:
     """Multiply-adds for one image: of the convolutions, of the classifier and of heads with so many gates in all.
 
-    >>> embedding_macs((8, 16), in_channels=3, image_size=32, classes=10, gates=100)  # 3·8·9·16² + 8·16·9·8² + 16·110
+    >>> embedding_macs((8, 16), in_channels=3, image_size=32, num_classes=10, gates=100)
     130784
     """
-    macs, side = widths[-1] * (classes + gates), image_size
+    macs, side = widths[-1] * (num_classes + gates), image_size
     for before, width in pairwise((in_channels, *widths)):
         side = (side + 1) // 2
         macs += before * width * 9 * side**2
     return macs
 
 
-def embedding_widths(budget: float, *, in_channels: int, image_size: int, classes: int, gates: int) -> tuple[int, ...]:
+def embedding_widths(
+    budget: float, *, in_channels: int, image_size: int, num_classes: int, gates: int
+) -> tuple[int, ...]:
     """The widest convolutions whose `embedding_macs` stay within a budget, but never fewer than 8 channels.
 
-    >>> embedding_widths(6.3e6, in_channels=3, image_size=32, classes=10, gates=4224)
+    >>> embedding_widths(6.3e6, in_channels=3, image_size=32, num_classes=10, gates=4224)
     (37, 74, 148, 296)
     """
     number = 4 if image_size < LARGE_IMAGE else 5
@@ -106,7 +108,7 @@ def embedding_widths(budget: float, *, in_channels: int, image_size: int, classe
 
     def cost(first: int) -> int:
         return embedding_macs(
-            widths(first), in_channels=in_channels, image_size=image_size, classes=classes, gates=gates
+            widths(first), in_channels=in_channels, image_size=image_size, num_classes=num_classes, gates=gates
         )
 
     first = _LEAST_WIDTH

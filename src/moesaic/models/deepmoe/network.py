@@ -41,11 +41,11 @@ class Answer:
     """What a DeepMoE makes of a batch."""
 
     logits: Tensor
-    """(B, classes), of the backbone."""
+    """(B, num_classes), of the backbone."""
     embedding: Tensor
     """(B, D)"""
     embedding_logits: Tensor
-    """(B, classes), of the embedding's own classifier."""
+    """(B, num_classes), of the embedding's own classifier."""
     routing: Mapping[str, Routing]
     """By the gated layer's name, in the order in which the layers run."""
 
@@ -69,7 +69,7 @@ class DeepMoE(nn.Module):
 
     >>> import torch
     >>> from moesaic.models.vgg import VGG16
-    >>> model = deepmoe(VGG16(classes=10, width=0.1), classes=10)
+    >>> model = deepmoe(VGG16(num_classes=10, width=0.1), num_classes=10)
     >>> answer = model.answer(torch.zeros(2, 3, 32, 32))
     >>> answer.logits.shape, len(answer.routing)
     (torch.Size([2, 10]), 13)
@@ -186,7 +186,7 @@ class DeepMoE(nn.Module):
 def deepmoe(
     backbone: nn.Module,
     *,
-    classes: int,
+    num_classes: int,
     image_size: int = 32,
     in_channels: int = 3,
     block: int = 1,
@@ -204,8 +204,8 @@ def deepmoe(
     error is raised, the backbone is as it was.
 
     Args:
-        backbone: from images (B, in_channels, H, W) to scores (B, classes).
-        classes: how many scores it gives.
+        backbone: from images (B, in_channels, H, W) to scores (B, num_classes).
+        num_classes: how many scores it gives.
         image_size: the side of the images that costs are counted for.
         in_channels: of the images.
         block: how many neighbouring channels share a gate; a layer with fewer has one gate.
@@ -217,24 +217,29 @@ def deepmoe(
             backbone's multiply-adds; its convolutions are as wide as that allows, and have 8 channels at least.
 
     >>> from moesaic.models.resnet import ResNet
-    >>> model = deepmoe(ResNet(18, classes=10, width=0.25), classes=10, block=8)
+    >>> model = deepmoe(ResNet(18, num_classes=10, width=0.25), num_classes=10, block=8)
     >>> model.gated[:2], len(model.gated)
     (('body.2.first.0', 'body.2.second.0'), 16)
     >>> model.left["body.0.0"]
     'is read by several layers'
     """
-    at_least_one("deepmoe", classes=classes, image_size=image_size, in_channels=in_channels, block=block)
+    at_least_one("deepmoe", num_classes=num_classes, image_size=image_size, in_channels=in_channels, block=block)
     _check_shares(mode, keep, embedding_share)
     plan, left = _plan(backbone, bottleneck)
-    costs = _backbone_macs(backbone, classes, (in_channels, image_size, image_size))
+    costs = _backbone_macs(backbone, num_classes, (in_channels, image_size, image_size))
     convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
     blocks = {name: min(block, convs[name].out_channels) for name in plan}
     gates = {name: math.ceil(convs[name].out_channels / blocks[name]) for name in plan}
-    sizes = {"in_channels": in_channels, "image_size": image_size, "classes": classes, "gates": sum(gates.values())}
+    sizes = {
+        "in_channels": in_channels,
+        "image_size": image_size,
+        "num_classes": num_classes,
+        "gates": sum(gates.values()),
+    }
     widths = embedding_widths(embedding_share * sum(costs.values()), **sizes)
 
     like = convs[next(iter(plan))].weight
-    embedding = EmbeddingNetwork(in_channels, widths, classes).to(like.device, like.dtype).train(backbone.training)
+    embedding = EmbeddingNetwork(in_channels, widths, num_classes).to(like.device, like.dtype).train(backbone.training)
     heads = {
         name: ChannelGate(
             widths[-1],
@@ -399,7 +404,7 @@ def _hand_on(backbone: nn.Module, plan: Mapping[str, Link], made: Mapping[str, n
     ]
 
 
-def _backbone_macs(backbone: nn.Module, classes: int, shape: tuple[int, int, int]) -> dict[str, int]:
+def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int, int]) -> dict[str, int]:
     """Multiply-adds of the backbone's layers for one image."""
     given: list[Any] = []
 
@@ -411,10 +416,10 @@ def _backbone_macs(backbone: nn.Module, classes: int, shape: tuple[int, int, int
         costs = {layer.name: layer.macs for layer in count_macs(backbone, shape).layers}
     finally:
         hook.remove()
-    if given != [(1, classes)]:
+    if given != [(1, num_classes)]:
         raise ValueError(
-            f"deepmoe: {type(backbone).__name__} makes {given[0]} of one image, and not scores (1, {classes}); give "
-            "classes as the network has them"
+            f"deepmoe: {type(backbone).__name__} makes {given[0]} of one image, and not scores (1, {num_classes}); "
+            "give the num_classes that the network has"
         )
     return costs
 

@@ -36,7 +36,7 @@ from moesaic.checks import at_least_one, one_of
 from moesaic.experts import ConvExperts
 from moesaic.fidelity import Fidelity
 from moesaic.layers import PatchMoE
-from moesaic.models.backbone import GlobalMean, VectorNetwork
+from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.wide_resnet.thin_conv import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
 from moesaic.ops import GateOn, pools
 from moesaic.routing.expert_choice import ExpertGate
@@ -121,7 +121,7 @@ _FORMS: dict[Fidelity, _Form] = {
 }
 
 
-class WideResNet(VectorNetwork):
+class WideResNet(ImageClassifier):
     """WRN-d-k for images (B, in_channels, H, W) with sides divisible by 4.
 
     Args:
@@ -175,7 +175,7 @@ class WideResNet(VectorNetwork):
                     made.append(_Block(before, channels, stride, style))
                 before = channels
             parts[f"group{group}"] = nn.Sequential(*made)
-        parts |= {"norm": style.norm(before), "relu": nn.ReLU(), "mean": GlobalMean()}
+        parts |= {"norm": style.norm(before), "relu": nn.ReLU(), "mean": GlobalAvgPool()}
         super().__init__(nn.Sequential(parts), before, num_classes)
         style.initialise(self)
 
@@ -394,7 +394,7 @@ def _may_pool(body: nn.Sequential) -> bool:
     block = last[-1] if isinstance(last, nn.Sequential) else None
     if not isinstance(block, _RoutedBlock) or block.residual or type(block.moe) is not PatchMoE:
         return False
-    if not (isinstance(norm, nn.BatchNorm2d) and type(relu) is nn.ReLU and type(mean) is GlobalMean):
+    if not (isinstance(norm, nn.BatchNorm2d) and type(relu) is nn.ReLU and type(mean) is GlobalAvgPool):
         return False
     return not any(_is_heard(module) for module in (body, last, block, block.moe, block.moe.experts, norm, relu, mean))
 

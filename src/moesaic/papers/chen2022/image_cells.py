@@ -16,7 +16,7 @@ from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
 from moesaic.data.datasets import ImageTask, cifar10_task
 from moesaic.insight.metrics import entropy_of_counts
-from moesaic.models.cifar_networks import cifar_mixture, cifar_network
+from moesaic.papers.chen2022.image_networks import image_mixture, image_network
 from moesaic.papers.chen2022.image_training import ImageSchedule, ImageTest, embed_images, train_images
 from moesaic.papers.chen2022.rotated_cifar import cifar10_rotate_task
 from moesaic.papers.engine import claims
@@ -109,7 +109,7 @@ class ImageCell:
         seed = int(keyed_random.keys(lab.seed, [self.trial])[0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            build = cifar_mixture if self.mixture else cifar_network
+            build = image_mixture if self.mixture else image_network
             model = build(self.network, task.labels)
         epochs = train_images(model, task, self.schedule, seed=seed, device=lab.device, progress=lab.progress)
         measured: dict[str, Any] = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moesaic.models.cifar_networks import CIFAR_NETWORKS, cifar_mixture, cifar_network
+from moesaic.papers.chen2022.image_networks import IMAGE_NETWORKS, image_mixture, image_network
 
 
 @pytest.mark.parametrize(
@@ -11,7 +11,7 @@ from moesaic.models.cifar_networks import CIFAR_NETWORKS, cifar_mixture, cifar_n
     [("cnn", 121_738, 4608), ("resnet18", 11_173_962, 512), ("mobilenetv2", 2_296_922, 1280)],
 )
 def test_networks_have_the_known_number_of_parameters_and_features(name, parameters, width):
-    network = cifar_network(name, classes=10).eval()
+    network = image_network(name, num_classes=10).eval()
     assert sum(weight.numel() for weight in network.parameters()) == parameters
     with torch.no_grad():
         x = torch.randn(2, 3, 32, 32)
@@ -23,13 +23,13 @@ def test_networks_have_the_known_number_of_parameters_and_features(name, paramet
 def test_the_deep_ones_end_in_maps_of_4_by_4():
     for name in ("resnet18", "mobilenetv2"):
         x = torch.randn(1, 3, 32, 32)
-        for layer in cifar_network(name, classes=2).eval().body[:-1]:
+        for layer in image_network(name, num_classes=2).eval().body[:-1]:
             x = layer(x)
         assert x.shape[2:] == (4, 4)
 
 
 def test_every_expert_has_weights_of_its_own_and_the_router_none_yet():
-    mixture = cifar_mixture("cnn", classes=2, experts=3)
+    mixture = image_mixture("cnn", num_classes=2, experts=3)
     first = [expert.head.weight for expert in mixture.experts.children()]
     assert len(first) == 3
     assert not torch.equal(first[0], first[1])
@@ -38,11 +38,11 @@ def test_every_expert_has_weights_of_its_own_and_the_router_none_yet():
 
 
 def test_an_unknown_network_is_told_with_what_there_is():
-    assert set(CIFAR_NETWORKS) == {"cnn", "resnet18", "mobilenetv2"}
+    assert set(IMAGE_NETWORKS) == {"cnn", "resnet18", "mobilenetv2"}
     with pytest.raises(ValueError, match=r"name='resnet' is unknown.*did you mean 'resnet18'"):
-        cifar_network("resnet", 10)
+        image_network("resnet", 10)
 
 
 def test_no_classes_are_refused():
-    with pytest.raises(ValueError, match="SmallCNN: classes=0"):
-        cifar_network("cnn", 0)
+    with pytest.raises(ValueError, match="SmallCNN: num_classes=0"):
+        image_network("cnn", 0)
