@@ -17,10 +17,11 @@ from moesaic.ops import triton_backend
 
 __all__ = [
     "CPU_TYPE",
-    "EXPERTS",
     "GPU_TYPES",
     "INTERPRETED",
+    "MLP_KERNELS",
     "ONE_TYPE",
+    "PATCH_KERNELS",
     "TOLERANCE",
     "TYPES",
     "Named",
@@ -49,8 +50,16 @@ ONE_TYPE = [CPU_TYPE, GPU_TYPES[0]]
 TOLERANCE = {torch.float64: 5e-9, torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 
 
-EXPERTS = ("choice", "rows", "maps", "resting", "norm", "joint", "launch", "chosen", "experts")
-"""Modules that a routed convolution goes through."""
+PATCH_KERNELS = tuple(
+    f"moesaic.ops.triton.{name}"
+    for name in (
+        "expert_choice", "gather", "scatter", "background", "norm", "fused_backward", "launch", "patch_backward",
+        "autograd_ops",
+    )
+)  # fmt: skip
+"""Modules that a routed convolution runs through."""
+MLP_KERNELS = tuple(f"moesaic.ops.triton.{name}" for name in ("activation", "mlp", "pointwise"))
+"""Modules of expert MLPs and of 1×1 experts."""
 
 
 def run_anywhere(monkeypatch):
@@ -110,10 +119,7 @@ def on_cpu(tensors):
 
 
 def poison(monkeypatch, *modules):
-    """Fill what these modules of the kernels take of fresh memory with NaN, so that whatever is not written shows.
-
-    And what is laid out as kernels are.
-    """
+    """Fill fresh memory of these modules, and of `moesaic.ops.weight_layout`, with NaN: unwritten elements show."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def filled(tensor):
@@ -131,8 +137,8 @@ def poison(monkeypatch, *modules):
         def empty_like(*like, **options):
             return filled(empty_like(*like, **options))
 
-    for name in ("layouts", *(f"triton.{each}" for each in modules)):
-        monkeypatch.setattr(importlib.import_module(f"moesaic.ops.{name}"), "torch", Torch())
+    for name in ("moesaic.ops.weight_layout", *modules):
+        monkeypatch.setattr(importlib.import_module(name), "torch", Torch())
 
 
 _ALLOTTED = re.compile(r"empty_strided_\w+\(\((\d+), (\d+), (\d+), (\d+)\), \((\d+), (\d+), (\d+), (\d+)\)")

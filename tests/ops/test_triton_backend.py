@@ -22,9 +22,10 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import (
     CPU_TYPE,
-    EXPERTS,
     GPU_TYPES,
+    MLP_KERNELS,
     ONE_TYPE,
+    PATCH_KERNELS,
     TOLERANCE,
     TYPES,
     Named,
@@ -41,7 +42,7 @@ ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh}
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     run_anywhere(monkeypatch)
-    poison(monkeypatch, *EXPERTS, "activation", "perceptron", "pointwise")
+    poison(monkeypatch, *PATCH_KERNELS, *MLP_KERNELS)
 
 
 @dataclasses.dataclass(frozen=True)

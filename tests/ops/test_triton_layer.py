@@ -16,10 +16,11 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import (
     CPU_TYPE,
-    EXPERTS,
     GPU_TYPES,
     INTERPRETED,
+    MLP_KERNELS,
     ONE_TYPE,
+    PATCH_KERNELS,
     assert_captured,
     assert_near,
     maps_made,
@@ -33,7 +34,7 @@ from moesaic.ops.triton.scatter import taps_of, weight_of
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     run_anywhere(monkeypatch)
-    poison(monkeypatch, *EXPERTS, "activation", "perceptron", "pointwise")
+    poison(monkeypatch, *PATCH_KERNELS, *MLP_KERNELS)
 
 
 LAYERS = [

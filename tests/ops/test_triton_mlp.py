@@ -80,7 +80,7 @@ def poison(monkeypatch: pytest.MonkeyPatch):
         def empty_like(like: Tensor) -> Tensor:
             return torch.empty_like(like).fill_(float("nan"))
 
-    for name in ("activation", "perceptron", "launch"):
+    for name in ("activation", "mlp", "launch"):
         monkeypatch.setattr(importlib.import_module(f"moesaic.ops.triton.{name}"), "torch", Poisoned())
 
 

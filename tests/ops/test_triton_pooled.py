@@ -30,9 +30,9 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import (
     CPU_TYPE,
-    EXPERTS,
     INTERPRETED,
     ONE_TYPE,
+    PATCH_KERNELS,
     TYPES,
     Named,
     assert_captured,
@@ -50,7 +50,7 @@ FAR = 2**-6
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     run_anywhere(monkeypatch)
-    poison(monkeypatch, *EXPERTS, "pooled")
+    poison(monkeypatch, *PATCH_KERNELS, "moesaic.ops.triton.pooled")
     monkeypatch.setattr(triton_backend, "MOST_REACHED", float("inf"))
 
 
