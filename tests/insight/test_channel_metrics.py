@@ -238,13 +238,13 @@ def test_a_deepmoe_tells_its_embedding_and_costs_batch_by_batch_as_at_once():
     found, at_once = look(model, pixels, unit, batch=2), look(model, pixels, unit)
     assert found.gated is not None
     assert at_once.gated is not None
-    answer = model.eval().answer(unit(pixels))
-    torch.testing.assert_close(found.gated.embedding, answer.embedding.detach())
-    assert found.gated.macs.tolist() == at_once.gated.macs.tolist() == model.macs(answer.routing).tolist()
+    output = model.eval().forward_with_routing(unit(pixels))
+    torch.testing.assert_close(found.gated.embedding, output.embedding.detach())
+    assert found.gated.macs.tolist() == at_once.gated.macs.tolist() == model.macs(output.routing).tolist()
     assert found.gated.dense_macs == model.dense_macs
     assert list(found.routing) == [f"backbone.{name}" for name in model.gated]
     assert set(found.blocks.values()) == {1}
-    torch.testing.assert_close(found.probabilities, answer.logits.detach().softmax(-1))
+    torch.testing.assert_close(found.probabilities, output.logits.detach().softmax(-1))
 
 
 def test_a_deepmoe_is_explained_by_its_gates_alone():

@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
 from moesaic.layers import ChannelMoE
-from moesaic.models.channel_graph import conv_chain, links_to_gate
+from moesaic.models.channel_graph import build_channel_graph, nodes_to_gate
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
-from moesaic.models.deepmoe.gated_conv import ReadingConv
+from moesaic.models.deepmoe.gated_conv import ConsumerConv
 from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.model_cost import count_macs
@@ -98,11 +98,11 @@ def close_first_sample(model: DeepMoE, name: str, x: Tensor) -> None:
 
 def masked(plain: nn.Module, model: DeepMoE, x: Tensor) -> Tensor:
     """The definition: the plain backbone, with gates multiplied onto what BatchNorm gives."""
-    routing = model.answer(x).routing
-    links = {link.conv: link for link in conv_chain(plain)}
+    routing = model.forward_with_routing(x).routing
+    nodes = {node.conv: node for node in build_channel_graph(plain)}
     hooks = []
     for name in model.gated:
-        layer = plain.get_submodule(links[name].norm or name)
+        layer = plain.get_submodule(nodes[name].norm or name)
         gates = routing[name].weights[:, 0].to(x.dtype).repeat_interleave(model.backbone.get_submodule(name).block, 1)
 
         def multiply(layer: nn.Module, args: Any, y: Tensor, gates: Tensor = gates) -> Tensor:
@@ -129,9 +129,9 @@ def test_with_all_gates_one_it_computes_what_the_backbone_did_with_the_same_tens
         model = deepmoe(plain, num_classes=CLASSES, **{**options, "mode": "relu", "keep": None})
         for gate in model.gates.values():
             gate.weight.zero_()
-        answer = model.answer(x)
-    assert all(routing.weights.eq(1).all() for routing in answer.routing.values())
-    torch.testing.assert_close(answer.logits, expected, rtol=1e-10, atol=1e-10)
+        output = model.forward_with_routing(x)
+    assert all(routing.weights.eq(1).all() for routing in output.routing.values())
+    torch.testing.assert_close(output.logits, expected, rtol=1e-10, atol=1e-10)
     assert weights == {id(weight) for weight in model.backbone.parameters()}
 
 
@@ -144,7 +144,7 @@ def test_leaving_out_closed_channels_changes_nothing(name, batch, monkeypatch):
         close_first_sample(model, model.gated[len(model.gated) // 2], x)
     with torch.no_grad():
         expected = masked(plain, model, x)
-        routing = model.answer(x).routing
+        routing = model.forward_with_routing(x).routing
         closed = [int((~each.mask[0]).sum()) for each in routing.values()]
         assert sum(closed) > sum(each.experts for each in routing.values()) / 4
         if name != "vgg top-k":
@@ -173,8 +173,8 @@ def test_in_training_gradients_are_those_of_gates_behind_batch_norm(name):
     # weights of the gated layers are one level deeper, in the same order but for BatchNorm's
     found = torch.autograd.grad((model(x) * towards).sum(), list(model.backbone.parameters()))
     where = {id(weight): gradient for weight, gradient in zip(model.backbone.parameters(), found, strict=True)}
-    links = {link.conv: link for link in conv_chain(plain)}
-    norms = {links[gated].norm: gated for gated in model.gated}
+    nodes = {node.conv: node for node in build_channel_graph(plain)}
+    norms = {nodes[gated].norm: gated for gated in model.gated}
     for weight, gradient in zip(names, expected, strict=True):
         layer, _, kind = weight.rpartition(".")
         if layer in model.gated:
@@ -194,7 +194,7 @@ def test_what_an_image_costs_is_what_the_counter_says_and_what_is_multiplied(nam
     shape = (3, 32, 32)
     x = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
-        routing = model.answer(x).routing
+        routing = model.forward_with_routing(x).routing
     counted = count_macs(model, shape)
     assert model.macs(routing).tolist() == [counted.macs]
     assert counted.macs < model.dense_macs
@@ -209,15 +209,17 @@ def test_costs_are_of_each_image_and_follow_its_gates():
     _, model = build("bottleneck a")
     x = images(3)
     with torch.no_grad():
-        together = model.answer(x).routing
-        assert model.macs(together).tolist() == [int(model.macs(model.answer(image[None]).routing)) for image in x]
+        together = model.forward_with_routing(x).routing
+        assert model.macs(together).tolist() == [
+            int(model.macs(model.forward_with_routing(image[None]).routing)) for image in x
+        ]
         for gate in model.gates.values():
             gate.weight.zero_()
             gate.bias.fill_(1)
-        opened = model.macs(model.answer(x).routing)
+        opened = model.macs(model.forward_with_routing(x).routing)
         for gate in model.gates.values():
             gate.bias.fill_(-1)
-        closed = model.macs(model.answer(x).routing)
+        closed = model.macs(model.forward_with_routing(x).routing)
     assert opened.tolist() == 3 * [model.dense_macs + model.gate_macs]
     assert closed.tolist() == 3 * [model.fixed_macs]
 
@@ -234,33 +236,33 @@ def test_costs_of_gates_under_other_names_are_refused():
 def test_routing_is_recorded_once_for_each_gated_layer(name):
     _, model = build(name)
     with moesaic.record_routing(model) as recorded:
-        answer = model.answer(images(2))
+        output = model.forward_with_routing(images(2))
     assert list(recorded) == [f"backbone.{layer}" for layer in model.gated]
-    assert list(answer.routing) == list(model.gated)
+    assert list(output.routing) == list(model.gated)
     for layer in model.gated:
-        assert recorded[f"backbone.{layer}"] is answer.routing[layer]
+        assert recorded[f"backbone.{layer}"] is output.routing[layer]
         assert isinstance(model.backbone.get_submodule(layer), ChannelMoE)
 
 
 def test_gates_are_those_that_links_to_gate_names_and_whoever_reads_them_is_cut():
     for form in ("a", "b"):
         plain = ResNet(50, CLASSES, width=0.05)
-        wanted = tuple(link.conv for link in links_to_gate(conv_chain(plain), form))
+        wanted = tuple(node.conv for node in nodes_to_gate(build_channel_graph(plain), form))
         model = deepmoe(plain, num_classes=CLASSES, bottleneck=form)
         assert model.gated == wanted
         block = model.backbone.get_submodule("body.3")
         assert block.get_submodule("second.0").source == ("body.3.first.0" if form == "a" else None)
-        assert isinstance(block.get_submodule("third.0"), ReadingConv)
-        assert not isinstance(block.get_submodule("first.0"), ReadingConv)
-        assert model.left["body.3.third.0"] == f"is left whole in bottlenecks of form {form!r}"
-        assert model.left["body.2.shortcut.0"] == "carries a shortcut"
-        assert not set(model.left) & set(model.gated)
+        assert isinstance(block.get_submodule("third.0"), ConsumerConv)
+        assert not isinstance(block.get_submodule("first.0"), ConsumerConv)
+        assert model.ungated["body.3.third.0"] == f"is left whole in bottlenecks of form {form!r}"
+        assert model.ungated["body.2.shortcut.0"] == "carries a shortcut"
+        assert not set(model.ungated) & set(model.gated)
 
 
 def test_gate_parameters_are_all_that_decide_which_channels_are_open():
     _, model = build("vgg")
-    answer = model.answer(images(2))
-    sum(each.gate.sum() for each in answer.routing.values()).backward()
+    output = model.forward_with_routing(images(2))
+    sum(each.gate.sum() for each in output.routing.values()).backward()
     touched = {id(weight) for weight in model.parameters() if weight.grad is not None}
     deciding = {id(weight) for weight in model.gate_parameters()}
     classifier = {id(weight) for weight in model.embedding.head.parameters()}
@@ -333,13 +335,13 @@ def test_an_error_inside_leaves_no_gates_behind():
 
 def test_under_topk_a_share_of_every_layer_is_open():
     model = deepmoe(VGG16(CLASSES, width=0.1), num_classes=CLASSES, mode="topk", keep=0.25, block=2)
-    for routing in model.answer(torch.randn(3, 3, 32, 32)).routing.values():
+    for routing in model.forward_with_routing(torch.randn(3, 3, 32, 32)).routing.values():
         assert routing.mask.sum(2).flatten().tolist() == 3 * [max(round(routing.experts / 4), 1)]
 
 
 def test_layers_narrower_than_a_block_have_one_gate():
     model = deepmoe(VGG16(CLASSES, width=0.1), num_classes=CLASSES, block=16)
-    experts = [routing.experts for routing in model.answer(torch.randn(1, 3, 32, 32)).routing.values()]
+    experts = [routing.experts for routing in model.forward_with_routing(torch.randn(1, 3, 32, 32)).routing.values()]
     assert experts == [1, 1, 1, 1, 2, 2, 2, 4, 4, 4, 4, 4, 4]
 
 
@@ -373,7 +375,7 @@ def test_an_embedding_network_without_convolutions_is_refused():
 def test_a_network_of_which_only_some_convolutions_can_be_paired_is_gated_there():
     model = deepmoe(MobileNetV2(CLASSES), num_classes=CLASSES)
     assert "body.19.0" in model.gated
-    assert model.left["body.4.filter.0"] == "is grouped (groups=144)"
+    assert model.ungated["body.4.filter.0"] == "is grouped (groups=144)"
 
 
 class Sums(nn.Module):

@@ -65,8 +65,8 @@ def test_networks_with_gated_channels_can_be_made_again_with_all_their_options(n
     model = ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))).build()
     assert isinstance(model, DeepMoE)
     size, channels = options.get("image_size", 32), options.get("in_channels", 3)
-    answer = model.eval().answer(torch.zeros(2, channels, size, size))
-    assert answer.logits.shape == answer.embedding_logits.shape == (2, 3)
+    output = model.eval().forward_with_routing(torch.zeros(2, channels, size, size))
+    assert output.logits.shape == output.embedding_logits.shape == (2, 3)
     assert len(model.gated) == {"vgg16_deepmoe_w1_mid": 13, "resnet50_deepmoe": 16}[name]
     assert {gate.mode for gate in model.gates.values()} == {options.get("mode", "relu")}
     assert {gate.bias is None for gate in model.gates.values()} == {"bias" in options}

@@ -5,14 +5,14 @@ import pytest
 import torch
 from torch import nn
 
-from moesaic.ops.weight_cache import Kept
+from moesaic.ops.weight_cache import CachedValue
 
 
 class Doubled:
     """Keeps twice a layer's weights, and counts how often it made them."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self.layer, self.kept, self.made = layer, Kept[torch.Tensor](), 0
+        self.layer, self.kept, self.made = layer, CachedValue[torch.Tensor](), 0
 
     def __call__(self) -> torch.Tensor:
         return self.kept.of([self.layer.weight], self.make)

@@ -44,7 +44,9 @@ def test_the_cost_that_was_asked_for_is_that_of_test_images_and_is_told(tmp_path
     found = fit(model, TASK, LONG, out=tmp_path, progress=notes)
     assert found.cost == pytest.approx(0.5, rel=0.05)
     with torch.no_grad():
-        costs = [model.macs(model.answer(x).routing) for x, _ in eval_batches(TASK, torch.device("cpu"), 16)]
+        costs = [
+            model.macs(model.forward_with_routing(x).routing) for x, _ in eval_batches(TASK, torch.device("cpu"), 16)
+        ]
     assert torch.cat(costs).double().mean() / model.dense_macs == pytest.approx(found.cost)
     assert any(re.match(r"gates are frozen: 0\.(49|50)\d of the dense .*, wanted 0\.5", each) for each in notes.logged)
     assert re.search(r"cost \d\.\d{3}, \d+% open, λ 0\.\d", notes.notes[2])
@@ -102,7 +104,7 @@ def test_a_strength_that_closes_every_gate_stops_the_run_with_its_last_good_chec
         assert str(tmp_path / "model.safetensors") in str(told.value)
         model = gated().eval()
         load_weights(tmp_path, model)
-        assert all(routing.mask.any() for routing in model.answer(images()).routing.values())
+        assert all(routing.mask.any() for routing in model.forward_with_routing(images()).routing.values())
 
 
 def test_gates_that_keep_a_set_number_learn_straight_through(monkeypatch):

@@ -36,7 +36,7 @@ def set_biases(model: DeepMoE, layer: int, *values: float) -> None:
 
 
 def cost(model: DeepMoE) -> float:
-    return float(model.macs(model.answer(images()).routing).double().mean()) / model.dense_macs
+    return float(model.macs(model.forward_with_routing(images()).routing).double().mean()) / model.dense_macs
 
 
 # the loss
@@ -44,20 +44,20 @@ def cost(model: DeepMoE) -> float:
 
 def test_the_loss_is_the_pressure_on_gates_and_the_embedding_s_own_loss():
     model = gated()
-    answer = model.answer(images())
-    found = training(model, strength=0.3, embedding=0.5, weigh="equal").loss(answer, LABELS, None, 1.0)
-    pressure = 0.3 * sum(gate_l1(routing) for routing in answer.routing.values())
-    torch.testing.assert_close(found, pressure + 0.5 * F.cross_entropy(answer.embedding_logits, LABELS))
+    output = model.forward_with_routing(images())
+    found = training(model, strength=0.3, embedding=0.5, weigh="equal").loss(output, LABELS, None, 1.0)
+    pressure = 0.3 * sum(gate_l1(routing) for routing in output.routing.values())
+    torch.testing.assert_close(found, pressure + 0.5 * F.cross_entropy(output.embedding_logits, LABELS))
 
 
 def test_layers_are_pressed_by_what_closing_them_saves():
     model = gated()
-    answer = model.answer(images())
+    output = model.forward_with_routing(images())
     with torch.no_grad():
-        found = training(model, strength=1.0, embedding=0.0).loss(answer, LABELS, None, 1.0)
+        found = training(model, strength=1.0, embedding=0.0).loss(output, LABELS, None, 1.0)
     # the convolutions cost 3 · 16 on 16² pixels and twice 16 · 16 on 8²; closing one saves its own and its reader's
     saved = torch.tensor([3 * 256 + 16 * 64, 2 * 16 * 64, 16 * 64.0])
-    means = torch.stack([gate_l1(routing).detach() for routing in answer.routing.values()])
+    means = torch.stack([gate_l1(routing).detach() for routing in output.routing.values()])
     torch.testing.assert_close(found, (3 * saved / saved.sum() * means).sum())
 
 
@@ -67,20 +67,20 @@ def test_nothing_presses_once_gates_are_frozen_or_where_they_keep_a_set_number()
     assert gates.pressure(1.0) == 0.1
     gates.freeze(None)
     assert gates.pressure(1.0) == 0
-    assert gates.loss(model.answer(images()), LABELS, None, 1.0) == 0
+    assert gates.loss(model.forward_with_routing(images()), LABELS, None, 1.0) == 0
     assert training(gated(mode="topk", keep=0.5)).pressure(1.0) == 0
 
 
 def test_a_teacher_that_says_the_same_adds_nothing_and_another_one_pulls():
     model = gated().eval()
     gates = training(model, teacher=model, distil=2.0, embedding=0.0, strength=0.0)
-    answer, hints = model.answer(images()), gates.hints(images())
+    output, hints = model.forward_with_routing(images()), gates.hints(images())
     assert hints is not None
     assert not hints.requires_grad
-    assert gates.loss(answer, LABELS, hints, 1.0).item() == pytest.approx(0, abs=1e-6)
+    assert gates.loss(output, LABELS, hints, 1.0).item() == pytest.approx(0, abs=1e-6)
     told = torch.tensor([[4.0, -4.0]]).expand(12, 2)
-    expected = 2.0 * 16 * F.kl_div((answer.logits / 4).log_softmax(1), (told / 4).softmax(1), reduction="batchmean")
-    torch.testing.assert_close(gates.loss(answer, LABELS, told, 1.0), expected)
+    expected = 2.0 * 16 * F.kl_div((output.logits / 4).log_softmax(1), (told / 4).softmax(1), reduction="batchmean")
+    torch.testing.assert_close(gates.loss(output, LABELS, told, 1.0), expected)
 
 
 # the guard
@@ -92,21 +92,21 @@ def test_a_layer_that_is_nearly_closed_is_told_once_and_relieved():
     gates = training(model, least_open=0.07, embedding=0.0, weigh="equal")
     told: list[str] = []
     for step in range(1, 4):
-        gates.show(model.answer(images()).routing, step - 1)
+        gates.show(model.forward_with_routing(images()).routing, step - 1)
         told += gates.look(step, 1.0)
     assert len(told) == 1
     assert re.search(r"only 6.2% of the gates of layer '3' are open on average, of 7.0% to stay", told[0])
-    answer = model.answer(images())
-    first, _, last = (gate_l1(routing) for routing in answer.routing.values())
+    output = model.forward_with_routing(images())
+    first, _, last = (gate_l1(routing) for routing in output.routing.values())
     rest = first * min(first.item(), 1) + last * min(last.item(), 1)  # sinking gates are relieved in proportion
-    torch.testing.assert_close(gates.loss(answer, LABELS, None, 1.0), 0.1 * rest)
+    torch.testing.assert_close(gates.loss(output, LABELS, None, 1.0), 0.1 * rest)
 
 
 def test_a_layer_that_is_closed_for_all_images_is_refused_by_name():
     model = gated()
     set_biases(model, 2, -1.0)
     gates = training(model)
-    gates.show(model.answer(images()).routing, 0)
+    gates.show(model.forward_with_routing(images()).routing, 0)
     with pytest.raises(ClosedLayer, match="all gates of layer '6' are closed for 100% of the images"):
         gates.look(1, 1.0)
     assert "a smaller strength than 0.1, a longer warmup than 0.0" in gates.advice()
@@ -116,9 +116,9 @@ def test_where_there_is_a_target_a_closed_layer_is_opened_again():
     model = gated()
     set_biases(model, 2, -1.0, -2.0)
     gates = training(model, target_macs=0.5)
-    gates.show(model.answer(images()).routing, 0)
+    gates.show(model.forward_with_routing(images()).routing, 0)
     gates.look(1, 1.0)
-    assert model.answer(images()).routing["6"].mask.sum(-1).float().mean() >= 1
+    assert model.forward_with_routing(images()).routing["6"].mask.sum(-1).float().mean() >= 1
 
 
 # the cost
@@ -165,14 +165,14 @@ def test_lambda_follows_the_cost():
     model = gated()
     gates = training(model, target_macs=0.5)
     for step in range(3):
-        gates.show(model.answer(images()).routing, step)
+        gates.show(model.forward_with_routing(images()).routing, step)
         gates.look(step + 1, 4.9)  # all gates are open, and the target is due
     assert gates.strength > 0.1
     dear = gates.strength
     for layer in range(3):
         set_biases(model, layer, 1.0, *(-0.1 * gate for gate in range(1, 16)))
     cheap = cost(model)
-    gates.show(model.answer(images()).routing, 3)
+    gates.show(model.forward_with_routing(images()).routing, 3)
     gates.look(4, 4.9)
     assert gates.strength < dear
     assert cheap < cost(model) < 0.5, "half of the way at once, for a batch is a matter of chance"
@@ -181,7 +181,7 @@ def test_lambda_follows_the_cost():
 def test_without_a_target_lambda_stays():
     model = gated()
     gates = training(model)
-    gates.show(model.answer(images()).routing, 0)
+    gates.show(model.forward_with_routing(images()).routing, 0)
     gates.look(1, 1.0)
     assert gates.strength == 0.1
 

@@ -37,7 +37,7 @@ class GatedNetwork(Protocol):
     dense_macs: int
     fixed_macs: int
 
-    def answer(self, x: Tensor) -> Any:
+    def forward_with_routing(self, x: Tensor) -> Any:
         """With ``logits``, ``embedding`` and ``routing``."""
         ...
 

@@ -204,9 +204,9 @@ def look(
             for start in range(0, len(pixels), batch):
                 x = view(pixels[start : start + batch].to(device))
                 if isinstance(model, GatedNetwork):
-                    answer = model.answer(x)
-                    logits = cast("Tensor", answer.logits)
-                    told_of.append((answer.embedding.cpu(), model.macs(answer.routing).cpu()))
+                    output = model.forward_with_routing(x)
+                    logits = cast("Tensor", output.logits)
+                    told_of.append((output.embedding.cpu(), model.macs(output.routing).cpu()))
                 else:
                     logits = cast("Tensor", model(x))
                 answers.append(logits.float().softmax(-1).cpu())

@@ -25,7 +25,7 @@ from moesaic.ops.channel.block_gemm import WHOLE_BLOCK, BlockMap, BlockProduct, 
 from moesaic.ops.channel.open_channels import scale_and_shift_of, split
 from moesaic.ops.channel.padded_buffers import Scratch, SpareScratch
 from moesaic.ops.hooks import Listeners
-from moesaic.ops.weight_cache import Held, Kept
+from moesaic.ops.weight_cache import CachedValue, TensorRefs
 from moesaic.routing.channel_heads import OpenOnHost
 
 __all__ = ["Chain", "Products"]
@@ -76,9 +76,11 @@ class Chain:
         self._gated = [step for step in self.steps if isinstance(step, _Step)]
         self._norms = [step.layer.norm for step in self._gated if step.layer.norm is not None]
         self._listeners = Listeners(network.modules())
-        self._products = Kept[Products]()
+        self._products = CachedValue[Products]()
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
-        self._held = Held(module for step in self._gated for module in (step.layer.conv, step.layer.norm) if module)
+        self._held = TensorRefs(
+            module for step in self._gated for module in (step.layer.conv, step.layer.norm) if module
+        )
         blocks = [-(-step.layer.out_channels // step.layer.block) for step in self._gated]
         self._starts = np.cumsum([0, *blocks])
         """Of each layer, the first block among those of all; and the number of all."""

@@ -21,7 +21,7 @@ from moesaic.ops.channel.gated_conv import may_skip
 from moesaic.ops.channel.narrow_conv import PRICES, cheapest_way
 from moesaic.ops.channel.open_channels import open_together, scale_and_shift_of
 from moesaic.ops.dispatch import ChannelConv
-from moesaic.ops.weight_cache import Held, Kept
+from moesaic.ops.weight_cache import CachedValue, TensorRefs
 from moesaic.routing.channel_heads import JointGates
 from moesaic.routing_record import Routing
 
@@ -33,7 +33,7 @@ Gates = Mapping[str, Routing]
 class GatedLayers:
     """The gated layers of a network in the order in which they run, by name.
 
-    What BatchNorm makes of their channels is kept until their weights change, see `moesaic.ops.weight_cache.Kept`.
+    What BatchNorm makes of their channels is kept until their weights change, see `moesaic.ops.weight_cache`.
 
     Args:
         layers: the layers.
@@ -70,10 +70,10 @@ class GatedLayers:
         self.pixels = None if pixels is None else dict(pixels)
         self.chain = None if network is None else Chain.of(network, self.layers, self.sources, self.hand_on)
         """The short way, if there is one."""
-        self._scale_and_shift = Kept[tuple[Tensor, Tensor]]()
+        self._scale_and_shift = CachedValue[tuple[Tensor, Tensor]]()
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer. Where there
         # is none, the weights tell dtype and device.
-        self._held = Held(
+        self._held = TensorRefs(
             module
             for layer in self.layers.values()
             for module in (layer.norm, layer.conv if _decides(layer) else None)

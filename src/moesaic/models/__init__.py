@@ -1,10 +1,10 @@
 """Architectures, a registry of them (timm's included), conversion to mixtures of experts, and model cost."""
 
-from moesaic.models.channel_graph import Link, conv_chain, links_to_gate
+from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
 from moesaic.models.convert import conversions_of, convert
 from moesaic.models.convert_candidates import convertible
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
-from moesaic.models.deepmoe.network import Answer, DeepMoE, deepmoe
+from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput, deepmoe
 from moesaic.models.image_classifier import ImageClassifier
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.model_cost import ModelCost, count_macs
@@ -19,11 +19,11 @@ from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 __all__ = [
     "VGG16",
     "WIDENINGS",
-    "Answer",
+    "ConvNode",
     "DeepMoE",
+    "DeepMoEOutput",
     "EmbeddingNetwork",
     "ImageClassifier",
-    "Link",
     "MobileNetV2",
     "ModelCost",
     "ModelSpec",
@@ -33,15 +33,15 @@ __all__ = [
     "WideResNet",
     "WideResNetPMoE",
     "Widening",
-    "conv_chain",
+    "build_channel_graph",
     "conversions_of",
     "convert",
     "convertible",
     "count_macs",
     "create_model",
     "deepmoe",
-    "links_to_gate",
     "list_models",
     "model_options",
+    "nodes_to_gate",
     "register_with_timm",
 ]

@@ -1,11 +1,11 @@
-"""Who reads whose channels: the convolutions of a network in the order they run, and what may be cut of each.
+"""Producer–consumer graph of convolution channels: which layers read the channels of each convolution.
 
-To skip a channel of a convolution saves twice: its filter is not computed, and whoever reads the channel has a zero
-less to multiply. Both are only right where the reader gets that channel and nothing else beside it. In a chain such
-as VGG-16 this holds for every convolution. In a residual network it holds inside a block; the last convolution of a
-block can leave out filters, but what is read is the sum with the shortcut, which has all channels.
+Dropping a channel of a convolution saves twice: its filter is not computed, and its consumers have one input channel
+less to multiply. Both are correct only where the consumer reads that channel and nothing else in its place. In a
+sequential network such as VGG-16 this holds for every convolution. In a residual network it holds inside a block; the
+last convolution of a block can drop filters, but its consumers read the sum with the shortcut, which has all channels.
 
-The network is traced, not run (`torch.fx`), so other people's networks can be asked as well as those here.
+The network is traced with `torch.fx`, not run, so any traceable network can be analysed.
 """
 
 from __future__ import annotations
@@ -21,67 +21,67 @@ from torch.nn import functional as F
 
 from moesaic.checks import one_of
 
-__all__ = ["Link", "Place", "conv_chain", "links_to_gate"]
+__all__ = ["ConvNode", "Role", "build_channel_graph", "nodes_to_gate"]
 
-Place = Literal["inner", "branch", "shortcut", "shared", "unpaired"]
+Role = Literal["inner", "branch", "shortcut", "shared", "unpaired"]
 
-# Each channel becomes a channel, and one of zeros stays one of zeros.
-_KEEPING_MODULES = (
+# Operations that map each channel to one channel, and a channel of zeros to zeros.
+_CHANNELWISE_MODULES = (
     *(nn.Identity, nn.Dropout, nn.Dropout2d),
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.PReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Tanh),
     *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d),
 )
-_KEEPING: set[Any] = {
+_CHANNELWISE: set[Any] = {
     *(F.relu, F.relu6, F.leaky_relu, F.gelu, F.silu, F.hardswish, F.dropout, torch.relu, torch.tanh),
     *(F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d),
     *("relu", "relu_", "tanh", "contiguous", "clone"),
 }
-_ADDING: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}
+_ADDITIONS: set[Any] = {operator.add, operator.iadd, torch.add, "add", "add_"}
 
 
 @dataclass(frozen=True)
-class Link:
-    """A convolution among those before and behind it.
+class ConvNode:
+    """A convolution in the channel graph.
 
-    Layers are told by the names that `torch.nn.Module.get_submodule` takes.
+    Layers are identified by the names that `torch.nn.Module.get_submodule` takes.
     """
 
     conv: str
     norm: str | None
-    """The BatchNorm of its channels: a gate acts behind it, since BatchNorm would make something of zeros."""
-    source: str | None
-    """The convolution whose channels it reads, and nothing beside them; None where it reads the image or a sum."""
-    readers: tuple[str, ...]
-    """Convolutions and linear layers that read its channels and nothing beside them. Behind a flattened map, a linear
-    layer has as many columns for a channel as the map has pixels."""
-    place: Place
+    """The BatchNorm of its channels. A gate acts after it, since BatchNorm maps zeros to its shift."""
+    producer: str | None
+    """The convolution whose channels it reads, and nothing else; None where it reads the image or a sum."""
+    consumers: tuple[str, ...]
+    """Convolutions and linear layers that read its channels and nothing else. After a flattened map, a linear layer has
+    as many columns per channel as the map has pixels."""
+    role: Role
     """
-    ``"inner"``: one layer reads its channels, and no one else: both can leave out what is cut.
-    ``"branch"``: it ends a residual branch; it can leave out filters, but what is read is a sum.
-    ``"shortcut"``: it stands beside a branch and carries what the branch leaves as it is.
-    ``"shared"``: several read its channels, as a block and its shortcut do.
-    ``"unpaired"``: something else happens to its channels; ``why`` tells what.
+    ``"inner"``: exactly one layer reads its channels: both can drop closed channels.
+    ``"branch"``: it ends a residual branch; it can drop filters, but its consumers read a sum.
+    ``"shortcut"``: it is the shortcut of a residual branch.
+    ``"shared"``: several layers read its channels, such as a block and its shortcut.
+    ``"unpaired"``: another operation reads its channels; see ``reason``.
     """
-    why: str | None = None
+    reason: str | None = None
     """Why it is unpaired, as the end of a sentence that begins with its name."""
 
     @property
-    def cuts_outputs(self) -> bool:
-        """Whether it can leave out filters."""
-        return self.place in ("inner", "branch")
+    def can_drop_filters(self) -> bool:
+        """Whether closed output channels need not be computed."""
+        return self.role in ("inner", "branch")
 
     @property
-    def cuts_inputs(self) -> bool:
-        """Whether its reader can then leave out these channels."""
-        return self.place == "inner"
+    def consumer_can_drop(self) -> bool:
+        """Whether its consumer can skip its closed channels."""
+        return self.role == "inner"
 
 
-def conv_chain(model: nn.Module) -> tuple[Link, ...]:
-    """The convolutions of a network in the order they run, each with who feeds it and who reads it.
+def build_channel_graph(model: nn.Module) -> tuple[ConvNode, ...]:
+    """Returns the convolutions of a network in execution order, each with its producer and its consumers.
 
     >>> from moesaic.models.resnet import ResNet
-    >>> for link in conv_chain(ResNet(18, num_classes=10))[:4]:
-    ...     print(link.conv, link.norm, link.place, link.readers)
+    >>> for node in build_channel_graph(ResNet(18, num_classes=10))[:4]:
+    ...     print(node.conv, node.norm, node.role, node.consumers)
     body.0.0 body.0.1 shared ('body.2.first.0',)
     body.2.first.0 body.2.first.1 inner ('body.2.second.0',)
     body.2.second.0 body.2.second.1 branch ()
@@ -89,109 +89,109 @@ def conv_chain(model: nn.Module) -> tuple[Link, ...]:
     """
     try:
         graph = fx.Tracer().trace(model)
-    except Exception as error:  # whatever its forward does with what it is given
+    except Exception as error:  # tracing runs the network's own forward, which may raise anything
         raise ValueError(
-            f"conv_chain: {type(model).__name__} cannot be traced ({' '.join(str(error).split())}); the way through it "
-            "must not depend on the image"
+            f"build_channel_graph: {type(model).__name__} cannot be traced ({' '.join(str(error).split())}); its "
+            "control flow must not depend on the image"
         ) from error
-    nodes = list(cast("Iterable[fx.Node]", graph.nodes))
-    convs = [node for node in nodes if isinstance(_module(model, node), nn.Conv2d)]
+    fx_nodes = list(cast("Iterable[fx.Node]", graph.nodes))
+    convs = [node for node in fx_nodes if isinstance(_module(model, node), nn.Conv2d)]
     names = [str(node.target) for node in convs]
-    depth = _depths(model, nodes)
-    links: list[Link] = []
-    source: dict[str, str] = {}
+    depth = _depths(model, fx_nodes)
+    nodes: list[ConvNode] = []
+    producers: dict[str, str] = {}
     for node, name in zip(convs, names, strict=True):
-        seen = _Seen()
-        _follow(model, node, seen)
+        uses = _Uses()
+        _follow(model, node, uses)
         if names.count(name) > 1:
-            seen.why.append("runs more than once")
-        place = _place(cast(nn.Conv2d, model.get_submodule(name)), seen, depth)
-        why = seen.why[0] if seen.why else None
-        links.append(Link(name, _norm(model, node), source.get(name), tuple(seen.readers), place, why))
-        source |= dict.fromkeys(seen.readers, name)
-    return tuple(links)
+            uses.reasons.append("runs more than once")
+        role = _role(cast(nn.Conv2d, model.get_submodule(name)), uses, depth)
+        reason = uses.reasons[0] if uses.reasons else None
+        nodes.append(ConvNode(name, _norm(model, node), producers.get(name), tuple(uses.consumers), role, reason))
+        producers |= dict.fromkeys(uses.consumers, name)
+    return tuple(nodes)
 
 
-def links_to_gate(chain: Sequence[Link], bottleneck: Literal["a", "b"] = "a") -> tuple[Link, ...]:
-    """The convolutions whose channels DeepMoE (Wang et al. 2019) gates.
+def nodes_to_gate(graph: Sequence[ConvNode], bottleneck: Literal["a", "b"] = "a") -> tuple[ConvNode, ...]:
+    """Returns the convolutions whose channels DeepMoE (Wang et al. 2019) gates.
 
-    All of a chain; of a residual block with two convolutions both; of a bottleneck, in form A those before its last
-    one, in form B the middle one alone. Stems and shortcuts are left whole.
+    All of a sequential network; both convolutions of a basic residual block; of a bottleneck, in form A those before
+    its last one, in form B only the middle one. Stems and shortcuts are not gated.
 
     >>> from moesaic.models.resnet import ResNet
-    >>> chain = conv_chain(ResNet(50, num_classes=10, width=0.1))
-    >>> [link.conv for link in links_to_gate(chain, bottleneck="b")][:2]
+    >>> graph = build_channel_graph(ResNet(50, num_classes=10, width=0.1))
+    >>> [node.conv for node in nodes_to_gate(graph, bottleneck="b")][:2]
     ['body.2.second.0', 'body.3.second.0']
     """
-    one_of("links_to_gate", "bottleneck", bottleneck, ("a", "b"))
-    named = {link.conv: link for link in chain}
-    left: set[str] = set()
-    for link in chain:
-        if link.place != "branch":
+    one_of("nodes_to_gate", "bottleneck", bottleneck, ("a", "b"))
+    by_name = {node.conv: node for node in graph}
+    ungated: set[str] = set()
+    for node in graph:
+        if node.role != "branch":
             continue
-        inside: list[str] = []  # of its block, from the last
-        before = link.source
-        while before is not None and named[before].place == "inner":
-            inside.append(before)
-            before = named[before].source
+        inside: list[str] = []  # the block's other convolutions, last one first
+        producer = node.producer
+        while producer is not None and by_name[producer].role == "inner":
+            inside.append(producer)
+            producer = by_name[producer].producer
         if len(inside) > 1:
-            left |= {link.conv, *(inside[1:] if bottleneck == "b" else ())}
-    return tuple(link for link in chain if link.cuts_outputs and link.conv not in left)
+            ungated |= {node.conv, *(inside[1:] if bottleneck == "b" else ())}
+    return tuple(node for node in graph if node.can_drop_filters and node.conv not in ungated)
 
 
 @dataclass
-class _Seen:
-    """What becomes of a convolution's channels."""
+class _Uses:
+    """The operations that read a convolution's channels."""
 
-    readers: list[str] = field(default_factory=list[str])
+    consumers: list[str] = field(default_factory=list[str])
     sums: list[tuple[fx.Node, fx.Node]] = field(default_factory=list[tuple[fx.Node, fx.Node]])
-    """Additions, each with the summand that the channels are in."""
-    why: list[str] = field(default_factory=list[str])
+    """Additions, each with the summand that has the channels."""
+    reasons: list[str] = field(default_factory=list[str])
 
 
-def _follow(model: nn.Module, node: fx.Node, seen: _Seen, flat: bool = False) -> None:
-    """Follow the channels in ``node`` to whoever reads them; ``flat`` when the map has become a vector."""
+def _follow(model: nn.Module, node: fx.Node, uses: _Uses, flat: bool = False) -> None:
+    """Follow the channels in ``node`` to their consumers; ``flat`` once the map is flattened to a vector."""
     for user in node.users:
         layer = _module(model, user)
         if isinstance(layer, (nn.Conv2d, nn.Linear)):
             if isinstance(layer, nn.Conv2d) and layer.groups > 1:
-                seen.why.append(f"is read by {user.target}, in {layer.groups} groups")
+                uses.reasons.append(f"is read by {user.target}, in {layer.groups} groups")
             elif isinstance(layer, nn.Linear) != flat:
-                seen.why.append(f"is read by {user.target}, though not along its channels")
+                uses.reasons.append(f"is read by {user.target}, though not along its channels")
             else:
-                seen.readers.append(str(user.target))
-        elif isinstance(layer, (nn.BatchNorm2d, *_KEEPING_MODULES)) or user.target in _KEEPING:
-            _follow(model, user, seen, flat)
+                uses.consumers.append(str(user.target))
+        elif isinstance(layer, (nn.BatchNorm2d, *_CHANNELWISE_MODULES)) or user.target in _CHANNELWISE:
+            _follow(model, user, uses, flat)
         elif _flattens(layer, user):
-            _follow(model, user, seen, flat=True)
+            _follow(model, user, uses, flat=True)
         elif _averages(user):
-            _follow(model, user, seen, flat or not user.kwargs.get("keepdim", False))
-        elif user.target in _ADDING and len(user.all_input_nodes) == 2:
-            seen.sums.append((user, node))
+            _follow(model, user, uses, flat or not user.kwargs.get("keepdim", False))
+        elif user.target in _ADDITIONS and len(user.all_input_nodes) == 2:
+            uses.sums.append((user, node))
         elif user.op == "output":
-            seen.why.append("gives what the network gives")
+            uses.reasons.append("is the network's output")
         else:
-            what = f"{user.target} ({type(layer).__name__})" if layer is not None else _called(user)
-            seen.why.append(f"is read by {what}, which may not keep channels apart")
+            what = f"{user.target} ({type(layer).__name__})" if layer is not None else _function_name(user)
+            uses.reasons.append(f"is read by {what}, which may mix channels")
 
 
-def _place(conv: nn.Conv2d, seen: _Seen, depth: dict[fx.Node, int]) -> Place:
+def _role(conv: nn.Conv2d, uses: _Uses, depth: dict[fx.Node, int]) -> Role:
     if conv.groups > 1:
-        seen.why.insert(0, f"is grouped (groups={conv.groups})")
-    elif not (seen.readers or seen.sums):
-        seen.why.append("is read by nobody")
-    if seen.why:
+        uses.reasons.insert(0, f"is grouped (groups={conv.groups})")
+    elif not (uses.consumers or uses.sums):
+        uses.reasons.append("has no consumer")
+    if uses.reasons:
         return "unpaired"
-    if len(seen.readers) + len(seen.sums) > 1:
+    if len(uses.consumers) + len(uses.sums) > 1:
         return "shared"
-    if seen.readers:
+    if uses.consumers:
         return "inner"
-    ((total, summand),) = seen.sums
+    ((total, summand),) = uses.sums
     return "branch" if depth[summand] == max(depth[each] for each in total.all_input_nodes) else "shortcut"
 
 
 def _depths(model: nn.Module, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
-    """How many convolutions stand before and at each node, on the longest way: a branch is longer than its shortcut."""
+    """Convolutions on the longest path to each node, which tells a branch from its shortcut."""
     depth: dict[fx.Node, int] = {}
     for node in nodes:
         before = max((depth[each] for each in node.all_input_nodes), default=0)
@@ -200,14 +200,14 @@ def _depths(model: nn.Module, nodes: Iterable[fx.Node]) -> dict[fx.Node, int]:
 
 
 def _norm(model: nn.Module, node: fx.Node) -> str | None:
-    """The last BatchNorm before the channels are read, or go more than one way."""
+    """The last BatchNorm before the channels are consumed or have several users."""
     found = None
     while len(node.users) == 1:
         (node,) = node.users
         layer = _module(model, node)
         if isinstance(layer, nn.BatchNorm2d):
             found = str(node.target)
-        elif not (isinstance(layer, _KEEPING_MODULES) or node.target in _KEEPING):
+        elif not (isinstance(layer, _CHANNELWISE_MODULES) or node.target in _CHANNELWISE):
             break
     return found
 
@@ -232,5 +232,5 @@ def _averages(node: fx.Node) -> bool:
     return isinstance(axes, (tuple, list)) and {cast(int, axis) % 4 for axis in axes} == {2, 3}
 
 
-def _called(node: fx.Node) -> str:
+def _function_name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

@@ -25,7 +25,7 @@ from moesaic.checks import at_least_one
 from moesaic.experts import ConvExperts, Experts, LinearExperts, MLPExperts, PatchNetExperts
 from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
-from moesaic.models.deepmoe.gated_conv import GatedConv, ReadingConv
+from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
 from moesaic.ops.channel.gated_conv import open_channels
 from moesaic.routing import ChannelGate, Router, SampleRouter
 from moesaic.routing_record import Routing
@@ -34,7 +34,7 @@ __all__ = ["LayerCost", "ModelCost", "count_macs", "eval_mode"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ROUTED = (PatchMoE, SampleMoE, ChannelMoE, ReadingConv, ChannelGate, EmbeddingNetwork)
+_ROUTED = (PatchMoE, SampleMoE, ChannelMoE, ConsumerConv, ChannelGate, EmbeddingNetwork)
 _COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROUTED)
 
 
@@ -212,7 +212,7 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
         return [_patch_row(name, layer, x, parameters)]
     if isinstance(layer, ChannelGate):
         return [LayerCost(name, kind, parameters, x.shape[0] * layer.weight.numel(), 0, True)]
-    if isinstance(layer, ReadingConv):
+    if isinstance(layer, ConsumerConv):
         each = y.numel() * layer.weight[0].numel() // layer.in_channels
         active = _active(layer.gate_in(), layer.in_channels, layer.block_in)
         return [LayerCost(name, kind, parameters, each * active, each * layer.in_channels, True)]

@@ -9,14 +9,14 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Held", "Kept"]
+__all__ = ["CachedValue", "TensorRefs"]
 
 T = TypeVar("T")
 
 _place, _changes = methodcaller("data_ptr"), attrgetter("_version")
 
 
-class Kept(Generic[T]):
+class CachedValue(Generic[T]):
     """A value that is made of tensors, and made anew when one of them has changed.
 
     A change is told by where a tensor lies and by torch's count of its changes in place: steps of an optimizer,
@@ -26,7 +26,7 @@ class Kept(Generic[T]):
 
     A copy of what holds it starts with nothing kept.
 
-    >>> weight, kept = torch.ones(2), Kept[Tensor]()
+    >>> weight, kept = torch.ones(2), CachedValue[Tensor]()
     >>> kept.of([weight], lambda: 2 * weight)
     tensor([2., 2.])
     >>> weight += 1
@@ -55,18 +55,18 @@ class Kept(Generic[T]):
     def forget(self) -> None:
         self._value, self._stamp, self._held = None, [], []
 
-    def __deepcopy__(self, memo: object) -> Kept[T]:
-        return Kept()
+    def __deepcopy__(self, memo: object) -> CachedValue[T]:
+        return CachedValue()
 
-    def __reduce__(self) -> tuple[type[Kept[T]], tuple[()]]:
-        return Kept, ()
+    def __reduce__(self) -> tuple[type[CachedValue[T]], tuple[()]]:
+        return CachedValue, ()
 
 
-class Held:
+class TensorRefs:
     """The tensors of modules as they are now: parameters and buffers, found without asking the modules.
 
     >>> layer = torch.nn.Linear(2, 3)
-    >>> held = Held([layer])
+    >>> held = TensorRefs([layer])
     >>> layer.bias = torch.nn.Parameter(torch.ones(3))
     >>> held.now()[1] is layer.bias
     True

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from moesaic.ops import autocast_dtype
 from moesaic.ops.hooks import Listeners
-from moesaic.ops.weight_cache import Held, Kept
+from moesaic.ops.weight_cache import CachedValue, TensorRefs
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing_record import Routing
 
@@ -31,7 +31,7 @@ class ChannelHeads:
     """Heads of several layers, by name: called with an embedding (B, D), it gives the gates of each.
 
     In training, where gradients are wanted and where heads have hooks, each works by itself. In evaluation a copy of
-    their weights, as one matrix, is kept until they change, see `moesaic.ops.weight_cache.Kept`.
+    their weights, as one matrix, is kept until they change, see `moesaic.ops.weight_cache.CachedValue`.
 
     >>> heads = ChannelHeads({"a": ChannelGate(8, 16).eval(), "b": ChannelGate(8, 4).eval()})
     >>> with torch.no_grad():
@@ -44,8 +44,8 @@ class ChannelHeads:
         first = next(iter(self.heads.values()))
         self.alike = all((head.mode, head.embedding) == (first.mode, first.embedding) for head in self.heads.values())
         """Whether they can be one."""
-        self._joined = Kept[JoinedHeads]()
-        self._held = Held(self.heads.values())
+        self._joined = CachedValue[JoinedHeads]()
+        self._held = TensorRefs(self.heads.values())
         self._listeners = Listeners(self.heads.values())
 
     def __call__(self, embedding: Tensor) -> Mapping[str, Routing]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.models.deepmoe.network import Answer, DeepMoE
+from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.routing_record import UNASSIGNED, Routing
 from moesaic.training.gate_recipe import GateRecipe
@@ -166,19 +166,19 @@ class GateTraining:
         with torch.no_grad():
             return cast("Tensor", self._teacher(x)).float()
 
-    def loss(self, answer: Answer, labels: Tensor, hints: Tensor | None, epoch: float) -> Tensor:
+    def loss(self, output: DeepMoEOutput, labels: Tensor, hints: Tensor | None, epoch: float) -> Tensor:
         """What is added to the cross-entropy of the backbone's scores."""
         total = torch.zeros((), device=labels.device)
         if self.joint and self.recipe.embedding:
-            own = F.cross_entropy(answer.embedding_logits.float(), labels, label_smoothing=self._smoothing)
+            own = F.cross_entropy(output.embedding_logits.float(), labels, label_smoothing=self._smoothing)
             total = total + self.recipe.embedding * own
         pressure = self.pressure(epoch)
         if pressure:
-            mean_L = torch.stack([gate_l1(routing) for routing in answer.routing.values()])
+            mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
             total = total + pressure * (self._pressure_L * mean_L).sum()
         if hints is not None:
             T = self.recipe.temperature
-            said, wanted = F.log_softmax(answer.logits.float() / T, 1), F.log_softmax(hints / T, 1)
+            said, wanted = F.log_softmax(output.logits.float() / T, 1), F.log_softmax(hints / T, 1)
             total = total + self.recipe.distil * T**2 * F.kl_div(said, wanted, reduction="batchmean", log_target=True)
         return total
 

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from moesaic.layers.recording import RoutedLayer, record_routing, routed_layers
-from moesaic.models.deepmoe.network import Answer, DeepMoE
+from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.routing import load_balance_loss
 from moesaic.routing_record import Routing
 from moesaic.training.gates import GateTraining
@@ -57,8 +57,10 @@ class TrainStep:
         self._run: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False) if recipe.compile else model
         if isinstance(model, DeepMoE):  # tests look at the gates to see what can be skipped, which no compiler follows
             self._run = model
-            self._teach: Callable[[Tensor], Answer] = (
-                torch.compile(model.answer, dynamic=False) if recipe.compile else model.answer
+            self._teach: Callable[[Tensor], DeepMoEOutput] = (
+                torch.compile(model.forward_with_routing, dynamic=False)
+                if recipe.compile
+                else model.forward_with_routing
             )
         self._optimizers = build_optimizers(model, recipe, device)
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._half is torch.float16)

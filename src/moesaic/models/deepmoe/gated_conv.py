@@ -1,6 +1,6 @@
 """Gated convolutions inside somebody else's network, which calls them with a map and knows of no gates.
 
-The gates of the batch that is running lie in one `RunningGates`, which the network's layers share: `DeepMoE` puts them
+The gates of the batch that is running lie in one `ActiveGates`, which the network's layers share: `DeepMoE` puts them
 there before it calls the network and takes them away behind it. So the network's own ``forward`` stays as it was
 written, modes of training and evaluation included, which a traced copy of it would have fixed.
 """
@@ -17,10 +17,10 @@ from moesaic.layers import ChannelMoE
 from moesaic.ops.dispatch import ChannelConv, run_channels
 from moesaic.routing_record import Routing
 
-__all__ = ["GatedConv", "ReadingConv", "RunningGates", "conv_refusal", "norm_refusal"]
+__all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "conv_refusal", "norm_refusal"]
 
 
-class RunningGates:
+class ActiveGates:
     """The gates of the batch that is running, by the name of the layer whose channels they gate."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class GatedConv(ChannelMoE):
         self,
         conv: nn.Conv2d,
         norm: nn.BatchNorm2d | None,
-        running: RunningGates,
+        running: ActiveGates,
         name: str,
         *,
         source: str | None = None,
@@ -88,13 +88,13 @@ class GatedConv(ChannelMoE):
         return super().forward(x, gate_out, gate_in)
 
 
-class ReadingConv(nn.Conv2d):
+class ConsumerConv(nn.Conv2d):
     """A convolution without gates of its own that reads gated channels; without gradients it leaves out closed ones.
 
     It takes over the weights of ``conv``. ``source`` is the name under which the gates of the map's channels are.
     """
 
-    def __init__(self, conv: nn.Conv2d, running: RunningGates, source: str, *, block_in: int = 1) -> None:
+    def __init__(self, conv: nn.Conv2d, running: ActiveGates, source: str, *, block_in: int = 1) -> None:
         super().__init__(
             conv.in_channels,
             conv.out_channels,

@@ -2,9 +2,9 @@
 
 A shallow network makes an embedding of the image, a linear head for each gated convolution makes gates of the
 embedding, and the gates of a convolution cut its outputs and the inputs of whoever reads them. `deepmoe` makes one of
-any network whose convolutions `conv_chain` can pair: the convolution and its BatchNorm become a `ChannelMoE`, and all
-else stays as it is. With all gates 1 it computes what the network did. Without gradients closed channels are left out,
-and the gated layers run together (`moesaic.layers.channel_network`).
+any network whose convolutions `build_channel_graph` can pair: the convolution and its BatchNorm become a
+`ChannelMoE`, and all else stays as it is. With all gates 1 it computes what the network did. Without gradients
+closed channels are left out, and the gated layers run together (`moesaic.layers.channel_network`).
 
 Costs are multiply-adds of one image: active_in × active_out of gated convolutions, and everything else whole.
 """
@@ -22,9 +22,9 @@ from torch import Tensor, fx, nn
 
 from moesaic.checks import at_least_one
 from moesaic.layers.channel_network import GatedLayers
-from moesaic.models.channel_graph import Link, conv_chain, links_to_gate
+from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
-from moesaic.models.deepmoe.gated_conv import GatedConv, ReadingConv, RunningGates, conv_refusal, norm_refusal
+from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv, conv_refusal, norm_refusal
 from moesaic.models.deepmoe.one_image import OneImage
 from moesaic.models.model_cost import count_macs
 from moesaic.ops.channel.gated_conv import open_channels
@@ -33,11 +33,11 @@ from moesaic.routing.channel_gate import ChannelGate, ChannelMode
 from moesaic.routing.channel_heads import ChannelHeads
 from moesaic.routing_record import Routing
 
-__all__ = ["Answer", "DeepMoE", "deepmoe"]
+__all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class DeepMoEOutput:
     """What a DeepMoE makes of a batch."""
 
     logits: Tensor
@@ -65,15 +65,15 @@ class _Price:
 class DeepMoE(nn.Module):
     """A backbone whose convolutions are gated by an embedding of the image; `deepmoe` makes one.
 
-    Calling it gives the backbone's scores; `answer` gives the embedding and the gates as well.
+    Calling it gives the backbone's scores; `forward_with_routing` gives the embedding and the gates as well.
 
     >>> import torch
     >>> from moesaic.models.vgg import VGG16
     >>> model = deepmoe(VGG16(num_classes=10, width=0.1), num_classes=10)
-    >>> answer = model.answer(torch.zeros(2, 3, 32, 32))
-    >>> answer.logits.shape, len(answer.routing)
+    >>> output = model.forward_with_routing(torch.zeros(2, 3, 32, 32))
+    >>> output.logits.shape, len(output.routing)
     (torch.Size([2, 10]), 13)
-    >>> bool((model.macs(answer.routing) > model.dense_macs).all())  # all gates start open
+    >>> bool((model.macs(output.routing) > model.dense_macs).all())  # all gates start open
     True
     """
 
@@ -83,7 +83,7 @@ class DeepMoE(nn.Module):
     backbone: nn.Module
     gated: tuple[str, ...]
     """Names of the gated layers inside the backbone, in the order in which they run."""
-    left: Mapping[str, str]
+    ungated: Mapping[str, str]
     """Names of the convolutions that no gate cuts the outputs of, and why, as the end of a sentence."""
     dense_macs: int
     """Multiply-adds of the plain backbone for one image of the size it was built for: costs are shares of it."""
@@ -97,11 +97,11 @@ class DeepMoE(nn.Module):
         backbone: nn.Module,
         embedding: EmbeddingNetwork,
         gates: Mapping[str, ChannelGate],
-        running: RunningGates,
+        running: ActiveGates,
         layers: GatedLayers,
         prices: Sequence[_Price],
         *,
-        left: Mapping[str, str],
+        ungated: Mapping[str, str],
         dense_macs: int,
         gate_macs: int,
         fixed_macs: int,
@@ -111,7 +111,7 @@ class DeepMoE(nn.Module):
         self.gates = nn.ModuleDict({_key(name): gate for name, gate in gates.items()})
         self.backbone = backbone
         self.gated = tuple(gates)
-        self.left = dict(left)
+        self.ungated = dict(ungated)
         self.dense_macs = dense_macs
         self.gate_macs = gate_macs
         self.fixed_macs = fixed_macs
@@ -124,15 +124,15 @@ class DeepMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.answer(x).logits
+            return self.forward_with_routing(x).logits
         logits = self._one_image(x)
         if logits is not None:
             return logits
         if self._listeners:
-            return self.answer(x).logits
+            return self.forward_with_routing(x).logits
         return self._layers.run(self._run, x, self._all_heads(self.embedding.embed(x)))
 
-    def answer(self, x: Tensor) -> Answer:
+    def forward_with_routing(self, x: Tensor) -> DeepMoEOutput:
         """The backbone's scores, the embedding with its own, and the gates of every layer."""
         embedding, scores = self.embedding(x)
         routing: Mapping[str, Routing]
@@ -142,18 +142,18 @@ class DeepMoE(nn.Module):
         else:
             routing = self._all_heads(embedding)
             logits = self._layers.run(self._run, x, routing)
-        return Answer(logits, embedding, scores, routing)
+        return DeepMoEOutput(logits, embedding, scores, routing)
 
     def macs(self, routing: Mapping[str, Routing]) -> Tensor:
         """(B,): multiply-adds of each image with these gates, for the size of image that the network was built for.
 
-        Gates are given by the names in ``gated``, as in ``Answer.routing``.
+        Gates are given by the names in ``gated``, as in ``DeepMoEOutput.routing``.
         """
         missing = [name for name in self.gated if name not in routing]
         if missing:
             raise ValueError(
                 f"DeepMoE.macs: the routing of {missing[0]} is missing (got {', '.join(routing) or 'none'}); give "
-                "answer(x).routing, which has the names in `gated`"
+                "forward_with_routing(x).routing, which has the names in `gated`"
             )
         active = {
             name: open_channels(routing[name], gate.channels, gate.block).sum(1) for name, gate in self.heads().items()
@@ -200,8 +200,8 @@ def deepmoe(
 
     The backbone becomes part of what is returned: its weights stay the tensors that they are, each gated
     convolution becomes a `ChannelMoE` under its old name, with its BatchNorm inside and nothing in BatchNorm's old
-    place. Which convolutions are gated is told by `links_to_gate`; the others are in ``left``, with the reason. When an
-    error is raised, the backbone is as it was.
+    place. Which convolutions are gated is told by `nodes_to_gate`; the others are in ``ungated``, with the reason.
+    When an error is raised, the backbone is as it was.
 
     Args:
         backbone: from images (B, in_channels, H, W) to scores (B, num_classes).
@@ -220,12 +220,12 @@ def deepmoe(
     >>> model = deepmoe(ResNet(18, num_classes=10, width=0.25), num_classes=10, block=8)
     >>> model.gated[:2], len(model.gated)
     (('body.2.first.0', 'body.2.second.0'), 16)
-    >>> model.left["body.0.0"]
+    >>> model.ungated["body.0.0"]
     'is read by several layers'
     """
     at_least_one("deepmoe", num_classes=num_classes, image_size=image_size, in_channels=in_channels, block=block)
     _check_shares(mode, keep, embedding_share)
-    plan, left = _plan(backbone, bottleneck)
+    plan, ungated = _plan(backbone, bottleneck)
     costs = _backbone_macs(backbone, num_classes, (in_channels, image_size, image_size))
     convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
     blocks = {name: min(block, convs[name].out_channels) for name in plan}
@@ -253,7 +253,7 @@ def deepmoe(
         ).train(backbone.training)
         for name in plan
     }
-    running, prices = RunningGates(), list[_Price]()
+    running, prices = ActiveGates(), list[_Price]()
     pixels = {name: costs[name] // convs[name].weight.numel() for name in plan}
     made: dict[str, nn.Module] = {}
     for name, conv in convs.items():
@@ -272,7 +272,7 @@ def deepmoe(
             )
             made |= {} if norm is None else {norm: nn.Identity()}
         elif source is not None and conv_refusal(conv) is None:
-            made[name] = ReadingConv(conv, running, source, block_in=block_in)
+            made[name] = ConsumerConv(conv, running, source, block_in=block_in)
         else:
             continue
         outs = name if name in plan else conv.out_channels
@@ -294,7 +294,7 @@ def deepmoe(
         running,
         layers,
         prices,
-        left=left,
+        ungated=ungated,
         dense_macs=sum(costs.values()) + sum(_dense(price, heads) for price in prices),
         gate_macs=gate_macs,
         fixed_macs=gate_macs + sum(costs.values()),
@@ -319,60 +319,60 @@ def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None
         )
 
 
-def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str, Link], dict[str, str]]:
+def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str, ConvNode], dict[str, str]]:
     """The convolutions to gate, and why the others are not gated."""
-    chain = conv_chain(backbone)
-    wanted = {link.conv for link in links_to_gate(chain, bottleneck)}
+    chain = build_channel_graph(backbone)
+    wanted = {node.conv for node in nodes_to_gate(chain, bottleneck)}
     behind, runs = _neighbours(backbone)
-    plan: dict[str, Link] = {}
-    left: dict[str, str] = {}
-    for link in chain:
-        why = _why(backbone, link, bottleneck, behind, runs, wanted)
+    plan: dict[str, ConvNode] = {}
+    ungated: dict[str, str] = {}
+    for node in chain:
+        why = _why(backbone, node, bottleneck, behind, runs, wanted)
         if why is None:
-            plan[link.conv] = link
+            plan[node.conv] = node
         else:
-            left[link.conv] = why
+            ungated[node.conv] = why
     if len({_key(name) for name in plan}) < len(plan):
         raise ValueError(f"deepmoe: two of {', '.join(plan)} differ in '.' and '_' alone; rename one of them")
     if not plan:
         name = type(backbone).__name__
-        if not left:
+        if not ungated:
             raise ValueError(f"deepmoe: {name} has no convolution to gate; give a network that has")
-        reasons = "; ".join(f"{conv} {why}" for conv, why in list(left.items())[:3])
-        more = f"; and {len(left) - 3} more" if len(left) > 3 else ""
+        reasons = "; ".join(f"{conv} {why}" for conv, why in list(ungated.items())[:3])
+        more = f"; and {len(ungated) - 3} more" if len(ungated) > 3 else ""
         raise ValueError(
             f"deepmoe: no convolution of {name} can leave out channels: {reasons}{more}. It can where one convolution "
             "or linear layer alone reads them, or at the end of a residual branch"
         )
-    return plan, left
+    return plan, ungated
 
 
 def _why(
     backbone: nn.Module,
-    link: Link,
+    node: ConvNode,
     bottleneck: str,
     behind: Mapping[str, str | None],
     runs: Mapping[str, int],
     wanted: set[str],
 ) -> str | None:
     """Why a convolution is not gated, or None where it is."""
-    if link.why is not None:
-        return link.why
-    if link.place == "shared":
+    if node.reason is not None:
+        return node.reason
+    if node.role == "shared":
         return "is read by several layers"
-    if link.place == "shortcut":
+    if node.role == "shortcut":
         return "carries a shortcut"
-    if link.conv not in wanted:
+    if node.conv not in wanted:
         return f"is left whole in bottlenecks of form {bottleneck!r}"
-    if link.norm is not None:
-        if behind[link.conv] != link.norm:
-            return f"has other layers before its BatchNorm {link.norm}, or another one"
-        if runs[link.norm] > 1:
-            return f"shares its BatchNorm {link.norm}"
-        refusal = norm_refusal(cast(nn.BatchNorm2d, backbone.get_submodule(link.norm)))
+    if node.norm is not None:
+        if behind[node.conv] != node.norm:
+            return f"has other layers before its BatchNorm {node.norm}, or another one"
+        if runs[node.norm] > 1:
+            return f"shares its BatchNorm {node.norm}"
+        refusal = norm_refusal(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
         if refusal is not None:
             return refusal
-    return conv_refusal(_conv(backbone, link.conv))
+    return conv_refusal(_conv(backbone, node.conv))
 
 
 def _neighbours(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
@@ -387,20 +387,20 @@ def _neighbours(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str
     return behind, Counter(str(node.target) for node in modules)
 
 
-def _source(plan: Mapping[str, Link], name: str) -> str | None:
+def _source(plan: Mapping[str, ConvNode], name: str) -> str | None:
     """The gated convolution whose channels this one reads."""
-    return next((link.conv for link in plan.values() if link.cuts_inputs and name in link.readers), None)
+    return next((node.conv for node in plan.values() if node.consumer_can_drop and name in node.consumers), None)
 
 
-def _hand_on(backbone: nn.Module, plan: Mapping[str, Link], made: Mapping[str, nn.Module]) -> list[str]:
+def _hand_on(backbone: nn.Module, plan: Mapping[str, ConvNode], made: Mapping[str, nn.Module]) -> list[str]:
     """The gated layers whose readers all know which channels are open, and take a map of these alone."""
     if any(isinstance(module, nn.PReLU) and module.num_parameters > 1 for module in backbone.modules()):
         return []  # it counts channels
-    readers = (GatedConv, ReadingConv)
+    readers = (GatedConv, ConsumerConv)
     return [
         name
-        for name, link in plan.items()
-        if link.cuts_inputs and all(isinstance(made.get(reader), readers) for reader in link.readers)
+        for name, node in plan.items()
+        if node.consumer_can_drop and all(isinstance(made.get(reader), readers) for reader in node.consumers)
     ]
 
 

@@ -17,7 +17,7 @@ from moesaic.layers.channel_network import GatedLayers
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.ops.channel.bn_folding import SmallConvs
 from moesaic.ops.hooks import Listeners
-from moesaic.ops.weight_cache import Held, Kept
+from moesaic.ops.weight_cache import CachedValue, TensorRefs
 from moesaic.routing.channel_heads import ChannelHeads, JoinedHeads, open_on_host
 
 __all__ = ["OneImage"]
@@ -50,13 +50,13 @@ class OneImage:
         self._convs = embedding.folded
         self._in_channels = self._convs.layers[0][0].in_channels
         gated = [module for layer in layers.layers.values() for module in (layer.conv, layer.norm) if module]
-        self._held = Held([*(module for pair in self._convs.layers for module in pair), *self._heads, *gated])
+        self._held = TensorRefs([*(module for pair in self._convs.layers for module in pair), *self._heads, *gated])
         norms = [norm for _, norm in self._convs.layers] + [
             layer.norm for layer in layers.layers.values() if layer.norm
         ]
         self._learn = [*norms, *self._heads]
         self._listeners = Listeners([*backbone.modules(), *embedding.modules(), *self._heads])
-        self._ready = Kept[_Ready | None]()
+        self._ready = CachedValue[_Ready | None]()
 
     def __call__(self, x: Tensor) -> Tensor | None:
         """The backbone's scores, or None where something must go the long way; gradients must be off."""

@@ -15,7 +15,7 @@ from moesaic.ops.channel.gated_conv import norm_as_scale_and_shift
 from moesaic.ops.channel.padded_buffers import SpareScratch
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.hooks import Listeners
-from moesaic.ops.weight_cache import Held, Kept
+from moesaic.ops.weight_cache import CachedValue, TensorRefs
 
 __all__ = ["FoldedConvs", "SmallConvs"]
 
@@ -56,7 +56,7 @@ class FoldedConvs:
 
     Convolutions pad with zeros. It is right where BatchNorm's statistics are fixed and nobody wants gradients; whether
     that is so is up to the caller. The folded weights are kept until those of the layers change, see
-    `moesaic.ops.weight_cache.Kept`. Layers that have hooks are called one by one. Of one image on a CPU convolutions
+    `moesaic.ops.weight_cache`. Layers that have hooks are called one by one. Of one image on a CPU convolutions
     are
     products (`moesaic.ops.channel.block_gemm`) as soon as its map is small.
 
@@ -68,12 +68,12 @@ class FoldedConvs:
 
     def __init__(self, layers: Sequence[tuple[nn.Conv2d, nn.BatchNorm2d]]) -> None:
         self.layers = list(layers)
-        self._folded = Kept[list[_Folded]]()
-        self._products = [Kept[SmallConvs]() for _ in self.layers]
+        self._folded = CachedValue[list[_Folded]]()
+        self._products = [CachedValue[SmallConvs]() for _ in self.layers]
         """Of the layers from each on."""
         self._square = all(_is_product(conv) for conv, _ in self.layers)
         # torch does not count how often BatchNorm changes its statistics, but BatchNorm does, in a buffer
-        self._held = Held(module for layer in self.layers for module in layer)
+        self._held = TensorRefs(module for layer in self.layers for module in layer)
         self._listeners = Listeners(module for layer in self.layers for module in layer)
 
     def __call__(self, x: Tensor) -> Tensor:

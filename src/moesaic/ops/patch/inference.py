@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
 from moesaic.ops.patch.gather import pixels_of_patches, taps_of_pixels
 from moesaic.ops.patch.scatter_conv import answer_to_constant, by_hand, nobody_learns, tap_matrix
-from moesaic.ops.weight_cache import Kept
+from moesaic.ops.weight_cache import CachedValue
 from moesaic.routing_record import Routing
 
 __all__ = ["conv_unlearned", "may_run_unlearned"]
@@ -30,7 +30,7 @@ __all__ = ["conv_unlearned", "may_run_unlearned"]
 _VALUES_AT_A_TIME = 2**21
 """Values of all experts, or their products: 8 MiB in float32."""
 
-_kept = cast("MutableMapping[Tensor, dict[object, Kept[_Ready]]]", WeakIdKeyDictionary())
+_kept = cast("MutableMapping[Tensor, dict[object, CachedValue[_Ready]]]", WeakIdKeyDictionary())
 
 
 def may_run_unlearned(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None) -> bool:
@@ -210,7 +210,7 @@ def _ready(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size: t
     for_this = (spec, map_size, None if norm is None else norm.eps)
     if for_this not in kept:
         kept.clear()  # of one shape at a time
-        kept[for_this] = Kept()
+        kept[for_this] = CachedValue()
     return kept[for_this].of(_tensors(experts, norm), make)
 
 

@@ -184,7 +184,7 @@ def _gates(model: DeepMoE, task: ImageTask, recipe: Recipe) -> dict[str, Any]:
     seen = 0
     with torch.no_grad(), torch.autocast(device.type, half, enabled=half is not None):
         for x, _ in eval_batches(task, device, 250):
-            routing = model.answer(x).routing
+            routing = model.forward_with_routing(x).routing
             macs.append(model.macs(routing).double().cpu())
             if seen < _LOOKED:
                 routings.append(routing)
