@@ -26,7 +26,7 @@ from released_moe import MaskedMixture, Training
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.papers.chen2022.cluster_data import ClusterPatches
+from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, train_mixtures
 from moesaic.training import NoProgress

@@ -39,10 +39,10 @@ from mixture_trials import SAMPLES as MIXTURE_SAMPLES
 from mixture_trials import SEEDS, compare
 from torch import Tensor
 
-from moesaic.papers.chowdhury2023.digit_mosaics import digit_mosaics
-from moesaic.papers.chowdhury2023.digit_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import digit_mosaics
+from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
 from moesaic.papers.chowdhury2023.trial_training import Schedule, train_trials
-from moesaic.papers.chowdhury2023.two_layer import TwoLayer
+from moesaic.papers.chowdhury2023.two_layer_networks import TwoLayer
 
 SAMPLES, BATCH, EXPERTS, PATCHES_PER_EXPERT, NEURONS = 300, 20, 8, 6, 5
 TRIALS = {"cpu": [1, 5, 20, 100], "cuda": [1, 20, 100, 300, 600]}

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
 from moesaic.insight import agreement, overlay
-from moesaic.papers.chowdhury2023.digit_mosaics import DigitMosaics, digit_mosaics
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import DigitMosaics, digit_mosaics
 
 EXPERTS = 4
 

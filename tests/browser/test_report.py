@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from report.example_run import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS
+from papers.engine.example_findings import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS
 
 from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.report import write_report

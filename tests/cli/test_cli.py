@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from report.example_run import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
+from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
 import moesaic
 from moesaic.cli import main
@@ -32,7 +32,7 @@ class Paper:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReproduceResult:
     findings: tuple[Finding, ...]
     charts: tuple[Chart, ...]
     notes: tuple[str, ...]
@@ -61,10 +61,10 @@ class Papers(ModuleType):
             for id, (title, about) in texts.items()
         }
         self.asked: dict[str, Any] = {}
-        self.outcome = Outcome(FINDINGS, CHARTS[2:], ("five trials instead of twenty",))
+        self.outcome = ReproduceResult(FINDINGS, CHARTS[2:], ("five trials instead of twenty",))
         self.trouble: BaseException | None = None
 
-    def reproduce(self, **asked: Any) -> Outcome:
+    def reproduce(self, **asked: Any) -> ReproduceResult:
         self.asked = asked
         asked["progress"].begin("a cell", total=10)
         asked["progress"].advance(5)
@@ -127,7 +127,7 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
 
 def test_several_papers_can_be_named_and_share_one_report(papers: Papers, capsys: pytest.CaptureFixture[str]):
     charts = (CHARTS[2], replace(SECOND_CHARTS[3], id="figure-8"))
-    papers.outcome = Outcome((*FINDINGS, *SECOND_FINDINGS), charts, ())
+    papers.outcome = ReproduceResult((*FINDINGS, *SECOND_FINDINGS), charts, ())
     given = ["--paper", "chen2022", "--paper", "chowdhury2023", "--paper", "chen2022"]
     assert main(["reproduce", *given, "--out", "out"]) == 0
     assert papers.asked["papers"] == ("chen2022", "chowdhury2023")

@@ -19,7 +19,7 @@ from moesaic.data.datasets import (
     normalise,
 )
 from moesaic.data.splits import stratified_order
-from moesaic.papers.chen2022.rotated_cifar import cifar10_rotate_task, crop_and_resize, rotate
+from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task, crop_and_resize, rotate
 
 NAMES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
 

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from report.example_run import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
+from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
 from moesaic.papers.engine.findings import read_findings, write_findings
 from moesaic.report import write_figures

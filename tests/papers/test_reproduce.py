@@ -13,16 +13,15 @@ import pytest
 
 from moesaic.data.cifar10 import CIFAR10_DIGEST
 from moesaic.papers import reproduce as reproduce_module
-from moesaic.papers.chen2022.image_cells import ImageCell
+from moesaic.papers.chen2022.experiments_images import ImageCell
+from moesaic.papers.chen2022.experiments_synthetic import MixtureCell
 from moesaic.papers.chen2022.mixture_networks import Mixture
-from moesaic.papers.chen2022.synthetic_cells import MixtureCell
 from moesaic.papers.chen2022.trial_training import MixtureSchedule
-from moesaic.papers.chowdhury2023 import mnist_cells as chowdhury2023_cells
-from moesaic.papers.chowdhury2023.mnist_cells import TwoLayerCell
-from moesaic.papers.chowdhury2023.mnist_plan import SIZES, Sizes
-from moesaic.papers.chowdhury2023.mnist_plan import plan as whole_plan
-from moesaic.papers.engine.runner import Lab
-from moesaic.papers.reproduce import PAPERS, Outcome, reproduce
+from moesaic.papers.chowdhury2023 import experiments_mnist as chowdhury2023_cells
+from moesaic.papers.chowdhury2023.experiments_mnist import SIZES, Sizes, TwoLayerCell
+from moesaic.papers.chowdhury2023.experiments_mnist import plan as whole_plan
+from moesaic.papers.engine.runner import Runner
+from moesaic.papers.reproduce import PAPERS, ReproduceResult, reproduce
 from moesaic.training import NoProgress, ResultCache
 
 TINY = Sizes(
@@ -62,7 +61,7 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce_module, "PAPERS", {"chowdhury2023": replace(PAPERS["chowdhury2023"], plan=shorter)})
 
 
-def without_seconds(outcome: Outcome) -> list[dict[str, object]]:
+def without_seconds(outcome: ReproduceResult) -> list[dict[str, object]]:
     return [asdict(finding) | {"seconds": None} for finding in outcome.findings]
 
 
@@ -123,7 +122,9 @@ def test_only_what_a_claim_needs_is_run(tmp_path: Path):
 
 
 def test_a_paper_of_which_nothing_was_asked_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    silent = replace(PAPERS["chowdhury2023"], id="silent", tests=(), notes=lambda preset, lab: ["a note of its own"])
+    silent = replace(
+        PAPERS["chowdhury2023"], id="silent", checks=(), notes=lambda preset, runner: ["a note of its own"]
+    )
     monkeypatch.setattr(reproduce_module, "PAPERS", {**reproduce_module.PAPERS, "silent": silent})
     outcome = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",))
     assert {finding.paper for finding in outcome.findings} == {"chowdhury2023"}
@@ -235,7 +236,7 @@ def test_what_is_in_the_way_is_the_verdict_and_nothing_is_run(tmp_path: Path, mo
 def bring(out: Path, claims: tuple[str, ...]) -> None:
     """Cells of CIFAR-10 as a machine with a GPU and the images leaves them behind."""
     store = ResultCache(out / "cells")
-    elsewhere = Lab(store, None, device="cuda", seed=0, progress=NoProgress())
+    elsewhere = Runner(store, None, device="cuda", seed=0, progress=NoProgress())
     for name, cell in PAPERS["chen2022"].plan("full", "print").items():
         if name.startswith(claims) and isinstance(cell, ImageCell):
             spec = cell.spec(elsewhere)

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
-from report.example_run import CHARTS, SECOND_CHARTS
+from papers.engine.example_findings import CHARTS, SECOND_CHARTS
 
 from moesaic.report import draw, to_svg, write_figures
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series

@@ -120,9 +120,9 @@ class DatasetOptions(Protocol):
 def load_task(command: DatasetOptions) -> ImageTask:
     """The data set that a command asks for; what is skipped is told."""
     from moesaic.data.load import load_images
-    from moesaic.papers.chowdhury2023 import cifar_datasets
+    from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
 
-    cifar_datasets.register()
+    cifar_mosaic_datasets.register()
 
     augment: Any = command.augment  # load_images looks at it
     return load_images(

@@ -62,8 +62,8 @@ class Theory:
         return self._bounds() if self.data is None else self._measure(self.data)
 
     def _bounds(self) -> int:
-        from moesaic.papers.chowdhury2023.theory.complexity import Setting
-        from moesaic.papers.theory_tables import print_complexity
+        from moesaic.papers.chowdhury2023.theory.complexity_bounds import Setting
+        from moesaic.papers.chowdhury2023.theory.terminal_tables import print_complexity
 
         with user_errors("theory"):
             setting = Setting(
@@ -84,10 +84,13 @@ class Theory:
 
     def _measure(self, data: str) -> int:
         from moesaic.keyed_random import keys
-        from moesaic.papers.chowdhury2023.digit_patches import DigitPatches
-        from moesaic.papers.chowdhury2023.theory.patch_depth import measure_patch_depth, suggest_patches_per_expert
+        from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+        from moesaic.papers.chowdhury2023.theory.patches_per_expert import (
+            measure_patch_depth,
+            suggest_patches_per_expert,
+        )
         from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation
-        from moesaic.papers.theory_tables import print_separation
+        from moesaic.papers.chowdhury2023.theory.terminal_tables import print_separation
 
         with user_errors("theory"):
             one_of("theory", "--data", data, ("mnist-patches",))

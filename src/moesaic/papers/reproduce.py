@@ -1,4 +1,4 @@
-"""Re-run what papers claim."""
+"""Runs the papers' experiments and checks their claims."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from moesaic.checks import one_of
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022.paper import PAPER as CHEN2022
 from moesaic.papers.chowdhury2023.paper import PAPER as CHOWDHURY2023
-from moesaic.papers.engine.claims import Judgement, Paper, Plan, Study, Test
+from moesaic.papers.engine.cells import Cell, CompletedCell
+from moesaic.papers.engine.claims import ClaimCheck, ExperimentResults, Paper, Plan
+from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Finding
-from moesaic.papers.engine.runner import Cell, Done, Lab
+from moesaic.papers.engine.runner import Runner
 from moesaic.papers.wang2019.paper import PAPER as WANG2019
 from moesaic.report.chart import Chart
 from moesaic.training import NoProgress, Progress, ResultCache
 
-__all__ = ["PAPERS", "Outcome", "reproduce"]
+__all__ = ["PAPERS", "PRESETS", "ReproduceResult", "reproduce"]
 
 PAPERS: Mapping[str, Paper[Any]] = MappingProxyType({paper.id: paper for paper in (CHOWDHURY2023, CHEN2022, WANG2019)})
 
@@ -27,8 +29,8 @@ PRESETS = ("quick", "full")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a run found."""
+class ReproduceResult:
+    """The findings, charts and notes of a run."""
 
     findings: tuple[Finding, ...]
     charts: tuple[Chart, ...]
@@ -46,11 +48,24 @@ def reproduce(
     device: str = "cpu",
     seed: int = 0,
     progress: Progress | None = None,
-) -> Outcome:
-    """Carry out the experiments that the claims need, and judge them.
+) -> ReproduceResult:
+    """Runs the experiments that the claims need and checks the claims.
 
-    Finished cells are kept under ``out``/cells and never run again, so an interrupted call continues
-    where it stopped. Claims and papers are given by id; None is all of them.
+    Results of finished cells are cached under ``out``/cells and reused, so that an interrupted run resumes.
+
+    Args:
+        papers: Ids of the papers to check; None for all.
+        claims: Ids of the claims to check; None for all.
+        preset: "quick" (minutes on two cores) or "full" (the papers' sizes).
+        fidelities: Which forms of the models to run: as printed, as released, our own.
+        data_dir: Directory with the datasets that are not part of the package.
+        out: Directory of the run.
+        device: torch device.
+        seed: Base seed of all random numbers.
+        progress: Receives progress; None for none.
+
+    Returns:
+        The findings in the order of the papers' claims, the charts and the notes.
     """
     one_of("reproduce", "preset", preset, PRESETS)
     for fidelity in fidelities:
@@ -59,66 +74,73 @@ def reproduce(
     known = [claim.id for paper in chosen for claim in paper.claims]
     wanted = {one_of("reproduce", "claim", claim, known) for claim in claims or known}
     progress = progress or NoProgress()
-    lab = Lab(ResultCache(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
-    works = [
-        _Work(paper, tests, preset, fidelities, lab)
+    runner = Runner(ResultCache(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
+    paper_runs = [
+        _PaperRun(paper, checks, preset, fidelities, runner)
         for paper in chosen
-        if (tests := [test for test in paper.tests if test.claim.id in wanted])
+        if (checks := [check for check in paper.checks if check.claim.id in wanted])
     ]
-    # all cells of all papers in one go, so that one bar tells how far everything is
-    done = lab.carry_out({name: cell for work in works for name, cell in work.cells.items()})
+    # all cells of all papers in one call, so that one progress bar covers everything
+    completed = runner.run({name: cell for paper_run in paper_runs for name, cell in paper_run.cells.items()})
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []
-    for work in works:
-        studies = work.studies(done)
+    for paper_run in paper_runs:
+        experiments = paper_run.experiments(completed)
         findings += [
-            _judged(test, studies[fidelity], fidelity, preset)
-            for test in work.tests
+            _check(check, experiments[fidelity], fidelity, preset)
+            for check in paper_run.checks
             for fidelity in fidelities
-            if fidelity in test.fidelities
+            if fidelity in check.fidelities
         ]
-        places = {test.claim.where for test in work.tests}
-        charts += [chart for chart in work.paper.charts(studies) if chart.where in places]
-        notes += work.paper.notes(preset, lab)
-    return Outcome(tuple(findings), tuple(charts), tuple(notes))
+        places = {check.claim.where for check in paper_run.checks}
+        charts += [chart for chart in paper_run.paper.charts(experiments) if chart.where in places]
+        notes += paper_run.paper.notes(preset, runner)
+    return ReproduceResult(tuple(findings), tuple(charts), tuple(notes))
 
 
-class _Work:
-    """What a paper's tests need of it: cells that can be carried out here, and what is in the way of others."""
+class _PaperRun:
+    """The cells that a paper's checks need: those that can run here, and why the others cannot."""
 
     def __init__(
-        self, paper: Paper[Any], tests: Sequence[Test[Any]], preset: str, fidelities: Sequence[Fidelity], lab: Lab
+        self,
+        paper: Paper[Any],
+        checks: Sequence[ClaimCheck[Any]],
+        preset: str,
+        fidelities: Sequence[Fidelity],
+        runner: Runner,
     ) -> None:
-        self.paper, self.tests, self._lab = paper, tests, lab
+        self.paper, self.checks, self._runner = paper, checks, runner
         self._plans: dict[Fidelity, Plan[Any]] = {}
-        self._obstacles: dict[Fidelity, dict[str, str]] = {}
+        self._missing_requirements: dict[Fidelity, dict[str, str]] = {}
         for fidelity in fidelities:
             plan = paper.plan(preset, fidelity)
             needed: set[str] = set()
-            for test in tests:
-                if fidelity in test.fidelities and test.can_run(plan, preset):
-                    needed |= test.cells(plan).keys()
-            reasons = {name: lab.obstacle(name, plan[name]) for name in plan if name in needed}
-            self._obstacles[fidelity] = {name: reason for name, reason in reasons.items() if reason is not None}
+            for check in checks:
+                if fidelity in check.fidelities and check.can_run(plan, preset):
+                    needed |= check.cells(plan).keys()
+            reasons = {name: runner.missing_requirement(name, plan[name]) for name in plan if name in needed}
+            self._missing_requirements[fidelity] = {
+                name: reason for name, reason in reasons.items() if reason is not None
+            }
             self._plans[fidelity] = {name: plan[name] for name, reason in reasons.items() if reason is None}
 
     @property
     def cells(self) -> dict[str, Cell[Any]]:
-        """By names that no other paper has."""
+        """The cells by names that are unique among all papers."""
         return {
             self._name(fidelity, name): cell for fidelity, plan in self._plans.items() for name, cell in plan.items()
         }
 
-    def studies(self, done: Mapping[str, Done[Any]]) -> dict[Fidelity, Study[Any]]:
-        """By fidelity, once the cells are carried out."""
+    def experiments(self, completed: Mapping[str, CompletedCell[Any]]) -> dict[Fidelity, ExperimentResults[Any]]:
+        """Returns the results of the completed cells by fidelity."""
         return {
-            fidelity: Study(
+            fidelity: ExperimentResults(
                 plan,
-                {name: done[self._name(fidelity, name)].result for name in plan},
-                self._lab,
-                {name: done[self._name(fidelity, name)].seconds for name in plan},
-                self._obstacles[fidelity],
+                {name: completed[self._name(fidelity, name)].result for name in plan},
+                self._runner,
+                {name: completed[self._name(fidelity, name)].seconds for name in plan},
+                self._missing_requirements[fidelity],
                 fidelity,
             )
             for fidelity, plan in self._plans.items()
@@ -128,11 +150,13 @@ class _Work:
         return f"{self.paper.id} {fidelity} {name}"
 
 
-def _judged(test: Test[Any], study: Study[Any], fidelity: Fidelity, preset: str) -> Finding:
-    reasons = [reason for name, reason in study.obstacles.items() if name.startswith(test.needs)]
+def _check(check: ClaimCheck[Any], experiment: ExperimentResults[Any], fidelity: Fidelity, preset: str) -> Finding:
+    reasons = [
+        reason for name, reason in experiment.missing_requirements.items() if name.startswith(check.cell_prefixes)
+    ]
     if reasons:
-        return test.finding(Judgement(f"not run here: {reasons[0]}"), fidelity, preset, 0.0)
-    if not test.can_run(study.plan, preset):
-        return test.finding(Judgement(test.missing), fidelity, preset, 0.0)
-    seconds = sum(study.seconds[name] for name in test.cells(study.plan))
-    return test.finding(test.judge(study), fidelity, preset, round(seconds, 3))
+        return check.finding(CheckResult(f"not run here: {reasons[0]}"), fidelity, preset, 0.0)
+    if not check.can_run(experiment.plan, preset):
+        return check.finding(CheckResult(check.missing), fidelity, preset, 0.0)
+    seconds = sum(experiment.seconds[name] for name in check.cells(experiment.plan))
+    return check.finding(check.evaluate(experiment), fidelity, preset, round(seconds, 3))

@@ -6,14 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.fidelity import Fidelity
-from moesaic.papers.chen2022.claims_synthetic import TESTS
-from moesaic.papers.chen2022.synthetic_cells import Plan, Study
-from moesaic.papers.chen2022.synthetic_plan import plan
-from moesaic.papers.engine.analytic_experiment import Measured
-from moesaic.papers.engine.claims import Judgement
+from moesaic.papers.chen2022.claims_synthetic import CHECKS
+from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, Plan, plan
+from moesaic.papers.engine.cells import CellArrays
+from moesaic.papers.engine.decision_rules import CheckResult
 
 Array = NDArray[np.float64]
-CLAIMS = {test.claim.id: test for test in TESTS}
+CLAIMS = {test.claim.id: test for test in CHECKS}
 
 STUDENT = np.array([-1.0, 0.0, 1.0])
 """Three trials with this spread have the interval ± HALF."""
@@ -25,19 +24,19 @@ def around(value: float, half: float = 0.001) -> Array:
     return value + half / HALF * STUDENT
 
 
-def study(results: dict[str, Measured], fidelity: Fidelity = "print") -> Study:
+def experiment(results: dict[str, CellArrays], fidelity: Fidelity = "print") -> ExperimentResults:
     cells: Plan = dict.fromkeys(results, next(iter(plan("quick", "print").values())))
-    return Study(cells, results, None, fidelity=fidelity)  # type: ignore[arg-type]
+    return ExperimentResults(cells, results, None, fidelity=fidelity)  # type: ignore[arg-type]
 
 
-def judged(claim: str, results: dict[str, Measured], fidelity: Fidelity = "print") -> Judgement:
-    test, made = CLAIMS[claim], study(results, fidelity)
+def judged(claim: str, results: dict[str, CellArrays], fidelity: Fidelity = "print") -> CheckResult:
+    test, made = CLAIMS[claim], experiment(results, fidelity)
     assert test.can_run(made.plan), "the claim needs other cells than these"
-    return test.judge(made)
+    return test.evaluate(made)
 
 
-def decision(judgement: Judgement) -> str:
-    return judgement.verdict.partition(":")[0]
+def decision(result: CheckResult) -> str:
+    return result.verdict.partition(":")[0]
 
 
 def mixed(share: float, samples: float = 4000.0) -> Array:
@@ -67,9 +66,9 @@ PURE = mixed(0.0)
 BLIND = np.full((4, 8), 500.0)
 
 
-def leads(ahead: str, behind: str, *points: tuple[float, float]) -> dict[str, Measured]:
+def leads(ahead: str, behind: str, *points: tuple[float, float]) -> dict[str, CellArrays]:
     """In settings 1, 2, …: leads with the interval point ± half, on top of what differs from trial to trial."""
-    results: dict[str, Measured] = {}
+    results: dict[str, CellArrays] = {}
     for setting, (point, half) in enumerate(points, 1):
         base = 70 + 5 * np.array([0.3, -1.0, 0.7])
         results[f"{behind}/s{setting}"] = {"accuracy": base}

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from papers.chen2022.example_results import BLIND, PURE, Array, around, decision, judged, leads, study, tables
+from papers.chen2022.example_results import BLIND, PURE, Array, around, decision, experiment, judged, leads, tables
 
-from moesaic.papers.chen2022.claims_synthetic import TESTS, entropies
-from moesaic.papers.engine.analytic_experiment import Measured
+from moesaic.papers.chen2022.claims_synthetic import CHECKS, entropies
+from moesaic.papers.engine.cells import CellArrays
 from moesaic.papers.engine.findings import write_findings
 
 # Figures 1 and 3
@@ -33,7 +33,7 @@ def test_nonlinear_experts_recover_the_clusters_and_linear_ones_do_not(cubic: Ar
     assert found.measured == pytest.approx((entropies(identity) - entropies(cubic)).mean())
 
 
-def track(before: float, after: float, half: float = 0.001) -> Measured:
+def track(before: float, after: float, half: float = 0.001) -> CellArrays:
     """Entropies over training: in between something that must not matter."""
     looks = [tables(before, 0), np.stack([PURE] * 3), tables(before * after, before * half)]
     return {"track_dispatch": np.stack(looks, axis=1)}
@@ -60,7 +60,7 @@ def test_entropy_over_training_is_judged_in_the_worse_of_two_settings(
     assert (decision(found), found.measured) == (verdict, pytest.approx(after))
 
 
-def seen(*there: int | None, steps: int = 500) -> Measured:
+def seen(*there: int | None, steps: int = 500) -> CellArrays:
     """Looks every 10 steps: trials that have 95 % from these steps on, or never."""
     looks = np.arange(0.0, steps + 1, 10)
     accuracy = [np.where(looks >= (np.inf if at is None else at), 95.0, 94.99) for at in there]
@@ -78,7 +78,9 @@ def seen(*there: int | None, steps: int = 500) -> Measured:
     ],
 )
 @pytest.mark.parametrize("worst", [1, 3])
-def test_steps_are_counted_to_95_percent_in_the_slowest_setting(worst: int, slow: Measured, verdict: str, shown: float):
+def test_steps_are_counted_to_95_percent_in_the_slowest_setting(
+    worst: int, slow: CellArrays, verdict: str, shown: float
+):
     results = {"moe/cubic/s1": seen(100, 110, 120), "moe/cubic/s3": seen(100, 110, 120)} | {f"moe/cubic/s{worst}": slow}
     found = judged("fig3-steps", results)
     assert found.measured == pytest.approx(shown, abs=0.1)
@@ -92,14 +94,14 @@ def test_mixtures_that_never_learn_have_not_learnt_within_500_steps():
 # Figures 4 and 5
 
 
-def products(ratio: Array | float, *, over: str, under: str, second: Array | float = 0.0) -> Measured:
+def products(ratio: Array | float, *, over: str, under: str, second: Array | float = 0.0) -> CellArrays:
     """Inner products of three trials after training, where experts 6 and 7 get too little to count.
 
     Of the one kind of signal every expert has 2, of the other 2 · ratio; the second-largest with
     features is 2 · second.
     """
     largest = {over: 2 * np.broadcast_to(ratio, (3,)), under: np.full(3, 2.0)}
-    found: Measured = {}
+    found: CellArrays = {}
     for name in ("expert_feature", "expert_centre", "router_feature", "router_centre"):
         values = np.zeros((3, 2, 8, 4))
         values[:, 0] = 7.0  # before training
@@ -178,7 +180,7 @@ def test_experts_with_one_in_a_hundred_samples_count():
 def test_every_finding_is_of_numbers_that_json_knows(tmp_path: Path):
     """Trials that are all alike, and experts that get nothing: where a ratio could be of nothing."""
     results = leads("moe/cubic", "moe/identity", (3, 1), (2, 1), (2, 1), (2, 1))
-    measured: Measured = products(0.0, over="router_feature", under="router_centre") | seen(0, 0, 0, steps=10)
+    measured: CellArrays = products(0.0, over="router_feature", under="router_centre") | seen(0, 0, 0, steps=10)
     measured |= {
         "track_expert_feature": np.where(measured["track_dispatch"].sum(2)[..., None] > 0, 1.0, 0.0) * np.ones(4),
         "test_dispatch": np.stack([PURE] * 3),
@@ -186,9 +188,11 @@ def test_every_finding_is_of_numbers_that_json_knows(tmp_path: Path):
     }
     for name in list(results):
         results[name] = {**measured, **results[name]}
-    ran = [test for test in TESTS if test.can_run(study(results).plan)]
+    ran = [test for test in CHECKS if test.can_run(experiment(results).plan)]
     assert len(ran) >= 20
-    write_findings(tmp_path / "claims.json", [t.finding(t.judge(study(results)), "print", "quick", 0.0) for t in ran])
+    write_findings(
+        tmp_path / "claims.json", [t.finding(t.evaluate(experiment(results)), "print", "quick", 0.0) for t in ran]
+    )
     text = (tmp_path / "claims.json").read_text()
     assert all(isinstance(entry["measured"], float) for entry in json.loads(text))
     assert not any(None in (entry["interval"] or []) for entry in json.loads(text))

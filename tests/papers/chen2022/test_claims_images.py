@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST
-from moesaic.papers.chen2022.claims_images import TESTS, charts, plan
-from moesaic.papers.chen2022.image_cells import CAR, FROG, SHIP, Embedding, ImageCell, ImageResult
+from moesaic.papers.chen2022.claims_images import CHECKS, charts, plan
+from moesaic.papers.chen2022.experiments_images import CAR, FROG, SHIP, Embedding, ImageCell, ImageResult
 from moesaic.papers.chen2022.image_training import ImageSchedule
-from moesaic.papers.engine.claims import Judgement, Study
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.engine.claims import ExperimentResults
+from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 
 SMALL = ImageCell(
@@ -33,13 +34,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.parent
 
 
-def lab(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Lab:
-    return Lab(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
+def runner(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Runner:
+    return Runner(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")
 def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ImageResult:
-    return lab(tmp_path_factory.mktemp("cells"), folder).carry_out({"images": SMALL})["images"].result
+    return runner(tmp_path_factory.mktemp("cells"), folder).run({"images": SMALL})["images"].result
 
 
 def test_a_cell_counts_every_test_image_once(measured):
@@ -61,14 +62,14 @@ def test_the_embedding_is_of_turned_images_and_tells_their_experts(measured):
 
 
 def test_a_mixture_on_cifar_itself_shows_cars(folder, tmp_path):
-    found = lab(tmp_path, folder).carry_out({"": replace(SMALL, task="cifar10")})[""].result
+    found = runner(tmp_path, folder).run({"": replace(SMALL, task="cifar10")})[""].result
     assert found.dispatch.shape == (1, 10, 4)
     assert found.embedding is not None
     assert found.embedding.clusters.tolist() == [CAR] * 2
 
 
 def test_sharp_test_images_change_what_is_tested_and_not_what_is_learnt(folder, tmp_path, measured):
-    sharp = lab(tmp_path, folder).carry_out({"": replace(SMALL, task="rotate-sharp")})[""].result
+    sharp = runner(tmp_path, folder).run({"": replace(SMALL, task="rotate-sharp")})[""].result
     assert sharp.losses.tolist() == measured.losses.tolist()
     assert sharp.dispatch.shape == (2, 10, 4)
     assert sharp.embedding is not None
@@ -77,21 +78,21 @@ def test_sharp_test_images_change_what_is_tested_and_not_what_is_learnt(folder, 
 
 
 def test_a_single_network_has_no_dispatch(folder, tmp_path):
-    found = lab(tmp_path, folder).carry_out({"": replace(SMALL, mixture=False)})[""].result
+    found = runner(tmp_path, folder).run({"": replace(SMALL, mixture=False)})[""].result
     assert found.dispatch.size == found.entropies.size == 0
     assert found.embedding is None
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_trial_others(folder, tmp_path, measured):
-    again = lab(tmp_path / "again", folder).carry_out({"": SMALL})[""].result
-    other = lab(tmp_path / "other", folder).carry_out({"": replace(SMALL, trial=1)})[""].result
+    again = runner(tmp_path / "again", folder).run({"": SMALL})[""].result
+    other = runner(tmp_path / "other", folder).run({"": replace(SMALL, trial=1)})[""].result
     assert again.losses.tolist() == measured.losses.tolist()
     np.testing.assert_array_equal(again.dispatch, measured.dispatch)
     assert other.losses.tolist() != measured.losses.tolist()
 
 
 def test_what_is_measured_and_its_specification_are_plain_json(folder, tmp_path):
-    here = lab(tmp_path, folder)
+    here = runner(tmp_path, folder)
     json.dumps([SMALL.measure(here), SMALL.spec(here)], allow_nan=False)
 
 
@@ -100,22 +101,22 @@ def test_a_truncated_file_stops_the_cell_and_leaves_nothing_behind(tmp_path):
     for name in NAMES[:-1]:
         (tmp_path / name).write_bytes(bytes(20 * 3073))
     with pytest.raises(ValueError, match=r"test_batch\.bin: has 100 bytes, expected 20 images"):
-        lab(tmp_path / "cells", tmp_path).carry_out({"": SMALL})
+        runner(tmp_path / "cells", tmp_path).run({"": SMALL})
     assert not list(tmp_path.glob("cells/*"))
 
 
 def test_obstacles_are_the_images_and_then_the_gpu(folder, tmp_path):
     for without in (None, tmp_path):
-        assert SMALL.obstacle(lab(tmp_path, without)) == "needs CIFAR-10's binary files under --data-dir"
-    assert SMALL.obstacle(lab(tmp_path, folder)) is None
+        assert SMALL.missing_requirement(runner(tmp_path, without)) == "needs CIFAR-10's binary files under --data-dir"
+    assert SMALL.missing_requirement(runner(tmp_path, folder)) is None
     whole = replace(SMALL, on_cpu=False)
-    assert whole.obstacle(lab(tmp_path, folder)) == "needs a GPU (--device cuda)"
-    assert whole.obstacle(lab(tmp_path, folder, device="cuda:0")) is None
+    assert whole.missing_requirement(runner(tmp_path, folder)) == "needs a GPU (--device cuda)"
+    assert whole.missing_requirement(runner(tmp_path, folder, device="cuda:0")) is None
 
 
 def test_cells_of_cifar_itself_are_found_without_its_images(folder, tmp_path):
-    assert SMALL.spec(lab(tmp_path, None))["data"] == CIFAR10_DIGEST
-    assert SMALL.spec(lab(tmp_path, folder))["data"] != CIFAR10_DIGEST
+    assert SMALL.spec(runner(tmp_path, None))["data"] == CIFAR10_DIGEST
+    assert SMALL.spec(runner(tmp_path, folder))["data"] != CIFAR10_DIGEST
 
 
 def test_steps_are_the_epochs_that_progress_counts(folder, tmp_path):
@@ -125,7 +126,7 @@ def test_steps_are_the_epochs_that_progress_counts(folder, tmp_path):
         def advance(self, amount: int, note: str = "") -> None:
             self.done += amount
 
-    here = lab(tmp_path, folder)
+    here = runner(tmp_path, folder)
     here.progress = Counting()
     SMALL.measure(here)
     assert here.progress.done == SMALL.steps == 2
@@ -165,8 +166,8 @@ def test_sharp_test_images_are_all_that_differs_from_blurred_ones():
 
 def test_every_claim_has_its_cells_in_the_plan_and_says_how_runs_were_shortened():
     cells = plan("full", "print")
-    published = {test.claim.id: test.claim.published for test in TESTS}
-    assert len(published) == len(TESTS)
+    published = {test.claim.id: test.claim.published for test in CHECKS}
+    assert len(published) == len(CHECKS)
     assert published == {
         "table2-rotate-cnn": 2.82,
         "table2-rotate-mobilenetv2": 4.09,
@@ -180,7 +181,7 @@ def test_every_claim_has_its_cells_in_the_plan_and_says_how_runs_were_shortened(
         "fig7-entropy": "clear clusters",
         "fig7-frog-ship": "most; in different clusters",
     }
-    for test in TESTS:
+    for test in CHECKS:
         assert test.can_run(cells)
         assert "where the paper has ten" in test.claim.rule
         assert "epochs" in test.claim.rule
@@ -198,23 +199,23 @@ def run(accuracy: float = 80.0, dispatch: np.ndarray = EVEN, embedding: Embeddin
     return ImageResult(accuracy, 20_000, curve, np.array([1.0, 0.5]), dispatch, np.array([2.3, 2.2]), embedding)
 
 
-def study(**lines: list[ImageResult]) -> Study[ImageResult]:
+def experiment(**lines: list[ImageResult]) -> ExperimentResults[ImageResult]:
     """Runs by lines such as rotate_cnn_single, one for each trial."""
     named = {f"images/{line.replace('_', '/')}/{i}": r for line, runs in lines.items() for i, r in enumerate(runs)}
-    return Study(dict.fromkeys(named, SMALL), named, None)  # pyright: ignore[reportArgumentType]
+    return ExperimentResults(dict.fromkeys(named, SMALL), named, None)  # pyright: ignore[reportArgumentType]
 
 
-def both(one: Study[ImageResult], other: Study[ImageResult]) -> Study[ImageResult]:
-    return Study({**one.plan, **other.plan}, {**one.results, **other.results}, one.lab)
+def both(one: ExperimentResults[ImageResult], other: ExperimentResults[ImageResult]) -> ExperimentResults[ImageResult]:
+    return ExperimentResults({**one.plan, **other.plan}, {**one.results, **other.results}, one.runner)
 
 
-def judge(claim: str, results: Study[ImageResult]) -> Judgement:
-    (test,) = (test for test in TESTS if test.claim.id == claim)
-    return test.judge(results)
+def evaluate(claim: str, results: ExperimentResults[ImageResult]) -> CheckResult:
+    (test,) = (test for test in CHECKS if test.claim.id == claim)
+    return test.evaluate(results)
 
 
-def leads(task: str, network: str, *points: float) -> Study[ImageResult]:
-    return study(
+def leads(task: str, network: str, *points: float) -> ExperimentResults[ImageResult]:
+    return experiment(
         **{f"{task}_{network}_single": [run(80.0)] * len(points)},
         **{f"{task}_{network}_mixture": [run(80.0 + lead) for lead in points]},
     )
@@ -231,7 +232,7 @@ def leads(task: str, network: str, *points: float) -> Study[ImageResult]:
 @pytest.mark.parametrize(("claim", "task"), [("table2-rotate-cnn", "rotate"), ("table2-sharp-cnn", "rotate-sharp")])
 def test_a_mixture_is_ahead_where_the_interval_over_trials_is_above_0(claim, task, points, verdict):
     other = leads("rotate" if task == "rotate-sharp" else "rotate-sharp", "cnn", *[0.0] * len(points))
-    found = judge(claim, both(leads(task, "cnn", *points), other))
+    found = evaluate(claim, both(leads(task, "cnn", *points), other))
     assert found.verdict.startswith(verdict)
     assert found.measured == pytest.approx(np.mean(points))
 
@@ -246,16 +247,16 @@ def test_a_mixture_is_ahead_where_the_interval_over_trials_is_above_0(claim, tas
     ],
 )
 def test_sharp_test_images_explain_low_accuracies_if_they_cost_ten_points(lost, verdict):
-    blurred = study(rotate_cnn_single=[run(90.0)] * len(lost))
-    sharp = study(**{"rotate-sharp_cnn_single": [run(90.0 - points) for points in lost]})
-    found = judge("table2-why-low", both(blurred, sharp))
+    blurred = experiment(rotate_cnn_single=[run(90.0)] * len(lost))
+    sharp = experiment(**{"rotate-sharp_cnn_single": [run(90.0 - points) for points in lost]})
+    found = evaluate("table2-why-low", both(blurred, sharp))
     assert found.verdict.startswith(verdict)
     assert found.measured == pytest.approx(np.mean(lost))
 
 
 @pytest.mark.parametrize(("lead", "verdict"), [(1.0, "holds"), (0.5, "partly"), (-0.5, "partly"), (-1.0, "fails")])
 def test_one_trial_has_the_interval_of_its_test_images(lead, verdict):
-    found = judge("table2-rotate-mobilenetv2", leads("rotate", "mobilenetv2", lead))
+    found = evaluate("table2-rotate-mobilenetv2", leads("rotate", "mobilenetv2", lead))
     assert found.verdict.startswith(verdict)
     assert found.interval is not None
     low, high = found.interval
@@ -264,8 +265,8 @@ def test_one_trial_has_the_interval_of_its_test_images(lead, verdict):
 
 
 def test_two_trials_on_the_same_images_are_known_no_better_than_one():
-    one = judge("table2-rotate-resnet18", leads("rotate", "resnet18", 1.0)).interval
-    two = judge("table2-rotate-resnet18", leads("rotate", "resnet18", 1.0, 1.0)).interval
+    one = evaluate("table2-rotate-resnet18", leads("rotate", "resnet18", 1.0)).interval
+    two = evaluate("table2-rotate-resnet18", leads("rotate", "resnet18", 1.0, 1.0)).interval
     assert one == pytest.approx(two)
 
 
@@ -279,7 +280,7 @@ def test_two_trials_on_the_same_images_are_known_no_better_than_one():
     ],
 )
 def test_level_is_within_a_point(points, verdict):
-    assert judge("table2-cifar10-cnn", leads("cifar10", "cnn", *points)).verdict.startswith(verdict)
+    assert evaluate("table2-cifar10-cnn", leads("cifar10", "cnn", *points)).verdict.startswith(verdict)
 
 
 def dispatch(frogs: tuple[float, ...], ships: tuple[float, ...]) -> np.ndarray:
@@ -289,7 +290,7 @@ def dispatch(frogs: tuple[float, ...], ships: tuple[float, ...]) -> np.ndarray:
 
 
 def test_a_dispatch_blind_to_the_class_is_no_cluster():
-    found = judge("fig7-entropy", study(rotate_resnet18_mixture=[run()]))
+    found = evaluate("fig7-entropy", experiment(rotate_resnet18_mixture=[run()]))
     assert found.verdict == "fails"
     assert found.measured == pytest.approx(math.log(10))
 
@@ -298,16 +299,16 @@ def test_classes_that_stay_together_are_clusters():
     sorted_by_class = np.zeros((2, 10, 4))
     for k in range(10):
         sorted_by_class[:, k, k % 4] = 1000.0
-    found = judge("fig7-entropy", study(rotate_resnet18_mixture=[run(dispatch=sorted_by_class)] * 2))
+    found = evaluate("fig7-entropy", experiment(rotate_resnet18_mixture=[run(dispatch=sorted_by_class)] * 2))
     assert found.verdict == "holds"
     assert found.measured == pytest.approx(0.6 * math.log(3) + 0.4 * math.log(2))
 
 
 def test_the_interval_of_an_entropy_covers_what_sampling_does_to_it():
     share = np.random.default_rng(0).dirichlet(np.ones(40))
-    found = judge("fig7-entropy", study(rotate_resnet18_mixture=[run(dispatch=2000 * share.reshape(1, 10, 4))]))
+    found = evaluate("fig7-entropy", experiment(rotate_resnet18_mixture=[run(dispatch=2000 * share.reshape(1, 10, 4))]))
     drawn = np.random.default_rng(1).multinomial(2000, share, size=200).reshape(200, 1, 10, 4).astype(float)
-    values = [judge("fig7-entropy", study(rotate_resnet18_mixture=[run(dispatch=d)])).measured for d in drawn]
+    values = [evaluate("fig7-entropy", experiment(rotate_resnet18_mixture=[run(dispatch=d)])).measured for d in drawn]
     assert found.interval is not None
     low, high = found.interval
     assert (high - low) / 2 == pytest.approx(1.96 * float(np.std(values)), rel=0.2)
@@ -323,13 +324,15 @@ def test_the_interval_of_an_entropy_covers_what_sampling_does_to_it():
     ],
 )
 def test_frogs_and_ships_must_be_many_and_apart(frogs, ships, verdict):
-    found = judge("fig7-frog-ship", study(rotate_resnet18_mixture=[run(dispatch=dispatch(frogs, ships))]))
+    found = evaluate("fig7-frog-ship", experiment(rotate_resnet18_mixture=[run(dispatch=dispatch(frogs, ships))]))
     assert found.verdict.startswith(verdict)
 
 
 def test_frogs_and_ships_apart_in_one_trial_of_two_is_partly():
     apart, together = dispatch((900, 50, 30, 20), (20, 900, 50, 30)), dispatch((900, 50, 30, 20), (900, 50, 30, 20))
-    found = judge("fig7-frog-ship", study(rotate_resnet18_mixture=[run(dispatch=apart), run(dispatch=together)]))
+    found = evaluate(
+        "fig7-frog-ship", experiment(rotate_resnet18_mixture=[run(dispatch=apart), run(dispatch=together)])
+    )
     assert found.verdict == "partly: not in every trial"
 
 
@@ -342,7 +345,7 @@ def test_charts_show_curves_points_and_counts():
     shown = Embedding(rng.normal(size=(60, 30)) + 9 * (clusters == FROG)[:, None], clusters, clusters % 4)
     found = charts(
         {
-            "print": study(
+            "print": experiment(
                 rotate_resnet18_single=[run(81.0)],
                 rotate_resnet18_mixture=[run(80.0, dispatch((9, 0, 0, 0), (0, 9, 0, 0)), shown), run(84.0)],
             )
@@ -362,4 +365,4 @@ def test_charts_show_curves_points_and_counts():
 
 
 def test_without_results_there_are_no_charts():
-    assert charts({}) == charts({"print": study()}) == []
+    assert charts({}) == charts({"print": experiment()}) == []

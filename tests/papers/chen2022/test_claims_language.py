@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from moesaic.insight import DispatchTable
-from moesaic.papers.chen2022.claims_language import PUBLISHED, TESTS, charts, plan
-from moesaic.papers.chen2022.language_cells import LanguageCell, LanguageResult, purity
-from moesaic.papers.engine.claims import Study
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.chen2022.claims_language import CHECKS, PUBLISHED, charts, plan
+from moesaic.papers.chen2022.experiments_language import LanguageCell, LanguageResult, purity
+from moesaic.papers.engine.claims import ExperimentResults
+from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 
 SMALL = LanguageCell(
@@ -37,13 +37,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made.parent
 
 
-def lab(out: Path, folder: Path | None, seed: int = 0) -> Lab:
-    return Lab(ResultCache(out), folder, device="cpu", seed=seed, progress=NoProgress())
+def runner(out: Path, folder: Path | None, seed: int = 0) -> Runner:
+    return Runner(ResultCache(out), folder, device="cpu", seed=seed, progress=NoProgress())
 
 
 @pytest.fixture(scope="module")
 def measured(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LanguageResult:
-    return lab(tmp_path_factory.mktemp("cells"), folder).carry_out({"language": SMALL})["language"].result
+    return runner(tmp_path_factory.mktemp("cells"), folder).run({"language": SMALL})["language"].result
 
 
 def test_a_cell_measures_both_networks_in_every_trial_and_language(measured):
@@ -76,7 +76,7 @@ def test_a_sentence_is_not_its_own_neighbour():
 
 def test_networks_never_see_a_test_sentence(folder, tmp_path, monkeypatch):
     seen: list[set[tuple[float, ...]]] = []
-    train, judge = LanguageCell._train, LanguageCell._task
+    train, evaluate = LanguageCell._train, LanguageCell._task
     tasks = []
 
     def spy_on_training(cell, part, *rest):
@@ -84,12 +84,12 @@ def test_networks_never_see_a_test_sentence(folder, tmp_path, monkeypatch):
         return train(cell, part, *rest)
 
     def spy_on_tasks(cell, *rest):
-        tasks.append(judge(cell, *rest))
+        tasks.append(evaluate(cell, *rest))
         return tasks[-1]
 
     monkeypatch.setattr(LanguageCell, "_train", spy_on_training)
     monkeypatch.setattr(LanguageCell, "_task", spy_on_tasks)
-    replace(SMALL, trials=1, epochs=1).measure(lab(tmp_path, folder))
+    replace(SMALL, trials=1, epochs=1).measure(runner(tmp_path, folder))
     test = {tuple(vector) for vector in tasks[0].test.x.tolist()}
     tuning, final = seen[:-2], seen[-2:]
     assert [len(part) for part in tuning] == [115] * 4  # four fifths of the training sentences, and those
@@ -103,32 +103,32 @@ def test_the_drawn_sentences_go_where_the_first_table_says(measured):
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(folder, tmp_path, measured):
-    again, other = (lab(tmp_path / str(seed), folder, seed).carry_out({"": SMALL})[""].result for seed in (0, 1))
+    again, other = (runner(tmp_path / str(seed), folder, seed).run({"": SMALL})[""].result for seed in (0, 1))
     np.testing.assert_array_equal(again.accuracy, measured.accuracy)
     assert again.dispatch == measured.dispatch != other.dispatch
 
 
 def test_the_released_form_trains_too(folder, tmp_path):
     released = replace(SMALL, bias=True, softmax_twice=True, piece=4, balance=0.1)
-    found = lab(tmp_path, folder).carry_out({"": released})[""].result
+    found = runner(tmp_path, folder).run({"": released})[""].result
     assert np.isfinite(found.accuracy).all()
 
 
 def test_what_is_measured_is_plain_json(folder, tmp_path):
-    kept = replace(SMALL, trials=1, epochs=1).measure(lab(tmp_path, folder))
+    kept = replace(SMALL, trials=1, epochs=1).measure(runner(tmp_path, folder))
     json.dumps(kept, allow_nan=False)
 
 
 def test_without_the_files_the_obstacle_names_them_and_the_specification_is_still_there(tmp_path):
     for folder in (None, tmp_path):
-        here = lab(tmp_path, folder)
-        assert "sentirueval2016_ru*.csv*, in --data-dir" in (SMALL.obstacle(here) or "")
+        here = runner(tmp_path, folder)
+        assert "sentirueval2016_ru*.csv*, in --data-dir" in (SMALL.missing_requirement(here) or "")
         assert SMALL.spec(here)["sentences"] is None
 
 
 def test_with_the_files_there_is_no_obstacle_and_the_specification_tells_them_apart(folder, tmp_path):
-    here = lab(tmp_path, folder)
-    assert SMALL.obstacle(here) is None
+    here = runner(tmp_path, folder)
+    assert SMALL.missing_requirement(here) is None
     json.dumps(SMALL.spec(here))
     assert SMALL.spec(here) != replace(SMALL, most=50).spec(here)
     assert SMALL.spec(here)["sentences"] is not None
@@ -136,7 +136,7 @@ def test_with_the_files_there_is_no_obstacle_and_the_specification_tells_them_ap
 
 def test_a_model_that_is_not_installed_is_an_obstacle(folder, tmp_path):
     assert "pip install sentence-transformers" in (
-        replace(SMALL, embedding="tiny").obstacle(lab(tmp_path, folder)) or ""
+        replace(SMALL, embedding="tiny").missing_requirement(runner(tmp_path, folder)) or ""
     )
 
 
@@ -147,7 +147,7 @@ def test_steps_count_every_epoch_that_is_trained(folder, tmp_path):
         def advance(self, amount: int, note: str = "") -> None:
             self.done += amount
 
-    here = lab(tmp_path, folder)
+    here = runner(tmp_path, folder)
     here.progress = Counting()
     SMALL.measure(here)
     assert here.progress.done == SMALL.steps
@@ -165,13 +165,13 @@ def test_cells_that_cannot_be_are_refused(wrong, told):
 # Rules
 
 
-def study(result: LanguageResult) -> Study[LanguageResult]:
-    return Study({"language": SMALL}, {"language": result}, None)
+def experiment(result: LanguageResult) -> ExperimentResults[LanguageResult]:
+    return ExperimentResults({"language": SMALL}, {"language": result}, None)
 
 
 def verdict(where: str, result: LanguageResult) -> str:
-    (test,) = [test for test in TESTS if test.claim.where == where]
-    return test.judge(study(result)).verdict.partition(":")[0]
+    (test,) = [test for test in CHECKS if test.claim.where == where]
+    return test.evaluate(experiment(result)).verdict.partition(":")[0]
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_figure_8_is_about_neighbours_of_the_same_language(measured, purity, exp
 
 
 def test_published_values_are_those_of_the_tables():
-    assert {test.claim.where: test.claim.published for test in TESTS} == {
+    assert {test.claim.where: test.claim.published for test in CHECKS} == {
         "Table 10": 2.09,
         "Table 11": 0.473,
         "Figure 8": "clusters by language",
@@ -215,7 +215,7 @@ def test_the_full_preset_has_a_cell_for_each_form_of_the_paper_and_quick_has_non
 
 
 def test_charts_show_every_test_sentence_once_in_each_panel(measured):
-    table_10, table_11, figure_8 = charts({"print": study(measured), "released": study(measured)})
+    table_10, table_11, figure_8 = charts({"print": experiment(measured), "released": experiment(measured)})
     assert [chart.where for chart in (table_10, table_11, figure_8)] == ["Table 10", "Table 11", "Figure 8"]
     assert len(table_11.panels) == 3
     assert table_11.panels[1].counts.values == measured.dispatch[0].counts
@@ -226,4 +226,4 @@ def test_charts_show_every_test_sentence_once_in_each_panel(measured):
 
 
 def test_there_are_no_charts_without_results():
-    assert charts({"print": Study({}, {}, None)}) == []
+    assert charts({"print": ExperimentResults({}, {}, None)}) == []

@@ -11,20 +11,20 @@ from papers.chen2022.example_results import (
     Array,
     around,
     decision,
+    experiment,
     judged,
     leads,
     mixed,
-    study,
     tables,
 )
 
 from moesaic.papers.chen2022.claims_synthetic import PUBLISHED, entropies, final_entropy, final_table, purity
-from moesaic.papers.chen2022.synthetic_plan import ACTIVATIONS, SETTINGS
-from moesaic.papers.engine.analytic_experiment import Measured
-from moesaic.papers.engine.claims import Judgement
+from moesaic.papers.chen2022.experiments_synthetic import ACTIVATIONS, SETTINGS
+from moesaic.papers.engine.cells import CellArrays
+from moesaic.papers.engine.decision_rules import CheckResult
 
 
-def accuracies(**values: float | Array) -> dict[str, Measured]:
+def accuracies(**values: float | Array) -> dict[str, CellArrays]:
     """By names such as moe_cubic_s1; of a number, three trials closely around it."""
     return {
         name.replace("_", "/"): {"accuracy": around(value) if isinstance(value, float) else value}
@@ -75,10 +75,10 @@ def test_published_purities_are_those_of_the_printed_tables():
 
 def test_the_final_table_is_of_test_samples_as_printed_and_of_training_samples_as_released():
     results = {"moe/cubic/s1": {"test_dispatch": PURE[None], "train_dispatch": BLIND[None]}}
-    assert final_table(study(results), "moe/cubic/s1") is results["moe/cubic/s1"]["test_dispatch"]
-    assert final_table(study(results, "released"), "moe/cubic/s1") is results["moe/cubic/s1"]["train_dispatch"]
-    assert final_entropy(study(results), "moe/cubic/s1").tolist() == [0]
-    assert final_entropy(study(results, "released"), "moe/cubic/s1").tolist() == pytest.approx([math.log(4)])
+    assert final_table(experiment(results), "moe/cubic/s1") is results["moe/cubic/s1"]["test_dispatch"]
+    assert final_table(experiment(results, "released"), "moe/cubic/s1") is results["moe/cubic/s1"]["train_dispatch"]
+    assert final_entropy(experiment(results), "moe/cubic/s1").tolist() == [0]
+    assert final_entropy(experiment(results, "released"), "moe/cubic/s1").tolist() == pytest.approx([math.log(4)])
 
 
 # Published values
@@ -308,20 +308,20 @@ def test_values_are_the_published_ones_within_a_margin(claim: str, side: int):
     assert f"within {margin:g} points" in CLAIMS[claim].claim.rule
     many, half = len(published), (len(published) + 1) // 2
 
-    def judge(far: int) -> Judgement:
+    def evaluate(far: int) -> CheckResult:
         gaps = [margin + 0.1 if i < far else margin - 0.1 for i in range(many)]
         pairs = zip(published.items(), gaps, strict=True)
         return judged(claim, {name: {"accuracy": around(value + side * gap)} for (name, value), gap in pairs})
 
-    assert judge(0) == Judgement("holds", pytest.approx(margin - 0.1))
-    assert judge(1).verdict == f"partly: {many - 1} of {many} are"
-    assert judge(many - half).verdict == f"partly: {half} of {many} are"
-    assert judge(many - half + 1) == Judgement(f"fails: {half - 1} of {many} are", pytest.approx(margin + 0.1))
+    assert evaluate(0) == CheckResult("holds", pytest.approx(margin - 0.1))
+    assert evaluate(1).verdict == f"partly: {many - 1} of {many} are"
+    assert evaluate(many - half).verdict == f"partly: {half} of {many} are"
+    assert evaluate(many - half + 1) == CheckResult(f"fails: {half - 1} of {many} are", pytest.approx(margin + 0.1))
 
 
 def test_values_are_compared_where_there_are_any():
     results = accuracies(table7_relu=73.45) | accuracies(table7_celu=76.91 + 5)
-    assert judged("table7-values", results) == Judgement("partly: 1 of 2 are", pytest.approx(2.5))
+    assert judged("table7-values", results) == CheckResult("partly: 1 of 2 are", pytest.approx(2.5))
 
 
 @pytest.mark.parametrize(("table", "names"), [("table7", ACTIVATIONS), ("table8", [f"{a}/s2" for a in ACTIVATIONS])])

@@ -8,30 +8,29 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from moesaic.papers.chen2022.claims_theory import TESTS
-from moesaic.papers.chen2022.synthetic_cells import Plan, Study
-from moesaic.papers.chen2022.synthetic_plan import AdditiveCell, SmoothingCell, plan
-from moesaic.papers.engine.analytic_experiment import Measured
-from moesaic.papers.engine.claims import Judgement
+from moesaic.papers.chen2022.claims_theory import CHECKS
+from moesaic.papers.chen2022.experiments_synthetic import AdditiveCell, ExperimentResults, Plan, SmoothingCell, plan
+from moesaic.papers.engine.cells import CellArrays
+from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import write_findings
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress
 
 Array = NDArray[np.float64]
-CLAIMS = {test.claim.id: test for test in TESTS}
+CLAIMS = {test.claim.id: test for test in CHECKS}
 SEVERAL = np.array([-1.0, 0.0, 1.0]) * math.sqrt(3) / 4.30265
 """Three trials with the interval ± 1."""
 
 
-def judged(claim: str, name: str, **measured: object) -> Judgement:
-    results: dict[str, Measured] = {name: {key: np.asarray(value, dtype=float) for key, value in measured.items()}}
+def judged(claim: str, name: str, **measured: object) -> CheckResult:
+    results: dict[str, CellArrays] = {name: {key: np.asarray(value, dtype=float) for key, value in measured.items()}}
     cells: Plan = dict.fromkeys(["init/0.1", *results], next(iter(plan("quick", "print").values())))
     assert CLAIMS[claim].can_run(cells)
-    return CLAIMS[claim].judge(Study(cells, results, None))  # type: ignore[arg-type]
+    return CLAIMS[claim].evaluate(ExperimentResults(cells, results, None))  # type: ignore[arg-type]
 
 
-def decision(judgement: Judgement) -> str:
-    return judgement.verdict.partition(":")[0]
+def decision(result: CheckResult) -> str:
+    return result.verdict.partition(":")[0]
 
 
 def test_claims_show_the_papers_number_or_its_word():
@@ -88,8 +87,8 @@ def test_settings_that_the_theorem_does_not_cover_are_harder_only_if_the_best_is
 
 
 def test_the_additive_classifier_attains_what_the_theorem_allows():
-    lab = Lab(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
-    found = {setting: AdditiveCell(setting, 3, 4000).measure(lab)["accuracy"] for setting in (1, 3)}
+    runner = Runner(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
+    found = {setting: AdditiveCell(setting, 3, 4000).measure(runner)["accuracy"] for setting in (1, 3)}
     assert np.mean(found[3]) == pytest.approx(87.5, abs=1)
     assert np.mean(found[1]) > 90
     assert len(set(found[3])) > 1, "every trial draws its own samples"
@@ -97,9 +96,9 @@ def test_the_additive_classifier_attains_what_the_theorem_allows():
 
 @pytest.mark.parametrize("change", [{"setting": 2}, {"trials": 4}, {"samples": 50}])
 def test_other_additive_work_is_another_cell(change: dict[str, int]):
-    lab = Lab(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
-    assert AdditiveCell(**{"setting": 1, **change}).spec(lab) != AdditiveCell(1).spec(lab)  # type: ignore[arg-type]
-    assert SmoothingCell(5).spec(lab) != SmoothingCell().spec(lab)
+    runner = Runner(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
+    assert AdditiveCell(**{"setting": 1, **change}).spec(runner) != AdditiveCell(1).spec(runner)  # type: ignore[arg-type]
+    assert SmoothingCell(5).spec(runner) != SmoothingCell().spec(runner)
 
 
 # Lemma 5.1
@@ -142,8 +141,8 @@ def test_the_sharp_constant_is_2_and_attained(
 
 
 def test_pairs_made_to_change_most_change_more_than_random_ones_and_by_no_more_than_2():
-    lab = Lab(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
-    found = SmoothingCell(100).measure(lab)
+    runner = Runner(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
+    found = SmoothingCell(100).measure(runner)
     assert found["experts"] == [2, 4, 8, 16]
     for random, made in zip(found["random"], found["made"], strict=True):
         assert 0.2 < random < made
@@ -310,13 +309,13 @@ def test_trials_without_a_group_to_compare_do_not_count():
     found = judged("load-equal", S3, track_load=loads(alone, load, load), groups=[group, pair, pair])
     assert found.measured == pytest.approx((0.5 + 0.0) / 2)
     none = judged("load-equal", S3, track_load=loads(alone, load), groups=[group, pair])
-    assert none == Judgement("partly: undecided, hardly a trial has such a group")
+    assert none == CheckResult("partly: undecided, hardly a trial has such a group")
 
 
 def test_every_finding_is_of_numbers_that_json_knows(tmp_path: Path):
     findings = [
-        CLAIMS[claim].finding(judgement, "print", "quick", 0.0)
-        for claim, judgement in {
+        CLAIMS[claim].finding(result, "print", "quick", 0.0)
+        for claim, result in {
             "theorem4.2-training": judged("theorem4.2-training", S3, errors=[0, 0], train_dispatch=dispatch()[:2]),
             "theorem4.2-groups": judged("theorem4.2-groups", S3, groups=[LACKING] * 2),
             "load-equal": judged("load-equal", S3, track_load=loads([0] * 8, [0] * 8), groups=[FULL] * 2),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moesaic import keyed_random
-from moesaic.papers.chen2022.cluster_data import ClusterPatches
+from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures, activate
 
 KEYS = keyed_random.keys(0, range(3))

@@ -3,16 +3,15 @@
 import pytest
 
 from moesaic.fidelity import Fidelity
+from moesaic.papers.chen2022.experiments_synthetic import INIT_SCALES, SIZES, MixtureCell, plan
 from moesaic.papers.chen2022.paper import PAPER
-from moesaic.papers.chen2022.synthetic_cells import MixtureCell
-from moesaic.papers.chen2022.synthetic_plan import INIT_SCALES, SIZES, plan
-from moesaic.papers.engine.claims import NOT_QUICK
+from moesaic.papers.engine.claims import NEEDS_FULL_PRESET
 from moesaic.papers.reproduce import PAPERS
 
 
 def test_ids_are_unique_and_every_rule_says_when_the_claim_holds():
     assert PAPERS["chen2022"] is PAPER
-    assert len({test.claim.id for test in PAPER.tests}) == len(PAPER.tests)
+    assert len({check.claim.id for check in PAPER.checks}) == len(PAPER.checks)
     others = {claim.id for paper in PAPERS.values() if paper is not PAPER for claim in paper.claims}
     assert not others & {claim.id for claim in PAPER.claims}, "claims are asked for by id, whatever the paper"
     for claim in PAPER.claims:
@@ -39,35 +38,35 @@ BEYOND_QUICK = {
 def synthetic(fidelity: Fidelity) -> list[str]:
     """Claims on synthetic data."""
     place = ("Table 2", "Table 10", "Table 11", "Figure 7", "Figure 8")
-    named = [test for test in PAPER.tests if fidelity in test.fidelities and test.claim.id != "table2-why-low"]
-    return [test.claim.id for test in named if test.claim.where not in place]
+    named = [check for check in PAPER.checks if fidelity in check.fidelities and check.claim.id != "table2-why-low"]
+    return [check.claim.id for check in named if check.claim.where not in place]
 
 
 @pytest.mark.parametrize("fidelity", ["print", "released"])
 def test_the_quick_preset_decides_all_but_these_claims_and_the_full_one_all(fidelity: Fidelity):
     quick, full = PAPER.plan("quick", fidelity), PAPER.plan("full", fidelity)
-    tests = {test.claim.id: test for test in PAPER.tests}
-    left = {name for name in synthetic(fidelity) if not tests[name].can_run(quick, "quick")}
+    checks = {check.claim.id: check for check in PAPER.checks}
+    left = {name for name in synthetic(fidelity) if not checks[name].can_run(quick, "quick")}
     assert left == BEYOND_QUICK[fidelity]
-    assert all(tests[name].missing == NOT_QUICK for name in left)
-    assert all(tests[name].can_run(full, "full") for name in synthetic(fidelity))
+    assert all(checks[name].missing == NEEDS_FULL_PRESET for name in left)
+    assert all(checks[name].can_run(full, "full") for name in synthetic(fidelity))
 
 
 def test_the_quick_preset_decides_tables_1_3_7_and_9_theorem_41_and_lemma_51():
     places: set[str] = set()
     for fidelity in ("print", "released"):
         cells = PAPER.plan("quick", fidelity)
-        places |= {t.claim.where for t in PAPER.tests if fidelity in t.fidelities and t.can_run(cells, "quick")}
+        places |= {t.claim.where for t in PAPER.checks if fidelity in t.fidelities and t.can_run(cells, "quick")}
     assert places >= {"Table 1", "Table 3", "Table 7", "Table 9", "Theorem 4.1", "Lemma 5.1"}
 
 
 def test_numbers_that_depend_on_the_sample_size_are_compared_at_the_papers_only():
-    sized = {test.claim.id for test in PAPER.tests if test.full_only}
+    sized = {check.claim.id for check in PAPER.checks if check.full_only}
     assert sized == {"table3-singles", "table7-values"}
-    test = next(test for test in PAPER.tests if test.claim.id == "table7-values")
+    check = next(check for check in PAPER.checks if check.claim.id == "table7-values")
     cells = PAPER.plan("quick", "released")
-    assert test.cells(cells)
-    assert not test.can_run(cells, "quick")
+    assert check.cells(cells)
+    assert not check.can_run(cells, "quick")
 
 
 def test_every_estimate_has_at_least_two_trials():

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from moesaic import keyed_random
 from moesaic.papers.chen2022 import trial_training as engine
-from moesaic.papers.chen2022.cluster_data import ClusterPatches
+from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import Mixture, Mixtures
 from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
 from moesaic.training import NoProgress

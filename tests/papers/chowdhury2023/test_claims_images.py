@@ -15,17 +15,31 @@ from PIL import Image
 
 from moesaic.data import builtin_datasets, load
 from moesaic.fidelity import Fidelity
-from moesaic.papers.chowdhury2023 import cifar_datasets, image_cells
-from moesaic.papers.chowdhury2023.claims_images import MAJORITY, MINORITY, TESTS
-from moesaic.papers.chowdhury2023.image_cells import StepCell, StepResult, WideCell, WideResult
-from moesaic.papers.chowdhury2023.image_figures import charts
-from moesaic.papers.chowdhury2023.image_plan import COMPARED, EPOCHS, FIGURES, SEEN, SETTLED, TRIALS, epochs, plan
-from moesaic.papers.engine.claims import Judgement, Study
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.chowdhury2023 import experiments_images
+from moesaic.papers.chowdhury2023.claims_images import CHECKS, MAJORITY, MINORITY
+from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
+from moesaic.papers.chowdhury2023.experiments_images import (
+    COMPARED,
+    EPOCHS,
+    FIGURES,
+    SEEN,
+    SETTLED,
+    TRIALS,
+    StepCell,
+    StepResult,
+    WideCell,
+    WideResult,
+    epochs,
+    plan,
+)
+from moesaic.papers.chowdhury2023.figures_images import charts
+from moesaic.papers.engine.claims import ExperimentResults
+from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 from moesaic.training.recipe import Recipe
 
-CLAIMS = {test.claim.id: test for test in TESTS}
+CLAIMS = {test.claim.id: test for test in CHECKS}
 FACES = 480
 PER_FILE = 20
 ARMS = ("wrn", "pmoe")
@@ -69,25 +83,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_sets(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """CIFAR-10's files are short here, and pictures are decoded into a folder of the test's."""
-    cifar = {"cifar10": builtin_datasets.cifar10, "cifar10-noise": cifar_datasets.cifar10_noise}
+    cifar = {"cifar10": builtin_datasets.cifar10, "cifar10-noise": cifar_mosaic_datasets.cifar10_noise}
     short = {
         name: partial(make, images_per_file=PER_FILE)
-        for name, make in {**cifar, "cifar-vehicles": cifar_datasets.cifar_vehicles}.items()
+        for name, make in {**cifar, "cifar-vehicles": cifar_mosaic_datasets.cifar_vehicles}.items()
     }
     known = builtin_datasets.DATASETS
     smaller = {name: replace(known[name], load=make) for name, make in short.items()}
     monkeypatch.setattr(load, "DATASETS", {**known, **smaller})
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     yield
-    image_cells._loaded.cache_clear()
-    image_cells._digest.cache_clear()
+    experiments_images._loaded.cache_clear()
+    experiments_images._digest.cache_clear()
 
 
-def lab(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Lab:
-    return Lab(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
+def runner(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Runner:
+    return Runner(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
 
 
-def small(task: str, arm: image_cells.Arm = "pmoe") -> WideCell:
+def small(task: str, arm: experiments_images.Arm = "pmoe") -> WideCell:
     recipe = Recipe(2, batch=16)
     return WideCell(task, arm, "released", 20, 0, recipe, tests=2, network="wrn10_1", size=16, on_cpu=True)
 
@@ -97,7 +111,7 @@ def small(task: str, arm: image_cells.Arm = "pmoe") -> WideCell:
 
 @pytest.mark.parametrize("task", FIGURES)
 def test_a_cell_runs_on_every_task(task: str, folder: Path, tmp_path: Path):
-    found = lab(tmp_path, folder).carry_out({"": small(task)})[""].result
+    found = runner(tmp_path, folder).run({"": small(task)})[""].result
     assert 0 <= found.accuracy <= 100
     assert found.tested[:, 0].tolist() == [1, 2]
     assert found.tested[-1, 1] == found.accuracy
@@ -107,7 +121,7 @@ def test_a_cell_runs_on_every_task(task: str, folder: Path, tmp_path: Path):
 
 
 def test_groups_of_the_spurious_task_are_those_that_claims_look_at(folder: Path, tmp_path: Path):
-    found = lab(tmp_path, folder).carry_out({"": small("celeba-spurious")})[""].result
+    found = runner(tmp_path, folder).run({"": small("celeba-spurious")})[""].result
     assert set(found.groups) == {*MAJORITY, *MINORITY}
 
 
@@ -115,15 +129,15 @@ def test_networks_of_a_trial_see_the_same_images_and_other_trials_others(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen = []
-    real = image_cells.fit
+    real = experiments_images.fit
 
     def watch(model, task, recipe, **more):
         seen.append(task.digest)
         return real(model, task, recipe, **more)
 
-    monkeypatch.setattr(image_cells, "fit", watch)
+    monkeypatch.setattr(experiments_images, "fit", watch)
     cell = small("celeba-smiling")
-    lab(tmp_path, folder).carry_out(
+    runner(tmp_path, folder).run(
         {"a": cell, "b": replace(cell, arm="wrn"), "c": replace(cell, fidelity="best"), "d": replace(cell, trial=1)}
     )
     assert len(seen) == 4
@@ -132,45 +146,45 @@ def test_networks_of_a_trial_see_the_same_images_and_other_trials_others(
 
 @pytest.mark.parametrize(("side", "experts", "patches", "patch"), [(64, 8, 2, 4), (32, 4, 16, 1)])
 def test_experts_take_as_many_patches_as_in_the_paper(side: int, experts: int, patches: int, patch: int):
-    moe = image_cells._network("wrn10_1", "pmoe", "released", 2, (3, side, side), seed=0).moe
+    moe = experiments_images._network("wrn10_1", "pmoe", "released", 2, (3, side, side), seed=0).moe
     assert (len(moe.experts), moe.patches_per_expert, moe.patch_size) == (experts, patches, patch)
 
 
 def test_the_routed_network_costs_less_than_the_dense_one(folder: Path, tmp_path: Path):
     cell = small("celeba-smiling")
-    found = lab(tmp_path, folder).carry_out({"pmoe": cell, "wrn": replace(cell, arm="wrn")})
+    found = runner(tmp_path, folder).run({"pmoe": cell, "wrn": replace(cell, arm="wrn")})
     assert found["pmoe"].result.macs < found["wrn"].result.macs
 
 
 def test_what_is_measured_and_its_specification_are_plain_json_and_repeat(folder: Path, tmp_path: Path):
-    here, cell = lab(tmp_path, folder), small("celeba-4class")
+    here, cell = runner(tmp_path, folder), small("celeba-4class")
     first, again = cell.measure(here), cell.measure(here)
     json.dumps([first, cell.spec(here)], allow_nan=False)
     assert {**first, "seconds": 0} == {**again, "seconds": 0}
-    assert cell.spec(here) != replace(cell, samples=41).spec(here) != cell.spec(lab(tmp_path, folder, seed=1))
+    assert cell.spec(here) != replace(cell, samples=41).spec(here) != cell.spec(runner(tmp_path, folder, seed=1))
 
 
 def test_obstacles_are_the_images_and_then_the_gpu(folder: Path, tmp_path: Path):
     for without in (None, tmp_path):
-        told = small("celeba-smiling").obstacle(lab(tmp_path, without))
+        told = small("celeba-smiling").missing_requirement(runner(tmp_path, without))
         assert told == "needs CelebA's images and lists under --data-dir"
-        assert "photographs" in str(small("cifar10-noise").obstacle(lab(tmp_path, without)))
+        assert "photographs" in str(small("cifar10-noise").missing_requirement(runner(tmp_path, without)))
     for task in FIGURES:
-        assert small(task).obstacle(lab(tmp_path, folder)) is None
+        assert small(task).missing_requirement(runner(tmp_path, folder)) is None
         whole = replace(small(task), on_cpu=False)
-        assert whole.obstacle(lab(tmp_path, folder)) == "needs a GPU (--device cuda)"
-        assert whole.obstacle(lab(tmp_path, folder, device="cuda:0")) is None
+        assert whole.missing_requirement(runner(tmp_path, folder)) == "needs a GPU (--device cuda)"
+        assert whole.missing_requirement(runner(tmp_path, folder, device="cuda:0")) is None
 
 
 def test_specifications_can_be_had_without_images(folder: Path, tmp_path: Path):
     cell = small("cifar10")
-    assert cell.spec(lab(tmp_path, None))["data"] == "not here"
-    assert cell.spec(lab(tmp_path, folder))["data"] not in ("not here", "")
+    assert cell.spec(runner(tmp_path, None))["data"] == "not here"
+    assert cell.spec(runner(tmp_path, folder))["data"] not in ("not here", "")
 
 
 def test_bytes_are_scaled_as_the_cell_says(folder: Path):
-    task = image_cells._loaded("celeba-smiling", folder, 16)
-    unit, standard = (image_cells._scaled(task, scale, "flip") for scale in ("unit", "standard"))
+    task = experiments_images._loaded("celeba-smiling", folder, 16)
+    unit, standard = (experiments_images._scaled(task, scale, "flip") for scale in ("unit", "standard"))
     pixels, kept, mirrored = task.test.pixels[:1], torch.tensor([[0.9] * 3]), torch.tensor([[0.1] * 3])
     assert torch.equal(unit.view(pixels, kept), pixels / 255)
     assert torch.equal(unit.vary(pixels, mirrored), pixels.flip(3) / 255)
@@ -186,10 +200,10 @@ def test_convergence_is_the_end_of_the_first_epoch_with_99_percent():
 
 def test_steps_are_timed_for_both_networks(tmp_path: Path):
     cell = StepCell("released", side=16, batch=8, batches=2, rounds=2, network="wrn10_1", on_cpu=True)
-    here = lab(tmp_path, None)
-    assert cell.obstacle(here) is None
-    assert replace(cell, on_cpu=False).obstacle(here) == "needs a GPU (--device cuda)"
-    found = here.carry_out({"": cell})[""].result
+    here = runner(tmp_path, None)
+    assert cell.missing_requirement(here) is None
+    assert replace(cell, on_cpu=False).missing_requirement(here) == "needs a GPU (--device cuda)"
+    found = here.run({"": cell})[""].result
     assert found.wrn.shape == found.pmoe.shape == (2,)
     assert (found.wrn > 0).all()
     assert found.macs["pmoe"] < found.macs["wrn"]
@@ -202,7 +216,7 @@ def test_progress_counts_the_epochs_of_a_cell(folder: Path, tmp_path: Path):
         def advance(self, amount: int, note: str = "") -> None:
             self.done += amount
 
-    here = lab(tmp_path, folder)
+    here = runner(tmp_path, folder)
     for cell in (small("cifar10"), StepCell("best", side=16, batch=4, batches=2, rounds=1, network="wrn10_1")):
         here.progress = Counting()
         cell.measure(here)
@@ -218,7 +232,7 @@ def test_only_the_full_preset_has_cells():
         assert plan("full", fidelity)
 
 
-@pytest.mark.parametrize("test", TESTS, ids=CLAIMS)
+@pytest.mark.parametrize("test", CHECKS, ids=CLAIMS)
 def test_the_full_preset_decides_every_claim(test):
     for fidelity in test.fidelities:
         assert test.can_run(plan("full", fidelity))
@@ -289,11 +303,11 @@ def runs(task: str, arm: str, curve: dict[int, float], spread: float = 0.5, star
     }
 
 
-def judged(claim: str, results: dict, fidelity: Fidelity = "released") -> Judgement:
+def judged(claim: str, results: dict, fidelity: Fidelity = "released") -> CheckResult:
     cells = dict.fromkeys(results, small("cifar10"))
     test = CLAIMS[claim]
     assert test.can_run(cells)
-    return test.judge(Study(cells, results, lab=None, fidelity=fidelity))  # type: ignore[arg-type]
+    return test.evaluate(ExperimentResults(cells, results, runner=None, fidelity=fidelity))  # type: ignore[arg-type]
 
 
 def pair(task: str, wrn: dict[int, float], pmoe: dict[int, float], spread: float = 0.5, **more) -> dict:
@@ -526,19 +540,19 @@ def test_stable_is_neither_far_below_the_mean_nor_near_chance(accuracies: Sequen
 # Charts
 
 
-def studies() -> dict[Fidelity, Study]:
+def experiments() -> dict[Fidelity, ExperimentResults]:
     released = {**by_group((95, 50), (95, 60), 1.0), **four(3), **steps(1.2)}
     for task in ("celeba-smiling", "cifar10"):
         released |= pair(task, {2000: 70, 4000: 80}, {2000: 75, 4000: 85})
     ours = pair("celeba-smiling", {1000: 80}, {1000: 85})
     return {
-        fidelity: Study(dict.fromkeys(results, small("cifar10")), results, lab=None, fidelity=fidelity)  # type: ignore[arg-type]
+        fidelity: ExperimentResults(dict.fromkeys(results, small("cifar10")), results, runner=None, fidelity=fidelity)  # type: ignore[arg-type]
         for fidelity, results in (("released", released), ("best", ours))
     }
 
 
 def test_charts_are_of_what_was_measured():
-    drawn = {chart.where: chart for chart in charts(studies())}
+    drawn = {chart.where: chart for chart in charts(experiments())}
     assert set(drawn) == {"Figure 10", "Figure 11", "Figure 12", "Figure 14", "Table 2"}
     (panel,) = drawn["Figure 10"].panels
     assert [line.role for line in panel.series] == ["cnn", "joint", "best-cnn", "best"]
@@ -556,12 +570,12 @@ def test_charts_are_of_what_was_measured():
     assert [panel.title for panel in drawn["Table 2"].panels] == ["N = 1,250", "N = 2,500", "N = 5,000"]
     training = drawn["Table 2"].panels[0].series[0]
     assert (training.x, training.y) == ((1.25, 2.5), (50, 99.5))
-    assert {chart.where for chart in charts(studies())} <= {test.claim.where for test in TESTS}
+    assert {chart.where for chart in charts(experiments())} <= {test.claim.where for test in CHECKS}
 
 
 def test_there_are_no_charts_without_results():
     assert charts({}) == []
-    empty = Study({}, {}, lab=None)  # type: ignore[arg-type]
+    empty = ExperimentResults({}, {}, runner=None)  # type: ignore[arg-type]
     assert charts({"released": empty, "best": empty, "print": empty}) == []
 
 

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.papers.chowdhury2023.digit_patches import DigitPatches
-from moesaic.papers.chowdhury2023.pattern_data import PatternPatches
+from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
+from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
 from moesaic.papers.chowdhury2023.trial_training import Schedule, accuracy, train_trials
-from moesaic.papers.chowdhury2023.two_layer import Networks, TwoLayer
+from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer
 
 PATTERNS = PatternPatches(patches=6, dim=16, delta_d=-0.2, delta_r=0.3, pattern_sets=3)
 MAKES = {

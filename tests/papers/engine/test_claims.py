@@ -3,11 +3,11 @@
 import pytest
 
 from moesaic.intervals import Estimate
-from moesaic.papers.engine.claims import Judgement, at_least, at_most, below, reaches
+from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_least_published, at_most, below
 
 
-def decided(judgement: Judgement) -> str:
-    return judgement.verdict.partition(":")[0]
+def decided(result: CheckResult) -> str:
+    return result.verdict.partition(":")[0]
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_a_limit_of_three(low: float, high: float, least: str, most: str, less: 
 
 @pytest.mark.parametrize(("low", "verdict"), [(92.0, "holds"), (91.9, "partly")])
 def test_a_published_value_is_reached_within_its_margin(low: float, verdict: str):
-    assert decided(reaches(Estimate(93.0, low, 94.0), 95.0, 3.0)) == verdict
-    assert decided(reaches(Estimate(90.0, 88.0, 91.9), 95.0, 3.0)) == "fails"
+    assert decided(at_least_published(Estimate(93.0, low, 94.0), 95.0, 3.0)) == verdict
+    assert decided(at_least_published(Estimate(90.0, 88.0, 91.9), 95.0, 3.0)) == "fails"

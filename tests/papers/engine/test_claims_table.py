@@ -3,7 +3,7 @@
 import io
 
 import pytest
-from report.example_run import FINDINGS, PAPERS, SECOND_FINDINGS, finding
+from papers.engine.example_findings import FINDINGS, PAPERS, SECOND_FINDINGS, finding
 from rich.console import Console
 
 from moesaic.papers.engine.claims_markdown import markdown_table

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.example_run import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS, finding
+from papers.engine.example_findings import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS, finding
 
 from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.glossary import explained

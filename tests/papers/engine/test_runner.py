@@ -4,9 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.engine.runner import Runner
 from moesaic.training import NoProgress, ResultCache
 
 
@@ -19,13 +17,13 @@ class Squares:
     def steps(self) -> int:
         return self.up_to
 
-    def obstacle(self, lab: Lab) -> str | None:
-        return self.needs if lab.device == "cpu" else None
+    def missing_requirement(self, runner: Runner) -> str | None:
+        return self.needs if runner.device == "cpu" else None
 
-    def spec(self, lab: Lab) -> dict[str, Any]:
-        return {"up_to": self.up_to, "seed": lab.seed}
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"up_to": self.up_to, "seed": runner.seed}
 
-    def measure(self, lab: Lab) -> dict[str, Any]:
+    def measure(self, runner: Runner) -> dict[str, Any]:
         log.append(self.up_to)
         return {"squares": [i * i for i in range(self.up_to)]}
 
@@ -44,44 +42,31 @@ class Heard(NoProgress):
         self.begun.append((name, total))
 
 
-def lab_in(folder: Path, progress: NoProgress | None = None, device: str = "cpu") -> Lab:
-    return Lab(ResultCache(folder), None, device=device, seed=0, progress=progress or NoProgress())
+def lab_in(folder: Path, progress: NoProgress | None = None, device: str = "cpu") -> Runner:
+    return Runner(ResultCache(folder), None, device=device, seed=0, progress=progress or NoProgress())
 
 
 def test_a_cell_is_carried_out_once_under_whatever_name(tmp_path: Path):
     log.clear()
-    done = lab_in(tmp_path).carry_out({"a": Squares(4), "b": Squares(3), "c": Squares(4)})
+    done = lab_in(tmp_path).run({"a": Squares(4), "b": Squares(3), "c": Squares(4)})
     assert {name: each.result for name, each in done.items()} == {"a": 14, "b": 5, "c": 14}
     assert log == [4, 3]
-    again = lab_in(tmp_path).carry_out({"d": Squares(4)})
+    again = lab_in(tmp_path).run({"d": Squares(4)})
     assert again["d"] == done["a"]
     assert log == [4, 3]
 
 
 def test_progress_counts_the_work_that_is_left(tmp_path: Path):
-    lab_in(tmp_path).carry_out({"a": Squares(4)})
+    lab_in(tmp_path).run({"a": Squares(4)})
     heard = Heard()
-    lab_in(tmp_path, heard).carry_out({"a": Squares(4), "b": Squares(3), "c": Squares(2), "d": Squares(3)})
+    lab_in(tmp_path, heard).run({"a": Squares(4), "b": Squares(3), "c": Squares(2), "d": Squares(3)})
     assert heard.begun == [("all experiments", 5), ("b", 3), ("c", 2)]
 
 
 def test_what_is_in_the_way_counts_until_the_cell_is_done_elsewhere(tmp_path: Path):
     cell = Squares(4, needs="needs a GPU")
-    assert lab_in(tmp_path).obstacle("a", cell) == "needs a GPU"
+    assert lab_in(tmp_path).missing_requirement("a", cell) == "needs a GPU"
     gpu = lab_in(tmp_path, device="cuda")
-    assert gpu.obstacle("a", cell) is None
-    gpu.carry_out({"a": cell})
-    assert lab_in(tmp_path).obstacle("a", cell) is None
-
-
-def test_digits_are_those_of_the_data_folder_where_it_has_any(tmp_path: Path):
-    def digits(data_dir: Path | None) -> Path | None:
-        lab = Lab(ResultCache(tmp_path / "cells"), data_dir, device="cpu", seed=0, progress=NoProgress())
-        return lab.digits.data_dir
-
-    assert digits(None) is None
-    assert digits(tmp_path) is None  # a folder with other data
-    (tmp_path / "mnist").mkdir()
-    (tmp_path / "mnist" / "t10k-labels-idx1-ubyte.gz").touch()
-    with pytest.raises(FileNotFoundError, match="MNIST's train digits are not in data_dir"):
-        digits(tmp_path)
+    assert gpu.missing_requirement("a", cell) is None
+    gpu.run({"a": cell})
+    assert lab_in(tmp_path).missing_requirement("a", cell) is None

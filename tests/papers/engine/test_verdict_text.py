@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from report.example_run import FINDINGS, PAPERS, finding
+from papers.engine.example_findings import FINDINGS, PAPERS, finding
 
 from moesaic.papers.engine.verdict_text import by_claim, by_paper, by_place, measured, published, reason, tries
 from moesaic.report.formatting import number

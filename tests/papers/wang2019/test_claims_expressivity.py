@@ -9,38 +9,41 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.papers.engine.analytic_experiment import Measured
-from moesaic.papers.engine.claims import Judgement, Study
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.engine.cells import CellArrays
+from moesaic.papers.engine.claims import ExperimentResults
+from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.runner import Runner
 from moesaic.papers.reproduce import PAPERS
-from moesaic.papers.wang2019.claims_expressivity import TESTS
-from moesaic.papers.wang2019.expressivity_cells import CollisionCell, RankCell, plan
+from moesaic.papers.wang2019.claims_expressivity import CHECKS
+from moesaic.papers.wang2019.experiments_expressivity import CollisionCell, RankCell, plan
 from moesaic.papers.wang2019.figures import charts
 from moesaic.papers.wang2019.paper import PAPER
 from moesaic.papers.wang2019.theory.channel_masks import all_distinct_probability, coin_confusion
 from moesaic.training import NoProgress, ResultCache
 
-CLAIMS = {test.claim.id: test for test in TESTS}
+CLAIMS = {test.claim.id: test for test in CHECKS}
 PLAN = plan()
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Study[Measured]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> ExperimentResults[CellArrays]:
     """All cells, carried out."""
-    lab = Lab(ResultCache(tmp_path_factory.mktemp("cells")), None, device="cpu", seed=0, progress=NoProgress())
-    done = lab.carry_out(PLAN)
-    return Study(PLAN, {name: each.result for name, each in done.items()}, lab)
+    runner = Runner(ResultCache(tmp_path_factory.mktemp("cells")), None, device="cpu", seed=0, progress=NoProgress())
+    done = runner.run(PLAN)
+    return ExperimentResults(PLAN, {name: each.result for name, each in done.items()}, runner)
 
 
-def judged(id: str, given: Study[Measured]) -> Judgement:
-    return CLAIMS[id].judge(given)
+def judged(id: str, given: ExperimentResults[CellArrays]) -> CheckResult:
+    return CLAIMS[id].evaluate(given)
 
 
-def decision(id: str, given: Study[Measured]) -> str:
+def decision(id: str, given: ExperimentResults[CellArrays]) -> str:
     return judged(id, given).verdict.partition(":")[0]
 
 
-def but(found: Study[Measured], changed: Mapping[str, Mapping[str, object]]) -> Study[Measured]:
+def but(
+    found: ExperimentResults[CellArrays], changed: Mapping[str, Mapping[str, object]]
+) -> ExperimentResults[CellArrays]:
     """The same results with some of them made up."""
     made = {name: {key: np.asarray(value, float) for key, value in each.items()} for name, each in changed.items()}
     return replace(found, results={name: {**each, **made.get(name, {})} for name, each in found.results.items()})
@@ -61,14 +64,14 @@ def test_calculations_are_part_of_both_presets_and_need_nothing():
     for preset in ("quick", "full"):
         cells = PAPER.plan(preset, "print")
         assert cells.keys() == PLAN.keys()
-        lab = Lab(ResultCache(Path("nowhere")), None, device="cpu", seed=0, progress=NoProgress())
-        assert all(cell.obstacle(lab) is None and cell.steps == 0 for cell in cells.values())
-        assert all(test.can_run(cells, preset) for test in TESTS)
+        runner = Runner(ResultCache(Path("nowhere")), None, device="cpu", seed=0, progress=NoProgress())
+        assert all(cell.missing_requirement(runner) is None and cell.steps == 0 for cell in cells.values())
+        assert all(test.can_run(cells, preset) for test in CHECKS)
     assert PAPER.plan("quick", "best") == PAPER.plan("full", "released") == {}
 
 
 def test_cells_are_plain_json_repeat_and_change_with_the_seed(tmp_path: Path):
-    labs = [Lab(ResultCache(tmp_path), None, device="cpu", seed=seed, progress=NoProgress()) for seed in (0, 1)]
+    labs = [Runner(ResultCache(tmp_path), None, device="cpu", seed=seed, progress=NoProgress()) for seed in (0, 1)]
     for cell in (CollisionCell((4, 4), (2, 2), samples=50, trials=2), RankCell((3,), (2,), 4, trials=2)):
         assert cell.measure(labs[0]) == cell.measure(labs[0])
         json.dumps([cell.measure(labs[0]), cell.spec(labs[0])], allow_nan=False)
@@ -77,7 +80,7 @@ def test_cells_are_plain_json_repeat_and_change_with_the_seed(tmp_path: Path):
     assert coins.measure(labs[0]) != coins.measure(labs[1])
 
 
-def test_verdicts_of_what_is_printed(found: Study[Measured]):
+def test_verdicts_of_what_is_printed(found: ExperimentResults[CellArrays]):
     verdicts = {id: decision(id, found) for id in CLAIMS}
     assert verdicts == {
         "rank-dense": "partly",
@@ -107,8 +110,8 @@ def test_verdicts_of_what_is_printed(found: Study[Measured]):
     assert judged("collision-coins", found).measured == pytest.approx(coin**64 * comb(64, 8))
 
 
-def test_the_exponent_of_width_decides_on_the_rank(found: Study[Measured]):
-    def ranks(exponents: Mapping[int, float]) -> Study[Measured]:
+def test_the_exponent_of_width_decides_on_the_rank(found: ExperimentResults[CellArrays]):
+    def ranks(exponents: Mapping[int, float]) -> ExperimentResults[CellArrays]:
         return but(
             found,
             {
@@ -117,12 +120,12 @@ def test_the_exponent_of_width_decides_on_the_rank(found: Study[Measured]):
             },
         )
 
-    assert judged("rank-dense", ranks({1: 2, 2: 4, 3: 8})) == Judgement("holds", 8.0)
+    assert judged("rank-dense", ranks({1: 2, 2: 4, 3: 8})) == CheckResult("holds", 8.0)
     assert decision("rank-dense", ranks({1: 1, 2: 2, 3: 3})) == "fails"
     assert decision("rank-features", ranks({2: 2})) == "fails"  # 8 channels and 6 features
 
 
-def test_each_layer_that_counts_makes_the_rank_smaller(found: Study[Measured]):
+def test_each_layer_that_counts_makes_the_rank_smaller(found: ExperimentResults[CellArrays]):
     def narrowed(two: list[float], three: list[float]) -> str:
         made = {"widths/L=2": {"full": [36], "narrowed": two}, "widths/L=3": {"full": [256], "narrowed": three}}
         return judged("rank-between", but(found, made)).verdict
@@ -133,22 +136,22 @@ def test_each_layer_that_counts_makes_the_rank_smaller(found: Study[Measured]):
     assert narrowed([36, 36], [256, 256, 256]) == "fails"
 
 
-def test_masks_are_judged_by_the_ranks_they_leave(found: Study[Measured]):
+def test_masks_are_judged_by_the_ranks_they_leave(found: ExperimentResults[CellArrays]):
     first = found.results["ranks/L=2"]
     assert decision("rank-static", but(found, {"ranks/L=2": {"static": first["static"] + 1}})) == "fails"
     lower = first["dense"] - [1, 0, 0, 0, 0]
-    assert judged("rank-dynamic", but(found, {"ranks/L=2": {"dynamic": lower}})) == Judgement("fails", 80.0)
+    assert judged("rank-dynamic", but(found, {"ranks/L=2": {"dynamic": lower}})) == CheckResult("fails", 80.0)
     third = found.results["ranks/L=3"]
     assert decision("rank-one-sided", but(found, {"ranks/L=3": {"one_sided": third["dense"]}})) == "fails"
 
 
-def test_the_probability_of_a_rank_must_be_the_printed_one(found: Study[Measured]):
-    assert judged("rank-probability", but(found, {"maskings": {"restored": [0.5] * 5}})) == Judgement("holds", 0.5)
+def test_the_probability_of_a_rank_must_be_the_printed_one(found: ExperimentResults[CellArrays]):
+    assert judged("rank-probability", but(found, {"maskings": {"restored": [0.5] * 5}})) == CheckResult("holds", 0.5)
     assert "less often" in judged("rank-probability", but(found, {"maskings": {"restored": [0.25] * 5}})).verdict
 
 
-def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: Study[Measured]):
-    def share(kind: str, ratios: list[float]) -> Study[Measured]:
+def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: ExperimentResults[CellArrays]):
+    def share(kind: str, ratios: list[float]) -> ExperimentResults[CellArrays]:
         return but(found, {"collisions/two": {kind: np.array(ratios) / 36}})
 
     assert decision("collision-subsets", share("subsets", [1.1, 1.101])) == "fails"
@@ -158,8 +161,8 @@ def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: 
     assert judged("collision-coins", few).verdict == "partly: not for 1 of 6 layers"
 
 
-def test_pairs_are_judged_by_how_many_stay_alike(found: Study[Measured]):
-    def alike(kind: str, ratios: list[float]) -> Study[Measured]:
+def test_pairs_are_judged_by_how_many_stay_alike(found: ExperimentResults[CellArrays]):
+    def alike(kind: str, ratios: list[float]) -> ExperimentResults[CellArrays]:
         return but(found, {"blind": {kind: np.array(ratios) / 9}})
 
     assert decision("pair-told-apart", alike("subsets", [2.0, 2.01])) == "fails"
@@ -169,17 +172,17 @@ def test_pairs_are_judged_by_how_many_stay_alike(found: Study[Measured]):
     assert judged("pair-closed", alike("coins", [0.5, 3.0])).verdict == "partly: undecided, 1 is in the interval"
 
 
-def test_all_inputs_at_once_are_judged_against_one_pair(found: Study[Measured]):
+def test_all_inputs_at_once_are_judged_against_one_pair(found: ExperimentResults[CellArrays]):
     assert decision("inputs-told-apart", but(found, {"distinct": {"distinct": [0.99, 0.991]}})) == "fails"
 
 
-def test_table_1_is_judged_by_weights_and_work(found: Study[Measured]):
+def test_table_1_is_judged_by_weights_and_work(found: ExperimentResults[CellArrays]):
     weights = but(found, {"table1": {"weights": [1, 100, 1, 102], "work": [1, 1.05, 1, 1]}})
     assert decision("table1-weights", weights) == "fails"
     assert decision("table1-work", weights) == "fails"
 
 
-def test_the_chart_shows_ranks_and_collisions(found: Study[Measured]):
+def test_the_chart_shows_ranks_and_collisions(found: ExperimentResults[CellArrays]):
     [chart] = charts({"print": found})
     ranks, collisions = chart.panels
     by_label = {line.label: line.y for line in ranks.series}

@@ -14,31 +14,34 @@ from moesaic.data import builtin_datasets, load
 from moesaic.models import create_model
 from moesaic.models.model_cost import count_macs
 from moesaic.models.vgg_widths import WIDENINGS
-from moesaic.papers.engine.claims import Judgement, Study
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.engine.claims import ExperimentResults
+from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.runner import Runner
 from moesaic.papers.wang2019 import gate_cells
-from moesaic.papers.wang2019.claims_gates import TESTS, lead_at_equal_cost
-from moesaic.papers.wang2019.figures import charts
-from moesaic.papers.wang2019.gate_cells import VGG16_MACS, GateCell, GateResult
-from moesaic.papers.wang2019.gate_plan import (
+from moesaic.papers.wang2019.claims_gates import CHECKS, lead_at_equal_cost
+from moesaic.papers.wang2019.experiments_gates import (
     COSTS,
     EPOCHS,
     REMEDIES,
     REMEDY_COST,
     REMEDY_TRIALS,
     TRIALS,
+    VGG16_MACS,
     WIDE_EPOCHS,
     WIDE_TRIALS,
+    GateCell,
+    GateResult,
     kept_share,
     plan,
     static_width,
     widened_target,
 )
+from moesaic.papers.wang2019.figures import charts
 from moesaic.training import NoProgress, ResultCache
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
-CLAIMS = {test.claim.id: test for test in TESTS}
+CLAIMS = {test.claim.id: test for test in CHECKS}
 PLAN = plan("full", "best")
 PER_FILE = 12
 TINY = (("width", 0.05),)
@@ -70,8 +73,8 @@ def small_set(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     gate_cells._loaded.cache_clear()
 
 
-def lab(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Lab:
-    return Lab(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
+def runner(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Runner:
+    return Runner(ResultCache(out), folder, device=device, seed=seed, progress=NoProgress())
 
 
 def gated(**gates: float | bool) -> GateCell:
@@ -80,7 +83,7 @@ def gated(**gates: float | bool) -> GateCell:
 
 
 def test_a_gated_network_tells_what_its_gates_do(folder: Path, tmp_path: Path):
-    found = lab(tmp_path, folder).carry_out({"": gated(target_macs=0.9)})[""].result
+    found = runner(tmp_path, folder).run({"": gated(target_macs=0.9)})[""].result
     assert 0 <= found.accuracy <= 100
     assert found.training.shape == (2,)
     assert found.usage.shape == (13, 3)
@@ -94,7 +97,7 @@ def test_a_gated_network_tells_what_its_gates_do(folder: Path, tmp_path: Path):
 
 
 def test_a_static_network_costs_what_it_costs(folder: Path, tmp_path: Path):
-    found = lab(tmp_path, folder).carry_out({"": GateCell("vgg16", 0, Recipe(1, batch=20), TINY, on_cpu=True)})[""]
+    found = runner(tmp_path, folder).run({"": GateCell("vgg16", 0, Recipe(1, batch=20), TINY, on_cpu=True)})[""]
     macs = count_macs(create_model("vgg16", num_classes=10, width=0.05), (3, 32, 32)).macs
     assert found.result.macs == found.result.dense_macs == macs
     assert found.result.spread == found.result.dynamic == 0
@@ -110,7 +113,7 @@ def test_costs_are_those_that_the_network_counts_itself(folder: Path, tmp_path: 
         return real(model, task, *more, **named)
 
     monkeypatch.setattr(gate_cells, "fit", keep)
-    found = lab(tmp_path, folder).carry_out({"": gated(target_macs=0.9)})[""].result
+    found = runner(tmp_path, folder).run({"": gated(target_macs=0.9)})[""].result
     [(model, task)] = kept
     with torch.no_grad():
         alone = [
@@ -130,7 +133,7 @@ def test_a_teacher_is_trained_first_and_learned_from(folder: Path, tmp_path: Pat
 
     monkeypatch.setattr(gate_cells, "fit", watch)
     cell = replace(gated(distil=1.0), teacher="vgg16")
-    lab(tmp_path, folder).carry_out({"": cell})
+    runner(tmp_path, folder).run({"": cell})
     assert seen == [("VGG16", None, "NoneType"), ("DeepMoE", GateRecipe(distil=1.0), "VGG16")]
     assert cell.steps == 2 * gated().steps == 4
 
@@ -138,7 +141,7 @@ def test_a_teacher_is_trained_first_and_learned_from(folder: Path, tmp_path: Pat
 def test_top_k_gates_cost_the_same_for_every_image(folder: Path, tmp_path: Path):
     options = (*TINY, ("mode", "topk"), ("keep", 0.5))
     cell = replace(gated(straight_through=True), options=options)
-    found = lab(tmp_path, folder).carry_out({"": cell})[""].result
+    found = runner(tmp_path, folder).run({"": cell})[""].result
     assert found.spread == 0
     assert found.macs < found.dense_macs
 
@@ -155,7 +158,7 @@ def test_networks_of_a_trial_start_from_the_same_seed_and_others_from_others(
 
     monkeypatch.setattr(gate_cells, "fit", watch)
     static = GateCell("vgg16", 0, Recipe(1, batch=20), TINY, on_cpu=True)
-    lab(tmp_path, folder).carry_out(
+    runner(tmp_path, folder).run(
         {"a": static, "b": replace(static, samples=20), "c": replace(static, trial=1)},
     )
     seeds = [seed for seed, _ in seen]
@@ -164,13 +167,13 @@ def test_networks_of_a_trial_start_from_the_same_seed_and_others_from_others(
 
 
 def test_what_is_measured_and_its_specification_are_plain_json_and_repeat(folder: Path, tmp_path: Path):
-    here, cell = lab(tmp_path, folder), gated(target_macs=0.9)
+    here, cell = runner(tmp_path, folder), gated(target_macs=0.9)
     first, again = cell.measure(here), cell.measure(here)
     json.dumps([first, cell.spec(here)], allow_nan=False)
     assert {**first, "seconds": 0} == {**again, "seconds": 0}
     others = [replace(cell, trial=1), replace(cell, options=(("width", 0.06),)), gated(target_macs=0.8)]
     specs = [json.dumps(each.spec(here)) for each in (cell, *others)] + [
-        json.dumps(cell.spec(lab(tmp_path, folder, seed=1)))
+        json.dumps(cell.spec(runner(tmp_path, folder, seed=1)))
     ]
     assert len(set(specs)) == len(specs)
     assert cell.spec(here)["recipe"]["gates"]["target_macs"] == 0.9
@@ -179,12 +182,12 @@ def test_what_is_measured_and_its_specification_are_plain_json_and_repeat(folder
 def test_obstacles_are_the_images_and_then_the_gpu(folder: Path, tmp_path: Path):
     cell = gated()
     for without in (None, tmp_path):
-        assert cell.obstacle(lab(tmp_path, without)) == "needs CIFAR-10's binary files under --data-dir"
-    assert cell.obstacle(lab(tmp_path, folder)) is None
+        assert cell.missing_requirement(runner(tmp_path, without)) == "needs CIFAR-10's binary files under --data-dir"
+    assert cell.missing_requirement(runner(tmp_path, folder)) is None
     whole = replace(cell, on_cpu=False)
-    assert whole.obstacle(lab(tmp_path, folder)) == "needs a GPU (--device cuda)"
-    assert whole.obstacle(lab(tmp_path, folder, device="cuda:0")) is None
-    assert cell.spec(lab(tmp_path, None))["data"] == "not here"
+    assert whole.missing_requirement(runner(tmp_path, folder)) == "needs a GPU (--device cuda)"
+    assert whole.missing_requirement(runner(tmp_path, folder, device="cuda:0")) is None
+    assert cell.spec(runner(tmp_path, None))["data"] == "not here"
 
 
 def test_damaged_files_are_found_before_anything_runs(folder: Path, tmp_path: Path):
@@ -198,10 +201,10 @@ def test_damaged_files_are_found_before_anything_runs(folder: Path, tmp_path: Pa
 
 def test_the_plan_is_for_the_full_preset_and_in_our_form():
     assert plan("quick", "best") == plan("full", "print") == plan("full", "released") == {}
-    for test in TESTS:
+    for test in CHECKS:
         assert test.can_run(PLAN), test.claim.id
         assert not test.can_run({}), test.claim.id
-    looked_at = {name for test in TESTS for name in test.cells(PLAN)}
+    looked_at = {name for test in CHECKS for name in test.cells(PLAN)}
     assert looked_at | {name for name in PLAN if name.startswith("wide/gated/vgg16/")} == set(PLAN)
 
 
@@ -246,7 +249,7 @@ def noise(trial: int) -> float:
     return (0.0, 0.1, 0.05)[trial]
 
 
-def study(over: Mapping[str, GateResult] | None = None, **leads: float) -> Study[GateResult]:
+def experiment(over: Mapping[str, GateResult] | None = None, **leads: float) -> ExperimentResults[GateResult]:
     """Everything as accurate as a static network of its cost; leads by the beginning of a name, "_" for "/"."""
     results = {}
     for name, cell in PLAN.items():
@@ -260,14 +263,16 @@ def study(over: Mapping[str, GateResult] | None = None, **leads: float) -> Study
         lead = sum(more for start, more in leads.items() if name.startswith(start.replace("_", "/")))
         results[name] = made(90 + 5 * np.log(cost) + lead + (1 + (lead != 0)) * noise(cell.trial), cost)
     results |= {} if over is None else over
-    return Study(PLAN, results, Lab(ResultCache(Path("nowhere")), None, device="cpu", seed=0, progress=NoProgress()))
+    return ExperimentResults(
+        PLAN, results, Runner(ResultCache(Path("nowhere")), None, device="cpu", seed=0, progress=NoProgress())
+    )
 
 
-def judged(id: str, given: Study[GateResult]) -> Judgement:
-    return CLAIMS[id].judge(given)
+def judged(id: str, given: ExperimentResults[GateResult]) -> CheckResult:
+    return CLAIMS[id].evaluate(given)
 
 
-def decision(id: str, given: Study[GateResult]) -> str:
+def decision(id: str, given: ExperimentResults[GateResult]) -> str:
     return judged(id, given).verdict.partition(":")[0]
 
 
@@ -275,77 +280,77 @@ def test_a_lead_is_over_a_static_network_that_costs_what_was_measured():
     halfway = {
         f"cost/gated/0.25/{trial}": made(90 + 5 * np.log(0.35) + 1 + noise(trial), 0.35) for trial in range(TRIALS)
     }
-    assert lead_at_equal_cost(study(halfway), "cost/gated/0.25") == pytest.approx([1, 1, 1])
+    assert lead_at_equal_cost(experiment(halfway), "cost/gated/0.25") == pytest.approx([1, 1, 1])
     cheaper = {f"cost/gated/0.12/{trial}": made(80.0, 0.06) for trial in range(TRIALS)}
     expected = [80 - (90 + 5 * np.log(0.12) + noise(trial)) for trial in range(TRIALS)]
-    assert lead_at_equal_cost(study(cheaper), "cost/gated/0.12") == pytest.approx(expected)
+    assert lead_at_equal_cost(experiment(cheaper), "cost/gated/0.12") == pytest.approx(expected)
 
 
 def test_gates_are_ahead_where_they_are_at_every_cost():
-    assert decision("cost-ahead", study(cost_gated=1.0)) == "holds"
-    assert judged("cost-ahead", study(cost_gated=1.0)).measured == pytest.approx(1.05)
-    some = study({f"cost/gated/0.12/{trial}": made(60.0, 0.12) for trial in range(TRIALS)}, cost_gated=1.0)
+    assert decision("cost-ahead", experiment(cost_gated=1.0)) == "holds"
+    assert judged("cost-ahead", experiment(cost_gated=1.0)).measured == pytest.approx(1.05)
+    some = experiment({f"cost/gated/0.12/{trial}": made(60.0, 0.12) for trial in range(TRIALS)}, cost_gated=1.0)
     assert judged("cost-ahead", some).verdict == "partly: clearly ahead at 2 of 3 costs"
-    assert decision("cost-ahead", study(cost_gated=-1.0)) == "fails"
+    assert decision("cost-ahead", experiment(cost_gated=-1.0)) == "fails"
 
 
 def test_half_of_the_work_may_cost_a_point():
     for lead, expected in ((3.0, "holds"), (0.0, "fails")):  # at half of the work static networks lose 3.5 points
-        assert decision("cost-lossless", study(cost_gated=lead)) == expected
+        assert decision("cost-lossless", experiment(cost_gated=lead)) == expected
     uneven = {f"cost/gated/0.5/{trial}": made(89.0 + trial - 1, 0.5) for trial in range(TRIALS)}
-    assert decision("cost-lossless", study(uneven)) == "partly"
+    assert decision("cost-lossless", experiment(uneven)) == "partly"
 
 
 def test_a_cost_is_met_within_five_percent():
-    assert decision("cost-met", study()) == "holds"
+    assert decision("cost-met", experiment()) == "holds"
     one = {"cost/gated/0.25/1": made(90.0, 0.25 * 1.06)}
-    assert judged("cost-met", study(one)).verdict == "partly: not in 1 of 9 runs"
-    assert judged("cost-met", study(one)).measured == pytest.approx(6)
+    assert judged("cost-met", experiment(one)).verdict == "partly: not in 1 of 9 runs"
+    assert judged("cost-met", experiment(one)).measured == pytest.approx(6)
     every = {f"cost/gated/{cost}/{trial}": made(90.0, 0.9 * cost) for cost in COSTS for trial in range(TRIALS)}
-    assert decision("cost-met", study(every)) == "fails"
+    assert decision("cost-met", experiment(every)) == "fails"
 
 
 def test_patterns_depend_on_the_data_where_half_of_the_channels_do():
-    def used(dynamic: float, *more: float) -> Study[GateResult]:
+    def used(dynamic: float, *more: float) -> ExperimentResults[GateResult]:
         shares = (dynamic, *more, dynamic, dynamic)[:TRIALS]
         usage = [np.array([[50.0, 50 - share, share]]) for share in shares]
-        return study({f"cost/gated/0.5/{t}": replace(made(90.0, 0.5), usage=usage[t]) for t in range(TRIALS)})
+        return experiment({f"cost/gated/0.5/{t}": replace(made(90.0, 0.5), usage=usage[t]) for t in range(TRIALS)})
 
-    assert judged("depends-on-data", study()).measured == 80
+    assert judged("depends-on-data", experiment()).measured == 80
     assert judged("depends-on-data", used(40)).verdict == "fails"
     assert judged("depends-on-data", used(40, 50)).interval == pytest.approx((29.0, 57.7), abs=0.1)
     assert decision("depends-on-data", used(40, 50)) == "partly"
 
 
 def test_gates_follow_the_class_where_classes_are_further_apart_than_images_of_one():
-    assert judged("gates-by-class", study()) == Judgement("holds", 2.0, (2.0, 2.0))
+    assert judged("gates-by-class", experiment()) == CheckResult("holds", 2.0, (2.0, 2.0))
     alike = {f"cost/gated/0.12/{trial}": replace(made(80.0, 0.12), between=0.1) for trial in range(TRIALS)}
-    assert decision("gates-by-class", study(alike)) == "fails"
+    assert decision("gates-by-class", experiment(alike)) == "fails"
 
 
 def test_a_widening_is_judged_against_vgg16_of_the_same_cost():
     for name in WIDENINGS:
         id = f"wide-{name.replace('_', '-')}"
         runs = {f"wide/gated/{name}/{trial}": made(92.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
-        assert decision(id, study(runs)) == "holds"
-        assert decision(id, study()) == "partly"
+        assert decision(id, experiment(runs)) == "holds"
+        assert decision(id, experiment()) == "partly"
         worse = {f"wide/gated/{name}/{trial}": made(88.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
-        assert decision(id, study(worse)) == "fails"
+        assert decision(id, experiment(worse)) == "fails"
         dearer = {key: replace(run, macs=1.2 * VGG16_MACS) for key, run in runs.items()}
-        assert judged(id, study(dearer)).verdict == "partly: ahead, at 1.20 times VGG-16's cost"
+        assert judged(id, experiment(dearer)).verdict == "partly: ahead, at 1.20 times VGG-16's cost"
 
 
 @pytest.mark.parametrize(("id", "kind"), [("wide-where", "gated"), ("wide-where-dense", "dense")])
 def test_where_channels_are_added_matters_if_the_best_widening_is_clearly_ahead(id: str, kind: str):
     runs = {f"wide/{kind}/w4_low/{trial}": made(92.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
-    assert judged(id, study(runs)).verdict.startswith("holds: W4-Low over ")
-    assert decision(id, study()) == "partly"
+    assert judged(id, experiment(runs)).verdict.startswith("holds: W4-Low over ")
+    assert decision(id, experiment()) == "partly"
 
 
 @pytest.mark.parametrize("name", REMEDIES)
 def test_a_remedy_is_judged_against_the_static_network(name: str):
-    def with_lead(lead: float) -> Study[GateResult]:
-        return study(
+    def with_lead(lead: float) -> ExperimentResults[GateResult]:
+        return experiment(
             {
                 f"remedy/{name}/{trial}": made(90 + 5 * np.log(REMEDY_COST) + lead + noise(trial), REMEDY_COST)
                 for trial in range(REMEDY_TRIALS)
@@ -355,20 +360,20 @@ def test_a_remedy_is_judged_against_the_static_network(name: str):
 
     id = f"remedy-{name}"
     assert [decision(id, with_lead(lead)) for lead in (1.0, -1.0)] == ["holds", "fails"]
-    assert judged(id, study()).verdict == "partly: undecided, 0 is in the interval"
+    assert judged(id, experiment()).verdict == "partly: undecided, 0 is in the interval"
     assert judged("remedies-help", with_lead(1.0)).measured == pytest.approx(1.95)
     assert judged("remedies-help", with_lead(1.0)).verdict == f"holds: {name}"
 
 
 def test_remedies_do_not_help_where_none_gains():
-    assert decision("remedies-help", study(cost_gated=2.0)) == "fails"
+    assert decision("remedies-help", experiment(cost_gated=2.0)) == "fails"
 
 
 # Charts
 
 
 def test_charts_show_accuracy_against_cost_gates_and_widenings():
-    drawn = {chart.id: chart for chart in charts({"best": study(cost_gated=1.0)})}
+    drawn = {chart.id: chart for chart in charts({"best": experiment(cost_gated=1.0)})}
     assert set(drawn) == {"accuracy-cost", "remedies", "gates-by-layer", "widenings"}
     [panel] = drawn["accuracy-cost"].panels
     assert [len(line.x) for line in panel.series] == [3, 4]
@@ -383,6 +388,6 @@ def test_charts_show_accuracy_against_cost_gates_and_widenings():
 
 
 def test_without_results_there_are_no_charts():
-    empty = replace(study(), results={})
+    empty = replace(experiment(), results={})
     assert charts({"best": empty, "print": empty}) == []
     assert charts({}) == []

@@ -21,17 +21,17 @@ from moesaic.data.cifar10 import CIFAR10_CLASSES
 from moesaic.fidelity import Fidelity
 from moesaic.insight.metrics import entropy_of_counts
 from moesaic.intervals import Estimate, mean
-from moesaic.papers.chen2022.image_cells import FROG, SHIP, ImageCell, ImageResult, TaskName, runs_of
-from moesaic.papers.chen2022.image_figures import NETWORKS, charts
+from moesaic.papers.chen2022.experiments_images import FROG, SHIP, ImageCell, ImageResult, TaskName, runs_of
+from moesaic.papers.chen2022.figures_images import NETWORKS, charts
 from moesaic.papers.chen2022.image_training import ImageSchedule
 from moesaic.papers.engine import claims
-from moesaic.papers.engine.claims import Judgement, at_least, at_most
+from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_most
 from moesaic.papers.engine.findings import Claim
 
-__all__ = ["NOTE", "TESTS", "charts", "plan"]
+__all__ = ["CHECKS", "NOTE", "charts", "plan"]
 
-Study = claims.Study[ImageResult]
-Test = claims.Test[ImageResult]
+ExperimentResults = claims.ExperimentResults[ImageResult]
+ClaimCheck = claims.ClaimCheck[ImageResult]
 Plan = claims.Plan[ImageResult]
 
 _PRINTED_EPOCHS: dict[TaskName, int] = {"cifar10": 200, "rotate": 50, "rotate-sharp": 50}
@@ -81,9 +81,9 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
     return cells
 
 
-def _lead(study: Study, task: TaskName, network: str) -> Estimate:
+def _lead(experiment: ExperimentResults, task: TaskName, network: str) -> Estimate:
     """How many points the mixture is ahead: with spread over trials, or with that of the test images alone."""
-    single, mixture = (runs_of(study, task, network, kind) for kind in ("single", "mixture"))
+    single, mixture = (runs_of(experiment, task, network, kind) for kind in ("single", "mixture"))
     return _estimate(
         [m.accuracy - s.accuracy for m, s in zip(mixture, single, strict=True)],
         [
@@ -122,13 +122,13 @@ def _length(task: TaskName, network: str, what: str) -> str:
     )
 
 
-def _ahead(task: TaskName, network: str, id: str, statement: str) -> Test:
+def _ahead(task: TaskName, network: str, id: str, statement: str) -> ClaimCheck:
     single, mixture = _PUBLISHED["rotate", network]
 
-    def judge(study: Study) -> Judgement:
-        found = _lead(study, task, network)
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        found = _lead(experiment, task, network)
         verdict = "holds" if found.low > 0 else "fails" if found.high < 0 else "partly: undecided, 0 is in the interval"
-        return Judgement(verdict, found.value, found.interval)
+        return CheckResult(verdict, found.value, found.interval)
 
     claim = Claim(
         id=f"table2-{id}-{network}",
@@ -139,12 +139,12 @@ def _ahead(task: TaskName, network: str, id: str, statement: str) -> Test:
         rule="Lead in test accuracy of the mixture over the single network of the same trial, in points. "
         f"{_length(task, network, 'accuracy')} Holds if the interval is above 0, fails if it is below.",
     )
-    return Test(claim, _needs(task, network), judge, fidelities=("print",))
+    return ClaimCheck(claim, _needs(task, network), evaluate, fidelities=("print",))
 
 
-def _why_low() -> Test:
-    def judge(study: Study) -> Judgement:
-        blurred, sharp = (runs_of(study, task, "cnn", "single") for task in ("rotate", "rotate-sharp"))
+def _why_low() -> ClaimCheck:
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        blurred, sharp = (runs_of(experiment, task, "cnn", "single") for task in ("rotate", "rotate-sharp"))
         lost = [b.accuracy - s.accuracy for b, s in zip(blurred, sharp, strict=True)]
         return at_least(mean(lost), 10.0)
 
@@ -158,15 +158,15 @@ def _why_low() -> Test:
         rule="Test accuracy of the single CNN with blurred images less that with sharp ones, in points, same trials. "
         f"{_length('rotate-sharp', 'cnn', 'accuracy')} Holds if the interval is at or above 10.",
     )
-    needs = ("images/rotate/cnn/single/", "images/rotate-sharp/cnn/single/")
-    return Test(claim, needs, judge, fidelities=("print",))
+    cell_prefixes = ("images/rotate/cnn/single/", "images/rotate-sharp/cnn/single/")
+    return ClaimCheck(claim, cell_prefixes, evaluate, fidelities=("print",))
 
 
-def _level(network: str) -> Test:
+def _level(network: str) -> ClaimCheck:
     single, mixture = _PUBLISHED["cifar10", network]
 
-    def judge(study: Study) -> Judgement:
-        found = _lead(study, "cifar10", network)
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        found = _lead(experiment, "cifar10", network)
         if found.low >= -1 and found.high <= 1:
             verdict = "holds"
         elif found.low > 1:
@@ -175,7 +175,7 @@ def _level(network: str) -> Test:
             verdict = "fails: the mixture is behind by more than a point"
         else:
             verdict = "partly: undecided, the interval reaches beyond one point"
-        return Judgement(verdict, found.value, found.interval)
+        return CheckResult(verdict, found.value, found.interval)
 
     claim = Claim(
         id=f"table2-cifar10-{network}",
@@ -187,14 +187,14 @@ def _level(network: str) -> Test:
         f"{_length('cifar10', network, 'accuracy')} Holds if the interval is within one point of 0, fails if it is all "
         "outside.",
     )
-    return Test(claim, _needs("cifar10", network), judge, fidelities=("print",))
+    return ClaimCheck(claim, _needs("cifar10", network), evaluate, fidelities=("print",))
 
 
-def _clusters() -> Test:
+def _clusters() -> ClaimCheck:
     limit = 0.95 * math.log(len(CIFAR10_CLASSES))
 
-    def judge(study: Study) -> Judgement:
-        runs = runs_of(study, "rotate", "resnet18", "mixture")
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        runs = runs_of(experiment, "rotate", "resnet18", "mixture")
         counts = [torch.from_numpy(run.dispatch.sum(0)) for run in runs]
         return at_most(
             _estimate([entropy_of_counts(each) for each in counts], [_entropy_variance(c) for c in counts]), limit
@@ -212,7 +212,7 @@ def _clusters() -> Test:
         "that of a dispatch that is blind to the class, fails if it is above. The paper shows t-SNE without a number; "
         "here the dispatch decides, since embeddings of different experts lie apart whatever they are dealt.",
     )
-    return Test(claim, ("images/rotate/resnet18/mixture/",), judge, fidelities=("print",))
+    return ClaimCheck(claim, ("images/rotate/resnet18/mixture/",), evaluate, fidelities=("print",))
 
 
 def _entropy_variance(counts: Tensor) -> float:
@@ -223,9 +223,9 @@ def _entropy_variance(counts: Tensor) -> float:
     return float((p * (surprise - average) ** 2).sum() / counts.sum())
 
 
-def _frog_and_ship() -> Test:
-    def judge(study: Study) -> Judgement:
-        runs = runs_of(study, "rotate", "resnet18", "mixture")
+def _frog_and_ship() -> ClaimCheck:
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        runs = runs_of(experiment, "rotate", "resnet18", "mixture")
         turned = [run.dispatch[1, [FROG, SHIP]] for run in runs]  # (2, E) of frogs and ships
         apart = [int(each[0].argmax()) != int(each[1].argmax()) for each in turned]
         shares = [100 * float((each.max(1) / each.sum(1)).min()) for each in turned]
@@ -236,7 +236,7 @@ def _frog_and_ship() -> Test:
         verdict = (
             "fails: most frogs and most ships go to the same expert" if not any(apart) else "partly: not in every trial"
         )
-        return Judgement(verdict, found.measured, found.interval)
+        return CheckResult(verdict, found.measured, found.interval)
 
     claim = Claim(
         id="fig7-frog-ship",
@@ -249,7 +249,7 @@ def _frog_and_ship() -> Test:
         f"ships, whichever is less. {_length('rotate', 'resnet18', 'dispatch')} Holds if the two experts differ in "
         "every trial and the interval is at or above 50 %, fails if they never differ or the interval is below.",
     )
-    return Test(claim, ("images/rotate/resnet18/mixture/",), judge, fidelities=("print",))
+    return ClaimCheck(claim, ("images/rotate/resnet18/mixture/",), evaluate, fidelities=("print",))
 
 
 def _needs(task: TaskName, network: str) -> tuple[str, str]:
@@ -258,7 +258,7 @@ def _needs(task: TaskName, network: str) -> tuple[str, str]:
 
 _SHARP = "The same where training images are blurred and test images are not, as in the authors' code"
 
-TESTS: tuple[Test, ...] = (
+CHECKS: tuple[ClaimCheck, ...] = (
     *(
         _ahead("rotate", network, "rotate", "On CIFAR-10-Rotate a mixture of four beats a single network")
         for network in NETWORKS

@@ -15,13 +15,19 @@ from numpy.typing import NDArray
 from moesaic.fidelity import Fidelity
 from moesaic.insight import DispatchTable
 from moesaic.intervals import mean
-from moesaic.papers.chen2022.language_cells import EXPERTS, LanguageCell, LanguageResult, Study, Test
+from moesaic.papers.chen2022.experiments_language import (
+    EXPERTS,
+    ClaimCheck,
+    ExperimentResults,
+    LanguageCell,
+    LanguageResult,
+)
 from moesaic.papers.chen2022.tsne import in_plane
-from moesaic.papers.engine.claims import Judgement, at_least, at_most
+from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_most
 from moesaic.papers.engine.findings import Claim
 from moesaic.report.chart import Chart, Counts, Group, Marker, Panel, Points, Series
 
-__all__ = ["NOTE", "PUBLISHED", "TESTS", "charts", "plan"]
+__all__ = ["CHECKS", "NOTE", "PUBLISHED", "charts", "plan"]
 
 PUBLISHED = DispatchTable(
     ("English", "French", "Russian"), ((1374, 3745, 2999, 31882), (23470, 3335, 13182, 13), (833, 9405, 7723, 39))
@@ -57,22 +63,22 @@ def plan(preset: str, fidelity: Fidelity) -> dict[str, LanguageCell]:
     return {_CELL: LanguageCell() if fidelity == "print" else released}
 
 
-def _lead(study: Study) -> Judgement:
-    single, mixture = study.results[_CELL].accuracy.T
+def _lead(experiment: ExperimentResults) -> CheckResult:
+    single, mixture = experiment.results[_CELL].accuracy.T
     return at_least(mean(mixture - single), 0.0)
 
 
-def _mixed(study: Study) -> Judgement:
-    tables = study.results[_CELL].dispatch
+def _mixed(experiment: ExperimentResults) -> CheckResult:
+    tables = experiment.results[_CELL].dispatch
     return at_most(mean([table.entropy / table.cluster_entropy for table in tables]), round(_BLIND, 3))
 
 
-def _clustered(study: Study) -> Judgement:
-    return at_least(mean(study.results[_CELL].purity), _PURE)
+def _clustered(experiment: ExperimentResults) -> CheckResult:
+    return at_least(mean(experiment.results[_CELL].purity), _PURE)
 
 
-TESTS: tuple[Test, ...] = (
-    Test(
+CHECKS: tuple[ClaimCheck, ...] = (
+    ClaimCheck(
         Claim(
             "table10-language",
             "chen2022",
@@ -86,7 +92,7 @@ TESTS: tuple[Test, ...] = (
         (_CELL,),
         _lead,
     ),
-    Test(
+    ClaimCheck(
         Claim(
             "table11-by-language",
             "chen2022",
@@ -102,7 +108,7 @@ TESTS: tuple[Test, ...] = (
         (_CELL,),
         _mixed,
     ),
-    Test(
+    ClaimCheck(
         Claim(
             "fig8-languages",
             "chen2022",
@@ -120,9 +126,13 @@ TESTS: tuple[Test, ...] = (
 )
 
 
-def charts(studies: Mapping[Fidelity, Study]) -> list[Chart]:
+def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
     """Tables 10 and 11 and Figure 8, where there are results."""
-    results = {_TITLES[each]: study.results[_CELL] for each, study in studies.items() if _CELL in study.results}
+    results = {
+        _TITLES[each]: experiment.results[_CELL]
+        for each, experiment in experiments.items()
+        if _CELL in experiment.results
+    }
     return [_accuracies(results), _dispatch(results), _clusters(results)] if results else []
 
 

@@ -9,13 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate, mean, percentage
-from moesaic.papers.chen2022.cluster_data import ClusterSetting
-from moesaic.papers.chen2022.synthetic_cells import Study, Test, claim
-from moesaic.papers.chen2022.synthetic_plan import ACTIVATIONS, SETTINGS
-from moesaic.papers.engine.analytic_experiment import Measured
-from moesaic.papers.engine.claims import Judgement, at_least, at_most
+from moesaic.papers.chen2022.data.synthetic_clusters import ClusterSetting
+from moesaic.papers.chen2022.experiments_synthetic import ACTIVATIONS, SETTINGS, ClaimCheck, ExperimentResults, claim
+from moesaic.papers.engine.cells import CellArrays
+from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_most
 
-__all__ = ["PUBLISHED", "TESTS", "entropies", "final_entropy", "final_table", "purity"]
+__all__ = ["CHECKS", "PUBLISHED", "entropies", "final_entropy", "final_table", "purity"]
 
 Array = NDArray[np.float64]
 
@@ -54,20 +53,20 @@ def purity(tables: Array) -> Array:
     return 100 * tables.max(axis=-2).sum(axis=-1) / tables.sum(axis=(-2, -1))
 
 
-def final_table(study: Study, name: str) -> Array:
+def final_table(experiment: ExperimentResults, name: str) -> Array:
     """(T, K, E): as released of training samples in the last step, noise included; as printed of test samples."""
-    return study.results[name]["train_dispatch" if study.fidelity == "released" else "test_dispatch"]
+    return experiment.results[name]["train_dispatch" if experiment.fidelity == "released" else "test_dispatch"]
 
 
-def final_entropy(study: Study, name: str) -> Array:
+def final_entropy(experiment: ExperimentResults, name: str) -> Array:
     """(T,) after training, as the fidelity measures it."""
-    return entropies(final_table(study, name))
+    return entropies(final_table(experiment, name))
 
 
-def _settings(study: Study, prefix: str) -> dict[int, str]:
+def _settings(experiment: ExperimentResults, prefix: str) -> dict[int, str]:
     """The settings for which there are results, with the names of their cells."""
     names = {int(str(setting)): f"{prefix}/s{setting}" for setting in SETTINGS}
-    return {setting: name for setting, name in names.items() if name in study.results}
+    return {setting: name for setting, name in names.items() if name in experiment.results}
 
 
 def _least(estimates: list[Estimate]) -> Estimate:
@@ -78,14 +77,14 @@ def _most(estimates: list[Estimate]) -> Estimate:
     return max(estimates, key=lambda each: each.value)
 
 
-def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
+def _mixture_accuracy(kind: str, setting: ClusterSetting) -> ClaimCheck:
     printed = PUBLISHED[f"moe/{kind}"][int(str(setting)) - 1]
     assert isinstance(printed, tuple)
     published, deviation = printed
     name = f"moe/{kind}/s{setting}"
 
-    def judge(study: Study) -> Judgement:
-        found = percentage(study.results[name]["accuracy"])
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        found = percentage(experiment.results[name]["accuracy"])
         low, high = published - 2 * deviation, published + 2 * deviation
         if found.high < low:
             verdict = "fails: it is less accurate"
@@ -93,7 +92,7 @@ def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
             verdict = "partly: undecided, the interval is too long"
         else:
             verdict = "holds" if found.low <= high else "partly: it is more accurate than published"
-        return Judgement(verdict, found.value, found.interval)
+        return CheckResult(verdict, found.value, found.interval)
 
     described = claim(
         f"table1-{_NAMES[kind]}-s{setting}",
@@ -103,14 +102,14 @@ def _mixture_accuracy(kind: str, setting: ClusterSetting) -> Test:
         "Mean over trials, in percent. Holds if the interval meets the published mean ± two published standard "
         "deviations and is at most four of them and two points long, fails if it lies below, else partly.",
     )
-    return Test(described, (name,), judge)
+    return ClaimCheck(described, (name,), evaluate)
 
 
-def _entropy_test(kind: str) -> Test:
+def _entropy_test(kind: str) -> ClaimCheck:
     linear = kind == "identity"
 
-    def judge(study: Study) -> Judgement:
-        found = [mean(final_entropy(study, name)) for name in _settings(study, f"moe/{kind}").values()]
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        found = [mean(final_entropy(experiment, name)) for name in _settings(experiment, f"moe/{kind}").values()]
         return at_least(_least(found), _MOST / 2) if linear else at_most(_most(found), 0.25)
 
     values = [each[0] for each in PUBLISHED[f"entropy/{kind}"] if isinstance(each, tuple)]
@@ -126,29 +125,29 @@ def _entropy_test(kind: str) -> Test:
         + ("Holds if the interval is above half of that." if linear else "Holds if the interval is below 0.25.")
         + " As printed: test samples, without noise; as released: training samples in the last step, with noise.",
     )
-    return Test(described, (f"moe/{kind}/",), judge)
+    return ClaimCheck(described, (f"moe/{kind}/",), evaluate)
 
 
-def _leads(study: Study, ahead: str, behind: str) -> list[Estimate]:
+def _leads(experiment: ExperimentResults, ahead: str, behind: str) -> list[Estimate]:
     """In each setting the lead in accuracy, trial by trial; of the trials that both have."""
-    theirs = _settings(study, behind)
+    theirs = _settings(experiment, behind)
     found: list[Estimate] = []
-    for setting, name in _settings(study, ahead).items():
+    for setting, name in _settings(experiment, ahead).items():
         if setting in theirs:
-            one, other = study.results[name]["accuracy"], study.results[theirs[setting]]["accuracy"]
+            one, other = experiment.results[name]["accuracy"], experiment.results[theirs[setting]]["accuracy"]
             both = min(len(one), len(other))
             found.append(mean(one[:both] - other[:both]))
     return found
 
 
-def _ahead_everywhere(leads: list[Estimate]) -> Judgement:
+def _ahead_everywhere(leads: list[Estimate]) -> CheckResult:
     least = _least(leads)
     clear, behind = sum(lead.low > 0 for lead in leads), sum(lead.high < 0 for lead in leads)
     if clear == len(leads):
         verdict = "holds"
     else:
         verdict = "fails" if behind else f"partly: clearly ahead in {clear} of {len(leads)} comparisons"
-    return Judgement(verdict, least.value, least.interval)
+    return CheckResult(verdict, least.value, least.interval)
 
 
 _AHEAD = (
@@ -157,48 +156,48 @@ _AHEAD = (
 )
 
 
-def _single_names(study: Study) -> list[str]:
-    return sorted({name.rpartition("/")[0] for name in study.results if name.startswith("single/")})
+def _single_names(experiment: ExperimentResults) -> list[str]:
+    return sorted({name.rpartition("/")[0] for name in experiment.results if name.startswith("single/")})
 
 
-def _nonlinear_ahead(study: Study) -> Judgement:
-    return _ahead_everywhere(_leads(study, "moe/cubic", "moe/identity"))
+def _nonlinear_ahead(experiment: ExperimentResults) -> CheckResult:
+    return _ahead_everywhere(_leads(experiment, "moe/cubic", "moe/identity"))
 
 
-def _singles_behind(study: Study) -> Judgement:
+def _singles_behind(experiment: ExperimentResults) -> CheckResult:
     return _ahead_everywhere(
         [
             lead
             for kind in ("moe/cubic", "moe/identity")
-            for single in _single_names(study)
-            for lead in _leads(study, kind, single)
+            for single in _single_names(experiment)
+            for lead in _leads(experiment, kind, single)
         ]
     )
 
 
-def _balanced_behind(study: Study) -> Judgement:
-    return _ahead_everywhere(_leads(study, "moe/cubic", "balanced/identity"))
+def _balanced_behind(experiment: ExperimentResults) -> CheckResult:
+    return _ahead_everywhere(_leads(experiment, "moe/cubic", "balanced/identity"))
 
 
-def _balance_helps(study: Study) -> Judgement:
-    gains = _leads(study, "balanced/identity", "moe/identity")
+def _balance_helps(experiment: ExperimentResults) -> CheckResult:
+    gains = _leads(experiment, "balanced/identity", "moe/identity")
     most = _most(gains)
     found = at_most(most, 2.0)
     return replace(found, verdict="fails: it does help") if found.verdict == "fails" else found
 
 
-def _overfits(study: Study) -> Judgement:
-    return _ahead_everywhere(_leads(study, "single/cubic-128", "single/cubic-512"))
+def _overfits(experiment: ExperimentResults) -> CheckResult:
+    return _ahead_everywhere(_leads(experiment, "single/cubic-128", "single/cubic-512"))
 
 
-def _gap(published: Mapping[str, float], margin: float) -> Callable[[Study], Judgement]:
+def _gap(published: Mapping[str, float], margin: float) -> Callable[[ExperimentResults], CheckResult]:
     """Judge single networks, for which the paper has no deviations, by how far their accuracies are off."""
 
-    def judge(study: Study) -> Judgement:
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
         gaps = [
-            abs(float(study.results[name]["accuracy"].mean()) - value)
+            abs(float(experiment.results[name]["accuracy"].mean()) - value)
             for name, value in published.items()
-            if name in study.results
+            if name in experiment.results
         ]
         near = sum(gap <= margin for gap in gaps)
         if near == len(gaps):
@@ -207,9 +206,9 @@ def _gap(published: Mapping[str, float], margin: float) -> Callable[[Study], Jud
             verdict = (
                 f"partly: {near} of {len(gaps)} are" if 2 * near >= len(gaps) else f"fails: {near} of {len(gaps)} are"
             )
-        return Judgement(verdict, float(np.median(gaps)))
+        return CheckResult(verdict, float(np.median(gaps)))
 
-    return judge
+    return evaluate
 
 
 _GAP_RULE = (
@@ -234,19 +233,19 @@ def _by_activation(table: str, suffix: str = "") -> dict[str, float]:
     return {f"{table}/{name}{suffix}": value for name, value in pairs if isinstance(value, float)}
 
 
-def _below_the_bound(prefix: str) -> Callable[[Study], Judgement]:
-    def judge(study: Study) -> Judgement:
-        found = [percentage(each["accuracy"]) for name, each in study.results.items() if name.startswith(prefix)]
+def _below_the_bound(prefix: str) -> Callable[[ExperimentResults], CheckResult]:
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        found = [percentage(each["accuracy"]) for name, each in experiment.results.items() if name.startswith(prefix)]
         return at_most(_most(found), 87.5)
 
-    return judge
+    return evaluate
 
 
-def _dispatch_test(kind: str) -> Test:
+def _dispatch_test(kind: str) -> ClaimCheck:
     linear = kind == "identity"
 
-    def judge(study: Study) -> Judgement:
-        found = percentage(purity(final_table(study, f"moe/{kind}/s1")))
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        found = percentage(purity(final_table(experiment, f"moe/{kind}/s1")))
         return at_most(found, 60.0) if linear else at_least(found, 99.0)
 
     described = claim(
@@ -260,19 +259,19 @@ def _dispatch_test(kind: str) -> Test:
         "Percentage of samples in setting 1 whose expert works mostly on their cluster, mean over trials; 25 to 35 if "
         "experts know no clusters. " + ("Holds if the interval is below 60." if linear else "Holds if it is above 99."),
     )
-    return Test(described, (f"moe/{kind}/s1",), judge)
+    return ClaimCheck(described, (f"moe/{kind}/s1",), evaluate)
 
 
-def _track_entropy(result: Measured) -> Array:
+def _track_entropy(result: CellArrays) -> Array:
     """(T, S)."""
     return entropies(result["track_dispatch"])
 
 
-def _entropy_over_training(kind: str) -> Test:
+def _entropy_over_training(kind: str) -> ClaimCheck:
     linear = kind == "identity"
 
-    def judge(study: Study) -> Judgement:
-        tracks = [_track_entropy(study.results[f"moe/{kind}/s{setting}"]) for setting in (1, 2)]
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        tracks = [_track_entropy(experiment.results[f"moe/{kind}/s{setting}"]) for setting in (1, 2)]
         kept = [mean(track[:, -1] / track[:, 0]) for track in tracks]
         return at_least(_least(kept), 0.5) if linear else at_most(_most(kept), 0.25)
 
@@ -288,57 +287,57 @@ def _entropy_over_training(kind: str) -> Test:
         "the setting (1 or 2) that is worse for the claim. "
         + ("Holds if the interval is above 0.5." if linear else "Holds if the interval is below 0.25."),
     )
-    return Test(described, names, judge)
+    return ClaimCheck(described, names, evaluate)
 
 
-def _used(result: Measured) -> NDArray[np.bool_]:
+def _used(result: CellArrays) -> NDArray[np.bool_]:
     """(T, E): experts that get at least one in a hundred samples at the end."""
     load = result["track_dispatch"][:, -1].sum(axis=1)
     return load >= 0.01 * load.sum(axis=1, keepdims=True)
 
 
-def _per_trial(result: Measured, over: Array, under: Array) -> Array:
+def _per_trial(result: CellArrays, over: Array, under: Array) -> Array:
     """(T,): the mean over the used experts of the ratio of two values (T, E)."""
     used = _used(result)
     return np.divide(over, under, out=np.zeros_like(over), where=used).sum(axis=1) / used.sum(axis=1)
 
 
-def _second_signal(result: Measured) -> Array:
+def _second_signal(result: CellArrays) -> Array:
     """(T,): an expert's second-largest inner product with a feature signal over its largest."""
     ordered = np.sort(result["track_expert_feature"][:, -1], axis=-1)
     return _per_trial(result, ordered[..., -2], ordered[..., -1])
 
 
-def _ratio(result: Measured, over: str, under: str) -> Array:
+def _ratio(result: CellArrays, over: str, under: str) -> Array:
     """(T,): the largest inner product with the one kind of signal over that with the other."""
     return _per_trial(result, result[over][:, -1].max(axis=-1), result[under][:, -1].max(axis=-1))
 
 
-def _inner_products() -> list[Test]:
+def _inner_products() -> list[ClaimCheck]:
     third = 1 / 3
 
-    def single_feature(study: Study) -> Judgement:
-        return at_most(mean(_second_signal(study.results["moe/cubic/s1"])), third)
+    def single_feature(experiment: ExperimentResults) -> CheckResult:
+        return at_most(mean(_second_signal(experiment.results["moe/cubic/s1"])), third)
 
-    def small(over: str, under: str) -> Callable[[Study], Judgement]:
-        return lambda study: at_most(mean(_ratio(study.results["moe/cubic/s1"], over, under)), third)
+    def small(over: str, under: str) -> Callable[[ExperimentResults], CheckResult]:
+        return lambda experiment: at_most(mean(_ratio(experiment.results["moe/cubic/s1"], over, under)), third)
 
-    def many_signals(study: Study) -> Judgement:
-        result = study.results["moe/identity/s1"]
+    def many_signals(experiment: ExperimentResults) -> CheckResult:
+        result = experiment.results["moe/identity/s1"]
         feature = _second_signal(result)
         centre = _ratio(result, "track_expert_centre", "track_expert_feature")
         return at_least(_least([mean(feature), mean(centre)]), third)
 
-    def router_features(study: Study) -> Judgement:
-        result = study.results["moe/identity/s1"]
+    def router_features(experiment: ExperimentResults) -> CheckResult:
+        result = experiment.results["moe/identity/s1"]
         feature, centre = (result[f"track_router_{kind}"][:, -1].max(axis=(1, 2)) for kind in ("feature", "centre"))
         found, larger, trials = mean(feature / centre), int((feature > centre).sum()), len(feature)
         some = f"partly: in {larger} of {trials} trials" if larger else "fails"
-        return Judgement("holds" if 2 * larger > trials else some, found.value, found.interval)
+        return CheckResult("holds" if 2 * larger > trials else some, found.value, found.interval)
 
     end = "Inner products after training in setting 1, mean over trials and experts with at least 1 % of the samples. "
     return [
-        Test(
+        ClaimCheck(
             claim(
                 "fig4-one-feature",
                 "Figure 4",
@@ -349,7 +348,7 @@ def _inner_products() -> list[Test]:
             ("moe/cubic/s1",),
             single_feature,
         ),
-        Test(
+        ClaimCheck(
             claim(
                 "fig4-no-centres",
                 "Figure 4",
@@ -361,7 +360,7 @@ def _inner_products() -> list[Test]:
             ("moe/cubic/s1",),
             small("track_expert_centre", "track_expert_feature"),
         ),
-        Test(
+        ClaimCheck(
             claim(
                 "fig4-router-centres",
                 "Figure 4",
@@ -373,7 +372,7 @@ def _inner_products() -> list[Test]:
             ("moe/cubic/s1",),
             small("track_router_feature", "track_router_centre"),
         ),
-        Test(
+        ClaimCheck(
             claim(
                 "fig5-many-signals",
                 "Figure 5",
@@ -386,7 +385,7 @@ def _inner_products() -> list[Test]:
             ("moe/identity/s1",),
             many_signals,
         ),
-        Test(
+        ClaimCheck(
             claim(
                 "fig5-router-features",
                 "Figure 5",
@@ -403,12 +402,12 @@ def _inner_products() -> list[Test]:
     ]
 
 
-def _steps_needed(study: Study) -> Judgement:
+def _steps_needed(experiment: ExperimentResults) -> CheckResult:
     """Steps to 95 % accuracy in the slowest setting; a trial that never gets there counts with all its steps."""
     needed: list[Estimate] = []
     never = trials = 0
-    for name in _settings(study, "moe/cubic").values():
-        result = study.results[name]
+    for name in _settings(experiment, "moe/cubic").values():
+        result = experiment.results[name]
         there = result["track_probe_accuracy"] >= 95
         steps = np.where(there.any(axis=1), result["track_steps"][there.argmax(axis=1)], result["track_steps"][-1])
         needed.append(mean(steps))
@@ -420,23 +419,26 @@ def _steps_needed(study: Study) -> Judgement:
     return replace(found, verdict=f"{'fails' if never == trials else 'partly'}: {missed}")
 
 
-def _figure_1(study: Study) -> Judgement:
+def _figure_1(experiment: ExperimentResults) -> CheckResult:
     """The nonlinear mixture's entropy below half of the most, and the linear one's above."""
-    gap = mean(final_entropy(study, "figure1/identity") - final_entropy(study, "figure1/cubic"))
-    nonlinear, linear = mean(final_entropy(study, "figure1/cubic")), mean(final_entropy(study, "figure1/identity"))
+    gap = mean(final_entropy(experiment, "figure1/identity") - final_entropy(experiment, "figure1/cubic"))
+    nonlinear, linear = (
+        mean(final_entropy(experiment, "figure1/cubic")),
+        mean(final_entropy(experiment, "figure1/identity")),
+    )
     found, missed = nonlinear.high < _MOST / 2, linear.low > _MOST / 2
     if found and missed:
         verdict = "holds"
     else:
         verdict = "fails" if gap.high <= 0 else f"partly: entropy {nonlinear.value:.2f} against {linear.value:.2f}"
-    return Judgement(verdict, gap.value, gap.interval)
+    return CheckResult(verdict, gap.value, gap.interval)
 
 
-TESTS: tuple[Test, ...] = (
+CHECKS: tuple[ClaimCheck, ...] = (
     *(_mixture_accuracy(kind, setting) for kind in ("cubic", "identity") for setting in SETTINGS),
     _entropy_test("cubic"),
     _entropy_test("identity"),
-    Test(
+    ClaimCheck(
         claim(
             "table1-nonlinear-ahead",
             "Table 1",
@@ -448,7 +450,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/", "moe/identity/"),
         _nonlinear_ahead,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table3-singles-behind",
             "Table 3",
@@ -460,7 +462,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/", "moe/identity/", "single/"),
         _singles_behind,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table3-singles",
             "Table 3",
@@ -472,7 +474,7 @@ TESTS: tuple[Test, ...] = (
         _gap(_table_3_singles(), 5.0),
         full_only=True,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table3-overfits",
             "Table 3",
@@ -486,7 +488,7 @@ TESTS: tuple[Test, ...] = (
     ),
     _dispatch_test("cubic"),
     _dispatch_test("identity"),
-    Test(
+    ClaimCheck(
         claim(
             "table7-bound",
             "Table 7",
@@ -499,7 +501,7 @@ TESTS: tuple[Test, ...] = (
         ("table7/",),
         _below_the_bound("table7/"),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table7-values",
             "Table 7",
@@ -511,7 +513,7 @@ TESTS: tuple[Test, ...] = (
         _gap(_by_activation("table7"), 3.0),
         full_only=True,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table8-bound",
             "Table 8",
@@ -523,7 +525,7 @@ TESTS: tuple[Test, ...] = (
         ("table8/",),
         _below_the_bound("table8/"),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table8-values",
             "Table 8",
@@ -534,7 +536,7 @@ TESTS: tuple[Test, ...] = (
         ("table8/",),
         _gap({**_by_activation("table8", "/s1"), **_by_activation("table8", "/s2")}, 3.0),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table9-behind",
             "Table 9",
@@ -546,7 +548,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/", "balanced/identity/"),
         _balanced_behind,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "table9-no-key",
             "Table 9",
@@ -559,7 +561,7 @@ TESTS: tuple[Test, ...] = (
         ("balanced/identity/", "moe/identity/"),
         _balance_helps,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "fig3-steps",
             "Figure 3",
@@ -574,7 +576,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/",),
         _steps_needed,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "fig1-clusters",
             "Figure 1",

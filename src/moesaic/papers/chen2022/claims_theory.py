@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate, mean, percentage
-from moesaic.papers.chen2022.synthetic_cells import Study, Test, claim
-from moesaic.papers.engine.analytic_experiment import Measured
-from moesaic.papers.engine.claims import Judgement, at_least
+from moesaic.papers.chen2022.experiments_synthetic import ClaimCheck, ExperimentResults, claim
+from moesaic.papers.engine.cells import CellArrays
+from moesaic.papers.engine.decision_rules import CheckResult, at_least
 
-__all__ = ["TESTS"]
+__all__ = ["CHECKS"]
 
 Array = NDArray[np.float64]
 
@@ -19,44 +19,44 @@ GOOD = 95.0
 """An accuracy that passes for "error o(1)", which has no number."""
 
 
-def _tight(study: Study) -> Judgement:
-    found = percentage(study.results["theory/additive/s3"]["accuracy"])
+def _tight(experiment: ExperimentResults) -> CheckResult:
+    found = percentage(experiment.results["theory/additive/s3"]["accuracy"])
     inside = found.low <= 87.5 <= found.high
-    return Judgement("holds" if inside else "fails", found.value, found.interval)
+    return CheckResult("holds" if inside else "fails", found.value, found.interval)
 
 
-def _uncovered(study: Study) -> Judgement:
-    found = percentage(study.results["theory/additive/s1"]["accuracy"])
+def _uncovered(experiment: ExperimentResults) -> CheckResult:
+    found = percentage(experiment.results["theory/additive/s1"]["accuracy"])
     verdict = "holds" if found.high <= 87.5 else "fails: an additive classifier does better there"
-    return Judgement(verdict if found.low > 87.5 or found.high <= 87.5 else "partly", found.value, found.interval)
+    return CheckResult(verdict if found.low > 87.5 or found.high <= 87.5 else "partly", found.value, found.interval)
 
 
-def _smooth(study: Study) -> Judgement:
-    result = study.results["theory/smoothing"]
+def _smooth(experiment: ExperimentResults) -> CheckResult:
+    result = experiment.results["theory/smoothing"]
     steepest = np.maximum(result["random"], result["made"])
     share = float((steepest / result["experts"] ** 2).max())
-    return Judgement("holds" if share <= 1 else "fails", share)
+    return CheckResult("holds" if share <= 1 else "fails", share)
 
 
-def _smoother(study: Study) -> Judgement:
-    result = study.results["theory/smoothing"]
+def _smoother(experiment: ExperimentResults) -> CheckResult:
+    result = experiment.results["theory/smoothing"]
     steepest = float(np.maximum(result["random"], result["made"]).max())
     if steepest > 2 * (1 + 1e-9):
-        return Judgement("fails", steepest)
-    return Judgement("holds" if steepest >= 1.98 else "partly: it holds, but is not attained", steepest)
+        return CheckResult("fails", steepest)
+    return CheckResult("holds" if steepest >= 1.98 else "partly: it holds, but is not attained", steepest)
 
 
-def _trained(study: Study) -> Judgement:
-    errors = study.results["moe/cubic/s3"]["errors"]
-    samples = study.results["moe/cubic/s3"]["train_dispatch"].sum(axis=(1, 2))
+def _trained(experiment: ExperimentResults) -> CheckResult:
+    errors = experiment.results["moe/cubic/s3"]["errors"]
+    samples = experiment.results["moe/cubic/s3"]["train_dispatch"].sum(axis=(1, 2))
     found = percentage(100 * (1 - errors / samples))
     zero = int((errors == 0).sum())
     verdict = "holds" if zero == len(errors) else f"partly: zero in {zero} of {len(errors)} trials"
-    return Judgement(verdict if found.value >= 99 else "fails", found.value, found.interval)
+    return CheckResult(verdict if found.value >= 99 else "fails", found.value, found.interval)
 
 
-def _generalises(study: Study) -> Judgement:
-    return at_least(percentage(study.results["moe/cubic/s3"]["accuracy"]), 99.0)
+def _generalises(experiment: ExperimentResults) -> CheckResult:
+    return at_least(percentage(experiment.results["moe/cubic/s3"]["accuracy"]), 99.0)
 
 
 def _own(accuracy: Array, groups: Array) -> Array:
@@ -69,17 +69,17 @@ def _others(accuracy: Array, groups: Array) -> Array:
     return (accuracy.sum(axis=2) - _own(accuracy, groups)) / (accuracy.shape[2] - 1)
 
 
-def _experts_good(study: Study) -> Judgement:
-    result = study.results["moe/cubic/s3"]
+def _experts_good(experiment: ExperimentResults) -> CheckResult:
+    result = experiment.results["moe/cubic/s3"]
     good = 100 * _own(result["expert_accuracy"], result["groups"]) >= GOOD
     return at_least(percentage(100 * good.mean(axis=1)), GOOD)
 
 
-def _routed_well(study: Study) -> Judgement:
-    return at_least(percentage(_to_own_group(study.results["moe/cubic/s3"])), 99.0)
+def _routed_well(experiment: ExperimentResults) -> CheckResult:
+    return at_least(percentage(_to_own_group(experiment.results["moe/cubic/s3"])), 99.0)
 
 
-def _to_own_group(result: Measured) -> Array:
+def _to_own_group(result: CellArrays) -> Array:
     """(T,): the percentage of test samples that go to an expert of their cluster's group."""
     tables = result["test_dispatch"]
     clusters = np.arange(tables.shape[1], dtype=np.float64)
@@ -87,33 +87,33 @@ def _to_own_group(result: Measured) -> Array:
     return 100 * (tables * belongs).sum(axis=(1, 2)) / tables.sum(axis=(1, 2))
 
 
-def _groups_filled(study: Study) -> Judgement:
-    groups = study.results["moe/cubic/s3"]["groups"]
+def _groups_filled(experiment: ExperimentResults) -> CheckResult:
+    groups = experiment.results["moe/cubic/s3"]["groups"]
     filled = np.array([len(set(trial)) == CLUSTERS for trial in groups.tolist()], dtype=float)
     found = percentage(100 * filled)
     full = int(filled.sum())
     verdict = "holds" if full == len(filled) else f"partly: in {full} of {len(filled)} trials" if full else "fails"
-    return Judgement(verdict, found.value, found.interval)
+    return CheckResult(verdict, found.value, found.interval)
 
 
-def _allowed_start(study: Study) -> Judgement:
-    return at_least(percentage(study.results["init/0.3"]["accuracy"]), 99.0)
+def _allowed_start(experiment: ExperimentResults) -> CheckResult:
+    return at_least(percentage(experiment.results["init/0.3"]["accuracy"]), 99.0)
 
 
-def _explored_own(study: Study) -> Judgement:
-    result = study.results["moe/cubic/s3"]
+def _explored_own(experiment: ExperimentResults) -> CheckResult:
+    result = experiment.results["moe/cubic/s3"]
     return at_least(percentage(100 * _own(result["explored_accuracy"], result["groups"]).mean(axis=1)), GOOD)
 
 
-def _explored_others(study: Study) -> Judgement:
-    result = study.results["moe/cubic/s3"]
+def _explored_others(experiment: ExperimentResults) -> CheckResult:
+    result = experiment.results["moe/cubic/s3"]
     errors = 100 - 100 * _others(result["explored_accuracy"], result["groups"]).mean(axis=1)
     return at_least(percentage(errors), 50 / CLUSTERS)
 
 
-def _equal_loads(study: Study) -> Judgement:
+def _equal_loads(experiment: ExperimentResults) -> CheckResult:
     """In every group of two or more experts that get anything, the least load over the largest; a trial's mean."""
-    result = study.results["moe/cubic/s3"]
+    result = experiment.results["moe/cubic/s3"]
     loads, groups = result["track_load"][:, -1], result["groups"]
     found: list[float] = []
     for load, group in zip(loads, groups, strict=True):
@@ -121,15 +121,15 @@ def _equal_loads(study: Study) -> Judgement:
         ratios = [float(each.min() / each.max()) for each in members if len(each) > 1 and each.max() > 0]
         found += [float(np.mean(ratios))] if ratios else []
     if len(found) < 2:
-        return Judgement("partly: undecided, hardly a trial has such a group")
+        return CheckResult("partly: undecided, hardly a trial has such a group")
     ratio = mean(found)
     return at_least(Estimate(ratio.value, max(ratio.low, 0.0), min(ratio.high, 1.0)), 0.5)
 
 
 _SETTING = "Setting 3, in which α and γ are alike, as the theorem's proof and Theorem 4.1 have them. "
 
-TESTS: tuple[Test, ...] = (
-    Test(
+CHECKS: tuple[ClaimCheck, ...] = (
+    ClaimCheck(
         claim(
             "theorem4.1-tight",
             "Theorem 4.1",
@@ -143,7 +143,7 @@ TESTS: tuple[Test, ...] = (
         _tight,
         ("print",),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "theorem4.1-uncovered",
             "Theorem 4.1",
@@ -157,7 +157,7 @@ TESTS: tuple[Test, ...] = (
         _uncovered,
         ("print",),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "lemma5.1",
             "Lemma 5.1",
@@ -171,7 +171,7 @@ TESTS: tuple[Test, ...] = (
         _smooth,
         ("print",),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "lemma5.1-sharp",
             "Our own",
@@ -185,7 +185,7 @@ TESTS: tuple[Test, ...] = (
         _smoother,
         ("print",),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "theorem4.2-training",
             "Theorem 4.2",
@@ -197,7 +197,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/s3",),
         _trained,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "theorem4.2-test",
             "Theorem 4.2",
@@ -208,7 +208,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/s3",),
         _generalises,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "theorem4.2-groups",
             "Theorem 4.2",
@@ -222,7 +222,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/s3",),
         _groups_filled,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "theorem4.2-experts",
             "Theorem 4.2",
@@ -234,7 +234,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/s3",),
         _experts_good,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "theorem4.2-router",
             "Theorem 4.2",
@@ -245,7 +245,7 @@ TESTS: tuple[Test, ...] = (
         ("moe/cubic/s3",),
         _routed_well,
     ),
-    Test(
+    ClaimCheck(
         claim(
             "theorem4.2-start",
             "Theorem 4.2",
@@ -259,7 +259,7 @@ TESTS: tuple[Test, ...] = (
         _allowed_start,
         ("print",),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "lemma5.2-own",
             "Lemma 5.2",
@@ -272,7 +272,7 @@ TESTS: tuple[Test, ...] = (
         _explored_own,
         ("print",),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "lemma5.2-others",
             "Lemma 5.2",
@@ -286,7 +286,7 @@ TESTS: tuple[Test, ...] = (
         _explored_others,
         ("print",),
     ),
-    Test(
+    ClaimCheck(
         claim(
             "load-equal",
             "Equation 5.1",

@@ -17,14 +17,14 @@ from moesaic.papers.chen2022 import (
     claims_language,
     claims_synthetic,
     claims_theory,
-    image_cells,
-    image_figures,
-    language_cells,
+    experiments_images,
+    experiments_language,
+    experiments_synthetic,
+    figures_images,
+    figures_synthetic,
 )
-from moesaic.papers.chen2022 import figures as mixture_charts
-from moesaic.papers.chen2022 import synthetic_plan as mixtures
-from moesaic.papers.engine.claims import Paper, Plan, Study
-from moesaic.papers.engine.runner import Lab
+from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
+from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]
@@ -33,24 +33,24 @@ __all__ = ["PAPER"]
 def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """Synthetic data, images and sentences."""
     return {
-        **mixtures.plan(preset, fidelity),
+        **experiments_synthetic.plan(preset, fidelity),
         **claims_images.plan(preset, fidelity),
         **claims_language.plan(preset, fidelity),
     }
 
 
-def charts(studies: Mapping[Fidelity, Study[Any]]) -> list[Chart]:
+def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart]:
     """Those for which there are results."""
     return [
-        *mixture_charts.charts(studies),
-        *image_figures.charts(studies),
-        *claims_language.charts(studies),
+        *figures_synthetic.charts(experiments),
+        *figures_images.charts(experiments),
+        *claims_language.charts(experiments),
     ]
 
 
-def notes(preset: str, lab: Lab) -> list[str]:
+def notes(preset: str, runner: Runner) -> list[str]:
     """What a reader should know."""
-    sizes = mixtures.SIZES[preset]
+    sizes = experiments_synthetic.SIZES[preset]
     many = f"{sizes.trials} trials"
     if sizes.single_trials != sizes.trials:
         many += f" of mixtures and {sizes.single_trials} of single networks"
@@ -69,8 +69,8 @@ def notes(preset: str, lab: Lab) -> list[str]:
 
 def check_data(data_dir: Path) -> None:
     """Images and sentences may be missing, and claims on them are then not decided; what is there must be whole."""
-    image_cells.check_data(data_dir)
-    language_cells.check_data(data_dir)
+    experiments_images.check_data(data_dir)
+    experiments_language.check_data(data_dir)
 
 
 PAPER: Paper[Any] = Paper(
@@ -80,7 +80,7 @@ PAPER: Paper[Any] = Paper(
     "feature tells the class: too much for a single network that treats all patches alike, easy for an expert that "
     "sees one cluster only. The paper says that mixtures of nonlinear experts find the clusters by themselves, and "
     "that mixtures of linear experts do not.",
-    tests=(*claims_synthetic.TESTS, *claims_theory.TESTS, *claims_images.TESTS, *claims_language.TESTS),
+    checks=(*claims_synthetic.CHECKS, *claims_theory.CHECKS, *claims_images.CHECKS, *claims_language.CHECKS),
     plan=plan,
     charts=charts,
     notes=notes,

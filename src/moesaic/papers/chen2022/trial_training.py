@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from moesaic import keyed_random
 from moesaic.checks import at_least_one, one_of
 from moesaic.fidelity import Fidelity
-from moesaic.papers.chen2022.cluster_data import ClusterData, ClusterPatches
+from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures, activate
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.thread_pool import SharedProgress, check_device, check_trials, flushing_denormals, run_in_threads

@@ -13,23 +13,33 @@ import numpy as np
 
 from moesaic.fidelity import Fidelity
 from moesaic.intervals import Estimate, mean, sample_ratio
-from moesaic.papers.chowdhury2023 import claims_cost
-from moesaic.papers.chowdhury2023.image_cells import Arm, WideResult, runs_of, sizes_of
-from moesaic.papers.chowdhury2023.image_plan import COMPARED, EPOCHS, FIGURES, SEEN, SETTLED, TRIALS
-from moesaic.papers.chowdhury2023.image_rules import (
+from moesaic.papers.chowdhury2023 import claims_training_cost
+from moesaic.papers.chowdhury2023.claims_image_rules import (
     LENGTH,
     Array,
-    Study,
-    Test,
+    ClaimCheck,
+    ExperimentResults,
     accuracies,
+    cell_prefixes,
     claimed,
     curve,
-    needs,
     saving,
 )
-from moesaic.papers.engine.claims import Judgement, ahead_at_all, at_least, below, positive
+from moesaic.papers.chowdhury2023.experiments_images import (
+    COMPARED,
+    EPOCHS,
+    FIGURES,
+    SEEN,
+    SETTLED,
+    TRIALS,
+    Arm,
+    WideResult,
+    runs_of,
+    sizes_of,
+)
+from moesaic.papers.engine.decision_rules import CheckResult, above_zero, ahead_everywhere, at_least, below
 
-__all__ = ["MAJORITY", "MINORITY", "NOTE", "TESTS"]
+__all__ = ["CHECKS", "MAJORITY", "MINORITY", "NOTE"]
 
 MAJORITY = ("smiling, black hair", "not smiling, blond hair")
 """The groups that training on the spurious task nearly consists of."""
@@ -48,21 +58,23 @@ _LEVEL = 86.0
 _FIFTH = 0.2
 
 
-def _lead(study: Study, task: str, samples: int) -> Array:
+def _lead(experiment: ExperimentResults, task: str, samples: int) -> Array:
     """(T,): points of WRN-pMoE ahead of WRN."""
-    return accuracies(runs_of(study, task, "pmoe", samples)) - accuracies(runs_of(study, task, "wrn", samples))
+    return accuracies(runs_of(experiment, task, "pmoe", samples)) - accuracies(
+        runs_of(experiment, task, "wrn", samples)
+    )
 
 
-def _compared_sizes(study: Study, task: str) -> list[int]:
+def _compared_sizes(experiment: ExperimentResults, task: str) -> list[int]:
     """Ours is compared at every size, theirs where its averages have settled."""
-    return [samples for samples in sizes_of(study, task) if study.fidelity == "best" or samples >= SETTLED]
+    return [samples for samples in sizes_of(experiment, task) if experiment.fidelity == "best" or samples >= SETTLED]
 
 
-def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Test:
+def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> ClaimCheck:
     figure = FIGURES[task]
 
-    def judge(study: Study) -> Judgement:
-        return ahead_at_all([mean(_lead(study, task, n)) for n in _compared_sizes(study, task)], "sizes")
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        return ahead_everywhere([mean(_lead(experiment, task, n)) for n in _compared_sizes(experiment, task)], "sizes")
 
     return claimed(
         f"fig{figure.where.split()[1]}-ahead",
@@ -74,47 +86,48 @@ def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Test:
         f"released from {SETTLED:,} on, below which Keras' averages have not settled (see best-stable). {LENGTH} The "
         f"authors' code has N from {figure.paper_sizes}. Shown: the smallest lead. Holds if the interval is above 0 at "
         "every N, fails if there is no lead at half of them or more.",
-        needs(task),
-        judge,
+        cell_prefixes(task),
+        evaluate,
         fidelities,
     )
 
 
-def _fifth(study: Study) -> Judgement:
-    ours, theirs = curve(study, "celeba-smiling", "pmoe"), curve(study, "celeba-smiling", "wrn")
+def _fifth(experiment: ExperimentResults) -> CheckResult:
+    ours, theirs = curve(experiment, "celeba-smiling", "pmoe"), curve(experiment, "celeba-smiling", "wrn")
     reached = [bool((accuracies.mean(axis=1) >= _LEVEL).any()) for _, accuracies in (ours, theirs)]
     if not any(reached):
-        return Judgement(f"partly: undecided, neither network reaches {_LEVEL:g} % with the samples tried")
+        return CheckResult(f"partly: undecided, neither network reaches {_LEVEL:g} % with the samples tried")
     if not reached[0]:
-        return Judgement(f"fails: WRN-pMoE never reaches {_LEVEL:g} % here, and WRN does")
+        return CheckResult(f"fails: WRN-pMoE never reaches {_LEVEL:g} % here, and WRN does")
     return saving(sample_ratio(_LEVEL, ours, theirs, logarithmic=True), _FIFTH)
 
 
-def _lower(study: Study) -> Judgement:
+def _lower(experiment: ExperimentResults) -> CheckResult:
     drops: list[Estimate] = []
     arms: tuple[Arm, Arm] = ("wrn", "pmoe")
     for arm in arms:
-        most = sizes_of(study, "celeba-spurious", arm)[-1]
-        fewer = max(samples for samples in sizes_of(study, "celeba-smiling", arm) if samples <= most)
+        most = sizes_of(experiment, "celeba-spurious", arm)[-1]
+        fewer = max(samples for samples in sizes_of(experiment, "celeba-smiling", arm) if samples <= most)
         plain, spurious = (
-            accuracies(runs_of(study, task, arm, samples))[: TRIALS[1]]  # the trials that both tasks have
+            accuracies(runs_of(experiment, task, arm, samples))[: TRIALS[1]]  # the trials that both tasks have
             for task, samples in (("celeba-smiling", fewer), ("celeba-spurious", most))
         )
         drops.append(mean(plain - spurious))
     return at_least(min(drops, key=lambda drop: drop.value), 0.0)
 
 
-def _group_lead(study: Study, value: Callable[[WideResult], float]) -> Estimate:
+def _group_lead(experiment: ExperimentResults, value: Callable[[WideResult], float]) -> Estimate:
     """How much more a value of WRN-pMoE is than of WRN, with the most samples."""
-    samples = sizes_of(study, "celeba-spurious")[-1]
+    samples = sizes_of(experiment, "celeba-spurious")[-1]
     ours, theirs = (
-        np.array([value(run) for run in runs_of(study, "celeba-spurious", arm, samples)]) for arm in ("pmoe", "wrn")
+        np.array([value(run) for run in runs_of(experiment, "celeba-spurious", arm, samples)])
+        for arm in ("pmoe", "wrn")
     )
     return mean(ours - theirs)
 
 
-def _worst_group(study: Study) -> Judgement:
-    return positive(_group_lead(study, lambda run: min(run.groups.values())))
+def _worst_group(experiment: ExperimentResults) -> CheckResult:
+    return above_zero(_group_lead(experiment, lambda run: min(run.groups.values())))
 
 
 def _gap(run: WideResult) -> float:
@@ -122,19 +135,21 @@ def _gap(run: WideResult) -> float:
     return usual - unusual
 
 
-def _smaller_gap(study: Study) -> Judgement:
-    return below(_group_lead(study, _gap), 0.0)
+def _smaller_gap(experiment: ExperimentResults) -> CheckResult:
+    return below(_group_lead(experiment, _gap), 0.0)
 
 
-def _larger_on_local(study: Study) -> Judgement:
+def _larger_on_local(experiment: ExperimentResults) -> CheckResult:
     shared = [
         n
-        for n in _compared_sizes(study, "cifar10")
-        if n in sizes_of(study, "cifar10-noise") and n in sizes_of(study, "cifar-vehicles")
+        for n in _compared_sizes(experiment, "cifar10")
+        if n in sizes_of(experiment, "cifar10-noise") and n in sizes_of(experiment, "cifar-vehicles")
     ]
 
     def lead(task: str) -> Array:
-        return np.mean([_lead(study, task, n)[: TRIALS[1]] for n in shared], axis=0)  # the trials that all sets have
+        return np.mean(
+            [_lead(experiment, task, n)[: TRIALS[1]] for n in shared], axis=0
+        )  # the trials that all sets have
 
     more = [mean(lead(task) - lead("cifar10")) for task in ("cifar10-noise", "cifar-vehicles")]
     least = min(more, key=lambda each: each.value)
@@ -144,18 +159,18 @@ def _larger_on_local(study: Study) -> Judgement:
         verdict = "fails"
     else:
         verdict = f"partly: clearly larger on {sum(each.low > 0 for each in more)} of 2 sets"
-    return Judgement(verdict, least.value, least.interval)
+    return CheckResult(verdict, least.value, least.interval)
 
 
-def _as_accurate(task: str) -> Test:
+def _as_accurate(task: str) -> ClaimCheck:
     """Ours against the released form; ours has the cells of both."""
     sizes = COMPARED[task]
     many = " and ".join(f"{samples:,}" for samples in sizes)
 
-    def judge(study: Study) -> Judgement:
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
         leads = [
-            accuracies(runs_of(study, task, "pmoe", samples))
-            - accuracies(study.line(f"wide-released/{task}/pmoe/{samples}")[1])
+            accuracies(runs_of(experiment, task, "pmoe", samples))
+            - accuracies(experiment.series(f"wide-released/{task}/pmoe/{samples}")[1])
             for samples in sizes
         ]
         behind = sum(int((lead < -1).sum()) for lead in leads)
@@ -165,7 +180,7 @@ def _as_accurate(task: str) -> Test:
             verdict = "holds"
         else:
             verdict = "fails" if behind == runs else f"partly: more than a point behind in {behind} of {runs} trials"
-        return Judgement(verdict, least.value, least.interval)
+        return CheckResult(verdict, least.value, least.interval)
 
     return claimed(
         f"best-accurate-{task}",
@@ -177,22 +192,22 @@ def _as_accurate(task: str) -> Test:
         f"one, in points, trial by trial on the same images. {LENGTH} Shown: the mean lead, where it is smallest. "
         "Holds if ours is more than one point behind in no trial, fails if it is in all of them.",
         tuple(f"{start}/{task}/pmoe/{samples}/" for start in ("wide", "wide-released") for samples in sizes),
-        judge,
+        evaluate,
         ("best",),
     )
 
 
-def _stable(study: Study) -> Judgement:
-    found = accuracies(runs_of(study, "celeba-smiling", "pmoe", 1000))
+def _stable(experiment: ExperimentResults) -> CheckResult:
+    found = accuracies(runs_of(experiment, "celeba-smiling", "pmoe", 1000))
     worst, apart = float(found.min()), float(found.mean() - found.min())
     if worst < 75:
         verdict = f"fails: trials end between {worst:.1f} and {float(found.max()):.1f} %"
     else:
         verdict = "holds" if apart <= 5 else f"partly: the worst trial is {apart:.1f} points below the mean"
-    return Judgement(verdict, worst)
+    return CheckResult(verdict, worst)
 
 
-TESTS: tuple[Test, ...] = (
+CHECKS: tuple[ClaimCheck, ...] = (
     _ahead("celeba-smiling", ("released", "best")),
     claimed(
         "fig10-fifth",
@@ -204,7 +219,7 @@ TESTS: tuple[Test, ...] = (
         "bootstrapped over trials. A network that is there with the fewest samples tried counts with these; a WRN that "
         f"never gets there with the most, which favours it. {LENGTH} Holds if the interval is at or below "
         f"{_FIFTH:g}, fails if it is at or above 1 or WRN alone gets there, partly in between.",
-        needs("celeba-smiling"),
+        cell_prefixes("celeba-smiling"),
         _fifth,
         ("released", "best"),
     ),
@@ -219,7 +234,7 @@ TESTS: tuple[Test, ...] = (
         "with at most as many samples, which makes the difference smaller. Test faces are CelebA's own, here only "
         f"those with black or blond hair. {LENGTH} Shown: the smaller difference. Holds if its interval is at or "
         "above 0, fails if it is below.",
-        (*needs("celeba-smiling"), *needs("celeba-spurious")),
+        (*cell_prefixes("celeba-smiling"), *cell_prefixes("celeba-spurious")),
         _lower,
     ),
     claimed(
@@ -230,7 +245,7 @@ TESTS: tuple[Test, ...] = (
         None,
         "Accuracy of the worst group of test faces, WRN-pMoE's less WRN's, in points, with the most samples tried. "
         f"{LENGTH} Holds if the interval is above 0, fails if it is below.",
-        needs("celeba-spurious"),
+        cell_prefixes("celeba-spurious"),
         _worst_group,
     ),
     claimed(
@@ -242,11 +257,11 @@ TESTS: tuple[Test, ...] = (
         "Gap: mean accuracy of the groups smiling with black hair and not smiling with blond hair, less that of the "
         "other two. WRN-pMoE's gap less WRN's, in points, with the most samples tried. "
         f"{LENGTH} Holds if the interval is below 0, fails if it is above.",
-        needs("celeba-spurious"),
+        cell_prefixes("celeba-spurious"),
         _smaller_gap,
     ),
     _ahead("celeba-4class"),
-    *claims_cost.TESTS,
+    *claims_training_cost.CHECKS,
     _ahead("cifar10"),
     _ahead("cifar10-noise"),
     _ahead("cifar-vehicles", ("print", "released", "best")),
@@ -259,7 +274,7 @@ TESTS: tuple[Test, ...] = (
         "Mean lead over the numbers of samples and the trials that all three sets have, less that on CIFAR-10, in "
         f"points; photographs of flowers in place of ImageNet's plants. {LENGTH} Shown: the smaller of the two "
         "differences. Holds if both intervals are above 0, fails if neither difference is.",
-        needs("cifar10", "cifar10-noise", "cifar-vehicles"),
+        cell_prefixes("cifar10", "cifar10-noise", "cifar-vehicles"),
         _larger_on_local,
     ),
     *(_as_accurate(task) for task in COMPARED),

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from moesaic import keyed_random
 from moesaic.checks import at_least_one
 from moesaic.fidelity import Fidelity
-from moesaic.papers.chowdhury2023.theory.router import class_sums, trained_routers
-from moesaic.papers.chowdhury2023.two_layer import Networks, TwoLayer, error_signal, standardise_
+from moesaic.papers.chowdhury2023.theory.closed_form_router import class_sums, trained_routers
+from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer, error_signal, standardise_
 from moesaic.papers.engine.trial_data import PatchSource, TrialData
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.thread_pool import SharedProgress, check_device, check_trials, run_in_threads
@@ -109,7 +109,7 @@ def train_trials(
     ``chunk`` trials are in work at a time; by default as many as keep the gathered patches of a
     minibatch within a fixed budget, so that a run can be repeated exactly on the same kind of machine.
 
-    >>> from moesaic.papers.chowdhury2023.pattern_data import PatternPatches
+    >>> from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
     >>> source = PatternPatches(patches=8, dim=16, delta_d=0.0, delta_r=0.3, pattern_sets=4)
     >>> trained = train_trials(TwoLayer.cnn("print"), source, trials=range(3), samples=20)
     >>> trained.epochs.shape, trained.networks.kernels.shape

@@ -1,157 +1,81 @@
-"""Claims and the judging of them: an estimate, compared with a limit by a rule that was written before."""
+"""How a paper is checked: its experiments as plans of cells, and a check for each of its claims."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
 from moesaic.fidelity import Fidelity
-from moesaic.intervals import Estimate
+from moesaic.papers.engine.cells import Cell
+from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Claim, Finding
-from moesaic.papers.engine.runner import Cell, Lab
+from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
 
-__all__ = [
-    "Judgement",
-    "Paper",
-    "Plan",
-    "Study",
-    "Test",
-    "ahead_at_all",
-    "at_least",
-    "at_most",
-    "below",
-    "positive",
-    "reaches",
-]
+__all__ = ["NEEDS_FULL_PRESET", "ClaimCheck", "ExperimentResults", "Paper", "Plan"]
 
 R = TypeVar("R")
 
-NOT_QUICK = "not run here: needs --preset full"
-
-_ZERO_INSIDE = "partly: undecided, 0 is in the interval"
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What was measured for a claim, and what follows from it."""
-
-    verdict: str
-    measured: float | None = None
-    interval: tuple[float, float] | None = None
-
-
-def at_least(estimate: Estimate, limit: float, named: str = "") -> Judgement:
-    """Holds if the whole interval is at or above the limit, fails if it is all below, partly in between."""
-    verdict = "holds" if estimate.low >= limit else "fails" if estimate.high < limit else _undecided(limit, named)
-    return Judgement(verdict, estimate.value, estimate.interval)
-
-
-def positive(estimate: Estimate) -> Judgement:
-    """Holds if the whole interval is above 0, fails if it is below, partly in between."""
-    if estimate.low > 0:
-        verdict = "holds"
-    else:
-        verdict = "fails" if estimate.high < 0 else _ZERO_INSIDE
-    return Judgement(verdict, estimate.value, estimate.interval)
-
-
-def ahead_at_all(leads: Sequence[Estimate], places: str) -> Judgement:
-    """Holds if every lead is clear, fails if there is none at half of the places or more; shown is the smallest."""
-    least = min(leads, key=lambda lead: lead.value)
-    above = sum(lead.low > 0 for lead in leads)
-    behind = sum(lead.value <= 0 for lead in leads)
-    if above == len(leads):
-        verdict = "holds"
-    elif 2 * behind >= len(leads):
-        verdict = "fails"
-    elif len(leads) == 1:
-        verdict = _ZERO_INSIDE
-    else:
-        verdict = f"partly: clearly ahead at {above} of {len(leads)} {places}"
-    return Judgement(verdict, least.value, least.interval)
-
-
-def at_most(estimate: Estimate, limit: float) -> Judgement:
-    """Holds if the whole interval is at or below the limit, fails if it is all above, partly in between."""
-    verdict = "holds" if estimate.high <= limit else "fails" if estimate.low > limit else _undecided(limit)
-    return Judgement(verdict, estimate.value, estimate.interval)
-
-
-def below(estimate: Estimate, limit: float) -> Judgement:
-    """Holds if the whole interval is below the limit, fails if it is all above, partly in between."""
-    verdict = "holds" if estimate.high < limit else "fails" if estimate.low > limit else _undecided(limit)
-    return Judgement(verdict, estimate.value, estimate.interval)
-
-
-def _undecided(limit: float, named: str = "") -> str:
-    return f"partly: undecided, the interval lies on both sides of {limit:g}{named}"
-
-
-def reaches(estimate: Estimate, published: float, margin: float) -> Judgement:
-    """`at_least` the published value less a margin."""
-    return at_least(estimate, published - margin, f", {published:g} less {margin:g}")
-
+NEEDS_FULL_PRESET = "not run here: needs --preset full"
 
 Plan: TypeAlias = Mapping[str, Cell[R]]
 """The cells of a preset and a fidelity, by names such as "fig4/joint/300"."""
 
 
 @dataclass(frozen=True)
-class Study(Generic[R]):
-    """The results of a plan, for judges and charts."""
+class ExperimentResults(Generic[R]):
+    """The results of a plan, from which claims are checked and charts are drawn."""
 
     plan: Plan[R]
     results: Mapping[str, R]
-    lab: Lab
+    """Result of each cell, by its name in the plan."""
+    runner: Runner
     seconds: Mapping[str, float] = field(default_factory=dict[str, float])
-    """How long each cell took when it was carried out."""
-    obstacles: Mapping[str, str] = field(default_factory=dict[str, str])
-    """The cells that could not be carried out here, and why."""
+    """Duration of each cell when it ran."""
+    missing_requirements: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The cells that could not run on this machine, with the reason."""
     fidelity: Fidelity = "print"
-    """Of the plan."""
+    """Fidelity of the plan."""
 
-    def lines(self, figure: str) -> dict[int, str]:
-        """The prefixes of a figure's lines by the number that tells them apart: {4: "fig5/l=4"}."""
+    def series_prefixes(self, figure: str) -> dict[int, str]:
+        """Returns the name prefixes of a figure's series by the number at their end: {4: "fig5/l=4"}."""
         prefixes = {name.rpartition("/")[0] for name in self.plan if name.startswith(f"{figure}/")}
         return dict(sorted((int(prefix.rpartition("=")[2]), prefix) for prefix in prefixes))
 
-    def line(self, prefix: str) -> tuple[list[float], list[R]]:
-        """The cells "prefix/x" in the order of x."""
+    def series(self, prefix: str) -> tuple[list[float], list[R]]:
+        """Returns the x values and the results of the cells named "prefix/x", ordered by x."""
         found = {float(name.removeprefix(f"{prefix}/")): name for name in self.plan if name.startswith(f"{prefix}/")}
         return sorted(found), [self.results[found[x]] for x in sorted(found)]
 
 
 @dataclass(frozen=True)
-class Test(Generic[R]):
-    """A claim and the way to decide on it."""
+class ClaimCheck(Generic[R]):
+    """A claim and the function that decides whether it holds."""
 
     claim: Claim
-    needs: tuple[str, ...]
-    """Beginnings of the names of the cells it looks at."""
-    judge: Callable[[Study[R]], Judgement]
+    cell_prefixes: tuple[str, ...]
+    """Name prefixes of the cells that ``evaluate`` reads."""
+    evaluate: Callable[[ExperimentResults[R]], CheckResult]
     fidelities: tuple[Fidelity, ...] = ("print", "released")
-    missing: str = NOT_QUICK
-    """The verdict where a plan has none of the cells."""
+    missing: str = NEEDS_FULL_PRESET
+    """The verdict if the plan lacks the cells."""
     full_only: bool = False
-    """Whether it needs the paper's sizes, because it compares with published numbers that depend on them."""
-
-    __test__ = False  # not pytest's
+    """Whether the check needs the paper's sizes because it compares with published numbers that depend on them."""
 
     def cells(self, plan: Plan[R]) -> dict[str, Cell[R]]:
-        """The cells of the plan that it looks at."""
-        return {name: cell for name, cell in plan.items() if name.startswith(self.needs)}
+        """Returns the cells of the plan that the check reads."""
+        return {name: cell for name, cell in plan.items() if name.startswith(self.cell_prefixes)}
 
     def can_run(self, plan: Plan[R], preset: str = "full") -> bool:
-        """Whether the preset's plan has cells for all it needs."""
+        """Whether the preset's plan has cells for every prefix."""
         return (preset == "full" or not self.full_only) and all(
-            any(name.startswith(need) for name in plan) for need in self.needs
+            any(name.startswith(prefix) for name in plan) for prefix in self.cell_prefixes
         )
 
-    def finding(self, judgement: Judgement, fidelity: Fidelity, preset: str, seconds: float) -> Finding:
-        """The claim with its judgement, as claims.json has it."""
+    def finding(self, result: CheckResult, fidelity: Fidelity, preset: str, seconds: float) -> Finding:
+        """Returns the claim with the result of its check, as an entry of claims.json."""
         claim = self.claim
         return Finding(
             claim.id,
@@ -161,31 +85,31 @@ class Test(Generic[R]):
             fidelity,
             preset,
             claim.published,
-            judgement.measured,
-            judgement.interval,
+            result.measured,
+            result.interval,
             claim.rule,
-            judgement.verdict,
+            result.verdict,
             seconds,
         )
 
 
 @dataclass(frozen=True)
 class Paper(Generic[R]):
-    """A paper's experiments and claims."""
+    """A paper's experiments, claims and figures."""
 
     id: str
     title: str
     about: str
-    """The experiments in a few sentences, for someone who has not read it."""
-    tests: tuple[Test[R], ...]
+    """Summary of the experiments for readers who do not know the paper."""
+    checks: tuple[ClaimCheck[R], ...]
     plan: Callable[[str, Fidelity], Plan[R]]
-    """Preset and fidelity → the cells there are."""
-    charts: Callable[[Mapping[Fidelity, Study[R]]], list[Chart]]
-    notes: Callable[[str, Lab], list[str]]
-    """What a reader should know about a run with this preset."""
+    """Maps preset and fidelity to the cells to run."""
+    charts: Callable[[Mapping[Fidelity, ExperimentResults[R]]], list[Chart]]
+    notes: Callable[[str, Runner], list[str]]
+    """Maps preset and runner to remarks for the report."""
     check_data: Callable[[Path], None]
-    """Raises where files in a data folder cannot be used, so that this is found before anything runs."""
+    """Raises if a dataset in the data directory is damaged, before any cell runs."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
-        return tuple(test.claim for test in self.tests)
+        return tuple(check.claim for check in self.checks)

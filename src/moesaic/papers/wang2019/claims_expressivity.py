@@ -19,28 +19,28 @@ import numpy as np
 from moesaic.intervals import Estimate, mean, power
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
 from moesaic.papers.engine import claims
-from moesaic.papers.engine.analytic_experiment import Measured
-from moesaic.papers.engine.claims import Judgement, below
+from moesaic.papers.engine.cells import CellArrays
+from moesaic.papers.engine.decision_rules import CheckResult, below
 from moesaic.papers.engine.findings import Claim
-from moesaic.papers.wang2019.expressivity_cells import BlindCell, CollisionCell, DistinctCell, RankCell, WidthCell
+from moesaic.papers.wang2019.experiments_expressivity import BlindCell, CollisionCell, DistinctCell, RankCell, WidthCell
 from moesaic.papers.wang2019.theory.channel_masks import coin_collision, coin_confusion, subset_collision
 from moesaic.papers.wang2019.theory.channel_ranks import one_sided_rank
 
-__all__ = ["TESTS"]
+__all__ = ["CHECKS"]
 
-Study: TypeAlias = claims.Study[Any]
-Test: TypeAlias = claims.Test[Any]
+ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
+ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
 
 _CLOSE = 1e-6
 _LARGE = ((64,), (8,))
 """Channels and open ones of a layer in which no collision would be seen by drawing."""
 
 
-def _dense(study: Study) -> Judgement:
+def _dense(experiment: ExperimentResults) -> CheckResult:
     """Exponents of n by depth."""
     exponents: dict[int, float] = {}
     for layers in (1, 2, 3):
-        cell, found = _widths(study, layers)
+        cell, found = _widths(experiment, layers)
         within = found["widths"] <= cell.features
         exponents[layers] = power(found["widths"][within].tolist(), found["ranks"][within][:, None])
     if all(abs(exponents[layers] - 2**layers) < _CLOSE for layers in exponents):
@@ -49,12 +49,12 @@ def _dense(study: Study) -> Judgement:
         verdict = "partly: a power of n that doubles with every layer, but it is 2^(L−1), half of the printed one"
     else:
         verdict = "fails"
-    return Judgement(verdict, round(exponents[3], 6))
+    return CheckResult(verdict, round(exponents[3], 6))
 
 
-def _between(study: Study) -> Judgement:
+def _between(experiment: ExperimentResults) -> CheckResult:
     """Whether each layer's width counts."""
-    shares = [_widths(study, layers)[1] for layers in (2, 3)]
+    shares = [_widths(experiment, layers)[1] for layers in (2, 3)]
     count = [found["narrowed"] < found["full"][0] for found in shares]
     largest = max(float((found["narrowed"] / found["full"][0]).max()) for found in shares)
     if all(each.all() for each in count):
@@ -63,63 +63,64 @@ def _between(study: Study) -> Judgement:
         verdict = "partly: only the first layer's width counts"
     else:
         verdict = "partly: not that of every layer" if any(each.any() for each in count) else "fails"
-    return Judgement(verdict, largest)
+    return CheckResult(verdict, largest)
 
 
-def _limited(study: Study) -> Judgement:
+def _limited(experiment: ExperimentResults) -> CheckResult:
     """Ranks of networks with more channels than features, as shares of M^(N/2)."""
     shares: list[float] = []
     for layers in (1, 2, 3):
-        cell, found = _widths(study, layers)
+        cell, found = _widths(experiment, layers)
         beyond = found["widths"] > cell.features
         shares += (found["ranks"][beyond] / cell.features ** (2**layers // 2)).tolist()
-    return Judgement("holds" if max(shares) <= 1 else "fails", max(shares))
+    return CheckResult("holds" if max(shares) <= 1 else "fails", max(shares))
 
 
-def _static(study: Study) -> Judgement:
-    ratios = np.concatenate([found["static"] / found["narrow"] for _, found in _ranks(study)])
-    return Judgement("holds" if (ratios == 1).all() else "fails", float(ratios.max()))
+def _static(experiment: ExperimentResults) -> CheckResult:
+    ratios = np.concatenate([found["static"] / found["narrow"] for _, found in _ranks(experiment)])
+    return CheckResult("holds" if (ratios == 1).all() else "fails", float(ratios.max()))
 
 
-def _dynamic(study: Study) -> Judgement:
+def _dynamic(experiment: ExperimentResults) -> CheckResult:
     least, promised = 1.0, True
-    for cell, found in _ranks(study):
+    for cell, found in _ranks(experiment):
         share = float((found["dynamic"] >= found["dense"]).mean())
         least = min(least, share)
         promised &= share >= 1 - subset_collision(cell.widths, cell.open_channels)
-    return Judgement("holds" if promised else "fails", 100 * least)
+    return CheckResult("holds" if promised else "fails", 100 * least)
 
 
-def _one_sided(study: Study) -> Judgement:
+def _one_sided(experiment: ExperimentResults) -> CheckResult:
     shares: list[float] = []
     bounded = True
-    for cell, found in _ranks(study):
+    for cell, found in _ranks(experiment):
         bound = one_sided_rank(cell.widths, cell.open_channels, cell.features)
         bounded &= bool((found["one_sided"] <= bound).all())
         if bound < found["dense"].min():
             shares += (found["one_sided"] / found["dense"]).tolist()
-    return Judgement("holds" if bounded and max(shares) < 1 else "fails", max(shares))
+    return CheckResult("holds" if bounded and max(shares) < 1 else "fails", max(shares))
 
 
-def _rank_probability(study: Study) -> Judgement:
-    found, printed = study.results["maskings"]["restored"], 1 - subset_collision((2,), (1,))
+def _rank_probability(experiment: ExperimentResults) -> CheckResult:
+    found, printed = experiment.results["maskings"]["restored"], 1 - subset_collision((2,), (1,))
     share = float(found.mean())
     if np.abs(found - printed).max() < _CLOSE:
-        return Judgement("holds", share)
+        return CheckResult("holds", share)
     told = "more" if share > printed else "less"
-    return Judgement(f"fails: {told} often; {printed:g} is the probability for one pair of inputs", share)
+    return CheckResult(f"fails: {told} often; {printed:g} is the probability for one pair of inputs", share)
 
 
-def _subsets(study: Study) -> Judgement:
+def _subsets(experiment: ExperimentResults) -> CheckResult:
     """Of several estimates the one farthest from 1."""
     ratios = [
-        mean(found["subsets"] / subset_collision(cell.widths, cell.open_channels)) for cell, found in _collisions(study)
+        mean(found["subsets"] / subset_collision(cell.widths, cell.open_channels))
+        for cell, found in _collisions(experiment)
     ]
     return _near_one(max(ratios, key=lambda ratio: abs(ratio.value - 1)), 0.95, 1.05)
 
 
-def _coins(study: Study) -> Judgement:
-    farthest, wrong, cells = 1.0, 0, _collisions(study)
+def _coins(experiment: ExperimentResults) -> CheckResult:
+    farthest, wrong, cells = 1.0, 0, _collisions(experiment)
     for cell, found in cells:
         ratio = float(found["coins"].mean()) / subset_collision(cell.widths, cell.open_channels)
         wrong += not 0.95 <= ratio <= 1.05
@@ -129,16 +130,16 @@ def _coins(study: Study) -> Judgement:
     farthest = max(farthest, exact, key=lambda each: abs(np.log(each)))
     many = len(cells) + 1
     verdict = "holds" if not wrong else "fails" if 2 * wrong >= many else f"partly: not for {wrong} of {many} layers"
-    return Judgement(verdict, farthest)
+    return CheckResult(verdict, farthest)
 
 
-def _pairs(study: Study) -> Judgement:
-    cell, found = _blind(study)
+def _pairs(experiment: ExperimentResults) -> CheckResult:
+    cell, found = _blind(experiment)
     return _near_one(mean(found["subsets"] / subset_collision(cell.widths, cell.open_channels)), 0.8, 1.25)
 
 
-def _closing(study: Study) -> Judgement:
-    cell, found = _blind(study)
+def _closing(experiment: ExperimentResults) -> CheckResult:
+    cell, found = _blind(experiment)
     ratio = mean(found["coins"] / subset_collision(cell.widths, cell.open_channels))
     told = mean(found["coins"] / coin_confusion(cell.widths, cell.probabilities))
     explained = told.low >= 0.8 and told.high <= 1.25
@@ -152,16 +153,18 @@ def _closing(study: Study) -> Judgement:
             if ratio.low > 1
             else ("partly: undecided, 1 is in the interval")
         )
-    return Judgement(verdict, ratio.value, ratio.interval)
+    return CheckResult(verdict, ratio.value, ratio.interval)
 
 
-def _all_at_once(study: Study) -> Judgement:
-    cell = study.plan["distinct"]
+def _all_at_once(experiment: ExperimentResults) -> CheckResult:
+    cell = experiment.plan["distinct"]
     assert isinstance(cell, DistinctCell)
-    return below(mean(study.results["distinct"]["distinct"]), 1 - subset_collision(cell.widths, cell.open_channels))
+    return below(
+        mean(experiment.results["distinct"]["distinct"]), 1 - subset_collision(cell.widths, cell.open_channels)
+    )
 
 
-def _columns(study: Study) -> Judgement:
+def _columns(experiment: ExperimentResults) -> CheckResult:
     """How many columns widen what their names say, as far as their cells are printed."""
     said = {"w1_high": {13}, "w1_mid": {5}, "w4_low": {1, 2, 3, 4}, "w13_all": set(range(1, 14))}
     agree = 0
@@ -170,49 +173,51 @@ def _columns(study: Study) -> Judgement:
         wider = {number for number in printed if column.widths[number - 1] > VGG16_WIDTHS[number - 1]}
         agree += wider == said[name] & set(printed)
     verdict = "holds" if agree == len(said) else f"partly: {agree} of {len(said)} do" if agree else "fails"
-    return Judgement(verdict, float(agree))
+    return CheckResult(verdict, float(agree))
 
 
-def _equal_weights(study: Study) -> Judgement:
-    found = study.results["table1"]
+def _equal_weights(experiment: ExperimentResults) -> CheckResult:
+    found = experiment.results["table1"]
     weights = found["weights"][found["complete"].astype(bool)]
     ratio = float(weights.max() / weights.min())
-    return Judgement("holds" if ratio <= 1.01 else "fails", ratio)
+    return CheckResult("holds" if ratio <= 1.01 else "fails", ratio)
 
 
-def _unequal_work(study: Study) -> Judgement:
-    work = study.results["table1"]["work"]
+def _unequal_work(experiment: ExperimentResults) -> CheckResult:
+    work = experiment.results["table1"]["work"]
     ratio = float(work.max() / work.min())
-    return Judgement("holds" if ratio > 1.1 else "fails", ratio)
+    return CheckResult("holds" if ratio > 1.1 else "fails", ratio)
 
 
-def _near_one(ratio: Estimate, low: float, high: float) -> Judgement:
+def _near_one(ratio: Estimate, low: float, high: float) -> CheckResult:
     if ratio.low >= low and ratio.high <= high:
         verdict = "holds"
     else:
         apart = ratio.high < low or ratio.low > high
         verdict = "fails" if apart else f"partly: undecided, the interval is not within {low:g} to {high:g}"
-    return Judgement(verdict, ratio.value, ratio.interval)
+    return CheckResult(verdict, ratio.value, ratio.interval)
 
 
-def _widths(study: Study, layers: int) -> tuple[WidthCell, Measured]:
-    cell = study.plan[f"widths/L={layers}"]
+def _widths(experiment: ExperimentResults, layers: int) -> tuple[WidthCell, CellArrays]:
+    cell = experiment.plan[f"widths/L={layers}"]
     assert isinstance(cell, WidthCell)
-    return cell, study.results[f"widths/L={layers}"]
+    return cell, experiment.results[f"widths/L={layers}"]
 
 
-def _ranks(study: Study) -> list[tuple[RankCell, Measured]]:
-    return [(cell, study.results[name]) for name, cell in study.plan.items() if isinstance(cell, RankCell)]
+def _ranks(experiment: ExperimentResults) -> list[tuple[RankCell, CellArrays]]:
+    return [(cell, experiment.results[name]) for name, cell in experiment.plan.items() if isinstance(cell, RankCell)]
 
 
-def _collisions(study: Study) -> list[tuple[CollisionCell, Measured]]:
-    return [(cell, study.results[name]) for name, cell in study.plan.items() if isinstance(cell, CollisionCell)]
+def _collisions(experiment: ExperimentResults) -> list[tuple[CollisionCell, CellArrays]]:
+    return [
+        (cell, experiment.results[name]) for name, cell in experiment.plan.items() if isinstance(cell, CollisionCell)
+    ]
 
 
-def _blind(study: Study) -> tuple[BlindCell, Measured]:
-    cell = study.plan["blind"]
+def _blind(experiment: ExperimentResults) -> tuple[BlindCell, CellArrays]:
+    cell = experiment.plan["blind"]
     assert isinstance(cell, BlindCell)
-    return cell, study.results["blind"]
+    return cell, experiment.results["blind"]
 
 
 def _claimed(
@@ -220,11 +225,11 @@ def _claimed(
     statement: str,
     published: float | str | None,
     rule: str,
-    needs: str,
-    judge: Callable[[Study], Judgement],
+    cell_prefixes: str,
+    evaluate: Callable[[ExperimentResults], CheckResult],
     where: str = "Supplement A.1",
-) -> Test:
-    return Test(Claim(id, "wang2019", where, statement, published, rule), (needs,), judge, ("print",))
+) -> ClaimCheck:
+    return ClaimCheck(Claim(id, "wang2019", where, statement, published, rule), (cell_prefixes,), evaluate, ("print",))
 
 
 _OWN = "Our own"
@@ -237,7 +242,7 @@ _RANK_CASES = (
     "6 features, 5 of each. "
 )
 
-TESTS: tuple[Test, ...] = (
+CHECKS: tuple[ClaimCheck, ...] = (
     _claimed(
         "rank-dense",
         "The rank of a network of L layers of n channels scales as n^(2^L), for almost all weights (exponent of n with "

@@ -19,10 +19,9 @@ from numpy.typing import NDArray
 from moesaic.intervals import Estimate, mean
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, Widening, conv_macs, conv_parameters
 from moesaic.papers.engine import claims
-from moesaic.papers.engine.claims import Judgement, ahead_at_all, at_least, positive
+from moesaic.papers.engine.decision_rules import CheckResult, above_zero, ahead_everywhere, at_least
 from moesaic.papers.engine.findings import Claim
-from moesaic.papers.wang2019.gate_cells import GateResult, runs_of
-from moesaic.papers.wang2019.gate_plan import (
+from moesaic.papers.wang2019.experiments_gates import (
     COSTS,
     EPOCHS,
     REMEDIES,
@@ -31,13 +30,15 @@ from moesaic.papers.wang2019.gate_plan import (
     TRIALS,
     WIDE_EPOCHS,
     WIDE_TRIALS,
+    GateResult,
+    runs_of,
 )
 
-__all__ = ["NOTE", "TESTS", "accuracies", "lead_at_equal_cost"]
+__all__ = ["CHECKS", "NOTE", "accuracies", "lead_at_equal_cost"]
 
 Array: TypeAlias = NDArray[np.float64]
-Study: TypeAlias = claims.Study[Any]
-Test: TypeAlias = claims.Test[Any]
+ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
+ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
 
 NOTE = (
     f"CIFAR-10 (DeepMoE): {EPOCHS} epochs and {TRIALS} trials where gates are compared with static widths at equal "
@@ -57,99 +58,100 @@ def accuracies(runs: Sequence[GateResult]) -> Array:
     return np.array([run.accuracy for run in runs])
 
 
-def lead_at_equal_cost(study: Study, prefix: str) -> Array:
+def lead_at_equal_cost(experiment: ExperimentResults, prefix: str) -> Array:
     """(T,): points by which runs are ahead of a static VGG-16 that costs as much.
 
     Widths were tried at a few costs; in between, a trial's accuracy is interpolated over the logarithm of the cost.
     Runs that cost less than the narrowest network are compared with that, which favours it.
     """
-    static = [runs_of(study, f"cost/static/{cost}") for cost in (*COSTS, 1)]
+    static = [runs_of(experiment, f"cost/static/{cost}") for cost in (*COSTS, 1)]
     leads: list[float] = []
-    for trial, run in enumerate(runs_of(study, prefix)):
+    for trial, run in enumerate(runs_of(experiment, prefix)):
         peers = [runs[trial] for runs in static]
         costs, reached = np.log([peer.cost for peer in peers]), [peer.accuracy for peer in peers]
         leads.append(run.accuracy - cast("float", np.interp(np.log(run.cost), costs, reached)))
     return np.array(leads)
 
 
-def _ahead(study: Study) -> Judgement:
-    return ahead_at_all([mean(lead_at_equal_cost(study, f"cost/gated/{cost}")) for cost in COSTS], "costs")
+def _ahead(experiment: ExperimentResults) -> CheckResult:
+    return ahead_everywhere([mean(lead_at_equal_cost(experiment, f"cost/gated/{cost}")) for cost in COSTS], "costs")
 
 
-def _lossless(study: Study) -> Judgement:
-    gated, dense = (accuracies(runs_of(study, f"cost/{name}")) for name in (f"gated/{COSTS[-1]}", "static/1"))
+def _lossless(experiment: ExperimentResults) -> CheckResult:
+    gated, dense = (accuracies(runs_of(experiment, f"cost/{name}")) for name in (f"gated/{COSTS[-1]}", "static/1"))
     return at_least(mean(gated - dense), -_LOSSLESS)
 
 
-def _met(study: Study) -> Judgement:
+def _met(experiment: ExperimentResults) -> CheckResult:
     """How far a run's cost is from what was asked for, at most."""
-    misses = [abs(run.cost / cost - 1) for cost in COSTS for run in runs_of(study, f"cost/gated/{cost}")]
+    misses = [abs(run.cost / cost - 1) for cost in COSTS for run in runs_of(experiment, f"cost/gated/{cost}")]
     missed = sum(miss > _TOLERANCE for miss in misses)
     if not missed:
         verdict = "holds"
     else:
         verdict = "fails" if missed == len(misses) else f"partly: not in {missed} of {len(misses)} runs"
-    return Judgement(verdict, 100 * max(misses))
+    return CheckResult(verdict, 100 * max(misses))
 
 
-def _depends(study: Study) -> Judgement:
-    shares = [mean([run.dynamic for run in runs_of(study, f"cost/gated/{cost}")]) for cost in COSTS]
+def _depends(experiment: ExperimentResults) -> CheckResult:
+    shares = [mean([run.dynamic for run in runs_of(experiment, f"cost/gated/{cost}")]) for cost in COSTS]
     least = min(shares, key=lambda share: share.value)
     bounded = Estimate(least.value, max(least.low, 0.0), min(least.high, 100.0))
     return at_least(bounded, 50.0)
 
 
-def _by_class(study: Study) -> Judgement:
+def _by_class(experiment: ExperimentResults) -> CheckResult:
     ratios = [
-        mean([run.between / max(run.within, 1e-9) for run in runs_of(study, f"cost/gated/{cost}")]) for cost in COSTS
+        mean([run.between / max(run.within, 1e-9) for run in runs_of(experiment, f"cost/gated/{cost}")])
+        for cost in COSTS
     ]
     return at_least(min(ratios, key=lambda ratio: ratio.value), 1.1)
 
 
-def _wide_gated(name: str) -> Callable[[Study], Judgement]:
-    def judge(study: Study) -> Judgement:
-        runs = runs_of(study, f"wide/gated/{name}")
-        lead = mean(accuracies(runs) - accuracies(runs_of(study, "wide/dense/vgg16")))
+def _wide_gated(name: str) -> Callable[[ExperimentResults], CheckResult]:
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        runs = runs_of(experiment, f"wide/gated/{name}")
+        lead = mean(accuracies(runs) - accuracies(runs_of(experiment, "wide/dense/vgg16")))
         over = float(np.mean([run.cost for run in runs]))
-        found = positive(lead)
+        found = above_zero(lead)
         if over > 1 + _TOLERANCE and found.verdict == "holds":
-            return Judgement(f"partly: ahead, at {over:.2f} times VGG-16's cost", found.measured, found.interval)
+            return CheckResult(f"partly: ahead, at {over:.2f} times VGG-16's cost", found.measured, found.interval)
         return found
 
-    return judge
+    return evaluate
 
 
-def _wide_where(kind: str) -> Callable[[Study], Judgement]:
+def _wide_where(kind: str) -> Callable[[ExperimentResults], CheckResult]:
     """The most accurate widening against the least accurate one."""
 
-    def judge(study: Study) -> Judgement:
-        reached = {name: accuracies(runs_of(study, f"wide/{kind}/{name}")) for name in WIDENINGS}
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        reached = {name: accuracies(runs_of(experiment, f"wide/{kind}/{name}")) for name in WIDENINGS}
         best, worst = (pick(reached, key=lambda name: float(reached[name].mean())) for pick in (max, min))
         lead = mean(reached[best] - reached[worst])
         named = f"{WIDENINGS[best].title} over {WIDENINGS[worst].title}"
         if lead.low > 0:
-            return Judgement(f"holds: {named}", lead.value, lead.interval)
-        return Judgement(f"partly: undecided, 0 is in the interval ({named})", lead.value, lead.interval)
+            return CheckResult(f"holds: {named}", lead.value, lead.interval)
+        return CheckResult(f"partly: undecided, 0 is in the interval ({named})", lead.value, lead.interval)
 
-    return judge
-
-
-def _remedy(name: str) -> Callable[[Study], Judgement]:
-    def judge(study: Study) -> Judgement:
-        return positive(mean(lead_at_equal_cost(study, f"remedy/{name}")))
-
-    return judge
+    return evaluate
 
 
-def _any_remedy(study: Study) -> Judgement:
+def _remedy(name: str) -> Callable[[ExperimentResults], CheckResult]:
+    def evaluate(experiment: ExperimentResults) -> CheckResult:
+        return above_zero(mean(lead_at_equal_cost(experiment, f"remedy/{name}")))
+
+    return evaluate
+
+
+def _any_remedy(experiment: ExperimentResults) -> CheckResult:
     """What the best remedy adds to gates without any, where both cost the same."""
-    without = lead_at_equal_cost(study, f"cost/gated/{REMEDY_COST}")[:REMEDY_TRIALS]
-    gains = {name: mean(lead_at_equal_cost(study, f"remedy/{name}") - without) for name in REMEDIES}
+    without = lead_at_equal_cost(experiment, f"cost/gated/{REMEDY_COST}")[:REMEDY_TRIALS]
+    gains = {name: mean(lead_at_equal_cost(experiment, f"remedy/{name}") - without) for name in REMEDIES}
     best = max(gains, key=lambda name: gains[name].value)
-    found = positive(gains[best])
+    found = above_zero(gains[best])
     decision, _, reason = found.verdict.partition(": ")
     verdict = f"{decision}: {best}{f', {reason}' if reason else ''}"
-    return Judgement(verdict, found.measured, found.interval)
+    return CheckResult(verdict, found.measured, found.interval)
 
 
 def _more_weights(column: Widening) -> float:
@@ -164,13 +166,13 @@ def _claimed(
     id: str,
     statement: str,
     rule: str,
-    needs: tuple[str, ...],
-    judge: Callable[[Study], Judgement],
+    cell_prefixes: tuple[str, ...],
+    evaluate: Callable[[ExperimentResults], CheckResult],
     where: str = "Our own",
     published: str | None = None,
-) -> Test:
+) -> ClaimCheck:
     claim = Claim(id, "wang2019", where, statement, published, rule)
-    return Test(claim, needs, judge, ("best",), missing="not run here: needs --preset full and a GPU")
+    return ClaimCheck(claim, cell_prefixes, evaluate, ("best",), missing="not run here: needs --preset full and a GPU")
 
 
 _STATIC = tuple(f"cost/static/{cost}/" for cost in (*COSTS, 1))
@@ -193,7 +195,7 @@ _PEER = (
 _SIGN = "Holds if the interval is above 0, fails if it is below."
 _NAMED_COSTS = f"{', '.join(f'{cost:g}' for cost in COSTS[:-1])} and {COSTS[-1]:g}"
 
-TESTS: tuple[Test, ...] = (
+CHECKS: tuple[ClaimCheck, ...] = (
     _claimed(
         "depends-on-data",
         "The pattern of open channels depends on the data (percentage of channels that are open for some images and "

@@ -12,16 +12,15 @@ from moesaic.intervals import mean
 from moesaic.models.vgg_widths import WIDENINGS
 from moesaic.papers.engine import claims
 from moesaic.papers.wang2019.claims_gates import accuracies, lead_at_equal_cost
-from moesaic.papers.wang2019.expressivity_cells import CollisionCell, RankCell
-from moesaic.papers.wang2019.gate_cells import GateResult, runs_of
-from moesaic.papers.wang2019.gate_plan import COSTS, REMEDY_COST, REMEDY_TRIALS
+from moesaic.papers.wang2019.experiments_expressivity import CollisionCell, RankCell
+from moesaic.papers.wang2019.experiments_gates import COSTS, REMEDY_COST, REMEDY_TRIALS, GateResult, runs_of
 from moesaic.papers.wang2019.theory.channel_masks import coin_collision, subset_collision
 from moesaic.papers.wang2019.theory.channel_ranks import printed_rank
 from moesaic.report.chart import Chart, Panel, Series
 
 __all__ = ["charts"]
 
-Study: TypeAlias = claims.Study[Any]
+ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
 
 _PAPER = "wang2019"
 _COST = "Multiply-adds of an image, as a share of VGG-16's"
@@ -38,22 +37,22 @@ _TITLES = {
 }
 
 
-def charts(studies: Mapping[Fidelity, Study]) -> list[Chart]:
+def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
     """Those for which there are results."""
     drawn: list[Chart] = []
-    if "print" in studies:
-        drawn.append(_power(studies["print"]))
-    if "best" in studies:
-        drawn += [draw(studies["best"]) for draw in (_costs, _remedies, _gates, _widenings)]
+    if "print" in experiments:
+        drawn.append(_power(experiments["print"]))
+    if "best" in experiments:
+        drawn += [draw(experiments["best"]) for draw in (_costs, _remedies, _gates, _widenings)]
     return [chart for chart in drawn if chart.panels]
 
 
-def _power(study: Study) -> Chart:
+def _power(experiment: ExperimentResults) -> Chart:
     panels: list[Panel] = []
-    if _has(study, *(f"ranks/L={layers}" for layers in _LAYERS)):
-        panels.append(_ranks(study))
-    if _has(study, *(f"collisions/one/{n}" for n in _OPEN)):
-        panels.append(_collisions(study))
+    if _has(experiment, *(f"ranks/L={layers}" for layers in _LAYERS)):
+        panels.append(_ranks(experiment))
+    if _has(experiment, *(f"collisions/one/{n}" for n in _OPEN)):
+        panels.append(_collisions(experiment))
     return Chart(
         "expressive-power",
         _PAPER,
@@ -68,11 +67,11 @@ def _power(study: Study) -> Chart:
     )
 
 
-def _ranks(study: Study) -> Panel:
-    cell = study.plan["ranks/L=1"]
+def _ranks(experiment: ExperimentResults) -> Panel:
+    cell = experiment.plan["ranks/L=1"]
     assert isinstance(cell, RankCell)
     x = tuple(map(float, _LAYERS))
-    found = [study.results[f"ranks/L={layers}"] for layers in _LAYERS]
+    found = [experiment.results[f"ranks/L={layers}"] for layers in _LAYERS]
     kinds = {
         "a mask for each input": ("dynamic", "best"),
         "dense": ("dense", "joint"),
@@ -88,9 +87,9 @@ def _ranks(study: Study) -> Panel:
     return Panel("Rank", "Layers L", "Rank", tuple(lines), log_y=True)
 
 
-def _collisions(study: Study) -> Panel:
-    cells = [study.plan[f"collisions/one/{n}"] for n in _OPEN]
-    found = [study.results[f"collisions/one/{n}"] for n in _OPEN]
+def _collisions(experiment: ExperimentResults) -> Panel:
+    cells = [experiment.plan[f"collisions/one/{n}"] for n in _OPEN]
+    found = [experiment.results[f"collisions/one/{n}"] for n in _OPEN]
     x = tuple(map(float, _OPEN))
     lines: list[Series] = []
     for label, kind, role in (("exactly n open", "subsets", "best"), ("each for itself", "coins", "cnn")):
@@ -105,14 +104,14 @@ def _collisions(study: Study) -> Panel:
     return Panel("Two inputs with the same channels", "Open channels n of 8", "Probability", tuple(lines), log_y=True)
 
 
-def _costs(study: Study) -> Chart:
+def _costs(experiment: ExperimentResults) -> Chart:
     """Accuracy against cost."""
     panels: list[Panel] = []
     gated = [f"cost/gated/{cost}" for cost in COSTS]
-    if _has(study, *_STATIC, *gated):
+    if _has(experiment, *_STATIC, *gated):
         lines = [
-            _curve(study, "with gates (DeepMoE)", "best", gated),
-            _curve(study, "static, of smaller width", "cnn", _STATIC),
+            _curve(experiment, "with gates (DeepMoE)", "best", gated),
+            _curve(experiment, "static, of smaller width", "cnn", _STATIC),
         ]
         panels.append(Panel("", _COST, _ACCURACY, tuple(lines), log_x=True))
     return Chart(
@@ -127,12 +126,12 @@ def _costs(study: Study) -> Chart:
     )
 
 
-def _remedies(study: Study) -> Chart:
+def _remedies(experiment: ExperimentResults) -> Chart:
     """Leads over a static network of equal cost, side by side."""
     panels: list[Panel] = []
     names = {f"cost/gated/{REMEDY_COST}": "none", **{f"remedy/{name}": title for name, title in _TITLES.items()}}
-    if _has(study, *_STATIC, *names):
-        leads = [lead_at_equal_cost(study, prefix)[:REMEDY_TRIALS] for prefix in names]
+    if _has(experiment, *_STATIC, *names):
+        leads = [lead_at_equal_cost(experiment, prefix)[:REMEDY_TRIALS] for prefix in names]
         lines = tuple(
             Series(f"{place}: {title}", f"remedy-{place}", (float(place),), (float(lead.mean()),), _deviations(lead))
             for place, (title, lead) in enumerate(zip(names.values(), leads, strict=True))
@@ -150,14 +149,14 @@ def _remedies(study: Study) -> Chart:
     )
 
 
-def _gates(study: Study) -> Chart:
+def _gates(experiment: ExperimentResults) -> Chart:
     """Dead, always-on and dynamic channels of each layer."""
     panels: list[Panel] = []
     for cost in COSTS:
         prefix = f"cost/gated/{cost}"
-        if not _has(study, prefix):
+        if not _has(experiment, prefix):
             continue
-        usage = np.stack([run.usage for run in runs_of(study, prefix)])  # (T, layers, 3)
+        usage = np.stack([run.usage for run in runs_of(experiment, prefix)])  # (T, layers, 3)
         shares = 100 * usage / usage.sum(2, keepdims=True)
         x = tuple(float(number) for number in range(1, usage.shape[1] + 1))
         kinds = (("dynamic", "best"), ("always on", "joint"), ("dead", "cnn"))
@@ -178,14 +177,14 @@ def _gates(study: Study) -> Chart:
     )
 
 
-def _widenings(study: Study) -> Chart:
+def _widenings(experiment: ExperimentResults) -> Chart:
     """Each widening as it is, at equal weights, and gated, at equal weights and equal work."""
     panels: list[Panel] = []
     names = {**{name: column.title for name, column in WIDENINGS.items()}, "vgg16": "VGG-16"}
-    if _has(study, *(f"wide/{kind}/{name}" for kind in ("gated", "dense") for name in names)):
+    if _has(experiment, *(f"wide/{kind}/{name}" for kind in ("gated", "dense") for name in names)):
         lines = tuple(
             _curve(
-                study,
+                experiment,
                 title,
                 "cnn" if name == "vgg16" else name,
                 [f"wide/gated/{name}", f"wide/dense/{name}"],
@@ -207,14 +206,18 @@ def _widenings(study: Study) -> Chart:
     )
 
 
-def _has(study: Study, *prefixes: str) -> bool:
+def _has(experiment: ExperimentResults, *prefixes: str) -> bool:
     """Whether there are results whose names are these, or these and a trial."""
-    return all(any(name == prefix or name.startswith(f"{prefix}/") for name in study.results) for prefix in prefixes)
+    return all(
+        any(name == prefix or name.startswith(f"{prefix}/") for name in experiment.results) for prefix in prefixes
+    )
 
 
-def _curve(study: Study, label: str, role: str, prefixes: Sequence[str], spread: str = "interval") -> Series:
+def _curve(
+    experiment: ExperimentResults, label: str, role: str, prefixes: Sequence[str], spread: str = "interval"
+) -> Series:
     """Mean accuracy over mean cost, with half the length of Student's interval or the standard deviation."""
-    several: list[list[GateResult]] = [runs_of(study, prefix) for prefix in prefixes]
+    several: list[list[GateResult]] = [runs_of(experiment, prefix) for prefix in prefixes]
     reached = [accuracies(runs) for runs in several]
     halves = (
         _deviations(np.stack(reached, axis=1))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.fidelity import Fidelity
-from moesaic.papers.engine.claims import Paper, Plan, Study
-from moesaic.papers.engine.runner import Lab
-from moesaic.papers.wang2019 import claims_expressivity, claims_gates, expressivity_cells, gate_cells, gate_plan
+from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
+from moesaic.papers.engine.runner import Runner
+from moesaic.papers.wang2019 import claims_expressivity, claims_gates, experiments_expressivity, experiments_gates
 from moesaic.papers.wang2019 import figures as drawn
 from moesaic.report.chart import Chart
 
@@ -23,15 +23,15 @@ __all__ = ["PAPER"]
 
 def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """What is printed only needs calculating; what is trained is in our form."""
-    return expressivity_cells.plan() if fidelity == "print" else gate_plan.plan(preset, fidelity)
+    return experiments_expressivity.plan() if fidelity == "print" else experiments_gates.plan(preset, fidelity)
 
 
-def charts(studies: Mapping[Fidelity, Study[Any]]) -> list[Chart]:
+def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart]:
     """Those for which there are results."""
-    return drawn.charts(studies)
+    return drawn.charts(experiments)
 
 
-def notes(preset: str, lab: Lab) -> list[str]:
+def notes(preset: str, runner: Runner) -> list[str]:
     """What a reader should know."""
     lost = (
         "Wang et al.: Table 1 of the supplement has lost five cells in the copy at hand (Conv11 to Conv13 of W1-High, "
@@ -42,7 +42,7 @@ def notes(preset: str, lab: Lab) -> list[str]:
 
 def check_data(data_dir: Path) -> None:
     """CIFAR-10 may be missing, and claims on it are then not decided; what is there must be whole."""
-    gate_cells.check_data(data_dir)
+    experiments_gates.check_data(data_dir)
 
 
 PAPER: Paper[Any] = Paper(
@@ -52,7 +52,7 @@ PAPER: Paper[Any] = Paper(
     "channels of every layer work on it. The supplement argues that such a network, though sparse, can tell as much "
     "apart as a dense one, and gives four ways to widen VGG-16. Here its argument is calculated, and networks with "
     "gates are put beside narrower ones of equal cost on CIFAR-10.",
-    tests=(*claims_expressivity.TESTS, *claims_gates.TESTS),
+    checks=(*claims_expressivity.CHECKS, *claims_gates.CHECKS),
     plan=plan,
     charts=charts,
     notes=notes,

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.papers.chowdhury2023.digit_mosaics import digit_mosaics
-from moesaic.papers.chowdhury2023.pattern_data import PatternPatches
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import digit_mosaics
+from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
 from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation, separation
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.papers.chowdhury2023.digit_mosaics import digit_mosaics
+from moesaic.papers.chowdhury2023.data.mnist_mosaics import digit_mosaics
 from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation
 from moesaic.papers.chowdhury2023.theory.separability import (
     Separability,

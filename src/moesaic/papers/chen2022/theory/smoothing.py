@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.conditions import require, whole
+from moesaic.papers.engine.theory_conditions import require, whole
 
 __all__ = [
     "expected_load",

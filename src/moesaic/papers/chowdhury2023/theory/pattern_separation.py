@@ -27,8 +27,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from moesaic.papers.chowdhury2023.theory.router import opponents
-from moesaic.papers.engine.conditions import check_places, check_samples, require
+from moesaic.papers.chowdhury2023.theory.closed_form_router import opponents
+from moesaic.papers.engine.theory_conditions import check_places, check_samples, require
 
 __all__ = ["Closeness", "Separation", "measure_separation", "separation"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.conditions import require, whole
+from moesaic.papers.engine.theory_conditions import require, whole
 
 __all__ = ["Coupling", "coupled_share", "coupling"]
 

@@ -38,7 +38,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.conditions import require, whole
+from moesaic.papers.engine.theory_conditions import require, whole
 
 __all__ = ["InseparableSamples", "Separability", "inseparable_samples", "linearly_separable", "patterns_separable"]
 

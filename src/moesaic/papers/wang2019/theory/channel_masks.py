@@ -43,7 +43,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.conditions import require, whole
+from moesaic.papers.engine.theory_conditions import require, whole
 
 __all__ = [
     "all_distinct_probability",

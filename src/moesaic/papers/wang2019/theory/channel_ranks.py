@@ -54,7 +54,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.papers.engine.conditions import require, whole
+from moesaic.papers.engine.theory_conditions import require, whole
 from moesaic.papers.wang2019.theory.channel_masks import check_open, subset_masks
 
 __all__ = [

@@ -1,0 +1,1 @@
+"""The data distributions and datasets of Chen et al. 2022: synthetic clusters, rotated CIFAR-10, sentences."""

@@ -1,0 +1,222 @@
+"""Runs of one network on images, alone or as a mixture's experts: cells of Chen et al. 2022, Section 6.2."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic import keyed_random
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
+from moesaic.data.datasets import ImageTask, cifar10_task
+from moesaic.insight.metrics import entropy_of_counts
+from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task
+from moesaic.papers.chen2022.image_networks import image_mixture, image_network
+from moesaic.papers.chen2022.image_training import ImageSchedule, ImageTest, embed_images, train_images
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.runner import Runner
+
+__all__ = ["CAR", "EXPERTS", "FROG", "SHIP", "Embedding", "ImageCell", "ImageResult", "TaskName", "runs_of"]
+
+Array = NDArray[np.float64]
+
+TaskName = Literal["cifar10", "rotate", "rotate-sharp"]
+"""The last is CIFAR-10-Rotate as the authors' code has it: images to train on are blurred, those to test on are not."""
+
+ENGINE = 1
+"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+
+EXPERTS = 4
+FROG, SHIP, CAR = (CIFAR10_CLASSES.index(name) for name in ("frog", "ship", "automobile"))
+
+_DIMENSIONS = 30
+_MANY, _FEW = 200, 50
+"""Images of a class that Figure 7 looks at, and of each other class."""
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """The features of some test images in the expert that each went to, of one label."""
+
+    points: Array
+    """(n, 30): principal components, in thousandths of the largest."""
+    clusters: NDArray[np.int64]
+    """(n,) the class of CIFAR-10."""
+    experts: NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageResult:
+    """What one run measured."""
+
+    accuracy: float
+    """After the last epoch, in percent."""
+    tested: int
+    """Images it is known from."""
+    accuracies: Array
+    """After each epoch."""
+    losses: Array
+    dispatch: Array
+    """(2, 10, 4) for CIFAR-10-Rotate, (1, 10, 4) for CIFAR-10: how many test images, upright or turned, of each
+    class went to each expert; empty for a single network."""
+    entropies: Array
+    """After each epoch, eq. 6.1 on the test images; empty for a single network."""
+    embedding: Embedding | None
+
+
+@dataclass(frozen=True)
+class ImageCell:
+    """One run of one network on one task."""
+
+    task: TaskName
+    network: str
+    mixture: bool
+    schedule: ImageSchedule
+    trial: int
+    embedding: bool = False
+    """Whether to keep the features of some test images, for Figure 7."""
+    images_per_file: int = 10_000
+    on_cpu: bool = False
+    """Whether it may run without a GPU, which would take days for all but made-up data."""
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.epochs
+
+    def missing_requirement(self, runner: Runner) -> str | None:
+        if not _has_cifar(runner.data_dir):
+            return "needs CIFAR-10's binary files under --data-dir"
+        if not self.on_cpu and not runner.device.startswith("cuda"):
+            return "needs a GPU (--device cuda)"
+        return None
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        # what was measured elsewhere can be looked at without the images
+        digest = (
+            _digest(runner.data_dir) if runner.data_dir is not None and _has_cifar(runner.data_dir) else CIFAR10_DIGEST
+        )
+        described = asdict(self)
+        del described["on_cpu"]
+        return {"experiment": "images", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        assert runner.data_dir is not None, "there is an obstacle"
+        task = _task(self.task, runner.data_dir, self.images_per_file)
+        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            build = image_mixture if self.mixture else image_network
+            model = build(self.network, task.labels)
+        epochs = train_images(model, task, self.schedule, seed=seed, device=runner.device, progress=runner.progress)
+        measured: dict[str, Any] = {
+            "tested": len(task.test),
+            "accuracies": [round(epoch.test.accuracy, 4) for epoch in epochs],
+            "losses": [round(epoch.loss, 5) for epoch in epochs],
+        }
+        if self.mixture:
+            tables = [_dispatch(task, epoch.test) for epoch in epochs]
+            measured["dispatch"] = tables[-1].tolist()
+            measured["entropies"] = [round(entropy_of_counts(table.sum(0)), 5) for table in tables]
+        experts = epochs[-1].test.experts
+        if self.embedding and experts is not None:
+            rows = _shown(task)
+            measured["embedding"] = {
+                "points": _principal(embed_images(model, task, rows)),
+                "clusters": task.test.clusters[rows].tolist(),
+                "experts": experts[rows].tolist(),
+            }
+        return measured
+
+    def result(self, kept: dict[str, Any]) -> ImageResult:
+        latent = kept.get("embedding")
+        accuracies = np.asarray(kept["accuracies"], dtype=np.float64)
+        return ImageResult(
+            float(accuracies[-1]),
+            kept["tested"],
+            accuracies,
+            np.asarray(kept["losses"], dtype=np.float64),
+            np.asarray(kept.get("dispatch", []), dtype=np.float64),
+            np.asarray(kept.get("entropies", []), dtype=np.float64),
+            latent
+            and Embedding(
+                np.asarray(latent["points"], dtype=np.float64),
+                np.asarray(latent["clusters"], dtype=np.int64),
+                np.asarray(latent["experts"], dtype=np.int64),
+            ),
+        )
+
+
+def runs_of(
+    experiment: claims.ExperimentResults[ImageResult], task: TaskName, network: str, kind: str
+) -> list[ImageResult]:
+    """The trials of a network, alone ("single") or as a "mixture"."""
+    return experiment.series(f"images/{task}/{network}/{kind}")[1]
+
+
+def _has_cifar(data_dir: Path | None) -> bool:
+    if data_dir is None:
+        return False
+    try:
+        find_cifar10(data_dir)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def check_data(data_dir: Path) -> None:
+    """Raises if CIFAR-10 is in the folder and not whole; that it is not there is an obstacle, told later."""
+    if _has_cifar(data_dir):
+        for split in ("train", "test"):
+            load_cifar10(split, data_dir)
+
+
+@cache
+def _digest(data_dir: Path) -> str:
+    return cifar10_digest(data_dir)
+
+
+@cache
+def _task(name: TaskName, data_dir: Path, images_per_file: int) -> ImageTask:
+    if name == "cifar10":
+        return cifar10_task(data_dir, images_per_file=images_per_file)
+    return cifar10_rotate_task(data_dir, blur_test=name == "rotate", images_per_file=images_per_file)
+
+
+def _dispatch(task: ImageTask, test: ImageTest) -> Tensor:
+    """(Y, K, E): how many test images of each cluster went to each expert; by label where labels are not clusters."""
+    assert test.experts is not None
+    clusters = len(task.cluster_names)
+    groups = task.labels if _turned(task) else 1
+    group = task.test.labels if _turned(task) else torch.zeros_like(task.test.labels)
+    place = (group * clusters + task.test.clusters) * EXPERTS + test.experts
+    return torch.bincount(place, minlength=groups * clusters * EXPERTS).view(groups, clusters, EXPERTS)
+
+
+def _turned(task: ImageTask) -> bool:
+    """Whether labels say what was done to an image rather than what it shows."""
+    return task.labels != len(task.cluster_names)
+
+
+def _shown(task: ImageTask) -> Tensor:
+    """Rows of the test images in Figure 7: turned ones of every class, or cars."""
+    counts = dict.fromkeys(range(len(task.cluster_names)), _FEW) | {FROG: _MANY, SHIP: _MANY}
+    if not _turned(task):
+        counts = {CAR: 2 * _MANY}
+    of_label = task.test.labels == 1  # turned, and of CIFAR-10 cars, which are its label 1
+    rows = [((task.test.clusters == cluster) & of_label).nonzero()[:many, 0] for cluster, many in counts.items()]
+    return torch.cat(rows)
+
+
+def _principal(features: Tensor) -> list[list[int]]:
+    """The features' principal components in thousandths of the largest: few digits, and the same distances."""
+    centred = features.double() - features.double().mean(0)
+    directions = cast("Tensor", torch.linalg.svd(centred, full_matrices=False)[2])
+    points = centred @ directions[:_DIMENSIONS].T
+    thousandths = (999 * points / points.abs().max().clamp_min(1e-12)).round().int()
+    return cast("list[list[int]]", thousandths.tolist())

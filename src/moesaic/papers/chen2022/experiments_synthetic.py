@@ -1,0 +1,393 @@
+"""Experiments of Chen et al. 2022 on synthetic data: Tables 1 and 3 to 9, Figures 1 and 3 to 5, and the theory.
+
+`MixtureCell` trains the trials of one network in one setting of Definition 3.1. `AdditiveCell` and `SmoothingCell`
+evaluate Theorem 4.1 and Lemma 5.1. `plan` lists the cells of a preset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from moesaic import keyed_random
+from moesaic.fidelity import Fidelity
+from moesaic.insight import expert_accuracy, inner_products
+from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches, ClusterSetting
+from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures
+from moesaic.papers.chen2022.theory.additive_classifiers import AdditiveClassifier
+from moesaic.papers.chen2022.theory.exploration_stage import exploration_steps, initial_groups
+from moesaic.papers.chen2022.theory.smoothing import routing_probabilities, steepest_scores
+from moesaic.papers.chen2022.trial_training import MixtureSchedule, TrainedMixtures, train_mixtures
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.cells import AnalyticCell, Cell, CellArrays, to_arrays
+from moesaic.papers.engine.findings import Claim
+from moesaic.papers.engine.runner import Runner
+
+__all__ = [
+    "ACTIVATIONS",
+    "INIT_SCALES",
+    "SETTINGS",
+    "SIZES",
+    "AdditiveCell",
+    "ClaimCheck",
+    "ExperimentResults",
+    "MixtureCell",
+    "Plan",
+    "Sizes",
+    "SmoothingCell",
+    "claim",
+    "plan",
+]
+
+Array = NDArray[np.float64]
+Plan = claims.Plan[CellArrays]
+ExperimentResults = claims.ExperimentResults[CellArrays]
+ClaimCheck = claims.ClaimCheck[CellArrays]
+
+ENGINE = 1
+"""Raised when trials come out differently than before, so that no cell of before is taken for one of now."""
+
+_PROBE = 2000
+"""Samples on which accuracy and expected load are followed."""
+
+
+def claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
+    """A claim of this paper."""
+    return Claim(id, "chen2022", where, statement, published, rule)
+
+
+@dataclass(frozen=True)
+class MixtureCell:
+    """Trials of one network, each on samples of its own."""
+
+    model: Mixture
+    schedule: MixtureSchedule
+    setting: ClusterSetting
+    trials: int = 10
+    samples: int = 16_000
+    test_samples: int = 16_000
+    follow: int = 0
+    """Steps between two looks at what the network does during training; 0: nobody looks."""
+
+    @property
+    def steps(self) -> int:
+        return self.trials * self.schedule.steps
+
+    @property
+    def explored(self) -> int:
+        """T1, the steps of the exploration stage, by the printed rates and σ0."""
+        return exploration_steps(self.schedule.learning_rate, self.model.init_scale)
+
+    def missing_requirement(self, runner: Runner) -> str | None:
+        return None
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed}
+
+    def result(self, kept: dict[str, Any]) -> CellArrays:
+        return to_arrays(kept)
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        source = ClusterPatches.setting(self.setting)
+        follower = _Follower(self, source, runner.seed) if self.follow else None
+        trained = train_mixtures(
+            self.model,
+            source,
+            trials=range(self.trials),
+            samples=self.samples,
+            schedule=self.schedule,
+            seed=runner.seed,
+            device=runner.device,
+            progress=runner.progress,
+            watch=follower,
+            watch_at=() if follower is None else follower.moments,
+        )
+        measured: dict[str, Any] = {
+            "steps": trained.steps.tolist(),
+            "losses": _rounded(trained.losses),
+            "errors": trained.errors.tolist(),
+            **self._tested(source, trained),
+        }
+        if follower is not None:
+            measured |= follower.to_arrays()
+        return measured
+
+    def _tested(self, source: ClusterPatches, trained: TrainedMixtures) -> dict[str, Any]:
+        """A trial at a time: the samples of all of them together are hundreds of megabytes."""
+        found: list[dict[str, Any]] = []
+        for t in range(self.trials):
+            keys = trained.keys[t : t + 1]
+            mixtures = trained.mixtures.of(torch.tensor([t], device=keys.device))
+            test = source.draw(keys, self.test_samples, "test")
+            noise = None
+            if self.model.noise_in_test:
+                noise = keyed_random.coarse(keys, "chen2022/test noise", self.test_samples, self.model.experts)
+            said, chosen = mixtures.predict(test.patches, noise)
+            each: dict[str, Any] = {"accuracy": 100 * _right(said, test.labels).double().mean().item()}
+            if self.model.routed:
+                train = source.draw(keys, self.samples, "train")
+                each |= {
+                    "test_dispatch": _table(chosen, test, self.model.experts)[0].tolist(),
+                    "train_dispatch": _table(trained.dispatch[t : t + 1], train, self.model.experts)[0].tolist(),
+                    "expert_accuracy": _rounded(_experts_right(mixtures, test)[0]),
+                }
+            found.append(each)
+        return {name: [each[name] for each in found] for name in found[0]}
+
+
+class _Follower:
+    """Looks at networks while they train."""
+
+    def __init__(self, cell: MixtureCell, source: ClusterPatches, seed: int) -> None:
+        self._regular = range(0, cell.schedule.steps + 1, cell.follow)
+        explored = (cell.explored,) if cell.explored <= cell.schedule.steps else ()
+        self.moments = sorted({*self._regular, *explored})
+        self._cell, self._source, self._seed = cell, source, seed
+        self._seen: dict[tuple[int, int], dict[str, Any]] = {}
+        self._probes: dict[tuple[int, ...], ClusterData] = {}
+
+    def __call__(self, step: int, mixtures: Mixtures, data: ClusterData, which: Tensor) -> None:
+        E, router = mixtures.model.experts, mixtures.router
+        if router is None:
+            raise ValueError("MixtureCell: follow looks at routers, and a single network has none; use follow=0")
+        keys = keyed_random.keys(self._seed, which.cpu(), which.device)
+        trials = tuple(int(trial) for trial in which)
+        probe = self._probes.setdefault(trials, self._source.draw(keys, _PROBE, "test"))
+        scores = mixtures.scores(data.patches)
+        noise = keyed_random.coarse(keys, f"chen2022/look {step}", scores.shape[1], E)
+        counts = _table(mixtures.choose(scores, noise), data, E)
+        tested = (
+            keyed_random.coarse(keys, f"chen2022/probe {step}", _PROBE, E) if mixtures.model.noise_in_test else None
+        )
+        said, _ = mixtures.predict(probe.patches, tested)
+        features, centres = (each.to(keys.device) for each in (self._source.features, self._source.centres))
+        rows = router[:, :, None]
+        looks: dict[str, Tensor] = {
+            "dispatch": counts,
+            "probe_accuracy": 100 * _right(said, probe.labels).double().mean(dim=1),
+            "load": routing_probabilities(scores[:, :_PROBE].double()).mean(dim=1),
+            "expert_feature": inner_products(mixtures.weights, features),
+            "expert_centre": inner_products(mixtures.weights, centres),
+            "router_feature": inner_products(rows, features),
+            "router_centre": inner_products(rows, centres),
+        }
+        if step == 0:
+            looks["groups"] = initial_groups(mixtures.weights, features)
+        if step <= self._cell.explored:  # a trial that stops before the stage ends stays as it was
+            looks["explored_accuracy"] = _experts_right(mixtures, probe)
+        for place, trial in enumerate(trials):
+            self._seen[step, trial] = {name: _rounded(look[place]) for name, look in looks.items()}
+
+    def to_arrays(self) -> dict[str, Any]:
+        """(T, S, …) of what was seen at the S regular moments, and what was seen only once (T, …)."""
+        trials = range(self._cell.trials)
+        names = [name for name in self._seen[0, 0] if name not in ("groups", "explored_accuracy")]
+        seen: dict[str, Any] = {
+            f"track_{name}": [[self._last(step, t)[name] for step in self._regular] for t in trials] for name in names
+        }
+        seen["groups"] = [self._seen[0, t]["groups"] for t in trials]
+        if self._cell.explored in self.moments:
+            seen["explored_accuracy"] = [self._last(self._cell.explored, t)["explored_accuracy"] for t in trials]
+        return {"track_steps": list(self._regular), **seen}
+
+    def _last(self, step: int, trial: int) -> dict[str, Any]:
+        """What was seen then, or last before training stopped."""
+        return next(self._seen[moment, trial] for moment in range(step, -1, -1) if (moment, trial) in self._seen)
+
+
+def _right(said: Tensor, labels: Tensor) -> Tensor:
+    """Whether y·F > 0."""
+    return (2.0 * labels - 1.0) * said > 0
+
+
+def _table(chosen: Tensor, data: ClusterData, experts: int) -> Tensor:
+    """(T, K, E): how many samples of a cluster went to an expert."""
+    clusters = int(data.clusters.max()) + 1
+    pair = torch.nn.functional.one_hot(data.clusters * experts + chosen, clusters * experts)
+    return pair.sum(dim=1).view(-1, clusters, experts)
+
+
+def _experts_right(mixtures: Mixtures, data: ClusterData) -> Tensor:
+    """(T, E, K): the share of a cluster that an expert would get right."""
+    starts = range(0, data.patches.shape[1], 2000)
+    parts = [mixtures.expert_outputs(data.patches[:, start : start + 2000]) for start in starts]
+    guesses = (torch.cat(parts, dim=1) > 0).long().transpose(1, 2)
+    return expert_accuracy(guesses, data.labels, data.clusters)
+
+
+def _rounded(values: Tensor) -> Any:
+    """As a list, with as many digits as anybody reads: cells are kept as text."""
+    exact: Array = values.double().cpu().numpy()
+    size = 10.0 ** (4 - np.floor(np.log10(np.where(exact == 0, 1, np.abs(exact)))))
+    return (np.round(exact * size) / size).tolist()
+
+
+SETTINGS: tuple[ClusterSetting, ...] = (1, 2, 3, 4)
+ACTIVATIONS: tuple[FilterActivation, ...] = get_args(FilterActivation)
+INIT_SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
+"""σ0 of the sweep. At d = 50 Theorem 4.2 allows 0.27 to 0.96."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a preset does."""
+
+    trials: int
+    """Of mixtures."""
+    single_trials: int
+    samples: int
+    """For training, and as many for the test."""
+    looks: int
+    """At networks during training, before the last step."""
+    printed: tuple[ClusterSetting, ...]
+    """Settings of the mixtures as printed, which take eight times as many steps."""
+    printed_singles: bool
+    singles: tuple[tuple[FilterActivation, int], ...]
+    """Activation and filters of the single networks of Tables 1 and 3."""
+    single_settings: tuple[ClusterSetting, ...]
+    everything: bool
+    """Also Table 8, Figure 1, the sweep over σ0, and load balancing as printed."""
+
+
+SIZES: dict[str, Sizes] = {
+    "quick": Sizes(4, 2, 3000, 25, (1,), False, (("identity", 128), ("cubic", 128)), (1,), False),
+    "full": Sizes(
+        10,
+        10,
+        16_000,
+        50,
+        SETTINGS,
+        True,
+        (("identity", 128), ("identity", 512), ("cubic", 128), ("cubic", 512)),
+        SETTINGS,
+        True,
+    ),
+}
+
+
+def plan(preset: str, fidelity: Fidelity) -> Plan:
+    """The cells of a preset, by names such as "moe/cubic/s1"."""
+    sizes = SIZES[preset]
+    if fidelity == "best":
+        return {}
+    cells: dict[str, Cell[CellArrays]] = {}
+    for setting in SETTINGS if fidelity == "released" else sizes.printed:
+        cells[f"moe/cubic/s{setting}"] = _mixture(sizes, fidelity, "cubic", setting)
+        cells[f"moe/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting)
+        if fidelity == "released" or sizes.everything:
+            cells[f"balanced/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting, balance=True)
+    if fidelity == "released" or sizes.printed_singles:
+        cells |= _singles(sizes, fidelity)
+    if fidelity == "print":
+        cells |= {f"theory/additive/s{setting}": AdditiveCell(setting) for setting in (*SETTINGS, 7)}
+        cells["theory/smoothing"] = SmoothingCell()
+    if sizes.everything:
+        cells |= _figure_1(fidelity, sizes.trials)
+        if fidelity == "print":
+            for scale in INIT_SCALES:
+                cell = _mixture(sizes, fidelity, "cubic", 3)
+                cells[f"init/{scale}"] = replace(cell, model=replace(cell.model, init_scale=scale))
+    return cells
+
+
+def _mixture(
+    sizes: Sizes, fidelity: Fidelity, activation: FilterActivation, setting: ClusterSetting, *, balance: bool = False
+) -> MixtureCell:
+    schedule = MixtureSchedule.of(fidelity, balance=balance)
+    return MixtureCell(
+        Mixture.of(fidelity, activation),
+        schedule,
+        setting,
+        sizes.trials,
+        sizes.samples,
+        sizes.samples,
+        follow=0 if balance else schedule.steps // sizes.looks,
+    )
+
+
+def _singles(sizes: Sizes, fidelity: Fidelity) -> dict[str, Cell[CellArrays]]:
+    def single(activation: FilterActivation, filters: int, setting: ClusterSetting) -> MixtureCell:
+        model, schedule = Mixture.single(fidelity, activation, filters), MixtureSchedule.single(fidelity, activation)
+        return MixtureCell(model, schedule, setting, sizes.single_trials, sizes.samples, sizes.samples)
+
+    cells: dict[str, Cell[CellArrays]] = {}
+    for setting in sizes.single_settings:
+        for activation, filters in sizes.singles:
+            cells[f"single/{activation}-{filters}/s{setting}"] = single(activation, filters, setting)
+    for activation in ACTIVATIONS:
+        cells[f"table7/{activation}"] = single(activation, 128, 7)
+        if sizes.everything:
+            cells |= {f"table8/{activation}/s{setting}": single(activation, 128, setting) for setting in (1, 2)}
+    return cells
+
+
+def _figure_1(fidelity: Fidelity, trials: int) -> dict[str, Cell[CellArrays]]:
+    schedule = MixtureSchedule.of(fidelity)
+    kinds: Sequence[FilterActivation] = ("cubic", "identity")
+    return {
+        f"figure1/{kind}": MixtureCell(
+            Mixture.of(fidelity, kind, experts=4), schedule, "figure 1", trials, 1600, 1600, schedule.steps // 50
+        )
+        for kind in kinds
+    }
+
+
+@dataclass(frozen=True)
+class AdditiveCell(AnalyticCell):
+    """The best classifier that adds up what it says of each patch, on samples of a setting (Theorem 4.1)."""
+
+    setting: ClusterSetting
+    trials: int = 10
+    samples: int = 16_000
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"additive": self.setting, "trials": self.trials, "samples": self.samples, "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        source = ClusterPatches.setting(self.setting)
+        classifier = AdditiveClassifier(source.features, source.centres, source.alpha, source.gamma)
+        accuracy: list[float] = []
+        for trial in range(self.trials):
+            data = source.draw(keyed_random.keys(runner.seed, [trial]), self.samples, "test")
+            right = (2.0 * data.labels - 1.0) * classifier(data.patches) > 0
+            accuracy.append(100 * right.double().mean().item())
+        return {"accuracy": accuracy}
+
+
+@dataclass(frozen=True)
+class SmoothingCell(AnalyticCell):
+    """How much the probabilities of being routed change with the scores, exactly (Lemma 5.1).
+
+    Random pairs of scores, near and far, with 2 to 16 experts; and pairs that are made to change most.
+    """
+
+    pairs: int = 4000
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"smoothing": self.pairs, "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        random: list[float] = []
+        made: list[float] = []
+        experts = (2, 4, 8, 16)
+        key = keyed_random.keys(runner.seed, [0])
+        for many in experts:
+            name = f"chen2022/smoothing {many}"
+            scores = keyed_random.normal(key, f"{name} scores", self.pairs, many)[0] / 2
+            reach = 10 ** (4 * keyed_random.uniform(key, f"{name} reach", self.pairs, 1)[0] - 4)
+            moved = scores + reach * (2 * keyed_random.uniform(key, f"{name} moves", self.pairs, many)[0] - 1)
+            random.append(_steepness(scores, moved))
+            made.append(max(_steepness(*steepest_scores(many, distance)) for distance in (1e-4, 1e-3, 1e-2, 0.1)))
+        return {"experts": list(experts), "random": random, "made": made}
+
+
+def _steepness(scores: torch.Tensor, moved: torch.Tensor) -> float:
+    """The largest change of a probability for every unit by which a score changes."""
+    change = (routing_probabilities(scores) - routing_probabilities(moved)).abs().amax(dim=-1)
+    return (change / (scores - moved).abs().amax(dim=-1)).max().item()

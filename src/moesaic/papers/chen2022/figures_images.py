@@ -1,0 +1,109 @@
+"""Table 2 and Figure 7 of Chen et al. 2022, drawn from what was measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.data.cifar10 import CIFAR10_CLASSES
+from moesaic.fidelity import Fidelity
+from moesaic.papers.chen2022.experiments_images import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName, runs_of
+from moesaic.papers.chen2022.tsne import in_plane
+from moesaic.papers.engine import claims
+from moesaic.report.chart import Chart, Counts, Group, Panel, Points, Series
+
+__all__ = ["NETWORKS", "charts"]
+
+Array = NDArray[np.float64]
+ExperimentResults = claims.ExperimentResults[ImageResult]
+
+NETWORKS = {"cnn": "the two-layer CNN", "mobilenetv2": "MobileNetV2", "resnet18": "ResNet18"}
+
+_TASKS: dict[TaskName, str] = {
+    "rotate": "Rotate",
+    "rotate-sharp": "Rotate, sharp test",
+    "cifar10": "CIFAR-10",
+}
+_KINDS = {"single": "single network", "mixture": "mixture of four"}
+
+
+def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
+    """Those for which there are results."""
+    experiment = experiments.get("print")
+    if experiment is None:
+        return []
+    return [chart for chart in (_table_2(experiment), _figure_7(experiment)) if chart.panels]
+
+
+def _table_2(experiment: ExperimentResults) -> Chart:
+    panels: list[Panel] = []
+    for task, title in _TASKS.items():
+        for network, named in NETWORKS.items():
+            runs = {kind: runs_of(experiment, task, network, kind) for kind in _KINDS}
+            series = tuple(_curve(label, kind, runs[kind]) for kind, label in _KINDS.items() if runs[kind])
+            if series:
+                name = f"{title}: {named.removeprefix('the ')}"
+                panels.append(Panel(name, "Epoch", "Test accuracy (%)", series))
+    return Chart(
+        "table-2",
+        "chen2022",
+        "Table 2",
+        "Does a mixture of four networks see more than one network?",
+        "Test accuracy after every epoch of one network, and of a mixture of four such networks of which each image is "
+        "shown to one. Mean over trials, with their standard deviation. CIFAR-10-Rotate asks whether a photograph was "
+        "turned by 30°; its ten classes are clusters that nobody names. The verdicts look at the last epoch.",
+        tuple(panels),
+        columns=3 if len(panels) > 2 else None,
+    )
+
+
+def _curve(label: str, role: str, runs: Sequence[ImageResult]) -> Series:
+    values = np.stack([run.accuracies for run in runs])
+    x = tuple(float(epoch) for epoch in range(1, values.shape[1] + 1))
+    spread = tuple(values.std(axis=0, ddof=1).tolist()) if len(runs) > 1 else None
+    return Series(label, role, x, tuple(values.mean(axis=0).tolist()), spread)
+
+
+def _figure_7(experiment: ExperimentResults) -> Chart:
+    panels: list[Panel] = []
+    cars, turned = _embedding(experiment, "cifar10"), _embedding(experiment, "rotate")
+    by_expert = {e: (f"expert {e + 1}", f"expert-{e + 1}") for e in range(EXPERTS)}
+    by_class = {k: (CIFAR10_CLASSES[k], CIFAR10_CLASSES[k]) for k in (FROG, SHIP)}
+    if cars is not None:
+        panels.append(_points("CIFAR-10, cars", in_plane(cars.points), cars.experts, by_expert))
+    if turned is not None:
+        plane = in_plane(turned.points)
+        panels.append(_points("CIFAR-10-Rotate, turned", plane, turned.experts, by_expert))
+        panels.append(_points("frogs and ships of these", plane, turned.clusters, by_class))
+    runs = runs_of(experiment, "rotate", "resnet18", "mixture")
+    if runs:
+        counts = tuple(tuple(row) for row in runs[0].dispatch[1].tolist())
+        table = Counts(CIFAR10_CLASSES, tuple(f"expert {e + 1}" for e in range(EXPERTS)), counts)
+        panels.append(Panel("who gets which class, turned", "", "", counts=table))
+    return Chart(
+        "figure-7",
+        "chen2022",
+        "Figure 7",
+        "Do the classes of CIFAR-10 go to different experts?",
+        "Test images of one label as a mixture of ResNet18 sees them: features of the chosen expert, by t-SNE. "
+        "Points that are close look alike to the network. Features of different experts lie apart by "
+        "themselves; what tells of clusters is which class went where, as the table counts it.",
+        tuple(panels),
+        columns=2 if len(panels) > 1 else None,
+    )
+
+
+def _embedding(experiment: ExperimentResults, task: TaskName) -> Embedding | None:
+    return next((run.embedding for run in runs_of(experiment, task, "resnet18", "mixture") if run.embedding), None)
+
+
+def _points(title: str, plane: Array, kinds: NDArray[np.int64], looks: Mapping[int, tuple[str, str]]) -> Panel:
+    """Points coloured by what they are; ``looks`` gives label and role of each kind."""
+    groups: list[Group] = []
+    for kind, (label, role) in looks.items():
+        places = plane[kinds == kind].round(2)
+        if len(places):
+            groups.append(Group(label, role, tuple(places[:, 0].tolist()), tuple(places[:, 1].tolist())))
+    return Panel(title, "", "", points=Points(tuple(groups)))

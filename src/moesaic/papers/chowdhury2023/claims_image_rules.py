@@ -1,0 +1,83 @@
+"""What the claims on images have in common: runs as curves, how long they were, and rules that several claims share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesaic.fidelity import Fidelity
+from moesaic.intervals import Curve, Estimate
+from moesaic.papers.chowdhury2023.experiments_images import EPOCHS, SEEN, TRIALS, Arm, WideResult, runs_of, sizes_of
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.decision_rules import CheckResult
+from moesaic.papers.engine.findings import Claim
+
+__all__ = [
+    "LENGTH",
+    "Array",
+    "ClaimCheck",
+    "ExperimentResults",
+    "accuracies",
+    "cell_prefixes",
+    "claimed",
+    "curve",
+    "saving",
+]
+
+Array: TypeAlias = NDArray[np.float64]
+ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
+ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
+
+LENGTH = (
+    f"Runs of {EPOCHS} epochs, or of fewer once they would see more than {SEEN[64]:,} images "
+    f"({SEEN[32]:,} of CIFAR-10), both networks alike; {TRIALS[0]} trials on smiling faces and on "
+    f"vehicles, {TRIALS[1]} on other tasks, where networks share images; accuracy after the last epoch."
+)
+"""What rules say about how runs were shortened."""
+
+
+def claimed(
+    id: str,
+    where: str,
+    statement: str,
+    published: float | str | None,
+    rule: str,
+    cell_prefixes: tuple[str, ...],
+    evaluate: Callable[[ExperimentResults], CheckResult],
+    fidelities: tuple[Fidelity, ...] = ("released",),
+) -> ClaimCheck:
+    """A claim on images and the way to decide on it."""
+    claim = Claim(id, "chowdhury2023", where, statement, published, rule)
+    return ClaimCheck(claim, cell_prefixes, evaluate, fidelities, missing="not run here: needs --preset full and a GPU")
+
+
+def cell_prefixes(*tasks: str) -> tuple[str, ...]:
+    """The runs of both networks on some tasks."""
+    return tuple(f"wide/{task}/{arm}/" for task in tasks for arm in ("wrn", "pmoe"))
+
+
+def accuracies(runs: Sequence[WideResult]) -> Array:
+    """(T,) in percent."""
+    return np.array([run.accuracy for run in runs])
+
+
+def curve(experiment: ExperimentResults, task: str, arm: Arm) -> Curve:
+    """Accuracy against samples."""
+    sizes = sizes_of(experiment, task, arm)
+    return sizes, np.stack([accuracies(runs_of(experiment, task, arm, samples)) for samples in sizes])
+
+
+def saving(estimate: Estimate, limit: float) -> CheckResult:
+    """Holds if the whole interval is at or below the limit, fails if it is at or above 1, partly in between."""
+    if estimate.high <= limit:
+        verdict = "holds"
+    elif estimate.low >= 1:
+        verdict = "fails"
+    elif estimate.high < 1:
+        verdict = f"partly: less is needed, but not clearly as little as {limit:g}"
+    else:
+        verdict = "partly: undecided, 1 is in the interval"
+    return CheckResult(verdict, estimate.value, estimate.interval)

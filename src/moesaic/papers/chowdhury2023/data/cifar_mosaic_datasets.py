@@ -1,0 +1,111 @@
+"""``cifar-vehicles`` and ``cifar10-noise`` (Chowdhury et al. 2023, Appendix A) as datasets that go by a name.
+
+`register` makes them known to `moesaic.data.load_images` and the commands.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+from moesaic.data.builtin_datasets import (
+    CIFAR10_FILE_IMAGES,
+    DATASETS,
+    cifar10_arrays,
+    register_dataset,
+    required_dir,
+    resized,
+)
+from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10
+from moesaic.data.datasets import LabelledImages
+from moesaic.data.decoded_cache import Cache, decode_pictures
+from moesaic.data.file_sources import open_shelf
+from moesaic.data.image_source import ImageParts
+from moesaic.data.splits import Split
+from moesaic.papers.chowdhury2023.data.cifar_mosaics import (
+    QUADRANTS,
+    VEHICLES,
+    on_backgrounds,
+    split_backgrounds,
+    vehicle_mosaics,
+)
+
+__all__ = ["BACKGROUNDS", "cifar10_noise", "cifar_vehicles", "find_backgrounds", "register"]
+
+BACKGROUNDS = ("plants", "flowers102")
+"""Folders, or zips, of photographs to lay CIFAR-10 on; the first that is there is taken."""
+
+_CIFAR_SIDE = 32
+_PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+_FLOWERS = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
+
+
+def cifar_vehicles(
+    data_dir: Path | None, size: int | None, cache: Cache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
+) -> ImageParts:
+    """``cifar-vehicles``: which vehicle is it, among three animals? Clusters are the quadrants it may be in."""
+
+    def part(split: Split) -> LabelledImages:
+        pixels, classes = cifar10_arrays("cifar-vehicles", split, data_dir, images_per_file)
+        made = vehicle_mosaics(pixels, classes, split=split, seed=seed)
+        return LabelledImages(resized("cifar-vehicles", made.pixels, size), made.labels, made.clusters)
+
+    return ImageParts(part("train"), part("test"), VEHICLES, QUADRANTS)
+
+
+def cifar10_noise(
+    data_dir: Path | None, size: int | None, cache: Cache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
+) -> ImageParts:
+    """``cifar10-noise``: CIFAR-10 at half its size, somewhere on photographs of plants."""
+    name = "cifar10-noise"
+    splits = {split: cifar10_arrays(name, split, data_dir, images_per_file) for split in get_args(Split)}
+    place = find_backgrounds(required_dir(name, data_dir))
+    with open_shelf(place) as shelf:
+        pictures = [entry.name for entry in shelf.entries() if entry.name.lower().endswith(_PICTURES)]
+        decoded = decode_pictures(shelf, pictures, _CIFAR_SIDE, cache)
+    if len(decoded.pixels) < 2:
+        raise ValueError(
+            f"{name}: {place} has {len(decoded.pixels)} photographs that can be read, and at least 2 are needed: "
+            f"some for training, others for testing; get some, such as {_FLOWERS}"
+        )
+    cache.log(f"{name}: the backgrounds are {len(decoded.pixels)} photographs of {place}")
+
+    def part(split: Split) -> LabelledImages:
+        behind = decoded.pixels[split_backgrounds(len(decoded.pixels), split, seed)]
+        made = on_backgrounds(*splits[split], behind, split=split, seed=seed)
+        return LabelledImages(resized(name, made.pixels, size), made.labels, made.clusters)
+
+    return ImageParts(part("train"), part("test"), CIFAR10_CLASSES, CIFAR10_CLASSES, decoded.skipped)
+
+
+def find_backgrounds(data_dir: str | Path) -> Path:
+    """The folder or zip of photographs for ``cifar10-noise``; an error that says what was looked for."""
+    base = Path(data_dir).resolve()
+    for name in BACKGROUNDS:
+        folder, archive = base / name, base / f"{name}.zip"
+        zips = sorted(folder.glob("*.zip")) if folder.is_dir() else []
+        for place in (*zips, folder, archive):
+            if place.exists():
+                return place
+    looked = ", ".join(f"{base / name} (a folder) or {name}.zip" for name in BACKGROUNDS)
+    raise FileNotFoundError(
+        f"cifar10-noise: there are no photographs to lay CIFAR-10 on: neither {looked} is there; put photographs of "
+        f"plants into one of them, such as {_FLOWERS}"
+    )
+
+
+def register() -> None:
+    """Make both datasets known by name; again does nothing."""
+    if "cifar-vehicles" not in DATASETS:
+        register_dataset("cifar-vehicles", cifar_vehicles, _locate_vehicles)
+        register_dataset("cifar10-noise", cifar10_noise, _locate_noise)
+
+
+def _locate_vehicles(data_dir: Path | None) -> None:
+    find_cifar10(required_dir("cifar-vehicles", data_dir))
+
+
+def _locate_noise(data_dir: Path | None) -> None:
+    folder = required_dir("cifar10-noise", data_dir)
+    find_cifar10(folder)
+    find_backgrounds(folder)

@@ -1,0 +1,461 @@
+"""Experiments of Chowdhury et al. 2023, Section 5.2 and Appendix A: wide residual networks on images.
+
+`WideCell` trains one network, dense (WRN) or with a pMoE layer (WRN-pMoE), on one number of samples. `StepCell` times
+a training step of both. `plan` lists the cells of a preset.
+
+The authors train 50 epochs on up to 50 000 images, five times. Here a run sees at most `SEEN` images, so that all
+runs fit on one GPU in twenty minutes: with few samples it has 50 epochs, with more samples fewer epochs and the same
+number of steps. Both networks of a comparison have the same number of epochs and, within a trial, the same images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from moesaic import keyed_random
+from moesaic.data.builtin_datasets import missing
+from moesaic.data.celeba import read_celeba
+from moesaic.data.cifar10 import load_cifar10
+from moesaic.data.datasets import Augment, Augmented, ImageTask, LabelledImages, Scale
+from moesaic.data.load import Scaling, load_images
+from moesaic.fidelity import Fidelity
+from moesaic.models.model_cost import count_macs
+from moesaic.models.registry import create_model
+from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.runner import Runner
+from moesaic.training.fit import Epoch, fit
+from moesaic.training.recipe import Recipe
+
+__all__ = [
+    "COMPARED",
+    "CONVERGED",
+    "EPOCHS",
+    "FIGURES",
+    "SEEN",
+    "SETTLED",
+    "TRIALS",
+    "Arm",
+    "Figure",
+    "StepCell",
+    "StepResult",
+    "WideCell",
+    "WideResult",
+    "check_data",
+    "epochs",
+    "plan",
+    "recipe",
+    "runs_of",
+    "sizes_of",
+]
+
+Array = NDArray[np.float64]
+
+Arm = Literal["wrn", "pmoe"]
+"""The network as it is, or with a pMoE layer for its last convolution."""
+
+ENGINE = 1
+"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+
+CONVERGED = 99.0
+"""Training accuracy in percent, over an epoch as it was trained, from which on a network counts as converged."""
+
+_NEEDS_GPU = "needs a GPU (--device cuda)"
+_CELEBA, _CIFAR = "CelebA's images and lists", "CIFAR-10's binary files"
+_FILES = {
+    "celeba-smiling": _CELEBA,
+    "celeba-spurious": _CELEBA,
+    "celeba-4class": _CELEBA,
+    "cifar10": _CIFAR,
+    "cifar10-noise": f"{_CIFAR} and photographs of plants (plants or flowers102)",
+    "cifar-vehicles": _CIFAR,
+}
+
+cifar_mosaic_datasets.register()
+
+
+@dataclass(frozen=True, eq=False)
+class WideResult:
+    """What one run measured."""
+
+    accuracy: float
+    """After the last epoch, in percent."""
+    groups: dict[str, float]
+    """The same for each cluster of the test images, by name."""
+    tested: Array
+    """(n, 2): epochs after which it was tested, and the accuracies."""
+    training: Array
+    """(epochs,): training accuracy of each, in percent."""
+    images: int
+    """Seen in training, with repetition."""
+    macs: int
+    """Multiply-adds of one image, forward, at the sparse price."""
+    seconds: float
+    """Of training; runs side by side on one GPU slow each other down, so this compares nothing."""
+
+    @property
+    def converged(self) -> float:
+        """Images seen by the end of the first epoch with `CONVERGED` training accuracy; infinite if there was none."""
+        reached = np.flatnonzero(self.training >= CONVERGED)
+        return self.images * (int(reached[0]) + 1) / len(self.training) if reached.size else math.inf
+
+
+@dataclass(frozen=True)
+class WideCell:
+    """One run of one network on one number of samples."""
+
+    task: str
+    """A name of `moesaic.data.DATASETS`."""
+    arm: Arm
+    fidelity: Fidelity
+    samples: int
+    trial: int
+    recipe: Recipe
+    scale: Scaling = "unit"
+    augment: Augment = "none"
+    tests: int = 5
+    """How often it is tested, evenly over the epochs, the last included."""
+    network: str = "wrn10_10"
+    size: int | None = None
+    """The side that images are brought to; None: as they are."""
+    on_cpu: bool = False
+    """Whether it may run without a GPU, which would take days for all but small networks."""
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.epochs
+
+    def missing_requirement(self, runner: Runner) -> str | None:
+        if missing(self.task, runner.data_dir) is not None:
+            return f"needs {_FILES[self.task]} under --data-dir"
+        return None if self.on_cpu or runner.device.startswith("cuda") else _NEEDS_GPU
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        described = {**asdict(self), "recipe": self.recipe.to_json()}
+        del described["on_cpu"]
+        here = runner.data_dir if missing(self.task, runner.data_dir) is None else None
+        digest = _digest(self.task, here, self.size) if here is not None else "not here"
+        return {"experiment": "wide", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        assert runner.data_dir is not None, "there is an obstacle"
+        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        whole = _scaled(_loaded(self.task, runner.data_dir, self.size), self.scale, self.augment)
+        task = whole.subset(self.samples, seed)  # the same for every network of the trial
+        shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))
+        model = _network(self.network, self.arm, self.fidelity, task.labels, shape, seed)
+        every = max(math.ceil(self.recipe.epochs / self.tests), 1)
+        cost = count_macs(model, shape).macs
+        found = fit(
+            model, task, self.recipe, seed=seed, device=runner.device, progress=runner.progress, eval_every=every
+        )
+        return {
+            "accuracy": round(found.accuracy, 4),
+            "groups": {
+                name: round(share, 4)
+                for name, share in zip(task.cluster_names, found.cluster_accuracy, strict=True)
+                if math.isfinite(share)
+            },
+            "tested": [[e.number, round(e.test_accuracy, 4)] for e in found.epochs if e.test_accuracy is not None],
+            "training": [round(epoch.train_accuracy, 4) for epoch in found.epochs],
+            "losses": [round(epoch.loss, 6) for epoch in found.epochs],
+            "images": found.images,
+            "macs": cost,
+            "seconds": round(found.seconds, 3),
+            "stopped": found.stopped,
+        }
+
+    def result(self, kept: dict[str, Any]) -> WideResult:
+        return WideResult(
+            kept["accuracy"],
+            kept["groups"],
+            np.asarray(kept["tested"], dtype=np.float64).reshape(-1, 2),
+            np.asarray(kept["training"], dtype=np.float64),
+            kept["images"],
+            kept["macs"],
+            kept["seconds"],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """How long a training step takes."""
+
+    wrn: Array
+    """(rounds,) seconds for an image."""
+    pmoe: Array
+    macs: dict[str, int]
+    """Multiply-adds of one image, forward, by arm."""
+    device: str
+
+
+@dataclass(frozen=True)
+class StepCell:
+    """The speed of training, both arms in turn on a machine that does nothing else."""
+
+    fidelity: Fidelity
+    classes: int = 4
+    side: int = 64
+    batch: int = 128
+    batches: int = 20
+    rounds: int = 5
+    network: str = "wrn10_10"
+    on_cpu: bool = False
+
+    @property
+    def steps(self) -> int:
+        return 2 * self.rounds * _TIMED_EPOCHS
+
+    def missing_requirement(self, runner: Runner) -> str | None:
+        return None if self.on_cpu or runner.device.startswith("cuda") else _NEEDS_GPU
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        described = asdict(self)
+        del described["on_cpu"]
+        return {"experiment": "wide steps", "engine": ENGINE, **described}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        shape = (3, self.side, self.side)
+        noise = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (self.batch * self.batches, *shape), dtype=torch.uint8, generator=noise)
+        train = LabelledImages(images, torch.arange(len(images)) % self.classes, torch.zeros(len(images)).long())
+        names = tuple(f"class {number}" for number in range(self.classes))
+        scale = Scale((0.0,) * 3, (1.0,) * 3)
+        few = train.take(torch.arange(2 * self.classes))
+        task = ImageTask(train, few, names, ("all",), scale, scale, name="noise")
+        recipe = Recipe(
+            _TIMED_EPOCHS, self.batch, "sgd", 1e-3, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0
+        )
+        arms: tuple[Arm, Arm] = ("wrn", "pmoe")
+        seconds: dict[str, list[float]] = {arm: [] for arm in arms}
+        macs: dict[str, int] = {}
+        for _ in range(self.rounds):
+            for arm in arms:
+                model = _network(self.network, arm, self.fidelity, self.classes, shape, 0)
+                macs[arm] = count_macs(model, shape).macs
+                epochs = fit(
+                    model, task, recipe, device=runner.device, progress=runner.progress, eval_every=_TIMED_EPOCHS
+                ).epochs
+                seconds[arm].append(_seconds_an_image(epochs))
+        return {**seconds, "macs": macs, "device": _device_name(runner.device)}
+
+    def result(self, kept: dict[str, Any]) -> StepResult:
+        wrn, pmoe = (np.asarray(kept[arm], dtype=np.float64) for arm in ("wrn", "pmoe"))
+        return StepResult(wrn, pmoe, kept["macs"], kept["device"])
+
+
+_TIMED_EPOCHS = 3
+"""Of which the first warms up and is not counted."""
+
+
+def _seconds_an_image(epochs: tuple[Epoch, ...]) -> float:
+    return float(np.mean([1 / epoch.images_per_second for epoch in epochs[1:]]))
+
+
+def _device_name(device: str) -> str:
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else device
+
+
+def _network(
+    name: str, arm: Arm, fidelity: Fidelity, classes: int, shape: tuple[int, int, int], seed: int
+) -> nn.Module:
+    options: dict[str, Any] = {"fidelity": fidelity, "in_channels": shape[0]}
+    if arm == "pmoe":
+        options["image_size"] = shape[1]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return create_model(name if arm == "wrn" else f"{name}_pmoe", num_classes=classes, **options)
+
+
+@lru_cache(maxsize=1)
+def _loaded(name: str, data_dir: Path, size: int | None) -> ImageTask:
+    """Cells of a task follow each other, so that one at a time is enough; together they would take gigabytes."""
+    return load_images(name, data_dir=data_dir, size=size)
+
+
+@cache
+def _digest(name: str, data_dir: Path, size: int | None) -> str:
+    return _loaded(name, data_dir, size).digest
+
+
+def _scaled(task: ImageTask, scale: Scaling, augment: Augment) -> ImageTask:
+    channels, side = task.train.pixels.shape[1:3]
+    assert task.scale is not None, "named sets have one"
+    chosen = task.scale if scale == "standard" else Scale((0.0,) * channels, (1.0,) * channels)
+    return replace(task, vary=Augmented.of(augment, chosen, side), view=chosen, scale=chosen)
+
+
+def check_data(data_dir: Path) -> None:
+    """Raises if CelebA's lists or CIFAR-10 are in the folder and damaged; that they are not is an obstacle."""
+    if missing("celeba-smiling", data_dir) is None:
+        read_celeba(data_dir)
+    if missing("cifar10", data_dir) is None:
+        for split in ("train", "test"):
+            load_cifar10(split, data_dir)
+
+
+def runs_of(experiment: claims.ExperimentResults[Any], task: str, arm: Arm, samples: int) -> list[WideResult]:
+    """The trials of a network on so many samples."""
+    return experiment.series(f"wide/{task}/{arm}/{samples}")[1]
+
+
+def sizes_of(experiment: claims.ExperimentResults[Any], task: str, arm: Arm = "pmoe") -> list[int]:
+    """The numbers of samples that there are runs on, rising."""
+    start = f"wide/{task}/{arm}/"
+    return sorted(
+        {int(name.removeprefix(start).partition("/")[0]) for name in experiment.plan if name.startswith(start)}
+    )
+
+
+EPOCHS = 50
+"""Of the authors' code, and of runs here where `SEEN` allows them."""
+TRIALS = (5, 3)
+"""On smiling faces and on vehicles as in the paper; of the other figures."""
+SETTLED = 1250
+"""From so many samples on, runs have 450 steps or more, and BatchNorm with Keras' momentum has averages to rely on."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the paper's figures: accuracy against samples on one task."""
+
+    where: str
+    about: str
+    """The task in a few words."""
+    side: int
+    """Of its images."""
+    paper_sizes: str
+    """Numbers of samples in the authors' code."""
+    sizes: Mapping[Fidelity, tuple[int, ...]]
+    """Numbers of samples here."""
+    trials: int = TRIALS[1]
+    more_for_wrn: Mapping[Fidelity, tuple[int, ...]] = field(default_factory=dict[Fidelity, tuple[int, ...]])
+    """Numbers of samples that WRN alone is tried with: how many does it need for what WRN-pMoE reaches with fewer?"""
+
+
+SEEN = {64: 128_000, 32: 100_000}
+"""How many images a run sees at most, by the side of the images: 1 000 and 780 steps."""
+
+FIGURES: Mapping[str, Figure] = {
+    "celeba-smiling": Figure(
+        "Figure 10",
+        "faces: smiling or not",
+        64,
+        "2 000 to 10 000",
+        {"released": (1000, 2000, 4000), "best": (250, 1000, 4000)},
+        TRIALS[0],
+        more_for_wrn={"released": (8000,)},
+    ),
+    "celeba-spurious": Figure(
+        "Figure 11",
+        "faces: smiling or not, where in training hair nearly tells",
+        64,
+        "5 000 to 25 000",
+        {"released": (3000,)},
+    ),
+    "celeba-4class": Figure(
+        "Figure 12",
+        "faces: smiling × eyeglasses",
+        64,
+        "4 000 to 16 000",
+        {"released": (1250, 5000)},
+    ),
+    "cifar10": Figure(
+        "Figure 14",
+        "CIFAR-10",
+        32,
+        "10 000 to 50 000",
+        {"released": (4000, 8000)},
+    ),
+    "cifar10-noise": Figure(
+        "Figure 15",
+        "CIFAR-10, small on a photograph of a plant",
+        32,
+        "10 000 to 50 000",
+        {"released": (4000, 8000)},
+    ),
+    "cifar-vehicles": Figure(
+        "Figure 16",
+        "a vehicle among three animals",
+        32,
+        "4 000 to 20 000",
+        {"released": (1000, 2000, 4000), "best": (4000,), "print": (4000,)},
+        TRIALS[0],
+    ),
+}
+"""By the name of the task."""
+
+
+COMPARED: Mapping[str, tuple[int, ...]] = {"celeba-smiling": (1000, 4000), "cifar-vehicles": (4000,)}
+"""Where our network is compared with the released one."""
+
+
+_ROUTERS = 1e-4
+"""The learning rate of routers in our recipe: `Recipe`'s own, said here because results depend on it."""
+
+
+def epochs(samples: int, side: int) -> int:
+    """How long a run on so many samples is.
+
+    >>> [epochs(samples, side=64) for samples in (250, 1000, 4000, 8000)]
+    [50, 50, 32, 16]
+    """
+    return max(min(EPOCHS, SEEN[side] // samples), 1)
+
+
+def recipe(fidelity: Fidelity, samples: int, side: int, arm: Arm) -> Recipe:
+    """The authors' recipe, for the network as printed too, since print names none; ours for ours."""
+    long = epochs(samples, side)
+    if fidelity == "best":
+        return Recipe(long, router_rate=_ROUTERS if arm == "pmoe" else None)
+    return Recipe(long, 128, "sgd", learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0)
+
+
+def plan(preset: str, fidelity: Fidelity) -> claims.Plan[WideResult | StepResult]:
+    """The cells there are, by name: task, network, samples, trial."""
+    if preset != "full":
+        return {}
+    cells: dict[str, WideCell | StepCell] = {}
+    for task, figure in FIGURES.items():
+        for samples in figure.sizes.get(fidelity, ()):
+            cells |= _runs("wide", task, ("wrn", "pmoe"), fidelity, samples)
+        for samples in figure.more_for_wrn.get(fidelity, ()):
+            cells |= _runs("wide", task, ("wrn",), fidelity, samples)
+    if fidelity == "released":
+        cells["wide-step/both/64"] = StepCell(fidelity)
+    if fidelity == "best":  # what ours is compared with
+        for task, sizes in COMPARED.items():
+            for samples in sizes:
+                cells |= _runs("wide-released", task, ("pmoe",), "released", samples)
+    return cells
+
+
+def _runs(
+    start: str, task: str, arms: tuple[Arm, ...], fidelity: Fidelity, samples: int
+) -> dict[str, WideCell | StepCell]:
+    side = FIGURES[task].side
+    ours = fidelity == "best"
+    return {
+        f"{start}/{task}/{arm}/{samples}/{trial}": WideCell(
+            task,
+            arm,
+            fidelity,
+            samples,
+            trial,
+            recipe(fidelity, samples, side, arm),
+            scale="standard" if ours else "unit",
+            augment="flip" if ours else "none",
+        )
+        for trial in range(FIGURES[task].trials)
+        for arm in arms
+    }

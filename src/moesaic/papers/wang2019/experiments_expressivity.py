@@ -1,0 +1,252 @@
+"""Cells of Wang et al. 2019's supplement in which nothing is trained.
+
+Section A.1: ranks of random networks under masks of their channels, and how often masks agree. Table 1: weights and
+work of the four ways to widen VGG-16. All of them together take a few seconds.
+
+Letters: L layers of m channels, of which n are open (``open_channels``), and M features of a patch (``features``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from moesaic import keyed_random
+from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.cells import AnalyticCell, Cell, CellArrays
+from moesaic.papers.engine.runner import Runner
+from moesaic.papers.wang2019.theory.channel_masks import coin_masks, measured_collision, subset_masks
+from moesaic.papers.wang2019.theory.channel_ranks import (
+    blind_pair,
+    confused,
+    matricise,
+    measure_channel_ranks,
+    numerical_rank,
+    random_channel_network,
+)
+
+__all__ = [
+    "BlindCell",
+    "CollisionCell",
+    "DistinctCell",
+    "MaskingCell",
+    "RankCell",
+    "TableCell",
+    "WidthCell",
+    "plan",
+]
+
+Array = NDArray[np.float64]
+
+_SIDE = 32
+"""Pixels along an image of CIFAR-10."""
+
+
+@dataclass(frozen=True)
+class RankCell(AnalyticCell):
+    """Ranks of random networks, dense and under masks that are uniform n-subsets."""
+
+    widths: tuple[int, ...]
+    open_channels: tuple[int, ...]
+    features: int
+    trials: int = 5
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"experiment": "channel ranks", **asdict(self), "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        found = measure_channel_ranks(
+            self.widths, self.open_channels, self.features, trials=self.trials, seed=_seed(runner, 0)
+        )
+        return {
+            "dense": found.dense.tolist(),
+            "static": found.static.tolist(),
+            "one_sided": found.one_sided.tolist(),
+            "dynamic": found.dynamic.tolist(),
+            "narrow": [_rank(self.open_channels, self.features, _seed(runner, t)) for t in range(self.trials)],
+        }
+
+
+@dataclass(frozen=True)
+class WidthCell(AnalyticCell):
+    """Ranks of dense networks by their width, and with one layer narrowed to a single channel."""
+
+    layers: int
+    features: int
+    widths: tuple[int, ...]
+    """Rising; some may be larger than ``features``."""
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"experiment": "channel widths", **asdict(self), "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        seed, whole = _seed(runner, 0), [self.features] * self.layers
+        narrowed = [[*whole[:l], 1, *whole[l + 1 :]] for l in range(self.layers)]
+        return {
+            "widths": list(self.widths),
+            "ranks": [_rank([width] * self.layers, self.features, seed) for width in self.widths],
+            "full": [_rank(whole, self.features, seed)],
+            "narrowed": [_rank(widths, self.features, seed) for widths in narrowed],
+        }
+
+
+@dataclass(frozen=True)
+class MaskingCell(AnalyticCell):
+    """Every way to mask the four inputs of the smallest network: m = M = 2, n = 1, L = 1."""
+
+    trials: int = 5
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"experiment": "channel maskings", **asdict(self), "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        return {"restored": [self._restored(_seed(runner, t)) for t in range(self.trials)]}
+
+    def _restored(self, seed: int) -> float:
+        """The share of the 16 ways with the dense network's rank, which is 2."""
+        network = random_channel_network((2,), 2, seed=seed)
+        maskings = [torch.eye(2)[torch.tensor(chosen)].view(2, 2, 2) for chosen in product((0, 1), repeat=4)]
+        ranks = [numerical_rank(matricise(network.tensor([masks]))).rank for masks in maskings]
+        return sum(rank == 2 for rank in ranks) / len(ranks)
+
+
+@dataclass(frozen=True)
+class CollisionCell(AnalyticCell):
+    """How many pairs of inputs open the same channels, by n-subsets and by coins of the same mean."""
+
+    widths: tuple[int, ...]
+    open_channels: tuple[int, ...]
+    samples: int = 1500
+    trials: int = 10
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """With which a coin opens a channel of each layer: n/m."""
+        return tuple(n / m for m, n in zip(self.widths, self.open_channels, strict=True))
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"experiment": "channel collisions", **asdict(self), "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        subsets: list[float] = []
+        coins: list[float] = []
+        for trial in range(self.trials):
+            seed = _seed(runner, trial)
+            subsets.append(
+                measured_collision(subset_masks((self.samples,), self.widths, self.open_channels, seed=seed))
+            )
+            coins.append(measured_collision(coin_masks((self.samples,), self.widths, self.probabilities, seed=seed)))
+        return {"subsets": subsets, "coins": coins}
+
+
+@dataclass(frozen=True)
+class BlindCell(AnalyticCell):
+    """How many pairs of inputs to which the channels are blind have the same output, each with masks of its own."""
+
+    widths: tuple[int, ...]
+    open_channels: tuple[int, ...]
+    features: int
+    pairs: int = 2000
+    trials: int = 10
+
+    @property
+    def probabilities(self) -> tuple[float, ...]:
+        """With which a coin opens a channel of each layer: n/m."""
+        return tuple(n / m for m, n in zip(self.widths, self.open_channels, strict=True))
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"experiment": "channel blindness", **asdict(self), "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        subsets: list[float] = []
+        coins: list[float] = []
+        for trial in range(self.trials):
+            seed = _seed(runner, trial)
+            network = random_channel_network(self.widths, self.features, seed=seed)
+            x, other = blind_pair(network, self.pairs, seed=seed + 1)
+            masks = [
+                (
+                    subset_masks((self.pairs,), self.widths, self.open_channels, seed=own),
+                    coin_masks((self.pairs,), self.widths, self.probabilities, seed=own),
+                )
+                for own in (seed + 2, seed + 3)
+            ]
+            for kept, one, two in zip((subsets, coins), *masks, strict=True):
+                kept.append(float(confused(network, x, other, one, two).double().mean()))
+        return {"subsets": subsets, "coins": coins}
+
+
+@dataclass(frozen=True)
+class DistinctCell(AnalyticCell):
+    """How often no two of several inputs open the same channels, by n-subsets."""
+
+    widths: tuple[int, ...]
+    open_channels: tuple[int, ...]
+    samples: int = 16
+    groups: int = 500
+    trials: int = 10
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {"experiment": "distinct channels", **asdict(self), "seed": runner.seed}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        return {"distinct": [self._distinct(_seed(runner, trial)) for trial in range(self.trials)]}
+
+    def _distinct(self, seed: int) -> float:
+        masks = torch.cat(subset_masks((self.groups, self.samples), self.widths, self.open_channels, seed=seed), -1)
+        # two masks of zeros and ones are the same where all their channels agree
+        agree = (masks[:, :, None] == masks[:, None]).all(-1).sum((1, 2)) > self.samples
+        return 1 - float(agree.double().mean())
+
+
+@dataclass(frozen=True)
+class TableCell(AnalyticCell):
+    """Table 1: how many weights and multiply-adds the four widenings of VGG-16 have."""
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        columns = {name: list(column.widths) for name, column in WIDENINGS.items()}
+        return {"experiment": "widenings of VGG-16", "columns": columns}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        columns = WIDENINGS.values()
+        base = conv_macs(VGG16_WIDTHS, _SIDE)
+        return {
+            "weights": [column.conv_parameters for column in columns],
+            "work": [column.conv_macs(_SIDE) / base for column in columns],
+            "complete": [not column.reconstructed for column in columns],
+        }
+
+
+def plan() -> claims.Plan[CellArrays]:
+    """The cells by name; the same in every preset."""
+    cells: dict[str, Cell[CellArrays]] = {
+        f"ranks/L={layers}": RankCell((3,) * layers, (2,) * layers, features=4) for layers in (1, 2, 3)
+    }
+    cells["ranks/sparse"] = RankCell((4, 4), (1, 1), features=6)
+    cells |= {
+        "widths/L=1": WidthCell(1, 6, (2, 3, 4, 6, 8)),
+        "widths/L=2": WidthCell(2, 6, (2, 3, 4, 6, 8)),
+        "widths/L=3": WidthCell(3, 4, (2, 3, 4, 6)),
+        "maskings": MaskingCell(),
+        "distinct": DistinctCell((4, 4), (2, 2)),
+        "blind": BlindCell((3, 3), (1, 1), features=5),
+        "collisions/two": CollisionCell((4, 4), (2, 2)),
+        "table1": TableCell(),
+    }
+    return cells | {f"collisions/one/{n}": CollisionCell((8,), (n,)) for n in (1, 2, 3, 4)}
+
+
+def _rank(widths: Sequence[int], features: int, seed: int) -> int:
+    return numerical_rank(matricise(random_channel_network(widths, features, seed=seed).tensor())).rank
+
+
+def _seed(runner: Runner, trial: int) -> int:
+    """Of a trial's networks and masks, far from those of other trials and seeds."""
+    return int(keyed_random.keys(runner.seed, [trial])[0]) & ((1 << 62) - 1)

@@ -1,0 +1,421 @@
+"""Experiments on VGG-16 with channel gates on CIFAR-10 (Wang et al. 2019): cells that train one network once.
+
+Cell names begin with the question that they belong to:
+
+- **cost**: is VGG-16 with gates (DeepMoE) more accurate than a narrower VGG-16 with the same number of multiply-adds?
+  Both run at each of `COSTS`, beside VGG-16 itself.
+- **wide**: the supplement's Table 1 widens VGG-16 in four ways, with equal numbers of weights and 1.1 to 13.8 times
+  the multiply-adds. Here each is gated down to the multiply-adds of VGG-16, so that weights *and* multiply-adds are
+  equal, and each also runs without gates. VGG-16 itself, and VGG-16 gated to half of its cost, run beside them.
+- **remedy**: changes that could improve gated networks, each run at a cost of `REMEDY_COST`.
+
+The cost is the mean number of executed multiply-adds per image: open inputs × open outputs of every gated
+convolution, plus the embedding network and the gate heads. Reports show it as a fraction of VGG-16's.
+
+The supplement prints no accuracies, and the main paper's training settings are not available. All networks are in our
+form (gates after BatchNorm, heads with a bias) and use our recipe, those with gates in two stages. Runs are short, so
+that all of them fit on one GPU in twelve minutes: `EPOCHS` over all images, and `WIDE_EPOCHS` for the widenings, one
+of which needs fourteen times the work. Networks that are compared have equally many epochs and the same image order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from moesaic import keyed_random
+from moesaic.data.builtin_datasets import missing
+from moesaic.data.cifar10 import load_cifar10
+from moesaic.data.datasets import ImageTask
+from moesaic.data.load import load_images
+from moesaic.fidelity import Fidelity
+from moesaic.insight.channel_metrics import channel_usage, gate_distances
+from moesaic.models.deepmoe.network import DeepMoE
+from moesaic.models.model_cost import count_macs
+from moesaic.models.registry import create_model
+from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs
+from moesaic.papers.engine import claims
+from moesaic.papers.engine.runner import Runner
+from moesaic.routing_record import Routing
+from moesaic.training.batches import eval_batches
+from moesaic.training.fit import fit
+from moesaic.training.gate_recipe import GateRecipe
+from moesaic.training.recipe import Recipe
+
+__all__ = [
+    "COSTS",
+    "EPOCHS",
+    "HALF",
+    "REMEDIES",
+    "REMEDY_COST",
+    "REMEDY_TRIALS",
+    "TRIALS",
+    "VGG16_MACS",
+    "WIDE_EPOCHS",
+    "WIDE_TRIALS",
+    "GateCell",
+    "GateResult",
+    "Option",
+    "Remedy",
+    "check_data",
+    "kept_share",
+    "plan",
+    "runs_of",
+    "static_width",
+    "widened_target",
+]
+
+Array = NDArray[np.float64]
+Option: TypeAlias = tuple[str, float | str]
+"""An option of `create_model` and its value."""
+
+ENGINE = 1
+"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+
+CLASSES = 10
+VGG16_MACS = conv_macs(VGG16_WIDTHS) + CLASSES * VGG16_WIDTHS[-1]
+"""Multiply-adds of VGG-16 for an image of CIFAR-10: what costs are shares of."""
+
+_TASK = "cifar10"
+_LOOKED = 2000
+"""Test images over which channels are called dead, always on or dynamic, and patterns are compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class GateResult:
+    """What one run measured."""
+
+    accuracy: float
+    """On the test images after the last epoch, in percent."""
+    training: Array
+    """(epochs,): training accuracy of each, in percent."""
+    macs: float
+    """Multiply-adds of a test image, mean."""
+    spread: float
+    """Their standard deviation from image to image; 0 without gates."""
+    dense_macs: int
+    """Those of the network without gates."""
+    usage: Array
+    """(layers, 3): how many channels of each gated layer are dead, always on and dynamic; no layer without gates."""
+    within: float
+    """Hamming distance of the gate patterns of two images of one class, as a share of all gates; 0 without gates."""
+    between: float
+    """The same of two images of different classes."""
+    seconds: float
+    """Of training; runs side by side on one GPU slow each other down, so this compares nothing."""
+
+    @property
+    def cost(self) -> float:
+        """Multiply-adds of a test image as a share of VGG-16's."""
+        return self.macs / VGG16_MACS
+
+    @property
+    def dynamic(self) -> float:
+        """The percentage of channels that are open for some images and closed for others."""
+        return float(100 * self.usage[:, 2].sum() / max(self.usage.sum(), 1))
+
+
+@dataclass(frozen=True)
+class GateCell:
+    """One training of one network."""
+
+    network: str
+    """A name of `create_model`."""
+    trial: int
+    recipe: Recipe
+    """With gates, if the network has any."""
+    options: tuple[Option, ...] = ()
+    """What `create_model` takes besides."""
+    teacher: str = ""
+    """A network that is trained first, by the same recipe without gates, and that this one learns from; or none."""
+    samples: int | None = None
+    """Images to train on; None: all."""
+    on_cpu: bool = False
+    """Whether it may run without a GPU, which would take days for all but small networks."""
+
+    @property
+    def steps(self) -> int:
+        return self.recipe.epochs * (2 if self.teacher else 1)
+
+    def missing_requirement(self, runner: Runner) -> str | None:
+        if missing(_TASK, runner.data_dir) is not None:
+            return "needs CIFAR-10's binary files under --data-dir"
+        return None if self.on_cpu or runner.device.startswith("cuda") else "needs a GPU (--device cuda)"
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        described = {**asdict(self), "recipe": self.recipe.to_json(), "options": dict(self.options)}
+        del described["on_cpu"]
+        here = runner.data_dir if missing(_TASK, runner.data_dir) is None else None
+        digest = _loaded(here).digest if here is not None else "not here"
+        return {"experiment": "channel gates", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        assert runner.data_dir is not None, "there is an obstacle"
+        seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
+        task = _loaded(runner.data_dir)
+        if self.samples is not None:
+            task = task.subset(self.samples, seed)
+        teacher = None
+        if self.teacher:
+            teacher = _network(self.teacher, self._shape_options(), seed)
+            plain = replace(self.recipe, gates=None)
+            fit(
+                teacher, task, plain, seed=seed, device=runner.device, progress=runner.progress, eval_every=plain.epochs
+            )
+        model = _network(self.network, dict(self.options), seed)
+        found = fit(
+            model,
+            task,
+            self.recipe,
+            seed=seed,
+            device=runner.device,
+            progress=runner.progress,
+            eval_every=self.recipe.epochs,
+            teacher=teacher,
+        )
+        return {
+            "accuracy": round(found.accuracy, 4),
+            "training": [round(epoch.train_accuracy, 4) for epoch in found.epochs],
+            "losses": [round(epoch.loss, 6) for epoch in found.epochs],
+            "seconds": round(found.seconds, 3),
+            **(_gates(model, task, self.recipe) if isinstance(model, DeepMoE) else _static(model, task)),
+        }
+
+    def result(self, kept: dict[str, Any]) -> GateResult:
+        return GateResult(
+            kept["accuracy"],
+            np.asarray(kept["training"], dtype=np.float64),
+            kept["macs"],
+            kept["spread"],
+            kept["dense_macs"],
+            np.asarray(kept["usage"], dtype=np.float64).reshape(-1, 3),
+            kept["within"],
+            kept["between"],
+            kept["seconds"],
+        )
+
+    def _shape_options(self) -> dict[str, float | str]:
+        """Those of the options that a network without gates has as well."""
+        return {name: value for name, value in self.options if name == "width"}
+
+
+def _static(model: nn.Module, task: ImageTask) -> dict[str, Any]:
+    channels, height, width = task.test.pixels.shape[1:]
+    macs = count_macs(model, (channels, height, width)).macs
+    return {"macs": macs, "spread": 0.0, "dense_macs": macs, "usage": [], "within": 0.0, "between": 0.0}
+
+
+def _gates(model: DeepMoE, task: ImageTask, recipe: Recipe) -> dict[str, Any]:
+    """What gates do on the test images, in the precision in which these were tested."""
+    device = next(model.parameters()).device
+    half = recipe.half(device)
+    macs: list[Tensor] = []
+    routings: list[Mapping[str, Routing]] = []
+    seen = 0
+    with torch.no_grad(), torch.autocast(device.type, half, enabled=half is not None):
+        for x, _ in eval_batches(task, device, 250):
+            routing = model.forward_with_routing(x).routing
+            macs.append(model.macs(routing).double().cpu())
+            if seen < _LOOKED:
+                routings.append(routing)
+            seen += len(x)
+    together = {name: _joined([each[name] for each in routings]) for name in model.gated}
+    labels = task.test.labels[: next(iter(together.values())).batch].cpu()
+    used = [channel_usage(each) for each in together.values()]
+    apart = gate_distances(together, labels, task.labels)
+    cost = torch.cat(macs)
+    return {
+        "macs": round(float(cost.mean()), 1),
+        "spread": round(float(cost.std(correction=0)), 1),
+        "dense_macs": model.dense_macs,
+        "usage": [[len(each.dead), len(each.always_on), len(each.dynamic)] for each in used],
+        "within": round(apart.within or 0.0, 6),
+        "between": round(apart.between or 0.0, 6),
+    }
+
+
+def _joined(routings: list[Routing]) -> Routing:
+    """The routings of batches as one, on the CPU."""
+    indices = [each.index for each in routings if each.index is not None]
+    return replace(
+        routings[0],
+        scores=torch.cat([each.scores.cpu() for each in routings]),
+        index=torch.cat([index.cpu() for index in indices]),
+        gate=torch.cat([each.gate.cpu() for each in routings]),
+    )
+
+
+def _network(name: str, options: Mapping[str, Any], seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return create_model(name, num_classes=CLASSES, **options)
+
+
+@lru_cache(maxsize=1)
+def _loaded(data_dir: Path) -> ImageTask:
+    """CIFAR-10, mirrored and shifted at random in training."""
+    return load_images(_TASK, data_dir=data_dir, augment="flip-crop", scale="standard")
+
+
+def check_data(data_dir: Path) -> None:
+    """Raises if CIFAR-10 is in the folder and damaged; that it is not there is an obstacle."""
+    if missing(_TASK, data_dir) is None:
+        for split in ("train", "test"):
+            load_cifar10(split, data_dir)
+
+
+def runs_of(experiment: claims.ExperimentResults[Any], prefix: str) -> list[GateResult]:
+    """The trials of a network, by the beginning of their names."""
+    return experiment.series(prefix)[1]
+
+
+COSTS = (0.12, 0.25, 0.5)
+"""Shares of VGG-16's multiply-adds at which gates and static widths are compared."""
+EPOCHS = 10
+TRIALS = 3
+"""Of the comparison at equal cost."""
+WIDE_EPOCHS = 4
+WIDE_TRIALS = 2
+REMEDY_COST = 0.25
+REMEDY_TRIALS = 2
+HALF = 0.5
+"""The share of its own work to which VGG-16 is gated beside its widenings."""
+
+_EMBEDDING = 0.02
+"""What the embedding network and the heads cost, as a share of the network they gate; `deepmoe` has it as default."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something that may make gates better, tried at `REMEDY_COST`."""
+
+    about: str
+    """What it does, after "With"."""
+    gates: GateRecipe
+    options: tuple[Option, ...] = ()
+    teacher: str = ""
+
+
+def static_width(cost: float) -> float:
+    """By how much all widths of VGG-16 are multiplied so that it has this share of its multiply-adds.
+
+    >>> [static_width(cost) for cost in (0.5, 0.25, 0.12)]
+    [0.707, 0.498, 0.3457]
+    """
+    return _solved(lambda width: _share([max(round(channels * width), 1) for channels in VGG16_WIDTHS]), cost)
+
+
+def kept_share(cost: float) -> float:
+    """The share of every layer's channels that top-k gates keep open for this share of VGG-16's multiply-adds.
+
+    >>> kept_share(0.25) < static_width(0.25)  # the embedding network costs something, too
+    True
+    """
+    linear = CLASSES * VGG16_WIDTHS[-1] / VGG16_MACS  # read as a whole
+
+    def share(keep: float) -> float:
+        kept = [max(round(channels * keep), 1) for channels in VGG16_WIDTHS]
+        return conv_macs(kept) / VGG16_MACS + linear + _EMBEDDING
+
+    return _solved(share, cost)
+
+
+def widened_target(name: str) -> tuple[float, float]:
+    """Shares of a widening's own multiply-adds: VGG-16's, and what VGG-16's embedding network and heads cost.
+
+    >>> [round(share, 4) for share in widened_target("w4_low")]
+    [0.0726, 0.0015]
+    """
+    column = WIDENINGS[name]
+    own = column.conv_macs() + CLASSES * column.widths[-1]
+    return VGG16_MACS / own, _EMBEDDING * VGG16_MACS / own
+
+
+def _share(widths: Sequence[int]) -> float:
+    """Of VGG-16's multiply-adds."""
+    return (conv_macs(widths) + CLASSES * widths[-1]) / VGG16_MACS
+
+
+def _solved(share: Callable[[float], float], cost: float) -> float:
+    """The number of four digits from 0 to 1 at which a rising share comes nearest to the cost."""
+    low, high = 0, 10_000
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if share(middle / 10_000) >= cost else (middle, high)
+    return min((high, low), key=lambda number: abs(share(number / 10_000) - cost)) / 10_000
+
+
+REMEDIES: Mapping[str, Remedy] = MappingProxyType(
+    {
+        "embedding": Remedy(
+            "an embedding network of four times the work",
+            GateRecipe(target_macs=REMEDY_COST),
+            (("embedding_share", 4 * _EMBEDDING),),
+        ),
+        "schedule": Remedy(
+            "gates that learn for 80 % of the epochs in place of 60 %, and come down to their cost over more of them",
+            GateRecipe(target_macs=REMEDY_COST, joint=0.8, warmup=0.15),
+        ),
+        "noise": Remedy("noise on the gates while they learn", GateRecipe(target_macs=REMEDY_COST, noise=0.5)),
+        "topk": Remedy(
+            "equally many channels open for every image (top-k), and gradients that go straight through to the others",
+            GateRecipe(straight_through=True),
+            (("mode", "topk"), ("keep", kept_share(REMEDY_COST))),
+        ),
+        "distil": Remedy(
+            "the answers of a trained VGG-16 to learn from",
+            GateRecipe(target_macs=REMEDY_COST, distil=1.0),
+            teacher="vgg16",
+        ),
+    }
+)
+"""By name."""
+
+
+def plan(preset: str, fidelity: Fidelity) -> claims.Plan[GateResult]:
+    """The cells there are, by name; they are all in our form, and none is quick."""
+    if preset != "full" or fidelity != "best":
+        return {}
+    cells: dict[str, GateCell] = {}
+    for trial in range(TRIALS):
+        cells[f"cost/static/1/{trial}"] = GateCell("vgg16", trial, Recipe(EPOCHS))
+        for cost in COSTS:
+            width = static_width(cost)
+            cells[f"cost/static/{cost}/{trial}"] = GateCell("vgg16", trial, Recipe(EPOCHS), (("width", width),))
+            gates = GateRecipe(target_macs=cost)
+            cells[f"cost/gated/{cost}/{trial}"] = GateCell("vgg16_deepmoe", trial, Recipe(EPOCHS, gates=gates))
+    for trial in range(WIDE_TRIALS):
+        cells |= _widenings(trial)
+    for trial in range(REMEDY_TRIALS):
+        for name, remedy in REMEDIES.items():
+            recipe = Recipe(EPOCHS, gates=remedy.gates)
+            cells[f"remedy/{name}/{trial}"] = GateCell(
+                "vgg16_deepmoe", trial, recipe, remedy.options, teacher=remedy.teacher
+            )
+    return cells
+
+
+def _widenings(trial: int) -> dict[str, GateCell]:
+    plain = Recipe(WIDE_EPOCHS)
+    half = Recipe(WIDE_EPOCHS, gates=GateRecipe(target_macs=HALF))
+    cells = {
+        f"wide/dense/vgg16/{trial}": GateCell("vgg16", trial, plain),
+        f"wide/gated/vgg16/{trial}": GateCell("vgg16_deepmoe", trial, half),
+    }
+    for name in WIDENINGS:
+        target, embedding = widened_target(name)
+        recipe = Recipe(WIDE_EPOCHS, gates=GateRecipe(target_macs=target))
+        cells[f"wide/dense/{name}/{trial}"] = GateCell(f"vgg16_{name}", trial, plain)
+        cells[f"wide/gated/{name}/{trial}"] = GateCell(
+            f"vgg16_deepmoe_{name}", trial, recipe, (("embedding_share", embedding),)
+        )
+    return cells
