@@ -17,7 +17,7 @@ from moesaic.models.vgg_widths import WIDENINGS
 from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.wang2019 import gate_cells
+from moesaic.papers.wang2019 import experiments_gates
 from moesaic.papers.wang2019.claims_gates import CHECKS, lead_at_equal_cost
 from moesaic.papers.wang2019.experiments_gates import (
     COSTS,
@@ -70,7 +70,7 @@ def small_set(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
     monkeypatch.setattr(load, "DATASETS", {**known, "cifar10": short})
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
     yield
-    gate_cells._loaded.cache_clear()
+    experiments_gates._loaded.cache_clear()
 
 
 def runner(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Runner:
@@ -106,13 +106,13 @@ def test_a_static_network_costs_what_it_costs(folder: Path, tmp_path: Path):
 
 def test_costs_are_those_that_the_network_counts_itself(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept = []
-    real = gate_cells.fit
+    real = experiments_gates.fit
 
     def keep(model, task, *more, **named):
         kept.append((model, task))
         return real(model, task, *more, **named)
 
-    monkeypatch.setattr(gate_cells, "fit", keep)
+    monkeypatch.setattr(experiments_gates, "fit", keep)
     found = runner(tmp_path, folder).run({"": gated(target_macs=0.9)})[""].result
     [(model, task)] = kept
     with torch.no_grad():
@@ -125,13 +125,13 @@ def test_costs_are_those_that_the_network_counts_itself(folder: Path, tmp_path: 
 
 def test_a_teacher_is_trained_first_and_learned_from(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
-    real = gate_cells.fit
+    real = experiments_gates.fit
 
     def watch(model, task, recipe, *, teacher=None, **more):
         seen.append((type(model).__name__, recipe.gates, type(teacher).__name__))
         return real(model, task, recipe, teacher=teacher, **more)
 
-    monkeypatch.setattr(gate_cells, "fit", watch)
+    monkeypatch.setattr(experiments_gates, "fit", watch)
     cell = replace(gated(distil=1.0), teacher="vgg16")
     runner(tmp_path, folder).run({"": cell})
     assert seen == [("VGG16", None, "NoneType"), ("DeepMoE", GateRecipe(distil=1.0), "VGG16")]
@@ -150,13 +150,13 @@ def test_networks_of_a_trial_start_from_the_same_seed_and_others_from_others(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     seen = []
-    real = gate_cells.fit
+    real = experiments_gates.fit
 
     def watch(model, task, recipe, *, seed, **more):
         seen.append((seed, len(task.train)))
         return real(model, task, recipe, seed=seed, **more)
 
-    monkeypatch.setattr(gate_cells, "fit", watch)
+    monkeypatch.setattr(experiments_gates, "fit", watch)
     static = GateCell("vgg16", 0, Recipe(1, batch=20), TINY, on_cpu=True)
     runner(tmp_path, folder).run(
         {"a": static, "b": replace(static, samples=20), "c": replace(static, trial=1)},
@@ -191,9 +191,9 @@ def test_obstacles_are_the_images_and_then_the_gpu(folder: Path, tmp_path: Path)
 
 
 def test_damaged_files_are_found_before_anything_runs(folder: Path, tmp_path: Path):
-    gate_cells.check_data(tmp_path)  # none is no damage
+    experiments_gates.check_data(tmp_path)  # none is no damage
     with pytest.raises(ValueError, match="data_batch_1"):
-        gate_cells.check_data(folder)
+        experiments_gates.check_data(folder)
 
 
 # The plan
