@@ -71,8 +71,8 @@ def routing_hook(model: nn.Module, hook: RoutingHook) -> Generator[None]:
     try:
         yield
     finally:
-        for layer, call in registered:
-            layer._routing_hooks.remove(call)  # pyright: ignore[reportPrivateUsage]
+        for layer, registered_call in registered:
+            layer._routing_hooks.remove(registered_call)  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from strategies import PickyChoice
 
 import moesaic
 from moesaic.ops.patch import inference
-from moesaic.ops.patch.inference import may_run_unlearned
+from moesaic.ops.patch.inference import can_run_inference
 
 
 def layer(experts=3, L=2, p=2, kernel=3, seed=0, **options):
@@ -29,11 +29,11 @@ def by_reference(of, x):
 
 
 @pytest.fixture
-def kept_way(monkeypatch):
-    """Counts how often the way is taken."""
+def inference_runs(monkeypatch):
+    """Counts the runs of the inference path."""
     runs: list[object] = []
-    run = inference.conv_unlearned
-    monkeypatch.setattr("moesaic.ops.torch_backend.conv_unlearned", lambda *given: runs.append(1) or run(*given))
+    run = inference.conv_inference
+    monkeypatch.setattr("moesaic.ops.torch_backend.conv_inference", lambda *given: runs.append(1) or run(*given))
     return runs
 
 
@@ -43,7 +43,7 @@ OPTIONS = list(
 
 
 @torch.no_grad()
-def test_every_option_equals_the_reference_however_many_images_run_at_a_time(kept_way, monkeypatch):
+def test_every_option_equals_the_reference_however_many_images_run_at_a_time(inference_runs, monkeypatch):
     for number, (gate_on, context, combine, norm, kernel, p) in enumerate(OPTIONS):
         torch.manual_seed(number)
         rows, columns, experts = 1 + number % 4, 1 + number % 3, 1 + number % 3
@@ -60,16 +60,14 @@ def test_every_option_equals_the_reference_however_many_images_run_at_a_time(kep
             bias=number % 5 > 0,
         )
         width = kernel**2 * made.experts.out_channels
-        monkeypatch.setattr(
-            inference, "_VALUES_AT_A_TIME", (1, 2, 100)[number % 3] * experts * L * p * p * max(5, width)
-        )
+        monkeypatch.setattr(inference, "_CHUNK_VALUES", (1, 2, 100)[number % 3] * experts * L * p * p * max(5, width))
         x = torch.randn(3, 5, rows * p, columns * p, dtype=torch.float64)
         torch.testing.assert_close(made(x), by_reference(made, x), rtol=1e-10, atol=1e-10)
-    assert len(kept_way) == len(OPTIONS)
+    assert len(inference_runs) == len(OPTIONS)
 
 
 @torch.no_grad()
-def test_what_is_kept_follows_every_change_of_the_weights(kept_way):
+def test_the_cache_is_invalidated_by_every_change_of_the_weights(inference_runs):
     made, x = layer(gate_on="input", expert_norm=True), torch.randn(2, 5, 6, 4, dtype=torch.float64)
     other = layer(gate_on="input", expert_norm=True, seed=1)
 
@@ -93,11 +91,11 @@ def test_what_is_kept_follows_every_change_of_the_weights(kept_way):
         change()
         assert (made(x) - before).abs().max() > 1e-6
         torch.testing.assert_close(made(x), by_reference(made, x), rtol=1e-10, atol=1e-10)
-    assert kept_way
+    assert inference_runs
 
 
 @torch.no_grad()
-def test_maps_of_another_size_are_answered_too():
+def test_maps_of_other_sizes_equal_the_reference():
     made = layer(gate_on="input", expert_norm=True)
     for rows, columns in ((2, 2), (4, 2), (2, 2)):
         x = torch.randn(1, 5, 2 * rows, 2 * columns, dtype=torch.float64)
@@ -105,20 +103,20 @@ def test_maps_of_another_size_are_answered_too():
 
 
 @torch.no_grad()
-def test_nothing_is_kept_of_a_layer_that_is_gone():
+def test_the_cache_does_not_outlive_the_layer():
     gc.collect()
-    before = len(inference._kept)
+    before = len(inference._prepared_cache)
     made = layer()
     made(torch.randn(1, 5, 4, 4, dtype=torch.float64))
     copied = copy.deepcopy(made)
     copied(torch.randn(1, 5, 4, 4, dtype=torch.float64))
-    assert len(inference._kept) == before + 2
+    assert len(inference._prepared_cache) == before + 2
     del made, copied
     gc.collect()
-    assert len(inference._kept) == before
+    assert len(inference._prepared_cache) == before
 
 
-def test_results_of_inference_mode_do_not_linger():
+def test_tensors_of_inference_mode_are_not_cached():
     made, x = layer(gate_on="input", expert_norm=True), torch.randn(2, 5, 4, 4, dtype=torch.float64)
     with torch.inference_mode():
         first = made(x)
@@ -129,7 +127,7 @@ def test_results_of_inference_mode_do_not_linger():
     assert x.grad.abs().sum() > 0
 
 
-def test_whoever_learns_takes_the_other_way(kept_way):
+def test_training_does_not_use_the_inference_path(inference_runs):
     x = torch.randn(2, 5, 4, 4, dtype=torch.float64)
     layer()(x)
     frozen = layer().requires_grad_(False)
@@ -140,14 +138,14 @@ def test_whoever_learns_takes_the_other_way(kept_way):
         moesaic.PatchMoE(5, 6, experts=2, router=moesaic.TokenChoice(5, 2, dtype=torch.float64), dtype=torch.float64)(x)
         layer().to(torch.bfloat16)(x.bfloat16())
         layer()(x[:0])
-    assert not kept_way
+    assert not inference_runs
     frozen(x)
-    assert kept_way
+    assert inference_runs
 
 
 def test_dtypes_that_differ_are_refused():
     made, x = layer(), torch.randn(1, 5, 4, 4, dtype=torch.float64)
     routing, experts = made.route(x), moesaic.ops.ConvWeights(made.experts.weight, None)
     with torch.no_grad():
-        assert may_run_unlearned(x, routing, experts, None)
-        assert not may_run_unlearned(x.float(), routing, experts, None)
+        assert can_run_inference(x, routing, experts, None)
+        assert not can_run_inference(x.float(), routing, experts, None)

@@ -1,6 +1,10 @@
-"""Where the chosen pixels of a batch are, expert by expert, and where their contributions land.
+"""Gather and scatter indices of the routed pixels of a batch.
 
-Integer arithmetic on the device only: no host sync, and static shapes where experts choose.
+    gather:   values[r] = x[image_R[r], position_R[r]]      R pixels, sorted by expert
+    scatter:  y[row_Rk[r, k]] += contribution[r, k]       tap k of pixel r, for `scatter_conv`
+
+Maps are read as rows (B·H·W, C) and written as rows (B·H·W·G, O), G = E under ``combine="concat"`` and 1 under
+``"sum"``. Indices are computed on the device, without a host sync; under expert choice all shapes are static.
 """
 
 from __future__ import annotations
@@ -14,18 +18,18 @@ from torch.nn import functional as F
 
 from moesaic.ops.dispatch import Context, PatchSpec
 from moesaic.ops.grouped_gemm import grouped_matmul
-from moesaic.ops.patch.scatter_conv import Landing
+from moesaic.ops.patch.scatter_conv import ScatterIndex
 from moesaic.routing_record import UNASSIGNED, Routing
 
-__all__ = ["Pixels", "pixels_of_patches", "taps_of_pixels"]
+__all__ = ["RoutedPixels", "patch_pixels", "tap_targets"]
 
 
 @dataclass(frozen=True)
-class Pixels:
-    """R chosen pixels, those of expert 0 first; each patch's p·p pixels lie together.
+class RoutedPixels:
+    """Indices of the R routed pixels, sorted by expert; the p·p pixels of a patch are consecutive.
 
-    Values of pixels are (E, M, ·) where all experts have equally many (``ends`` is None), and
-    (R, ·) where they do not; then ``ends`` (E,) says after which row each expert's pixels end.
+    Values of pixels are (E, M, ·) under expert choice, where all experts have M pixels and ``ends_E`` is None, and
+    (R, ·) where units choose; the pixels of expert e then end before row ``ends_E[e]``.
     """
 
     routing: Routing
@@ -33,20 +37,20 @@ class Pixels:
     map_size: tuple[int, int]
     image_R: Tensor
     expert_R: Tensor
-    at_R: Tensor
-    """Where on its map a pixel is: y · W + x."""
+    position_R: Tensor
+    """Position of a pixel on its map: y · W + x."""
     gate_R: Tensor
     used_R: Tensor | None
-    """None where every pixel is used. What is not used reads patch 0 and is written nowhere."""
-    ends: Tensor | None
-    place_P: Tensor
-    """Of each chosen patch: its image, its place on the grid and its expert as one number below B·N·E, or B·N·E."""
+    """False for pixels of unassigned patch_ids: they read patch 0 and are not written. None if all pixels are used."""
+    ends_E: Tensor | None
+    patch_id_P: Tensor
+    """(image · N + patch) · E + expert of each routed patch; B·N·E for an unassigned place."""
 
     @staticmethod
-    def chosen(routing: Routing, x: Tensor, spec: PatchSpec) -> Pixels:
-        """The pixels of a map (B, C, H, W) that a routing by choice sends to experts."""
+    def from_routing(routing: Routing, x: Tensor, spec: PatchSpec) -> RoutedPixels:
+        """Returns the pixels of a map (B, C, H, W) that the routing sends to experts."""
         if routing.index is None:
-            raise ValueError("Pixels: a soft routing chooses no pixels")
+            raise ValueError("RoutedPixels: a soft routing has no index of pixels")
         E, area = routing.experts, spec.patch_size**2
         each_expert = torch.arange(E, device=x.device)
         if routing.chooser == "expert":
@@ -56,217 +60,228 @@ class Pixels:
             expert_P = each_expert.view(E, 1, 1).expand(E, B, L).flatten()
             image_P = torch.arange(B, device=x.device).view(1, B, 1).expand(E, B, L).flatten()
             used_P = patch_P != UNASSIGNED if routing.may_drop else None
-            ends = None
+            ends_E = None
         else:
             _, N, K = routing.index.shape
-            asked = routing.index.flatten()
-            # whoever was dropped sits with the last expert
-            expert_P, order = torch.where(asked == UNASSIGNED, E - 1, asked).sort(stable=True)
+            choice = routing.index.flatten()
+            # dropped units are sorted to the last expert, with gate 0
+            expert_P, order = torch.where(choice == UNASSIGNED, E - 1, choice).sort(stable=True)
             image_P, patch_P = order // (N * K), order // K % N
             gate_P = routing.gate.flatten().index_select(0, order)
-            used_P = (asked != UNASSIGNED).index_select(0, order) if routing.may_drop else None
-            ends = torch.searchsorted(expert_P, each_expert, right=True) * area
+            used_P = (choice != UNASSIGNED).index_select(0, order) if routing.may_drop else None
+            ends_E = torch.searchsorted(expert_P, each_expert, right=True) * area
         if used_P is not None:
             patch_P = patch_P.clamp_min(0)
-        place_P = (image_P * routing.units + patch_P) * E + expert_P
+        patch_id_P = (image_P * routing.units + patch_P) * E + expert_P
         if used_P is not None:
-            place_P = place_P.where(used_P, routing.batch * routing.units * E)
+            patch_id_P = patch_id_P.where(used_P, routing.batch * routing.units * E)
 
-        def per_pixel(of_P: Tensor) -> Tensor:
-            return of_P.unsqueeze(1).expand(-1, area).flatten()
+        def per_pixel(value_P: Tensor) -> Tensor:
+            return value_P.unsqueeze(1).expand(-1, area).flatten()
 
         H, W = x.shape[2], x.shape[3]
-        return Pixels(
+        return RoutedPixels(
             routing=routing,
             spec=spec,
             map_size=(H, W),
             image_R=per_pixel(image_P),
             expert_R=per_pixel(expert_P),
-            at_R=pixels_of_patches(patch_P, W, spec.patch_size).flatten(),
+            position_R=patch_pixels(patch_P, W, spec.patch_size).flatten(),
             gate_R=per_pixel(gate_P),
             used_R=None if used_P is None else per_pixel(used_P),
-            ends=ends,
-            place_P=place_P,
+            ends_E=ends_E,
+            patch_id_P=patch_id_P,
         )
 
     @property
     def area(self) -> int:
-        """Pixels of a map."""
+        """Pixels per map."""
         return self.map_size[0] * self.map_size[1]
 
     @property
-    def lanes(self) -> int:
-        """How many rows of the output a pixel has: one, or one per expert under ``concat``."""
+    def groups(self) -> int:
+        """Rows of the output per pixel: E under ``combine="concat"``, otherwise 1."""
         return self.routing.experts if self.spec.combine == "concat" else 1
 
     @property
     def rows(self) -> int:
-        """Rows of the output: (B, H, W), times E under ``concat``."""
-        return self.routing.batch * self.area * self.lanes
+        """Rows of the output: B · H · W · groups."""
+        return self.routing.batch * self.area * self.groups
 
     @property
-    def rows_beyond(self) -> int:
-        """Rows past the output's, for what lands nowhere: one per image and lane, lest threads queue for one.
+    def dummy_rows(self) -> int:
+        """Rows after the output that receive contributions outside the map; they are dropped.
 
-        And one more: experts' rest lands nowhere even where there is no image.
+        One per image and group, because threads that add to one row would wait for each other; and one more, for the
+        experts' background in an empty batch.
         """
-        return self.routing.batch * self.lanes + 1
+        return self.routing.batch * self.groups + 1
 
-    def take(self, rows: Tensor) -> Tensor:
-        """The pixels' values out of a batch of maps laid out as rows (B·H·W, C)."""
-        return self.grouped(rows.index_select(0, self.image_R * self.area + self.at_R))
+    def gather(self, rows: Tensor) -> Tensor:
+        """Gathers the pixels' values from maps laid out as rows (B·H·W, C)."""
+        return self.by_expert(rows.index_select(0, self.image_R * self.area + self.position_R))
 
-    def take_by_expert(self, maps_EHWO: Tensor) -> Tensor:
-        """(R, ·): the pixels' values out of one map per expert."""
-        return maps_EHWO.flatten(0, 2).index_select(0, self.expert_R * self.area + self.at_R)
+    def gather_by_expert(self, maps_EHWO: Tensor) -> Tensor:
+        """Gathers the pixels' values (R, O) from one map per expert."""
+        return maps_EHWO.flatten(0, 2).index_select(0, self.expert_R * self.area + self.position_R)
 
-    def grouped(self, rows: Tensor) -> Tensor:
-        """(R, ·) in the leading shape of pixel values."""
+    def by_expert(self, rows: Tensor) -> Tensor:
+        """Reshapes (R, ·) to the layout of pixel values: (E, M, ·), or (R, ·) where units choose."""
         E = self.routing.experts
-        return rows if self.ends is not None else rows.view(E, rows.shape[0] // E, rows.shape[1])
+        return rows if self.ends_E is not None else rows.view(E, rows.shape[0] // E, rows.shape[1])
 
-    def per_expert(self, values_EC: Tensor) -> Tensor:
-        """A vector per expert, to broadcast over its pixels."""
-        return values_EC.unsqueeze(1) if self.ends is None else values_EC.index_select(0, self.expert_R)
+    def broadcast_per_expert(self, values_EC: Tensor) -> Tensor:
+        """Makes one vector per expert broadcastable to pixel values."""
+        return values_EC.unsqueeze(1) if self.ends_E is None else values_EC.index_select(0, self.expert_R)
 
-    def rows_of_expert(self, values_EO: Tensor) -> Tensor:
-        """(R, ·): each pixel's value out of a vector per expert."""
-        if self.ends is not None:
+    def expand_per_expert(self, values_EO: Tensor) -> Tensor:
+        """Expands one vector per expert to its pixels: (R, O)."""
+        if self.ends_E is not None:
             return values_EO.index_select(0, self.expert_R)
         E, O = values_EO.shape
-        return values_EO.unsqueeze(1).expand(E, self.at_R.shape[0] // E, O).reshape(-1, O)
+        return values_EO.unsqueeze(1).expand(E, self.position_R.shape[0] // E, O).reshape(-1, O)
 
     def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """How many used pixels each expert has, (E, 1), and the mean and variance (E, C) of their values."""
-        used = None if self.used_R is None else self.grouped(self.used_R.unsqueeze(1))
+        """Returns the number of used pixels (E, 1) of each expert, and the mean and variance (E, C) of their values."""
+        used = None if self.used_R is None else self.by_expert(self.used_R.unsqueeze(1))
 
-        def total(of: Tensor) -> Tensor:
-            of = of if used is None else of.where(used, 0)
-            if self.ends is None:
-                return of.sum(1)
-            return of.new_zeros(self.routing.experts, of.shape[1]).index_add(0, self.expert_R, of)
+        def sum_per_expert(terms: Tensor) -> Tensor:
+            terms = terms if used is None else terms.where(used, 0)
+            if self.ends_E is None:
+                return terms.sum(1)
+            return terms.new_zeros(self.routing.experts, terms.shape[1]).index_add(0, self.expert_R, terms)
 
-        count = total(torch.ones_like(values[..., :1]))
-        mean = total(values) / count.clamp_min(1)
-        return count, mean, total((values - self.per_expert(mean)).square()) / count.clamp_min(1)
+        count = sum_per_expert(torch.ones_like(values[..., :1]))
+        mean = sum_per_expert(values) / count.clamp_min(1)
+        squares = (values - self.broadcast_per_expert(mean)).square()
+        return count, mean, sum_per_expert(squares) / count.clamp_min(1)
 
     def matmul(self, values: Tensor, weight_EOC: Tensor) -> Tensor:
-        """Each expert's pixels times its matrix."""
+        """Multiplies each expert's pixels by its matrix."""
         weight_ECO = weight_EOC.transpose(1, 2)
-        return torch.bmm(values, weight_ECO) if self.ends is None else grouped_matmul(values, weight_ECO, self.ends)
+        return torch.bmm(values, weight_ECO) if self.ends_E is None else grouped_matmul(values, weight_ECO, self.ends_E)
 
-    def own_rows(self) -> Tensor:
-        """(R,): which row of the output a pixel itself is; what is not used is on a row past those."""
-        own_R = self._map_R + self.at_R * self.lanes
-        return own_R if self.used_R is None else torch.where(self.used_R, own_R, self._beyond_R)
+    def output_index(self) -> Tensor:
+        """Returns the output row (R,) of each pixel itself; a dummy row for unused pixels."""
+        own_R = self._map_start_R + self.position_R * self.groups
+        return own_R if self.used_R is None else torch.where(self.used_R, own_R, self._dummy_row_R)
 
-    def landing_on_map(self, kernel: int, *, rest: bool = False) -> Landing:
-        """On which row of the output each tap of each pixel lands.
+    def scatter_index(self, kernel: int, *, background: bool = False) -> ScatterIndex:
+        """`scatter_to_pixels` under ``gate_on="output"``, where all other pixels have gate 0; else `scatter_to_map`."""
+        scatter = self.scatter_to_pixels if self.spec.gate_on == "output" else self.scatter_to_map
+        return scatter(kernel, background=background)
 
-        What leaves the map, or its patch under ``context="patch"``, lands past the rows. With ``rest`` a pixel more of
-        each expert, its last, lands nowhere.
+    def scatter_to_map(self, kernel: int, *, background: bool = False) -> ScatterIndex:
+        """Index of the output row to which each tap of each pixel contributes.
+
+        Contributions outside the map, or outside the patch under ``context="patch"``, go to dummy rows. With
+        ``background`` every expert has one more pixel, its last, which contributes to dummy rows only.
         """
-        there, inside, _, of_pixels = self._taps(kernel)
-        inside_Rk = of_pixels(inside)
+        target, inside, _, per_pixel = self._tap_tables(kernel)
+        inside_Rk = per_pixel(inside)
         if self.used_R is not None:
             inside_Rk = inside_Rk & self.used_R.unsqueeze(1)
-        at_Rk = of_pixels(there * self.lanes) + self._map_R.unsqueeze(1)
-        at_Rk = torch.where(inside_Rk, at_Rk, self._beyond_R.unsqueeze(1))
-        if rest:
-            at_Rk = self._with_rest(at_Rk, self.rows)
-        return Landing(at_Rk, self.rows, self.rows_beyond, among_pixels=False)
+        row_Rk = per_pixel(target * self.groups) + self._map_start_R.unsqueeze(1)
+        row_Rk = torch.where(inside_Rk, row_Rk, self._dummy_row_R.unsqueeze(1))
+        if background:
+            row_Rk = self._append_background(row_Rk, self.rows)
+        return ScatterIndex(row_Rk, self.rows, self.dummy_rows, within_pixels=False)
 
-    def landing_on_pixels(self, kernel: int, *, rest: bool = False) -> Landing:
-        """On which of its expert's own pixels each tap of each pixel lands; what lands elsewhere counts nowhere."""
+    def scatter_to_pixels(self, kernel: int, *, background: bool = False) -> ScatterIndex:
+        """Index of the expert's own pixel to which each tap of each pixel contributes; others go to dummy rows."""
         routing, p, (_, W) = self.routing, self.spec.patch_size, self.map_size
-        places = routing.batch * routing.units * routing.experts
-        rows = self.at_R.shape[0] + (routing.experts if rest else 0)
-        number_P = torch.arange(self.place_P.shape[0], device=self.at_R.device)
-        there, inside, patch, of_pixels = self._taps(kernel)
-        within_Rk = of_pixels(there // W % p * p + there % W % p)
-        lands_Rk = of_pixels(inside)
+        patch_ids = routing.batch * routing.units * routing.experts
+        rows = self.position_R.shape[0] + (routing.experts if background else 0)
+        number_P = torch.arange(self.patch_id_P.shape[0], device=self.position_R.device)
+        target, inside, patch, per_pixel = self._tap_tables(kernel)
+        within_Rk = per_pixel(target // W % p * p + target % W % p)
+        valid_Rk = per_pixel(inside)
         if self.spec.context == "patch":
             number_Rk = number_P.unsqueeze(1).expand(-1, p * p).reshape(-1, 1)
         else:
-            number_of = number_P.new_full((places + 1,), -1).scatter(0, self.place_P, number_P)
-            first_R = self.image_R * (routing.units * routing.experts) + self.expert_R
-            place_Rk = of_pixels(patch * routing.experts) + first_R.unsqueeze(1)
-            number_Rk = number_of.index_select(0, place_Rk.flatten()).view(place_Rk.shape)
-            lands_Rk = lands_Rk & (number_Rk >= 0)
+            number_of_id = number_P.new_full((patch_ids + 1,), -1).scatter(0, self.patch_id_P, number_P)
+            first_id_R = self.image_R * (routing.units * routing.experts) + self.expert_R
+            patch_id_Rk = per_pixel(patch * routing.experts) + first_id_R.unsqueeze(1)
+            number_Rk = number_of_id.index_select(0, patch_id_Rk.flatten()).view(patch_id_Rk.shape)
+            valid_Rk = valid_Rk & (number_Rk >= 0)
         if self.used_R is not None:
-            lands_Rk = lands_Rk & self.used_R.unsqueeze(1)
-        at_Rk = number_Rk * (p * p) + within_Rk
-        if rest:
-            at_Rk = at_Rk + at_Rk // max(self._each, 1)  # behind each expert's pixels there is one more
-        at_Rk = torch.where(lands_Rk, at_Rk, (self.at_R + rows).unsqueeze(1))
-        if rest:
-            at_Rk = self._with_rest(at_Rk, rows)
-        return Landing(at_Rk, rows, self.area, among_pixels=True)
+            valid_Rk = valid_Rk & self.used_R.unsqueeze(1)
+        row_Rk = number_Rk * (p * p) + within_Rk
+        if background:
+            # each expert's background pixel follows its others
+            row_Rk = row_Rk + row_Rk // max(self._pixels_per_expert, 1)
+        row_Rk = torch.where(valid_Rk, row_Rk, (self.position_R + rows).unsqueeze(1))
+        if background:
+            row_Rk = self._append_background(row_Rk, rows)
+        return ScatterIndex(row_Rk, rows, self.area, within_pixels=True)
 
-    def _with_rest(self, at_Rk: Tensor, nowhere: int) -> Tensor:
-        by_expert = at_Rk.view(self.routing.experts, self._each, at_Rk.shape[1])
-        return F.pad(by_expert, (0, 0, 0, 1), value=nowhere).flatten(0, 1)
-
-    @property
-    def _each(self) -> int:
-        """M, pixels of an expert where all have equally many."""
-        return self.at_R.shape[0] // self.routing.experts
+    def _append_background(self, row_Rk: Tensor, dummy_row: int) -> Tensor:
+        by_expert = row_Rk.view(self.routing.experts, self._pixels_per_expert, row_Rk.shape[1])
+        return F.pad(by_expert, (0, 0, 0, 1), value=dummy_row).flatten(0, 1)
 
     @property
-    def _map_R(self) -> Tensor:
-        """The row of the output at which a pixel's map begins, for its expert."""
-        lane_R = self.expert_R if self.lanes > 1 else 0
-        return self.image_R * (self.area * self.lanes) + lane_R
+    def _pixels_per_expert(self) -> int:
+        """M, under expert choice."""
+        return self.position_R.shape[0] // self.routing.experts
 
     @property
-    def _beyond_R(self) -> Tensor:
-        lane_R = self.expert_R if self.lanes > 1 else 0
-        return self.image_R * self.lanes + (lane_R + self.routing.batch * self.area * self.lanes)
+    def _map_start_R(self) -> Tensor:
+        """Output row of position 0 of a pixel's map, in the group of its expert."""
+        group_R = self.expert_R if self.groups > 1 else 0
+        return self.image_R * (self.area * self.groups) + group_R
 
-    def _taps(self, kernel: int) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Where taps land, whether they stay, and on which patch; and how to get from such a table to pixels (R, …).
+    @property
+    def _dummy_row_R(self) -> Tensor:
+        group_R = self.expert_R if self.groups > 1 else 0
+        return self.image_R * self.groups + (group_R + self.routing.batch * self.area * self.groups)
 
-        Tables are of the whole map, which is small. A compiler computes them for each pixel just as well, and
-        Inductor fails on the index arithmetic of looking them up.
+    def _tap_tables(self, kernel: int) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Returns the tables of `tap_targets`, and a function that looks a table up for the R pixels.
+
+        Tables cover all positions of one map, which are few. Under torch.compile they are computed for the R pixels
+        themselves, because Inductor fails on the index arithmetic of the lookup.
         """
-        per_pixel = torch.compiler.is_compiling()
-        at = self.at_R if per_pixel else torch.arange(self.area, device=self.at_R.device)
-        tables = taps_of_pixels(at, self.map_size, kernel, self.spec.patch_size, self.spec.context)
+        compiling = torch.compiler.is_compiling()
+        positions = self.position_R if compiling else torch.arange(self.area, device=self.position_R.device)
+        tables = tap_targets(positions, self.map_size, kernel, self.spec.patch_size, self.spec.context)
 
-        def of_pixels(table: Tensor) -> Tensor:
-            return table if per_pixel else table.index_select(0, self.at_R)
+        def per_pixel(table: Tensor) -> Tensor:
+            return table if compiling else table.index_select(0, self.position_R)
 
-        return *tables, of_pixels
+        return *tables, per_pixel
 
 
-def taps_of_pixels(
-    at_Q: Tensor, map_size: tuple[int, int], kernel: int, patch_size: int, context: Context
+def tap_targets(
+    position_Q: Tensor, map_size: tuple[int, int], kernel: int, patch_size: int, context: Context
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of some pixels of a map and each tap, (Q, kernel·kernel): where it lands, whether it stays, which patch.
+    """Returns, for positions on a map and the taps of a kernel, three tables (Q, kernel·kernel).
 
-    >>> there, inside, _ = taps_of_pixels(torch.tensor([3]), (2, 2), 3, 1, "map")
-    >>> there[inside].tolist()  # the last pixel of a 2×2 map gives to all four
+    Tables: the position to which the tap contributes, whether it is inside the map (or the patch, under
+    ``context="patch"``), and the patch it is in.
+
+    >>> target, inside, _ = tap_targets(torch.tensor([3]), (2, 2), 3, 1, "map")
+    >>> target[inside].tolist()  # the last pixel of a 2×2 map contributes to all four
     [3, 2, 1, 0]
     """
     (H, W), p = map_size, patch_size
-    tap = torch.arange(kernel * kernel, device=at_Q.device)
-    y, inside_y = _shifted(at_Q // W, kernel // 2 - tap // kernel, H, H if context == "map" else p)
-    x, inside_x = _shifted(at_Q % W, kernel // 2 - tap % kernel, W, W if context == "map" else p)
+    tap = torch.arange(kernel * kernel, device=position_Q.device)
+    y, inside_y = _shift(position_Q // W, kernel // 2 - tap // kernel, H, H if context == "map" else p)
+    x, inside_x = _shift(position_Q % W, kernel // 2 - tap % kernel, W, W if context == "map" else p)
     return y * W + x, inside_y & inside_x, y // p * (W // p) + x // p
 
 
-def _shifted(here_Q: Tensor, shift_k: Tensor, size: int, room: int) -> tuple[Tensor, Tensor]:
-    """Where taps land along one axis, and whether they stay in the same stretch of ``room``."""
-    here = here_Q.unsqueeze(1)
-    there = here + shift_k
-    stays = there.div(room, rounding_mode="floor") == here // room
-    return there.clamp(0, size - 1), stays
+def _shift(coordinate_Q: Tensor, offset_k: Tensor, size: int, extent: int) -> tuple[Tensor, Tensor]:
+    """Returns coordinates plus offsets along one axis, and whether both are in the same interval of ``extent``."""
+    coordinate = coordinate_Q.unsqueeze(1)
+    shifted = coordinate + offset_k
+    inside = shifted.div(extent, rounding_mode="floor") == coordinate // extent
+    return shifted.clamp(0, size - 1), inside
 
 
-def pixels_of_patches(patch_P: Tensor, W: int, p: int) -> Tensor:
-    """(P, p·p): where the pixels of some patches are on maps that are W wide.
+def patch_pixels(patch_P: Tensor, W: int, p: int) -> Tensor:
+    """Returns the positions (P, p·p) of the pixels of some patches, on maps of width W.
 
-    >>> pixels_of_patches(torch.tensor([0, 3]), 4, 2).tolist()
+    >>> patch_pixels(torch.tensor([0, 3]), 4, 2).tolist()
     [[0, 1, 4, 5], [10, 11, 14, 15]]
     """
     first = patch_P // (W // p) * (p * W) + patch_P % (W // p) * p
