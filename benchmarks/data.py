@@ -31,7 +31,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from moesaic.data.datasets import Augment, ImageTask
+from moesaic.data.datasets import Augment, ImageDataset
 from moesaic.data.load import load_images
 from moesaic.training.batches import train_batches
 
@@ -72,11 +72,11 @@ class Pictures(Dataset[tuple[Tensor, int]]):
         return (pixels - self.mean) / self.std, int(file.parent.name.removeprefix("class "))
 
 
-def epoch_of(task: ImageTask) -> Callable[[], object]:
-    sizes = [BATCH] * (len(task.train) // BATCH)
+def epoch_of(dataset: ImageDataset) -> Callable[[], object]:
+    sizes = [BATCH] * (len(dataset.train) // BATCH)
 
     def run() -> None:
-        for _ in train_batches(task, sizes, 0, 0, torch.device("cpu")):
+        for _ in train_batches(dataset, sizes, 0, 0, torch.device("cpu")):
             pass
 
     return run
@@ -120,11 +120,13 @@ def main() -> None:
         load_images(folder, size=SIZE, cache_dir=cache)
         decoding = time.perf_counter() - start
         for augment in get_args(Augment):
-            task = load_images(folder, size=SIZE, cache_dir=cache, augment=augment)
-            candidates[f"moesaic, {augment}"] = epoch_of(task)
-            images[f"moesaic, {augment}"] = len(task.train) // BATCH * BATCH
-            assert task.scale is not None
-            scale = [torch.tensor(numbers)[:, None, None] for numbers in (task.scale.mean, task.scale.std)]
+            dataset = load_images(folder, size=SIZE, cache_dir=cache, augment=augment)
+            candidates[f"moesaic, {augment}"] = epoch_of(dataset)
+            images[f"moesaic, {augment}"] = len(dataset.train) // BATCH * BATCH
+            assert dataset.normalize is not None
+            scale = [
+                torch.tensor(numbers)[:, None, None] for numbers in (dataset.normalize.mean, dataset.normalize.std)
+            ]
             peer = DataLoader(
                 Pictures(folder, augment, (scale[0], scale[1])),
                 BATCH,

@@ -34,7 +34,7 @@ from measure import machine, show, write
 from torch import nn
 
 from moesaic.data import load_images
-from moesaic.data.datasets import ImageTask
+from moesaic.data.datasets import ImageDataset
 from moesaic.intervals import mean
 from moesaic.models import WideResNetPMoE, create_model
 from moesaic.training import Recipe, fit
@@ -64,11 +64,11 @@ class Variant:
     bias: bool = False
     """Whether the convolution in front of the routed layer has one."""
 
-    def made(self, task: ImageTask, width: int, seed: int) -> nn.Module:
+    def made(self, dataset: ImageDataset, width: int, seed: int) -> nn.Module:
         """The network with its initial weights."""
-        sized = {"image_size": int(task.train.pixels.shape[2])} if "pmoe" in self.network else {}
+        sized = {"image_size": int(dataset.train.pixels.shape[2])} if "pmoe" in self.network else {}
         torch.manual_seed(seed)
-        model = create_model(self.network.format(width), num_classes=task.labels, **sized, **self.options)
+        model = create_model(self.network.format(width), num_classes=dataset.num_classes, **sized, **self.options)
         if self.bias:
             assert isinstance(model, WideResNetPMoE)
             *_, front = (module for module in model.body.modules() if isinstance(module, nn.Conv2d))
@@ -99,14 +99,14 @@ VARIANTS = {
 
 
 Found = dict[str, dict[str, list[float]]]
-"""Of each task and each variant, the accuracies of its trials."""
+"""Of each dataset and each variant, the accuracies of its trials."""
 
 
-def parted(task: ImageTask, samples: int, validation: int, seed: int) -> ImageTask:
+def parted(dataset: ImageDataset, samples: int, validation: int, seed: int) -> ImageDataset:
     """So many images to train on, and others of the same part to validate on."""
-    order = torch.randperm(len(task.train), generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(len(dataset.train), generator=torch.Generator().manual_seed(seed))
     train, rest = order[:samples], order[samples : samples + validation]
-    return replace(task, train=task.train.take(train), test=task.train.take(rest))
+    return replace(dataset, train=dataset.train.take(train), test=dataset.train.take(rest))
 
 
 def compared(found: list[float], others: list[float]) -> dict[str, float | str]:
@@ -127,15 +127,15 @@ def summary(found: Found, against: str | None) -> dict[str, Any]:
     """What is written: means over the trials so far, each trial, and the comparison if one was asked for."""
     names = next(iter(found.values()))
     rows: list[dict[str, float | str]] = [{"network": name} for name in names]
-    for task, accuracies in found.items():
+    for dataset, accuracies in found.items():
         for row, each in zip(rows, accuracies.values(), strict=True):
             if each:
-                row[task], row[f"{task}, worst"] = sum(each) / len(each), min(each)
+                row[dataset], row[f"{dataset}, worst"] = sum(each) / len(each), min(each)
     content: dict[str, Any] = {"rows": rows, "accuracies": found}
     if against is not None:
         content["against"] = [
-            {"network": name, "task": task} | compared(each, accuracies[against])
-            for task, accuracies in found.items()
+            {"network": name, "dataset": dataset} | compared(each, accuracies[against])
+            for dataset, accuracies in found.items()
             for name, each in accuracies.items()
             if name != against and min(len(each), len(accuracies[against])) > 1
         ]
@@ -156,7 +156,7 @@ def main() -> None:
         "--against", choices=list(VARIANTS), metavar="NAME", help="the variant that the others are compared with"
     )
     parser.add_argument("--validation", type=int, default=VALIDATION, help="images to validate on")
-    parser.add_argument("--samples", type=int, help="images to train on; default: as many as the task has here")
+    parser.add_argument("--samples", type=int, help="images to train on; default: as many as the dataset has here")
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--width", type=int, default=10, help="of the networks")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/wide-variants.json")
@@ -174,7 +174,8 @@ def main() -> None:
     results: dict[str, Any] = {}
     for task_name in arguments.tasks:
         whole = {
-            scale: load_images(task_name, data_dir=arguments.data_dir, scale=scale) for scale in ("unit", "standard")
+            scale: load_images(task_name, data_dir=arguments.data_dir, normalize=scale)
+            for scale in ("unit", "standard")
         }
         found[task_name] = {name: [] for name in chosen}
         took = 0.0
@@ -184,10 +185,10 @@ def main() -> None:
                 break
             for name, variant in chosen.items():
                 scaled = whole["unit" if variant.recipe is RELEASED else "standard"]
-                task = parted(scaled, samples[task_name], arguments.validation, SEED + trial)
-                model = variant.made(task, arguments.width, SEED + trial)
+                dataset = parted(scaled, samples[task_name], arguments.validation, SEED + trial)
+                model = variant.made(dataset, arguments.width, SEED + trial)
                 recipe = replace(variant.recipe, epochs=arguments.epochs)
-                run = fit(model, task, recipe, seed=SEED + trial, device=arguments.device, eval_every=recipe.epochs)
+                run = fit(model, dataset, recipe, seed=SEED + trial, device=arguments.device, eval_every=recipe.epochs)
                 found[task_name][name].append(run.accuracy)
                 print(f"{task_name}, trial {trial + 1}, {name}: {run.accuracy:.2f} %", flush=True)
                 results = asked | summary(found, arguments.against)

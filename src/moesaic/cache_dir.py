@@ -5,20 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["CACHE_VARIABLE", "default_cache"]
+__all__ = ["CACHE_ENV_VAR", "default_cache_dir"]
 
-CACHE_VARIABLE = "MOESAIC_CACHE"
+CACHE_ENV_VAR = "MOESAIC_CACHE"
 """The environment variable that names the folder for caches."""
 
 
-def default_cache() -> Path:
+def default_cache_dir() -> Path:
     """The folder in the variable MOESAIC_CACHE, or ``.cache/moesaic`` in the home folder."""
-    told = os.environ.get(CACHE_VARIABLE)
+    told = os.environ.get(CACHE_ENV_VAR)
     if told:
         return Path(told)
     try:
         return Path.home() / ".cache" / "moesaic"
     except RuntimeError as fault:
         raise FileNotFoundError(
-            f"there is no home folder for the cache ({fault}); name a folder in {CACHE_VARIABLE}"
+            f"there is no home folder for the cache ({fault}); name a folder in {CACHE_ENV_VAR}"
         ) from fault

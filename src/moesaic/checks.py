@@ -9,15 +9,15 @@ from typing import TypeVar
 
 from torch import Tensor
 
-__all__ = ["at_least_one", "check_map", "check_numbers", "one_of"]
+__all__ = ["check_choice", "check_feature_map", "check_numbers", "check_positive"]
 
 T = TypeVar("T")
 
 
-def one_of(owner: str, option: str, value: T, allowed: Collection[T]) -> T:
+def check_choice(owner: str, option: str, value: T, allowed: Collection[T]) -> T:
     """``value`` if it is allowed, else an error that lists what is.
 
-    >>> one_of("PatchMoE", "context", "patches", ("map", "patch"))
+    >>> check_choice("PatchMoE", "context", "patches", ("map", "patch"))
     Traceback (most recent call last):
     ValueError: PatchMoE: context='patches' is unknown; use 'map' or 'patch' (did you mean 'patch'?)
     """
@@ -30,10 +30,10 @@ def one_of(owner: str, option: str, value: T, allowed: Collection[T]) -> T:
     raise ValueError(f"{owner}: {option}={value!r} is unknown; use {listed}{hint}")
 
 
-def at_least_one(owner: str, **counts: int) -> None:
+def check_positive(owner: str, **counts: int) -> None:
     """Refuse counts that are not whole numbers from 1 on.
 
-    >>> at_least_one("PatchMoE", experts=0)
+    >>> check_positive("PatchMoE", experts=0)
     Traceback (most recent call last):
     ValueError: PatchMoE: experts=0; it must be at least 1
     """
@@ -58,11 +58,11 @@ def check_numbers(owner: str, limit: str, fits: Callable[[float], bool], values:
             raise ValueError(f"{owner}: {name}={value}; it must be {limit}")
 
 
-def check_map(owner: str, x: Tensor, channels: int, patch_size: int) -> None:
+def check_feature_map(owner: str, x: Tensor, channels: int, patch_size: int) -> None:
     """Refuse what is not a floating-point map (B, C, H, W) that divides into patches.
 
     >>> import torch
-    >>> check_map("PatchMoE", torch.zeros(1, 3, 15, 15), channels=3, patch_size=4)
+    >>> check_feature_map("PatchMoE", torch.zeros(1, 3, 15, 15), channels=3, patch_size=4)
     Traceback (most recent call last):
     ValueError: PatchMoE: a 15×15 map is not divisible into 4×4 patches; pad it to 16×16 or use patch_size=3 or 5
     """

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["read_records", "write_json", "write_whole"]
+__all__ = ["read_records", "write_atomic", "write_json"]
 
 Record = TypeVar("Record")
 
@@ -21,10 +21,10 @@ def write_json(path: Path, content: object) -> None:
     text = json.dumps(_known_to_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     # a list of numbers on one line; strings are safe, since a line break within one is written \n
     text = _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
-    write_whole(path, f"{text}\n".encode())
+    write_atomic(path, f"{text}\n".encode())
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomic(path: Path, content: bytes) -> None:
     """Write a file whole or not at all: under another name first, each program its own, and then renamed."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:

@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 
 __all__ = ["UNASSIGNED", "Chooser", "Routing", "Unit"]
 
@@ -66,8 +66,8 @@ class Routing:
     """Whether ``index`` may hold -1. A router that never leaves a place unused says so and saves a mask."""
 
     def __post_init__(self) -> None:
-        one_of("Routing", "unit", self.unit, get_args(Unit))
-        one_of("Routing", "chooser", self.chooser, get_args(Chooser))
+        check_choice("Routing", "unit", self.unit, get_args(Unit))
+        check_choice("Routing", "chooser", self.chooser, get_args(Chooser))
 
     @property
     def batch(self) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmark_scripts import loaded_script
 
-from moesaic.data.datasets import ImageTask, LabelledImages, Scale
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 
 
 @pytest.fixture(scope="module")
@@ -16,11 +16,11 @@ def variants() -> Iterator[ModuleType]:
         yield module
 
 
-def task_of(images: int) -> ImageTask:
-    labels, scale = torch.arange(images) % 2, Scale((0.5,) * 3, (0.3,) * 3)
+def task_of(images: int) -> ImageDataset:
+    labels, scale = torch.arange(images) % 2, Normalize((0.5,) * 3, (0.3,) * 3)
     pixels = torch.arange(images, dtype=torch.uint8)[:, None, None, None].expand(-1, 3, 64, 64).contiguous()
     part = LabelledImages(pixels, labels, labels)
-    return ImageTask(part, part, ("even", "odd"), ("even", "odd"), scale, scale)
+    return ImageDataset(part, part, ("even", "odd"), ("even", "odd"), scale, scale)
 
 
 def test_the_pair_starts_equal_but_for_one_bias_of_zeros(variants: ModuleType) -> None:
@@ -36,8 +36,8 @@ def test_the_pair_starts_equal_but_for_one_bias_of_zeros(variants: ModuleType) -
 
 
 def test_no_image_is_both_trained_and_validated_on(variants: ModuleType) -> None:
-    task = variants.parted(task_of(60), samples=20, validation=30, seed=1)
-    shown, asked = ({int(pixels[0, 0, 0]) for pixels in part.pixels} for part in (task.train, task.test))
+    dataset = variants.parted(task_of(60), samples=20, validation=30, seed=1)
+    shown, asked = ({int(pixels[0, 0, 0]) for pixels in part.pixels} for part in (dataset.train, dataset.test))
     assert (len(shown), len(asked), len(shown & asked)) == (20, 30, 0)
 
 
@@ -53,12 +53,12 @@ def test_no_image_is_both_trained_and_validated_on(variants: ModuleType) -> None
 def test_the_lower_end_of_the_interval_decides(variants: ModuleType, differences: list[float], verdict: str) -> None:
     base = [80.0 + trial for trial in range(len(differences))]
     found = {"base": base, "other": [a + b for a, b in zip(base, differences, strict=True)]}
-    (row,) = variants.summary({"task": found}, "base")["against"]
+    (row,) = variants.summary({"dataset": found}, "base")["against"]
     assert row["as well"] == verdict
     assert row["difference"] == pytest.approx(sum(differences) / len(differences))
 
 
 def test_a_trial_that_only_one_has_does_not_count(variants: ModuleType) -> None:
     found = {"base": [80.0, 81.0, 20.0], "other": [80.0, 81.0]}
-    (row,) = variants.summary({"task": found}, "base")["against"]
+    (row,) = variants.summary({"dataset": found}, "base")["against"]
     assert (row["trials"], row["difference"]) == (2, 0.0)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from moesaic.cli.explain import Explain
 from moesaic.cli.shared import CommandError
-from moesaic.data.datasets import Scale
+from moesaic.data.datasets import Normalize
 from moesaic.data.load import load_images
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Metadata, save_network
@@ -18,7 +18,7 @@ from moesaic.training.checkpoint import Metadata, save_network
 CLASSES = ("cat", "dog")
 
 
-def save(folder: Path, name: str = "wrn10_1_pmoe", scale: Scale | None = Scale((0.5,) * 3, (0.2,) * 3)) -> Path:
+def save(folder: Path, name: str = "wrn10_1_pmoe", scale: Normalize | None = Normalize((0.5,) * 3, (0.2,) * 3)) -> Path:
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     spec = ModelSpec(name, {"num_classes": 2} | ({"image_size": 16} if name.endswith("pmoe") else {}))
@@ -35,13 +35,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of pictures, one folder for each class, and a file that is none."""
-    folder = tmp_path_factory.mktemp("pictures")
+    """A folder of images, one folder for each class, and a file that is not an image."""
+    folder = tmp_path_factory.mktemp("images")
     for label, name in enumerate(CLASSES):
         (folder / name).mkdir()
         for i in range(15):
             Image.new("RGB", (20, 16), (200 * label, 10 * i, 90)).save(folder / name / f"{i:02}.png")
-    (folder / "dog" / "notes.txt").write_text("no picture")
+    (folder / "dog" / "notes.txt").write_text("no image")
     return folder
 
 
@@ -49,30 +49,30 @@ def read(folder: Path) -> dict:
     return json.loads((folder / "explanation.json").read_text("utf-8"))
 
 
-def test_pictures_are_explained_beside_their_run(run: Path, pets: Path, capsys: pytest.CaptureFixture[str]):
+def test_images_are_explained_beside_their_run(run: Path, pets: Path, capsys: pytest.CaptureFixture[str]):
     given = ["explain", str(run), str(pets), "--max-images", "2"]
     assert Explain(run, (pets,), max_images=2, favourites=2).run(given) == 0
-    told = capsys.readouterr()
+    printed = capsys.readouterr()
     page = run / "explanation" / "explanation.html"
-    assert f"Page: {page}" in told.out
-    assert "notes.txt is no picture" in told.err
+    assert f"Page: {page}" in printed.out
+    assert "notes.txt is not an image" in printed.err
     record = read(run / "explanation")
-    assert record["about"]["data"] == "30 of the 31 pictures given"
+    assert record["about"]["data"] == "30 of the 31 images given"
     assert record["about"]["command"] == f"moesaic explain {run} {pets} --max-images 2"
     assert record["explanation"]["by"] == "label"
     assert record["explanation"]["class_images"] == [15, 15]
     assert {each["label"] for each in record["shown"]} == set(CLASSES), "one of each class"
-    assert record["about"]["skipped"][0][1] == "is no picture, or one of an unknown kind"
+    assert record["about"]["skipped"][0][1] == "is not an image, or its format is unknown"
     assert page.read_text("utf-8").rstrip().endswith("</html>")
 
 
-def test_data_gives_the_statistics_and_pictures_are_shown(run: Path, pets: Path, tmp_path: Path):
-    picture = pets / "cat" / "03.png"
-    command = Explain(run, (picture,), data=str(pets), cache_dir=tmp_path / "cache", out=tmp_path / "out", favourites=2)
+def test_data_gives_the_statistics_and_images_are_shown(run: Path, pets: Path, tmp_path: Path):
+    image = pets / "cat" / "03.png"
+    command = Explain(run, (image,), data=str(pets), cache_dir=tmp_path / "cache", out=tmp_path / "out", favourites=2)
     assert command.run([]) == 0
     record = read(tmp_path / "out")
     assert record["about"]["data"] == f"the 6 test images of {pets.name}"  # a fifth of each class
-    assert [each["name"] for each in record["shown"]] == [str(picture)]
+    assert [each["name"] for each in record["shown"]] == [str(image)]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -80,9 +80,9 @@ def test_images_that_the_network_may_have_been_trained_on_are_not_taken_for_test
     seed: int, pets: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     cache = tmp_path / "cache"
-    task = load_images(str(pets), size=16, cache_dir=cache)
+    dataset = load_images(str(pets), size=16, cache_dir=cache)
     spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})
-    save_network(tmp_path / "model.safetensors", spec.build(), Metadata.of(task, spec, {}))
+    save_network(tmp_path / "model.safetensors", spec.build(), Metadata.of(dataset, spec, {}))
     command = Explain(tmp_path, data=str(pets), cache_dir=cache, favourites=1, max_images=1, seed=seed)
     assert command.run([]) == 0
     about = f"the 6 test images of {pets.name}{', other ones than in training' if seed else ''}"
@@ -107,14 +107,14 @@ def test_of_a_network_with_gated_channels_the_gates_are_shown(
     model = spec.build()
     for gate in model.gates.values():
         torch.nn.init.normal_(gate.bias, std=0.3)
-    scale = Scale((0.5,) * 3, (0.2,) * 3)
+    scale = Normalize((0.5,) * 3, (0.2,) * 3)
     save_network(
         tmp_path / "model.safetensors", model, Metadata(spec, CLASSES, CLASSES, scale, (3, 32, 32), "pets", {})
     )
     assert Explain(tmp_path, (pets,), max_images=2).run([]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens", told)
-    assert re.search(r"an image costs [\d.]+ % of the dense network's multiply-adds", told)
+    printed = capsys.readouterr().out
+    assert re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens", printed)
+    assert re.search(r"an image costs [\d.]+ % of the dense network's multiply-adds", printed)
     record = read(tmp_path / "explanation")
     assert len(record["explanation"]["channels"]["costs"]["cost"]) == 30
     assert len(record["gates"]["shown"]) == 2
@@ -137,20 +137,20 @@ def refused(message: str, command: Explain) -> None:
 
 
 def test_what_cannot_be_explained_is_refused(run: Path, pets: Path, tmp_path: Path):
-    picture = pets / "cat" / "03.png"
+    image = pets / "cat" / "03.png"
     refused("there is nothing to look at", Explain(run))
-    refused("is not there; name the folder of a run", Explain(tmp_path / "nothing", (picture,)))
+    refused("is not there; name the folder of a run", Explain(tmp_path / "nothing", (image,)))
     refused("there is no file or folder", Explain(run, (tmp_path / "missing.png",)))
-    refused("none of 1 files is a picture", Explain(run, (pets / "dog" / "notes.txt",)))
-    refused("samples=0; it must be at least 1", Explain(run, (picture,), samples=0))
-    refused("--layer='moe' is unknown; use 'body.group3.0.moe'", Explain(run, (picture,), layer=("moe",)))
-    refused("--device='tpu' is unknown", Explain(run, (picture,), device="tpu"))
+    refused("none of the 1 files is an image", Explain(run, (pets / "dog" / "notes.txt",)))
+    refused("samples=0; it must be at least 1", Explain(run, (image,), samples=0))
+    refused("--layer='moe' is unknown; use 'body.group3.0.moe'", Explain(run, (image,), layer=("moe",)))
+    refused("--device='tpu' is unknown", Explain(run, (image,), device="tpu"))
     plain = save(tmp_path / "plain", "wrn10_1")
-    refused("has no routed layer, so there is no routing to explain", Explain(plain, (picture,)))
+    refused("has no routed layer, so there is no routing to explain", Explain(plain, (image,)))
     unscaled = save(tmp_path / "unscaled", scale=None)
-    refused("does not say how pixels become the network's input", Explain(unscaled, (picture,)))
+    refused("does not say how pixels become the network's input", Explain(unscaled, (image,)))
     (tmp_path / "text.safetensors").write_text("hello")
-    refused("is not a whole safetensors file", Explain(tmp_path / "text.safetensors", (picture,)))
+    refused("is not a whole safetensors file", Explain(tmp_path / "text.safetensors", (image,)))
 
 
 def test_data_of_other_classes_are_refused(run: Path, tmp_path: Path):

@@ -12,7 +12,7 @@ import torch
 import moesaic.cli.export as cli
 from moesaic.cli.export import Export
 from moesaic.cli.shared import CommandError
-from moesaic.data.datasets import Scale
+from moesaic.data.datasets import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Checkpoint, Metadata, save_network
 from moesaic.training.export import Exported
@@ -20,7 +20,7 @@ from moesaic.training.export import Exported
 
 def nothing() -> Checkpoint:
     """A network that is quickly traced."""
-    card = Metadata(None, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 8, 8), "pets", {})
+    card = Metadata(None, ("cat", "dog"), ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3), (3, 8, 8), "pets", {})
     model = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 2))
     return Checkpoint(Path("runs/pets/model.safetensors"), model.eval(), card)
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "pets"
     folder.mkdir()
     spec = ModelSpec("wrn10_1", {"num_classes": 2})
-    card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "pets", {})
+    card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "pets", {})
     save_network(folder / "model.safetensors", spec.build(), card)
     return folder
 

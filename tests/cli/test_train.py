@@ -72,7 +72,7 @@ def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, ca
     assert found.class_names == ("[bold]dog", "cat")
     assert found.spec.arguments == {"num_classes": 2, "in_channels": 3, "image_size": 16}
     assert found.input_shape == (3, 16, 16)
-    assert found.scale is not None
+    assert found.normalize is not None
 
 
 def test_a_dense_network_has_nothing_to_explain(pets, capsys):

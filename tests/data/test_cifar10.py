@@ -44,7 +44,7 @@ def test_training_images_are_those_of_five_files_in_order(folder):
     assert train.pixels.shape == (20, 3, 32, 32)
     third = np.frombuffer(batch(2), np.uint8).reshape(IMAGES, ROW)
     assert np.array_equal(train.pixels[8:12].reshape(IMAGES, -1), third[:, 1:])
-    assert np.array_equal(train.classes[8:12], third[:, 0])
+    assert np.array_equal(train.labels[8:12], third[:, 0])
 
 
 def test_a_pixel_is_where_the_format_puts_it(folder):
@@ -77,7 +77,7 @@ def test_a_truncated_file_is_named_with_both_sizes(folder):
         load_cifar10("train", folder, images_per_file=IMAGES)
 
 
-def test_a_file_of_cifars_own_size_is_expected_unless_told_otherwise(folder):
+def test_a_file_of_cifars_own_size_is_expected_by_default(folder):
     with pytest.raises(ValueError, match=r"test_batch\.bin: has 12292 bytes, expected 10000 images .* = 30730000"):
         load_cifar10("test", folder)
 
@@ -88,21 +88,21 @@ def test_a_missing_file_of_several_is_named(folder):
         load_cifar10("train", folder, images_per_file=IMAGES)
 
 
-def test_a_missing_folder_is_told_with_what_was_looked_for_and_where_to_get_it(tmp_path):
-    with pytest.raises(FileNotFoundError) as told:
+def test_a_missing_folder_is_reported_with_what_was_looked_for_and_where_to_get_it(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
         find_cifar10(tmp_path)
     for part in ("data_batch_1.bin", str(tmp_path / "cifar-10-batches-bin"), "cifar-10-binary.tar.gz", "https://"):
-        assert part in str(told.value)
+        assert part in str(error.value)
 
 
 def test_a_class_beyond_the_last_is_refused(folder):
     (folder / "test_batch.bin").write_bytes(b"\x0b" + batch(5)[1:])
-    with pytest.raises(ValueError, match="image 0 has class 11, classes go from 0 to 9"):
+    with pytest.raises(ValueError, match="image 0 has label 11, labels go from 0 to 9"):
         load_cifar10("test", folder, images_per_file=IMAGES)
 
 
 @pytest.mark.parametrize("keep", [40, 2000])
-def test_a_damaged_archive_is_told(tmp_path, keep):
+def test_a_damaged_archive_is_reported(tmp_path, keep):
     path = tmp_path / "cifar-10-binary.tar.gz"
     archive(path, NAMES)
     path.write_bytes(path.read_bytes()[:keep])
@@ -110,13 +110,13 @@ def test_a_damaged_archive_is_told(tmp_path, keep):
         load_cifar10("train", tmp_path, images_per_file=IMAGES)
 
 
-def test_an_archive_that_is_none_is_told(tmp_path):
+def test_an_archive_that_is_none_is_reported(tmp_path):
     (tmp_path / "cifar-10-binary.tar.gz").write_bytes(gzip.compress(b"no archive", mtime=0))
     with pytest.raises(ValueError, match="damaged archive"):
         load_cifar10("test", tmp_path)
 
 
-def test_an_archive_without_a_file_is_told(tmp_path):
+def test_an_archive_without_a_file_is_reported(tmp_path):
     archive(tmp_path / "cifar-10-binary.tar.gz", NAMES[:2])
     with pytest.raises(FileNotFoundError, match=r"has no test_batch\.bin"):
         load_cifar10("test", tmp_path, images_per_file=IMAGES)

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from moesaic.data.datasets import (
-    Augmented,
-    ImageTask,
+    CIFAR10_NORMALIZE,
+    ImageDataset,
     LabelledImages,
-    Scale,
-    cifar10_task,
+    Normalize,
+    RandomFlipCrop,
+    cifar10_dataset,
     flip_and_crop,
-    normalise,
 )
 from moesaic.data.splits import stratified_order
 from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task, crop_and_resize, rotate
@@ -39,129 +39,136 @@ def pixels(count: int = 4) -> torch.Tensor:
 
 
 def test_rotate_has_every_image_upright_and_turned_with_its_class_as_cluster(folder):
-    task = cifar10_rotate_task(folder, images_per_file=3)
-    plain = cifar10_task(folder, images_per_file=3)
-    assert task.train.labels.tolist() == [0] * 15 + [1] * 15
-    assert torch.equal(task.train.pixels[:15], crop_and_resize(plain.train.pixels))
-    assert torch.equal(task.train.pixels[15:], crop_and_resize(rotate(plain.train.pixels)))
-    assert torch.equal(task.train.clusters, plain.train.labels.repeat(2))
-    assert (task.labels, len(task.test)) == (2, 6)
+    dataset = cifar10_rotate_task(folder, images_per_file=3)
+    plain = cifar10_dataset(folder, images_per_file=3)
+    assert dataset.train.labels.tolist() == [0] * 15 + [1] * 15
+    assert torch.equal(dataset.train.pixels[:15], crop_and_resize(plain.train.pixels))
+    assert torch.equal(dataset.train.pixels[15:], crop_and_resize(rotate(plain.train.pixels)))
+    assert torch.equal(dataset.train.clusters, plain.train.labels.repeat(2))
+    assert (dataset.num_classes, len(dataset.test)) == (2, 6)
 
 
 def test_cifar_itself_has_its_classes_as_labels(folder):
-    task = cifar10_task(folder, images_per_file=3)
-    assert task.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
-    assert torch.equal(task.view(task.test.pixels, torch.ones(3, 3)), normalise(task.test.pixels))
+    dataset = cifar10_dataset(folder, images_per_file=3)
+    assert dataset.train.labels.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4]
+    assert torch.equal(
+        dataset.eval_transform(dataset.test.pixels, torch.ones(3, 3)), CIFAR10_NORMALIZE(dataset.test.pixels)
+    )
 
 
-def test_test_images_are_blurred_by_default_and_not_when_told(folder):
+def test_test_images_are_blurred_by_default_and_not_when_asked(folder):
     blurred, sharp = cifar10_rotate_task(folder, images_per_file=3), cifar10_rotate_task(folder, False, 3)
-    luck = torch.full((6, 3), 0.5)
-    assert torch.equal(sharp.view(sharp.test.pixels, luck), normalise(sharp.test.pixels))
-    assert blurred.view(blurred.test.pixels, luck).std() < 0.8 * normalise(sharp.test.pixels).std()
-    assert torch.equal(blurred.view(blurred.test.pixels, luck), sharp.vary(sharp.test.pixels, luck))
+    rand = torch.full((6, 3), 0.5)
+    assert torch.equal(sharp.eval_transform(sharp.test.pixels, rand), CIFAR10_NORMALIZE(sharp.test.pixels))
+    assert blurred.eval_transform(blurred.test.pixels, rand).std() < 0.8 * CIFAR10_NORMALIZE(sharp.test.pixels).std()
+    assert torch.equal(
+        blurred.eval_transform(blurred.test.pixels, rand), sharp.train_transform(sharp.test.pixels, rand)
+    )
 
 
-def test_more_luck_is_more_blur(folder):
-    task = cifar10_rotate_task(folder, images_per_file=3)
-    less, more = (task.vary(task.test.pixels, torch.full((6, 3), luck)).std() for luck in (0.0, 1.0))
+def test_a_larger_random_number_blurs_more(folder):
+    dataset = cifar10_rotate_task(folder, images_per_file=3)
+    less, more = (dataset.train_transform(dataset.test.pixels, torch.full((6, 3), rand)).std() for rand in (0.0, 1.0))
     assert more < less
 
 
 def test_normalised_images_have_mean_0_and_variance_1_where_cifar_has_its_own():
     mean, std = torch.tensor([0.4914, 0.4822, 0.4465]), torch.tensor([0.2023, 0.1994, 0.2010])
     x = pixels()
-    assert torch.allclose(normalise(x), (x / 255 - mean[:, None, None]) / std[:, None, None], atol=1e-6)
+    assert torch.allclose(CIFAR10_NORMALIZE(x), (x / 255 - mean[:, None, None]) / std[:, None, None], atol=1e-6)
 
 
-def test_low_luck_mirrors():
+def test_a_low_random_number_flips():
     x = pixels()
     middle = torch.full((4, 3), 0.5)
     mirrored, same = middle.clone(), middle.clone()
     mirrored[:, 0], same[:, 0] = 0.1, 0.9
-    assert torch.equal(flip_and_crop(x, same), normalise(x))
-    assert torch.equal(flip_and_crop(x, mirrored), normalise(x).flip(3))
+    assert torch.equal(flip_and_crop(x, same), CIFAR10_NORMALIZE(x))
+    assert torch.equal(flip_and_crop(x, mirrored), CIFAR10_NORMALIZE(x).flip(3))
 
 
-@pytest.mark.parametrize(("luck", "down", "right"), [((0.0, 1.0), -4, 4), ((0.99, 0.45), 4, 0), ((0.56, 0.34), 1, -1)])
-def test_crops_move_by_up_to_four_pixels_over_black(luck, down, right):
+@pytest.mark.parametrize(("rand", "down", "right"), [((0.0, 1.0), -4, 4), ((0.99, 0.45), 4, 0), ((0.56, 0.34), 1, -1)])
+def test_crops_move_by_up_to_four_pixels_over_black(rand, down, right):
     x = pixels(1)
-    found = flip_and_crop(x, torch.tensor([[1.0, *luck]]))
+    found = flip_and_crop(x, torch.tensor([[1.0, *rand]]))
     black = torch.zeros(1, 3, 40, 40, dtype=torch.uint8)
     black[..., 4:36, 4:36] = x
-    assert torch.equal(found, normalise(black[..., 4 + down : 36 + down, 4 + right : 36 + right]))
+    assert torch.equal(found, CIFAR10_NORMALIZE(black[..., 4 + down : 36 + down, 4 + right : 36 + right]))
 
 
-def test_luck_spreads_evenly_over_the_nine_places():
-    luck = torch.stack([torch.ones(900), (torch.arange(900) + 0.5) / 900, torch.full((900,), 0.5)], dim=1)
+def test_crops_are_spread_evenly_over_the_nine_offsets():
+    rand = torch.stack([torch.ones(900), (torch.arange(900) + 0.5) / 900, torch.full((900,), 0.5)], dim=1)
     column = torch.zeros(900, 3, 32, 32, dtype=torch.uint8)
     column[:, :, 16] = 255
-    rows = flip_and_crop(column, luck)[:, 0, :, 0].argmax(1)
+    rows = flip_and_crop(column, rand)[:, 0, :, 0].argmax(1)
     assert torch.bincount(rows).tolist()[12:] == [100] * 9
 
 
 def test_tasks_on_cifar_name_their_classes_and_tell_how_they_scale(folder):
     plain, turned, sharp = (
-        cifar10_task(folder, 3),
+        cifar10_dataset(folder, 3),
         cifar10_rotate_task(folder, True, 3),
         cifar10_rotate_task(folder, False, 3),
     )
     assert plain.class_names == plain.cluster_names
-    assert (plain.labels, turned.class_names) == (10, ("upright", "turned"))
-    assert turned.scale is None
-    for task in (plain, sharp):
-        assert task.scale is not None
-        assert torch.equal(task.scale(task.test.pixels), task.view(task.test.pixels, torch.zeros(len(task.test), 3)))
+    assert (plain.num_classes, turned.class_names) == (10, ("upright", "turned"))
+    assert turned.normalize is None
+    for dataset in (plain, sharp):
+        assert dataset.normalize is not None
+        assert torch.equal(
+            dataset.normalize(dataset.test.pixels),
+            dataset.eval_transform(dataset.test.pixels, torch.zeros(len(dataset.test), 3)),
+        )
 
 
 def test_a_scale_does_the_same_in_both_memory_formats_and_is_plain_data():
-    scale = Scale((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
+    scale = Normalize((0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     x = pixels()
     last = x.contiguous(memory_format=torch.channels_last)
     assert torch.equal(scale(x), scale(last))
     assert scale(last).is_contiguous(memory_format=torch.channels_last)
     again = {name: tuple(numbers) for name, numbers in json.loads(json.dumps(asdict(scale))).items()}
-    assert Scale(**again) == scale
+    assert Normalize(**again) == scale
 
 
 def test_scaling_leaves_the_bytes_alone():
     x = pixels()
     before = x.clone()
-    Scale((0.5,) * 3, (0.2,) * 3)(x)
+    Normalize((0.5,) * 3, (0.2,) * 3)(x)
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize(
-    ("mean", "std", "told"),
+    ("mean", "std", "message"),
     [
         ((0.5,), (0.1, 0.2), r"mean=\(0.5,\), std=\(0.1, 0.2\); each must have one number for every channel"),
         ((), (), "each must have one number"),
         ((0.5,), (0.0,), r"std=\(0.0,\); each must be above 0"),
     ],
 )
-def test_a_scale_that_cannot_be_is_refused(mean, std, told):
-    with pytest.raises(ValueError, match=told):
-        Scale(mean, std)
+def test_an_invalid_normalization_is_refused(mean, std, message):
+    with pytest.raises(ValueError, match=message):
+        Normalize(mean, std)
 
 
 def test_images_of_other_channels_are_refused():
     with pytest.raises(ValueError, match=r"of 1 channels, got \(4, 3, 32, 32\)"):
-        Scale((0.5,), (0.1,))(pixels())
+        Normalize((0.5,), (0.1,))(pixels())
 
 
 def test_an_augment_is_nothing_or_mirroring_or_mirroring_and_shifts_by_an_eighth():
-    scale, x = Scale((0.0,) * 3, (1.0,) * 3), pixels(1)
+    scale, x = Normalize((0.0,) * 3, (1.0,) * 3), pixels(1)
     low, corner = torch.tensor([[0.1, 0.5, 0.5]]), torch.tensor([[0.9, 0.0, 0.0]])
-    plain, flip, both = (Augmented.of(augment, scale, 32) for augment in ("none", "flip", "flip-crop"))
+    plain, flip, both = (RandomFlipCrop.from_augment(augment, scale, 32) for augment in ("none", "flip", "flip-crop"))
     assert torch.equal(plain(x, low), scale(x))
     assert torch.equal(flip(x, low), scale(x).flip(3))
     assert torch.equal(flip(x, corner), scale(x))
     assert torch.equal(both(x, low), scale(x).flip(3))
     assert torch.equal(both(x, corner)[..., 4:, 4:], scale(x)[..., :28, :28])
     assert not both(x, corner)[..., :4, :].any()
-    assert Augmented.of("flip-crop", scale, 64).padding == 8
+    assert RandomFlipCrop.from_augment("flip-crop", scale, 64).padding == 8
     with pytest.raises(ValueError, match=r"augment='flipp' is unknown; .*did you mean 'flip'"):
-        Augmented.of("flipp", scale, 64)  # pyright: ignore[reportArgumentType]
+        RandomFlipCrop.from_augment("flipp", scale, 64)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
@@ -169,10 +176,10 @@ def test_an_augment_is_nothing_or_mirroring_or_mirroring_and_shifts_by_an_eighth
 def test_a_batch_is_what_a_plain_loop_makes_of_it(memory_format, channels, height, width):
     generator = torch.Generator().manual_seed(0)
     x = torch.randint(256, (60, channels, height, width), generator=generator).to(torch.uint8)
-    luck = torch.rand(60, 3, generator=generator)
-    scale = Scale((0.3,) * channels, (0.2,) * channels)
-    found = Augmented(scale, flip=True, padding=3)(x.contiguous(memory_format=memory_format), luck)
-    for image, (mirror, down, right), varied in zip(x, luck.tolist(), found, strict=True):
+    rand = torch.rand(60, 3, generator=generator)
+    scale = Normalize((0.3,) * channels, (0.2,) * channels)
+    found = RandomFlipCrop(scale, flip=True, padding=3)(x.contiguous(memory_format=memory_format), rand)
+    for image, (mirror, down, right), varied in zip(x, rand.tolist(), found, strict=True):
         black = torch.zeros(channels, height + 6, width + 6, dtype=torch.uint8)
         black[:, 3:-3, 3:-3] = image
         top, left = int(7 * down), int(7 * right)
@@ -182,13 +189,16 @@ def test_a_batch_is_what_a_plain_loop_makes_of_it(memory_format, channels, heigh
 
 def test_no_images_are_no_trouble():
     none = torch.zeros(0, 3, 8, 8, dtype=torch.uint8)
-    assert Augmented(Scale((0.0,) * 3, (1.0,) * 3), flip=True, padding=1)(none, torch.zeros(0, 3)).shape == none.shape
+    assert (
+        RandomFlipCrop(Normalize((0.0,) * 3, (1.0,) * 3), flip=True, padding=1)(none, torch.zeros(0, 3)).shape
+        == none.shape
+    )
 
 
 def test_a_batch_does_not_depend_on_the_memory_format():
-    vary = Augmented(Scale((0.1,) * 3, (0.2,) * 3), flip=True, padding=5)
-    x, luck = pixels(20), torch.rand(20, 3, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(vary(x, luck), vary(x.contiguous(memory_format=torch.channels_last), luck))
+    transform = RandomFlipCrop(Normalize((0.1,) * 3, (0.2,) * 3), flip=True, padding=5)
+    x, rand = pixels(20), torch.rand(20, 3, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(transform(x, rand), transform(x.contiguous(memory_format=torch.channels_last), rand))
 
 
 def labelled(labels: torch.Tensor, clusters: torch.Tensor | None = None) -> LabelledImages:
@@ -215,76 +225,76 @@ def test_images_that_follow_each_other_are_taken_without_a_copy():
     assert part.pixels.data_ptr() == images.pixels[3].data_ptr()
 
 
-def a_task(labels: torch.Tensor, clusters: torch.Tensor | None = None, names: int = 3) -> ImageTask:
-    scale = Scale((0.0,) * 3, (1.0,) * 3)
+def a_task(labels: torch.Tensor, clusters: torch.Tensor | None = None, names: int = 3) -> ImageDataset:
+    scale = Normalize((0.0,) * 3, (1.0,) * 3)
     images = labelled(labels, clusters)
-    return ImageTask(images, images, tuple("abc"[:names]), ("x", "y"), scale, scale, name="letters", digest="1234")
+    return ImageDataset(images, images, tuple("abc"[:names]), ("x", "y"), scale, scale, name="letters", digest="1234")
 
 
-def numbers(task: ImageTask) -> set[int]:
-    return set(task.train.pixels[:, 0, 0, 0].tolist())
+def numbers(dataset: ImageDataset) -> set[int]:
+    return set(dataset.train.pixels[:, 0, 0, 0].tolist())
 
 
 def test_a_subset_has_the_classes_in_their_shares():
-    task = a_task(torch.tensor([0] * 120 + [1] * 60 + [2] * 20))
+    dataset = a_task(torch.tensor([0] * 120 + [1] * 60 + [2] * 20))
     for samples, shares in ((10, [6, 3, 1]), (50, [30, 15, 5]), (100, [60, 30, 10])):
-        assert task.subset(samples, seed=3).train.labels.bincount().tolist() == shares
+        assert dataset.subset(samples, seed=3).train.labels.bincount().tolist() == shares
 
 
 def test_the_classes_of_a_subset_differ_by_no_more_than_one_where_they_are_equal():
-    task = a_task(torch.arange(201) % 3)
+    dataset = a_task(torch.arange(201) % 3)
     for samples in (3, 4, 5, 50, 151):
-        counts = task.subset(samples, seed=1).train.labels.bincount()
+        counts = dataset.subset(samples, seed=1).train.labels.bincount()
         assert counts.max() - counts.min() <= 1
 
 
 def test_fewer_images_are_among_more():
-    task = a_task(torch.tensor([0] * 131 + [1] * 62 + [2] * 7))
-    parts = [numbers(task.subset(samples, seed=5)) for samples in (3, 10, 11, 40, 100, 199, 200)]
+    dataset = a_task(torch.tensor([0] * 131 + [1] * 62 + [2] * 7))
+    parts = [numbers(dataset.subset(samples, seed=5)) for samples in (3, 10, 11, 40, 100, 199, 200)]
     assert all(less < more for less, more in pairwise(parts))
 
 
 def test_every_class_has_an_image_however_rare_it_is():
-    task = a_task(torch.tensor([0] * 198 + [1] + [2]))
-    assert task.subset(3, seed=0).train.labels.sort().values.tolist() == [0, 1, 2]
+    dataset = a_task(torch.tensor([0] * 198 + [1] + [2]))
+    assert dataset.subset(3, seed=0).train.labels.sort().values.tolist() == [0, 1, 2]
 
 
 def test_within_a_class_the_clusters_keep_their_shares():
     labels = torch.arange(200) // 100
     clusters = (torch.arange(200) % 20 == 0) ^ labels.bool()  # 95 % of class 0 in cluster 0, of class 1 in cluster 1
-    task = a_task(labels, clusters.long(), names=2)
+    dataset = a_task(labels, clusters.long(), names=2)
     for seed in range(5):
-        drawn = task.subset(80, seed).train
+        drawn = dataset.subset(80, seed).train
         assert drawn.labels.bincount().tolist() == [40, 40]
         assert (2 * drawn.labels + drawn.clusters).bincount().tolist() == [38, 2, 2, 38]
 
 
 def test_the_seed_decides_a_subset_and_its_digest():
-    task = a_task(torch.arange(200) % 3)
-    first, again, other = (task.subset(50, seed) for seed in (1, 1, 2))
+    dataset = a_task(torch.arange(200) % 3)
+    first, again, other = (dataset.subset(50, seed) for seed in (1, 1, 2))
     assert numbers(first) == numbers(again) != numbers(other)
     assert first.digest == again.digest
-    assert len({task.digest, first.digest, other.digest, task.subset(51, 1).digest}) == 4
-    assert first.test is task.test
+    assert len({dataset.digest, first.digest, other.digest, dataset.subset(51, 1).digest}) == 4
+    assert first.test is dataset.test
     assert (first.name, first.class_names) == ("letters", ("a", "b", "c"))
 
 
 def test_all_images_are_no_other_task():
-    task = a_task(torch.arange(200) % 3)
-    assert task.subset(200, seed=4).digest == task.digest
-    assert numbers(task.subset(200, seed=4)) == numbers(task)
+    dataset = a_task(torch.arange(200) % 3)
+    assert dataset.subset(200, seed=4).digest == dataset.digest
+    assert numbers(dataset.subset(200, seed=4)) == numbers(dataset)
 
 
 @pytest.mark.parametrize(
-    ("samples", "told"),
+    ("samples", "message"),
     [
-        (201, "samples=201, but there are 200 images to train on in letters; use at most samples=200, or add images"),
+        (201, "samples=201, but there are 200 training images in letters; use at most samples=200, or add images"),
         (2, "samples=2 is less than one image for each of the 3 classes; use samples=3 or more"),
         (0, "samples=0; it must be at least 1"),
     ],
 )
-def test_a_subset_that_cannot_be_is_refused(samples, told):
-    with pytest.raises(ValueError, match=rf"^subset: {told}$"):
+def test_a_subset_that_cannot_be_is_refused(samples, message):
+    with pytest.raises(ValueError, match=rf"^subset: {message}$"):
         a_task(torch.arange(200) % 3).subset(samples, seed=0)
 
 
@@ -296,12 +306,12 @@ def test_orders_start_with_one_image_of_every_class_and_have_every_image_once():
 
 
 def test_a_task_moves_with_all_it_knows():
-    task = a_task(torch.arange(9) % 3).to("cpu")
-    assert (task.name, task.digest, task.labels) == ("letters", "1234", 3)
+    dataset = a_task(torch.arange(9) % 3).to("cpu")
+    assert (dataset.name, dataset.digest, dataset.num_classes) == ("letters", "1234", 3)
 
 
 @pytest.mark.gpu
 def test_a_batch_on_the_gpu_is_that_on_the_cpu():
-    vary = Augmented(Scale((0.1,) * 3, (0.2,) * 3), flip=True, padding=5)
-    x, luck = pixels(20), torch.rand(20, 3)
-    assert torch.allclose(vary(x.cuda(), luck.cuda()).cpu(), vary(x, luck), atol=1e-6)
+    transform = RandomFlipCrop(Normalize((0.1,) * 3, (0.2,) * 3), flip=True, padding=5)
+    x, rand = pixels(20), torch.rand(20, 3)
+    assert torch.allclose(transform(x.cuda(), rand.cuda()).cpu(), transform(x, rand), atol=1e-6)

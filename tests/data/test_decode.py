@@ -1,4 +1,4 @@
-"""Pictures of every kind become the same square of bytes, and what is no picture tells why."""
+"""Images of every kind become the same square of bytes, and what is no image tells why."""
 
 import io
 import struct
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from moesaic.data.decode import BadPicture, decode_picture, pixel_limit, read_picture
+from moesaic.data.decode import InvalidImage, decode_image, pixel_limit, read_image
 
 RED, WHITE = [255, 0, 0], [255, 255, 255]
 
@@ -25,7 +25,7 @@ def packed(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 def decoded(content: bytes, size: int = 16) -> np.ndarray:
     with pixel_limit():
-        return decode_picture(content, size)
+        return decode_image(content, size)
 
 
 def photograph(width: int = 48, height: int = 32) -> Image.Image:
@@ -49,12 +49,12 @@ def test_the_largest_square_in_the_middle_is_scaled_with_antialiasing():
     assert close(decoded(packed(stripes), 8)[1:-1, 1:-1], np.full((6, 6, 3), 127), 8)
 
 
-def test_a_picture_of_the_size_asked_for_keeps_its_bytes():
+def test_a_image_of_the_size_asked_for_keeps_its_bytes():
     content = packed(photograph(32, 32), "JPEG", quality=95)
     assert np.array_equal(decoded(content, 32), np.asarray(Image.open(io.BytesIO(content))))
 
 
-def test_a_small_picture_is_enlarged():
+def test_a_small_image_is_enlarged():
     assert decoded(packed(Image.new("RGB", (1, 5), "red")), 8).tolist() == [[RED] * 8] * 8
 
 
@@ -82,7 +82,7 @@ def test_a_large_jpeg_decoded_at_a_smaller_scale_looks_the_same():
 
 @pytest.mark.parametrize("turn", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_exif_says_how_a_picture_is_turned(turn, kind):
+def test_exif_says_how_a_image_is_turned(turn, kind):
     ways = [None, *(Image.Transpose[name] for name in UNDO)]
     way = ways[turn - 1]
     stored = photograph() if way is None else photograph().transpose(way)
@@ -168,7 +168,7 @@ def png(width: int, height: int, *, bits: int = 8, colour: int = 0, rows: bytes 
 def test_floats_from_0_to_1_are_scaled_and_others_refused():
     half = np.full((16, 16), 0.5, np.float32)
     assert close(decoded(packed(Image.fromarray(half), "TIFF")), np.full((16, 16, 3), 128), 1)
-    with pytest.raises(BadPicture, match="has values from 300 to 300, beyond 0 to 1; save it with 8 or 16 bits"):
+    with pytest.raises(InvalidImage, match="has values from 300 to 300, beyond 0 to 1; save it with 8 or 16 bits"):
         decoded(packed(Image.fromarray(600 * half), "TIFF"))
 
 
@@ -186,11 +186,11 @@ def test_of_an_animation_the_first_frame_counts():
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "is empty"),
-        (b"no picture at all", "is no picture, or one of an unknown kind"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no picture, or one of an unknown kind"),
+        (b"no image at all", "is not an image, or its format is unknown"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is not an image, or its format is unknown"),
         (packed(photograph(), "JPEG")[:-300], "is truncated"),
         (packed(photograph(), "JPEG")[:-50], "is truncated"),
         (packed(photograph(300, 300))[:-3000], "is (truncated|damaged)"),
@@ -212,31 +212,31 @@ def test_of_an_animation_the_first_frame_counts():
         "below the limit",
     ],
 )
-def test_what_gives_no_picture_tells_why(content, told):
-    with pytest.raises(BadPicture, match=f"^{told}"):
+def test_what_gives_no_image_gives_the_reason(content, message):
+    with pytest.raises(InvalidImage, match=f"^{message}"):
         decoded(content)
 
 
 def test_the_limit_of_pixels_holds_also_where_its_warning_is_ignored():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(BadPicture, match="is too large: 10000×9000 pixels are more than"):
-            decode_picture(png(10_000, 9_000), 16)
+        with pytest.raises(InvalidImage, match="is too large: 10000×9000 pixels are more than"):
+            decode_image(png(10_000, 9_000), 16)
 
 
-def test_damage_anywhere_is_told_and_never_another_error():
+def test_damage_anywhere_is_reported_and_never_another_error():
     content = packed(photograph())
     for at in range(8, len(content), max(len(content) // 60, 1)):
         damaged = content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :]
-        with suppress(BadPicture):  # where only the checksum of a colour is wrong, the picture may still be good
+        with suppress(InvalidImage):  # where only the checksum of a colour is wrong, the image may still be good
             assert decoded(damaged).shape == (16, 16, 3)
 
 
 def test_a_file_is_read_by_its_path_and_named_when_it_is_bad(tmp_path: Path):
     (tmp_path / "good.png").write_bytes(packed(photograph()))
     (tmp_path / "bad.png").write_bytes(b"bad")
-    assert close(read_picture(tmp_path / "good.png", 16), reference(), 1)
-    with pytest.raises(BadPicture, match=r"bad\.png is no picture"):
-        read_picture(tmp_path / "bad.png", 16)
+    assert close(read_image(tmp_path / "good.png", 16), reference(), 1)
+    with pytest.raises(InvalidImage, match=r"bad\.png is not an image"):
+        read_image(tmp_path / "bad.png", 16)
     with pytest.raises(ValueError, match="size=0; it must be at least 1"):
-        read_picture(tmp_path / "good.png", 0)
+        read_image(tmp_path / "good.png", 0)

@@ -1,4 +1,4 @@
-"""Pictures are decoded once, whatever happens meanwhile, and a store is whole or not there."""
+"""Images are decoded once, whatever happens meanwhile, and a store is whole or not there."""
 
 import errno
 import json
@@ -14,13 +14,13 @@ import pytest
 import torch
 from PIL import Image
 
-from moesaic.cache_dir import default_cache
+from moesaic.cache_dir import default_cache_dir
 from moesaic.data import decoded_cache
-from moesaic.data.decoded_cache import Cache, Decoded, decode_pictures
-from moesaic.data.file_sources import FolderShelf, open_shelf
+from moesaic.data.decoded_cache import DecodedCache, DecodedImages, decode_images
+from moesaic.data.file_sources import FolderSource, open_source
 
 
-class Counting(FolderShelf):
+class Counting(FolderSource):
     """A folder that knows what was read from it."""
 
     def __init__(self, path: Path) -> None:
@@ -34,7 +34,7 @@ class Counting(FolderShelf):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    made = tmp_path / "pictures"
+    made = tmp_path / "images"
     made.mkdir()
     for number in range(5):
         Image.new("RGB", (10, 8), (40 * number, 7, 9)).save(made / f"{number}.png")
@@ -42,29 +42,29 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Cache:
-    return Cache(tmp_path / "cache")
+def cache(tmp_path: Path) -> DecodedCache:
+    return DecodedCache(tmp_path / "cache")
 
 
 NAMES = ["3.png", "0.png", "4.png"]
 
 
-def decode(folder: Path, cache: Cache, names: list[str] = NAMES, size: int = 4) -> tuple[Decoded, int]:
+def decode(folder: Path, cache: DecodedCache, names: list[str] = NAMES, size: int = 4) -> tuple[DecodedImages, int]:
     """What was found, and how many files were read for it."""
-    shelf = Counting(folder)
-    return decode_pictures(shelf, names, size, cache), len(shelf.reads)
+    source = Counting(folder)
+    return decode_images(source, names, size, cache), len(source.reads)
 
 
-def reds(found: Decoded) -> list[int]:
+def reds(found: DecodedImages) -> list[int]:
     return found.pixels[:, 0, 2, 2].tolist()
 
 
-def test_pictures_come_in_the_order_of_their_names_as_a_channels_last_view(folder, cache):
+def test_images_come_in_the_order_of_their_names_as_a_channels_last_view(folder, cache):
     found, _ = decode(folder, cache)
     assert reds(found) == [120, 0, 160]
     assert found.pixels.shape == (3, 3, 4, 4)
     assert found.pixels.is_contiguous(memory_format=torch.channels_last)
-    assert found.kept.tolist() == [0, 1, 2]
+    assert found.rows.tolist() == [0, 1, 2]
 
 
 def test_a_second_time_nothing_is_decoded(folder, cache):
@@ -72,17 +72,17 @@ def test_a_second_time_nothing_is_decoded(folder, cache):
     again, read_again = decode(folder, cache)
     assert (read, read_again) == (3, 0)
     assert torch.equal(first.pixels, again.pixels)
-    assert torch.equal(first.kept, again.kept)
+    assert torch.equal(first.rows, again.rows)
 
 
-def test_more_pictures_than_a_block_are_all_there(folder, cache, monkeypatch):
+def test_more_images_than_a_block_are_all_there(folder, cache, monkeypatch):
     monkeypatch.setattr(decoded_cache, "_BLOCK", 2)
-    monkeypatch.setattr(decoded_cache, "_TOLD_EVERY", -1.0)
-    told: list[str] = []
+    monkeypatch.setattr(decoded_cache, "_LOG_INTERVAL", -1.0)
+    messages: list[str] = []
     names = [f"{number}.png" for number in range(5)]
-    found, _ = decode(folder, Cache(cache.folder, told.append), names)
+    found, _ = decode(folder, DecodedCache(cache.folder, messages.append), names)
     assert reds(found) == [0, 40, 80, 120, 160]
-    assert [message.partition(",")[0] for message in told] == ["decoded 2 of 5 pictures", "decoded 4 of 5 pictures"]
+    assert [message.partition(",")[0] for message in messages] == ["decoded 2 of 5 images", "decoded 4 of 5 images"]
     assert reds(decode(folder, cache, names)[0]) == [0, 40, 80, 120, 160]
 
 
@@ -96,7 +96,7 @@ def test_another_size_order_or_stamp_is_another_store(folder, cache):
 
 
 def test_a_folder_with_the_same_names_sizes_and_stamps_elsewhere_is_another_store(folder, cache, tmp_path):
-    class Alike(FolderShelf):
+    class Alike(FolderSource):
         def entries(self):
             return tuple(replace(entry, bytes=9, stamp=5) for entry in super().entries())
 
@@ -104,28 +104,28 @@ def test_a_folder_with_the_same_names_sizes_and_stamps_elsewhere_is_another_stor
     other.mkdir()
     for name in NAMES:
         Image.new("RGB", (10, 8), (1, 2, 3)).save(other / name)
-    assert reds(decode_pictures(Alike(folder), NAMES, 4, cache)) == [120, 0, 160]
-    assert reds(decode_pictures(Alike(other), NAMES, 4, cache)) == [1, 1, 1]
+    assert reds(decode_images(Alike(folder), NAMES, 4, cache)) == [120, 0, 160]
+    assert reds(decode_images(Alike(other), NAMES, 4, cache)) == [1, 1, 1]
 
 
 def test_a_file_that_vanished_is_skipped(folder, cache):
     found, _ = decode(folder, cache, [*NAMES, "9.png"])
     assert reds(found) == [120, 0, 160]
-    assert found.skipped[0].why == "cannot be read (No such file or directory)"
+    assert found.skipped[0].reason == "cannot be read (No such file or directory)"
 
 
-def test_bad_files_are_left_out_and_told_also_from_the_cache(folder, cache):
+def test_bad_files_are_left_out_and_reported_also_from_the_cache(folder, cache):
     (folder / "0.png").write_bytes(b"bad")
     for _ in range(2):
         found, _ = decode(folder, cache)
         assert reds(found) == [120, 160]
-        assert found.kept.tolist() == [0, 2]
-        assert [(skipped.path, skipped.why) for skipped in found.skipped] == [
-            (str(folder / "0.png"), "is no picture, or one of an unknown kind")
+        assert found.rows.tolist() == [0, 2]
+        assert [(skipped.path, skipped.reason) for skipped in found.skipped] == [
+            (str(folder / "0.png"), "is not an image, or its format is unknown")
         ]
 
 
-def test_where_all_are_bad_there_are_no_pictures_and_no_store(folder, cache):
+def test_where_all_are_bad_there_are_no_images_and_no_cache_entry(folder, cache):
     for name in NAMES:
         (folder / name).write_bytes(b"bad")
     found, _ = decode(folder, cache)
@@ -134,7 +134,7 @@ def test_where_all_are_bad_there_are_no_pictures_and_no_store(folder, cache):
     assert list(cache.folder.iterdir()) == []
 
 
-def files(cache: Cache) -> tuple[Path, Path]:
+def files(cache: DecodedCache) -> tuple[Path, Path]:
     (pixels,), (about,) = (list(cache.folder.glob(f"*.{kind}")) for kind in ("npy", "json"))
     return pixels, about
 
@@ -191,14 +191,14 @@ def test_two_at_once_do_not_harm_each_other(folder, cache):
     found: list[list[int]] = []
     gate = threading.Barrier(4)
 
-    class Waiting(FolderShelf):
+    class Waiting(FolderSource):
         def entries(self):
             listed = super().entries()
             gate.wait()
             return listed
 
     def work() -> None:
-        found.append(reds(decode_pictures(Waiting(folder), NAMES, 4, cache)))
+        found.append(reds(decode_images(Waiting(folder), NAMES, 4, cache)))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -229,8 +229,8 @@ class FullDisk:
 def test_a_full_disk_leaves_nothing_behind_and_says_what_to_do(folder, cache, monkeypatch, room):
     write = decoded_cache._write_pixels
     monkeypatch.setattr(decoded_cache, "_write_pixels", lambda file, *rest: write(FullDisk(file, room), *rest))  # pyright: ignore[reportArgumentType]
-    told = r"no space left in .*cache for decoded pictures, which take 0 MB; free some, or name a folder on another"
-    with pytest.raises(OSError, match=told):
+    message = r"no space left in .*cache for decoded images, which take 0 MB; free some, or choose a folder on another"
+    with pytest.raises(OSError, match=message):
         decode(folder, cache)
     assert list(cache.folder.iterdir()) == []
     monkeypatch.undo()
@@ -239,15 +239,15 @@ def test_a_full_disk_leaves_nothing_behind_and_says_what_to_do(folder, cache, mo
 
 def test_a_cache_that_cannot_be_a_folder_says_what_to_do(folder, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"cannot be kept in .*file.* with --cache-dir or in MOESAIC_CACHE"):
-        decode(folder, Cache(tmp_path / "file" / "cache"))
+    with pytest.raises(OSError, match=r"cannot be written to .*file.* with --cache-dir or in MOESAIC_CACHE"):
+        decode(folder, DecodedCache(tmp_path / "file" / "cache"))
 
 
 def test_an_interrupt_leaves_nothing_behind(folder, cache, monkeypatch):
     def interrupt(*_) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(decoded_cache, "decode_picture", interrupt)
+    monkeypatch.setattr(decoded_cache, "decode_image", interrupt)
     with pytest.raises(KeyboardInterrupt):
         decode(folder, cache)
     assert list(cache.folder.iterdir()) == []
@@ -266,17 +266,17 @@ def test_unfinished_files_of_long_ago_are_removed_and_those_of_today_are_not(fol
 
 def test_the_cache_is_where_the_variable_says_or_at_home(monkeypatch):
     monkeypatch.setenv("MOESAIC_CACHE", "/somewhere/else")
-    assert default_cache() == Path("/somewhere/else")
+    assert default_cache_dir() == Path("/somewhere/else")
     monkeypatch.delenv("MOESAIC_CACHE")
     monkeypatch.setenv("HOME", "/home/me")
-    assert default_cache() == Path("/home/me/.cache/moesaic")
+    assert default_cache_dir() == Path("/home/me/.cache/moesaic")
 
 
 def test_a_zip_that_moved_is_not_decoded_again(folder, cache, tmp_path, monkeypatch):
     first = Path(shutil.make_archive(str(tmp_path / "some"), "zip", folder))
-    with open_shelf(first) as shelf:
-        before = decode_pictures(shelf, NAMES, 4, cache)
+    with open_source(first) as source:
+        before = decode_images(source, NAMES, 4, cache)
     second = first.rename(tmp_path / "moved.zip")
-    monkeypatch.setattr(decoded_cache, "decode_picture", None)
-    with open_shelf(second) as shelf:
-        assert torch.equal(decode_pictures(shelf, NAMES, 4, cache).pixels, before.pixels)
+    monkeypatch.setattr(decoded_cache, "decode_image", None)
+    with open_source(second) as source:
+        assert torch.equal(decode_images(source, NAMES, 4, cache).pixels, before.pixels)

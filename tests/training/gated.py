@@ -43,4 +43,4 @@ def gate_state(model: DeepMoE) -> list[torch.Tensor]:
 
 
 def images(count: int = 12) -> torch.Tensor:
-    return SQUARES.view(TASK.test.pixels[:count], torch.zeros(count, 3))
+    return SQUARES.eval_transform(TASK.test.pixels[:count], torch.zeros(count, 3))

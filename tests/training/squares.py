@@ -1,4 +1,4 @@
-"""A small task with a local pattern, small networks for it, and what a run leaves behind."""
+"""A small dataset with a local pattern, small networks for it, and what a run leaves behind."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageTask, LabelledImages, Scale
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.layers import PatchMoE, SampleMoE
 from moesaic.routing import SampleRouter
 from moesaic.training.fit import fit
 from moesaic.training.recipe import Recipe
 
 LONG = Recipe(epochs=4, batch=12, optimizer="sgd", learning_rate=0.05, momentum=0.9)
-SCALE = Scale((0.5, 0.5, 0.5), (0.3, 0.3, 0.3))
+SCALE = Normalize((0.5, 0.5, 0.5), (0.3, 0.3, 0.3))
 
 
 def some_images(count: int, seed: int) -> LabelledImages:
@@ -28,11 +28,11 @@ def some_images(count: int, seed: int) -> LabelledImages:
     return LabelledImages(pixels.to(torch.uint8), labels, clusters)
 
 
-def brighter(pixels: Tensor, luck: Tensor) -> Tensor:
-    return SCALE(pixels) + 0.1 * luck[:, 0, None, None, None]
+def brighter(pixels: Tensor, rand: Tensor) -> Tensor:
+    return SCALE(pixels) + 0.1 * rand[:, 0, None, None, None]
 
 
-TASK = ImageTask(
+TASK = ImageDataset(
     some_images(70, 0),
     some_images(40, 1),
     ("up", "down"),
@@ -40,7 +40,7 @@ TASK = ImageTask(
     brighter,
     SCALE,
     name="squares",
-    scale=SCALE,
+    normalize=SCALE,
 )
 
 
@@ -132,13 +132,13 @@ def timeless(content: Any) -> Any:
 
 
 def stopped_and_called_again(
-    make: Any, task: ImageTask, recipe: Recipe, folder: Path, patience: tuple[int, ...]
+    make: Any, dataset: ImageDataset, recipe: Recipe, folder: Path, patience: tuple[int, ...]
 ) -> nn.Module:
     """Training that is interrupted after so many calls of progress, each time but the last, and goes on."""
     for number, calls in enumerate(patience):
         model = make(7) if number else make()  # a checkpoint replaces the weights
         try:
-            fit(model, task, recipe, seed=2, out=folder, progress=Notes(calls), checkpoint_seconds=0)
+            fit(model, dataset, recipe, seed=2, out=folder, progress=Notes(calls), checkpoint_seconds=0)
         except KeyboardInterrupt:
             assert number < len(patience) - 1, "the last time it was to end"
         else:

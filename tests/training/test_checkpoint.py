@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moesaic import files
-from moesaic.data.datasets import Scale
+from moesaic.data.datasets import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training import checkpoint
 from moesaic.training.checkpoint import (
@@ -28,7 +28,7 @@ CARD = Metadata(
     SPEC,
     ("cat", 'a "dog"', "Vögel"),
     ("cat", "dog", "bird"),
-    Scale((0.5, 0.4, 0.3), (0.2, 0.2, 0.1)),
+    Normalize((0.5, 0.4, 0.3), (0.2, 0.2, 0.1)),
     (3, 32, 32),
     "pets",
     {"accuracy": 91.5, "epochs": 3},
@@ -49,7 +49,7 @@ def test_a_network_comes_back_with_everything_needed_to_use_it(tmp_path):
         found = load_checkpoint(path)
         assert found.card == CARD
         assert (found.spec, found.class_names, found.cluster_names) == (SPEC, CARD.class_names, CARD.cluster_names)
-        assert (found.scale, found.input_shape, found.task_name) == (CARD.scale, (3, 32, 32), "pets")
+        assert (found.normalize, found.input_shape, found.task_name) == (CARD.normalize, (3, 32, 32), "pets")
         assert found.metrics["accuracy"] == 91.5
         assert not found.model.training
         x = torch.randn(2, 3, 32, 32)
@@ -160,7 +160,7 @@ def test_a_full_disk_leaves_the_last_good_file_and_says_what_to_do(tmp_path, mon
     assert str(path) in str(told.value)
     assert path.read_bytes() == good
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"], "nothing half written takes up room"
-    assert files.write_whole is checkpoint.write_whole
+    assert files.write_atomic is checkpoint.write_atomic
 
 
 def test_tensors_of_any_kind_come_back(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from training.example_comparison import comparison
 
-from moesaic.data.datasets import ImageTask, LabelledImages, Scale, Skipped
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, SkippedFile
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison_result import Comparison, read_comparison, run_from_json, write_comparison
@@ -34,8 +34,8 @@ def images(count: int, seed: int) -> LabelledImages:
     return LabelledImages((noise + bright).to(torch.uint8), labels, clusters)
 
 
-SCALE = Scale((0.3,) * 3, (0.2,) * 3)
-TASK = ImageTask(
+SCALE = Normalize((0.3,) * 3, (0.2,) * 3)
+TASK = ImageDataset(
     images(40, 0), images(20, 1), ("dark", "bright"), ("above", "below"), SCALE, SCALE, name="lamps", digest="d"
 )
 
@@ -47,16 +47,16 @@ class Trainer:
         self.asked: list[dict[str, Any]] = []
         self.stop_at = stop_at
 
-    def __call__(self, model: Any, task: ImageTask, recipe: Recipe, **more: Any) -> FitResult:
+    def __call__(self, model: Any, dataset: ImageDataset, recipe: Recipe, **more: Any) -> FitResult:
         if len(self.asked) == self.stop_at:
             raise KeyboardInterrupt
         weights = float(sum(weight.detach().double().sum() for weight in model.parameters()))
-        self.asked.append({"task": task, "weights": weights, "recipe": recipe, **more})
+        self.asked.append({"dataset": dataset, "weights": weights, "recipe": recipe, **more})
         Path(more["out"]).mkdir(parents=True)
-        value = 60.0 + len(task.train) / 4
+        value = 60.0 + len(dataset.train) / 4
         epochs = [Epoch(1, 1.0, 50.0, None, 1.5, 9.0, 0.1), Epoch(2, 1.0, 50.0, value, 3.0, 9.0, 0.1)]
         return FitResult(
-            tuple(epochs), value, (value, value), (value, math.nan), 3.0, 2 * len(task.train), "all epochs"
+            tuple(epochs), value, (value, value), (value, math.nan), 3.0, 2 * len(dataset.train), "all epochs"
         )
 
 
@@ -83,7 +83,7 @@ def test_every_model_is_trained_with_every_number_of_samples_in_every_trial(tmp_
     assert {(each.model, each.samples, each.trial) for each in found.runs} == {
         (model, size, trial) for model in MODELS for size in (8, 16) for trial in (0, 1)
     }
-    assert [len(each["task"].train) for each in used.asked] == [8, 8, 16, 16, 8, 8, 16, 16]
+    assert [len(each["dataset"].train) for each in used.asked] == [8, 8, 16, 16, 8, 8, 16, 16]
     [first] = [each for each in found.runs_of("wrn10_1", 8) if each.trial == 0]
     assert first.accuracy == 62
     # only where it was tested, and counted over images
@@ -96,11 +96,11 @@ def test_within_a_trial_models_share_images_seed_and_nothing_else_differs(tmp_pa
     run(tmp_path)
     cnn, pmoe, *_ = used.asked
     other = used.asked[4]
-    assert torch.equal(cnn["task"].train.pixels, pmoe["task"].train.pixels)
+    assert torch.equal(cnn["dataset"].train.pixels, pmoe["dataset"].train.pixels)
     assert cnn["seed"] == pmoe["seed"] != other["seed"]
-    assert not torch.equal(cnn["task"].train.pixels, other["task"].train.pixels)
+    assert not torch.equal(cnn["dataset"].train.pixels, other["dataset"].train.pixels)
     assert cnn["weights"] != other["weights"]
-    assert cnn["task"].test is TASK.test
+    assert cnn["dataset"].test is TASK.test
 
 
 def test_finished_runs_are_never_done_again(tmp_path, trainer):
@@ -177,8 +177,8 @@ def test_groups_are_kept_where_they_are_not_the_classes(tmp_path, trainer):
 
 def test_notes_tell_of_skipped_files_and_of_samples_that_are_all_there_are(tmp_path, trainer):
     trainer()
-    task = replace(TASK, skipped=tuple(Skipped(f"{i}.jpg", "truncated") for i in range(5)))
-    found = compare(task, Grid(MODELS, (8, 40), 2), RECIPE, out=tmp_path)
+    dataset = replace(TASK, skipped=tuple(SkippedFile(f"{i}.jpg", "truncated") for i in range(5)))
+    found = compare(dataset, Grid(MODELS, (8, 40), 2), RECIPE, out=tmp_path)
     assert "5 files were skipped: 0.jpg (truncated), 1.jpg (truncated), 2.jpg (truncated) and 2 more." in found.notes
     assert any("With 40 samples all images to train on are used" in note for note in found.notes)
 
@@ -186,8 +186,8 @@ def test_notes_tell_of_skipped_files_and_of_samples_that_are_all_there_are(tmp_p
 @pytest.mark.parametrize(("count", "margin"), [(40, 15), (1000, 3), (2000, None)])
 def test_a_note_tells_how_much_few_test_images_leave_open(count, margin, tmp_path, trainer):
     trainer()
-    task = replace(TASK, test=TASK.test.take(torch.arange(count) % len(TASK.test)))
-    notes = [note for note in compare(task, Grid(MODELS, (8,), 2), RECIPE, out=tmp_path).notes if "±" in note]
+    dataset = replace(TASK, test=TASK.test.take(torch.arange(count) % len(TASK.test)))
+    notes = [note for note in compare(dataset, Grid(MODELS, (8,), 2), RECIPE, out=tmp_path).notes if "±" in note]
     assert len(notes) == (margin is not None)
     assert not notes or (f"the same {count:,} images" in notes[0] and f"known to ±{margin} points" in notes[0])
 
@@ -305,5 +305,5 @@ def test_a_run_that_diverges_says_which(tmp_path):
 
 
 def test_a_task_without_a_digest_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="the task has no digest"):
+    with pytest.raises(ValueError, match="the dataset has no digest"):
         compare(replace(TASK, digest=""), Grid(MODELS, (8,), 2), RECIPE, out=tmp_path)

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 import moesaic
-from moesaic.data.datasets import Scale
+from moesaic.data.datasets import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Checkpoint, Metadata, load_checkpoint
 from moesaic.training.export import Served, export, load_exported
 
-SCALE = Scale((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
+SCALE = Normalize((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 NAMES = ("Äpfel", 'b "quoted"')
 
 
-def checkpoint(scale: Scale | None = SCALE, moe: nn.Module | None = None) -> Checkpoint:
+def checkpoint(scale: Normalize | None = SCALE, moe: nn.Module | None = None) -> Checkpoint:
     torch.manual_seed(0)
     moe = moe or moesaic.PatchMoE(3, 4, experts=2, patches_per_expert=2, patch_size=2)
     model = nn.Sequential(moe, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)).eval()
@@ -86,7 +86,7 @@ def test_safetensors_are_a_checkpoint_again(tmp_path: Path):
     again = load_checkpoint(done.path)
     weights = again.model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
-    assert (again.class_names, again.scale, again.metrics) == (NAMES, SCALE, {"accuracy": 90.0})
+    assert (again.class_names, again.normalize, again.metrics) == (NAMES, SCALE, {"accuracy": 90.0})
 
 
 def test_without_a_scale_only_weights_can_be_exported(tmp_path: Path):

@@ -24,7 +24,7 @@ from training.squares import (
     some_images,
 )
 
-from moesaic.data.datasets import ImageTask, LabelledImages
+from moesaic.data.datasets import ImageDataset, LabelledImages, RandomFlipCrop
 from moesaic.models.registry import ModelSpec
 from moesaic.routing import TokenChoice
 from moesaic.training import trainer
@@ -100,7 +100,7 @@ def test_what_is_counted():
 
 def test_the_first_loss_is_that_of_the_untrained_network():
     model = dense()
-    plain = replace(TASK, vary=SCALE)
+    plain = replace(TASK, train_transform=SCALE)
     x, labels = SCALE(TASK.train.pixels), TASK.train.labels
     with torch.no_grad():
         expected = float(nn.functional.cross_entropy(model(x), labels))
@@ -149,10 +149,14 @@ def test_progress_is_told_of_loss_accuracies_and_speed(monkeypatch):
 # what a step does
 
 
-def one_step(model: nn.Module, recipe: Recipe, task: ImageTask = TASK) -> list[Tensor]:
+def one_step(model: nn.Module, recipe: Recipe, dataset: ImageDataset = TASK) -> list[Tensor]:
     """By how much the weights move in one step over all images."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    fit(model, replace(task, vary=SCALE), replace(recipe, epochs=1, batch=70, momentum=0.0, weight_decay=0.0))
+    fit(
+        model,
+        replace(dataset, train_transform=SCALE),
+        replace(recipe, epochs=1, batch=70, momentum=0.0, weight_decay=0.0),
+    )
     return [parameter.detach() - start for parameter, start in zip(model.parameters(), before, strict=True)]
 
 
@@ -294,7 +298,7 @@ def test_the_network_of_a_run_can_be_made_again(tmp_path):
     fit(model, replace(TASK, train=few, test=few), Recipe(epochs=1, batch=8), out=tmp_path, spec=spec)
     found = load_checkpoint(tmp_path)
     assert found.spec == spec
-    assert found.scale == SCALE
+    assert found.normalize == SCALE
     assert (found.class_names, found.cluster_names, found.input_shape) == (("up", "down"), ("red", "blue"), (3, 32, 32))
     x = SCALE(pixels)
     assert torch.equal(found.model(x), model(x))
@@ -322,14 +326,26 @@ def test_a_folder_of_another_run_says_which_settings_differ(tmp_path):
         fit(dense(), TASK, SHORT, out=tmp_path)
     with pytest.raises(ValueError, match=r"data.digest was"):
         fit(routed(), replace(TASK, train=some_images(70, 5)), SHORT, out=tmp_path)
-    with pytest.raises(ValueError, match=r"data.vary was 'brighter', is 'Scale"):
-        fit(routed(), replace(TASK, vary=SCALE), SHORT, out=tmp_path)
+    with pytest.raises(ValueError, match=r"data.train_transform was 'brighter', is 'Normalize"):
+        fit(routed(), replace(TASK, train_transform=SCALE), SHORT, out=tmp_path)
 
 
 def test_a_run_moved_elsewhere_is_the_same_run(tmp_path):
     found = fit(routed(), TASK, SHORT, out=tmp_path / "here")
     (tmp_path / "here").rename(tmp_path / "there")
     assert fit(routed(), replace(TASK, name="moved/squares"), SHORT, out=tmp_path / "there") == found
+
+
+def test_a_run_of_the_first_version_is_the_same_run(tmp_path):
+    dataset = replace(TASK, train_transform=RandomFlipCrop(SCALE, flip=True), eval_transform=SCALE)
+    found = fit(routed(), dataset, SHORT, out=tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    numbers = "mean=(0.5, 0.5, 0.5), std=(0.3, 0.3, 0.3)"
+    del config["data"]["train_transform"], config["data"]["eval_transform"]
+    config["data"]["vary"] = f"Augmented(scale=Normalize({numbers}), flip=True, padding=0)"
+    config["data"]["view"] = f"Scale({numbers})"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert fit(routed(), dataset, SHORT, out=tmp_path) == found
 
 
 def test_leftovers_without_a_configuration_are_not_taken_for_this_run(tmp_path):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.layers import PatchMoE
 from moesaic.ops import Combine, Context, GateOn
 from moesaic.routing.expert_choice import ExpertGate
@@ -131,7 +131,7 @@ def dense_peers(shape: RoutedShape, form: Form) -> dict[str, nn.Module]:
     >>> list(dense_peers(shape, Form(expert_norm=True)))
     ['dense convolution', 'dense, rows of pixels']
     """
-    at_least_one("dense_peers", channels=shape.channels, out_channels=shape.out_channels)
+    check_positive("dense_peers", channels=shape.channels, out_channels=shape.out_channels)
 
     def conv() -> nn.Conv2d:
         pad = shape.kernel_size // 2

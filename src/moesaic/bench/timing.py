@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 
 __all__ = [
     "Ceilings",
@@ -79,7 +79,7 @@ def in_turns(
     >>> timings["sum"].low <= timings["sum"].median <= timings["sum"].high
     True
     """
-    at_least_one("in_turns", repetitions=repetitions)
+    check_positive("in_turns", repetitions=repetitions)
     clock = _gpu_milliseconds if gpu_clock else _host_milliseconds
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-warm_up, repetitions):

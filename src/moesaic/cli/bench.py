@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tyro.conf import Positional, arg
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.cli.shared import log, resolve_device, user_errors
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Bench:
         from moesaic.report import describe_machine, print_layer_times
 
         with user_errors("bench"):
-            one_of("bench", "WHAT", self.what, ("layer",))
+            check_choice("bench", "WHAT", self.what, ("layer",))
             shape, form = self._shape(), self._form()
             device = resolve_device("bench", self.device)
             gpu = torch.device(device).type == "cuda"
@@ -133,7 +133,7 @@ class Bench:
             "--repetitions": self.repetitions,
             "--tune-seconds": self.tune_seconds,
         }
-        at_least_one("bench", **counts)
+        check_positive("bench", **counts)
         for what, numbers, smaller in (
             ("the maps", self.batch * max(self.channels, out_channels) * self.size**2, "--batch or --size"),
             ("the experts", self.channels * out_channels * self.kernel_size**2, "--channels or --out-channels"),
@@ -156,14 +156,14 @@ class Bench:
         from moesaic.ops import Combine, Context, GateOn
         from moesaic.routing.expert_choice import ExpertGate
 
-        gate: Any = one_of("bench", "--gate", self.gate, get_args(ExpertGate))
-        gate_on: Any = one_of("bench", "--gate-on", self.gate_on, get_args(GateOn))
-        context: Any = one_of("bench", "--context", self.context, get_args(Context))
-        combine: Any = one_of("bench", "--combine", self.combine, get_args(Combine))
+        gate: Any = check_choice("bench", "--gate", self.gate, get_args(ExpertGate))
+        gate_on: Any = check_choice("bench", "--gate-on", self.gate_on, get_args(GateOn))
+        context: Any = check_choice("bench", "--context", self.context, get_args(Context))
+        combine: Any = check_choice("bench", "--combine", self.combine, get_args(Combine))
         return Form(self.bias, gate, gate_on, self.expert_norm, context, combine)
 
     def _dtype(self, default: str) -> str:
-        return default if self.dtype is None else one_of("bench", "--dtype", self.dtype, DTYPES)
+        return default if self.dtype is None else check_choice("bench", "--dtype", self.dtype, DTYPES)
 
     def _passes(self) -> list[Pass]:
         if self.training == self.inference:

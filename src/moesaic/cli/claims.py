@@ -8,7 +8,7 @@ from typing import Annotated
 
 from tyro.conf import UseAppendAction, arg
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.cli.shared import user_errors
 
 __all__ = ["Claims"]
@@ -30,7 +30,7 @@ class Claims:
 
         with user_errors("claims"):
             for paper in self.paper:
-                one_of("claims", "--paper", paper, PAPERS)
+                check_choice("claims", "--paper", paper, PAPERS)
         console = Console()
         for paper in self.paper or PAPERS:
             print_rules(f"{paper}: {PAPERS[paper].title}", PAPERS[paper].claims, console)

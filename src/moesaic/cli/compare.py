@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import Positional, arg
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.cli.shared import (
     CommandError,
     file_name,
@@ -25,7 +25,7 @@ from moesaic.cli.shared import (
 )
 
 if TYPE_CHECKING:
-    from moesaic.data.datasets import ImageTask
+    from moesaic.data.datasets import ImageDataset
     from moesaic.training.compare import Grid
     from moesaic.training.recipe import Recipe
 
@@ -79,8 +79,8 @@ class Compare:
 
         with user_errors("compare"):
             grid, recipe, device = self._checked()
-            task = self._load(grid)
-            out = self.out or Path("runs") / f"compare-{file_name(task.name)}"
+            dataset = self._load(grid)
+            out = self.out or Path("runs") / f"compare-{file_name(dataset.name)}"
             machine = describe_machine(device)
             command = shlex.join(["moesaic", *given])
             make_folder(out)
@@ -88,7 +88,7 @@ class Compare:
             content = {"command": command, "arguments": arguments, "versions": versions(), "machine": machine}
             write_json(out / "config.json", content)
         try:
-            self._compare(task, grid, recipe, out, device, command, machine)
+            self._compare(dataset, grid, recipe, out, device, command, machine)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
             log(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
@@ -105,7 +105,9 @@ class Compare:
         grid.check_names()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"compare: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        usual = OPTIMIZER_DEFAULTS[cast("Any", one_of("compare", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))]
+        usual = OPTIMIZER_DEFAULTS[
+            cast("Any", check_choice("compare", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))
+        ]
         recipe = Recipe(
             epochs=self.epochs,
             batch=self.batch,
@@ -115,14 +117,14 @@ class Compare:
         )
         return grid, recipe, resolve_device("compare", self.device)
 
-    def _load(self, grid: Grid) -> ImageTask:
-        task = load_task(self)
-        grid.check(task)
-        grid.contenders(task)  # a network that does not fit the images is told now
-        return task
+    def _load(self, grid: Grid) -> ImageDataset:
+        dataset = load_task(self)
+        grid.check(dataset)
+        grid.contenders(dataset)  # a network that does not fit the images is told now
+        return dataset
 
     def _compare(
-        self, task: ImageTask, grid: Grid, recipe: Recipe, out: Path, device: str, command: str, machine: str
+        self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, command: str, machine: str
     ) -> None:
         import torch
         from rich.console import Console
@@ -140,7 +142,7 @@ class Compare:
         try:
             with report.watch_progress(Console(stderr=True)) as progress:
                 measured = compare(
-                    task,
+                    dataset,
                     grid,
                     recipe,
                     out=out,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.cli.shared import log, make_folder, resolve_device, user_errors
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Explain:
 
     def _checked(self) -> str:
         """Everything that can be looked at before there is a network; the device."""
-        at_least_one("explain", samples=self.samples, max_images=self.max_images, favourites=self.favourites)
+        check_positive("explain", samples=self.samples, max_images=self.max_images, favourites=self.favourites)
         if not self.images and self.data is None:
             raise ValueError("there is nothing to look at: name picture files or folders, or give --data")
         if not 0 <= self.seed < 1 << 63:
@@ -142,8 +142,8 @@ class Explain:
                 "train a network that has one, such as wrn10_10_pmoe or vgg16_deepmoe"
             )
         for layer in self.layer:
-            one_of("explain", "--layer", layer, known)
-        if checkpoint.scale is None:
+            check_choice("explain", "--layer", layer, known)
+        if checkpoint.normalize is None:
             raise ValueError(
                 f"{checkpoint.path} does not say how pixels become the network's input; use moesaic.insight.look with "
                 "a view of your own"
@@ -151,20 +151,20 @@ class Explain:
         return checkpoint
 
     def _pictures(self, checkpoint: Checkpoint) -> _Images:
-        from moesaic.data.input_images import read_given_pictures
+        from moesaic.data.input_images import read_input_images
 
         shape, names = checkpoint.input_shape, checkpoint.class_names
-        found = read_given_pictures(self.images, shape, names, most=self.samples, seed=self.seed)
+        found = read_input_images(self.images, shape, names, max_images=self.samples, seed=self.seed)
         for each in found.skipped[:_TOLD]:
-            log(f"skipped: {each.path} {each.why}")
+            log(f"skipped: {each.path} {each.reason}")
         if len(found.skipped) > _TOLD:
             log(f"skipped: {len(found.skipped) - _TOLD} files more, listed on the page")
         count = len(found.names)
         few = (
             f"{count:,} of the {found.files:,}" if count < found.files else f"the {count:,}" if count > 1 else "the one"
         )
-        about = f"{few} picture{'' if found.files == 1 else 's'} given"
-        skipped = tuple((each.path, each.why) for each in found.skipped)
+        about = f"{few} image{'' if found.files == 1 else 's'} given"
+        skipped = tuple((each.path, each.reason) for each in found.skipped)
         return _Images(found.pixels, found.names, found.labels, about=about, skipped=skipped)
 
     def _tested(self, checkpoint: Checkpoint, data: str) -> _Images:
@@ -172,40 +172,40 @@ class Explain:
         from moesaic.data.splits import stratified_order
 
         C, H, W = checkpoint.input_shape
-        task = load_images(data, data_dir=self.data_dir, size=H, cache_dir=self.cache_dir, seed=self.seed, log=log)
-        if task.class_names != checkpoint.class_names:
+        dataset = load_images(data, data_dir=self.data_dir, size=H, cache_dir=self.cache_dir, seed=self.seed, log=log)
+        if dataset.class_names != checkpoint.class_names:
             raise ValueError(
-                f"--data={data!r} has the classes {_few(task.class_names)}, but the network was trained to tell "
+                f"--data={data!r} has the classes {_few(dataset.class_names)}, but the network was trained to tell "
                 f"{_few(checkpoint.class_names)}; give data with these"
             )
-        if task.test.pixels.shape[1:] != (C, H, W):
+        if dataset.test.pixels.shape[1:] != (C, H, W):
             raise ValueError(
-                f"--data={data!r} has images of shape {tuple(task.test.pixels.shape[1:])}, but the network takes "
+                f"--data={data!r} has images of shape {tuple(dataset.test.pixels.shape[1:])}, but the network takes "
                 f"({C}, {H}, {W}); give data like those it was trained on"
             )
-        rows = stratified_order(task.test.labels, task.test.clusters, self.seed)[: self.samples]
-        drawn = task.test.take(rows)
-        about = f"{len(rows):,} of the {len(task.test):,}" if len(rows) < len(task.test) else f"the {len(rows):,}"
-        apart = task.cluster_names != task.class_names
-        others = checkpoint.card.tested not in ("", task.test.sketch())
+        rows = stratified_order(dataset.test.labels, dataset.test.clusters, self.seed)[: self.samples]
+        drawn = dataset.test.take(rows)
+        about = f"{len(rows):,} of the {len(dataset.test):,}" if len(rows) < len(dataset.test) else f"the {len(rows):,}"
+        apart = dataset.cluster_names != dataset.class_names
+        others = checkpoint.card.tested not in ("", dataset.test.fingerprint())
         if others:
             log(
                 f"note: these are not the images that the network was tested on when it was trained; if it was trained "
-                f"on {task.name}, give the --seed of that, or it has seen some of them"
+                f"on {dataset.name}, give the --seed of that, or it has seen some of them"
             )
         return _Images(
             drawn.pixels,
             tuple(f"test image {int(row)}" for row in rows),
             tuple(int(label) for label in drawn.labels),
             groups=drawn.clusters if apart else None,
-            group_names=task.cluster_names if apart else (),
-            about=f"{about} test images of {task.name}{_OTHERS if others else ''}",
+            group_names=dataset.cluster_names if apart else (),
+            about=f"{about} test images of {dataset.name}{_OTHERS if others else ''}",
         )
 
     def _look(self, checkpoint: Checkpoint, pixels: Tensor, device: str) -> Look:
         from moesaic.insight.explain import look
 
-        assert checkpoint.scale is not None
+        assert checkpoint.normalize is not None
         last = time.monotonic()
 
         def told(done: int) -> None:
@@ -214,7 +214,7 @@ class Explain:
                 last = time.monotonic()
                 log(f"{done:,} of {len(pixels):,}")
 
-        return look(checkpoint.model, pixels, checkpoint.scale, layers=self.layer or None, device=device, told=told)
+        return look(checkpoint.model, pixels, checkpoint.normalize, layers=self.layer or None, device=device, told=told)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 from tyro.conf import Positional, arg
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.cli.shared import log, user_errors
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Export:
         from moesaic.training.export import Batch, Format, export
 
         with user_errors("export"):
-            format: Any = one_of("export", "--format", self.format, get_args(Format))
-            batch: Any = one_of("export", "--batch", self.batch, get_args(Batch))
+            format: Any = check_choice("export", "--format", self.format, get_args(Format))
+            batch: Any = check_choice("export", "--batch", self.batch, get_args(Batch))
             if format == "onnx":
                 _need_onnx()
             checkpoint = load_checkpoint(self.checkpoint)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.cli.shared import is_plain, log, make_folder, program, resolve_device, user_errors, versions
 from moesaic.fidelity import Fidelity
 
@@ -84,13 +84,13 @@ class Reproduce:
         """What `moesaic.papers.reproduce` takes, with everything the user can get wrong looked at first."""
         from moesaic.papers.reproduce import PAPERS
 
-        one_of("reproduce", "--preset", self.preset, PRESETS)
-        one_of("reproduce", "--fidelity", self.fidelity, FIDELITIES)
+        check_choice("reproduce", "--preset", self.preset, PRESETS)
+        check_choice("reproduce", "--fidelity", self.fidelity, FIDELITIES)
         for paper in self.paper:
-            one_of("reproduce", "--paper", paper, PAPERS)
+            check_choice("reproduce", "--paper", paper, PAPERS)
         known = [claim.id for paper in self.paper or PAPERS for claim in PAPERS[paper].claims]
         for claim in self.claim:
-            one_of("reproduce", "--claim", claim, known)
+            check_choice("reproduce", "--claim", claim, known)
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.data_dir is not None:

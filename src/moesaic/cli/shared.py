@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from moesaic.data.datasets import ImageTask
+    from moesaic.data.datasets import ImageDataset
 
 __all__ = [
     "CommandError",
@@ -117,7 +117,7 @@ class DatasetOptions(Protocol):
     def seed(self) -> int: ...
 
 
-def load_task(command: DatasetOptions) -> ImageTask:
+def load_task(command: DatasetOptions) -> ImageDataset:
     """The data set that a command asks for; what is skipped is told."""
     from moesaic.data.load import load_images
     from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets

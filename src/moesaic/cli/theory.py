@@ -9,7 +9,7 @@ from typing import Annotated
 
 from tyro.conf import arg
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.cli.shared import user_errors
 
 __all__ = ["Theory"]
@@ -93,7 +93,7 @@ class Theory:
         from moesaic.papers.chowdhury2023.theory.terminal_tables import print_separation
 
         with user_errors("theory"):
-            one_of("theory", "--data", data, ("mnist-patches",))
+            check_choice("theory", "--data", data, ("mnist-patches",))
             if self.samples > MOST_SAMPLES:
                 raise ValueError(f"theory: --samples={self.samples}; it must be at most {MOST_SAMPLES}, to fit memory")
             drawn = DigitPatches(self.data_dir).draw(keys(self.seed, [0]), self.samples, "train")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import Positional, UseAppendAction, arg
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.cli.shared import (
     CommandError,
     file_name,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import Tensor, nn
 
-    from moesaic.data.datasets import ImageTask
+    from moesaic.data.datasets import ImageDataset
     from moesaic.models.model_cost import ModelCost
     from moesaic.models.registry import ModelSpec
     from moesaic.training.fit import FitResult
@@ -124,12 +124,12 @@ class Train:
 
         with user_errors("train"):
             recipe, device = self._checked()
-            task = self._load()
-            spec, cost = self._network(task)
-            out = self.out or Path("runs") / f"train-{file_name(task.name)}-{file_name(self.model)}"
+            dataset = self._load()
+            spec, cost = self._network(dataset)
+            out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{file_name(self.model)}"
             make_folder(out)
         try:
-            found = self._train(task, spec, recipe, device, out)
+            found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
             if (out / "model.safetensors").exists():
@@ -137,7 +137,7 @@ class Train:
             else:
                 log(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
-        _show(Console(), task, spec, cost, found, out)
+        _show(Console(), dataset, spec, cost, found, out)
         return 0
 
     def _checked(self) -> tuple[Recipe, str]:
@@ -145,7 +145,9 @@ class Train:
         from moesaic.training.gate_recipe import GateRecipe
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 
-        usual = OPTIMIZER_DEFAULTS[cast("Any", one_of("train", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))]
+        usual = OPTIMIZER_DEFAULTS[
+            cast("Any", check_choice("train", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))
+        ]
         words: dict[str, Any] = {"optimizer": self.optimizer, "schedule": self.schedule, "precision": self.precision}
         recipe = Recipe(
             epochs=self.epochs,
@@ -165,7 +167,7 @@ class Train:
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"train: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.eval_every is not None:
-            at_least_one("train", eval_every=self.eval_every)
+            check_positive("train", eval_every=self.eval_every)
         if self.convert and self.experts is None:
             raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
         return recipe, resolve_device("train", self.device)
@@ -175,22 +177,22 @@ class Train:
         said = {"target_macs": self.target_macs, "strength": self.gate_strength, "joint": self.joint_share}
         return {name: value for name, value in said.items() if value is not None}
 
-    def _load(self) -> ImageTask:
-        task = load_task(self)
-        return task if self.samples is None else task.subset(self.samples, self.seed)
+    def _load(self) -> ImageDataset:
+        dataset = load_task(self)
+        return dataset if self.samples is None else dataset.subset(self.samples, self.seed)
 
-    def _network(self, task: ImageTask) -> tuple[ModelSpec, ModelCost]:
+    def _network(self, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
         from moesaic.training.model_for_dataset import spec_for_dataset
 
         asked = {"patches_per_expert": self.patches_per_expert, "patch_size": self.patch_size}
         mixture = {name: value for name, value in {"experts": self.experts, **asked}.items() if value is not None}
         options: dict[str, Any] = {} if self.fidelity is None else {"fidelity": self.fidelity}
         if not self.convert:
-            return spec_for_dataset(self.model, task, {**options, **mixture})
+            return spec_for_dataset(self.model, dataset, {**options, **mixture})
         conversion = {"layer": list(self.convert), "seed": self.seed, **mixture}
-        return spec_for_dataset(self.model, task, options, conversion)
+        return spec_for_dataset(self.model, dataset, options, conversion)
 
-    def _train(self, task: ImageTask, spec: ModelSpec, recipe: Recipe, device: str, out: Path) -> FitResult:
+    def _train(self, dataset: ImageDataset, spec: ModelSpec, recipe: Recipe, device: str, out: Path) -> FitResult:
         import torch
         from rich.console import Console
 
@@ -213,10 +215,10 @@ class Train:
             check_gate_recipe(model, recipe)
         try:
             with report.watch_progress(Console(stderr=True)) as progress:
-                progress.begin(f"{self.model}, {len(task.train)} images", recipe.epochs)
+                progress.begin(f"{self.model}, {len(dataset.train)} images", recipe.epochs)
                 found = fit(
                     model,
-                    task,
+                    dataset,
                     recipe,
                     seed=self.seed,
                     device=device,
@@ -224,7 +226,7 @@ class Train:
                     spec=spec,
                     progress=progress,
                     trackers=trackers,
-                    eval_every=self.eval_every or _seldom(task),
+                    eval_every=self.eval_every or _seldom(dataset),
                 )
                 progress.end()
         except torch.OutOfMemoryError as error:
@@ -238,25 +240,27 @@ class Train:
         return found
 
 
-def _show(console: Console, task: ImageTask, spec: ModelSpec, cost: ModelCost, found: FitResult, out: Path) -> None:
+def _show(
+    console: Console, dataset: ImageDataset, spec: ModelSpec, cost: ModelCost, found: FitResult, out: Path
+) -> None:
     """How well it does, on what, for what, and what to do next."""
 
     def say(line: str = "") -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    often = 100 * int(task.test.labels.bincount().max()) / len(task.test)
+    often = 100 * int(dataset.test.labels.bincount().max()) / len(dataset.test)
     ended = "" if found.stopped == "all epochs" else f" ({found.stopped})"
     say(
-        f"{spec.name} on {task.name}: {len(task.train)} images to train on, {len(found.epochs)} epochs{ended} in "
+        f"{spec.name} on {dataset.name}: {len(dataset.train)} images to train on, {len(found.epochs)} epochs{ended} in "
         f"{found.seconds:,.0f} s, {found.images / max(found.seconds, 1e-9):,.0f} images/s"
     )
     say(
-        f"Test accuracy: {found.accuracy:.1f} % of {len(task.test)} images; always naming the most frequent class "
+        f"Test accuracy: {found.accuracy:.1f} % of {len(dataset.test)} images; always naming the most frequent class "
         f"would give {often:.1f} %"
     )
-    _show_groups(console, "class", task.class_names, task.test.labels, found.class_accuracy)
-    if task.cluster_names != task.class_names:
-        _show_groups(console, "group", task.cluster_names, task.test.clusters, found.cluster_accuracy)
+    _show_groups(console, "class", dataset.class_names, dataset.test.labels, found.class_accuracy)
+    if dataset.cluster_names != dataset.class_names:
+        _show_groups(console, "group", dataset.cluster_names, dataset.test.clusters, found.cluster_accuracy)
     say()
     say(_cost(cost) if found.cost is None else _gated_cost(cost, found.cost))
     for epoch in found.epochs:
@@ -325,12 +329,12 @@ def _gated_cost(cost: ModelCost, share: float) -> str:
     )
 
 
-def _seldom(task: ImageTask) -> int:
+def _seldom(dataset: ImageDataset) -> int:
     """Epochs from one test to the next, so that all tests take about a quarter as long as training.
 
     A test needs no gradients: an image takes a third as long in it.
     """
-    return -(-4 * len(task.test) // (3 * len(task.train)))
+    return -(-4 * len(dataset.test) // (3 * len(dataset.train)))
 
 
 def _short(number: int) -> str:

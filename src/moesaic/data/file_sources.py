@@ -1,7 +1,7 @@
-"""Where picture files lie: a folder, or a zip file that is read in place.
+"""Sources of image files: a folder, or a zip archive that is read in place.
 
-Both list their files by name and read them into memory. Nothing is unpacked, so it does not matter
-where the names in an archive point.
+A source lists its files by name and reads them into memory. Nothing is extracted, so paths in an
+archive that point outside of it do no harm.
 """
 
 from __future__ import annotations
@@ -15,46 +15,64 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-__all__ = ["FileEntry", "FolderShelf", "Shelf", "UnreadableFile", "ZipShelf", "open_shelf", "printable"]
+__all__ = [
+    "FileEntry",
+    "FileSource",
+    "FolderSource",
+    "SkippedFile",
+    "UnreadableFile",
+    "ZipSource",
+    "open_source",
+    "printable",
+]
 
-_MOST_BYTES = 1 << 28
-"""Larger files are no pictures that anyone trains on."""
+_MAX_BYTES = 1 << 28
+"""Larger files are refused."""
 
 
 class UnreadableFile(ValueError):
-    """A file that cannot be read; the message says why, in words that follow the file's name."""
+    """A file cannot be read. The message continues a sentence that starts with the file name."""
+
+
+@dataclass(frozen=True)
+class SkippedFile:
+    """A file that was skipped because it could not be read or decoded."""
+
+    path: str
+    reason: str
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file, and what tells whether it changed."""
+    """A file of a source, with its size and version."""
 
     name: str
-    """Its path below the shelf, with "/" between folders."""
+    """Path relative to the source, with "/" between folders."""
     bytes: int
+    """Size in bytes."""
     stamp: int
-    """When it was changed last, in nanoseconds; in an archive, the checksum of its content."""
+    """Time of the last change in nanoseconds; in an archive, the CRC of the content."""
 
 
-class Shelf(Protocol):
-    """Files that can be listed and read; a context manager, and safe to read from several threads."""
+class FileSource(Protocol):
+    """Files that can be listed and read; a context manager. `read` is thread-safe."""
 
     @property
     def path(self) -> Path:
-        """The folder or the archive itself."""
+        """The folder or the archive."""
         ...
 
     @property
     def identity(self) -> str:
-        """Tells apart shelves whose files have the same names, sizes and stamps."""
+        """Distinguishes sources whose files have the same names, sizes and stamps."""
         ...
 
     def entries(self) -> tuple[FileEntry, ...]:
-        """All files, sorted by name; without hidden ones and those in hidden folders."""
+        """All files sorted by name, without hidden files and folders."""
         ...
 
     def read(self, name: str) -> bytes:
-        """The content of a file; raises `UnreadableFile`."""
+        """Returns the content of a file; raises `UnreadableFile`."""
         ...
 
     def __enter__(self) -> Self: ...
@@ -64,26 +82,26 @@ class Shelf(Protocol):
     ) -> None: ...
 
 
-def open_shelf(path: str | Path) -> Shelf:
-    """The shelf of a folder or a zip file.
+def open_source(path: str | Path) -> FileSource:
+    """Opens a folder or a zip file.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("some text")
-    ...     with open_shelf(folder) as shelf:
-    ...         print([entry.name for entry in shelf.entries()], shelf.read("a.txt"))
+    ...     with open_source(folder) as source:
+    ...         print([entry.name for entry in source.entries()], source.read("a.txt"))
     ['a.txt'] b'some text'
     """
     path = Path(path)
     if path.is_dir():
-        return FolderShelf(path)
+        return FolderSource(path)
     if path.is_file():
-        return ZipShelf(path)
+        return ZipSource(path)
     raise FileNotFoundError(f"{path}: there is no such folder or zip file; check the path")
 
 
-class FolderShelf:
-    """The files in a folder and in the folders below it; links are followed, but not in circles."""
+class FolderSource:
+    """The files in a folder and its subfolders. Symbolic links are followed, cycles are not."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -98,7 +116,7 @@ class FolderShelf:
     def read(self, name: str) -> bytes:
         try:
             with open(self.path / name, "rb") as file:
-                return _content(file.read(_MOST_BYTES + 1))
+                return _checked(file.read(_MAX_BYTES + 1))
         except OSError as fault:
             raise UnreadableFile(f"cannot be read ({fault.strerror or fault})") from fault
 
@@ -111,8 +129,8 @@ class FolderShelf:
         return
 
 
-class ZipShelf:
-    """The files in a zip archive, which stays open until the context ends."""
+class ZipSource:
+    """The files in a zip archive, which stays open until the context exits."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,17 +138,17 @@ class ZipShelf:
             self._archive = zipfile.ZipFile(path)
         except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, ValueError) as fault:
             raise ValueError(
-                f"{path}: is not a whole zip file ({fault}); give the folder that has the images, or "
-                "make or fetch the archive again"
+                f"{path}: is not a complete zip file ({fault}); give the folder that has the images, or "
+                "create or download the archive again"
             ) from fault
-        # some programs for Windows separate folders by backslashes
+        # some Windows programs write backslashes
         self._members = {
             info.filename.replace("\\", "/"): info for info in self._archive.infolist() if not info.is_dir()
         }
 
     @property
     def identity(self) -> str:
-        return ""  # checksums of all files tell enough
+        return ""  # the checksums of all files identify it
 
     def entries(self) -> tuple[FileEntry, ...]:
         return tuple(
@@ -142,11 +160,11 @@ class ZipShelf:
     def read(self, name: str) -> bytes:
         try:
             with self._archive.open(self._members[name]) as file:
-                return _content(file.read(_MOST_BYTES + 1))
+                return _checked(file.read(_MAX_BYTES + 1))
         except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as fault:
             raise UnreadableFile(f"is damaged in the archive ({fault})") from fault
-        except RuntimeError as fault:  # zipfile says so of encrypted members, and of unknown ways to pack
-            raise UnreadableFile("is encrypted, or packed in a way that cannot be read") from fault
+        except RuntimeError as fault:  # zipfile raises it for encryption and for unknown compression
+            raise UnreadableFile("is encrypted, or compressed by an unknown method") from fault
 
     def __enter__(self) -> Self:
         return self
@@ -158,7 +176,7 @@ class ZipShelf:
 
 
 def printable(name: str) -> str:
-    """A name as it can be shown and written anywhere: what is no character, or none to be seen, becomes �.
+    """Returns ``name`` with every character that cannot be printed replaced by �.
 
     >>> printable("Äpfel & Birnen"), printable("two" + chr(10) + "lines")
     ('Äpfel & Birnen', 'two�lines')
@@ -178,19 +196,19 @@ def _walk(folder: Path, prefix: str, above: frozenset[str]) -> Iterator[FileEntr
             continue
         try:
             about = child.stat()
-        except OSError:  # a link to nowhere: reading it will tell
+        except OSError:  # a broken link: reading it will report the error
             yield FileEntry(prefix + child.name, 0, 0)
             continue
-        # the second is later where only the right to read the file was given
+        # ctime is later if only the permission to read the file changed
         yield FileEntry(prefix + child.name, about.st_size, max(about.st_mtime_ns, about.st_ctime_ns))
 
 
 def _hidden(name: str) -> bool:
-    """Also "." and "..", which name no file, and the folder that macOS adds to archives."""
+    """Hidden files, "." and "..", and the folder that macOS adds to archives."""
     return name.startswith(".") or name in ("", "__MACOSX")
 
 
-def _content(content: bytes) -> bytes:
-    if len(content) > _MOST_BYTES:
-        raise UnreadableFile(f"has more than {_MOST_BYTES >> 20} MB")
+def _checked(content: bytes) -> bytes:
+    if len(content) > _MAX_BYTES:
+        raise UnreadableFile(f"has more than {_MAX_BYTES >> 20} MB")
     return content

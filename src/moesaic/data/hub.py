@@ -1,8 +1,8 @@
-"""Image classification sets from the Hugging Face hub, through the package ``datasets`` (the extra ``hub``).
+"""Image classification datasets of the Hugging Face hub, through the package ``datasets`` (extra ``hub``).
 
-``hub:owner/name`` is the set of that name, ``hub:owner/name:config`` one of its configurations. Which
-column is the image and which the class is read off its features. Images are taken as they are stored
-and decoded here, so that a damaged one is skipped and told like any other file.
+``hub:owner/name`` is the dataset of that name, ``hub:owner/name:config`` one of its configurations. The
+columns of images and labels are found by their feature types. Images are decoded here, not by
+``datasets``, so that damaged images are skipped and reported like files of a folder.
 """
 
 from __future__ import annotations
@@ -18,40 +18,38 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from moesaic.data.datasets import LabelledImages, Skipped
-from moesaic.data.decoded_cache import Cache, decode_pictures
-from moesaic.data.file_sources import FileEntry, UnreadableFile, printable
-from moesaic.data.image_source import ImageParts
+from moesaic.data.datasets import ImageSplits, LabelledImages
+from moesaic.data.decoded_cache import DecodedCache, decode_images
+from moesaic.data.file_sources import FileEntry, SkippedFile, UnreadableFile, printable
+from moesaic.data.image_folder import DEFAULT_SIZE
 from moesaic.data.splits import stratified_order
 
-__all__ = ["PREFIX", "HubPart", "HubSet", "HubShelf", "hub_parts", "open_hub"]
+__all__ = ["PREFIX", "HubDataset", "HubSource", "HubSplit", "load_hub", "open_hub"]
 
 PREFIX = "hub:"
 
-_SIDE = 64
-"""Pixels along the side, where nothing else is asked for."""
-_HELD_OUT = 5
-"""One in so many images of a class is held out for testing, where no split is for that."""
+_TEST_FRACTION = 5
+"""One in so many images of a class is held out for testing if there is no test split."""
 _TRAIN = ("train", "training")
 _TEST = ("test", "testing", "validation", "valid", "val", "dev", "eval")
-"""Names of splits to test on, the ones to prefer first."""
+"""Names of test splits, in order of preference."""
 _LABELS = ("label", "labels", "class", "category", "target")
-"""Names a column of classes may have: it tells which, where there are several, or its values are no class labels."""
+"""Names of label columns, for datasets with several ClassLabel columns or none."""
 
 
 @dataclass(frozen=True, eq=False)
-class HubPart:
+class HubSplit:
     """The labelled images of one split."""
 
     split: str
     rows: NDArray[np.int64]
-    """Which rows of the split have a label."""
+    """Rows of the split that have a label."""
     labels: NDArray[np.int64]
-    """(B,): of each of them, an index into `HubSet.class_names`."""
+    """(B,) indices into `HubDataset.class_names`."""
     fingerprint: str
-    """Changes with what is in the split."""
+    """Changes with the content of the split."""
     stored: Any
-    """The split, with nothing but images as they are stored: ``{"bytes": …, "path": …}`` in one column."""
+    """The split with its image column alone, not decoded: ``{"bytes": …, "path": …}``."""
     column: str
 
     def __len__(self) -> int:
@@ -59,29 +57,29 @@ class HubPart:
 
     @property
     def names(self) -> list[str]:
-        """What to call each of these images."""
+        """A file name for each image."""
         return [f"{self.split}/{row}" for row in self.rows]
 
 
 @dataclass(frozen=True, eq=False)
-class HubSet:
-    """A set of the hub; made by `open_hub`."""
+class HubDataset:
+    """A dataset of the hub; made by `open_hub`."""
 
     name: str
-    train: HubPart
-    test: HubPart | None
-    """None where no other split has labels."""
+    train: HubSplit
+    test: HubSplit | None
+    """None if no other split has labels."""
     class_names: tuple[str, ...]
 
     @property
-    def parts(self) -> tuple[HubPart, ...]:
+    def parts(self) -> tuple[HubSplit, ...]:
         return (self.train,) if self.test is None else (self.train, self.test)
 
 
-class HubShelf:
-    """The files of a set, to be listed and read like those of a folder: ``train/0``, ``train/1`` and so on."""
+class HubSource:
+    """The images of a dataset as a `FileSource`, named ``train/0``, ``train/1`` and so on."""
 
-    def __init__(self, hub: HubSet) -> None:
+    def __init__(self, hub: HubDataset) -> None:
         self.path = Path(PREFIX + hub.name)
         self._parts = {part.split: part for part in hub.parts}
 
@@ -90,7 +88,7 @@ class HubShelf:
         return " ".join([str(self.path), *(part.fingerprint for part in self._parts.values())])
 
     def entries(self) -> tuple[FileEntry, ...]:
-        """All images with a label; the identity alone tells whether they changed."""
+        """All images with a label; only the identity shows whether they changed."""
         return tuple(FileEntry(name, 0, 0) for part in self._parts.values() for name in part.names)
 
     def read(self, name: str) -> bytes:
@@ -114,60 +112,62 @@ class HubShelf:
         return
 
 
-def hub_parts(source: str, size: int | None, cache: Cache, seed: int) -> ImageParts:
-    """The images of ``hub:owner/name``; where no split is for testing, a fifth of each class is, drawn by seed."""
+def load_hub(source: str, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
+    """Loads ``hub:owner/name``; without a test split, a fifth of each class is held out by ``seed``."""
     hub = open_hub(source)
-    with HubShelf(hub) as shelf:
+    with HubSource(hub) as files:
         names = [name for part in hub.parts for name in part.names]
-        decoded = decode_pictures(shelf, names, size or _SIDE, cache)
-    labels = torch.from_numpy(np.concatenate([part.labels for part in hub.parts]))[decoded.kept]
+        decoded = decode_images(files, names, size or DEFAULT_SIZE, cache)
+    labels = torch.from_numpy(np.concatenate([part.labels for part in hub.parts]))[decoded.rows]
     images = LabelledImages(decoded.pixels, labels, labels)
-    training = int((decoded.kept < len(hub.train)).sum())
+    training = int((decoded.rows < len(hub.train)).sum())
     if hub.test is None:
         order = stratified_order(labels, labels, seed)
-        border = len(order) - len(order) // _HELD_OUT
+        border = len(order) - len(order) // _TEST_FRACTION
         train, test = (images.take(rows.sort().values) for rows in (order[:border], order[border:]))
     else:
         train, test = (images.take(rows) for rows in (torch.arange(training), torch.arange(training, len(images))))
     class_names = tuple(printable(name) for name in hub.class_names)
     _check_images(source, class_names, train, test, decoded.skipped)
-    return ImageParts(train, test, class_names, class_names, decoded.skipped)
+    return ImageSplits(train, test, class_names, class_names, decoded.skipped)
 
 
 def _check_images(
-    source: str, names: tuple[str, ...], train: LabelledImages, test: LabelledImages, skipped: tuple[Skipped, ...]
+    source: str, names: tuple[str, ...], train: LabelledImages, test: LabelledImages, skipped: tuple[SkippedFile, ...]
 ) -> None:
-    """Refuse a task that has nothing to tell apart, or classes without an image to learn from."""
-    example = f"; {len(skipped)} could not be read, for example {skipped[0].path} {skipped[0].why}" if skipped else ""
+    """Raises if there is only one class, or a class without training images, or no test image."""
+    example = (
+        f"; {len(skipped)} could not be read, for example {skipped[0].path} {skipped[0].reason}" if skipped else ""
+    )
     if len(names) < 2:
-        raise ValueError(f"{source}: has one class alone, {', '.join(names)}, so there is nothing to tell apart")
+        raise ValueError(f"{source}: has only the class {', '.join(names)}, but at least two classes are needed")
     counts = train.labels.bincount(minlength=len(names))
     if not bool(counts.all()):
-        lacking = names[int(counts.argmin())]
-        raise ValueError(f"{source}: there is no image of the class {lacking!r} to train on{example}")
+        empty = names[int(counts.argmin())]
+        raise ValueError(f"{source}: the class {empty!r} has no training image{example}")
     if not len(test):
-        raise ValueError(f"{source}: there is no image to test on{example}")
+        raise ValueError(f"{source}: there is no test image{example}")
 
 
-def open_hub(source: str) -> HubSet:
-    """The set ``hub:owner/name``, downloaded where it is not yet; no image is decoded.
+def open_hub(source: str) -> HubDataset:
+    """Downloads ``hub:owner/name`` unless it is there already; no image is decoded.
 
-    To train on is the split "train", or the only one; to test on "test", or "validation" where no "test" has labels.
-    Classes that no image has are left out.
+    Training images are the split "train", or the only split; test images are "test", or "validation" if "test" has
+    no labels. Classes without images are removed.
     """
     name, _, config = source.removeprefix(PREFIX).partition(":")
     if name.count("/") > 1 or not all(name.split("/")):
-        raise ValueError(f"{source!r}: name a set of the hub as hub:owner/name, or hub:owner/name:config")
+        raise ValueError(f"{source!r}: name a dataset of the hub as hub:owner/name, or hub:owner/name:config")
     try:
         package: Any = import_module("datasets")
     except ImportError as missing:
         raise ImportError(
-            f"{source}: sets of the Hugging Face hub need the package datasets, which is not installed; "
+            f"{source}: datasets of the Hugging Face hub need the package datasets, which is not installed; "
             "pip install 'moesaic[hub]', or download the images and give their folder"
         ) from missing
     try:
         splits: Mapping[str, Any] = package.load_dataset(name, config or None)
-    except Exception as failure:  # of many kinds: no such set, no network, no permission, a configuration to choose
+    except Exception as failure:  # of many types: unknown dataset, no network, no permission, missing configuration
         raise ValueError(f"{source}: datasets could not load it: {failure}") from failure
     train = _named(splits, _TRAIN) or (next(iter(splits)) if len(splits) == 1 else None)
     if train is None:
@@ -184,21 +184,21 @@ def open_hub(source: str) -> HubSet:
         if split in splits and split != train and {columns.image, columns.label} <= set(splits[split].features):
             test = _part(source, package, split, splits[split], columns, names)
             if len(test):
-                return _without_unused(HubSet(name, part, test, names))
-    return _without_unused(HubSet(name, part, None, names))
+                return _without_unused(HubDataset(name, part, test, names))
+    return _without_unused(HubDataset(name, part, None, names))
 
 
-def _without_unused(hub: HubSet) -> HubSet:
+def _without_unused(hub: HubDataset) -> HubDataset:
     used: NDArray[np.int64] = np.unique(np.concatenate([part.labels for part in hub.parts]))
     train, *rest = (replace(part, labels=np.searchsorted(used, part.labels)) for part in hub.parts)
-    return HubSet(hub.name, train, rest[0] if rest else None, tuple(hub.class_names[int(label)] for label in used))
+    return HubDataset(hub.name, train, rest[0] if rest else None, tuple(hub.class_names[int(label)] for label in used))
 
 
 class _Columns(NamedTuple):
     image: str
     label: str
     named: bool
-    """Whether labels are numbers of names that the feature knows; else they are the names."""
+    """Whether labels are indices into the names of the feature; otherwise they are the names."""
 
 
 def _named(splits: Mapping[str, Any], names: Sequence[str]) -> str | None:
@@ -206,7 +206,7 @@ def _named(splits: Mapping[str, Any], names: Sequence[str]) -> str | None:
 
 
 def _columns(source: str, package: Any, features: Mapping[str, Any]) -> _Columns:
-    """The names of the columns that hold the image and the class."""
+    """The names of the image column and of the label column."""
     images = [name for name, feature in features.items() if isinstance(feature, package.Image)]
     labels = [name for name, feature in features.items() if isinstance(feature, package.ClassLabel)]
     plain = [
@@ -221,7 +221,7 @@ def _columns(source: str, package: Any, features: Mapping[str, Any]) -> _Columns
     if image is None or label is None:
         listed = ", ".join(f"{name} ({type(feature).__name__})" for name, feature in features.items())
         raise ValueError(
-            f"{source}: is no set of images with a class each: "
+            f"{source}: is not an image classification dataset: "
             f"{_count(len(images), 'Image')} and {_count(len(labels), 'ClassLabel')} among its columns {listed}; "
             "one of each is needed, or columns named image and label"
         )
@@ -239,18 +239,18 @@ def _class_names(dataset: Any, columns: _Columns) -> tuple[str, ...]:
     return tuple(str(value) for value in sorted(values))
 
 
-def _part(source: str, package: Any, split: str, dataset: Any, columns: _Columns, names: tuple[str, ...]) -> HubPart:
-    """The images of a split that have a label: sets for competitions keep those of the test split to themselves."""
+def _part(source: str, package: Any, split: str, dataset: Any, columns: _Columns, names: tuple[str, ...]) -> HubSplit:
+    """The labelled images of a split; test splits of competitions often have no labels."""
     number = {name: label for label, name in enumerate(names)}
-    given: list[Any] = list(dataset[columns.label])
+    values: list[Any] = list(dataset[columns.label])
     if columns.named:
-        labels = np.array([-1 if value is None else value for value in given], dtype=np.int64)
+        labels = np.array([-1 if value is None else value for value in values], dtype=np.int64)
     else:
-        labels = np.array([-1 if value is None else number.get(str(value), -2) for value in given], dtype=np.int64)
+        labels = np.array([-1 if value is None else number.get(str(value), -2) for value in values], dtype=np.int64)
         if (labels == -2).any():
-            strange = str(given[int((labels == -2).argmax())])
-            raise ValueError(f"{source}: {split} has the class {strange!r}, which is not among those to train on")
+            unknown = str(values[int((labels == -2).argmax())])
+            raise ValueError(f"{source}: {split} has the class {unknown!r}, which has no training images")
     stored = dataset.select_columns([columns.image]).cast_column(columns.image, package.Image(decode=False))
     rows = np.flatnonzero(labels >= 0)
     fingerprint = str(getattr(dataset, "_fingerprint", ""))
-    return HubPart(split, rows, labels[rows], fingerprint, stored, columns.image)
+    return HubSplit(split, rows, labels[rows], fingerprint, stored, columns.image)

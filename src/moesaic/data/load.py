@@ -1,4 +1,4 @@
-"""Images by name or from a folder of one's own, as a task that is ready to train on."""
+"""Loads an image dataset from a folder, a built-in name or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -9,30 +9,25 @@ from typing import Literal, cast, get_args
 import torch
 from torch import Tensor
 
-from moesaic.cache_dir import default_cache
-from moesaic.checks import at_least_one, one_of
+from moesaic.cache_dir import default_cache_dir
+from moesaic.checks import check_choice, check_positive
 from moesaic.data.builtin_datasets import DATASETS
-from moesaic.data.datasets import Augment, Augmented, ImageTask, Scale, Skipped
-from moesaic.data.decoded_cache import Cache, Log
-from moesaic.data.file_sources import printable
-from moesaic.data.hub import PREFIX, hub_parts
-from moesaic.data.image_folder import folder_parts
-from moesaic.data.image_source import ImageParts
+from moesaic.data.datasets import Augment, ImageDataset, ImageSplits, Normalize, RandomFlipCrop
+from moesaic.data.decoded_cache import DecodedCache, Log, no_log
+from moesaic.data.file_sources import SkippedFile, printable
+from moesaic.data.hub import PREFIX, load_hub
+from moesaic.data.image_folder import load_folder
 
-__all__ = ["Scaling", "as_task", "load_images"]
+__all__ = ["Normalization", "build_dataset", "load_images"]
 
-Scaling = Literal["unit", "standard"]
-"""Pixels from 0 to 1, or with mean 0 and variance 1 in each channel of the images to train on."""
+Normalization = Literal["unit", "standard"]
+"""Pixels in [0, 1], or mean 0 and variance 1 in each channel of the training images."""
 
-_MEASURED = 10_000
-"""Images that a mean is taken over, at most."""
-_TOGETHER = 1024
-_LISTED = 10
-"""Skipped files that are told by name."""
-
-
-def _silent(message: str) -> None:
-    """Tells nobody."""
+_MAX_STATISTICS_IMAGES = 10_000
+"""Images that mean and standard deviation are computed from, at most."""
+_BLOCK = 1024
+_MAX_LISTED = 10
+"""Skipped files that are logged by name."""
 
 
 def load_images(
@@ -42,61 +37,69 @@ def load_images(
     size: int | None = None,
     cache_dir: Path | None = None,
     augment: Augment = "none",
-    scale: Scaling = "standard",
+    normalize: Normalization = "standard",
     seed: int = 0,
-    log: Log = _silent,
-) -> ImageTask:
-    """Images to train and to test on, from a folder or by name.
+    log: Log = no_log,
+) -> ImageDataset:
+    """Loads an image classification dataset.
 
-    A folder, or a zip file of one, has a folder for each class, or ``train`` and ``test`` (or ``val``) with a folder
-    for each class in both; without images to test on, a fifth of each class is held out by ``seed``. Names are those
-    of `DATASETS`, whose files lie under ``data_dir``, or ``hub:owner/name`` of sets of the Hugging Face hub.
-    Pictures become squares of ``size`` pixels, 64 unless the set has a size of its own, and are decoded once, into
-    ``cache_dir``. Files that cannot be read are skipped: they are in the task's ``skipped``, and ``log`` is told.
+    Files that cannot be read are skipped; they are logged, and listed in ``ImageDataset.skipped``.
+
+    Args:
+        source: a folder or zip file with one subfolder per class, or with ``train`` and ``test`` (or ``val``) that
+            have one subfolder per class; a name in `DATASETS`; or ``hub:owner/name`` on the Hugging Face hub.
+        data_dir: folder with the files of a built-in dataset.
+        size: images are resized to ``size × size`` pixels; the default is the dataset's own size, or 64.
+        cache_dir: folder for decoded images.
+        augment: augmentation of training images.
+        normalize: "standard" for mean 0 and variance 1 per channel, "unit" for pixels in [0, 1].
+        seed: seed of the held-out test images if the source has no test split (a fifth of each class).
+        log: called with messages about progress and skipped files.
 
     >>> import tempfile
     >>> from PIL import Image
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     for kind in ("cat", "dog"):
-    ...         Path(folder, kind).mkdir()
+    ...     for name in ("cat", "dog"):
+    ...         Path(folder, name).mkdir()
     ...         for number in range(5):
-    ...             Image.new("RGB", (40, 30), (50 * number, 0, 99)).save(f"{folder}/{kind}/{number}.jpg")
-    ...     task = load_images(folder, size=16, cache_dir=Path(folder, ".cache"), augment="flip")
-    >>> task.class_names, len(task.train), len(task.test), tuple(task.train.pixels.shape[1:])
+    ...             Image.new("RGB", (40, 30), (50 * number, 0, 99)).save(f"{folder}/{name}/{number}.jpg")
+    ...     dataset = load_images(folder, size=16, cache_dir=Path(folder, ".cache"), augment="flip")
+    >>> dataset.class_names, len(dataset.train), len(dataset.test), tuple(dataset.train.pixels.shape[1:])
     (('cat', 'dog'), 8, 2, (3, 16, 16))
     """
-    one_of("load_images", "augment", augment, get_args(Augment))
-    one_of("load_images", "scale", scale, get_args(Scaling))
+    check_choice("load_images", "augment", augment, get_args(Augment))
+    check_choice("load_images", "normalize", normalize, get_args(Normalization))
     if size is not None:
-        at_least_one("load_images", size=size)
-    cache = Cache(default_cache() if cache_dir is None else Path(cache_dir), log)
+        check_positive("load_images", size=size)
+    cache = DecodedCache(default_cache_dir() if cache_dir is None else Path(cache_dir), log)
     if isinstance(source, str) and source in DATASETS:
-        parts, name = DATASETS[source].load(data_dir, size, cache, seed), source
+        splits, name = DATASETS[source].load(data_dir, size, cache, seed), source
     elif isinstance(source, str) and source.startswith(PREFIX):
-        parts, name = hub_parts(source, size, cache, seed), source
+        splits, name = load_hub(source, size, cache, seed), source
     else:
         path = _existing(source).resolve()
-        parts = folder_parts(path, size, cache, seed)
+        splits = load_folder(path, size, cache, seed)
         name = printable(path.name if path.is_dir() else path.stem)
-    _tell(parts, name, log)
-    return as_task(parts, name, augment=augment, scale=scale)
+    _log_summary(splits, name, log)
+    return build_dataset(splits, name, augment=augment, normalize=normalize)
 
 
-def as_task(parts: ImageParts, name: str, *, augment: Augment = "none", scale: Scaling = "standard") -> ImageTask:
-    """The images as a task: scaled, and varied while training."""
-    scaled = _scale_of(parts.train.pixels, scale)
-    vary = Augmented.of(augment, scaled, parts.train.pixels.shape[-1])
-    return ImageTask(
-        parts.train,
-        parts.test,
-        parts.class_names,
-        parts.cluster_names,
-        vary,
-        scaled,
+def build_dataset(
+    splits: ImageSplits, name: str, *, augment: Augment = "none", normalize: Normalization = "standard"
+) -> ImageDataset:
+    """Adds the transforms, a name and a digest to training and test images."""
+    normalization = _normalization_of(splits.train.pixels, normalize)
+    return ImageDataset(
+        splits.train,
+        splits.test,
+        splits.class_names,
+        splits.cluster_names,
+        train_transform=RandomFlipCrop.from_augment(augment, normalization, splits.train.pixels.shape[-1]),
+        eval_transform=normalization,
         name=name,
-        digest=_digest(parts),
-        scale=scaled,
-        skipped=parts.skipped,
+        digest=_digest(splits),
+        normalize=normalization,
+        skipped=splits.skipped,
     )
 
 
@@ -106,34 +109,34 @@ def _existing(source: str | Path) -> Path:
         return path
     if isinstance(source, str) and path.name == source and DATASETS:
         try:
-            one_of("load_images", "source", source, DATASETS)
+            check_choice("load_images", "source", source, DATASETS)
         except ValueError as unknown:
-            raise ValueError(f"{unknown}, or the path of a folder of images") from None
+            raise ValueError(f"{unknown}, or the path of an image folder") from None
     raise FileNotFoundError(
-        f"load_images: there is no folder or zip file {source}; give one with a folder of images for each class"
+        f"load_images: there is no folder or zip file {source}; give one with a subfolder of images per class"
     )
 
 
-def _scale_of(pixels: Tensor, scale: Scaling) -> Scale:
-    """The scale of images: of up to 10 000 of them, evenly spread, and the same on any machine."""
+def _normalization_of(pixels: Tensor, kind: Normalization) -> Normalize:
+    """Statistics of up to 10 000 evenly spaced images; the same on any machine."""
     channels = pixels.shape[1]
-    if scale == "unit":
-        return Scale((0.0,) * channels, (1.0,) * channels)
-    some = pixels[:: -(-len(pixels) // _MEASURED)]
+    if kind == "unit":
+        return Normalize((0.0,) * channels, (1.0,) * channels)
+    sample = pixels[:: -(-len(pixels) // _MAX_STATISTICS_IMAGES)]
     total = torch.zeros(channels, 2, dtype=torch.int64)
-    for block in _blocks(some):  # whole numbers, so that no order of adding them matters
+    for block in _blocks(sample):  # in integers: the sum does not depend on the order
         values = block.permute(1, 0, 2, 3).flatten(1).int()
         total += torch.stack([values.sum(1), values.square().sum(1)], dim=1)
-    count = some.numel() // channels
-    first, second = (total.double() / count).unbind(1)
-    std = (second - first.square()).clamp_min(0).sqrt() / 255
+    count = sample.numel() // channels
+    mean, mean_square = (total.double() / count).unbind(1)
+    std = (mean_square - mean.square()).clamp_min(0).sqrt() / 255
     std[std < 1e-4] = 1.0
-    return Scale(*(tuple(round(value, 6) for value in cast("list[float]", x.tolist())) for x in (first / 255, std)))
+    return Normalize(*(tuple(round(value, 6) for value in cast("list[float]", x.tolist())) for x in (mean / 255, std)))
 
 
-def _digest(parts: ImageParts) -> str:
-    content = hashlib.sha256(repr((parts.class_names, parts.cluster_names)).encode())
-    for images in (parts.train, parts.test):
+def _digest(splits: ImageSplits) -> str:
+    content = hashlib.sha256(repr((splits.class_names, splits.cluster_names)).encode())
+    for images in (splits.train, splits.test):
         content.update(repr(tuple(images.pixels.shape)).encode())
         for block in _blocks(images.pixels):
             content.update(block.permute(0, 2, 3, 1).contiguous().numpy().data)
@@ -143,21 +146,21 @@ def _digest(parts: ImageParts) -> str:
 
 
 def _blocks(pixels: Tensor) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", pixels.split(_TOGETHER))  # torch types it in part
+    return cast("tuple[Tensor, ...]", pixels.split(_BLOCK))  # torch types it in part
 
 
-def _tell(parts: ImageParts, name: str, log: Log) -> None:
-    C, H, W = parts.train.pixels.shape[1:]
+def _log_summary(splits: ImageSplits, name: str, log: Log) -> None:
+    C, H, W = splits.train.pixels.shape[1:]
     log(
-        f"{name}: {len(parts.train)} images to train on and {len(parts.test)} to test on, of {H}×{W} pixels in "
-        f"{'grey' if C == 1 else 'colour'}; {len(parts.class_names)} classes"
+        f"{name}: {len(splits.train)} training images and {len(splits.test)} test images of {H}×{W} pixels in "
+        f"{'grey' if C == 1 else 'colour'}; {len(splits.class_names)} classes"
     )
-    if parts.skipped:
-        log(_list_skipped(parts.skipped))
+    if splits.skipped:
+        log(_list_skipped(splits.skipped))
 
 
-def _list_skipped(skipped: tuple[Skipped, ...]) -> str:
-    listed = [f"  {each.path} {each.why}" for each in skipped[:_LISTED]]
-    if len(skipped) > _LISTED:
-        listed.append(f"  and {len(skipped) - _LISTED} more")
+def _list_skipped(skipped: tuple[SkippedFile, ...]) -> str:
+    listed = [f"  {each.path} {each.reason}" for each in skipped[:_MAX_LISTED]]
+    if len(skipped) > _MAX_LISTED:
+        listed.append(f"  and {len(skipped) - _MAX_LISTED} more")
     return "\n".join([f"skipped {len(skipped)} {'file' if len(skipped) == 1 else 'files'}:", *listed])

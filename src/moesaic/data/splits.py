@@ -1,4 +1,4 @@
-"""Splits of a dataset, and the order in which few labels are taken from it."""
+"""Names of splits, and the stratified order in which subsets of a split are drawn."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Split = Literal["train", "test"]
 
 
 def stratified_order(labels: Tensor, clusters: Tensor, seed: int) -> Tensor:
-    """(B,) int64: a random order of images of which every beginning has the classes in their shares.
+    """(B,) int64: a random order of images in which every prefix is stratified by class.
 
-    The beginnings of each class have its clusters in their shares. One image of every class comes first.
+    Within a class, prefixes are stratified by cluster. One image of every class comes first.
 
     >>> labels = torch.tensor([0] * 6 + [1] * 3)
     >>> labels[stratified_order(labels, labels, seed=0)].view(3, 3).sum(1)
@@ -25,14 +25,14 @@ def stratified_order(labels: Tensor, clusters: Tensor, seed: int) -> Tensor:
     """
     order = keyed_random.permutations(keyed_random.keys(seed, [0]), "subset", len(labels))[0]
     groups = labels * (int(clusters.max()) + 1) + clusters if len(labels) else labels
-    order = order[_turns(groups[order]).argsort(stable=True)]
-    turns = _turns(labels[order])
-    first = turns * torch.bincount(labels)[labels[order]] < 1
-    return order[turns.masked_fill(first, 0).argsort(stable=True)]
+    order = order[_quantiles(groups[order]).argsort(stable=True)]
+    quantiles = _quantiles(labels[order])
+    first = quantiles * torch.bincount(labels)[labels[order]] < 1
+    return order[quantiles.masked_fill(first, 0).argsort(stable=True)]
 
 
-def _turns(groups: Tensor) -> Tensor:
-    """(B,) float64: when each comes if the groups, each in the order given, are to be spread evenly from 0 to 1."""
+def _quantiles(groups: Tensor) -> Tensor:
+    """(B,) float64 in (0, 1): the rank of each image within its group, over the size of the group."""
     sizes = torch.bincount(groups)
     by_group = groups.argsort(stable=True)
     rank = torch.empty_like(groups)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.experts.stacked_experts import Experts
 from moesaic.ops import ConvWeights, Norm, PatchSpec, run_conv, run_conv_pooled
 from moesaic.ops.weight_layout import channels_last, put_taps_first, taps_first
@@ -41,7 +41,7 @@ class ConvExperts(Experts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(experts, in_channels, out_channels, norm=norm, device=device, dtype=dtype)
-        at_least_one("ConvExperts", kernel_size=kernel_size)
+        check_positive("ConvExperts", kernel_size=kernel_size)
         if kernel_size % 2 == 0:
             raise ValueError(
                 f"ConvExperts: kernel_size={kernel_size} has no centre pixel; use an odd size, "

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.experts.sample_experts import check_samples
 from moesaic.experts.stacked_experts import Experts
 from moesaic.ops import MLPWeights, PatchSpec, Samples, run_mlp, run_stacked
@@ -51,10 +51,10 @@ class MLPExperts(Experts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(experts, in_channels, out_channels, norm=norm, device=device, dtype=dtype)
-        at_least_one("MLPExperts", hidden_channels=hidden_channels)
+        check_positive("MLPExperts", hidden_channels=hidden_channels)
         self.hidden_channels = hidden_channels
         self.has_bias = bias
-        self.activation: ActivationName = one_of("MLPExperts", "activation", activation, get_args(ActivationName))
+        self.activation: ActivationName = check_choice("MLPExperts", "activation", activation, get_args(ActivationName))
         E, C, J, O = experts, in_channels, hidden_channels, out_channels
 
         def stacked(*shape: int) -> nn.Parameter:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.ops import Samples, autocast_dtype, run_stacked
 from moesaic.routing_record import Routing
 
@@ -55,8 +55,8 @@ class SampleExperts(nn.Module):
     def __init__(self, experts: int, activation: SampleActivation) -> None:
         super().__init__()
         owner = type(self).__name__
-        at_least_one(owner, experts=experts)
-        self.activation: SampleActivation = one_of(owner, "activation", activation, get_args(SampleActivation))
+        check_positive(owner, experts=experts)
+        self.activation: SampleActivation = check_choice(owner, "activation", activation, get_args(SampleActivation))
         self._experts = experts
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class LinearExperts(SampleExperts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(experts, activation)
-        at_least_one("LinearExperts", in_features=in_features, out_features=out_features)
+        check_positive("LinearExperts", in_features=in_features, out_features=out_features)
         self.in_features = in_features
         self.out_features = out_features
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device, dtype=dtype))
@@ -165,7 +165,7 @@ class PatchNetExperts(SampleExperts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(experts, activation)
-        at_least_one("PatchNetExperts", dim=dim, filters=filters, outputs=outputs)
+        check_positive("PatchNetExperts", dim=dim, filters=filters, outputs=outputs)
         if filters % outputs:
             lower, upper = filters // outputs * outputs, (filters // outputs + 1) * outputs
             fits = f"{lower} or {upper}" if lower else f"{upper}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.experts.expert_norm import ExpertNorm
 from moesaic.ops import Norm, PatchSpec
 from moesaic.routing_record import Routing
@@ -31,7 +31,7 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        at_least_one(type(self).__name__, experts=experts, in_channels=in_channels, out_channels=out_channels)
+        check_positive(type(self).__name__, experts=experts, in_channels=in_channels, out_channels=out_channels)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.norm = ExpertNorm(experts, in_channels, device=device, dtype=dtype) if norm else None

@@ -19,7 +19,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.insight.class_routing import check_labels, tell_class
 from moesaic.keyed_random import keys, permutations
 from moesaic.routing_record import Routing
@@ -217,7 +217,7 @@ def specific_gates(
     >>> specific_gates({"conv1": ChannelGate(1, channels=2).choose(scores)}, labels, classes=2, count=1)
     (SpecificGate(layer='conv1', gate=0, label=1, own=1.0, others=0.0),)
     """
-    at_least_one("specific_gates", count=count)
+    check_positive("specific_gates", count=count)
     open_BE = open_gates(routing).double()
     labels = check_labels("specific_gates", labels, len(open_BE), classes)
     order = permutations(keys(seed, [0]), "halves", len(labels))[0]

@@ -17,7 +17,7 @@ from typing import Self, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, starved
 from moesaic.layers import RoutedLayer, RoutingHook, routing_hook
 from moesaic.routing_record import Routing
@@ -73,7 +73,7 @@ class CollapseAlarm:
     """
 
     def __init__(self, model: nn.Module, *, every: int = 100, threshold: float = 0.1, copies: float = 0.9) -> None:
-        at_least_one("CollapseAlarm", every=every)
+        check_positive("CollapseAlarm", every=every)
         check_fraction("CollapseAlarm", "threshold", threshold)
         check_fraction("CollapseAlarm", "copies", copies)
         self.model = model

@@ -17,7 +17,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.insight.channel_explanation import ChannelExplanation, Gated, GatedNetwork, explain_channels
 from moesaic.insight.class_routing import Information, class_routing
 from moesaic.insight.metrics import summary
@@ -185,7 +185,7 @@ def look(
     >>> found.probabilities.shape, found.routing["0"].index.shape
     (torch.Size([5, 2]), torch.Size([5, 2, 1]))
     """
-    at_least_one("look", batch=batch)
+    check_positive("look", batch=batch)
     if not len(pixels):
         raise ValueError("look: there is no image to look at; give at least one")
     known = tuple(routed_layers(model))
@@ -194,7 +194,7 @@ def look(
             f"look: this {type(model).__name__} has no routed layer, so there is no routing to explain; take a model "
             "with one, such as wrn10_10_pmoe or vgg16_deepmoe, or put one into it with moesaic.convert"
         )
-    picked = [one_of("look", "layer", name, known) for name in layers] if layers is not None else list(known)
+    picked = [check_choice("look", "layer", name, known) for name in layers] if layers is not None else list(known)
     training = model.training
     model = model.to(device).eval()
     answers: list[Tensor] = []
@@ -252,7 +252,7 @@ def explain(
     >>> told.class_images, told.layers[0].grid, len(told.layers[0].favourites[1])
     ((3, 3), (2, 2), 6)
     """
-    at_least_one("explain", favourites=favourites)
+    check_positive("explain", favourites=favourites)
     B, K = found.probabilities.shape
     if len(class_names) != K:
         raise ValueError(f"explain: {len(class_names)} class names for a network of {K} outputs; give one for each")

@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.insight.class_routing import check_labels
 from moesaic.intervals import Estimate, mean
 
@@ -98,7 +98,7 @@ def image_costs(
     >>> costs.dearer_when_wrong.value
     -10.0
     """
-    at_least_one("image_costs", show=show, dense_macs=dense_macs)
+    check_positive("image_costs", show=show, dense_macs=dense_macs)
     if not len(macs):
         raise ValueError("image_costs: there is no image; give the multiply-adds of at least one")
     cost_B = 100 * macs.detach().cpu().double() / dense_macs

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.routing_record import Chooser, Routing
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def overlay(
     """
     from matplotlib.figure import Figure
 
-    at_least_one("overlay", max_images=max_images)
+    check_positive("overlay", max_images=max_images)
     grid = _grid(routing)
     picked = _picked_experts(routing, experts)
     pixels = _pixels(images, routing)[:max_images]

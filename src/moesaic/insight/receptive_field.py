@@ -14,7 +14,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.layers.recording import RoutedLayer, routed_layers, routing_hook
 from moesaic.routing_record import Routing
 
@@ -61,7 +61,7 @@ def receptive_field(model: nn.Module, layer: str, images: Tensor) -> Field | Non
             grids.append(routing.grid)
 
     # the router's input is the map (B, C, H, W), also where that of the layer has its channels elsewhere
-    router = cast("nn.Module", layers[one_of("receptive_field", "layer", layer, tuple(layers))].router)
+    router = cast("nn.Module", layers[check_choice("receptive_field", "layer", layer, tuple(layers))].router)
     hook = router.register_forward_pre_hook(keep_input)
     training = model.training
     try:

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from moesaic.checks import at_least_one
-from moesaic.files import write_whole
+from moesaic.checks import check_positive
+from moesaic.files import write_atomic
 from moesaic.insight.metrics import Labels, dispatch_entropy, load_share
 from moesaic.routing_record import Routing
 
@@ -52,7 +52,7 @@ def inner_products(weights: Tensor, directions: Tensor) -> Tensor:
             f"inner_products: weights have shape {tuple(weights.shape)} and directions {tuple(directions.shape)}; "
             "give (…, E, J, D), for one neuron an expert weights[..., None, :], and (K, D) of the same D"
         )
-    at_least_one("inner_products", neurons=weights.shape[-2])
+    check_positive("inner_products", neurons=weights.shape[-2])
     with torch.no_grad(), torch.autocast(weights.device.type, enabled=False):
         products = weights @ directions.to(weights.dtype).mT.unsqueeze(-3)
         return products.abs().amax(-2)
@@ -196,7 +196,7 @@ class Track:
         """Write an npz file of plain arrays, whole or not at all."""
         content = io.BytesIO()
         np.savez_compressed(content, allow_pickle=False, **self.to_arrays())
-        write_whole(Path(path), content.getvalue())
+        write_atomic(Path(path), content.getvalue())
 
     @classmethod
     def load(cls, path: str | Path) -> Track:

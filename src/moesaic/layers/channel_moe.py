@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one, check_map, one_of
+from moesaic.checks import check_choice, check_feature_map, check_positive
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import Norm, autocast_dtype
 from moesaic.ops.channel.gated_conv import channel_macs, open_channels
@@ -78,7 +78,7 @@ class ChannelMoE(RoutedLayer):
     ) -> None:
         super().__init__()
         block_in = block if block_in is None else block_in
-        at_least_one(
+        check_positive(
             "ChannelMoE",
             in_channels=in_channels,
             out_channels=out_channels,
@@ -92,7 +92,9 @@ class ChannelMoE(RoutedLayer):
         self.kernel_size = kernel_size
         self.stride = stride
         self.padding = _padding(padding, kernel_size)
-        self.activation: ChannelActivation = one_of("ChannelMoE", "activation", activation, get_args(ChannelActivation))
+        self.activation: ChannelActivation = check_choice(
+            "ChannelMoE", "activation", activation, get_args(ChannelActivation)
+        )
         self.block = block
         self.block_in = block_in
         self.conv = nn.Conv2d(
@@ -110,7 +112,7 @@ class ChannelMoE(RoutedLayer):
         if opened is not None:  # looked at together with the gates of other layers, of which this has been checked
             self._call_routing_hooks(gate_out)
             return run_opened(x, opened, opened_of(gate_in))
-        check_map("ChannelMoE", x, self.in_channels, 1)
+        check_feature_map("ChannelMoE", x, self.in_channels, 1)
         self._check_size(x)
         self._check_dtype(x)
         self._check_gates("gate_out", gate_out, x.shape[0], self.out_channels, self.block)
@@ -219,7 +221,7 @@ class ChannelMoE(RoutedLayer):
 
 def _padding(padding: int | str, kernel_size: int) -> int:
     if isinstance(padding, str):
-        one_of("ChannelMoE", "padding", padding, ("same",))
+        check_choice("ChannelMoE", "padding", padding, ("same",))
         if kernel_size % 2 == 0:
             raise ValueError(
                 f"ChannelMoE: padding='same' cannot centre kernel_size={kernel_size}; use an odd kernel or a number"

@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one, check_map, one_of
+from moesaic.checks import check_choice, check_feature_map, check_positive
 from moesaic.experts import ConvExperts, Experts
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import ChosenPatches, Combine, Context, GateOn, Norm, PatchSpec, autocast_dtype
@@ -82,12 +82,12 @@ class PatchMoE(RoutedLayer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        at_least_one("PatchMoE", in_channels=in_channels, out_channels=out_channels)
+        check_positive("PatchMoE", in_channels=in_channels, out_channels=out_channels)
         self.in_channels = in_channels
         self.out_channels = out_channels
-        self.gate_on: GateOn = one_of("PatchMoE", "gate_on", gate_on, get_args(GateOn))
-        self.context: Context = one_of("PatchMoE", "context", context, get_args(Context))
-        self.combine: Combine = one_of("PatchMoE", "combine", combine, get_args(Combine))
+        self.gate_on: GateOn = check_choice("PatchMoE", "gate_on", gate_on, get_args(GateOn))
+        self.context: Context = check_choice("PatchMoE", "context", context, get_args(Context))
+        self.combine: Combine = check_choice("PatchMoE", "combine", combine, get_args(Combine))
         if isinstance(experts, Experts):
             self.experts = experts
             _check_agreement(
@@ -97,7 +97,7 @@ class PatchMoE(RoutedLayer):
                 bias=(bias, True, experts.has_bias),
             )
         else:
-            at_least_one("PatchMoE", experts=experts)
+            check_positive("PatchMoE", experts=experts)
             width = self._expert_width(experts)
             self.experts = ConvExperts(
                 experts, in_channels, width, kernel_size, bias=bias, norm=expert_norm, device=device, dtype=dtype
@@ -270,7 +270,7 @@ class PatchMoE(RoutedLayer):
                 raise ValueError(f"PatchMoE: {option}={value!r} has no meaning under SoftRouter: {why}; use {needed!r}")
 
     def _check_input(self, x: Tensor) -> None:
-        check_map("PatchMoE", x, self.in_channels, self.patch_size)
+        check_feature_map("PatchMoE", x, self.in_channels, self.patch_size)
         if x.dtype != self.experts.dtype and autocast_dtype(x) is None:
             raise TypeError(
                 f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "

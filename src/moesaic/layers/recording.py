@@ -12,7 +12,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.routing_record import Routing
 
 __all__ = ["RoutedLayer", "RoutingHook", "record_routing", "routed_layers", "routing_hook"]
@@ -92,7 +92,7 @@ def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> G
     >>> routing["0"].index.shape, routing["0"].grid
     (torch.Size([5, 2, 3]), (4, 4))
     """
-    one_of("record_routing", "keep", keep, ("last", "all"))
+    check_choice("record_routing", "keep", keep, ("last", "all"))
     records: dict[str, Routing] = {}
     passes: dict[str, list[Routing]] = {}
 

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import run_each
@@ -85,12 +85,12 @@ class SampleMoE(RoutedLayer):
         self.experts = _experts(experts)
         self._stacked = not isinstance(self.experts, nn.ModuleList)
         count = len(self.experts)  # pyright: ignore[reportArgumentType]
-        at_least_one("SampleMoE", experts=count, top_k=top_k)
+        check_positive("SampleMoE", experts=count, top_k=top_k)
         if top_k > count:
             raise ValueError(f"SampleMoE: top_k={top_k}, but there are {count} experts; use 1 to {count}")
         self.top_k = top_k
-        self.noise: Noise | None = one_of("SampleMoE", "noise", noise, (*get_args(Noise), None))
-        self.gate: SampleGate = one_of("SampleMoE", "gate", gate, get_args(SampleGate))
+        self.noise: Noise | None = check_choice("SampleMoE", "noise", noise, (*get_args(Noise), None))
+        self.gate: SampleGate = check_choice("SampleMoE", "gate", gate, get_args(SampleGate))
         self.noise_scale = noise_scale
         self.noise_in_eval = noise_in_eval
         self.generator = generator

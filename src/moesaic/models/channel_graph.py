@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 
 __all__ = ["ConvNode", "Role", "build_channel_graph", "nodes_to_gate"]
 
@@ -123,7 +123,7 @@ def nodes_to_gate(graph: Sequence[ConvNode], bottleneck: Literal["a", "b"] = "a"
     >>> [node.conv for node in nodes_to_gate(graph, bottleneck="b")][:2]
     ['body.2.second.0', 'body.3.second.0']
     """
-    one_of("nodes_to_gate", "bottleneck", bottleneck, ("a", "b"))
+    check_choice("nodes_to_gate", "bottleneck", bottleneck, ("a", "b"))
     by_name = {node.conv: node for node in graph}
     ungated: set[str] = set()
     for node in graph:

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
 from moesaic.models.convert_candidates import Maps, find_layers, input_shape, trial
@@ -80,8 +80,8 @@ def convert(
     >>> model(torch.zeros(2, 3, 32, 32)).shape
     torch.Size([2, 10])
     """
-    at_least_one("convert", experts=experts)
-    one_of("convert", "init", init, get_args(Init))
+    check_positive("convert", experts=experts)
+    check_choice("convert", "init", init, get_args(Init))
     if init == "upcycle" and expert_norm:
         raise ValueError(
             "convert: expert_norm=True puts BatchNorm and ReLU in front of filters that were learned without them; "
@@ -255,7 +255,7 @@ def _patches(
         area = sum(math.log2(H * W) for H, W in seen) / len(seen)
         p = min(divisors, key=lambda d: (abs(area - 2 * math.log2(d) - 5), -d))
     else:
-        at_least_one("convert", patch_size=patch_size)
+        check_positive("convert", patch_size=patch_size)
         p = patch_size
     for H, W in seen:
         if H % p or W % p:
@@ -267,7 +267,7 @@ def _patches(
     if patches_per_expert is None:
         assert fewest is not None
         return p, max(1, fewest // experts)
-    at_least_one("convert", patches_per_expert=patches_per_expert)
+    check_positive("convert", patches_per_expert=patches_per_expert)
     if fewest is not None and patches_per_expert > fewest:
         smallest = "×".join(map(str, min(seen)))
         raise ValueError(

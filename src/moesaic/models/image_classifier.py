@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 
 __all__ = ["GlobalAvgPool", "ImageClassifier"]
 
@@ -20,7 +20,7 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, body: nn.Module, num_features: int, num_classes: int) -> None:
         super().__init__()
-        at_least_one(type(self).__name__, num_classes=num_classes)
+        check_positive(type(self).__name__, num_classes=num_classes)
         self.body = body
         self.head = nn.Linear(num_features, num_classes)
 

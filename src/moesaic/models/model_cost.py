@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.experts import ConvExperts, Experts, LinearExperts, MLPExperts, PatchNetExperts
 from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
@@ -132,7 +132,7 @@ def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
     """
     if len(shape) != 3:
         raise ValueError(f"count_macs: shape={shape} is not that of an image; give (C, H, W), such as (3, 64, 64)")
-    at_least_one("count_macs", C=shape[0], H=shape[1], W=shape[2])
+    check_positive("count_macs", C=shape[0], H=shape[1], W=shape[2])
     model = getattr(model, "_orig_mod", model)  # of a compiled one
     like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
     image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
@@ -114,7 +114,7 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
     >>> len(model.moe.experts), model.moe.patches_per_expert
     (4, 16)
     """
-    at_least_one("create_model", num_classes=num_classes)
+    check_positive("create_model", num_classes=num_classes)
     if name.startswith(_TIMM):
         from moesaic.models.timm_registry import timm_model
 
@@ -143,7 +143,7 @@ def model_options(name: str) -> tuple[str, ...]:
 def _maker(name: str) -> Callable[..., nn.Module]:
     wide = _WIDE.fullmatch(name)
     if wide is None:
-        return _OTHERS[one_of("create_model", "name", name, list_models())]
+        return _OTHERS[check_choice("create_model", "name", name, list_models())]
     return partial(WideResNetPMoE if wide[3] else WideResNet, int(wide[1]), int(wide[2]))
 
 

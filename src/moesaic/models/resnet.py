@@ -16,7 +16,7 @@ from types import MappingProxyType
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 
 __all__ = ["LARGE_IMAGE", "RESNET_DEPTHS", "ResNet", "ResNet18", "conv_bn", "scale_width"]
@@ -72,8 +72,8 @@ class ResNet(ImageClassifier):
     def __init__(
         self, depth: int, num_classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0
     ) -> None:
-        plan = _PLANS[one_of("ResNet", "depth", depth, RESNET_DEPTHS)]
-        at_least_one("ResNet", image_size=image_size, in_channels=in_channels)
+        plan = _PLANS[check_choice("ResNet", "depth", depth, RESNET_DEPTHS)]
+        check_positive("ResNet", image_size=image_size, in_channels=in_channels)
         large = image_size >= LARGE_IMAGE
         if large and plan.small_only:
             raise ValueError(

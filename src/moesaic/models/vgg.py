@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.resnet import LARGE_IMAGE, scale_width
 from moesaic.models.vgg_widths import VGG16_STAGES, VGG16_WIDTHS
@@ -52,7 +52,7 @@ class VGG16(ImageClassifier):
         if len(widths) != len(VGG16_WIDTHS):
             raise ValueError(f"VGG16: got {len(widths)} widths; give {len(VGG16_WIDTHS)}, one per convolution")
         given = {f"widths[{number}]": channels for number, channels in enumerate(widths)}
-        at_least_one("VGG16", image_size=image_size, in_channels=in_channels, **given)
+        check_positive("VGG16", image_size=image_size, in_channels=in_channels, **given)
         if image_size < _SMALLEST:
             raise ValueError(
                 f"VGG16: image_size={image_size}; it pools {len(VGG16_STAGES)} times, so image_size must be at "

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 
 __all__ = [
     "VGG16_STAGES",
@@ -108,7 +108,7 @@ def solve_width(widths: Sequence[int | None], parameters: float, in_channels: in
         raise ValueError(
             "solve_width: every width is given, which leaves nothing to solve; put None for the wanted ones"
         )
-    at_least_one(
+    check_positive(
         "solve_width", in_channels=in_channels, **{f"Conv{i}": w for i, w in enumerate(widths, 1) if w is not None}
     )
     none, one, two = (conv_parameters([x if w is None else w for w in widths], in_channels) for x in (0, 1, 2))
@@ -134,7 +134,7 @@ def reconstruct(name: str) -> tuple[int, ...]:
     >>> reconstruct("w1_high")[10:]
     (512, 512, 2565)
     """
-    column = WIDENINGS[one_of("reconstruct", "name", name, WIDENINGS)]
+    column = WIDENINGS[check_choice("reconstruct", "name", name, WIDENINGS)]
     if not column.reconstructed:
         return column.widths
     widths: list[int | None] = list(column.widths)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
 from moesaic.routing_record import Routing
 
@@ -252,7 +252,7 @@ class backend(ContextDecorator):
     """
 
     def __init__(self, name: str) -> None:
-        self.name = one_of("backend", "name", name, list(_registered))
+        self.name = check_choice("backend", "name", name, list(_registered))
         self._before: list[str | None] = []
 
     def __enter__(self) -> backend:

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from moesaic.cache_dir import default_cache
+from moesaic.cache_dir import default_cache_dir
 
 __all__ = ["CANDIDATES", "Tile", "tile", "tile_file", "tune"]
 
@@ -77,7 +77,7 @@ def tile(kernel: str, rule: Tile, *sizes: int) -> Tile:
 def tile_file() -> Path:
     """Where measured tiles of this GPU are kept."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return default_cache() / "tiles" / f"{'-'.join(gpu.split())}.json"
+    return default_cache_dir() / "tiles" / f"{'-'.join(gpu.split())}.json"
 
 
 def tune(

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, get_args
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022.paper import PAPER as CHEN2022
 from moesaic.papers.chowdhury2023.paper import PAPER as CHOWDHURY2023
@@ -67,12 +67,12 @@ def reproduce(
     Returns:
         The findings in the order of the papers' claims, the charts and the notes.
     """
-    one_of("reproduce", "preset", preset, PRESETS)
+    check_choice("reproduce", "preset", preset, PRESETS)
     for fidelity in fidelities:
-        one_of("reproduce", "fidelity", fidelity, get_args(Fidelity))
-    chosen = [PAPERS[one_of("reproduce", "paper", paper, PAPERS)] for paper in papers or PAPERS]
+        check_choice("reproduce", "fidelity", fidelity, get_args(Fidelity))
+    chosen = [PAPERS[check_choice("reproduce", "paper", paper, PAPERS)] for paper in papers or PAPERS]
     known = [claim.id for paper in chosen for claim in paper.claims]
-    wanted = {one_of("reproduce", "claim", claim, known) for claim in claims or known}
+    wanted = {check_choice("reproduce", "claim", claim, known) for claim in claims or known}
     progress = progress or NoProgress()
     runner = Runner(ResultCache(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
     paper_runs = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moesaic.files import write_whole
+from moesaic.files import write_atomic
 from moesaic.insight.channel_explanation import ChannelExplanation, ChannelLayer
 from moesaic.insight.channel_metrics import GateDistances
 from moesaic.insight.explain import FEW, Explanation, Look
@@ -114,7 +114,7 @@ def draw_gates(
             content.savefig(file, dpi=_DPI, format="png", metadata={"Software": None})
             content = file.getvalue()
         path = folder / f"gates-{name}.png"
-        write_whole(path, content)
+        write_atomic(path, content)
         return path.name
 
     charts = gate_charts(channels, explanation.class_names, classes)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
-from moesaic.files import write_whole
+from moesaic.files import write_atomic
 from moesaic.report.chart import Chart, Panel, Regions
 from moesaic.report.panels import draw_blocks, draw_counts, draw_lines, draw_points
 from moesaic.report.style import COLOURS, MOST_ROLES, STYLE, colours_of, looks_of
@@ -104,7 +104,7 @@ def write_figures(folder: Path, charts: Iterable[Chart]) -> list[Path]:
         for kind in ("png", "svg"):
             path = folder / figure_name(chart, kind)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, _rendered(figure, chart, kind))
+            write_atomic(path, _rendered(figure, chart, kind))
             written.append(path)
     return written
 

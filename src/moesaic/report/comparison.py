@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moesaic.files import write_whole
+from moesaic.files import write_atomic
 from moesaic.intervals import Estimate
 from moesaic.report import comparison_words as words
 from moesaic.report.chart import Chart
@@ -86,7 +86,7 @@ def write_comparison_report(
         dark=ON_DARK,
         number=number,
     )
-    write_whole(path, text.encode())
+    write_atomic(path, text.encode())
 
 
 @dataclass(frozen=True)

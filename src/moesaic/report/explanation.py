@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moesaic.files import write_json, write_whole
+from moesaic.files import write_atomic, write_json
 from moesaic.insight.explain import FEW, Explanation, LayerExplanation, Look
 from moesaic.insight.overlays import overlay
 from moesaic.report.channel_section import GatePictures, channel_part, draw_gates
@@ -108,7 +108,7 @@ def write_explanation(
     }
     write_json(folder / "explanation.json", record)
     page = folder / "explanation.html"
-    write_whole(page, _page(folder, explanation, about, shown, drawn, gates).encode())
+    write_atomic(page, _page(folder, explanation, about, shown, drawn, gates).encode())
     return page
 
 
@@ -127,7 +127,7 @@ def _draw(
         file = io.BytesIO()
         figure.savefig(file, dpi=_DPI, format="png", metadata={"Software": None})
         path = folder / f"layer-{number}-{name}.png"
-        write_whole(path, file.getvalue())
+        write_atomic(path, file.getvalue())
         return path.name
 
     if layer.grid is None:

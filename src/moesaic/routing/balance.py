@@ -11,7 +11,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 from moesaic.routing_record import Routing
 
 __all__ = ["BalanceProxy", "entropy_loss", "importance_loss", "load_balance_loss", "z_loss"]
@@ -35,7 +35,7 @@ def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax") -> Tens
     >>> round(float(load_balance_loss(even)), 4)
     1.0
     """
-    one_of("load_balance_loss", "proxy", proxy, get_args(BalanceProxy))
+    check_choice("load_balance_loss", "proxy", proxy, get_args(BalanceProxy))
     scores_BNE = _scores_BNE(routing)
     proxy_BNE = scores_BNE.softmax(-1) if proxy == "softmax" else scores_BNE
     proxy_E = proxy_BNE.sum((0, 1)) / max(routing.batch * routing.units, 1)

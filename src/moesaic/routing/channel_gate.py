@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.ops import autocast_off
 from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
@@ -78,7 +78,7 @@ class ChannelGate(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        at_least_one("ChannelGate", embedding=embedding, channels=channels, block=block)
+        check_positive("ChannelGate", embedding=embedding, channels=channels, block=block)
         if block > channels:
             raise ValueError(
                 f"ChannelGate: block={block} is more than the {channels} channels there are; use 1 to {channels}"
@@ -87,7 +87,7 @@ class ChannelGate(nn.Module):
         self.channels = channels
         self.block = block
         self.blocks = math.ceil(channels / block)
-        self.mode: ChannelMode = one_of("ChannelGate", "mode", mode, get_args(ChannelMode))
+        self.mode: ChannelMode = check_choice("ChannelGate", "mode", mode, get_args(ChannelMode))
         self.keep = self._checked(keep)
         if straight_through and mode == "relu":
             raise ValueError(
@@ -164,7 +164,7 @@ class ChannelGate(nn.Module):
             return None
         if keep is None:
             raise TypeError("ChannelGate: keep is missing; say how many blocks stay open under mode='topk'")
-        at_least_one("ChannelGate", keep=keep)
+        check_positive("ChannelGate", keep=keep)
         if keep > self.blocks:
             raise ValueError(
                 f"ChannelGate: keep={keep}, but {self.channels} channels in blocks of {self.block} are {self.blocks} "

@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import at_least_one, check_map, one_of
+from moesaic.checks import check_choice, check_feature_map, check_positive
 from moesaic.ops import Softmax, run_choice
 from moesaic.routing.router import Router, stable_topk
 from moesaic.routing_record import Routing, Unit
@@ -52,14 +52,14 @@ class ExpertChoice(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_channels, experts, patch_size, device=device, dtype=dtype)
-        at_least_one("ExpertChoice", patches_per_expert=patches_per_expert)
+        check_positive("ExpertChoice", patches_per_expert=patches_per_expert)
         self.patches_per_expert = patches_per_expert
-        self.gate: ExpertGate = one_of("ExpertChoice", "gate", gate, get_args(ExpertGate))
+        self.gate: ExpertGate = check_choice("ExpertChoice", "gate", gate, get_args(ExpertGate))
 
     def forward(self, x: Tensor) -> Routing:
         chosen = None
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
-            check_map(type(self).__name__, x, self.in_channels, self.patch_size)
+            check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size)
             chosen = run_choice(x, self.weight, self.patches_per_expert, self.gate)
         return super().forward(x) if chosen is None else chosen
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one, check_map
+from moesaic.checks import check_feature_map, check_positive
 from moesaic.ops import autocast_off
 from moesaic.routing_record import Routing, Unit
 
@@ -37,7 +37,7 @@ class Router(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        at_least_one(type(self).__name__, in_channels=in_channels, experts=experts, patch_size=patch_size)
+        check_positive(type(self).__name__, in_channels=in_channels, experts=experts, patch_size=patch_size)
         self.in_channels = in_channels
         self.experts = experts
         self.patch_size = patch_size
@@ -68,7 +68,7 @@ class Router(nn.Module):
         raise TypeError(f"{type(self).__name__} is a Router without a choice: implement choose(scores, unit, grid)")
 
     def forward(self, x: Tensor) -> Routing:
-        check_map(type(self).__name__, x, self.in_channels, self.patch_size)
+        check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size)
         grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
         return self.choose(self.scores(x), unit="patch", grid=grid)
 

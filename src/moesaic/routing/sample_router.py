@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one, check_map
+from moesaic.checks import check_feature_map, check_positive
 from moesaic.ops import autocast_off
 from moesaic.routing.router import batch_invariant_matmul
 
@@ -52,9 +52,9 @@ class SampleRouter(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        at_least_one("SampleRouter", dim=dim, experts=experts)
+        check_positive("SampleRouter", dim=dim, experts=experts)
         if patch_size is not None:
-            at_least_one("SampleRouter", patch_size=patch_size)
+            check_positive("SampleRouter", patch_size=patch_size)
         self.dim = dim
         self.experts = experts
         self.patch_size = patch_size
@@ -87,7 +87,7 @@ class SampleRouter(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         if self.patch_size is not None:
-            check_map("SampleRouter", x, self.dim, self.patch_size)
+            check_feature_map("SampleRouter", x, self.dim, self.patch_size)
         elif x.ndim not in (2, 3) or x.shape[-1] != self.dim:
             images = "; for images (B, C, H, W) set patch_size" if x.ndim == 4 else ""
             raise ValueError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.routing.router import Router
 from moesaic.routing_record import Routing, Unit
 
@@ -38,7 +38,7 @@ class SoftRouter(Router):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        at_least_one("SoftRouter", experts=experts, slots_per_expert=slots_per_expert)
+        check_positive("SoftRouter", experts=experts, slots_per_expert=slots_per_expert)
         super().__init__(in_channels, experts * slots_per_expert, patch_size, device=device, dtype=dtype)
         self.experts = experts
         self.slots_per_expert = slots_per_expert

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.routing.noise import Noise, draw_noise
 from moesaic.routing.router import Router, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
@@ -62,7 +62,7 @@ class TokenChoice(Router):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_channels, experts, patch_size, device=device, dtype=dtype)
-        at_least_one("TokenChoice", top_k=top_k)
+        check_positive("TokenChoice", top_k=top_k)
         if top_k > experts:
             raise ValueError(f"TokenChoice: top_k={top_k}, but there are {experts} experts; use 1 to {experts}")
         if capacity_factor is not None and not 0 < capacity_factor < math.inf:
@@ -70,8 +70,8 @@ class TokenChoice(Router):
                 f"TokenChoice: capacity_factor={capacity_factor}; it must be above 0, or None for dropless"
             )
         self.top_k = top_k
-        self.gate: TokenGate = one_of("TokenChoice", "gate", gate, get_args(TokenGate))
-        self.noise: Noise | None = one_of("TokenChoice", "noise", noise, (*get_args(Noise), None))
+        self.gate: TokenGate = check_choice("TokenChoice", "gate", gate, get_args(TokenGate))
+        self.noise: Noise | None = check_choice("TokenChoice", "noise", noise, (*get_args(Noise), None))
         self.noise_scale = noise_scale
         self.capacity_factor = capacity_factor
         self.in_eval = in_eval

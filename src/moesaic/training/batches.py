@@ -1,4 +1,4 @@
-"""Batches of images that lie on the device as bytes: in which order, with which luck, and to test on.
+"""Batches of images that lie on the device as bytes: in which order, with which rand, and to test on.
 
 The order of an epoch and the random numbers that an image gets in it are functions of the seed and the
 epoch alone (`moesaic.keyed_random`): a run that is continued within an epoch sees what it would have seen.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.data.datasets import LUCK, ImageTask
+from moesaic.data.datasets import RANDS_PER_IMAGE, ImageDataset
 
 __all__ = ["eval_batches", "generator_seed", "train_batches"]
 
@@ -26,38 +26,40 @@ _TEST_KEY = 10
 
 
 def train_batches(
-    task: ImageTask, sizes: Sequence[int], seed: int, epoch: int, device: torch.device, skip: int = 0
+    dataset: ImageDataset, sizes: Sequence[int], seed: int, epoch: int, device: torch.device, skip: int = 0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """An epoch's batches of the given sizes, in an order of their own; images (B, C, H, W) and labels (B,).
 
     Images that the sizes have no room for are left out; the first ``skip`` batches are passed over.
     """
-    train = task.train
+    train = dataset.train
     place = train.pixels.device
     key = keyed_random.keys(seed, [0], device)
     order = keyed_random.permutations(key, f"order {epoch}", len(train))[0]
-    luck = keyed_random.uniform(key, f"luck {epoch}", len(train), LUCK)[0].float()
+    rand = keyed_random.uniform(key, f"luck {epoch}", len(train), RANDS_PER_IMAGE)[0].float()
     most = max(min(_PREPARED, _PREPARED_VALUES // max(train.pixels[0].numel(), 1)), 1)
     start = sum(sizes[:skip])
     for together in _groups(sizes[skip:], most):
         rows = order[start : start + sum(together)]
         start += sum(together)
         pixels = _pick(train.pixels, rows.to(place)).to(device, non_blocking=True)
-        x = task.vary(pixels, luck[rows]).contiguous(memory_format=torch.channels_last)
+        x = dataset.train_transform(pixels, rand[rows]).contiguous(memory_format=torch.channels_last)
         labels = train.labels[rows.to(place)].to(device, non_blocking=True)
         yield from zip(_split(x, together), _split(labels, together), strict=True)
 
 
 def eval_batches(
-    task: ImageTask, device: torch.device, size: int, rows: Tensor | None = None
+    dataset: ImageDataset, device: torch.device, size: int, rows: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The images to test on, or some of them, and their labels; blur and the like are the same in every call."""
-    luck = keyed_random.uniform(keyed_random.keys(_TEST_KEY, [0]), "test", len(task.test), LUCK)[0].float()
-    place = task.test.pixels.device
-    for some in _split(torch.arange(len(task.test)) if rows is None else rows, size):
+    rand = keyed_random.uniform(keyed_random.keys(_TEST_KEY, [0]), "test", len(dataset.test), RANDS_PER_IMAGE)[
+        0
+    ].float()
+    place = dataset.test.pixels.device
+    for some in _split(torch.arange(len(dataset.test)) if rows is None else rows, size):
         there = some.to(place)
-        x = task.view(_pick(task.test.pixels, there).to(device), luck[some].to(device))
-        yield x.contiguous(memory_format=torch.channels_last), task.test.labels[there].to(device)
+        x = dataset.eval_transform(_pick(dataset.test.pixels, there).to(device), rand[some].to(device))
+        yield x.contiguous(memory_format=torch.channels_last), dataset.test.labels[there].to(device)
 
 
 def generator_seed(seed: int, purpose: str) -> int:

@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageTask, Scale
-from moesaic.files import write_whole
+from moesaic.data.datasets import ImageDataset, Normalize
+from moesaic.files import write_atomic
 from moesaic.models.registry import ModelSpec
 
 __all__ = [
@@ -56,7 +56,7 @@ class Metadata:
     """How the network was made; None where nobody said."""
     class_names: tuple[str, ...]
     cluster_names: tuple[str, ...]
-    scale: Scale | None
+    normalize: Normalize | None
     """From bytes to what the network sees; None where it is not as simple as that."""
     input_shape: tuple[int, int, int]
     """Channels, height and width of the images it was trained on."""
@@ -64,14 +64,14 @@ class Metadata:
     metrics: Mapping[str, Any]
     """Epochs done, accuracy, accuracies of clusters: what was measured when it was written."""
     tested: str = ""
-    """The sketch of the images it was tested on, which none of those that it was trained on is among."""
+    """Fingerprint of the images it was tested on, which none of those that it was trained on is among."""
 
     @classmethod
-    def of(cls, task: ImageTask, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Metadata:
-        """What is known of a network that learned a task."""
-        C, H, W = task.train.pixels.shape[1:]
-        names, tested = (task.class_names, task.cluster_names), task.test.sketch()
-        return cls(spec, *names, task.scale, (C, H, W), task.name, metrics, tested)
+    def of(cls, dataset: ImageDataset, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Metadata:
+        """What is known of a network that learned a dataset."""
+        C, H, W = dataset.train.pixels.shape[1:]
+        names, tested = (dataset.class_names, dataset.cluster_names), dataset.test.fingerprint()
+        return cls(spec, *names, dataset.normalize, (C, H, W), dataset.name, metrics, tested)
 
     def to_json(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -80,7 +80,7 @@ class Metadata:
             "spec": None if self.spec is None else self.spec.to_json(),
             "class_names": list(self.class_names),
             "cluster_names": list(self.cluster_names),
-            "scale": None if self.scale is None else asdict(self.scale),
+            "scale": None if self.normalize is None else asdict(self.normalize),
             "input_shape": list(self.input_shape),
             "task_name": self.task_name,
             "metrics": dict(self.metrics),
@@ -96,7 +96,7 @@ class Metadata:
             None if spec is None else ModelSpec.from_json(spec),
             tuple(content["class_names"]),
             tuple(content["cluster_names"]),
-            None if scale is None else Scale(tuple(scale["mean"]), tuple(scale["std"])),
+            None if scale is None else Normalize(tuple(scale["mean"]), tuple(scale["std"])),
             (C, H, W),
             content["task_name"],
             content["metrics"],
@@ -128,9 +128,9 @@ class Checkpoint:
         return self.card.cluster_names
 
     @property
-    def scale(self) -> Scale | None:
+    def normalize(self) -> Normalize | None:
         """From bytes to what the network sees."""
-        return self.card.scale
+        return self.card.normalize
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
@@ -212,7 +212,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
     described = json.dumps(content, ensure_ascii=False, sort_keys=True)
     blob = save(flat, metadata={_KEY: described})
     try:
-        write_whole(path, blob)
+        write_atomic(path, blob)
     except OSError as error:
         forget_unfinished(path.parent, path.name)
         size = f"{len(blob) / 1e6:,.1f} MB"

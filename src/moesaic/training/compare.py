@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from moesaic import keyed_random
-from moesaic.data.datasets import ImageTask
+from moesaic.data.datasets import ImageDataset
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
 from moesaic.training.fit import Diverged, FitResult, fit
@@ -71,26 +71,26 @@ class Grid:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"compare: models: {str(error).removeprefix('create_model: ')}") from error
 
-    def check(self, task: ImageTask) -> None:
-        """Whether the task has images enough; an error says how many there are."""
-        fewest, most, there = self.samples[0], self.samples[-1], len(task.train)
+    def check(self, dataset: ImageDataset) -> None:
+        """Whether the dataset has images enough; an error says how many there are."""
+        fewest, most, there = self.samples[0], self.samples[-1], len(dataset.train)
         if most > there:
             raise ValueError(
                 f"compare: samples={most}, but there are {there} images to train on"
-                f"{f' in {task.name}' if task.name else ''}; use at most {there}, or add images"
+                f"{f' in {dataset.name}' if dataset.name else ''}; use at most {there}, or add images"
             )
-        if fewest < task.labels:
+        if fewest < dataset.num_classes:
             raise ValueError(
-                f"compare: samples={fewest} is less than one image for each of the {task.labels} classes; "
-                f"use {task.labels} or more"
+                f"compare: samples={fewest} is less than one image for each of the {dataset.num_classes} classes; "
+                f"use {dataset.num_classes} or more"
             )
 
-    def contenders(self, task: ImageTask) -> list[_Contender]:
-        """The models, made for images of the task, and what they cost."""
+    def contenders(self, dataset: ImageDataset) -> list[_Contender]:
+        """The models, made for images of the dataset, and what they cost."""
         found: list[_Contender] = []
         for label in self.models:
             name, options = _parsed(label)
-            spec, cost = spec_for_dataset(name, task, options)
+            spec, cost = spec_for_dataset(name, dataset, options)
             share = 100 * cost.routed_parameters / cost.parameters
             found.append(_Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share)))
         return found
@@ -107,7 +107,7 @@ class _Contender:
 
 
 def compare(
-    task: ImageTask,
+    dataset: ImageDataset,
     grid: Grid,
     recipe: Recipe,
     *,
@@ -124,26 +124,26 @@ def compare(
     Runs are kept in ``out``/cells; ``out``/networks keeps the trained networks of the first trial with the most
     samples, one for each model.
     """
-    grid.check(task)
-    if not task.digest:
-        raise ValueError("compare: the task has no digest, by which finished runs are found again; give it one")
+    grid.check(dataset)
+    if not dataset.digest:
+        raise ValueError("compare: the dataset has no digest, by which finished runs are found again; give it one")
     progress = progress or NoProgress()
     device = torch.device(device)
-    contenders = grid.contenders(task)
-    lab = _Lab(task, recipe, out, seed, device, dict(settings or {}), ResultCache(out / "cells", progress.log))
+    contenders = grid.contenders(dataset)
+    lab = _Lab(dataset, recipe, out, seed, device, dict(settings or {}), ResultCache(out / "cells", progress.log))
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(lab.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
     runs = [lab.run(*each, progress=progress, keep=_is_kept(each, grid)) for each in wanted]
     progress.end()
     return Comparison(
-        data=task.name,
-        digest=task.digest,
-        classes=task.class_names,
-        groups=task.cluster_names if _has_groups(task) else (),
-        pool=len(task.train),
-        tested=len(task.test),
-        guessing=100 * float(task.test.labels.bincount().max()) / len(task.test),
+        data=dataset.name,
+        digest=dataset.digest,
+        classes=dataset.class_names,
+        groups=dataset.cluster_names if _has_groups(dataset) else (),
+        pool=len(dataset.train),
+        tested=len(dataset.test),
+        guessing=100 * float(dataset.test.labels.bincount().max()) / len(dataset.test),
         models=tuple(who.sized for who in contenders),
         samples=grid.samples,
         trials=grid.trials,
@@ -151,7 +151,7 @@ def compare(
         recipe={**recipe.to_json(), **(settings or {})},
         machine=machine,
         runs=tuple(runs),
-        notes=tuple(_notes(task, grid)),
+        notes=tuple(_notes(dataset, grid)),
     )
 
 
@@ -159,7 +159,7 @@ def compare(
 class _Lab:
     """Where runs are done."""
 
-    task: ImageTask
+    dataset: ImageDataset
     recipe: Recipe
     out: Path
     seed: int
@@ -192,7 +192,7 @@ class _Lab:
         try:
             found = fit(
                 model,
-                self.task.subset(samples, number),
+                self.dataset.subset(samples, number),
                 self.recipe,
                 seed=number,
                 device=self.device,
@@ -203,13 +203,13 @@ class _Lab:
             )
         except Diverged as error:
             raise Diverged(f"{_name(who, samples, trial)}: {error}") from error
-        return _kept(found, samples, _has_groups(self.task))
+        return _kept(found, samples, _has_groups(self.dataset))
 
     def _content(self, who: _Contender, samples: int, trial: int) -> dict[str, Any]:
         """Everything the run depends on."""
         return {
             "model": who.spec.to_json(),
-            "images": self.task.digest,
+            "images": self.dataset.digest,
             "samples": samples,
             "trial": trial,
             "seed": self.seed,
@@ -266,23 +266,23 @@ def _parsed(label: str) -> tuple[str, dict[str, Any]]:
     return name, options
 
 
-def _has_groups(task: ImageTask) -> bool:
+def _has_groups(dataset: ImageDataset) -> bool:
     """Whether clusters tell more than classes do."""
-    return not torch.equal(task.test.clusters, task.test.labels)
+    return not torch.equal(dataset.test.clusters, dataset.test.labels)
 
 
-def _notes(task: ImageTask, grid: Grid) -> Iterator[str]:
-    if task.skipped:
-        some = ", ".join(f"{each.path} ({each.why})" for each in task.skipped[:3])
-        more = f" and {len(task.skipped) - 3} more" if len(task.skipped) > 3 else ""
-        yield f"{len(task.skipped)} files were skipped: {some}{more}."
-    margin = 100 * math.sqrt(0.25 / len(task.test)) * 1.96
+def _notes(dataset: ImageDataset, grid: Grid) -> Iterator[str]:
+    if dataset.skipped:
+        some = ", ".join(f"{each.path} ({each.reason})" for each in dataset.skipped[:3])
+        more = f" and {len(dataset.skipped) - 3} more" if len(dataset.skipped) > 3 else ""
+        yield f"{len(dataset.skipped)} files were skipped: {some}{more}."
+    margin = 100 * math.sqrt(0.25 / len(dataset.test)) * 1.96
     if margin > _MARGIN:
         yield (
-            f"All runs are tested on the same {len(task.test):,} images: intervals tell how far trials differ, and not "
-            f"how far other test images would. On so many an accuracy of 50 % is known to ±{margin:.0f} points."
+            f"All runs are tested on the same {len(dataset.test):,} images: intervals show how far trials differ, not "
+            f"how far other test images would differ. On so many an accuracy of 50 % is known to ±{margin:.0f} points."
         )
-    if grid.samples[-1] == len(task.train):
+    if grid.samples[-1] == len(dataset.train):
         yield (
             f"With {grid.samples[-1]:,} samples all images to train on are used: there trials differ by their initial "
             "weights and the order of the images, not by the images."

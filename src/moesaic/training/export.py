@@ -21,8 +21,8 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import one_of
-from moesaic.data.datasets import Scale
+from moesaic.checks import check_choice
+from moesaic.data.datasets import Normalize
 from moesaic.training.checkpoint import Checkpoint, save_network
 
 __all__ = ["Batch", "Exported", "Format", "Served", "export", "load_exported"]
@@ -40,7 +40,7 @@ _TRIED = (1, 2, 5)
 class Served(nn.Module):
     """A network with its scale in front: images from 0 to 1 in, logits out.
 
-    >>> served = Served(nn.Flatten(), Scale((0.5,), (0.25,)))
+    >>> served = Served(nn.Flatten(), Normalize((0.5,), (0.25,)))
     >>> served(torch.tensor([0.5, 1.0]).view(2, 1, 1, 1)).flatten().tolist()
     [0.0, 2.0]
     """
@@ -48,7 +48,7 @@ class Served(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, network: nn.Module, scale: Scale) -> None:
+    def __init__(self, network: nn.Module, scale: Normalize) -> None:
         super().__init__()
         self.network = network
         self.register_buffer("mean", torch.tensor(scale.mean).view(1, -1, 1, 1))
@@ -87,7 +87,8 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     >>> from moesaic.models.registry import ModelSpec
     >>> from moesaic.training.checkpoint import Metadata, load_checkpoint
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
-    >>> card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), Scale((0.5,) * 3, (0.2,) * 3), (3, 32, 32), "pets", {})
+    >>> names, normalize = ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3)
+    >>> card = Metadata(spec, names, names, normalize, (3, 32, 32), "pets", {})
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     done = export(Checkpoint(Path(), spec.build(), card), f"{folder}/pets.safetensors", "safetensors")
     ...     again = load_checkpoint(done.path)
@@ -95,18 +96,18 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     ('cat', 'dog')
     """
     path = Path(path)
-    one_of("export", "format", format, get_args(Format))
-    one_of("export", "batch", batch, get_args(Batch))
+    check_choice("export", "format", format, get_args(Format))
+    check_choice("export", "batch", batch, get_args(Batch))
     metadata = _metadata(checkpoint)
     if format == "safetensors":
         save_network(path, checkpoint.model, checkpoint.card)
         return Exported(path, format, path.stat().st_size, metadata, (), ())
-    if checkpoint.scale is None:
+    if checkpoint.normalize is None:
         raise ValueError(
             f"export: {checkpoint.path} does not say how pixels become the network's input, so a file of format="
             f"{format!r} could not take images; use format='safetensors' and scale them yourself"
         )
-    served = Served(checkpoint.model, checkpoint.scale).cpu().eval()
+    served = Served(checkpoint.model, checkpoint.normalize).cpu().eval()
     examples = _examples(checkpoint, batch)
     with torch.no_grad():
         expected = tuple(cast(Tensor, served(images)) for images in examples)

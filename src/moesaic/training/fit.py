@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
-from moesaic.data.datasets import ImageTask
+from moesaic.checks import check_positive
+from moesaic.data.datasets import ImageDataset
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.checkpoint import load_weights
@@ -41,7 +41,7 @@ _HELD = 0.5
 
 def fit(
     model: nn.Module,
-    task: ImageTask,
+    dataset: ImageDataset,
     recipe: Recipe,
     *,
     seed: int = 0,
@@ -63,7 +63,7 @@ def fit(
     Args:
         model: a network from images (B, C, H, W) to (B, classes), with its initial weights. In the end it is in
             eval mode and has the weights that were tested, their running mean where the recipe asks for one.
-        task: what to learn, and from what.
+        dataset: what to learn, and from what.
         recipe: how.
         seed: of everything random but the initial weights.
         device: where to compute.
@@ -78,24 +78,24 @@ def fit(
         teacher: a trained network for the same images, whose answers one with channel gates learns from, as much as
             ``recipe.gates.distil`` says. It moves to the device and to eval mode.
 
-    >>> from moesaic.data.datasets import LabelledImages, Scale
-    >>> bright, scale = torch.arange(64) % 2, Scale((0.5,), (0.3,))
+    >>> from moesaic.data.datasets import LabelledImages, Normalize
+    >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
     >>> pixels = (100 * torch.rand(64, 1, 8, 8) + 100 * bright[:, None, None, None]).to(torch.uint8)
     >>> images = LabelledImages(pixels, bright, bright)
-    >>> task = ImageTask(images, images, ("dark", "bright"), ("dark", "bright"), scale, scale)
+    >>> dataset = ImageDataset(images, images, ("dark", "bright"), ("dark", "bright"), scale, scale)
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-    >>> fit(model, task, Recipe(epochs=5, batch=16, learning_rate=0.01)).accuracy
+    >>> fit(model, dataset, Recipe(epochs=5, batch=16, learning_rate=0.01)).accuracy
     100.0
     """
-    at_least_one("fit", eval_every=eval_every)
+    check_positive("fit", eval_every=eval_every)
     device = check_device("fit", device)
-    if not len(task.train) or not len(task.test):
+    if not len(dataset.train) or not len(dataset.test):
         raise ValueError(
-            f"fit: {len(task.train)} images to train on and {len(task.test)} to test on; each part needs at least one"
+            f"fit: {len(dataset.train)} training images and {len(dataset.test)} test images; use at least one of each"
         )
     progress = progress or NoProgress()
     recipe = check_gate_recipe(model, recipe)
-    config = describe_run(model, task, recipe, seed, device, spec, eval_every)
+    config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
     _check_teacher(recipe, teacher)
     if teacher is not None:
         config["teacher"] = _sketch(teacher)
@@ -114,7 +114,7 @@ def fit(
             torch.manual_seed(generator_seed(seed, "fit"))
             run = Trainer(
                 model,
-                _placed(task, device),
+                _placed(dataset, device),
                 recipe,
                 seed,
                 device,
@@ -160,10 +160,10 @@ def _told(trackers: Sequence[Tracker], config: Mapping[str, Any]) -> Generator[N
         yield
 
 
-def _placed(task: ImageTask, device: torch.device) -> ImageTask:
-    """The task with its images on the device, where they leave room enough for the network."""
+def _placed(dataset: ImageDataset, device: torch.device) -> ImageDataset:
+    """The dataset with its images on the device, where they leave room enough for the network."""
     if device.type == "cuda":
-        size = task.train.pixels.nbytes + task.test.pixels.nbytes
+        size = dataset.train.pixels.nbytes + dataset.test.pixels.nbytes
         if size > _HELD * torch.cuda.mem_get_info(device)[0]:
-            return task
-    return task.to(device)
+            return dataset
+    return dataset.to(device)

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from moesaic.checks import check_numbers, one_of
+from moesaic.checks import check_choice, check_numbers
 
 __all__ = ["GateRecipe", "Weigh"]
 
@@ -72,7 +72,7 @@ class GateRecipe:
     """By which scores are divided before they are compared with the teacher's."""
 
     def __post_init__(self) -> None:
-        one_of("GateRecipe", "weigh", self.weigh, get_args(Weigh))
+        check_choice("GateRecipe", "weigh", self.weigh, get_args(Weigh))
         several = {"embedding": self.embedding, "noise": self.noise, "distil": self.distil}
         check_numbers(
             "GateRecipe", "0 or more", lambda value: 0 <= value < math.inf, {"strength": self.strength, **several}

@@ -1,4 +1,4 @@
-"""A network by name, made for the images of a task."""
+"""A network by name, made for the images of a dataset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moesaic.data.datasets import ImageTask
+from moesaic.data.datasets import ImageDataset
 from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.registry import ModelSpec, model_options
 
@@ -16,29 +16,29 @@ __all__ = ["spec_for_dataset"]
 
 def spec_for_dataset(
     name: str,
-    task: ImageTask,
+    dataset: ImageDataset,
     options: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, ModelCost]:
-    """How to make the network for a task's images and classes, and what it costs for one of them.
+    """How to make the network for a dataset's images and classes, and what it costs for one of them.
 
     ``options`` are further ones of `create_model`; ``conversion`` are those of `convert`, where layers are to be
     converted. The network is made once and tried on an image, so that what does not fit is told now.
 
-    >>> from moesaic.data.datasets import LabelledImages, Scale
-    >>> labels, scale = torch.arange(4), Scale((0.5,), (0.5,))
+    >>> from moesaic.data.datasets import LabelledImages, Normalize
+    >>> labels, scale = torch.arange(4), Normalize((0.5,), (0.5,))
     >>> images = LabelledImages(torch.zeros(4, 1, 64, 64, dtype=torch.uint8), labels, labels)
-    >>> task = ImageTask(images, images, tuple("abcd"), tuple("abcd"), scale, scale)
-    >>> spec, cost = spec_for_dataset("wrn10_1_pmoe", task)
+    >>> dataset = ImageDataset(images, images, tuple("abcd"), tuple("abcd"), scale, scale)
+    >>> spec, cost = spec_for_dataset("wrn10_1_pmoe", dataset)
     >>> dict(spec.arguments)
     {'num_classes': 4, 'in_channels': 1, 'image_size': 64}
     >>> round(cost.routed_macs / cost.routed_dense_macs, 2)
     0.14
     """
-    C, H, W = task.train.pixels.shape[1:]
+    C, H, W = dataset.train.pixels.shape[1:]
     about: dict[str, Any] = {"in_channels": C, "image_size": H}
     told = {option: value for option, value in about.items() if option in model_options(name)}
-    arguments = {"num_classes": task.labels, **told, **(options or {})}
+    arguments = {"num_classes": dataset.num_classes, **told, **(options or {})}
     conversions = () if conversion is None else ({"input_size": [C, H, W], **conversion},)
     spec = ModelSpec(name, arguments, conversions)
     with torch.random.fork_rng(devices=[]):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 
 __all__ = ["GradientNorm", "NormalizedGD"]
 
@@ -233,7 +233,7 @@ def _check_options(options: dict[str, Any]) -> None:
             raise TypeError(f"NormalizedGD: {name}={value!r} is a {type(value).__name__}; it must be a number")
         if not 0 <= value < float("inf"):
             raise ValueError(f"NormalizedGD: {name}={value}; it must be 0 or more")
-    one_of("NormalizedGD", "norm", options["norm"], get_args(GradientNorm))
+    check_choice("NormalizedGD", "norm", options["norm"], get_args(GradientNorm))
     if options["nesterov"] and (not options["momentum"] or options["dampening"]):
         raise ValueError(
             f"NormalizedGD: nesterov=True with momentum={options['momentum']}, dampening={options['dampening']}; "

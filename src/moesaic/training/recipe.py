@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from moesaic.checks import at_least_one, check_numbers, one_of
+from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.training.gate_recipe import GateRecipe
 
 __all__ = ["OPTIMIZER_DEFAULTS", "Descent", "OptimizerDefaults", "Precision", "RateSchedule", "Recipe"]
@@ -102,10 +102,10 @@ class Recipe:
     """How channel gates learn, in networks that have them; None: as a `GateRecipe` has it by default."""
 
     def __post_init__(self) -> None:
-        at_least_one("Recipe", epochs=self.epochs, batch=self.batch, accumulate=self.accumulate)
-        one_of("Recipe", "optimizer", self.optimizer, get_args(Descent))
-        one_of("Recipe", "schedule", self.schedule, get_args(RateSchedule))
-        one_of("Recipe", "precision", self.precision, get_args(Precision))
+        check_positive("Recipe", epochs=self.epochs, batch=self.batch, accumulate=self.accumulate)
+        check_choice("Recipe", "optimizer", self.optimizer, get_args(Descent))
+        check_choice("Recipe", "schedule", self.schedule, get_args(RateSchedule))
+        check_choice("Recipe", "precision", self.precision, get_args(Precision))
         rates = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay, "balance": self.balance}
         rates |= {"warmup": self._warmup} | ({} if self.router_rate is None else {"router_rate": self.router_rate})
         check_numbers("Recipe", "0 or more", lambda value: 0 <= value < math.inf, rates)

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageTask
-from moesaic.files import write_json, write_whole
+from moesaic.data.datasets import ImageDataset
+from moesaic.files import write_atomic, write_json
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import NETWORK, CheckpointError, forget_unfinished, read_tensors, write_tensors
 from moesaic.training.recipe import Recipe
@@ -79,7 +79,7 @@ class RunDir:
 
     def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Begin metrics.jsonl with these lines: those of a checkpoint, and none that a lost part of a run wrote."""
-        self._guarded(self.metrics, lambda: write_whole(self.metrics, "".join(map(_line, lines)).encode()))
+        self._guarded(self.metrics, lambda: write_atomic(self.metrics, "".join(map(_line, lines)).encode()))
 
     def add_metrics(self, line: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl."""
@@ -106,7 +106,7 @@ class RunDir:
         forget_unfinished(self.folder)
         path = self.folder / "config.json"
         if path.exists():
-            _check_same(self.folder, _read(path), json.loads(json.dumps(config)))
+            _check_same(self.folder, _migrated(_read(path)), json.loads(json.dumps(config)))
         else:
             for stale in (self.result, self.state):
                 if stale.exists():
@@ -150,7 +150,7 @@ def _hold(folder: Path) -> int | None:
 
 def describe_run(
     model: nn.Module,
-    task: ImageTask,
+    dataset: ImageDataset,
     recipe: Recipe,
     seed: int,
     device: torch.device,
@@ -163,14 +163,14 @@ def describe_run(
     return {
         "model": made if spec is None else spec.to_json(),
         "data": {
-            "name": task.name,
-            "digest": task.digest or f"{task.train.sketch()} {task.test.sketch()}",
-            "train": len(task.train),
-            "test": len(task.test),
-            "shape": list(task.train.pixels.shape[1:]),
-            "classes": list(task.class_names),
-            "vary": _described(task.vary),
-            "view": _described(task.view),
+            "name": dataset.name,
+            "digest": dataset.digest or f"{dataset.train.fingerprint()} {dataset.test.fingerprint()}",
+            "train": len(dataset.train),
+            "test": len(dataset.test),
+            "shape": list(dataset.train.pixels.shape[1:]),
+            "classes": list(dataset.class_names),
+            "train_transform": _described(dataset.train_transform),
+            "eval_transform": _described(dataset.eval_transform),
         },
         "recipe": recipe.to_json(),
         "seed": seed,
@@ -180,10 +180,20 @@ def describe_run(
     }
 
 
-def _described(vary: object) -> str:
-    if is_dataclass(vary):
-        return repr(vary)
-    return getattr(vary, "__qualname__", type(vary).__name__)
+def _described(transform: object) -> str:
+    if is_dataclass(transform):
+        return repr(transform)
+    return getattr(transform, "__qualname__", type(transform).__name__)
+
+
+def _migrated(config: dict[str, Any]) -> dict[str, Any]:
+    """``config`` with the names that runs of the first versions wrote replaced by those of today."""
+    data: dict[str, Any] = config.get("data", {})
+    for old, new in (("vary", "train_transform"), ("view", "eval_transform")):
+        if old in data:
+            description = str(data.pop(old)).replace("Augmented(scale=", "RandomFlipCrop(normalize=")
+            data[new] = description.replace("Scale(", "Normalize(")
+    return config
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.training.progress import Progress
 
 __all__ = ["SharedProgress", "check_device", "check_trials", "flushing_denormals", "run_in_threads"]
@@ -79,9 +79,9 @@ def flushing_denormals() -> Generator[None]:
 
 def check_trials(owner: str, trials: Iterable[int], samples: int, chunk: int | None) -> list[int]:
     """The trials to train, once the counts are known to make sense."""
-    at_least_one(owner, samples=samples)
+    check_positive(owner, samples=samples)
     if chunk is not None:
-        at_least_one(owner, chunk=chunk)
+        check_positive(owner, chunk=chunk)
     numbers = list(trials)
     if not numbers:
         raise ValueError(f"{owner}: no trials to train; give at least one trial number")

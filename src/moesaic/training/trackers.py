@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
-from moesaic.checks import one_of
+from moesaic.checks import check_choice
 
 __all__ = ["Tracker", "TrackerName", "create_tracker"]
 
@@ -43,7 +43,7 @@ def create_tracker(name: str, out: Path, *, project: str = "moesaic") -> Tracker
     ValueError: create_tracker: name='tensorbord' is unknown; use 'tensorboard', 'wandb' or 'trackio' (did you mean
     'tensorboard'?)
     """
-    one_of("create_tracker", "name", name, get_args(TrackerName))
+    check_choice("create_tracker", "name", name, get_args(TrackerName))
     if name == "tensorboard":
         return _TensorBoard(_package("torch.utils.tensorboard", "tensorboard"), out)
     return _Project(_package(name, name), out, project, more={"dir": str(out)} if name == "wandb" else {})

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageTask
+from moesaic.data.datasets import ImageDataset
 from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseWarning
 from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
@@ -52,7 +52,7 @@ class GatesClosed(Diverged):
 
 
 def evaluate(
-    model: nn.Module, task: ImageTask, outputs: Callable[[Tensor], Tensor] | None = None, size: int = 256
+    model: nn.Module, dataset: ImageDataset, outputs: Callable[[Tensor], Tensor] | None = None, size: int = 256
 ) -> Tensor:
     """(B,) bool: which of the images to test on the model gets right, in eval mode and where it is.
 
@@ -63,7 +63,7 @@ def evaluate(
     model.eval()
     try:
         with torch.no_grad():
-            right = [(outputs or model)(x).argmax(1) == labels for x, labels in eval_batches(task, device, size)]
+            right = [(outputs or model)(x).argmax(1) == labels for x, labels in eval_batches(dataset, device, size)]
     finally:
         model.train(was_training)
     return torch.cat(right).cpu()
@@ -74,7 +74,7 @@ class Trainer:
     """One training, from wherever its last checkpoint is to its end."""
 
     model: nn.Module
-    task: ImageTask
+    dataset: ImageDataset
     recipe: Recipe
     seed: int
     device: torch.device
@@ -87,11 +87,11 @@ class Trainer:
     teacher: nn.Module | None = None
 
     def __post_init__(self) -> None:
-        self.sizes = self.recipe.batch_sizes(len(self.task.train))
+        self.sizes = self.recipe.batch_sizes(len(self.dataset.train))
         self.gates = None
         if isinstance(self.model, DeepMoE):
             self.gates = GateTraining(self.model, self.recipe, len(self.sizes), self.device, self.teacher)
-        self.learner = TrainStep(self.model, self.recipe, self.device, self.task.labels, self.gates)
+        self.learner = TrainStep(self.model, self.recipe, self.device, self.dataset.num_classes, self.gates)
         self.watch = Stopwatch()
         self.epochs: list[Epoch] = []
         # of the epoch in progress: batches done, and those among them done before this call; loss and right answers
@@ -129,7 +129,7 @@ class Trainer:
         loss = float(self.loss)  # waits for the device, so that the time is that of all steps
         seconds = self.watch.stop()
         self._refuse_divergence(loss)
-        images = len(self.task.train)
+        images = len(self.dataset.train)
         epoch = Epoch(
             number=len(self.epochs) + 1,
             loss=loss / images,
@@ -163,7 +163,7 @@ class Trainer:
         if self.gates is not None:
             self.gates.settle()
         epoch = len(self.epochs)
-        batches = train_batches(self.task, self.sizes, self.seed, epoch, self.device, skip=self.done)
+        batches = train_batches(self.dataset, self.sizes, self.seed, epoch, self.device, skip=self.done)
         with self.learner.watching(), self._alarm():
             self.watch.start()
             for x, labels in batches:
@@ -193,20 +193,20 @@ class Trainer:
         assert self.gates is not None
         embeddings = None
         if self.gates.recipe.target_macs is not None:
-            count = len(self.task.train)
+            count = len(self.dataset.train)
             rows = torch.linspace(0, count - 1, min(count, _CALIBRATED)).long()
-            embeddings = self._embeddings(replace(self.task, test=self.task.train), rows)
+            embeddings = self._embeddings(replace(self.dataset, test=self.dataset.train), rows)
         cost = self.learner.freeze_gates(embeddings)
         if cost is not None:
             wanted = self.gates.recipe.target_macs
             self.progress.log(f"gates are frozen: {cost:.3f} of the dense network's multiply-adds, wanted {wanted:g}")
 
-    def _embeddings(self, task: ImageTask, rows: Tensor | None = None) -> Tensor:
+    def _embeddings(self, dataset: ImageDataset, rows: Tensor | None = None) -> Tensor:
         """(n, D): of the images to test on, or some of them, in eval mode."""
         assert isinstance(self.model, DeepMoE)
         network = self.model.embedding
         with torch.no_grad(), eval_mode(network), self.learner.autocast():
-            return torch.cat([network(x)[0] for x, _ in eval_batches(task, self.device, self._tested(), rows)])
+            return torch.cat([network(x)[0] for x, _ in eval_batches(dataset, self.device, self._tested(), rows)])
 
     def _gate_metrics(self) -> dict[str, float]:
         """What the gates did in the epoch."""
@@ -240,7 +240,7 @@ class Trainer:
 
     def _test(self) -> Tensor:
         with self.learner.averaged():
-            return evaluate(self.model, self.task, self.learner.outputs, self._tested())
+            return evaluate(self.model, self.dataset, self.learner.outputs, self._tested())
 
     def _tested(self) -> int:
         """Images tested together."""
@@ -251,19 +251,19 @@ class Trainer:
         if not isinstance(self.model, DeepMoE):
             return None
         with torch.no_grad():
-            return float(gate_costs(self.model, self._embeddings(self.task)).mean())
+            return float(gate_costs(self.model, self._embeddings(self.dataset)).mean())
 
     def _finish(self, right: Tensor) -> FitResult:
         self.learner.average()
         self.model.eval()
-        test = self.task.test
+        test = self.dataset.test
         found = FitResult(
             epochs=tuple(self.epochs),
             accuracy=_percent(right),
-            class_accuracy=_percents(right, test.labels, self.task.labels),
-            cluster_accuracy=_percents(right, test.clusters, len(self.task.cluster_names)),
+            class_accuracy=_percents(right, test.labels, self.dataset.num_classes),
+            cluster_accuracy=_percents(right, test.clusters, len(self.dataset.cluster_names)),
             seconds=self.epochs[-1].seconds,
-            images=len(self.epochs) * len(self.task.train),
+            images=len(self.epochs) * len(self.dataset.train),
             stopped=self._ended(),
             cost=self._test_cost(),
         )
@@ -301,7 +301,7 @@ class Trainer:
             self.kept_at = time.monotonic()
 
     def _save(self, folder: RunDir, metrics: Mapping[str, Any]) -> None:
-        card = Metadata.of(self.task, self.spec, plain({"epochs": len(self.epochs), **metrics}))
+        card = Metadata.of(self.dataset, self.spec, plain({"epochs": len(self.epochs), **metrics}))
         save_network(folder.network, self.model, card)
 
     def _resume(self) -> None:

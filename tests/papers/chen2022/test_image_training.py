@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from moesaic.data.datasets import ImageTask, LabelledImages
+from moesaic.data.datasets import ImageDataset, LabelledImages
 from moesaic.layers import SampleMoE
 from moesaic.models import SmallCNN
 from moesaic.papers.chen2022.image_training import ImageSchedule, embed_images, evaluate_images, train_images
@@ -29,11 +29,11 @@ def some_images(count: int, seed: int) -> LabelledImages:
     return LabelledImages(noisy.to(torch.uint8), labels, clusters)
 
 
-def centred(pixels: Tensor, luck: Tensor) -> Tensor:
+def centred(pixels: Tensor, rand: Tensor) -> Tensor:
     return pixels.float() / 128 - 0.5
 
 
-TASK = ImageTask(some_images(96, 0), some_images(40, 1), ("lying", "standing"), ("red", "blue"), centred, centred)
+TASK = ImageDataset(some_images(96, 0), some_images(40, 1), ("lying", "standing"), ("red", "blue"), centred, centred)
 
 
 def network(seed: int = 0) -> SmallCNN:
@@ -92,28 +92,37 @@ def test_an_epoch_has_whole_batches_only():
 
 
 def test_how_many_images_are_prepared_together_changes_nothing(monkeypatch):
-    lucky = replace(TASK, vary=lambda pixels, luck: centred(pixels, luck) * luck[:, 0, None, None, None])
-    whole = train_images(network(), lucky, SHORT)
+    randomised = replace(
+        TASK, train_transform=lambda pixels, rand: centred(pixels, rand) * rand[:, 0, None, None, None]
+    )
+    whole = train_images(network(), randomised, SHORT)
     monkeypatch.setattr(batches, "_PREPARED", 32)
-    assert [epoch.loss for epoch in train_images(network(), lucky, SHORT)] == [epoch.loss for epoch in whole]
+    assert [epoch.loss for epoch in train_images(network(), randomised, SHORT)] == [epoch.loss for epoch in whole]
 
 
-def test_luck_is_new_in_every_epoch_but_the_same_in_every_test():
-    lucks: list[Tensor] = []
+def test_random_numbers_are_new_in_every_epoch_but_the_same_in_every_test():
+    rands: list[Tensor] = []
     tests: list[Tensor] = []
 
-    def vary(pixels: Tensor, luck: Tensor) -> Tensor:
-        lucks.append(luck)
-        return centred(pixels, luck)
+    def train_transform(pixels: Tensor, rand: Tensor) -> Tensor:
+        rands.append(rand)
+        return centred(pixels, rand)
 
-    def view(pixels: Tensor, luck: Tensor) -> Tensor:
-        tests.append(luck)
-        return centred(pixels, luck)
+    def eval_transform(pixels: Tensor, rand: Tensor) -> Tensor:
+        tests.append(rand)
+        return centred(pixels, rand)
 
-    train_images(network(), replace(TASK, vary=vary, view=view), SHORT, seed=1)
-    train_images(network(), replace(TASK, vary=vary, view=view), replace(SHORT, epochs=1), seed=2)
-    assert len({float(luck.sum()) for luck in lucks}) == 3
-    assert all(torch.equal(luck, tests[0]) for luck in tests)
+    train_images(
+        network(), replace(TASK, train_transform=train_transform, eval_transform=eval_transform), SHORT, seed=1
+    )
+    train_images(
+        network(),
+        replace(TASK, train_transform=train_transform, eval_transform=eval_transform),
+        replace(SHORT, epochs=1),
+        seed=2,
+    )
+    assert len({float(rand.sum()) for rand in rands}) == 3
+    assert all(torch.equal(rand, tests[0]) for rand in tests)
 
 
 def test_a_cosine_falls_and_a_constant_does_not():

@@ -186,9 +186,9 @@ def test_bytes_are_scaled_as_the_cell_says(folder: Path):
     task = experiments_images._loaded("celeba-smiling", folder, 16)
     unit, standard = (experiments_images._scaled(task, scale, "flip") for scale in ("unit", "standard"))
     pixels, kept, mirrored = task.test.pixels[:1], torch.tensor([[0.9] * 3]), torch.tensor([[0.1] * 3])
-    assert torch.equal(unit.view(pixels, kept), pixels / 255)
-    assert torch.equal(unit.vary(pixels, mirrored), pixels.flip(3) / 255)
-    assert standard.view(pixels, kept).min() < 0
+    assert torch.equal(unit.eval_transform(pixels, kept), pixels / 255)
+    assert torch.equal(unit.train_transform(pixels, mirrored), pixels.flip(3) / 255)
+    assert standard.eval_transform(pixels, kept).min() < 0
     assert standard.digest == unit.digest == task.digest
 
 

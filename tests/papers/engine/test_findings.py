@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.files import write_json, write_whole
+from moesaic.files import write_atomic, write_json
 from moesaic.papers.engine.findings import Finding, read_findings, write_findings
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series, read_charts, write_charts
 
@@ -168,7 +168,7 @@ def test_a_damaged_file_says_so(tmp_path: Path, text: str, complaint: str):
 
 def test_a_write_that_fails_leaves_the_file_of_before_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "result.json"
-    write_whole(path, b"before")
+    write_atomic(path, b"before")
 
     def full(self: Path, content: bytes) -> int:
         with self.open("wb") as file:
@@ -177,6 +177,6 @@ def test_a_write_that_fails_leaves_the_file_of_before_and_nothing_else(tmp_path,
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
-        write_whole(path, b"after")
+        write_atomic(path, b"after")
     assert path.read_bytes() == b"before"
     assert list(tmp_path.iterdir()) == [path]

@@ -117,7 +117,7 @@ def test_costs_are_those_that_the_network_counts_itself(folder: Path, tmp_path: 
     [(model, task)] = kept
     with torch.no_grad():
         alone = [
-            int(model.macs(model.forward_with_routing(task.view(image, None)).routing))
+            int(model.macs(model.forward_with_routing(task.eval_transform(image, None)).routing))
             for image in task.test.pixels.split(1)
         ]
     assert found.macs == pytest.approx(np.mean(alone), rel=0.01)

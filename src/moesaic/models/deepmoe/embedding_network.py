@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.models.resnet import LARGE_IMAGE, conv_bn
 from moesaic.ops import autocast_dtype
 from moesaic.ops.channel.bn_folding import FoldedConvs
@@ -49,7 +49,7 @@ class EmbeddingNetwork(nn.Module):
         if not widths:
             raise ValueError("EmbeddingNetwork: widths is empty; give the channels of one convolution or more")
         given = {f"widths[{number}]": width for number, width in enumerate(widths)}
-        at_least_one("EmbeddingNetwork", in_channels=in_channels, num_classes=num_classes, **given)
+        check_positive("EmbeddingNetwork", in_channels=in_channels, num_classes=num_classes, **given)
         convs = [conv_bn(before, width, 3, stride=2) for before, width in pairwise((in_channels, *widths))]
         self.body = nn.Sequential(*(layer for conv in convs for layer in (*conv, nn.ReLU())))
         self.head = nn.Linear(widths[-1], num_classes)

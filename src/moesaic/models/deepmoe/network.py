@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, fx, nn
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.layers.channel_network import GatedLayers
 from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
@@ -223,7 +223,7 @@ def deepmoe(
     >>> model.ungated["body.0.0"]
     'is read by several layers'
     """
-    at_least_one("deepmoe", num_classes=num_classes, image_size=image_size, in_channels=in_channels, block=block)
+    check_positive("deepmoe", num_classes=num_classes, image_size=image_size, in_channels=in_channels, block=block)
     _check_shares(mode, keep, embedding_share)
     plan, ungated = _plan(backbone, bottleneck)
     costs = _backbone_macs(backbone, num_classes, (in_channels, image_size, image_size))

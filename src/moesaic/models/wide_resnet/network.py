@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules import module as every_module
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.fidelity import Fidelity
 from moesaic.layers import PatchMoE
@@ -69,7 +69,7 @@ class _Style:
 
     @classmethod
     def of(cls, fidelity: Fidelity, keras_norm: bool | None) -> _Style:
-        printed = one_of("WideResNet", "fidelity", fidelity, get_args(Fidelity)) == "print"
+        printed = check_choice("WideResNet", "fidelity", fidelity, get_args(Fidelity)) == "print"
         keras_norm = fidelity == "released" if keras_norm is None else keras_norm
         return cls(
             not printed, keras_norm, glorot=not printed, early_shortcut=not printed, drops_biases=fidelity == "best"
@@ -160,7 +160,7 @@ class WideResNet(ImageClassifier):
     ) -> None:
         """Build the network; ``last_block`` makes the last residual block from channels before, after and stride."""
         blocks = _blocks(depth)
-        at_least_one(type(self).__name__, width=width, in_channels=in_channels)
+        check_positive(type(self).__name__, width=width, in_channels=in_channels)
         parts: OrderedDict[str, nn.Module] = OrderedDict(stem=style.conv(in_channels, _GROUP_WIDTHS[0], 3))
         before = _GROUP_WIDTHS[0]
         for group, base in enumerate(_GROUP_WIDTHS, start=1):
@@ -287,7 +287,7 @@ def _cut(
     patch_size: int | None,
     kernel_size: int | None,
 ) -> _Cut:
-    at_least_one("WideResNetPMoE", image_size=image_size)
+    check_positive("WideResNetPMoE", image_size=image_size)
     side = -(-image_size // _SHRINK)  # halved twice, rounded up
     small = side <= _SMALL_MAP
     if patch_size is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
-from moesaic.data.datasets import ImageTask, cifar10_task
+from moesaic.data.datasets import ImageDataset, cifar10_dataset
 from moesaic.insight.metrics import entropy_of_counts
 from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task
 from moesaic.papers.chen2022.image_networks import image_mixture, image_network
@@ -112,7 +112,7 @@ class ImageCell:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             build = image_mixture if self.mixture else image_network
-            model = build(self.network, task.labels)
+            model = build(self.network, task.num_classes)
         epochs = train_images(model, task, self.schedule, seed=seed, device=runner.device, progress=runner.progress)
         measured: dict[str, Any] = {
             "tested": len(task.test),
@@ -182,28 +182,28 @@ def _digest(data_dir: Path) -> str:
 
 
 @cache
-def _task(name: TaskName, data_dir: Path, images_per_file: int) -> ImageTask:
+def _task(name: TaskName, data_dir: Path, images_per_file: int) -> ImageDataset:
     if name == "cifar10":
-        return cifar10_task(data_dir, images_per_file=images_per_file)
+        return cifar10_dataset(data_dir, images_per_file=images_per_file)
     return cifar10_rotate_task(data_dir, blur_test=name == "rotate", images_per_file=images_per_file)
 
 
-def _dispatch(task: ImageTask, test: ImageTest) -> Tensor:
+def _dispatch(task: ImageDataset, test: ImageTest) -> Tensor:
     """(Y, K, E): how many test images of each cluster went to each expert; by label where labels are not clusters."""
     assert test.experts is not None
     clusters = len(task.cluster_names)
-    groups = task.labels if _turned(task) else 1
+    groups = task.num_classes if _turned(task) else 1
     group = task.test.labels if _turned(task) else torch.zeros_like(task.test.labels)
     place = (group * clusters + task.test.clusters) * EXPERTS + test.experts
     return torch.bincount(place, minlength=groups * clusters * EXPERTS).view(groups, clusters, EXPERTS)
 
 
-def _turned(task: ImageTask) -> bool:
+def _turned(task: ImageDataset) -> bool:
     """Whether labels say what was done to an image rather than what it shows."""
-    return task.labels != len(task.cluster_names)
+    return task.num_classes != len(task.cluster_names)
 
 
-def _shown(task: ImageTask) -> Tensor:
+def _shown(task: ImageDataset) -> Tensor:
     """Rows of the test images in Figure 7: turned ones of every class, or cars."""
     counts = dict.fromkeys(range(len(task.cluster_names)), _FEW) | {FROG: _MANY, SHIP: _MANY}
     if not _turned(task):

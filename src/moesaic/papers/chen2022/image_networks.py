@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.layers import SampleMoE
 from moesaic.models.image_classifier import ImageClassifier
 from moesaic.models.mobilenet import MobileNetV2
@@ -26,7 +26,7 @@ def image_network(name: str, num_classes: int) -> ImageClassifier:
     >>> type(image_network("resnet18", 10)).__name__
     'ResNet18'
     """
-    return IMAGE_NETWORKS[one_of("image_network", "name", name, IMAGE_NETWORKS)](num_classes)
+    return IMAGE_NETWORKS[check_choice("image_network", "name", name, IMAGE_NETWORKS)](num_classes)
 
 
 def image_mixture(name: str, num_classes: int, experts: int = 4) -> SampleMoE:
@@ -38,6 +38,6 @@ def image_mixture(name: str, num_classes: int, experts: int = 4) -> SampleMoE:
     >>> image_mixture("cnn", num_classes=2)(torch.zeros(5, 3, 32, 32)).shape
     torch.Size([5, 2])
     """
-    at_least_one("image_mixture", experts=experts)
+    check_positive("image_mixture", experts=experts)
     networks = [image_network(name, num_classes) for _ in range(experts)]
     return SampleMoE(SampleRouter(3, experts, patch_size=4), networks, noise="uniform", gate="softmax")

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import at_least_one, one_of
-from moesaic.data.datasets import ImageTask
+from moesaic.checks import check_choice, check_positive
+from moesaic.data.datasets import ImageDataset
 from moesaic.layers import SampleMoE
 from moesaic.layers.recording import record_routing
 from moesaic.routing import load_balance_loss
@@ -54,8 +54,8 @@ class ImageSchedule:
     """Of the learning rate towards 0, from epoch to epoch; that of a router is constant."""
 
     def __post_init__(self) -> None:
-        at_least_one("ImageSchedule", epochs=self.epochs, batch=self.batch)
-        one_of("ImageSchedule", "decay", self.decay, get_args(Decay))
+        check_positive("ImageSchedule", epochs=self.epochs, batch=self.batch)
+        check_choice("ImageSchedule", "decay", self.decay, get_args(Decay))
 
     def rate(self, epoch: int) -> float:
         """The learning rate in an epoch, counted from 0.
@@ -93,7 +93,7 @@ class ImageEpoch:
 
 def train_images(
     model: nn.Module,
-    task: ImageTask,
+    task: ImageDataset,
     schedule: ImageSchedule,
     *,
     seed: int = 0,
@@ -131,7 +131,7 @@ def train_images(
     return epochs
 
 
-def evaluate_images(model: nn.Module, task: ImageTask) -> ImageTest:
+def evaluate_images(model: nn.Module, task: ImageDataset) -> ImageTest:
     """Test the model on the images to test on, where it is; blur and the like are the same in every call."""
     device = next(model.parameters()).device
     right: list[Tensor] = []
@@ -147,7 +147,7 @@ def evaluate_images(model: nn.Module, task: ImageTask) -> ImageTest:
     return ImageTest(torch.cat(right).cpu(), torch.cat(experts).cpu() if experts else None)
 
 
-def embed_images(model: nn.Module, task: ImageTask, rows: Tensor) -> Tensor:
+def embed_images(model: nn.Module, task: ImageDataset, rows: Tensor) -> Tensor:
     """(n, width) float32: the features of some of the images to test on; of a mixture, those in the expert chosen.
 
     Experts have features of their own, which need not be comparable with each other's.

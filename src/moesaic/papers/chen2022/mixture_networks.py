@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.fidelity import Fidelity
 
 __all__ = ["FilterActivation", "Mixture", "Mixtures"]
@@ -62,10 +62,10 @@ class Mixture:
     """Whether Unif[0, 1] noise moves the router's choice on test samples as well."""
 
     def __post_init__(self) -> None:
-        at_least_one("Mixture", experts=self.experts, filters=self.filters)
-        one_of("Mixture", "activation", self.activation, get_args(FilterActivation))
-        one_of("Mixture", "gate", self.gate, ("softmax", "raw"))
-        one_of("Mixture", "init", self.init, ("normal", "uniform"))
+        check_positive("Mixture", experts=self.experts, filters=self.filters)
+        check_choice("Mixture", "activation", self.activation, get_args(FilterActivation))
+        check_choice("Mixture", "gate", self.gate, ("softmax", "raw"))
+        check_choice("Mixture", "init", self.init, ("normal", "uniform"))
         if self.two_logits and self.filters % 2:
             raise ValueError(f"Mixture: filters={self.filters} cannot be halved between two logits; use an even number")
         for name in ("data_scale", "init_scale"):
@@ -78,7 +78,7 @@ class Mixture:
         cls, fidelity: Fidelity, activation: FilterActivation = "cubic", *, experts: int = 8, filters: int = 16
     ) -> Mixture:
         """A mixture of experts as printed (with σ0 = 0.01, about which the paper is silent) or as released."""
-        one_of("Mixture", "fidelity", fidelity, ("print", "released"))
+        check_choice("Mixture", "fidelity", fidelity, ("print", "released"))
         printed = cls(experts, filters, activation)
         if fidelity == "print":
             return printed

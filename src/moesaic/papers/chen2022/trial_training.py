@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures, activate
@@ -67,11 +67,11 @@ class MixtureSchedule:
     or at most 0.314; a single network from step 501 on when its loss is 0.02 above the minimum."""
 
     def __post_init__(self) -> None:
-        at_least_one("MixtureSchedule", steps=self.steps)
-        one_of("MixtureSchedule", "optimizer", self.optimizer, ("normalized", "adam"))
-        one_of("MixtureSchedule", "norm", self.norm, ("frobenius", "sum"))
-        one_of("MixtureSchedule", "balance_on", self.balance_on, ("softmax", "raw"))
-        one_of("MixtureSchedule", "stop", self.stop, ("never", "mixture", "single"))
+        check_positive("MixtureSchedule", steps=self.steps)
+        check_choice("MixtureSchedule", "optimizer", self.optimizer, ("normalized", "adam"))
+        check_choice("MixtureSchedule", "norm", self.norm, ("frobenius", "sum"))
+        check_choice("MixtureSchedule", "balance_on", self.balance_on, ("softmax", "raw"))
+        check_choice("MixtureSchedule", "stop", self.stop, ("never", "mixture", "single"))
         for name in ("learning_rate", "router_learning_rate"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ValueError(f"MixtureSchedule: {name}={getattr(self, name)}; it must be positive and finite")
@@ -87,7 +87,7 @@ class MixtureSchedule:
         - released: 501 at most. With data ten times as large, its rates are 0.01 and 10 in the paper's units
         - the load-balancing loss has the coefficient 1e-3, which the paper prints for images; as released 1e-4
         """
-        one_of("MixtureSchedule", "fidelity", fidelity, ("print", "released"))
+        check_choice("MixtureSchedule", "fidelity", fidelity, ("print", "released"))
         if fidelity == "print":
             return cls(balance=1e-3 if balance else 0.0)
         return cls(501, norm="sum", stop="mixture", balance=1e-4 if balance else 0.0, balance_on="raw")
@@ -95,7 +95,7 @@ class MixtureSchedule:
     @classmethod
     def single(cls, fidelity: Fidelity, activation: FilterActivation = "cubic") -> MixtureSchedule:
         """Single networks, Appendix A.2: Adam at 0.01, or 0.003 for linear ones; steps as released, 501 to 801."""
-        one_of("MixtureSchedule", "fidelity", fidelity, ("print", "released"))
+        check_choice("MixtureSchedule", "fidelity", fidelity, ("print", "released"))
         rate = 0.003 if activation == "identity" else 0.01
         if fidelity == "print":
             return cls(501, rate, optimizer="adam", weight_decay=5e-4)

@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moesaic import keyed_random
-from moesaic.data.builtin_datasets import missing
+from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.celeba import read_celeba
 from moesaic.data.cifar10 import load_cifar10
-from moesaic.data.datasets import Augment, Augmented, ImageTask, LabelledImages, Scale
-from moesaic.data.load import Scaling, load_images
+from moesaic.data.datasets import Augment, ImageDataset, LabelledImages, Normalize, RandomFlipCrop
+from moesaic.data.load import Normalization, load_images
 from moesaic.fidelity import Fidelity
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
@@ -121,7 +121,7 @@ class WideCell:
     samples: int
     trial: int
     recipe: Recipe
-    scale: Scaling = "unit"
+    scale: Normalization = "unit"
     augment: Augment = "none"
     tests: int = 5
     """How often it is tested, evenly over the epochs, the last included."""
@@ -136,14 +136,14 @@ class WideCell:
         return self.recipe.epochs
 
     def missing_requirement(self, runner: Runner) -> str | None:
-        if missing(self.task, runner.data_dir) is not None:
+        if missing_files(self.task, runner.data_dir) is not None:
             return f"needs {_FILES[self.task]} under --data-dir"
         return None if self.on_cpu or runner.device.startswith("cuda") else _NEEDS_GPU
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         described = {**asdict(self), "recipe": self.recipe.to_json()}
         del described["on_cpu"]
-        here = runner.data_dir if missing(self.task, runner.data_dir) is None else None
+        here = runner.data_dir if missing_files(self.task, runner.data_dir) is None else None
         digest = _digest(self.task, here, self.size) if here is not None else "not here"
         return {"experiment": "wide", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
 
@@ -153,7 +153,7 @@ class WideCell:
         whole = _scaled(_loaded(self.task, runner.data_dir, self.size), self.scale, self.augment)
         task = whole.subset(self.samples, seed)  # the same for every network of the trial
         shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))
-        model = _network(self.network, self.arm, self.fidelity, task.labels, shape, seed)
+        model = _network(self.network, self.arm, self.fidelity, task.num_classes, shape, seed)
         every = max(math.ceil(self.recipe.epochs / self.tests), 1)
         cost = count_macs(model, shape).macs
         found = fit(
@@ -230,9 +230,9 @@ class StepCell:
         images = torch.randint(256, (self.batch * self.batches, *shape), dtype=torch.uint8, generator=noise)
         train = LabelledImages(images, torch.arange(len(images)) % self.classes, torch.zeros(len(images)).long())
         names = tuple(f"class {number}" for number in range(self.classes))
-        scale = Scale((0.0,) * 3, (1.0,) * 3)
+        scale = Normalize((0.0,) * 3, (1.0,) * 3)
         few = train.take(torch.arange(2 * self.classes))
-        task = ImageTask(train, few, names, ("all",), scale, scale, name="noise")
+        task = ImageDataset(train, few, names, ("all",), scale, scale, name="noise")
         recipe = Recipe(
             _TIMED_EPOCHS, self.batch, "sgd", 1e-3, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0
         )
@@ -278,7 +278,7 @@ def _network(
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str, data_dir: Path, size: int | None) -> ImageTask:
+def _loaded(name: str, data_dir: Path, size: int | None) -> ImageDataset:
     """Cells of a task follow each other, so that one at a time is enough; together they would take gigabytes."""
     return load_images(name, data_dir=data_dir, size=size)
 
@@ -288,18 +288,23 @@ def _digest(name: str, data_dir: Path, size: int | None) -> str:
     return _loaded(name, data_dir, size).digest
 
 
-def _scaled(task: ImageTask, scale: Scaling, augment: Augment) -> ImageTask:
+def _scaled(task: ImageDataset, scale: Normalization, augment: Augment) -> ImageDataset:
     channels, side = task.train.pixels.shape[1:3]
-    assert task.scale is not None, "named sets have one"
-    chosen = task.scale if scale == "standard" else Scale((0.0,) * channels, (1.0,) * channels)
-    return replace(task, vary=Augmented.of(augment, chosen, side), view=chosen, scale=chosen)
+    assert task.normalize is not None, "named sets have one"
+    chosen = task.normalize if scale == "standard" else Normalize((0.0,) * channels, (1.0,) * channels)
+    return replace(
+        task,
+        train_transform=RandomFlipCrop.from_augment(augment, chosen, side),
+        eval_transform=chosen,
+        normalize=chosen,
+    )
 
 
 def check_data(data_dir: Path) -> None:
     """Raises if CelebA's lists or CIFAR-10 are in the folder and damaged; that they are not is an obstacle."""
-    if missing("celeba-smiling", data_dir) is None:
+    if missing_files("celeba-smiling", data_dir) is None:
         read_celeba(data_dir)
-    if missing("cifar10", data_dir) is None:
+    if missing_files("cifar10", data_dir) is None:
         for split in ("train", "test"):
             load_cifar10(split, data_dir)
 

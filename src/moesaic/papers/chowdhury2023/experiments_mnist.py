@@ -194,7 +194,7 @@ def _digest(digits: DigitPatches) -> str:
     for split in ("train", "test"):
         loaded = load_digits(split, digits.data_dir)
         content.update(np.ascontiguousarray(loaded.pixels).tobytes())
-        content.update(np.ascontiguousarray(loaded.kinds).tobytes())
+        content.update(np.ascontiguousarray(loaded.labels).tobytes())
     return content.hexdigest()[:16]
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023.theory.closed_form_router import class_sums, trained_routers
 from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer, error_signal, standardise_
@@ -51,7 +51,7 @@ class Schedule:
     """Likewise; routers that train along have the ``learning_rate``."""
 
     def __post_init__(self) -> None:
-        at_least_one("Schedule", epochs=self.epochs, batch=self.batch, router_epochs=self.router_epochs)
+        check_positive("Schedule", epochs=self.epochs, batch=self.batch, router_epochs=self.router_epochs)
         for name in ("learning_rate", "router_learning_rate"):
             value: float = getattr(self, name)
             if not 0 < value < float("inf"):

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023.theory.closed_form_router import router_init_std
 from moesaic.routing.router import stable_topk
@@ -78,12 +78,12 @@ class TwoLayer:
     """
 
     def __post_init__(self) -> None:
-        one_of("TwoLayer", "kind", self.kind, get_args(Kind))
-        one_of("TwoLayer", "scale", self.scale, get_args(Scale))
-        one_of("TwoLayer", "output_weights", self.output_weights, get_args(OutputWeights))
-        at_least_one("TwoLayer", experts=self.experts, neurons=self.neurons)
+        check_choice("TwoLayer", "kind", self.kind, get_args(Kind))
+        check_choice("TwoLayer", "scale", self.scale, get_args(Scale))
+        check_choice("TwoLayer", "output_weights", self.output_weights, get_args(OutputWeights))
+        check_positive("TwoLayer", experts=self.experts, neurons=self.neurons)
         if self.patches_per_expert is not None:
-            at_least_one("TwoLayer", patches_per_expert=self.patches_per_expert)
+            check_positive("TwoLayer", patches_per_expert=self.patches_per_expert)
         if self.kind == "cnn" and (self.experts != 1 or self.patches_per_expert is not None):
             raise ValueError(
                 f"TwoLayer: kind='cnn' has one expert that takes every patch, got experts={self.experts}, "
@@ -131,7 +131,7 @@ class TwoLayer:
         `Schedule.of` has the schedule that goes with each, `moesaic.theory.suggest_patches_per_expert`
         chooses the number of patches.
         """
-        one_of("TwoLayer.joint", "fidelity", fidelity, get_args(Fidelity))
+        check_choice("TwoLayer.joint", "fidelity", fidelity, get_args(Fidelity))
         E, L, J = (16, 4, 4) if fidelity == "best" else (8, 6, 5)
         shape = (
             E if experts is None else experts,
@@ -172,7 +172,7 @@ class TwoLayer:
 
 
 def _printed_or_released(owner: str, fidelity: Fidelity) -> None:
-    one_of(owner, "fidelity", fidelity, ("print", "released"))
+    check_choice(owner, "fidelity", fidelity, ("print", "released"))
 
 
 @dataclass(eq=False)
@@ -199,7 +199,7 @@ class Networks:
     @classmethod
     def initial(cls, model: TwoLayer, keys: Tensor, *, patches: int, dim: int, classes: int) -> Networks:
         """Untrained networks, one for each key (eqs. 7 and 8)."""
-        at_least_one("Networks", patches=patches, dim=dim)
+        check_positive("Networks", patches=patches, dim=dim)
         if model.kind == "separate" and model.experts != classes:
             raise ValueError(
                 f"Networks: separate training needs an expert for each class (Section M: k = c), got "

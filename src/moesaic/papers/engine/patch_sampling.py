@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.data.splits import Split
 
 __all__ = ["balanced", "blocks", "check_draw", "check_patches", "even_orders", "lay_out"]
@@ -18,7 +18,7 @@ _BLOCK = 1 << 22  # random numbers at once; bounds the memory, not what is drawn
 
 def check_patches(owner: str, patches: int) -> None:
     """Refuse samples without room for a patch beside the discriminative one."""
-    at_least_one(owner, patches=patches)
+    check_positive(owner, patches=patches)
     if patches < 2:
         raise ValueError(
             f"{owner}: patches={patches} leaves no room for patches around the discriminative one; use 2 or more"
@@ -32,8 +32,8 @@ def check_draw(owner: str, keys: Tensor, samples: int, split: Split, classes: in
             f"{owner}: keys have the shape {tuple(keys.shape)} and are {keys.dtype}; "
             "make them with keyed_random.keys: (T,) torch.int64"
         )
-    one_of(owner, "split", split, get_args(Split))
-    at_least_one(owner, samples=samples)
+    check_choice(owner, "split", split, get_args(Split))
+    check_positive(owner, samples=samples)
     if samples % classes:
         below = samples - samples % classes
         ways = f"{below} or {below + classes}" if below else f"{classes}"

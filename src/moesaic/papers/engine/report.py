@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moesaic.fidelity import Fidelity
-from moesaic.files import write_whole
+from moesaic.files import write_atomic
 from moesaic.papers.engine.claims_table import verdict_counts
 from moesaic.papers.engine.findings import VERDICTS, Finding, Source
 from moesaic.papers.engine.glossary import explained
@@ -89,7 +89,7 @@ def write_report(
         dark=ON_DARK,
         css=_style_class,
     )
-    write_whole(path, text.encode())
+    write_atomic(path, text.encode())
 
 
 @dataclass(frozen=True)

@@ -33,9 +33,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moesaic import keyed_random
-from moesaic.data.builtin_datasets import missing
+from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.cifar10 import load_cifar10
-from moesaic.data.datasets import ImageTask
+from moesaic.data.datasets import ImageDataset
 from moesaic.data.load import load_images
 from moesaic.fidelity import Fidelity
 from moesaic.insight.channel_metrics import channel_usage, gate_distances
@@ -147,14 +147,14 @@ class GateCell:
         return self.recipe.epochs * (2 if self.teacher else 1)
 
     def missing_requirement(self, runner: Runner) -> str | None:
-        if missing(_TASK, runner.data_dir) is not None:
+        if missing_files(_TASK, runner.data_dir) is not None:
             return "needs CIFAR-10's binary files under --data-dir"
         return None if self.on_cpu or runner.device.startswith("cuda") else "needs a GPU (--device cuda)"
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         described = {**asdict(self), "recipe": self.recipe.to_json(), "options": dict(self.options)}
         del described["on_cpu"]
-        here = runner.data_dir if missing(_TASK, runner.data_dir) is None else None
+        here = runner.data_dir if missing_files(_TASK, runner.data_dir) is None else None
         digest = _loaded(here).digest if here is not None else "not here"
         return {"experiment": "channel gates", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
 
@@ -208,13 +208,13 @@ class GateCell:
         return {name: value for name, value in self.options if name == "width"}
 
 
-def _static(model: nn.Module, task: ImageTask) -> dict[str, Any]:
+def _static(model: nn.Module, task: ImageDataset) -> dict[str, Any]:
     channels, height, width = task.test.pixels.shape[1:]
     macs = count_macs(model, (channels, height, width)).macs
     return {"macs": macs, "spread": 0.0, "dense_macs": macs, "usage": [], "within": 0.0, "between": 0.0}
 
 
-def _gates(model: DeepMoE, task: ImageTask, recipe: Recipe) -> dict[str, Any]:
+def _gates(model: DeepMoE, task: ImageDataset, recipe: Recipe) -> dict[str, Any]:
     """What gates do on the test images, in the precision in which these were tested."""
     device = next(model.parameters()).device
     half = recipe.half(device)
@@ -231,7 +231,7 @@ def _gates(model: DeepMoE, task: ImageTask, recipe: Recipe) -> dict[str, Any]:
     together = {name: _joined([each[name] for each in routings]) for name in model.gated}
     labels = task.test.labels[: next(iter(together.values())).batch].cpu()
     used = [channel_usage(each) for each in together.values()]
-    apart = gate_distances(together, labels, task.labels)
+    apart = gate_distances(together, labels, task.num_classes)
     cost = torch.cat(macs)
     return {
         "macs": round(float(cost.mean()), 1),
@@ -261,14 +261,14 @@ def _network(name: str, options: Mapping[str, Any], seed: int) -> nn.Module:
 
 
 @lru_cache(maxsize=1)
-def _loaded(data_dir: Path) -> ImageTask:
+def _loaded(data_dir: Path) -> ImageDataset:
     """CIFAR-10, mirrored and shifted at random in training."""
-    return load_images(_TASK, data_dir=data_dir, augment="flip-crop", scale="standard")
+    return load_images(_TASK, data_dir=data_dir, augment="flip-crop", normalize="standard")
 
 
 def check_data(data_dir: Path) -> None:
     """Raises if CIFAR-10 is in the folder and damaged; that it is not there is an obstacle."""
-    if missing(_TASK, data_dir) is None:
+    if missing_files(_TASK, data_dir) is None:
         for split in ("train", "test"):
             load_cifar10(split, data_dir)
 

@@ -18,7 +18,7 @@ SPLITS: tuple[Split, ...] = ("train", "test")
 
 def kinds(data: TrialData, split: Split, data_dir: Path | None = None) -> Tensor:
     """(T, B, N): which digit lies on each place."""
-    return torch.from_numpy(load_digits(split, data_dir).kinds)[data.index]
+    return torch.from_numpy(load_digits(split, data_dir).labels)[data.index]
 
 
 def rows(pool: Tensor) -> set[bytes]:
@@ -115,7 +115,7 @@ def test_the_discriminative_digit_may_lie_anywhere():
 @pytest.mark.parametrize("data", [None, "mnist"])
 def test_no_digit_comes_again_before_all_others_of_its_sort_came(data: str | None, request: pytest.FixtureRequest):
     folder: Path | None = data and request.getfixturevalue(data)
-    source = load_digits("test", folder).kinds
+    source = load_digits("test", folder).labels
     index = DigitPatches(folder).draw(keyed_random.keys(0, range(3)), 100, "test").index
     for trial in index:
         used = trial.flatten().bincount(minlength=len(source)).numpy()

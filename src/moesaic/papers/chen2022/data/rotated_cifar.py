@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
-from moesaic.data.datasets import CIFAR10_SCALE, ImageTask, LabelledImages, cifar10_tensors, standardise
+from moesaic.data.datasets import CIFAR10_NORMALIZE, ImageDataset, LabelledImages, cifar10_tensors, normalize_
 from moesaic.data.splits import Split
 
 __all__ = ["ANGLE", "CROP", "blur", "cifar10_rotate_task", "crop_and_resize", "rotate"]
@@ -125,7 +125,7 @@ def _square(pixels: Tensor) -> tuple[int, int]:
     return pixels.shape[2], pixels.shape[3]
 
 
-def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per_file: int = 10_000) -> ImageTask:
+def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per_file: int = 10_000) -> ImageDataset:
     """CIFAR-10-Rotate: is the image turned by 30° (label 1) or not (label 0)? Its clusters are CIFAR-10's classes.
 
     Every image is there twice, as it is and turned, and both are cropped, enlarged and blurred. The paper prints
@@ -138,19 +138,19 @@ def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per
         labels = torch.arange(2).repeat_interleave(len(pixels))
         return LabelledImages(both, labels, classes.repeat(2))
 
-    return ImageTask(
+    return ImageDataset(
         split("train"),
         split("test"),
         ("upright", "turned"),
         CIFAR10_CLASSES,
         _blurred,
-        _blurred if blur_test else CIFAR10_SCALE,
+        _blurred if blur_test else CIFAR10_NORMALIZE,
         name="cifar10-rotate",
-        scale=None if blur_test else CIFAR10_SCALE,
+        normalize=None if blur_test else CIFAR10_NORMALIZE,
     )
 
 
-def _blurred(pixels: Tensor, luck: Tensor) -> Tensor:
-    """Blur by a standard deviation of 1.1 to 2.2 pixels, and normalise; kernel and range as in the authors' code."""
+def _blurred(pixels: Tensor, rand: Tensor) -> Tensor:
+    """Blur by a standard deviation of 1.1 to 2.2 pixels, and normalize; kernel and range as in the authors' code."""
     low, high = _SIGMA
-    return standardise(blur(pixels.float().div_(255.0), low + (high - low) * luck[:, 0].float()), CIFAR10_SCALE)
+    return normalize_(blur(pixels.float().div_(255.0), low + (high - low) * rand[:, 0].float()), CIFAR10_NORMALIZE)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 
 __all__ = ["Embeddings", "embed_sentences"]
 
@@ -78,7 +78,7 @@ def _characters(
     from sklearn.decomposition import TruncatedSVD
     from sklearn.feature_extraction.text import TfidfVectorizer
 
-    at_least_one("embed_sentences", dims=dims)
+    check_positive("embed_sentences", dims=dims)
     known = texts if train is None else [texts[i] for i in train]
     if not known:
         raise ValueError("embed_sentences: 0 training texts to count n-grams in; give at least 1")

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 
 __all__ = ["SOURCES", "SentenceSource", "Sentences", "find_sentences", "load_sentences", "read_sentences"]
 
@@ -113,10 +113,10 @@ def load_sentences(
     (('sehr gut', 'nie wieder'), [1, 0])
     """
     if most is not None:
-        at_least_one("load_sentences", most=most)
+        check_positive("load_sentences", most=most)
     known = {source.language: source for source in sources}
     names = tuple(
-        one_of("load_sentences", "language", each, known) for each in (known if languages is None else languages)
+        check_choice("load_sentences", "language", each, known) for each in (known if languages is None else languages)
     )
     if not names:
         raise ValueError(f"load_sentences: no language asked for; pick from {', '.join(known) or 'your own sources'}")

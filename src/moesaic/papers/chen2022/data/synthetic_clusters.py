@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.data.splits import Split
 from moesaic.papers.engine.patch_sampling import blocks, check_draw
 
@@ -127,7 +127,7 @@ class ClusterPatches:
         >>> ClusterPatches.setting(4).sigma_p
         2.0
         """
-        alpha, gamma, sigma_p = _SETTINGS[one_of("ClusterPatches", "setting", which, tuple(_SETTINGS))]
+        alpha, gamma, sigma_p = _SETTINGS[check_choice("ClusterPatches", "setting", which, tuple(_SETTINGS))]
         return cls(alpha=alpha, gamma=gamma, sigma_p=sigma_p, seed=seed)
 
     @property
@@ -189,7 +189,7 @@ class ClusterPatches:
         return torch.from_numpy(q * np.sign(np.diag(r))).T.contiguous()
 
     def _check_counts(self) -> None:
-        at_least_one("ClusterPatches", clusters=self.clusters, patches=self.patches, dim=self.dim)
+        check_positive("ClusterPatches", clusters=self.clusters, patches=self.patches, dim=self.dim)
         if self.clusters < 2:
             raise ValueError(
                 f"ClusterPatches: clusters={self.clusters}, but clusters ≥ 2: the feature noise carries the feature "

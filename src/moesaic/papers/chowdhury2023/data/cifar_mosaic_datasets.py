@@ -11,16 +11,14 @@ from typing import get_args
 from moesaic.data.builtin_datasets import (
     CIFAR10_FILE_IMAGES,
     DATASETS,
-    cifar10_arrays,
     register_dataset,
-    required_dir,
-    resized,
+    require_data_dir,
+    resize_images,
 )
 from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10
-from moesaic.data.datasets import LabelledImages
-from moesaic.data.decoded_cache import Cache, decode_pictures
-from moesaic.data.file_sources import open_shelf
-from moesaic.data.image_source import ImageParts
+from moesaic.data.datasets import ImageSplits, LabelledImages, cifar10_tensors
+from moesaic.data.decoded_cache import DecodedCache, decode_images
+from moesaic.data.file_sources import open_source
 from moesaic.data.splits import Split
 from moesaic.papers.chowdhury2023.data.cifar_mosaics import (
     QUADRANTS,
@@ -41,28 +39,30 @@ _FLOWERS = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
 
 
 def cifar_vehicles(
-    data_dir: Path | None, size: int | None, cache: Cache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
-) -> ImageParts:
+    data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
+) -> ImageSplits:
     """``cifar-vehicles``: which vehicle is it, among three animals? Clusters are the quadrants it may be in."""
 
     def part(split: Split) -> LabelledImages:
-        pixels, classes = cifar10_arrays("cifar-vehicles", split, data_dir, images_per_file)
+        pixels, classes = cifar10_tensors(split, require_data_dir("cifar-vehicles", data_dir), images_per_file)
         made = vehicle_mosaics(pixels, classes, split=split, seed=seed)
-        return LabelledImages(resized("cifar-vehicles", made.pixels, size), made.labels, made.clusters)
+        return LabelledImages(resize_images("cifar-vehicles", made.pixels, size), made.labels, made.clusters)
 
-    return ImageParts(part("train"), part("test"), VEHICLES, QUADRANTS)
+    return ImageSplits(part("train"), part("test"), VEHICLES, QUADRANTS)
 
 
 def cifar10_noise(
-    data_dir: Path | None, size: int | None, cache: Cache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
-) -> ImageParts:
+    data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
+) -> ImageSplits:
     """``cifar10-noise``: CIFAR-10 at half its size, somewhere on photographs of plants."""
     name = "cifar10-noise"
-    splits = {split: cifar10_arrays(name, split, data_dir, images_per_file) for split in get_args(Split)}
-    place = find_backgrounds(required_dir(name, data_dir))
-    with open_shelf(place) as shelf:
-        pictures = [entry.name for entry in shelf.entries() if entry.name.lower().endswith(_PICTURES)]
-        decoded = decode_pictures(shelf, pictures, _CIFAR_SIDE, cache)
+    splits = {
+        split: cifar10_tensors(split, require_data_dir(name, data_dir), images_per_file) for split in get_args(Split)
+    }
+    place = find_backgrounds(require_data_dir(name, data_dir))
+    with open_source(place) as source:
+        pictures = [entry.name for entry in source.entries() if entry.name.lower().endswith(_PICTURES)]
+        decoded = decode_images(source, pictures, _CIFAR_SIDE, cache)
     if len(decoded.pixels) < 2:
         raise ValueError(
             f"{name}: {place} has {len(decoded.pixels)} photographs that can be read, and at least 2 are needed: "
@@ -73,9 +73,9 @@ def cifar10_noise(
     def part(split: Split) -> LabelledImages:
         behind = decoded.pixels[split_backgrounds(len(decoded.pixels), split, seed)]
         made = on_backgrounds(*splits[split], behind, split=split, seed=seed)
-        return LabelledImages(resized(name, made.pixels, size), made.labels, made.clusters)
+        return LabelledImages(resize_images(name, made.pixels, size), made.labels, made.clusters)
 
-    return ImageParts(part("train"), part("test"), CIFAR10_CLASSES, CIFAR10_CLASSES, decoded.skipped)
+    return ImageSplits(part("train"), part("test"), CIFAR10_CLASSES, CIFAR10_CLASSES, decoded.skipped)
 
 
 def find_backgrounds(data_dir: str | Path) -> Path:
@@ -102,10 +102,10 @@ def register() -> None:
 
 
 def _locate_vehicles(data_dir: Path | None) -> None:
-    find_cifar10(required_dir("cifar-vehicles", data_dir))
+    find_cifar10(require_data_dir("cifar-vehicles", data_dir))
 
 
 def _locate_noise(data_dir: Path | None) -> None:
-    folder = required_dir("cifar10-noise", data_dir)
+    folder = require_data_dir("cifar10-noise", data_dir)
     find_cifar10(folder)
     find_backgrounds(folder)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.checks import at_least_one, one_of
+from moesaic.checks import check_choice, check_positive
 from moesaic.data.mnist import DIGIT_SIZE, load_digits
 from moesaic.data.splits import Split
 
@@ -64,12 +64,12 @@ def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> Digi
     >>> bool((there == mosaics.labels).all())
     True
     """
-    at_least_one("digit_mosaics", count=count)
-    one_of("digit_mosaics", "split", split, get_args(Split))
+    check_positive("digit_mosaics", count=count)
+    check_choice("digit_mosaics", "split", split, get_args(Split))
     _check_grid(grid)
     _check_seed(seed)
     digits = load_digits(split)
-    kinds = digits.kinds
+    kinds = digits.labels
     rng = np.random.default_rng([seed, get_args(Split).index(split)])
 
     labels = rng.permutation(np.arange(count) % 2)
@@ -99,7 +99,7 @@ def _draw(rng: np.random.Generator, pool: NDArray[np.int64], count: int) -> NDAr
 
 
 def _check_grid(grid: int) -> None:
-    at_least_one("digit_mosaics", grid=grid)
+    check_positive("digit_mosaics", grid=grid)
     if grid < 2:
         raise ValueError(
             f"digit_mosaics: grid={grid} leaves no room for digits around the discriminative one; use 2 or more"

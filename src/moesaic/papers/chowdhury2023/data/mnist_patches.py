@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.data.mnist import DIGIT_SIZE, Digits, find_digits, load_digits
 from moesaic.data.splits import Split
 from moesaic.papers.engine.patch_sampling import balanced, check_draw, check_patches, even_orders, lay_out
@@ -47,7 +47,7 @@ class DigitPatches:
 
     def __post_init__(self) -> None:
         check_patches("DigitPatches", self.patches)
-        at_least_one("DigitPatches", classes=self.classes)
+        check_positive("DigitPatches", classes=self.classes)
         if not 2 <= self.classes <= 9:
             raise ValueError(
                 f"DigitPatches: classes={self.classes}, but 2 ≤ classes ≤ 9: there are two classes at least, "
@@ -85,8 +85,8 @@ class DigitPatches:
 
     def _sorts(self, digits: Digits, split: Split, device: torch.device) -> list[Tensor]:
         """Rows of the pool: of each class, then of the irrelevant digits."""
-        sorts = [np.flatnonzero(digits.kinds == kind) for kind in range(self.classes)]
-        sorts.append(np.flatnonzero(digits.kinds >= self.classes))
+        sorts = [np.flatnonzero(digits.labels == kind) for kind in range(self.classes)]
+        sorts.append(np.flatnonzero(digits.labels >= self.classes))
         for kind, rows in enumerate(sorts):
             if not len(rows):
                 wanted = f"{kind}" if kind < self.classes else f"{kind} to 9"

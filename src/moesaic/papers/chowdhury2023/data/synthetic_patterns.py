@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.checks import at_least_one
+from moesaic.checks import check_positive
 from moesaic.data.splits import Split
 from moesaic.papers.engine.patch_sampling import balanced, blocks, check_draw, check_patches, lay_out
 from moesaic.papers.engine.trial_data import TrialData
@@ -219,7 +219,7 @@ class PatternPatches:
 
     def _check_counts(self) -> None:
         check_patches("PatternPatches", self.patches)
-        at_least_one("PatternPatches", dim=self.dim, pattern_sets=self.pattern_sets, classes=self.classes)
+        check_positive("PatternPatches", dim=self.dim, pattern_sets=self.pattern_sets, classes=self.classes)
         if self.classes < 2:
             raise ValueError(f"PatternPatches: classes={self.classes}; there must be two at least")
         if not 0 <= self.close <= self.patches - 1:
@@ -228,7 +228,7 @@ class PatternPatches:
                 "one patch of a sample is the class pattern"
             )
         if self.close:
-            at_least_one("PatternPatches", close=self.close)
+            check_positive("PatternPatches", close=self.close)
         if self.close == self.patches - 1 and self.pattern_sets % self.classes:
             raise ValueError(
                 f"PatternPatches: with close = patches − 1 = {self.close} all sets lean, and "
