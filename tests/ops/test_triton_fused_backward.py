@@ -13,7 +13,7 @@ from triton_cases import TYPES, Named, assert_near, numbers, poison
 from moesaic.ops.triton.fused_backward import fits, joint_gradients
 from moesaic.ops.triton.gather import NormTensors
 from moesaic.ops.triton.launch import Sizes
-from moesaic.ops.triton_backend import KINDS
+from moesaic.ops.triton_backend import GATE_KINDS
 
 EPS = 1e-3
 
@@ -101,7 +101,7 @@ def test_gradients_of_map_router_and_norm_equal_float64(case, on):
     norm = NormTensors(norm_weight, norm_bias, mean, var, EPS, case.training)
     mine = joint_gradients(
         grad, x, index.to(device), slots.to(device), gate.contiguous(), scores.contiguous(), router, norm, p,
-        KINDS[case.kind], centre=True,
+        GATE_KINDS[case.kind], centre=True,
     )  # fmt: skip
     assert_near((mine.x, mine.router, mine.norm_weight, mine.norm_bias), expected, dtype)
 

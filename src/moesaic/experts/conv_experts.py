@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.experts.stacked_experts import Experts
-from moesaic.ops import ConvWeights, Norm, PatchSpec, run_conv, run_conv_pooled
+from moesaic.ops import ConvWeights, PatchSelection, PatchSpec, run_conv
 from moesaic.ops.weight_layout import channels_last, put_taps_first, taps_first
 from moesaic.routing_record import Routing
 
@@ -61,12 +61,13 @@ class ConvExperts(Experts):
         if self.bias is not None:
             nn.init.uniform_(self.bias, -bound, bound, generator=generator)
 
-    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec) -> Tensor:
-        return run_conv(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec)
+    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec, selection: PatchSelection | None = None) -> Tensor:
+        return run_conv(x, routing, self.weights, self.norm_tensors(x), spec, selection)
 
-    def pooled(self, x: Tensor, routing: Routing, spec: PatchSpec, after: Norm) -> Tensor:
-        """The mean over the map of what BatchNorm ``after`` and ReLU make of the result: (B, O')."""
-        return run_conv_pooled(x, routing, ConvWeights(self.weight, self.bias), self._norm(x), spec, after)
+    @property
+    def weights(self) -> ConvWeights:
+        """Weight and bias, as backends take them."""
+        return ConvWeights(self.weight, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> ConvExperts:
         # model.to(memory_format=channels_last) takes 4-D weights only: show it the convolutions one after another.

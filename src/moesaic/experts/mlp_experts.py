@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from moesaic.checks import check_choice, check_positive
 from moesaic.experts.sample_experts import check_samples
 from moesaic.experts.stacked_experts import Experts
-from moesaic.ops import MLPWeights, PatchSpec, Samples, run_mlp, run_stacked
+from moesaic.ops import MLPWeights, PatchSelection, PatchSpec, Samples, run_mlp, run_stacked
 from moesaic.routing_record import Routing
 
 __all__ = ["MLPExperts"]
@@ -75,14 +75,20 @@ class MLPExperts(Experts):
             if bias is not None:
                 nn.init.uniform_(bias, -bound, bound, generator=generator)
 
-    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        routing: Routing,
+        spec: PatchSpec | None = None,
+        selection: PatchSelection | None = None,
+    ) -> Tensor:
         """Run the experts over the routed patches of a map, or without a ``spec`` over samples (B, …, C)."""
         if spec is None:
             return self._forward_samples(x, routing)
         weights = MLPWeights(
             self.weight_in, self.bias_in, self.weight_out, self.bias_out, _ACTIVATIONS[self.activation]
         )
-        return run_mlp(x, routing, weights, self._norm(x), spec)
+        return run_mlp(x, routing, weights, self.norm_tensors(x), spec, selection)
 
     def _forward_samples(self, x: Tensor, routing: Routing) -> Tensor:
         check_samples("MLPExperts", x, self.weight_in, f"(B, …, {self.in_channels})", axes=max(x.ndim, 2))

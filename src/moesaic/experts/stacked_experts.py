@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.experts.expert_norm import ExpertNorm
-from moesaic.ops import Norm, PatchSpec
+from moesaic.ops import Norm, PatchSelection, PatchSpec
 from moesaic.routing_record import Routing
 
 __all__ = ["Experts"]
@@ -45,9 +45,13 @@ class Experts(nn.Module):
     def __len__(self) -> int:
         return self._experts
 
-    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec) -> Tensor:
-        """Run the experts over the routed patches of a map (B, C, H, W)."""
-        raise TypeError(f"{type(self).__name__} is Experts without a forward(x, routing, spec)")
+    def forward(self, x: Tensor, routing: Routing, spec: PatchSpec, selection: PatchSelection | None = None) -> Tensor:
+        """Run the experts over the routed patches of a map (B, C, H, W).
 
-    def _norm(self, x: Tensor) -> Norm | None:
+        ``selection`` is the state of an expert choice by kernels, for the ``run_`` functions of `moesaic.ops`.
+        """
+        raise TypeError(f"{type(self).__name__} is Experts without a forward(x, routing, spec, selection)")
+
+    def norm_tensors(self, x: Tensor) -> Norm | None:
+        """The experts' norm as backends take it, or None."""
         return None if self.norm is None else self.norm.tensors(x.shape[0] * x.shape[2] * x.shape[3])

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from moesaic.checks import check_choice, check_feature_map, check_positive
 from moesaic.experts import ConvExperts, Experts
 from moesaic.layers.recording import RoutedLayer
-from moesaic.ops import ChosenPatches, Combine, Context, GateOn, Norm, PatchSpec, autocast_dtype
+from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
+from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing_record import Routing
@@ -152,32 +153,35 @@ class PatchMoE(RoutedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-        x, routing = self._routed(x)
-        y = self._run_soft(x, routing) if routing.chooser == "soft" else self.experts(x, routing, self._spec)
+        x, routing, selection = self.prepare(x)
+        if routing.chooser == "soft":
+            y = self._run_soft(x, routing)
+        else:
+            y = self.experts(x, routing, self.spec, selection)
         return y.contiguous(memory_format=memory_format)
 
-    def pooled(self, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-        """``norm(self(x)).relu().mean((2, 3))``, for which some backends need not write the map.
+    def prepare(self, x: Tensor) -> tuple[Tensor, Routing, PatchSelection | None]:
+        """Checks a map, puts it in channels_last, routes it and calls the routing hooks.
 
-        The layer, its experts and the norm are then not called as modules, and their hooks hear nothing.
-
-        >>> import torch, moesaic
-        >>> layer = moesaic.PatchMoE(4, 6, experts=2, patches_per_expert=3, gate_on="input")
-        >>> layer.pooled(torch.randn(5, 4, 8, 8), torch.nn.BatchNorm2d(6)).shape
-        torch.Size([5, 6])
+        Returns:
+            The map as the experts read it, its routing, and the state of the choice where kernels made it.
         """
-        experts, after = self.experts, _tensors(norm)
-        if after is None or not isinstance(experts, ConvExperts) or isinstance(self.router, SoftRouter):
-            return norm(self(x)).relu().mean((2, 3))
-        x, routing = self._routed(x)
-        if norm.training and norm.num_batches_tracked is not None:
-            norm.num_batches_tracked.add_(1)
-        return experts.pooled(x, routing, self._spec, after)
+        self._check_input(x)
+        x = x.contiguous(memory_format=torch.channels_last)
+        routing, selection = self._route(x)
+        self._call_routing_hooks(routing)
+        return x, routing, selection
 
     def route(self, x: Tensor) -> Routing:
-        """What the router chooses for a map, without running the experts."""
+        """The routing of a map, without running the experts."""
         self._check_input(x)
-        return _bare(self._route(x))
+        routing, _ = self._route(x)
+        return routing
+
+    @property
+    def spec(self) -> PatchSpec:
+        """How patches meet the experts, as backends take it."""
+        return PatchSpec(self.patch_size, self.gate_on, self.context, self.combine)
 
     def extra_repr(self) -> str:
         return (
@@ -185,20 +189,14 @@ class PatchMoE(RoutedLayer):
             f"combine={self.combine!r}"
         )
 
-    @property
-    def _spec(self) -> PatchSpec:
-        return PatchSpec(self.patch_size, self.gate_on, self.context, self.combine)
-
-    def _routed(self, x: Tensor) -> tuple[Tensor, Routing]:
-        """The map as experts read it, and what was chosen of it, which listeners are told."""
-        self._check_input(x)
-        x = x.contiguous(memory_format=torch.channels_last)
-        routing = self._route(x)
-        self._call_routing_hooks(_bare(routing))
-        return x, routing
-
-    def _route(self, x: Tensor) -> Routing:
-        routing = self.router(x)
+    def _route(self, x: Tensor) -> tuple[Routing, PatchSelection | None]:
+        selection = None
+        router = self.router
+        # a router that has hooks, or a forward of its own, is called as a module
+        if isinstance(router, ExpertChoice) and type(router).forward is ExpertChoice.forward and not has_hooks(router):
+            routing, selection = router.select(x)
+        else:
+            routing = router(x)
         if routing.experts != len(self.experts):
             raise ValueError(
                 f"PatchMoE: the router routes to {routing.experts} experts, but the layer has {len(self.experts)}; "
@@ -212,7 +210,7 @@ class PatchMoE(RoutedLayer):
                 f"PatchMoE: the router returned a grid of {routing.grid} for a map of {grid[0]}×{grid[1]} patches; "
                 f"its patch_size must be the layer's, {self.patch_size}"
             )
-        return routing
+        return routing, selection
 
     def _run_soft(self, x: Tensor, routing: Routing) -> Tensor:
         """Mix patches into slots, run each expert on its slots as patches of their own, mix back."""
@@ -276,20 +274,6 @@ class PatchMoE(RoutedLayer):
                 f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
-
-
-def _bare(routing: Routing) -> Routing:
-    """The record alone, whoever chose."""
-    return routing.bare() if isinstance(routing, ChosenPatches) else routing
-
-
-def _tensors(norm: nn.BatchNorm2d) -> Norm | None:
-    """What a backend needs of a BatchNorm with weights and running statistics; None of others."""
-    if type(norm) is not nn.BatchNorm2d or not norm.affine or norm.momentum is None:
-        return None
-    if norm.running_mean is None or norm.running_var is None:
-        return None
-    return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.training)
 
 
 def _check_agreement(owner_has: str, **options: tuple[object, object, object]) -> None:

@@ -16,7 +16,6 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
@@ -27,27 +26,25 @@ __all__ = [
     "Backend",
     "ChannelActivation",
     "ChannelConv",
-    "ChoosingBackend",
-    "ChosenPatches",
     "Combine",
     "Context",
     "ConvWeights",
+    "ExpertChoiceBackend",
     "GateOn",
     "MLPWeights",
     "Norm",
+    "PatchSelection",
     "PatchSpec",
-    "PoolingBackend",
     "Samples",
     "Softmax",
     "backend",
     "backends",
-    "pools",
     "register_backend",
+    "requested_backend",
     "run_channels",
-    "run_choice",
     "run_conv",
-    "run_conv_pooled",
     "run_each",
+    "run_expert_choice",
     "run_mlp",
     "run_stacked",
     "select_backend",
@@ -75,8 +72,7 @@ class PatchSpec:
 class Norm:
     """BatchNorm of each expert's masked map, followed by ReLU; tensors are (E, C).
 
-    Of a ``ChannelConv`` it is the BatchNorm of the convolution's result, without ReLU; tensors are (O,). Of
-    ``run_conv_pooled`` it is the BatchNorm of the result as well, with ReLU; tensors are (O',).
+    Of a ``ChannelConv`` it is the BatchNorm of the convolution's result, without ReLU; tensors are (O,).
     In training the running statistics are updated in place.
     """
 
@@ -96,10 +92,14 @@ class ConvWeights:
     weight: Tensor
     bias: Tensor | None
 
+    def to(self, dtype: torch.dtype) -> ConvWeights:
+        """The weights in another dtype."""
+        return ConvWeights(self.weight.to(dtype), _to(self.bias, dtype))
+
 
 @dataclass(frozen=True)
 class MLPWeights:
-    """Stacked two-layer perceptrons, applied to each pixel: C → J → O."""
+    """Stacked two-layer MLPs, applied to each pixel: C → J → O."""
 
     weight_in: Tensor
     """(E, J, C)"""
@@ -108,6 +108,16 @@ class MLPWeights:
     """(E, O, J)"""
     bias_out: Tensor | None
     activation: Activation
+
+    def to(self, dtype: torch.dtype) -> MLPWeights:
+        """The weights in another dtype."""
+        return MLPWeights(
+            self.weight_in.to(dtype),
+            _to(self.bias_in, dtype),
+            self.weight_out.to(dtype),
+            _to(self.bias_out, dtype),
+            self.activation,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,29 +139,26 @@ class ChannelConv:
 
 
 @dataclass(frozen=True, eq=False)
-class ChosenPatches(Routing):
-    """Expert choice made by a backend's own kernels, which then need not ask how the gates came about."""
+class PatchSelection:
+    """State of an expert choice that a backend's kernels made, which the same backend's ``conv`` and ``mlp`` reuse.
 
-    seen: Tensor | None = None
-    """The map that was scored."""
-    router: Tensor | None = None
-    """(E, C, p, p): the kernels it was scored with."""
-    softmax: Softmax = "one"
+    With it the gradient of the gates goes on to the router inside ``conv`` and ``mlp``; without it the gates are an
+    input like any other. It belongs to one map and one routing, and to nobody who only reads the routing.
+    """
+
+    x: Tensor
+    """(B, C, H, W): the map that was scored."""
+    routing: Routing
+    router: Tensor
+    """(E, C, p, p): the kernels the map was scored with."""
+    gate: Softmax
     """How gates come from scores."""
-    slots: Tensor | None = None
-    """(B, E, N): which of its places an expert gave to a patch, -1 for none."""
-    made: tuple[Tensor, Tensor] | None = None
-    """Index and gate as they were made: whoever replaced one of them made another routing."""
+    slots: Tensor
+    """(B, E, N): which of its L slots an expert gave to a patch, -1 for none."""
 
-    def is_of(self, x: Tensor) -> bool:
-        """Whether this is what was chosen for this very map, and nothing was replaced."""
-        return self.seen is x and self.made is not None and self.index is self.made[0] and self.gate is self.made[1]
-
-    def bare(self) -> Routing:
-        """The record alone, which does not keep the map alive."""
-        return Routing(
-            self.unit, self.scores, self.index, self.gate, self.chooser, grid=self.grid, may_drop=self.may_drop
-        )
+    def is_for(self, x: Tensor, routing: Routing) -> bool:
+        """Whether map and routing are still those of the choice: a hook may have replaced either."""
+        return self.x is x and routing.index is self.routing.index and routing.gate is self.routing.gate
 
 
 class Samples(Protocol):
@@ -167,7 +174,8 @@ class Backend(Protocol):
 
     ``conv`` and ``mlp`` take a map (B, C, H, W) and return (B, O', H, W). O' is E·O for
     ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype and any memory
-    format. Maps come in channels_last, so that a pixel's channels lie together.
+    format. Maps come in channels_last, so that a pixel's channels are adjacent in memory. ``selection`` is what this
+    or another backend's ``choose`` returned for the map, or None; a backend may ignore it.
 
     ``stacked`` and ``each`` take a batch of samples (B, …), of which sample b goes to the experts
     ``routing.index[b, 0]``, and return the gated sum of their answers. ``stacked`` lays the samples
@@ -185,9 +193,25 @@ class Backend(Protocol):
         """Why this backend cannot run here, or None if it can."""
         ...
 
-    def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor: ...
+    def conv(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: ConvWeights,
+        norm: Norm | None,
+        spec: PatchSpec,
+        selection: PatchSelection | None = None,
+    ) -> Tensor: ...
 
-    def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor: ...
+    def mlp(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: MLPWeights,
+        norm: Norm | None,
+        spec: PatchSpec,
+        selection: PatchSelection | None = None,
+    ) -> Tensor: ...
 
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor: ...
 
@@ -197,26 +221,11 @@ class Backend(Protocol):
 
 
 @runtime_checkable
-class ChoosingBackend(Protocol):
+class ExpertChoiceBackend(Protocol):
     """A backend that has kernels for expert choice too."""
 
-    def choose(self, x: Tensor, router: Tensor, patches: int, softmax: Softmax) -> ChosenPatches | None:
-        """Every expert's best patches of a map (B, C, H, W), or None, which leaves the choice to the router."""
-        ...
-
-
-@runtime_checkable
-class PoolingBackend(Protocol):
-    """A backend that has kernels for a convolution and the mean over the map, and need not write the map."""
-
-    def pools(self, x: Tensor) -> bool:
-        """Whether it has them for maps such as this."""
-        ...
-
-    def conv_pooled(
-        self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec, after: Norm
-    ) -> Tensor | None:
-        """(B, O'), the mean over the map of ReLU(BatchNorm(``conv``)), or None where the map has to be written."""
+    def choose(self, x: Tensor, router: Tensor, patches: int, gate: Softmax) -> PatchSelection | None:
+        """Every expert's top patches of a map (B, C, H, W), or None, which leaves the choice to the router."""
         ...
 
 
@@ -283,70 +292,48 @@ def select_backend(x: Tensor, routing: Routing) -> Backend:
     raise ValueError(f"no backend can run this: {reasons}")
 
 
-def run_choice(x: Tensor, router: Tensor, patches: int, softmax: Softmax) -> ChosenPatches | None:
-    """Every expert's best patches of a map (B, C, H, W) and their gates, where a backend has kernels for that."""
-    asked = [_asked_for] if _asked_for is not None else reversed(_registered)
-    for name in asked:
+def requested_backend() -> str | None:
+    """The name given to the innermost ``backend(...)`` block, or None outside of any."""
+    return _asked_for
+
+
+def run_expert_choice(x: Tensor, router: Tensor, patches: int, gate: Softmax) -> PatchSelection | None:
+    """Every expert's top patches of a map (B, C, H, W) and their gates, or None if no backend has kernels for that."""
+    names = [_asked_for] if _asked_for is not None else reversed(_registered)
+    for name in names:
         candidate = _registered[name]
-        chosen = candidate.choose(x, router, patches, softmax) if isinstance(candidate, ChoosingBackend) else None
+        chosen = candidate.choose(x, router, patches, gate) if isinstance(candidate, ExpertChoiceBackend) else None
         if chosen is not None:
             return chosen
     return None
 
 
-def run_conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
-    """Run stacked convolutions over the routed patches of a map."""
-    dtype = autocast_dtype(x) or x.dtype
-    cast = ConvWeights(experts.weight.to(dtype), _to(experts.bias, dtype))
-    with autocast_off(x):
-        return select_backend(x, routing).conv(x, routing, cast, norm, spec)
-
-
-def pools(x: Tensor) -> bool:
-    """Whether maps such as this may be convolved and averaged in one, by the backend asked for or any."""
-    asked = [_asked_for] if _asked_for is not None else list(_registered)
-    candidates = [_registered[name] for name in asked]
-    return any(isinstance(candidate, PoolingBackend) and candidate.pools(x) for candidate in candidates)
-
-
-def run_conv_pooled(
-    x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec, after: Norm
+def run_conv(
+    x: Tensor,
+    routing: Routing,
+    experts: ConvWeights,
+    norm: Norm | None,
+    spec: PatchSpec,
+    selection: PatchSelection | None = None,
 ) -> Tensor:
-    """Run stacked convolutions, BatchNorm and ReLU, and take the mean over the map: (B, O')."""
-    dtype = autocast_dtype(x) or x.dtype
-    cast = ConvWeights(experts.weight.to(dtype), _to(experts.bias, dtype))
+    """Run stacked convolutions over the routed patches of a map."""
+    cast = experts.to(autocast_dtype(x) or x.dtype)
     with autocast_off(x):
-        chosen = select_backend(x, routing)
-        if isinstance(chosen, PoolingBackend):
-            pooled = chosen.conv_pooled(x, routing, cast, norm, spec, after)
-            if pooled is not None:
-                return pooled
-        y = chosen.conv(x, routing, cast, norm, spec)
-        y = F.batch_norm(
-            y,
-            after.running_mean,
-            after.running_var,
-            after.weight,
-            after.bias,
-            after.training,
-            after.momentum,
-            after.eps,
-        )
-        return F.relu(y).mean((2, 3))
+        return select_backend(x, routing).conv(x, routing, cast, norm, spec, selection)
 
 
-def run_mlp(x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
-    """Run stacked perceptrons over the routed patches of a map, pixel by pixel."""
-    dtype = autocast_dtype(x) or x.dtype
-    cast = MLPWeights(
-        experts.weight_in.to(dtype),
-        _to(experts.bias_in, dtype),
-        experts.weight_out.to(dtype),
-        _to(experts.bias_out, dtype),
-        experts.activation,
-    )
+def run_mlp(
+    x: Tensor,
+    routing: Routing,
+    experts: MLPWeights,
+    norm: Norm | None,
+    spec: PatchSpec,
+    selection: PatchSelection | None = None,
+) -> Tensor:
+    """Run stacked MLPs over the routed patches of a map, pixel by pixel."""
+    cast = experts.to(autocast_dtype(x) or x.dtype)
     with autocast_off(x):
-        return select_backend(x, routing).mlp(x, routing, cast, norm, spec)
+        return select_backend(x, routing).mlp(x, routing, cast, norm, spec, selection)
 
 
 def run_stacked(x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.ops.channel.gated_conv import check_closed, masked_dense
-from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSpec, Samples
+from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
 from moesaic.ops.sample_dispatch import check_answers, gated_sum
 from moesaic.routing_record import Routing
 
@@ -41,7 +41,15 @@ class ReferenceBackend:
     def refusal(self, x: Tensor, routing: Routing) -> str | None:
         return "a soft routing has no masks" if routing.index is None else None
 
-    def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
+    def conv(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: ConvWeights,
+        norm: Norm | None,
+        spec: PatchSpec,
+        selection: PatchSelection | None = None,
+    ) -> Tensor:
         def expert(e: int, masked: Tensor) -> Tensor:
             bias = None if experts.bias is None else experts.bias[e]
             weight = experts.weight[e].contiguous()  # torch's float64 convolution knows no other format
@@ -52,7 +60,15 @@ class ReferenceBackend:
 
         return _masked(expert, experts.weight.dtype, x, routing, norm, spec)
 
-    def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
+    def mlp(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: MLPWeights,
+        norm: Norm | None,
+        spec: PatchSpec,
+        selection: PatchSelection | None = None,
+    ) -> Tensor:
         def expert(e: int, masked: Tensor) -> Tensor:
             bias_in = None if experts.bias_in is None else experts.bias_in[e]
             bias_out = None if experts.bias_out is None else experts.bias_out[e]

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.channel.gated_conv import masked_dense, may_skip
 from moesaic.ops.channel.open_channels import open_channels_alone
-from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSpec, Samples
+from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
 from moesaic.ops.eager import is_eager_cpu, no_grad_needed
 from moesaic.ops.patch.gather import RoutedPixels
 from moesaic.ops.patch.inference import can_run_inference, conv_inference
@@ -56,12 +56,28 @@ class TorchBackend:
     def refusal(self, x: Tensor, routing: Routing) -> str | None:
         return "a soft routing has no patches to gather" if routing.index is None else None
 
-    def conv(self, x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
+    def conv(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: ConvWeights,
+        norm: Norm | None,
+        spec: PatchSpec,
+        selection: PatchSelection | None = None,
+    ) -> Tensor:
         if can_run_inference(x, routing, experts, norm):
             return conv_inference(x, routing, experts, norm, spec)
         return _conv(x, routing, experts, norm, spec)
 
-    def mlp(self, x: Tensor, routing: Routing, experts: MLPWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
+    def mlp(
+        self,
+        x: Tensor,
+        routing: Routing,
+        experts: MLPWeights,
+        norm: Norm | None,
+        spec: PatchSpec,
+        selection: PatchSelection | None = None,
+    ) -> Tensor:
         dtype = experts.weight_in.dtype
         pixels = RoutedPixels.from_routing(routing, x, spec)
         values, background_input = _expert_inputs(x, pixels), None

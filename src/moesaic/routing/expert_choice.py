@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import check_choice, check_feature_map, check_positive
-from moesaic.ops import Softmax, run_choice
+from moesaic.ops import PatchSelection, Softmax, run_expert_choice
 from moesaic.routing.router import Router, stable_topk
 from moesaic.routing_record import Routing, Unit
 
@@ -57,11 +57,16 @@ class ExpertChoice(Router):
         self.gate: ExpertGate = check_choice("ExpertChoice", "gate", gate, get_args(ExpertGate))
 
     def forward(self, x: Tensor) -> Routing:
-        chosen = None
+        routing, _ = self.select(x)
+        return routing
+
+    def select(self, x: Tensor) -> tuple[Routing, PatchSelection | None]:
+        """The routing of a map and, where a backend's kernels chose, their state, which the backend reuses."""
+        selection = None
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
             check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size)
-            chosen = run_choice(x, self.weight, self.patches_per_expert, self.gate)
-        return super().forward(x) if chosen is None else chosen
+            selection = run_expert_choice(x, self.weight, self.patches_per_expert, self.gate)
+        return (super().forward(x), None) if selection is None else (selection.routing, selection)
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         N = scores.shape[1]

@@ -30,15 +30,16 @@ from typing import Any, cast, get_args
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module as every_module
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.fidelity import Fidelity
 from moesaic.layers import PatchMoE
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
+from moesaic.models.wide_resnet.pooled_head import pooled_head
 from moesaic.models.wide_resnet.thin_conv import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
-from moesaic.ops import GateOn, pools
+from moesaic.ops import GateOn, kernels_available
+from moesaic.ops.hooks import has_hooks
 from moesaic.routing.expert_choice import ExpertGate
 
 __all__ = ["WideResNet", "WideResNetPMoE"]
@@ -47,8 +48,6 @@ _KERAS: dict[str, Any] = {"momentum": 0.01, "eps": 1e-3}
 _GROUP_WIDTHS = (16, 32, 64)
 _SHRINK = 4
 """The last group's map has a quarter of the image's side."""
-_HOOKS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
-"""As torch calls those of a module."""
 _SMALL_MAP = 8
 """Up to this side a map is cut into single pixels, as the paper does on CIFAR-10."""
 
@@ -182,7 +181,7 @@ class WideResNet(ImageClassifier):
     def features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) to (B, width)."""
         body = self.body
-        if type(body) is not nn.Sequential or _is_heard(body):
+        if type(body) is not nn.Sequential or has_hooks(body):
             return body(x)
         for part in body:
             x = _through(part, x)
@@ -252,7 +251,7 @@ class WideResNetPMoE(WideResNet):
     def features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) to (B, width); on a GPU without the map between the routed layer and the mean."""
         body = cast(nn.Sequential, self.body)
-        if not pools(x) or not _may_pool(body):
+        if not kernels_available(x) or not _may_pool(body):
             return super().features(x)
         *front, last, norm, _relu, _mean = body
         for part in front:
@@ -261,7 +260,7 @@ class WideResNetPMoE(WideResNet):
         for part in blocks:
             x = part(x)
         assert isinstance(block, _RoutedBlock) and isinstance(norm, nn.BatchNorm2d)
-        return block.moe.pooled(block.before_moe(F.relu(block.norm1(x))), norm)
+        return pooled_head(block.moe, block.before_moe(F.relu(block.norm1(x))), norm)
 
     @property
     def moe(self) -> PatchMoE:
@@ -371,21 +370,21 @@ class _RoutedBlock(nn.Module):
 
 def _through(part: nn.Module, x: Tensor) -> Tensor:
     """``part(x)``; a convolution of few channels by `thin_conv2d` where it has kernels and nobody listens."""
-    if type(part) is nn.Conv2d and fits_thin(part) and _on_gpu(x) and not _is_heard(part):
+    if type(part) is nn.Conv2d and fits_thin(part) and _on_gpu(x) and not has_hooks(part):
         return thin_conv2d(x, part.weight)
     return part(x)
 
 
 def _plus(y: Tensor, conv: nn.Conv2d, x: Tensor) -> Tensor:
     """``y + conv(x)``, likewise in one where there are kernels for that."""
-    if type(conv) is nn.Conv2d and fits_thin_add(conv) and _on_gpu(x) and not _is_heard(conv):
+    if type(conv) is nn.Conv2d and fits_thin_add(conv) and _on_gpu(x) and not has_hooks(conv):
         return plus_thin_conv2d(y, x, conv.weight)
     return y + conv(x)
 
 
 def _on_gpu(x: Tensor) -> bool:
     """Not while a network is traced: then ``x`` stands for a map, and modules are what is looked for."""
-    return isinstance(x, Tensor) and pools(x)  # pyright: ignore[reportUnnecessaryIsInstance]
+    return isinstance(x, Tensor) and kernels_available(x)  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def _may_pool(body: nn.Sequential) -> bool:
@@ -396,12 +395,7 @@ def _may_pool(body: nn.Sequential) -> bool:
         return False
     if not (isinstance(norm, nn.BatchNorm2d) and type(relu) is nn.ReLU and type(mean) is GlobalAvgPool):
         return False
-    return not any(_is_heard(module) for module in (body, last, block, block.moe, block.moe.experts, norm, relu, mean))
-
-
-def _is_heard(module: nn.Module) -> bool:
-    """Whether somebody has a hook there, or at all modules."""
-    return any(getattr(module, f"_{hooks}") or getattr(every_module, f"_global_{hooks}") for hooks in _HOOKS)
+    return not any(has_hooks(module) for module in (body, last, block, block.moe, block.moe.experts, norm, relu, mean))
 
 
 def _drop_biases(network: nn.Module) -> None:

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.ops.autocast import autocast_dtype
-from moesaic.ops.dispatch import pools
+from moesaic.ops import autocast_dtype, kernels_available
 
 __all__ = ["fits_thin", "fits_thin_add", "plus_thin_conv2d", "thin_conv2d"]
 
@@ -68,7 +67,9 @@ def _fits(conv: nn.Conv2d, side: int) -> bool:
 
 def _suits(x: Tensor, weight: Tensor, dtype: torch.dtype, side: int = 3) -> bool:
     """Whether the kernels are for this. Not in float32: libraries know better how that is to be multiplied."""
-    if x.dim() != 4 or not pools(x) or dtype not in _DTYPES or weight.dtype not in (x.dtype, dtype, torch.float32):
+    if x.dim() != 4 or not kernels_available(x):
+        return False
+    if dtype not in _DTYPES or weight.dtype not in (x.dtype, dtype, torch.float32):
         return False
     O, C, *sides = weight.shape
     last = any(each.is_contiguous(memory_format=torch.channels_last) for each in (x, weight))

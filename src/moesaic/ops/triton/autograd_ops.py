@@ -71,7 +71,7 @@ def patch_route_backward(
     kind: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     grad, p, x = grad_scores, router.shape[2], by_row(x)
-    if kind != expert_choice.KINDS["one"]:
+    if kind != expert_choice.GATE_KINDS["one"]:
         grad = grad + expert_choice.gradient_of_choice(
             grad_gate.contiguous(), gate.contiguous(), scores.contiguous(), slots.contiguous(), kind, True
         )

@@ -39,11 +39,11 @@ from moesaic.ops.triton.launch import (
     warps,
     wide,
 )
-from moesaic.ops.triton_backend import KINDS
+from moesaic.ops.triton_backend import GATE_KINDS
 from moesaic.ops.weight_layout import channels_last
 
 __all__ = [
-    "KINDS",
+    "GATE_KINDS",
     "choose",
     "gradient_of_choice",
     "map_back",
@@ -76,7 +76,7 @@ def times(v, w, found, PIECES: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def shares(score, key, live, chosen, KIND: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
-    """Gates of an expert's patches: see `KINDS`."""
+    """Gates of an expert's patches: see `GATE_KINDS`."""
     if KIND == 2:
         weight = tl.full((BN,), 1.0, ACC)
     else:

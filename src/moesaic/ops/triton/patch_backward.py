@@ -64,7 +64,7 @@ class Chosen:
     @property
     def every(self) -> bool:
         """Whether the gate of a patch depends on the scores of all."""
-        return self.kind == expert_choice.KINDS["softmax_all"]
+        return self.kind == expert_choice.GATE_KINDS["softmax_all"]
 
     @property
     def jointly(self) -> bool:

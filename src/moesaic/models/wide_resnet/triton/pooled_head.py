@@ -2,8 +2,7 @@
 
     patch_conv_pooled     x → the mean of each image and channel, and the statistics of what was normalised
 
-The map in between is never written: see `moesaic.ops.triton.reached`, which has the kernels together with
-`moesaic.ops.triton.lines`.
+The map in between is never written: see `pooled_kernels`, and `pooled_line_kernels` for patches of several pixels.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -17,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from moesaic.models.wide_resnet.triton import pooled_kernels, pooled_line_kernels
 from moesaic.ops.tile_sizes import tile
-from moesaic.ops.triton import lines, reached
 from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
 from moesaic.ops.triton.patch_backward import (
     Back,
@@ -163,7 +162,7 @@ def _land(
     sums = torch.empty(2, S, sizes.E, O, dtype=full, device=contributions.device) if stats else None
     constants = sizes.constants()
     del constants["HW"]
-    lines.land_kernel[(blocks, S, sizes.E)](
+    pooled_line_kernels.land_kernel[(blocks, S, sizes.E)](
         contributions, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, patches,
         contributions.shape[1], chunk, S, reach.pivot, O=O, KS=landing.kernel, N=sizes.N, H=sizes.H, HALO=reach.halo,
         NEAR=reach.near, BSTEP=found.steps[0], QSTEP=found.steps[1], HAS_BASE=base is not None,
@@ -185,7 +184,7 @@ def _gathered(
     blocks = ceil(O, BO) if stats or not reach.small else 1
     chunk, splits = parts(number, fill(blocks * sizes.E, 64) * 4, BM)
     sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=landed.device) if stats else None
-    reached.reach_kernel[(splits, sizes.E, blocks)](
+    pooled_kernels.reach_kernel[(splits, sizes.E, blocks)](
         landed, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, number, landed.stride(0), chunk,
         splits, *found.steps, reach.pivot, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo, NEAR=reach.near,
         FLIP=ks > 1 and sizes.p == 1, HAS_BASE=base is not None, HAS_GATE=of.gate_out is not None, STATS=stats,
@@ -206,7 +205,7 @@ def _table(
     base = found.base if reach.on_input else None
     splits = 1 if sums is None else sums.shape[1]
     BO, HW = power_of_2(O, most=16), sizes.H * sizes.W
-    reached.table_kernel[(ceil(O, BO), sizes.E)](
+    pooled_kernels.table_kernel[(ceil(O, BO), sizes.E)](
         sums, base, *after, table, moments, eps, splits, sizes.B, *found.steps, reach.pivot, E=sizes.E, O=O, HW=HW,
         HAS_BASE=base is not None, TRAINING=sums is not None, ACC=acc(full), BS=power_of_2(splits, most=PARTS),
         BQ=power_of_2(HW, most=128), BO=BO, **warps(4),
@@ -222,7 +221,7 @@ def _pool(of: Chosen, reach: _Reach, found: _Found, table: Tensor, *, keep: bool
     BO = whole_blocks(O, 32)
     rule = (power_of_2(sizes.L * reach.each, most=max(128 // BO, 1)), BO, 1)
     BM, BO, wide_by = tile("pool", rule, sizes.L * reach.each, O, sizes.E, rows.element_size())
-    reached.pool_kernel[(sizes.B, sizes.E, ceil(O, BO))](
+    pooled_kernels.pool_kernel[(sizes.B, sizes.E, ceil(O, BO))](
         rows, found.place, of.gate_out, found.base, table, pooled, counts, reach.number, rows.stride(0), *found.steps,
         sizes.B, E=sizes.E, O=O, L=sizes.L, RS=reach.each, HW=sizes.H * sizes.W, HAS_BASE=found.base is not None,
         HAS_GATE=of.gate_out is not None, KEEP=keep, ACC=acc(table.dtype), BM=BM, BO=BO, **warps(wide_by),
@@ -239,7 +238,7 @@ def _slopes(
     slopes = torch.empty(6, X, dtype=table.dtype, device=grad.device)
     grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
     BX, BB = power_of_2(X, most=16), power_of_2(B, most=64)
-    reached.slope_kernel[(ceil(X, BX),)](
+    pooled_kernels.slope_kernel[(ceil(X, BX),)](
         grad, counts, table, moments, slopes, grad_weight, grad_bias, eps, B, X=X, HW=positions, TRAINING=training,
         ACC=acc(table.dtype), BB=BB, BX=BX, **warps(4),
     )  # fmt: skip
@@ -260,7 +259,7 @@ def _row_gradients(
     BM, BO, wide_by = tile("pooled_back", rule, number, O, ks, sizes.E, out.element_size())
     chunk, splits = parts(rows, fill(ceil(O, BO) * sizes.E, 64) * 4, BM)
     joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
-    reached.back_kernel[(splits, sizes.E, ceil(O, BO))](
+    pooled_kernels.back_kernel[(splits, sizes.E, ceil(O, BO))](
         grad, found.rows, found.base, found.place, of.gate_out, slopes, out, joint, number, rows,
         found.rows.stride(0), *found.steps, chunk, O=O, KS=ks, RS=reach.each, H=sizes.H, ALONE=reach.landing.alone,
         HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, ACC=acc(slopes.dtype), BM=BM,
@@ -283,7 +282,7 @@ def _line_gradients(
     blocks = ceil(O, BO)
     chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
     joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
-    lines.line_kernel[(blocks, splits, sizes.E)](
+    pooled_line_kernels.line_kernel[(blocks, splits, sizes.E)](
         grad, found.rows, found.base, of.index, found.place, of.gate_out, slopes, out, joint, patches, chunk, O=O,
         H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, BSTEP=found.steps[0], QSTEP=found.steps[1],
         HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, TAPS=ks, ACC=acc(slopes.dtype),
@@ -300,7 +299,7 @@ def _spread(grad: Tensor, of: Chosen, reach: _Reach, answers: Tensor | None, exp
     BM, BO, wide_by = tile("pooled_spread", rule, sizes.M, O, ks, sizes.p, out.element_size())
     constants = sizes.constants()
     del constants["HW"]
-    reached.spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
+    pooled_kernels.spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
         grad, of.index, of.slots, answers, out, sizes.M, rows, experts.start, grad.stride(0), O=O, KS=ks, N=sizes.N,
         H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None,
         HAS_ANSWERS=answers is not None, BM=BM, BO=BO, **constants, **warps(wide_by),
@@ -315,7 +314,7 @@ def _dots(grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor
     sizes, O = reach.sizes, reach.O
     dots = torch.empty(*of.index.shape, sizes.p**2, dtype=slopes.dtype, device=grad.device)
     BM, BO = 32, whole_blocks(O, 64)
-    reached.dots_kernel[(ceil(sizes.M, BM), sizes.E)](
+    pooled_kernels.dots_kernel[(ceil(sizes.M, BM), sizes.E)](
         grad, found.rows, found.base, found.place, of.gate_out, slopes, dots, sizes.M, found.rows.stride(0),
         *found.steps, E=sizes.E, O=O, L=sizes.L, P=sizes.p, HW=sizes.H * sizes.W, HAS_BASE=found.base is not None,
         ACC=acc(slopes.dtype), BM=BM, BO=BO, **warps(4),
@@ -332,7 +331,7 @@ def _answers(
     del constants["L"]
     out = torch.empty(E, taps, O, dtype=slopes.dtype, device=sums.device)
     BO = whole_blocks(O, 32)
-    reached.answers_kernel[(E, taps, ceil(O, BO))](
+    pooled_kernels.answers_kernel[(E, taps, ceil(O, BO))](
         sums, base, slopes, out, splits, sizes.B, *steps, O=O, KS=reach.landing.kernel if reach.normed else 1,
         H=sizes.H, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None, ACC=acc(slopes.dtype),
         BS=power_of_2(splits, most=PARTS), BQ=power_of_2(HW, most=64), BO=BO, **constants, **warps(4),

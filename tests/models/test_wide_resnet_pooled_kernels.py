@@ -18,12 +18,10 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import moesaic
-from moesaic.models.wide_resnet import thin_conv
+from moesaic.models.wide_resnet import pooled_head, thin_conv
 from moesaic.models.wide_resnet.network import WideResNetPMoE
-from moesaic.ops import triton_backend
-from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec, run_conv_pooled
+from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
 from moesaic.ops.reference_backend import ReferenceBackend
-from moesaic.ops.triton_backend import TritonBackend
 from moesaic.routing_record import UNASSIGNED, Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
@@ -50,8 +48,8 @@ FAR = 2**-6
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     run_anywhere(monkeypatch)
-    poison(monkeypatch, *PATCH_KERNELS, "moesaic.ops.triton.pooled")
-    monkeypatch.setattr(triton_backend, "MOST_REACHED", float("inf"))
+    poison(monkeypatch, *PATCH_KERNELS, "moesaic.models.wide_resnet.triton.pooled_head")
+    monkeypatch.setattr(pooled_head, "MAX_COVERAGE", float("inf"))
 
 
 @pytest.fixture(autouse=True)
@@ -228,23 +226,9 @@ def by_reference(x, routing, experts, norm, spec, after):
 def check(case, device, dtype):
     index, leaves, state = make(case, device, dtype)
     reference = run(case, index.cpu(), on_cpu(leaves), on_cpu(state), torch.float64, by_reference)
-    mine = run(case, index, leaves, state, dtype, TritonBackend().conv_pooled)
+    mine = run(case, index, leaves, state, dtype, pooled_head.pooled_conv)
     # a bias that BatchNorm cancels has no gradient
     assert_near(mine, reference, dtype, least={"grad of bias": reference["grad of weight"].norm().item()})
-
-
-def pooled_means(case, device, dtype):
-    """What the kernels give for a case: None where the map is to be written."""
-    index, leaves, state = make(case, device, dtype)
-    means = []
-
-    def pooled(*given):
-        means.append(TritonBackend().conv_pooled(*given))
-        return run_conv_pooled(*given)
-
-    with moesaic.backend("triton"):
-        run(case, index, leaves, state, dtype, pooled)
-    return means[0]
 
 
 @pytest.mark.parametrize("on", TYPES)
@@ -258,14 +242,14 @@ def test_means_and_every_gradient_equal_the_references(case, on):
     "case", [Case(), Case(L=9), Case(context="patch", ks=5, p=3, bias=True), Case(gate_on="output", bias=True)], ids=str
 )
 def test_patches_too_large_to_write_out_their_lines_are_the_same(case, on, monkeypatch):
-    monkeypatch.setattr("moesaic.ops.triton.pooled.MOST_TAPS", 0)
+    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.MOST_TAPS", 0)
     check(case, *on)
 
 
 @pytest.mark.parametrize("on", TYPES)
 @pytest.mark.parametrize("case", [Case(), Case(p=1, L=6)], ids=str)
 def test_more_parts_of_sums_than_are_read_at_a_time_are_the_same(case, on, monkeypatch):
-    monkeypatch.setattr("moesaic.ops.triton.pooled.PARTS", 2)
+    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.PARTS", 2)
     check(case, *on)
 
 
@@ -298,15 +282,15 @@ def learn(model, x, name):
 
 @pytest.fixture
 def fused(monkeypatch):
-    """How often the map was left out."""
+    """Calls of the kernels, one for each map that was not written."""
     calls = []
-    conv_pooled = TritonBackend.conv_pooled
+    pooled_conv = pooled_head.pooled_conv
 
     def counting(*args):
         calls.append(args)
-        return conv_pooled(*args)
+        return pooled_conv(*args)
 
-    monkeypatch.setattr(TritonBackend, "conv_pooled", counting)
+    monkeypatch.setattr(pooled_head, "pooled_conv", counting)
     return calls
 
 
@@ -338,10 +322,17 @@ def test_a_residual_network_has_its_map(on, fused):
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
-def test_where_patches_reach_more_than_the_map_has_the_map_is_written(on, monkeypatch):
-    monkeypatch.setattr(triton_backend, "MOST_REACHED", 1.0)
-    for L, written in ((2, False), (3, True)):  # patches of 4×4 positions, on a map of 36
-        assert (pooled_means(Case(L=L), *on) is None) is written
+@pytest.mark.parametrize(("patches", "written"), [(2, False), (3, True)])  # of 4×4 positions each, on a map of 36
+def test_the_map_is_written_where_patches_cover_more_positions_than_it_has(patches, written, on, fused, monkeypatch):
+    monkeypatch.setattr(pooled_head, "MAX_COVERAGE", 1.0)
+    device, dtype = on
+    options = {"patch_size": 2, "kernel_size": 3, "gate_on": "input", "expert_norm": True}
+    layer = moesaic.PatchMoE(5, 9, experts=3, patches_per_expert=patches, **options).to(device, dtype)
+    norm = torch.nn.BatchNorm2d(9).to(device, dtype)
+    with moesaic.backend("triton"):
+        means = pooled_head.pooled_head(layer, numbers(2, 5, 6, 6, seed=1, device=device, dtype=dtype), norm)
+    assert means.shape == (2, 9)
+    assert len(fused) == (0 if written else 1)
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesaic.ops.triton.reached import terms
+from moesaic.models.wide_resnet.triton.pooled_kernels import terms
 
 __all__ = ["land_kernel", "line_kernel"]
 

@@ -1,4 +1,4 @@
-"""``PatchMoE.pooled``: BatchNorm, ReLU and the mean over the map after the layer."""
+"""``pooled_head``: a routed layer, BatchNorm, ReLU and the mean over the map."""
 
 import copy
 
@@ -8,6 +8,7 @@ from torch import nn
 
 import moesaic
 from moesaic.experts import MLPExperts
+from moesaic.models.wide_resnet.pooled_head import pooled_head
 
 OPTIONS = {
     "plain": {"patches_per_expert": 2, "patch_size": 2, "kernel_size": 3},
@@ -46,7 +47,7 @@ def test_it_is_the_layer_then_the_norm_relu_and_mean(options, norm, training, ba
     after = nn.BatchNorm2d(6, **NORMS[norm]).double().train(training)
     other_layer, other_after = copy.deepcopy(layer), copy.deepcopy(after)
     with moesaic.backend(backend):
-        got = learn(layer, after, lambda x: layer.pooled(x, after))
+        got = learn(layer, after, lambda x: pooled_head(layer, x, after))
         expected = learn(other_layer, other_after, lambda x: other_after(other_layer(x)).relu().mean((2, 3)))
     assert got.keys() == expected.keys()
     for name, value in expected.items():
@@ -56,7 +57,7 @@ def test_it_is_the_layer_then_the_norm_relu_and_mean(options, norm, training, ba
 def test_it_tells_how_it_routed():
     layer = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2)
     with moesaic.record_routing(layer) as routing:
-        layer.pooled(torch.randn(2, 4, 8, 8), nn.BatchNorm2d(6))
+        pooled_head(layer, torch.randn(2, 4, 8, 8), nn.BatchNorm2d(6))
     assert routing[""].index.shape == (2, 3, 2)
 
 
@@ -64,7 +65,7 @@ def test_under_autocast_means_are_narrow():
     layer, norm = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2), nn.BatchNorm2d(6)
     x = torch.randn(2, 4, 8, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        means, expected = layer.pooled(x, norm.eval()), norm(layer(x)).relu().mean((2, 3))
+        means, expected = pooled_head(layer, x, norm.eval()), norm(layer(x)).relu().mean((2, 3))
     assert means.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(means, expected)
 
@@ -72,4 +73,4 @@ def test_under_autocast_means_are_narrow():
 def test_a_map_that_does_not_fit_is_refused_as_by_the_layer():
     layer = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2)
     with pytest.raises(ValueError, match="not divisible into 2×2 patches"):
-        layer.pooled(torch.randn(2, 4, 7, 7), nn.BatchNorm2d(6))
+        pooled_head(layer, torch.randn(2, 4, 7, 7), nn.BatchNorm2d(6))

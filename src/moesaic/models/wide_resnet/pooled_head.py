@@ -1,0 +1,110 @@
+"""The end of WRN-pMoE in one: the routed convolution, BatchNorm, ReLU and the mean over the map.
+
+    pooled[b, o] = 1/(H·W) Σ_q ReLU(BatchNorm(conv(x)))[b, o, q]
+
+On a GPU by kernels that never write the map (`moesaic.models.wide_resnet.triton.pooled_head`, imported when the first
+map needs them), elsewhere by the four modules.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moesaic.experts import ConvExperts
+from moesaic.layers import PatchMoE
+from moesaic.ops import ConvWeights, Norm, PatchSelection, PatchSpec, autocast_dtype, autocast_off, select_backend
+from moesaic.ops.triton_backend import TritonBackend, kernel_operands
+from moesaic.routing import SoftRouter
+from moesaic.routing_record import Routing
+
+__all__ = ["pooled_conv", "pooled_head"]
+
+MAX_COVERAGE = 1.0
+"""Positions that an expert's patches cover, each with its halo, as a share of the map's, up to which the kernels run.
+
+Beyond it they would compute more positions than the map has."""
+
+
+def pooled_head(layer: PatchMoE, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
+    """``norm(layer(x)).relu().mean((2, 3))``, without the map in between where kernels can do so.
+
+    The layer, its experts and the norm are then not called as modules, so their hooks do not run; the layer's routing
+    hooks do.
+
+    >>> import torch, moesaic
+    >>> layer = moesaic.PatchMoE(4, 6, experts=2, patches_per_expert=3, gate_on="input")
+    >>> pooled_head(layer, torch.randn(5, 4, 8, 8), torch.nn.BatchNorm2d(6)).shape
+    torch.Size([5, 6])
+    """
+    experts, output_norm = layer.experts, _norm_tensors(norm)
+    if output_norm is None or not isinstance(experts, ConvExperts) or isinstance(layer.router, SoftRouter):
+        return norm(layer(x)).relu().mean((2, 3))
+    x, routing, selection = layer.prepare(x)
+    if norm.training and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+    weights = experts.weights.to(autocast_dtype(x) or x.dtype)
+    expert_norm = experts.norm_tensors(x)
+    with autocast_off(x):
+        backend = select_backend(x, routing)
+        if isinstance(backend, TritonBackend) and kernels_fit(x, routing, weights, layer.spec):
+            return pooled_conv(x, routing, weights, expert_norm, layer.spec, output_norm, selection)
+        y = backend.conv(x, routing, weights, expert_norm, layer.spec, selection)
+        return F.relu(_batch_norm(y, output_norm)).mean((2, 3))
+
+
+def kernels_fit(x: Tensor, routing: Routing, weights: ConvWeights, spec: PatchSpec) -> bool:
+    """Whether `pooled_conv` computes this, and less than the map would cost."""
+    B, _, H, W = x.shape
+    if spec.combine == "sum" or B * H * W == 1:
+        return False
+    assert routing.index is not None
+    halo = 2 * (weights.weight.shape[3] // 2) if spec.gate_on == "input" and spec.context == "map" else 0
+    return routing.index.shape[2] * (spec.patch_size + halo) ** 2 / (H * W) <= MAX_COVERAGE
+
+
+def pooled_conv(
+    x: Tensor,
+    routing: Routing,
+    weights: ConvWeights,
+    expert_norm: Norm | None,
+    spec: PatchSpec,
+    output_norm: Norm,
+    selection: PatchSelection | None = None,
+) -> Tensor:
+    """Means (B, E·O) by kernels; moves the running statistics of ``output_norm``, tensors (E·O), in training."""
+    from moesaic.models.wide_resnet.triton.pooled_head import patch_conv_pooled
+
+    choice, normed, save = kernel_operands(
+        x, routing, expert_norm, spec, selection, (weights.weight, weights.bias, output_norm.weight, output_norm.bias)
+    )
+    *normed, eps, training = normed
+    fixed = not output_norm.training
+    pooled, moments, *_ = patch_conv_pooled(
+        x, weights.weight, weights.bias, *choice[:5], *normed, output_norm.weight, output_norm.bias,
+        output_norm.running_mean if fixed else None, output_norm.running_var if fixed else None, eps, training,
+        spec.patch_size, choice[5], spec.gate_on == "input", spec.context == "patch", output_norm.eps, save,
+    )  # fmt: skip
+    if output_norm.training:
+        positions = x.shape[0] * x.shape[2] * x.shape[3]
+        with torch.no_grad():
+            mean, var = moments.detach().to(output_norm.running_mean.dtype).unbind()
+            output_norm.running_mean.lerp_(mean, output_norm.momentum)
+            output_norm.running_var.lerp_(var * (positions / (positions - 1)), output_norm.momentum)
+    return pooled
+
+
+def _batch_norm(y: Tensor, norm: Norm) -> Tensor:
+    return F.batch_norm(
+        y, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps
+    )
+
+
+def _norm_tensors(norm: nn.BatchNorm2d) -> Norm | None:
+    """Tensors of a BatchNorm that has weights and running statistics; None of others."""
+    if type(norm) is not nn.BatchNorm2d or not norm.affine or norm.momentum is None:
+        return None
+    if norm.running_mean is None or norm.running_var is None:
+        return None
+    return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.training)
