@@ -44,7 +44,11 @@ CORE = {
     "keyed_random",
 }
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "moesaic"} | sys.stdlib_module_names
-ALSO = {"ops": {"triton"}, "models": {"triton"}}  # it comes with torch on GPU machines
+ALSO = {
+    "ops": {"triton"},  # it comes with torch on GPU machines
+    "models": {"triton"},
+    "intervals": {"scipy"},  # Student's quantile, imported when it is called
+}
 
 
 def imports(source: str, package: str) -> Iterator[tuple[int, str]]:

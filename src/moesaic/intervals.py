@@ -1,7 +1,7 @@
-"""Estimates with 95 % intervals, for verdicts.
+"""Estimates with 95 % confidence intervals.
 
-Arrays end in an axis of trials. Means have Student's interval; what is no mean of trials, such as a
-ratio of sample sizes read off two curves, is bootstrapped over trials with a fixed seed.
+The last axis of arrays is the trial. Means have Student's interval. Statistics that are not a mean over trials, such
+as the ratio of sample sizes at which two curves reach a level, are bootstrapped over trials with a fixed seed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ __all__ = [
     "Curve",
     "Estimate",
     "bootstrap",
+    "least_squares_slopes",
     "mean",
     "percentage",
-    "power",
+    "power_law_exponent",
     "sample_ratio",
     "samples_at",
     "samples_to_reach",
     "saved_labels",
     "shared_level",
-    "slopes",
 ]
 
 Array = NDArray[np.float64]
@@ -36,12 +36,12 @@ LEVEL = 0.95
 RESAMPLES = 2000
 
 Curve: TypeAlias = tuple[Sequence[float], Array]
-"""Numbers of samples, S of them and rising, and what each of T trials reached with them: (S, T)."""
+"""Increasing sample sizes (S,) and the accuracy of each trial at each size (S, T)."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and the interval it is known to."""
+    """A value and its 95 % confidence interval."""
 
     value: float
     low: float
@@ -53,21 +53,21 @@ class Estimate:
 
 
 def mean(values: Sequence[float] | Array) -> Estimate:
-    """The mean with Student's 95 % interval.
+    """Returns the mean with Student's 95 % interval.
 
     >>> mean([1.0, 2.0, 3.0, 4.0, 5.0])
     Estimate(value=3.0, low=1.0..., high=4.9...)
     """
-    several = np.asarray(values, dtype=np.float64)
-    if several.size < 2:
-        raise ValueError(f"mean: {several.size} trials tell nothing about their spread; give at least 2")
-    center = float(several.mean())
-    half = _student(several.size - 1) * float(several.std(ddof=1)) / several.size**0.5
+    trials = np.asarray(values, dtype=np.float64)
+    if trials.size < 2:
+        raise ValueError(f"mean: an interval needs at least 2 trials, got {trials.size}")
+    center = float(trials.mean())
+    half = _student_quantile(trials.size - 1) * float(trials.std(ddof=1)) / trials.size**0.5
     return Estimate(center, center - half, center + half)
 
 
 def percentage(values: Sequence[float] | Array) -> Estimate:
-    """`mean` of percentages: no interval goes below 0 or above 100.
+    """Returns the `mean` of percentages, with the interval clipped to 0 and 100.
 
     >>> percentage([100.0, 100.0, 97.0])
     Estimate(value=99.0, low=94.6..., high=100.0)
@@ -76,49 +76,38 @@ def percentage(values: Sequence[float] | Array) -> Estimate:
     return Estimate(found.value, max(found.low, 0.0), min(found.high, 100.0))
 
 
-def _student(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's distribution: exact for 1 and 2 degrees of freedom, else by
-    the expansion of Cornish and Fisher, which is right to 0.2 % from 3 on.
-    """  # noqa: D205
-    if freedom == 1:
-        return float(np.tan(np.pi * (LEVEL / 2)))
-    if freedom == 2:
-        return float(LEVEL * np.sqrt(2 / (1 - LEVEL**2)))
-    z = NormalDist().inv_cdf((1 + LEVEL) / 2)
-    terms = (
-        z,
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return sum(term / freedom**order for order, term in enumerate(terms))
+def _student_quantile(degrees_of_freedom: int) -> float:
+    """Returns the two-sided 95 % quantile of Student's t distribution."""
+    from scipy.special import stdtrit  # here, because the core imports without scipy
+
+    return float(stdtrit(degrees_of_freedom, (1 + LEVEL) / 2))
 
 
 def bootstrap(statistic: Callable[..., float], *groups: Array) -> Estimate:
-    """The statistic of the groups (…, T), with the percentile interval over resampled trials.
+    """Returns the statistic of the groups (…, T) with a percentile interval over resampled trials.
 
-    Groups of equally many trials are resampled together, since their trials share data. Percentiles of
-    few resampled trials lie too close together; they are taken further out by as much as Student's interval
-    is wider than the normal one (Hesterberg 2015, "expanded percentile").
+    Groups with equally many trials are resampled together, since their trials share data. The percentile interval of
+    few trials is too narrow; it is widened by the ratio of Student's interval to the normal one (Hesterberg 2015,
+    "expanded percentile").
     """
     rng = np.random.default_rng(0)
     counts = sorted({group.shape[-1] for group in groups})
-    drawn: list[float] = []
+    resampled: list[float] = []
     for _ in range(RESAMPLES):
-        picks: dict[int, NDArray[np.int64]] = {count: rng.integers(count, size=count) for count in counts}
-        drawn.append(statistic(*(group[..., picks[group.shape[-1]]] for group in groups)))
-    few = min(counts)
-    tail = NormalDist().cdf(-((few / (few - 1)) ** 0.5) * _student(few - 1))
-    low, high = np.quantile(drawn, [tail, 1 - tail], method="inverted_cdf")  # some may be infinite
+        trials: dict[int, NDArray[np.int64]] = {count: rng.integers(count, size=count) for count in counts}
+        resampled.append(statistic(*(group[..., trials[group.shape[-1]]] for group in groups)))
+    fewest = min(counts)
+    tail = NormalDist().cdf(-((fewest / (fewest - 1)) ** 0.5) * _student_quantile(fewest - 1))
+    # no interpolation between quantiles, since some values may be infinite
+    low, high = np.quantile(resampled, [tail, 1 - tail], method="inverted_cdf")
     return Estimate(statistic(*groups), float(low), float(high))
 
 
 def samples_at(level: float, sizes: Sequence[float], curve: Array, *, logarithmic: bool = False) -> float:
-    """Where a curve of means first reaches the level, interpolated linearly; infinite if it never does.
+    """Returns the sample size at which a curve of means (S,) first reaches the level; infinity if it never does.
 
-    ``logarithmic`` interpolates over the logarithm of the sizes, in which the curves of networks are straighter:
-    better where sizes are far apart.
+    Sizes are interpolated linearly, or with ``logarithmic`` over their logarithm. The latter is better if sizes are
+    far apart, because learning curves are straighter there.
 
     >>> samples_at(95.0, [100, 300, 500], np.array([90.0, 94.0, 96.0]))
     400.0
@@ -128,27 +117,26 @@ def samples_at(level: float, sizes: Sequence[float], curve: Array, *, logarithmi
     reached = np.flatnonzero(curve >= level)
     if not reached.size:
         return float("inf")
-    at = int(reached[0])
-    if at == 0:
+    first = int(reached[0])
+    if first == 0:
         return float(sizes[0])
-    before, there = float(sizes[at - 1]), float(sizes[at])
-    low, high = float(curve[at - 1]), float(curve[at])
-    way = (level - low) / (high - low)
-    return before * (there / before) ** way if logarithmic else before + way * (there - before)
+    below, above = float(sizes[first - 1]), float(sizes[first])
+    low, high = float(curve[first - 1]), float(curve[first])
+    weight = (level - low) / (high - low)
+    return below * (above / below) ** weight if logarithmic else below + weight * (above - below)
 
 
 def samples_to_reach(level: float, curve: Curve, *, logarithmic: bool = True) -> Estimate:
-    """How many samples the mean over trials needs to reach the level, bootstrapped over trials.
+    """Returns the sample size at which the mean over trials reaches the level, bootstrapped over trials.
 
-    A curve that is there from the start counts with its smallest size, of which it may need fewer; one that never
-    gets there with infinity.
+    The result is the smallest size if the curve starts above the level, and infinity if it never reaches it.
 
     >>> sizes, accuracies = [100, 200, 400], np.array([[70.0, 72.0], [80.0, 82.0], [90.0, 92.0]])
     >>> found = samples_to_reach(81.0, (sizes, accuracies))
     >>> found.value, found.low < 200 < found.high
     (200.0, True)
     """
-    sizes, accuracies = _known(curve)
+    sizes, accuracies = _checked(curve)
 
     def needed(a: Array) -> float:
         return samples_at(level, sizes, a.mean(axis=1), logarithmic=logarithmic)
@@ -157,31 +145,31 @@ def samples_to_reach(level: float, curve: Curve, *, logarithmic: bool = True) ->
 
 
 def sample_ratio(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool = False) -> Estimate:
-    """How many times their samples we need to reach the level, bootstrapped over trials.
+    """Returns the samples that ``ours`` needs to reach the level over those of ``theirs``, bootstrapped over trials.
 
-    Curves of equally many trials share their data trial by trial, and are resampled together. Where they never
-    reach the level they count with their largest size, which favours them; where we never do, the ratio is infinite.
+    Curves with equally many trials share their data trial by trial and are resampled together. If ``theirs`` never
+    reaches the level it counts with its largest size, which favours it; if ``ours`` never does, the ratio is infinite.
 
     >>> sizes = [100, 200, 400]
     >>> ours, theirs = np.array([[80.0], [90.0], [95.0]]), np.array([[70.0], [80.0], [90.0]])
     >>> sample_ratio(90.0, (sizes, ours.repeat(3, axis=1)), (sizes, theirs.repeat(3, axis=1))).value
     0.5
     """
-    (our_sizes, our_accuracies), (their_sizes, their_accuracies) = _known(ours), _known(theirs)
+    (our_sizes, our_accuracies), (their_sizes, their_accuracies) = _checked(ours), _checked(theirs)
 
     def ratio(a: Array, b: Array) -> float:
-        there = samples_at(level, their_sizes, b.mean(axis=1), logarithmic=logarithmic)
-        here = samples_at(level, our_sizes, a.mean(axis=1), logarithmic=logarithmic)
-        return here / min(there, float(their_sizes[-1]))
+        their_samples = samples_at(level, their_sizes, b.mean(axis=1), logarithmic=logarithmic)
+        our_samples = samples_at(level, our_sizes, a.mean(axis=1), logarithmic=logarithmic)
+        return our_samples / min(their_samples, float(their_sizes[-1]))
 
     return bootstrap(ratio, our_accuracies, their_accuracies)
 
 
 def saved_labels(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool = True) -> Estimate:
-    """The share of their labels that we do without at the same accuracy: 1 less `sample_ratio`.
+    """Returns the fraction of labels that ``ours`` saves at equal accuracy: 1 minus `sample_ratio`.
 
-    0.6 means that 40 labels do what they need 100 for; below 0 we need more than they do, and at minus infinity we
-    never get there.
+    0.6 means that 40 labels suffice in place of 100. The result is negative if ``ours`` needs more labels, and minus
+    infinity if it never reaches the level.
 
     >>> sizes = [100, 200, 400]
     >>> ours, theirs = np.array([[80.0], [90.0], [95.0]]), np.array([[70.0], [80.0], [90.0]])
@@ -193,40 +181,40 @@ def saved_labels(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool 
 
 
 def shared_level(*curves: Curve) -> float | None:
-    """The highest accuracy that every curve reaches in the mean; None where one begins above another's end.
+    """Returns the highest mean accuracy that every curve reaches; None if one starts above the end of another.
 
     >>> weak, strong = np.array([[60.0, 62.0], [70.0, 72.0]]), np.array([[65.0, 67.0], [90.0, 92.0]])
     >>> shared_level(([100, 200], weak), ([100, 200], strong))
     71.0
     """
-    means = [_known(curve)[1].mean(axis=1) for curve in curves]
+    means = [_checked(curve)[1].mean(axis=1) for curve in curves]
     level = min(float(each.max()) for each in means)
     return level if all(float(each[0]) <= level for each in means) else None
 
 
-def _known(curve: Curve) -> Curve:
-    """The curve, if it is one."""
+def _checked(curve: Curve) -> Curve:
+    """Returns the curve if its shapes are valid, else raises."""
     sizes, accuracies = curve
-    rising = all(a < b for a, b in pairwise(sizes))
-    if accuracies.ndim != 2 or accuracies.shape[0] != len(sizes) or accuracies.shape[1] < 2 or not rising:
+    increasing = all(a < b for a, b in pairwise(sizes))
+    if accuracies.ndim != 2 or accuracies.shape[0] != len(sizes) or accuracies.shape[1] < 2 or not increasing:
         raise ValueError(
-            f"statistics: a curve of sizes {list(sizes)} has values of shape {tuple(accuracies.shape)}; give rising "
-            "sizes, and for each of them one value for each of at least 2 trials, shape (sizes, trials)"
+            f"intervals: a curve has sizes {list(sizes)} and values of shape {tuple(accuracies.shape)}; sizes must "
+            "increase, and values must have the shape (sizes, trials) with at least 2 trials"
         )
     return curve
 
 
-def slopes(x: Sequence[float], values: Array) -> Array:
-    """(T,): the slope of each trial's values (S, T) over x, by least squares."""
+def least_squares_slopes(x: Sequence[float], values: Array) -> Array:
+    """Returns the least-squares slope (T,) of each trial's values (S, T) over x (S,)."""
     centred = np.asarray(x, dtype=np.float64) - np.mean(x)
     return centred @ values / float(centred @ centred)
 
 
-def power(x: Sequence[float], values: Array) -> float:
-    """The exponent of x that the mean of the values (S, T) follows: a slope of logarithms.
+def power_law_exponent(x: Sequence[float], values: Array) -> float:
+    """Returns the exponent of x that the mean of the values (S, T) follows: the slope of logarithms.
 
-    >>> power([1, 2, 4], np.array([[3.0], [6.0], [12.0]]))
+    >>> power_law_exponent([1, 2, 4], np.array([[3.0], [6.0], [12.0]]))
     1.0
     """
     means = np.maximum(values.mean(axis=-1), 1e-9)
-    return float(slopes(np.log(x).tolist(), np.log(means)))
+    return float(least_squares_slopes(np.log(x).tolist(), np.log(means)))

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.intervals import Curve, bootstrap, mean, power, sample_ratio, samples_at, slopes
+from moesaic.intervals import Curve, bootstrap, least_squares_slopes, mean, power_law_exponent, sample_ratio, samples_at
 from moesaic.papers.chowdhury2023.experiments_mnist import (
     LEVEL,
     ClaimCheck,
@@ -118,7 +118,7 @@ def _sample_growth(experiment: ExperimentResults) -> CheckResult:
 
     def exponent(several: Array) -> float:
         needed = [min(samples_at(0.5, sizes, each.mean(axis=1)), sizes[-1]) for each in several]
-        return power(ls, np.asarray(needed)[:, None])
+        return power_law_exponent(ls, np.asarray(needed)[:, None])
 
     found = bootstrap(exponent, successes)
     if found.low > 0 and found.high <= 8:
@@ -144,7 +144,7 @@ def _falls(figure: str, least: float, logarithmic: bool) -> ClaimCheck:
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         places, several = _sweep(experiment, figure, least)
         axis = np.log2(places).tolist() if logarithmic else places
-        found = below(mean(np.mean([slopes(axis, each) for each in several], axis=0)), 0.0)
+        found = below(mean(np.mean([least_squares_slopes(axis, each) for each in several], axis=0)), 0.0)
         return replace(found, verdict="fails: accuracy rises") if found.verdict == "fails" else found
 
     reason = "at which the paper's Figure 9 shows Assumption 4.4" if logarithmic else "which the paper reads off as l*"
@@ -168,7 +168,7 @@ def _order(figure: str, least: float, published: float) -> ClaimCheck:
         places, several = _sweep(experiment, figure, least)
 
         def exponent(*accuracies: Array) -> float:
-            return float(np.mean([power(places, 100 - each) for each in accuracies]))
+            return float(np.mean([power_law_exponent(places, 100 - each) for each in accuracies]))
 
         found = bootstrap(exponent, *several)
         verdict = {

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from moesaic.intervals import Estimate, mean, power
+from moesaic.intervals import Estimate, mean, power_law_exponent
 from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.cells import CellArrays
@@ -42,7 +42,7 @@ def _dense(experiment: ExperimentResults) -> CheckResult:
     for layers in (1, 2, 3):
         cell, found = _widths(experiment, layers)
         within = found["widths"] <= cell.features
-        exponents[layers] = power(found["widths"][within].tolist(), found["ranks"][within][:, None])
+        exponents[layers] = power_law_exponent(found["widths"][within].tolist(), found["ranks"][within][:, None])
     if all(abs(exponents[layers] - 2**layers) < _CLOSE for layers in exponents):
         verdict = "holds"
     elif all(abs(exponents[layers] - 2 ** (layers - 1)) < _CLOSE for layers in exponents):
