@@ -7,7 +7,7 @@ measured in the embedding itself: how often an image's nearest neighbour is of i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.insight.class_routing import check_labels
+from moesaic.insight.tsne import tsne
 
 __all__ = ["EmbeddingMap", "embedding_map"]
 
@@ -22,8 +23,6 @@ FEWEST = 10
 """A map of fewer images is not worth looking at."""
 MOST = 2000
 """Of more images the first are drawn: more would take minutes and cover each other."""
-PERPLEXITY = 30.0
-"""About how many neighbours an image keeps; at most a third of the others."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,6 @@ def _why_not(points: Tensor) -> str:
 
 def _laid_out(points: Tensor, seed: int) -> NDArray[np.float64]:
     """(B, 2), begun with the two main directions."""
-    from sklearn.manifold import TSNE
-
     points = points - points.mean(0)
     points = points / points.std(0).square().sum().sqrt()
     left, scale, _ = cast("tuple[Tensor, Tensor, Tensor]", torch.linalg.svd(points, full_matrices=False))
@@ -94,7 +91,4 @@ def _laid_out(points: Tensor, seed: int) -> NDArray[np.float64]:
     # which way a direction points is the library's whim
     start *= torch.where(start.gather(0, start.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
     start = 1e-4 * start / start[:, 0].std()
-    begin: Any = start.float().numpy()  # sklearn types it as a name alone
-    perplexity = min(PERPLEXITY, (len(points) - 1) / 3)
-    layout: Any = TSNE(perplexity=perplexity, init=begin, random_state=seed % (1 << 32))
-    return np.asarray(layout.fit_transform(points.float().numpy()), dtype=np.float64)
+    return tsne(points.float().numpy(), init=start.float().numpy(), seed=seed)

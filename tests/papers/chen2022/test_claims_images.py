@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST
-from moesaic.papers.chen2022.claims_images import CHECKS, charts, plan
-from moesaic.papers.chen2022.experiments_images import CAR, FROG, SHIP, Embedding, ImageCell, ImageResult
+from moesaic.papers.chen2022.claims_images import CHECKS
+from moesaic.papers.chen2022.experiments_images import CAR, FROG, SHIP, Embedding, ImageCell, ImageResult, plan
+from moesaic.papers.chen2022.figures_images import charts
 from moesaic.papers.chen2022.image_training import ImageSchedule
 from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult

@@ -27,8 +27,8 @@ class Squares:
         log.append(self.up_to)
         return {"squares": [i * i for i in range(self.up_to)]}
 
-    def result(self, kept: dict[str, Any]) -> int:
-        return sum(kept["squares"])
+    def result(self, stored: dict[str, Any]) -> int:
+        return sum(stored["squares"])
 
 
 log: list[int] = []

@@ -16,8 +16,7 @@ from moesaic.papers.engine.runner import Runner
 from moesaic.papers.reproduce import PAPERS
 from moesaic.papers.wang2019.claims_expressivity import CHECKS
 from moesaic.papers.wang2019.experiments_expressivity import CollisionCell, RankCell, plan
-from moesaic.papers.wang2019.figures import charts
-from moesaic.papers.wang2019.paper import PAPER
+from moesaic.papers.wang2019.paper import PAPER, charts
 from moesaic.papers.wang2019.theory.channel_masks import all_distinct_probability, coin_confusion
 from moesaic.training import NoProgress, ResultCache
 

@@ -36,7 +36,7 @@ from moesaic.papers.wang2019.experiments_gates import (
     static_width,
     widened_target,
 )
-from moesaic.papers.wang2019.figures import charts
+from moesaic.papers.wang2019.paper import charts
 from moesaic.training import NoProgress, ResultCache
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe

@@ -2,7 +2,7 @@
 
 Table 2 on CIFAR-10-Rotate, where classes that nobody names form clusters, and on CIFAR-10, where labels
 and clusters are the same; Figure 7, which shows the clusters. Runs are shorter than the paper's where the table
-`_RUNS` says so, equally for the single network and the mixture, and rates fall to zero along a cosine within them,
+`RUNS` says so, equally for the single network and the mixture, and rates fall to zero along a cosine within them,
 since the paper names no schedule. What print leaves open is taken from the authors' code: batches of 128, the kernel
 of the blur. Their code differs from print in the coefficient of the balance loss (0.01 for 1e-3), in blurring
 training images alone, in a second softmax on the output, in showing every expert a black image in place of
@@ -18,17 +18,15 @@ import torch
 from torch import Tensor
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
-from moesaic.fidelity import Fidelity
 from moesaic.insight.metrics import entropy_of_counts
 from moesaic.intervals import Estimate, mean
-from moesaic.papers.chen2022.experiments_images import FROG, SHIP, ImageCell, ImageResult, TaskName, runs_of
-from moesaic.papers.chen2022.figures_images import NETWORKS, charts
-from moesaic.papers.chen2022.image_training import ImageSchedule
+from moesaic.papers.chen2022.experiments_images import FROG, RUNS, SHIP, ImageResult, TaskName, runs_of
+from moesaic.papers.chen2022.figures_images import NETWORKS
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_most
 from moesaic.papers.engine.findings import Claim
 
-__all__ = ["CHECKS", "NOTE", "charts", "plan"]
+__all__ = ["CHECKS", "NOTE"]
 
 ExperimentResults = claims.ExperimentResults[ImageResult]
 ClaimCheck = claims.ClaimCheck[ImageResult]
@@ -45,18 +43,6 @@ _PUBLISHED: dict[tuple[TaskName, str], tuple[float, float]] = {
 }
 """Test accuracy in percent, single and mixture: Table 2."""
 
-_RUNS: dict[tuple[TaskName, str], tuple[float, int, int]] = {
-    ("rotate", "cnn"): (0.01, 30, 3),
-    ("rotate", "resnet18"): (0.01, 8, 2),
-    ("rotate", "mobilenetv2"): (0.01, 4, 1),
-    ("rotate-sharp", "cnn"): (0.01, 30, 3),
-    ("rotate-sharp", "resnet18"): (0.01, 8, 1),
-    ("cifar10", "cnn"): (0.01, 30, 3),
-    ("cifar10", "resnet18"): (0.1, 12, 1),
-    ("cifar10", "mobilenetv2"): (0.1, 6, 1),
-}
-"""Learning rate as printed, epochs and trials as they are here."""
-
 NOTE = (
     "Images (Table 2, Figure 7): far fewer epochs than the paper's 50 and 200, with rates that fall to zero within "
     "them, and one to three trials for ten. Networks train by the printed rules; each claim says how long."
@@ -65,20 +51,6 @@ NOTE = (
 
 _LEAST_TRIALS = 3
 """From here on the spread over trials is known well enough for an interval."""
-
-
-def plan(preset: str, fidelity: Fidelity) -> Plan:
-    """The cells there are, by name: task, network, single or mixture, trial."""
-    if preset != "full" or fidelity != "print":
-        return {}
-    cells: dict[str, ImageCell] = {}
-    for (task, network), (rate, epochs, trials) in _RUNS.items():
-        for trial in range(trials):
-            for mixture in (False, True):
-                shown = network == "resnet18" and mixture and trial == 0
-                cell = ImageCell(task, network, mixture, ImageSchedule(epochs, rate), trial, embedding=shown)
-                cells[f"images/{task}/{network}/{'mixture' if mixture else 'single'}/{trial}"] = cell
-    return cells
 
 
 def _lead(experiment: ExperimentResults, task: TaskName, network: str) -> Estimate:
@@ -108,7 +80,7 @@ def _estimate(values: Sequence[float], variances: Sequence[float]) -> Estimate:
 
 def _length(task: TaskName, network: str, what: str) -> str:
     """What the rule says about how the run was shortened, and what its interval means."""
-    _, epochs, trials = _RUNS[task, network]
+    _, epochs, trials = RUNS[task, network]
     printed = _PRINTED_EPOCHS[task]
     length = f"{epochs} epochs, as printed" if epochs == printed else f"{epochs} epochs where the paper has {printed}"
     spread = (

@@ -15,6 +15,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
 from moesaic.data.datasets import ImageDataset, cifar10_dataset
+from moesaic.fidelity import Fidelity
 from moesaic.insight.metrics import entropy_of_counts
 from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task
 from moesaic.papers.chen2022.image_networks import image_mixture, image_network
@@ -22,7 +23,19 @@ from moesaic.papers.chen2022.image_training import ImageSchedule, ImageTest, emb
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.runner import Runner
 
-__all__ = ["CAR", "EXPERTS", "FROG", "SHIP", "Embedding", "ImageCell", "ImageResult", "TaskName", "runs_of"]
+__all__ = [
+    "CAR",
+    "EXPERTS",
+    "FROG",
+    "RUNS",
+    "SHIP",
+    "Embedding",
+    "ImageCell",
+    "ImageResult",
+    "TaskName",
+    "plan",
+    "runs_of",
+]
 
 Array = NDArray[np.float64]
 
@@ -133,16 +146,16 @@ class ImageCell:
             }
         return measured
 
-    def result(self, kept: dict[str, Any]) -> ImageResult:
-        latent = kept.get("embedding")
-        accuracies = np.asarray(kept["accuracies"], dtype=np.float64)
+    def result(self, stored: dict[str, Any]) -> ImageResult:
+        latent = stored.get("embedding")
+        accuracies = np.asarray(stored["accuracies"], dtype=np.float64)
         return ImageResult(
             float(accuracies[-1]),
-            kept["tested"],
+            stored["tested"],
             accuracies,
-            np.asarray(kept["losses"], dtype=np.float64),
-            np.asarray(kept.get("dispatch", []), dtype=np.float64),
-            np.asarray(kept.get("entropies", []), dtype=np.float64),
+            np.asarray(stored["losses"], dtype=np.float64),
+            np.asarray(stored.get("dispatch", []), dtype=np.float64),
+            np.asarray(stored.get("entropies", []), dtype=np.float64),
             latent
             and Embedding(
                 np.asarray(latent["points"], dtype=np.float64),
@@ -220,3 +233,30 @@ def _principal(features: Tensor) -> list[list[int]]:
     points = centred @ directions[:_DIMENSIONS].T
     thousandths = (999 * points / points.abs().max().clamp_min(1e-12)).round().int()
     return cast("list[list[int]]", thousandths.tolist())
+
+
+RUNS: dict[tuple[TaskName, str], tuple[float, int, int]] = {
+    ("rotate", "cnn"): (0.01, 30, 3),
+    ("rotate", "resnet18"): (0.01, 8, 2),
+    ("rotate", "mobilenetv2"): (0.01, 4, 1),
+    ("rotate-sharp", "cnn"): (0.01, 30, 3),
+    ("rotate-sharp", "resnet18"): (0.01, 8, 1),
+    ("cifar10", "cnn"): (0.01, 30, 3),
+    ("cifar10", "resnet18"): (0.1, 12, 1),
+    ("cifar10", "mobilenetv2"): (0.1, 6, 1),
+}
+"""Learning rate as printed; epochs and trials here, which are fewer than the paper's."""
+
+
+def plan(preset: str, fidelity: Fidelity) -> claims.Plan[ImageResult]:
+    """The cells there are, by name: task, network, single or mixture, trial."""
+    if preset != "full" or fidelity != "print":
+        return {}
+    cells: dict[str, ImageCell] = {}
+    for (task, network), (rate, epochs, trials) in RUNS.items():
+        for trial in range(trials):
+            for mixture in (False, True):
+                shown = network == "resnet18" and mixture and trial == 0
+                cell = ImageCell(task, network, mixture, ImageSchedule(epochs, rate), trial, embedding=shown)
+                cells[f"images/{task}/{network}/{'mixture' if mixture else 'single'}/{trial}"] = cell
+    return cells

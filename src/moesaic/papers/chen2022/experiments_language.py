@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from moesaic import keyed_random
 from moesaic.experts import LinearExperts
+from moesaic.fidelity import Fidelity
 from moesaic.insight import DispatchTable, dispatch_table
 from moesaic.layers import SampleMoE, record_routing
 from moesaic.papers.chen2022.data.sentence_embeddings import Embeddings, embed_sentences
@@ -37,7 +38,17 @@ from moesaic.papers.engine.runner import Runner
 from moesaic.routing import SampleRouter, load_balance_loss
 from moesaic.training import NormalizedGD
 
-__all__ = ["EXPERTS", "ClaimCheck", "ExperimentResults", "LanguageCell", "LanguageResult", "Plan"]
+__all__ = [
+    "CELL",
+    "EXPERTS",
+    "ClaimCheck",
+    "ExperimentResults",
+    "LanguageCell",
+    "LanguageResult",
+    "Plan",
+    "check_data",
+    "plan",
+]
 
 Array = NDArray[np.float64]
 
@@ -45,6 +56,9 @@ ENGINE = 1
 """Raised when results come out differently than before, so that no cell of before is taken for one of now."""
 
 EXPERTS = 4
+
+CELL = "language"
+"""Name of the only cell of a plan."""
 
 _START = 0.001
 _DRAWN, _DRAWN_DIMS = 900, 30
@@ -154,18 +168,18 @@ class LanguageCell:
                 found |= {"told": task.told, "names": sentences.names} | _drawn(test, chosen)
         return found | kept
 
-    def result(self, kept: dict[str, Any]) -> LanguageResult:
-        names = tuple(kept["names"])
-        single, mixture = (tuple(pair) for pair in kept["rates"])
+    def result(self, stored: dict[str, Any]) -> LanguageResult:
+        names = tuple(stored["names"])
+        single, mixture = (tuple(pair) for pair in stored["rates"])
         return LanguageResult(
-            np.array(kept["accuracy"]),
-            np.array(kept["by_language"]),
-            tuple(DispatchTable(names, tuple(tuple(row) for row in counts)) for counts in kept["counts"]),
-            np.array(kept["purity"]),
+            np.array(stored["accuracy"]),
+            np.array(stored["by_language"]),
+            tuple(DispatchTable(names, tuple(tuple(row) for row in counts)) for counts in stored["counts"]),
+            np.array(stored["purity"]),
             (single, mixture),
-            kept["told"],
-            np.array(kept["points"]),
-            *(np.array(kept[key], dtype=np.int64) for key in ("languages", "labels", "chosen")),
+            stored["told"],
+            np.array(stored["points"]),
+            *(np.array(stored[key], dtype=np.int64) for key in ("languages", "labels", "chosen")),
         )
 
     def _task(self, runner: Runner, sentences: Sentences, trial: int) -> _Task:
@@ -333,3 +347,11 @@ def _drawn(part: _Part, chosen: Tensor) -> dict[str, Any]:
 Plan = claims.Plan[LanguageResult]
 ExperimentResults = claims.ExperimentResults[LanguageResult]
 ClaimCheck = claims.ClaimCheck[LanguageResult]
+
+
+def plan(preset: str, fidelity: Fidelity) -> dict[str, LanguageCell]:
+    """The cell of a fidelity, in the full preset."""
+    if preset != "full" or fidelity == "best":
+        return {}
+    released = LanguageCell(bias=True, softmax_twice=True, piece=32, balance=0.1)
+    return {CELL: LanguageCell() if fidelity == "print" else released}

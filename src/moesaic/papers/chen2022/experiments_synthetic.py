@@ -90,8 +90,8 @@ class MixtureCell:
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed}
 
-    def result(self, kept: dict[str, Any]) -> CellArrays:
-        return to_arrays(kept)
+    def result(self, stored: dict[str, Any]) -> CellArrays:
+        return to_arrays(stored)
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         source = ClusterPatches.setting(self.setting)

@@ -13,11 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
+from moesaic.insight.tsne import tsne
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, MixtureCell
 from moesaic.papers.chen2022.mixture_networks import Mixtures
 from moesaic.papers.chen2022.trial_training import train_mixtures
-from moesaic.papers.chen2022.tsne import in_plane
 from moesaic.report.chart import Chart, Group, Panel, Points, Regions
 
 __all__ = ["figure_1"]
@@ -92,7 +92,7 @@ def _laid_out(data: ClusterData) -> Floats:
     order = torch.cat([signals, noise.nonzero()[:, 1].view(B, N - 3)], dim=1)
     ordered = patches.gather(1, order[..., None].expand(B, N, D)).clone()
     ordered[:, 3:] *= _LOUDER
-    return in_plane(ordered.flatten(1).numpy())
+    return tsne(ordered.flatten(1).numpy())
 
 
 def _seen(mixtures: Mixtures, data: ClusterData, places: Floats, key: torch.Tensor) -> Points:

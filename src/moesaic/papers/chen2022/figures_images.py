@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
 from moesaic.fidelity import Fidelity
+from moesaic.insight.tsne import tsne
 from moesaic.papers.chen2022.experiments_images import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName, runs_of
-from moesaic.papers.chen2022.tsne import in_plane
 from moesaic.papers.engine import claims
 from moesaic.report.chart import Chart, Counts, Group, Panel, Points, Series
 
@@ -72,9 +72,9 @@ def _figure_7(experiment: ExperimentResults) -> Chart:
     by_expert = {e: (f"expert {e + 1}", f"expert-{e + 1}") for e in range(EXPERTS)}
     by_class = {k: (CIFAR10_CLASSES[k], CIFAR10_CLASSES[k]) for k in (FROG, SHIP)}
     if cars is not None:
-        panels.append(_points("CIFAR-10, cars", in_plane(cars.points), cars.experts, by_expert))
+        panels.append(_points("CIFAR-10, cars", tsne(cars.points), cars.experts, by_expert))
     if turned is not None:
-        plane = in_plane(turned.points)
+        plane = tsne(turned.points)
         panels.append(_points("CIFAR-10-Rotate, turned", plane, turned.experts, by_expert))
         panels.append(_points("frogs and ships of these", plane, turned.clusters, by_class))
     runs = runs_of(experiment, "rotate", "resnet18", "mixture")

@@ -21,6 +21,7 @@ from moesaic.papers.chen2022 import (
     experiments_language,
     experiments_synthetic,
     figures_images,
+    figures_language,
     figures_synthetic,
 )
 from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
@@ -34,8 +35,8 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """Synthetic data, images and sentences."""
     return {
         **experiments_synthetic.plan(preset, fidelity),
-        **claims_images.plan(preset, fidelity),
-        **claims_language.plan(preset, fidelity),
+        **experiments_images.plan(preset, fidelity),
+        **experiments_language.plan(preset, fidelity),
     }
 
 
@@ -44,7 +45,7 @@ def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart
     return [
         *figures_synthetic.charts(experiments),
         *figures_images.charts(experiments),
-        *claims_language.charts(experiments),
+        *figures_language.charts(experiments),
     ]
 
 

@@ -175,15 +175,15 @@ class WideCell:
             "stopped": found.stopped,
         }
 
-    def result(self, kept: dict[str, Any]) -> WideResult:
+    def result(self, stored: dict[str, Any]) -> WideResult:
         return WideResult(
-            kept["accuracy"],
-            kept["groups"],
-            np.asarray(kept["tested"], dtype=np.float64).reshape(-1, 2),
-            np.asarray(kept["training"], dtype=np.float64),
-            kept["images"],
-            kept["macs"],
-            kept["seconds"],
+            stored["accuracy"],
+            stored["groups"],
+            np.asarray(stored["tested"], dtype=np.float64).reshape(-1, 2),
+            np.asarray(stored["training"], dtype=np.float64),
+            stored["images"],
+            stored["macs"],
+            stored["seconds"],
         )
 
 
@@ -249,9 +249,9 @@ class StepCell:
                 seconds[arm].append(_seconds_an_image(epochs))
         return {**seconds, "macs": macs, "device": _device_name(runner.device)}
 
-    def result(self, kept: dict[str, Any]) -> StepResult:
-        wrn, pmoe = (np.asarray(kept[arm], dtype=np.float64) for arm in ("wrn", "pmoe"))
-        return StepResult(wrn, pmoe, kept["macs"], kept["device"])
+    def result(self, stored: dict[str, Any]) -> StepResult:
+        wrn, pmoe = (np.asarray(stored[arm], dtype=np.float64) for arm in ("wrn", "pmoe"))
+        return StepResult(wrn, pmoe, stored["macs"], stored["device"])
 
 
 _TIMED_EPOCHS = 3

@@ -134,8 +134,8 @@ class TwoLayerCell:
                 measured["largest_gate"] = found.largest_gate.tolist()
         return measured
 
-    def result(self, kept: dict[str, Any]) -> Result:
-        return Result(**{key: np.asarray(value, dtype=np.float64) for key, value in kept.items()})
+    def result(self, stored: dict[str, Any]) -> Result:
+        return Result(**{key: np.asarray(value, dtype=np.float64) for key, value in stored.items()})
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,6 +39,10 @@ class ExperimentResults(Generic[R]):
     fidelity: Fidelity = "print"
     """Fidelity of the plan."""
 
+    def has_results(self, *prefixes: str) -> bool:
+        """Whether each prefix is the name of a cell with a result, or such a name without the trial at its end."""
+        return all(any(name == prefix or name.startswith(f"{prefix}/") for name in self.results) for prefix in prefixes)
+
     def series_prefixes(self, figure: str) -> dict[int, str]:
         """Returns the name prefixes of a figure's series by the number at their end: {4: "fig5/l=4"}."""
         prefixes = {name.rpartition("/")[0] for name in self.plan if name.startswith(f"{figure}/")}

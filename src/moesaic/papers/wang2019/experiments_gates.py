@@ -190,17 +190,17 @@ class GateCell:
             **(_gates(model, task, self.recipe) if isinstance(model, DeepMoE) else _static(model, task)),
         }
 
-    def result(self, kept: dict[str, Any]) -> GateResult:
+    def result(self, stored: dict[str, Any]) -> GateResult:
         return GateResult(
-            kept["accuracy"],
-            np.asarray(kept["training"], dtype=np.float64),
-            kept["macs"],
-            kept["spread"],
-            kept["dense_macs"],
-            np.asarray(kept["usage"], dtype=np.float64).reshape(-1, 3),
-            kept["within"],
-            kept["between"],
-            kept["seconds"],
+            stored["accuracy"],
+            np.asarray(stored["training"], dtype=np.float64),
+            stored["macs"],
+            stored["spread"],
+            stored["dense_macs"],
+            np.asarray(stored["usage"], dtype=np.float64).reshape(-1, 3),
+            stored["within"],
+            stored["between"],
+            stored["seconds"],
         )
 
     def _shape_options(self) -> dict[str, float | str]:

@@ -14,8 +14,14 @@ from typing import Any
 from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.wang2019 import claims_expressivity, claims_gates, experiments_expressivity, experiments_gates
-from moesaic.papers.wang2019 import figures as drawn
+from moesaic.papers.wang2019 import (
+    claims_expressivity,
+    claims_gates,
+    experiments_expressivity,
+    experiments_gates,
+    figures_expressivity,
+    figures_gates,
+)
 from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]
@@ -28,7 +34,8 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart]:
     """Those for which there are results."""
-    return drawn.charts(experiments)
+    drawn = figures_expressivity.charts(experiments["print"]) if "print" in experiments else []
+    return drawn + (figures_gates.charts(experiments["best"]) if "best" in experiments else [])
 
 
 def notes(preset: str, runner: Runner) -> list[str]:

@@ -1,21 +1,17 @@
-"""What was calculated and measured for Wang et al. 2019, as figures."""
+"""Figures of VGG-16 with channel gates on CIFAR-10 (Wang et al. 2019): accuracy, cost, and the use of channels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from moesaic.fidelity import Fidelity
 from moesaic.intervals import mean
 from moesaic.models.vgg_widths import WIDENINGS
 from moesaic.papers.engine import claims
 from moesaic.papers.wang2019.claims_gates import accuracies, lead_at_equal_cost
-from moesaic.papers.wang2019.experiments_expressivity import CollisionCell, RankCell
 from moesaic.papers.wang2019.experiments_gates import COSTS, REMEDY_COST, REMEDY_TRIALS, GateResult, runs_of
-from moesaic.papers.wang2019.theory.channel_masks import coin_collision, subset_collision
-from moesaic.papers.wang2019.theory.channel_ranks import printed_rank
 from moesaic.report.chart import Chart, Panel, Series
 
 __all__ = ["charts"]
@@ -23,11 +19,13 @@ __all__ = ["charts"]
 ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
 
 _PAPER = "wang2019"
+
 _COST = "Multiply-adds of an image, as a share of VGG-16's"
+
 _ACCURACY = "Test accuracy (%)"
-_LAYERS = (1, 2, 3)
-_OPEN = (1, 2, 3, 4)
+
 _STATIC = tuple(f"cost/static/{cost}" for cost in (*COSTS, 1))
+
 _TITLES = {
     "embedding": "a larger embedding network",
     "schedule": "gates that learn for longer",
@@ -37,78 +35,17 @@ _TITLES = {
 }
 
 
-def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
-    """Those for which there are results."""
-    drawn: list[Chart] = []
-    if "print" in experiments:
-        drawn.append(_power(experiments["print"]))
-    if "best" in experiments:
-        drawn += [draw(experiments["best"]) for draw in (_costs, _remedies, _gates, _widenings)]
+def charts(experiment: ExperimentResults) -> list[Chart]:
+    """Returns the charts for which there are results."""
+    drawn = [draw(experiment) for draw in (_costs, _remedies, _gates, _widenings)]
     return [chart for chart in drawn if chart.panels]
-
-
-def _power(experiment: ExperimentResults) -> Chart:
-    panels: list[Panel] = []
-    if _has(experiment, *(f"ranks/L={layers}" for layers in _LAYERS)):
-        panels.append(_ranks(experiment))
-    if _has(experiment, *(f"collisions/one/{n}" for n in _OPEN)):
-        panels.append(_collisions(experiment))
-    return Chart(
-        "expressive-power",
-        _PAPER,
-        "Supplement A.1",
-        "What do masks of channels do to what a network can tell apart?",
-        "Left: the rank of networks with 3 channels, of which masks leave 2 open, on patches with 4 features. One mask "
-        "for all inputs makes the rank that of a narrower network; a mask for each input lifts it above the dense "
-        "network's; one that looks at half of the input does not, from three layers on. The printed rank is the square "
-        "of the dense network's. Right: how likely two inputs are to open the same of 8 channels. The printed formula "
-        "is right where exactly n are open, and wrong where each opens for itself.",
-        tuple(panels),
-    )
-
-
-def _ranks(experiment: ExperimentResults) -> Panel:
-    cell = experiment.plan["ranks/L=1"]
-    assert isinstance(cell, RankCell)
-    x = tuple(map(float, _LAYERS))
-    found = [experiment.results[f"ranks/L={layers}"] for layers in _LAYERS]
-    kinds = {
-        "a mask for each input": ("dynamic", "best"),
-        "dense": ("dense", "joint"),
-        "a mask by half of the input": ("one_sided", "separate"),
-        "one mask for all inputs": ("static", "cnn"),
-    }
-    lines = [
-        Series(label, role, x, tuple(float(each[kind].mean()) for each in found))
-        for label, (kind, role) in kinds.items()
-    ]
-    printed = tuple(float(printed_rank(cell.widths[0], layers)) for layers in _LAYERS)
-    lines.insert(0, Series("dense, as printed", "printed", x, printed))
-    return Panel("Rank", "Layers L", "Rank", tuple(lines), log_y=True)
-
-
-def _collisions(experiment: ExperimentResults) -> Panel:
-    cells = [experiment.plan[f"collisions/one/{n}"] for n in _OPEN]
-    found = [experiment.results[f"collisions/one/{n}"] for n in _OPEN]
-    x = tuple(map(float, _OPEN))
-    lines: list[Series] = []
-    for label, kind, role in (("exactly n open", "subsets", "best"), ("each for itself", "coins", "cnn")):
-        lines.append(Series(f"{label}, drawn", role, x, tuple(float(each[kind].mean()) for each in found)))
-    known = [cell for cell in cells if isinstance(cell, CollisionCell)]
-    exact = {
-        "C(m, n)⁻¹, as printed": tuple(subset_collision(cell.widths, cell.open_channels) for cell in known),
-        "each for itself, calculated": tuple(coin_collision(cell.widths, cell.probabilities) for cell in known),
-    }
-    roles = ("best", "cnn")
-    lines += [Series(label, role, x, y) for role, (label, y) in zip(roles, exact.items(), strict=True)]
-    return Panel("Two inputs with the same channels", "Open channels n of 8", "Probability", tuple(lines), log_y=True)
 
 
 def _costs(experiment: ExperimentResults) -> Chart:
     """Accuracy against cost."""
     panels: list[Panel] = []
     gated = [f"cost/gated/{cost}" for cost in COSTS]
-    if _has(experiment, *_STATIC, *gated):
+    if experiment.has_results(*_STATIC, *gated):
         lines = [
             _curve(experiment, "with gates (DeepMoE)", "best", gated),
             _curve(experiment, "static, of smaller width", "cnn", _STATIC),
@@ -130,7 +67,7 @@ def _remedies(experiment: ExperimentResults) -> Chart:
     """Leads over a static network of equal cost, side by side."""
     panels: list[Panel] = []
     names = {f"cost/gated/{REMEDY_COST}": "none", **{f"remedy/{name}": title for name, title in _TITLES.items()}}
-    if _has(experiment, *_STATIC, *names):
+    if experiment.has_results(*_STATIC, *names):
         leads = [lead_at_equal_cost(experiment, prefix)[:REMEDY_TRIALS] for prefix in names]
         lines = tuple(
             Series(f"{place}: {title}", f"remedy-{place}", (float(place),), (float(lead.mean()),), _deviations(lead))
@@ -154,7 +91,7 @@ def _gates(experiment: ExperimentResults) -> Chart:
     panels: list[Panel] = []
     for cost in COSTS:
         prefix = f"cost/gated/{cost}"
-        if not _has(experiment, prefix):
+        if not experiment.has_results(prefix):
             continue
         usage = np.stack([run.usage for run in runs_of(experiment, prefix)])  # (T, layers, 3)
         shares = 100 * usage / usage.sum(2, keepdims=True)
@@ -181,7 +118,7 @@ def _widenings(experiment: ExperimentResults) -> Chart:
     """Each widening as it is, at equal weights, and gated, at equal weights and equal work."""
     panels: list[Panel] = []
     names = {**{name: column.title for name, column in WIDENINGS.items()}, "vgg16": "VGG-16"}
-    if _has(experiment, *(f"wide/{kind}/{name}" for kind in ("gated", "dense") for name in names)):
+    if experiment.has_results(*(f"wide/{kind}/{name}" for kind in ("gated", "dense") for name in names)):
         lines = tuple(
             _curve(
                 experiment,
@@ -203,13 +140,6 @@ def _widenings(experiment: ExperimentResults) -> Chart:
         "half. Right ends compare networks of equal weights, left ends those of equal weights and equal work. Mean and "
         "standard deviation over trials, CIFAR-10.",
         tuple(panels),
-    )
-
-
-def _has(experiment: ExperimentResults, *prefixes: str) -> bool:
-    """Whether there are results whose names are these, or these and a trial."""
-    return all(
-        any(name == prefix or name.startswith(f"{prefix}/") for name in experiment.results) for prefix in prefixes
     )
 
 
