@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from moesaic.insight import CollapseAlarm, CollapseWarning, check_scores
+from moesaic.insight import CollapseAlarm, CollapseEvent, CollapseWarning, check_scores
 from moesaic.layers import RoutedLayer
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
 from moesaic.routing_record import Routing
@@ -57,6 +57,27 @@ def test_dead_experts_raise_one_warning_with_the_numbers():
     assert "balance loss" in message
 
 
+def test_the_warning_carries_the_event():
+    model = nn.Sequential(nn.Identity(), token_choice(4))
+    with pytest.warns(CollapseWarning) as caught:
+        watch(CollapseAlarm(model, every=5), model, *[favouring(4, [0, 2])] * 5)
+    warning = caught[0].message
+    assert isinstance(warning, CollapseWarning)
+    assert warning.event == CollapseEvent("1", "dead", (1, 3), (0.5, 0.0, 0.5, 0.0), 0.0, 0.0, 0.025, 5, 5)
+
+
+def test_events_are_handed_to_on_collapse_in_place_of_warnings():
+    events: list[CollapseEvent] = []
+    layer = expert_choice(experts=3, patches_per_expert=2)
+    alike = torch.arange(16.0).view(1, 16, 1).expand(2, 16, 3)
+    watch(CollapseAlarm(layer, every=2, on_collapse=events.append), layer, *[alike] * 6)
+    [event] = events
+    assert (event.layer, event.kind, event.experts, event.window, event.passes) == ("", "copies", (0, 1, 2), 2, 2)
+    assert (event.overlap, event.limit) == pytest.approx((1.0, 0.9067), abs=1e-3)
+    assert event.load == pytest.approx((1 / 3,) * 3)
+    assert event.message.startswith("the layer: the experts choose the same units")
+
+
 def test_each_layer_warns_for_itself():
     model = nn.Sequential(token_choice(2), token_choice(2))
     with pytest.warns(CollapseWarning) as caught:
@@ -95,7 +116,7 @@ def test_an_alarm_entered_again_goes_on_counting_and_does_not_repeat_itself():
     layer = token_choice(2)
     alarm, collapsed = CollapseAlarm(layer, every=2), favouring(2, [0])
     watch(alarm, layer, collapsed)
-    layer(collapsed)  # nobody listens
+    layer(collapsed)  # not watched
     with pytest.warns(CollapseWarning):
         watch(alarm, layer, collapsed)
     watch(alarm, layer, collapsed, collapsed)
@@ -205,7 +226,7 @@ def test_scores_that_are_no_numbers_are_named_with_their_layer(value, counts):
     message = rf"layer '0': 1 of 16 scores are not finite \({counts}\), shape \(2, 4, 2\), first at \(1, 3, 0\)"
     with pytest.raises(FloatingPointError, match=message), check_scores(model):
         model(scores)
-    model(scores)  # nobody looks
+    model(scores)  # not watched
 
 
 def test_a_model_that_is_itself_the_layer_has_no_name_to_tell():

@@ -138,7 +138,7 @@ def test_it_stops_when_every_image_was_right_as_it_was_trained_on():
 
 
 def test_progress_is_told_of_loss_accuracies_and_speed(monkeypatch):
-    monkeypatch.setattr(trainer, "_LOOK", 0.0)
+    monkeypatch.setattr(trainer, "_LOG_SECONDS", 0.0)
     notes = Notes()
     fit(dense(), TASK, SHORT, progress=notes)
     assert notes.advanced == 3

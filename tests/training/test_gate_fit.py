@@ -48,10 +48,10 @@ def test_the_cost_that_was_asked_for_is_that_of_test_images_and_is_told(tmp_path
             model.macs(model.forward_with_routing(x).routing) for x, _ in eval_batches(TASK, torch.device("cpu"), 16)
         ]
     assert torch.cat(costs).double().mean() / model.dense_macs == pytest.approx(found.cost)
-    assert any(re.match(r"gates are frozen: 0\.(49|50)\d of the dense .*, wanted 0\.5", each) for each in notes.logged)
-    assert re.search(r"cost \d\.\d{3}, \d+% open, λ 0\.\d", notes.notes[2])
+    assert any(re.match(r"gates are frozen: 0\.(49|50)\d of the dense .*, target 0\.5", each) for each in notes.logged)
+    assert re.search(r"cost [\d.]+, open_share [\d.]+, gate_l1 0\.\d", notes.notes[2])
     epochs = lines(tmp_path)
-    assert [epoch["gate_strength"] > 0 for epoch in epochs] == [True, True, False, False]
+    assert [epoch["gate_l1"] > 0 for epoch in epochs] == [True, True, False, False]
     assert epochs[0]["cost"] > 0.8 > epochs[-1]["cost"] == pytest.approx(0.5, rel=0.1)
     assert all(0 < epoch["open_share"] <= 1 for epoch in epochs)
     assert json.loads((tmp_path / "result.json").read_text())["cost"] == found.cost
@@ -62,7 +62,7 @@ def test_the_cost_that_was_asked_for_is_that_of_test_images_and_is_told(tmp_path
 def test_networks_without_gates_have_no_cost(tmp_path):
     found = fit(seeded(backbone), TASK, replace(LONG, epochs=1, gates=None), out=tmp_path)
     assert found.cost is None
-    assert not {"cost", "open_share", "gate_strength"} & lines(tmp_path)[0].keys()
+    assert not {"cost", "open_share", "gate_l1"} & lines(tmp_path)[0].keys()
     assert "cost" not in json.loads((tmp_path / "result.json").read_text())
 
 
@@ -83,8 +83,8 @@ RUNS = {
 
 @pytest.mark.parametrize("recipe", RUNS.values(), ids=RUNS)
 def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "_LOOK", 0.0)
-    monkeypatch.setattr(trainer, "_ALARM", 2)
+    monkeypatch.setattr(trainer, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "_CHECKPOINT_STEPS", 2)
     undisturbed = gated()
     fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
     calls = (3, 9, 6, 5, 100)  # of progress, of which there are seven an epoch: in both stages
@@ -121,8 +121,8 @@ def test_gates_that_keep_a_set_number_learn_straight_through(monkeypatch):
     assert seen
     assert all(seen)
     assert not any(gate.straight_through for gate in model.gates.values())
-    assert found.epochs[0].open_share == found.epochs[1].open_share == 0.5
-    assert found.epochs[0].cost == pytest.approx(found.cost)
+    assert [epoch.metrics["open_share"] for epoch in found.epochs] == [0.5, 0.5]
+    assert found.epochs[0].metrics["cost"] == pytest.approx(found.cost)
 
 
 def test_a_network_learns_from_a_teacher(tmp_path):

@@ -1,4 +1,4 @@
-"""A learner's state is all that it is: what is taken out and put into another makes the same of it."""
+"""The state of a train step is complete: restored into another one, it continues with the same numbers."""
 
 import json
 import math
@@ -17,41 +17,41 @@ CPU = torch.device("cpu")
 X, LABELS = SCALE(TASK.train.pixels), TASK.train.labels
 RECIPES = {
     "sgd": LONG,
-    "adamw, mean": replace(LONG, optimizer="adamw", learning_rate=0.01, ema=0.9),
-    "normalized_gd, mean": replace(LONG, optimizer="normalized_gd", ema=0.9, balance=0.1),
+    "adamw, ema": replace(LONG, optimizer="adamw", learning_rate=0.01, ema=0.9),
+    "normalized_gd, ema": replace(LONG, optimizer="normalized_gd", ema=0.9),
     "float16": replace(LONG, precision="float16"),
 }
 
 
-def taught(learner: TrainStep, steps: int) -> list[float]:
+def losses_of(train_step: TrainStep, steps: int) -> list[float]:
     """The losses of so many steps."""
-    learner.model.train()
-    with learner.watching():
-        return [float(learner.step(X, LABELS, 0.5)[0]) for _ in range(steps)]
+    train_step.model.train()
+    train_step.set_learning_rates(0.5)
+    return [float(train_step.step(X, LABELS, 0.5)[0]) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("make", [dense, routed, mixture])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-def test_what_is_taken_out_and_put_in_again_is_the_same_learner(recipe, make):
+def test_a_restored_train_step_continues_with_the_same_numbers(recipe, make):
     with torch.random.fork_rng(devices=[]):
-        learner, other = TrainStep(make(), recipe, CPU, 2), TrainStep(make(5), recipe, CPU, 2)
-        spoil_one_gradient(learner)
-        taught(learner, 3)
-        tensors, content = learner.state()
+        train_step, other = TrainStep(make(), recipe, CPU, 2), TrainStep(make(5), recipe, CPU, 2)
+        spoil_one_gradient(train_step)
+        losses_of(train_step, 3)
+        tensors, content = train_step.state()
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-        losses = taught(learner, 2)
+        losses = losses_of(train_step, 2)
         other.restore(tensors, json.loads(json.dumps(content)))
         restored, written = other.state()
         assert written == content
         assert restored.keys() == tensors.keys()
         assert all(torch.equal(restored[name], tensor) for name, tensor in tensors.items())
-        assert taught(other, 2) == losses
-        assert same(learner.model, other.model)
+        assert losses_of(other, 2) == losses
+        assert same(train_step.model, other.model)
 
 
-def spoil_one_gradient(learner: TrainStep) -> None:
+def spoil_one_gradient(train_step: TrainStep) -> None:
     """In the first step, if the loss has a scale to be adapted."""
-    if learner.recipe.precision != "float16":
+    if train_step.recipe.precision != "float16":
         return
     calls = 0
 
@@ -60,32 +60,32 @@ def spoil_one_gradient(learner: TrainStep) -> None:
         calls += 1
         return gradient * math.inf if calls == 1 else gradient
 
-    next(learner.model.parameters()).register_hook(spoil)
+    next(train_step.model.parameters()).register_hook(spoil)
 
 
 def test_a_step_in_float16_whose_gradient_overflows_is_left_out_and_the_scale_halved():
     model, untouched = dense(), dense()
-    learner = TrainStep(model, RECIPES["float16"], CPU, 2)
-    spoil_one_gradient(learner)
-    before: dict[str, Any] = learner.state()[1]["scaler"]
-    taught(learner, 1)
+    train_step = TrainStep(model, RECIPES["float16"], CPU, 2)
+    spoil_one_gradient(train_step)
+    before: dict[str, Any] = train_step.state()[1]["scaler"]
+    losses_of(train_step, 1)
     assert same(model, untouched)
-    assert learner.state()[1]["scaler"]["scale"] == before["scale"] / 2
-    taught(learner, 1)
+    assert train_step.state()[1]["scaler"]["scale"] == before["scale"] / 2
+    losses_of(train_step, 1)
     assert not same(model, untouched)
-    assert learner.finite()
+    assert train_step.finite()
 
 
-def test_the_mean_is_there_for_a_test_and_gone_after_it():
-    learner = TrainStep(dense(), replace(LONG, ema=0.9), CPU, 2)
-    taught(learner, 3)
+def test_the_ema_weights_are_there_for_a_test_and_gone_after_it():
+    train_step = TrainStep(dense(), replace(LONG, ema=0.9), CPU, 2)
+    losses_of(train_step, 3)
     trained = dense()
-    trained.load_state_dict(learner.model.state_dict())
-    with learner.averaged():
-        assert not same(learner.model, trained)
-    assert same(learner.model, trained)
-    learner.average()
-    assert not same(learner.model, trained)
+    trained.load_state_dict(train_step.model.state_dict())
+    with train_step.ema_weights():
+        assert not same(train_step.model, trained)
+    assert same(train_step.model, trained)
+    train_step.load_ema()
+    assert not same(train_step.model, trained)
 
 
 def test_all_weights_that_learn_have_an_optimizer_and_only_one():
@@ -93,7 +93,7 @@ def test_all_weights_that_learn_have_an_optimizer_and_only_one():
         for optimizer in ("sgd", "adamw", "normalized_gd"):
             model = make()
             next(model.parameters()).requires_grad_(False)
-            learner = TrainStep(model, Recipe(epochs=1, optimizer=optimizer), CPU, 2)
-            groups = [group for each in learner._optimizers for group in each.param_groups]
+            train_step = TrainStep(model, Recipe(epochs=1, optimizer=optimizer), CPU, 2)
+            groups = [group for each in train_step.optimizers for group in each.param_groups]
             held = [id(parameter) for group in groups for parameter in group["params"] if parameter.requires_grad]
             assert sorted(held) == sorted(id(each) for each in model.parameters() if each.requires_grad)

@@ -12,7 +12,7 @@ from moesaic.insight.channel_metrics import (
     specific_gates,
 )
 from moesaic.insight.cluster_dispatch import DispatchTable, dispatch_table
-from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseWarning, check_scores
+from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseEvent, CollapseWarning, check_scores
 from moesaic.insight.embedding_map import EmbeddingMap, embedding_map
 from moesaic.insight.explain import Explanation, explain, look
 from moesaic.insight.image_cost import Costs, MeanCost, image_costs
@@ -37,6 +37,7 @@ __all__ = [
     "ChannelExplanation",
     "ChannelUsage",
     "CollapseAlarm",
+    "CollapseEvent",
     "CollapseWarning",
     "Costs",
     "DispatchTable",

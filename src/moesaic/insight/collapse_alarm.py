@@ -1,18 +1,18 @@
-"""Watch the routing while a model runs: an alarm for experts that die, a check for scores that are not numbers.
+"""Watch the routing of a model during training: an alarm for collapsing experts, a check for non-finite scores.
 
-Both listen to the routed layers through ``moesaic.layers.routing_hook`` and are gone when their block
-ends; a model that nobody watches pays nothing. In a compiled model each routed layer breaks the
-graph while it is watched, which ``fullgraph=True`` does not allow.
+Both are routing hooks (``moesaic.layers.routing_hook``) that are removed at the end of their block; a model without
+hooks pays nothing. In a compiled model each routed layer breaks the graph while it has hooks, which
+``fullgraph=True`` does not allow.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self, cast
+from typing import Literal, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,19 +22,69 @@ from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overl
 from moesaic.layers import RoutedLayer, RoutingHook, routing_hook
 from moesaic.routing_record import Routing
 
-__all__ = ["CollapseAlarm", "CollapseWarning", "check_scores"]
+__all__ = ["CollapseAlarm", "CollapseEvent", "CollapseWarning", "check_scores"]
 
 
 _ROUNDING = 1e-6
 
 
+@dataclass(frozen=True)
+class CollapseEvent:
+    """A collapse of experts that a `CollapseAlarm` found."""
+
+    layer: str
+    """Name of the layer in the model; empty where the model is itself the layer."""
+    kind: Literal["dead", "copies"]
+    """``"dead"``: experts without load; ``"copies"``: experts that choose the same units."""
+    experts: tuple[int, ...]
+    """The experts concerned: the dead ones, or all that are copies of one another."""
+    load: tuple[float, ...]
+    """Share of the load of each expert."""
+    overlap: float
+    """Mean overlap (Jaccard) of pairs of experts; 0 where units choose."""
+    chance: float
+    """The overlap of random choices of the same sizes."""
+    limit: float
+    """The limit that was passed: of the load of an expert, or of the overlap."""
+    window: int
+    """Training passes over which it was measured."""
+    passes: int
+    """Training passes of the layer so far."""
+
+    @property
+    def message(self) -> str:
+        """The layer, the numbers and what to do about it."""
+        return f"{_place(self.layer)}: {self.finding}"
+
+    @property
+    def finding(self) -> str:
+        """The message without the layer."""
+        if self.kind == "dead":
+            named = ", ".join(f"{e} ({self.load[e]:.2%} of the load)" for e in self.experts)
+            return (
+                f"{len(self.experts)} of {len(self.load)} experts are dead: {named}; an equal share is "
+                f"{1 / len(self.load):.2%}, the limit {self.limit:.2%}. Add a balance loss or noise to the router, "
+                "lower its learning rate, or let experts choose (ExpertChoice), which gives each the same load"
+            )
+        return (
+            f"the experts choose the same units: mean overlap {self.overlap:.3f}, where random choices give "
+            f"{self.chance:.3f}, identical ones 1, and the limit is {self.limit:.3f}. They learn as one expert, unless "
+            "each image has only the few units that matter. Start the router's weights further apart, lower its "
+            "learning rate, or use fewer experts or more patches_per_expert"
+        )
+
+
 class CollapseWarning(UserWarning):
-    """Experts died during training, or became copies of one another."""
+    """Experts died during training, or became copies of one another; ``event`` has the numbers."""
+
+    def __init__(self, message: str, event: CollapseEvent | None = None) -> None:
+        super().__init__(message)
+        self.event = event
 
 
 @dataclass
 class _Window:
-    """What a layer did since the alarm last looked, summed on the layer's device."""
+    """Sums over the passes of a layer since the last check, on the layer's device."""
 
     load: Tensor
     overlap: Tensor
@@ -43,36 +93,50 @@ class _Window:
 
 
 class CollapseAlarm:
-    """Warn, once per layer and with the numbers, when experts collapse during training.
+    """Reports, once per layer and with the numbers, when experts collapse during training.
 
-    Every ``every`` training passes of a layer the alarm looks at what happened since it last
-    looked. It warns (`CollapseWarning`) when
+    Every ``every`` training passes of a layer the alarm checks what happened since its last check. There is a
+    `CollapseEvent` when
 
-    - experts are dead: their share of the load is below ``threshold`` times the equal share 1/E.
-      This is how collapse looks where units choose experts, or where the router is soft.
-    - experts are copies: where experts choose units, their load is equal by construction, and
-      collapse means that they choose the same. The mean overlap (Jaccard) of pairs of experts is
-      compared with that of random choices of the same sizes, which is about L / (2N − L). It is
-      too high when it has come ``copies`` of the way from there to 1, identical choices. Experts
-      that take all units are no copies: they have no choice.
+    - experts are dead: their share of the load is below ``threshold`` times the equal share 1/E. This is how
+      collapse shows where units choose experts, or where the router is soft.
+    - experts are copies: where experts choose units, their load is equal by construction, and collapse means that
+      they choose the same. The mean overlap (Jaccard) of pairs of experts is compared with that of random choices of
+      the same sizes, which is about L / (2N − L). It is too high when it has come ``copies`` of the way from there
+      to 1, identical choices. Experts that take all units are no copies: they have no choice.
 
-    Passes in eval mode do not count. Between looks nothing waits for the device. An alarm may be
-    entered again (once an epoch, say): it goes on counting and does not repeat itself.
+    Passes in eval mode do not count. Between checks nothing waits for the device. An alarm may be entered again
+    (once an epoch, say): it goes on counting and does not repeat itself.
 
-    >>> import torch, warnings
+    Args:
+        model: a model with routed layers.
+        every: training passes from one check of a layer to the next.
+        threshold: share of the equal load below which an expert is dead.
+        copies: from 0, random choices, to 1, identical ones: the overlap from which experts are copies.
+        on_collapse: is called with each event; by default it is a `CollapseWarning`.
+
+    >>> import torch
     >>> from moesaic import PatchMoE
     >>> layer = PatchMoE(4, 4, experts=2, patches_per_expert=1, patch_size=2)
     >>> with torch.no_grad():
     ...     _ = layer.router.weight.copy_(layer.router.weight[:1].expand_as(layer.router.weight))    # both choose alike
-    >>> with warnings.catch_warnings(record=True) as caught, CollapseAlarm(layer, every=2):
-    ...     warnings.simplefilter("always")
+    >>> events = []
+    >>> with CollapseAlarm(layer, every=2, on_collapse=events.append):
     ...     for step in range(10):
     ...         y = layer(torch.randn(8, 4, 8, 8))
-    >>> [warning.category.__name__ for warning in caught]
-    ['CollapseWarning']
+    >>> [(event.kind, event.experts) for event in events]
+    [('copies', (0, 1))]
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 100, threshold: float = 0.1, copies: float = 0.9) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        every: int = 100,
+        threshold: float = 0.1,
+        copies: float = 0.9,
+        on_collapse: Callable[[CollapseEvent], None] | None = None,
+    ) -> None:
         check_positive("CollapseAlarm", every=every)
         check_fraction("CollapseAlarm", "threshold", threshold)
         check_fraction("CollapseAlarm", "copies", copies)
@@ -80,33 +144,34 @@ class CollapseAlarm:
         self.every = every
         self.threshold = threshold
         self.copies = copies
+        self.on_collapse = on_collapse or _warn
         self._passes: dict[str, int] = {}
         self._windows: dict[str, _Window] = {}
-        self._warned: set[str] = set()
-        self._observing: AbstractContextManager[None] | None = None
+        self._reported: set[str] = set()
+        self._hooked: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> Self:
-        if self._observing is not None:
+        if self._hooked is not None:
             raise RuntimeError("CollapseAlarm: already watching; leave its `with` block before entering it again")
-        observing = _watch(self.model, self._hear)
-        observing.__enter__()
-        self._observing = observing
+        hooked = _hook(self.model, self._on_routing)
+        hooked.__enter__()
+        self._hooked = hooked
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._observing is not None:
-            observing, self._observing = self._observing, None
-            observing.__exit__(kind, error, trace)
+        if self._hooked is not None:
+            hooked, self._hooked = self._hooked, None
+            hooked.__exit__(kind, error, trace)
 
-    def _hear(self, name: str, layer: RoutedLayer, routing: Routing) -> None:
-        if not layer.training or name in self._warned:
+    def _on_routing(self, name: str, layer: RoutedLayer, routing: Routing) -> None:
+        if not layer.training or name in self._reported:
             return
         self._add(name, routing)
         self._passes[name] = self._passes.get(name, 0) + 1
         if self._passes[name] % self.every == 0:
-            self._look(name, self._windows.pop(name))
+            self._check(name, self._windows.pop(name))
 
     @torch.no_grad()
     def _add(self, name: str, routing: Routing) -> None:
@@ -121,43 +186,37 @@ class CollapseAlarm:
             window.overlap = window.overlap + routing.batch * mean_of_pairs(overlap(routing))
             window.overlap_by_chance = window.overlap_by_chance + _overlap_by_chance(routing)
 
-    def _look(self, name: str, window: _Window) -> None:
+    def _check(self, name: str, window: _Window) -> None:
         if window.images == 0:
             return
-        finding = self._deaths(window) or self._copies(window)
-        if finding:
-            # first, for the warning may be an error that somebody catches
-            self._warned.add(name)
-            when = f"last {self.every} of {self._passes[name]} training passes"
-            warnings.warn(f"CollapseAlarm: {_place(name)}, {when}: {finding}", CollapseWarning, stacklevel=2)
+        event = self._find(name, window)
+        if event is not None:
+            # first, because on_collapse may raise an error that somebody catches
+            self._reported.add(name)
+            self.on_collapse(event)
 
-    def _deaths(self, window: _Window) -> str:
+    def _find(self, name: str, window: _Window) -> CollapseEvent | None:
         load = floats(window.load)
-        dead = starved(load, self.threshold)
-        if not dead:
-            return ""
         total = sum(load) or 1
-        equal = 1 / len(load)
-        named = ", ".join(f"{e} ({load[e] / total:.2%} of the load)" for e in dead)
-        return (
-            f"{len(dead)} of {len(load)} experts are dead: {named}; an equal share is {equal:.2%}, "
-            f"the limit {self.threshold * equal:.2%}. Add a balance loss or noise to the router, lower its learning "
-            "rate, or let experts choose (ExpertChoice), which gives each the same load"
-        )
-
-    def _copies(self, window: _Window) -> str:
+        shares = tuple(each / total for each in load)
+        dead = starved(load, self.threshold)
+        if dead:
+            limit = self.threshold / len(load)
+            return CollapseEvent(name, "dead", tuple(dead), shares, 0.0, 0.0, limit, self.every, self._passes[name])
         mean = window.overlap.item() / window.images
         chance = window.overlap_by_chance.item() / window.images
         limit = chance + self.copies * (1 - chance)
         # experts that take all units overlap fully by chance: they have no choice
         if mean < limit - _ROUNDING or chance > 1 - _ROUNDING:
-            return ""
-        return (
-            f"the experts choose the same units: mean overlap {mean:.3f}, where random choices give {chance:.3f}, "
-            f"identical ones 1, and the limit is {limit:.3f}. They learn as one expert, unless each image has only "
-            "the few units that matter. Start the router's weights further apart, lower its learning rate, "
-            "or use fewer experts or more patches_per_expert"
-        )
+            return None
+        experts = tuple(range(len(load)))
+        return CollapseEvent(name, "copies", experts, shares, mean, chance, limit, self.every, self._passes[name])
+
+
+def _warn(event: CollapseEvent) -> None:
+    when = f"last {event.window} of {event.passes} training passes"
+    text = f"CollapseAlarm: {_place(event.layer)}, {when}: {event.finding}"
+    warnings.warn(CollapseWarning(text, event), stacklevel=2)
 
 
 def _overlap_by_chance(routing: Routing) -> Tensor:
@@ -185,7 +244,7 @@ def check_scores(model: nn.Module) -> Generator[None]:
     Traceback (most recent call last):
     FloatingPointError: check_scores: layer '1': 2 of 8 scores are not finite (...), shape (1, 4, 2), ...
     """
-    with _watch(model, _refuse_bad_scores):
+    with _hook(model, _refuse_bad_scores):
         yield
 
 
@@ -204,10 +263,10 @@ def _refuse_bad_scores(name: str, layer: RoutedLayer, routing: Routing) -> None:
     )
 
 
-def _watch(model: nn.Module, observer: RoutingHook) -> AbstractContextManager[None]:
-    # Compiled, an observer's counters would be constants of the graph, and each pass a new compilation.
-    way_out = "compile without fullgraph=True while somebody watches the routing"
-    return routing_hook(model, cast("RoutingHook", torch.compiler.disable(observer, reason=way_out)))
+def _hook(model: nn.Module, hook: RoutingHook) -> AbstractContextManager[None]:
+    # Compiled, a hook's counters would be constants of the graph, and each pass a new compilation.
+    reason = "compile without fullgraph=True while the routing is watched"
+    return routing_hook(model, cast("RoutingHook", torch.compiler.disable(hook, reason=reason)))
 
 
 def _place(name: str) -> str:

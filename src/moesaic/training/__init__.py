@@ -1,5 +1,6 @@
 """Training on images: `fit`, recipes, callbacks, checkpoints, comparisons and export."""
 
+from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison_result import Comparison, read_comparison
@@ -15,6 +16,7 @@ from moesaic.training.trackers import Tracker, create_tracker
 __all__ = [
     "OPTIMIZER_DEFAULTS",
     "CachedResult",
+    "Callback",
     "Checkpoint",
     "Comparison",
     "Diverged",

@@ -1,11 +1,11 @@
 """Train a network on images: `fit`.
 
-The seed decides the order of the images, how each is varied and what layers draw: on a CPU, two runs of a seed are
-the same to the last bit, and so is a run that was stopped anywhere and called again. On a GPU they differ by
-rounding, and what rounding grows to.
+The seed decides the order of the images, their augmentation and the random numbers of layers: on a CPU, two runs
+with the same seed are bit-identical, and so is a run that was stopped anywhere and resumed. On a GPU they differ by
+rounding errors, and what these grow to.
 
-Images stay bytes where they lie, are prepared many batches at a time on the device, and the host looks at the
-loss every few seconds only. Networks and images are channels_last.
+Images stay uint8 in memory and are prepared many batches at a time on the device; the host waits for the loss every
+few seconds only. Networks and images are channels_last.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.data.datasets import ImageDataset
+from moesaic.layers.recording import routed_layers
+from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
+from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
 from moesaic.training.checkpoint import load_weights
+from moesaic.training.gate_callback import GateCallback, GatesClosed
 from moesaic.training.gates import check_gate_recipe
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Epoch, FitResult
+from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
 from moesaic.training.thread_pool import check_device
 from moesaic.training.trackers import Tracker
-from moesaic.training.trainer import Diverged, GatesClosed, Trainer, evaluate
+from moesaic.training.trainer import Trainer, evaluate
 
-__all__ = ["Diverged", "Epoch", "FitResult", "GatesClosed", "evaluate", "fit"]
+__all__ = ["Diverged", "Epoch", "FitResult", "GatesClosed", "default_callbacks", "evaluate", "fit"]
 
-_HELD = 0.5
+_IMAGE_MEMORY = 0.5
 """The share of a GPU's free memory that the images may take; larger ones stay where they are."""
 
 
@@ -53,30 +57,35 @@ def fit(
     eval_every: int = 1,
     checkpoint_seconds: float = 30.0,
     teacher: nn.Module | None = None,
+    callbacks: Sequence[Callback] = (),
+    collapse_alarm: bool = True,
 ) -> FitResult:
-    """Train the model in place, which moves to the device; what every epoch came to, and the test at the end.
+    """Train the model in place, and test it; the model moves to the device.
 
     With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors, and
-    result.json when all is done. The same call continues what was stopped there, and gives the result of what was
-    complete; what the model's weights were before does not count then.
+    result.json in the end. The same call resumes an interrupted run from its last checkpoint, whatever the model's
+    weights are, and returns the result of a complete one.
 
     Args:
-        model: a network from images (B, C, H, W) to (B, classes), with its initial weights. In the end it is in
-            eval mode and has the weights that were tested, their running mean where the recipe asks for one.
-        dataset: what to learn, and from what.
-        recipe: how.
-        seed: of everything random but the initial weights.
+        model: a network from images (B, C, H, W) to logits (B, classes), with its initial weights. In the end it is
+            in eval mode and has the weights that were tested: their EMA where the recipe asks for one.
+        dataset: the images to train and to test on.
+        recipe: the hyperparameters.
+        seed: of all random numbers apart from the initial weights.
         device: where to compute.
         out: the folder of the run.
-        spec: how the model was made, for the checkpoint: without it, `load_checkpoint` cannot make it again.
-        progress: is told of each epoch, and of the loss every few seconds; where training stops early it is told
-            that the epochs left are done.
-        trackers: are told of each epoch as well; see `create_tracker`.
-        eval_every: epochs from one test to the next; there is always one at the end.
-        checkpoint_seconds: time from one checkpoint to the next, the first of which is after the first epoch. They
-            are written at the end of an epoch, or within it after every hundred batches.
-        teacher: a trained network for the same images, whose answers one with channel gates learns from, as much as
-            ``recipe.gates.distil`` says. It moves to the device and to eval mode.
+        spec: how the model was made, for the checkpoint: `load_checkpoint` needs it to build the model.
+        progress: gets a line for each epoch, and the loss every few seconds; epochs that need not be trained are
+            skipped.
+        trackers: get the metrics of each epoch; see `create_tracker`.
+        eval_every: epochs from one test to the next; the last epoch is always tested.
+        checkpoint_seconds: seconds from one checkpoint to the next; the first one follows the first epoch. They are
+            written at the end of an epoch, or within it after every hundred batches.
+        teacher: a trained network for the same images, from which a network with channel gates is distilled with
+            the weight ``recipe.gates.distil``. It moves to the device and to eval mode.
+        callbacks: your own callbacks, called after those of `default_callbacks`. Their state is saved with the
+            checkpoints.
+        collapse_alarm: whether to report experts that collapse.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
@@ -86,6 +95,23 @@ def fit(
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
     >>> fit(model, dataset, Recipe(epochs=5, batch=16, learning_rate=0.01)).accuracy
     100.0
+
+    A callback of your own:
+
+    >>> from moesaic.training import Callback
+    >>> class StepCounter(Callback):
+    ...     steps = 0
+    ...     def on_step_end(self, trainer, epoch, loss):
+    ...         self.steps += 1
+    ...     def on_epoch_end(self, trainer):
+    ...         return {"steps": self.steps}
+    ...     def state_dict(self):
+    ...         return {"steps": self.steps}
+    ...     def load_state_dict(self, state):
+    ...         self.steps = state["steps"]
+    >>> result = fit(model, dataset, Recipe(epochs=2, batch=16), callbacks=[StepCounter()])
+    >>> [epoch.metrics["steps"] for epoch in result.epochs]
+    [4, 8]
     """
     check_positive("fit", eval_every=eval_every)
     device = check_device("fit", device)
@@ -95,38 +121,72 @@ def fit(
         )
     progress = progress or NoProgress()
     recipe = check_gate_recipe(model, recipe)
-    config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
     _check_teacher(recipe, teacher)
+    everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm), *callbacks]
+    _check_names(everyone)
+    config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
+    if callbacks:
+        config["callbacks"] = [callback.name for callback in callbacks]
     if teacher is not None:
-        config["teacher"] = _sketch(teacher)
+        config["teacher"] = _fingerprint(teacher)
         teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
         teacher.eval()
-    with ExitStack() as until_the_end:
-        folder = None if out is None else until_the_end.enter_context(closing(RunDir(Path(out), config)))
+    with ExitStack() as stack:
+        run_dir = None if out is None else stack.enter_context(closing(RunDir(Path(out), config)))
         model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
-        complete = None if folder is None else folder.read_result()
-        if folder is not None and complete is not None:
-            load_weights(folder.network, model)
+        complete = None if run_dir is None else run_dir.read_result()
+        if run_dir is not None and complete is not None:
+            load_weights(run_dir.network, model)
             model.eval()
             progress.skip(recipe.epochs)
             return FitResult.from_json(complete)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _told(trackers, config):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _tracking(trackers, config):
             torch.manual_seed(generator_seed(seed, "fit"))
-            run = Trainer(
+            trainer = Trainer(
                 model,
                 _placed(dataset, device),
                 recipe,
                 seed,
                 device,
-                folder,
+                run_dir,
                 spec,
                 progress,
                 trackers,
                 eval_every,
                 checkpoint_seconds,
-                teacher,
+                everyone,
             )
-            return run.train()
+            return trainer.train()
+
+
+def default_callbacks(
+    model: nn.Module, recipe: Recipe, *, teacher: nn.Module | None = None, collapse_alarm: bool = True
+) -> list[Callback]:
+    """Returns the callbacks that a model needs: of channel gates, or of routed layers.
+
+    >>> from moesaic import create_model
+    >>> [callback.name for callback in default_callbacks(create_model("wrn10_1_pmoe"), Recipe(epochs=1))]
+    ['CollapseCallback']
+    """
+    if isinstance(model, DeepMoE):
+        return [GateCallback(model, teacher)]  # no alarm: closing channels for good is what is wanted
+    found: list[Callback] = []
+    if not routed_layers(model):
+        return found
+    if recipe.balance:
+        found.append(BalanceLossCallback())
+    if collapse_alarm and not recipe.compile:  # a routing hook breaks the compiled graph
+        found.append(CollapseCallback())
+    return found
+
+
+def _check_names(callbacks: Sequence[Callback]) -> None:
+    names = [callback.name for callback in callbacks]
+    twice = next((name for i, name in enumerate(names) if name in names[:i]), None)
+    if twice is not None:
+        raise ValueError(
+            f"fit: two callbacks have the name {twice!r}, under which their state is saved; override `name` of one"
+        )
 
 
 def _check_teacher(recipe: Recipe, teacher: nn.Module | None) -> None:
@@ -142,28 +202,28 @@ def _check_teacher(recipe: Recipe, teacher: nn.Module | None) -> None:
     )
 
 
-def _sketch(teacher: nn.Module) -> dict[str, str]:
-    """Tells teachers apart, by their weights."""
-    known = hashlib.sha256()
+def _fingerprint(teacher: nn.Module) -> dict[str, str]:
+    """Identifies a teacher by its weights."""
+    digest = hashlib.sha256()
     for tensor in cast("Mapping[str, Tensor]", teacher.state_dict()).values():
-        known.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return {"class": type(teacher).__name__, "weights": known.hexdigest()[:16]}
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return {"class": type(teacher).__name__, "weights": digest.hexdigest()[:16]}
 
 
 @contextmanager
-def _told(trackers: Sequence[Tracker], config: Mapping[str, Any]) -> Generator[None]:
-    """Inside, trackers are told of a run; they are told when it ends, however it does."""
-    with ExitStack() as ends:
+def _tracking(trackers: Sequence[Tracker], config: Mapping[str, Any]) -> Generator[None]:
+    """Begins a run of the trackers, and ends it, also after an error."""
+    with ExitStack() as stack:
         for tracker in trackers:
             tracker.begin(config)
-            ends.callback(tracker.end)
+            stack.callback(tracker.end)
         yield
 
 
 def _placed(dataset: ImageDataset, device: torch.device) -> ImageDataset:
-    """The dataset with its images on the device, where they leave room enough for the network."""
+    """The dataset with its images on the device, where they leave memory enough for the network."""
     if device.type == "cuda":
         size = dataset.train.pixels.nbytes + dataset.test.pixels.nbytes
-        if size > _HELD * torch.cuda.mem_get_info(device)[0]:
+        if size > _IMAGE_MEMORY * torch.cuda.mem_get_info(device)[0]:
             return dataset
     return dataset.to(device)

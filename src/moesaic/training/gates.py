@@ -137,7 +137,7 @@ class GateTraining:
         self._every = min(max(int(recipe.epochs * self.recipe.joint * steps) // _LOOKS, 1), _APART, steps)
         self._scores: dict[str, Tensor] = {}
         self._start = _mean_cost(model, {name: _opened(head, head.blocks) for name, head in self._heads.items()})
-        self._told: list[str] = []
+        self._reported: list[str] = []
         self._least = [max(self.recipe.least_open, 1 / head.blocks) for head in self._heads.values()]
         self._weights = _weights(model) if self.recipe.weigh == "cost" else [1.0] * len(self._heads)
         self._relief = [1.0] * len(self._heads)
@@ -280,26 +280,27 @@ class GateTraining:
         blocks = [head.blocks for head in self._heads.values()]
         return cost, sum(share * each for share, each in zip(open_L, blocks, strict=True)) / sum(blocks)
 
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that the next step depends on, as tensors and JSON."""
-        tensors = {"gates.recent": self._recent, "gates.epoch": self._epoch}
-        return tensors, {
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on: tensors, and values that JSON can represent."""
+        return {
+            "recent": self._recent,
+            "epoch": self._epoch,
             "joint": self.joint,
             "strength": self.strength,
-            "relief": self._relief,
-            "told": self._told,
+            "relief": list(self._relief),
+            "reported": list(self._reported),
             "images": [self._recent_images, self._epoch_images],
         }
 
-    def restore(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` gave."""
-        self._recent.copy_(tensors["gates.recent"])
-        self._epoch.copy_(tensors["gates.epoch"])
-        self.strength = content["strength"]
-        self._told = list(content["told"])
-        self._recent_images, self._epoch_images = content["images"]
-        self._press(content["relief"])
-        if not content["joint"]:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what ``state_dict`` returned."""
+        self._recent.copy_(state["recent"])
+        self._epoch.copy_(state["epoch"])
+        self.strength = state["strength"]
+        self._reported = list(state["reported"])
+        self._recent_images, self._epoch_images = state["images"]
+        self._press(state["relief"])
+        if not state["joint"]:
             self.joint = False
             self._hold()
 
@@ -325,8 +326,8 @@ class GateTraining:
         self._press([share * min(mean, 1.0) for share, mean in zip(shares, mean_L, strict=True)])
         told: list[str] = []
         for name, share, least in zip(self._heads, open_L, self._least, strict=True):
-            if share <= least and name not in self._told and self._heads[name].blocks > 1:
-                self._told.append(name)
+            if share <= least and name not in self._reported and self._heads[name].blocks > 1:
+                self._reported.append(name)
                 told.append(
                     f"only {share:.1%} of the gates of layer {name!r} are open on average, of {least:.1%} to stay: "
                     "nothing presses on them until more are open"

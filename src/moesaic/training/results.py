@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, cast
 
-__all__ = ["Epoch", "FitResult"]
+__all__ = ["Diverged", "Epoch", "FitResult"]
 
-_OF_GATES = ("cost", "open_share", "gate_strength")
-"""What an epoch has where there are channel gates."""
+_OLD_METRICS = {"gate_strength": "gate_l1"}
+"""Metrics of channel gates under the names that earlier versions wrote."""
+
+
+class Diverged(ArithmeticError):
+    """The loss, or a weight, is no longer a number."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +35,23 @@ class Epoch:
     learning_rate: float
     """At its last step."""
     alarms: tuple[str, ...] = ()
-    """What the collapse alarm said, once for each layer of a run; and who else watches over layers."""
-    cost: float | None = None
-    """Of networks with channel gates: mean multiply-adds of an image in training, as a share of the network without."""
-    open_share: float | None = None
-    """The share of its gates that were open on average."""
-    gate_strength: float | None = None
-    """λ at its last step."""
+    """Warnings about layers, such as the collapse alarm's: each once in a run."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Metrics of callbacks. Channel gates have ``cost``, the mean multiply-adds of a training image as a share of the
+    network without gates, ``open_share``, the share of gates that were open, and ``gate_l1``, λ at the last step."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it; without what only networks with channel gates have, where there are none."""
+        """Returns the epoch as a line of metrics.jsonl; callbacks' metrics are keys beside the others."""
         content = cast("dict[str, Any]", plain(asdict(self)))
-        return {name: value for name, value in content.items() if value is not None or name not in _OF_GATES}
+        return content | cast("dict[str, Any]", content.pop("metrics"))
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Epoch:
-        """What ``to_json`` wrote down."""
-        made: dict[str, Any] = {**content, "alarms": tuple(content["alarms"])}
-        return cls(**made)
+        """Reads what ``to_json`` returned."""
+        own = {each.name for each in fields(cls)}
+        made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
+        metrics = {_OLD_METRICS.get(name, name): value for name, value in content.items() if name not in own}
+        return cls(**{**made, "alarms": tuple(content["alarms"]), "metrics": metrics})
 
 
 @dataclass(frozen=True)
@@ -74,28 +77,37 @@ class FitResult:
     """Seen in training, with repetition."""
     stopped: str
     """Why it ended: "all epochs" or "zero training error"."""
-    cost: float | None = None
-    """Of networks with channel gates: mean multiply-adds of an image to test on, as a share of the network without;
-    embedding network and gate heads count."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Metrics of callbacks for the trained model."""
+
+    @property
+    def cost(self) -> float | None:
+        """Of networks with channel gates: mean multiply-adds of a test image as a share of the network without gates.
+
+        The embedding network and the gate heads count.
+        """
+        return self.metrics.get("cost")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it; without a cost where there are no channel gates."""
+        """Returns the result as result.json has it; callbacks' metrics are keys beside the others."""
         content = cast("dict[str, Any]", plain(asdict(self)))
-        if self.cost is None:
-            del content["cost"]
-        return {**content, "epochs": [epoch.to_json() for epoch in self.epochs]}
+        metrics = cast("dict[str, Any]", content.pop("metrics"))
+        return {**content, "epochs": [epoch.to_json() for epoch in self.epochs], **metrics}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FitResult:
-        """What ``to_json`` wrote down."""
-        made: dict[str, Any] = {**content, "epochs": tuple(Epoch.from_json(each) for each in content["epochs"])}
+        """Reads what ``to_json`` returned."""
+        own = {each.name for each in fields(cls)}
+        made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
+        made["epochs"] = tuple(Epoch.from_json(each) for each in content["epochs"])
+        made["metrics"] = {name: value for name, value in content.items() if name not in own}
         for name in ("class_accuracy", "cluster_accuracy"):
             made[name] = tuple(math.nan if each is None else each for each in content[name])
         return cls(**made)
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it: lists for tuples, null for what is not a number."""
+    """Returns a value as JSON represents it: lists for tuples, null for numbers that are not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):

@@ -20,6 +20,7 @@ from moesaic.data.datasets import ImageDataset
 from moesaic.files import write_atomic, write_json
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import NETWORK, CheckpointError, forget_unfinished, read_tensors, write_tensors
+from moesaic.training.migrations import migrate_config, migrate_state
 from moesaic.training.recipe import Recipe
 
 __all__ = ["RunDir", "describe_run"]
@@ -72,7 +73,7 @@ class RunDir:
 
     def read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Where to go on; None where there is no checkpoint yet."""
-        return read_tensors(self.state) if self.state.exists() else None
+        return migrate_state(*read_tensors(self.state)) if self.state.exists() else None
 
     def write_state(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
         write_tensors(self.state, tensors, content)
@@ -106,7 +107,7 @@ class RunDir:
         forget_unfinished(self.folder)
         path = self.folder / "config.json"
         if path.exists():
-            _check_same(self.folder, _migrated(_read(path)), json.loads(json.dumps(config)))
+            _check_same(self.folder, migrate_config(_read(path)), json.loads(json.dumps(config)))
         else:
             for stale in (self.result, self.state):
                 if stale.exists():
@@ -184,16 +185,6 @@ def _described(transform: object) -> str:
     if is_dataclass(transform):
         return repr(transform)
     return getattr(transform, "__qualname__", type(transform).__name__)
-
-
-def _migrated(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with the names that runs of the first versions wrote replaced by those of today."""
-    data: dict[str, Any] = config.get("data", {})
-    for old, new in (("vary", "train_transform"), ("view", "eval_transform")):
-        if old in data:
-            description = str(data.pop(old)).replace("Augmented(scale=", "RandomFlipCrop(normalize=")
-            data[new] = description.replace("Scale(", "Normalize(")
-    return config
 
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

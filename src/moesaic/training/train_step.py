@@ -1,7 +1,7 @@
-"""What changes from step to step while a network learns: weights, optimizers, running mean, loss scale, luck.
+"""Training steps: forward, backward, optimizers, EMA of the weights, loss scale, and their state for checkpoints.
 
-All of it can be taken out as tensors and JSON and put back, so that a run that was stopped goes on as if it had
-not been. No step waits for the device, but for the one time that float16 has to.
+The state is tensors and JSON, so that a resumed run goes on as if it had not been stopped. No step waits for the
+device, except once where float16 has to.
 """
 
 from __future__ import annotations
@@ -15,11 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from moesaic.layers.recording import RoutedLayer, record_routing, routed_layers
-from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
-from moesaic.routing import load_balance_loss
-from moesaic.routing_record import Routing
-from moesaic.training.gates import GateTraining
+from moesaic.layers.recording import RoutedLayer, routed_layers
+from moesaic.routing import ChannelGate
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
 
@@ -31,11 +28,24 @@ _torch: Any = torch  # what torch's own optimizers use to update many tensors at
 
 
 class CompileError(RuntimeError):
-    """``torch.compile`` could not make anything of the network."""
+    """``torch.compile`` failed on the network."""
+
+
+ExtraLoss = Callable[[Any, Tensor, Tensor, float], "Tensor | float"]
+"""``extra_loss(output, x, labels, epoch)``: what is added to the cross-entropy of a micro-batch."""
 
 
 class TrainStep:
-    """A network that learns by a recipe, on the device it is on; ``gates`` is for one that has channel gates."""
+    """Steps of a network by a recipe, on the device it is on.
+
+    Args:
+        model: the network, on its device.
+        recipe: how it learns.
+        device: the device.
+        classes: number of classes.
+        forward: computes the outputs of training in place of ``model``: logits, or an object that has ``logits``.
+        extra_loss: computes what is added to the cross-entropy.
+    """
 
     def __init__(
         self,
@@ -43,92 +53,78 @@ class TrainStep:
         recipe: Recipe,
         device: torch.device,
         classes: int,
-        gates: GateTraining | None = None,
+        forward: Callable[[Tensor], Any] | None = None,
+        extra_loss: ExtraLoss | None = None,
     ) -> None:
         self.model = model
-        self.gates = gates
         self.recipe = recipe
         self.device = device
+        self.optimizers = build_optimizers(model, recipe, device)
+        """In each of their parameter groups, ``peak`` is the highest learning rate."""
         self.steps = 0
         """Steps taken so far."""
         self._classes = classes
+        self._extra_loss = extra_loss
         self._half = recipe.half(device)
-        # batches have two sizes at most: a graph for each is compiled faster than one for all, and runs faster
-        self._run: Callable[[Tensor], Tensor] = torch.compile(model, dynamic=False) if recipe.compile else model
-        if isinstance(model, DeepMoE):  # tests look at the gates to see what can be skipped, which no compiler follows
-            self._run = model
-            self._teach: Callable[[Tensor], DeepMoEOutput] = (
-                torch.compile(model.forward_with_routing, dynamic=False)
-                if recipe.compile
-                else model.forward_with_routing
-            )
-        self._optimizers = build_optimizers(model, recipe, device)
+        self._train_forward: Callable[[Tensor], Any] = forward or model
+        if recipe.compile:
+            # batches have two sizes at most: a graph for each is compiled faster than one for all, and runs faster
+            self._train_forward = torch.compile(self._train_forward, dynamic=False)
+        self._eval_forward: Callable[[Tensor], Tensor] = self._train_forward if forward is None else model
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._half is torch.float16)
-        self._mean = None if recipe.ema is None else [tensor.detach().clone() for tensor in self._averaged()]
-        self._routing: Mapping[str, Routing] = {}
+        self._ema = None if recipe.ema is None else [tensor.detach().clone() for tensor in self._averaged()]
 
-    @contextmanager
-    def watching(self) -> Generator[None]:
-        """Inside, steps know the routing where the balance loss needs it."""
-        if not self.recipe.balance or not routed_layers(self.model):
-            yield
-            return
-        with record_routing(self.model) as self._routing:
-            yield
-
-    def step(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
-        """Learn from a batch at a time counted in epochs; its mean loss and how many it had right before."""
-        for optimizer in self._optimizers:
-            optimizer.zero_grad()
+    def set_learning_rates(self, epoch: float) -> None:
+        """Set those of the schedule for a step at this time, counted in epochs."""
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * self.recipe.share(epoch)
+
+    def step(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
+        """Train on a batch; its mean loss, and how many samples were classified correctly before the step."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         sizes = self.recipe.part_sizes(len(x))
-        total, right = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
-        for part, answers in zip(_split(x, sizes), _split(labels, sizes), strict=True):
-            logits, beside = self._study(part, answers, epoch)
-            loss = F.cross_entropy(logits, answers, label_smoothing=self.recipe.label_smoothing)
+        total, correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
+        for part, targets in zip(_split(x, sizes), _split(labels, sizes), strict=True):
+            with self.autocast():
+                output = self._call(self._train_forward, part)
+            logits = self._float_logits(
+                output if isinstance(output, Tensor) else getattr(output, "logits", output), part
+            )
+            extra = 0.0 if self._extra_loss is None else self._extra_loss(output, part, targets, epoch)
+            loss = F.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
             share = len(part) / len(x)
-            self._scaler.scale(share * (loss + beside)).backward()
+            self._scaler.scale(share * (loss + extra)).backward()
             total += share * loss.detach()
-            right += (logits.detach().argmax(1) == answers).sum()
-        self._move()
-        return total, right
+            correct += (logits.detach().argmax(1) == targets).sum()
+        self._update()
+        return total, correct
 
     def outputs(self, x: Tensor) -> Tensor:
-        """What the network answers to images, as float32 at least (B, classes)."""
+        """(B, classes): the logits of images, as float32 at least."""
         with self.autocast():
-            logits = self._answer(self._run, x)
-        return self._wide(logits, x)
+            logits = self._call(self._eval_forward, x)
+        return self._float_logits(logits, x)
 
     def autocast(self) -> torch.autocast:
-        """Inside, products are computed as the recipe asks."""
+        """Inside, matmuls and convolutions are computed in the recipe's precision."""
         return torch.autocast(self.device.type, self._half, enabled=self._half is not None)
 
-    def _study(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor | float]:
-        """What the network answers to images, and what is added to the loss of it."""
-        if self.gates is None:
-            logits = self.outputs(x)
-            return logits, self.recipe.balance * self._imbalance()
-        self.gates.begin(epoch)
-        with self.autocast():
-            answer, hints = self._answer(self._teach, x), self.gates.hints(x)
-        self.gates.show(answer.routing, self.steps)
-        return self._wide(answer.logits, x), self.gates.loss(answer, labels, hints, epoch)
-
-    def _wide(self, logits: Tensor, x: Tensor) -> Tensor:
-        if not isinstance(logits, Tensor) or logits.shape != (len(x), self._classes):  # pyright: ignore[reportUnnecessaryIsInstance]
-            found = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"  # pyright: ignore[reportUnnecessaryIsInstance]
+    def _float_logits(self, logits: Any, x: Tensor) -> Tensor:
+        if not isinstance(logits, Tensor) or logits.shape != (len(x), self._classes):
+            found = f"{tuple(logits.shape)}" if isinstance(logits, Tensor) else f"a {type(logits).__name__}"
             raise ValueError(
                 f"fit: the network returned {found} for {len(x)} images of {self._classes} classes; build it with "
                 f"num_classes={self._classes}, so that it returns ({len(x)}, {self._classes})"
             )
         return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
-    def _answer(self, run: Callable[[Tensor], T], x: Tensor) -> T:
+    def _call(self, forward: Callable[[Tensor], T], x: Tensor) -> T:
         if not self.recipe.compile or self.steps:
-            return run(x)
+            return forward(x)
         try:
-            return run(x)
+            return forward(x)
         except Exception as error:  # compilers fail in ways of their own
             first = str(error).strip().splitlines() or [type(error).__name__]
             raise CompileError(
@@ -142,111 +138,98 @@ class TrainStep:
         return bool(torch.nn.utils.get_total_norm(tensors).isfinite())
 
     @contextmanager
-    def averaged(self) -> Generator[None]:
-        """Inside, the network has its mean weights, if the recipe asks for a mean."""
-        if self._mean is None:
+    def ema_weights(self) -> Generator[None]:
+        """Inside, the network has its EMA weights, if the recipe asks for them."""
+        if self._ema is None:
             yield
             return
         own = [tensor.detach().clone() for tensor in self._averaged()]
-        self.average()
+        self.load_ema()
         try:
             yield
         finally:
-            self._put(own)
+            self._load(own)
 
-    def freeze_gates(self, embeddings: Tensor | None) -> float | None:
-        """End the stage in which gates learn, as `GateTraining.freeze` does; the mean weights get them as they are."""
-        assert self.gates is not None
-        cost = self.gates.freeze(embeddings)
-        if self._mean is not None and isinstance(self.model, DeepMoE):
-            parts = (self.model.embedding, self.model.gates)
-            frozen = {id(tensor) for part in parts for tensor in (*part.parameters(), *part.buffers())}
-            with torch.no_grad():
-                for mean, tensor in zip(self._mean, self._averaged(), strict=True):
-                    if id(tensor) in frozen:
-                        mean.copy_(tensor)
-        return cost
+    def load_ema(self) -> None:
+        """Give the network its EMA weights for good, if the recipe asks for them."""
+        if self._ema is not None:
+            self._load(self._ema)
 
-    def average(self) -> None:
-        """Give the network its mean weights for good, if the recipe asks for a mean."""
-        if self._mean is not None:
-            self._put(self._mean)
+    def reset_ema(self, tensors: Iterable[Tensor]) -> None:
+        """Set the EMA of these weights and buffers to their present values."""
+        if self._ema is None:
+            return
+        some = {id(tensor) for tensor in tensors}
+        with torch.no_grad():
+            for mean, tensor in zip(self._ema, self._averaged(), strict=True):
+                if id(tensor) in some:
+                    mean.copy_(tensor)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Everything that the next step depends on, as tensors and JSON."""
+        """Returns all that the next step depends on, as tensors and JSON."""
         weights = cast("Mapping[str, Tensor]", self.model.state_dict())
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-        tensors |= {f"mean.{i}": tensor for i, tensor in enumerate(self._mean or [])}
+        tensors |= {f"ema.{i}": tensor for i, tensor in enumerate(self._ema or [])}
         numbers: dict[str, float] = {}
-        for k, optimizer in enumerate(self._optimizers):
-            kept: Mapping[int, Mapping[str, Any]] = optimizer.state_dict()["state"]
-            for i, values in kept.items():
+        for k, optimizer in enumerate(self.optimizers):
+            state: Mapping[int, Mapping[str, Any]] = optimizer.state_dict()["state"]
+            for i, values in state.items():
                 for name, value in values.items():
                     if isinstance(value, Tensor):
                         tensors[f"optimizer.{k}.{i}.{name}"] = value
                     elif value is not None:
                         numbers[f"{k}.{i}.{name}"] = value
-        tensors["luck.cpu"] = torch.get_rng_state()
+        tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
-            tensors["luck.cuda"] = torch.cuda.get_rng_state(self.device)
-        tensors |= {f"luck.layer.{name}": each.get_state() for name, each in self._generators().items()}
+            tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
+        tensors |= {f"rng.layer.{name}": each.get_state() for name, each in self._generators().items()}
         content = {"steps": self.steps, "numbers": numbers, "scaler": self._scaler.state_dict()}
-        if self.gates is not None:
-            of_gates, content["gates"] = self.gates.state()
-            tensors |= of_gates
         return tensors, content
 
     def restore(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` gave."""
+        """Restores what ``state`` returned."""
         self.steps = content["steps"]
         self.model.load_state_dict(_below(tensors, "model."))
-        if self._mean is not None:
-            for i, mean in enumerate(self._mean):
-                mean.copy_(tensors[f"mean.{i}"])
-        for k, optimizer in enumerate(self._optimizers):
+        if self._ema is not None:
+            for i, mean in enumerate(self._ema):
+                mean.copy_(tensors[f"ema.{i}"])
+        for k, optimizer in enumerate(self.optimizers):
             _restore_optimizer(optimizer, k, tensors, content["numbers"])
         if self._scaler.is_enabled():
             self._scaler.load_state_dict(dict(content["scaler"]))
-        if self.gates is not None:
-            self.gates.restore(tensors, content["gates"])
-        torch.set_rng_state(tensors["luck.cpu"])
-        if self.device.type == "cuda" and "luck.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["luck.cuda"], self.device)
+        torch.set_rng_state(tensors["rng.cpu"])
+        if self.device.type == "cuda" and "rng.cuda" in tensors:
+            torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
         for name, generator in self._generators().items():
-            if f"luck.layer.{name}" in tensors:
-                generator.set_state(tensors[f"luck.layer.{name}"])
+            if f"rng.layer.{name}" in tensors:
+                generator.set_state(tensors[f"rng.layer.{name}"])
 
-    def _move(self) -> None:
-        """Take the step that the gradients ask for."""
+    def _update(self) -> None:
+        """Clip the gradients, step the optimizers and update the EMA."""
         if self.recipe.clip is not None:
-            for optimizer in self._optimizers:
+            for optimizer in self.optimizers:
                 self._scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             self._scaler.step(optimizer)
         self._scaler.update()
         self.steps += 1
-        if self._mean is not None and self.recipe.ema is not None:
-            stays = min(self.recipe.ema, (1 + self.steps) / (10 + self.steps))
+        if self._ema is not None and self.recipe.ema is not None:
+            decay = min(self.recipe.ema, (1 + self.steps) / (10 + self.steps))
             with torch.no_grad():
-                _torch._foreach_lerp_(self._mean, self._averaged(), 1 - stays)
-
-    def _imbalance(self) -> Tensor | float:
-        every = self._routing.values()
-        chosen = [routing for routing in every if routing.chooser != "expert" and routing.unit != "channel"]
-        return cast("Tensor | float", sum(load_balance_loss(routing) for routing in chosen))
+                _torch._foreach_lerp_(self._ema, self._averaged(), 1 - decay)
 
     def _averaged(self) -> list[Tensor]:
-        """Weights and statistics: all but counters."""
+        """Weights and floating-point buffers: all but counters."""
         return [tensor for tensor in (*self.model.parameters(), *self.model.buffers()) if tensor.is_floating_point()]
 
-    def _put(self, values: Iterable[Tensor]) -> None:
+    def _load(self, values: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for tensor, value in zip(self._averaged(), values, strict=True):
                 tensor.copy_(value)
 
     def _generators(self) -> dict[str, torch.Generator]:
-        """Generators that layers have for themselves; others draw from torch's own."""
+        """Generators of layers; layers without one use torch's global generator."""
         modules = cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules())
         found = ((name, getattr(module, "generator", None)) for name, module in modules)
         return {name: generator for name, generator in found if isinstance(generator, torch.Generator)}
@@ -257,7 +240,8 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     # channels are experts without weights of their own, and what chooses them lies outside of their layer
     layers = [layer for layer in routed_layers(model).values() if hasattr(layer, "experts")]
     if recipe.optimizer != "normalized_gd":
-        heads = {id(weight) for weight in model.gates.parameters()} if isinstance(model, DeepMoE) else set[int]()
+        gates = (module for module in model.modules() if isinstance(module, ChannelGate))
+        heads = {id(weight) for gate in gates for weight in gate.parameters()}
         routers, others = _parted(model, _router_parameters(layers))
         return [_plain(recipe, routers, others, device, heads)]
     options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": recipe.weight_decay}

@@ -1,0 +1,146 @@
+"""Callbacks: objects that take part in a training run of `fit`.
+
+A callback can add to the loss, change the model or the learning rates between steps, report metrics, stop a run by
+raising an error, and save state with the checkpoints. Channel gates (`gate_callback`), the balance loss and the
+collapse alarm are callbacks; `moesaic.training.fit.default_callbacks` chooses those of a model, and
+``fit(..., callbacks=[...])`` adds your own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import Tensor, nn
+
+from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseEvent
+from moesaic.layers.recording import record_routing
+from moesaic.routing import load_balance_loss
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from moesaic.routing_record import Routing
+    from moesaic.training.trainer import Trainer
+
+__all__ = ["BalanceLossCallback", "Callback", "CollapseCallback"]
+
+
+class Callback:
+    """Base class of callbacks; every hook does nothing unless it is overridden.
+
+    The hooks are called in this order: ``on_fit_start``, ``load_state_dict`` where a run is resumed; in each epoch
+    ``on_epoch_start``, then for each step ``on_step_start``, ``extra_loss`` and ``on_step_end``, then
+    ``on_epoch_end``; after the last epoch ``on_train_end`` and ``final_metrics``; and ``on_fit_end`` whatever happens.
+
+    >>> class WeightNorm(Callback):
+    ...     def on_epoch_end(self, trainer):
+    ...         return {"weight_norm": float(sum(weight.norm() for weight in trainer.model.parameters()))}
+    """
+
+    @property
+    def name(self) -> str:
+        """The key of the callback's state in checkpoints; unique in a run."""
+        return type(self).__name__
+
+    def train_forward(self, model: nn.Module) -> Callable[[Tensor], Any] | None:
+        """Returns a function that computes the outputs of training steps in place of ``model``, or None.
+
+        Its output is the logits (B, classes), or an object that has them as ``logits``.
+        """
+        return None
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Called once before the first step; the model is on its device."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Called when the run ends, also by an error."""
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        """Called before the steps of an epoch, or of the rest of one after a resume; the model is in training mode."""
+
+    def epoch_context(self, trainer: Trainer) -> AbstractContextManager[object]:
+        """Returns a context manager that is active during the steps of an epoch."""
+        return nullcontext()
+
+    def on_step_start(self, trainer: Trainer, epoch: float) -> None:
+        """Called before a step, with the learning rates set; ``epoch`` counts epochs, with fractions."""
+
+    def extra_loss(self, trainer: Trainer, output: Any, x: Tensor, labels: Tensor, epoch: float) -> Tensor | float:
+        """Returns what is added to the cross-entropy of a micro-batch."""
+        return 0.0
+
+    def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
+        """Called after a step; ``loss`` is its mean cross-entropy, on the device."""
+
+    def on_epoch_end(self, trainer: Trainer) -> Mapping[str, float]:
+        """Called after the steps of an epoch and before its test; returns metrics of the epoch."""
+        return {}
+
+    def on_checkpoint(self, trainer: Trainer) -> None:
+        """Called before a checkpoint is written."""
+
+    def may_stop(self) -> bool:
+        """Returns whether training may stop before the last epoch, where the recipe asks for it."""
+        return True
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Called after the last step, before the final test."""
+
+    def final_metrics(self, trainer: Trainer) -> Mapping[str, float]:
+        """Returns metrics of the trained model, which is in eval mode and has its final weights."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next step depends on: tensors, and values that JSON can represent."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what ``state_dict`` returned; called after ``on_fit_start`` where a run is resumed."""
+
+
+class BalanceLossCallback(Callback):
+    """Adds the load-balance loss of routed layers in which units choose their experts, times ``recipe.balance``."""
+
+    def __init__(self) -> None:
+        self._routing: Mapping[str, Routing] = {}
+
+    @contextmanager
+    def epoch_context(self, trainer: Trainer) -> Generator[None]:
+        """Records the routing of every forward pass."""
+        with record_routing(trainer.model) as self._routing:
+            yield
+
+    def extra_loss(self, trainer: Trainer, output: Any, x: Tensor, labels: Tensor, epoch: float) -> Tensor | float:
+        """The sum over layers; where experts choose, loads are equal anyway."""
+        every = self._routing.values()
+        chosen = [routing for routing in every if routing.chooser != "expert" and routing.unit != "channel"]
+        return trainer.recipe.balance * cast("Tensor | float", sum(load_balance_loss(routing) for routing in chosen))
+
+
+class CollapseCallback(Callback):
+    """Reports experts that collapse (`CollapseAlarm`), once for each layer in a run."""
+
+    def __init__(self) -> None:
+        self._reported: list[str] = []
+
+    def epoch_context(self, trainer: Trainer) -> AbstractContextManager[object]:
+        """Every epoch has windows of its own, so that none extends over a checkpoint."""
+
+        def report(event: CollapseEvent) -> None:
+            if event.layer not in self._reported:
+                self._reported.append(event.layer)
+                trainer.warn(event.message)
+
+        passes = len(trainer.recipe.part_sizes(trainer.batch_sizes[0]))
+        window = passes * min(trainer.checkpoint_steps, len(trainer.batch_sizes))
+        return CollapseAlarm(trainer.model, every=window, on_collapse=report)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The layers that were reported."""
+        return {"reported": list(self._reported)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores them."""
+        self._reported = list(state["reported"])

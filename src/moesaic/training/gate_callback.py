@@ -1,0 +1,156 @@
+"""Trains the channel gates of a DeepMoE network inside `fit`: `GateTraining` as a callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
+from moesaic.models.model_cost import eval_mode
+from moesaic.training.batches import eval_batches
+from moesaic.training.callbacks import Callback
+from moesaic.training.gates import ClosedLayer, GateTraining, gate_costs
+from moesaic.training.results import Diverged
+
+if TYPE_CHECKING:
+    from moesaic.data.datasets import ImageDataset
+    from moesaic.training.trainer import Trainer
+
+__all__ = ["GateCallback", "GatesClosed"]
+
+_CALIBRATION_IMAGES = 1024
+"""Training images, at most, on which gates are shifted to meet a cost."""
+
+
+class GatesClosed(Diverged):
+    """All channel gates of a layer are closed, for all images."""
+
+
+class GateCallback(Callback):
+    """The two stages of Wang et al. 2019: gates learn under an L1 penalty, then they are frozen.
+
+    Args:
+        model: the network whose gates are trained.
+        teacher: a trained network to distil from, in eval mode and on the model's device.
+    """
+
+    def __init__(self, model: DeepMoE, teacher: nn.Module | None = None) -> None:
+        self._model = model
+        self._teacher = teacher
+        self._gates: GateTraining | None = None
+
+    @property
+    def gates(self) -> GateTraining:
+        """The state of the gates' training; there is one from ``on_fit_start`` on."""
+        assert self._gates is not None, "on_fit_start makes it"
+        return self._gates
+
+    def train_forward(self, model: nn.Module) -> Callable[[Tensor], DeepMoEOutput]:
+        """Training needs the gates and the embedding's own logits besides the network's."""
+        return self._model.forward_with_routing
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Prepares the gates."""
+        steps = len(trainer.batch_sizes)
+        self._gates = GateTraining(self._model, trainer.recipe, steps, trainer.device, self._teacher)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """Leaves the network as it came, apart from its weights."""
+        if self._gates is not None:
+            self._gates.release()
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        """Frozen gates stay in eval mode."""
+        self.gates.settle()
+
+    def on_step_start(self, trainer: Trainer, epoch: float) -> None:
+        """Freezes the gates when the joint stage is over, and sets the noise on their scores."""
+        if self.gates.over(epoch):
+            self._freeze(trainer)
+        self.gates.begin(epoch)
+
+    def extra_loss(self, trainer: Trainer, output: DeepMoEOutput, x: Tensor, labels: Tensor, epoch: float) -> Tensor:
+        """The L1 penalty, the embedding's own cross-entropy and the distance to the teacher."""
+        with trainer.train_step.autocast():
+            hints = self.gates.hints(x)
+        self.gates.show(output.routing, trainer.train_step.steps)
+        return self.gates.loss(output, labels, hints, epoch)
+
+    def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
+        """Adapts λ and biases, relieves layers that are nearly closed, and stops where one has closed."""
+        with self._stop_if_closed(trainer):
+            messages = self.gates.look(trainer.train_step.steps, epoch)
+        for message in messages:
+            trainer.warn(message)
+
+    def on_epoch_end(self, trainer: Trainer) -> Mapping[str, float]:
+        """Cost and share of open gates in the epoch, and λ at its last step."""
+        means = self.gates.epoch_means()
+        if means is None:
+            return {}
+        return {"cost": means[0], "open_share": means[1], "gate_l1": self.gates.pressure(trainer.last_epoch_time())}
+
+    def on_checkpoint(self, trainer: Trainer) -> None:
+        """No checkpoint is written of a network with a closed layer."""
+        with self._stop_if_closed(trainer):
+            self.gates.check_open()
+
+    def may_stop(self) -> bool:
+        """Not while gates learn: they have not come to their cost."""
+        return not self.gates.joint
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        """Freezes gates that learned to the end."""
+        if self.gates.joint:
+            self._freeze(trainer)
+
+    def final_metrics(self, trainer: Trainer) -> Mapping[str, float]:
+        """The mean cost of a test image."""
+        with torch.no_grad():
+            return {"cost": float(gate_costs(self._model, self._embeddings(trainer, trainer.dataset)).mean())}
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next step depends on."""
+        return self.gates.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what ``state_dict`` returned."""
+        self.gates.load_state_dict(state)
+
+    def _freeze(self, trainer: Trainer) -> None:
+        """Ends the joint stage; a target is met on training images."""
+        target = self.gates.recipe.target_macs
+        embeddings = None
+        if target is not None:
+            count = len(trainer.dataset.train)
+            rows = torch.linspace(0, count - 1, min(count, _CALIBRATION_IMAGES)).long()
+            embeddings = self._embeddings(trainer, replace(trainer.dataset, test=trainer.dataset.train), rows)
+        cost = self.gates.freeze(embeddings)
+        frozen = (self._model.embedding, self._model.gates)
+        trainer.train_step.reset_ema(tensor for part in frozen for tensor in (*part.parameters(), *part.buffers()))
+        if cost is not None:
+            trainer.progress.log(
+                f"gates are frozen: {cost:.3f} of the dense network's multiply-adds, target {target:g}"
+            )
+
+    def _embeddings(self, trainer: Trainer, dataset: ImageDataset, rows: Tensor | None = None) -> Tensor:
+        """(n, D): embeddings of the test images, or of some of them, in eval mode."""
+        network = self._model.embedding
+        with torch.no_grad(), eval_mode(network), trainer.train_step.autocast():
+            batches = eval_batches(dataset, trainer.device, trainer.eval_batch_size, rows)
+            return torch.cat([network(x)[0] for x, _ in batches])
+
+    @contextmanager
+    def _stop_if_closed(self, trainer: Trainer) -> Generator[None]:
+        try:
+            yield
+        except ClosedLayer as error:
+            raise GatesClosed(
+                f"fit: {error} (step {trainer.train_step.steps}, {trainer.position()}), and what is closed cannot "
+                f"learn. {trainer.last_checkpoint()}. {self.gates.advice()}, and train again in another folder"
+            ) from error

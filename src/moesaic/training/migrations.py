@@ -1,0 +1,62 @@
+"""Reads the files of runs that earlier versions wrote: configurations, and training in progress."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["migrate_config", "migrate_state"]
+
+_CONFIG_KEYS = {"test_every": "eval_every"}
+_TRANSFORMS = {"vary": "train_transform", "view": "eval_transform"}
+_TENSOR_STEMS = {
+    "luck.": "rng.",
+    "mean.": "ema.",
+    "gates.": "callback.GateCallback.",
+}
+_ALARM = re.compile(r"CollapseAlarm: (?:layer '(?P<name>.*?)'|the layer):")
+
+
+def migrate_config(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the content of a config.json under the present names."""
+    made = {_CONFIG_KEYS.get(name, name): value for name, value in content.items()}
+    data: dict[str, Any] = dict(made.get("data", {}))
+    for old, new in _TRANSFORMS.items():
+        if old in data:
+            description = str(data.pop(old)).replace("Augmented(scale=", "RandomFlipCrop(normalize=")
+            data[new] = description.replace("Scale(", "Normalize(")
+    return {**made, "data": data}
+
+
+def migrate_state(
+    tensors: Mapping[str, Tensor], content: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns tensors and JSON of training in progress in their present form."""
+    if "learner" not in content:
+        return dict(tensors), dict(content)
+    renamed = {_renamed(name): tensor for name, tensor in tensors.items()}
+    renamed["correct"] = renamed.pop("right")
+    made = dict(content)
+    train_step = dict(made.pop("learner"))
+    gates = train_step.pop("gates", None)
+    callbacks: dict[str, Any] = {"CollapseCallback": {"reported": _reported(content)}}
+    if gates is not None:
+        callbacks["GateCallback"] = {("reported" if name == "told" else name): value for name, value in gates.items()}
+    return renamed, {**made, "train_step": train_step, "callbacks": callbacks}
+
+
+def _renamed(name: str) -> str:
+    for old, new in _TENSOR_STEMS.items():
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name
+
+
+def _reported(content: Mapping[str, Any]) -> list[str]:
+    """Layers of which the collapse alarm told: its messages were all that was written."""
+    messages = [*content["alarms"], *(text for epoch in content["epochs"] for text in epoch["alarms"])]
+    found = (_ALARM.match(message) for message in messages)
+    return [match["name"] or "" for match in found if match]
