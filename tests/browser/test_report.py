@@ -3,12 +3,16 @@
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
+import matplotlib.image
+import numpy as np
 import pytest
 from papers.engine.example_findings import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS
 
 from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.report import write_report
+from moesaic.report.chart import Blocks, Chart, Panel
 
 ALL_CHARTS, ALL_FINDINGS = CHARTS + SECOND_CHARTS, FINDINGS + SECOND_FINDINGS
 LEGENDS = 2
@@ -19,24 +23,28 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 
 
-@pytest.fixture(scope="module")
-def dom(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page as the browser has it after loading."""
-    folder = tmp_path_factory.mktemp("browser")
-    page = folder / "report.html"
-    papers = [Source("chowdhury2023", "A <b>paper</b>"), PAPERS[1]]
-    write_report(page, findings=ALL_FINDINGS, charts=ALL_CHARTS, papers=papers, notes=["<script>throw 1</script>"])
+def browse(page: Path, *options: str) -> str:
+    """What the browser prints about a page."""
     assert CHROMIUM is not None
     command = [
         *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
         # the browser itself likes to call home
-        *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={folder / 'profile'}"),
-        *("--dump-dom", page.as_uri()),
+        *("--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={page.parent / 'profile'}"),
+        *(*options, page.as_uri()),
     ]
-    shown = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    shown = subprocess.run(command, capture_output=True, text=True)
     if shown.returncode:
         pytest.skip(f"chromium does not start here: {shown.stderr.strip().splitlines()[-1:]}")
     return shown.stdout
+
+
+@pytest.fixture(scope="module")
+def dom(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page as the browser has it after loading."""
+    page = tmp_path_factory.mktemp("browser") / "report.html"
+    papers = [Source("chowdhury2023", "A <b>paper</b>"), PAPERS[1]]
+    write_report(page, findings=ALL_FINDINGS, charts=ALL_CHARTS, papers=papers, notes=["<script>throw 1</script>"])
+    return browse(page, "--dump-dom")
 
 
 def test_every_claim_and_every_chart_is_shown(dom: str):
@@ -57,3 +65,22 @@ def test_nothing_outside_the_file_is_asked_for(dom: str):
 def test_markup_in_what_was_given_stays_text(dom: str):
     assert "<script" not in dom
     assert "A &lt;b&gt;paper&lt;/b&gt;" in dom
+
+
+def test_a_dark_page_shows_the_same_cells(tmp_path: Path):
+    greys = (0.2, 0.549, 0.733)  # those of ink, of a line's colour and of frames
+    cells = Panel("", "x", "y", blocks=Blocks((1.0, 2.0, 3.0), (1.0,), (greys,)))
+    page = tmp_path / "report.html"
+    write_report(page, findings=(), charts=[Chart("figure-1", "paper", "Figure 1", "Cells", "", (cells,))])
+    counts, pages = [], []
+    for scheme in ("1", "0"):  # light, dark
+        picture = tmp_path / f"{scheme}.png"
+        look = f"--blink-settings=preferredColorScheme={scheme}"
+        browse(page, look, "--window-size=900,1200", "--hide-scrollbars", f"--screenshot={picture}")
+        pixels = np.round(matplotlib.image.imread(picture)[..., :3] * 255).astype(int)
+        counts.append([int((abs(pixels - round(255 * grey)).max(-1) == 0).sum()) for grey in greys])
+        pages.append(pixels[2, 2].mean())
+    assert pages[0] > 200 > 50 > pages[1]
+    light, dark = counts
+    assert min(light) > 3_000
+    assert all(abs(a - b) < 0.1 * a for a, b in zip(light, dark, strict=True)), counts

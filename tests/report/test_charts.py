@@ -17,6 +17,7 @@ from papers.engine.example_findings import CHARTS, SECOND_CHARTS
 
 from moesaic.report import draw, to_svg, write_figures
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
+from moesaic.report.style import COLOURS
 
 FIGURE_4, FIGURE_5, FIGURE_8 = CHARTS
 REGIONS, MULTIPLES, TABLE, _ = SECOND_CHARTS
@@ -194,6 +195,32 @@ def test_colours_can_be_left_to_the_page():
     assert "stroke: var(--chart-vermilion, #D55E00)" in text
     assert not re.search(r"(fill|stroke): #(?!ffffff)", text)
     assert "var(--" not in to_svg(FIGURE_4, 0)
+
+
+def test_cells_keep_the_colour_of_their_value_where_colours_are_left_to_the_page():
+    """Some greys of values are also colours of ink and lines: 0.2 is #333333."""
+    greys = [int(colour[1:3], 16) / 255 for colour in COLOURS.values() if colour[1:3] == colour[3:5] == colour[5:]]
+    assert len(greys) == 3
+    cells = Panel("", "x", "y", blocks=Blocks((1.0, 2.0, 3.0), (1.0,), (tuple(greys),)))
+    table = Panel("", "", "", counts=Counts(("a",), ("b", "c"), ((1.0, 0.0),)))
+    for panel, count in ((cells, 3), (table, 2)):
+        text = to_svg(chart(panel), variables=True)
+        shown, plain = (ElementTree.fromstring(each) for each in (text, to_svg(chart(panel))))
+        cell_colours = [fills(root, "data-0") for root in (shown, plain)]
+        assert len(cell_colours[0]) >= count
+        assert cell_colours[0] == cell_colours[1]
+        assert "fill: var(--chart-ink, #333333)" in text, "labels are not data"
+    assert {f"#{round(255 * grey):02x}" + f"{round(255 * grey):02x}" * 2 for grey in greys} <= set(
+        fills(ElementTree.fromstring(to_svg(chart(cells), variables=True)), "data-0")
+    )
+
+
+def fills(root: ElementTree.Element, name: str) -> list[str]:
+    """The colours in which elements of data are filled."""
+    groups = [each for each in root.iter() if f"-{name}" in each.get("id", "")]
+    assert groups
+    styles = [each.get("style", "") for group in groups for each in group.iter()]
+    return [found[1] for style in styles if (found := re.search("fill: ([^;]+)", style))]
 
 
 @pytest.mark.parametrize("label", ["<script>alert(1)</script>", "a & b", "costs $5 or $6", "_hidden", "]]>", '" id="x'])

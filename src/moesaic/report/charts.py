@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 from moesaic.files import write_atomic
 from moesaic.report.chart import Chart, Panel, Regions
 from moesaic.report.panels import draw_blocks, draw_counts, draw_lines, draw_points
-from moesaic.report.style import COLOURS, MOST_ROLES, STYLE, colours_of, looks_of
+from moesaic.report.style import COLOURS, DATA_ID, MOST_ROLES, STYLE, colours_of, looks_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,12 +113,15 @@ def to_svg(chart: Chart, panel: int | Literal["legend"] | None = None, *, variab
     """The chart, one panel of it, or its legend, as an SVG element to put into a page.
 
     Its ids begin with the paper's and the chart's, so that several fit on one page. With ``variables`` the
-    colours are CSS variables named after `COLOURS`, ``var(--chart-ink, #333333)``, and there is no background.
+    colours are CSS variables named after `COLOURS`, ``var(--chart-ink, #333333)``, and there is no background;
+    cells whose colour is a value keep it.
     """
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
     root = ElementTree.fromstring(_rendered(draw(chart, panel), chart, "svg", transparent=variables))
     prefix = f"{chart.paper}-{chart.id}" + ("" if panel is None else f"-{panel}")
+    if variables:
+        _use_variables(root)
     for element in root.iter():
         for name, value in element.items():
             if name == "id":
@@ -127,16 +130,21 @@ def to_svg(chart: Chart, panel: int | Literal["legend"] | None = None, *, variab
                 element.set(name, re.sub("^#", f"#{prefix}-", value))
             elif name == "clip-path":
                 element.set(name, value.replace("url(#", f"url(#{prefix}-"))
-            elif name == "style" and variables:
-                element.set(name, _with_variables(value))
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _with_variables(style: str) -> str:
-    for name, colour in COLOURS.items():
-        style = re.sub(f": {colour}", f": var(--chart-{name}, {colour})", style, flags=re.IGNORECASE)
-    # the page's own font; the one that the layout was made with is broader than most
-    return re.sub(r"font-family: [^;]*;? ?", "", style)
+def _use_variables(element: ElementTree.Element, *, is_data: bool = False) -> None:
+    """Replace the colours of `COLOURS` in all styles below, but for elements of data: 0.2 is as grey as ink."""
+    is_data = is_data or element.get("id", "").startswith(DATA_ID)
+    style = element.get("style")
+    if style is not None:
+        # the page's own font; the one that the layout was made with is broader than most
+        style = re.sub(r"font-family: [^;]*;? ?", "", style)
+        for name, colour in () if is_data else COLOURS.items():
+            style = re.sub(f": {colour}", f": var(--chart-{name}, {colour})", style, flags=re.IGNORECASE)
+        element.set("style", style)
+    for child in element:
+        _use_variables(child, is_data=is_data)
 
 
 def _check(chart: Chart) -> None:

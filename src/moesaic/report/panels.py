@@ -16,7 +16,7 @@ import numpy as np
 
 from moesaic.report.chart import Blocks, Counts, Panel, Points, Regions
 from moesaic.report.formatting import number
-from moesaic.report.style import INK, LINE, MANY, NOT_RUN, Look
+from moesaic.report.style import DATA_ID, INK, LINE, MANY, NOT_RUN, Look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["draw_blocks", "draw_counts", "draw_lines", "draw_points"]
 
 _FULL, _ON_LIGHT, _ON_DARK, _ZERO = "#0B4F8A", "#222222", "#FEFEFE", "#8A8F96"
-"""Of counts. None of them is among `COLOURS`: a page that exchanges those leaves the cells as they are."""
+"""Of counts."""
 
 _VECTORS = 300
 """More points than that become a picture in an SVG, whose size would grow with each of them."""
@@ -83,6 +83,11 @@ def draw_lines(axes: Axes, panel: Panel, alike: Sequence[Panel], looks: Mapping[
     return handles
 
 
+def _data_id(axes: Axes) -> str:
+    """The id of elements whose colour is a value, and which a page in other colours must not touch."""
+    return f"{DATA_ID}{axes.figure.axes.index(axes)}"
+
+
 def _limit(axes: Axes, alike: Sequence[Panel]) -> None:
     """The limits that hold all lines of panels that share their axes."""
     lines = [line for panel in alike for line in panel.series]
@@ -136,7 +141,7 @@ def draw_blocks(axes: Axes, blocks: Blocks, *, bar: bool) -> None:
 
     values = np.ma.masked_invalid(np.array(blocks.values, dtype=np.float64))
     grey = colormaps["gray"].with_extremes(bad=NOT_RUN)
-    mesh = axes.pcolormesh(values, cmap=grey, vmin=0, vmax=1, edgecolors=LINE, linewidth=0.4)
+    mesh = axes.pcolormesh(values, cmap=grey, vmin=0, vmax=1, edgecolors=LINE, linewidth=0.4, gid=_data_id(axes))
     axes.set_xticks(np.arange(len(blocks.x)) + 0.5, [f"{x:g}" for x in blocks.x])
     axes.set_yticks(np.arange(len(blocks.y)) + 0.5, [f"{y:g}" for y in blocks.y])
     axes.tick_params(length=0)
@@ -144,6 +149,7 @@ def draw_blocks(axes: Axes, blocks: Blocks, *, bar: bool) -> None:
         spine.set_visible(True)
     if bar:
         scale = axes.figure.colorbar(mesh, ax=axes, ticks=[0, 0.5, 1], fraction=0.06, pad=0.03)
+        scale.solids.set_gid(_data_id(scale.ax))
         scale.ax.set_yticklabels(["none", "half", "all"])
         missing = "; blue: not run" if np.ma.is_masked(values) else ""
         scale.set_label(f"trials that succeed{missing}", size=8.5)
@@ -158,7 +164,7 @@ def draw_counts(axes: Axes, counts: Counts) -> None:
     sums = np.nansum(values, axis=1, keepdims=True)
     shares = np.ma.masked_invalid(values / np.where(sums > 0, sums, 1))
     blue = LinearSegmentedColormap.from_list("counts", ["#FFFFFF", _FULL]).with_extremes(bad=NOT_RUN)
-    axes.pcolormesh(shares, cmap=blue, vmin=0, vmax=1, edgecolors=LINE, linewidth=0.4)
+    axes.pcolormesh(shares, cmap=blue, vmin=0, vmax=1, edgecolors=LINE, linewidth=0.4, gid=_data_id(axes))
     axes.invert_yaxis()
     axes.set_xticks(np.arange(len(counts.columns)) + 0.5, counts.columns)
     axes.set_yticks(np.arange(len(counts.rows)) + 0.5, counts.rows)
@@ -172,7 +178,8 @@ def draw_counts(axes: Axes, counts: Counts) -> None:
         share = 0.0 if np.ma.is_masked(shares[row, column]) else float(shares[row, column])
         colour = _ON_DARK if share > 0.58 else _ON_LIGHT if value else _ZERO
         told = "–" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else number(value)
-        axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", fontsize=size, color=colour)
+        gid = f"{_data_id(axes)}-{row}-{column}"
+        axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", fontsize=size, color=colour, gid=gid)
 
 
 def draw_points(axes: Axes, panel: Panel, points: Points, colours: Mapping[str, str]) -> dict[str, Any]:

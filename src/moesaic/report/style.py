@@ -15,6 +15,7 @@ from moesaic.report.chart import Panel
 
 __all__ = [
     "COLOURS",
+    "DATA_ID",
     "INK",
     "LINE",
     "MANY",
@@ -60,6 +61,9 @@ ON_DARK = {
     "wine": "#dd7fa8",
 }
 """`COLOURS` for a dark page."""
+
+DATA_ID = "data-"
+"""Beginning of the ids of SVG elements whose colours are values: they are the same on a dark page."""
 
 _EXPERTS = ("blue", "vermilion", "green", "purple", "orange", "sky", "grey", "indigo")
 
