@@ -7,6 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 VPY := $(VENV)/bin/python
 CORE := $(VENV)/.core.stamp
+PAPERS := $(VENV)/.papers.stamp
 DEV := $(VENV)/.dev.stamp
 DOCS := $(VENV)/.docs.stamp
 # Exists while pip runs. Found at the start, it means that pip was interrupted: such a .venv is
@@ -19,41 +20,54 @@ install = touch $(UNFINISHED) && $(pip) -e $(1) $(if $(2),&& $(pip) --no-deps $(
 # timm for its tests, as it is: pip would look for a torch to go with torchvision, and the tests need no torchvision
 TIMM := timm torchvision
 
-.PHONY: help demo test lint docs bench clean
+SEED ?= 0
+MINUTES ?= 5
+COUNT ?= 200
+JOBS ?= 2
+
+.PHONY: help demo test lint fuzz mutate docs bench clean
 # two pips must not write to one environment
 .NOTPARALLEL:
 
 help:
 	@echo 'make demo    re-run the headline claims of three papers and report which hold (runs/reproduce-quick)'
-	@echo 'make test    lint, then all tests and the examples in the documentation'
+	@echo 'make test    lint, then all tests and the examples in the documentation; SEED=n: other numbers and order'
 	@echo 'make lint    ruff and basedpyright'
+	@echo 'make fuzz    property tests with fresh examples, for MINUTES=5; SEED=n repeats a run'
+	@echo 'make mutate  change COUNT=200 places of the code, one at a time, and list what no test notices; SEED=n, JOBS=2'
 	@echo 'make docs    build the documentation site (site/index.html)'
 	@echo 'make bench   time the layer against the dense convolution, and trials at once'
 	@echo 'make clean   remove the environment, caches and the built site; runs/ stays'
 	@echo
 	@echo 'PYTHON=python3.12 make ... makes .venv with that Python (3.11 or later).'
 
-demo: $(CORE)
+demo: $(PAPERS)
 	$(VENV)/bin/moesaic reproduce --preset quick
 
 test: lint
-	$(VPY) -m pytest -n auto --maxprocesses 8
+	MOESAIC_TEST_SEED=$(SEED) $(VPY) -m pytest -n auto --maxprocesses 8
 
 lint: $(DEV)
 	$(VPY) -m ruff check
 	$(VPY) -m ruff format --check
 	$(VPY) -m basedpyright --pythonpath $(VPY)
 
+fuzz: $(DEV)
+	$(VPY) tools/fuzz.py --minutes $(MINUTES) $(if $(filter command environment,$(firstword $(origin SEED))),--seed $(SEED))
+
+mutate: $(DEV)
+	$(VPY) tools/mutate.py --count $(COUNT) --seed $(SEED) --jobs $(JOBS)
+
 docs: $(DOCS)
 	$(VPY) -m zensical build --clean --strict
 
-bench: $(CORE)
+bench: $(PAPERS)
 	$(VPY) benchmarks/layer.py
 	$(VPY) benchmarks/trials.py
 
 clean:
 	rm -rf $(VENV) site dist .cache .pytest_cache .ruff_cache .hypothesis
-	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests tools examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(CORE): pyproject.toml constraints.txt $(wildcard $(UNFINISHED))
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -64,6 +78,10 @@ $(CORE): pyproject.toml constraints.txt $(wildcard $(UNFINISHED))
 		echo 'Creating $(VENV)' && $(PYTHON) -m venv --clear $(VENV); fi
 	@echo 'Installing moesaic and its dependencies; the first time takes a few minutes'
 	@$(call install,.)
+
+$(PAPERS): $(CORE)
+	@echo 'Installing what the papers need'
+	@$(call install,'.[papers]')
 
 $(DEV): $(CORE)
 	@echo 'Installing the tools for tests and lint'

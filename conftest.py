@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,7 +50,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile(
     "fuzz", parent=hypothesis.settings.get_profile("moesaic"), derandomize=False, max_examples=200
 )
-hypothesis.settings.load_profile("fuzz" if "MOESAIC_FUZZ" in os.environ else "moesaic")
+FUZZ_UNTIL = float(os.environ.get("MOESAIC_FUZZ_UNTIL", "0"))  # time at which tools/fuzz.py begins no more tests
+hypothesis.settings.load_profile("fuzz" if FUZZ_UNTIL else "moesaic")
+
+
+def pytest_runtest_setup() -> None:
+    if FUZZ_UNTIL and time.time() > FUZZ_UNTIL:
+        pytest.skip("the time for fuzzing is over")
 
 
 def pytest_report_header() -> str:

