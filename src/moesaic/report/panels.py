@@ -149,6 +149,7 @@ def draw_blocks(axes: Axes, blocks: Blocks, *, bar: bool) -> None:
         spine.set_visible(True)
     if bar:
         scale = axes.figure.colorbar(mesh, ax=axes, ticks=[0, 0.5, 1], fraction=0.06, pad=0.03)
+        assert scale.solids is not None
         scale.solids.set_gid(_data_id(scale.ax))
         scale.ax.set_yticklabels(["none", "half", "all"])
         missing = "; blue: not run" if np.ma.is_masked(values) else ""
