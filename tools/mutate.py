@@ -1,0 +1,470 @@
+"""Changes the code at random places, one at a time, and reports the changes that no test notices: ``make mutate``.
+
+A seed draws the places in src/moesaic (kernels for Triton aside: they need a GPU) and what is put there: another
+comparison or arithmetic operator, ``and`` for ``or``, a condition without its ``not``, a constant that is one more or
+less, ``max`` for ``min``, ``mean`` for ``sum``. Docstrings, annotations, ``__all__`` and the texts of errors stay.
+
+Every change is made in a copy of the tree. The tests that run the changed line are started there, the nearest and
+quickest first; the first that fails has noticed the change. Which test runs which line is found out once
+for a tree and kept in .cache/mutate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import difflib
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Literal, cast
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = Path(__file__).resolve().parent
+
+OPERATORS: dict[type[ast.AST], tuple[type[ast.AST], ...]] = {
+    ast.Lt: (ast.LtE, ast.Gt),
+    ast.LtE: (ast.Lt, ast.GtE),
+    ast.Gt: (ast.GtE, ast.Lt),
+    ast.GtE: (ast.Gt, ast.LtE),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+    ast.Add: (ast.Sub,),
+    ast.Sub: (ast.Add,),
+    ast.Mult: (ast.Add, ast.Div),
+    ast.Div: (ast.Mult,),
+    ast.FloorDiv: (ast.Mult,),
+    ast.Mod: (ast.FloorDiv,),
+    ast.Pow: (ast.Mult,),
+    ast.And: (ast.Or,),
+    ast.Or: (ast.And,),
+}
+NAMES = {"min": "max", "sum": "mean", "amin": "amax", "argmin": "argmax", "any": "all", "floor": "ceil"}
+NAMES |= {new: old for old, new in NAMES.items()}
+GPU_ONLY = ("triton", "tile_sizes")
+"""Parts of the paths of modules that run on GPUs alone."""
+
+QUIET_CALLS = {"log", "warn", "warning", "print", "print_help", "arg", "field", "TypeVar", "cast", "log_line"}
+"""What these are given is text for people, or no code that runs."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another expression in the place of one."""
+
+    file: str
+    line: int
+    last_line: int
+    source: str
+    """The whole file afterwards."""
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
+
+    def diff(self, before: str) -> str:
+        lines = difflib.unified_diff(before.splitlines(), self.source.splitlines(), n=0, lineterm="")
+        return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a change."""
+
+    place: str
+    diff: str
+    fate: Literal["noticed", "timeout", "survived", "not run"]
+    """"not run": no test runs the line, so none can notice; counted as survived."""
+    by: str
+    seconds: float
+
+    @property
+    def survived(self) -> bool:
+        return self.fate in ("survived", "not run")
+
+
+# ---- places
+
+
+class _Places(ast.NodeVisitor):
+    """Collects the expressions that can be changed, each with its changed copies."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[ast.AST, ast.AST]] = []
+        self._outer: list[ast.AST] = []  # outermost f-string, whose parts have no places of their own in the source
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None and "TypeAlias" not in ast.dump(node.annotation):
+            self.visit(node.value)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if not any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+            self.visit(node.value)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        pass
+
+    def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        for part in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
+            self.visit(part)
+
+    visit_FunctionDef = visit_AsyncFunctionDef = _visit_function  # without decorators and annotations
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for part in node.body:
+            self.visit(part)
+
+    def visit_Raise(self, node: ast.Raise) -> None:
+        pass
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        pass  # for the type checker
+
+    def visit_If(self, node: ast.If) -> None:
+        test = ast.unparse(node.test)
+        if "TYPE_CHECKING" not in test and "__name__" not in test:
+            self.generic_visit(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if not (isinstance(node.value, ast.Name) and node.value.id in ("Literal", "Annotated", "Callable", "Generic")):
+            self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        self._outer.append(node)
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                self.visit(part.value)  # not its format
+        self._outer.pop()
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for i, operator in enumerate(node.ops):
+            for new in OPERATORS.get(type(operator), ()):
+                self._add(node, ops=[*node.ops[:i], new(), *node.ops[i + 1 :]])
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        texts = (ast.JoinedStr, ast.Constant, ast.List, ast.Tuple)
+        is_text = any(isinstance(s, texts) and not _is_number(s) for s in (node.left, node.right))
+        if not is_text:
+            for new in OPERATORS.get(type(node.op), ()):
+                self._add(node, op=new())
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self._add(node, op=OPERATORS[type(node.op)][0]())
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not | ast.USub) and not isinstance(node.operand, ast.Constant):
+            self.found.append((self._place(node), self._changed(node, node.operand)))
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self._add(node, value=not node.value)
+        elif isinstance(node.value, int | float):
+            for value in {node.value + 1, node.value - 1 if node.value else 1}:
+                self._add(node, value=value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+        if name in QUIET_CALLS:
+            return
+        if name in NAMES:
+            if isinstance(node.func, ast.Attribute):
+                self._add(node.func, attr=NAMES[name])
+            elif NAMES[name] not in ("mean", "floor", "ceil", "amax", "amin", "argmax", "argmin"):
+                self._add(node.func, id=NAMES[name])
+        self.generic_visit(node)
+
+    def _place(self, node: ast.AST) -> ast.AST:
+        return self._outer[0] if self._outer else node
+
+    def _add(self, node: ast.AST, **fields: Any) -> None:
+        new = copy.copy(node)
+        for name, value in fields.items():
+            setattr(new, name, value)
+        self.found.append((self._place(node), self._changed(node, new)))
+
+    def _changed(self, node: ast.AST, new: ast.AST) -> ast.AST:
+        if not self._outer:
+            return new
+
+        class Swap(ast.NodeTransformer):
+            def visit(self, other: ast.AST) -> ast.AST:
+                return new if other is node else copy.copy(self.generic_visit(_shallow(other)))
+
+        return Swap().visit(self._outer[0])
+
+
+def _shallow(node: ast.AST) -> ast.AST:
+    new = copy.copy(node)
+    for name, value in ast.iter_fields(node):
+        if isinstance(value, list):
+            setattr(new, name, list(value))
+    return new
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+
+
+def places_of(text: str) -> list[list[tuple[ast.AST, ast.AST]]]:
+    """What can be changed in a source: for every place the expression there and those that may stand for it."""
+    places = _Places()
+    places.visit(ast.parse(text))
+    grouped: dict[Any, list[tuple[ast.AST, ast.AST]]] = {}
+    for i, (old, new) in enumerate(places.found):
+        grouped.setdefault(i if isinstance(old, ast.JoinedStr) else id(old), []).append((old, new))
+    return list(grouped.values())
+
+
+def changed(file: str, text: str, old: ast.AST, new: ast.AST) -> Change | None:
+    """The file with one expression in the place of another; None where that makes no difference.
+
+    >>> for old, new in places_of("y = 2 * x")[0]:
+    ...     print(changed("a.py", "y = 2 * x", old, new).source)
+    y = (2 + x)
+    y = (2 / x)
+    """
+    data, position = text.encode(), cast(ast.expr, old)
+    lines = data.splitlines(keepends=True)
+    begin = sum(map(len, lines[: position.lineno - 1])) + position.col_offset
+    last = position.end_lineno or position.lineno
+    end = sum(map(len, lines[: last - 1])) + (position.end_col_offset or 0)
+    written = ast.unparse(new)
+    if isinstance(new, ast.BinOp | ast.BoolOp | ast.Compare | ast.UnaryOp):
+        written = f"({written})"
+    source = (data[:begin] + written.encode() + data[end:]).decode()
+    try:
+        same = ast.dump(ast.parse(text)) == ast.dump(ast.parse(source))
+    except SyntaxError:
+        return None
+    return None if same else Change(file, position.lineno, last, source)
+
+
+def draw(files: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list[Change]:
+    """``count`` places of the files, each with one of its changes."""
+    rng = random.Random(seed)
+    texts = {file: (root / file).read_text("utf-8") for file in files}
+    places = [(file, place) for file, text in texts.items() for place in places_of(text)]
+    rng.shuffle(places)
+    found = (changed(file, texts[file], *rng.choice(place)) for file, place in places)
+    return list(islice(filter(None, found), count))
+
+
+# ---- tests
+
+
+@dataclass(frozen=True)
+class TestMap:
+    """Which tests run which lines."""
+
+    seconds: dict[str, float]
+    by_line: dict[str, dict[int, list[str]]]
+    starting_processes: list[str]
+
+    def tests_for(self, change: Change) -> list[str]:
+        """Those that run the line, the nearest and quickest first."""
+        here = self.by_line.get(change.file, {})
+        found = {test for line in range(change.line, change.last_line + 1) for test in here.get(line, ())}
+        if "" in found or not found:  # run when the module is imported: any test of the module may notice
+            found = {test for tests in here.values() for test in tests}
+        found.discard("")
+        module = Path(change.file)
+        folder = "/".join(module.parts[2:-1])
+
+        def distance(test: str) -> int:
+            path = test.split("::")[0]
+            mirrored = module.stem in Path(path).stem
+            return 0 if mirrored and folder in path else 1 if path == change.file or mirrored else 2
+
+        order = sorted(found, key=lambda test: (distance(test), self.seconds[test]))
+        return order + [test for test in self.starting_processes if test not in found]
+
+
+def digest_of(root: Path) -> str:
+    found = hashlib.sha256()
+    for path in sorted([*root.glob("src/**/*.py"), *root.glob("tests/**/*.py"), *root.glob("*.py")]):
+        found.update(str(path.relative_to(root)).encode() + path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def map_tests(copy_: Path, jobs: int, cache: Path) -> TestMap:
+    """Run all tests once and note the lines they run; from the cache where the tree has been mapped before."""
+    file = cache / f"{digest_of(copy_)}.json"
+    if not file.exists():
+        print("mutate: finding out which test runs which lines; this takes as long as all tests, or twice", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "coverage_by_test", "-n", str(jobs)]
+            result = subprocess.run(
+                command, cwd=copy_, env=environment(copy_, MOESAIC_LINES_TO=folder), capture_output=True, text=True
+            )
+            parts = [json.loads(path.read_text("utf-8")) for path in Path(folder).glob("*.json")]
+        failed = [test for part in parts for test in part["failed"]]
+        if failed or not parts:
+            print(f"mutate: these fail without any change and are left out: {failed}\n{result.stdout[-2000:]}")
+        if not parts:
+            sys.exit("mutate: no test ran")
+        cache.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps({name: each for part in parts for name, each in part["tests"].items()}), "utf-8")
+    tests = json.loads(file.read_text("utf-8"))
+    by_line: dict[str, dict[int, list[str]]] = {}
+    for test, each in tests.items():
+        for path, lines in each["lines"].items():
+            for line in lines:
+                by_line.setdefault(path, {}).setdefault(line, []).append(test)
+    seconds = {test: each["seconds"] for test, each in tests.items()}
+    return TestMap(seconds, by_line, [test for test, each in tests.items() if each["subprocess"]])
+
+
+def environment(root: Path, **more: str) -> dict[str, str]:
+    path = os.pathsep.join([str(root / "src"), str(TOOLS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    return {**os.environ, "PYTHONPATH": path, **threads, **more}
+
+
+# ---- trying changes
+
+
+class Workshop:
+    """A copy of the tree in which one change at a time is tried."""
+
+    def __init__(self, folder: Path, tests: TestMap | None, limit: float) -> None:
+        self.root, self.tests, self.limit = folder, tests, limit
+        files = subprocess.run(
+            ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        for name in files.stdout.splitlines():
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+        # by content, not by time: a change may leave a file as long as it was, within the same second
+        command = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "src"]
+        subprocess.run([sys.executable, *command], cwd=folder, check=True)
+
+    def judge(self, change: Change) -> Verdict:
+        assert self.tests is not None
+        path = self.root / change.file
+        before = path.read_text("utf-8")
+        start = time.monotonic()
+        fate, by = "not run", ""
+        try:
+            path.write_text(change.source, "utf-8")
+            names = self.tests.tests_for(change)
+            for some in self._batches(names):
+                fate, by = self._run(some)
+                if fate != "survived":
+                    break
+        finally:
+            path.write_text(before, "utf-8")
+        return Verdict(change.place, change.diff(before), fate, by, round(time.monotonic() - start, 1))  # type: ignore[arg-type]
+
+    def _batches(self, names: list[str]) -> Iterator[list[str]]:
+        """The first ones alone: to collect all tests takes longer than to run those that mostly suffice."""
+        assert self.tests is not None
+        first, seconds = 0, 0.0
+        while first < len(names) and (first < 3 or seconds < 8) and first < 60:
+            seconds += self.tests.seconds[names[first]]
+            first += 1
+        yield from filter(None, (names[:first], names[first:]))
+
+    def _run(self, names: list[str]) -> tuple[str, str]:
+        assert self.tests is not None
+        chosen = self.root / "mutate-tests.json"
+        chosen.write_text(json.dumps(names), "utf-8")
+        files = list(dict.fromkeys(name.split("::")[0] for name in names))
+        patience = self.limit + 5 * sum(self.tests.seconds[name] for name in names)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "coverage_by_test", "--tb=no", *files]
+        command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+        own = environment(self.root, MOESAIC_TESTS_FROM=str(chosen))
+        with subprocess.Popen(
+            command, cwd=self.root, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                shown, _ = process.communicate(timeout=patience)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
+                return "timeout", f"after {patience:.0f} s"
+        if process.returncode == 0:
+            return "survived", ""
+        if process.returncode == 5:
+            return "not run", "no test was collected"
+        failed = [line for line in shown.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return "noticed", failed[0] if failed else shown[-300:]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="places to change (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="draws the places (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="changes tried at a time (default: %(default)s)")
+    parser.add_argument("--paths", nargs="*", default=["src/moesaic"], help="files and folders to change")
+    parser.add_argument("--timeout", type=float, default=60, help="seconds beyond five times what the tests take")
+    parser.add_argument("--json", type=Path, help="write all verdicts there")
+    parser.add_argument("--dry-run", action="store_true", help="show the changes and try none")
+    given = parser.parse_args()
+    found = [ROOT / path for path in given.paths]
+    files = [str(file.relative_to(ROOT)) for path in found for file in (sorted(path.rglob("*.py")) or [path])]
+    changes = draw([file for file in files if not any(each in file for each in GPU_ONLY)], given.count, given.seed)
+    if given.dry_run:
+        for change in changes:
+            print(f"{change.place}\n{change.diff((ROOT / change.file).read_text('utf-8'))}")
+        return 0
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        verdicts = _try_all(changes, given, Path(folder))
+    lost = [each for each in verdicts if each.survived]
+    share = 100 * (len(verdicts) - len(lost)) / max(len(verdicts), 1)
+    print("\nsurvivors:" if lost else "\nno survivors")
+    for each in lost:
+        print(f"{each.place} ({each.fate})\n{each.diff}")
+    print(
+        f"\nseed {given.seed}: {len(verdicts)} changes, {len(verdicts) - len(lost)} noticed, {len(lost)} survived: "
+        f"{share:.1f} % noticed"
+    )
+    if given.json:
+        report = {"seed": given.seed, "share": share, "verdicts": [asdict(each) for each in verdicts]}
+        given.json.write_text(json.dumps(report, indent=1), "utf-8")
+    return 0
+
+
+def _try_all(changes: Sequence[Change], given: argparse.Namespace, folder: Path) -> list[Verdict]:
+    first = Workshop(folder / "0", None, given.timeout)
+    tests = map_tests(first.root, given.jobs, ROOT / ".cache" / "mutate")
+    free: SimpleQueue[Workshop] = SimpleQueue()
+    for i in range(given.jobs):
+        free.put(Workshop(folder / str(i), tests, given.timeout))
+
+    def judge(change: Change) -> Verdict:
+        workshop = free.get()
+        try:
+            verdict = workshop.judge(change)
+        finally:
+            free.put(workshop)
+        print(f"{verdict.fate:9} {verdict.seconds:5.0f} s  {verdict.place}  {verdict.by[:120]}", flush=True)
+        return verdict
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        return list(pool.map(judge, changes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
