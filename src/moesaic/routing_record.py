@@ -1,7 +1,7 @@
-"""The ``Routing`` record: what a router chose, and all that the rest of the library knows of it.
+"""The ``Routing`` record: the assignment of units to experts that a router returns.
 
-Routers return it, backends run it, metrics, losses and pictures read it. It sits below every
-room of the house so that each of them may import it.
+Backends execute it; losses, metrics and figures read it. The module imports no other package, so that all of them can
+import it.
 
 Shapes are named by suffix letters, one legend for the whole project:
 
@@ -26,28 +26,27 @@ Unit = Literal["patch", "sample", "channel"]
 Chooser = Literal["expert", "unit", "soft"]
 
 UNASSIGNED = -1
-"""The index of a place that went to nobody: a dropped unit, or padding of a ragged choice."""
+"""Index of an unassigned place: a dropped unit, or padding of a ragged choice."""
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """Who works on what, for one batch.
+    """Assignment of units to experts for one batch.
 
-    ``chooser`` says how to read the compact fields:
+    ``chooser`` determines the meaning of ``index`` and ``gate``:
 
-    - ``"expert"``: expert e of image b takes the units ``index[b, e]`` (B, E, L)
+    - ``"expert"``: expert e takes the units ``index[b, e]`` of image b (B, E, L)
     - ``"unit"``: unit n of image b goes to the experts ``index[b, n]`` (B, N, K)
-    - ``"soft"``: nothing is chosen and ``index`` is None; slot s of expert e receives the convex
-      mixture of units ``dispatch[b, :, e, s]``, and unit n receives back its mixture of slots
-      ``gate[b, n]`` (B, N, E, S)
+    - ``"soft"``: ``index`` is None; the input of slot s of expert e is the convex combination of units with weights
+      ``dispatch[b, :, e, s]``, and the output for unit n is the combination of slots with weights ``gate[b, n]``
+      (B, N, E, S)
 
-    An index of -1 (``UNASSIGNED``) marks a place that is not used; its gate is 0. No expert may hold
-    the same unit twice.
+    An index of -1 (``UNASSIGNED``) marks an unassigned place; its gate is 0. An expert has a unit at most once.
 
     >>> import torch
     >>> scores = torch.tensor([[[3.0, 0.0], [1.0, 2.0], [0.0, 5.0]]])            # one image, N=3, E=2
     >>> routing = Routing("patch", scores, torch.tensor([[[0], [2]]]), torch.ones(1, 2, 1), "expert", grid=(1, 3))
-    >>> routing.mask[0].int().tolist()                                           # patch 1 went to nobody
+    >>> routing.mask[0].int().tolist()                                           # patch 1 is unassigned
     [[1, 0], [0, 0], [0, 1]]
     >>> routing.load.tolist()
     [1, 1]
@@ -55,15 +54,15 @@ class Routing:
 
     unit: Unit
     scores: Tensor
-    """(B, N, E), or (B, N, E, S) where the router is soft; at least float32, before any noise."""
+    """(B, N, E), or (B, N, E, S) for a soft router; float32 at least, without noise."""
     index: Tensor | None
     gate: Tensor
     chooser: Chooser
     grid: tuple[int, int] | None = None
-    """Rows and columns of patches on the map, for units that have a place; N = rows · columns."""
+    """Rows and columns of patches on the map, N = rows · columns; None for units without a position."""
     dispatch: Tensor | None = None
     may_drop: bool = True
-    """Whether ``index`` may hold -1. A router that never leaves a place unused says so and saves a mask."""
+    """Whether ``index`` may contain -1. False saves computing a mask."""
 
     def __post_init__(self) -> None:
         check_choice("Routing", "unit", self.unit, get_args(Unit))
@@ -75,7 +74,7 @@ class Routing:
 
     @property
     def units(self) -> int:
-        """N, units in an image."""
+        """Number of units N per image."""
         return self.scores.shape[1]
 
     @property
@@ -84,28 +83,28 @@ class Routing:
 
     @property
     def used(self) -> Tensor:
-        """Which places of ``index`` are used, in its shape."""
+        """Whether each place of ``index`` is assigned, in the shape of ``index``."""
         return self._index != UNASSIGNED
 
     @property
     def weights(self) -> Tensor:
-        """(B, N, E): the gate with which an expert's work on a unit counts, 0 where it does none."""
-        return self.gate.sum(-1) if self.index is None else self._spread(self.gate)
+        """(B, N, E): the gate of each unit and expert, 0 where the unit is not assigned to the expert."""
+        return self.gate.sum(-1) if self.index is None else self._scatter(self.gate)
 
     @property
     def mask(self) -> Tensor:
-        """(B, N, E): whether the expert works on the unit."""
+        """(B, N, E): whether the unit is assigned to the expert."""
         if self.index is None:
             return torch.ones_like(self.weights, dtype=torch.bool)
-        return self._spread(self.used)
+        return self._scatter(self.used)
 
     @property
     def load(self) -> Tensor:
-        """(E,): how many units of the batch each expert works on; soft: their total weight."""
+        """(E,): number of units of the batch assigned to each expert; their total weight if the routing is soft."""
         return self.weights.sum((0, 1)) if self.index is None else self.mask.sum((0, 1))
 
     def detach(self) -> Routing:
-        """The same record cut from the autograd graph.
+        """Returns the record detached from the autograd graph.
 
         >>> import torch
         >>> scores = torch.zeros(1, 2, 1, requires_grad=True)
@@ -122,17 +121,17 @@ class Routing:
     @property
     def _index(self) -> Tensor:
         if self.index is None:
-            raise ValueError("Routing: a soft routing has no index: every unit goes everywhere; read `weights`")
+            raise ValueError("Routing: a soft routing has no index, as all units go to all experts; read `weights`")
         return self.index
 
-    def _spread(self, values: Tensor) -> Tensor:
-        """Values in the shape of ``index``, laid out over (B, N, E)."""
+    def _scatter(self, values: Tensor) -> Tensor:
+        """Scatters values in the shape of ``index`` to (B, N, E)."""
         length = self.units if self.chooser == "expert" else self.experts
         rows, place = self._index.shape[:2], self._index
         if self.may_drop:
-            # one column more takes what belongs to nobody
+            # unassigned places go to one more column, which is dropped
             place = torch.where(self.used, place, length)
-            spread = values.new_zeros(*rows, length + 1).scatter(2, place, values)[..., :length]
+            dense = values.new_zeros(*rows, length + 1).scatter(2, place, values)[..., :length]
         else:
-            spread = values.new_zeros(*rows, length).scatter(2, place, values)
-        return spread.transpose(1, 2) if self.chooser == "expert" else spread
+            dense = values.new_zeros(*rows, length).scatter(2, place, values)
+        return dense.transpose(1, 2) if self.chooser == "expert" else dense

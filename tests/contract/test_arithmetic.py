@@ -37,7 +37,7 @@ def test_the_celeba_shape_costs_at_most_a_tenth_more_than_ideal(options, backwar
     assert routed <= dense / 7
 
 
-def test_token_choice_costs_what_its_units_ask_for():
+def test_token_choice_costs_its_assignments_only():
     # float64, because FlopCounterMode counts its GEMMs and overlooks grouped_mm
     x = torch.randn(2, 64, 16, 16, dtype=torch.float64)
     dense = flops(nn.Conv2d(64, 64, 3, padding=1, dtype=torch.float64), x)

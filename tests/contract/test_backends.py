@@ -37,7 +37,7 @@ def test_a_fast_backend_equals_the_reference(backend, device, case: Case, traini
 @pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @given(case=cases(batch=st.integers(0, 2), bias=True))
-def test_low_precision_stays_within_its_rounding_of_float64(backend, device, dtype, case: Case):
+def test_low_precision_is_within_its_rounding_error_of_float64(backend, device, dtype, case: Case):
     exact, x = case.build().to(device), case.map().to(device)
     # the same numbers in both, so that all that differs is the arithmetic
     rounded = case.build().to(device, dtype)
@@ -56,7 +56,7 @@ def test_low_precision_stays_within_its_rounding_of_float64(backend, device, dty
 
 @pytest.mark.parametrize("experts", [4, MLPExperts(4, 8, 16, 2, norm=True)], ids=["conv", "mlp"])
 @pytest.mark.parametrize("backend", ["reference", *FAST])
-def test_autocast_computes_low_and_routes_high(backend, experts):
+def test_autocast_applies_to_experts_and_not_to_routing(backend, experts):
     layer = moesaic.PatchMoE(8, 8, experts=experts, patches_per_expert=2, patch_size=2, expert_norm=True)
     x = torch.randn(2, 8, 6, 6)
     with moesaic.backend(backend), moesaic.record_routing(layer) as plain:
@@ -75,7 +75,7 @@ def test_autocast_computes_low_and_routes_high(backend, experts):
 
 
 @pytest.mark.parametrize("backend", ["reference", *FAST])
-def test_statistics_of_a_low_precision_map_are_taken_in_float32(backend):
+def test_statistics_of_a_low_precision_map_are_computed_in_float32(backend):
     layer = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=6, patch_size=2, expert_norm=True).bfloat16()
     layer.experts.norm.float()
     exact = copy.deepcopy(layer).double()
@@ -89,7 +89,7 @@ def test_statistics_of_a_low_precision_map_are_taken_in_float32(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", *FAST])
-def test_autocast_leaves_float64_alone(backend):
+def test_autocast_does_not_change_float64(backend):
     layer = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=2, kernel_size=3, dtype=torch.float64)
     x = torch.randn(1, 4, 3, 3, dtype=torch.float64)
     with moesaic.backend(backend), torch.autocast("cpu", torch.bfloat16):
@@ -99,7 +99,7 @@ def test_autocast_leaves_float64_alone(backend):
 
 @pytest.mark.parametrize("backend", ["reference", *FAST])
 @pytest.mark.parametrize("expert_norm", [False, True])
-def test_a_dropped_patch_touches_no_gradient_even_if_it_is_nan(backend, expert_norm):
+def test_a_dropped_patch_does_not_affect_gradients_even_if_it_is_nan(backend, expert_norm):
     router = PickyChoice(2, 2, 4, 2)
     layer = moesaic.PatchMoE(2, 4, experts=2, kernel_size=3, router=router, expert_norm=expert_norm)
     x = torch.randn(1, 2, 4, 4)
@@ -125,7 +125,7 @@ def test_a_soft_routing_runs_in_low_precision(backend):
     torch.testing.assert_close(y.double(), copy.deepcopy(layer).double()(x.double()), rtol=0.05, atol=0.05)
 
 
-def test_a_soft_routing_runs_on_every_backend_as_its_definition_says():
+def test_a_soft_routing_equals_its_definition_on_every_backend():
     E, S, p = 3, 2, 2
     for combine, out in (("concat", 6), ("sum", 2)):
         layer = moesaic.PatchMoE(

@@ -55,7 +55,7 @@ def test_equal_patches_of_an_image_tie_exactly(dtype, E, side, B):
 
 
 @pytest.mark.parametrize("E", [1, 2, 3, 8])
-def test_scores_of_an_image_are_the_same_bits_in_every_batch(E):
+def test_scores_of_an_image_are_bitwise_equal_in_every_batch(E):
     for C, p, side in ((3, 2, 5), (5, 4, 3), (70, 1, 7)):
         router = moesaic.ExpertChoice(C, E, 1, patch_size=p)
         x = torch.randn(5, C, side * p, side * p)

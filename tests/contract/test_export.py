@@ -38,7 +38,7 @@ def x() -> torch.Tensor:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_the_whole_layer_compiles_into_one_graph(layer, x, training, backend):
+def test_expert_choice_compiles_into_one_graph(layer, x, training, backend):
     torch.compiler.reset()
     layer.train(training)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
@@ -55,7 +55,7 @@ def test_the_whole_layer_compiles_into_one_graph(layer, x, training, backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_whose_patches_choose_compiles_into_one_graph(dtype):
+def test_token_choice_compiles_into_one_graph(dtype):
     torch.compiler.reset()
     router = moesaic.TokenChoice(8, 4, 2, 2)
     layer = moesaic.PatchMoE(8, 8, experts=4, kernel_size=3, router=router).to(dtype)
@@ -66,7 +66,7 @@ def test_a_layer_whose_patches_choose_compiles_into_one_graph(dtype):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_inductor_agrees_with_eager(x):
+def test_inductor_equals_eager(x):
     torch.compiler.reset()
     layer = moesaic.PatchMoE(
         8, 8, experts=4, patches_per_expert=2, patch_size=2, kernel_size=3, expert_norm=True, gate_on="input"
@@ -75,7 +75,7 @@ def test_inductor_agrees_with_eager(x):
     torch.testing.assert_close(compiled(x), layer(x))
 
 
-def test_a_compiled_layer_follows_the_backend_asked_for(x):
+def test_a_compiled_layer_uses_the_requested_backend(x):
     torch.compiler.reset()
     ran = []
     compiled = torch.compile(
@@ -88,7 +88,7 @@ def test_a_compiled_layer_follows_the_backend_asked_for(x):
     assert ran == [True, False]
 
 
-def test_an_exported_layer_keeps_every_expert_for_any_batch_size(layer, x):
+def test_an_exported_layer_runs_all_experts_for_any_batch_size(layer, x):
     exported = torch.export.export(layer.eval(), (x,), dynamic_shapes=BATCH)
     assert set(exported.graph_signature.parameters) == {name for name, _ in layer.named_parameters()}
     for batch in (2, 7):

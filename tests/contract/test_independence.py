@@ -11,7 +11,7 @@ import moesaic
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(case=cases(batch=st.integers(2, 4), router="expert") | cases(batch=st.integers(2, 4), router="unit"))
-def test_an_image_does_not_see_its_batch_mates(backend, case: Case):
+def test_the_output_of_an_image_does_not_depend_on_its_batch(backend, case: Case):
     layer, x = case.build().eval(), case.map()
     with moesaic.backend(backend), torch.no_grad():
         together = layer(x)
@@ -21,7 +21,7 @@ def test_an_image_does_not_see_its_batch_mates(backend, case: Case):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(case=cases(batch=st.integers(1, 3)))
-def test_memory_format_changes_nothing(backend, case: Case):
+def test_the_output_does_not_depend_on_the_memory_format(backend, case: Case):
     layer, x = case.build(), case.map()
     channels_last = run(
         layer.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last), backend
@@ -39,7 +39,7 @@ def test_the_output_keeps_the_memory_format_of_the_input(backend, memory_format)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_patch_nobody_chose_does_not_matter_even_if_it_is_nan(backend):
+def test_an_unassigned_patch_does_not_affect_the_output_even_if_it_is_nan(backend):
     layer = moesaic.PatchMoE(2, 2, experts=2, patches_per_expert=1, patch_size=2, kernel_size=3, expert_norm=True)
     x = torch.randn(1, 2, 8, 8)
     routing = layer.route(x)

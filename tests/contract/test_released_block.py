@@ -32,7 +32,7 @@ class ReleasedBlock(nn.Module):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("p", "kernel", "L"), [(4, 3, 2), (1, 1, 16), (2, 3, 16), (2, 5, 1)])
-def test_the_released_block_trains_alike(backend, p, kernel, L):
+def test_a_training_step_equals_that_of_the_released_block(backend, p, kernel, L):
     torch.manual_seed(0)
     E, C, out, size = 4, 6, 8, 8
     theirs = ReleasedBlock(C, out, E, L if p < 4 else 2, p, kernel).double()

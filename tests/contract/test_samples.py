@@ -140,7 +140,7 @@ def test_the_layer_is_the_gated_sum_of_its_experts(kind, backend, device, data):
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_a_sample_does_not_see_its_batch_mates(kind, data):
+def test_the_output_of_a_sample_does_not_depend_on_its_batch(kind, data):
     case = data.draw(cases(kind, st.integers(2, 9)))
     layer, x = case.build().eval(), case.samples()
     with torch.no_grad():
@@ -154,7 +154,7 @@ def test_a_sample_does_not_see_its_batch_mates(kind, data):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=15)
 @given(data=st.data())
-def test_low_precision_stays_within_its_rounding_of_float64(kind, dtype, device, data):
+def test_low_precision_is_within_its_rounding_error_of_float64(kind, dtype, device, data):
     case = data.draw(cases(kind))
     case.options["noise"] = None
     rounded, exact = case.build(dtype).to(device), case.build().to(device)
@@ -175,7 +175,7 @@ def test_low_precision_stays_within_its_rounding_of_float64(kind, dtype, device,
     [[nn.Flatten(1, 2), nn.Flatten(1, 2)], PatchNetExperts(2, D, 4), MLPExperts(2, D, 3, 2)],
     ids=["modules", "patch net", "mlp"],
 )
-def test_a_sample_that_goes_elsewhere_does_not_matter_even_if_it_is_nan(experts, backend):
+def test_samples_of_other_experts_do_not_affect_the_output_even_if_nan(experts, backend):
     layer = moesaic.SampleMoE(Biased([0.0, 0.0]), experts, noise=None)
     with torch.no_grad():
         layer.router.linear.weight.copy_(torch.tensor([[1.0] * D, [-1.0] * D]))
@@ -189,7 +189,7 @@ def test_a_sample_that_goes_elsewhere_does_not_matter_even_if_it_is_nan(experts,
         y = (
             layer.experts(poisoned, routing)
             if layer._stacked
-            else moesaic.ops.run_each(poisoned, routing, layer._answer)
+            else moesaic.ops.run_each(poisoned, routing, layer._run_expert)
         )
     assert y[one].isfinite().all()
 
@@ -219,7 +219,7 @@ def test_stacked_experts_compile_into_one_graph(kind, backend, dtype):
 
 @pytest.mark.parametrize("experts", ["modules", "stacked"])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_only_the_experts_a_sample_goes_to_are_paid_for(experts, top_k):
+def test_multiply_adds_are_those_of_the_assigned_experts(experts, top_k):
     B, C, O, E = 48, 32, 16, 8
     made = [nn.Linear(C, O) for _ in range(E)] if experts == "modules" else LinearExperts(E, C, O)
     layer, x = moesaic.SampleMoE(SampleRouter(C, E), made, top_k), torch.randn(B, C)
@@ -230,7 +230,7 @@ def test_only_the_experts_a_sample_goes_to_are_paid_for(experts, top_k):
 
 
 @pytest.mark.parametrize("kind", ["linear", "patch net", "mlp"])
-def test_each_backend_is_the_one_that_runs(kind, monkeypatch):
+def test_the_requested_backend_runs(kind, monkeypatch):
     def refuse(*_: Any) -> None:
         raise AssertionError("torch ran")
 

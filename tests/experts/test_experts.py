@@ -7,7 +7,7 @@ import moesaic
 from moesaic.experts import ConvExperts, MLPExperts
 
 
-def test_each_convolution_starts_as_torch_starts_one():
+def test_convolutions_are_initialised_like_nn_conv2d():
     torch.manual_seed(0)
     ours, theirs = ConvExperts(4, 64, 32, 3), nn.Conv2d(64, 32, 3)
     bound = (64 * 9) ** -0.5
@@ -16,7 +16,7 @@ def test_each_convolution_starts_as_torch_starts_one():
         assert tensor.abs().max() > 0.9 * bound
 
 
-def test_each_perceptron_layer_starts_as_torch_starts_one():
+def test_mlp_layers_are_initialised_like_nn_linear():
     experts = MLPExperts(4, 16, 64, 8)
     assert experts.weight_in.abs().max() <= 16**-0.5
     assert experts.weight_out.abs().max() <= 64**-0.5
@@ -24,7 +24,7 @@ def test_each_perceptron_layer_starts_as_torch_starts_one():
 
 
 @pytest.mark.parametrize(("name", "function"), [("gelu", F.gelu), ("relu", F.relu), ("silu", F.silu)])
-def test_the_activation_is_the_one_it_is_named_for(name, function):
+def test_each_activation_equals_its_function(name, function):
     layer = moesaic.PatchMoE(
         3, 2, experts=MLPExperts(1, 3, 5, 2, activation=name, bias=False), patches_per_expert=4, gate="one", bias=False
     )
@@ -34,19 +34,19 @@ def test_the_activation_is_the_one_it_is_named_for(name, function):
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_expert_norm_is_reset_as_a_whole():
+def test_expert_norm_resets_parameters_and_statistics():
     norm = ConvExperts(2, 3, 4, norm=True, device="meta").norm.to_empty(device="cpu")
     norm.reset_parameters()
     assert [t.unique().item() for t in (norm.weight, norm.bias, norm.running_mean, norm.running_var)] == [1, 0, 0, 1]
 
 
-def test_expert_norm_starts_with_the_momentum_and_eps_of_torch():
+def test_expert_norm_has_the_default_momentum_and_eps_of_torch():
     ours, theirs = ConvExperts(2, 3, 4, norm=True).norm, nn.BatchNorm2d(3)
     assert (ours.momentum, ours.eps) == (theirs.momentum, theirs.eps)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_momentum_and_eps_have_the_meaning_of_torch(backend):
+def test_momentum_and_eps_act_as_in_nn_batchnorm2d(backend):
     layer = moesaic.PatchMoE(3, 4, experts=1, patches_per_expert=4, patch_size=2, expert_norm=True, gate="one")
     layer.experts.norm.momentum, layer.experts.norm.eps = 0.01, 1e-3
     norm = nn.BatchNorm2d(3, momentum=0.01, eps=1e-3)
@@ -75,6 +75,6 @@ def test_momentum_and_eps_have_the_meaning_of_torch(backend):
         ),
     ],
 )
-def test_impossible_experts_are_refused(build, says):
+def test_invalid_arguments_are_refused(build, says):
     with pytest.raises(ValueError, match=says):
         build()

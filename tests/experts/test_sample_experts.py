@@ -6,13 +6,13 @@ from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts, SampleEx
 from moesaic.routing import SampleRouter
 
 
-def test_a_linear_expert_starts_as_torch_starts_one():
+def test_linear_experts_are_initialised_like_nn_linear():
     experts = LinearExperts(4, 16, 8)
     for tensor in (experts.weight, experts.bias):
         assert 0.8 * 16**-0.5 < tensor.abs().max() <= 16**-0.5
 
 
-def test_a_patch_network_starts_with_the_deviation_asked_for_and_repeats_with_its_seed():
+def test_patch_nets_are_initialised_with_init_std_reproducibly():
     experts = PatchNetExperts(8, 50, 16, bias=True, init_std=0.1)
     experts.reset_parameters(torch.Generator().manual_seed(0))
     assert experts.weight.std().item() == pytest.approx(0.1, rel=0.05)
@@ -21,7 +21,7 @@ def test_a_patch_network_starts_with_the_deviation_asked_for_and_repeats_with_it
     assert torch.equal(experts.weight, first)
 
 
-def test_two_outputs_take_half_of_the_filters_each():
+def test_two_outputs_use_half_of_the_filters_each():
     experts = PatchNetExperts(1, 2, 4, outputs=2, activation="identity", bias=True)
     with torch.no_grad():
         experts.weight.copy_(torch.tensor([[[1.0, 0], [2, 0], [0, 10], [0, 20]]]))
@@ -32,7 +32,7 @@ def test_two_outputs_take_half_of_the_filters_each():
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_autocast_computes_low_and_routes_high(backend):
+def test_autocast_applies_to_experts_and_not_to_routing(backend):
     layer = moesaic.SampleMoE(SampleRouter(8, 4), PatchNetExperts(4, 8, 4, init_std=1.0), noise=None)
     with torch.no_grad():
         layer.router.weight.normal_()
@@ -50,23 +50,23 @@ def test_autocast_computes_low_and_routes_high(backend):
 
 
 class Doubled(SampleExperts):
-    """An expert of one's own: two layers of one weight."""
+    """Custom experts: two layers that share one weight."""
 
     def __init__(self) -> None:
         super().__init__(3, "tanh")
         self.weight = torch.nn.Parameter(torch.randn(3, 4, 4))
 
-    def answer(self, values, samples):
+    def expert_forward(self, values, samples):
         return samples.linear(self._activate(samples.linear(values, self.weight)), self.weight)
 
 
-def test_experts_of_ones_own_need_an_answer_and_nothing_else():
+def test_custom_experts_implement_expert_forward_alone():
     layer, x = moesaic.SampleMoE(torch.nn.Linear(4, 3), Doubled(), top_k=2, noise=None), torch.randn(9, 4)
     with moesaic.backend("reference"):
         expected = layer(x)
     torch.testing.assert_close(layer(x), expected)
     assert expected.abs().sum() > 0
-    with pytest.raises(TypeError, match=r"SampleExperts without an answer\(values, samples\)"):
+    with pytest.raises(TypeError, match=r"SampleExperts does not implement expert_forward\(values, samples\)"):
         moesaic.SampleMoE(torch.nn.Linear(4, 3), SampleExperts(3, "tanh"))(x)
 
 
@@ -82,7 +82,7 @@ def test_experts_of_ones_own_need_an_answer_and_nothing_else():
         (lambda: LinearExperts(2, 3, 0), "LinearExperts: out_features=0; it must be at least 1"),
     ],
 )
-def test_impossible_experts_are_refused(build, says):
+def test_invalid_arguments_are_refused(build, says):
     with pytest.raises(ValueError, match=says):
         build()
 
@@ -97,7 +97,7 @@ def test_impossible_experts_are_refused(build, says):
         (LinearExperts(2, 3, 4), torch.zeros(5, 3).double(), TypeError, "samples are torch.float64, the weights are"),
     ],
 )
-def test_samples_that_do_not_fit_are_refused(experts, x, error, says):
+def test_samples_of_wrong_shape_or_dtype_are_refused(experts, x, error, says):
     layer = moesaic.SampleMoE(torch.nn.Identity(), experts)
     routing = layer.choose(torch.zeros(5, 2))
     with pytest.raises(error, match=says):

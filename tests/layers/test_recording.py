@@ -22,7 +22,7 @@ def test_routing_is_recorded_by_module_name(model):
     assert routing["1.1"].load.sum() == 5 * 64
 
 
-def test_the_last_pass_keeps_its_graph_so_that_a_loss_can_be_taken(model):
+def test_keep_last_preserves_the_autograd_graph(model):
     with moesaic.record_routing(model) as routing:
         model(torch.randn(5, 3, 8, 8))
         model(torch.randn(2, 3, 8, 8))
@@ -31,7 +31,7 @@ def test_the_last_pass_keeps_its_graph_so_that_a_loss_can_be_taken(model):
     assert model[1][1].router.weight.grad.abs().sum() > 0
 
 
-def test_all_passes_are_joined_along_the_batch_without_a_graph(model):
+def test_keep_all_concatenates_detached_passes(model):
     x = torch.randn(5, 3, 8, 8)
     with moesaic.record_routing(model, keep="all") as routing:
         model(x[:2])
@@ -43,7 +43,7 @@ def test_all_passes_are_joined_along_the_batch_without_a_graph(model):
     assert not routing["0"].gate.requires_grad
 
 
-def test_joined_passes_keep_mixtures_and_dropped_units():
+def test_keep_all_concatenates_soft_and_dropping_routings():
     x = torch.randn(4, 3, 4, 4)
     soft = moesaic.PatchMoE(3, 4, experts=2, router=moesaic.SoftRouter(3, 2, 2))
     with moesaic.record_routing(soft, keep="all") as routing:
@@ -59,7 +59,7 @@ def test_joined_passes_keep_mixtures_and_dropped_units():
     assert routing[""].mask.sum() == (routing[""].index >= 0).sum()
 
 
-def test_maps_of_two_sizes_cannot_be_joined(model):
+def test_keep_all_refuses_maps_of_two_sizes(model):
     def record_both() -> None:
         with moesaic.record_routing(model, keep="all"):
             model(torch.randn(1, 3, 8, 8))
@@ -69,7 +69,7 @@ def test_maps_of_two_sizes_cannot_be_joined(model):
         record_both()
 
 
-def test_nothing_listens_after_the_block_even_if_it_failed(model):
+def test_hooks_are_removed_after_the_block_even_on_error(model):
     with pytest.raises(RuntimeError), moesaic.record_routing(model):
         raise RuntimeError
     assert all(layer._routing_hooks == [] for layer in routed_layers(model).values())
@@ -92,13 +92,13 @@ def test_a_model_without_routed_layers_is_refused():
         pass
 
 
-def test_an_unknown_keep_is_refused(model):
+def test_an_unknown_value_of_keep_is_refused(model):
     listening = moesaic.record_routing(model, "first")
     with pytest.raises(ValueError, match="keep='first' is unknown; use 'last' or 'all'"):
         listening.__enter__()
 
 
-def test_observers_see_every_layer_with_its_name(model):
+def test_a_routing_hook_is_called_for_every_layer_with_its_name(model):
     seen = []
     with routing_hook(model, lambda name, layer, routing: seen.append((name, layer, routing.experts))):
         model(torch.randn(1, 3, 8, 8))

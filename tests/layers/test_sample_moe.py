@@ -35,13 +35,13 @@ def layer_of(scores: list[list[float]], **options) -> moesaic.SampleMoE:
     return moesaic.SampleMoE(Told(scores), experts, **{"noise": None, **options})
 
 
-def test_the_softmax_gate_is_the_share_among_all_experts():
+def test_the_softmax_gate_is_the_softmax_over_all_experts():
     y = layer_of([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]])(torch.zeros(2, 1))
     share = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0]]).softmax(-1)
     torch.testing.assert_close(y.flatten(), torch.stack([10 * share[0, 1], share[1, 0]]))
 
 
-def test_the_raw_gate_is_the_chosen_score_with_its_noise():
+def test_the_raw_gate_is_the_selected_score_with_noise():
     x = torch.zeros(1, 1)
     assert layer_of([[0.5, 2.0, 1.0]], gate="raw")(x).item() == pytest.approx(20)
     noisy = layer_of([[0.5, 2.0, 1.0]], gate="raw", noise="uniform")
@@ -51,26 +51,26 @@ def test_the_raw_gate_is_the_chosen_score_with_its_noise():
     torch.testing.assert_close(routing.scores, torch.tensor([[[0.5, 2.0, 1.0]]]))
 
 
-def test_several_experts_add_up_and_ties_go_to_the_lower_index():
+def test_outputs_of_top_k_experts_are_summed_and_ties_go_to_the_lower_index():
     y = layer_of([[1.0, 1.0, 1.0, 1.0]], top_k=2, gate="raw")(torch.zeros(1, 1))
     assert y.item() == pytest.approx(1 + 10)
 
 
-def test_noise_moves_the_choice_and_never_the_softmax_gate():
+def test_noise_changes_the_choice_and_never_the_softmax_gate():
     layer = layer_of([[0.0, 0.0]] * 200, noise="uniform")
     routing = layer.route(torch.zeros(200, 1))
     assert routing.index.unique().numel() == 2
     assert (routing.gate == 0.5).all()
 
 
-def test_noise_acts_in_eval_only_where_asked():
+def test_noise_is_off_in_eval_by_default():
     x = torch.zeros(200, 1)
     assert (layer_of([[0.0, 0.0]] * 200, noise="uniform").eval().route(x).index == 0).all()
     asked = layer_of([[0.0, 0.0]] * 200, noise="uniform", noise_in_eval=True).eval()
     assert asked.route(x).index.unique().numel() == 2
 
 
-def test_noise_repeats_with_its_seed_and_has_its_scale():
+def test_noise_is_reproducible_and_scaled():
     x = torch.zeros(200, 1)
     scores = [[0.0, 0.5]] * 200
     chosen = [
@@ -83,7 +83,7 @@ def test_noise_repeats_with_its_seed_and_has_its_scale():
 
 
 @pytest.mark.parametrize("gate", ["softmax", "raw"])
-def test_gradients_reach_the_router_through_the_gate(gate):
+def test_gradients_flow_to_the_router_through_the_gate(gate):
     layer = layer_of([[0.0, 2.0, 1.0]], gate=gate)
     layer(torch.zeros(1, 1)).sum().backward()
     share = torch.tensor([0.0, 2.0, 1.0]).softmax(-1)
@@ -92,7 +92,7 @@ def test_gradients_reach_the_router_through_the_gate(gate):
     torch.testing.assert_close(layer.router.scores.grad[0], expected)
 
 
-def test_the_record_speaks_of_samples_and_feeds_losses_and_metrics():
+def test_the_routing_works_with_losses_and_metrics():
     experts = PatchNetExperts(4, 6, 4, init_std=1.0)
     model = nn.Sequential(moesaic.SampleMoE(SampleRouter(6, 4), experts, top_k=2))
     with torch.no_grad():
@@ -111,7 +111,7 @@ def test_the_record_speaks_of_samples_and_feeds_losses_and_metrics():
     assert joined["0"].batch == 9
 
 
-def test_whole_networks_are_experts_and_an_idle_one_gets_no_gradient():
+def test_experts_can_be_whole_networks_and_an_unused_one_has_no_gradient():
     def network() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
@@ -128,7 +128,7 @@ def test_whole_networks_are_experts_and_an_idle_one_gets_no_gradient():
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_experts_of_a_list_follow_autocast_and_gates_stay_high(backend):
+def test_autocast_applies_to_listed_experts_and_not_to_gates(backend):
     layer = moesaic.SampleMoE(nn.Linear(4, 3), [nn.Linear(4, 2) for _ in range(3)], top_k=3, noise=None)
     x = torch.randn(10, 4)
     expected = layer(x)
@@ -139,7 +139,7 @@ def test_experts_of_a_list_follow_autocast_and_gates_stay_high(backend):
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_every_backend_shows_batchnorm_the_experts_own_samples(backend):
+def test_batchnorm_sees_the_samples_of_its_own_expert_on_every_backend(backend):
     experts = [nn.BatchNorm1d(2) for _ in range(2)]
     layer = moesaic.SampleMoE(Told([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 3), experts, noise=None)
     x = torch.randn(7, 2)
@@ -149,14 +149,14 @@ def test_every_backend_shows_batchnorm_the_experts_own_samples(backend):
     torch.testing.assert_close(experts[1].running_mean, 0.1 * x[4:].mean(0))
 
 
-def test_a_batch_smaller_than_the_experts_runs():
+def test_a_batch_smaller_than_the_number_of_experts_runs():
     experts = [nn.Linear(4, 2) for _ in range(8)]
     assert moesaic.SampleMoE(SampleRouter(4, 8), experts)(torch.randn(1, 4)).shape == (1, 2)
     assert moesaic.SampleMoE(SampleRouter(4, 8), LinearExperts(8, 4, 2))(torch.randn(1, 4)).shape == (1, 2)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_an_empty_batch_has_an_empty_answer(backend):
+def test_an_empty_batch_has_an_empty_output(backend):
     for experts in ([nn.Linear(4, 2) for _ in range(3)], LinearExperts(3, 4, 2)):
         with moesaic.backend(backend):
             y = moesaic.SampleMoE(SampleRouter(4, 3), experts)(torch.randn(0, 4))
@@ -164,7 +164,7 @@ def test_an_empty_batch_has_an_empty_answer(backend):
         y.sum().backward()
 
 
-def test_one_sample_for_a_batchnorm_says_what_happened_and_what_helps():
+def test_batchnorm_on_one_sample_raises_an_error_with_remedies():
     layer = moesaic.SampleMoE(Told([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), [nn.BatchNorm1d(2) for _ in range(2)])
     says = r"expert 1 got 1 sample of the batch, too few for its BatchNorm to train on; use larger batches"
     with pytest.raises(ValueError, match=says):
@@ -172,7 +172,7 @@ def test_one_sample_for_a_batchnorm_says_what_happened_and_what_helps():
     assert layer.eval()(torch.randn(3, 2)).shape == (3, 2)
 
 
-def test_an_error_inside_an_expert_stays_what_it_is():
+def test_other_errors_inside_an_expert_are_raised_unchanged():
     class Picky(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no")
@@ -196,25 +196,25 @@ class Returns(nn.Module):
         (lambda x: (x, x), TypeError, "expert 0 returned a tuple; experts must return one tensor"),
         (lambda x: x.sum(), ValueError, r"expert 0 returned \(\) for 4 samples; its output must keep the batch axis"),
         (lambda x: x[:1], ValueError, r"expert 0 returned \(1, 2\) for 4 samples"),
-        (lambda x: x.argmax(1), TypeError, "expert 0 returned torch.int64; gates can weigh floating-point"),
+        (lambda x: x.argmax(1), TypeError, "expert 0 returned torch.int64; gates need floating-point"),
     ],
 )
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_answers_that_cannot_be_combined_are_refused(answer, error, says, backend):
+def test_outputs_that_cannot_be_combined_are_refused(answer, error, says, backend):
     with moesaic.backend(backend), pytest.raises(error, match=says):
         moesaic.SampleMoE(nn.Linear(2, 1), [Returns(answer)])(torch.randn(4, 2))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_experts_whose_answers_differ_in_shape_are_refused(backend):
+def test_experts_whose_outputs_differ_in_shape_are_refused(backend):
     layer = moesaic.SampleMoE(Told([[1.0, 0.0], [0.0, 1.0]]), [nn.Linear(2, 3), nn.Linear(2, 4)], noise=None)
-    says = r"expert 0 answers each sample with a tensor of \(3,\), expert 1 with \(4,\)"
+    says = r"output of expert 0 for a sample has the shape \(3,\), that of expert 1 \(4,\)"
     with moesaic.backend(backend), pytest.raises(ValueError, match=says):
         layer(torch.randn(2, 2))
 
 
 @pytest.mark.parametrize("answer", [lambda x: x[:, 0], lambda x: x.view(-1, 2, 1, 1).expand(-1, 2, 3, 4)])
-def test_answers_may_have_any_shape(answer):
+def test_outputs_can_have_any_shape(answer):
     layer = moesaic.SampleMoE(nn.Linear(2, 3), [Returns(answer) for _ in range(3)], top_k=3, noise=None)
     x = torch.randn(5, 2)
     torch.testing.assert_close(layer(x), answer(x))  # the gates of all experts add up to 1
@@ -222,7 +222,7 @@ def test_answers_may_have_any_shape(answer):
 
 @pytest.mark.parametrize("top_k", [1, 2])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_the_memory_format_reaches_the_experts_and_comes_back(memory_format, top_k):
+def test_channels_last_is_preserved(memory_format, top_k):
     seen = []
     experts = [Returns(lambda x: seen.append(x) or 2 * x) for _ in range(3)]
     layer = moesaic.SampleMoE(SampleRouter(4, 3, 2), experts, top_k)
@@ -230,7 +230,7 @@ def test_the_memory_format_reaches_the_experts_and_comes_back(memory_format, top
     assert all(tensor.is_contiguous(memory_format=memory_format) for tensor in [*seen, y])
 
 
-def test_samples_need_not_be_floats_for_experts_of_a_list():
+def test_listed_experts_accept_integer_samples():
     class Mean(nn.Embedding):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).mean(1)
@@ -239,7 +239,7 @@ def test_samples_need_not_be_floats_for_experts_of_a_list():
     assert layer(torch.randint(10, (6, 5))).shape == (6, 4)
 
 
-def test_a_router_that_returns_no_scores_is_refused():
+def test_a_router_that_does_not_return_scores_is_refused():
     experts = [nn.Linear(4, 2) for _ in range(3)]
     says = r"router returned \(5, 2\) for 5 samples and 3 experts; it must return scores \(5, 3\)"
     with pytest.raises(ValueError, match=says):
@@ -263,6 +263,6 @@ def test_a_router_that_returns_no_scores_is_refused():
         (lambda r, e: moesaic.SampleMoE(torch.relu, e), TypeError, "give a module from samples to scores"),
     ],
 )
-def test_impossible_layers_are_refused(build, error, says):
+def test_invalid_arguments_are_refused(build, error, says):
     with pytest.raises(error, match=says):
         build(nn.Linear(2, 2), [nn.Linear(2, 2) for _ in range(2)])

@@ -6,7 +6,7 @@ from strategies import NoHostSync, no_cuda_sync
 
 import moesaic
 from moesaic.experts import LinearExperts, MLPExperts, PatchNetExperts
-from moesaic.ops.grouped_gemm import _by_kernel, _in_blocks, _in_turn, grouped_matmul, loads_of
+from moesaic.ops.grouped_gemm import _blocked_bmm, _grouped_mm, _matmul_loop, group_sizes, grouped_matmul
 from moesaic.routing import SampleRouter
 from moesaic.training import NormalizedGD
 
@@ -27,7 +27,7 @@ def product(way, rows, weight, ends):
 
 
 @given(loads=LOADS, inner=st.sampled_from([(), (3,), (2, 3)]), C=st.integers(1, 5), O=st.integers(1, 5))
-def test_every_way_gives_each_row_the_product_with_its_experts_matrix(loads, inner, C, O):
+def test_every_implementation_equals_the_einsum(loads, inner, C, O):
     rows = torch.randn(sum(loads), *inner, C, dtype=torch.float64)
     weight = torch.randn(len(loads), C, O, dtype=torch.float64)
     ends = torch.tensor(loads).cumsum(0)
@@ -37,26 +37,26 @@ def test_every_way_gives_each_row_the_product_with_its_experts_matrix(loads, inn
         return torch.einsum("r...c,rco->r...o", rows, weight[expert])
 
     expected = product(written_out, rows, weight, ends)
-    for way in (_in_turn, _in_blocks, grouped_matmul):
+    for way in (_matmul_loop, _blocked_bmm, grouped_matmul):
         torch.testing.assert_close(product(way, rows, weight, ends), expected, rtol=1e-12, atol=1e-12)
 
 
 @given(loads=LOADS.filter(any), inner=st.sampled_from([(), (3,)]), C=st.integers(1, 9), O=st.integers(1, 9))
-def test_the_kernel_for_bfloat16_takes_widths_it_was_not_made_for(loads, inner, C, O):
+def test_bfloat16_widths_that_are_not_aligned_are_padded(loads, inner, C, O):
     rows = torch.randn(sum(loads), *inner, C).bfloat16()
     weight = torch.randn(len(loads), C, O).bfloat16()
     ends = torch.tensor(loads).cumsum(0)
-    found = product(_by_kernel, rows, weight, ends)
-    expected = product(_in_turn, rows.float(), weight.float(), ends)
+    found = product(_grouped_mm, rows, weight, ends)
+    expected = product(_matmul_loop, rows.float(), weight.float(), ends)
     for ours, exact in zip(found, expected, strict=True):
         scale = exact.abs().amax().clamp_min(1).item()
         torch.testing.assert_close(ours.float(), exact, rtol=0, atol=0.02 * scale)
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_stacked_experts_never_wait_for_the_device(stack, monkeypatch):
+def test_stacked_experts_need_no_host_sync(stack, monkeypatch):
     # on a CPU there is nothing to wait for; elsewhere blocks take the place of the loop
-    monkeypatch.setattr(moesaic.ops.sample_dispatch, "grouped_matmul", _in_blocks)
+    monkeypatch.setattr(moesaic.ops.sample_dispatch, "grouped_matmul", _blocked_bmm)
     build, shape = STACKS[stack]
     layer, x = moesaic.SampleMoE(SampleRouter(8, 4), build(), top_k=2), torch.randn(shape)
     optimizer = NormalizedGD.per_expert(layer.experts, lr=0.1, momentum=0.9)
@@ -65,14 +65,14 @@ def test_stacked_experts_never_wait_for_the_device(stack, monkeypatch):
         optimizer.step()
 
 
-def test_experts_of_a_list_wait_once_and_only_those_with_samples_run(monkeypatch):
+def test_listed_experts_need_one_host_sync_and_run_only_if_used(monkeypatch):
     waits, calls = [], []
 
     def counted(ends):
         waits.append(ends)
-        return loads_of(ends)
+        return group_sizes(ends)
 
-    monkeypatch.setattr(moesaic.ops.sample_dispatch, "loads_of", counted)
+    monkeypatch.setattr(moesaic.ops.sample_dispatch, "group_sizes", counted)
     layer = moesaic.SampleMoE(SampleRouter(8, 16), [torch.nn.Linear(8, 2) for _ in range(16)])
     for e, expert in enumerate(layer.experts):
         expert.register_forward_hook(lambda *_, e=e: calls.append(e))
@@ -85,7 +85,7 @@ def test_experts_of_a_list_wait_once_and_only_those_with_samples_run(monkeypatch
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("stack", STACKS)
-def test_a_training_step_of_stacked_experts_never_waits_for_cuda(stack, dtype):
+def test_a_training_step_of_stacked_experts_needs_no_cuda_sync(stack, dtype):
     build, shape = STACKS[stack]
     layer = moesaic.SampleMoE(SampleRouter(8, 4), build(), top_k=2).to("cuda", dtype)
     x = torch.randn(shape, device="cuda", dtype=dtype)
@@ -103,13 +103,13 @@ def test_a_training_step_of_stacked_experts_never_waits_for_cuda(stack, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_cuda_gives_each_row_the_product_with_its_experts_matrix(dtype):
+def test_every_implementation_equals_the_einsum_on_cuda(dtype):
     loads = [0, 3, 40, 0, 17, 16]
     rows = torch.randn(sum(loads), 3, 24, device="cuda").to(dtype)
     weight = torch.randn(len(loads), 24, 8, device="cuda").to(dtype)
     ends = torch.tensor(loads, device="cuda").cumsum(0)
     found = product(grouped_matmul, rows, weight, ends)
-    expected = product(_in_turn, rows.double(), weight.double(), ends)
+    expected = product(_matmul_loop, rows.double(), weight.double(), ends)
     for ours, exact in zip(found, expected, strict=True):
         scale = exact.abs().amax().clamp_min(1).item()
         torch.testing.assert_close(ours.double(), exact, rtol=0, atol=16 * torch.finfo(dtype).eps * scale)

@@ -26,21 +26,21 @@ WITHOUT_SYNC = [(name, dtype) for name, dtype in EVERY_LAYER if dtype == torch.b
 
 
 @pytest.mark.parametrize(("layer", "dtype"), WITHOUT_SYNC)
-def test_a_training_step_never_waits_for_the_device(layer, dtype):
+def test_a_training_step_needs_no_host_sync(layer, dtype):
     layer, x = LAYERS[layer]().to(dtype), torch.randn(2, 8, 8, 8, dtype=dtype, requires_grad=True)
     with NoHostSync():
         layer(x).square().sum().backward()
     assert x.grad.abs().sum() > 0
 
 
-def test_the_guard_against_host_syncs_catches_one():
+def test_the_host_sync_guard_detects_a_sync():
     with NoHostSync(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.ones(()).item()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layer", "dtype"), EVERY_LAYER)
-def test_a_training_step_never_waits_for_cuda(layer, dtype):
+def test_a_training_step_needs_no_cuda_sync(layer, dtype):
     layer = LAYERS[layer]().to("cuda", dtype)
     x = torch.randn(2, 8, 8, 8, device="cuda", dtype=dtype, requires_grad=True)
     layer(x).square().sum().backward()  # what is set up once may wait
@@ -50,7 +50,7 @@ def test_a_training_step_never_waits_for_cuda(layer, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layer", ["expert choice", "released", "mlp"])
-def test_a_training_step_fits_into_a_cuda_graph(layer):
+def test_a_training_step_can_be_captured_in_a_cuda_graph(layer):
     layer = LAYERS[layer]().cuda()
     x = torch.randn(2, 8, 8, 8, device="cuda")
     stream = torch.cuda.Stream()
@@ -71,14 +71,14 @@ def test_a_training_step_fits_into_a_cuda_graph(layer):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to trade precision for speed
-def test_cuda_compiles_into_one_graph():
+def test_a_layer_compiles_into_one_graph_on_cuda():
     layer = LAYERS["released"]().cuda().eval()
     x = torch.randn(2, 8, 8, 8, device="cuda")
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(x), layer(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles C++")
-def test_a_training_step_compiles_for_a_cpu():
+def test_a_training_step_compiles_on_cpu():
     torch.compiler.reset()
     layer, x = LAYERS["expert choice"](), torch.randn(2, 8, 8, 8)
     found = []

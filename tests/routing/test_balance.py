@@ -15,14 +15,14 @@ def by_unit(scores: torch.Tensor, k: int = 1) -> moesaic.Routing:
     return moesaic.TokenChoice(1, scores.shape[-1], k).choose(scores)
 
 
-def test_load_balance_is_one_when_even_and_e_when_one_expert_takes_all():
+def test_load_balance_loss_is_1_when_balanced_and_E_when_collapsed():
     even = torch.eye(4).expand(2, 4, 4) * 100
     assert load_balance_loss(by_unit(even)).item() == pytest.approx(1)
     collapsed = torch.tensor([100.0, 0, 0, 0]).expand(2, 4, 4)
     assert load_balance_loss(by_unit(collapsed)).item() == pytest.approx(4)
 
 
-def test_the_proxy_may_be_the_score_itself():
+def test_the_proxy_can_be_the_mean_score():
     scores = torch.tensor([[[9.0, 0.0], [7.0, 0.0], [0.0, 4.0], [5.0, 0.0]]], requires_grad=True)
     loss = load_balance_loss(by_unit(scores), proxy="scores")
     assert loss.item() == pytest.approx(2 * (0.75 * 21 / 4 + 0.25 * 1))
@@ -32,13 +32,13 @@ def test_the_proxy_may_be_the_score_itself():
         load_balance_loss(by_unit(scores), proxy="raw")
 
 
-def test_the_load_counts_units_not_gates():
+def test_the_load_counts_units_and_not_gates():
     scores = torch.tensor([[[9.0, 0.0], [9.0, 0.0], [0.0, 0.1], [0.0, 0.1]]])
     probability = scores.softmax(-1).mean((0, 1))
     assert load_balance_loss(by_unit(scores)).item() == pytest.approx(2 * (0.5 * probability).sum().item())
 
 
-def test_a_soft_routing_weighs_an_expert_by_all_its_slots():
+def test_a_soft_routing_sums_over_the_slots_of_an_expert():
     scores = torch.randn(1, 3, 4)
     routing = moesaic.SoftRouter(1, 2, 2).choose(scores)
     probability = scores.softmax(-1).view(1, 3, 2, 2).sum(-1).mean((0, 1))
@@ -46,14 +46,14 @@ def test_a_soft_routing_weighs_an_expert_by_all_its_slots():
     torch.testing.assert_close(load_balance_loss(routing), 2 * (share * probability).sum())
 
 
-def test_importance_is_the_squared_coefficient_of_variation_of_the_gates():
+def test_importance_loss_is_the_squared_coefficient_of_variation_of_the_gates():
     routing = by_unit(torch.randn(3, 5, 4))
     total = routing.weights.sum((0, 1))
     expected = total.var(correction=0) / total.mean() ** 2
     torch.testing.assert_close(importance_loss(routing), expected)
 
 
-def test_z_loss_and_entropy_look_along_the_axis_of_the_choice():
+def test_z_loss_and_entropy_reduce_over_the_axis_of_the_choice():
     scores = torch.zeros(2, 5, 3)
     experts_choose = moesaic.ExpertChoice(1, 3, 1).choose(scores)
     assert entropy_loss(by_unit(scores)).item() == pytest.approx(math.log(3))
@@ -63,7 +63,7 @@ def test_z_loss_and_entropy_look_along_the_axis_of_the_choice():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_step_down_the_gradient_lowers_the_loss(loss):
+def test_a_gradient_step_lowers_the_loss(loss):
     scores = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
     before = loss(by_unit(scores))
     (gradient,) = torch.autograd.grad(before, scores)
@@ -85,7 +85,7 @@ def test_losses_are_finite_for_every_router_and_an_empty_batch(loss, B, N, E):
         assert torch.isfinite(value)
 
 
-def test_an_option_ruled_out_by_minus_infinity_adds_no_entropy():
+def test_a_score_of_minus_infinity_adds_no_entropy():
     scores = torch.tensor([[[0.0, 0.0, -torch.inf]]], requires_grad=True)
     loss = entropy_loss(by_unit(scores))
     loss.backward()
@@ -94,7 +94,7 @@ def test_an_option_ruled_out_by_minus_infinity_adds_no_entropy():
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_nan_is_not_hidden(loss):
+def test_nan_scores_give_nan_losses(loss):
     scores = torch.randn(1, 4, 3)
     scores[0, 1, 2] = torch.nan
     assert loss(by_unit(scores)).isnan()

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import moesaic
 from moesaic.routing import Router
-from moesaic.routing.noise import draw_noise
+from moesaic.routing.noise import sample_noise
 from moesaic.routing_record import UNASSIGNED
 
 
@@ -27,12 +27,12 @@ def test_scores_are_float32_whatever_the_map_is(dtype):
 class TestExpertChoice:
     scores = torch.tensor([[[2.0, 0.0], [1.0, 0.0], [0.0, 3.0]]])
 
-    def test_softmax_selected_sums_to_one_over_the_picked(self):
+    def test_softmax_selected_sums_to_one_over_the_selected_patches(self):
         routing = moesaic.ExpertChoice(1, 2, 2).choose(self.scores)
         assert routing.index.tolist() == [[[0, 1], [2, 0]]]
         torch.testing.assert_close(routing.gate[0, 0], torch.tensor([2.0, 1.0]).softmax(0))
 
-    def test_softmax_all_keeps_the_share_among_all_patches(self):
+    def test_softmax_all_is_the_softmax_over_all_patches(self):
         routing = moesaic.ExpertChoice(1, 2, 2, gate="softmax_all").choose(self.scores)
         torch.testing.assert_close(routing.gate[0, 0], torch.tensor([2.0, 1.0, 0.0]).softmax(0)[:2])
 
@@ -41,7 +41,7 @@ class TestExpertChoice:
         assert (routing.gate == 1).all()
         assert not routing.gate.requires_grad
 
-    def test_more_patches_than_there_are_is_an_error_that_says_how_many(self):
+    def test_too_many_patches_per_expert_are_refused_with_the_limit(self):
         with pytest.raises(
             ValueError, match=r"patches_per_expert=5, but a 2×2 grid has only 4 patches; take at most 4"
         ):
@@ -49,7 +49,7 @@ class TestExpertChoice:
 
 
 class TestTokenChoice:
-    def test_every_unit_is_served_without_a_capacity(self):
+    def test_no_unit_is_dropped_without_a_capacity(self):
         routing = moesaic.TokenChoice(1, 4, 2).choose(torch.randn(3, 5, 4))
         assert int(routing.load.sum()) == 3 * 5 * 2
         assert (routing.index != UNASSIGNED).all()
@@ -60,7 +60,7 @@ class TestTokenChoice:
         torch.testing.assert_close(routing.weights, scores.softmax(-1) * routing.mask)
 
     @pytest.mark.parametrize("noise", ["uniform", "gaussian", "gumbel"])
-    def test_noise_moves_the_choice_only_while_training_and_never_the_gate(self, noise):
+    def test_noise_changes_the_choice_in_training_only_and_never_the_gate(self, noise):
         scores = torch.zeros(4, 50, 3)
         router = moesaic.TokenChoice(1, 3, noise=noise)
         noisy, calm = router.train().choose(scores), router.eval().choose(scores)
@@ -71,7 +71,7 @@ class TestTokenChoice:
         assert router.choose(scores).index.unique().numel() == 3
 
     @pytest.mark.parametrize("noise", ["uniform", "gaussian", "gumbel"])
-    def test_noise_repeats_with_its_seed(self, noise):
+    def test_noise_is_reproducible_from_its_seed(self, noise):
         scores = torch.zeros(4, 50, 3)
         chosen = [
             moesaic.TokenChoice(1, 3, noise=noise, generator=torch.Generator().manual_seed(seed)).choose(scores).index
@@ -83,12 +83,12 @@ class TestTokenChoice:
     @pytest.mark.parametrize(
         ("noise", "mean", "std"), [("uniform", 0.5, 12**-0.5), ("gaussian", 0, 1 / 8), ("gumbel", 0.5772, 1.2825)]
     )
-    def test_noise_has_the_distribution_it_is_named_for(self, noise, mean, std):
-        drawn = draw_noise(noise, torch.zeros(100, 100, 8), torch.Generator().manual_seed(0))
+    def test_noise_has_the_named_distribution(self, noise, mean, std):
+        drawn = sample_noise(noise, torch.zeros(100, 100, 8), torch.Generator().manual_seed(0))
         assert drawn.mean().item() == pytest.approx(mean, abs=0.01)
         assert drawn.std().item() == pytest.approx(std, rel=0.01)
 
-    def test_noise_is_as_large_as_its_scale(self):
+    def test_noise_scale_multiplies_the_noise(self):
         scores = torch.tensor([0.0, 0.5]).expand(4, 50, 2)
         router = moesaic.TokenChoice(1, 2, noise="uniform", noise_scale=0.4)
         assert (router.choose(scores).index == 1).all()
@@ -96,7 +96,7 @@ class TestTokenChoice:
         assert router.choose(scores).index.unique().numel() == 2
 
     @given(B=st.integers(0, 3), N=st.integers(1, 6), E=st.integers(1, 4), factor=st.sampled_from([0.3, 1.0, 2.0]))
-    def test_no_expert_exceeds_its_capacity_and_nobody_is_dropped_while_there_is_room(self, B, N, E, factor):
+    def test_no_expert_exceeds_its_capacity_and_units_are_dropped_at_full_experts_only(self, B, N, E, factor):
         K = min(2, E)
         router = moesaic.TokenChoice(1, E, K, capacity_factor=factor)
         scores = torch.randn(B, N, E)
@@ -105,17 +105,17 @@ class TestTokenChoice:
         assert torch.equal(routing.load, dropless.load.clamp_max(capacity))
         assert (routing.gate[routing.index == UNASSIGNED] == 0).all()
 
-    def test_the_surest_units_of_the_batch_are_served_first(self):
+    def test_units_with_higher_probability_have_priority(self):
         scores = torch.tensor([[[1.0, 0.0], [4.0, 0.0]], [[3.0, 0.0], [2.0, 0.0]]])
         routing = moesaic.TokenChoice(1, 2, capacity_factor=1.0).choose(scores)
         assert routing.index.flatten().tolist() == [UNASSIGNED, 0, 0, UNASSIGNED]
 
-    def test_second_choices_wait_for_all_first_choices(self):
+    def test_first_choices_have_priority_over_second_choices(self):
         scores = torch.tensor([[[9.0, 8.0], [0.0, 0.1]]])
         routing = moesaic.TokenChoice(1, 2, 2, capacity_factor=0.5).choose(scores)
         assert routing.index[0].tolist() == [[0, UNASSIGNED], [1, UNASSIGNED]]
 
-    def test_priority_goes_by_the_first_choice_alone(self):
+    def test_priority_depends_on_the_first_choice_only(self):
         # unit 1 is surer of its first choice, unit 0 of both together
         scores = torch.tensor([[[2.0, 1.9, 0.0, 0.0], [2.2, 0.1, 0.1, 0.1]]])
         routing = moesaic.TokenChoice(1, 4, 2, capacity_factor=0.9).choose(scores)
@@ -130,17 +130,17 @@ class TestTokenChoice:
         routing = moesaic.TokenChoice(1, 2, gate=gate, capacity_factor=1.0).choose(scores)
         assert routing.index.flatten().tolist() == [UNASSIGNED, UNASSIGNED, 0, 0]
 
-    def test_capacity_is_not_led_astray_by_floats(self):
+    def test_capacity_is_robust_to_floating_point_error(self):
         assert moesaic.TokenChoice(1, 10, capacity_factor=1.1).capacity(100) == 11
 
-    def test_capacity_drops_nobody_in_eval_unless_asked(self):
+    def test_capacity_drops_no_unit_in_eval_by_default(self):
         router = moesaic.TokenChoice(1, 2, capacity_factor=0.5).eval()
         scores = torch.tensor([[[1.0, 0.0]] * 4])
         assert router.choose(scores).load.tolist() == [4, 0]
         router.in_eval = True
         assert router.choose(scores).load.tolist() == [1, 0]
 
-    def test_an_impossible_top_k_or_capacity_is_refused(self):
+    def test_invalid_top_k_and_capacity_are_refused(self):
         with pytest.raises(ValueError, match="top_k=5, but there are 4 experts; use 1 to 4"):
             moesaic.TokenChoice(1, 4, 5)
         with pytest.raises(ValueError, match="capacity_factor=0; it must be above 0, or None"):
@@ -152,7 +152,7 @@ class TestTokenChoice:
 
 
 class TestSoftRouter:
-    def test_slots_are_convex_mixtures_of_units_and_units_of_slots(self):
+    def test_dispatch_and_combine_weights_sum_to_one(self):
         routing = moesaic.SoftRouter(3, 4, 2, 2)(torch.randn(2, 3, 6, 6))
         torch.testing.assert_close(routing.dispatch.sum(1), torch.ones(2, 4, 2))
         torch.testing.assert_close(routing.gate.sum((2, 3)), torch.ones(2, 9))
@@ -169,7 +169,7 @@ class TestSoftRouter:
         expected = [5 * F.cosine_similarity(patch, kernel.flatten(), 0) for kernel in router.weight]
         torch.testing.assert_close(scores[1, 2].flatten(), torch.stack(expected), rtol=1e-5, atol=1e-6)
 
-    def test_a_black_image_is_mixed_evenly(self):
+    def test_a_black_image_has_uniform_weights(self):
         router = moesaic.SoftRouter(3, 2, 2, 2)
         x = torch.zeros(1, 3, 4, 4, requires_grad=True)
         routing = router(x)
@@ -177,13 +177,13 @@ class TestSoftRouter:
         routing.gate.square().sum().backward()
         assert x.grad.isfinite().all()
 
-    def test_scores_are_cosines_so_the_scale_of_the_image_does_not_matter(self):
+    def test_scores_are_invariant_to_the_scale_of_the_image(self):
         router, x = moesaic.SoftRouter(3, 4, 2, 2), torch.randn(2, 3, 6, 6)
         assert router(x).scores.abs().max() <= 1
         torch.testing.assert_close(router(x).gate, router(7 * x).gate)
 
 
-def test_an_unknown_option_is_refused_with_what_is_known():
+def test_unknown_options_are_refused_with_the_valid_ones():
     with pytest.raises(
         ValueError, match=r"ExpertChoice: gate='softmax' is unknown; use 'softmax_selected', 'softmax_all' or"
     ):
@@ -199,20 +199,20 @@ def test_an_unknown_option_is_refused_with_what_is_known():
 
 
 @pytest.mark.parametrize("router", [moesaic.ExpertChoice(3, 2, 1, 4), moesaic.SoftRouter(3, 2, 1, 4)])
-def test_a_router_refuses_a_map_as_a_layer_does(router):
+def test_maps_of_wrong_shape_or_dtype_are_refused(router):
     with pytest.raises(ValueError, match=r"a 6×6 map is not divisible into 4×4 patches; pad it to 8×8 or use"):
         router(torch.randn(1, 3, 6, 6))
     with pytest.raises(ValueError, match="in_channels=3, got a map of 5 channels"):
         router(torch.randn(1, 5, 8, 8))
 
 
-def test_a_soft_router_is_reset_as_a_whole():
+def test_reset_parameters_resets_the_scale_of_a_soft_router():
     router = moesaic.SoftRouter(3, 2, device="meta").to_empty(device="cpu")
     router.reset_parameters(torch.Generator().manual_seed(0))
     assert router.scale == 1
     assert router.weight.abs().max() < 1
 
 
-def test_a_router_without_a_choice_says_what_is_missing():
-    with pytest.raises(TypeError, match=r"Router without a choice: implement choose"):
+def test_a_router_that_does_not_implement_choose_is_refused():
+    with pytest.raises(TypeError, match=r"Router does not implement choose"):
         Router(3, 2)(torch.randn(1, 3, 4, 4))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moesaic.bench.layer_shape import Form, RoutedShape, dense_peers, random_maps, routed_layer
 from moesaic.bench.timing import Memory, Timing, captured, in_turns, peak_memory
 from moesaic.ops import backend, backends
-from moesaic.ops.backend_choice import Choice, explain_choice
+from moesaic.ops.backend_choice import BackendChoice, explain_backend
 from moesaic.ops.tile_sizes import Tile, tune
 
 __all__ = [
@@ -66,7 +66,7 @@ class LayerTimes:
         return min((timing.median for timing in timings.values()), default=None)
 
 
-def picked(shape: RoutedShape, form: Form, device: str, dtype: torch.dtype) -> Choice:
+def picked(shape: RoutedShape, form: Form, device: str, dtype: torch.dtype) -> BackendChoice:
     """What moesaic would run this layer on, and why.
 
     >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
@@ -77,7 +77,7 @@ def picked(shape: RoutedShape, form: Form, device: str, dtype: torch.dtype) -> C
     x, _ = random_maps(shape, device, dtype, torch.channels_last)
     with torch.no_grad(), backend("reference"):  # the choice must not hang on kernels that may be what is wrong
         routing = layer.route(x)
-    return explain_choice(x, routing)
+    return explain_backend(x, routing)
 
 
 def fastest_dense(rows: Sequence[LayerTimes], what: Pass) -> float | None:

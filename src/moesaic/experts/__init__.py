@@ -1,4 +1,4 @@
-"""What runs: E experts of one shape, their weights stacked in one tensor."""
+"""Experts: E networks of one shape, their weights stacked in one tensor."""
 
 from moesaic.experts.conv_experts import ConvExperts
 from moesaic.experts.expert_norm import ExpertNorm

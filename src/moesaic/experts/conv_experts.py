@@ -1,4 +1,4 @@
-"""Stacked convolutions, any odd kernel."""
+"""Stacked convolutions of any odd kernel size."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ConvExperts"]
 class ConvExperts(Experts):
     """E convolutions with "same" zero padding: ``weight`` (E, O, C, ks, ks), ``bias`` (E, O).
 
-    In channels_last ``weight`` lies in memory channel by channel on a CPU, and on a GPU tap by tap (E, ks, ks, O, C).
+    In channels_last the memory layout of ``weight`` is (E, O, ks, ks, C) on a CPU and (E, ks, ks, O, C) on a GPU.
 
     >>> experts = ConvExperts(8, 640, 80, kernel_size=3)
     >>> len(experts), tuple(experts.weight.shape)
@@ -55,7 +55,7 @@ class ConvExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Each expert starts as ``nn.Conv2d`` does: uniform within ±1/√fan_in."""
+        """Initialises each expert as ``nn.Conv2d`` does: uniform in ±1/√fan_in."""
         bound = 1 / math.sqrt(self.in_channels * self.kernel_size**2)
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
         if self.bias is not None:
@@ -70,8 +70,8 @@ class ConvExperts(Experts):
         return ConvWeights(self.weight, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> ConvExperts:
-        # model.to(memory_format=channels_last) takes 4-D weights only: show it the convolutions one after another.
-        # What it puts in channels_last lies tap by tap on a GPU, whose kernels need not copy that.
+        # model.to(memory_format=channels_last) converts 4-D weights only, so it gets the experts' filters as one 4-D
+        # tensor. On a GPU channels_last weights are then stored taps first, the layout its kernels read.
         def applied(tensor: Tensor) -> Tensor:
             if tensor.ndim != 5:
                 return fn(tensor)
@@ -80,9 +80,9 @@ class ConvExperts(Experts):
                 convolutions = convolutions.contiguous(memory_format=torch.channels_last)
             moved = fn(convolutions)
             if moved is convolutions and _on_gpu(tensor):
-                return tensor  # as it is: a CUDA graph may know where
-            found = moved.view(tensor.shape)
-            return put_taps_first(found) if _on_gpu(found) and channels_last(found) else found
+                return tensor  # not replaced, because a CUDA graph may hold its address
+            weight = moved.view(tensor.shape)
+            return put_taps_first(weight) if _on_gpu(weight) and channels_last(weight) else weight
 
         super()._apply(applied, *args, **kwargs)
         return self

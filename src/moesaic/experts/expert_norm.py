@@ -1,4 +1,4 @@
-"""BatchNorm and ReLU of each expert's masked map, in front of the expert (the released pMoE block)."""
+"""BatchNorm and ReLU of each expert's masked map, before the expert (the released pMoE block)."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ExpertNorm(nn.Module):
         self.register_buffer("running_var", torch.ones(shape, device=device, dtype=dtype))
 
     def reset_parameters(self) -> None:
-        """No scaling, no shift, and the statistics of a standard normal."""
+        """Resets weights to 1, biases to 0, and the statistics to mean 0 and variance 1."""
         for tensor, value in ((self.weight, 1), (self.bias, 0), (self.running_mean, 0), (self.running_var, 1)):
             nn.init.constant_(tensor, value)
 
     def tensors(self, values_per_channel: int) -> Norm:
-        """What a backend needs, after checking that a variance can be taken."""
+        """Returns the tensors for a backend; raises an error if there are too few values for a variance."""
         if self.training and values_per_channel == 1:
             raise ValueError(
                 "ExpertNorm: one value per channel has no variance to train on; use a larger batch or map, or eval mode"

@@ -1,6 +1,7 @@
-"""Stacked two-layer perceptrons, the experts of vision transformers, applied to each pixel of a patch.
+"""Stacked two-layer MLPs, the experts of vision transformers.
 
-Or to whole samples: feature vectors (B, C), and tokens (B, N, C) where an image's all go one way.
+They run on each pixel of the routed patches, or on whole samples: feature vectors (B, C), and tokens (B, N, C) of
+which all of an image go to the same experts.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {"gelu": F.gelu
 
 
 class MLPExperts(Experts):
-    """E perceptrons C → J → O: ``weight_in`` (E, J, C), ``weight_out`` (E, O, J) and their biases.
+    """E two-layer MLPs C → J → O: ``weight_in`` (E, J, C), ``weight_out`` (E, O, J) and their biases.
 
     >>> import torch, moesaic
     >>> experts = MLPExperts(16, 768, 3072, 768)
@@ -67,7 +68,7 @@ class MLPExperts(Experts):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Each layer starts as ``nn.Linear`` does: uniform within ±1/√fan_in."""
+        """Initialises each layer as ``nn.Linear`` does: uniform in ±1/√fan_in."""
         layers = ((self.weight_in, self.bias_in), (self.weight_out, self.bias_out))
         for weight, bias in layers:
             bound = 1 / math.sqrt(weight.shape[2])
@@ -82,7 +83,7 @@ class MLPExperts(Experts):
         spec: PatchSpec | None = None,
         selection: PatchSelection | None = None,
     ) -> Tensor:
-        """Run the experts over the routed patches of a map, or without a ``spec`` over samples (B, …, C)."""
+        """Runs the experts on the routed patches of a map, or without a ``spec`` on samples (B, …, C)."""
         if spec is None:
             return self._forward_samples(x, routing)
         weights = MLPWeights(
@@ -94,14 +95,15 @@ class MLPExperts(Experts):
         check_samples("MLPExperts", x, self.weight_in, f"(B, …, {self.in_channels})", axes=max(x.ndim, 2))
         if self.norm is not None:
             raise ValueError(
-                "MLPExperts: norm=True normalises masked maps, which samples are not; build the experts with norm=False"
+                "MLPExperts: norm=True normalises masked maps and does not apply to samples; "
+                "build the experts with norm=False"
             )
 
-        def answer(values: Tensor, samples: Samples) -> Tensor:
+        def expert_forward(values: Tensor, samples: Samples) -> Tensor:
             hidden = _ACTIVATIONS[self.activation](samples.linear(values, self.weight_in, self.bias_in))
             return samples.linear(hidden, self.weight_out, self.bias_out)
 
-        return run_stacked(x, routing, answer)
+        return run_stacked(x, routing, expert_forward)
 
     def extra_repr(self) -> str:
         return (

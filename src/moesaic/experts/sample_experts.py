@@ -1,12 +1,11 @@
-"""Stacked experts for whole samples: a linear map of a feature vector, and the paper's network of patches.
+"""Stacked experts for whole samples: linear maps of feature vectors, and two-layer networks on patches.
 
-The first is what Chen et al. 2022 put on sentence embeddings (Appendix A.4), the second their
-two-layer convolutional expert, eq. 3.1:
+``LinearExperts`` are the experts of Chen et al. 2022 on sentence embeddings (Appendix A.4), ``PatchNetExperts`` their
+two-layer convolutional experts (eq. 3.1):
 
     f_m(x) = Σ_j Σ_p σ(⟨w_mj, x_p⟩ + b_mj)
 
-Here, as in the paper, every expert is small and there are many samples: E small products of
-unequal height, which run as one.
+Experts are small and samples are many: the E matmuls of unequal size run as one grouped GEMM.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ _ACTIVATIONS: dict[SampleActivation, Callable[[Tensor], Tensor]] = {
 
 
 class SampleExperts(nn.Module):
-    """E experts for samples (B, …), their weights stacked along a leading axis; ``len(experts)`` is E.
+    """Base class of E experts for samples (B, …) with stacked weights; ``len(experts)`` is E.
 
-    To write your own, implement ``answer`` with ``samples.linear`` in place of ``F.linear``.
+    Subclasses implement ``expert_forward`` with ``samples.linear`` in place of ``F.linear``.
     """
 
     def __init__(self, experts: int, activation: SampleActivation) -> None:
@@ -63,12 +62,12 @@ class SampleExperts(nn.Module):
         return self._experts
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """The gated sum of the answers to each sample."""
-        return run_stacked(x, routing, self.answer)
+        """Returns the gated sum of the experts' outputs for each sample."""
+        return run_stacked(x, routing, self.expert_forward)
 
-    def answer(self, values: Tensor, samples: Samples) -> Tensor:
-        """What the experts answer to values (…, C) laid out by a backend, which knows whose they are."""
-        raise TypeError(f"{type(self).__name__} is SampleExperts without an answer(values, samples)")
+    def expert_forward(self, values: Tensor, samples: Samples) -> Tensor:
+        """Returns the experts' outputs for values (…, C), laid out and assigned to experts by the backend."""
+        raise TypeError(f"{type(self).__name__} does not implement expert_forward(values, samples)")
 
     def _activate(self, z: Tensor) -> Tensor:
         return _ACTIVATIONS[self.activation](z)
@@ -104,7 +103,7 @@ class LinearExperts(SampleExperts):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Each expert starts as ``nn.Linear`` does: uniform within ±1/√C."""
+        """Initialises each expert as ``nn.Linear`` does: uniform in ±1/√C."""
         bound = 1 / math.sqrt(self.in_features)
         for tensor in self.parameters():
             nn.init.uniform_(tensor, -bound, bound, generator=generator)
@@ -113,7 +112,7 @@ class LinearExperts(SampleExperts):
         check_samples("LinearExperts", x, self.weight, f"(B, {self.in_features})", axes=2)
         return super().forward(x, routing)
 
-    def answer(self, values: Tensor, samples: Samples) -> Tensor:
+    def expert_forward(self, values: Tensor, samples: Samples) -> Tensor:
         return self._activate(samples.linear(values, self.weight, self.bias))
 
     def extra_repr(self) -> str:
@@ -126,23 +125,22 @@ class LinearExperts(SampleExperts):
 class PatchNetExperts(SampleExperts):
     """E two-layer networks on patches (B, P, D) with J filters each: ``weight`` (E, J, D), ``bias`` (E, J).
 
-    Every filter answers to every patch, and the answers are summed. With ``outputs=1`` all J make
-    one logit (print); with ``outputs=2`` half of them make each of two (the released code).
+    The activations of every filter on every patch are summed. With ``outputs=1`` all J filters make one logit (print);
+    with ``outputs=2`` half of them make each of two logits (the released code).
 
-    Where the activation is the identity, sums over patches and filters come first: all J filters
-    are one, and the expert costs P·J times less.
+    With the identity as activation, weights are summed over filters and inputs over patches before the matmul, which
+    then costs P·J times less.
 
     Args:
-        experts: E.
-        dim: D, the length of a patch.
-        filters: J, of each expert.
-        outputs: logits, each of filters / outputs filters.
+        experts: number of experts E.
+        dim: length D of a patch.
+        filters: number of filters J of each expert.
+        outputs: number of logits; each is a sum over filters / outputs filters.
         activation: ``"identity"``, ``"cubic"``, ``"relu"``, ``"celu"``, ``"gelu"`` or ``"tanh"``.
-        bias: whether filters have one; the paper's have none.
-        init_std: σ0, the standard deviation of the weights at the start. Small ones let experts
-            specialise.
-        device: where the weights are.
-        dtype: of the weights.
+        bias: whether filters have a bias; the paper's have none.
+        init_std: σ0, the standard deviation of the initial weights. A small one lets experts specialise.
+        device: device of the weights.
+        dtype: dtype of the weights.
 
     >>> import torch, moesaic
     >>> experts = PatchNetExperts(8, dim=50, filters=16)
@@ -194,12 +192,12 @@ class PatchNetExperts(SampleExperts):
         bias_EO = None if self.bias is None else x.shape[1] * self._by_output(self.bias).sum(2)
         weight_EOD = self._by_output(self.weight).sum(2)
 
-        def answer(values: Tensor, samples: Samples) -> Tensor:
+        def expert_forward(values: Tensor, samples: Samples) -> Tensor:
             return samples.linear(values, weight_EOD, bias_EO)
 
-        return run_stacked(x.sum(1), routing, answer)
+        return run_stacked(x.sum(1), routing, expert_forward)
 
-    def answer(self, values: Tensor, samples: Samples) -> Tensor:
+    def expert_forward(self, values: Tensor, samples: Samples) -> Tensor:
         hidden = self._activate(samples.linear(values, self.weight, self.bias)).sum(-2)
         return hidden.view(*hidden.shape[:-1], self.outputs, self.filters // self.outputs).sum(-1)
 
@@ -209,13 +207,13 @@ class PatchNetExperts(SampleExperts):
             f"bias={self.bias is not None}"
         )
 
-    def _by_output(self, of_filters: Tensor) -> Tensor:
-        """(E, J, …) as (E, O, J / O, …)."""
-        return of_filters.view(len(self), self.outputs, self.filters // self.outputs, *of_filters.shape[2:])
+    def _by_output(self, per_filter: Tensor) -> Tensor:
+        """Reshapes (E, J, …) to (E, O, J / O, …)."""
+        return per_filter.view(len(self), self.outputs, self.filters // self.outputs, *per_filter.shape[2:])
 
 
 def check_samples(owner: str, x: Tensor, weight: Tensor, takes: str, axes: int) -> None:
-    """Refuse samples that do not fit stacked weights whose last axis is the samples' last."""
+    """Raises an error if samples do not match stacked weights in number of axes, last axis or dtype."""
     if x.ndim != axes or x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"{owner}: takes samples {takes}, got {tuple(x.shape)}")
     if x.dtype != weight.dtype and autocast_dtype(x) is None:

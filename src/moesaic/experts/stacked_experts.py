@@ -1,4 +1,4 @@
-"""The base of the experts: E networks of one shape, their weights stacked along a leading axis."""
+"""Base class of the experts for patches: E networks of one shape, with weights stacked along the first axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Experts"]
 
 
 class Experts(nn.Module):
-    """E experts that map C channels to O at the patches routed to them; ``len(experts)`` is E."""
+    """E experts that map C channels to O on the patches routed to them; ``len(experts)`` is E."""
 
     norm: ExpertNorm | None
     kernel_size: int = 1
@@ -46,11 +46,11 @@ class Experts(nn.Module):
         return self._experts
 
     def forward(self, x: Tensor, routing: Routing, spec: PatchSpec, selection: PatchSelection | None = None) -> Tensor:
-        """Run the experts over the routed patches of a map (B, C, H, W).
+        """Runs the experts on the routed patches of a map (B, C, H, W).
 
         ``selection`` is the state of an expert choice by kernels, for the ``run_`` functions of `moesaic.ops`.
         """
-        raise TypeError(f"{type(self).__name__} is Experts without a forward(x, routing, spec, selection)")
+        raise TypeError(f"{type(self).__name__} does not implement forward(x, routing, spec, selection)")
 
     def norm_tensors(self, x: Tensor) -> Norm | None:
         """The experts' norm as backends take it, or None."""

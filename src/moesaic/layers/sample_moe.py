@@ -1,8 +1,7 @@
-"""``SampleMoE``: every sample of a batch goes to its best experts, whole networks if you like.
+"""``SampleMoE``: routes every sample of a batch to its top-k experts, which may be whole networks.
 
-Chen et al. 2022, Section 3.2: F(x) = Σ_{m ∈ T_x} π_m(x) f_m(x), where T_x are the experts whose
-noisy scores are largest and π is the softmax of the scores. The released code's gate is
-``gate="raw"``.
+Chen et al. 2022, Section 3.2: F(x) = Σ_{m ∈ T_x} π_m(x) f_m(x), where T_x are the experts with the largest noisy scores
+and π is the softmax of the scores. The released code's gate is ``gate="raw"``.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import run_each
-from moesaic.routing.noise import Noise, draw_noise
+from moesaic.routing.noise import Noise, sample_noise
 from moesaic.routing.router import stable_topk
 from moesaic.routing_record import Routing
 
@@ -27,31 +26,30 @@ SampleGate = Literal["softmax", "raw"]
 
 
 class SampleMoE(RoutedLayer):
-    """Routes each sample of a batch (B, …) to its ``top_k`` experts and returns the gated sum of their answers.
+    """Routes each sample of a batch (B, …) to its ``top_k`` experts and returns the gated sum of their outputs.
 
-    Only the experts a sample goes to run on it. Experts that come as a list run once each, on all
-    of their samples together, and the host waits once for the device, to learn how many samples
-    each has. Stacked experts run in grouped products and the host never waits.
+    A sample runs through its own experts only. Experts in a list run once each, on all of their samples together, and
+    need one host sync per forward pass, for the number of samples of each. Stacked experts run as grouped GEMMs without
+    a host sync.
 
-    An expert that gets no sample of a batch does not run: in a list it has no gradient then
-    (``None``), in a stack a gradient of zero. An expert of a list that normalises over the batch, as
-    BatchNorm does, sees its own samples alone, and in training BatchNorm needs two values per
-    channel; it fails when a 1×1 map of one sample is all there is.
+    An expert without samples does not run: in a list its gradient is ``None``, in a stack it is zero. BatchNorm in an
+    expert of a list sees the samples of that expert only; in training it needs two values per channel, and fails on a
+    1×1 map of a single sample.
 
     Args:
-        router: any module from samples to scores (B, E), such as ``SampleRouter`` or
-            ``nn.Linear``; scores are taken as float32 at least.
-        experts: a list or ``nn.ModuleList`` of modules from samples (n, …) to answers (n, …), all of
-            one shape; or stacked experts: ``PatchNetExperts``, ``LinearExperts``, ``MLPExperts``, or a
-            module of your own with a length and ``forward(samples, routing)``.
-        top_k: how many experts a sample goes to; among equals those of lower index.
-        noise: added to the scores before the choice: ``"uniform"``, ``"gaussian"``, ``"gumbel"`` or None;
+        router: module from samples to scores (B, E), such as ``SampleRouter`` or ``nn.Linear``; scores are converted to
+            float32 at least.
+        experts: a list or ``nn.ModuleList`` of modules from samples (n, …) to outputs (n, …), all of one shape; or
+            stacked experts: ``PatchNetExperts``, ``LinearExperts``, ``MLPExperts``, or a custom module with ``len`` and
+            ``forward(samples, routing)``.
+        top_k: number of experts per sample; ties go to the lower index.
+        noise: router noise, added to the scores before the choice: ``"uniform"``, ``"gaussian"``, ``"gumbel"`` or None;
             see ``TokenChoice``.
-        gate: ``"softmax"``: of the scores over all experts, without the noise (print); ``"raw"``: the
-            chosen score itself with its noise (the released code). Gradients reach the router through it.
-        noise_scale: by which the noise is multiplied.
-        noise_in_eval: whether noise acts in eval mode too, as in the released code.
-        generator: where noise is drawn from.
+        gate: ``"softmax"``: softmax of the scores over all experts, without noise (print); ``"raw"``: the selected
+            score itself, with noise (the released code). Both pass gradients to the router.
+        noise_scale: factor of the noise.
+        noise_in_eval: whether noise is added in eval mode too, as in the released code.
+        generator: random number generator of the noise.
 
     >>> import torch, moesaic
     >>> from torch import nn
@@ -98,25 +96,25 @@ class SampleMoE(RoutedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self._call_routing_hooks(self.route(x))
-        return self.experts(x, routing) if self._stacked else run_each(x, routing, self._answer)
+        return self.experts(x, routing) if self._stacked else run_each(x, routing, self._run_expert)
 
     def route(self, x: Tensor) -> Routing:
-        """What is chosen for a batch, without running the experts."""
+        """Returns the routing of a batch without running the experts."""
         scores = self.router(x)
         if not isinstance(scores, Tensor) or scores.shape != (x.shape[0], self._count):
-            found = f"{tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+            returned = f"{tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
             raise ValueError(
-                f"SampleMoE: the router returned {found} for {x.shape[0]} samples and {self._count} experts; "
+                f"SampleMoE: the router returned {returned} for {x.shape[0]} samples and {self._count} experts; "
                 f"it must return scores ({x.shape[0]}, {self._count})"
             )
         return self.choose(scores)
 
     def choose(self, scores: Tensor) -> Routing:
-        """The choice itself: scores (B, E) in, the record of who works on which sample out."""
+        """Returns the routing for scores (B, E)."""
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).unsqueeze(1)
         noisy = scores
         if self.noise is not None and (self.training or self.noise_in_eval):
-            noisy = scores + self.noise_scale * draw_noise(self.noise, scores, self.generator)
+            noisy = scores + self.noise_scale * sample_noise(self.noise, scores, self.generator)
         index = stable_topk(noisy, self.top_k)
         gate = (scores.softmax(-1) if self.gate == "softmax" else noisy).gather(-1, index)
         return Routing("sample", scores, index, gate, chooser="unit", may_drop=False)
@@ -124,12 +122,12 @@ class SampleMoE(RoutedLayer):
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, noise={self.noise!r}, gate={self.gate!r}"
 
-    def _answer(self, e: int, samples: Tensor) -> Tensor:
-        """What expert e of a list answers to its samples."""
+    def _run_expert(self, e: int, samples: Tensor) -> Tensor:
+        """Runs expert e of a list on its samples and checks its output."""
         assert isinstance(self.experts, nn.ModuleList)
         n = samples.shape[0]
         try:
-            answer = self.experts[e](samples)
+            output = self.experts[e](samples)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -137,25 +135,23 @@ class SampleMoE(RoutedLayer):
                 f"SampleMoE: expert {e} got {n} sample{'s' * (n != 1)} of the batch, too few for its BatchNorm to "
                 "train on; use larger batches (and drop a last one that is small), a balance loss, or GroupNorm"
             ) from error
-        if not isinstance(answer, Tensor):
+        if not isinstance(output, Tensor):
             raise TypeError(
-                f"SampleMoE: expert {e} returned a {type(answer).__name__}; experts must return one tensor: "
-                "wrap it in a module that picks what the mixture is to combine"
+                f"SampleMoE: expert {e} returned a {type(output).__name__}; experts must return one tensor: "
+                "wrap it in a module that returns the tensor to combine"
             )
-        if answer.ndim == 0 or answer.shape[0] != n:
+        if output.ndim == 0 or output.shape[0] != n:
             raise ValueError(
-                f"SampleMoE: expert {e} returned {tuple(answer.shape)} for {n} samples; its output must keep the "
+                f"SampleMoE: expert {e} returned {tuple(output.shape)} for {n} samples; its output must keep the "
                 f"batch axis in front, ({n}, …)"
             )
-        if not answer.is_floating_point():
-            raise TypeError(
-                f"SampleMoE: expert {e} returned {answer.dtype}; gates can weigh floating-point outputs alone"
-            )
-        return answer
+        if not output.is_floating_point():
+            raise TypeError(f"SampleMoE: expert {e} returned {output.dtype}; gates need floating-point outputs")
+        return output
 
 
 def _experts(experts: nn.Module | Iterable[nn.Module]) -> nn.Module:
-    """A list of modules as ``nn.ModuleList``, stacked experts as they are."""
+    """Returns stacked experts unchanged, and a list of modules as ``nn.ModuleList``."""
     if isinstance(experts, ConvExperts):
         raise TypeError(
             "SampleMoE: ConvExperts run on the patches of a map; use moesaic.PatchMoE, or give a list of networks"

@@ -1,4 +1,4 @@
-"""What autocast asks for on a tensor's device; the meta device has no autocast and asks for nothing."""
+"""The state of autocast on a tensor's device; the meta device has no autocast."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["autocast_dtype", "autocast_off"]
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype autocast computes in where ``x`` lives, or None where it is off; it leaves float64 alone."""
-    kind = x.device.type
-    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+    """Returns the autocast dtype on the device of ``x``; None if autocast is off or ``x`` is float64."""
+    device_type = x.device.type
+    if device_type == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
         return None
-    return torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(device_type)
 
 
 def autocast_off(x: Tensor) -> AbstractContextManager[object]:
-    """A block in which operations on ``x`` keep the dtypes they are given."""
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext()
+    """Returns a context manager that disables autocast on the device of ``x``."""
+    device_type = x.device.type
+    return torch.autocast(device_type, enabled=False) if device_type != "meta" else nullcontext()

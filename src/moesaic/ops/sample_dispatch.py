@@ -1,8 +1,9 @@
-"""Samples sorted by the experts they go to, and their answers put back in order.
+"""Dispatch of samples to experts: sort by expert, run, and combine in the order of the batch.
 
-One stable sort of the batch's B·K places brings each expert's samples together; its inverse brings
-the answers back, where each sample sums those of its K experts. Sums are taken in float32 at least,
-and no result depends on the order in which threads finish.
+    y_b = Σ_k gate_bk · expert_{index_bk}(x_b)
+
+A stable sort of the B·K assignments groups the samples by expert; its inverse restores the order of the batch, where
+the gated sum over K is taken in float32 at least. Results do not depend on the order in which threads finish.
 """
 
 from __future__ import annotations
@@ -14,35 +15,36 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.ops.grouped_gemm import grouped_matmul, loads_of
+from moesaic.ops.grouped_gemm import group_sizes, grouped_matmul
 from moesaic.routing_record import Routing
 
-__all__ = ["SortedSamples", "check_answers", "gated_sum", "run_each"]
+__all__ = ["SortedSamples", "check_outputs", "gated_sum", "run_each"]
 
 
 @dataclass(frozen=True)
 class SortedSamples:
-    """R = B·K rows, those of expert 0 first, in the order of the batch; values of rows are (R, …)."""
+    """The R = B·K assignments of samples to experts, sorted by expert; values are (R, …)."""
 
     order_R: Tensor
-    """Which of the B·K places a row is: sample · K + its k-th choice."""
+    """Assignment of each row: sample · K + k."""
     expert_R: Tensor
     ends_E: Tensor
-    """Before which row each expert's samples end."""
+    """The rows of expert e end before row ``ends_E[e]``."""
     gate_BK: Tensor
 
     @staticmethod
-    def chosen(routing: Routing) -> SortedSamples:
+    def from_routing(routing: Routing) -> SortedSamples:
         assert routing.index is not None
         expert_R, order_R = routing.index.flatten().sort(stable=True)
-        each = torch.arange(routing.experts, device=expert_R.device)
-        return SortedSamples(order_R, expert_R, torch.searchsorted(expert_R, each, right=True), routing.gate.flatten(1))
+        experts_E = torch.arange(routing.experts, device=expert_R.device)
+        ends_E = torch.searchsorted(expert_R, experts_E, right=True)
+        return SortedSamples(order_R, expert_R, ends_E, routing.gate.flatten(1))
 
-    def take(self, x: Tensor) -> Tensor:
-        """Every row's sample out of a batch (B, …)."""
+    def gather(self, x: Tensor) -> Tensor:
+        """Gathers the sample of every row from a batch (B, …)."""
         K = self.gate_BK.shape[1]
         sample_R = self.order_R if K == 1 else self.order_R // K
-        if _is_channels_last(x):  # index_select would not keep the format
+        if _is_channels_last(x):  # index_select would return a contiguous tensor
             return x.movedim(1, 3).index_select(0, sample_R).movedim(3, 1)
         return x.index_select(0, sample_R)
 
@@ -53,46 +55,47 @@ class SortedSamples:
         bias_RO = bias_EO.to(y.dtype).index_select(0, self.expert_R)
         return y + bias_RO.view(-1, *[1] * (y.ndim - 2), y.shape[-1])
 
-    def combine(self, answers: Tensor) -> Tensor:
-        """The gated sum of each sample's answers, (B, …)."""
-        if _is_channels_last(answers):
-            return self.combine(answers.movedim(1, 3)).movedim(3, 1)
+    def combine(self, outputs: Tensor) -> Tensor:
+        """Returns the gated sum of each sample's outputs, (B, …)."""
+        if _is_channels_last(outputs):
+            return self.combine(outputs.movedim(1, 3)).movedim(3, 1)
         B, K = self.gate_BK.shape
-        back = torch.empty_like(self.order_R).scatter_(0, self.order_R, torch.arange(B * K, device=answers.device))
-        return gated_sum(answers.index_select(0, back).view(B, K, *answers.shape[1:]), self.gate_BK)
+        inverse = torch.empty_like(self.order_R).scatter_(0, self.order_R, torch.arange(B * K, device=outputs.device))
+        return gated_sum(outputs.index_select(0, inverse).view(B, K, *outputs.shape[1:]), self.gate_BK)
 
 
 def _is_channels_last(x: Tensor) -> bool:
     return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
-def gated_sum(answers_BK: Tensor, gate_BK: Tensor) -> Tensor:
-    """Σ_k gate · answer (B, …), in the dtype of the answers."""
-    wide = torch.promote_types(answers_BK.dtype, torch.float32)
-    gate = gate_BK.to(wide).view(*gate_BK.shape, *[1] * (answers_BK.ndim - 2))
-    return (answers_BK.to(wide) * gate).sum(1).to(answers_BK.dtype)
+def gated_sum(outputs_BK: Tensor, gate_BK: Tensor) -> Tensor:
+    """Returns Σ_k gate · output (B, …), in the dtype of the outputs."""
+    acc_dtype = torch.promote_types(outputs_BK.dtype, torch.float32)
+    gate = gate_BK.to(acc_dtype).view(*gate_BK.shape, *[1] * (outputs_BK.ndim - 2))
+    return (outputs_BK.to(acc_dtype) * gate).sum(1).to(outputs_BK.dtype)
 
 
 def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Call every expert that has samples once, on its samples; one host sync tells how many each has.
+    """Calls every expert that has samples once, on all of its samples; needs one host sync for the group sizes.
 
-    An empty batch goes to expert 0, whose answer has the shape that is asked for.
+    An empty batch goes to expert 0, whose output gives the shape of the result.
     """
-    samples = SortedSamples.chosen(routing)
-    loads = loads_of(samples.ends_E)
-    parts = cast("tuple[Tensor, ...]", samples.take(x).split(loads))
-    used = [e for e, load in enumerate(loads) if load] or [0]
-    answers = {e: call(e, parts[e]) for e in used}
-    check_answers(answers)
-    return samples.combine(torch.cat(list(answers.values())))
+    samples = SortedSamples.from_routing(routing)
+    sizes = group_sizes(samples.ends_E)
+    parts = cast("tuple[Tensor, ...]", samples.gather(x).split(sizes))
+    used = [e for e, size in enumerate(sizes) if size] or [0]
+    outputs = {e: call(e, parts[e]) for e in used}
+    check_outputs(outputs)
+    return samples.combine(torch.cat(list(outputs.values())))
 
 
-def check_answers(answers: dict[int, Tensor]) -> None:
-    """Refuse answers that cannot stand in one tensor."""
-    first = next(iter(answers))
-    for e, answer in answers.items():
-        if answer.shape[1:] != answers[first].shape[1:]:
+def check_outputs(outputs: dict[int, Tensor]) -> None:
+    """Raises an error if the experts' outputs differ in shape."""
+    first = next(iter(outputs))
+    shape = tuple(outputs[first].shape[1:])
+    for e, output in outputs.items():
+        if output.shape[1:] != shape:
             raise ValueError(
-                f"SampleMoE: expert {first} answers each sample with a tensor of {tuple(answers[first].shape[1:])}, "
-                f"expert {e} with {tuple(answer.shape[1:])}; give all experts outputs of one shape"
+                f"SampleMoE: the output of expert {first} for a sample has the shape {shape}, "
+                f"that of expert {e} {tuple(output.shape[1:])}; give all experts outputs of one shape"
             )

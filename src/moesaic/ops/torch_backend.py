@@ -96,8 +96,8 @@ class TorchBackend:
         return _as_map(y, background, pixels, dtype)
 
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
-        samples = SortedSamples.chosen(routing)
-        return samples.combine(run(samples.take(x), samples))
+        samples = SortedSamples.from_routing(routing)
+        return samples.combine(run(samples.gather(x), samples))
 
     def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
         return run_each(x, routing, call)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moesaic.bench.layer_benchmark import LayerTimes, Pass, fastest_dense
-from moesaic.ops.backend_choice import Choice
+from moesaic.ops.backend_choice import BackendChoice
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,7 +20,11 @@ _MEBIBYTE = 2**20
 
 
 def print_layer_times(
-    title: str, rows: Sequence[LayerTimes], choice: Choice, passes: Sequence[Pass], console: Console | None = None
+    title: str,
+    rows: Sequence[LayerTimes],
+    choice: BackendChoice,
+    passes: Sequence[Pass],
+    console: Console | None = None,
 ) -> None:
     """Print what was measured, which backend moesaic picks and why, and whether routing saves time here.
 
@@ -28,7 +32,7 @@ def print_layer_times(
     >>> from moesaic.bench.timing import Timing
     >>> dense = LayerTimes("dense convolution", None, forward={"channels_last": Timing(1.0, 0.9, 1.1)})
     >>> ours = LayerTimes("PatchMoE, torch", "torch", picked=True, forward={"channels_last": Timing(4.0, 3.9, 4.2)})
-    >>> choice = Choice("torch", "the only one that fits", {})
+    >>> choice = BackendChoice("torch", "the only one that fits", {})
     >>> print_layer_times("A small layer", [dense, ours], choice, ["forward"], Console(width=80))
     A small layer
     <BLANKLINE>

@@ -1,4 +1,4 @@
-"""Who chooses: scores in, a ``Routing`` record out; and losses that keep a choice balanced."""
+"""Routers: scores in, a ``Routing`` record out; and balance losses."""
 
 from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
 from moesaic.routing.channel_gate import ChannelGate, gate_l1

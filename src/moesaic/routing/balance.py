@@ -1,7 +1,7 @@
-"""Balance losses: plain functions of a ``Routing``, each a scalar to add to the task's loss.
+"""Auxiliary losses: functions of a ``Routing`` that return a scalar to add to the task's loss.
 
-Expert choice needs none of the first two, for its loads are equal by construction; routers in
-which units choose do.
+`load_balance_loss` and `importance_loss` are for routers in which units choose; under expert choice all loads are
+equal by construction.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ BalanceProxy = Literal["softmax", "scores"]
 def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax") -> Tensor:
     """E · Σ_e f_e · P_e (Fedus et al. 2022, eq. 4): 1 when balanced, up to E when one expert takes all.
 
-    f_e is the share of the assignments that went to expert e, P_e the mean softmax probability of
-    expert e; the gradient flows through P.
+    f_e is the fraction of assignments to expert e, P_e the mean softmax probability of expert e; the gradient flows
+    through P.
 
-    ``proxy="scores"`` has the mean score itself as P_e, as in the released code of Chen et al. 2022. It
-    has no lower bound: scores that fall together lower it without end. The released code adds
-    the noise of the choice to it, which changes its value and not its gradient.
+    With ``proxy="scores"`` P_e is the mean score, as in the released code of Chen et al. 2022. That loss has no lower
+    bound, because scores can decrease together. The released code adds the router noise to it, which changes its value
+    and not its gradient.
 
     >>> import torch
     >>> from moesaic import TokenChoice
-    >>> even = TokenChoice(1, experts=2).choose(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
-    >>> round(float(load_balance_loss(even)), 4)
+    >>> balanced = TokenChoice(1, experts=2).choose(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
+    >>> round(float(load_balance_loss(balanced)), 4)
     1.0
     """
     check_choice("load_balance_loss", "proxy", proxy, get_args(BalanceProxy))
@@ -45,12 +45,12 @@ def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax") -> Tens
 
 
 def importance_loss(routing: Routing) -> Tensor:
-    """The squared coefficient of variation of the experts' total gates (Shazeer et al. 2017, eqs. 6–7).
+    """Squared coefficient of variation of the experts' total gates (Shazeer et al. 2017, eqs. 6–7).
 
     >>> import torch
     >>> from moesaic import TokenChoice
-    >>> even = TokenChoice(1, experts=2).choose(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
-    >>> float(importance_loss(even))
+    >>> balanced = TokenChoice(1, experts=2).choose(torch.tensor([[[9.0, 0.0], [0.0, 9.0]]]))
+    >>> float(importance_loss(balanced))
     0.0
     """
     importance_E = routing.weights.sum((0, 1))
@@ -61,28 +61,28 @@ def importance_loss(routing: Routing) -> Tensor:
 def z_loss(routing: Routing) -> Tensor:
     """Mean (log Σ exp scores)² over the axis along which the router chose (Zoph et al. 2022, eq. 5).
 
-    It keeps scores small, where softmax is exact and its gradient alive.
+    It penalises large scores, for which the softmax saturates.
 
     >>> import torch
     >>> from moesaic import TokenChoice
     >>> round(float(z_loss(TokenChoice(1, experts=4).choose(torch.zeros(1, 9, 4)))), 4)     # (log 4)²
     1.9218
     """
-    return _mean(_choices(routing).logsumexp(-1).square())
+    return _mean(_alternatives(routing).logsumexp(-1).square())
 
 
 def entropy_loss(routing: Routing) -> Tensor:
     """Mean entropy, in nats, of the softmax over the axis along which the router chose.
 
-    Add it to make the choice decided, subtract it to keep the router exploring.
+    Add it for a more confident router, subtract it for more exploration.
 
     >>> import torch
     >>> from moesaic import TokenChoice
     >>> round(float(entropy_loss(TokenChoice(1, experts=4).choose(torch.zeros(1, 9, 4)))), 4)  # log 4
     1.3863
     """
-    log_p = _choices(routing).log_softmax(-1)
-    log_p = log_p.clamp_min(torch.finfo(log_p.dtype).min)  # 0 · log 0 is 0, where a score is -inf
+    log_p = _alternatives(routing).log_softmax(-1)
+    log_p = log_p.clamp_min(torch.finfo(log_p.dtype).min)  # so that 0 · log 0 is 0 where a score is -inf
     return _mean(-(log_p.exp() * log_p).sum(-1))
 
 
@@ -90,11 +90,11 @@ def _scores_BNE(routing: Routing) -> Tensor:
     return routing.scores if routing.scores.ndim == 3 else routing.scores.logsumexp(-1)
 
 
-def _choices(routing: Routing) -> Tensor:
-    """Scores with the alternatives a chooser had along the last axis."""
+def _alternatives(routing: Routing) -> Tensor:
+    """Scores with the alternatives of one choice along the last axis."""
     return routing.scores.transpose(1, 2) if routing.chooser == "expert" else routing.scores.flatten(2)
 
 
 def _mean(values: Tensor) -> Tensor:
-    """The mean, and 0 of an empty batch."""
+    """The mean; 0 for an empty batch."""
     return values.sum() / max(values.numel(), 1)

@@ -1,9 +1,8 @@
-"""Experts choose: every expert takes its best patches of each image.
+"""Expert choice: every expert takes its top-scoring patches of each image.
 
-Chowdhury et al. 2023, Section 3.1 (J_s(x), the top-l patches of expert s) and eqs. 3 and 4, the
-latter with the exponential in its denominator that print dropped. Each image is routed on its
-own and every expert takes the same number of patches: shapes are static, no expert idles,
-nothing needs balancing.
+Chowdhury et al. 2023, Section 3.1 (J_s(x), the top-l patches of expert s) and eqs. 3 and 4, the latter with the
+exponential in the denominator that is missing in print. Each image is routed on its own and every expert takes the same
+number of patches, so shapes are static and loads are balanced.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ ExpertGate = Softmax
 
 
 class ExpertChoice(Router):
-    """Every expert picks its ``patches_per_expert`` best patches of each image.
+    """Every expert selects its top ``patches_per_expert`` patches of each image.
 
-    The gate with which a picked patch counts:
+    The gate of a selected patch:
 
-    - ``"softmax_selected"``: softmax over the expert's picked patches; sums to 1 (print)
-    - ``"softmax_all"``: softmax over all patches, of which the picked keep theirs; sums to less
-      than 1 (the released code)
-    - ``"one"``: 1; the router then gets no gradient through it (separate training, eq. 3)
+    - ``"softmax_selected"``: softmax over the expert's selected patches; sums to 1 (print)
+    - ``"softmax_all"``: softmax over all patches; the selected ones sum to less than 1 (the released code)
+    - ``"one"``: 1; the router then gets no gradient (separate training, eq. 3)
 
     >>> import torch, moesaic
     >>> router = moesaic.ExpertChoice(3, experts=4, patches_per_expert=2, patch_size=8)
@@ -61,7 +59,7 @@ class ExpertChoice(Router):
         return routing
 
     def select(self, x: Tensor) -> tuple[Routing, PatchSelection | None]:
-        """The routing of a map and, where a backend's kernels chose, their state, which the backend reuses."""
+        """Returns the routing of a map and the state of the backend's kernels, if they computed it, for reuse."""
         selection = None
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
             check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size)

@@ -1,8 +1,7 @@
-"""The base of the routers: a linear score for every unit and expert, then a choice.
+"""Base class of the routers: a linear score for every unit and expert, then a choice.
 
-A patch's score for an expert is the expert's p×p kernel applied to the patch, without bias
-(Chowdhury et al. 2023, Section 3.1: g = ⟨w_s, x^(j)⟩). To write a router, subclass ``Router``
-and implement ``choose``.
+A patch's score for an expert is the expert's p×p kernel applied to the patch, without bias (Chowdhury et al. 2023,
+Section 3.1: g = ⟨w_s, x^(j)⟩). To write a router, subclass ``Router`` and implement ``choose``.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ __all__ = ["Router", "batch_invariant_matmul", "stable_topk"]
 class Router(nn.Module):
     """Scores the patches of a map with one kernel per expert: ``weight`` (E, C, p, p).
 
-    Scores are computed in float32 at least, whatever the dtype of the map and of autocast: a
-    rounded score may choose another patch, and that error is not small.
+    Scores are computed in float32 at least, whatever the dtype of the map and of autocast, because a rounding error in
+    a score can change the choice.
     """
 
     def __init__(
@@ -47,25 +46,25 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Small random kernels: the choice starts out random, the gates nearly even."""
+        """Initialises small random kernels: random choices, nearly uniform gates."""
         fan_in = self.in_channels * self.patch_size**2
         nn.init.normal_(self.weight, std=0.1 / math.sqrt(fan_in), generator=generator)
 
     def scores(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) → (B, N, E), patches in reading order."""
+        """Returns the scores (B, N, E) of a map (B, C, H, W), patches in row-major order."""
         p = self.patch_size
         B, C, H, W = x.shape
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x):
-            # one matrix product over patches in one order: the same numbers for every memory format
+            # one matmul over patches in a fixed order, so that the result does not depend on the memory format
             patches = x.to(dtype).permute(0, 2, 3, 1).reshape(B, H // p, p, W // p, p, C).transpose(2, 3)
             kernels = self.weight.to(dtype).permute(2, 3, 1, 0)
             N, D, E = (H // p) * (W // p), p * p * C, self.weight.shape[0]
             return batch_invariant_matmul(patches.reshape(B * N, D), kernels.reshape(D, E)).reshape(B, N, E)
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
-        """The choice itself: scores (B, N, E) in, the record of who works on what out."""
-        raise TypeError(f"{type(self).__name__} is a Router without a choice: implement choose(scores, unit, grid)")
+        """Returns the routing for scores (B, N, E); implemented by subclasses."""
+        raise TypeError(f"{type(self).__name__} does not implement choose(scores, unit, grid)")
 
     def forward(self, x: Tensor) -> Routing:
         check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size)
@@ -77,25 +76,26 @@ class Router(nn.Module):
 
 
 def batch_invariant_matmul(rows: Tensor, columns: Tensor) -> Tensor:
-    """The product of rows and columns in which equal rows get equal results, however many others there are.
+    """Matmul in which equal rows get equal results, however many other rows there are.
 
-    A matrix product and no convolution, which would use TF32. Rows and columns come in sixteens,
-    because GEMMs sum what is left over at their edges in another order: equal units would not tie,
-    and a unit's scores would depend on how many others are in the batch.
+    A matmul rather than a convolution, which would use TF32. Rows and columns are padded to multiples of 16, because
+    GEMMs sum in another order at the edges of their tiles: equal units would not tie, and a unit's scores would depend
+    on the batch size.
     """
     M, E = rows.shape[0], columns.shape[1]
-    whole = not torch.compiler.is_compiling() and M % 16 == 0  # a compiler is not to ask about the batch
-    rows = rows if whole else F.pad(rows, (0, 0, 0, -M % 16))  # which copies, even where there is nothing to add
+    # F.pad copies even if it adds nothing; under a compiler the test would be a guard on the batch size
+    aligned = not torch.compiler.is_compiling() and M % 16 == 0
+    rows = rows if aligned else F.pad(rows, (0, 0, 0, -M % 16))
     return (rows @ F.pad(columns, (0, -E % 16)))[:M, :E]
 
 
-def stable_topk(scores: Tensor, count: int) -> Tensor:
-    """The indices of the ``count`` largest scores along the last axis, best first; ties go to the lower index.
+def stable_topk(scores: Tensor, k: int) -> Tensor:
+    """Returns the indices of the ``k`` largest scores along the last axis, largest first; ties go to the lower index.
 
     >>> stable_topk(torch.tensor([1.0, 3.0, 3.0, 0.0]), 2).tolist()
     [1, 2]
     """
     if torch.onnx.is_in_onnx_export():
-        # ONNX has no stable sort, but its TopK breaks ties as we do; torch.topk promises nothing.
-        return scores.topk(count).indices
-    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+        # ONNX has no stable sort, but its TopK prefers the lower index; torch.topk leaves ties undefined
+        return scores.topk(k).indices
+    return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]

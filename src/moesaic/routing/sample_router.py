@@ -1,7 +1,7 @@
-"""Scores for whole samples, linear in the sum of their patches.
+"""Router scores for whole samples, linear in the sum of their patches.
 
-Chen et al. 2022, Section 3.2: h(x; Θ) = Σ_p Θᵀ x^(p), with Θ zero at the start (Algorithm 1). The
-sum commutes with Θ, so the patches are added first and the product costs P times less.
+Chen et al. 2022, Section 3.2: h(x; Θ) = Σ_p Θᵀ x^(p), with Θ initialised to zero (Algorithm 1). The patches are summed
+before the matmul, which then costs P times less.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ __all__ = ["SampleRouter"]
 class SampleRouter(nn.Module):
     """One score for each sample and expert, (B, E): h_e = Σ_p (⟨θ_e, x_p⟩ + b_e).
 
-    A sample is a bag of patches (P, D) or one vector (D,); with ``patch_size`` it is an image
-    (C, H, W) whose patches are p×p pixels, the sum of a convolution at stride p over all places.
-    ``weight`` is (E, D), and (E, C, p, p) for images. Scores are computed in float32 at least,
-    whatever the dtype of the samples and of autocast.
+    A sample is a set of patches (P, D) or one vector (D,); with ``patch_size`` it is an image (C, H, W), and the scores
+    are a p×p convolution at stride p summed over all positions. ``weight`` is (E, D), and (E, C, p, p) for images.
+    Scores are computed in float32 at least, whatever the dtype of the samples and of autocast.
 
-    Weights start at zero, so that only the noise of the choice decides at first.
+    Weights are initialised to zero, so that the router noise decides at first.
 
     Args:
-        dim: D, the length of a patch; the channels C of an image.
-        experts: E.
-        patch_size: p, for images; None for samples that come as patches.
+        dim: length D of a patch; number of channels C of an image.
+        experts: number of experts E.
+        patch_size: p, for images; None for samples that are given as patches.
         bias: whether every patch adds b_e; the paper has none.
-        device: where the weights are.
-        dtype: of the weights.
+        device: device of the weights.
+        dtype: dtype of the weights.
 
     >>> import torch
     >>> SampleRouter(50, experts=8)(torch.randn(3, 4, 50)).tolist()[0]          # four patches in each sample
@@ -64,7 +63,7 @@ class SampleRouter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Zeros, as in Algorithm 1 of the paper."""
+        """Initialises all weights to zero (Algorithm 1 of the paper)."""
         nn.init.zeros_(self.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -73,12 +72,12 @@ class SampleRouter(nn.Module):
         self._check(x)
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x):
-            bag, patches = self._add_patches(x.to(dtype).contiguous())  # one order of addition for every format
-            scores = batch_invariant_matmul(bag, self.weight.to(dtype).flatten(1).T)
+            total, patches = self._sum_patches(x.to(dtype).contiguous())  # one order of sums for every memory format
+            scores = batch_invariant_matmul(total, self.weight.to(dtype).flatten(1).T)
             return scores if self.bias is None else scores + patches * self.bias.to(dtype)
 
-    def _add_patches(self, x: Tensor) -> tuple[Tensor, int]:
-        """The sum of each sample's patches (B, D), and how many there are."""
+    def _sum_patches(self, x: Tensor) -> tuple[Tensor, int]:
+        """Returns the sum of each sample's patches (B, D), and the number of patches."""
         if self.patch_size is None:
             return (x, 1) if x.ndim == 2 else (x.sum(1), x.shape[1])
         (B, C, H, W), p = x.shape, self.patch_size

@@ -1,7 +1,7 @@
-"""Nobody chooses: each slot of an expert holds a convex mixture of all units (soft MoE).
+"""Soft MoE: the input of each slot of an expert is a convex combination of all units (Puigcerver et al. 2024).
 
-Puigcerver et al. 2024. Dispatch is a softmax over units, combine a softmax over slots, both of
-the same scores; units and slot kernels are scaled to unit length, with one learned scale.
+Dispatch is a softmax over units, combine a softmax over slots, both of the same scores; units and slot kernels are
+normalised to length 1, with one learned scale.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ __all__ = ["SoftRouter"]
 
 
 class SoftRouter(Router):
-    """Fills ``slots_per_expert`` slots per expert with mixtures of patches; ``weight`` is (E·S, C, p, p).
+    """Fills ``slots_per_expert`` slots per expert with convex combinations of patches; ``weight`` is (E·S, C, p, p).
 
     >>> import torch, moesaic
     >>> router = moesaic.SoftRouter(3, experts=4, slots_per_expert=2, patch_size=8)
     >>> routing = router(torch.randn(5, 3, 32, 32))
-    >>> routing.dispatch.shape                                      # each slot's mixture of 16 patches
+    >>> routing.dispatch.shape                                      # weights of 16 patches in each slot
     torch.Size([5, 16, 4, 2])
     >>> bool(torch.allclose(routing.dispatch.sum(1), torch.ones(())))
     True
@@ -45,21 +45,21 @@ class SoftRouter(Router):
         self.scale = nn.Parameter(torch.ones((), device=device, dtype=dtype))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Small random kernels, and a scale of 1."""
+        """Initialises small random kernels and a scale of 1."""
         super().reset_parameters(generator)
-        if hasattr(self, "scale"):  # not yet, while the base is being built
+        if hasattr(self, "scale"):  # not yet set when the base class initialises
             nn.init.ones_(self.scale)
 
     def scores(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) → (B, N, E·S): cosines between patches and slot kernels, times the scale."""
+        """Returns (B, N, E·S): cosine similarities of patches and slot kernels, times the scale."""
         p = self.patch_size
         dtype = torch.promote_types(x.dtype, torch.float32)
         dots = super().scores(x)
         B, C, H, W = x.shape
-        energy = x.to(dtype).reshape(B, C, H // p, p, W // p, p).square().sum((1, 3, 5))
-        length_patch = energy.flatten(1).unsqueeze(-1).clamp_min(1e-12).sqrt()
-        length_kernel = self.weight.to(dtype).square().sum((1, 2, 3)).clamp_min(1e-12).sqrt()
-        return dots / length_patch / length_kernel * self.scale.to(dtype)
+        squares = x.to(dtype).reshape(B, C, H // p, p, W // p, p).square().sum((1, 3, 5))
+        patch_norm = squares.flatten(1).unsqueeze(-1).clamp_min(1e-12).sqrt()
+        kernel_norm = self.weight.to(dtype).square().sum((1, 2, 3)).clamp_min(1e-12).sqrt()
+        return dots / patch_norm / kernel_norm * self.scale.to(dtype)
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
         shape = (*scores.shape[:2], self.experts, self.slots_per_expert)

@@ -1,8 +1,7 @@
-"""Units choose: every unit goes to its top-k experts.
+"""Token choice: every unit goes to its top-k experts.
 
-Shazeer et al. 2017 and Fedus et al. 2022 for tokens, Riquelme et al. 2021 for image patches
-(batch-prioritised dropping), Chen et al. 2022 for whole samples (uniform noise on the choice).
-Dropless by default: every unit is served, however uneven the loads.
+Shazeer et al. 2017 and Fedus et al. 2022 for tokens, Riquelme et al. 2021 for image patches (batch-prioritised
+dropping), Chen et al. 2022 for whole samples (uniform noise). Dropless by default, however unequal the loads.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.routing.noise import Noise, draw_noise
+from moesaic.routing.noise import Noise, sample_noise
 from moesaic.routing.router import Router, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
@@ -24,19 +23,18 @@ TokenGate = Literal["softmax_all", "softmax_selected", "one"]
 
 
 class TokenChoice(Router):
-    """Every unit picks its ``top_k`` best experts.
+    """Every unit selects its ``top_k`` experts.
 
-    - ``gate``: softmax over all experts (``"softmax_all"``), over the picked ones
-      (``"softmax_selected"``; constant for ``top_k=1``, so the router then does not learn through
-      it), or ``"one"``
-    - ``noise`` moves the choice, never the gate: Unif[0, 1], N(0, 1/E²) or standard Gumbel, times
-      ``noise_scale``; drawn from ``generator``
-    - ``capacity_factor``: an expert serves at most ``ceil(capacity_factor · B·N·K / E)`` units of
-      a batch. First choices go before second ones, and among them the unit with the larger softmax
-      probability; who finds its expert full is dropped there (index -1, gate 0)
+    - ``gate``: softmax over all experts (``"softmax_all"``), over the selected ones (``"softmax_selected"``; constant
+      for ``top_k=1``, so the router then gets no gradient), or ``"one"``
+    - ``noise`` affects the choice but not the gate: Unif[0, 1], N(0, 1/E²) or standard Gumbel, times ``noise_scale``,
+      from ``generator``
+    - ``capacity_factor``: an expert takes at most ``ceil(capacity_factor · B·N·K / E)`` units of a batch. First choices
+      precede second choices, and among them units with a larger softmax probability; units beyond the capacity are
+      dropped there (index -1, gate 0)
 
-    Noise and capacity act while training only, unless ``in_eval=True``: capacity is shared by the
-    images of a batch, so an image's result then depends on its batch-mates.
+    Noise and capacity apply in training only, unless ``in_eval=True``: the images of a batch share the capacity, so an
+    image's output then depends on the rest of the batch.
 
     >>> import torch, moesaic
     >>> router = moesaic.TokenChoice(3, experts=4, top_k=1, patch_size=8)
@@ -78,40 +76,40 @@ class TokenChoice(Router):
         self.generator = generator
 
     def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
-        acting = self.training or self.in_eval
+        active = self.training or self.in_eval
         noisy = scores
-        if self.noise is not None and acting:
-            noisy = scores + self.noise_scale * draw_noise(self.noise, scores, self.generator)
+        if self.noise is not None and active:
+            noisy = scores + self.noise_scale * sample_noise(self.noise, scores, self.generator)
         index_BNK = stable_topk(noisy, self.top_k)
         if self.gate == "softmax_all":
             gate_BNK = scores.softmax(-1).gather(-1, index_BNK)
         else:
             gate_BNK = scores.gather(-1, index_BNK)
             gate_BNK = gate_BNK.softmax(-1) if self.gate == "softmax_selected" else torch.ones_like(gate_BNK)
-        dropping = self.capacity_factor is not None and acting
+        dropping = self.capacity_factor is not None and active
         if dropping:
-            served = self._served(index_BNK, scores.detach().softmax(-1).gather(-1, index_BNK[..., :1]))
-            index_BNK = index_BNK.where(served, UNASSIGNED)
-            gate_BNK = gate_BNK.where(served, 0.0)
+            within = self._within_capacity(index_BNK, scores.detach().softmax(-1).gather(-1, index_BNK[..., :1]))
+            index_BNK = index_BNK.where(within, UNASSIGNED)
+            gate_BNK = gate_BNK.where(within, 0.0)
         return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=dropping)
 
     def capacity(self, units: int) -> int:
-        """How many of ``units`` routed units one expert serves at most."""
+        """Returns the capacity of an expert for a batch of ``units`` units."""
         if self.capacity_factor is None:
             return units
         exact = self.capacity_factor * units * self.top_k / self.experts
-        return min(units, math.ceil(round(exact, 6)))  # 1.1 · 100 / 10 is 11, not the 11.000000000000002 of floats
+        return min(units, math.ceil(round(exact, 6)))  # 1.1 · 100 / 10 is 11.000000000000002 in floating point
 
-    def _served(self, index_BNK: Tensor, sureness_BN1: Tensor) -> Tensor:
-        """Which choices find room: first choices first, and those of the surest units of the batch before others."""
+    def _within_capacity(self, index_BNK: Tensor, probability_BN1: Tensor) -> Tensor:
+        """Whether each choice is within capacity; first choices precede others, likelier units precede others."""
         B, N, K = index_BNK.shape
-        order = stable_topk(sureness_BN1.flatten(), B * N)
+        order = stable_topk(probability_BN1.flatten(), B * N)
         choice_KU = index_BNK.reshape(B * N, K)[order].T
-        asked = (choice_KU.reshape(-1, 1) == torch.arange(self.experts, device=order.device)).long()
-        turn_KU = ((asked.cumsum(0) - 1) * asked).sum(-1).view(K, B * N)
-        served = torch.empty_like(turn_KU, dtype=torch.bool)
-        served[:, order] = turn_KU < self.capacity(B * N)
-        return served.T.reshape(B, N, K)
+        one_hot = (choice_KU.reshape(-1, 1) == torch.arange(self.experts, device=order.device)).long()
+        position_KU = ((one_hot.cumsum(0) - 1) * one_hot).sum(-1).view(K, B * N)
+        within = torch.empty_like(position_KU, dtype=torch.bool)
+        within[:, order] = position_KU < self.capacity(B * N)
+        return within.T.reshape(B, N, K)
 
     def extra_repr(self) -> str:
         return (

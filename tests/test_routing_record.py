@@ -8,7 +8,7 @@ from moesaic.routing_record import UNASSIGNED
 
 
 @given(B=st.integers(0, 3), N=st.integers(1, 5), E=st.integers(1, 4), seed=st.integers(0, 99))
-def test_dense_views_hold_what_the_compact_form_says(B, N, E, seed):
+def test_weights_mask_and_load_agree_with_index_and_gate(B, N, E, seed):
     scores = torch.randn(B, N, E, generator=torch.Generator().manual_seed(seed))
     by_expert = moesaic.ExpertChoice(1, E, N).choose(scores)
     by_unit = moesaic.TokenChoice(1, E, E).choose(scores)
@@ -25,7 +25,7 @@ def test_dense_views_hold_what_the_compact_form_says(B, N, E, seed):
         assert routing.load.tolist() == [B * N] * E
 
 
-def test_a_place_that_went_to_nobody_appears_in_no_view():
+def test_unassigned_places_appear_in_no_dense_view():
     scores = torch.zeros(1, 3, 2)
     index = torch.tensor([[[0, UNASSIGNED], [2, 1]]])
     gate = torch.tensor([[[0.5, 0.0], [0.25, 0.75]]])
@@ -35,18 +35,18 @@ def test_a_place_that_went_to_nobody_appears_in_no_view():
     assert routing.load.tolist() == [1, 2]
 
 
-def test_the_gate_carries_gradient_into_the_dense_view():
+def test_gradients_flow_from_weights_to_the_gate():
     scores = torch.randn(2, 4, 3, requires_grad=True)
     moesaic.ExpertChoice(1, 3, 2).choose(scores).weights.square().sum().backward()
     assert scores.grad.abs().sum() > 0
 
 
-def test_a_record_that_cannot_be_read_is_refused():
+def test_an_unknown_chooser_is_refused():
     with pytest.raises(ValueError, match="Routing: chooser='experts' is unknown; use 'expert', 'unit' or 'soft'"):
         moesaic.Routing("patch", torch.zeros(1, 2, 1), torch.zeros(1, 1, 1).long(), torch.ones(1, 1, 1), "experts")
 
 
-def test_a_detached_record_holds_no_graph():
+def test_a_detached_record_requires_no_grad():
     scores = torch.randn(2, 4, 6, requires_grad=True)
     for routing in (moesaic.SoftRouter(1, 3, 2).choose(scores), moesaic.TokenChoice(1, 6).choose(scores)):
         cut = routing.detach()
@@ -54,7 +54,7 @@ def test_a_detached_record_holds_no_graph():
         assert torch.equal(cut.weights, routing.weights)
 
 
-def test_a_soft_routing_reaches_everyone():
+def test_a_soft_routing_assigns_all_units_to_all_experts():
     routing = moesaic.SoftRouter(1, 3, 2).choose(torch.randn(2, 5, 6))
     assert routing.mask.all()
     torch.testing.assert_close(routing.weights.sum(-1), torch.ones(2, 5))
