@@ -48,10 +48,10 @@ EPOCHS = 30
 
 OURS = Recipe(EPOCHS)
 RELEASED = Recipe(
-    EPOCHS, optimizer="sgd", learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0
+    EPOCHS, optimizer="sgd", lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup_epochs=0.0
 )
-DECAYED = replace(RELEASED, weight_decay=5e-4, schedule="cosine", warmup=None)
-MOMENTUM = Recipe(EPOCHS, optimizer="sgd", learning_rate=0.03, weight_decay=5e-4)
+DECAYED = replace(RELEASED, weight_decay=5e-4, schedule="cosine", warmup_epochs=None)
+MOMENTUM = Recipe(EPOCHS, optimizer="sgd", lr=0.03, weight_decay=5e-4)
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ VARIANTS = {
     "WRN, SGD with momentum": Variant(WRN, MOMENTUM),
     "best, ours": Variant(PMOE, OURS),
     "best, one bias": Variant(PMOE, OURS, bias=True),
-    "best, fast routers": Variant(PMOE, replace(OURS, router_rate=1e-3)),
-    "best, slow routers": Variant(PMOE, replace(OURS, router_rate=1e-5)),
+    "best, fast routers": Variant(PMOE, replace(OURS, router_lr=1e-3)),
+    "best, slow routers": Variant(PMOE, replace(OURS, router_lr=1e-5)),
     "best, SGD with momentum": Variant(PMOE, MOMENTUM),
     "best, released recipe": Variant(PMOE, RELEASED),
     "best, released recipe, cosine and decay": Variant(PMOE, DECAYED),

@@ -46,7 +46,20 @@ def write_mosaics(folder: Path, parts: dict[str, int], seed: int = 0) -> None:
             Image.fromarray(noisy).resize((32, 32), Image.Resampling.NEAREST).save(path, quality=95)
 
 
-SMALL = ["--samples", "8,16", "--trials", "2", "--epochs", "2", "--batch", "8", "--size", "8", "--device", "cpu"]
+SMALL = [
+    "--samples",
+    "8,16",
+    "--trials",
+    "2",
+    "--epochs",
+    "2",
+    "--batch-size",
+    "8",
+    "--img-size",
+    "8",
+    "--device",
+    "cpu",
+]
 SMALL += ["--cache-dir", "cache", "--models", "wrn10_1,wrn10_1_pmoe"]
 OUT = Path("runs/compare-mosaics")
 
@@ -98,7 +111,7 @@ def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeyp
     write_mosaics(tmp_path / "mosaics", {"train": 400, "test": 200})
     routed = "wrn10_1_pmoe:patch_size=2:experts=8:patches_per_expert=2:kernel_size=3"  # a patch for each tile
     given = ["--models", f"wrn10_1,{routed}", "--samples", "240", "--trials", "3"]
-    given += ["--epochs", "8", "--batch", "16", "--size", "32", "--device", "cpu"]
+    given += ["--epochs", "8", "--batch-size", "16", "--img-size", "32", "--device", "cpu"]
     assert compare("mosaics", *given, "--cache-dir", "cache") == 0
     found = read_comparison(OUT / "result.json")
     [contrast] = paired_comparisons(found)
@@ -114,7 +127,7 @@ def test_too_little_memory_is_told_with_a_way_out(mosaics, monkeypatch):
         raise torch.OutOfMemoryError("tried to allocate")
 
     monkeypatch.setattr(import_module("moesaic.training.compare"), "fit", full)
-    with pytest.raises(CommandError, match="cpu has too little memory for batches of 8; use a smaller --batch"):
+    with pytest.raises(CommandError, match="cpu has too little memory for --batch-size 8; use a smaller one"):
         compare("mosaics", *SMALL)
 
 
@@ -146,7 +159,7 @@ def test_ctrl_c_tells_how_to_continue_and_the_end_is_the_same(mosaics, finished,
     runs.append("stop")
     assert compare("mosaics", *SMALL) == 130
     said = capsys.readouterr().err
-    assert f"Interrupted. What is finished is kept in {OUT}. To continue:" in said
+    assert f"Interrupted. Finished runs are in {OUT}. To resume:" in said
     assert "compare mosaics --samples 8,16 --trials 2" in said
     assert not (OUT / "result.json").exists()
     assert compare("mosaics", *SMALL) == 0
@@ -196,5 +209,5 @@ def test_data_that_is_not_there_is_told(mosaics):
 
 
 def test_a_diverging_run_is_told_by_name(mosaics):
-    with pytest.raises(CommandError, match=r"moesaic compare: wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
-        compare("mosaics", *SMALL, "--learning-rate", "1e30")
+    with pytest.raises(CommandError, match=r"moesaic compare: wrn10_1, 8 samples, trial 1: .*Lower lr"):
+        compare("mosaics", *SMALL, "--lr", "1e30")

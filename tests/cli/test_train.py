@@ -22,11 +22,11 @@ from moesaic.training.recipe import OPTIMIZER_DEFAULTS
 SMALL = [
     "--model",
     "wrn10_1_pmoe",
-    "--size",
+    "--img-size",
     "16",
     "--epochs",
     "2",
-    "--batch",
+    "--batch-size",
     "8",
     "--device",
     "cpu",
@@ -96,7 +96,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_cost_that_is_asked_for_is_met_and_told(pets, channels, capsys):
-    options = ["--model", channels, "--target-macs", "0.6", "--gate-strength", "0.2", "--joint-share", "0.5"]
+    options = ["--model", channels, "--target-macs", "0.6", "--gate-l1", "0.2", "--joint-fraction", "0.5"]
     assert train("pets", *SMALL, *options, "--out", "out") == 0
     said = capsys.readouterr().out
     cost = json.loads(Path("out/result.json").read_text())["cost"]
@@ -105,7 +105,7 @@ def test_a_cost_that_is_asked_for_is_met_and_told(pets, channels, capsys):
         rf"[\d,]+ parameters; [\d.]+ . multiply-adds for a test image on average, {100 * cost:.1f} % of", said
     )
     gates = json.loads(Path("out/config.json").read_text())["recipe"]["gates"]
-    assert (gates["target_macs"], gates["strength"], gates["joint"]) == (0.6, 0.2, 0.5)
+    assert (gates["target_macs"], gates["l1_weight"], gates["joint_fraction"]) == (0.6, 0.2, 0.5)
 
 
 def test_gates_are_trained_by_default_where_there_are_any(pets, channels):
@@ -117,11 +117,11 @@ def test_gates_are_trained_by_default_where_there_are_any(pets, channels):
     ("given", "fault"),
     [
         (["--target-macs", "0.001"], r"target_macs=0.001 is less than .*; use 0\.\d+ or more"),
-        (["--target-macs", "2"], "target_macs=2.0; it must be a share of the dense network's multiply-adds"),
-        (["--joint-share", "0"], "joint=0.0; it must be above 0"),
+        (["--target-macs", "2"], "target_macs=2.0; it must be a fraction of the dense network's multiply-adds"),
+        (["--joint-fraction", "0"], "joint_fraction=0.0; it must be above 0"),
         (
-            ["--model", "wrn10_1", "--gate-strength", "1"],
-            "--gate-strength is for networks with channel gates, and wrn10_1 has none; leave it out, or use --model "
+            ["--model", "wrn10_1", "--gate-l1", "1"],
+            "--gate-l1 is for networks with channel gates, and wrn10_1 has none; leave it out, or use --model "
             "vgg16_deepmoe",
         ),
         (["--model", "resnet18", "--target-macs", "0.5"], "or use --model resnet18_deepmoe"),
@@ -135,15 +135,15 @@ def test_gates_that_cannot_be_trained_so_are_told_in_one_line(pets, channels, gi
 
 
 def test_options_reach_the_recipe_the_network_and_the_data(pets):
-    options = ["--samples", "10", "--seed", "3", "--optimizer", "adamw", "--learning-rate", "0.01", "--ema", "0.9"]
+    options = ["--samples", "10", "--seed", "3", "--optimizer", "adamw", "--lr", "0.01", "--ema-decay", "0.9"]
     network = ["--experts", "8", "--patches-per-expert", "1", "--fidelity", "released"]
-    assert train("pets", *SMALL, *options, *network, "--clip", "1", "--stop-at-zero-error", "--out", "out") == 0
+    assert train("pets", *SMALL, *options, *network, "--clip-grad", "1", "--stop-at-zero-error", "--out", "out") == 0
     config = json.loads(Path("out/config.json").read_text())
     assert config["seed"] == 3
     assert config["data"]["train"] == 10
     assert {
-        name: config["recipe"][name] for name in ("optimizer", "learning_rate", "ema", "clip", "stop_at_zero_error")
-    } == {"optimizer": "adamw", "learning_rate": 0.01, "ema": 0.9, "clip": 1.0, "stop_at_zero_error": True}
+        name: config["recipe"][name] for name in ("optimizer", "lr", "ema_decay", "clip_grad", "stop_at_zero_error")
+    } == {"optimizer": "adamw", "lr": 0.01, "ema_decay": 0.9, "clip_grad": 1.0, "stop_at_zero_error": True}
     assert config["model"]["arguments"] == {
         "num_classes": 2,
         "in_channels": 3,
@@ -159,7 +159,7 @@ def test_an_optimizer_brings_its_rates(pets):
         assert train("pets", *SMALL, "--epochs", "1", "--optimizer", optimizer, "--out", optimizer) == 0
         recipe = json.loads(Path(optimizer, "config.json").read_text())["recipe"]
         usual = OPTIMIZER_DEFAULTS[optimizer]
-        assert (recipe["learning_rate"], recipe["weight_decay"]) == (usual.learning_rate, usual.weight_decay)
+        assert (recipe["lr"], recipe["weight_decay"]) == (usual.lr, usual.weight_decay)
 
 
 def test_few_images_to_train_on_are_not_held_up_by_many_to_test_on(pets):
@@ -201,7 +201,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
         patch.setattr(trainer.Trainer, "_test", interrupt)
         assert train("pets", *SMALL, "--out", "a place") == 130
     told = capsys.readouterr().err
-    assert "Interrupted. The last checkpoint is kept in a place" in told
+    assert "Interrupted. The last checkpoint is in a place" in told
     assert re.search(r"train pets .*--out 'a place'$", told, re.MULTILINE)
     assert train("pets", *SMALL, "--out", "a place") == 0
     assert "continuing after epoch 1 of 2" in capsys.readouterr().err
@@ -213,7 +213,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
     ("ends", "code", "told"),
     [
         (KeyboardInterrupt(), 130, "Interrupted before the first checkpoint. To begin again:"),
-        (torch.OutOfMemoryError("tried to allocate"), 2, "too little memory for batches of 8; use a smaller --batch"),
+        (torch.OutOfMemoryError("tried to allocate"), 2, "too little memory for --batch-size 8; use a smaller one"),
     ],
     ids=["interrupted", "no memory"],
 )
@@ -221,7 +221,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
     def end(self):
         raise ends
 
-    monkeypatch.setattr(trainer.Trainer, "_steps", end)
+    monkeypatch.setattr(trainer.Trainer, "_run_steps", end)
     assert train("pets", *SMALL) == code
     assert told in capsys.readouterr().err
 
@@ -231,7 +231,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
     [
         (["nowhere"], "is unknown; use .*or the path of a folder of images"),
         (["pets", "--model", "wrn10_1_pmo"], "did you mean 'wrn10_1_pmoe'"),
-        (["pets", "--samples", "1000"], "samples=1000, but there are 24 images to train on in pets"),
+        (["pets", "--samples", "1000"], "samples=1000, but there are 24 training images in pets"),
         (["pets", "--epochs", "0"], "epochs=0; it must be at least 1"),
         (["pets", "--optimizer", "adam"], "did you mean 'adamw'"),
         (["pets", "--eval-every", "0"], "eval_every=0; it must be at least 1"),
@@ -269,7 +269,7 @@ def test_a_folder_of_another_run_is_told_in_one_line(pets, capsys):
 
 
 def test_a_run_that_diverges_is_told_in_one_line(pets, capsys):
-    assert train("pets", *SMALL, "--learning-rate", "1e30", "--schedule", "constant") == 2
+    assert train("pets", *SMALL, "--lr", "1e30", "--schedule", "constant") == 2
     assert "moesaic train: the loss or a weight is not a number" in capsys.readouterr().err.splitlines()[-1]
 
 

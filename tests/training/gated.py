@@ -13,7 +13,7 @@ from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
-LONG = Recipe(epochs=4, batch=12, learning_rate=0.003, gates=GateRecipe(target_macs=0.5, joint=0.5))
+LONG = Recipe(epochs=4, batch_size=12, lr=0.003, gates=GateRecipe(target_macs=0.5, joint_fraction=0.5))
 
 
 def _enlarged(images: LabelledImages) -> LabelledImages:

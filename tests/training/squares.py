@@ -13,7 +13,7 @@ from moesaic.routing import SampleRouter
 from moesaic.training.fit import fit
 from moesaic.training.recipe import Recipe
 
-LONG = Recipe(epochs=4, batch=12, optimizer="sgd", learning_rate=0.05, momentum=0.9)
+LONG = Recipe(epochs=4, batch_size=12, optimizer="sgd", lr=0.05, momentum=0.9)
 SCALE = Normalize((0.5, 0.5, 0.5), (0.3, 0.3, 0.3))
 
 

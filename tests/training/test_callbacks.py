@@ -15,7 +15,7 @@ from moesaic.training import Callback, fit, trainer
 from moesaic.training.fit import default_callbacks
 from moesaic.training.recipe import Recipe
 
-TWO_STEPS = Recipe(epochs=2, batch=35, optimizer="sgd", learning_rate=0.05)
+TWO_STEPS = Recipe(epochs=2, batch_size=35, optimizer="sgd", lr=0.05)
 
 
 def names(model: nn.Module, recipe: Recipe = LONG, **options: bool) -> list[str]:
@@ -24,12 +24,12 @@ def names(model: nn.Module, recipe: Recipe = LONG, **options: bool) -> list[str]
 
 def test_a_model_gets_the_callbacks_of_its_layers():
     assert names(dense()) == []
-    assert names(dense(), replace(LONG, balance=0.1)) == []
+    assert names(dense(), replace(LONG, balance_weight=0.1)) == []
     assert names(routed()) == ["CollapseCallback"]
     assert names(routed(), collapse_alarm=False) == []
     assert names(routed(), replace(LONG, compile=True)) == [], "hooks would break the graph"
-    assert names(mixture(), replace(LONG, balance=0.1)) == ["BalanceLossCallback", "CollapseCallback"]
-    assert names(gated(), replace(LONG, balance=0.1)) == ["GateCallback"]
+    assert names(mixture(), replace(LONG, balance_weight=0.1)) == ["BalanceLossCallback", "CollapseCallback"]
+    assert names(gated(), replace(LONG, balance_weight=0.1)) == ["GateCallback"]
 
 
 class Order(Callback):
@@ -133,8 +133,8 @@ def test_metrics_of_a_callback_are_in_the_epochs_the_result_and_the_files(tmp_pa
 
 def test_an_extra_loss_changes_the_weights_and_not_the_reported_loss():
     plain, pulled = dense(), dense()
-    first = fit(plain, TASK, replace(TWO_STEPS, epochs=1, batch=70))
-    once = fit(pulled, TASK, replace(TWO_STEPS, epochs=1, batch=70), callbacks=[Constant()])
+    first = fit(plain, TASK, replace(TWO_STEPS, epochs=1, batch_size=70))
+    once = fit(pulled, TASK, replace(TWO_STEPS, epochs=1, batch_size=70), callbacks=[Constant()])
     assert first.epochs[0].loss == once.epochs[0].loss
     assert not same(plain, pulled)
 
@@ -190,7 +190,7 @@ def test_a_callback_can_set_learning_rates():
 
 
 def test_callbacks_of_your_own_come_beside_those_of_channel_gates():
-    found = fit(gated(), GATED_TASK, Recipe(epochs=2, batch=35), callbacks=[Counter()])
+    found = fit(gated(), GATED_TASK, Recipe(epochs=2, batch_size=35), callbacks=[Counter()])
     assert found.epochs[1].metrics.keys() == {"cost", "open_share", "gate_l1", "steps"}
     assert found.metrics.keys() == {"cost"}
 
@@ -211,6 +211,6 @@ def test_the_balance_loss_is_that_of_the_batch():
 
     plain, balanced = choosing(), choosing()
     fit(plain, TASK, TWO_STEPS)
-    fit(balanced, TASK, replace(TWO_STEPS, balance=10.0))
+    fit(balanced, TASK, replace(TWO_STEPS, balance_weight=10.0))
     assert not same(plain, balanced)
     assert not balanced.moe._routing_hooks, "nothing is left behind"

@@ -23,7 +23,7 @@ from moesaic.training.results import Epoch, FitResult
 module = import_module("moesaic.training.compare")  # its name within the package is that of the function
 
 MODELS = ("wrn10_1", "wrn10_1_pmoe")
-RECIPE = Recipe(epochs=2, batch=8)
+RECIPE = Recipe(epochs=2, batch_size=8)
 
 
 def images(count: int, seed: int) -> LabelledImages:
@@ -301,7 +301,7 @@ def test_a_model_that_cannot_take_the_images_is_told(tmp_path):
 
 def test_a_run_that_diverges_says_which(tmp_path):
     with pytest.raises(Diverged, match=r"wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
-        compare(TASK, Grid(MODELS, (8,), 2), Recipe(epochs=2, batch=8, learning_rate=1e30), out=tmp_path)
+        compare(TASK, Grid(MODELS, (8,), 2), Recipe(epochs=2, batch_size=8, lr=1e30), out=tmp_path)
 
 
 def test_a_task_without_a_digest_is_refused(tmp_path):

@@ -33,7 +33,7 @@ from moesaic.training.fit import FitResult, evaluate, fit
 from moesaic.training.recipe import Recipe
 from moesaic.training.train_step import CompileError
 
-SHORT = Recipe(epochs=3, batch=16, optimizer="sgd", learning_rate=0.05)
+SHORT = Recipe(epochs=3, batch_size=16, optimizer="sgd", lr=0.05)
 
 
 @pytest.mark.parametrize("make", [dense, routed, mixture])
@@ -47,11 +47,11 @@ def test_it_learns(make):
 @pytest.mark.parametrize(
     "recipe",
     [
-        Recipe(epochs=8, batch=16, optimizer="adamw", learning_rate=0.01, warmup=1),
-        Recipe(epochs=8, batch=16, optimizer="normalized_gd", learning_rate=0.05, weight_decay=0.0),
-        Recipe(epochs=8, batch=16, learning_rate=0.05, schedule="step", ema=0.9, clip=1.0, label_smoothing=0.1),
-        Recipe(epochs=8, batch=16, learning_rate=0.05, precision="bfloat16", accumulate=2),
-        Recipe(epochs=8, batch=16, learning_rate=0.05, precision="float16"),
+        Recipe(epochs=8, batch_size=16, optimizer="adamw", lr=0.01, warmup_epochs=1),
+        Recipe(epochs=8, batch_size=16, optimizer="normalized_gd", lr=0.05, weight_decay=0.0),
+        Recipe(epochs=8, batch_size=16, lr=0.05, schedule="step", ema_decay=0.9, clip_grad=1.0, label_smoothing=0.1),
+        Recipe(epochs=8, batch_size=16, lr=0.05, precision="bfloat16", grad_accum=2),
+        Recipe(epochs=8, batch_size=16, lr=0.05, precision="float16"),
     ],
 )
 def test_it_learns_by_every_recipe(recipe):
@@ -95,7 +95,7 @@ def test_what_is_counted():
     seconds = [epoch.seconds for epoch in found.epochs]
     assert seconds == sorted(seconds)
     assert found.seconds == seconds[-1]
-    assert found.epochs[0].learning_rate == SHORT.rate(0.9), "in the middle of the last of five steps"
+    assert found.epochs[0].lr == SHORT.lr_at(0.9), "in the middle of the last of five steps"
 
 
 def test_the_first_loss_is_that_of_the_untrained_network():
@@ -105,7 +105,7 @@ def test_the_first_loss_is_that_of_the_untrained_network():
     with torch.no_grad():
         expected = float(nn.functional.cross_entropy(model(x), labels))
         right = float((model(x).argmax(1) == labels).double().mean())
-    found = fit(model, plain, Recipe(epochs=1, batch=70))
+    found = fit(model, plain, Recipe(epochs=1, batch_size=70))
     assert found.epochs[0].loss == pytest.approx(expected, rel=1e-5)
     assert found.epochs[0].train_accuracy == pytest.approx(100 * right)
 
@@ -155,24 +155,24 @@ def one_step(model: nn.Module, recipe: Recipe, dataset: ImageDataset = TASK) -> 
     fit(
         model,
         replace(dataset, train_transform=SCALE),
-        replace(recipe, epochs=1, batch=70, momentum=0.0, weight_decay=0.0),
+        replace(recipe, epochs=1, batch_size=70, momentum=0.0, weight_decay=0.0),
     )
     return [parameter.detach() - start for parameter, start in zip(model.parameters(), before, strict=True)]
 
 
 def test_a_batch_in_parts_is_the_same_step():
-    whole, parted = (one_step(dense(), replace(SHORT, accumulate=parts)) for parts in (1, 3))
+    whole, parted = (one_step(dense(), replace(SHORT, grad_accum=parts)) for parts in (1, 3))
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(whole, parted, strict=True))
     assert any(a.abs().max() > 1e-4 for a in whole)
 
 
 def test_a_clipped_gradient_is_no_longer_than_asked_for():
-    moved = one_step(dense(), replace(SHORT, learning_rate=1.0, schedule="constant", clip=0.01))
+    moved = one_step(dense(), replace(SHORT, lr=1.0, schedule="constant", clip_grad=0.01))
     assert float(torch.cat([each.flatten() for each in moved]).norm()) == pytest.approx(0.01, rel=1e-4)
 
 
 def test_normalized_gd_moves_each_expert_by_the_learning_rate_and_a_plain_network_as_one():
-    recipe = replace(SHORT, optimizer="normalized_gd", learning_rate=0.5, schedule="constant")
+    recipe = replace(SHORT, optimizer="normalized_gd", lr=0.5, schedule="constant")
     for make in (routed, mixture):
         model = make()
         layer = model.moe if make is routed else model
@@ -195,7 +195,7 @@ def test_routers_can_have_a_rate_of_their_own():
     for optimizer in ("sgd", "adamw", "normalized_gd"):
         model = routed()
         before = model.moe.router.weight.detach().clone()
-        one_step(model, replace(SHORT, optimizer=optimizer, router_rate=0.0))
+        one_step(model, replace(SHORT, optimizer=optimizer, router_lr=0.0))
         assert torch.equal(model.moe.router.weight, before)
         one_step(model, replace(SHORT, optimizer=optimizer))
         assert not torch.equal(model.moe.router.weight, before)
@@ -205,7 +205,7 @@ def test_routers_go_at_a_tenth_of_the_rate_under_adamw():
     def moved(rate: float | None) -> Tensor:
         model = routed()
         before = model.moe.router.weight.detach().clone()
-        one_step(model, replace(SHORT, optimizer="adamw", learning_rate=0.01, router_rate=rate, weight_decay=0.0))
+        one_step(model, replace(SHORT, optimizer="adamw", lr=0.01, router_lr=rate, weight_decay=0.0))
         return model.moe.router.weight.detach() - before
 
     torch.testing.assert_close(moved(None), moved(0.001))
@@ -220,14 +220,14 @@ def test_the_balance_loss_reaches_a_router_in_which_patches_choose_and_leaves_ot
     for make, differs in ((choosing, True), (routed, False), (dense, False)):
         plain, balanced = make(), make()
         one_step(plain, SHORT)
-        one_step(balanced, replace(SHORT, balance=100.0))
+        one_step(balanced, replace(SHORT, balance_weight=100.0))
         assert same(plain, balanced) != differs
 
 
 def test_a_running_mean_is_tested_and_kept(tmp_path):
     plain, mean = dense(), dense()
     seen: list[Tensor] = [next(plain.parameters()).detach().clone()]
-    recipe = Recipe(epochs=1, batch=24, optimizer="sgd", learning_rate=0.05)
+    recipe = Recipe(epochs=1, batch_size=24, optimizer="sgd", lr=0.05)
     handle = plain.register_forward_pre_hook(
         lambda module, args: seen.append(next(module.parameters()).detach().clone()) if module.training else None
     )
@@ -238,7 +238,7 @@ def test_a_running_mean_is_tested_and_kept(tmp_path):
     for step, now in enumerate(steps, start=1):
         stays = min(0.3, (1 + step) / (10 + step))
         expected = expected + (1 - stays) * (now - expected)
-    found = fit(mean, TASK, replace(recipe, ema=0.3), out=tmp_path)
+    found = fit(mean, TASK, replace(recipe, ema_decay=0.3), out=tmp_path)
     assert torch.allclose(next(mean.parameters()), expected, atol=1e-6)
     assert not same(plain, mean)
     fresh = dense()
@@ -248,7 +248,7 @@ def test_a_running_mean_is_tested_and_kept(tmp_path):
 
 def test_the_mean_takes_in_the_statistics_of_norms():
     model = routed()
-    fit(model, TASK, replace(SHORT, ema=0.999))
+    fit(model, TASK, replace(SHORT, ema_decay=0.999))
     trained = routed()
     fit(trained, TASK, SHORT)
     assert not torch.equal(model.norm.running_mean, trained.norm.running_mean)
@@ -295,7 +295,7 @@ def test_the_network_of_a_run_can_be_made_again(tmp_path):
     pixels = TASK.train.pixels.repeat_interleave(4, 2).repeat_interleave(4, 3)[:8]
     few = LabelledImages(pixels, TASK.train.labels[:8], TASK.train.clusters[:8])
     model = spec.build()
-    fit(model, replace(TASK, train=few, test=few), Recipe(epochs=1, batch=8), out=tmp_path, spec=spec)
+    fit(model, replace(TASK, train=few, test=few), Recipe(epochs=1, batch_size=8), out=tmp_path, spec=spec)
     found = load_checkpoint(tmp_path)
     assert found.spec == spec
     assert found.normalize == SCALE
@@ -318,9 +318,9 @@ def test_a_complete_run_is_not_done_again(tmp_path):
 def test_a_folder_of_another_run_says_which_settings_differ(tmp_path):
     fit(routed(), TASK, SHORT, out=tmp_path)
     with pytest.raises(
-        ValueError, match=r"other settings: recipe.epochs was 3, is 4; recipe.ema was None, is 0.9; seed"
+        ValueError, match=r"other settings: recipe.epochs was 3, is 4; recipe.ema_decay was None, is 0.9; seed"
     ) as told:
-        fit(routed(), TASK, replace(SHORT, epochs=4, ema=0.9), seed=1, out=tmp_path)
+        fit(routed(), TASK, replace(SHORT, epochs=4, ema_decay=0.9), seed=1, out=tmp_path)
     assert "Name another folder" in str(told.value)
     with pytest.raises(ValueError, match=r"model.class was 'Routed', is 'Sequential'"):
         fit(dense(), TASK, SHORT, out=tmp_path)
@@ -370,7 +370,7 @@ class Heard:
         self.said.append(config["recipe"]["epochs"])
 
     def log(self, epoch: int, values: Mapping[str, float]) -> None:
-        assert values.keys() >= {"loss", "train_accuracy", "seconds", "images_per_second", "learning_rate"}
+        assert values.keys() >= {"loss", "train_accuracy", "seconds", "images_per_second", "lr"}
         self.said.append((epoch, "test_accuracy" in values))
 
     def end(self) -> None:
@@ -390,5 +390,5 @@ def test_trackers_hear_every_epoch_and_the_end_however_it_comes():
 @pytest.mark.parametrize("precision", ["auto", "float32", "float16"])
 @pytest.mark.parametrize("make", [dense, routed, mixture])
 def test_it_learns_on_a_gpu(make, precision, tmp_path):
-    recipe = replace(SHORT, epochs=12, precision=precision, ema=0.5)
+    recipe = replace(SHORT, epochs=12, precision=precision, ema_decay=0.5)
     assert fit(make(), TASK, recipe, device="cuda", out=tmp_path, checkpoint_seconds=0).accuracy > 85

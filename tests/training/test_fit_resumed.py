@@ -35,8 +35,8 @@ from moesaic.training.fit import Diverged, fit
 
 RECIPES = {
     "sgd": LONG,
-    "adamw, mean": replace(LONG, optimizer="adamw", learning_rate=0.01, ema=0.9, warmup=1),
-    "normalized_gd, parts": replace(LONG, optimizer="normalized_gd", accumulate=2, clip=1.0),
+    "adamw, mean": replace(LONG, optimizer="adamw", lr=0.01, ema_decay=0.9, warmup_epochs=1),
+    "normalized_gd, parts": replace(LONG, optimizer="normalized_gd", grad_accum=2, clip_grad=1.0),
     "float16": replace(LONG, precision="float16", schedule="step"),
 }
 
@@ -213,7 +213,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_last_good_check
     with pytest.raises(Diverged, match=r"in epoch 3 of 4, by batch 6 of 6\)") as told:
         fit(Poisoned(14), TASK, LONG, out=tmp_path, checkpoint_seconds=0)
     assert str(tmp_path / "model.safetensors") in str(told.value)
-    assert "Lower learning_rate=0.05" in str(told.value)
+    assert "Lower lr=0.05" in str(told.value)
     model = Poisoned(0)
     assert load_weights(tmp_path, model).metrics["epochs"] == 2
     assert all(tensor.isfinite().all() for tensor in weights(model))
@@ -275,7 +275,7 @@ def copies(seed: int = 0) -> nn.Module:
 
 def test_experts_that_collapse_are_told_once(tmp_path):
     notes = Notes()
-    recipe = replace(LONG, router_rate=0.0)
+    recipe = replace(LONG, router_lr=0.0)
     found = fit(copies(), TASK, recipe, out=tmp_path, progress=notes)
     assert len(notes.logged) == 1
     assert "epoch 1: layer 'moe': the experts choose the same units" in notes.logged[0]
@@ -302,7 +302,7 @@ class Parting(Routed):
 
 
 def test_alarms_are_the_same_in_a_run_that_was_stopped(tmp_path, often):
-    recipe = replace(LONG, router_rate=0.0)
+    recipe = replace(LONG, router_lr=0.0)
     for patience in (4, 6, 100):
         try:
             fit(seeded(Parting), TASK, recipe, out=tmp_path / "parts", progress=Notes(patience), checkpoint_seconds=0)

@@ -19,7 +19,7 @@ from moesaic.training.gates import GateTraining
 
 
 @pytest.mark.parametrize(
-    "changes", [{"optimizer": "sgd", "learning_rate": 0.05, "weight_decay": 0.01}, {"ema": 0.9}], ids=["sgd", "mean"]
+    "changes", [{"optimizer": "sgd", "lr": 0.05, "weight_decay": 0.01}, {"ema_decay": 0.9}], ids=["sgd", "mean"]
 )
 def test_after_the_joint_stage_gates_and_embedding_stay_and_the_rest_goes_on(changes, monkeypatch):
     frozen, weights, model = [], [], gated()
@@ -67,16 +67,21 @@ def test_networks_without_gates_have_no_cost(tmp_path):
 
 
 def test_with_one_stage_alone_the_cost_is_met_all_the_same():
-    one = replace(LONG, epochs=2, gates=GateRecipe(target_macs=0.5, joint=1.0))
+    one = replace(LONG, epochs=2, gates=GateRecipe(target_macs=0.5, joint_fraction=1.0))
     assert fit(gated(), TASK, one).cost == pytest.approx(0.5, rel=0.05)
 
 
 RUNS = {
     "target, mean, noise": replace(
-        LONG, ema=0.9, label_smoothing=0.1, gates=GateRecipe(target_macs=0.5, joint=0.6, noise=0.3)
+        LONG, ema_decay=0.9, label_smoothing=0.1, gates=GateRecipe(target_macs=0.5, joint_fraction=0.6, noise=0.3)
     ),
     "strength, sgd, parts": replace(
-        LONG, optimizer="sgd", learning_rate=0.05, accumulate=2, clip=1.0, gates=GateRecipe(strength=0.5, joint=0.55)
+        LONG,
+        optimizer="sgd",
+        lr=0.05,
+        grad_accum=2,
+        clip_grad=1.0,
+        gates=GateRecipe(l1_weight=0.5, joint_fraction=0.55),
     ),
 }
 
@@ -93,12 +98,12 @@ def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, tmp_
 
 
 def test_a_strength_that_closes_every_gate_stops_the_run_with_its_last_good_checkpoint(tmp_path):
-    gates = GateRecipe(strength=30.0, warmup=0.0, least_open=0.0, joint=1.0)
-    recipe = replace(LONG, optimizer="sgd", momentum=0.5, learning_rate=0.01, epochs=20, warmup=0, gates=gates)
+    gates = GateRecipe(l1_weight=30.0, warmup_fraction=0.0, min_open=0.0, joint_fraction=1.0)
+    recipe = replace(LONG, optimizer="sgd", momentum=0.5, lr=0.01, epochs=20, warmup_epochs=0, gates=gates)
     with pytest.raises(GatesClosed, match=r"all gates of layer '\d' are closed") as told:
         fit(gated(), TASK, recipe, out=tmp_path, checkpoint_seconds=0)
     assert isinstance(told.value, Diverged)
-    for part in (r"\(step ", "in epoch ", "Use a smaller strength than 30, a longer warmup than 0.0"):
+    for part in (r"\(step ", "in epoch ", "Use a smaller l1_weight than 30, a longer warmup_fraction than 0.0"):
         assert told.match(part)
     if (tmp_path / "model.safetensors").exists():
         assert str(tmp_path / "model.safetensors") in str(told.value)
@@ -127,7 +132,7 @@ def test_gates_that_keep_a_set_number_learn_straight_through(monkeypatch):
 
 def test_a_network_learns_from_a_teacher(tmp_path):
     teacher = seeded(backbone, 5)
-    recipe = replace(LONG, epochs=1, gates=GateRecipe(distil=1.0))
+    recipe = replace(LONG, epochs=1, gates=GateRecipe(distill_weight=1.0))
     taught, alone = gated(), gated()
     fit(taught, TASK, recipe, teacher=teacher, out=tmp_path / "run")
     fit(alone, TASK, replace(recipe, gates=GateRecipe()))
@@ -138,9 +143,9 @@ def test_a_network_learns_from_a_teacher(tmp_path):
 
 
 def test_a_teacher_and_a_recipe_must_agree():
-    with pytest.raises(ValueError, match=r"distil=1\.0, but there is no teacher"):
-        fit(gated(), TASK, replace(LONG, gates=GateRecipe(distil=1.0)))
-    with pytest.raises(ValueError, match="does not say how much it counts"):
+    with pytest.raises(ValueError, match=r"distill_weight=1\.0, but there is no teacher"):
+        fit(gated(), TASK, replace(LONG, gates=GateRecipe(distill_weight=1.0)))
+    with pytest.raises(ValueError, match="does not weigh it"):
         fit(gated(), TASK, LONG, teacher=seeded(backbone))
 
 
@@ -153,7 +158,7 @@ def test_half_precision_and_float16_work():
 def test_a_compiled_network_learns_the_same(monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     recipe = replace(
-        LONG, epochs=2, batch=70, gates=GateRecipe(target_macs=0.5, joint=1.0)
+        LONG, epochs=2, batch_size=70, gates=GateRecipe(target_macs=0.5, joint_fraction=1.0)
     )  # a graph, and one use of it
     compiled, plain = gated(), gated()
     fit(compiled, TASK, replace(recipe, compile=True))

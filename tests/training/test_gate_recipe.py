@@ -17,18 +17,18 @@ def test_a_recipe_comes_back_from_json_with_its_gates():
 
 
 def test_pressure_grows_in_the_warmup_and_ends_with_the_joint_stage():
-    gates = GateRecipe(warmup=0.5, joint=0.5)
-    assert [gates.share(epoch, 8) for epoch in (0, 1, 2, 3.9, 4, 8)] == [0.0, 0.5, 1.0, 1.0, 0.0, 0.0]
-    assert GateRecipe(warmup=0).share(0, 8) == 1
+    gates = GateRecipe(warmup_fraction=0.5, joint_fraction=0.5)
+    assert [gates.l1_factor(epoch, 8) for epoch in (0, 1, 2, 3.9, 4, 8)] == [0.0, 0.5, 1.0, 1.0, 0.0, 0.0]
+    assert GateRecipe(warmup_fraction=0).l1_factor(0, 8) == 1
 
 
 def test_the_way_to_the_target_begins_with_all_gates_open_and_arrives_before_the_joint_stage_ends():
     gates = GateRecipe(target_macs=0.25)
-    way = [gates.goal(over / 20, 1.02) for over in range(21)]
+    way = [gates.cost_at(over / 20, 1.02) for over in range(21)]
     assert way[0] == 1.02
     assert way == sorted(way, reverse=True)
     assert way[16:] == [0.25] * 5
-    assert GateRecipe().goal(0.5, 1.02) is None
+    assert GateRecipe().cost_at(0.5, 1.02) is None
 
 
 def test_noise_falls_to_nothing_by_the_end_of_the_joint_stage():
@@ -38,15 +38,19 @@ def test_noise_falls_to_nothing_by_the_end_of_the_joint_stage():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"strength": -1}, ValueError, "strength=-1; it must be 0 or more"),
-        ({"strength": "high"}, TypeError, "strength='high' is a str; it must be a number"),
-        ({"joint": 0}, ValueError, "joint=0; it must be above 0 and at most 1"),
-        ({"warmup": 1.5}, ValueError, "warmup=1.5; it must be from 0 to 1"),
-        ({"least_open": 1.0}, ValueError, "least_open=1.0; it must be from 0 to below 1"),
-        ({"temperature": 0}, ValueError, "temperature=0; it must be above 0"),
-        ({"target_macs": 1.2}, ValueError, "target_macs=1.2; it must be a share of the dense network's multiply-adds"),
-        ({"target_macs": 0.5, "strength": 0}, ValueError, "use any λ above 0"),
-        ({"weigh": "costs"}, ValueError, "did you mean 'cost'"),
+        ({"l1_weight": -1}, ValueError, "l1_weight=-1; it must be 0 or more"),
+        ({"l1_weight": "high"}, TypeError, "l1_weight='high' is a str; it must be a number"),
+        ({"joint_fraction": 0}, ValueError, "joint_fraction=0; it must be above 0 and at most 1"),
+        ({"warmup_fraction": 1.5}, ValueError, "warmup_fraction=1.5; it must be from 0 to 1"),
+        ({"min_open": 1.0}, ValueError, "min_open=1.0; it must be from 0 to below 1"),
+        ({"distill_temperature": 0}, ValueError, "distill_temperature=0; it must be above 0"),
+        (
+            {"target_macs": 1.2},
+            ValueError,
+            "target_macs=1.2; it must be a fraction of the dense network's",
+        ),
+        ({"target_macs": 0.5, "l1_weight": 0}, ValueError, "use any λ above 0"),
+        ({"layer_weights": "costs"}, ValueError, "did you mean 'cost'"),
     ],
 )
 def test_settings_that_cannot_be(options, error, message):

@@ -21,7 +21,7 @@ LABELS = torch.arange(12) % 2
 
 
 def training(model: DeepMoE, teacher: nn.Module | None = None, **options) -> GateTraining:
-    recipe = Recipe(epochs=10, gates=GateRecipe(**{"joint": 0.5, "warmup": 0.0, **options}))
+    recipe = Recipe(epochs=10, gates=GateRecipe(**{"joint_fraction": 0.5, "warmup_fraction": 0.0, **options}))
     return GateTraining(model, recipe, 6, CPU, teacher)
 
 
@@ -45,7 +45,7 @@ def cost(model: DeepMoE) -> float:
 def test_the_loss_is_the_pressure_on_gates_and_the_embedding_s_own_loss():
     model = gated()
     output = model.forward_with_routing(images())
-    found = training(model, strength=0.3, embedding=0.5, weigh="equal").loss(output, LABELS, None, 1.0)
+    found = training(model, l1_weight=0.3, embedding_weight=0.5, layer_weights="equal").loss(output, LABELS, None, 1.0)
     pressure = 0.3 * sum(gate_l1(routing) for routing in output.routing.values())
     torch.testing.assert_close(found, pressure + 0.5 * F.cross_entropy(output.embedding_logits, LABELS))
 
@@ -54,7 +54,7 @@ def test_layers_are_pressed_by_what_closing_them_saves():
     model = gated()
     output = model.forward_with_routing(images())
     with torch.no_grad():
-        found = training(model, strength=1.0, embedding=0.0).loss(output, LABELS, None, 1.0)
+        found = training(model, l1_weight=1.0, embedding_weight=0.0).loss(output, LABELS, None, 1.0)
     # the convolutions cost 3 · 16 on 16² pixels and twice 16 · 16 on 8²; closing one saves its own and its reader's
     saved = torch.tensor([3 * 256 + 16 * 64, 2 * 16 * 64, 16 * 64.0])
     means = torch.stack([gate_l1(routing).detach() for routing in output.routing.values()])
@@ -73,7 +73,7 @@ def test_nothing_presses_once_gates_are_frozen_or_where_they_keep_a_set_number()
 
 def test_a_teacher_that_says_the_same_adds_nothing_and_another_one_pulls():
     model = gated().eval()
-    gates = training(model, teacher=model, distil=2.0, embedding=0.0, strength=0.0)
+    gates = training(model, teacher=model, distill_weight=2.0, embedding_weight=0.0, l1_weight=0.0)
     output, hints = model.forward_with_routing(images()), gates.hints(images())
     assert hints is not None
     assert not hints.requires_grad
@@ -89,7 +89,7 @@ def test_a_teacher_that_says_the_same_adds_nothing_and_another_one_pulls():
 def test_a_layer_that_is_nearly_closed_is_told_once_and_relieved():
     model = gated()
     set_biases(model, 1, 1.0, *[-1.0] * 15)
-    gates = training(model, least_open=0.07, embedding=0.0, weigh="equal")
+    gates = training(model, min_open=0.07, embedding_weight=0.0, layer_weights="equal")
     told: list[str] = []
     for step in range(1, 4):
         gates.show(model.forward_with_routing(images()).routing, step - 1)
@@ -109,7 +109,7 @@ def test_a_layer_that_is_closed_for_all_images_is_refused_by_name():
     gates.show(model.forward_with_routing(images()).routing, 0)
     with pytest.raises(ClosedLayer, match="all gates of layer '6' are closed for 100% of the images"):
         gates.look(1, 1.0)
-    assert "a smaller strength than 0.1, a longer warmup than 0.0" in gates.advice()
+    assert "a smaller l1_weight than 0.1, a longer warmup_fraction than 0.0" in gates.advice()
 
 
 def test_where_there_is_a_target_a_closed_layer_is_opened_again():
@@ -204,7 +204,7 @@ def test_a_network_with_gates_gets_a_recipe_for_them_and_others_none():
             {"target_macs": 0.36},
             r"which costs 0\.\d+; leave target_macs out .*keep=0.60",
         ),
-        ({"bias": None}, {"target_macs": 0.5}, "these have none; leave it out and use strength"),
+        ({"bias": None}, {"target_macs": 0.5}, "these have none; leave it out and use l1_weight"),
         ({}, {"straight_through": True}, "straight_through=True has no meaning for gates of mode='relu'"),
     ],
 )

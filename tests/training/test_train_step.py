@@ -17,8 +17,8 @@ CPU = torch.device("cpu")
 X, LABELS = SCALE(TASK.train.pixels), TASK.train.labels
 RECIPES = {
     "sgd": LONG,
-    "adamw, ema": replace(LONG, optimizer="adamw", learning_rate=0.01, ema=0.9),
-    "normalized_gd, ema": replace(LONG, optimizer="normalized_gd", ema=0.9),
+    "adamw, ema": replace(LONG, optimizer="adamw", lr=0.01, ema_decay=0.9),
+    "normalized_gd, ema": replace(LONG, optimizer="normalized_gd", ema_decay=0.9),
     "float16": replace(LONG, precision="float16"),
 }
 
@@ -77,7 +77,7 @@ def test_a_step_in_float16_whose_gradient_overflows_is_left_out_and_the_scale_ha
 
 
 def test_the_ema_weights_are_there_for_a_test_and_gone_after_it():
-    train_step = TrainStep(dense(), replace(LONG, ema=0.9), CPU, 2)
+    train_step = TrainStep(dense(), replace(LONG, ema_decay=0.9), CPU, 2)
     losses_of(train_step, 3)
     trained = dense()
     trained.load_state_dict(train_step.model.state_dict())

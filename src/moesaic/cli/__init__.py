@@ -27,10 +27,10 @@ __all__ = ["Bench", "Claims", "CommandError", "Compare", "Explain", "Export", "R
 
 
 class Command(Protocol):
-    """What a user can ask for; its fields are the options."""
+    """A command; its fields are the options."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Do it; ``given`` are the words of the command, the result is the exit code."""
+        """Runs the command; ``given`` are its arguments. Returns the exit code."""
         ...
 
 
@@ -47,7 +47,7 @@ COMMANDS: dict[str, type[Any]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit code.
+    """Runs a command and returns its exit code.
 
     >>> main(["--version"])
     moesaic ...
@@ -57,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given == ["--version"]:
         sys.stdout.write(f"moesaic {version()}\n")
         return 0
-    description = "Mixtures of experts for vision. moesaic --version tells the version, moesaic COMMAND --help more."
+    description = (
+        "Mixtures of experts for vision. moesaic --version prints the version, moesaic COMMAND --help the options."
+    )
     command: Command = tyro.extras.subcommand_cli_from_dict(
         dict(COMMANDS), prog="moesaic", description=description, args=given
     )

@@ -1,4 +1,4 @@
-"""`moesaic compare`: which network needs fewer of one's labels, and by how many."""
+"""`moesaic compare`: which network needs fewer labelled images, and how many fewer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moesaic.cli.shared import (
     CommandError,
     file_name,
     is_plain,
-    load_task,
+    load_dataset,
     log,
     make_folder,
     program,
@@ -34,46 +34,49 @@ __all__ = ["Compare"]
 
 @dataclass(frozen=True)
 class Compare:
-    """Train networks with different numbers of labelled images, and say which needs fewer of them.
+    """Train networks with different numbers of labelled images, and report which one needs fewer.
 
-    Finished runs are kept under --out: the same command continues where an interrupted one stopped, and with more
-    models, samples or trials it only runs what is missing.
+    Finished runs are stored in --out: the same command resumes where an interrupted one stopped, and with more
+    models, samples or trials it runs only what is missing.
     """
 
     data: Positional[Annotated[str, arg(metavar="DATA")]]
-    """A folder of images with a folder for each class, a zip file of one, or a name such as cifar10."""
+    """Folder of images with a subfolder for each class, a zip file of one, or a dataset name such as cifar10."""
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
-    """Networks, separated by commas; the others are compared with the first. Options follow colons:
+    """Networks, separated by commas; the first is the baseline. Options follow colons:
     wrn10_2_pmoe:patches_per_expert=8."""
     samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
-    """Numbers of labelled images to train with, separated by commas."""
+    """Numbers of labelled training images, separated by commas."""
     trials: int = 3
-    """How often each is trained, with other images each time; 2 at least, and the more the narrower the intervals."""
+    """Runs of each network and number of samples, each with other images; at least 2. More trials narrow the
+    intervals."""
     epochs: int = 50
-    """How often a network sees each image."""
-    batch: int = 32
-    """Images in a step, at most."""
+    """Passes over the training images."""
+    batch_size: int = 32
+    """Samples per step."""
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
-    """By which all networks learn; normalized_gd: each expert moves by steps of one length, all else by SGD."""
-    learning_rate: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: the optimizer's)")] = None
-    """At its peak; it falls to 0 along half a cosine."""
+    """Optimizer of all networks; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
+    lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
+    """Peak learning rate; it follows a cosine schedule down to 0."""
     augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
-    """How images to train on are varied: not at all, mirrored at random, or mirrored and shifted."""
-    size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the set, else 64)")] = None
-    """The side that images are brought to."""
+    """Augmentation of the training images: none, random horizontal flips, or flips and random crops."""
+    img_size: Annotated[
+        int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the dataset, else 64)")
+    ] = None
+    """Side that images are resized to."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
-    """Where the files of a set that is given by name lie."""
-    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: that of the user)")] = None
-    """Where decoded images are kept."""
+    """Folder with the files of a dataset that is given by name."""
+    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None
+    """Folder of the decoded-image cache."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
-    """Where results go."""
+    """Output folder."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
-    """Where to compute; auto: on a GPU if there is one."""
+    """Device; auto: a GPU if there is one."""
     seed: int = 0
-    """Random numbers depend on it; on one machine the same seed gives the same result.json but for `seconds`."""
+    """Random seed; on one machine the same seed gives the same result.json but for `seconds`."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
+        """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         from moesaic.files import write_json
         from moesaic.report import describe_machine
 
@@ -91,12 +94,12 @@ class Compare:
             self._compare(dataset, grid, recipe, out, device, command, machine)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            log(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
+            log(f"\nInterrupted. Finished runs are in {out}. To resume:\n  {again}")
             return 130
         return 0
 
     def _checked(self) -> tuple[Grid, Recipe, str]:
-        """Everything that can be looked at before there are images."""
+        """Checks the options that do not depend on the images."""
         from moesaic.training.compare import Grid
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 
@@ -105,22 +108,21 @@ class Compare:
         grid.check_names()
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"compare: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
-        usual = OPTIMIZER_DEFAULTS[
-            cast("Any", check_choice("compare", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))
-        ]
+        check_choice("compare", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS)
+        defaults = OPTIMIZER_DEFAULTS[cast("Any", self.optimizer)]
         recipe = Recipe(
             epochs=self.epochs,
-            batch=self.batch,
+            batch_size=self.batch_size,
             optimizer=cast("Any", self.optimizer),
-            learning_rate=usual.learning_rate if self.learning_rate is None else self.learning_rate,
-            weight_decay=usual.weight_decay,
+            lr=defaults.lr if self.lr is None else self.lr,
+            weight_decay=defaults.weight_decay,
         )
         return grid, recipe, resolve_device("compare", self.device)
 
     def _load(self, grid: Grid) -> ImageDataset:
-        dataset = load_task(self)
+        dataset = load_dataset(self)
         grid.check(dataset)
-        grid.contenders(dataset)  # a network that does not fit the images is told now
+        grid.contenders(dataset)  # refuses a network that does not fit the images
         return dataset
 
     def _compare(
@@ -154,8 +156,8 @@ class Compare:
                 )
         except torch.OutOfMemoryError as error:
             raise CommandError(
-                f"moesaic compare: {device} has too little memory for batches of {self.batch}; use a smaller --batch. "
-                f"What is finished is kept in {out}"
+                f"moesaic compare: {device} has too little memory for --batch-size {self.batch_size}; use a smaller "
+                f"one. Finished runs are in {out}"
             ) from error
         except (Diverged, CheckpointError, OSError) as error:
             raise CommandError(f"moesaic compare: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""What the commands share: bad input in one line, images, folders, devices, and how the program was called."""
+"""Shared by the commands: errors in one line, datasets, output folders, devices, versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = [
     "CommandError",
     "file_name",
     "is_plain",
-    "load_task",
+    "load_dataset",
     "log",
     "make_folder",
     "program",
@@ -30,12 +30,12 @@ __all__ = [
 
 
 class CommandError(Exception):
-    """Something the user gave cannot be used; the message says what and how to mend it."""
+    """An option or input that cannot be used; the message says which, and what to do."""
 
 
 @contextmanager
 def user_errors(command: str) -> Generator[None]:
-    """What goes wrong in here is the user's to mend: a value that is refused, a file or a package that is not there."""
+    """Turns errors inside into a `CommandError`: refused values, missing files, missing packages."""
     try:
         yield
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -44,7 +44,7 @@ def user_errors(command: str) -> Generator[None]:
 
 
 def make_folder(out: Path) -> None:
-    """Make the folder of --out, or say why it cannot be."""
+    """Creates the folder of --out; an error says why that is impossible."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -56,7 +56,7 @@ def make_folder(out: Path) -> None:
 
 
 def file_name(name: str) -> str:
-    """A name of images or of a network as part of a path.
+    """Returns the name of a dataset or a network as part of a path.
 
     >>> file_name("timm/resnet18"), file_name("Äpfel & Birnen")
     ('timm-resnet18', 'Äpfel---Birnen')
@@ -65,7 +65,7 @@ def file_name(name: str) -> str:
 
 
 def resolve_device(command: str, name: str) -> str:
-    """The device that is meant by --device."""
+    """Returns the device of --device."""
     import torch
 
     if name == "auto":
@@ -82,7 +82,7 @@ def resolve_device(command: str, name: str) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what results depend on."""
+    """Returns the versions of the packages that results depend on."""
     import numpy as np
     import torch
 
@@ -95,20 +95,20 @@ def versions() -> dict[str, str]:
 
 
 def version() -> str:
-    """Of moesaic."""
-    # of the public face, which is loaded by now and which no room imports from
+    """Returns the version of moesaic."""
+    # of the public face, which is loaded by now and which no package imports from
     return sys.modules["moesaic"].__version__
 
 
 class DatasetOptions(Protocol):
-    """A command that takes a data set, and says where it lies and how its images are to be."""
+    """The options of a command that loads a dataset."""
 
     @property
     def data(self) -> str: ...
     @property
     def data_dir(self) -> Path | None: ...
     @property
-    def size(self) -> int | None: ...
+    def img_size(self) -> int | None: ...
     @property
     def cache_dir(self) -> Path | None: ...
     @property
@@ -117,18 +117,18 @@ class DatasetOptions(Protocol):
     def seed(self) -> int: ...
 
 
-def load_task(command: DatasetOptions) -> ImageDataset:
-    """The data set that a command asks for; what is skipped is told."""
+def load_dataset(command: DatasetOptions) -> ImageDataset:
+    """Loads the dataset of a command; files that are skipped are logged."""
     from moesaic.data.load import load_images
     from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
 
     cifar_mosaic_datasets.register()
 
-    augment: Any = command.augment  # load_images looks at it
+    augment: Any = command.augment  # load_images checks it
     return load_images(
         command.data,
         data_dir=command.data_dir,
-        size=command.size,
+        size=command.img_size,
         cache_dir=command.cache_dir,
         augment=augment,
         seed=command.seed,
@@ -137,12 +137,12 @@ def load_task(command: DatasetOptions) -> ImageDataset:
 
 
 def is_plain(value: object) -> bool:
-    """Whether JSON takes it as it is."""
+    """Returns whether JSON can represent the value as it is."""
     return value is None or isinstance(value, str | int | float | tuple)
 
 
 def program() -> list[str]:
-    """How this program was called, as words to type again."""
+    """Returns the words by which this program was called."""
     called = Path(sys.argv[0])
     if called.suffix == ".py":
         return [sys.executable, "-m", "moesaic"]
@@ -150,5 +150,5 @@ def program() -> list[str]:
 
 
 def log(message: str) -> None:
-    """Say it on stderr."""
+    """Writes a line to stderr."""
     sys.stderr.write(f"{message}\n")

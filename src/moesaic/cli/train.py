@@ -1,4 +1,4 @@
-"""`moesaic train`: a network for one's own images."""
+"""`moesaic train`: train a network on your own images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.cli.shared import (
     CommandError,
     file_name,
-    load_task,
+    load_dataset,
     log,
     make_folder,
     program,
@@ -40,86 +40,90 @@ _LISTED = 20
 
 @dataclass(frozen=True)
 class Train:
-    """Train a network on images, and say how well it does.
+    """Train a network on images and test it.
 
-    The network, its metrics and what it was made with go to --out. The same command continues an interrupted run,
-    to the same numbers as if it had not been.
+    The network, its metrics and its settings are written to --out. The same command resumes an interrupted run, with
+    the same numbers as if it had not been interrupted.
     """
 
     data: Positional[Annotated[str, arg(metavar="DATA")]]
-    """A folder of images with a folder for each class, a zip file of one, or a name such as cifar10."""
+    """Folder of images with a subfolder for each class, a zip file of one, or a dataset name such as cifar10."""
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
-    """A network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed."""
+    """Network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed."""
     samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
-    """Images to train with, drawn by --seed, with every class in its share."""
+    """Number of training images, sampled by --seed with every class in its share."""
     epochs: int = 50
-    """How often the network sees each image."""
-    batch: int = 32
-    """Images in a step, at most."""
-    learning_rate: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: the optimizer's)")] = None
-    """At its peak."""
+    """Passes over the training images."""
+    batch_size: int = 32
+    """Samples per step."""
+    lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
+    """Peak learning rate."""
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
-    """normalized_gd: each expert moves by steps of one length, all else by SGD."""
+    """Optimizer; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     schedule: Annotated[str, arg(metavar="cosine|step|constant")] = "cosine"
-    """How the learning rate falls."""
-    warmup: Annotated[float | None, arg(metavar="EPOCHS", help_behavior_hint="(default: a twentieth)")] = None
-    """In which the learning rate grows from 0 to its peak."""
-    weight_decay: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: the optimizer's)")] = None
-    """How much weights shrink."""
-    ema: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: none)")] = None
-    """Test and keep a running mean of the weights, of which this share stays at each step: 0.999, say."""
-    clip: Annotated[float | None, arg(metavar="NORM", help_behavior_hint="(default: none)")] = None
-    """The largest norm that a gradient may have."""
-    accumulate: int = 1
-    """Parts in which a batch is computed, one after the other: less memory."""
-    label_smoothing: float = 0.0
-    """The share of a label that is given to all classes."""
-    stop_at_zero_error: bool = False
-    """Stop after an epoch in which every image was classified right as it was trained on."""
-    precision: Annotated[str, arg(metavar="auto|float32|bfloat16|float16")] = "auto"
-    """In which products are computed; auto: bfloat16 on a GPU that has it, else float32."""
-    compile: bool = False
-    """Compile the network first, which takes a minute and saves time in long runs."""
-    fidelity: Annotated[str | None, arg(metavar="best|released|print", help_behavior_hint="(default: best)")] = None
-    """For wide residual networks: ours, as the paper's authors released it, or as it is printed."""
-    experts: Annotated[int | None, arg(metavar="E", help_behavior_hint="(default: the network's)")] = None
-    """How many experts a mixture has."""
-    patches_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: the network's)")] = None
-    """How many patches of an image each expert takes."""
-    patch_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: the network's)")] = None
-    """The side of a patch on the map that is routed."""
-    convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
-    """Make a mixture of this convolution of the network, such as layer4.1.conv2 of timm/resnet18; may be repeated."""
-    target_macs: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: none)")] = None
-    """For networks with channel gates, such as vgg16_deepmoe: what an image may cost on average, as a share of the
-    multiply-adds of the network without gates: 0.5, say."""
-    gate_strength: Annotated[float | None, arg(metavar="RATE", help_behavior_hint="(default: 0.1)")] = None
-    """How hard channel gates are pressed to close (λ); with --target-macs, where it begins."""
-    joint_share: Annotated[float | None, arg(metavar="SHARE", help_behavior_hint="(default: 0.6)")] = None
-    """The share of the epochs in which channel gates learn, before they are frozen."""
-    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
-    """How images to train on are varied: not at all, mirrored at random, or mirrored and shifted."""
-    size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the set, else 64)")] = None
-    """The side that images are brought to."""
-    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
-    """Where the files of a set that is given by name lie."""
-    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: that of the user)")] = None
-    """Where decoded images are kept."""
-    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
-    """Where the network and its metrics go."""
-    eval_every: Annotated[
-        int | None, arg(metavar="EPOCHS", help_behavior_hint="(default: so that it takes little)")
+    """Learning-rate schedule."""
+    warmup_epochs: Annotated[float | None, arg(metavar="N", help_behavior_hint="(default: a twentieth)")] = None
+    """Epochs of linear learning-rate warmup."""
+    weight_decay: Annotated[float | None, arg(metavar="WD", help_behavior_hint="(default: the optimizer's)")] = None
+    """Weight decay."""
+    ema_decay: Annotated[float | None, arg(metavar="DECAY", help_behavior_hint="(default: no EMA)")] = None
+    """EMA decay of the weights, such as 0.999; the averaged weights are tested and saved."""
+    clip_grad: Annotated[
+        float | None, arg(metavar="NORM", aliases=["--grad-clip"], help_behavior_hint="(default: no clipping)")
     ] = None
-    """Epochs from one test to the next; there is always one at the end."""
+    """Maximum gradient norm."""
+    grad_accum: int = 1
+    """Gradient accumulation steps."""
+    label_smoothing: float = 0.0
+    """Label smoothing."""
+    stop_at_zero_error: bool = False
+    """Stop after an epoch in which every training image was classified correctly."""
+    precision: Annotated[str, arg(metavar="auto|float32|bfloat16|float16")] = "auto"
+    """Precision of matmuls and convolutions; auto: bfloat16 on a GPU that supports it, else float32."""
+    compile: bool = False
+    """Compile the network with torch.compile, which takes a minute and saves time in long runs."""
+    fidelity: Annotated[str | None, arg(metavar="best|released|print", help_behavior_hint="(default: best)")] = None
+    """Variant of a wide residual network: ours, the authors' released code, or the paper as printed."""
+    experts: Annotated[int | None, arg(metavar="E", help_behavior_hint="(default: the network's)")] = None
+    """Number of experts."""
+    patches_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: the network's)")] = None
+    """Number of patches of an image that each expert takes."""
+    patch_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: the network's)")] = None
+    """Side of a patch on the feature map that is routed."""
+    convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
+    """Convolution to convert into a mixture of experts, such as layer4.1.conv2 of timm/resnet18; may be repeated."""
+    target_macs: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: none)")] = None
+    """Target for the mean multiply-adds of an image, as a fraction of the network without channel gates: 0.5, say. For
+    networks with channel gates, such as vgg16_deepmoe."""
+    gate_l1: Annotated[float | None, arg(metavar="LAMBDA", help_behavior_hint="(default: 0.1)")] = None
+    """Weight λ of the gates' L1 penalty; with --target-macs, its initial value."""
+    joint_fraction: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: 0.6)")] = None
+    """Fraction of the epochs in which channel gates learn before they are frozen."""
+    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
+    """Augmentation of the training images: none, random horizontal flips, or flips and random crops."""
+    img_size: Annotated[
+        int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the dataset, else 64)")
+    ] = None
+    """Side that images are resized to."""
+    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
+    """Folder with the files of a dataset that is given by name."""
+    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None
+    """Folder of the decoded-image cache."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
+    """Output folder of the network and its metrics."""
+    eval_every: Annotated[
+        int | None, arg(metavar="N", help_behavior_hint="(default: such that tests take little time)")
+    ] = None
+    """Epochs from one test to the next; the last epoch is always tested."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="tensorboard|wandb|trackio")] = ()
-    """Send metrics there as well; needs moesaic[track]."""
+    """Experiment tracker to log metrics to; may be repeated; needs moesaic[track]."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
-    """Where to compute; auto: on a GPU if there is one."""
+    """Device; auto: a GPU if there is one."""
     seed: int = 0
-    """Decides the images of --samples, the initial weights and the order of the images."""
+    """Random seed of the images of --samples, the initial weights and the order of the images."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
+        """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         from rich.console import Console
 
         with user_errors("train"):
@@ -133,7 +137,7 @@ class Train:
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
             if (out / "model.safetensors").exists():
-                log(f"\nInterrupted. The last checkpoint is kept in {out}. To continue:\n  {again}")
+                log(f"\nInterrupted. The last checkpoint is in {out}. To resume:\n  {again}")
             else:
                 log(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
@@ -141,28 +145,27 @@ class Train:
         return 0
 
     def _checked(self) -> tuple[Recipe, str]:
-        """What can be looked at before there are images."""
+        """Checks the options that do not depend on the images."""
         from moesaic.training.gate_recipe import GateRecipe
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 
-        usual = OPTIMIZER_DEFAULTS[
-            cast("Any", check_choice("train", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS))
-        ]
-        words: dict[str, Any] = {"optimizer": self.optimizer, "schedule": self.schedule, "precision": self.precision}
+        check_choice("train", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS)
+        defaults = OPTIMIZER_DEFAULTS[cast("Any", self.optimizer)]
+        names: dict[str, Any] = {"optimizer": self.optimizer, "schedule": self.schedule, "precision": self.precision}
         recipe = Recipe(
             epochs=self.epochs,
-            batch=self.batch,
-            learning_rate=usual.learning_rate if self.learning_rate is None else self.learning_rate,
-            warmup=self.warmup,
-            weight_decay=usual.weight_decay if self.weight_decay is None else self.weight_decay,
-            ema=self.ema,
-            clip=self.clip,
-            accumulate=self.accumulate,
+            batch_size=self.batch_size,
+            lr=defaults.lr if self.lr is None else self.lr,
+            warmup_epochs=self.warmup_epochs,
+            weight_decay=defaults.weight_decay if self.weight_decay is None else self.weight_decay,
+            ema_decay=self.ema_decay,
+            clip_grad=self.clip_grad,
+            grad_accum=self.grad_accum,
             label_smoothing=self.label_smoothing,
             stop_at_zero_error=self.stop_at_zero_error,
             compile=self.compile,
             gates=GateRecipe(**self._gates()) if self._gates() else None,
-            **words,
+            **names,
         )
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"train: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
@@ -173,12 +176,12 @@ class Train:
         return recipe, resolve_device("train", self.device)
 
     def _gates(self) -> dict[str, Any]:
-        """What was said of channel gates."""
-        said = {"target_macs": self.target_macs, "strength": self.gate_strength, "joint": self.joint_share}
-        return {name: value for name, value in said.items() if value is not None}
+        """Returns the options of channel gates that were given."""
+        options = {"target_macs": self.target_macs, "l1_weight": self.gate_l1, "joint_fraction": self.joint_fraction}
+        return {name: value for name, value in options.items() if value is not None}
 
     def _load(self) -> ImageDataset:
-        dataset = load_task(self)
+        dataset = load_dataset(self)
         return dataset if self.samples is None else dataset.subset(self.samples, self.seed)
 
     def _network(self, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
@@ -226,13 +229,13 @@ class Train:
                     spec=spec,
                     progress=progress,
                     trackers=trackers,
-                    eval_every=self.eval_every or _seldom(dataset),
+                    eval_every=self.eval_every or _default_eval_every(dataset),
                 )
                 progress.end()
         except torch.OutOfMemoryError as error:
             raise CommandError(
-                f"moesaic train: {device} has too little memory for batches of {self.batch}; use a smaller --batch, or "
-                "--accumulate 2, which computes each in two parts"
+                f"moesaic train: {device} has too little memory for --batch-size {self.batch_size}; use a smaller one, "
+                "or --grad-accum 2, which computes each batch in two parts"
             ) from error
         except (CheckpointError, Diverged, CompileError, OSError) as error:
             message = " ".join(str(error).split())
@@ -243,7 +246,7 @@ class Train:
 def _show(
     console: Console, dataset: ImageDataset, spec: ModelSpec, cost: ModelCost, found: FitResult, out: Path
 ) -> None:
-    """How well it does, on what, for what, and what to do next."""
+    """Prints the accuracy, the cost and the next commands."""
 
     def say(line: str = "") -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -277,7 +280,7 @@ def _show(
 def _show_groups(
     console: Console, kind: str, names: Sequence[str], groups: Tensor, accuracies: Sequence[float]
 ) -> None:
-    """A table of accuracies; of many, the worst."""
+    """Prints a table of accuracies; of many groups, the worst."""
     from rich.table import Table
     from rich.text import Text
 
@@ -307,17 +310,17 @@ def _cost(cost: ModelCost) -> str:
     )
 
 
-def _check_gated(name: str, model: nn.Module, said: Mapping[str, Any]) -> None:
-    """Refuse options of channel gates for a network without."""
+def _check_gated(name: str, model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuses options of channel gates for a network without them."""
     from moesaic.models.deepmoe.network import DeepMoE
     from moesaic.models.registry import list_models
 
-    if said and not isinstance(model, DeepMoE):
-        options = {"target_macs": "--target-macs", "strength": "--gate-strength", "joint": "--joint-share"}
+    if given and not isinstance(model, DeepMoE):
+        options = {"target_macs": "--target-macs", "l1_weight": "--gate-l1", "joint_fraction": "--joint-fraction"}
         own = f"{name}_deepmoe"
         instead = own if own in list_models() else "vgg16_deepmoe"
         raise ValueError(
-            f"train: {options[next(iter(said))]} is for networks with channel gates, and {name} has none; leave it "
+            f"train: {options[next(iter(given))]} is for networks with channel gates, and {name} has none; leave it "
             f"out, or use --model {instead}"
         )
 
@@ -329,10 +332,10 @@ def _gated_cost(cost: ModelCost, share: float) -> str:
     )
 
 
-def _seldom(dataset: ImageDataset) -> int:
-    """Epochs from one test to the next, so that all tests take about a quarter as long as training.
+def _default_eval_every(dataset: ImageDataset) -> int:
+    """Returns the epochs from one test to the next with which tests take about a quarter of the training time.
 
-    A test needs no gradients: an image takes a third as long in it.
+    A test needs no gradients: an image takes a third of the time of a training step.
     """
     return -(-4 * len(dataset.test) // (3 * len(dataset.train)))
 

@@ -101,7 +101,7 @@ class Callback:
 
 
 class BalanceLossCallback(Callback):
-    """Adds the load-balance loss of routed layers in which units choose their experts, times ``recipe.balance``."""
+    """Adds the load-balance loss of routed layers in which units choose, times ``recipe.balance_weight``."""
 
     def __init__(self) -> None:
         self._routing: Mapping[str, Routing] = {}
@@ -116,7 +116,9 @@ class BalanceLossCallback(Callback):
         """The sum over layers; where experts choose, loads are equal anyway."""
         every = self._routing.values()
         chosen = [routing for routing in every if routing.chooser != "expert" and routing.unit != "channel"]
-        return trainer.recipe.balance * cast("Tensor | float", sum(load_balance_loss(routing) for routing in chosen))
+        return trainer.recipe.balance_weight * cast(
+            "Tensor | float", sum(load_balance_loss(routing) for routing in chosen)
+        )
 
 
 class CollapseCallback(Callback):
@@ -133,7 +135,7 @@ class CollapseCallback(Callback):
                 self._reported.append(event.layer)
                 trainer.warn(event.message)
 
-        passes = len(trainer.recipe.part_sizes(trainer.batch_sizes[0]))
+        passes = len(trainer.recipe.micro_batch_sizes(trainer.batch_sizes[0]))
         window = passes * min(trainer.checkpoint_steps, len(trainer.batch_sizes))
         return CollapseAlarm(trainer.model, every=window, on_collapse=report)
 

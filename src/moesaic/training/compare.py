@@ -213,7 +213,7 @@ class _Lab:
             "samples": samples,
             "trial": trial,
             "seed": self.seed,
-            "recipe": self.recipe.to_json(),
+            "recipe": self.recipe.cell_spec(),
             "device": self.device.type,
             **self.settings,
         }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moesaic.files import write_json
+from moesaic.training.recipe import rename_old_keys
 
 __all__ = ["ComparedModel", "Comparison", "CurvePoint", "Run", "read_comparison", "run_from_json", "write_comparison"]
 
@@ -129,6 +130,7 @@ def _comparison(loaded: Mapping[str, Any]) -> Comparison:
     made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
     for name in ("classes", "groups", "samples", "notes"):
         made[name] = tuple(made[name])
+    made["recipe"] = rename_old_keys(made["recipe"])
     made["models"] = tuple(ComparedModel(**model) for model in made["models"])
     made["runs"] = tuple(run_from_json(run) for run in made["runs"])
     return Comparison(**made)

@@ -82,7 +82,7 @@ def fit(
         checkpoint_seconds: seconds from one checkpoint to the next; the first one follows the first epoch. They are
             written at the end of an epoch, or within it after every hundred batches.
         teacher: a trained network for the same images, from which a network with channel gates is distilled with
-            the weight ``recipe.gates.distil``. It moves to the device and to eval mode.
+            the weight ``recipe.gates.distill_weight``. It moves to the device and to eval mode.
         callbacks: your own callbacks, called after those of `default_callbacks`. Their state is saved with the
             checkpoints.
         collapse_alarm: whether to report experts that collapse.
@@ -93,7 +93,7 @@ def fit(
     >>> images = LabelledImages(pixels, bright, bright)
     >>> dataset = ImageDataset(images, images, ("dark", "bright"), ("dark", "bright"), scale, scale)
     >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 2))
-    >>> fit(model, dataset, Recipe(epochs=5, batch=16, learning_rate=0.01)).accuracy
+    >>> fit(model, dataset, Recipe(epochs=5, batch_size=16, lr=0.01)).accuracy
     100.0
 
     A callback of your own:
@@ -109,7 +109,7 @@ def fit(
     ...         return {"steps": self.steps}
     ...     def load_state_dict(self, state):
     ...         self.steps = state["steps"]
-    >>> result = fit(model, dataset, Recipe(epochs=2, batch=16), callbacks=[StepCounter()])
+    >>> result = fit(model, dataset, Recipe(epochs=2, batch_size=16), callbacks=[StepCounter()])
     >>> [epoch.metrics["steps"] for epoch in result.epochs]
     [4, 8]
     """
@@ -173,7 +173,7 @@ def default_callbacks(
     found: list[Callback] = []
     if not routed_layers(model):
         return found
-    if recipe.balance:
+    if recipe.balance_weight:
         found.append(BalanceLossCallback())
     if collapse_alarm and not recipe.compile:  # a routing hook breaks the compiled graph
         found.append(CollapseCallback())
@@ -191,13 +191,13 @@ def _check_names(callbacks: Sequence[Callback]) -> None:
 
 def _check_teacher(recipe: Recipe, teacher: nn.Module | None) -> None:
     """A recipe and its caller must agree on whether there is a teacher."""
-    weight = 0.0 if recipe.gates is None else recipe.gates.distil
+    weight = 0.0 if recipe.gates is None else recipe.gates.distill_weight
     if (teacher is None) == (weight == 0):
         return
     if teacher is None:
-        raise ValueError(f"fit: distil={weight}, but there is no teacher to learn from; give one, or use distil=0")
+        raise ValueError(f"fit: distill_weight={weight}, but there is no teacher; give one, or use distill_weight=0")
     raise ValueError(
-        "fit: a teacher is given, but the recipe does not say how much it counts; use gates=GateRecipe(distil=1.0), "
+        "fit: a teacher is given, but the recipe does not weigh it; use gates=GateRecipe(distill_weight=1.0), "
         "which is for networks with channel gates, or leave the teacher out"
     )
 

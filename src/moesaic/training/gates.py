@@ -126,20 +126,20 @@ class GateTraining:
         self.recipe = recipe.gates
         self.joint = True
         """Whether gates still learn."""
-        self.strength = self.recipe.strength
+        self.strength = self.recipe.l1_weight
         """λ, but for its warmup."""
         self._model = model
         self._epochs = recipe.epochs
         self._smoothing = recipe.label_smoothing
         self._teacher = teacher
         self._heads = model.heads()
-        self._presses = self.recipe.strength > 0 and not _keeps(model)
-        self._every = min(max(int(recipe.epochs * self.recipe.joint * steps) // _LOOKS, 1), _APART, steps)
+        self._presses = self.recipe.l1_weight > 0 and not _keeps(model)
+        self._every = min(max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _LOOKS, 1), _APART, steps)
         self._scores: dict[str, Tensor] = {}
         self._start = _mean_cost(model, {name: _opened(head, head.blocks) for name, head in self._heads.items()})
         self._reported: list[str] = []
-        self._least = [max(self.recipe.least_open, 1 / head.blocks) for head in self._heads.values()]
-        self._weights = _weights(model) if self.recipe.weigh == "cost" else [1.0] * len(self._heads)
+        self._least = [max(self.recipe.min_open, 1 / head.blocks) for head in self._heads.values()]
+        self._weights = _weights(model) if self.recipe.layer_weights == "cost" else [1.0] * len(self._heads)
         self._relief = [1.0] * len(self._heads)
         self._pressure_L = torch.tensor(self._weights, device=device)
         # summed over images since the last look, and over those of the epoch: cost, and for each layer the share of
@@ -157,7 +157,7 @@ class GateTraining:
     def begin(self, epoch: float) -> None:
         """A step begins at this time."""
         if self.recipe.noise and self.joint:
-            self._set_noise(self.recipe.noise_at(self.recipe.stage(epoch, self._epochs)))
+            self._set_noise(self.recipe.noise_at(self.recipe.joint_progress(epoch, self._epochs)))
 
     def hints(self, x: Tensor) -> Tensor | None:
         """What the teacher says of the images, if there is one."""
@@ -169,22 +169,24 @@ class GateTraining:
     def loss(self, output: DeepMoEOutput, labels: Tensor, hints: Tensor | None, epoch: float) -> Tensor:
         """What is added to the cross-entropy of the backbone's scores."""
         total = torch.zeros((), device=labels.device)
-        if self.joint and self.recipe.embedding:
+        if self.joint and self.recipe.embedding_weight:
             own = F.cross_entropy(output.embedding_logits.float(), labels, label_smoothing=self._smoothing)
-            total = total + self.recipe.embedding * own
+            total = total + self.recipe.embedding_weight * own
         pressure = self.pressure(epoch)
         if pressure:
             mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
             total = total + pressure * (self._pressure_L * mean_L).sum()
         if hints is not None:
-            T = self.recipe.temperature
+            T = self.recipe.distill_temperature
             said, wanted = F.log_softmax(output.logits.float() / T, 1), F.log_softmax(hints / T, 1)
-            total = total + self.recipe.distil * T**2 * F.kl_div(said, wanted, reduction="batchmean", log_target=True)
+            total = total + self.recipe.distill_weight * T**2 * F.kl_div(
+                said, wanted, reduction="batchmean", log_target=True
+            )
         return total
 
     def pressure(self, epoch: float) -> float:
         """λ at this time."""
-        return self.strength * self.recipe.share(epoch, self._epochs) if self.joint and self._presses else 0.0
+        return self.strength * self.recipe.l1_factor(epoch, self._epochs) if self.joint and self._presses else 0.0
 
     @torch.no_grad()
     def show(self, routing: Mapping[str, Routing], steps: int) -> None:
@@ -221,7 +223,7 @@ class GateTraining:
         self._recent_images = 0
         if not (self.joint and self._presses):
             return []
-        goal = self.recipe.goal(self.recipe.stage(epoch, self._epochs), self._start)
+        goal = self.recipe.cost_at(self.recipe.joint_progress(epoch, self._epochs), self._start)
         if goal is not None:
             self._steer(cost, goal, max(closed_L) >= _CLOSED)
         return self._relieve(open_L, mean_L)
@@ -243,13 +245,13 @@ class GateTraining:
     def advice(self) -> str:
         """What to change where a layer has closed."""
         gates = self.recipe
-        longer = f", a longer warmup than {gates.warmup}" if gates.warmup < 1 else ""
-        less = f"Use a smaller strength than {gates.strength:g}{longer}"
+        longer = f", a longer warmup_fraction than {gates.warmup_fraction}" if gates.warmup_fraction < 1 else ""
+        less = f"Use a smaller l1_weight than {gates.l1_weight:g}{longer}"
         return f"{less}, or a target_macs, which holds one gate of every layer open"
 
     def over(self, epoch: float) -> bool:
         """Whether gates are still to be frozen at this time."""
-        return self.joint and self.recipe.stage(epoch, self._epochs) >= 1
+        return self.joint and self.recipe.joint_progress(epoch, self._epochs) >= 1
 
     def freeze(self, embeddings: Tensor | None) -> float | None:
         """End the joint stage. With embeddings of images to train on, the target is met on them; what they cost."""
@@ -308,7 +310,7 @@ class GateTraining:
 
     def _steer(self, cost: float, goal: float, closed: bool) -> None:
         """Raise λ where images cost more than they should by now, lower it where they cost less; shift biases."""
-        error, start = math.log(cost / goal), self.recipe.strength
+        error, start = math.log(cost / goal), self.recipe.l1_weight
         self.strength = min(max(self.strength * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
         if abs(error) > _ASTRAY or closed:
             with torch.no_grad():
@@ -372,7 +374,7 @@ def _check_target(model: DeepMoE, target: float) -> None:
     if any(head.bias is None for head in heads.values()):
         raise ValueError(
             f"fit: target_macs={target} is met by shifting the biases of gates, and these have none; leave it out and "
-            "use strength, or build the network with bias=1.0"
+            "use l1_weight, or build the network with bias=1.0"
         )
     least = _mean_cost(model, {name: _opened(head, 1) for name, head in heads.items()})
     if target < least:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, cast
 
 from torch import Tensor
+
+from moesaic.training.recipe import Recipe
 
 __all__ = ["migrate_config", "migrate_state"]
 
@@ -28,7 +31,10 @@ def migrate_config(content: Mapping[str, Any]) -> dict[str, Any]:
         if old in data:
             description = str(data.pop(old)).replace("Augmented(scale=", "RandomFlipCrop(normalize=")
             data[new] = description.replace("Scale(", "Normalize(")
-    return {**made, "data": data}
+    recipe = made.get("recipe")
+    with suppress(KeyError, TypeError, ValueError):  # a recipe that is no recipe is compared as it stands
+        recipe = Recipe.from_json(cast("dict[str, Any]", recipe)).to_json()
+    return {**made, "data": data, "recipe": recipe}
 
 
 def migrate_state(

@@ -1,6 +1,6 @@
-"""How a network learns: a ``Recipe`` is all of it but the network, the images and the seed.
+"""The hyperparameters of a training run: `Recipe`, everything but the network, the images and the seed.
 
-It is plain data, so that a run can be written down, compared with another and continued: `fit` follows it.
+A recipe is plain data, so that a run can be written down, compared with another and continued: `fit` follows it.
 """
 
 from __future__ import annotations
@@ -16,188 +16,234 @@ import torch
 from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.training.gate_recipe import GateRecipe
 
-__all__ = ["OPTIMIZER_DEFAULTS", "Descent", "OptimizerDefaults", "Precision", "RateSchedule", "Recipe"]
+__all__ = ["OPTIMIZER_DEFAULTS", "LRSchedule", "OptimizerDefaults", "OptimizerName", "Precision", "Recipe"]
 
-Descent = Literal["sgd", "adamw", "normalized_gd"]
-RateSchedule = Literal["cosine", "step", "constant"]
+OptimizerName = Literal["sgd", "adamw", "normalized_gd"]
+LRSchedule = Literal["cosine", "step", "constant"]
 Precision = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class OptimizerDefaults:
-    """How hard an optimizer pulls."""
+    """Default hyperparameters of an optimizer."""
 
-    learning_rate: float
+    lr: float
     weight_decay: float
 
 
-OPTIMIZER_DEFAULTS: Mapping[Descent, OptimizerDefaults] = MappingProxyType(
+OPTIMIZER_DEFAULTS: Mapping[OptimizerName, OptimizerDefaults] = MappingProxyType(
     {
         "adamw": OptimizerDefaults(1e-3, 0.05),
         "sgd": OptimizerDefaults(0.03, 5e-4),
         "normalized_gd": OptimizerDefaults(0.03, 5e-4),
     }
 )
-"""Where to begin with an optimizer."""
 
-_HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_AUTOCAST_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_CELL_KEYS = {
+    "batch_size": "batch",
+    "lr": "learning_rate",
+    "warmup_epochs": "warmup",
+    "router_lr": "router_rate",
+    "ema_decay": "ema",
+    "grad_accum": "accumulate",
+    "clip_grad": "clip",
+    "balance_weight": "balance",
+}
+"""Fields that have another name in specifications of cells, and in the files of earlier versions."""
+_OLD_KEYS = {old: new for new, old in _CELL_KEYS.items()}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a network learns.
+    """The hyperparameters of a training run.
 
     The defaults did best for wide residual networks, dense and routed, on a thousand faces and four thousand
-    vehicles (``benchmarks/wide_variants.py``). `OPTIMIZER_DEFAULTS` has rates for other optimizers.
+    vehicles (``benchmarks/wide_variants.py``). `OPTIMIZER_DEFAULTS` has learning rates for other optimizers.
 
-    >>> recipe = Recipe(epochs=30, learning_rate=0.1, warmup=2)
-    >>> [round(recipe.rate(epoch), 3) for epoch in (0.5, 2, 16, 29.9)]
+    >>> recipe = Recipe(epochs=30, lr=0.1, warmup_epochs=2)
+    >>> [round(recipe.lr_at(epoch), 3) for epoch in (0.5, 2, 16, 29.9)]
     [0.025, 0.1, 0.05, 0.0]
     """
 
     epochs: int
-    batch: int = 128
-    """Images in a step, at most: the images of an epoch are shared out evenly over as few batches as hold them, so
-    that all are seen and none comes in a batch much smaller than the others, which BatchNorm would not bear."""
-    optimizer: Descent = "adamw"
-    """``"normalized_gd"`` moves each expert by steps of one length (`NormalizedGD`) and all else by SGD; a network
-    without experts counts as one expert."""
-    learning_rate: float = OPTIMIZER_DEFAULTS["adamw"].learning_rate
+    """Passes over the training images."""
+    batch_size: int = 128
+    """Samples per step, at most: the images of an epoch are shared out evenly over as few batches as hold them, so
+    that no batch is much smaller than the others, which BatchNorm would not bear."""
+    optimizer: OptimizerName = "adamw"
+    """``"normalized_gd"`` takes steps of equal length for each expert (`NormalizedGD`), and SGD steps for all other
+    weights; a network without experts counts as one expert."""
+    lr: float = OPTIMIZER_DEFAULTS["adamw"].lr
+    """Peak learning rate."""
     momentum: float = 0.9
-    """Of SGD and NormalizedGD; AdamW has its own."""
+    """Momentum of SGD and NormalizedGD."""
     weight_decay: float = OPTIMIZER_DEFAULTS["adamw"].weight_decay
-    schedule: RateSchedule = "cosine"
-    """Of the learning rate, from step to step: half a cosine down to 0; a tenth at each of ``milestones``; or as it
-    is."""
+    """Weight decay."""
+    schedule: LRSchedule = "cosine"
+    """Learning-rate schedule, updated every step: half a cosine down to 0; a tenth at each of ``milestones``; or
+    constant."""
     milestones: tuple[float, ...] = (0.5, 0.75)
-    """For ``schedule="step"``: shares of the epochs after which the learning rate falls to a tenth."""
-    warmup: float | None = None
-    """Epochs in which the learning rate grows from 0 before the schedule begins; None: a twentieth of all."""
-    router_rate: float | None = None
-    """The learning rate of routers and of channels' gates; it follows the same schedule. None: under AdamW a tenth of
-    the others' for routers (AdamW's steps do not shrink with the gradient, and routers that are as fast as experts
-    settle before these can tell what is worth choosing), in all else the others'."""
+    """For ``schedule="step"``: fractions of the epochs after which the learning rate drops to a tenth."""
+    warmup_epochs: float | None = None
+    """Epochs of linear warmup from 0 before the schedule begins; None: a twentieth of all epochs."""
+    router_lr: float | None = None
+    """Peak learning rate of routers and channel gates, under the same schedule. None: under AdamW a tenth of ``lr``
+    for routers (AdamW's steps do not shrink with the gradient, and routers as fast as experts settle before the
+    experts have learned anything worth choosing), otherwise ``lr``."""
     precision: Precision = "auto"
-    """In which products are computed, while weights stay float32; auto: bfloat16 on a GPU that has it, else float32."""
-    ema: float | None = None
-    """How much of a running mean of the weights, and of the statistics of norms, stays at each step: 0.999, say. The
-    mean is what is tested and kept. Over the first steps less of it stays, so that it does not hang on to the
-    start."""
+    """Precision of matmuls and convolutions, while weights stay float32; auto: bfloat16 on a GPU that supports it,
+    else float32."""
+    ema_decay: float | None = None
+    """Decay of an exponential moving average (EMA) of weights and norm statistics: 0.999, say. The average is what
+    is tested and saved. Over the first steps the decay is lower, so that the initial weights do not linger."""
     stop_at_zero_error: bool = False
-    """Stop after an epoch in which every image was classified right at the moment it was trained on: as it was varied,
-    in training mode and before the step it took part in. It costs no further pass over the images."""
-    accumulate: int = 1
-    """Parts in which a batch is computed, one after the other, before its step: less memory for the same step, but for
-    BatchNorm, which sees one part at a time."""
-    clip: float | None = None
-    """The largest norm that the gradient of all weights together may have."""
-    balance: float = 0.0
-    """How much the balance loss of routed layers counts (`moesaic.routing.load_balance_loss`), added over the layers
-    where units choose; where experts choose, loads are equal anyway."""
+    """Stop after an epoch in which every training image was classified correctly in its step: as augmented, in
+    training mode and before the update. This takes no extra pass over the images."""
+    grad_accum: int = 1
+    """Gradient accumulation steps: the micro-batches that a batch is computed in. The step is the same except for
+    BatchNorm, which sees one micro-batch at a time."""
+    clip_grad: float | None = None
+    """Maximum norm of the gradient of all weights."""
+    balance_weight: float = 0.0
+    """Weight of the load-balance loss (`moesaic.routing.load_balance_loss`), summed over the layers in which units
+    choose; where experts choose, loads are equal anyway."""
     compile: bool = False
-    """Whether to compile the network with ``torch.compile``. The collapse alarm is off then: who watches the routing
-    breaks the graph."""
+    """Whether to compile the network with ``torch.compile``. The collapse alarm is off then: its routing hooks break
+    the graph."""
     label_smoothing: float = 0.0
+    """Label smoothing of the cross-entropy."""
     gates: GateRecipe | None = None
-    """How channel gates learn, in networks that have them; None: as a `GateRecipe` has it by default."""
+    """Hyperparameters of channel gates, in networks that have them; None: the defaults of `GateRecipe`."""
+    drop_last: bool = False
+    """Whether all batches have ``batch_size`` samples, and images that do not fill one are left out of the epoch."""
 
     def __post_init__(self) -> None:
-        check_positive("Recipe", epochs=self.epochs, batch=self.batch, accumulate=self.accumulate)
-        check_choice("Recipe", "optimizer", self.optimizer, get_args(Descent))
-        check_choice("Recipe", "schedule", self.schedule, get_args(RateSchedule))
+        check_positive("Recipe", epochs=self.epochs, batch_size=self.batch_size, grad_accum=self.grad_accum)
+        check_choice("Recipe", "optimizer", self.optimizer, get_args(OptimizerName))
+        check_choice("Recipe", "schedule", self.schedule, get_args(LRSchedule))
         check_choice("Recipe", "precision", self.precision, get_args(Precision))
-        rates = {"learning_rate": self.learning_rate, "weight_decay": self.weight_decay, "balance": self.balance}
-        rates |= {"warmup": self._warmup} | ({} if self.router_rate is None else {"router_rate": self.router_rate})
+        rates = {"lr": self.lr, "weight_decay": self.weight_decay, "balance_weight": self.balance_weight}
+        rates |= {"warmup_epochs": self._warmup} | ({} if self.router_lr is None else {"router_lr": self.router_lr})
         check_numbers("Recipe", "0 or more", lambda value: 0 <= value < math.inf, rates)
-        shares = {"momentum": self.momentum, "label_smoothing": self.label_smoothing}
-        check_numbers("Recipe", "from 0 to below 1", lambda value: 0 <= value < 1, shares)
+        fractions = {"momentum": self.momentum, "label_smoothing": self.label_smoothing}
+        check_numbers("Recipe", "from 0 to below 1", lambda value: 0 <= value < 1, fractions)
         check_numbers(
             "Recipe",
-            "a share of the epochs, from 0 to 1",
+            "a fraction of the epochs, from 0 to 1",
             lambda value: 0 <= value <= 1,
             _numbered("milestones", self.milestones),
         )
-        if self.ema is not None:
-            check_numbers("Recipe", "above 0 and below 1", lambda value: 0 < value < 1, {"ema": self.ema})
-        if self.clip is not None:
-            check_numbers("Recipe", "above 0", lambda value: 0 < value < math.inf, {"clip": self.clip})
+        if self.ema_decay is not None:
+            check_numbers("Recipe", "above 0 and below 1", lambda value: 0 < value < 1, {"ema_decay": self.ema_decay})
+        if self.clip_grad is not None:
+            check_numbers("Recipe", "above 0", lambda value: 0 < value < math.inf, {"clip_grad": self.clip_grad})
         if self._warmup > self.epochs:
-            raise ValueError(f"Recipe: warmup={self.warmup} is longer than epochs={self.epochs}; use fewer or none")
-        if self.accumulate > self.batch:
             raise ValueError(
-                f"Recipe: accumulate={self.accumulate} parts of batch={self.batch}; use at most {self.batch}, which is "
-                "one image a part"
+                f"Recipe: warmup_epochs={self.warmup_epochs} is longer than epochs={self.epochs}; use fewer or none"
+            )
+        if self.grad_accum > self.batch_size:
+            raise ValueError(
+                f"Recipe: grad_accum={self.grad_accum} micro-batches of batch_size={self.batch_size}; use at most "
+                f"{self.batch_size}, which is one sample each"
             )
 
-    def rate(self, epoch: float) -> float:
-        """The learning rate when so many epochs, and parts of one, are done."""
-        return self.learning_rate * self.share(epoch)
+    def lr_at(self, epoch: float) -> float:
+        """Returns the learning rate after so many epochs, with fractions."""
+        return self.lr * self.lr_factor(epoch)
 
-    def share(self, epoch: float) -> float:
-        """How much of the learning rate is left when so many epochs are done; grows from 0 in the warmup."""
+    def lr_factor(self, epoch: float) -> float:
+        """Returns the learning rate after so many epochs as a factor of the peak."""
         if epoch < self._warmup:
             return epoch / self._warmup
         if self.schedule == "constant":
             return 1.0
         if self.schedule == "step":
-            return 0.1 ** sum(epoch >= share * self.epochs for share in self.milestones)
+            return 0.1 ** sum(epoch >= milestone * self.epochs for milestone in self.milestones)
         length = self.epochs - self._warmup
         return 0.5 * (1 + math.cos(math.pi * (epoch - self._warmup) / length)) if length else 1.0
 
     @property
     def _warmup(self) -> float:
-        return self.epochs / 20 if self.warmup is None else self.warmup
+        return self.epochs / 20 if self.warmup_epochs is None else self.warmup_epochs
 
     def batch_sizes(self, images: int) -> list[int]:
-        """How many images each batch of an epoch has.
+        """Returns the number of samples of each batch of an epoch.
 
-        >>> Recipe(epochs=1, batch=128).batch_sizes(300)
+        >>> Recipe(epochs=1, batch_size=128).batch_sizes(300)
         [100, 100, 100]
+        >>> Recipe(epochs=1, batch_size=128, drop_last=True).batch_sizes(300)
+        [128, 128]
         """
-        return _shares(images, -(-images // self.batch))
+        if not self.drop_last:
+            return _even_parts(images, -(-images // self.batch_size))
+        if images < self.batch_size:
+            raise ValueError(
+                f"fit: batch_size={self.batch_size}, but there are {images} images to train on; use at most "
+                f"batch_size={images}, or drop_last=False"
+            )
+        return [self.batch_size] * (images // self.batch_size)
 
-    def part_sizes(self, images: int) -> list[int]:
-        """How many images each part of a batch has.
+    def micro_batch_sizes(self, samples: int) -> list[int]:
+        """Returns the number of samples of each micro-batch of a batch.
 
-        >>> Recipe(epochs=1, accumulate=3).part_sizes(100)
+        >>> Recipe(epochs=1, grad_accum=3).micro_batch_sizes(100)
         [34, 33, 33]
         """
-        return _shares(images, min(self.accumulate, images))
+        return _even_parts(samples, min(self.grad_accum, samples))
 
-    def half(self, device: torch.device) -> torch.dtype | None:
-        """The dtype of products on a device, or None where they are computed in the weights' own.
+    def autocast_dtype(self, device: torch.device) -> torch.dtype | None:
+        """Returns the dtype of matmuls and convolutions on a device, or None for that of the weights.
 
-        >>> Recipe(epochs=1, precision="bfloat16").half(torch.device("cpu"))
+        >>> Recipe(epochs=1, precision="bfloat16").autocast_dtype(torch.device("cpu"))
         torch.bfloat16
         """
         if self.precision != "auto":
-            return _HALF.get(self.precision)
-        has = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if has else None
+            return _AUTOCAST_DTYPES.get(self.precision)
+        supported = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if supported else None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it.
+        """Returns the recipe as JSON represents it.
 
         >>> Recipe.from_json(Recipe(epochs=3).to_json()) == Recipe(epochs=3)
         True
         """
         content = {**asdict(self), "milestones": list(self.milestones)}
-        if self.gates is None:  # most networks have none, and what was written of them before there were any stays
+        if self.gates is None:
             del content["gates"]
         return content
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Recipe:
-        """The recipe that ``to_json`` wrote down."""
-        made: dict[str, Any] = {**content, "milestones": tuple(content["milestones"])}
+        """Reads what ``to_json`` or ``cell_spec`` returned, of this version or an earlier one."""
+        made = rename_old_keys(content)
+        made["milestones"] = tuple(made["milestones"])
         if "gates" in made:
             made["gates"] = GateRecipe.from_json(made["gates"])
         return cls(**made)
 
+    def cell_spec(self) -> dict[str, Any]:
+        """Returns the recipe as the specification of a cell has it.
 
-def _shares(images: int, parts: int) -> list[int]:
-    """``images`` shared out over ``parts``, as evenly as whole numbers are."""
-    least, over = divmod(images, parts)
+        Finished cells are found by the digest of their specification, so its keys are those of the first version.
+        """
+        content = {_CELL_KEYS.get(name, name): value for name, value in self.to_json().items()}
+        if self.gates is not None:
+            content["gates"] = self.gates.cell_spec()
+        if not self.drop_last:
+            del content["drop_last"]
+        return content
+
+
+def rename_old_keys(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the JSON of a recipe with keys of earlier versions replaced by the present ones."""
+    return {_OLD_KEYS.get(name, name): value for name, value in content.items()}
+
+
+def _even_parts(samples: int, parts: int) -> list[int]:
+    """``samples`` shared out over ``parts`` as evenly as whole numbers allow."""
+    least, over = divmod(samples, parts)
     return [least + (part < over) for part in range(parts)]
 
 

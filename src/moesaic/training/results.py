@@ -9,8 +9,8 @@ from typing import Any, cast
 
 __all__ = ["Diverged", "Epoch", "FitResult"]
 
-_OLD_METRICS = {"gate_strength": "gate_l1"}
-"""Metrics of channel gates under the names that earlier versions wrote."""
+_OLD_KEYS = {"learning_rate": "lr", "gate_strength": "gate_l1"}
+"""Names in the files of earlier versions."""
 
 
 class Diverged(ArithmeticError):
@@ -32,8 +32,8 @@ class Epoch:
     seconds: float
     """Of training since the start: tests and checkpoints do not count."""
     images_per_second: float
-    learning_rate: float
-    """At its last step."""
+    lr: float
+    """Learning rate at its last step."""
     alarms: tuple[str, ...] = ()
     """Warnings about layers, such as the collapse alarm's: each once in a run."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -48,9 +48,10 @@ class Epoch:
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Epoch:
         """Reads what ``to_json`` returned."""
+        content = {_OLD_KEYS.get(name, name): value for name, value in content.items()}
         own = {each.name for each in fields(cls)}
         made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
-        metrics = {_OLD_METRICS.get(name, name): value for name, value in content.items() if name not in own}
+        metrics = {name: value for name, value in content.items() if name not in own}
         return cls(**{**made, "alarms": tuple(content["alarms"]), "metrics": metrics})
 
 

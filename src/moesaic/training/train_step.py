@@ -65,26 +65,26 @@ class TrainStep:
         """Steps taken so far."""
         self._classes = classes
         self._extra_loss = extra_loss
-        self._half = recipe.half(device)
+        self._autocast_dtype = recipe.autocast_dtype(device)
         self._train_forward: Callable[[Tensor], Any] = forward or model
         if recipe.compile:
             # batches have two sizes at most: a graph for each is compiled faster than one for all, and runs faster
             self._train_forward = torch.compile(self._train_forward, dynamic=False)
         self._eval_forward: Callable[[Tensor], Tensor] = self._train_forward if forward is None else model
-        self._scaler = torch.amp.GradScaler(device.type, enabled=self._half is torch.float16)
-        self._ema = None if recipe.ema is None else [tensor.detach().clone() for tensor in self._averaged()]
+        self._scaler = torch.amp.GradScaler(device.type, enabled=self._autocast_dtype is torch.float16)
+        self._ema = None if recipe.ema_decay is None else [tensor.detach().clone() for tensor in self._averaged()]
 
     def set_learning_rates(self, epoch: float) -> None:
         """Set those of the schedule for a step at this time, counted in epochs."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * self.recipe.share(epoch)
+                group["lr"] = group["peak"] * self.recipe.lr_factor(epoch)
 
     def step(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
         """Train on a batch; its mean loss, and how many samples were classified correctly before the step."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        sizes = self.recipe.part_sizes(len(x))
+        sizes = self.recipe.micro_batch_sizes(len(x))
         total, correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
         for part, targets in zip(_split(x, sizes), _split(labels, sizes), strict=True):
             with self.autocast():
@@ -109,7 +109,7 @@ class TrainStep:
 
     def autocast(self) -> torch.autocast:
         """Inside, matmuls and convolutions are computed in the recipe's precision."""
-        return torch.autocast(self.device.type, self._half, enabled=self._half is not None)
+        return torch.autocast(self.device.type, self._autocast_dtype, enabled=self._autocast_dtype is not None)
 
     def _float_logits(self, logits: Any, x: Tensor) -> Tensor:
         if not isinstance(logits, Tensor) or logits.shape != (len(x), self._classes):
@@ -206,16 +206,16 @@ class TrainStep:
 
     def _update(self) -> None:
         """Clip the gradients, step the optimizers and update the EMA."""
-        if self.recipe.clip is not None:
+        if self.recipe.clip_grad is not None:
             for optimizer in self.optimizers:
                 self._scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip_grad)
         for optimizer in self.optimizers:
             self._scaler.step(optimizer)
         self._scaler.update()
         self.steps += 1
-        if self._ema is not None and self.recipe.ema is not None:
-            decay = min(self.recipe.ema, (1 + self.steps) / (10 + self.steps))
+        if self._ema is not None and self.recipe.ema_decay is not None:
+            decay = min(self.recipe.ema_decay, (1 + self.steps) / (10 + self.steps))
             with torch.no_grad():
                 _torch._foreach_lerp_(self._ema, self._averaged(), 1 - decay)
 
@@ -247,14 +247,14 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
     if not layers:
         alone = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return [NormalizedGD([{"params": alone, "peak": recipe.learning_rate}], recipe.learning_rate, **options)]
+        return [NormalizedGD([{"params": alone, "peak": recipe.lr}], recipe.lr, **options)]
     made: list[Optimizer] = []
     taken: set[int] = set()
     for layer in layers:
         experts = cast("nn.Module", layer.experts)
-        expert_steps = NormalizedGD.per_expert(experts, recipe.learning_rate, **options)
+        expert_steps = NormalizedGD.per_expert(experts, recipe.lr, **options)
         for group in expert_steps.param_groups:
-            group["peak"] = recipe.learning_rate
+            group["peak"] = recipe.lr
         made.append(expert_steps)
         taken |= {id(parameter) for parameter in experts.parameters()}
     routers, others = _parted(model, _router_parameters(layers), taken)
@@ -265,22 +265,22 @@ def _plain(
     recipe: Recipe, routers: list[Tensor], others: list[Tensor], device: torch.device, heads: Set[int] = frozenset()
 ) -> Optimizer:
     """SGD, or AdamW where the recipe says so; ``heads`` are those of the others that make the gates of channels."""
-    rate = recipe.learning_rate
+    rate = recipe.lr
     own = rate / 10 if recipe.optimizer == "adamw" else rate
     groups = [
         {"params": [each for each in others if id(each) not in heads], "peak": rate},
-        {"params": routers, "peak": own if recipe.router_rate is None else recipe.router_rate},
+        {"params": routers, "peak": own if recipe.router_lr is None else recipe.router_lr},
         {
             "params": [each for each in others if id(each) in heads],
-            "peak": rate if recipe.router_rate is None else recipe.router_rate,
+            "peak": rate if recipe.router_lr is None else recipe.router_lr,
         },
     ]
     groups = [group for group in groups if group["params"]]
     fused = device.type == "cuda"
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(groups, recipe.learning_rate, weight_decay=recipe.weight_decay, fused=fused)
+        return torch.optim.AdamW(groups, recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
     decay = recipe.weight_decay
-    return torch.optim.SGD(groups, recipe.learning_rate, recipe.momentum, weight_decay=decay, fused=fused)
+    return torch.optim.SGD(groups, recipe.lr, recipe.momentum, weight_decay=decay, fused=fused)
 
 
 def _router_parameters(layers: Iterable[RoutedLayer]) -> set[int]:

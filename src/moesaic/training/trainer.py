@@ -79,7 +79,7 @@ class Trainer:
         self.batch_sizes = self.recipe.batch_sizes(len(self.dataset.train))
         """Samples of each batch of an epoch."""
         self.checkpoint_steps = _CHECKPOINT_STEPS
-        self.eval_batch_size = max(_EVAL_BATCH_SIZE, self.recipe.part_sizes(self.batch_sizes[0])[0])
+        self.eval_batch_size = max(_EVAL_BATCH_SIZE, self.recipe.micro_batch_sizes(self.batch_sizes[0])[0])
         forwards = (callback.train_forward(self.model) for callback in self.callbacks)
         forward = next((each for each in forwards if each is not None), None)
         self.train_step = TrainStep(
@@ -161,7 +161,7 @@ class Trainer:
             test_accuracy=None,
             seconds=seconds,
             images_per_second=sum(self.batch_sizes[self._resumed :]) / max(seconds - before, 1e-9),
-            learning_rate=self.recipe.rate(self.last_epoch_time()),
+            lr=self.recipe.lr_at(self.last_epoch_time()),
             alarms=self._alarms,
             metrics=metrics,
         )
@@ -329,7 +329,7 @@ class Trainer:
             return
         raise Diverged(
             f"fit: the loss or a weight is not a number ({self.position()}). {self.last_checkpoint()}. Lower "
-            f"learning_rate={self.recipe.learning_rate}, or add warmup=1 or clip=1.0, and train again in another folder"
+            f"lr={self.recipe.lr}, or add warmup_epochs=1 or clip_grad=1.0, and train again in another folder"
         )
 
 

@@ -102,7 +102,7 @@ def runner(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -
 
 
 def small(task: str, arm: experiments_images.Arm = "pmoe") -> WideCell:
-    recipe = Recipe(2, batch=16)
+    recipe = Recipe(2, batch_size=16)
     return WideCell(task, arm, "released", 20, 0, recipe, tests=2, network="wrn10_1", size=16, on_cpu=True)
 
 

@@ -78,7 +78,7 @@ def runner(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -
 
 
 def gated(**gates: float | bool) -> GateCell:
-    recipe = Recipe(2, batch=20, gates=GateRecipe(**gates))
+    recipe = Recipe(2, batch_size=20, gates=GateRecipe(**gates))
     return GateCell("vgg16_deepmoe", 0, recipe, TINY, on_cpu=True)
 
 
@@ -97,7 +97,7 @@ def test_a_gated_network_tells_what_its_gates_do(folder: Path, tmp_path: Path):
 
 
 def test_a_static_network_costs_what_it_costs(folder: Path, tmp_path: Path):
-    found = runner(tmp_path, folder).run({"": GateCell("vgg16", 0, Recipe(1, batch=20), TINY, on_cpu=True)})[""]
+    found = runner(tmp_path, folder).run({"": GateCell("vgg16", 0, Recipe(1, batch_size=20), TINY, on_cpu=True)})[""]
     macs = count_macs(create_model("vgg16", num_classes=10, width=0.05), (3, 32, 32)).macs
     assert found.result.macs == found.result.dense_macs == macs
     assert found.result.spread == found.result.dynamic == 0
@@ -132,9 +132,9 @@ def test_a_teacher_is_trained_first_and_learned_from(folder: Path, tmp_path: Pat
         return real(model, task, recipe, teacher=teacher, **more)
 
     monkeypatch.setattr(experiments_gates, "fit", watch)
-    cell = replace(gated(distil=1.0), teacher="vgg16")
+    cell = replace(gated(distill_weight=1.0), teacher="vgg16")
     runner(tmp_path, folder).run({"": cell})
-    assert seen == [("VGG16", None, "NoneType"), ("DeepMoE", GateRecipe(distil=1.0), "VGG16")]
+    assert seen == [("VGG16", None, "NoneType"), ("DeepMoE", GateRecipe(distill_weight=1.0), "VGG16")]
     assert cell.steps == 2 * gated().steps == 4
 
 
@@ -157,7 +157,7 @@ def test_networks_of_a_trial_start_from_the_same_seed_and_others_from_others(
         return real(model, task, recipe, seed=seed, **more)
 
     monkeypatch.setattr(experiments_gates, "fit", watch)
-    static = GateCell("vgg16", 0, Recipe(1, batch=20), TINY, on_cpu=True)
+    static = GateCell("vgg16", 0, Recipe(1, batch_size=20), TINY, on_cpu=True)
     runner(tmp_path, folder).run(
         {"a": static, "b": replace(static, samples=20), "c": replace(static, trial=1)},
     )

@@ -141,7 +141,7 @@ class WideCell:
         return None if self.on_cpu or runner.device.startswith("cuda") else _NEEDS_GPU
 
     def spec(self, runner: Runner) -> dict[str, Any]:
-        described = {**asdict(self), "recipe": self.recipe.to_json()}
+        described = {**asdict(self), "recipe": self.recipe.cell_spec()}
         del described["on_cpu"]
         here = runner.data_dir if missing_files(self.task, runner.data_dir) is None else None
         digest = _digest(self.task, here, self.size) if here is not None else "not here"
@@ -234,7 +234,14 @@ class StepCell:
         few = train.take(torch.arange(2 * self.classes))
         task = ImageDataset(train, few, names, ("all",), scale, scale, name="noise")
         recipe = Recipe(
-            _TIMED_EPOCHS, self.batch, "sgd", 1e-3, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0
+            _TIMED_EPOCHS,
+            self.batch,
+            "sgd",
+            1e-3,
+            momentum=0.0,
+            weight_decay=0.0,
+            schedule="constant",
+            warmup_epochs=0.0,
         )
         arms: tuple[Arm, Arm] = ("wrn", "pmoe")
         seconds: dict[str, list[float]] = {arm: [] for arm in arms}
@@ -422,8 +429,8 @@ def recipe(fidelity: Fidelity, samples: int, side: int, arm: Arm) -> Recipe:
     """The authors' recipe, for the network as printed too, since print names none; ours for ours."""
     long = epochs(samples, side)
     if fidelity == "best":
-        return Recipe(long, router_rate=_ROUTERS if arm == "pmoe" else None)
-    return Recipe(long, 128, "sgd", learning_rate=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup=0.0)
+        return Recipe(long, router_lr=_ROUTERS if arm == "pmoe" else None)
+    return Recipe(long, 128, "sgd", lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup_epochs=0.0)
 
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[WideResult | StepResult]:

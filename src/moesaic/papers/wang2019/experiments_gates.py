@@ -152,7 +152,7 @@ class GateCell:
         return None if self.on_cpu or runner.device.startswith("cuda") else "needs a GPU (--device cuda)"
 
     def spec(self, runner: Runner) -> dict[str, Any]:
-        described = {**asdict(self), "recipe": self.recipe.to_json(), "options": dict(self.options)}
+        described = {**asdict(self), "recipe": self.recipe.cell_spec(), "options": dict(self.options)}
         del described["on_cpu"]
         here = runner.data_dir if missing_files(_TASK, runner.data_dir) is None else None
         digest = _loaded(here).digest if here is not None else "not here"
@@ -217,7 +217,7 @@ def _static(model: nn.Module, task: ImageDataset) -> dict[str, Any]:
 def _gates(model: DeepMoE, task: ImageDataset, recipe: Recipe) -> dict[str, Any]:
     """What gates do on the test images, in the precision in which these were tested."""
     device = next(model.parameters()).device
-    half = recipe.half(device)
+    half = recipe.autocast_dtype(device)
     macs: list[Tensor] = []
     routings: list[Mapping[str, Routing]] = []
     seen = 0
@@ -363,7 +363,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "schedule": Remedy(
             "gates that learn for 80 % of the epochs in place of 60 %, and come down to their cost over more of them",
-            GateRecipe(target_macs=REMEDY_COST, joint=0.8, warmup=0.15),
+            GateRecipe(target_macs=REMEDY_COST, joint_fraction=0.8, warmup_fraction=0.15),
         ),
         "noise": Remedy("noise on the gates while they learn", GateRecipe(target_macs=REMEDY_COST, noise=0.5)),
         "topk": Remedy(
@@ -373,7 +373,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         ),
         "distil": Remedy(
             "the answers of a trained VGG-16 to learn from",
-            GateRecipe(target_macs=REMEDY_COST, distil=1.0),
+            GateRecipe(target_macs=REMEDY_COST, distill_weight=1.0),
             teacher="vgg16",
         ),
     }
