@@ -229,7 +229,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
 @pytest.mark.parametrize(
     ("given", "fault"),
     [
-        (["nowhere"], "is unknown; use .*or the path of a folder of images"),
+        (["nowhere"], "is unknown; use .*or the path of an image folder"),
         (["pets", "--model", "wrn10_1_pmo"], "did you mean 'wrn10_1_pmoe'"),
         (["pets", "--samples", "1000"], "samples=1000, but there are 24 training images in pets"),
         (["pets", "--epochs", "0"], "epochs=0; it must be at least 1"),
