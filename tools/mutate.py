@@ -6,7 +6,7 @@ less, ``max`` for ``min``, ``mean`` for ``sum``. Docstrings, annotations, ``__al
 
 Every change is made in a copy of the tree. The tests that run the changed line are started there, the nearest and
 quickest first; the first that fails has noticed the change. Which test runs which line is found out once
-for a tree and kept in .cache/mutate.
+and kept in .cache/mutate.json.
 """
 
 from __future__ import annotations
@@ -300,32 +300,30 @@ class TestMap:
         return order + [test for test in self.starting_processes if test not in found]
 
 
-def digest_of(root: Path) -> str:
-    found = hashlib.sha256()
-    for path in sorted([*root.glob("src/**/*.py"), *root.glob("tests/**/*.py"), *root.glob("*.py")]):
-        found.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    return found.hexdigest()[:16]
-
-
-def map_tests(copy_: Path, jobs: int, cache: Path) -> TestMap:
-    """Run all tests once and note the lines they run; from the cache where the tree has been mapped before."""
-    file = cache / f"{digest_of(copy_)}.json"
-    if not file.exists():
-        print("mutate: finding out which test runs which lines; this takes as long as all tests, or twice", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "coverage_by_test", "-n", str(jobs)]
-            result = subprocess.run(
-                command, cwd=copy_, env=environment(copy_, MOESAIC_LINES_TO=folder), capture_output=True, text=True
-            )
-            parts = [json.loads(path.read_text("utf-8")) for path in Path(folder).glob("*.json")]
-        failed = [test for part in parts for test in part["failed"]]
-        if failed or not parts:
-            print(f"mutate: these fail without any change and are left out: {failed}\n{result.stdout[-2000:]}")
-        if not parts:
-            sys.exit("mutate: no test ran")
-        cache.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({name: each for part in parts for name, each in part["tests"].items()}), "utf-8")
-    tests = json.loads(file.read_text("utf-8"))
+def map_tests(root: Path, jobs: int, cache: Path) -> TestMap:
+    """Which tests run which lines: run once, and again only where a file of tests, or one that it runs, changed."""
+    digests = {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in (*root.glob("src/**/*.py"), *root.glob("tests/**/test_*.py"))
+    }
+    known: dict[str, Any] = json.loads(cache.read_text("utf-8")) if cache.exists() else {}
+    known = {
+        file: entry
+        for file, entry in known.items()
+        if all(digests.get(path) == digest for path, digest in entry["digests"].items())
+    }
+    has_tests = [file for file in digests if file.startswith("tests/") or ">>> " in (root / file).read_text("utf-8")]
+    stale = [file for file in has_tests if file not in known and not any(each in file for each in GPU_ONLY)]
+    if stale:
+        print(f"mutate: finding out which lines the tests of {len(stale)} files run", flush=True)
+        tests = _lines_of_tests(root, stale, jobs)
+        for file in stale:
+            own = {name: each for name, each in tests.items() if name.split("::")[0] == file}
+            paths = {file, *(path for each in own.values() for path in each["lines"])}
+            known[file] = {"digests": {path: digests[path] for path in paths}, "tests": own}
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.write_text(json.dumps(known), "utf-8")
+    tests = {name: each for entry in known.values() for name, each in entry["tests"].items()}
     by_line: dict[str, dict[int, list[str]]] = {}
     for test, each in tests.items():
         for path, lines in each["lines"].items():
@@ -333,6 +331,20 @@ def map_tests(copy_: Path, jobs: int, cache: Path) -> TestMap:
                 by_line.setdefault(path, {}).setdefault(line, []).append(test)
     seconds = {test: each["seconds"] for test, each in tests.items()}
     return TestMap(seconds, by_line, [test for test, each in tests.items() if each["subprocess"]])
+
+
+def _lines_of_tests(root: Path, files: Sequence[str], jobs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "coverage_by_test", "-n", str(jobs), *files]
+        own = environment(root, MOESAIC_LINES_TO=folder)
+        result = subprocess.run(command, cwd=root, env=own, capture_output=True, text=True)
+        parts = [json.loads(path.read_text("utf-8")) for path in Path(folder).glob("*.json")]
+    failed = [test for part in parts for test in part["failed"]]
+    if failed:
+        print(f"mutate: these fail without any change and are left out: {failed}", flush=True)
+    if not any(part["tests"] for part in parts) and result.returncode not in (0, 5):
+        sys.exit(f"mutate: no test ran\n{result.stdout[-3000:]}")
+    return {name: each for part in parts for name, each in part["tests"].items()}
 
 
 def environment(root: Path, **more: str) -> dict[str, str]:
@@ -448,7 +460,7 @@ def main() -> int:
 
 def _try_all(changes: Sequence[Change], given: argparse.Namespace, folder: Path) -> list[Verdict]:
     first = Workshop(folder / "0", None, given.timeout)
-    tests = map_tests(first.root, given.jobs, ROOT / ".cache" / "mutate")
+    tests = map_tests(first.root, given.jobs, ROOT / ".cache" / "mutate.json")
     free: SimpleQueue[Workshop] = SimpleQueue()
     for i in range(given.jobs):
         free.put(Workshop(folder / str(i), tests, given.timeout))

@@ -1,8 +1,12 @@
 """The examples in the README and the documentation run, and the site's menu leads somewhere."""
 
 import doctest
+import os
 import re
 import runpy
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -14,7 +18,7 @@ from moesaic.report import write_figures
 from moesaic.report.chart import read_charts, write_charts
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+PAGES = sorted({*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")} - {ROOT / "CONTRIBUTING.md"})  # its recipe: below
 FENCE = re.compile(r"^```(?:python|pycon)\b[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 PAGES_WITH_CODE = [page for page in PAGES if FENCE.search(page.read_text("utf-8"))]
@@ -34,6 +38,23 @@ def test_the_examples_of_a_page_run(page: Path, tmp_path: Path, monkeypatch: pyt
             names = test.globs
         else:  # blank lines before the code give tracebacks the page's own line numbers
             exec(compile("\n" * line + block[1], str(page), "exec"), names)
+
+
+def test_the_recipe_of_a_router_works_to_the_letter(tmp_path: Path):
+    page = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    module, line, use = (block[1] for block in FENCE.finditer(page))
+    (path,) = set(re.findall(r"Write it to `(src/[\w/]+\.py)`", page))
+    (package, name) = re.findall(r"Import it in `(src/[\w/]+\.py)`, and add `(\"\w+\")` to `__all__`", page)[0]
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / path).write_text(module, "utf-8")
+    docstring, imports, names = re.split(r"\n\n(?=from)|__all__ = \[", (tmp_path / package).read_text("utf-8"))
+    # before all others, where the package has nothing yet that the module could import from it
+    (tmp_path / package).write_text(f"{docstring}\n\n{line}{imports}__all__ = [\n    {name},{names}", "utf-8")
+    dotted = path.removeprefix("src/").removesuffix(".py").replace("/", ".")
+    script = f"import doctest, {dotted} as written\nassert doctest.testmod(written) == (0, 2)\n{use}"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    run = subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 def test_every_entry_of_the_menu_has_its_page():
