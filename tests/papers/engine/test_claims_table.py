@@ -7,14 +7,14 @@ from papers.engine.example_findings import FINDINGS, PAPERS, SECOND_FINDINGS, fi
 from rich.console import Console
 
 from moesaic.papers.engine.claims_markdown import markdown_table
-from moesaic.papers.engine.claims_table import print_claims, verdict_counts
-from moesaic.papers.engine.verdict_text import measured
+from moesaic.papers.engine.claims_table import show_findings_table, verdict_counts
+from moesaic.papers.engine.verdict_text import format_measured
 
 
 def printed(width: int, terminal: bool = False, findings=FINDINGS) -> str:
     file = io.StringIO()
     colours = "standard" if terminal else "auto"
-    print_claims(findings, Console(file=file, width=width, force_terminal=terminal, color_system=colours))
+    show_findings_table(findings, Console(file=file, width=width, force_terminal=terminal, color_system=colours))
     return file.getvalue()
 
 
@@ -25,7 +25,7 @@ def test_no_line_is_wider_than_the_terminal_and_nothing_is_cut_off(width: int):
     assert "…" not in text
     words = " ".join(text.split())
     for each in FINDINGS:
-        assert measured(each) in words
+        assert format_measured(each) in words
         assert each.decision in words
 
 
@@ -37,7 +37,7 @@ def test_a_verdict_stands_on_the_line_of_its_measurement(width: int):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_verdicts_reason_is_told(width: int):
+def test_the_reason_of_a_verdict_is_shown(width: int):
     text = " ".join(printed(width).split())
     assert "not run here: needs --preset full" in text
     assert "partly: at 300 samples, not at 1000" in text
@@ -64,7 +64,7 @@ def test_verdicts_are_counted():
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_the_ways_of_running_are_explained_where_they_occur(width: int):
+def test_the_fidelities_that_occur_are_explained(width: int):
     text = " ".join(printed(width).split())
     assert "print: as the paper's text says; released: as its authors' code does; best: our own settings" in text
     assert "released:" not in printed(width, findings=[finding()])
@@ -75,7 +75,7 @@ def test_several_papers_have_a_table_each_under_their_titles(width: int):
     file = io.StringIO()
     # mixed up: a paper's claims come together all the same
     findings = [*FINDINGS[:3], *SECOND_FINDINGS, *FINDINGS[3:]]
-    print_claims(findings, Console(file=file, width=width), PAPERS)
+    show_findings_table(findings, Console(file=file, width=width), PAPERS)
     text = " ".join(file.getvalue().split())
     first, second = (text.index(paper.title) for paper in PAPERS)
     assert first < text.index("96.1 [94.9, ∞]") < text.index("6 hold, 1 partly, 1 fails, 2 not run here") < second
@@ -87,7 +87,7 @@ def test_one_paper_needs_no_title():
     assert "chowdhury2023" not in printed(80)
 
 
-def test_papers_have_a_markdown_table_each_with_the_ways_that_were_tried():
+def test_each_paper_has_a_markdown_table_with_the_fidelities_that_ran():
     text = markdown_table([*FINDINGS, *SECOND_FINDINGS], PAPERS)
     first, second = text.split(f"**{PAPERS[1].title}**")
     assert first.startswith(f"**{PAPERS[0].title}**\n\n| where")

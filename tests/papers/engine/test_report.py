@@ -1,4 +1,4 @@
-"""The report tells a newcomer what was claimed, measured and decided; it needs nothing and trusts nobody."""
+"""The report shows what was claimed, measured and decided; it is self-contained and escapes all text."""
 
 import re
 from dataclasses import replace
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from papers.engine.example_findings import CHARTS, FINDINGS, PAPERS, SECOND_CHARTS, SECOND_FINDINGS, finding
 
+from moesaic.papers.chen2022.glossary import GLOSSARY
 from moesaic.papers.engine.findings import Source
-from moesaic.papers.engine.glossary import explained
+from moesaic.papers.engine.glossary import used_terms
 from moesaic.papers.engine.report import write_report
 from moesaic.report.chart import Chart, Counts, Group, Panel, Points, Series
 from moesaic.report.style import COLOURS, ON_DARK
@@ -92,7 +93,7 @@ def test_every_claim_is_there_with_its_numbers_verdicts_and_rule(html: str):
 
 def test_the_summary_comes_first_and_counts_the_verdicts(html: str):
     text = words(Page(html).text)
-    counts = "5 claims were put to the test, in up to 3 ways each, with the preset quick. Of 10 verdicts, 6 hold"
+    counts = "5 claims were tested, in up to 3 forms each, with the preset quick. Of 10 verdicts, 6 hold"
     assert text.index(counts) < text.index("In short") < text.index("The rule that decides")
     assert "print as the paper's text says 3 hold 1 partly 1 not run here" in text
 
@@ -110,7 +111,7 @@ def test_each_place_has_one_plain_sentence_in_the_summary(html: str):
     assert "Separate-training pMoE is more accurate" not in short
 
 
-def test_a_claim_of_our_own_is_not_put_into_the_papers_mouth(tmp_path: Path):
+def test_a_claim_of_our_own_is_not_attributed_to_the_paper(tmp_path: Path):
     own = finding(fidelity="best", published=None, verdict="partly: at most sizes")
     text = words(Page(written(tmp_path, findings=[own])).text)
     assert "A claim of our own. Measured: 52.0 (48.3 to 57.9) with our settings. Partly: at most sizes" in text
@@ -131,15 +132,15 @@ def test_a_chart_without_claims_is_shown_all_the_same(tmp_path: Path):
     assert html.count("<svg") == 1
 
 
-def test_notes_command_and_machine_are_told(html: str):
+def test_notes_command_and_machine_are_shown(html: str):
     text = Page(html).text
-    for told in ("Two trials instead of five.", "moesaic reproduce --preset quick", "A processor, 2 cores"):
-        assert told in text
+    for shown in ("Two trials instead of five.", "moesaic reproduce --preset quick", "A processor, 2 cores"):
+        assert shown in text
 
 
 def test_fidelities_and_verdicts_are_explained(html: str):
     text = words(Page(html).text)
-    text = text[text.index("What the words mean") :]
+    text = text[text.index("Fidelities and verdicts") :]
     for meaning in ("as the paper's text says", "as its authors' code does", "our own", "does not meet the rule"):
         assert meaning in text
 
@@ -153,10 +154,10 @@ def test_words_of_the_field_are_explained_before_they_are_used(html: str):
 
 def test_only_words_that_occur_are_explained(tmp_path: Path):
     text = words(Page(written(tmp_path, findings=[finding(statement="Accuracy peaks at l* = 6.")])).text)
-    about = text[text.index("What it is about") : text.index("In short")]
-    assert about == "What it is about l* the least l with which an expert is sure to get the discriminative patch "
+    about = text[text.index("Terms") : text.index("In short")]
+    assert about == "Terms l* the least l with which an expert is sure to get the discriminative patch "
     plain = written(tmp_path, findings=[finding(statement="A blank slate, kept likely, all well.")])
-    assert "What it is about" not in Page(plain).text
+    assert "Terms" not in Page(plain).text
 
 
 @pytest.mark.parametrize(
@@ -176,14 +177,14 @@ def test_a_word_is_found_in_any_of_its_forms(text: str, word: str):
     line = Series(text, "joint", (1.0,), (1.0,))
     bare = Chart("c", "p", "Figure 1", "", "", (Panel("", "", "", (line,)),))
     for where in (bare, replace(bare, caption=text, panels=()), Chart("c", "p", "", text, "", (Panel("", text, ""),))):
-        assert word in explained([], [where])
+        assert word in used_terms([], [where])
     for panel in (
         Panel(text, "", ""),
         Panel("", "", "", counts=Counts((text,), ("",), ((1.0,),))),
         Panel("", "", "", points=Points((Group(text, "", (), ()),))),
     ):
-        assert word in explained([], [replace(bare, panels=(panel,))])
-    assert word in explained([finding(statement=text)], [])
+        assert word in used_terms([], [replace(bare, panels=(panel,))])
+    assert word in used_terms([finding(statement=text)], [])
 
 
 @pytest.mark.parametrize(
@@ -201,21 +202,19 @@ def test_a_word_is_found_in_any_of_its_forms(text: str, word: str):
     ],
 )
 def test_the_second_paper_has_words_of_its_own(text: str, words: set[str]):
-    assert explained([finding(statement=text, paper="chen2022")], []).keys() == words
+    assert used_terms([finding(statement=text, paper="chen2022")], [], GLOSSARY).keys() == words
 
 
 def test_a_word_means_what_its_paper_says():
-    meanings = [
-        explained([finding(statement="the router", paper=paper)], []) for paper in ("chowdhury2023", "chen2022")
-    ]
+    meanings = [used_terms([finding(statement="the router")], [], glossary) for glossary in ((), GLOSSARY)]
     assert meanings[0].keys() == meanings[1].keys() == {"router"}
     assert "scores all patches" in meanings[0]["router"]
     assert "scores the experts" in meanings[1]["router"]
 
 
 def test_the_summary_says_that_it_leaves_claims_out_where_it_does(html: str, tmp_path: Path):
-    assert "The first claim of each place" in Page(html).text
-    assert "The first claim of each place" not in Page(written(tmp_path, findings=[finding()])).text
+    assert "First claim of each place" in Page(html).text
+    assert "First claim of each place" not in Page(written(tmp_path, findings=[finding()])).text
 
 
 def test_the_page_loads_nothing_and_runs_nothing(html: str):
@@ -279,13 +278,13 @@ def test_one_paper_is_the_title_and_its_experiments_are_introduced(html: str):
 
 def test_several_papers_have_a_part_each_with_title_introduction_counts_and_words(both: str):
     text = words(Page(both).text)
-    assert "Do the claims of 2 papers hold? 9 claims were put to the test" in text
+    assert "Do the claims of 2 papers hold? 9 claims were tested" in text
     parts = [text[text.rindex(paper.title) :] for paper in PAPERS]
     first = parts[0][: parts[0].rindex(PAPERS[1].title)]
-    second = parts[1][: parts[1].index("What the words mean")]
+    second = parts[1][: parts[1].index("Fidelities and verdicts")]
     for part, paper in ((first, PAPERS[0]), (second, PAPERS[1])):
         assert paper.about in part
-        assert part.index("What it is about") < part.index("In short") < part.index("The rule that decides")
+        assert part.index("Terms") < part.index("In short") < part.index("The rule that decides")
     assert "scores all patches of a sample" in first
     assert "scores all patches of a sample" not in second
     assert "print as the paper's text says 3 hold 1 fails" in second
@@ -300,7 +299,7 @@ def test_both_fidelities_stand_side_by_side(both: str):
     )
 
 
-def test_places_of_the_same_name_are_told_apart_by_their_links(both: str):
+def test_places_of_the_same_name_have_different_links(both: str):
     page = Page(both)
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -354,7 +353,7 @@ def test_different_rules_say_whose_they_are(tmp_path: Path):
 
 
 def test_a_run_without_findings_is_a_report_too(tmp_path: Path):
-    assert "No claim was put to the test." in Page(written(tmp_path, findings=[])).text
+    assert "No claim was tested." in Page(written(tmp_path, findings=[])).text
 
 
 def test_the_same_results_give_the_same_report_and_no_half_file_stays(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Numbers have the digits they deserve, and the tries of a claim stay together."""
+"""Numbers have a sensible number of digits, and the findings on a claim stay together."""
 
 import math
 from dataclasses import replace
@@ -6,7 +6,15 @@ from dataclasses import replace
 import pytest
 from papers.engine.example_findings import FINDINGS, PAPERS, finding
 
-from moesaic.papers.engine.verdict_text import by_claim, by_paper, by_place, measured, published, reason, tries
+from moesaic.papers.engine.verdict_text import (
+    fidelities_by_verdict,
+    format_measured,
+    format_published,
+    group_by_claim,
+    group_by_paper,
+    group_by_place,
+    verdict_reason,
+)
 from moesaic.report.formatting import number
 
 
@@ -43,11 +51,11 @@ def test_a_number_alone(value: float, text: str):
     ],
 )
 def test_a_measurement_and_its_interval_have_the_same_decimals(value: float, interval: tuple[float, float], text: str):
-    assert measured(finding(measured=value, interval=interval)) == text
+    assert format_measured(finding(measured=value, interval=interval)) == text
 
 
 def test_what_the_paper_says_may_be_a_number_a_word_or_nothing():
-    assert [published(finding(published=each)) for each in (60.0, 99.46, -0.5, "falls with l", None)] == [
+    assert [format_published(finding(published=each)) for each in (60.0, 99.46, -0.5, "falls with l", None)] == [
         "60",
         "99.46",
         "−0.5",
@@ -56,9 +64,9 @@ def test_what_the_paper_says_may_be_a_number_a_word_or_nothing():
     ]
 
 
-def test_the_tries_of_a_claim_come_together_printed_first():
+def test_the_findings_on_a_claim_come_together_printed_first():
     shuffled = [finding("b", "best"), finding("a", "released"), finding("b", "print"), finding("a", "print")]
-    assert [[(each.id, each.fidelity) for each in claim] for claim in by_claim(shuffled)] == [
+    assert [[(each.id, each.fidelity) for each in claim] for claim in group_by_claim(shuffled)] == [
         [("b", "print"), ("b", "best")],
         [("a", "print"), ("a", "released")],
     ]
@@ -66,8 +74,8 @@ def test_the_tries_of_a_claim_come_together_printed_first():
 
 def test_claims_of_one_name_in_two_papers_are_two():
     other = replace(finding(), paper="chen2022")
-    assert len(by_claim([finding(), other])) == 2
-    grouped = by_paper([finding(), other, finding("b")], PAPERS[:1])
+    assert len(group_by_claim([finding(), other])) == 2
+    grouped = group_by_paper([finding(), other, finding("b")], PAPERS[:1])
     assert [(paper.title, [each.id for each in own]) for paper, own in grouped.items()] == [
         (PAPERS[0].title, ["samples", "b"]),
         ("chen2022", ["samples"]),
@@ -75,11 +83,11 @@ def test_claims_of_one_name_in_two_papers_are_two():
 
 
 def test_no_finding_is_lost_on_the_way_to_its_place():
-    placed = [each for claims in by_place(FINDINGS).values() for claim in claims for each in claim]
+    placed = [each for claims in group_by_place(FINDINGS).values() for claim in claims for each in claim]
     assert sorted(placed, key=FINDINGS.index) == list(FINDINGS)
 
 
 def test_decisions_come_from_best_to_worst_with_their_fidelities():
     claim = (finding(verdict="fails"), finding(fidelity="released"), finding(fidelity="best", verdict="fails: why"))
-    assert tries(claim) == [("holds", ["released"]), ("fails", ["print", "best"])]
-    assert [reason(each) for each in claim] == ["", "", "why"]
+    assert fidelities_by_verdict(claim) == [("holds", ["released"]), ("fails", ["print", "best"])]
+    assert [verdict_reason(each) for each in claim] == ["", "", "why"]

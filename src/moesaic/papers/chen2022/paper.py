@@ -24,6 +24,7 @@ from moesaic.papers.chen2022 import (
     figures_language,
     figures_synthetic,
 )
+from moesaic.papers.chen2022.glossary import GLOSSARY
 from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
@@ -87,4 +88,5 @@ PAPER: Paper[Any] = Paper(
     charts=charts,
     notes=notes,
     check_data=check_data,
+    glossary=GLOSSARY,
 )

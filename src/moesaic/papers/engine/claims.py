@@ -10,7 +10,7 @@ from typing import Generic, TypeAlias, TypeVar
 from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.cells import Cell
 from moesaic.papers.engine.decision_rules import CheckResult
-from moesaic.papers.engine.findings import Claim, Finding
+from moesaic.papers.engine.findings import Claim, Finding, GlossaryEntry, Source
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
 
@@ -113,7 +113,14 @@ class Paper(Generic[R]):
     """Maps preset and runner to remarks for the report."""
     check_data: Callable[[Path | None], None]
     """Raises if a dataset in the data directory is damaged or a package is missing, before any cell runs."""
+    glossary: tuple[GlossaryEntry, ...] = ()
+    """The paper's own definitions of terms, for the report."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
         return tuple(check.claim for check in self.checks)
+
+    @property
+    def source(self) -> Source:
+        """The paper as reports introduce it."""
+        return Source(self.id, self.title, self.about, self.glossary)

@@ -1,4 +1,4 @@
-"""The findings as a table for README and documentation."""
+"""Findings as Markdown tables, for the documentation."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from typing import cast
 
 from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.findings import Finding, Source
-from moesaic.papers.engine.verdict_text import BRIEFLY, by_claim, by_paper, measured, published
+from moesaic.papers.engine.verdict_text import (
+    FIDELITY_LABELS,
+    format_measured,
+    format_published,
+    group_by_claim,
+    group_by_paper,
+)
 
 __all__ = ["markdown_table"]
 
 
 def markdown_table(findings: Iterable[Finding], papers: Iterable[Source] = ()) -> str:
-    """One row a claim, with a column for each fidelity that was run; a table a paper, headed where there are several.
+    """Returns a table per paper with a row per claim and a column per fidelity; titled if there are several papers.
 
     >>> found = Finding("a", "p", "Figure 4", "Fewer.", "print", "full", 0.6, 0.4, (0.3, 0.5), "r", "holds", 1.0)
     >>> print(markdown_table([found]))
@@ -21,26 +27,27 @@ def markdown_table(findings: Iterable[Finding], papers: Iterable[Source] = ()) -
     | --- | --- | --- | --- |
     | Figure 4 | Fewer. | 0.6 | **holds**: 0.400 [0.300, 0.500] |
     """
-    tables = [(paper.title, _table(own)) for paper, own in by_paper(findings, papers).items()]
+    tables = [(paper.title, _table(own)) for paper, own in group_by_paper(findings, papers).items()]
     if len(tables) == 1:
         return tables[0][1]
     return "\n\n".join(f"**{_plain(title)}**\n\n{table}" for title, table in tables)
 
 
 def _table(findings: Iterable[Finding]) -> str:
-    claims = by_claim(findings)
+    claims = group_by_claim(findings)
     run = {str(each.fidelity) for claim in claims for each in claim}
-    ways = cast("list[Fidelity]", [way for way in BRIEFLY if way in run])
-    lines = [_row("where", "claim", "paper", *(BRIEFLY[way] for way in ways)), _row(*["---"] * (3 + len(ways)))]
+    fidelities = cast("list[Fidelity]", [fidelity for fidelity in FIDELITY_LABELS if fidelity in run])
+    header = _row("where", "claim", "paper", *(FIDELITY_LABELS[fidelity] for fidelity in fidelities))
+    lines = [header, _row(*["---"] * (3 + len(fidelities)))]
     for claim in claims:
-        cells: dict[Fidelity, str] = {each.fidelity: f"**{each.decision}**: {measured(each)}" for each in claim}
-        said, statement = _plain(published(claim[0])), _plain(claim[0].statement)
-        lines.append(_row(claim[0].where, statement, said, *(cells.get(way, "–") for way in ways)))
+        cells: dict[Fidelity, str] = {each.fidelity: f"**{each.decision}**: {format_measured(each)}" for each in claim}
+        published, statement = _plain(format_published(claim[0])), _plain(claim[0].statement)
+        lines.append(_row(claim[0].where, statement, published, *(cells.get(fidelity, "–") for fidelity in fidelities)))
     return "\n".join(lines)
 
 
 def _plain(text: str) -> str:
-    """l* is no emphasis."""
+    """Escapes asterisks: l* is not the start of emphasis."""
     return text.replace("*", r"\*")
 
 

@@ -1,8 +1,8 @@
-"""The findings as a table for the terminal: what the paper says, what was measured, does it hold.
+"""Findings and claims as tables in the terminal.
 
-One line a fidelity under every claim. Colours only repeat what words say, and where the output is no
-terminal there are none. From `_WIDE` columns on the claims stand in a column of their own; narrower
-terminals, and files, get each claim as a heading over its lines.
+Each claim has one line per fidelity. Terminals with at least `_WIDE` columns show the claims in a column of their own;
+narrower terminals, and files, show each claim as a heading above its lines. Colours repeat what the text says, and are
+left out if the output is not a terminal.
 """
 
 from __future__ import annotations
@@ -11,31 +11,40 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from moesaic.papers.engine.findings import VERDICTS, Claim, Finding, Source
-from moesaic.papers.engine.verdict_text import MEANING, by_claim, by_paper, measured, published, reason
+from moesaic.papers.engine.verdict_text import (
+    FIDELITY_DESCRIPTIONS,
+    format_measured,
+    format_published,
+    group_by_claim,
+    group_by_paper,
+    verdict_reason,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.text import Text
 
-    from moesaic.papers.engine.verdict_text import Tries
+    from moesaic.papers.engine.verdict_text import ClaimFindings
 
-__all__ = ["print_claims", "print_rules", "verdict_counts"]
+__all__ = ["show_claim_rules", "show_findings_table", "verdict_counts"]
 
 _COLOURS = {"holds": "green", "partly": "yellow", "fails": "red", "not run here": "bright_black"}
 _WIDE = 100
 
 
-def print_claims(findings: Sequence[Finding], console: Console | None = None, papers: Iterable[Source] = ()) -> None:
-    """Print the table, and below it what its words mean and how many verdicts there are of each kind.
+def show_findings_table(
+    findings: Sequence[Finding], console: Console | None = None, papers: Iterable[Source] = ()
+) -> None:
+    """Prints the table, and below it the meaning of the fidelities and the number of verdicts of each kind.
 
-    Where there are claims of several papers, each has a table under its title, which ``papers`` tell.
+    If the findings are on several papers, each paper has a table under its title from ``papers``.
 
     >>> from rich.console import Console
     >>> finding = Finding(
     ...     "samples", "chowdhury2023", "Figure 4", "joint training needs 60 % of the CNN's samples",
     ...     "print", "quick", 60.0, 52.04, (48.3, 57.9), "holds below 70", "holds", 1.0,
     ... )
-    >>> print_claims([finding], Console(width=80))
+    >>> show_findings_table([finding], Console(width=80))
     Figure 4: joint training needs 60 % of the CNN's samples
       paper       60
       print       52.0 [48.3, 57.9]     holds
@@ -47,27 +56,28 @@ def print_claims(findings: Sequence[Finding], console: Console | None = None, pa
     from rich.text import Text
 
     console = console or Console()
-    grouped = by_paper(findings, papers)
+    grouped = group_by_paper(findings, papers)
     for paper, own in grouped.items():
-        claims = by_claim(own)
+        claims = group_by_claim(own)
         if len(grouped) > 1:
             console.print(Text(f"{paper.title}\n", style="bold underline"))
         for part in _wide(claims) if console.width >= _WIDE else _narrow(claims):
             console.print(part)
         if len(grouped) > 1:
-            console.print(_counted(own), "", sep="\n")
-    ways = [f"{way}: {meaning}" for way, meaning in MEANING.items() if any(each.fidelity == way for each in findings)]
-    if ways:
-        console.print(Text("; ".join(ways)))
-    console.print(Text.assemble("in all: " if len(grouped) > 1 else "", _counted(findings)))
+            console.print(_counts(own), "", sep="\n")
+    run = {finding.fidelity for finding in findings}
+    described = [f"{fidelity}: {text}" for fidelity, text in FIDELITY_DESCRIPTIONS.items() if fidelity in run]
+    if described:
+        console.print(Text("; ".join(described)))
+    console.print(Text.assemble("in all: " if len(grouped) > 1 else "", _counts(findings)))
 
 
-def print_rules(title: str, claims: Iterable[Claim], console: Console | None = None) -> None:
-    """Print claims with the rules that will decide them.
+def show_claim_rules(title: str, claims: Iterable[Claim], console: Console | None = None) -> None:
+    """Prints claims with the rules that decide them.
 
     >>> from rich.console import Console
     >>> claim = Claim("samples", "p", "Figure 4", "joint training needs fewer samples", 60.0, "holds below 70")
-    >>> print_rules("A paper", [claim], Console(width=80))
+    >>> show_claim_rules("A paper", [claim], Console(width=80))
     A paper
     <BLANKLINE>
     samples
@@ -84,31 +94,31 @@ def print_rules(title: str, claims: Iterable[Claim], console: Console | None = N
     console.print(Text(f"{title}\n", style="bold"))
     for claim in claims:
         console.print(Text(claim.id, style="bold"))
-        for line in (f"{claim.where}: {claim.statement}", f"Paper: {published(claim)}", f"Rule: {claim.rule}"):
+        for line in (f"{claim.where}: {claim.statement}", f"Paper: {format_published(claim)}", f"Rule: {claim.rule}"):
             console.print(Padding(Text(line), (0, 0, 0, 2)))
         console.print()
 
 
 def verdict_counts(findings: Iterable[Finding]) -> dict[str, str]:
-    """How many findings came to each decision, in words: {"holds": "3 hold", "fails": "1 fails"}."""
+    """Returns the number of findings with each verdict as text: {"holds": "3 hold", "fails": "1 fails"}."""
     decisions = [finding.decision for finding in findings]
-    words: dict[str, str] = {}
+    counts: dict[str, str] = {}
     for decision in VERDICTS:
         count = decisions.count(decision)
         if count:
             plural = {"holds": "hold", "fails": "fail"}.get(decision, decision)
-            words[decision] = f"{count} {decision if count == 1 else plural}"
-    return words
+            counts[decision] = f"{count} {decision if count == 1 else plural}"
+    return counts
 
 
-def _counted(findings: Iterable[Finding]) -> Text:
+def _counts(findings: Iterable[Finding]) -> Text:
     from rich.text import Text
 
     counts = [Text(text, style=_COLOURS[decision]) for decision, text in verdict_counts(findings).items()]
     return Text(", ").join(counts) if counts else Text("no claims")
 
 
-def _wide(claims: Sequence[Tries]) -> Iterator[RenderableType]:
+def _wide(claims: Sequence[ClaimFindings]) -> Iterator[RenderableType]:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -124,19 +134,19 @@ def _wide(claims: Sequence[Tries]) -> Iterator[RenderableType]:
         lines = [
             Text("\n").join(column)
             for column in zip(
-                *((Text(each.fidelity), Text(measured(each)), _verdict(each)) for each in claim), strict=True
+                *((Text(each.fidelity), Text(format_measured(each)), _verdict(each)) for each in claim), strict=True
             )
         ]
-        table.add_row(_statement(claim), Text(published(claim[0])), *lines)
+        table.add_row(_statement(claim), Text(format_published(claim[0])), *lines)
     yield table
-    concerned: dict[str, list[str]] = {}
-    for each in (finding for claim in claims for finding in claim if reason(finding)):
-        concerned.setdefault(each.verdict, []).append(f"{each.id} ({each.fidelity})")
-    for verdict, names in concerned.items():
+    reasons: dict[str, list[str]] = {}
+    for each in (finding for claim in claims for finding in claim if verdict_reason(finding)):
+        reasons.setdefault(each.verdict, []).append(f"{each.id} ({each.fidelity})")
+    for verdict, names in reasons.items():
         yield Text(f"{verdict} – {', '.join(names)}", style="bright_black")
 
 
-def _narrow(claims: Sequence[Tries]) -> Iterator[RenderableType]:
+def _narrow(claims: Sequence[ClaimFindings]) -> Iterator[RenderableType]:
     from rich.table import Table
     from rich.text import Text
 
@@ -146,15 +156,15 @@ def _narrow(claims: Sequence[Tries]) -> Iterator[RenderableType]:
         lines.add_column(width=10)
         lines.add_column(min_width=20)
         lines.add_column()
-        lines.add_row("  paper", Text(published(claim[0])), "")
+        lines.add_row("  paper", Text(format_published(claim[0])), "")
         for each in claim:
-            why = f": {reason(each)}" if reason(each) else ""
-            lines.add_row(Text(f"  {each.fidelity}"), Text(measured(each)), _verdict(each) + why)
+            reason = f": {verdict_reason(each)}" if verdict_reason(each) else ""
+            lines.add_row(Text(f"  {each.fidelity}"), Text(format_measured(each)), _verdict(each) + reason)
         yield lines
         yield ""
 
 
-def _statement(claim: Tries) -> Text:
+def _statement(claim: ClaimFindings) -> Text:
     from rich.text import Text
 
     return Text.assemble((f"{claim[0].where}: ", "bold"), claim[0].statement)

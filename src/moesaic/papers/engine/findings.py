@@ -1,6 +1,6 @@
-"""Claims and findings as plain data: what a paper states, what was measured, and the verdict.
+"""Claims and findings: what a paper states, what was measured, and the verdict.
 
-A list of findings is the content of claims.json, from which tables, figures and reports are made.
+claims.json is a list of findings. Tables and reports are made from it.
 """
 
 from __future__ import annotations
@@ -9,44 +9,50 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
 from moesaic.fidelity import Fidelity
 from moesaic.files import read_records, write_json
 
-__all__ = ["VERDICTS", "Claim", "Finding", "Source", "read_findings", "write_findings"]
+__all__ = ["VERDICTS", "Claim", "Finding", "GlossaryEntry", "Source", "read_findings", "write_findings"]
 
 VERDICTS = ("holds", "partly", "fails", "not run here")
-"""What a verdict may be, from best to worst."""
+"""The verdicts, from best to worst."""
+
+GlossaryEntry: TypeAlias = tuple[str, str, str]
+"""A term, the regular expression that finds it, and its definition."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A paper, as a report introduces it."""
+    """A paper as the report introduces it."""
 
     id: str
     title: str
     about: str = ""
-    """Its experiments in a few sentences, for someone who has not read it."""
+    """Summary of the experiments for readers who do not know the paper."""
+    glossary: tuple[GlossaryEntry, ...] = ()
+    """The paper's own definitions of terms."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Something a paper says, and the rule that will decide whether it holds, written before measuring."""
+    """A statement of a paper, and the rule, written before any measurement, that decides whether it holds."""
 
     id: str
     paper: str
     where: str
-    """The place in the paper: "Figure 4", "Lemma 4.1"."""
+    """Place in the paper: "Figure 4", "Lemma 4.1"."""
     statement: str
     published: float | str | None
-    """The paper's value, in the unit the statement names; a word where the paper shows a trend."""
+    """The paper's value, in the unit that the statement names; text if the paper shows a trend."""
     rule: str
-    """What is measured, and when the claim holds, holds partly or fails."""
+    """What is measured, and for which values the claim holds, partly holds or fails."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A claim with what was measured: one object of claims.json."""
+    """A claim with its measurement and verdict: one object of claims.json."""
 
     id: str
     paper: str
@@ -57,10 +63,10 @@ class Finding:
     published: float | str | None
     measured: float | None
     interval: tuple[float, float] | None
-    """95 % confidence interval of ``measured``; an end that no number bounds is infinite."""
+    """95 % confidence interval of ``measured``; its ends may be infinite."""
     rule: str
     verdict: str
-    """ "holds", "partly", "fails", or "not run here: " and why."""
+    """ "holds", "partly", "fails" or "not run here", optionally with ": " and a reason."""
     seconds: float
 
     def __post_init__(self) -> None:
@@ -69,22 +75,22 @@ class Finding:
 
     @property
     def decision(self) -> str:
-        """The verdict without its reason."""
+        """The verdict without the reason."""
         return self.verdict.partition(": ")[0]
 
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:
-    """Write claims.json; a reader never sees half a file."""
+    """Writes claims.json atomically."""
     write_json(path, [asdict(finding) for finding in findings])
 
 
 def read_findings(path: Path) -> list[Finding]:
-    """The findings of a claims.json."""
+    """Reads the findings from a claims.json."""
     return [_bounded(finding) for finding in read_records(path, Finding)]
 
 
 def _bounded(finding: Finding) -> Finding:
-    """Where the file has null for an end of the interval, the end is infinite."""
+    """Replaces the nulls of the file, read as NaN, by infinite ends of the interval."""
     if finding.interval is None:
         return finding
     low, high = finding.interval

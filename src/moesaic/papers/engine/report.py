@@ -1,12 +1,11 @@
-"""The report: one HTML file that needs nothing else, for someone who has not read the paper.
+"""The report on claims: one self-contained HTML file, for readers who do not know the paper.
 
-On top what holds and what does not, in words that are explained there (`glossary`), then figure by
-figure the chart, the claims made there, what was measured and the rule that decided; paper by paper,
-where there are several. Verdicts and numbers are those of the findings, charts those of the chart
-records; nothing is computed here but words and places on a scale.
+It begins with the verdicts and definitions of the terms (`glossary`). Then each figure or theorem of the paper has a
+section with its charts, claims, measurements and rules. Several papers have a part each. All verdicts and numbers come
+from the findings, all charts from the chart records.
 
-The file carries its styles and drawings in itself and forbids the browser to load anything else
-(Content-Security-Policy); whatever comes from a claim, a label or a command is escaped.
+Styles and drawings are inline, and a Content-Security-Policy forbids the browser to load anything. Text from claims,
+labels and commands is escaped.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from moesaic.fidelity import Fidelity
 from moesaic.files import write_atomic
 from moesaic.papers.engine.claims_table import verdict_counts
 from moesaic.papers.engine.findings import VERDICTS, Finding, Source
-from moesaic.papers.engine.glossary import explained
+from moesaic.papers.engine.glossary import used_terms
 from moesaic.papers.engine.verdict_text import (
-    BRIEFLY,
-    MEANING,
-    Tries,
-    by_claim,
-    by_paper,
-    by_place,
-    measured,
-    published,
-    reason,
-    tries,
+    FIDELITY_DESCRIPTIONS,
+    FIDELITY_LABELS,
+    ClaimFindings,
+    fidelities_by_verdict,
+    format_measured,
+    format_published,
+    group_by_claim,
+    group_by_paper,
+    group_by_place,
+    verdict_reason,
 )
 from moesaic.report.chart import Chart
 from moesaic.report.charts import panel_width, to_svg
@@ -41,7 +40,7 @@ from moesaic.report.templates import render
 
 __all__ = ["write_report"]
 
-_VERDICTS_IN_WORDS = {
+_VERDICT_DESCRIPTIONS = {
     "holds": "the measurement meets the rule that was written down beforehand",
     "partly": "it meets a part of the rule, or the trials do not decide: the interval lies on both sides of the limit",
     "fails": "it does not meet the rule",
@@ -59,12 +58,19 @@ def write_report(
     command: str = "",
     machine: str = "",
 ) -> None:
-    """Write the report to ``path``; a reader never sees half a file.
+    """Writes the report atomically.
 
-    ``papers`` introduces those that findings and charts name by id, ``notes`` tell what was shortened or left
-    out, ``command`` how to run it again, ``machine`` what it ran on (see `describe_machine`). Claims stand
-    under the place in the paper where they are made, in the order of ``findings``; the first claim of a
-    place is its headline.
+    Claims are shown under the place in the paper where it makes them, in the order of ``findings``. The first claim of
+    a place is shown in the summary.
+
+    Args:
+        path: HTML file to write.
+        findings: Findings to show.
+        charts: Charts to show.
+        papers: Titles, summaries and glossaries of the papers that findings and charts name by id.
+        notes: Remarks, such as what was shortened or left out.
+        command: Command that repeats the run.
+        machine: Machine that it ran on (see `describe_machine`).
 
     >>> import tempfile
     >>> finding = Finding("a", "paper", "Figure 1", "2 < 3", "print", "quick", 1.0, 1.1, None, "a rule", "holds", 0.1)
@@ -78,9 +84,9 @@ def write_report(
         package="moesaic.papers.engine",
         papers=_papers(findings, charts, papers),
         summary=_summary(findings),
-        meaning=MEANING,
-        briefly=BRIEFLY,
-        verdicts=_VERDICTS_IN_WORDS,
+        fidelity_descriptions=FIDELITY_DESCRIPTIONS,
+        fidelity_labels=FIDELITY_LABELS,
+        verdicts=_VERDICT_DESCRIPTIONS,
         shown={each.fidelity for each in findings},
         notes=notes,
         command=command,
@@ -94,7 +100,7 @@ def write_report(
 
 @dataclass(frozen=True)
 class _Mark:
-    """Where a try lies on its claim's scale, in percent of its width."""
+    """Position of a finding on its claim's scale, in percent of the width."""
 
     value: float
     low: float
@@ -102,7 +108,7 @@ class _Mark:
 
 
 @dataclass(frozen=True)
-class _Try:
+class _FindingRow:
     fidelity: Fidelity
     measured: str
     decision: str
@@ -118,36 +124,34 @@ class _Claim:
     published: str
     published_mark: float | None
     pills: list[tuple[str, str]]
-    """Decision, and how it is worded where the tries differ."""
+    """Verdict, and its text, which names the fidelities if their verdicts differ."""
     sentence: str
-    tries: list[_Try]
+    rows: list[_FindingRow]
     rules: list[tuple[str, str]]
-    """Which tries, and their rule."""
+    """Fidelities, and their rule."""
 
 
 @dataclass(frozen=True)
-class _Shown:
-    """A panel."""
-
+class _PanelDrawing:
     svg: str
     title: str
-    over: str
-    """The title of the row that it begins, if any."""
+    row_title: str
+    """Title of the row that begins with this panel; empty for none."""
     has_points: bool
-    """These may be a picture, whose colours are made for a light page."""
+    """Points may be a bitmap, whose colours fit a light page only."""
 
 
 @dataclass(frozen=True)
 class _Drawing:
     title: str
     caption: str
-    panels: list[_Shown]
+    panels: list[_PanelDrawing]
     legend: str
-    """Empty where the panels have their own."""
+    """SVG of a common legend; empty if the panels have legends of their own."""
     columns: int
-    """So many panels in a row at most,"""
-    least: float
-    """and each at least that wide, in rem."""
+    """Maximum number of panels in a row."""
+    min_width: float
+    """Minimum width of a panel, in rem."""
 
 
 @dataclass(frozen=True)
@@ -173,37 +177,37 @@ class _Paper:
 class _Bar:
     fidelity: Fidelity
     parts: list[tuple[str, int, str]]
-    """Decision, how many, in words."""
+    """Verdict, number of findings, text."""
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    claims = len(by_claim(findings))
+    claims = len(group_by_claim(findings))
     if not claims:
-        return "No claim was put to the test."
+        return "No claim was tested."
     presets = " and ".join(dict.fromkeys(finding.preset for finding in findings))
     counts = list(verdict_counts(findings).values())
     listed = f"{', '.join(counts[:-1])} and {counts[-1]}" if len(counts) > 1 else counts[0]
     fidelities = len({finding.fidelity for finding in findings})
-    ways = f", in up to {fidelities} ways each" if fidelities > 1 else ""
+    forms = f", in up to {fidelities} forms each" if fidelities > 1 else ""
     return (
-        f"{claims} {'claim was' if claims == 1 else 'claims were'} put to the test{ways}, with the preset {presets}. "
+        f"{claims} {'claim was' if claims == 1 else 'claims were'} tested{forms}, with the preset {presets}. "
         f"Of {len(findings)} {'verdict' if len(findings) == 1 else 'verdicts'}, {listed}."
     )
 
 
 def _bars(findings: Sequence[Finding]) -> list[_Bar]:
     bars: list[_Bar] = []
-    for fidelity in MEANING:
+    for fidelity in FIDELITY_DESCRIPTIONS:
         own = [finding for finding in findings if finding.fidelity == fidelity]
-        words = verdict_counts(own)
+        texts = verdict_counts(own)
         counts = {decision: sum(each.decision == decision for each in own) for decision in VERDICTS}
         if own:
-            bars.append(_Bar(fidelity, [(decision, counts[decision], text) for decision, text in words.items()]))
+            bars.append(_Bar(fidelity, [(decision, counts[decision], text) for decision, text in texts.items()]))
     return bars
 
 
 def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequence[Source]) -> list[_Paper]:
-    grouped = by_paper(findings, papers)
+    grouped = group_by_paper(findings, papers)
     known = {paper.id: paper for paper in (*papers, *grouped)}
     for chart in charts:
         grouped.setdefault(known.setdefault(chart.paper, Source(chart.paper, chart.paper)), [])
@@ -214,13 +218,21 @@ def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequen
         anchor = _anchor("paper", paper.id, taken)
         sections = _sections(paper.id, own, drawn, taken)
         shown.append(
-            _Paper(paper.title, paper.about, anchor, _summary(own), _bars(own), explained(own, drawn), sections)
+            _Paper(
+                paper.title,
+                paper.about,
+                anchor,
+                _summary(own),
+                _bars(own),
+                used_terms(own, drawn, paper.glossary),
+                sections,
+            )
         )
     return shown
 
 
 def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], taken: set[str]) -> list[_Section]:
-    places = by_place(findings)
+    places = group_by_place(findings)
     for chart in charts:
         places.setdefault(chart.where, [])
     return [
@@ -237,7 +249,7 @@ def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], 
 def _drawing(chart: Chart) -> _Drawing:
     beginnings = dict(zip(range(0, len(chart.panels), chart.columns or 1), chart.row_titles, strict=False))
     panels = [
-        _Shown(to_svg(chart, i, variables=True), panel.title, beginnings.get(i, ""), panel.points is not None)
+        _PanelDrawing(to_svg(chart, i, variables=True), panel.title, beginnings.get(i, ""), panel.points is not None)
         for i, panel in enumerate(chart.panels)
     ]
     has_legend = any(panel.series or panel.points for panel in chart.panels)
@@ -252,7 +264,7 @@ def _drawing(chart: Chart) -> _Drawing:
 
 
 def _anchor(paper: str, place: str, taken: set[str]) -> str:
-    """An id for a place that no other on the page has."""
+    """Returns an id for a place that is unique on the page."""
     name = re.sub(r"[^a-z0-9]+", "-", f"{paper} {place}".lower()).strip("-")
     others = sum(each == name or re.fullmatch(rf"{name}-no-\d+", each) is not None for each in taken)
     name = f"{name}-no-{others + 1}" if others else name
@@ -260,53 +272,60 @@ def _anchor(paper: str, place: str, taken: set[str]) -> str:
     return name
 
 
-def _claim(claim: Tries) -> _Claim:
+def _claim(claim: ClaimFindings) -> _Claim:
     first = claim[0]
     scale = _Scale.of(claim)
-    decided = tries(claim)
+    decided = fidelities_by_verdict(claim)
     pills = [
-        (decision, decision if len(decided) == 1 else f"{decision} {_joined([BRIEFLY[each] for each in ways])}")
-        for decision, ways in decided
+        (
+            decision,
+            decision if len(decided) == 1 else f"{decision} {_joined([FIDELITY_LABELS[each] for each in fidelities])}",
+        )
+        for decision, fidelities in decided
     ]
     rules: dict[str, list[str]] = {}
     for each in claim:
-        rules.setdefault(each.rule, []).append(BRIEFLY[each.fidelity])
+        rules.setdefault(each.rule, []).append(FIDELITY_LABELS[each.fidelity])
     return _Claim(
         id=first.id,
         statement=first.statement,
-        published=published(first),
-        published_mark=scale.place(first.published) if scale and isinstance(first.published, float | int) else None,
+        published=format_published(first),
+        published_mark=scale.position(first.published) if scale and isinstance(first.published, float | int) else None,
         pills=pills,
         sentence=_sentence(claim),
-        tries=[
-            _Try(
+        rows=[
+            _FindingRow(
                 each.fidelity,
-                measured(each, " to ", "()"),
+                format_measured(each, " to ", "()"),
                 each.decision,
-                reason(each),
+                verdict_reason(each),
                 f"{each.seconds:.0f} s" if each.seconds >= 1 else "under a second",
                 scale.mark(each) if scale else None,
             )
             for each in claim
         ],
-        rules=[(_joined(ways) if len(rules) > 1 else "", rule) for rule, ways in rules.items()],
+        rules=[(_joined(labels) if len(rules) > 1 else "", rule) for rule, labels in rules.items()],
     )
 
 
-def _sentence(claim: Tries) -> str:
-    """What the paper says, what was measured and why the verdict is as it is, for the summary."""
+def _sentence(claim: ClaimFindings) -> str:
+    """Returns the published value, the measurements and the reasons of the verdicts, for the summary."""
     first = claim[0]
-    said = f"Paper: {published(first)}."
+    text = f"Paper: {format_published(first)}."
     if first.published is None:
         own = all(each.fidelity == "best" for each in claim)
-        said = "A claim of our own." if own else "The paper gives no number."
-    found = [f"{measured(each, ' to ', '()')} {BRIEFLY[each.fidelity]}" for each in claim if each.measured is not None]
-    why: dict[str, list[str]] = {}
+        text = "A claim of our own." if own else "The paper gives no number."
+    found = [
+        f"{format_measured(each, ' to ', '()')} {FIDELITY_LABELS[each.fidelity]}"
+        for each in claim
+        if each.measured is not None
+    ]
+    by_verdict: dict[str, list[str]] = {}
     for each in claim:
-        if reason(each):
-            why.setdefault(each.verdict, []).append(BRIEFLY[each.fidelity])
-    reasons = [f"{verdict[0].upper()}{verdict[1:]} ({_joined(ways)})." for verdict, ways in why.items()]
-    return " ".join([said, *([f"Measured: {', '.join(found)}."] if found else []), *reasons])
+        if verdict_reason(each):
+            by_verdict.setdefault(each.verdict, []).append(FIDELITY_LABELS[each.fidelity])
+    reasons = [f"{verdict[0].upper()}{verdict[1:]} ({_joined(labels)})." for verdict, labels in by_verdict.items()]
+    return " ".join([text, *([f"Measured: {', '.join(found)}."] if found else []), *reasons])
 
 
 def _joined(words: Sequence[str]) -> str:
@@ -315,30 +334,30 @@ def _joined(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _Scale:
-    """A line on which all numbers of a claim lie."""
+    """The range of all numbers of a claim, for the drawing beside its findings."""
 
     low: float
     high: float
 
     @classmethod
-    def of(cls, claim: Tries) -> _Scale | None:
+    def of(cls, claim: ClaimFindings) -> _Scale | None:
         numbers = [each.measured for each in claim] + [end for each in claim for end in each.interval or ()]
         known = claim[0].published
         numbers += [known] if isinstance(known, float | int) else []
         finite = [each for each in numbers if each is not None and math.isfinite(each)]
         if len(finite) < 2 or max(finite) == min(finite):
             return None
-        room = 0.08 * (max(finite) - min(finite))
-        return cls(min(finite) - room, max(finite) + room)
+        margin = 0.08 * (max(finite) - min(finite))
+        return cls(min(finite) - margin, max(finite) + margin)
 
-    def place(self, value: float) -> float:
+    def position(self, value: float) -> float:
         return round(100 * (min(max(value, self.low), self.high) - self.low) / (self.high - self.low), 2)
 
     def mark(self, finding: Finding) -> _Mark | None:
         if finding.measured is None:
             return None
         low, high = finding.interval or (finding.measured, finding.measured)
-        return _Mark(self.place(finding.measured), self.place(low), self.place(high))
+        return _Mark(self.position(finding.measured), self.position(low), self.position(high))
 
 
 def _style_class(decision: str) -> str:

@@ -1,83 +1,88 @@
-"""Findings in words: numbers with as many digits as they deserve, verdicts in sentences, claims put together.
+"""Findings grouped and formatted for tables and reports.
 
-A claim is tried in up to three ways (`Fidelity`), and each try is a finding. Table and page show
-the tries of one claim side by side, and the claims of one place in the paper under one heading.
+A claim is checked in up to three forms (`Fidelity`), and each check is a finding. Tables and reports show the findings
+on one claim side by side, and the claims of one place in the paper under one heading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeAlias
 
 from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.findings import VERDICTS, Claim, Finding, Source
 from moesaic.report.formatting import number
 
 __all__ = [
-    "BRIEFLY",
-    "MEANING",
-    "by_claim",
-    "by_paper",
-    "by_place",
-    "measured",
-    "published",
-    "reason",
-    "tries",
+    "FIDELITY_DESCRIPTIONS",
+    "FIDELITY_LABELS",
+    "ClaimFindings",
+    "fidelities_by_verdict",
+    "format_measured",
+    "format_published",
+    "group_by_claim",
+    "group_by_paper",
+    "group_by_place",
+    "verdict_reason",
 ]
 
-MEANING: dict[Fidelity, str] = {
+FIDELITY_DESCRIPTIONS: dict[Fidelity, str] = {
     "print": "as the paper's text says",
     "released": "as its authors' code does",
     "best": "our own settings",
 }
-"""What a fidelity is, for someone who has not met the word."""
+"""What each fidelity means, in the order in which reports show them."""
 
-BRIEFLY: dict[Fidelity, str] = {"print": "as printed", "released": "as released", "best": "with our settings"}
+FIDELITY_LABELS: dict[Fidelity, str] = {"print": "as printed", "released": "as released", "best": "with our settings"}
 
-Tries = tuple[Finding, ...]
-"""The findings on one claim, in the order of `MEANING`."""
+ClaimFindings: TypeAlias = tuple[Finding, ...]
+"""The findings on one claim, in the order of `FIDELITY_DESCRIPTIONS`."""
 
 
-def by_paper(findings: Iterable[Finding], papers: Iterable[Source]) -> dict[Source, list[Finding]]:
-    """The findings paper by paper, in the order in which papers first appear; who is not introduced has its id."""
+def group_by_paper(findings: Iterable[Finding], papers: Iterable[Source]) -> dict[Source, list[Finding]]:
+    """Groups findings by paper, in the order in which papers first appear.
+
+    A paper that ``papers`` does not have is shown by its id.
+    """
     known = {paper.id: paper for paper in papers}
-    found: dict[Source, list[Finding]] = {}
-    for each in findings:
-        found.setdefault(known.get(each.paper) or Source(each.paper, each.paper), []).append(each)
-    return found
+    grouped: dict[Source, list[Finding]] = {}
+    for finding in findings:
+        grouped.setdefault(known.get(finding.paper) or Source(finding.paper, finding.paper), []).append(finding)
+    return grouped
 
 
-def by_claim(findings: Iterable[Finding]) -> list[Tries]:
-    """The findings claim by claim, claims in the order in which they first appear."""
+def group_by_claim(findings: Iterable[Finding]) -> list[ClaimFindings]:
+    """Groups findings by claim, in the order in which claims first appear."""
     claims: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         claims.setdefault((finding.paper, finding.id), []).append(finding)
-    order = list(MEANING)
-    return [tuple(sorted(claim, key=lambda each: order.index(each.fidelity))) for claim in claims.values()]
+    order = list(FIDELITY_DESCRIPTIONS)
+    return [tuple(sorted(claim, key=lambda finding: order.index(finding.fidelity))) for claim in claims.values()]
 
 
-def by_place(findings: Iterable[Finding]) -> dict[str, list[Tries]]:
-    """The claims of one paper under the place where they are made: {"Figure 4": [...]}."""
-    places: dict[str, list[Tries]] = {}
-    for claim in by_claim(findings):
+def group_by_place(findings: Iterable[Finding]) -> dict[str, list[ClaimFindings]]:
+    """Groups the claims of one paper by the place where it makes them: {"Figure 4": [...]}."""
+    places: dict[str, list[ClaimFindings]] = {}
+    for claim in group_by_claim(findings):
         places.setdefault(claim[0].where, []).append(claim)
     return places
 
 
-def published(claim: Claim | Finding) -> str:
-    """What the paper says: its number with all its digits, or its word; a dash where it says nothing."""
+def format_published(claim: Claim | Finding) -> str:
+    """Formats the paper's value: a number with all its digits, text as it is, a dash if there is none."""
     if claim.published is None:
         return "–"
     return claim.published if isinstance(claim.published, str) else f"{claim.published:,.10g}".replace("-", "−")
 
 
-def measured(finding: Finding, between: str = ", ", brackets: str = "[]") -> str:
-    """What was measured, with its interval.
+def format_measured(finding: Finding, between: str = ", ", brackets: str = "[]") -> str:
+    """Formats the measured value with its interval.
 
     >>> from dataclasses import replace
     >>> found = Finding("a", "p", "Figure 4", "s", "print", "quick", 60.0, 52.04, (48.31, 57.9), "r", "holds", 1.0)
-    >>> measured(found)
+    >>> format_measured(found)
     '52.0 [48.3, 57.9]'
-    >>> measured(replace(found, interval=None)), measured(replace(found, measured=None, interval=None))
+    >>> format_measured(replace(found, interval=None)), format_measured(replace(found, measured=None, interval=None))
     ('52', '–')
     """
     if finding.measured is None:
@@ -89,14 +94,14 @@ def measured(finding: Finding, between: str = ", ", brackets: str = "[]") -> str
     return f"{value} {brackets[0]}{low}{between}{high}{brackets[1]}"
 
 
-def reason(finding: Finding) -> str:
-    """What follows the verdict's first word, if anything."""
+def verdict_reason(finding: Finding) -> str:
+    """Returns the reason that follows the verdict; empty if there is none."""
     return finding.verdict.partition(": ")[2]
 
 
-def tries(claim: Tries) -> list[tuple[str, list[Fidelity]]]:
-    """The decisions on a claim, each with the fidelities that came to it: [("holds", ["print", "best"]), ...]."""
+def fidelities_by_verdict(claim: ClaimFindings) -> list[tuple[str, list[Fidelity]]]:
+    """Returns the verdicts on a claim, each with the fidelities that have it: [("holds", ["print", "best"]), ...]."""
     decisions: dict[str, list[Fidelity]] = {}
     for finding in claim:
         decisions.setdefault(finding.decision, []).append(finding.fidelity)
-    return sorted(decisions.items(), key=lambda each: VERDICTS.index(each[0]))
+    return sorted(decisions.items(), key=lambda item: VERDICTS.index(item[0]))

@@ -22,6 +22,7 @@ from moesaic.papers.wang2019 import (
     figures_expressivity,
     figures_gates,
 )
+from moesaic.papers.wang2019.glossary import GLOSSARY
 from moesaic.report.chart import Chart
 
 __all__ = ["PAPER"]
@@ -65,4 +66,5 @@ PAPER: Paper[Any] = Paper(
     charts=charts,
     notes=notes,
     check_data=check_data,
+    glossary=GLOSSARY,
 )

@@ -10,12 +10,12 @@ from rich.console import Console
 from moesaic.papers.chowdhury2023.theory.complexity_bounds import Setting
 from moesaic.papers.chowdhury2023.theory.patches_per_expert import measure_patch_depth
 from moesaic.papers.chowdhury2023.theory.pattern_separation import measure_separation
-from moesaic.papers.chowdhury2023.theory.terminal_tables import print_complexity, print_separation
+from moesaic.papers.chowdhury2023.theory.terminal_tables import show_complexity_table, show_separation
 
 
 def bounds(width: int, setting: Setting) -> str:
     file = io.StringIO()
-    print_complexity(setting, Console(file=file, width=width))
+    show_complexity_table(setting, Console(file=file, width=width))
     return file.getvalue()
 
 
@@ -42,7 +42,7 @@ def test_every_measured_constant_has_its_meaning():
     labels, places = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 0])
     found, true = measure_separation(patches, labels, places), measure_patch_depth(patches, labels, places)
     file = io.StringIO()
-    print_separation("four samples", found, replace(true, l=2), true, Console(file=file, width=80))
+    show_separation("four samples", found, replace(true, l=2), true, Console(file=file, width=80))
     lines = file.getvalue().splitlines()
     assert lines[0] == "four samples"
     starts = [line.split()[:2] for line in lines if line[:1].strip()][1:]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["print_complexity", "print_separation"]
+__all__ = ["show_complexity_table", "show_separation"]
 
 _WIDE = 100
 """Columns from which there is room to tell where in the paper a bound stands."""
@@ -23,7 +23,7 @@ _WIDE = 100
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def print_complexity(setting: Setting, console: Console | None = None) -> None:
+def show_complexity_table(setting: Setting, console: Console | None = None) -> None:
     """Print the bounds of the three models, and what either pMoE saves against the CNN at a setting."""
     from rich.console import Console
 
@@ -42,7 +42,7 @@ def print_complexity(setting: Setting, console: Console | None = None) -> None:
     )
 
 
-def print_separation(
+def show_separation(
     title: str, found: Separation, suggested: PatchDepth, true: PatchDepth, console: Console | None = None
 ) -> None:
     """Print the constants that were measured on data, each with what it means.
