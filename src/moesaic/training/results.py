@@ -51,8 +51,9 @@ class Epoch:
         content = {_OLD_KEYS.get(name, name): value for name, value in content.items()}
         own = {each.name for each in fields(cls)}
         made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
-        metrics = {name: value for name, value in content.items() if name not in own}
-        return cls(**{**made, "alarms": tuple(content["alarms"]), "metrics": metrics})
+        made["alarms"] = tuple(content["alarms"])
+        made["metrics"] = {name: value for name, value in content.items() if name not in own}
+        return cls(**made)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def test_it_learns(make):
 def test_the_seed_decides_everything(make):
     first, again, other = (train_images(make(), TASK, SHORT, seed=seed) for seed in (3, 3, 4))
     assert [epoch.loss for epoch in first] == [epoch.loss for epoch in again]
-    assert torch.equal(first[-1].test.right, again[-1].test.right)
+    assert torch.equal(first[-1].test.correct, again[-1].test.correct)
     assert [epoch.loss for epoch in first] != [epoch.loss for epoch in other]
 
 
@@ -187,7 +187,7 @@ def test_embeddings_are_the_features_in_the_expert_that_was_chosen():
 
 
 def test_more_images_in_a_batch_than_there_are_is_refused():
-    with pytest.raises(ValueError, match="batch=128, but there are 96 images to train on; use at most batch=96"):
+    with pytest.raises(ValueError, match="batch_size=128, but there are 96 images to train on; use at most"):
         train_images(network(), TASK, ImageSchedule(1, 0.1))
 
 

@@ -1,64 +1,62 @@
-"""Train one network, or a mixture of networks, to classify images that lie on the device.
+"""Train a network, or a mixture of networks, on images by Algorithm 1 of Chen et al. 2022.
 
-The mixture learns by Algorithm 1 of Chen et al. 2022: normalised gradient descent moves each expert,
-plain gradient descent the router, and a balance loss is added to the task's. A network alone learns by
-SGD. Both see the same images in the same order for the same seed.
-
-Images stay bytes on the device, are prepared many batches at a time, and no step waits for the device but
-for the one time `SampleMoE` has to. On a GPU products are computed in bfloat16.
+A mixture is trained by normalised gradient descent for each expert, gradient descent for the router, and a balance
+loss; a network alone by SGD. Both see the same images in the same order for the same seed. `fit` does the training:
+the schedule of the learning rate and the tests after each epoch are callbacks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.data.datasets import ImageDataset
 from moesaic.layers import SampleMoE
 from moesaic.layers.recording import record_routing
-from moesaic.routing import load_balance_loss
-from moesaic.training.batches import eval_batches, generator_seed, train_batches
-from moesaic.training.optim import NormalizedGD
-from moesaic.training.progress import NoProgress, Progress
+from moesaic.training import Callback, Progress, Recipe, evaluate, fit
+from moesaic.training.batches import eval_batches, generator_seed
+from moesaic.training.trainer import Trainer
 
 __all__ = ["ImageEpoch", "ImageSchedule", "ImageTest", "embed_images", "evaluate_images", "train_images"]
 
 Decay = Literal["cosine", "constant"]
 
-_TESTED = 1000
-"""Images tested together."""
+_EVAL_BATCH_SIZE = 1000
 
 
 @dataclass(frozen=True)
 class ImageSchedule:
-    """How a network learns; as Chen et al. state it, but for the decay, of which they say nothing."""
+    """Hyperparameters as Chen et al. state them, except for the decay, which they do not state.
+
+    The field names are keys in the specifications of cells.
+    """
 
     epochs: int
     learning_rate: float
-    """Of a network alone, and of the experts of a mixture."""
+    """Learning rate of a network alone, and of the experts of a mixture."""
     router_rate: float = 1e-4
+    """Learning rate of the router; it is constant."""
     batch: int = 128
+    """Samples per step; images that do not fill a batch are left out of the epoch."""
     momentum: float = 0.9
     weight_decay: float = 5e-4
     balance: float = 1e-3
-    """How much the balance loss of a mixture counts."""
+    """Weight of the balance loss of a mixture."""
     decay: Decay = "cosine"
-    """Of the learning rate towards 0, from epoch to epoch; that of a router is constant."""
+    """Decay of the learning rate, from epoch to epoch."""
 
     def __post_init__(self) -> None:
         check_positive("ImageSchedule", epochs=self.epochs, batch=self.batch)
         check_choice("ImageSchedule", "decay", self.decay, get_args(Decay))
 
     def rate(self, epoch: int) -> float:
-        """The learning rate in an epoch, counted from 0.
+        """Returns the learning rate in an epoch, counted from 0.
 
         >>> [round(ImageSchedule(epochs=4, learning_rate=0.1).rate(epoch), 4) for epoch in range(4)]
         [0.1, 0.0854, 0.05, 0.0146]
@@ -66,25 +64,46 @@ class ImageSchedule:
         left = 1.0 if self.decay == "constant" else 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
         return left * self.learning_rate
 
+    def recipe(self, *, mixture: bool, device: torch.device) -> Recipe:
+        """Returns the recipe of a mixture, or of a network alone; its learning rates are constant.
+
+        >>> ImageSchedule(4, 0.1).recipe(mixture=True, device=torch.device("cpu")).optimizer
+        'normalized_gd'
+        """
+        return Recipe(
+            epochs=self.epochs,
+            batch_size=self.batch,
+            optimizer="normalized_gd" if mixture else "sgd",
+            lr=self.learning_rate,
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            schedule="constant",
+            warmup_epochs=0.0,
+            router_lr=self.router_rate,
+            precision="bfloat16" if device.type == "cuda" else "float32",
+            balance_weight=self.balance if mixture else 0.0,
+            drop_last=True,
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class ImageTest:
-    """What a network makes of the images to test on."""
+    """A test of a network."""
 
-    right: Tensor
-    """(B,) bool: whether it found the label."""
+    correct: Tensor
+    """(B,) bool: which test images are classified correctly."""
     experts: Tensor | None
-    """(B,) int64: the expert that each image went to; None for a network alone."""
+    """(B,) int64: the expert of each image; None for a network alone."""
 
     @property
     def accuracy(self) -> float:
         """In percent."""
-        return 100 * float(self.right.double().mean())
+        return 100 * float(self.correct.double().mean())
 
 
 @dataclass(frozen=True)
 class ImageEpoch:
-    """What an epoch came to."""
+    """The results of an epoch."""
 
     loss: float
     """Mean over its batches, without the balance loss."""
@@ -93,130 +112,113 @@ class ImageEpoch:
 
 def train_images(
     model: nn.Module,
-    task: ImageDataset,
+    dataset: ImageDataset,
     schedule: ImageSchedule,
     *,
     seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> list[ImageEpoch]:
-    """Train the model in place, which moves to the device; what every epoch came to.
+    """Train the model in place, which moves to the device, and test it after every epoch.
 
-    An epoch has as many whole batches as the images give. The seed decides the order of the images, how they are
-    varied, and the noise of a mixture's choices; the model comes with its initial weights. On a GPU, runs of one
-    seed still differ by rounding, and what rounding grows to.
+    The seed decides the order of the images, their augmentation, and the noise of a mixture's router; the model
+    comes with its initial weights. On a GPU, runs of one seed still differ by rounding errors, and what these grow to.
     """
     device = torch.device(device)
-    if len(task.train) < schedule.batch:
-        raise ValueError(
-            f"train_images: batch={schedule.batch}, but there are {len(task.train)} images to train on; "
-            f"use at most batch={len(task.train)}"
-        )
-    progress = progress or NoProgress()
-    task = task.to(device)
-    model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     if isinstance(model, SampleMoE):
         model.generator = torch.Generator(device).manual_seed(generator_seed(seed, f"noise {device.type}"))
-    learner, router = _optimizers(model, schedule, device)
-    sizes = [schedule.batch] * (len(task.train) // schedule.batch)
-    epochs: list[ImageEpoch] = []
-    for epoch in range(schedule.epochs):
-        for group in learner.param_groups:
-            group["lr"] = schedule.rate(epoch)
-        optimizers = [learner] if router is None else [learner, router]
-        batches = train_batches(task, sizes, seed, epoch, device)
-        loss = _train_epoch(model, batches, optimizers, schedule.balance, device)
-        epochs.append(ImageEpoch(float(loss), evaluate_images(model, task)))
-        progress.advance(1, f"loss {epochs[-1].loss:.3f}, test {epochs[-1].test.accuracy:.1f} %")
-    return epochs
+    tests = _TestEveryEpoch()
+    fit(
+        model,
+        dataset,
+        schedule.recipe(mixture=isinstance(model, SampleMoE), device=device),
+        seed=seed,
+        device=device,
+        progress=progress,
+        eval_every=schedule.epochs,
+        callbacks=[_DecayEveryEpoch(schedule), tests],
+        collapse_alarm=False,
+    )
+    return tests.epochs
 
 
-def evaluate_images(model: nn.Module, task: ImageDataset) -> ImageTest:
-    """Test the model on the images to test on, where it is; blur and the like are the same in every call."""
+class _DecayEveryEpoch(Callback):
+    """Decays the learning rate from epoch to epoch, and leaves that of a router constant."""
+
+    def __init__(self, schedule: ImageSchedule) -> None:
+        self._schedule = schedule
+
+    def on_step_start(self, trainer: Trainer, epoch: float) -> None:
+        network_or_experts = trainer.train_step.optimizers[0]
+        for group in network_or_experts.param_groups:
+            group["lr"] = self._schedule.rate(int(epoch))
+
+
+class _TestEveryEpoch(Callback):
+    """Records the mean loss of each epoch, and which expert the test images go to."""
+
+    def __init__(self) -> None:
+        self.epochs: list[ImageEpoch] = []
+        self._loss: Tensor | float = 0.0
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        self._loss = torch.zeros((), device=trainer.device)
+
+    def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
+        self._loss += loss
+
+    def on_epoch_end(self, trainer: Trainer) -> dict[str, float]:
+        loss = float(self._loss / len(trainer.batch_sizes))
+        self.epochs.append(ImageEpoch(loss, evaluate_images(trainer.model, trainer.dataset)))
+        return {"test": self.epochs[-1].test.accuracy}
+
+
+def evaluate_images(model: nn.Module, dataset: ImageDataset) -> ImageTest:
+    """Test the model on the test images, on its device; random transforms are the same in every call."""
     device = next(model.parameters()).device
-    right: list[Tensor] = []
     experts: list[Tensor] = []
-    was_training = model.training
-    model.eval()
-    with torch.no_grad(), _half(device), _watched(model) as routing:
-        for x, labels in eval_batches(task, device, _TESTED):
-            right.append(model(x).argmax(1) == labels)
+    with _autocast(device), _recorded(model) as routing:
+
+        def logits(x: Tensor) -> Tensor:
+            output = model(x)
             if routing is not None:
-                experts.append(_chosen(routing[""].index))
-    model.train(was_training)
-    return ImageTest(torch.cat(right).cpu(), torch.cat(experts).cpu() if experts else None)
+                experts.append(_first_expert(routing[""].index))
+            return output
+
+        correct = evaluate(model, dataset, logits, _EVAL_BATCH_SIZE)
+    return ImageTest(correct, torch.cat(experts).cpu() if experts else None)
 
 
-def embed_images(model: nn.Module, task: ImageDataset, rows: Tensor) -> Tensor:
-    """(n, width) float32: the features of some of the images to test on; of a mixture, those in the expert chosen.
+def embed_images(model: nn.Module, dataset: ImageDataset, rows: Tensor) -> Tensor:
+    """(n, width) float32: the features of some test images; of a mixture, those of each image's expert.
 
-    Experts have features of their own, which need not be comparable with each other's.
+    Features of different experts need not be comparable.
     """
     device = next(model.parameters()).device
-    found: list[Tensor] = []
+    features: list[Tensor] = []
     was_training = model.training
     model.eval()
-    with torch.no_grad(), _half(device), _watched(model) as routing:
-        for x, _ in eval_batches(task, device, _TESTED, rows):
+    with torch.no_grad(), _autocast(device), _recorded(model) as routing:
+        for x, _ in eval_batches(dataset, device, _EVAL_BATCH_SIZE, rows):
             if routing is None:
-                found.append(_features(model, x))
+                features.append(_features(model, x))
                 continue
             model(x)
-            found.append(_mixed_features(model, x, _chosen(routing[""].index)))
+            features.append(_mixed_features(model, x, _first_expert(routing[""].index)))
     model.train(was_training)
-    return torch.cat(found).cpu()
+    return torch.cat(features).cpu()
 
 
-def _optimizers(
-    model: nn.Module, schedule: ImageSchedule, device: torch.device
-) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer | None]:
-    """That of the network or the experts, and that of the router if there is one."""
-    momentum, decay = schedule.momentum, schedule.weight_decay
-    fused = device.type == "cuda"
-    if not isinstance(model, SampleMoE):
-        rate = schedule.learning_rate
-        return torch.optim.SGD(model.parameters(), rate, momentum, weight_decay=decay, fused=fused), None
-    return (
-        NormalizedGD.per_expert(model.experts, schedule.learning_rate, momentum=momentum, weight_decay=decay),
-        torch.optim.SGD(model.router.parameters(), schedule.router_rate, momentum, weight_decay=decay, fused=fused),
-    )
-
-
-def _train_epoch(
-    model: nn.Module,
-    batches: Iterator[tuple[Tensor, Tensor]],
-    optimizers: list[torch.optim.Optimizer],
-    balance: float,
-    device: torch.device,
-) -> Tensor:
-    """The mean loss of the task, still on the device."""
-    model.train()
-    total, count = torch.zeros((), device=device), 0
-    with _watched(model) as routing:
-        for x, labels in batches:
-            with _half(device):
-                loss = F.cross_entropy(model(x), labels)
-            aim = loss if routing is None else loss + balance * load_balance_loss(routing[""])
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            aim.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-            total += loss.detach()
-            count += 1
-    return total / count
-
-
-def _half(device: torch.device) -> torch.autocast:
+def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _watched(model: nn.Module):
-    """What the mixture routes, or None where the model is none."""
+def _recorded(model: nn.Module):
+    """The routing of a mixture, or None for a network alone."""
     return record_routing(model) if isinstance(model, SampleMoE) else nullcontext()
 
 
-def _chosen(index: Tensor | None) -> Tensor:
+def _first_expert(index: Tensor | None) -> Tensor:
     """(B,): the first expert of each sample."""
     assert index is not None
     return index[:, 0, 0]
