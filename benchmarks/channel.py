@@ -1,27 +1,25 @@
-"""DeepMoE's VGG-16 against the plain one: what closed channels save, end to end and layer by layer.
+"""Frozen DeepMoE VGG-16 against the plain one: end to end and layer by layer.
 
     python benchmarks/channel.py [--threads 2] [--out FILE.json]
     python benchmarks/channel.py --device cuda [--dtype bfloat16]
-    python benchmarks/channel.py --prices
+    python benchmarks/channel.py --costs
 
-On a CPU one image of 32×32 at a time, in float32. Ours is all that a user calls: embedding network, heads and
-backbone. Its gates are drawn at random so that an image opens the share of channels that is asked for, others for every
-image: either single channels (ReLU gates, so that their number varies as well) or the best blocks of 16, 32 or 64
-channels. A layer of 64 channels has one block of 64, so there more is open than asked for; the share of multiply-adds
-tells what remains. Images take turns, so nothing is gained from seeing one twice.
+On a CPU, one image of 32×32 at a time in float32, and batches. Ours is `moesaic.freeze` of the whole network: embedding
+network, heads and backbone. Its gates are random, such that an image opens the given share of channels, different ones
+for every image: either single channels (ReLU gates, so that their number varies too) or the best blocks of 16, 32 or 64
+channels. A layer of 64 channels has one block of 64, so more is open there; the share of multiply-adds says how much
+remains. Images alternate, so that nothing is gained from running one twice.
 
 Peers are the plain VGG-16 in eval mode without gradients, contiguous or channels_last, whichever is faster, and the
-same with BatchNorm folded into its convolutions. Networks take turns of one image, and of six images one after the
-other: in the first every network finds the caches full of the others' weights, in the second of its own.
+same with BatchNorm folded into its convolutions. Networks alternate after one image, and after six: in the first case
+every network finds the caches full of the others' weights, in the second of its own.
 
-A layer is its convolution with BatchNorm, ReLU and the pooling behind it. The plain network (in the format in which it
-is faster end to end) and ours take turns of one image, the clock is read between layers while they run, and a network's
-layers are scaled by one factor, so that with what comes before, between and behind them they add up to what that
-network takes end to end in the same turns without a clock. Scaled or not, both are treated alike.
+A layer is its convolution with BatchNorm, ReLU and the pooling after it. The plain network (in the format in which it
+is faster end to end) and ours alternate after one image, the clock is read between layers, and a network's layers are
+scaled by one factor, so that with the rest they add up to the network's end-to-end time in the same run without clocks.
 
-On a GPU a batch of 256 in blocks of 64, where nothing is left out (`moesaic.ops.channel.open_channels` says why).
-``--prices``
-measures what `moesaic.ops.channel.narrow_conv.PRICES` says of a CPU.
+On a GPU, a batch of 256 in blocks of 64, masked (`moesaic.ops.channel.gathered_conv` says why). ``--costs`` measures
+`moesaic.ops.channel.costs.CPU_COSTS`.
 """
 
 import argparse
@@ -40,17 +38,20 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 import moesaic
-from moesaic.layers import channel_chain
+from moesaic.models.deepmoe.frozen import FrozenDeepMoE
+from moesaic.models.deepmoe.frozen_embedding import FrozenEmbedding
 from moesaic.models.deepmoe.network import DeepMoE, deepmoe
 from moesaic.models.vgg import VGG16
-from moesaic.ops.channel.block_gemm import BlockMap
-from moesaic.ops.channel.bn_folding import SmallConvs
-from moesaic.ops.channel.narrow_conv import PRICES, Channels, narrow_conv
+from moesaic.ops.channel.block_conv import BlockConv, BlockMap
+from moesaic.ops.channel.bn_folding import fold_norm
+from moesaic.ops.channel.costs import CPU_COSTS
+from moesaic.ops.channel.gathered_conv import OpenChannels, gathered_conv
 
 CLASSES, SIZE, IMAGES = 10, 32, 24
 TURNS = {"one": 1, "six": 6}
-"""How many images a network gets in its turn."""
+"""Images per turn."""
 SHARES = (0.5, 0.25)
+BATCH_SIZES = (4, 16)
 BAR = {0.5: 1.5, 0.25: 3.0}
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
@@ -100,15 +101,16 @@ def in_order(model: Callable[[Tensor], object], images: list[Tensor], burst: int
 
 @torch.no_grad()
 def check(model: DeepMoE, x: Tensor, tolerance: float) -> float:
-    """The share of multiply-adds, if the numbers are those of masks."""
+    """The share of multiply-adds, after a check of the output against the reference."""
     output = model.forward_with_routing(x)
+    logits = moesaic.freeze(model)(x) if x.device.type == "cpu" else output.logits
     with moesaic.backend("reference"):
-        torch.testing.assert_close(output.logits, model(x), rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(logits, model(x), rtol=tolerance, atol=tolerance)
     return float(model.macs(output.routing).float().mean()) / model.dense_macs
 
 
 def dense_marks(model: VGG16) -> Callable[[Tensor], dict[str, float]]:
-    """Runs it, and tells what each layer took, in microseconds."""
+    """Runs the network, and returns the microseconds of each layer."""
 
     def run(x: Tensor) -> dict[str, float]:
         spent: dict[str, float] = {}
@@ -126,13 +128,13 @@ def dense_marks(model: VGG16) -> Callable[[Tensor], dict[str, float]]:
     return run
 
 
-def our_marks(model: DeepMoE) -> Callable[[Tensor], dict[str, float]]:
-    """The same of ours: its embedding network, its layers, and all else.
+def our_marks(model: FrozenDeepMoE) -> Callable[[Tensor], dict[str, float]]:
+    """The same for ours: its embedding network, its layers, and the rest.
 
-    A layer's ReLU runs when the next one writes the map to where it reads it, and counts for the layer that it is of.
+    A layer's ReLU runs when the next layer copies its map, and is counted for the layer that it belongs to.
     """
     spent: dict[str, float] = {}
-    behind_relu = 0.0
+    relu = 0.0
 
     def timed(run: Callable[..., Any], done: Callable[[float], None]) -> Callable[..., Any]:
         def measured(*given: Any, **options: Any) -> Any:
@@ -144,32 +146,34 @@ def our_marks(model: DeepMoE) -> Callable[[Tensor], dict[str, float]]:
         return measured
 
     def embedded(took: float) -> None:
-        nonlocal behind_relu
-        spent["embedding"], behind_relu = took, 0.0
+        nonlocal relu
+        spent["embedding"], relu = took, 0.0
 
     def written(took: float) -> None:
-        nonlocal behind_relu
-        behind_relu += took
+        nonlocal relu
+        relu += took
 
     def layer_done(took: float) -> None:
-        nonlocal behind_relu
+        nonlocal relu
+        if not spent:  # a layer of the embedding network
+            return
         number = len(spent)
-        spent[f"conv{number}"] = took - behind_relu
+        spent[f"conv{number}"] = took - relu
         if number > 1:
-            spent[f"conv{number - 1}"] += behind_relu
-        behind_relu = 0.0
+            spent[f"conv{number - 1}"] += relu
+        relu = 0.0
 
     def run(x: Tensor) -> dict[str, float]:
         spent.clear()
-        layer, embedding, write_map = channel_chain._gated, SmallConvs.run, BlockMap.put
-        channel_chain._gated = timed(layer, layer_done)
-        SmallConvs.run, BlockMap.put = timed(embedding, embedded), timed(write_map, written)
+        layer, embedding, write_map = BlockConv.run, FrozenEmbedding.run, BlockMap.put
+        BlockConv.run = timed(layer, layer_done)
+        FrozenEmbedding.run, BlockMap.put = timed(embedding, embedded), timed(write_map, written)
         try:
             start = time.perf_counter()
             model(x)
             whole = 1e6 * (time.perf_counter() - start)
         finally:
-            channel_chain._gated, SmallConvs.run, BlockMap.put = layer, embedding, write_map
+            BlockConv.run, FrozenEmbedding.run, BlockMap.put = layer, embedding, write_map
         return {**spent, "rest": whole - sum(spent.values())}
 
     return run
@@ -177,7 +181,7 @@ def our_marks(model: DeepMoE) -> Callable[[Tensor], dict[str, float]]:
 
 @torch.no_grad()
 def layer_by_layer(
-    plain: VGG16, model: DeepMoE, images: dict[str, list[Tensor]], repetitions: int
+    plain: VGG16, model: FrozenDeepMoE, images: dict[str, list[Tensor]], repetitions: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds of each layer of both, scaled as the docstring above says."""
     runs: dict[str, Callable[[Tensor], dict[str, float]]] = {"dense": dense_marks(plain), "ours": our_marks(model)}
@@ -218,7 +222,7 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
                 name: partial(in_order, peer, [x.contiguous(memory_format=formats[name]) for x in images])
                 for name, peer in peers.items()
             }
-            runs["ours"] = partial(in_order, model, images)
+            runs["ours"] = partial(in_order, moesaic.freeze(model), images)
             row: dict[str, Any] = {
                 "gates": "single channels" if block == 1 else f"blocks of {block}",
                 "open": f"{share:.0%}",
@@ -240,13 +244,15 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
                 details[f"{row['gates']}, {row['open']}, {turn}"] = timings
             rows.append(row)
     show("one image at a time, end to end", rows)
+    batches = in_batches(peers, formats, repetitions)
+    show("in batches, blocks of 32", batches)
     layers: dict[str, Any] = {}
     fastest = min((each.median, name) for name, each in timings.items() if name in peers and "folded" not in name)[1]
     given = {"dense": [x.contiguous(memory_format=formats[fastest]) for x in images], "ours": images}
     for block in (1, 16, 32, 64):
         table: dict[str, dict[str, Any]] = {}
         for share in SHARES:
-            dense, ours = layer_by_layer(peers[fastest], gated_vgg(block, share), given, repetitions)
+            dense, ours = layer_by_layer(peers[fastest], moesaic.freeze(gated_vgg(block, share)), given, repetitions)
             for name, each in ours.items():
                 row = table.setdefault(name, {"layer": name})
                 row |= {f"{share:.0%}: dense, µs": dense.get(name, 0.0), f"{share:.0%}: ours, µs": each}
@@ -266,7 +272,31 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
             of = {row["gates"]: row[f"{turn}: × VGG-16"] for row in rows if row["open"] == f"{share:.0%}"}
             reached = ", ".join(f"{gates} {ratio:.2f}" for gates, ratio in of.items())
             print(f"at {share:.0%} the bar is {bar}; in turns of {turn}: {reached}")
-    return {"end to end": rows, "timings, ms": details, "layers, µs": layers}
+    return {"end to end": rows, "batches": batches, "timings, ms": details, "layers, µs": layers}
+
+
+def in_batches(
+    peers: dict[str, VGG16], formats: dict[str, torch.memory_format], repetitions: int
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for share in SHARES:
+        frozen = moesaic.freeze(gated_vgg(32, share))
+        for batch_size in BATCH_SIZES:
+            batches = [torch.randn(batch_size, 3, SIZE, SIZE) for _ in range(4)]
+            runs = {
+                name: in_order(peer, [x.contiguous(memory_format=formats[name]) for x in batches])
+                for name, peer in peers.items()
+            }
+            runs["ours"] = in_order(frozen, batches)
+            found = in_turns(runs, max(repetitions // 4, 4))
+            ours = found["ours"].median
+            best = {
+                folded_too: min(found[name].median for name in peers if ("folded" in name) == folded_too)
+                for folded_too in (False, True)
+            }
+            row = {"open": f"{share:.0%}", "batch size": batch_size, "ours, ms": ours, "VGG-16, ms": best[False]}
+            rows.append({**row, "× VGG-16": best[False] / ours, "× folded": best[True] / ours})
+    return rows
 
 
 def on_gpu(repetitions: int, dtype: torch.dtype, batch: int) -> dict[str, Any]:
@@ -304,8 +334,8 @@ def on_gpu(repetitions: int, dtype: torch.dtype, batch: int) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def prices(repetitions: int) -> dict[str, float]:
-    """Nanoseconds on one core, each from the case in which it is what counts."""
+def unit_costs(repetitions: int) -> dict[str, float]:
+    """Nanoseconds on one core, each from a case that it dominates."""
     cores = torch.get_num_threads()
 
     def nanoseconds(run: Callable[[int], object]) -> float:
@@ -330,12 +360,9 @@ def prices(repetitions: int) -> dict[str, float]:
     column = (
         nanoseconds(lambda i: large[i % 6].view(4608, 512).index_select(1, columns)) * cores / (4608 * len(columns))
     )
-    layer = moesaic.ChannelMoE(32, 32, 3).eval()
-    some, x = Channels(torch.arange(16), 32), torch.randn(1, 16, 2, 2)
-    call = nanoseconds(lambda i: narrow_conv(x, layer.weights(), some, some, "gathered"))
-    gate = moesaic.ChannelGate(1, 512, block=16, mode="topk", keep=1)(torch.zeros(1, 1))
-    alone, map_ = moesaic.ChannelMoE(512, 512, 3, block=16).eval(), torch.zeros(1, 512, 2, 2)
-    group = nanoseconds(lambda i: alone(map_, gate, gate))
+    conv = fold_norm(moesaic.ChannelMoE(32, 32, 3).eval().weights())
+    some, x = OpenChannels(torch.arange(16), 32), torch.randn(1, 16, 2, 2)
+    call = nanoseconds(lambda i: gathered_conv(x, conv, some, some, "gathered"))
     return {
         "mac": mac,
         "read": read,
@@ -343,7 +370,6 @@ def prices(repetitions: int) -> dict[str, float]:
         "piece": (pieces - count * copy_) / len(single),
         "column": column,
         "call": call,
-        "group": group - call,
     }
 
 
@@ -365,16 +391,16 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=256, help="on a GPU")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=28)
-    parser.add_argument("--prices", action="store_true")
+    parser.add_argument("--costs", action="store_true", help="measure the unit costs of moesaic.ops.channel.costs")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/channel-DEVICE.json")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.prices:
-        found = prices(arguments.repetitions)
-        tabulated = vars(PRICES["cpu"])
+    if arguments.costs:
+        found = unit_costs(arguments.repetitions)
+        tabulated = vars(CPU_COSTS)
         show(
-            "prices, ns",
-            [{"price": name, "measured": value, "tabulated": tabulated[name]} for name, value in found.items()],
+            "unit costs, ns",
+            [{"cost": name, "measured": value, "tabulated": tabulated[name]} for name, value in found.items()],
         )
         return
     if arguments.device == "cpu":

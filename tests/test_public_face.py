@@ -21,6 +21,7 @@ NAMES = [
     "backend",
     "convert",
     "create_model",
+    "freeze",
     "list_models",
     "record_routing",
     "register_with_timm",

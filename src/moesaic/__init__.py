@@ -16,7 +16,7 @@ from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
 from moesaic.routing_record import Routing
 
 if TYPE_CHECKING:
-    from moesaic.models import convert, create_model, list_models, register_with_timm
+    from moesaic.models import convert, create_model, freeze, list_models, register_with_timm
     from moesaic.training import NormalizedGD
 
 __version__ = "0.1.0.dev0"
@@ -35,6 +35,7 @@ __all__ = [
     "backend",
     "convert",
     "create_model",
+    "freeze",
     "list_models",
     "record_routing",
     "register_with_timm",
@@ -45,6 +46,7 @@ _LATER = {
     "NormalizedGD": "moesaic.training",
     "convert": "moesaic.models",
     "create_model": "moesaic.models",
+    "freeze": "moesaic.models",
     "list_models": "moesaic.models",
     "register_with_timm": "moesaic.models",
 }

@@ -1,4 +1,4 @@
-"""Invariants 2 and 3 for gated channels: every backend and every way to run equals the definition."""
+"""Invariants 2 and 3 for gated channels: every backend and the frozen layer equal the definition."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,18 +13,21 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import moesaic
+from moesaic.layers import channel_moe
 from moesaic.layers.channel_moe import ChannelMoE
-from moesaic.ops.channel import gated_conv, narrow_conv, open_channels
+from moesaic.ops.channel import costs, masked
+from moesaic.ops.channel.costs import ConvCosts, UnitCosts
+from moesaic.ops.channel.gathered_conv import open_conv
 from moesaic.routing.channel_gate import ChannelGate
 
-FREE = narrow_conv.Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)
-FORCED = {"gathered": FREE, "dense": replace(FREE, copy=1e30), "as it comes": narrow_conv.PRICES["cpu"]}
-"""Prices under which weights are gathered whatever that costs, or never; and the real ones."""
+FREE = UnitCosts(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0)
+UNIT_COSTS = {"gathered": FREE, "dense": replace(FREE, copy=1e30), "measured": costs.CPU_COSTS}
+"""Unit costs under which weights are always gathered, or never; and the real ones."""
 
 
-@pytest.fixture(params=list(FORCED))
-def way(request, monkeypatch) -> str:
-    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED[request.param])
+@pytest.fixture(params=list(UNIT_COSTS))
+def execution(request, monkeypatch) -> str:
+    monkeypatch.setattr(costs, "CPU_COSTS", UNIT_COSTS[request.param])
     return request.param
 
 
@@ -88,7 +91,7 @@ def build(
     gate_out, gate_in = routing(gates_out, channels_out, layer.block), None
     if gates_in is not None:
         gate_in = routing(gates_in, channels_in, layer.block_in)
-        x = x * gated_conv.open_channels(gate_in, channels_in, layer.block_in)[:, :, None, None]
+        x = x * masked.open_channels(gate_in, channels_in, layer.block_in)[:, :, None, None]
     return Case(layer, x, gate_out, gate_in)
 
 
@@ -119,21 +122,25 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @torch.no_grad()
-def run(case: Case, backend: str = "torch") -> Tensor:
+def run(case: Case, backend: str) -> Tensor:
     with moesaic.backend(backend):
         return case.layer(case.x, case.gate_out, case.gate_in)
 
 
-@pytest.mark.parametrize("forced", FORCED)
+def run_frozen(case: Case) -> Tensor:
+    return moesaic.freeze(case.layer)(case.x, case.gate_out, case.gate_in)
+
+
+@pytest.mark.parametrize("chosen", UNIT_COSTS)
 @settings(max_examples=40)
 @given(case=cases())
-def test_open_channels_alone_equal_the_definition_for_every_pattern(forced, case: Case):
-    real = narrow_conv.PRICES["cpu"]
-    narrow_conv.PRICES["cpu"] = FORCED[forced]
+def test_a_frozen_layer_equals_the_definition_for_every_pattern(chosen, case: Case):
+    measured = costs.CPU_COSTS
+    costs.CPU_COSTS = UNIT_COSTS[chosen]
     try:
-        y = run(case)
+        y = run_frozen(case)
     finally:
-        narrow_conv.PRICES["cpu"] = real
+        costs.CPU_COSTS = measured
     with torch.no_grad():
         torch.testing.assert_close(y, case.definition(), rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(y, run(case, "reference"), rtol=1e-10, atol=1e-10)
@@ -145,7 +152,7 @@ PATTERNS = [[1.0, -1.0, 0.5, 2.0], [1.0, -1.0, 0.5, -1.0], [-1.0] * 4, [0.1, 0.2
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("batch", [1, 2, 7])
-def test_every_backend_equals_the_definition_in_eval(batch, stride, dtype, tolerance, way):
+def test_every_backend_and_the_frozen_layer_equal_the_definition_in_eval(batch, stride, dtype, tolerance, execution):
     for first in range(4):
         out = [PATTERNS[(first + b) % 4] for b in range(batch)]
         ins = [PATTERNS[(first + b * 2) % 4] for b in range(batch)]
@@ -154,20 +161,21 @@ def test_every_backend_equals_the_definition_in_eval(batch, stride, dtype, toler
             expected = case.definition()
         for backend in BACKENDS:
             torch.testing.assert_close(run(case, backend), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(run_frozen(case), expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_layer_that_is_closed_for_a_sample_is_zero_there_and_only_there(way):
-    y = run(build([[-1.0] * 7, [1.0] * 7], None))
+def test_a_layer_that_is_closed_for_a_sample_is_zero_there_and_only_there(execution):
+    y = run_frozen(build([[-1.0] * 7, [1.0] * 7], None))
     assert not y[0].any()
     assert y[1].any()
-    assert not run(build([[-1.0] * 7], None)).any()
+    assert not run_frozen(build([[-1.0] * 7], None)).any()
 
 
-def test_a_layer_whose_input_is_closed_answers_with_its_shift_alone(way):
+def test_the_output_of_a_layer_whose_input_is_closed_is_its_shift(execution):
     case = build([[1.0] * 7], [[-1.0] * 5])
     with torch.no_grad():
-        torch.testing.assert_close(run(case), case.definition())
-    assert run(case).any()
+        torch.testing.assert_close(run_frozen(case), case.definition())
+    assert run_frozen(case).any()
 
 
 def test_closed_channels_are_exactly_zero_in_training_too():
@@ -179,7 +187,7 @@ def test_closed_channels_are_exactly_zero_in_training_too():
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"norm": False, "bias": True, "stride": 2}, {"activation": "identity"}])
-def test_gradients_are_those_of_the_definition(backend, training, options, way):
+def test_gradients_are_those_of_the_definition(backend, training, options):
     gates = [[1.0, -1.0, 0.5, 2.0], [-1.0] * 4, [0.5, 0.5, -1.0, -1.0]]
     case = build(gates, [row[:3] for row in gates], block=2, **options)
     scores = case.gate_out.scores[:, 0].clone().requires_grad_()
@@ -211,73 +219,79 @@ def test_running_statistics_are_those_of_batch_norm():
 
 @pytest.mark.parametrize("weights_too", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_memory_format_changes_nothing_and_is_kept(batch, weights_too, way):
+def test_memory_format_changes_nothing_and_is_preserved(batch, weights_too, execution):
     case = build((PATTERNS * 2)[:batch], (PATTERNS * 2)[1 : batch + 1], channels_out=8, channels_in=8, block=2)
-    expected = run(case)
+    expected = run_frozen(case)
     assert expected.is_contiguous()
     case.x = case.x.contiguous(memory_format=torch.channels_last)
     if weights_too:
         case.layer.to(memory_format=torch.channels_last)
-    y = run(case)
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+    for y in (run_frozen(case), run(case, "torch")):
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_sample_does_not_depend_on_its_batch_mates(way):
+def test_a_sample_does_not_depend_on_its_batch_mates(execution):
     case = build(PATTERNS, PATTERNS, channels_out=8, channels_in=8, block=2)
-    y = run(case)
+    y = run_frozen(case)
     for b in range(4):
         alone = build(PATTERNS[b : b + 1], PATTERNS[b : b + 1], channels_out=8, channels_in=8, block=2)
         alone.x = case.x[b : b + 1]
-        torch.testing.assert_close(run(alone), y[b : b + 1], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(run_frozen(alone), y[b : b + 1], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_autocast_computes_low(backend, way):
+def test_autocast_computes_in_bfloat16(backend):
     case = build(PATTERNS, PATTERNS, channels_out=8, channels_in=8, block=2).to(torch.float32)
-    expected = run(case)
+    expected = run(case, backend)
     with torch.autocast("cpu", torch.bfloat16):
         y = run(case, backend)
     assert y.dtype == torch.bfloat16
     torch.testing.assert_close(y.float(), expected, rtol=0.05, atol=0.1)
 
 
-def groups(case: Case) -> list[Any]:
-    layer = case.layer
-    opened_in = torch.ones(len(case.x), layer.in_channels, dtype=torch.bool)
-    if case.gate_in is not None:
-        opened_in = gated_conv.open_channels(case.gate_in, layer.in_channels, layer.block_in)
-    opened = gated_conv.open_channels(case.gate_out, layer.out_channels, layer.block)
-    rows, columns = layer.map_size(*case.x.shape[2:])
-    return open_channels._groups(layer.weights(), opened.numpy(), opened_in.numpy(), rows * columns)
+def convolutions(case: Case, monkeypatch) -> list[tuple[int, list[int], list[int]]]:
+    """The batch size, open inputs and open outputs of each convolution that a frozen layer runs."""
+    seen: list[tuple[int, list[int], list[int]]] = []
+
+    def recorded(x: Tensor, conv: Any, ins: Any, outs: Any) -> Tensor:
+        seen.append((len(x), ins.index.tolist(), outs.index.tolist()))
+        return open_conv(x, conv, ins, outs)
+
+    monkeypatch.setattr(channel_moe, "open_conv", recorded)
+    y = run_frozen(case)
+    with torch.no_grad():
+        torch.testing.assert_close(y, case.definition(), rtol=1e-10, atol=1e-10)
+    return seen
 
 
 def test_samples_that_open_the_same_channels_run_together(monkeypatch):
-    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED["gathered"])
+    monkeypatch.setattr(costs, "CPU_COSTS", FREE)
     half, other = [1.0] * 4 + [-1.0] * 3, [-1.0] * 4 + [1.0] * 3
-    found = groups(build([half, other, half], None))
-    assert [group.samples.tolist() for group in found] == [[0, 2], [1]]
-    assert [group.outs.tolist() for group in found] == [[0, 1, 2, 3], [4, 5, 6]]
+    every = list(range(5))
+    assert convolutions(build([half, other, half], None), monkeypatch) == [
+        (2, every, [0, 1, 2, 3]),
+        (1, every, [4, 5, 6]),
+    ]
 
 
 def test_samples_that_open_the_same_outputs_of_different_inputs_run_apart(monkeypatch):
-    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED["gathered"])
+    monkeypatch.setattr(costs, "CPU_COSTS", FREE)
     half, other = [1.0] * 4 + [-1.0] * 3, [-1.0] * 4 + [1.0] * 3
     first, last = [1.0, 1.0, -1.0, -1.0, -1.0], [-1.0, -1.0, -1.0, 1.0, 1.0]
     case = build([half, other, half], [first, first, last])
-    assert [group.samples.tolist() for group in groups(case)] == [[0], [1], [2]]
-    with torch.no_grad():
-        torch.testing.assert_close(run(case), case.definition(), rtol=1e-10, atol=1e-10)
+    assert convolutions(case, monkeypatch) == [
+        (1, [0, 1], [0, 1, 2, 3]),
+        (1, [0, 1], [4, 5, 6]),
+        (1, [3, 4], [0, 1, 2, 3]),
+    ]
 
 
-def test_samples_run_together_with_what_any_opens_where_groups_cost_too_much(monkeypatch):
+def test_samples_run_together_with_every_channel_that_any_opens_where_that_is_cheaper(monkeypatch):
     case = build([[1.0] * 2 + [-1.0] * 5, [-1.0, 1.0, 1.0] + [-1.0] * 4], None)
-    expected = run(case)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setitem(narrow_conv.PRICES, "cpu", replace(FORCED["gathered"], group=9e3))
-    (group,) = groups(case)
-    assert (group.samples, group.way, group.outs.tolist()) == (None, "gathered", [0, 1, 2])
-    torch.testing.assert_close(run(case), expected)
+    monkeypatch.setattr(costs, "CPU_COSTS", replace(FREE, call=9e3))
+    assert convolutions(case, monkeypatch) == [(2, list(range(5)), [0, 1, 2])]
 
 
 @pytest.mark.parametrize(
@@ -290,18 +304,18 @@ def test_samples_run_together_with_what_any_opens_where_groups_cost_too_much(mon
         (512, 2, 1.0, 64, "dense"),
     ],
 )
-def test_the_prices_choose_a_way_by_map_gates_and_block(width, side, share, block, cheapest, monkeypatch):
+def test_the_cheapest_execution_depends_on_map_gates_and_block(width, side, share, block, cheapest, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     conv = ChannelMoE(width, width, 3, block=block).weights()
     opened = int(width * share)
-    assert narrow_conv.cheapest_way(conv, opened, opened, side * side)[0] == cheapest
+    assert ConvCosts.of(conv, side * side).cheapest(opened, opened)[0] == cheapest
 
 
 def test_the_work_done_is_that_of_open_channels(monkeypatch):
-    monkeypatch.setitem(narrow_conv.PRICES, "cpu", FORCED["gathered"])
+    monkeypatch.setattr(costs, "CPU_COSTS", FREE)
     case = build(PATTERNS, PATTERNS, channels_out=8, channels_in=8, block=2)
     with FlopCounterMode(display=False) as counter:
-        run(case)
+        run_frozen(case)
     counted = case.layer.macs(5, 6, case.gate_out, case.gate_in)
     assert counted.tolist() == [6 * 6 * 9 * 30, 4 * 4 * 9 * 30, 0, 8 * 8 * 9 * 30]
     assert counter.get_total_flops() == 2 * int(counted.sum())

@@ -54,13 +54,38 @@ def test_the_alarm_names_channels_that_died():
         model(torch.randn(4, 3, 8, 8))
 
 
-def test_a_network_gives_the_same_with_and_without_skipping():
+def test_a_network_gives_the_same_with_frozen_layers_and_in_inference_mode():
     model, x = TwoLayers(block=2, mode="topk", keep=1).double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     model(x)  # statistics
     model.eval()
     with_gradients = model(x)
     with torch.inference_mode():
         torch.testing.assert_close(model(x), with_gradients.detach(), rtol=1e-10, atol=1e-10)
+    model.first, model.second = moesaic.freeze(model.first), moesaic.freeze(model.second)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(x), with_gradients.detach(), rtol=1e-10, atol=1e-10)
+    with moesaic.record_routing(model) as routing:
+        assert not model(x).requires_grad
+    assert list(routing) == ["first", "second"]
+
+
+def test_a_frozen_layer_keeps_its_weights_and_describes_itself():
+    layer, x, gate = ChannelMoE(3, 4, 3, block=2).eval(), torch.randn(2, 3, 8, 8), gates(2, 4, block=2)
+    frozen = moesaic.freeze(layer)
+    before = frozen(x, gate)
+    with torch.no_grad():
+        layer.conv.weight.zero_()
+    assert torch.equal(frozen(x, gate), before)
+    assert frozen.macs(8, 8, gate).tolist() == layer.macs(8, 8, gate).tolist()
+    assert frozen.map_size(8, 8) == (8, 8)
+    assert repr(frozen) == "FrozenChannelMoE(3, 4, activation='relu', block=2)"
+    with pytest.raises(RuntimeError, match="FrozenChannelMoE: a frozen module cannot be trained"):
+        frozen.train()
+
+
+def test_a_layer_in_training_is_not_frozen():
+    with pytest.raises(ValueError, match=r"freeze: the model is in training mode; call model.eval\(\) first"):
+        moesaic.freeze(ChannelMoE(3, 4, 3))
 
 
 def test_gates_and_weights_learn():
@@ -105,23 +130,24 @@ def gates(batch: int, channels: int, **options) -> Routing:
     return ChannelGate(2, channels, **options)(torch.zeros(batch, 2))
 
 
-def test_input_that_does_not_fit():
-    layer, x = ChannelMoE(3, 4, 3), torch.zeros(2, 3, 8, 8)
+@pytest.mark.parametrize("make", [lambda layer: layer, moesaic.freeze])
+def test_input_that_does_not_fit(make):
+    layer, x = make(ChannelMoE(3, 4, 3).eval()), torch.zeros(2, 3, 8, 8)
     with pytest.raises(ValueError, match="gate_out has 5 gates, but 4 channels in blocks of 1 need 4"):
         layer(x, gates(2, 5))
     with pytest.raises(ValueError, match=r"gate_in has 2 gates, but 3 channels .* \(block_in=1 here\)"):
         layer(x, gates(2, 4), gates(2, 3, block=2))
     with pytest.raises(ValueError, match="gate_out has gates for 3 samples, the map has 2"):
         layer(x, gates(3, 4))
-    with pytest.raises(ValueError, match="in_channels=3, got a map of 4 channels"):
+    with pytest.raises(ValueError, match=r"in_channels=3, got a map of 4|takes \(B, 3, H, W\), got \(2, 4, 8, 8\)"):
         layer(torch.zeros(2, 4, 8, 8), gates(2, 4))
-    with pytest.raises(TypeError, match=r"the map is torch\.float64, the weights are torch\.float32"):
+    with pytest.raises(TypeError, match=r"torch\.float64, .*torch\.float32"):
         layer(x.double(), gates(2, 4))
     by_sample = Routing("sample", torch.zeros(2, 1, 4), torch.zeros(2, 1, 1).long(), torch.ones(2, 1, 1), "unit")
     with pytest.raises(ValueError, match="gate_out routes by sample; give what a ChannelGate returns"):
         layer(x, by_sample)
     with pytest.raises(ValueError, match="smaller than kernel_size=5; use padding=2 or more"):
-        ChannelMoE(3, 4, 5, padding=0)(torch.zeros(2, 3, 2, 2), gates(2, 4))
+        make(ChannelMoE(3, 4, 5, padding=0).eval())(torch.zeros(2, 3, 2, 2), gates(2, 4))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""DeepMoE: what the backbone computed, with channels left out as the image says."""
+"""DeepMoE: the backbone with channels closed by the gates of each image, masked and frozen."""
 
 import copy
 import pickle
@@ -22,11 +22,11 @@ from moesaic.models.model_cost import count_macs
 from moesaic.models.resnet import ResNet
 from moesaic.models.vgg import VGG16
 from moesaic.models.wide_resnet.network import WideResNet
-from moesaic.ops.channel.narrow_conv import PRICES, Prices
+from moesaic.ops.channel import costs
 
 CLASSES = 6
-FREE = Prices(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0, group=0.0)
-"""Prices under which closed channels are skipped whatever that costs."""
+FREE = costs.UnitCosts(mac=1.0, read=1.0, copy=0.0, piece=0.0, column=0.0, call=0.0)
+"""Unit costs under which a frozen network never computes closed channels."""
 
 NETWORKS: dict[str, tuple[Any, dict[str, Any]]] = {
     "vgg": (lambda: VGG16(CLASSES, width=0.08), {}),
@@ -137,7 +137,7 @@ def test_with_all_gates_one_it_computes_what_the_backbone_did_with_the_same_tens
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_leaving_out_closed_channels_changes_nothing(name, batch, monkeypatch):
+def test_dropping_closed_channels_changes_nothing(name, batch, monkeypatch):
     plain, model = build(name)
     x = images(batch)
     if name != "vgg top-k":
@@ -151,13 +151,14 @@ def test_leaving_out_closed_channels_changes_nothing(name, batch, monkeypatch):
             assert closed[len(closed) // 2] == routing[model.gated[len(closed) // 2]].experts
         if batch > 1:
             assert any(not torch.equal(each.mask[0], each.mask[1]) for each in routing.values())
-        for prices in (PRICES["cpu"], FREE):
-            monkeypatch.setitem(PRICES, "cpu", prices)
-            for backend in BACKENDS:
-                with moesaic.backend(backend):
-                    torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
-        model.float()
-        torch.testing.assert_close(model(x.float()), expected.float(), rtol=1e-4, atol=1e-5)
+        for backend in BACKENDS:
+            with moesaic.backend(backend):
+                torch.testing.assert_close(model(x), expected, rtol=1e-10, atol=1e-10)
+        frozen, single = moesaic.freeze(model), moesaic.freeze(copy.deepcopy(model).float())
+        for unit_costs in (costs.CPU_COSTS, FREE):
+            monkeypatch.setattr(costs, "CPU_COSTS", unit_costs)
+            torch.testing.assert_close(frozen(x), expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(single(x.float()), expected.float(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["vgg in blocks", "bottleneck a"])
@@ -190,7 +191,7 @@ def test_what_an_image_costs_is_what_the_counter_says_and_what_is_multiplied(nam
     plain, model = build(name)
     for gate in model.gates.values():  # of a layer that is all closed, one channel may be computed
         nn.init.constant_(gate.bias[:1], 100)
-    monkeypatch.setitem(PRICES, "cpu", FREE)
+    monkeypatch.setattr(costs, "CPU_COSTS", FREE)
     shape = (3, 32, 32)
     x = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).double()
     with torch.no_grad():
@@ -199,10 +200,11 @@ def test_what_an_image_costs_is_what_the_counter_says_and_what_is_multiplied(nam
     assert model.macs(routing).tolist() == [counted.macs]
     assert counted.macs < model.dense_macs
     assert counted.dense_macs == model.dense_macs == count_macs(plain, shape).macs
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(x)
-    multiplied = sum(counter.get_flop_counts()["DeepMoE.backbone"].values()) // 2
-    assert multiplied == sum(row.macs for row in counted.layers if row.name.startswith("backbone."))
+    frozen = moesaic.freeze(model)
+    with FlopCounterMode(display=False) as counter:
+        frozen(torch.cat([x, x]))
+    multiplied = sum(counter.get_flop_counts()["FrozenDeepMoE.backbone"].values()) // 2
+    assert multiplied == 2 * sum(row.macs for row in counted.layers if row.name.startswith("backbone."))
 
 
 def test_costs_are_of_each_image_and_follow_its_gates():
@@ -251,7 +253,7 @@ def test_gates_are_those_that_links_to_gate_names_and_whoever_reads_them_is_cut(
         model = deepmoe(plain, num_classes=CLASSES, bottleneck=form)
         assert model.gated == wanted
         block = model.backbone.get_submodule("body.3")
-        assert block.get_submodule("second.0").source == ("body.3.first.0" if form == "a" else None)
+        assert block.get_submodule("second.0").producer == ("body.3.first.0" if form == "a" else None)
         assert isinstance(block.get_submodule("third.0"), ConsumerConv)
         assert not isinstance(block.get_submodule("first.0"), ConsumerConv)
         assert model.ungated["body.3.third.0"] == f"is left whole in bottlenecks of form {form!r}"
@@ -307,28 +309,28 @@ def test_copies_and_state_dicts_carry_everything(name):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_steps_of_training_are_noticed_by_what_evaluation_keeps(batch):
-    # folded BatchNorms and joined heads must not outlive the weights that they were made of
+def test_evaluation_between_training_steps_uses_the_current_weights(batch):
     _, model = build("vgg")
     x, optimizer = images(batch), torch.optim.SGD(model.parameters(), lr=0.01)
-    answers: list[Tensor] = []
+    outputs: list[Tensor] = []
     for _ in range(3):
         with torch.no_grad():
-            answers.append(model.eval()(x))
+            outputs.append(model.eval()(x))
             fresh = copy.deepcopy(model)(x)
-        torch.testing.assert_close(answers[-1], fresh, rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(model(x), fresh, rtol=1e-8, atol=1e-8)  # with gradients nothing is kept
+        torch.testing.assert_close(outputs[-1], fresh, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model(x), fresh, rtol=1e-8, atol=1e-8)  # with gradients
+        torch.testing.assert_close(moesaic.freeze(model)(x), fresh, rtol=1e-8, atol=1e-8)
         F.cross_entropy(model.train()(images(4)), torch.arange(4)).backward()
         optimizer.step()
-    assert not torch.allclose(answers[0], answers[1])
-    assert not torch.allclose(answers[1], answers[2])
+    assert not torch.allclose(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[1], outputs[2])
 
 
 def test_an_error_inside_leaves_no_gates_behind():
     _, model = build("vgg")
     with pytest.raises(RuntimeError):
         model(images(1, size=16))  # too small for five halvings
-    with pytest.raises(RuntimeError, match=r"body\.conv1 has no gates, since its network runs by itself"):
+    with pytest.raises(RuntimeError, match=r"body\.conv1 has no gates outside of its DeepMoE"):
         model.backbone(images(1))
     copy.deepcopy(model)
 
@@ -397,7 +399,7 @@ def chain(*layers: nn.Module) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("network", "why"),
     [
-        (Sums(), "no convolution of Sums can leave out channels: conv is read by sigmoid"),
+        (Sums(), "no convolution of Sums can drop channels: conv is read by sigmoid"),
         (chain(nn.Conv2d(3, 6, 3, groups=3)), r"0 is grouped \(groups=3\)"),
         (chain(nn.Conv2d(3, 6, (1, 3))), r"0 has kernel_size=\(1, 3\), which is not square"),
         (chain(nn.Conv2d(3, 6, 3, padding="same")), "0 has padding='same'; it must be a number"),

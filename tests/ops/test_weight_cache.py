@@ -9,16 +9,16 @@ from moesaic.ops.weight_cache import CachedValue
 
 
 class Doubled:
-    """Keeps twice a layer's weights, and counts how often it made them."""
+    """Caches twice a layer's weights, and counts how often they were computed."""
 
     def __init__(self, layer: nn.Linear) -> None:
-        self.layer, self.kept, self.made = layer, CachedValue[torch.Tensor](), 0
+        self.layer, self.cached, self.computed = layer, CachedValue[torch.Tensor](), 0
 
     def __call__(self) -> torch.Tensor:
-        return self.kept.of([self.layer.weight], self.make)
+        return self.cached.get([self.layer.weight], self.compute)
 
-    def make(self) -> torch.Tensor:
-        self.made += 1
+    def compute(self) -> torch.Tensor:
+        self.computed += 1
         return 2 * self.layer.weight.detach()
 
 
@@ -44,30 +44,30 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_is_kept_is_made_anew_after(change):
+def test_the_value_is_recomputed_after(change):
     doubled = Doubled(nn.Linear(2, 2))
     doubled()
     CHANGES[change](doubled.layer)
     for _ in range(3):
         assert torch.equal(doubled(), 2 * doubled.layer.weight)
-    assert doubled.made == 2
+    assert doubled.computed == 2
 
 
-def test_what_is_kept_is_made_once_while_nothing_changes():
+def test_the_value_is_computed_once_while_nothing_changes():
     doubled = Doubled(nn.Linear(2, 2))
     assert all(doubled() is doubled() for _ in range(3))
-    assert doubled.made == 1
+    assert doubled.computed == 1
 
 
-def test_forget_is_for_edits_that_torch_does_not_count():
+def test_clear_is_for_edits_that_torch_does_not_count():
     doubled = Doubled(nn.Linear(2, 2))
     doubled()
     doubled.layer.weight.data.mul_(2)
-    doubled.kept.forget()
+    doubled.cached.clear()
     assert torch.equal(doubled(), 2 * doubled.layer.weight)
 
 
-def test_copies_start_with_nothing_kept():
+def test_copies_start_with_an_empty_cache():
     doubled = Doubled(nn.Linear(2, 2))
     doubled()
     for other in (copy.deepcopy(doubled), pickle.loads(pickle.dumps(doubled))):
@@ -77,7 +77,7 @@ def test_copies_start_with_nothing_kept():
     assert doubled().any()
 
 
-def test_nothing_is_kept_of_tensors_of_inference_mode():
+def test_nothing_is_cached_for_tensors_of_inference_mode():
     with torch.inference_mode():
         layer = nn.Linear(2, 2)
         doubled = Doubled(layer)
@@ -86,7 +86,7 @@ def test_nothing_is_kept_of_tensors_of_inference_mode():
         assert not doubled().any()
 
 
-def test_what_was_made_in_inference_mode_can_be_used_outside():
+def test_a_value_computed_in_inference_mode_can_be_used_outside():
     doubled = Doubled(nn.Linear(2, 2))
     with torch.inference_mode():
         doubled()

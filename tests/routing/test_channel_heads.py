@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from moesaic.routing.channel_gate import ChannelGate
-from moesaic.routing.channel_heads import ChannelHeads, JointGates
+from moesaic.routing.channel_heads import FrozenHeads
 
 HEADS = {
     "relu": lambda: {name: ChannelGate(6, width) for name, width in (("a", 7), ("b", 16), ("c", 3))},
@@ -28,22 +28,24 @@ def build(kind: str) -> tuple[dict[str, ChannelGate], torch.Tensor]:
 
 @pytest.mark.parametrize("kind", HEADS)
 @torch.no_grad()
-def test_heads_at_once_choose_what_each_does(kind):
+def test_joined_heads_open_the_blocks_that_each_head_opens(kind):
     heads, embedding = build(kind)
-    together = ChannelHeads(heads)(embedding)
-    assert isinstance(together, JointGates)
-    assert list(together) == list(heads)
-    for name, head in heads.items():
+    frozen = FrozenHeads(list(heads.values()))
+    scores = frozen.scores(embedding)
+    joined = frozen.routings(scores)
+    for routing, head in zip(joined, heads.values(), strict=True):
         alone = head(embedding)
-        assert torch.equal(together[name].index, alone.index)
-        torch.testing.assert_close(together[name].gate, alone.gate)
-        torch.testing.assert_close(together[name].scores, alone.scores)
+        assert torch.equal(routing.index, alone.index)
+        torch.testing.assert_close(routing.gate, alone.gate)
+        torch.testing.assert_close(routing.scores, alone.scores)
+    gates = torch.cat([routing.weights[:, 0] for routing in joined], 1)
+    assert torch.equal(frozen.gates(scores), gates)
     blocks = [head.blocks for head in heads.values()]
-    for image, gates in enumerate(torch.cat([routing.weights[:, 0] for routing in together.values()], 1)):
-        opened, found, cuts = ChannelHeads(heads)(embedding[image : image + 1]).opened()
-        assert opened.tolist() == gates.nonzero().flatten().tolist()
-        torch.testing.assert_close(torch.from_numpy(found), gates[gates != 0])
-        assert np.diff(cuts).tolist() == [int((part != 0).sum()) for part in gates.split(blocks)]
+    for image, expected in enumerate(gates):
+        opened, found, offsets = frozen.open_blocks(frozen.scores(embedding[image : image + 1]))
+        assert opened.tolist() == expected.nonzero().flatten().tolist()
+        torch.testing.assert_close(torch.from_numpy(found), expected[expected != 0])
+        assert np.diff(offsets).tolist() == [int((part != 0).sum()) for part in expected.split(blocks)]
 
 
 @torch.no_grad()
@@ -52,58 +54,45 @@ def test_blocks_with_equal_scores_are_opened_from_the_first_on():
     for head in heads.values():
         head.weight.zero_()
         head.bias.fill_(2.0)
-    found = ChannelHeads(heads)(torch.zeros(1, 6, dtype=torch.float64))
-    opened, gates, cuts = found.opened()
+    frozen = FrozenHeads(list(heads.values()))
+    scores = frozen.scores(torch.zeros(1, 6, dtype=torch.float64))
+    opened, gates, offsets = frozen.open_blocks(scores)
     assert opened.tolist() == [0, 1, 4, 5, 8]
-    assert cuts == [0, 2, 4, 5]
-    assert [routing.index.flatten().tolist() for routing in found.values()] == [[0, 1], [0, 1], [0]]
+    assert offsets == [0, 2, 4, 5]
+    assert [routing.index.flatten().tolist() for routing in frozen.routings(scores)] == [[0, 1], [0, 1], [0]]
     torch.testing.assert_close(torch.from_numpy(gates), nn.functional.softplus(torch.full((5,), 2.0).double()))
 
 
 @torch.no_grad()
-def test_the_host_looks_at_one_image():
+def test_a_gate_that_is_nan_is_open():
     heads, embedding = build("relu")
-    with pytest.raises(ValueError, match="gates for 4 images; `opened` is for one"):
-        ChannelHeads(heads)(embedding).opened()
+    heads["b"].bias[3] = torch.nan
+    frozen = FrozenHeads(list(heads.values()))
+    scores = frozen.scores(embedding[:1])
+    assert 7 + 3 in frozen.open_blocks(scores).blocks
+    assert frozen.gates(scores)[0, 7 + 3].isnan()
 
 
 @pytest.mark.parametrize("kind", HEADS)
 @torch.no_grad()
-def test_an_image_gets_the_gates_that_it_gets_in_a_batch(kind):
+def test_an_image_gets_the_same_scores_alone_and_in_a_batch(kind):
     heads, embedding = build(kind)
-    joint = ChannelHeads(heads)
-    torch.testing.assert_close(joint(embedding[1:2]).scores, joint(embedding).scores[1:2])
-
-
-def test_heads_that_learn_work_by_themselves():
-    heads, embedding = build("relu")
-    joint = ChannelHeads(heads)
-    assert joint(embedding)["a"].gate.requires_grad
-    with torch.no_grad():
-        heads["b"].train()
-        assert not isinstance(joint(embedding), JointGates)
+    frozen = FrozenHeads(list(heads.values()))
+    torch.testing.assert_close(frozen.scores(embedding[1:2]), frozen.scores(embedding)[1:2])
 
 
 @torch.no_grad()
-def test_heads_that_have_hooks_are_called():
-    heads, embedding = build("relu")
-    heard: list[int] = []
-    heads["b"].register_forward_hook(lambda head, args, routing: heard.append(routing.experts))
-    ChannelHeads(heads)(embedding)
-    assert heard == [16]
+def test_later_changes_to_the_heads_have_no_effect():
+    heads, embedding = build("topk")
+    frozen = FrozenHeads(list(heads.values()))
+    expected = frozen.gates(frozen.scores(embedding))
+    for head in heads.values():
+        head.bias.fill_(-100)
+        head.keep = 1
+    assert torch.equal(frozen.gates(frozen.scores(embedding)), expected)
 
 
-@torch.no_grad()
-def test_heads_that_changed_are_noticed():
-    heads, embedding = build("relu")
-    joint = ChannelHeads(heads)
-    joint(embedding)
-    heads["b"].bias.fill_(-100)
-    assert not joint(embedding)["b"].gate.any()
-
-
-@torch.no_grad()
-def test_an_embedding_that_does_not_fit_is_refused_as_a_head_does():
-    heads, _ = build("relu")
-    with pytest.raises(ValueError, match=r"ChannelGate: takes embeddings \(B, 6\), got \(2, 5\)"):
-        ChannelHeads(heads)(torch.zeros(2, 5))
+def test_heads_of_different_modes_or_sizes_are_refused():
+    for other in (ChannelGate(6, 8, mode="topk", keep=1), ChannelGate(5, 8)):
+        with pytest.raises(ValueError, match="must have the same mode and embedding size"):
+            FrozenHeads([ChannelGate(6, 8), other])

@@ -4,6 +4,7 @@ from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to
 from moesaic.models.convert import conversions_of, convert
 from moesaic.models.convert_candidates import convertible
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
+from moesaic.models.deepmoe.frozen import FrozenDeepMoE, freeze
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput, deepmoe
 from moesaic.models.image_classifier import ImageClassifier
 from moesaic.models.mobilenet import MobileNetV2
@@ -23,6 +24,7 @@ __all__ = [
     "DeepMoE",
     "DeepMoEOutput",
     "EmbeddingNetwork",
+    "FrozenDeepMoE",
     "ImageClassifier",
     "MobileNetV2",
     "ModelCost",
@@ -40,6 +42,7 @@ __all__ = [
     "count_macs",
     "create_model",
     "deepmoe",
+    "freeze",
     "list_models",
     "model_options",
     "nodes_to_gate",

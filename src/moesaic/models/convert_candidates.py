@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from moesaic.layers.recording import RoutedLayer
 from moesaic.models.model_cost import eval_mode
+from moesaic.ops.hooks import has_hooks
 
 __all__ = ["Maps", "convertible", "find_layers", "input_shape", "refusal", "trial"]
 
@@ -153,7 +154,7 @@ def _weight_refusal(model: nn.Module, name: str, layer: nn.Conv2d | nn.Linear) -
         )
     if "weight" not in dict(layer.named_parameters()):
         return "computes its weight before each run, as weight norm does; remove that first"
-    if layer._forward_hooks or layer._forward_pre_hooks:  # pyright: ignore[reportPrivateUsage]
+    if has_hooks(layer, include_global=False):
         return "carries forward hooks, which would be lost; remove them first"
     own = {id(weight) for weight in layer.parameters()}
     shared = [

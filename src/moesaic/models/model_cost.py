@@ -26,7 +26,7 @@ from moesaic.experts import ConvExperts, Experts, LinearExperts, MLPExperts, Pat
 from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
-from moesaic.ops.channel.gated_conv import open_channels
+from moesaic.ops.channel.masked import open_channels
 from moesaic.routing import ChannelGate, Router, SampleRouter
 from moesaic.routing_record import Routing
 

@@ -1,50 +1,41 @@
-"""Whoever listens to a module by a hook must hear it: shortcuts that call no modules look here first."""
+"""Detection of hooks on modules, for code that executes or replaces a module without calling it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
-import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-__all__ = ["Listeners", "has_hooks"]
-
-_NAMES = ("_forward_hooks", "_forward_pre_hooks", "_routing_hooks")
-# of those that hear every module, such as torch's counter of multiply-adds
-_EVERYWHERE = [vars(torch.nn.modules.module)[f"_global{name}"] for name in _NAMES[:2]]
-
-
-class Listeners:
-    """True while a module of these has a hook, or a routed layer an observer.
-
-    >>> layer = nn.ReLU()
-    >>> heard = Listeners([layer])
-    >>> bool(heard)
-    False
-    >>> hook = layer.register_forward_hook(print)
-    >>> bool(heard)
-    True
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._hooks = [vars(module)[name] for module in modules for name in _NAMES if name in vars(module)]
-
-    def __bool__(self) -> bool:
-        return any(self._hooks) or any(_EVERYWHERE)
-
+__all__ = ["find_hooked_module", "has_hooks"]
 
 _KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
 
-def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has a hook, or all modules have one: then it has to be called as a module.
+def has_hooks(module: nn.Module, *, include_global: bool = True) -> bool:
+    """Whether a hook is registered on the module itself, or with ``include_global`` on all modules.
 
     >>> layer = nn.ReLU()
     >>> has_hooks(layer)
     False
-    >>> hook = layer.register_forward_hook(print)
+    >>> handle = layer.register_forward_hook(print)
     >>> has_hooks(layer)
     True
     """
-    return any(getattr(module, f"_{kind}") or getattr(nn_module, f"_global_{kind}") for kind in _KINDS)
+    if any(getattr(module, f"_{kind}") for kind in _KINDS):
+        return True
+    return include_global and any(getattr(nn_module, f"_global_{kind}") for kind in _KINDS)
+
+
+def find_hooked_module(model: nn.Module) -> str | None:
+    """Returns the name of the first module of a model that has a hook of its own, "" for the model itself, or None.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
+    >>> find_hooked_module(model)
+    >>> handle = model[1].register_forward_hook(print)
+    >>> find_hooked_module(model)
+    '1'
+    """
+    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())  # torch types it in part
+    return next((name for name, module in modules if has_hooks(module, include_global=False)), None)

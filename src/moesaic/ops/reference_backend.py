@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.channel.gated_conv import check_closed, masked_dense
+from moesaic.ops.channel.masked import check_closed, masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
 from moesaic.ops.sample_dispatch import check_outputs, gated_sum
 from moesaic.routing_record import Routing
@@ -99,7 +99,7 @@ class ReferenceBackend:
     def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
         if gate_in is not None:
             check_closed(x, gate_in, conv)
-        return masked_dense(x, gate_out, conv)
+        return masked_conv(x, gate_out, conv)
 
 
 class DenseSamples:

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.ops.channel.gated_conv import masked_dense, may_skip
-from moesaic.ops.channel.open_channels import open_channels_alone
+from moesaic.ops.channel.masked import masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
 from moesaic.ops.eager import is_eager_cpu, no_grad_needed
 from moesaic.ops.patch.gather import RoutedPixels
@@ -103,9 +102,7 @@ class TorchBackend:
         return run_each(x, routing, call)
 
     def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
-        if may_skip(x, [gate_out.gate], [conv]):
-            return open_channels_alone(x, gate_out, gate_in, conv)
-        return masked_dense(x, gate_out, conv)
+        return masked_conv(x, gate_out, conv)
 
 
 def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:

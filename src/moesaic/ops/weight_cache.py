@@ -1,81 +1,64 @@
-"""Values that are made of weights once and kept until the weights change."""
+"""A value computed from weights, cached until the weights change."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["CachedValue", "TensorRefs"]
+__all__ = ["CachedValue"]
 
 T = TypeVar("T")
 
-_place, _changes = methodcaller("data_ptr"), attrgetter("_version")
+_address, _version = methodcaller("data_ptr"), attrgetter("_version")
 
 
 class CachedValue(Generic[T]):
-    """A value that is made of tensors, and made anew when one of them has changed.
+    """A value computed from tensors, and recomputed when one of them has changed.
 
-    A change is told by where a tensor lies and by torch's count of its changes in place: steps of an optimizer,
-    ``load_state_dict``, ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not counted by
-    torch; call `forget` behind them. Nor are BatchNorm's of its running statistics: give its ``num_batches_tracked``
-    along with them. Nothing is kept of tensors that were made in inference mode, which count nothing.
+    A change is detected by the tensor's address and by torch's version counter: optimizer steps, ``load_state_dict``,
+    ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not counted by torch; call `clear`
+    after them. Neither are BatchNorm's updates of its running statistics: pass its ``num_batches_tracked`` along with
+    them. Nothing is cached for tensors created in inference mode, which have no version counter.
 
-    A copy of what holds it starts with nothing kept.
+    A copy or pickle of its owner starts with an empty cache.
 
-    >>> weight, kept = torch.ones(2), CachedValue[Tensor]()
-    >>> kept.of([weight], lambda: 2 * weight)
+    >>> weight, cached = torch.ones(2), CachedValue[Tensor]()
+    >>> cached.get([weight], lambda: 2 * weight)
     tensor([2., 2.])
     >>> weight += 1
-    >>> kept.of([weight], lambda: 2 * weight)
+    >>> cached.get([weight], lambda: 2 * weight)
     tensor([4., 4.])
     """
 
     def __init__(self) -> None:
         self._value: tuple[T] | None = None
-        self._stamp: list[int] = []
-        self._held: list[Tensor] = []
+        self._key: list[int] = []
+        self._tensors: list[Tensor] = []
 
-    def of(self, tensors: Sequence[Tensor], make: Callable[[], T]) -> T:
+    def get(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
+        """Returns the cached value, or that of ``compute()`` if one of the tensors has changed."""
         try:
-            stamp = [*map(_place, tensors), *map(_changes, tensors)]
-        except RuntimeError:  # of tensors of inference mode, which count nothing
-            return make()
-        if self._value is None or stamp != self._stamp:
+            key = [*map(_address, tensors), *map(_version, tensors)]
+        except RuntimeError:  # inference tensors have no version counter
+            return compute()
+        if self._value is None or key != self._key:
             with torch.inference_mode(False), torch.no_grad():
-                self._value = (make(),)
-            self._stamp = stamp
-            # while these live, no other tensor can come to lie where they do
-            self._held = [tensor.detach() for tensor in tensors]
+                self._value = (compute(),)
+            self._key = key
+            # while these references live, no other tensor can get the same address
+            self._tensors = [tensor.detach() for tensor in tensors]
         return self._value[0]
 
-    def forget(self) -> None:
-        self._value, self._stamp, self._held = None, [], []
+    def clear(self) -> None:
+        """Empty the cache."""
+        self._value, self._key, self._tensors = None, [], []
 
     def __deepcopy__(self, memo: object) -> CachedValue[T]:
         return CachedValue()
 
     def __reduce__(self) -> tuple[type[CachedValue[T]], tuple[()]]:
         return CachedValue, ()
-
-
-class TensorRefs:
-    """The tensors of modules as they are now: parameters and buffers, found without asking the modules.
-
-    >>> layer = torch.nn.Linear(2, 3)
-    >>> held = TensorRefs([layer])
-    >>> layer.bias = torch.nn.Parameter(torch.ones(3))
-    >>> held.now()[1] is layer.bias
-    True
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._places: list[dict[str, Tensor | None]] = []
-        for module in modules:
-            self._places += [vars(module)["_parameters"], vars(module)["_buffers"]]
-
-    def now(self) -> list[Tensor]:
-        return [tensor for places in self._places for tensor in places.values() if tensor is not None]

@@ -1,55 +1,46 @@
-from itertools import pairwise
-
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from moesaic.ops.channel.bn_folding import FoldedConvs
-
-
-def layers(*widths: int, **options) -> list[tuple[nn.Conv2d, nn.BatchNorm2d]]:
-    torch.manual_seed(0)
-    made = []
-    for before, width in pairwise(widths):
-        conv, norm = nn.Conv2d(before, width, 3, padding=1, dtype=torch.float64, **options), nn.BatchNorm2d(width)
-        for values in (norm.weight, norm.bias, norm.running_mean):
-            nn.init.normal_(values)
-        nn.init.uniform_(norm.running_var, 0.5, 2)
-        made.append((conv, norm.double().eval()))
-    return made
+from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm
+from moesaic.ops.dispatch import ChannelConv
 
 
-def plainly(made: list[tuple[nn.Conv2d, nn.BatchNorm2d]], x: torch.Tensor) -> torch.Tensor:
-    for conv, norm in made:
-        x = norm(conv(x)).relu()
-    return x
+def layers(bias: bool) -> tuple[nn.Conv2d, nn.BatchNorm2d]:
+    conv, norm = nn.Conv2d(3, 5, 3, dtype=torch.float64, bias=bias), nn.BatchNorm2d(5, eps=1e-3)
+    for values in (norm.weight, norm.bias, norm.running_mean):
+        nn.init.normal_(values)
+    nn.init.uniform_(norm.running_var, 0.5, 2)
+    return conv, norm.double().eval()
 
 
-@pytest.mark.parametrize("options", [{"stride": 2}, {"stride": 2, "bias": False}, {}])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("size", [(40, 40), (16, 16), (7, 3), (1, 1)])
+@pytest.mark.parametrize("with_norm", [True, False])
+@pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
-def test_folded_convolutions_equal_those_with_their_batch_norm(size, batch, options):
-    made, x = layers(3, 5, 6, 4, **options), torch.randn(batch, 3, *size, dtype=torch.float64)
-    expected = plainly(made, x)
-    torch.testing.assert_close(FoldedConvs(made)(x), expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(FoldedConvs(made).mean(x), expected.mean((2, 3)), rtol=1e-10, atol=1e-10)
+def test_a_folded_convolution_equals_convolution_and_batch_norm(bias, with_norm):
+    conv, norm = layers(bias)
+    given = ChannelConv(conv.weight, conv.bias, batch_norm_tensors(norm) if with_norm else None, 2, 1, "relu", 2, 3)
+    folded = fold_norm(given)
+    assert folded.norm is None
+    assert (folded.stride, folded.padding, folded.activation, folded.block_out, folded.block_in) == (2, 1, "relu", 2, 3)
+    x = torch.randn(2, 3, 7, 7, dtype=torch.float64)
+    expected = F.conv2d(x, conv.weight, conv.bias, 2, 1)
+    expected = norm(expected) if with_norm else expected
+    torch.testing.assert_close(F.conv2d(x, folded.weight, folded.bias, 2, 1), expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("with_norm", [True, False])
 @torch.no_grad()
-def test_running_statistics_that_change_are_noticed():
-    made, x = layers(3, 5), torch.randn(1, 3, 8, 8, dtype=torch.float64)
-    folded = FoldedConvs(made)
-    folded(x)
-    made[0][1].train()(made[0][0](torch.randn(4, 3, 8, 8, dtype=torch.float64)))
-    made[0][1].eval()
-    torch.testing.assert_close(folded(x), plainly(made, x))
-
-
-@torch.no_grad()
-def test_layers_that_have_hooks_are_called():
-    made, x = layers(3, 5, 4), torch.randn(1, 3, 8, 8, dtype=torch.float64)
-    folded, heard = FoldedConvs(made), []
-    made[1][0].register_forward_hook(lambda module, args, y: heard.append(y.shape))
-    torch.testing.assert_close(folded(x), plainly(made, x), rtol=1e-10, atol=1e-10)
-    assert len(heard) == 2
+def test_a_folded_convolution_shares_no_memory_with_its_layer(with_norm):
+    conv, norm = layers(bias=True)
+    conv.to(memory_format=torch.channels_last)
+    folded = fold_norm(
+        ChannelConv(conv.weight, conv.bias, batch_norm_tensors(norm) if with_norm else None, 1, 1, "relu", 1, 1)
+    )
+    assert folded.weight.is_contiguous()
+    weight, bias = folded.weight.clone(), folded.bias.clone()
+    for values in (conv.weight, conv.bias, norm.weight, norm.bias, norm.running_mean, norm.running_var):
+        values.zero_()
+    assert torch.equal(folded.weight, weight)
+    assert torch.equal(folded.bias, bias)

@@ -1,8 +1,8 @@
-"""Gated convolutions inside somebody else's network, which calls them with a map and knows of no gates.
+"""Gated convolutions inside any network, which calls them with a map and passes no gates.
 
-The gates of the batch that is running lie in one `ActiveGates`, which the network's layers share: `DeepMoE` puts them
-there before it calls the network and takes them away behind it. So the network's own ``forward`` stays as it was
-written, modes of training and evaluation included, which a traced copy of it would have fixed.
+The gates of the current batch are in one `ActiveGates`, which the network's layers share: `DeepMoE` sets them before it
+calls the network and clears them afterwards. So the network's own ``forward`` runs unchanged, with its training and
+eval modes, which a traced copy would have fixed.
 """
 
 from __future__ import annotations
@@ -10,18 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from moesaic.layers import ChannelMoE
-from moesaic.ops.dispatch import ChannelConv, run_channels
 from moesaic.routing_record import Routing
 
-__all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "conv_refusal", "norm_refusal"]
+__all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "unsupported_conv", "unsupported_norm"]
 
 
 class ActiveGates:
-    """The gates of the batch that is running, by the name of the layer whose channels they gate."""
+    """The gates of the current batch, by the name of the layer whose channels they gate."""
 
     def __init__(self) -> None:
         self.routing: Mapping[str, Routing] | None = None
@@ -29,32 +27,32 @@ class ActiveGates:
     def of(self, name: str) -> Routing:
         if self.routing is None:
             raise RuntimeError(
-                f"DeepMoE: {name} has no gates, since its network runs by itself; call the DeepMoE that it is part of"
+                f"DeepMoE: {name} has no gates outside of its DeepMoE; call the DeepMoE, not its backbone"
             )
         return self.routing[name]
 
 
 class GatedConv(ChannelMoE):
-    """A `ChannelMoE` that finds its gates by itself; it takes over a convolution and its BatchNorm.
+    """A `ChannelMoE` that reads its gates from `ActiveGates`; it takes over a convolution and its BatchNorm.
 
     Args:
         conv: the convolution.
-        norm: the BatchNorm right behind it, if there is one.
-        running: where the gates are while a batch runs.
-        name: under which its own gates are there.
-        source: under which those of the map's channels are there; None where they have none.
-        block: how many neighbouring channels share a gate.
-        block_in: the same of the map's channels.
+        norm: the BatchNorm right after it, if any.
+        active: the gates of the current batch.
+        name: the name of its own gates in ``active``.
+        producer: the name of the gates of its input channels; None where these are not gated.
+        block: consecutive output channels that share a gate.
+        block_in: consecutive input channels that share a gate.
     """
 
     def __init__(
         self,
         conv: nn.Conv2d,
         norm: nn.BatchNorm2d | None,
-        running: ActiveGates,
+        active: ActiveGates,
         name: str,
         *,
-        source: str | None = None,
+        producer: str | None = None,
         block: int = 1,
         block_in: int = 1,
     ) -> None:
@@ -65,7 +63,7 @@ class GatedConv(ChannelMoE):
             stride=conv.stride[0],
             padding=cast("tuple[int, int]", conv.padding)[0],
             norm=norm is not None,
-            activation="identity",  # whatever follows in the network follows still
+            activation="identity",  # the network's own activation follows
             block=block,
             block_in=block_in,
             bias=conv.bias is not None,
@@ -73,14 +71,14 @@ class GatedConv(ChannelMoE):
         )
         self.conv = conv
         self.norm = norm
-        self.source = source
-        self._name = name
-        self._running = running
+        self.name = name
+        self.producer = producer
+        self._active = active
         self.train(conv.training)
 
     def gates(self) -> tuple[Routing, Routing | None]:
-        """Those of its channels and of the map's, while a batch runs."""
-        return self._running.of(self._name), None if self.source is None else self._running.of(self.source)
+        """The gates of its output and of its input channels, while a batch runs."""
+        return self._active.of(self.name), None if self.producer is None else self._active.of(self.producer)
 
     def forward(self, x: Tensor, gate_out: Routing | None = None, gate_in: Routing | None = None) -> Tensor:
         if gate_out is None:
@@ -89,12 +87,12 @@ class GatedConv(ChannelMoE):
 
 
 class ConsumerConv(nn.Conv2d):
-    """A convolution without gates of its own that reads gated channels; without gradients it leaves out closed ones.
+    """A convolution without gates of its own that reads gated channels, whose closed ones a frozen network skips.
 
-    It takes over the weights of ``conv``. ``source`` is the name under which the gates of the map's channels are.
+    It takes over the weights of ``conv``. ``producer`` is the name of the gates of its input channels.
     """
 
-    def __init__(self, conv: nn.Conv2d, running: ActiveGates, source: str, *, block_in: int = 1) -> None:
+    def __init__(self, conv: nn.Conv2d, active: ActiveGates, producer: str, *, block_in: int = 1) -> None:
         super().__init__(
             conv.in_channels,
             conv.out_channels,
@@ -106,34 +104,20 @@ class ConsumerConv(nn.Conv2d):
         )
         self.weight = conv.weight
         self.bias = conv.bias
-        self.source = source
+        self.producer = producer
         self.block_in = block_in
-        self._running = running
+        self._active = active
         self.train(conv.training)
 
     def gate_in(self) -> Routing:
-        """The gates of the map's channels, while a batch runs."""
-        return self._running.of(self.source)
-
-    def forward(self, input: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            return super().forward(input)
-        padding = cast("tuple[int, int]", self.padding)[0]
-        conv = ChannelConv(
-            self.weight, self.bias, None, self.stride[0], padding, "identity", self.out_channels, self.block_in
-        )
-        return run_channels(input, _one_open_block(input), self.gate_in(), conv)
+        """The gates of its input channels, while a batch runs."""
+        return self._active.of(self.producer)
 
 
-def _one_open_block(x: Tensor) -> Routing:
-    gate = torch.ones(x.shape[0], 1, 1, device=x.device)
-    return Routing("channel", gate, torch.zeros_like(gate, dtype=torch.long), gate, chooser="unit", may_drop=False)
+def unsupported_conv(conv: nn.Conv2d) -> str | None:
+    """Why a convolution cannot be gated, as the end of a sentence that begins with its name, or None.
 
-
-def conv_refusal(conv: nn.Conv2d) -> str | None:
-    """Why a convolution's channels cannot be left out, as the end of a sentence that begins with its name, or None.
-
-    >>> conv_refusal(nn.Conv2d(3, 8, (1, 3)))
+    >>> unsupported_conv(nn.Conv2d(3, 8, (1, 3)))
     'has kernel_size=(1, 3), which is not square'
     """
     if conv.groups > 1:
@@ -151,8 +135,8 @@ def conv_refusal(conv: nn.Conv2d) -> str | None:
     return None
 
 
-def norm_refusal(norm: nn.BatchNorm2d) -> str | None:
-    """Why a BatchNorm cannot be taken into a gated layer, as the end of a sentence, or None."""
+def unsupported_norm(norm: nn.BatchNorm2d) -> str | None:
+    """Why a BatchNorm cannot be part of a gated layer, as the end of a sentence, or None."""
     if not norm.affine or not norm.track_running_stats:
         return "has a BatchNorm without weights or running statistics"
     return "has a BatchNorm with momentum=None, which averages over all batches" if norm.momentum is None else None

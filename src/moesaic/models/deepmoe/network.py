@@ -1,12 +1,12 @@
-"""DeepMoE (Wang et al. 2019): a network in which every image opens the channels that it needs.
+"""DeepMoE (Wang et al. 2019): a network in which every image opens only the channels that it needs.
 
-A shallow network makes an embedding of the image, a linear head for each gated convolution makes gates of the
-embedding, and the gates of a convolution cut its outputs and the inputs of whoever reads them. `deepmoe` makes one of
-any network whose convolutions `build_channel_graph` can pair: the convolution and its BatchNorm become a
-`ChannelMoE`, and all else stays as it is. With all gates 1 it computes what the network did. Without gradients
-closed channels are left out, and the gated layers run together (`moesaic.layers.channel_network`).
+A shallow network computes an embedding of the image, a linear head per gated convolution computes gates from the
+embedding, and the gates of a convolution select its output channels and the input channels of its consumers. `deepmoe`
+gates any network whose convolutions `build_channel_graph` can pair with a consumer: the convolution and its BatchNorm
+become a `ChannelMoE`, all else stays as it is. With all gates 1 the output is that of the plain network. Closed
+channels are masked; `moesaic.freeze` returns an inference module that computes only open ones.
 
-Costs are multiply-adds of one image: active_in × active_out of gated convolutions, and everything else whole.
+Costs are multiply-adds of one image: active_in × active_out of gated convolutions, and all of everything else.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from moesaic.checks import check_positive
-from moesaic.layers.channel_network import GatedLayers
 from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
-from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv, conv_refusal, norm_refusal
-from moesaic.models.deepmoe.one_image import OneImage
+from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv, unsupported_conv, unsupported_norm
 from moesaic.models.model_cost import count_macs
-from moesaic.ops.channel.gated_conv import open_channels
-from moesaic.ops.hooks import Listeners
+from moesaic.ops.channel.masked import open_channels
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
-from moesaic.routing.channel_heads import ChannelHeads
 from moesaic.routing_record import Routing
 
 __all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]
@@ -38,7 +34,7 @@ __all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]
 
 @dataclass(frozen=True, eq=False)
 class DeepMoEOutput:
-    """What a DeepMoE makes of a batch."""
+    """The output of a DeepMoE for a batch."""
 
     logits: Tensor
     """(B, num_classes), of the backbone."""
@@ -47,19 +43,19 @@ class DeepMoEOutput:
     embedding_logits: Tensor
     """(B, num_classes), of the embedding's own classifier."""
     routing: Mapping[str, Routing]
-    """By the gated layer's name, in the order in which the layers run."""
+    """By the name of the gated layer, in execution order."""
 
 
 @dataclass(frozen=True)
-class _Price:
-    """A convolution that gates cut: what a pair of open channels costs, and whose gates open them.
+class ConvCost:
+    """Multiply-adds of a convolution with gated inputs or outputs."""
 
-    Where no gate does, it is the number of channels.
-    """
-
-    pair: int
+    macs_per_pair: int
+    """Per pair of open input and output channel."""
     ins: str | int
+    """The layer whose gates select its input channels, or their number where they are not gated."""
     outs: str | int
+    """The same for its output channels."""
 
 
 class DeepMoE(nn.Module):
@@ -97,9 +93,8 @@ class DeepMoE(nn.Module):
         backbone: nn.Module,
         embedding: EmbeddingNetwork,
         gates: Mapping[str, ChannelGate],
-        running: ActiveGates,
-        layers: GatedLayers,
-        prices: Sequence[_Price],
+        active: ActiveGates,
+        conv_costs: Sequence[ConvCost],
         *,
         ungated: Mapping[str, str],
         dense_macs: int,
@@ -115,34 +110,23 @@ class DeepMoE(nn.Module):
         self.dense_macs = dense_macs
         self.gate_macs = gate_macs
         self.fixed_macs = fixed_macs
-        self._prices = tuple(prices)
-        self._running = running
-        self._layers = layers
-        self._all_heads = ChannelHeads(gates)
-        self._listeners = Listeners([embedding, embedding.head])
-        self._one_image = OneImage(backbone, embedding, self._all_heads, layers)
+        self.conv_costs = tuple(conv_costs)
+        self._active = active
+        self.training = self.gates.training = backbone.training
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self.forward_with_routing(x).logits
-        logits = self._one_image(x)
-        if logits is not None:
-            return logits
-        if self._listeners:
-            return self.forward_with_routing(x).logits
-        return self._layers.run(self._run, x, self._all_heads(self.embedding.embed(x)))
+        return self.forward_with_routing(x).logits
 
     def forward_with_routing(self, x: Tensor) -> DeepMoEOutput:
-        """The backbone's scores, the embedding with its own, and the gates of every layer."""
-        embedding, scores = self.embedding(x)
-        routing: Mapping[str, Routing]
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            routing = {name: gate(embedding) for name, gate in self.heads().items()}
-            logits = self._run(x, routing)
-        else:
-            routing = self._all_heads(embedding)
-            logits = self._layers.run(self._run, x, routing)
-        return DeepMoEOutput(logits, embedding, scores, routing)
+        """Returns the logits, the embedding with its own logits, and the gates of every layer."""
+        embedding, embedding_logits = self.embedding(x)
+        routing = {name: gate(embedding) for name, gate in self.heads().items()}
+        self._active.routing = routing
+        try:
+            logits = self.backbone(x)
+        finally:
+            self._active.routing = None
+        return DeepMoEOutput(logits, embedding, embedding_logits, routing)
 
     def macs(self, routing: Mapping[str, Routing]) -> Tensor:
         """(B,): multiply-adds of each image with these gates, for the size of image that the network was built for.
@@ -163,8 +147,8 @@ class DeepMoE(nn.Module):
             return active[of] if isinstance(of, str) else of
 
         total = torch.full_like(active[self.gated[0]], self.fixed_macs)
-        for price in self._prices:
-            total = total + channels(price.ins) * channels(price.outs) * price.pair
+        for cost in self.conv_costs:
+            total = total + channels(cost.ins) * channels(cost.outs) * cost.macs_per_pair
         return total
 
     def gate_parameters(self) -> list[nn.Parameter]:
@@ -174,13 +158,6 @@ class DeepMoE(nn.Module):
     def heads(self) -> dict[str, ChannelGate]:
         """The gates of each layer by the layer's name, in the order in which the layers run."""
         return {name: cast(ChannelGate, self.gates[_key(name)]) for name in self.gated}
-
-    def _run(self, x: Tensor, routing: Mapping[str, Routing]) -> Tensor:
-        self._running.routing = routing
-        try:
-            return self.backbone(x)
-        finally:
-            self._running.routing = None
 
 
 def deepmoe(
@@ -253,49 +230,40 @@ def deepmoe(
         ).train(backbone.training)
         for name in plan
     }
-    running, prices = ActiveGates(), list[_Price]()
-    pixels = {name: costs[name] // convs[name].weight.numel() for name in plan}
-    made: dict[str, nn.Module] = {}
+    active, conv_costs = ActiveGates(), list[ConvCost]()
+    replaced: dict[str, nn.Module] = {}
     for name, conv in convs.items():
-        source = _source(plan, name)
-        block_in = 1 if source is None else blocks[source]
+        producer = _gated_producer(plan, name)
+        block_in = 1 if producer is None else blocks[producer]
         if name in plan:
             norm = plan[name].norm
-            made[name] = GatedConv(
+            replaced[name] = GatedConv(
                 conv,
                 None if norm is None else cast(nn.BatchNorm2d, backbone.get_submodule(norm)),
-                running,
+                active,
                 name,
-                source=source,
+                producer=producer,
                 block=blocks[name],
                 block_in=block_in,
             )
-            made |= {} if norm is None else {norm: nn.Identity()}
-        elif source is not None and conv_refusal(conv) is None:
-            made[name] = ConsumerConv(conv, running, source, block_in=block_in)
+            replaced |= {} if norm is None else {norm: nn.Identity().train(conv.training)}
+        elif producer is not None and unsupported_conv(conv) is None:
+            replaced[name] = ConsumerConv(conv, active, producer, block_in=block_in)
         else:
             continue
         outs = name if name in plan else conv.out_channels
-        pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
-        prices.append(_Price(pair, conv.in_channels if source is None else source, outs))
-    _swap(backbone, made)
-    layers = GatedLayers(
-        {name: cast(GatedConv, made[name]) for name in plan},
-        {name: _source(plan, name) for name in plan},
-        hand_on=_hand_on(backbone, plan, made),
-        pixels=pixels,
-        network=backbone,
-    )
+        macs_per_pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
+        conv_costs.append(ConvCost(macs_per_pair, conv.in_channels if producer is None else producer, outs))
+    _replace_modules(backbone, replaced)
     gate_macs = embedding_macs(widths, **sizes)
     return DeepMoE(
         backbone,
         embedding,
         heads,
-        running,
-        layers,
-        prices,
+        active,
+        conv_costs,
         ungated=ungated,
-        dense_macs=sum(costs.values()) + sum(_dense(price, heads) for price in prices),
+        dense_macs=sum(costs.values()) + sum(_dense_macs(cost, heads) for cost in conv_costs),
         gate_macs=gate_macs,
         fixed_macs=gate_macs + sum(costs.values()),
     )
@@ -341,7 +309,7 @@ def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str,
         reasons = "; ".join(f"{conv} {why}" for conv, why in list(ungated.items())[:3])
         more = f"; and {len(ungated) - 3} more" if len(ungated) > 3 else ""
         raise ValueError(
-            f"deepmoe: no convolution of {name} can leave out channels: {reasons}{more}. It can where one convolution "
+            f"deepmoe: no convolution of {name} can drop channels: {reasons}{more}. It can where one convolution "
             "or linear layer alone reads them, or at the end of a residual branch"
         )
     return plan, ungated
@@ -369,10 +337,10 @@ def _why(
             return f"has other layers before its BatchNorm {node.norm}, or another one"
         if runs[node.norm] > 1:
             return f"shares its BatchNorm {node.norm}"
-        refusal = norm_refusal(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
+        refusal = unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
         if refusal is not None:
             return refusal
-    return conv_refusal(_conv(backbone, node.conv))
+    return unsupported_conv(_conv(backbone, node.conv))
 
 
 def _neighbours(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
@@ -387,21 +355,9 @@ def _neighbours(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str
     return behind, Counter(str(node.target) for node in modules)
 
 
-def _source(plan: Mapping[str, ConvNode], name: str) -> str | None:
+def _gated_producer(plan: Mapping[str, ConvNode], name: str) -> str | None:
     """The gated convolution whose channels this one reads."""
     return next((node.conv for node in plan.values() if node.consumer_can_drop and name in node.consumers), None)
-
-
-def _hand_on(backbone: nn.Module, plan: Mapping[str, ConvNode], made: Mapping[str, nn.Module]) -> list[str]:
-    """The gated layers whose readers all know which channels are open, and take a map of these alone."""
-    if any(isinstance(module, nn.PReLU) and module.num_parameters > 1 for module in backbone.modules()):
-        return []  # it counts channels
-    readers = (GatedConv, ConsumerConv)
-    return [
-        name
-        for name, node in plan.items()
-        if node.consumer_can_drop and all(isinstance(made.get(reader), readers) for reader in node.consumers)
-    ]
 
 
 def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int, int]) -> dict[str, int]:
@@ -424,9 +380,9 @@ def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int,
     return costs
 
 
-def _dense(price: _Price, heads: Mapping[str, ChannelGate]) -> int:
-    ins, outs = (heads[of].channels if isinstance(of, str) else of for of in (price.ins, price.outs))
-    return price.pair * ins * outs
+def _dense_macs(cost: ConvCost, heads: Mapping[str, ChannelGate]) -> int:
+    ins, outs = (heads[of].channels if isinstance(of, str) else of for of in (cost.ins, cost.outs))
+    return cost.macs_per_pair * ins * outs
 
 
 def _conv(backbone: nn.Module, name: str) -> nn.Conv2d:
@@ -435,7 +391,7 @@ def _conv(backbone: nn.Module, name: str) -> nn.Conv2d:
     return conv
 
 
-def _swap(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+def _replace_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     for name, layer in layers.items():
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, layer)

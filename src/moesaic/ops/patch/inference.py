@@ -220,7 +220,7 @@ def _prepared(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size
     if key not in cache:
         cache.clear()  # one shape at a time
         cache[key] = CachedValue()
-    return cache[key].of(_tensors(experts, norm), make)
+    return cache[key].get(_tensors(experts, norm), make)
 
 
 def _prepare(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size: tuple[int, int]) -> _PreparedWeights:

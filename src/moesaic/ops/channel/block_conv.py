@@ -1,17 +1,15 @@
-"""Gated convolutions of one image on a CPU, as products of the blocks that are open.
+"""Gated convolutions of one image on a CPU, as GEMMs of the open blocks.
 
-A library's convolution brings weights into an order of its own at every call. For one image that takes longer than
-to multiply: of 256 channels on a map of 2×2 it is four times a product, on 8×8 twice. So the weights are kept once
-more in the order that products want, BatchNorm's scale multiplied in, and in an image the channels of a block lie
-together (`moesaic.ops.channel.padded_buffers`). What a kernel sees is then a copy of such pieces, and so are the
-weights of the open
-blocks: a piece is all weights from one block to another. Gates are multiplied in as they are copied. On large maps a
-copy is made for a kernel of one row, and shifted from row to row of the kernel: that copies a third. Maps are halved
-where channels lie together as well, which takes a tenth of the time.
+A library's convolution reorders its weights at every call. For one image that takes longer than the arithmetic: with
+256 channels on a 2×2 map four times as long as a GEMM, on 8×8 twice. So a frozen network stores the weights in the
+order that a GEMM reads, and maps with the channels of a block contiguous (`moesaic.ops.channel.workspace`). Unfolding a
+map and gathering the weights of the open blocks then copy contiguous pieces: all weights from one block to another.
+Gates are multiplied in during the unfolding. Large maps are unfolded for one row of the kernel and shifted from row to
+row, which copies a third. Max pooling in this layout takes a tenth of the time.
 
-Channels that are gated one by one, or in blocks of a few, or whose last block is shorter, are one block of those that
-are open. Of their weights, the rows that read open channels are copied, or of these the open columns, or nothing:
-whatever costs least by the prices of `moesaic.ops.channel.narrow_conv`.
+Channels gated one by one, in small blocks, or with a shorter last block are treated as one block of the open channels.
+The rows of their weights that read open channels are copied, or of these rows the open columns, or nothing: whichever
+costs least by `moesaic.ops.channel.costs`.
 """
 
 from __future__ import annotations
@@ -26,11 +24,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic.ops.channel.narrow_conv import PRICES, Rates
-from moesaic.ops.channel.padded_buffers import Frame, Kernel, Scratch
+from moesaic.ops.channel import costs
+from moesaic.ops.channel.costs import ConvCosts
+from moesaic.ops.channel.workspace import KernelShape, PaddedMap, Workspace
 from moesaic.ops.dispatch import ChannelConv
 
-__all__ = ["WHOLE_BLOCK", "BlockMap", "BlockProduct", "OpenBlocks"]
+__all__ = ["WHOLE_BLOCK", "BlockConv", "BlockMap", "OpenBlocks"]
 
 Floats = NDArray[np.floating[Any]]
 Ints = NDArray[np.intp]
@@ -44,7 +43,7 @@ MANY_WEIGHTS = 2**20
 """Of layers with so many weights or more whose channels are gated one by one, the columns are in blocks: several cores
 share the product of few pixels better so, which is a tenth of the time."""
 COLUMN_BLOCKS = 2
-SEEN = 2**21
+MAX_UNFOLDED = 2**21
 """So many values that kernels see are made at a time."""
 
 
@@ -109,12 +108,12 @@ class BlockMap:
     """(blocks, H, W, channels of a block), or all channels as one block; whoever made it may write there again."""
     some: OpenBlocks
     relu: bool
-    closed_too: bool = False
+    has_closed: bool = False
     """Whether it has the closed channels as well, whose values mean nothing."""
 
     def opened(self) -> Tensor:
         """The values of open channels alone."""
-        if not self.closed_too:
+        if not self.has_closed:
             return self.values
         if self.values.shape[3] == self.some.channels:
             return self.values.index_select(3, torch.from_numpy(self.some.numbers()))
@@ -127,7 +126,7 @@ class BlockMap:
         for, closed ones are zeros or have gates that are.
         """
         some, b = self.some, place.shape[3]
-        if all_channels and not self.closed_too:
+        if all_channels and not self.has_closed:
             place.zero_()
             values = self._gated(self.values, some.gates)
             if place.shape[0] > 1:
@@ -157,20 +156,20 @@ class BlockMap:
             return values.mul_(gates.unsqueeze(3))
         return values.mul_(torch.from_numpy(self.some.over_channels(gates)))
 
-    def mean(self, scratch: Scratch) -> Tensor:
+    def mean(self, workspace: Workspace) -> Tensor:
         """(1, channels): over all pixels, where all gates are 1. It is left behind ReLU."""
         values = self.values.clamp_min_(0) if self.relu else self.values
         blocks, H, W, b = values.shape
-        each: Tensor | None = scratch.plans.get(("mean", blocks, H, W))
+        each: Tensor | None = workspace.plans.get(("mean", blocks, H, W))
         if each is None:
             each = values.new_full((1, 1, H * W), 1 / (H * W)).expand(blocks, -1, -1)
-            scratch.keep(("mean", blocks, H, W), each)
+            workspace.add_plan(("mean", blocks, H, W), each)
         return torch.bmm(each, values.view(blocks, -1, b)).view(1, -1)  # as a product it takes a third of the time
 
     def full(self) -> Tensor:
         """(1, all channels, H, W), with zeros in the closed ones."""
         some, (H, W) = self.some, self.values.shape[1:3]
-        if self.closed_too:
+        if self.has_closed:
             values = self._gated(self.values, some.all_gates())
             return _in_blocks(values, some.channels).permute(0, 3, 1, 2).contiguous()
         values = self._gated(self.values, some.gates)
@@ -216,8 +215,8 @@ class _Plan:
     """Whether all channels of the result are made."""
     outs: int
     """How many blocks these are, or channels where there are no blocks."""
-    frame: Tensor
-    """Where the map goes that is read."""
+    inside: Tensor
+    """Where the input map is written."""
     memory: tuple[Hashable, int, Tensor] | None
     """Where zeros around it depend on how many channels it has: the frame's name, that number, and its memory."""
     gathered: Tensor | None
@@ -231,64 +230,59 @@ class _Plan:
     """(blocks, H, W, channels of a block)"""
 
 
-class BlockProduct:
-    """activation(scale · conv(x) + shift), gated and pooled, as a product of open blocks.
+class BlockConv:
+    """A folded convolution of one image with ReLU, gates and max pooling, as GEMMs of the open blocks.
 
     Args:
-        conv: the convolution.
-        scale: of each output channel, such as BatchNorm's.
-        shift: of each output channel.
-        reads_gated: whether gates say which of its input channels are open; else it reads a map (1, C, H, W).
-        relu: whether there is a ReLU.
-        pool: the pooling behind it, if there is one.
+        conv: the convolution, without BatchNorm (`moesaic.ops.channel.bn_folding.fold_norm`).
+        gated_input: whether its input channels are gated; else it reads a map (1, C, H, W).
+        relu: whether a ReLU follows.
+        pool: the max pooling that follows, if any.
 
     >>> from moesaic.layers import ChannelMoE
-    >>> conv = ChannelMoE(3, 16, 3, norm=False, block=8).weights()
-    >>> product, x = BlockProduct(conv, torch.ones(16), torch.zeros(16), reads_gated=False), torch.randn(1, 3, 5, 5)
+    >>> from moesaic.ops.channel.bn_folding import fold_norm
+    >>> conv, x = fold_norm(ChannelMoE(3, 16, 3, norm=False, block=8).weights()), torch.randn(1, 3, 5, 5)
     >>> some = OpenBlocks(np.array([1]), None, channels=16, size=8)
-    >>> with torch.no_grad():
-    ...     y = product.run(x, None, some, Scratch(torch.float32)).map()
-    ...     torch.allclose(y, torch.conv2d(x, conv.weight, padding=1)[:, 8:], atol=1e-5)
+    >>> y = BlockConv(conv, gated_input=False).run(x, None, some, Workspace(torch.float32)).map()
+    >>> torch.allclose(y, torch.conv2d(x, conv.weight, padding=1)[:, 8:], atol=1e-5)
     True
     """
 
     def __init__(
         self,
         conv: ChannelConv,
-        scale: Tensor,
-        shift: Tensor,
         *,
-        reads_gated: bool,
+        gated_input: bool,
         relu: bool = False,
         pool: nn.MaxPool2d | None = None,
     ) -> None:
         self.conv = conv
         self.outs, self.ins, ks, _ = conv.weight.shape
-        self.kernel = Kernel(ks, conv.stride, conv.padding)
-        self.reads_gated = reads_gated
+        self.kernel = KernelShape(ks, conv.stride, conv.padding)
+        self.gated_input = gated_input
         self.relu = relu
         self.pool = pool
         out, in_ = conv.block_out, conv.block_in
-        whole_in = not reads_gated or (in_ >= WHOLE_BLOCK and self.ins % in_ == 0)
+        whole_in = not gated_input or (in_ >= WHOLE_BLOCK and self.ins % in_ == 0)
         self.by_block = out >= WHOLE_BLOCK and self.outs % out == 0 and whole_in
         """Whether its result comes in blocks; else in one."""
         self._block_out = out if self.by_block else self.outs
-        self._block_in = in_ if self.by_block and reads_gated else self.ins
+        self._block_in = in_ if self.by_block and gated_input else self.ins
         self._blocks_in = self.ins // self._block_in
         self._kernel_rows = np.arange(ks)[:, None]
         self._taps = np.arange(ks * ks)[:, None] * self.ins
         large = conv.weight.numel() >= MANY_WEIGHTS and self.outs % COLUMN_BLOCKS == 0
-        self._column_blocks = COLUMN_BLOCKS if large and reads_gated and not self.by_block else 1
+        self._column_blocks = COLUMN_BLOCKS if large and gated_input and not self.by_block else 1
         """In how many blocks of columns the weights are where channels are not."""
-        weight = (conv.weight.to(scale.dtype) * scale[:, None, None, None]).to(conv.weight.dtype).contiguous()
-        self._pieces = self._ordered(weight)
-        self._shift: Floats = shift.to(weight.dtype).view(-1, 1, self._block_out).numpy()
+        assert conv.bias is not None
+        self._pieces = self._ordered(conv.weight.contiguous())
+        self._shift: Floats = conv.bias.view(-1, 1, self._block_out).numpy()
         self._all_shifts = torch.from_numpy(self._shift).view(max(len(self._shift), self._column_blocks), 1, -1)
         self._number = next(_NUMBERS)
 
-    def run(self, x: BlockMap | Tensor, ins: OpenBlocks | None, outs: OpenBlocks, scratch: Scratch) -> BlockMap:
+    def run(self, x: BlockMap | Tensor, ins: OpenBlocks | None, outs: OpenBlocks, workspace: Workspace) -> BlockMap:
         """The open channels of the result, from the open channels of the map alone."""
-        if not self.reads_gated:
+        if not self.gated_input:
             x = x.map() if isinstance(x, BlockMap) else x
             opened_in = self.ins
         else:
@@ -297,11 +291,11 @@ class BlockProduct:
         opened_out = outs.blocks.size if self.by_block else outs.count()
         height, width = x.values.shape[1:3] if isinstance(x, BlockMap) else x.shape[2:]
         key = (self._number, opened_in, opened_out, height, width)
-        plan: _Plan | None = scratch.plans.get(key)
+        plan: _Plan | None = workspace.plans.get(key)
         if plan is None:
-            plan = self._plan(key, scratch)
-            scratch.keep(key, plan)
-        gates = self._fill(plan, x, ins, scratch)
+            plan = self._plan(key, workspace)
+            workspace.add_plan(key, plan)
+        gates = self._fill(plan, x, ins, workspace)
         shift = self._gather(plan, ins, outs)
         for part in plan.parts:
             if gates is None:
@@ -321,12 +315,12 @@ class BlockProduct:
             ).permute(0, 2, 3, 1)
         if self._column_blocks > 1:
             z = _in_blocks(z, z.shape[0] * z.shape[3])
-        return BlockMap(z, outs, self.relu, closed_too=plan.all_outs and opened_out < plan.outs)
+        return BlockMap(z, outs, self.relu, has_closed=plan.all_outs and opened_out < plan.outs)
 
     def _ordered(self, weight: Tensor) -> Tensor:
         """The weights piece by piece: a row is all that is copied at once."""
         (O, _, ks, _), b = weight.shape, self._block_out
-        if not self.reads_gated:
+        if not self.gated_input:
             return weight.view(O // b, b, -1).transpose(1, 2).reshape(O // b, -1)
         if self.by_block:
             pieces = weight.view(O // b, b, self._blocks_in, self._block_in, ks, ks).permute(0, 2, 4, 5, 3, 1)
@@ -338,42 +332,42 @@ class BlockProduct:
         """What of the weights had better be copied, for so many open channels."""
         if (ins, outs) == (self.ins, self.outs):
             return "nothing"
-        if not self.reads_gated:
+        if not self.gated_input:
             return "pairs"
         if self.by_block:
-            return "nothing" if Rates.of(self.conv, pixels).way(ins, outs)[0] == "dense" else "pairs"
-        prices, taps = PRICES["cpu"], self.kernel.size**2
-        each = taps * max(pixels * prices.mac, prices.read)
-        rows = 0.0 if ins == self.ins else taps * ins * self.outs * prices.copy
-        costs: dict[Copied, float] = {
-            "nothing": self.ins * self.outs * each + pixels * (self.ins + outs) * prices.column,
-            "rows": rows + ins * self.outs * each + pixels * outs * prices.column,
-            "pairs": rows + ins * outs * (taps * prices.column + each),
+            return "nothing" if ConvCosts.of(self.conv, pixels).cheapest(ins, outs)[0] == "dense" else "pairs"
+        unit, taps = costs.CPU_COSTS, self.kernel.size**2
+        each = taps * max(pixels * unit.mac, unit.read)
+        rows = 0.0 if ins == self.ins else taps * ins * self.outs * unit.copy
+        by_copy: dict[Copied, float] = {
+            "nothing": self.ins * self.outs * each + pixels * (self.ins + outs) * unit.column,
+            "rows": rows + ins * self.outs * each + pixels * outs * unit.column,
+            "pairs": rows + ins * outs * (taps * unit.column + each),
         }
         if ins == self.ins:
-            del costs["rows"]
+            del by_copy["rows"]
         if self._column_blocks > 1:
-            del costs["pairs"]
-        return min(costs, key=costs.__getitem__)
+            del by_copy["pairs"]
+        return min(by_copy, key=by_copy.__getitem__)
 
-    def _plan(self, key: tuple[int, int, int, int, int], scratch: Scratch) -> _Plan:
+    def _plan(self, key: tuple[int, int, int, int, int], workspace: Workspace) -> _Plan:
         """The views for so many open blocks, or channels where there are no blocks."""
         _, opened_in, opened_out, height, width = key
-        (ks, stride, _), (rows, columns) = self.kernel, self.kernel.sides(height, width)
+        (ks, stride, _), (rows, columns) = self.kernel, self.kernel.output_size(height, width)
         each_in, each_out = (self._block_in, self._block_out) if self.by_block else (1, 1)
-        ins = opened_in * each_in if self.reads_gated else self.ins
+        ins = opened_in * each_in if self.gated_input else self.ins
         outs = opened_out * each_out
         copied = self._copied(ins, outs, rows * columns)
         # what is not left out need not be in the plan
         used = (ins if copied != "nothing" else -1, outs if copied == "pairs" else -1)
-        same: _Plan | None = scratch.plans.get((self._number, *used, height, width))
+        same: _Plan | None = workspace.plans.get((self._number, *used, height, width))
         if same is not None and (ins, outs) != (self.ins, self.outs):
             return same
         whole = (ins, outs) == (self.ins, self.outs)
         # how many blocks of which size are read, and made
         C = self.ins if copied == "nothing" else ins
         blocks, size = (C // self._block_in, self._block_in) if self.by_block else (1, C)
-        if not self.reads_gated:
+        if not self.gated_input:
             blocks, size = C, 1
         O = outs if copied == "pairs" else self.outs
         made = O // self._block_out if self.by_block else self._column_blocks
@@ -382,44 +376,44 @@ class BlockProduct:
         K = C * ks * ks
         gathered = columns_of = None
         weight = self._pieces
-        if self.by_block or not self.reads_gated:
+        if self.by_block or not self.gated_input:
             if copied == "pairs" and self.by_block:
-                weight = gathered = scratch.take("weights", made * K * b // weight.shape[1], weight.shape[1])
+                weight = gathered = workspace.buffer("weights", made * K * b // weight.shape[1], weight.shape[1])
         elif copied != "nothing" and ins < self.ins:
-            weight = gathered = scratch.take("weights", made * K, self.outs // made)
+            weight = gathered = workspace.buffer("weights", made * K, self.outs // made)
         if copied == "pairs" and not self.by_block:
-            weight = columns_of = scratch.take("columns", K, O)
+            weight = columns_of = workspace.buffer("columns", K, O)
 
         name = ("frame", self._number, height, width)
-        memory = scratch.take(name, Frame.needs(height, width, self.kernel) * self.ins)
-        frame = Frame(memory, blocks, height, width, size, self.kernel)
-        in_strips = self.reads_gated and stride == 1 and ks > 1 and rows * columns >= LARGE_MAP
+        memory = workspace.buffer(name, PaddedMap.values_per_channel(height, width, self.kernel) * self.ins)
+        padded = PaddedMap(memory, blocks, height, width, size, self.kernel)
+        in_strips = self.gated_input and stride == 1 and ks > 1 and rows * columns >= LARGE_MAP
         if self.by_block and blocks > 1 and gathered is None:
             in_strips = False  # as they lie the weights are not in that order
         if in_strips and self.by_block and gathered is not None:
             gathered = gathered.view(len(gathered) * ks, -1)
         weights = list(weight.view(made, ks, -1, b).unbind(1)) if in_strips else [weight.view(made, -1, b)]
-        at_a_time = max(SEEN // (columns * K // (ks if in_strips else 1)), 1)
+        at_a_time = max(MAX_UNFOLDED // (columns * K // (ks if in_strips else 1)), 1)
         starts = range(0, rows, at_a_time)
-        result = scratch.take("result", made, rows, columns, b)
-        everywhere = frame.strips() if in_strips else frame.windows()
+        result = workspace.buffer("result", made, rows, columns, b)
+        everywhere = padded.strips() if in_strips else padded.windows()
         parts: list[_Part] = []
         for number, start in enumerate(starts):
             some = min(at_a_time, rows - start)
             pixels = some * columns
-            flat = result.view(made, -1, b) if len(starts) == 1 else scratch.take(("part", number), made, pixels, b)
+            flat = result.view(made, -1, b) if len(starts) == 1 else workspace.buffer(("part", number), made, pixels, b)
             if in_strips:
                 windows = everywhere[start : start + some + ks - 1]
-                seen = scratch.take("seen", *windows.shape)
+                seen = workspace.buffer("seen", *windows.shape)
                 lines = seen.view(-1, K // ks)
                 matrices = [lines[row * columns : row * columns + pixels] for row in range(ks)]
-            elif self.reads_gated:
+            elif self.gated_input:
                 windows = everywhere[start : start + some]
-                seen = scratch.take("seen", *windows.shape)
+                seen = workspace.buffer("seen", *windows.shape)
                 matrices = [seen.view(pixels, K)]
             else:  # a map lies channel by channel, and is copied so
                 windows = everywhere[start : start + some].permute(2, 3, 4, 0, 1)
-                seen = scratch.take("seen", *windows.shape)
+                seen = workspace.buffer("seen", *windows.shape)
                 matrices = [seen.view(K, pixels).T]
             parts.append(_Part(windows, seen, [matrix.expand(made, -1, -1) for matrix in matrices], flat))
         plan = _Plan(
@@ -427,8 +421,8 @@ class BlockProduct:
             whole=whole,
             all_outs=self.outs == O,
             outs=self.outs // each_out,
-            frame=frame.inside,
-            memory=None if self.by_block or not self.reads_gated else (name, size, memory),
+            inside=padded.inside,
+            memory=None if self.by_block or not self.gated_input else (name, size, memory),
             gathered=gathered,
             columns=columns_of,
             weights=weights,
@@ -436,22 +430,22 @@ class BlockProduct:
             result=result,
         )
         if not whole:
-            scratch.keep((self._number, *used, height, width), plan)
+            workspace.add_plan((self._number, *used, height, width), plan)
         return plan
 
-    def _fill(self, plan: _Plan, x: BlockMap | Tensor, ins: OpenBlocks | None, scratch: Scratch) -> Tensor | None:
+    def _fill(self, plan: _Plan, x: BlockMap | Tensor, ins: OpenBlocks | None, workspace: Workspace) -> Tensor | None:
         """Put the map where kernels see it, and give the gates that are yet to be multiplied in."""
-        place = plan.frame
-        if not self.reads_gated:
+        place = plan.inside
+        if not self.gated_input:
             assert isinstance(x, Tensor)
             place.copy_(x[0].unsqueeze(3))
             return None
         assert ins is not None
         if plan.memory is not None:
             name, size, memory = plan.memory
-            if scratch.sizes.get(name) != size:  # what are zeros around a map depends on how many channels it has
+            if workspace.sizes.get(name) != size:  # what are zeros around a map depends on how many channels it has
                 memory.zero_()
-                scratch.sizes[name] = size
+                workspace.sizes[name] = size
         all_channels = plan.copied == "nothing" and not plan.whole  # then what is closed is zeros
         if isinstance(x, Tensor):
             size = self._block_in if self.by_block else x.shape[1]
@@ -475,7 +469,7 @@ class BlockProduct:
                 return self._all_shifts
             blocks = outs.blocks
             pieces, numbers = self._pieces, blocks
-            if self.reads_gated:
+            if self.gated_input:
                 assert ins is not None
                 numbers = (blocks * self._blocks_in)[:, None] + ins.blocks
                 if len(plan.weights) > 1:  # row by row of the kernel

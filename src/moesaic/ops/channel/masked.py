@@ -1,0 +1,79 @@
+"""Masked execution of a convolution with gated channels: the definition, and its cost in multiply-adds.
+
+    y = activation(g ⊙ BatchNorm(conv(x)))
+
+The gate follows BatchNorm, whose shift would make a closed channel nonzero again; as g ≥ 0, it commutes with ReLU.
+Everything is computed and closed channels are multiplied by zero: exact gradients, any device, any dtype. Inference
+that computes only open channels is `moesaic.freeze`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moesaic.ops.dispatch import ChannelConv
+from moesaic.routing_record import Routing
+
+__all__ = ["channel_gates", "channel_macs", "check_closed", "masked_conv", "open_channels"]
+
+
+def channel_macs(
+    active_in: int | Tensor, active_out: int | Tensor, kernel_size: int, map_size: tuple[int, int]
+) -> int | Tensor:
+    """Multiply-adds of a gated convolution per sample: active_in × active_out × ks² × output pixels.
+
+    Counts may be tensors (B,), one entry per sample.
+
+    >>> channel_macs(32, 16, 3, (8, 8))
+    294912
+    """
+    return active_in * active_out * (kernel_size**2 * map_size[0] * map_size[1])
+
+
+def channel_gates(routing: Routing, channels: int, block: int) -> Tensor:
+    """(B, C): the gate of every channel, 0 where it is closed."""
+    return _expand_blocks(routing.weights[:, 0], channels, block)
+
+
+def open_channels(routing: Routing, channels: int, block: int) -> Tensor:
+    """(B, C): whether a channel is open."""
+    return _expand_blocks(routing.mask[:, 0], channels, block)
+
+
+def masked_conv(x: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
+    """The definition: a dense convolution, BatchNorm, and the gates as a mask."""
+    y = F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
+    if conv.norm is not None:
+        norm = conv.norm
+        y = F.batch_norm(
+            y,
+            norm.running_mean,
+            norm.running_var,
+            norm.weight,
+            norm.bias,
+            training=norm.training,
+            momentum=norm.momentum,
+            eps=norm.eps,
+        )
+    y = y * channel_gates(gate_out, y.shape[1], conv.block_out).to(y.dtype)[:, :, None, None]
+    return F.relu(y) if conv.activation == "relu" else y
+
+
+def check_closed(x: Tensor, gate_in: Routing, conv: ChannelConv) -> None:
+    """Raise if a map is nonzero in a channel that ``gate_in`` closes: a frozen layer would not read it."""
+    if x.is_meta or torch.compiler.is_compiling():
+        return
+    nonzero = (x.detach() != 0).flatten(2).any(2)
+    wrong = nonzero & ~open_channels(gate_in, x.shape[1], conv.block_in)
+    if wrong.any():
+        sample, channel = (int(place) for place in wrong.nonzero()[0])
+        raise ValueError(
+            f"ChannelMoE: channel {channel} of sample {sample} is not zero, but gate_in says that it is closed; "
+            "pass the gates of the layer that produced this map, or gate_in=None where something was added to it"
+        )
+
+
+def _expand_blocks(values_BE: Tensor, channels: int, block: int) -> Tensor:
+    return values_BE if block == 1 else values_BE.repeat_interleave(block, 1)[:, :channels]
