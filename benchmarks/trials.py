@@ -83,7 +83,7 @@ def ours(trials: int, device: str, data_dir: Path | None) -> float:
         samples=SAMPLES,
         schedule=Schedule(epochs=1 + max(5, 100 // trials), batch=BATCH),
         device=device,
-        watch=watch,
+        callback=watch,
     )
     return watch.milliseconds
 

@@ -83,8 +83,8 @@ def trained_again(cell: MixtureCell, seen: dict[tuple[int, int], Mixtures] | Non
         trials=range(cell.trials),
         samples=cell.samples,
         schedule=cell.schedule,
-        watch=keep,
-        watch_at=range(cell.schedule.steps + 1),
+        callback=keep,
+        callback_steps=range(cell.schedule.steps + 1),
     )
 
 

@@ -210,14 +210,14 @@ def test_a_trial_alone_is_the_trial_in_company(model):
 def test_the_watch_sees_networks_and_samples_at_the_steps_it_asked_for():
     seen: dict[tuple[int, int], Tensor] = {}
 
-    def watch(step, mixtures, data, which):
+    def callback(step, mixtures, data, which):
         for t, trial in enumerate(which.tolist()):
             seen[step, trial] = mixtures.weights[t].clone()
             assert data.patches.shape[1:] == (40, 5, 7)
 
     model = Mixture.of("print", experts=2, filters=3)
     schedule = MixtureSchedule(steps=6)
-    trained = train(model, schedule, 40, watch=watch, watch_at=(0, 2, 6))
+    trained = train(model, schedule, 40, callback=callback, callback_steps=(0, 2, 6))
     assert sorted(seen) == [(step, trial) for step in (0, 2, 6) for trial in range(3)]
     start = Mixtures.initial(model, trained.keys, dim=SOURCE.dim, dtype=torch.float64)
     for t in range(3):

@@ -80,7 +80,7 @@ def test_a_cell_follows_activation_patterns_after_every_epoch(tmp_path: Path, ki
         if epoch in (0, 6):
             ends.append(networks.neuron_responses(probe.pool, probe.index))
 
-    train_trials(cell.model, PATTERNS, trials=range(3), samples=40, schedule=cell.schedule, chunk=3, watch=keep)
+    train_trials(cell.model, PATTERNS, trials=range(3), samples=40, schedule=cell.schedule, chunk=3, callback=keep)
     share = coupling(ends[1], ends[0]).mean.mean(-1)
     assert found[:, -1].tolist() == pytest.approx(share.tolist())
 

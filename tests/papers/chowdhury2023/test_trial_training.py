@@ -180,11 +180,11 @@ def test_networks_that_are_done_cost_nothing_more():
     stopping = Schedule(epochs=200, stop_at_zero_error=True, learning_rate=1.0)
     at_work: dict[int, int] = {}
 
-    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+    def callback(epoch: int, networks: Networks, which: Tensor) -> None:
         at_work[epoch] = len(networks)
 
     stopped = train_trials(
-        MAKES["joint"], PATTERNS, trials=range(12), samples=30, schedule=stopping, chunk=12, watch=watch
+        MAKES["joint"], PATTERNS, trials=range(12), samples=30, schedule=stopping, chunk=12, callback=callback
     )
     for epoch, count in at_work.items():
         unfinished = int((stopped.epochs > epoch - 1).sum())
@@ -251,12 +251,12 @@ def test_progress_adds_up_to_all_trial_epochs(stop: bool):
 def test_a_watcher_sees_every_epoch_of_every_network():
     seen: list[tuple[int, list[int]]] = []
 
-    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+    def callback(epoch: int, networks: Networks, which: Tensor) -> None:
         assert len(networks) == len(which)
         seen.append((epoch, which.tolist()))
 
     schedule = Schedule(epochs=3)
-    train_trials(MAKES["cnn"], PATTERNS, trials=range(5), samples=20, schedule=schedule, chunk=3, watch=watch)
+    train_trials(MAKES["cnn"], PATTERNS, trials=range(5), samples=20, schedule=schedule, chunk=3, callback=callback)
     assert sorted(seen) == sorted([(e, [0, 1, 2]) for e in range(4)] + [(e, [3, 4]) for e in range(4)])
 
 
@@ -276,11 +276,11 @@ def test_two_cores_at_once_train_what_one_trains(model: TwoLayer):
     common = {"trials": range(5), "samples": 30, "schedule": schedule, "chunk": 2}
     workers: set[int] = set()
 
-    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+    def callback(epoch: int, networks: Networks, which: Tensor) -> None:
         workers.add(threading.get_ident())
         assert torch.get_num_threads() == 1, "a core works by itself"
 
-    two = train_trials(model, PATTERNS, **common, watch=watch)
+    two = train_trials(model, PATTERNS, **common, callback=callback)
     assert threading.get_ident() not in workers
     assert torch.get_num_threads() == 2, "as before"
     torch.set_num_threads(1)
@@ -295,14 +295,14 @@ def test_two_cores_at_once_train_what_one_trains(model: TwoLayer):
 def test_a_chunk_that_fails_ends_the_others():
     longest: list[int] = [0]
 
-    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+    def callback(epoch: int, networks: Networks, which: Tensor) -> None:
         longest[0] = max(longest[0], epoch)
         if epoch == 3 and which.tolist() == [1]:
             raise RuntimeError("trouble in the second chunk")
 
     schedule = Schedule(epochs=5000)
     with pytest.raises(RuntimeError, match="second chunk"):
-        train_trials(MAKES["cnn"], PATTERNS, trials=range(4), samples=20, schedule=schedule, chunk=1, watch=watch)
+        train_trials(MAKES["cnn"], PATTERNS, trials=range(4), samples=20, schedule=schedule, chunk=1, callback=callback)
     assert longest[0] < 5000, "the first chunk went on to its end"
     assert torch.get_num_threads() == 2
 
@@ -311,7 +311,7 @@ def test_a_chunk_that_fails_ends_the_others():
 def test_an_interruption_ends_all_chunks():
     longest: list[int] = [0]
 
-    def watch(epoch: int, networks: Networks, which: Tensor) -> None:
+    def callback(epoch: int, networks: Networks, which: Tensor) -> None:
         longest[0] = max(longest[0], epoch)
         if epoch == 3 and which.tolist() == [1]:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)  # as Ctrl-C does
@@ -320,7 +320,9 @@ def test_an_interruption_ends_all_chunks():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     try:
         with pytest.raises(KeyboardInterrupt):
-            train_trials(MAKES["cnn"], PATTERNS, trials=range(4), samples=20, schedule=schedule, chunk=1, watch=watch)
+            train_trials(
+                MAKES["cnn"], PATTERNS, trials=range(4), samples=20, schedule=schedule, chunk=1, callback=callback
+            )
     finally:
         signal.signal(signal.SIGINT, before)
     assert longest[0] < 5000

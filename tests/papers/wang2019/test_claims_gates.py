@@ -31,7 +31,7 @@ from moesaic.papers.wang2019.experiments_gates import (
     WIDE_TRIALS,
     GateCell,
     GateResult,
-    kept_share,
+    open_channel_share,
     plan,
     static_width,
     widened_target,
@@ -216,7 +216,7 @@ def test_static_networks_cost_what_gated_ones_are_asked_for():
 
 
 def test_top_k_gates_keep_as_many_channels_as_the_cost_allows():
-    network = create_model("vgg16_deepmoe", num_classes=10, mode="topk", keep=kept_share(REMEDY_COST))
+    network = create_model("vgg16_deepmoe", num_classes=10, mode="topk", keep=open_channel_share(REMEDY_COST))
     assert count_macs(network, (3, 32, 32)).macs / VGG16_MACS == pytest.approx(REMEDY_COST, rel=0.03)
 
 

@@ -51,20 +51,20 @@ ExperimentResults = claims.ExperimentResults[CellArrays]
 ClaimCheck = claims.ClaimCheck[CellArrays]
 
 ENGINE = 1
-"""Raised when trials come out differently than before, so that no cell of before is taken for one of now."""
+"""Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
 _PROBE = 2000
-"""Samples on which accuracy and expected load are followed."""
+"""Test samples on which accuracy and expected load are measured during training."""
 
 
 def claim(id: str, where: str, statement: str, published: float | str | None, rule: str) -> Claim:
-    """A claim of this paper."""
+    """Returns a claim of this paper."""
     return Claim(id, "chen2022", where, statement, published, rule)
 
 
 @dataclass(frozen=True)
 class MixtureCell:
-    """Trials of one network, each on samples of its own."""
+    """Trains the trials of one network, each on its own samples."""
 
     model: Mixture
     schedule: MixtureSchedule
@@ -73,7 +73,7 @@ class MixtureCell:
     samples: int = 16_000
     test_samples: int = 16_000
     follow: int = 0
-    """Steps between two looks at what the network does during training; 0: nobody looks."""
+    """Steps between two measurements during training; 0 for none."""
 
     @property
     def steps(self) -> int:
@@ -81,7 +81,7 @@ class MixtureCell:
 
     @property
     def explored(self) -> int:
-        """T1, the steps of the exploration stage, by the printed rates and σ0."""
+        """T_1, the number of steps of the exploration stage, from the printed rates and σ0."""
         return exploration_steps(self.schedule.learning_rate, self.model.init_scale)
 
     def missing_requirement(self, runner: Runner) -> str | None:
@@ -95,7 +95,7 @@ class MixtureCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         source = ClusterPatches.setting(self.setting)
-        follower = _Follower(self, source, runner.seed) if self.follow else None
+        recorder = _TrainingRecorder(self, source, runner.seed) if self.follow else None
         trained = train_mixtures(
             self.model,
             source,
@@ -105,21 +105,21 @@ class MixtureCell:
             seed=runner.seed,
             device=runner.device,
             progress=runner.progress,
-            watch=follower,
-            watch_at=() if follower is None else follower.moments,
+            callback=recorder,
+            callback_steps=() if recorder is None else recorder.record_steps,
         )
         measured: dict[str, Any] = {
             "steps": trained.steps.tolist(),
             "losses": _rounded(trained.losses),
             "errors": trained.errors.tolist(),
-            **self._tested(source, trained),
+            **self._test_measurements(source, trained),
         }
-        if follower is not None:
-            measured |= follower.to_arrays()
+        if recorder is not None:
+            measured |= recorder.to_arrays()
         return measured
 
-    def _tested(self, source: ClusterPatches, trained: TrainedMixtures) -> dict[str, Any]:
-        """A trial at a time: the samples of all of them together are hundreds of megabytes."""
+    def _test_measurements(self, source: ClusterPatches, trained: TrainedMixtures) -> dict[str, Any]:
+        """Measures the trained networks one trial at a time: the samples of all trials are hundreds of megabytes."""
         found: list[dict[str, Any]] = []
         for t in range(self.trials):
             keys = trained.keys[t : t + 1]
@@ -128,49 +128,51 @@ class MixtureCell:
             noise = None
             if self.model.noise_in_test:
                 noise = keyed_random.coarse(keys, "chen2022/test noise", self.test_samples, self.model.experts)
-            said, chosen = mixtures.predict(test.patches, noise)
-            each: dict[str, Any] = {"accuracy": 100 * _right(said, test.labels).double().mean().item()}
+            outputs, chosen = mixtures.predict(test.patches, noise)
+            each: dict[str, Any] = {"accuracy": 100 * _is_correct(outputs, test.labels).double().mean().item()}
             if self.model.routed:
                 train = source.draw(keys, self.samples, "train")
                 each |= {
-                    "test_dispatch": _table(chosen, test, self.model.experts)[0].tolist(),
-                    "train_dispatch": _table(trained.dispatch[t : t + 1], train, self.model.experts)[0].tolist(),
-                    "expert_accuracy": _rounded(_experts_right(mixtures, test)[0]),
+                    "test_dispatch": _dispatch_counts(chosen, test, self.model.experts)[0].tolist(),
+                    "train_dispatch": _dispatch_counts(trained.dispatch[t : t + 1], train, self.model.experts)[
+                        0
+                    ].tolist(),
+                    "expert_accuracy": _rounded(_expert_accuracies(mixtures, test)[0]),
                 }
             found.append(each)
         return {name: [each[name] for each in found] for name in found[0]}
 
 
-class _Follower:
-    """Looks at networks while they train."""
+class _TrainingRecorder:
+    """Callback that measures networks while they train."""
 
     def __init__(self, cell: MixtureCell, source: ClusterPatches, seed: int) -> None:
         self._regular = range(0, cell.schedule.steps + 1, cell.follow)
         explored = (cell.explored,) if cell.explored <= cell.schedule.steps else ()
-        self.moments = sorted({*self._regular, *explored})
+        self.record_steps = sorted({*self._regular, *explored})
         self._cell, self._source, self._seed = cell, source, seed
-        self._seen: dict[tuple[int, int], dict[str, Any]] = {}
+        self._recorded: dict[tuple[int, int], dict[str, Any]] = {}
         self._probes: dict[tuple[int, ...], ClusterData] = {}
 
     def __call__(self, step: int, mixtures: Mixtures, data: ClusterData, which: Tensor) -> None:
         E, router = mixtures.model.experts, mixtures.router
         if router is None:
-            raise ValueError("MixtureCell: follow looks at routers, and a single network has none; use follow=0")
+            raise ValueError("MixtureCell: follow measures routers, and a single network has none; use follow=0")
         keys = keyed_random.keys(self._seed, which.cpu(), which.device)
         trials = tuple(int(trial) for trial in which)
         probe = self._probes.setdefault(trials, self._source.draw(keys, _PROBE, "test"))
         scores = mixtures.scores(data.patches)
         noise = keyed_random.coarse(keys, f"chen2022/look {step}", scores.shape[1], E)
-        counts = _table(mixtures.choose(scores, noise), data, E)
+        counts = _dispatch_counts(mixtures.choose(scores, noise), data, E)
         tested = (
             keyed_random.coarse(keys, f"chen2022/probe {step}", _PROBE, E) if mixtures.model.noise_in_test else None
         )
-        said, _ = mixtures.predict(probe.patches, tested)
+        outputs, _ = mixtures.predict(probe.patches, tested)
         features, centres = (each.to(keys.device) for each in (self._source.features, self._source.centres))
         rows = router[:, :, None]
-        looks: dict[str, Tensor] = {
+        measured: dict[str, Tensor] = {
             "dispatch": counts,
-            "probe_accuracy": 100 * _right(said, probe.labels).double().mean(dim=1),
+            "probe_accuracy": 100 * _is_correct(outputs, probe.labels).double().mean(dim=1),
             "load": routing_probabilities(scores[:, :_PROBE].double()).mean(dim=1),
             "expert_feature": inner_products(mixtures.weights, features),
             "expert_centre": inner_products(mixtures.weights, centres),
@@ -178,43 +180,45 @@ class _Follower:
             "router_centre": inner_products(rows, centres),
         }
         if step == 0:
-            looks["groups"] = initial_groups(mixtures.weights, features)
-        if step <= self._cell.explored:  # a trial that stops before the stage ends stays as it was
-            looks["explored_accuracy"] = _experts_right(mixtures, probe)
+            measured["groups"] = initial_groups(mixtures.weights, features)
+        if step <= self._cell.explored:  # of a trial that stops earlier, the last measurement is used
+            measured["explored_accuracy"] = _expert_accuracies(mixtures, probe)
         for place, trial in enumerate(trials):
-            self._seen[step, trial] = {name: _rounded(look[place]) for name, look in looks.items()}
+            self._recorded[step, trial] = {name: _rounded(values[place]) for name, values in measured.items()}
 
     def to_arrays(self) -> dict[str, Any]:
-        """(T, S, …) of what was seen at the S regular moments, and what was seen only once (T, …)."""
+        """Returns the measurements at the S regular steps (T, S, …), and those that are made once (T, …)."""
         trials = range(self._cell.trials)
-        names = [name for name in self._seen[0, 0] if name not in ("groups", "explored_accuracy")]
+        names = [name for name in self._recorded[0, 0] if name not in ("groups", "explored_accuracy")]
         seen: dict[str, Any] = {
             f"track_{name}": [[self._last(step, t)[name] for step in self._regular] for t in trials] for name in names
         }
-        seen["groups"] = [self._seen[0, t]["groups"] for t in trials]
-        if self._cell.explored in self.moments:
+        seen["groups"] = [self._recorded[0, t]["groups"] for t in trials]
+        if self._cell.explored in self.record_steps:
             seen["explored_accuracy"] = [self._last(self._cell.explored, t)["explored_accuracy"] for t in trials]
         return {"track_steps": list(self._regular), **seen}
 
     def _last(self, step: int, trial: int) -> dict[str, Any]:
-        """What was seen then, or last before training stopped."""
-        return next(self._seen[moment, trial] for moment in range(step, -1, -1) if (moment, trial) in self._seen)
+        """Returns the measurements at the step, or the last ones before training stopped."""
+        return next(
+            self._recorded[moment, trial] for moment in range(step, -1, -1) if (moment, trial) in self._recorded
+        )
 
 
-def _right(said: Tensor, labels: Tensor) -> Tensor:
+def _is_correct(outputs: Tensor, labels: Tensor) -> Tensor:
     """Whether y·F > 0."""
-    return (2.0 * labels - 1.0) * said > 0
+    return (2.0 * labels - 1.0) * outputs > 0
 
 
-def _table(chosen: Tensor, data: ClusterData, experts: int) -> Tensor:
-    """(T, K, E): how many samples of a cluster went to an expert."""
+def _dispatch_counts(chosen: Tensor, data: ClusterData, experts: int) -> Tensor:
+    """(T, K, E): number of samples of each cluster that were routed to each expert."""
     clusters = int(data.clusters.max()) + 1
     pair = torch.nn.functional.one_hot(data.clusters * experts + chosen, clusters * experts)
     return pair.sum(dim=1).view(-1, clusters, experts)
 
 
-def _experts_right(mixtures: Mixtures, data: ClusterData) -> Tensor:
-    """(T, E, K): the share of a cluster that an expert would get right."""
+def _expert_accuracies(mixtures: Mixtures, data: ClusterData) -> Tensor:
+    """(T, E, K): accuracy of each expert on all samples of each cluster."""
     starts = range(0, data.patches.shape[1], 2000)
     parts = [mixtures.expert_outputs(data.patches[:, start : start + 2000]) for start in starts]
     guesses = (torch.cat(parts, dim=1) > 0).long().transpose(1, 2)
@@ -222,7 +226,7 @@ def _experts_right(mixtures: Mixtures, data: ClusterData) -> Tensor:
 
 
 def _rounded(values: Tensor) -> Any:
-    """As a list, with as many digits as anybody reads: cells are kept as text."""
+    """Returns nested lists of the values with five significant digits, since cells are stored as text."""
     exact: Array = values.double().cpu().numpy()
     size = 10.0 ** (4 - np.floor(np.log10(np.where(exact == 0, 1, np.abs(exact)))))
     return (np.round(exact * size) / size).tolist()
@@ -236,17 +240,17 @@ INIT_SCALES = (0.01, 0.03, 0.1, 0.3, 1.0)
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much a preset does."""
+    """Sizes of a preset."""
 
     trials: int
-    """Of mixtures."""
+    """Trials of mixtures."""
     single_trials: int
     samples: int
-    """For training, and as many for the test."""
-    looks: int
-    """At networks during training, before the last step."""
+    """Training samples per trial, and test samples."""
+    recordings: int
+    """Times that networks are measured during training, before the last step."""
     printed: tuple[ClusterSetting, ...]
-    """Settings of the mixtures as printed, which take eight times as many steps."""
+    """Settings of the mixtures as printed, which need eight times as many steps."""
     printed_singles: bool
     singles: tuple[tuple[FilterActivation, int], ...]
     """Activation and filters of the single networks of Tables 1 and 3."""
@@ -272,7 +276,7 @@ SIZES: dict[str, Sizes] = {
 
 
 def plan(preset: str, fidelity: Fidelity) -> Plan:
-    """The cells of a preset, by names such as "moe/cubic/s1"."""
+    """Returns the cells of a preset, by names such as "moe/cubic/s1"."""
     sizes = SIZES[preset]
     if fidelity == "best":
         return {}
@@ -307,7 +311,7 @@ def _mixture(
         sizes.trials,
         sizes.samples,
         sizes.samples,
-        follow=0 if balance else schedule.steps // sizes.looks,
+        follow=0 if balance else schedule.steps // sizes.recordings,
     )
 
 
@@ -340,7 +344,7 @@ def _figure_1(fidelity: Fidelity, trials: int) -> dict[str, Cell[CellArrays]]:
 
 @dataclass(frozen=True)
 class AdditiveCell(AnalyticCell):
-    """The best classifier that adds up what it says of each patch, on samples of a setting (Theorem 4.1)."""
+    """Measures the best additive classifier on samples of a setting (Theorem 4.1)."""
 
     setting: ClusterSetting
     trials: int = 10
@@ -362,9 +366,10 @@ class AdditiveCell(AnalyticCell):
 
 @dataclass(frozen=True)
 class SmoothingCell(AnalyticCell):
-    """How much the probabilities of being routed change with the scores, exactly (Lemma 5.1).
+    """Computes exactly how much routing probabilities change with the scores (Lemma 5.1).
 
-    Random pairs of scores, near and far, with 2 to 16 experts; and pairs that are made to change most.
+    The pairs of scores, for 2 to 16 experts, are random ones at small and large distances, and constructed ones whose
+    probabilities change most.
     """
 
     pairs: int = 4000
@@ -388,6 +393,6 @@ class SmoothingCell(AnalyticCell):
 
 
 def _steepness(scores: torch.Tensor, moved: torch.Tensor) -> float:
-    """The largest change of a probability for every unit by which a score changes."""
+    """Returns the largest change of a probability over the largest change of a score."""
     change = (routing_probabilities(scores) - routing_probabilities(moved)).abs().amax(dim=-1)
     return (change / (scores - moved).abs().amax(dim=-1)).max().item()

@@ -1,16 +1,15 @@
-"""Train many mixtures that route samples at once, each as if it were alone (Chen et al. 2022, Algorithm 1).
+"""Trains many networks of Chen et al. 2022 at once (Algorithm 1), each with the result that it has alone.
 
-Every step sees all samples. The router, which scores the sum of a sample's patches, picks an expert for each,
-and only that expert works on the sample. To that end samples are laid out expert by expert in blocks of fixed
-size, the last block of an expert filled up with nothing. Shapes do not depend on the loads, so nothing waits for
-them, and an expert's work is a few matrix products of equal size. Experts without an activation need no blocks:
-what they say depends on the sum of the patches only, and all their filters do the same.
+Every step uses all samples. The router scores the sum of a sample's patches and sends the sample to one expert. The
+samples of each expert are gathered into blocks of fixed size; the last block of an expert is padded. Shapes do not
+depend on the loads, so that no step synchronizes with the host, and experts run as a few matmuls of equal size.
+Experts without an activation need no blocks: their output depends only on the sum of the patches.
 
-Blocks come in turn: forward, loss and backward of as many as memory is set aside for (CPU), or all at once
-(GPU, where a step is recorded once and then replayed). Patches are padded to rows of an even length, with a 1 where
-filters have their bias, so that one product serves weights and bias.
+On a CPU, forward, loss and backward run for as many blocks at a time as fit in a fixed amount of memory. On a GPU they
+run for all blocks at once, in a CUDA graph of the step. Patches are padded to a multiple of 4 numbers, with a 1 for
+the bias, so that one matmul covers weights and bias.
 
-Random numbers go by trial, as in `moesaic.papers.chowdhury2023.trial_training`.
+Random numbers are keyed by trial, as in `moesaic.papers.chowdhury2023.trial_training`.
 """
 
 from __future__ import annotations
@@ -31,40 +30,40 @@ from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, 
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.thread_pool import SharedProgress, check_device, check_trials, flushing_denormals, run_in_threads
 
-__all__ = ["MixtureSchedule", "MixtureWatch", "TrainedMixtures", "train_mixtures"]
+__all__ = ["MixtureSchedule", "StepCallback", "TrainedMixtures", "train_mixtures"]
 
 _BLOCK = 64
-"""Samples in a block of one expert's work."""
+"""Samples per block of an expert."""
 _CPU_FLOATS = 8_000_000
-"""Numbers of patches and filter responses that are in work at a time on a CPU: 32 MB."""
+"""Size of patches and filter responses that are computed at a time on a CPU: 32 MB."""
 _CPU_SAMPLES = 16_000
-"""Samples of a chunk's trials together, on a CPU: with fewer, threads wait for each other's Python."""
-_LOOK = 20
-"""On a GPU, steps between two looks at whether all trials have stopped."""
+"""Samples of all trials of a chunk, on a CPU. With fewer, threads contend for the interpreter lock."""
+_CHECK_EVERY = 20
+"""On a GPU, steps between two checks whether trials have stopped."""
 
 
 @dataclass(frozen=True)
 class MixtureSchedule:
-    """How the networks train, all samples in every step."""
+    """Hyperparameters of full-batch training."""
 
     steps: int = 4000
-    """At most."""
+    """Maximum number of steps."""
     learning_rate: float = 1e-3
-    """Of experts and single networks."""
+    """Learning rate of experts and single networks."""
     router_learning_rate: float = 0.1
     optimizer: Literal["normalized", "adam"] = "normalized"
     """Gradient descent by each expert's gradient over its norm (eq. 3.4), or Adam."""
     norm: Literal["frobenius", "sum"] = "frobenius"
-    """Of an expert's gradient: as printed, or as released the sum of the norms of weights and bias."""
+    """Norm of an expert's gradient: as printed, or as released the sum of the norms of weights and bias."""
     weight_decay: float = 0.0
-    """Added to the gradient before Adam sees it."""
+    """Weight decay of Adam, added to the gradient."""
     balance: float = 0.0
-    """The coefficient of the load-balancing loss."""
+    """Coefficient of the load-balancing loss."""
     balance_on: Literal["softmax", "raw"] = "softmax"
-    """Whether the loss measures how much an expert is wanted by probabilities, or as released by h + noise."""
+    """What the load-balancing loss multiplies an expert's load by: its probability, or as released h + noise."""
     stop: Literal["never", "mixture", "single"] = "never"
-    """The released code's rules. A mixture stops when its loss is no new minimum and is either 0.02 above the minimum
-    or at most 0.314; a single network from step 501 on when its loss is 0.02 above the minimum."""
+    """Early stopping of the released code. A mixture stops when its loss is not a new minimum and is either 0.02 above
+    the minimum or at most 0.314; a single network, from step 501 on, when its loss is 0.02 above the minimum."""
 
     def __post_init__(self) -> None:
         check_positive("MixtureSchedule", steps=self.steps)
@@ -81,11 +80,12 @@ class MixtureSchedule:
 
     @classmethod
     def of(cls, fidelity: Fidelity, *, balance: bool = False) -> MixtureSchedule:
-        """Mixtures, Appendix A.2.
+        """Returns the schedule of mixtures (Appendix A.2).
 
-        - print: 4000 steps, of which the paper says nothing; the printed rates need 2000 and more
-        - released: 501 at most. With data ten times as large, its rates are 0.01 and 10 in the paper's units
-        - the load-balancing loss has the coefficient 1e-3, which the paper prints for images; as released 1e-4
+        - print: 4000 steps. The paper does not give the number; the printed rates need 2000 and more.
+        - released: at most 501 steps. Its data are ten times as large, so its rates are 0.01 and 10 in the paper's
+          units.
+        - The load-balancing loss has the coefficient 1e-3, which the paper prints for images; as released 1e-4.
         """
         check_choice("MixtureSchedule", "fidelity", fidelity, ("print", "released"))
         if fidelity == "print":
@@ -94,7 +94,7 @@ class MixtureSchedule:
 
     @classmethod
     def single(cls, fidelity: Fidelity, activation: FilterActivation = "cubic") -> MixtureSchedule:
-        """Single networks, Appendix A.2: Adam at 0.01, or 0.003 for linear ones; steps as released, 501 to 801."""
+        """Returns the schedule of single networks (Appendix A.2): Adam at 0.01, or 0.003 for linear ones."""
         check_choice("MixtureSchedule", "fidelity", fidelity, ("print", "released"))
         rate = 0.003 if activation == "identity" else 0.01
         if fidelity == "print":
@@ -108,20 +108,21 @@ class TrainedMixtures:
 
     mixtures: Mixtures
     steps: Tensor
-    """(T,) int64: how many steps each took."""
+    """(T,) int64: number of steps."""
     losses: Tensor
-    """(T,): the loss in its last pass over the samples."""
+    """(T,): training loss at the last step."""
     errors: Tensor
-    """(T,) int64: samples on the wrong side then."""
+    """(T,) int64: misclassified training samples at the last step."""
     dispatch: Tensor
-    """(T, B) int64: the expert that each training sample went to then."""
+    """(T, B) int64: expert of each training sample at the last step."""
     keys: Tensor
-    """(T,): the random keys of the trials, which also give their test samples."""
+    """(T,): random keys of the trials, which also determine their test samples."""
 
 
-MixtureWatch = Callable[[int, Mixtures, ClusterData, Tensor], None]
-"""Called before training (0) and every so many steps, with the steps done, the networks, their training samples and
-which trials they are. Once for each chunk of trials; chunks come in any order."""
+StepCallback = Callable[[int, Mixtures, ClusterData, Tensor], None]
+"""Called with the step, the networks, their training samples and the indices of their trials.
+
+It is called once per chunk of trials; the order of chunks is not defined."""
 
 
 def train_mixtures(
@@ -136,13 +137,24 @@ def train_mixtures(
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
     progress: Progress | None = None,
-    watch: MixtureWatch | None = None,
-    watch_at: Iterable[int] = (),
+    callback: StepCallback | None = None,
+    callback_steps: Iterable[int] = (),
 ) -> TrainedMixtures:
-    """Train one network for each trial number, each on ``samples`` samples of its own.
+    """Trains one network per trial, each on its own training samples.
 
-    ``chunk`` trials are in work at a time: by default on a CPU as many as make a step worth its calls, and on a
-    GPU all of them.
+    Args:
+        model: Architecture of the networks.
+        source: Distribution of the samples.
+        trials: Numbers of the trials. A trial's result depends on its number and the seed alone.
+        samples: Training samples per trial.
+        schedule: Hyperparameters; by default `MixtureSchedule()`.
+        seed: Base seed.
+        device: torch device.
+        dtype: Floating-point type of weights and patches.
+        chunk: Trials that train at a time; by default, on a CPU as many as fit the cache, on a GPU all.
+        progress: Receives progress in steps.
+        callback: Called at each of ``callback_steps``.
+        callback_steps: Steps at which to call it; 0 is before training.
 
     >>> trained = train_mixtures(
     ...     Mixture.of("released"),
@@ -160,27 +172,29 @@ def train_mixtures(
     if chunk is None:
         share = -(-len(numbers) // torch.get_num_threads())
         chunk = len(numbers) if device.type != "cpu" else max(1, min(share, _CPU_SAMPLES // samples))
-    moments = frozenset(watch_at)
-    turns = SharedProgress(progress or NoProgress())
+    at_steps = frozenset(callback_steps)
+    shared_progress = SharedProgress(progress or NoProgress())
 
     def train(start: int) -> TrainedMixtures:
         keys = keyed_random.keys(seed, numbers[start : start + chunk], device)
         data = source.draw(keys, samples, "train")
         mixtures = Mixtures.initial(model, keys, dim=source.dim, dtype=dtype)
 
-        def see(step: int, work: _Chunk, which: Tensor) -> None:
-            if watch is not None and step in moments:
-                turns.call(watch, step, work.mixtures, work.data, which + start)
+        def notify(step: int, work: _Chunk, which: Tensor) -> None:
+            if callback is not None and step in at_steps:
+                shared_progress.call(callback, step, work.mixtures, work.data, which + start)
 
         with flushing_denormals():
-            return _train(_Chunk(mixtures, data, keys, schedule), see, turns)
+            return _train(_Chunk(mixtures, data, keys, schedule), notify, shared_progress)
 
     starts = range(0, len(numbers), chunk)
-    parts = [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, turns)
-    return _joined(parts)
+    parts = (
+        [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, shared_progress)
+    )
+    return _concatenate(parts)
 
 
-def _joined(parts: list[TrainedMixtures]) -> TrainedMixtures:
+def _concatenate(parts: list[TrainedMixtures]) -> TrainedMixtures:
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -207,7 +221,9 @@ def _joined(parts: list[TrainedMixtures]) -> TrainedMixtures:
     )
 
 
-def _train(work: _Chunk, see: Callable[[int, _Chunk, Tensor], None], turns: SharedProgress) -> TrainedMixtures:
+def _train(
+    work: _Chunk, notify: Callable[[int, _Chunk, Tensor], None], shared_progress: SharedProgress
+) -> TrainedMixtures:
     steps, cuda = work.schedule.steps, work.keys.is_cuda
     which = torch.arange(len(work.keys), device=work.keys.device)
     done = TrainedMixtures(
@@ -219,39 +235,39 @@ def _train(work: _Chunk, see: Callable[[int, _Chunk, Tensor], None], turns: Shar
         work.keys,
     )
     run = _step_runner(work)
-    see(0, work, which)
+    notify(0, work, which)
     for step in range(1, steps + 1):
         run()
-        see(step, work, which)
-        turns.advance(len(which))
-        if work.schedule.stop == "never" or step % (_LOOK if cuda else 1):
+        notify(step, work, which)
+        shared_progress.advance(len(which))
+        if work.schedule.stop == "never" or step % (_CHECK_EVERY if cuda else 1):
             continue
         left = int(work.active.sum())
         # On a CPU going on with fewer costs a copy of their samples, on a GPU another recording of the step
         if left <= len(which) * (0.5 if cuda else 0.75):
             _store(done, work, which)
-            turns.advance((len(which) - left) * (steps - step))
+            shared_progress.advance((len(which) - left) * (steps - step))
             if not left:
                 return done
-            keep = work.active.nonzero()[:, 0]
-            work, which = work.of(keep), which[keep]
+            remaining = work.active.nonzero()[:, 0]
+            work, which = work.of(remaining), which[remaining]
             run = _step_runner(work)
     _store(done, work, which)
     return done
 
 
 def _store(done: TrainedMixtures, work: _Chunk, which: Tensor) -> None:
-    """Keep the state of the chunk's networks at their own places."""
+    """Copies the state of the chunk's networks to their trials' positions."""
     done.steps[which], done.losses[which] = work.steps, work.losses
     done.errors[which], done.dispatch[which] = work.errors, work.dispatch
     done.mixtures.weights[which] = work.mixtures.weights
-    for kept, now in ((done.mixtures.bias, work.mixtures.bias), (done.mixtures.router, work.mixtures.router)):
-        if kept is not None and now is not None:
-            kept[which] = now
+    for stored, now in ((done.mixtures.bias, work.mixtures.bias), (done.mixtures.router, work.mixtures.router)):
+        if stored is not None and now is not None:
+            stored[which] = now
 
 
 def _step_runner(work: _Chunk) -> Callable[[], None]:
-    """The step as a function; on a GPU a recorded one, because many of its kernels are shorter than their launches."""
+    """Returns the step as a function; on a GPU the replay of a CUDA graph, as launches outlast kernels."""
     if not work.keys.is_cuda:
         return work.run_step
     state = work.state
@@ -259,7 +275,7 @@ def _step_runner(work: _Chunk) -> Callable[[], None]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        work.run_step()  # what libraries set up at the first call must not be recorded
+        work.run_step()  # libraries initialize at the first call, which a graph must not capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -270,7 +286,7 @@ def _step_runner(work: _Chunk) -> Callable[[], None]:
 
 
 class _Chunk:
-    """Networks that train together, their samples, and what the step keeps between two calls."""
+    """Networks that train together: weights, samples, optimizer state and buffers."""
 
     def __init__(self, mixtures: Mixtures, data: ClusterData, keys: Tensor, schedule: MixtureSchedule) -> None:
         self.mixtures, self.data, self.keys, self.schedule = mixtures, data, keys, schedule
@@ -284,15 +300,15 @@ class _Chunk:
         if mixtures.model.bias:
             padded[..., D] = 1
         self.patches = padded.view(T * B, N * self.width)
-        # the class as +1 or −1, and 0 for the nothing that blocks are filled up with
+        # the class as +1 or −1, and 0 for the padding of blocks
         self.y = F.pad(2.0 * data.labels - 1.0, (0, 1)).to(weights.dtype)
         self.signs = mixtures.signs
         self.signs_of_patches = self.signs.repeat(N)
-        # memory for the samples of blocks, the same in every step: new memory costs as much as filling it
+        # buffer for the samples of blocks: allocating it in every step costs as much as filling it
         self.picked = self.patches.new_empty(0)
         self.gradient = torch.zeros_like(weights)
         self.bias_gradient = None if mixtures.bias is None else torch.zeros_like(mixtures.bias)
-        self.moments = (
+        self.adam_moments = (
             [torch.zeros_like(each) for each in self._parameters for _ in range(2)]
             if schedule.optimizer == "adam"
             else []
@@ -305,14 +321,14 @@ class _Chunk:
         self.least = weights.new_full((T,), float("inf"))
         self.dispatch = torch.zeros(T, B, dtype=torch.int64, device=device)
 
-    def of(self, keep: Tensor) -> _Chunk:
-        """Some of the networks, as they are now."""
-        data = ClusterData(**{each.name: getattr(self.data, each.name)[keep] for each in fields(self.data)})
-        some = _Chunk(self.mixtures.of(keep), data, self.keys[keep], self.schedule)
+    def of(self, remaining: Tensor) -> _Chunk:
+        """Returns a chunk of some of the networks in their current state."""
+        data = ClusterData(**{each.name: getattr(self.data, each.name)[remaining] for each in fields(self.data)})
+        some = _Chunk(self.mixtures.of(remaining), data, self.keys[remaining], self.schedule)
         some.step = self.step
-        some.moments = [each[keep] for each in self.moments]
+        some.adam_moments = [each[remaining] for each in self.adam_moments]
         for name in ("steps", "errors", "active", "losses", "least", "dispatch"):
-            setattr(some, name, getattr(self, name)[keep])
+            setattr(some, name, getattr(self, name)[remaining])
         return some
 
     @property
@@ -321,27 +337,27 @@ class _Chunk:
 
     @property
     def state(self) -> list[Tensor]:
-        """All that a step changes."""
+        """All tensors that a step changes."""
         router = [] if self.mixtures.router is None else [self.mixtures.router]
         counts = [self.step, self.steps, self.errors, self.active, self.losses, self.least, self.dispatch]
-        return [*self._parameters, *router, *self.moments, *counts]
+        return [*self._parameters, *router, *self.adam_moments, *counts]
 
     def run_step(self) -> None:
-        """One step of every network that has not stopped. All on the device, in fixed shapes."""
+        """Runs one step of every network that has not stopped, without host synchronization and in fixed shapes."""
         if self.mixtures.router is None:
             loss, wrong = self._single_pass()
         else:
             loss, wrong = self._mixture_pass(self.mixtures.router)
-        going = self._going(loss)
+        continues = self._continues(loss)
         self.losses.copy_(torch.where(self.active, loss, self.losses))
         self.errors.copy_(torch.where(self.active, wrong, self.errors))
-        self.active &= going
+        self.active &= continues
         self.steps += self.active
         self.step += 1
         self._update(self.active.to(loss.dtype)[:, None, None])
 
-    def _going(self, loss: Tensor) -> Tensor:
-        """(T,): whether the rule lets a network go on."""
+    def _continues(self, loss: Tensor) -> Tensor:
+        """(T,): whether a network continues under the stopping rule."""
         rule = self.schedule.stop
         if rule == "never":
             return torch.ones_like(self.active)
@@ -352,7 +368,7 @@ class _Chunk:
             return record | ~(rising | (loss <= 0.314))
         return record | ~(rising & (self.step > 500))
 
-    # what the networks say, and how the loss changes with it
+    # forward and backward
 
     def _single_pass(self) -> tuple[Tensor, Tensor]:
         T, B, N, _, _, _ = self.shape
@@ -371,7 +387,7 @@ class _Chunk:
             part_loss, part_wrong, _, change = self._experts_pass(some, filters, y[:, start : start + size], ones)
             loss, wrong = loss + part_loss.sum(1), wrong + part_wrong.sum(1)
             total += change
-        self._keep_gradient(total[:, None])
+        self._set_gradient(total[:, None])
         return loss, wrong
 
     def _mixture_pass(self, router: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,10 +401,10 @@ class _Chunk:
         gates = noisy if raw else scores.softmax(dim=1)
         gate = gates.gather(1, index[:, None])[:, 0]
         if self.mixtures.model.activation == "identity":
-            said = self._linear_outputs().gather(1, index[:, None])[:, 0]
-            loss, wrong, slope = self._loss(gate * said, self.y[:, :B])
+            outputs = self._linear_outputs().gather(1, index[:, None])[:, 0]
+            loss, wrong, slope = self._loss(gate * outputs, self.y[:, :B])
             self._linear_gradients(chosen * (slope * gate)[:, None])
-            by_gate = slope * said
+            by_gate = slope * outputs
         else:
             loss, wrong, by_gate = self._blocks_pass(chosen, index, gate)
         if raw:
@@ -402,7 +418,7 @@ class _Chunk:
         return loss, wrong
 
     def _balanced(self, chosen: Tensor, noisy: Tensor, scores: Tensor, by_score: Tensor) -> tuple[Tensor, Tensor]:
-        """The load-balancing loss E·Σ_m (share of m)(how much m is wanted), and the slopes with its own added."""
+        """Returns the load-balancing loss E·Σ_m load_m·p_m, and ``by_score`` with its gradient added."""
         T, B, _, _, E, _ = self.shape
         factor = self.schedule.balance * E
         share = chosen.to(noisy.dtype).mean(dim=2, keepdim=True)  # (T, E, 1)
@@ -415,22 +431,22 @@ class _Chunk:
         return added, by_score + slope * (factor / B)
 
     def _linear_outputs(self) -> Tensor:
-        """(T, E, B): without an activation, filters add up to one, and patches to their sum."""
+        """(T, E, B): outputs of experts without an activation, which depend only on the sums of filters and patches."""
         _, _, N, _, _, _ = self.shape
-        said = torch.einsum("j,tejd->ted", self.signs, self.mixtures.weights) @ self.sums.transpose(1, 2)
+        outputs = torch.einsum("j,tejd->ted", self.signs, self.mixtures.weights) @ self.sums.transpose(1, 2)
         if self.mixtures.bias is not None:
-            said += N * (self.mixtures.bias @ self.signs)[..., None]
-        return said
+            outputs += N * (self.mixtures.bias @ self.signs)[..., None]
+        return outputs
 
     def _linear_gradients(self, slope: Tensor) -> None:
-        """From how the loss changes with what the experts say (T, E, B)."""
+        """Sets the gradients of the filters from those of the experts' outputs (T, E, B)."""
         _, _, N, _, _, _ = self.shape
         self.gradient = self.signs[:, None] * (slope @ self.sums)[:, :, None]
         if self.mixtures.bias is not None:
             self.bias_gradient = self.signs * (N * slope.sum(dim=2))[..., None]
 
     def _blocks_pass(self, chosen: Tensor, index: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Every expert on its own samples, block by block; also how the loss changes with each sample's gate."""
+        """Runs every expert on its samples, block by block; returns loss, errors and the gradients of the gates."""
         T, B, N, _, E, J = self.shape
         S = _BLOCK
         slots, owners = _blocks(chosen, index, S)  # (T, Q·S) samples, B for none; (T, Q) experts
@@ -442,7 +458,7 @@ class _Chunk:
         whose = owners + first * E
         filters = self._filters().view(T * E, J, self.width)
         loss, wrong = self.sums.new_zeros(T), self.errors.new_zeros(T)
-        outputs: list[Tensor] = []
+        gate_gradients: list[Tensor] = []
         changes: list[Tensor] = []
         size = max(1, self._samples_at_a_time() // S)
         if not len(self.picked):
@@ -459,22 +475,22 @@ class _Chunk:
                 gates[:, some].reshape(len(owner), S),
             )
             loss, wrong = loss + part_loss.view(T, -1).sum(1), wrong + part_wrong.view(T, -1).sum(1)
-            outputs.append(by_gate.view(T, -1))
+            gate_gradients.append(by_gate.view(T, -1))
             changes.append(change.view(T, -1, J * self.width))
-        # a product with who owns which block: sums in one order, which atomic additions on a GPU are not
+        # summed by a matmul, which is deterministic; atomic additions on a GPU are not
         owned = (owners[:, None] == torch.arange(E, device=owners.device)[:, None]).to(gate.dtype)  # (T, E, Q)
-        self._keep_gradient((owned @ torch.cat(changes, dim=1)).view(T, E, J, self.width))
-        by_gate = gate.new_zeros(T, B + 1).scatter_(1, slots, torch.cat(outputs, dim=1))[:, :B]
+        self._set_gradient((owned @ torch.cat(changes, dim=1)).view(T, E, J, self.width))
+        by_gate = gate.new_zeros(T, B + 1).scatter_(1, slots, torch.cat(gate_gradients, dim=1))[:, :B]
         return loss, wrong, by_gate
 
     def _filters(self) -> Tensor:
-        """(T, E, J, width): weights, and the bias where patches have a 1."""
+        """(T, E, J, width): weights, with the bias where patches have a 1."""
         weights, bias = self.mixtures.weights, self.mixtures.bias
         known = weights if bias is None else torch.cat([weights, bias[..., None]], dim=3)
         return F.pad(known, (0, self.width - known.shape[3]))
 
-    def _keep_gradient(self, total: Tensor) -> None:
-        """Of `_filters`, but for the signs with which filters count."""
+    def _set_gradient(self, total: Tensor) -> None:
+        """Sets the gradients from those of `_filters` before the signs of the filters."""
         D = self.shape[3]
         self.gradient = total[..., :D] * self.signs[:, None]
         if self.mixtures.bias is not None:
@@ -483,27 +499,27 @@ class _Chunk:
     def _experts_pass(
         self, patches: Tensor, filters: Tensor, y: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Samples (n, S·N, width) through filters (n, J, width), and back.
+        """Runs samples (n, S·N, width) through filters (n, J, width), forward and backward.
 
-        Returns of each of the n the loss and the wrong samples (n, S), how the loss changes with the gate (n, S), and
-        the gradient of the filters as if all of them counted positively.
+        Returns losses (n, S), errors (n, S), gradients of the gates (n, S), and gradients of the filters (n, J, width)
+        before their signs.
         """
         _, _, N, _, _, J = self.shape
         n, S = y.shape
         pre = torch.bmm(patches, filters.transpose(1, 2))
         value, slope, factor = activate(self.mixtures.model.activation, pre)
-        said = (value.view(n * S, N * J) @ self.signs_of_patches).view(n, S)
-        each_loss, each_wrong, by_output = self._sample_losses(gate * said, y)
+        outputs = (value.view(n * S, N * J) @ self.signs_of_patches).view(n, S)
+        each_loss, each_wrong, by_output = self._sample_losses(gate * outputs, y)
         slope.view(n, S, N * J).mul_((by_output * gate * factor)[..., None])
-        return each_loss, each_wrong, by_output * said, torch.bmm(slope.transpose(1, 2), patches)
+        return each_loss, each_wrong, by_output * outputs, torch.bmm(slope.transpose(1, 2), patches)
 
     def _loss(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of outputs (T, B): loss and errors of each network, and how the loss changes with each output."""
+        """Returns loss and number of errors of each network (T,), and the gradients of the outputs (T, B)."""
         loss, wrong, slope = self._sample_losses(output, y)
         return loss.sum(dim=1), wrong.sum(dim=1), slope
 
     def _sample_losses(self, output: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Each sample's part of the mean loss, whether it is on the wrong side, and the loss's slope."""
+        """Returns each sample's part of the mean loss, whether it is misclassified, and the gradient of its output."""
         B = self.shape[1]
         inner = (output / 2).tanh() if self.mixtures.model.softmax_twice else output
         margin = y * inner
@@ -514,16 +530,16 @@ class _Chunk:
         return loss, (y * output <= 0) & (y != 0), slope
 
     def _samples_at_a_time(self) -> int:
-        """As many of each trial as there is memory for; on a GPU all."""
+        """Samples of each trial that fit in the memory limit; on a GPU all."""
         T, B, N, _, E, J = self.shape
         if self.keys.is_cuda:
             return B + E * _BLOCK
         return max(_BLOCK, _CPU_FLOATS // (T * N * (self.width + 2 * J)) // _BLOCK * _BLOCK)
 
-    # what the networks learn from it
+    # optimizers
 
     def _update(self, share: Tensor) -> None:
-        """``share`` (T, 1, 1) is 1 for those that go on and 0 for those that have stopped."""
+        """Updates the weights; ``share`` (T, 1, 1) is 1 for networks that continue, 0 for the others."""
         rate = self.schedule.learning_rate
         gradients = [self.gradient, *([] if self.bias_gradient is None else [self.bias_gradient])]
         if self.schedule.optimizer == "adam":
@@ -532,7 +548,7 @@ class _Chunk:
             # the norms of an expert's tensors, (2 or 1, T, E)
             norms = torch.stack([each.square().flatten(2).sum(dim=2).sqrt() for each in gradients])
             norm = norms.sum(dim=0) if self.schedule.norm == "sum" else norms.square().sum(dim=0).sqrt()
-            # an expert that got no sample has no gradient, and stays where it is
+            # the weights of an expert without samples do not change
             factor = share[..., 0] * rate / torch.where(norm > 0, norm, 1.0)
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.sub_(gradient * factor.view(*factor.shape, *[1] * (gradient.ndim - 2)))
@@ -542,7 +558,7 @@ class _Chunk:
     def _adam(self, gradients: list[Tensor], share: Tensor) -> None:
         """Adam as torch.optim has it, with its default betas and eps."""
         for i, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
-            first, second = self.moments[2 * i : 2 * i + 2]
+            first, second = self.adam_moments[2 * i : 2 * i + 2]
             gradient = gradient + self.schedule.weight_decay * parameter
             first.lerp_(gradient, 0.1)
             second.lerp_(gradient * gradient, 0.001)
@@ -553,16 +569,15 @@ class _Chunk:
 
 
 def _width(dim: int, bias: bool) -> int:
-    """Numbers of a padded patch: there is room for the 1 of a bias, and a multiple of 4 is what processors like."""
+    """Length of a padded patch: space for the 1 of a bias, rounded up to a multiple of 4."""
     return -(-(dim + bias) // 4) * 4
 
 
 def _blocks(chosen: Tensor, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Samples laid out expert by expert, each expert's in blocks of their own.
+    """Assigns samples to blocks, each of which belongs to one expert.
 
-    ``chosen`` (T, E, B) and ``index`` (T, B) say who works on what. Returns the sample in each place
-    (T, Q·size), B where there is none, and the expert of each block (T, Q). Q = ⌈B/size⌉ + E − 1 blocks
-    are enough for any loads.
+    ``chosen`` (T, E, B) and ``index`` (T, B) are the routing. Returns the sample in each slot (T, Q·size), B for
+    padding, and the expert of each block (T, Q). Q = ⌈B/size⌉ + E − 1 blocks suffice for any loads.
     """
     T, E, B = chosen.shape
     Q = -(-B // size) + E - 1

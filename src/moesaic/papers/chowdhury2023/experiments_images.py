@@ -62,13 +62,13 @@ __all__ = [
 Array = NDArray[np.float64]
 
 Arm = Literal["wrn", "pmoe"]
-"""The network as it is, or with a pMoE layer for its last convolution."""
+"""The dense network, or the same network with a pMoE layer as its last convolution."""
 
 ENGINE = 1
-"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+"""Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
 CONVERGED = 99.0
-"""Training accuracy in percent, over an epoch as it was trained, from which on a network counts as converged."""
+"""Training accuracy in percent, averaged over an epoch, at which a network counts as converged."""
 
 _NEEDS_GPU = "needs a GPU (--device cuda)"
 _CELEBA, _CIFAR = "CelebA's images and lists", "CIFAR-10's binary files"
@@ -86,33 +86,33 @@ cifar_mosaic_datasets.register()
 
 @dataclass(frozen=True, eq=False)
 class WideResult:
-    """What one run measured."""
+    """Measurements of one run."""
 
     accuracy: float
-    """After the last epoch, in percent."""
+    """Test accuracy after the last epoch, in percent."""
     groups: dict[str, float]
-    """The same for each cluster of the test images, by name."""
+    """Test accuracy of each group of test images, by name."""
     tested: Array
-    """(n, 2): epochs after which it was tested, and the accuracies."""
+    """(n, 2): epochs with a test, and their test accuracies."""
     training: Array
-    """(epochs,): training accuracy of each, in percent."""
+    """(epochs,): training accuracy in percent."""
     images: int
-    """Seen in training, with repetition."""
+    """Images seen in training, with repetition."""
     macs: int
-    """Multiply-adds of one image, forward, at the sparse price."""
+    """Multiply-adds of the forward pass of one image, with routed layers executed sparsely."""
     seconds: float
-    """Of training; runs side by side on one GPU slow each other down, so this compares nothing."""
+    """Duration of training. Not comparable between runs, which may share a GPU."""
 
     @property
     def converged(self) -> float:
-        """Images seen by the end of the first epoch with `CONVERGED` training accuracy; infinite if there was none."""
+        """Images seen by the end of the first epoch with `CONVERGED` training accuracy; infinite if there is none."""
         reached = np.flatnonzero(self.training >= CONVERGED)
         return self.images * (int(reached[0]) + 1) / len(self.training) if reached.size else math.inf
 
 
 @dataclass(frozen=True)
 class WideCell:
-    """One run of one network on one number of samples."""
+    """Trains one network on one number of samples."""
 
     task: str
     """A name of `moesaic.data.DATASETS`."""
@@ -124,12 +124,12 @@ class WideCell:
     scale: Normalization = "unit"
     augment: Augment = "none"
     tests: int = 5
-    """How often it is tested, evenly over the epochs, the last included."""
+    """Number of tests, evenly spaced over the epochs, including the last epoch."""
     network: str = "wrn10_10"
     size: int | None = None
-    """The side that images are brought to; None: as they are."""
+    """Side to which images are resized; None for their own size."""
     on_cpu: bool = False
-    """Whether it may run without a GPU, which would take days for all but small networks."""
+    """Whether the cell may run on a CPU, which takes days for all but small networks."""
 
     @property
     def steps(self) -> int:
@@ -148,10 +148,10 @@ class WideCell:
         return {"experiment": "wide", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
-        assert runner.data_dir is not None, "there is an obstacle"
+        assert runner.data_dir is not None, "missing_requirement covers this"
         seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
         whole = _scaled(_loaded(self.task, runner.data_dir, self.size), self.scale, self.augment)
-        task = whole.subset(self.samples, seed)  # the same for every network of the trial
+        task = whole.subset(self.samples, seed)  # the same subset for all networks of a trial
         shape = (int(task.train.pixels.shape[1]), int(task.train.pixels.shape[2]), int(task.train.pixels.shape[3]))
         model = _network(self.network, self.arm, self.fidelity, task.num_classes, shape, seed)
         every = max(math.ceil(self.recipe.epochs / self.tests), 1)
@@ -189,19 +189,19 @@ class WideCell:
 
 @dataclass(frozen=True, eq=False)
 class StepResult:
-    """How long a training step takes."""
+    """Durations of training steps."""
 
     wrn: Array
-    """(rounds,) seconds for an image."""
+    """(rounds,) seconds per image."""
     pmoe: Array
     macs: dict[str, int]
-    """Multiply-adds of one image, forward, by arm."""
+    """Multiply-adds of the forward pass of one image, by arm."""
     device: str
 
 
 @dataclass(frozen=True)
 class StepCell:
-    """The speed of training, both arms in turn on a machine that does nothing else."""
+    """Times training of both arms in turn. The machine must be otherwise idle."""
 
     fidelity: Fidelity
     classes: int = 4
@@ -262,7 +262,7 @@ class StepCell:
 
 
 _TIMED_EPOCHS = 3
-"""Of which the first warms up and is not counted."""
+"""The first epoch is warm-up and not counted."""
 
 
 def _seconds_an_image(epochs: tuple[Epoch, ...]) -> float:
@@ -286,7 +286,7 @@ def _network(
 
 @lru_cache(maxsize=1)
 def _loaded(name: str, data_dir: Path, size: int | None) -> ImageDataset:
-    """Cells of a task follow each other, so that one at a time is enough; together they would take gigabytes."""
+    """Loads a dataset. Only one is cached: they take gigabytes, and the cells of a dataset run one after another."""
     return load_images(name, data_dir=data_dir, size=size)
 
 
@@ -308,7 +308,7 @@ def _scaled(task: ImageDataset, scale: Normalization, augment: Augment) -> Image
 
 
 def check_data(data_dir: Path) -> None:
-    """Raises if CelebA's lists or CIFAR-10 are in the folder and damaged; that they are not is an obstacle."""
+    """Raises if CelebA's lists or CIFAR-10 in the directory are damaged; missing files are not an error."""
     if missing_files("celeba-smiling", data_dir) is None:
         read_celeba(data_dir)
     if missing_files("cifar10", data_dir) is None:
@@ -317,12 +317,12 @@ def check_data(data_dir: Path) -> None:
 
 
 def runs_of(experiment: claims.ExperimentResults[Any], task: str, arm: Arm, samples: int) -> list[WideResult]:
-    """The trials of a network on so many samples."""
+    """Returns the trials of a network on a number of samples."""
     return experiment.series(f"wide/{task}/{arm}/{samples}")[1]
 
 
 def sizes_of(experiment: claims.ExperimentResults[Any], task: str, arm: Arm = "pmoe") -> list[int]:
-    """The numbers of samples that there are runs on, rising."""
+    """Returns the numbers of samples with runs, in increasing order."""
     start = f"wide/{task}/{arm}/"
     return sorted(
         {int(name.removeprefix(start).partition("/")[0]) for name in experiment.plan if name.startswith(start)}
@@ -330,11 +330,11 @@ def sizes_of(experiment: claims.ExperimentResults[Any], task: str, arm: Arm = "p
 
 
 EPOCHS = 50
-"""Of the authors' code, and of runs here where `SEEN` allows them."""
+"""Epochs of the authors' code, and of runs here if `SEEN` allows them."""
 TRIALS = (5, 3)
-"""On smiling faces and on vehicles as in the paper; of the other figures."""
+"""Trials on smiling faces and on vehicles, as in the paper; trials on the other tasks."""
 SETTLED = 1250
-"""From so many samples on, runs have 450 steps or more, and BatchNorm with Keras' momentum has averages to rely on."""
+"""Samples from which on runs have 450 steps or more, enough for BatchNorm's averages with Keras' momentum."""
 
 
 @dataclass(frozen=True)
@@ -343,20 +343,20 @@ class Figure:
 
     where: str
     about: str
-    """The task in a few words."""
+    """Short description of the task."""
     side: int
-    """Of its images."""
+    """Side of the images."""
     paper_sizes: str
     """Numbers of samples in the authors' code."""
     sizes: Mapping[Fidelity, tuple[int, ...]]
     """Numbers of samples here."""
     trials: int = TRIALS[1]
     more_for_wrn: Mapping[Fidelity, tuple[int, ...]] = field(default_factory=dict[Fidelity, tuple[int, ...]])
-    """Numbers of samples that WRN alone is tried with: how many does it need for what WRN-pMoE reaches with fewer?"""
+    """Further numbers of samples for WRN alone, to find how many it needs for the accuracy of WRN-pMoE."""
 
 
 SEEN = {64: 128_000, 32: 100_000}
-"""How many images a run sees at most, by the side of the images: 1 000 and 780 steps."""
+"""Maximum number of images that a run sees, by the side of the images: 1 000 and 780 steps."""
 
 FIGURES: Mapping[str, Figure] = {
     "celeba-smiling": Figure(
@@ -409,11 +409,11 @@ FIGURES: Mapping[str, Figure] = {
 
 
 COMPARED: Mapping[str, tuple[int, ...]] = {"celeba-smiling": (1000, 4000), "cifar-vehicles": (4000,)}
-"""Where our network is compared with the released one."""
+"""Tasks and samples on which our network is compared with the released one."""
 
 
 _ROUTERS = 1e-4
-"""The learning rate of routers in our recipe: `Recipe`'s own, said here because results depend on it."""
+"""Learning rate of routers in our recipe: `Recipe`'s default, fixed here because results depend on it."""
 
 
 def epochs(samples: int, side: int) -> int:
@@ -434,7 +434,7 @@ def recipe(fidelity: Fidelity, samples: int, side: int, arm: Arm) -> Recipe:
 
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[WideResult | StepResult]:
-    """The cells there are, by name: task, network, samples, trial."""
+    """Returns the cells of a preset, by names of task, network, samples and trial."""
     if preset != "full":
         return {}
     cells: dict[str, WideCell | StepCell] = {}
@@ -445,7 +445,7 @@ def plan(preset: str, fidelity: Fidelity) -> claims.Plan[WideResult | StepResult
             cells |= _runs("wide", task, ("wrn",), fidelity, samples)
     if fidelity == "released":
         cells["wide-step/both/64"] = StepCell(fidelity)
-    if fidelity == "best":  # what ours is compared with
+    if fidelity == "best":  # the released network, for comparison
         for task, sizes in COMPARED.items():
             for samples in sizes:
                 cells |= _runs("wide-released", task, ("pmoe",), "released", samples)

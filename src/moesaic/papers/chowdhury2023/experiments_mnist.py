@@ -25,7 +25,7 @@ from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
 from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
 from moesaic.papers.chowdhury2023.theory.proper_routing import proper_routing, routed_share
 from moesaic.papers.chowdhury2023.theory.pseudo_network import coupling
-from moesaic.papers.chowdhury2023.trial_training import Schedule, Trained, accuracy, train_trials
+from moesaic.papers.chowdhury2023.trial_training import Schedule, TrainedNetworks, accuracy, train_trials
 from moesaic.papers.chowdhury2023.two_layer_networks import Networks, TwoLayer
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.runner import Runner
@@ -48,30 +48,30 @@ __all__ = [
 Array = NDArray[np.float64]
 
 ENGINE = 2
-"""Raised when trials come out differently than before, so that no cell of before is taken for one of now."""
+"""Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
 _PROBE = 50
-"""Samples on which the activation pattern of neurons is followed."""
+"""Test samples on which activation patterns are compared."""
 
 
 @dataclass(frozen=True)
 class TwoLayerCell:
-    """Trials of one network on one number of samples."""
+    """Trains the trials of one network on one number of samples."""
 
     model: TwoLayer
     schedule: Schedule
     samples: int
     trials: int
     patterns: PatternPatches | None = None
-    """The distribution of Section 4.2 to draw from; None: digits."""
+    """Distribution of Section 4.2; None for MNIST patches."""
     test_samples: int = 1000
     follow_patterns: bool = False
-    """Whether to record after every epoch how many neurons switch as at initialisation."""
+    """Whether to record after every epoch the share of neurons with their initial activation pattern."""
 
     def __post_init__(self) -> None:
         if self.follow_patterns and self.schedule.stop_at_zero_error:
             raise ValueError(
-                "TwoLayerCell: follow_patterns=True looks at all trials after every epoch, but with "
+                "TwoLayerCell: follow_patterns=True measures all trials after every epoch, but with "
                 "stop_at_zero_error=True some stop before others; use a schedule with stop_at_zero_error=False"
             )
 
@@ -98,11 +98,11 @@ class TwoLayerCell:
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         source = self.patterns or digit_source(runner)
-        follower = None
+        recorder = None
         if self.follow_patterns:
             keys = keyed_random.keys(runner.seed, range(self.trials), runner.device)
             probe = source.draw(keys, _PROBE, "test")
-            follower = _PatternFollower(probe.pool, probe.index)
+            recorder = _PatternRecorder(probe.pool, probe.index)
         trained = train_trials(
             self.model,
             source,
@@ -113,15 +113,15 @@ class TwoLayerCell:
             device=runner.device,
             chunk=self.trials if self.follow_patterns else None,
             progress=runner.progress,
-            watch=follower,
+            callback=recorder,
         )
         measured: dict[str, Any] = {"epochs": trained.epochs.tolist(), "errors": trained.errors.tolist()}
         measured.update(self._test(runner, trained))
-        if follower is not None:
-            measured["kept_patterns"] = torch.stack(follower.shares, dim=1).tolist()
+        if recorder is not None:
+            measured["kept_patterns"] = torch.stack(recorder.shares, dim=1).tolist()
         return measured
 
-    def _test(self, runner: Runner, trained: Trained) -> dict[str, Any]:
+    def _test(self, runner: Runner, trained: TrainedNetworks) -> dict[str, Any]:
         networks = trained.networks
         test = (self.patterns or digit_source(runner)).draw(trained.keys, self.test_samples, "test")
         measured: dict[str, Any] = {"accuracy": (100 * accuracy(networks, test)).tolist()}
@@ -140,20 +140,20 @@ class TwoLayerCell:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What the trials of a cell measured; arrays begin with the axis of trials."""
+    """Measurements of the trials of a cell. The first axis of all arrays is the trial."""
 
     accuracy: Array
-    """(T,) on test samples, in percent."""
+    """(T,) test accuracy in percent."""
     epochs: Array
-    """(T,) until training stopped."""
+    """(T,) number of epochs until training stopped."""
     errors: Array
-    """(T,) samples on the wrong side in the last epoch."""
+    """(T,) misclassified samples in the last epoch."""
     routed: Array = field(default_factory=lambda: np.empty(0))
     """(T, c, N) separate training: the share of a class whose patch is in the top l of its router, l = 1 … N."""
     largest_gate: Array = field(default_factory=lambda: np.empty(0))
     """(T, c) joint training: the share of a class whose patch gets the largest gate of the class's best expert."""
     kept_patterns: Array = field(default_factory=lambda: np.empty(0))
-    """(T, epochs + 1): the share of neurons that switch as at initialisation, before training and after each epoch."""
+    """(T, epochs + 1): share of neurons with their initial activation pattern, before training and after each epoch."""
 
 
 Plan = claims.Plan[Result]
@@ -161,8 +161,8 @@ ExperimentResults = claims.ExperimentResults[Result]
 ClaimCheck = claims.ClaimCheck[Result]
 
 
-class _PatternFollower:
-    """Watches which neurons switch as at initialisation."""
+class _PatternRecorder:
+    """Callback that records the share of neurons with their initial activation pattern."""
 
     def __init__(self, pool: Tensor, index: Tensor) -> None:
         self.shares: list[Tensor] = []
@@ -189,7 +189,7 @@ def _digit_source(data_dir: Path | None) -> DigitPatches:
 
 @cache
 def _digest(digits: DigitPatches) -> str:
-    """Tells whether digits are the same, wherever they come from."""
+    """Returns a digest of the digits, independent of where the files are."""
     content = hashlib.sha256(repr((digits.patches, digits.classes)).encode())
     for split in ("train", "test"):
         loaded = load_digits(split, digits.data_dir)
@@ -199,12 +199,12 @@ def _digest(digits: DigitPatches) -> str:
 
 
 LEVEL = 95.0
-"""Test accuracy in percent at which sample sizes are compared, here and in the paper."""
+"""Test accuracy in percent at which sample sizes are compared, as in the paper."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a preset."""
+    """Sizes of a preset."""
 
     trials: int
     printed_trials: int
@@ -220,7 +220,7 @@ class Sizes:
     best: tuple[int, ...]
     """Sample sizes of our own network."""
     released_sweeps: bool
-    """Whether Figures 5 to 7 are also done as released, which always takes 150 epochs."""
+    """Whether Figures 5 to 7 also run as released, which always takes 150 epochs."""
     own_comparison: bool
     """Whether our own network is also compared with a CNN and over l."""
 
@@ -261,11 +261,11 @@ PATTERNS = PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=0.6, pattern_
 COUPLED_WIDTH = 4000
 
 _CAREFUL_CNN = replace(TwoLayer.cnn("print", neurons=64), train_output=True)
-"""The best of some twenty CNNs of the size of `TwoLayer.best`, chosen on the same validation samples."""
+"""The best of about twenty CNNs of the size of `TwoLayer.best`, selected on the same validation samples."""
 
 
 def plan(preset: str, fidelity: Fidelity) -> Plan:
-    """The cells there are, by name: experiment, line, and place on its axis."""
+    """Returns the cells of a preset, by names of the form "figure/series/x"."""
     sizes = SIZES[preset]
     if fidelity == "best":
         return _best_plan(sizes)

@@ -1,13 +1,12 @@
-"""Train many small networks at once, each as if it were alone.
+"""Trains many two-layer networks of Chowdhury et al. 2023 at once, each with the result that it has alone.
 
-The theory papers' experiments need hundreds of two-layer networks: several widths, sample sizes and
-patch counts, and several trials of each. One such network keeps neither a CPU core nor a GPU busy. Here
-T of them train along a leading axis, each with its own data, initial weights and order of minibatches,
-and each stops when it is done. Random numbers go by trial (`moesaic.keyed_random`), so a trial's result does
-not depend on how many others train beside it.
+The experiments need hundreds of small networks: several widths, sample sizes and numbers of patches, and several trials
+of each. One such network uses neither a CPU core nor a GPU fully. Here T of them train along a leading axis, each with
+its own data, initial weights, order of minibatches and number of epochs. Random numbers are keyed by trial
+(`moesaic.keyed_random`), so that a trial's result does not depend on the other trials.
 
-On a CPU every core has trials of its own and works on them in one thread, so that no core waits for
-another after each small operation. On a GPU an epoch is recorded once and then replayed.
+On a CPU every thread trains trials of its own, so that no thread waits for another after each small operation. On a
+GPU an epoch is a CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,27 +27,27 @@ from moesaic.papers.engine.trial_data import PatchSource, TrialData
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.thread_pool import SharedProgress, check_device, check_trials, run_in_threads
 
-__all__ = ["Schedule", "Trained", "Watch", "accuracy", "train_trials"]
+__all__ = ["EpochCallback", "Schedule", "TrainedNetworks", "accuracy", "train_trials"]
 
-# Bytes of gathered patches that a chunk has in work at a time. On a CPU what matters is that they are still
-# in a cache when the second matrix product reads them; on a GPU, that launches are worth their while.
+# Bytes of gathered patches that a chunk computes at a time. On a CPU they must stay in the cache until the second
+# matmul reads them; on a GPU they must be enough to keep it busy.
 _CPU_WORK, _GPU_WORK = 16 << 20, 2 << 30
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the networks train: minibatch SGD at a constant rate."""
+    """Hyperparameters of minibatch SGD at a constant learning rate."""
 
     epochs: int = 150
-    """At most."""
+    """Maximum number of epochs."""
     stop_at_zero_error: bool = False
-    """Stop a network after its first epoch in which no sample was on the wrong side when its turn came."""
+    """Stop a network after its first epoch without a misclassified sample, counted before each sample's update."""
     batch: int = 20
     learning_rate: float = 0.2
     router_epochs: int = 100
-    """Of the routers that train beforehand (separate training)."""
+    """Epochs of routers that are trained before the experts (separate training)."""
     router_learning_rate: float = 0.2
-    """Likewise; routers that train along have the ``learning_rate``."""
+    """Their learning rate. Routers that are trained jointly use ``learning_rate``."""
 
     def __post_init__(self) -> None:
         check_positive("Schedule", epochs=self.epochs, batch=self.batch, router_epochs=self.router_epochs)
@@ -59,12 +58,11 @@ class Schedule:
 
     @classmethod
     def of(cls, fidelity: Fidelity) -> Schedule:
-        """Section 5.1, or ours.
+        """Returns the schedule of Section 5.1, or ours.
 
-        - print: "until zero training error"; 600 epochs at most, which hardly any network of the paper's sizes needs
-        - released: 150 epochs, whatever the error
-        - best: 150 epochs, since the margin still grows when the error is zero; the rate is that of
-          patches of length 1
+        - print: "until zero training error", at most 600 epochs, which hardly any network needs.
+        - released: 150 epochs, whatever the error.
+        - best: 150 epochs, since the margin still grows at zero error. The learning rate is for patches of length 1.
         """
         if fidelity == "best":
             return cls(learning_rate=30.0)
@@ -72,22 +70,21 @@ class Schedule:
 
 
 @dataclass(eq=False)
-class Trained:
+class TrainedNetworks:
     """T networks after training."""
 
     networks: Networks
     epochs: Tensor
-    """(T,) int64: how many epochs each took."""
+    """(T,) int64: number of epochs."""
     errors: Tensor
-    """(T,) int64: samples on the wrong side during its last epoch."""
+    """(T,) int64: misclassified samples during the last epoch."""
     keys: Tensor
-    """(T,): the random keys of the trials, which also give their test samples."""
+    """(T,): random keys of the trials, which also determine their test samples."""
 
 
-Watch = Callable[[int, Networks, Tensor], None]
-"""Called before training (0) and after each epoch with the epoch, the networks still training, and which they are.
-
-Once for each chunk of networks; chunks come in any order."""
+EpochCallback = Callable[[int, Networks, Tensor], None]
+"""Called before training (epoch 0) and after each epoch with the epoch, the networks that still train, and the indices
+of their trials. It is called once per chunk of networks; the order of chunks is not defined."""
 
 
 def train_trials(
@@ -102,12 +99,23 @@ def train_trials(
     dtype: torch.dtype = torch.float32,
     chunk: int | None = None,
     progress: Progress | None = None,
-    watch: Watch | None = None,
-) -> Trained:
-    """Train one network for each trial number, each on ``samples`` samples of its own.
+    callback: EpochCallback | None = None,
+) -> TrainedNetworks:
+    """Trains one network per trial, each on its own training samples.
 
-    ``chunk`` trials are in work at a time; by default as many as keep the gathered patches of a
-    minibatch within a fixed budget, so that a run can be repeated exactly on the same kind of machine.
+    Args:
+        model: Architecture of the networks.
+        source: Distribution of the samples.
+        trials: Numbers of the trials. A trial's result depends on its number and the seed alone.
+        samples: Training samples per trial.
+        schedule: Hyperparameters; by default `Schedule()`.
+        seed: Base seed.
+        device: torch device.
+        dtype: Floating-point type of weights and patches.
+        chunk: Trials that train at a time; by default as many as fit the gathered patches of a minibatch into a fixed
+            amount of memory.
+        progress: Receives progress in epochs.
+        callback: Called before training and after each epoch.
 
     >>> from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
     >>> source = PatternPatches(patches=8, dim=16, delta_d=0.0, delta_r=0.3, pattern_sets=4)
@@ -120,9 +128,9 @@ def train_trials(
     device = check_device("train_trials", device)
     chunk = chunk or _chunk_size(model, source, len(numbers), min(schedule.batch, samples), device)
     starts = range(0, len(numbers), chunk)
-    turns = SharedProgress(progress or NoProgress())
+    shared_progress = SharedProgress(progress or NoProgress())
 
-    def train(start: int) -> Trained:
+    def train(start: int) -> TrainedNetworks:
         keys = keyed_random.keys(seed, numbers[start : start + chunk], device)
         data = source.draw(keys, samples, "train")
         data = replace(data, pool=data.pool.to(dtype))
@@ -132,11 +140,13 @@ def train_trials(
             networks = replace(networks, centre=_sums(data).mean(dim=1) / source.patches)
         if networks.routers is not None:
             networks = replace(networks, routers=_train_routers(networks.routers.to(dtype), data, schedule))
-        return _train(networks, data, keys, schedule, turns, watch, start)
+        return _train(networks, data, keys, schedule, shared_progress, callback, start)
 
-    parts = [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, turns)
-    return Trained(
-        _joined([part.networks for part in parts]),
+    parts = (
+        [train(start) for start in starts] if device.type != "cpu" else run_in_threads(train, starts, shared_progress)
+    )
+    return TrainedNetworks(
+        _concatenate([part.networks for part in parts]),
         torch.cat([part.epochs for part in parts]),
         torch.cat([part.errors for part in parts]),
         torch.cat([part.keys for part in parts]),
@@ -144,30 +154,30 @@ def train_trials(
 
 
 def _chunk_size(model: TwoLayer, source: PatchSource, trials: int, batch: int, device: torch.device) -> int:
-    """As many as the budget allows, in chunks of one size, as many for every core: none waits for the last."""
-    seen = source.patches
+    """Returns the trials per chunk: as many as fit in memory, in equal chunks, equally many per thread."""
+    visible = source.patches
     if model.kind == "separate":
-        seen = min(seen, model.experts * model.selected(seen))
+        visible = min(visible, model.experts * model.selected(visible))
     work, cores = (_CPU_WORK, torch.get_num_threads()) if device.type == "cpu" else (_GPU_WORK, 1)
-    most = max(1, work // (4 * batch * seen * source.dim))
+    most = max(1, work // (4 * batch * visible * source.dim))
     rounds = -(-trials // (cores * most))
     return -(-trials // (cores * rounds))
 
 
 def accuracy(networks: Networks, data: TrialData) -> Tensor:
-    """(T,) the share of each trial's samples that its network gets right."""
+    """Returns each network's accuracy (T,) on its trial's samples, from 0 to 1."""
     outputs = networks.predict(data.pool, data.index)
-    return _right(outputs, data.labels).double().mean(dim=1)
+    return _is_correct(outputs, data.labels).double().mean(dim=1)
 
 
-def _right(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Outputs (T, B, O) → (T, B) whether the label's side wins; y·f > 0 for two classes."""
+def _is_correct(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns (T, B) whether the outputs (T, B, O) predict the labels; for two classes, whether y·f > 0."""
     if outputs.shape[2] == 1:
         return (2.0 * labels - 1.0) * outputs[..., 0] > 0
     return outputs.argmax(dim=2) == labels
 
 
-def _joined(parts: list[Networks]) -> Networks:
+def _concatenate(parts: list[Networks]) -> Networks:
     first = parts[0]
     routers = [part.routers for part in parts if part.routers is not None]
     centres = [part.centre for part in parts if part.centre is not None]
@@ -181,10 +191,10 @@ def _joined(parts: list[Networks]) -> Networks:
 
 
 def _train_routers(initial: Tensor, data: TrialData, schedule: Schedule) -> Tensor:
-    """Step 2 of Algorithm 1, by its closed form.
+    """Trains the routers (step 2 of Algorithm 1) by the closed form.
 
-    Where the samples of a pair of classes do not fill their last minibatch, those in it count for
-    more; which ones is left to chance, so every sample gets the average.
+    If the last minibatch of a pair of classes is smaller, its samples have more weight; since they are random, every
+    sample gets the average weight.
     """
     classes = initial.shape[1]
     pair = 2 * data.labels.shape[1] // classes
@@ -198,80 +208,80 @@ def _train_routers(initial: Tensor, data: TrialData, schedule: Schedule) -> Tens
 
 
 def _sums(data: TrialData) -> Tensor:
-    """(T, B, D): of each sample the sum of its patches."""
+    """(T, B, D): the sum of each sample's patches."""
     T, B, N = data.index.shape
     return F.embedding_bag(data.index.reshape(T * B, N), data.pool, mode="sum").view(T, B, -1)
 
 
 class _Chunk:
-    """Networks that train together: their weights, their data, and room to work in."""
+    """Networks that train together: weights, data and buffers."""
 
     def __init__(self, networks: Networks, data: TrialData, keys: Tensor, schedule: Schedule) -> None:
         self.schedule = schedule
         self.data = data
-        # Experts that together see more patches than there are would gather some of them twice: then all
-        # kernels look at all patches, and a gate tells which count.
+        # If the experts together take more patches than a sample has, some would be gathered twice: then all kernels
+        # read all patches, and a gate selects those that count.
         model, N = networks.model, networks.patches
         self.gate: Tensor | None = None
         if model.kind == "separate" and model.experts * model.selected(N) > N:
             self.gate = networks.fixed_gate(data.pool, data.index)
-            self.seen = data.index[:, None].contiguous()
+            self.visible = data.index[:, None].contiguous()
         else:
-            self.seen = networks.select(data.pool, data.index).contiguous()
+            self.visible = networks.select(data.pool, data.index).contiguous()
         self.epoch: Tensor = torch.zeros((), dtype=torch.int64, device=keys.device)
-        self.take(networks, keys, torch.arange(len(keys), device=keys.device))
+        self.assign(networks, keys, torch.arange(len(keys), device=keys.device))
         self.epochs = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
         self.active = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
         self.errors = torch.zeros_like(self.epochs)
 
-    def take(self, networks: Networks, keys: Tensor, which: Tensor) -> None:
-        """Work on these from now on."""
+    def assign(self, networks: Networks, keys: Tensor, which: Tensor) -> None:
+        """Makes these the networks that train, and allocates their buffers."""
         self.networks, self.keys, self.which = networks, keys, which
-        T, G, B, N = self.seen.shape
+        T, G, B, N = self.visible.shape
         self.batch = min(self.schedule.batch, B)
         kernels = networks.kernels.view(T * G, -1, networks.kernels.shape[3])
         self.patches = kernels.new_empty(T * G, self.batch * N, kernels.shape[2])
         self.pre = kernels.new_empty(T * G, self.batch * N, kernels.shape[1])
         self.signal = torch.empty_like(self.pre)
 
-    def shrink(self, keep: Tensor) -> None:
-        """Go on with some of the networks."""
-        self.seen, self.active, self.epochs = self.seen[keep], self.active[keep], self.epochs[keep]
-        self.gate = None if self.gate is None else self.gate[keep]
-        self.errors = self.errors[keep]
-        self.data = replace(self.data, labels=self.data.labels[keep])
-        self.take(self.networks.of(keep), self.keys[keep], self.which[keep])
+    def shrink(self, selected: Tensor) -> None:
+        """Continues with some of the networks."""
+        self.visible, self.active, self.epochs = self.visible[selected], self.active[selected], self.epochs[selected]
+        self.gate = None if self.gate is None else self.gate[selected]
+        self.errors = self.errors[selected]
+        self.data = replace(self.data, labels=self.data.labels[selected])
+        self.assign(self.networks.of(selected), self.keys[selected], self.which[selected])
 
     def run_epoch(self) -> None:
-        """Every sample once, in a new order for every network. All on the device, in fixed shapes."""
-        T, G, B, N = self.seen.shape
+        """Runs one epoch, in a new random order for every network, without host synchronization and in fixed shapes."""
+        T, G, B, N = self.visible.shape
         order = keyed_random.permutations(self.keys, self.epoch, B)
-        rows = self.seen.gather(2, order[:, None, :, None].expand(T, G, B, N))
+        rows = self.visible.gather(2, order[:, None, :, None].expand(T, G, B, N))
         labels = self.data.labels.gather(1, order)
         gate = None
         if self.gate is not None:
             gate = self.gate.gather(2, order[:, None, :, None, None].expand_as(self.gate))
-        share = self.active.to(self.pre.dtype)[:, None]
+        weight = self.active.to(self.pre.dtype)[:, None]
         wrong = torch.zeros_like(self.errors)
         for start in range(0, B, self.batch):
             stop = min(start + self.batch, B)
             part = None if gate is None else gate[:, :, start:stop]
-            wrong += self._step(rows[:, :, start:stop], labels[:, start:stop], share / (stop - start), part)
+            wrong += self._step(rows[:, :, start:stop], labels[:, start:stop], weight / (stop - start), part)
         self.errors.copy_(torch.where(self.active, wrong, self.errors))
         self.epochs += self.active
         self.epoch += 1
         if self.schedule.stop_at_zero_error:
             self.active &= wrong > 0
 
-    def _step(self, rows: Tensor, labels: Tensor, share: Tensor, gate: Tensor | None) -> Tensor:
-        """One minibatch of every network; returns how many samples of each were on the wrong side."""
+    def _step(self, rows: Tensor, labels: Tensor, weight: Tensor, gate: Tensor | None) -> Tensor:
+        """Runs one minibatch of every network; returns the number of misclassified samples (T,)."""
         networks = self.networks
         T, G, B, N = rows.shape
         K, D = self.pre.shape[2], networks.kernels.shape[3]
-        patches, pre, signal = (room[:, : B * N] for room in (self.patches, self.pre, self.signal))
-        if self.batch > B:  # the rest of the samples: too few to fill the room, which must not be torn
+        patches, pre, signal = (buffer[:, : B * N] for buffer in (self.patches, self.pre, self.signal))
+        if self.batch > B:  # the last, smaller minibatch needs contiguous buffers
             patches, pre, signal = (
-                torch.empty_like(room, memory_format=torch.contiguous_format) for room in (patches, pre, signal)
+                torch.empty_like(buffer, memory_format=torch.contiguous_format) for buffer in (patches, pre, signal)
             )
         kernels = networks.kernels.view(T * G, K, D)
         torch.index_select(self.data.pool, 0, rows.reshape(-1), out=patches.view(-1, D))
@@ -283,7 +293,7 @@ class _Chunk:
             pre.view(T, G, B, N, K),
             networks.output,
             labels,
-            share.expand(T, B),
+            weight.expand(T, B),
             networks.patches,
             signal.view(T, G, B, N, K),
             gate,
@@ -291,7 +301,7 @@ class _Chunk:
         kernels.baddbmm_(signal.transpose(1, 2), patches, alpha=-self.schedule.learning_rate)
         if output_gradient is not None:
             networks.output.sub_(output_gradient, alpha=self.schedule.learning_rate)
-        return (~_right(outputs, labels)).sum(dim=1)
+        return (~_is_correct(outputs, labels)).sum(dim=1)
 
 
 def _train(
@@ -299,30 +309,30 @@ def _train(
     data: TrialData,
     keys: Tensor,
     schedule: Schedule,
-    turns: SharedProgress,
-    watch: Watch | None,
+    shared_progress: SharedProgress,
+    callback: EpochCallback | None,
     first: int,
-) -> Trained:
+) -> TrainedNetworks:
     chunk = _Chunk(networks, data, keys, schedule)
-    done = Trained(networks, chunk.epochs.clone(), chunk.errors.clone(), keys)
+    done = TrainedNetworks(networks, chunk.epochs.clone(), chunk.errors.clone(), keys)
     run = _epoch_runner(chunk)
 
-    def see(epoch: int) -> None:
-        if watch is not None:
-            turns.call(watch, epoch, chunk.networks, chunk.which + first)
+    def notify(epoch: int) -> None:
+        if callback is not None:
+            shared_progress.call(callback, epoch, chunk.networks, chunk.which + first)
 
-    see(0)
+    notify(0)
     for epoch in range(1, schedule.epochs + 1):
         run()
-        see(epoch)
-        turns.advance(len(chunk.which))
+        notify(epoch)
+        shared_progress.advance(len(chunk.which))
         if not schedule.stop_at_zero_error or epoch == schedule.epochs:
             continue
         remaining = int(chunk.active.sum())
-        # On a CPU a smaller chunk costs a copy; on a GPU another recording of the epoch.
+        # On a CPU a smaller chunk costs a copy; on a GPU another capture of the epoch.
         if remaining <= len(chunk.which) * (0.5 if chunk.keys.is_cuda else 0.9):
             _store(done, chunk)
-            turns.advance((len(chunk.which) - remaining) * (schedule.epochs - epoch))
+            shared_progress.advance((len(chunk.which) - remaining) * (schedule.epochs - epoch))
             if not remaining:
                 break
             chunk.shrink(chunk.active.nonzero()[:, 0])
@@ -331,8 +341,8 @@ def _train(
     return done
 
 
-def _store(done: Trained, chunk: _Chunk) -> None:
-    """Keep the state of the chunk's networks at their own places."""
+def _store(done: TrainedNetworks, chunk: _Chunk) -> None:
+    """Copies the state of the chunk's networks to their trials' positions."""
     done.epochs[chunk.which] = chunk.epochs
     done.errors[chunk.which] = chunk.errors
     if done.networks is not chunk.networks:
@@ -341,7 +351,7 @@ def _store(done: Trained, chunk: _Chunk) -> None:
 
 
 def _epoch_runner(chunk: _Chunk) -> Callable[[], None]:
-    """The epoch as a function; on a GPU a recorded one, because its kernels are shorter than their launches."""
+    """Returns the epoch as a function; on a GPU the replay of a CUDA graph, as launches outlast kernels."""
     if not chunk.keys.is_cuda:
         return chunk.run_epoch
     state = [chunk.networks.kernels, chunk.networks.output, chunk.epoch, chunk.epochs, chunk.errors, chunk.active]
@@ -349,7 +359,7 @@ def _epoch_runner(chunk: _Chunk) -> Callable[[], None]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        chunk.run_epoch()  # what libraries set up at the first call must not be recorded
+        chunk.run_epoch()  # libraries initialize at the first call, which a graph must not capture
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,7 +1,7 @@
-"""Cells of Wang et al. 2019's supplement in which nothing is trained.
+"""Experiments on Wang et al. 2019's supplement that train nothing; together they take seconds.
 
-Section A.1: ranks of random networks under masks of their channels, and how often masks agree. Table 1: weights and
-work of the four ways to widen VGG-16. All of them together take a few seconds.
+Section A.1: ranks of random networks under channel masks, and how often two masks are equal. Table 1: weights and
+multiply-adds of four ways to widen VGG-16.
 
 Letters: L layers of m channels, of which n are open (``open_channels``), and M features of a patch (``features``).
 """
@@ -46,7 +46,7 @@ __all__ = [
 Array = NDArray[np.float64]
 
 _SIDE = 32
-"""Pixels along an image of CIFAR-10."""
+"""Side of CIFAR-10's images."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class WidthCell(AnalyticCell):
     layers: int
     features: int
     widths: tuple[int, ...]
-    """Rising; some may be larger than ``features``."""
+    """In increasing order; some may be larger than ``features``."""
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "channel widths", **asdict(self), "seed": runner.seed}
@@ -99,7 +99,7 @@ class WidthCell(AnalyticCell):
 
 @dataclass(frozen=True)
 class MaskingCell(AnalyticCell):
-    """Every way to mask the four inputs of the smallest network: m = M = 2, n = 1, L = 1."""
+    """Ranks for all ways to mask the four inputs of the smallest network: m = M = 2, n = 1, L = 1."""
 
     trials: int = 5
 
@@ -110,7 +110,7 @@ class MaskingCell(AnalyticCell):
         return {"restored": [self._restored(_seed(runner, t)) for t in range(self.trials)]}
 
     def _restored(self, seed: int) -> float:
-        """The share of the 16 ways with the dense network's rank, which is 2."""
+        """Returns the share of the 16 maskings with the dense network's rank, which is 2."""
         network = random_channel_network((2,), 2, seed=seed)
         maskings = [torch.eye(2)[torch.tensor(chosen)].view(2, 2, 2) for chosen in product((0, 1), repeat=4)]
         ranks = [numerical_rank(matricise(network.tensor([masks]))).rank for masks in maskings]
@@ -119,7 +119,7 @@ class MaskingCell(AnalyticCell):
 
 @dataclass(frozen=True)
 class CollisionCell(AnalyticCell):
-    """How many pairs of inputs open the same channels, by n-subsets and by coins of the same mean."""
+    """Share of pairs of inputs with equal masks, for n-subsets and for independent channels with the same mean."""
 
     widths: tuple[int, ...]
     open_channels: tuple[int, ...]
@@ -128,7 +128,7 @@ class CollisionCell(AnalyticCell):
 
     @property
     def probabilities(self) -> tuple[float, ...]:
-        """With which a coin opens a channel of each layer: n/m."""
+        """Probability n/m that a channel of each layer is open, if channels are independent."""
         return tuple(n / m for m, n in zip(self.widths, self.open_channels, strict=True))
 
     def spec(self, runner: Runner) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class CollisionCell(AnalyticCell):
 
 @dataclass(frozen=True)
 class BlindCell(AnalyticCell):
-    """How many pairs of inputs to which the channels are blind have the same output, each with masks of its own."""
+    """Share of pairs of inputs, indistinguishable to the channels, with equal outputs under independent masks."""
 
     widths: tuple[int, ...]
     open_channels: tuple[int, ...]
@@ -158,7 +158,7 @@ class BlindCell(AnalyticCell):
 
     @property
     def probabilities(self) -> tuple[float, ...]:
-        """With which a coin opens a channel of each layer: n/m."""
+        """Probability n/m that a channel of each layer is open, if channels are independent."""
         return tuple(n / m for m, n in zip(self.widths, self.open_channels, strict=True))
 
     def spec(self, runner: Runner) -> dict[str, Any]:
@@ -178,14 +178,14 @@ class BlindCell(AnalyticCell):
                 )
                 for own in (seed + 2, seed + 3)
             ]
-            for kept, one, two in zip((subsets, coins), *masks, strict=True):
-                kept.append(float(confused(network, x, other, one, two).double().mean()))
+            for shares, one, two in zip((subsets, coins), *masks, strict=True):
+                shares.append(float(confused(network, x, other, one, two).double().mean()))
         return {"subsets": subsets, "coins": coins}
 
 
 @dataclass(frozen=True)
 class DistinctCell(AnalyticCell):
-    """How often no two of several inputs open the same channels, by n-subsets."""
+    """Share of groups of inputs in which no two have equal masks, for n-subsets."""
 
     widths: tuple[int, ...]
     open_channels: tuple[int, ...]
@@ -208,7 +208,7 @@ class DistinctCell(AnalyticCell):
 
 @dataclass(frozen=True)
 class TableCell(AnalyticCell):
-    """Table 1: how many weights and multiply-adds the four widenings of VGG-16 have."""
+    """Table 1: weights and multiply-adds of the four widenings of VGG-16."""
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         columns = {name: list(column.widths) for name, column in WIDENINGS.items()}
@@ -225,7 +225,7 @@ class TableCell(AnalyticCell):
 
 
 def plan() -> claims.Plan[CellArrays]:
-    """The cells by name; the same in every preset."""
+    """Returns the cells by name, which are the same in every preset."""
     cells: dict[str, Cell[CellArrays]] = {
         f"ranks/L={layers}": RankCell((3,) * layers, (2,) * layers, features=4) for layers in (1, 2, 3)
     }
@@ -248,5 +248,5 @@ def _rank(widths: Sequence[int], features: int, seed: int) -> int:
 
 
 def _seed(runner: Runner, trial: int) -> int:
-    """Of a trial's networks and masks, far from those of other trials and seeds."""
+    """Returns the seed of a trial's networks and masks."""
     return int(keyed_random.keys(runner.seed, [trial])[0]) & ((1 << 62) - 1)

@@ -67,7 +67,7 @@ __all__ = [
     "Option",
     "Remedy",
     "check_data",
-    "kept_share",
+    "open_channel_share",
     "plan",
     "runs_of",
     "static_width",
@@ -79,39 +79,39 @@ Option: TypeAlias = tuple[str, float | str]
 """An option of `create_model` and its value."""
 
 ENGINE = 1
-"""Raised when training comes out differently than before, so that no cell of before is taken for one of now."""
+"""Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
 CLASSES = 10
 VGG16_MACS = conv_macs(VGG16_WIDTHS) + CLASSES * VGG16_WIDTHS[-1]
-"""Multiply-adds of VGG-16 for an image of CIFAR-10: what costs are shares of."""
+"""Multiply-adds of VGG-16 for an image of CIFAR-10, the unit of costs."""
 
 _TASK = "cifar10"
-_LOOKED = 2000
-"""Test images over which channels are called dead, always on or dynamic, and patterns are compared."""
+_GATE_IMAGES = 2000
+"""Test images from which channels are classified as dead, always on or dynamic, and gate patterns are compared."""
 
 
 @dataclass(frozen=True, eq=False)
 class GateResult:
-    """What one run measured."""
+    """Measurements of one run."""
 
     accuracy: float
-    """On the test images after the last epoch, in percent."""
+    """Test accuracy after the last epoch, in percent."""
     training: Array
-    """(epochs,): training accuracy of each, in percent."""
+    """(epochs,): training accuracy in percent."""
     macs: float
-    """Multiply-adds of a test image, mean."""
+    """Mean multiply-adds of a test image."""
     spread: float
-    """Their standard deviation from image to image; 0 without gates."""
+    """Standard deviation of ``macs`` over images; 0 without gates."""
     dense_macs: int
-    """Those of the network without gates."""
+    """Multiply-adds of the network without gates."""
     usage: Array
-    """(layers, 3): how many channels of each gated layer are dead, always on and dynamic; no layer without gates."""
+    """(layers, 3): number of dead, always-on and dynamic channels of each gated layer."""
     within: float
     """Hamming distance of the gate patterns of two images of one class, as a share of all gates; 0 without gates."""
     between: float
     """The same of two images of different classes."""
     seconds: float
-    """Of training; runs side by side on one GPU slow each other down, so this compares nothing."""
+    """Duration of training. Not comparable between runs, which may share a GPU."""
 
     @property
     def cost(self) -> float:
@@ -126,21 +126,21 @@ class GateResult:
 
 @dataclass(frozen=True)
 class GateCell:
-    """One training of one network."""
+    """Trains one network once."""
 
     network: str
     """A name of `create_model`."""
     trial: int
     recipe: Recipe
-    """With gates, if the network has any."""
+    """Includes a gate recipe if the network has gates."""
     options: tuple[Option, ...] = ()
-    """What `create_model` takes besides."""
+    """Further options of `create_model`."""
     teacher: str = ""
-    """A network that is trained first, by the same recipe without gates, and that this one learns from; or none."""
+    """Name of the teacher network for distillation, trained first by the same recipe without gates; empty for none."""
     samples: int | None = None
-    """Images to train on; None: all."""
+    """Number of training images; None for all."""
     on_cpu: bool = False
-    """Whether it may run without a GPU, which would take days for all but small networks."""
+    """Whether the cell may run on a CPU, which takes days for all but small networks."""
 
     @property
     def steps(self) -> int:
@@ -159,7 +159,7 @@ class GateCell:
         return {"experiment": "channel gates", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
-        assert runner.data_dir is not None, "there is an obstacle"
+        assert runner.data_dir is not None, "missing_requirement covers this"
         seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
         task = _loaded(runner.data_dir)
         if self.samples is not None:
@@ -204,7 +204,7 @@ class GateCell:
         )
 
     def _shape_options(self) -> dict[str, float | str]:
-        """Those of the options that a network without gates has as well."""
+        """Options that a network without gates has, too."""
         return {name: value for name, value in self.options if name == "width"}
 
 
@@ -215,7 +215,7 @@ def _static(model: nn.Module, task: ImageDataset) -> dict[str, Any]:
 
 
 def _gates(model: DeepMoE, task: ImageDataset, recipe: Recipe) -> dict[str, Any]:
-    """What gates do on the test images, in the precision in which these were tested."""
+    """Measures the gates on the test images, in the precision of the test."""
     device = next(model.parameters()).device
     half = recipe.autocast_dtype(device)
     macs: list[Tensor] = []
@@ -225,7 +225,7 @@ def _gates(model: DeepMoE, task: ImageDataset, recipe: Recipe) -> dict[str, Any]
         for x, _ in eval_batches(task, device, 250):
             routing = model.forward_with_routing(x).routing
             macs.append(model.macs(routing).double().cpu())
-            if seen < _LOOKED:
+            if seen < _GATE_IMAGES:
                 routings.append(routing)
             seen += len(x)
     together = {name: _joined([each[name] for each in routings]) for name in model.gated}
@@ -244,7 +244,7 @@ def _gates(model: DeepMoE, task: ImageDataset, recipe: Recipe) -> dict[str, Any]
 
 
 def _joined(routings: list[Routing]) -> Routing:
-    """The routings of batches as one, on the CPU."""
+    """Concatenates the routings of batches on the CPU."""
     indices = [each.index for each in routings if each.index is not None]
     return replace(
         routings[0],
@@ -262,19 +262,19 @@ def _network(name: str, options: Mapping[str, Any], seed: int) -> nn.Module:
 
 @lru_cache(maxsize=1)
 def _loaded(data_dir: Path) -> ImageDataset:
-    """CIFAR-10, mirrored and shifted at random in training."""
+    """Loads CIFAR-10 with random flips and crops in training."""
     return load_images(_TASK, data_dir=data_dir, augment="flip-crop", normalize="standard")
 
 
 def check_data(data_dir: Path) -> None:
-    """Raises if CIFAR-10 is in the folder and damaged; that it is not there is an obstacle."""
+    """Raises if CIFAR-10 in the directory is damaged; missing files are not an error."""
     if missing_files(_TASK, data_dir) is None:
         for split in ("train", "test"):
             load_cifar10(split, data_dir)
 
 
 def runs_of(experiment: claims.ExperimentResults[Any], prefix: str) -> list[GateResult]:
-    """The trials of a network, by the beginning of their names."""
+    """Returns the trials of a network by the prefix of their names."""
     return experiment.series(prefix)[1]
 
 
@@ -282,21 +282,21 @@ COSTS = (0.12, 0.25, 0.5)
 """Shares of VGG-16's multiply-adds at which gates and static widths are compared."""
 EPOCHS = 10
 TRIALS = 3
-"""Of the comparison at equal cost."""
+"""Trials of the comparison at equal cost."""
 WIDE_EPOCHS = 4
 WIDE_TRIALS = 2
 REMEDY_COST = 0.25
 REMEDY_TRIALS = 2
 HALF = 0.5
-"""The share of its own work to which VGG-16 is gated beside its widenings."""
+"""Cost to which VGG-16 itself is gated in the comparison with its widenings."""
 
 _EMBEDDING = 0.02
-"""What the embedding network and the heads cost, as a share of the network they gate; `deepmoe` has it as default."""
+"""Cost of the embedding network and the heads as a share of the gated network's; the default of `deepmoe`."""
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Something that may make gates better, tried at `REMEDY_COST`."""
+    """A change that may improve gated networks, run at `REMEDY_COST`."""
 
     about: str
     """What it does, after "With"."""
@@ -306,7 +306,7 @@ class Remedy:
 
 
 def static_width(cost: float) -> float:
-    """By how much all widths of VGG-16 are multiplied so that it has this share of its multiply-adds.
+    """Returns the factor of all widths of VGG-16 that gives it this share of its multiply-adds.
 
     >>> [static_width(cost) for cost in (0.5, 0.25, 0.12)]
     [0.707, 0.498, 0.3457]
@@ -314,23 +314,23 @@ def static_width(cost: float) -> float:
     return _solved(lambda width: _share([max(round(channels * width), 1) for channels in VGG16_WIDTHS]), cost)
 
 
-def kept_share(cost: float) -> float:
-    """The share of every layer's channels that top-k gates keep open for this share of VGG-16's multiply-adds.
+def open_channel_share(cost: float) -> float:
+    """Returns the share of channels that top-k gates open in every layer for this share of VGG-16's multiply-adds.
 
-    >>> kept_share(0.25) < static_width(0.25)  # the embedding network costs something, too
+    >>> open_channel_share(0.25) < static_width(0.25)  # since the embedding network has a cost
     True
     """
     linear = CLASSES * VGG16_WIDTHS[-1] / VGG16_MACS  # read as a whole
 
     def share(keep: float) -> float:
-        kept = [max(round(channels * keep), 1) for channels in VGG16_WIDTHS]
-        return conv_macs(kept) / VGG16_MACS + linear + _EMBEDDING
+        open_channels = [max(round(channels * keep), 1) for channels in VGG16_WIDTHS]
+        return conv_macs(open_channels) / VGG16_MACS + linear + _EMBEDDING
 
     return _solved(share, cost)
 
 
 def widened_target(name: str) -> tuple[float, float]:
-    """Shares of a widening's own multiply-adds: VGG-16's, and what VGG-16's embedding network and heads cost.
+    """Returns VGG-16's multiply-adds, and those of its embedding network, as shares of a widening's multiply-adds.
 
     >>> [round(share, 4) for share in widened_target("w4_low")]
     [0.0726, 0.0015]
@@ -341,12 +341,12 @@ def widened_target(name: str) -> tuple[float, float]:
 
 
 def _share(widths: Sequence[int]) -> float:
-    """Of VGG-16's multiply-adds."""
+    """Returns the multiply-adds of the widths as a share of VGG-16's."""
     return (conv_macs(widths) + CLASSES * widths[-1]) / VGG16_MACS
 
 
 def _solved(share: Callable[[float], float], cost: float) -> float:
-    """The number of four digits from 0 to 1 at which a rising share comes nearest to the cost."""
+    """Returns the number from 0 to 1, with four digits, at which an increasing share is closest to the cost."""
     low, high = 0, 10_000
     while high - low > 1:
         middle = (low + high) // 2
@@ -369,7 +369,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
         "topk": Remedy(
             "equally many channels open for every image (top-k), and gradients that go straight through to the others",
             GateRecipe(straight_through=True),
-            (("mode", "topk"), ("keep", kept_share(REMEDY_COST))),
+            (("mode", "topk"), ("keep", open_channel_share(REMEDY_COST))),
         ),
         "distil": Remedy(
             "the answers of a trained VGG-16 to learn from",
@@ -382,7 +382,7 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
 
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[GateResult]:
-    """The cells there are, by name; they are all in our form, and none is quick."""
+    """Returns the cells by name: all in our form, all in the full preset."""
     if preset != "full" or fidelity != "best":
         return {}
     cells: dict[str, GateCell] = {}
