@@ -113,9 +113,16 @@ def test_of_a_network_with_gated_channels_the_gates_are_shown(
     )
     assert Explain(tmp_path, (pets,), max_images=2).run([]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens", printed)
-    assert re.search(r"an image costs [\d.]+ % of the dense network's multiply-adds", printed)
     record = read(tmp_path / "explanation")
+    channels = record["explanation"]["channels"]
+    usage = [layer["usage"] for layer in channels["layers"]]
+    opened = 100 * sum(each["gates"] * each["open_share"] for each in usage) / sum(each["gates"] for each in usage)
+    shown = re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens ([\d.]+) %", printed)
+    assert shown is not None
+    assert float(shown[1]) == pytest.approx(opened, abs=0.06)
+    over = channels["costs"]["all"]
+    span = "" if over["least"] == over["most"] else f", from {over['least']:.1f} to {over['most']:.1f} %"
+    assert f"an image costs {over['mean']:.1f} % of the dense network's multiply-adds{span}\n" in printed
     assert len(record["explanation"]["channels"]["costs"]["cost"]) == 30
     assert len(record["gates"]["shown"]) == 2
     assert record["explanation"]["layers"] == []

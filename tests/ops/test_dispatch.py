@@ -33,6 +33,11 @@ def plugged_in(monkeypatch):
     return loud
 
 
+def test_backends_are_preferred_in_the_order_reference_torch_triton():
+    assert ops.backends() == ["reference", "torch", "triton"]
+    assert list(dispatch._registered) == ops.backends()
+
+
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"name='trition' is unknown; .* \(did you mean 'triton'\?\)"):
         moesaic.backend("trition")

@@ -18,6 +18,12 @@ def test_a_score_is_the_kernel_applied_at_stride_p(p, rows, columns, E):
     torch.testing.assert_close(router.scores(x), expected)
 
 
+@pytest.mark.parametrize(("channels", "p"), [(64, 4), (400, 1)])
+def test_scores_start_small_however_large_a_patch_is(channels, p):
+    weight = moesaic.ExpertChoice(channels, 64, 1, p).weight
+    assert weight.std().item() * (channels * p * p) ** 0.5 == pytest.approx(0.1, rel=0.05)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_scores_are_float32_whatever_the_map_is(dtype):
     router = moesaic.ExpertChoice(3, 2, 1).to(dtype)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from training.gated import LONG, backbone, gated, images
+from training.gated import LONG, backbone, gate_state, gated, images
 
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
@@ -176,6 +176,33 @@ def test_lambda_follows_the_cost():
     gates.look(4, 4.9)
     assert gates.strength < dear
     assert cheap < cost(model) < 0.5, "half of the way at once, for a batch is a matter of chance"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "closed", "acts"), [(1.04, False, False), (1.07, False, True), (0.7, False, True), (1.0, True, True)]
+)
+def test_biases_are_shifted_where_the_cost_is_astray_or_a_layer_is_closed(ratio, closed, acts):
+    model = gated()
+    for layer in range(3):
+        shift = 2.0 if closed and layer == 2 else 0.0
+        set_biases(model, layer, *(0.5 - 0.06 * gate - shift for gate in range(16)))
+    gates = training(model, target_macs=0.5)
+    gates.show(model.forward_with_routing(images()).routing, 0)
+    before = gate_state(model)
+    gates._steer(0.5 * ratio, 0.5, closed)
+    changed = not all(torch.equal(a, b) for a, b in zip(before, gate_state(model), strict=True))
+    assert changed is acts
+
+
+def test_an_epoch_reports_cost_and_share_of_open_gates_of_all_layers():
+    model = gated()
+    set_biases(model, 1, 1.0, *[-1.0] * 15)
+    gates = training(model)
+    for step in range(2):
+        gates.show(model.forward_with_routing(images()).routing, step)
+    found = gates.epoch_means()
+    assert found == pytest.approx((cost(model), (1 + 1 / 16 + 1) / 3))
+    assert gates.epoch_means() is None, "a new epoch has begun"
 
 
 def test_without_a_target_lambda_stays():
