@@ -228,7 +228,7 @@ def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
     monkeypatch.setattr(chosen, "GROUPED", 0)
     given: list[weakref.ref] = []
     alive: list[int] = []
-    add, spread = chosen.Back.add, experts.spread
+    add, spread = chosen.InputBackward.add, experts.spread
 
     def remember(self, grad_rows, group):
         given.append(weakref.ref(grad_rows))
@@ -238,7 +238,7 @@ def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
         alive.append(sum(each() is not None for each in given))
         return spread(*arguments)
 
-    monkeypatch.setattr(chosen.Back, "add", remember)
+    monkeypatch.setattr(chosen.InputBackward, "add", remember)
     monkeypatch.setattr(experts, "spread", count)
     check("conv", Case(E=4), *on)
     assert alive == [0, 0]

@@ -11,8 +11,8 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 from triton_cases import TYPES, Named, assert_near, numbers, poison
 
 from moesaic.ops.triton.fused_backward import fits, joint_gradients
-from moesaic.ops.triton.gather import NormTensors
 from moesaic.ops.triton.launch import Sizes
+from moesaic.ops.triton.operands import NormTensors, PatchOptions, RoutedMap
 from moesaic.ops.triton_backend import GATE_KINDS
 
 EPS = 1e-3
@@ -99,10 +99,11 @@ def test_gradients_of_map_router_and_norm_equal_float64(case, on):
         2, index, torch.arange(L, dtype=torch.int32).expand(B, E, L).contiguous()
     )
     norm = NormTensors(norm_weight, norm_bias, mean, var, EPS, case.training)
-    mine = joint_gradients(
-        grad, x, index.to(device), slots.to(device), gate.contiguous(), scores.contiguous(), router, norm, p,
-        GATE_KINDS[case.kind], centre=True,
-    )  # fmt: skip
+    options = PatchOptions(p, GATE_KINDS[case.kind], True, False, False, case.training, True)
+    routed = RoutedMap(
+        x, index.to(device), slots.to(device), gate.contiguous(), scores.contiguous(), router, norm, options
+    )
+    mine = joint_gradients(grad, routed, centre=True)
     assert_near((mine.x, mine.router, mine.norm_weight, mine.norm_bias), expected, dtype)
 
 

@@ -6,6 +6,7 @@ The kernels are in `moesaic.ops.triton` and are imported when the first map asks
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,10 @@ from moesaic.ops.dispatch import (
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.routing_record import Routing
 
-__all__ = ["GATE_KINDS", "TritonBackend", "kernel_operands", "kernel_refusal", "kernels_available"]
+if TYPE_CHECKING:
+    from moesaic.ops.triton.operands import PatchOperands
+
+__all__ = ["GATE_KINDS", "TritonBackend", "kernel_refusal", "kernels_available", "patch_operands"]
 
 _INSTALLED = find_spec("triton") is not None
 GATE_KINDS: dict[Softmax, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
@@ -72,11 +76,8 @@ class TritonBackend(TorchBackend):
         from moesaic.ops.triton.autograd_ops import patch_conv
 
         weights = experts.weight, experts.bias
-        choice, normed, save = kernel_operands(x, routing, norm, spec, selection, weights)
-        y, _, _ = patch_conv(
-            x, *weights, *choice[:5], *normed, spec.patch_size, choice[5],
-            spec.gate_on == "input", spec.context == "patch", spec.combine == "sum", save,
-        )  # fmt: skip
+        operands = patch_operands(x, routing, norm, spec, selection, weights)
+        y, _, _ = patch_conv(x, *weights, *operands.flatten())
         return y
 
     def mlp(
@@ -91,14 +92,13 @@ class TritonBackend(TorchBackend):
         activation = _activation_name(experts.activation)
         if activation is None:
             return super().mlp(x, routing, experts, norm, spec)
+        from moesaic.ops.triton.activation import ACTIVATIONS
         from moesaic.ops.triton.autograd_ops import patch_mlp
 
         weights = experts.weight_in, experts.bias_in, experts.weight_out, experts.bias_out
-        choice, normed, save = kernel_operands(x, routing, norm, spec, selection, weights)
-        y, *_ = patch_mlp(
-            x, *weights, *choice[:5], *normed, spec.patch_size, choice[5], spec.gate_on == "input",
-            spec.combine == "sum", activation, save,
-        )  # fmt: skip
+        operands = patch_operands(x, routing, norm, spec, selection, weights)
+        operands = operands._replace(options=operands.options._replace(activation=ACTIVATIONS.index(activation)))
+        y, *_ = patch_mlp(x, *weights, *operands.flatten())
         return y
 
 
@@ -111,22 +111,46 @@ def kernels_available(x: Tensor) -> bool:
     return requested_backend() in (None, TritonBackend.name) and kernel_refusal(x) is None
 
 
-Choice = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int]
-NormArguments = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, bool]
-
-
-def kernel_operands(
+def patch_operands(
     x: Tensor,
     routing: Routing,
     norm: Norm | None,
     spec: PatchSpec,
     selection: PatchSelection | None,
     weights: tuple[Tensor | None, ...],
-) -> tuple[Choice, NormArguments, bool]:
-    """What operators take of the routing and of the norm, and whether any input needs a gradient."""
-    choice = _choice(x, routing, selection)
-    normed = _norm(x, choice, norm, spec)
-    return choice, normed, _wants_gradients(x, *weights, *choice[2:5], *normed[:2])
+) -> PatchOperands:
+    """What operators over routed patches take besides the map and the ``weights``, of which only gradients matter here.
+
+    Takes the statistics of the norm in training and updates its running ones.
+    """
+    from moesaic.ops.triton.operands import Constants, PatchOperands, PatchOptions
+
+    assert routing.index is not None
+    index, gate, scores, router, gate_kind = routing.index, routing.gate, None, None, 0
+    if selection is None or not selection.is_for(x, routing):
+        from moesaic.ops.triton.autograd_ops import patch_slots
+
+        slots = patch_slots(index, routing.units)
+    else:  # the gate's gradient goes to the router inside the operator
+        slots, gate, gate_kind = selection.slots, gate.detach(), GATE_KINDS[selection.gate]
+        if selection.gate != "one":  # which has no gradient
+            scores, router = routing.scores.detach(), selection.router
+    mean = var = None
+    if norm is not None:
+        mean, var = _norm_statistics(x, index, gate if spec.gate_on == "input" else None, norm, spec.patch_size)
+    norm_weight, norm_bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    differentiable = (x, *weights, gate, router, norm_weight, norm_bias)
+    options = PatchOptions(
+        spec.patch_size,
+        gate_kind,
+        gate_on_input=spec.gate_on == "input",
+        isolated=spec.context == "patch",
+        sum_experts=spec.combine == "sum",
+        batch_stats=norm is not None and norm.training,
+        save=torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in differentiable),
+    )
+    constants = Constants(index, slots, scores, mean, var)
+    return PatchOperands(gate, router, norm_weight, norm_bias, constants, options, 0.0 if norm is None else norm.eps)
 
 
 def kernel_refusal(x: Tensor) -> str | None:
@@ -146,48 +170,21 @@ def kernel_refusal(x: Tensor) -> str | None:
     return None
 
 
-def _choice(
-    x: Tensor, routing: Routing, selection: PatchSelection | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int]:
-    """Index, slots, gate, scores and router where the gates are that router's, and how they come from scores."""
-    assert routing.index is not None
-    if selection is None or not selection.is_for(x, routing):
-        from moesaic.ops.triton.autograd_ops import patch_slots
-
-        return routing.index, patch_slots(routing.index, routing.units), routing.gate, None, None, 0
-    if selection.gate == "one":  # nothing flows back
-        return routing.index, selection.slots, routing.gate.detach(), None, None, GATE_KINDS["one"]
-    gate, scores = routing.gate.detach(), routing.scores.detach()
-    return routing.index, selection.slots, gate, scores, selection.router, GATE_KINDS[selection.gate]
-
-
-def _norm(
-    x: Tensor,
-    choice: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int],
-    norm: Norm | None,
-    spec: PatchSpec,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float, bool]:
-    """Weight, bias, and the statistics that apply now; ε, and whether these are the map's own."""
-    if norm is None:
-        return None, None, None, None, 0.0, False
-    wide = torch.promote_types(x.dtype, torch.float32)
+def _norm_statistics(
+    x: Tensor, index: Tensor, gate: Tensor | None, norm: Norm, patch_size: int
+) -> tuple[Tensor, Tensor]:
+    """Mean and variance (E, C), in float32 at least: those of the map in training, else the running ones."""
     if not norm.training:
-        return norm.weight, norm.bias, norm.running_mean.to(wide), norm.running_var.to(wide), norm.eps, False
+        acc_dtype = torch.promote_types(x.dtype, torch.float32)
+        return norm.running_mean.to(acc_dtype), norm.running_var.to(acc_dtype)
     from moesaic.ops.triton.autograd_ops import patch_statistics
 
     with torch.no_grad():
-        gate = choice[2].detach() if spec.gate_on == "input" else None
-        mean, var = patch_statistics(
-            x.detach(), choice[0], gate, norm.running_mean, norm.running_var, norm.momentum, spec.patch_size
-        )
-    return norm.weight, norm.bias, mean, var, norm.eps, True
+        gate = None if gate is None else gate.detach()
+        return patch_statistics(x.detach(), index, gate, norm.running_mean, norm.running_var, norm.momentum, patch_size)
 
 
-def _wants_gradients(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def _activation_name(activation: Activation) -> str | None:
+def _activation_name(activation: Activation) -> Literal["gelu", "relu"] | None:
     """The name of an activation that a kernel applies together with the bias."""
     if activation is F.gelu:
         return "gelu"

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
 from moesaic.ops import ConvWeights, Norm, PatchSelection, PatchSpec, autocast_dtype, autocast_off, select_backend
-from moesaic.ops.triton_backend import TritonBackend, kernel_operands
+from moesaic.ops.triton_backend import TritonBackend, patch_operands
 from moesaic.routing import SoftRouter
 from moesaic.routing_record import Routing
 
@@ -76,15 +76,16 @@ def pooled_conv(
     """Means (B, E·O) by kernels; moves the running statistics of ``output_norm``, tensors (E·O), in training."""
     from moesaic.models.wide_resnet.triton.pooled_head import patch_conv_pooled
 
-    choice, normed, save = kernel_operands(
-        x, routing, expert_norm, spec, selection, (weights.weight, weights.bias, output_norm.weight, output_norm.bias)
-    )
-    *normed, eps, training = normed
-    fixed = not output_norm.training
+    of_experts, of_norm = (weights.weight, weights.bias), (output_norm.weight, output_norm.bias)
+    operands = patch_operands(x, routing, expert_norm, spec, selection, (*of_experts, *of_norm))
+    if output_norm.training:
+        statistics = None, None
+    else:
+        statistics = output_norm.running_mean, output_norm.running_var
+    constants = operands.constants._replace(output_mean=statistics[0], output_var=statistics[1])
     pooled, moments, *_ = patch_conv_pooled(
-        x, weights.weight, weights.bias, *choice[:5], *normed, output_norm.weight, output_norm.bias,
-        output_norm.running_mean if fixed else None, output_norm.running_var if fixed else None, eps, training,
-        spec.patch_size, choice[5], spec.gate_on == "input", spec.context == "patch", output_norm.eps, save,
+        x, *of_experts, *operands[:4], *of_norm, list(constants), operands.options.flatten(),
+        [operands.eps, output_norm.eps],
     )  # fmt: skip
     if output_norm.training:
         positions = x.shape[0] * x.shape[2] * x.shape[3]

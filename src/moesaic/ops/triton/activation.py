@@ -25,9 +25,11 @@ from torch import Tensor
 
 from moesaic.ops.triton.launch import INTERPRETED, acc, ceil, power_of_2, total, wide
 
-__all__ = ["TILES", "Kind", "activate", "activate_back", "activated", "options", "slope"]
+__all__ = ["ACTIVATIONS", "TILES", "Kind", "activate", "activate_back", "activated", "options", "slope"]
 
 Kind = Literal["gelu", "relu"]
+ACTIVATIONS: tuple[Kind, ...] = ("gelu", "relu")
+"""Operators take an index of this."""
 
 TILES: dict[str, dict[str, int]] = {
     "activate": {"BM": 8, "BJ": 512, "num_warps": 4},

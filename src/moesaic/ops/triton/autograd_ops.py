@@ -1,23 +1,25 @@
-"""Experts over chosen patches as torch operations, with shapes for tracing and gradients.
+"""Experts over selected patches as torch operators, with fake implementations for tracing and with gradients.
 
-    patch_route        x → scores, the best patches, gates, slots
-    patch_slots        an index → slots
-    patch_statistics   statistics of masked maps; moves the running ones on
-    patch_conv         convolutions over chosen patches
-    patch_mlp          perceptrons over chosen patches
+    patch_route        x → scores, each expert's top patches, gates, slots
+    patch_slots        index → slots
+    patch_statistics   mean and variance of masked maps; updates the running ones
+    patch_conv         y = Σ_e G_e ⊙ conv_e(f_e(M_e ⊙ x)), or conv_e(f_e(G_e ⊙ x))
+    patch_mlp          the same with MLPs in place of convolutions
 
-Maps are (B, H, W, C) here. Every operation has a ``_backward`` operation where it has a gradient, so that a compiled
-graph sees opaque nodes and no Python in between.
+Maps are (B, C, H, W) in channels_last. An operator's arguments are the structures of `moesaic.ops.triton.operands`, its
+differentiable inputs first. Every operator with a gradient has a ``_backward`` operator, so that a compiled graph has
+opaque nodes and no Python in between.
 
-``patch_conv`` and ``patch_mlp`` take the router's kernels where gates are theirs: then the gradient of gates goes on
-to the router and the map inside, where it costs next to nothing, and none is returned for the gates. Who has use for
-scores and gates elsewhere, in a loss for instance, gets their gradient by ``patch_route``; both add up.
+``patch_conv`` and ``patch_mlp`` take the router's kernels where the gates are that router's softmax: the gradient of
+the gates then goes on to the router and the map inside, where it costs next to nothing, and none is returned for the
+gates. Scores and gates used elsewhere, in a loss for instance, get their gradient from ``patch_route``; both add up.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,37 +27,45 @@ from torch import Tensor
 from torch.library import custom_op
 
 from moesaic.ops.triton import expert_choice, mlp, pointwise
+from moesaic.ops.triton.activation import ACTIVATIONS
 from moesaic.ops.triton.background import resting_gradients
 from moesaic.ops.triton.expert_choice import by_pixel
 from moesaic.ops.triton.gather import gather, sum_of_owners
-from moesaic.ops.triton.launch import INTERPRETED, Aside, as_map, by_row, dense, map_like, wide
+from moesaic.ops.triton.launch import INTERPRETED, Aside, as_map, by_row, dense, map_like, placeholder, wide
 from moesaic.ops.triton.norm import statistics
+from moesaic.ops.triton.operands import (
+    Constants,
+    ConvInputs,
+    MLPInputs,
+    PatchOptions,
+    RoutedMap,
+    needed_gradients,
+    needs_input,
+)
 from moesaic.ops.triton.patch_backward import (
-    Back,
-    Chosen,
-    ProductGradients,
-    chosen,
-    contributions_of,
-    like,
-    map_shapes,
-    nothing,
+    InputBackward,
+    MatmulBackward,
+    contiguous_like,
+    expert_contributions,
+    fake_input_gradients,
+    no_input_gradients,
 )
 from moesaic.ops.triton.scatter import Landing, combine, gated_gradients, spread, taps_of, weight_of
 from moesaic.ops.weight_layout import laid_out
 
 __all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_statistics"]
 
-# choice --------------------------------------------------------------------------------------------------------------
+# expert choice -------------------------------------------------------------------------------------------------------
 
 
 @custom_op("moesaic::patch_route", mutates_args=())
-def patch_route(x: Tensor, router: Tensor, patches: int, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores (B, N, E) of x under kernels (E, C, p, p), each expert's best patches (B, E, L), gates and slots."""
-    return expert_choice.choose(by_row(x), by_pixel(router), patches, router.shape[2], kind)
+def patch_route(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores (B, N, E) of x under kernels (E, C, p, p), each expert's top patches (B, E, L), gates and slots."""
+    return expert_choice.choose(by_row(x), by_pixel(router), patches, router.shape[2], gate_kind)
 
 
 @patch_route.register_fake
-def _(x: Tensor, router: Tensor, patches: int, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, _, H, W = x.shape
     E, _, p, _ = router.shape
     N = (H // p) * (W // p)
@@ -68,26 +78,26 @@ def _(x: Tensor, router: Tensor, patches: int, kind: int) -> tuple[Tensor, Tenso
 @custom_op("moesaic::patch_route_backward", mutates_args=())
 def patch_route_backward(
     grad_scores: Tensor, grad_gate: Tensor, x: Tensor, router: Tensor, scores: Tensor, gate: Tensor, slots: Tensor,
-    kind: int,
+    gate_kind: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of x and router."""
     grad, p, x = grad_scores, router.shape[2], by_row(x)
-    if kind != expert_choice.GATE_KINDS["one"]:
+    if gate_kind != expert_choice.GATE_KINDS["one"]:
         grad = grad + expert_choice.gradient_of_choice(
-            grad_gate.contiguous(), gate.contiguous(), scores.contiguous(), slots.contiguous(), kind, True
+            grad_gate.contiguous(), gate.contiguous(), scores.contiguous(), slots.contiguous(), gate_kind, True
         )
     grad = grad.contiguous()
-    return as_map(expert_choice.map_back(grad, by_pixel(router), None, x, p)), expert_choice.router_gradient(
-        grad, x, router
-    )
+    grad_x = expert_choice.map_back(grad, by_pixel(router), None, x, p)
+    return as_map(grad_x), expert_choice.router_gradient(grad, x, router)
 
 
 @patch_route_backward.register_fake
-def _(grad_scores, grad_gate, x, router, scores, gate, slots, kind):
+def _(grad_scores, grad_gate, x, router, scores, gate, slots, gate_kind):
     return map_like(x, x.shape[1]), laid_out(router)
 
 
 def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, router, _, ctx.kind = inputs
+    x, router, _, ctx.gate_kind = inputs
     scores, index, gate, slots = output
     ctx.mark_non_differentiable(index, slots)
     ctx.set_materialize_grads(False)
@@ -98,7 +108,7 @@ def _route_backward(ctx: Any, grad_scores: Tensor | None, _index: None, grad_gat
     x, router, scores, gate, slots = ctx.saved_tensors
     grad_scores = torch.zeros_like(scores) if grad_scores is None else grad_scores
     grad_gate = torch.zeros_like(gate) if grad_gate is None else grad_gate
-    grad_x, grad_router = patch_route_backward(grad_scores, grad_gate, x, router, scores, gate, slots, ctx.kind)
+    grad_x, grad_router = patch_route_backward(grad_scores, grad_gate, x, router, scores, gate, slots, ctx.gate_kind)
     return grad_x, grad_router, None, None
 
 
@@ -119,14 +129,14 @@ def _(index: Tensor, patches: int) -> Tensor:
 @custom_op("moesaic::patch_statistics", mutates_args={"running_mean", "running_var"})
 def patch_statistics(
     x: Tensor, index: Tensor, gate: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
-    patch: int,
+    patch_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mean and variance (E, C) of each expert's masked map; the running ones are moved on."""
-    return statistics(by_row(x), index.contiguous(), dense(gate), running_mean, running_var, momentum, patch)
+    """Mean and variance (E, C) of each expert's masked map; updates the running ones."""
+    return statistics(by_row(x), index.contiguous(), dense(gate), running_mean, running_var, momentum, patch_size)
 
 
 @patch_statistics.register_fake
-def _(x, index, gate, running_mean, running_var, momentum, patch):
+def _(x, index, gate, running_mean, running_var, momentum, patch_size):
     mean = x.new_empty(index.shape[1], x.shape[1], dtype=wide(x.dtype))
     return mean, torch.empty_like(mean)
 
@@ -136,296 +146,308 @@ def _(x, index, gate, running_mean, running_var, momentum, patch):
 
 @custom_op("moesaic::patch_conv", mutates_args=())
 def patch_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
-    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    mean: Tensor | None, var: Tensor | None, eps: float, training: bool, patch: int, kind: int, on_input: bool,
-    alone: bool, summed: bool, keep: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, router: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, constants: Sequence[Tensor | None], options: Sequence[int], eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The map (B, O', H, W), and with ``keep`` what the gradient needs: values, and what gates are multiplied with."""
-    of = chosen(
-        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
-    )
-    sizes, landing, bias = of.sizes, Landing(weight.shape[3], alone, summed), dense(bias)
-    if _in_place(x, weight, summed, on_input, of.norm is not None):
-        y, own = pointwise.answers(of.x, taps_of(weight), bias, sizes, of.index, of.slots, of.gate, keep)
-        return as_map(y), nothing(x), nothing(x) if own is None else own
-    values, contributions, resting = contributions_of(of, weight, bias, landing)
-    small = landing.kernel == 1  # then values are most of the work, and kept
+    """The map (B, O', H, W), and with ``options.save`` what the gradient needs.
+
+    That is the experts' inputs (E, M1, C) of 1×1 kernels, and the outputs (E, …, O) before the gate multiplies them.
+    """
+    inputs, chosen = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
+    routed = RoutedMap.of(inputs, Constants(*constants), chosen, eps)
+    keep, on_input = chosen.save, chosen.gate_on_input
+    sizes, landing, bias = routed.sizes, Landing(weight.shape[3], chosen.isolated, chosen.sum_experts), dense(bias)
+    if _uses_pointwise(inputs, chosen):
+        y, own = pointwise.answers(routed, taps_of(weight), bias, keep)
+        return as_map(y), placeholder(x), placeholder(x) if own is None else own
+    values, contributions, resting = expert_contributions(routed, weight, bias, landing)
+    small = landing.kernel == 1  # gathering is then most of the work, so its result is saved instead of recomputed
     if not (keep and small):
-        values = nothing(x)
-    if small and summed and not on_input and resting is None:
-        owners = expert_choice.owners_of(of.slots, sizes.L)
-        y, own = sum_of_owners(contributions, sizes, owners, of.gate_out, bias, None), None
+        values = placeholder(x)
+    if small and landing.summed and not on_input and resting is None:
+        owners = expert_choice.owners_of(routed.slots, sizes.L)
+        y, own = sum_of_owners(contributions, sizes, owners, routed.output_gate, bias, None), None
     else:
         y, own = combine(
-            contributions, sizes, of.slots, of.gate_out, bias, landing, resting=resting,
+            contributions, sizes, routed.slots, routed.output_gate, bias, landing, resting=resting,
             keep=keep and not small and not on_input,
         )  # fmt: skip
     if own is None:
-        own = contributions if keep and small and not on_input else nothing(x)
+        own = contributions if keep and small and not on_input else placeholder(x)
     return as_map(y), values, own
 
 
 @patch_conv.register_fake
-def _(
-    x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind,
-    on_input, alone, summed, keep,
-):  # fmt: skip
+def _(x, weight, bias, gate, router, norm_weight, norm_bias, constants, options, eps):
+    inputs, chosen = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
     E, O, C, ks, _ = weight.shape
-    M = x.shape[0] * index.shape[2] * patch * patch
+    M = x.shape[0] * constants[0].shape[2] * chosen.patch_size**2
     M1 = M if norm_weight is None else M + 8
-    y = map_like(x, O if summed else E * O, weight.dtype)
-    in_place = _in_place(x, weight, summed, on_input, norm_weight is not None)
-    values = weight.new_empty(E, M1, C) if keep and ks == 1 and not in_place else x.new_empty(0)
-    own = weight.new_empty(E, M1 if ks == 1 else M, O) if keep and not on_input else x.new_empty(0)
+    y = map_like(x, O if chosen.sum_experts else E * O, weight.dtype)
+    save_values = chosen.save and ks == 1 and not _uses_pointwise(inputs, chosen)
+    values = weight.new_empty(E, M1, C) if save_values else x.new_empty(0)
+    save_ungated = chosen.save and not chosen.gate_on_input
+    own = weight.new_empty(E, M1 if ks == 1 else M, O) if save_ungated else x.new_empty(0)
     return y, values, own
 
 
 @custom_op("moesaic::patch_conv_backward", mutates_args=())
 def patch_conv_backward(
-    grad: Tensor, values: Tensor, own: Tensor,
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
-    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    mean: Tensor | None, var: Tensor | None, eps: float, training: bool, patch: int, kind: int, on_input: bool,
-    alone: bool, summed: bool, need_map: bool, need_weight: bool,
+    grad: Tensor, saved: Sequence[Tensor], inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None],
+    options: Sequence[int], eps: float, need_input: bool, need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, weight, bias, gate, router, norm's weight and bias; empty where there is none."""
-    of = chosen(
-        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
-    )
-    ks = weight.shape[3]
-    grad, bias = by_row(grad), dense(bias)
-    sizes, landing = of.sizes, Landing(ks, alone, summed)
-    if _in_place(x, weight, summed, on_input, of.norm is not None):
-        return _in_place_backward(of, grad, own, weight, bias, landing, need_map, need_weight)
-    norm, small = of.norm is not None, ks == 1
-    rows = sizes.rows(norm)
-    products = ProductGradients(of, weight, values, need_map=need_map, need_weight=need_weight)
+    """Gradients of `ConvInputs`, empty where there is none, from that of the map; ``saved`` as `patch_conv` returns."""
+    given, chosen = ConvInputs(*inputs), PatchOptions.unflatten(options)
+    routed = RoutedMap.of(given, Constants(*constants), chosen, eps)
+    (values, own), weight, bias, grad = saved, given.weight, dense(given.bias), by_row(grad)
+    ks, norm = weight.shape[3], routed.norm is not None
+    sizes, landing = routed.sizes, Landing(ks, chosen.isolated, chosen.sum_experts)
+    if _uses_pointwise(given, chosen):
+        return _pointwise_backward(routed, grad, own, given, landing, need_input, need_weight)
+    small, rows = ks == 1, sizes.rows(norm)
+    matmuls = MatmulBackward(routed, weight, values, need_input=need_input, need_weight=need_weight)
     dots = gated = answers = sums = None
-    if of.gate_out is not None:
+    if routed.output_gate is not None:
         dots, gated, sums = gated_gradients(
-            grad, own if need_map else None, sizes, of.index, of.gate_out, bias if small else None, landing,
-            rest=norm and small, rows=rows if small else None, sums=bias is not None and not norm,
+            grad, own if need_input else None, sizes, routed.index, routed.output_gate, bias if small else None,
+            landing, rest=norm and small, rows=rows if small else None, sums=bias is not None and not norm,
         )  # fmt: skip
     if norm or (bias is not None and sums is None):
-        answers = resting_gradients(grad, sizes, of.slots, of.gate_out, landing, by_tap=norm)
-        sums = answers[:, answers.shape[1] // 2]
-    del own
-    back = Back(of, dots, centre=True) if need_map else None
+        answers = resting_gradients(grad, sizes, routed.slots, routed.output_gate, landing, by_tap=norm)
+        sums = answers[:, answers.shape[1] // 2]  # the bias is added as often as the centre tap
+    del own, saved
+    back = InputBackward(routed, dots, centre=True) if need_input else None
     ready = [] if gated is None else [gated]
-    del gated  # whoever takes it from the list is the last to have it
+    del gated  # whoever takes it from the list holds the last reference
 
     def part_of(group: range) -> Tensor:
         if ready:
             return ready.pop()
-        return spread(grad, sizes, of.index, of.slots, of.gate_out, landing, rows, group)
+        return spread(grad, sizes, routed.index, routed.slots, routed.output_gate, landing, rows, group)
 
-    products.run(part_of, answers, back)
-    grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
-    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
-    grad_weight = products.finish()
-    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:]
+    matmuls.run(part_of, answers, back)
+    grad_bias = placeholder(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
+    of_input = no_input_gradients(grad) if back is None else back.finish(matmuls.aside)
+    grad_weight = matmuls.finish()
+    grad_weight = placeholder(grad) if grad_weight is None else grad_weight
+    return ConvInputs(of_input.x, grad_weight, grad_bias, *of_input[1:])
 
 
-def _in_place(x: Tensor, weight: Tensor, summed: bool, on_input: bool, norm: bool) -> bool:
-    """Whether pixels are read and answers written where they are: see `pointwise`.
+def _uses_pointwise(inputs: ConvInputs, options: PatchOptions) -> bool:
+    """Whether the kernels of `pointwise` run: 1×1 experts side by side with gates on their outputs.
 
-    Not in float32: cuBLAS knows better how that is to be multiplied.
+    Not in float32, where cuBLAS multiplies faster.
     """
+    x, weight = inputs.x, inputs.weight
     _, O, _, ks, _ = weight.shape
-    plain = ks == 1 and O <= pointwise.MOST_CHANNELS and not (summed or on_input or norm)
-    return plain and x.dtype == weight.dtype and (weight.dtype.itemsize == 2 or INTERPRETED)
+    other = options.sum_experts or options.gate_on_input or inputs.norm_weight is not None
+    fits = ks == 1 and O <= pointwise.MOST_CHANNELS and not other
+    return fits and x.dtype == weight.dtype and (weight.dtype.itemsize == 2 or INTERPRETED)
 
 
-def _in_place_backward(
-    of: Chosen, grad: Tensor, own: Tensor, weight: Tensor, bias: Tensor | None, landing: Landing, need_map: bool,
+def _pointwise_backward(
+    routed: RoutedMap, grad: Tensor, own: Tensor, inputs: ConvInputs, landing: Landing, need_input: bool,
     need_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The same where `_in_place` holds. Gates over chosen patches have their router's gradient beside the rows."""
-    sizes, taps, dots, grad_scores = of.sizes, taps_of(weight), None, None
-    routed = need_map and of.router is not None and of.scores is not None and not of.every
-    beside = pointwise.columns(sizes.p**2) if routed else 0
-    gated = pointwise.gate_gradients(grad, own, sizes, of.index, of.gate, sums=bias is not None) if beside else None
+) -> ConvInputs:  # fmt: skip
+    """The same where `_uses_pointwise` holds.
+
+    Where gates are a softmax over the selected patches, the gradient of scores stands beside the rows (see
+    `pointwise`).
+    """
+    weight, bias = inputs.weight, dense(inputs.bias)
+    sizes, taps, dots, grad_scores = routed.sizes, taps_of(weight), None, None
+    has_router = need_input and routed.router is not None and routed.scores is not None
+    beside = pointwise.columns(sizes.p**2) if has_router and not routed.softmax_over_all else 0
+    gated = None
+    if beside:
+        gated = pointwise.gate_gradients(grad, own, sizes, routed.index, routed.gate, sums=bias is not None)
     if gated is not None:
         rows, grad_scores, sums = gated
     else:
         dots, rows, sums = gated_gradients(
-            grad, own if need_map else None, sizes, of.index, of.gate, None, landing, rest=False, rows=sizes.M,
-            sums=bias is not None, beside=beside,
+            grad, own if need_input else None, sizes, routed.index, routed.gate, None, landing, rest=False,
+            rows=sizes.M, sums=bias is not None, beside=beside,
         )  # fmt: skip
     assert rows is not None
-    back = Back(of, dots, centre=True, rows=rows, beside=beside) if need_map else None
+    back = InputBackward(routed, dots, centre=True, rows=rows, beside=beside) if need_input else None
     if back is not None and grad_scores is not None:
         back.grad_scores = grad_scores
-    aside = Aside()  # the map's gradient and the weights' are computed beside each other
+    aside = Aside()  # gradients of the map and of the weights are computed concurrently
     if back is not None:
-        back.grad_x = pointwise.pixel_gradients(rows, taps, sizes, of.index, of.slots, back.beside, aside)
-    grad_weight, grad_router = nothing(grad), None
+        back.grad_x = pointwise.pixel_gradients(
+            rows, taps, sizes, routed.index, routed.slots, back.selected_scores, aside
+        )
+    grad_weight, grad_router = placeholder(grad), None
     if need_weight or beside:
-        router = of.router.dtype if beside and of.router is not None else None
-        grad_taps, grad_router = pointwise.weight_gradients(rows, of.x, taps, sizes, of.index, router)
+        router = routed.router.dtype if beside and routed.router is not None else None
+        grad_taps, grad_router = pointwise.weight_gradients(rows, routed.x, taps, sizes, routed.index, router)
         grad_weight = weight_of(grad_taps, weight) if need_weight else grad_weight
     aside.join()
-    grad_bias = nothing(grad) if bias is None or sums is None else sums.to(bias.dtype)
+    grad_bias = placeholder(grad) if bias is None or sums is None else sums.to(bias.dtype)
     if back is None:
-        return nothing(grad), grad_weight, grad_bias, *(nothing(grad) for _ in range(4))
-    if grad_router is not None:
-        back.grad_router = expert_choice.by_channel(grad_router, of.router)
-    grad_x, *others = back.finish()
-    return grad_x, grad_weight, grad_bias, *others
+        of_input = no_input_gradients(grad)
+    else:
+        if grad_router is not None:
+            back.grad_router = expert_choice.by_channel(grad_router, routed.router)
+        of_input = back.finish()
+    return ConvInputs(of_input.x, grad_weight, grad_bias, *of_input[1:])
 
 
 @patch_conv_backward.register_fake
-def _(
-    grad, values, own, x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps,
-    training, patch, kind, on_input, alone, summed, need_map, need_weight,
-):  # fmt: skip
-    grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
-    grad_weight = laid_out(weight) if need_weight else grad.new_empty(0)
-    return grad_x, grad_weight, grad.new_empty(0) if bias is None else like(bias), *others
+def _(grad, saved, inputs, constants, options, eps, need_input, need_weight):
+    given = ConvInputs(*inputs)
+    of_input = fake_input_gradients(grad, given, need_input)
+    grad_weight = laid_out(given.weight) if need_weight else grad.new_empty(0)
+    grad_bias = grad.new_empty(0) if given.bias is None else contiguous_like(given.bias)
+    return of_input.x, grad_weight, grad_bias, *of_input[1:]
 
 
 def _conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, index, slots, gate, scores, router, *norm = inputs[:12]
-    *ctx.settings, ctx.keep = inputs[12:]
+    *differentiable, constants, ctx.options, ctx.eps = inputs
     _, values, own = output
+    ctx.no_constants = Constants(*constants).no_gradients()
     ctx.mark_non_differentiable(values, own)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(values, own, x, weight, bias, index, slots, gate, scores, router, *norm)
+    ctx.save_for_backward(values, own, *differentiable, *constants)
 
 
 def _conv_backward(ctx: Any, grad: Tensor | None, _values: None, _own: None) -> Any:
-    wanted = ctx.needs_input_grad
+    count = len(ConvInputs._fields)
+    needs = ConvInputs(*ctx.needs_input_grad[:count])
     if grad is None:
-        return (None,) * 20
-    need_map = any(wanted[each] for each in (0, 5, 7, 8, 9))
-    saved, grad = ctx.saved_tensors, grad.contiguous(memory_format=torch.channels_last)
-    gx, gw, gb, gg, gr, gnw, gnb = patch_conv_backward(grad, *saved, *ctx.settings, need_map, wanted[1])
-    found = {0: gx, 1: gw, 2: gb, 5: gg, 7: gr, 8: gnw, 9: gnb}
-    return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(20))
+        return *(None for _ in needs), ctx.no_constants, None, None
+    values, own, *tensors = ctx.saved_tensors
+    grad = grad.contiguous(memory_format=torch.channels_last)
+    gradients = patch_conv_backward(
+        grad, [values, own], tensors[:count], tensors[count:], ctx.options, ctx.eps, needs_input(needs), needs.weight
+    )
+    return *needed_gradients(gradients, needs), ctx.no_constants, None, None
 
 
 patch_conv.register_autograd(_conv_backward, setup_context=_conv_setup)
 
 
-# perceptrons ---------------------------------------------------------------------------------------------------------
+# MLPs ----------------------------------------------------------------------------------------------------------------
 
 
 @custom_op("moesaic::patch_mlp", mutates_args=())
 def patch_mlp(
-    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None,
-    index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    eps: float, training: bool, patch: int, kind: int, on_input: bool, summed: bool, activation: str, keep: bool,
+    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, gate: Tensor,
+    router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, constants: Sequence[Tensor | None],
+    options: Sequence[int], eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The map (B, O', H, W), and with ``keep`` values, hidden values before and after activation, and answers."""
-    of = chosen(
-        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
-    )
-    sizes, bias_out = of.sizes, dense(bias_out)
-    values = gather(of.x, of.index, of.gate_in, of.norm, patch, weight_in.dtype, centre=False, rest=on_input)
-    answers, before, after = mlp.forward(values, weight_in, bias_in, weight_out, activation, keep)
+    """The map (B, O', H, W), and with ``options.save`` inputs, hidden values before and after activation, outputs."""
+    inputs = MLPInputs(x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias)
+    chosen = PatchOptions.unflatten(options)
+    routed = RoutedMap.of(inputs, Constants(*constants), chosen, eps)
+    sizes, bias_out, on_input = routed.sizes, dense(bias_out), chosen.gate_on_input
+    values = gather(routed, weight_in.dtype, centre=False, rest=on_input)
+    activation = ACTIVATIONS[chosen.activation]
+    outputs, before, after = mlp.forward(values, weight_in, bias_in, weight_out, activation, chosen.save)
     null = None
-    if on_input:
-        null = answers[:, sizes.M] if bias_out is None else answers[:, sizes.M] + bias_out
+    if on_input:  # an expert's output where it selected nothing
+        null = outputs[:, sizes.M] if bias_out is None else outputs[:, sizes.M] + bias_out
         null = null.contiguous()
-    if summed:
-        owners = expert_choice.owners_of(of.slots, sizes.L)
-        y = sum_of_owners(answers, sizes, owners, of.gate_out, bias_out, null)
+    if chosen.sum_experts:
+        owners = expert_choice.owners_of(routed.slots, sizes.L)
+        y = sum_of_owners(outputs, sizes, owners, routed.output_gate, bias_out, null)
     else:
-        y, _ = combine(answers, sizes, of.slots, of.gate_out, bias_out, Landing(1, False, False), null=null)
+        y, _ = combine(outputs, sizes, routed.slots, routed.output_gate, bias_out, Landing(1, False, False), null=null)
     y = as_map(y)
-    if not keep:
-        return y, *(nothing(x) for _ in range(4))
-    return y, values, before, after, nothing(x) if on_input else answers
+    if not chosen.save:
+        return y, *(placeholder(x) for _ in range(4))
+    return y, values, before, after, placeholder(x) if on_input else outputs
 
 
 @patch_mlp.register_fake
 def _(
-    x, weight_in, bias_in, weight_out, bias_out, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var,
-    eps, training, patch, kind, on_input, summed, activation, keep,
+    x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias, constants, options, eps,
 ):  # fmt: skip
+    chosen = PatchOptions.unflatten(options)
     E, J, C = weight_in.shape
     O = weight_out.shape[1]
-    M = x.shape[0] * index.shape[2] * patch * patch + (8 if on_input else 0)
-    y = map_like(x, O if summed else E * O, weight_in.dtype)
-    if not keep:
+    M = x.shape[0] * constants[0].shape[2] * chosen.patch_size**2 + (8 if chosen.gate_on_input else 0)
+    y = map_like(x, O if chosen.sum_experts else E * O, weight_in.dtype)
+    if not chosen.save:
         return y, *(x.new_empty(0) for _ in range(4))
-    answers = x.new_empty(0) if on_input else weight_in.new_empty(E, M, O)
-    return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), answers
+    outputs = x.new_empty(0) if chosen.gate_on_input else weight_in.new_empty(E, M, O)
+    return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), outputs
 
 
 @custom_op("moesaic::patch_mlp_backward", mutates_args=())
 def patch_mlp_backward(
-    grad: Tensor, values: Tensor, before: Tensor, after: Tensor, answers: Tensor,
-    x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None,
-    index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor | None, router: Tensor | None,
-    norm_weight: Tensor | None, norm_bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
-    eps: float, training: bool, patch: int, kind: int, on_input: bool, summed: bool, activation: str, need_map: bool,
+    grad: Tensor, saved: Sequence[Tensor], inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None],
+    options: Sequence[int], eps: float, need_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, weight_in, bias_in, weight_out, bias_out, gate, router, norm's weight and bias."""
-    of = chosen(
-        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
-    )
-    grad, bias_out = by_row(grad), dense(bias_out)
-    sizes, landing = of.sizes, Landing(1, False, summed)
+    """Gradients of `MLPInputs`, empty where there is none, from that of the map; ``saved`` as `patch_mlp` returns."""
+    given, chosen = MLPInputs(*inputs), PatchOptions.unflatten(options)
+    routed = RoutedMap.of(given, Constants(*constants), chosen, eps)
+    values, before, after, outputs = saved
+    grad, bias_out = by_row(grad), dense(given.bias_out)
+    sizes, landing = routed.sizes, Landing(1, False, chosen.sum_experts)
     rows = values.shape[1]
     dots = None
-    if of.gate_out is not None:
+    if routed.output_gate is not None:
         dots, part, sums = gated_gradients(
-            grad, answers if need_map else None, sizes, of.index, of.gate_out, bias_out, landing,
+            grad, outputs if need_input else None, sizes, routed.index, routed.output_gate, bias_out, landing,
             rest=False, rows=rows, sums=bias_out is not None,
         )  # fmt: skip
         assert part is not None
     else:
-        part = spread(grad, sizes, of.index, of.slots, None, landing, rows, range(sizes.E))
-        elsewhere = resting_gradients(grad, sizes, of.slots, None, landing, by_tap=False, elsewhere=True)
+        part = spread(grad, sizes, routed.index, routed.slots, None, landing, rows, range(sizes.E))
+        elsewhere = resting_gradients(grad, sizes, routed.slots, None, landing, by_tap=False, elsewhere=True)
         part[:, sizes.M] = elsewhere[:, 0]
         sums = None
         if bias_out is not None:
-            sums = resting_gradients(grad, sizes, of.slots, None, landing, by_tap=False)[:, 0]
-    grad_rows, grad_in, grad_bias_in, grad_out = mlp.backward(
-        part, values, before, after, weight_in, bias_in, weight_out, activation
+            sums = resting_gradients(grad, sizes, routed.slots, None, landing, by_tap=False)[:, 0]
+    hidden = mlp.Hidden(values, before, after)
+    of_weights = mlp.backward(
+        part, hidden, given.weight_in, given.bias_in, given.weight_out, ACTIVATIONS[chosen.activation]
     )
-    grad_bias_out = nothing(grad) if bias_out is None or sums is None else sums.to(bias_out.dtype).contiguous()
-    grad_bias_in = nothing(grad) if grad_bias_in is None else grad_bias_in
-    of_weights = grad_in, grad_bias_in, grad_out, grad_bias_out
-    if not need_map:
-        return nothing(grad), *of_weights, *(nothing(grad) for _ in range(4))
-    back = Back(of, dots, centre=False)
-    back.add(grad_rows, range(sizes.E))
-    grad_x, *others = back.finish()
-    return grad_x, *of_weights, *others
+    grad_bias_out = placeholder(grad) if bias_out is None or sums is None else sums.to(bias_out.dtype).contiguous()
+    grad_bias_in = placeholder(grad) if of_weights.bias_in is None else of_weights.bias_in
+    if need_input:
+        back = InputBackward(routed, dots, centre=False)
+        back.add(of_weights.values, range(sizes.E))
+        of_input = back.finish()
+    else:
+        of_input = no_input_gradients(grad)
+    return MLPInputs(
+        of_input.x, of_weights.weight_in, grad_bias_in, of_weights.weight_out, grad_bias_out, *of_input[1:]
+    )
 
 
 @patch_mlp_backward.register_fake
-def _(
-    grad, values, before, after, answers, x, weight_in, bias_in, weight_out, bias_out, index, slots, gate, scores,
-    router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input, summed, activation, need_map,
-):  # fmt: skip
-    grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
+def _(grad, saved, inputs, constants, options, eps, need_input):
+    given = MLPInputs(*inputs)
+    of_input = fake_input_gradients(grad, given, need_input)
     of_weights = [
-        grad.new_empty(0) if each is None else like(each) for each in (weight_in, bias_in, weight_out, bias_out)
+        grad.new_empty(0) if each is None else contiguous_like(each)
+        for each in (given.weight_in, given.bias_in, given.weight_out, given.bias_out)
     ]
-    return grad_x, *of_weights, *others
+    return of_input.x, *of_weights, *of_input[1:]
 
 
 def _mlp_setup(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, (*ctx.settings, _) = inputs[:14], inputs[14:]
-    ctx.mark_non_differentiable(*output[1:])
+    *differentiable, constants, ctx.options, ctx.eps = inputs
+    _, *saved = output
+    ctx.no_constants = Constants(*constants).no_gradients()
+    ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.save_for_backward(*saved, *differentiable, *constants)
 
 
 def _mlp_backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
-    wanted = ctx.needs_input_grad
+    count = len(MLPInputs._fields)
+    needs = MLPInputs(*ctx.needs_input_grad[:count])
     if grad is None:
-        return (None,) * 22
-    need_map = any(wanted[each] for each in (0, 7, 9, 10, 11))
+        return *(None for _ in needs), ctx.no_constants, None, None
+    saved, tensors = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
     grad = grad.contiguous(memory_format=torch.channels_last)
-    gx, gwi, gbi, gwo, gbo, gg, gr, gnw, gnb = patch_mlp_backward(grad, *ctx.saved_tensors, *ctx.settings, need_map)
-    found = {0: gx, 1: gwi, 2: gbi, 3: gwo, 4: gbo, 7: gg, 9: gr, 10: gnw, 11: gnb}
-    return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(22))
+    gradients = patch_mlp_backward(
+        grad, saved, tensors[:count], tensors[count:], ctx.options, ctx.eps, needs_input(needs)
+    )
+    return *needed_gradients(gradients, needs), ctx.no_constants, None, None
 
 
 patch_mlp.register_autograd(_mlp_backward, setup_context=_mlp_setup)

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.ops.triton.gather import NormTensors, affine
+from moesaic.ops.triton.gather import affine
 from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, power_of_2, total, warps, wide
+from moesaic.ops.triton.operands import NormTensors
 from moesaic.ops.triton.scatter import Landing, whole_blocks
 
 __all__ = ["resting_gradients", "resting_map"]

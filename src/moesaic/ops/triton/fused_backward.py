@@ -25,7 +25,7 @@ from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.expert_choice import by_channel, by_pixel
-from moesaic.ops.triton.gather import NormTensors, affine
+from moesaic.ops.triton.gather import affine
 from moesaic.ops.triton.launch import (
     Sizes,
     acc,
@@ -39,8 +39,9 @@ from moesaic.ops.triton.launch import (
     wide,
 )
 from moesaic.ops.triton.norm import through_norm
+from moesaic.ops.triton.operands import NormTensors, RoutedMap
 
-__all__ = ["Joint", "fits", "joint_gradients"]
+__all__ = ["Joint", "applies", "fits", "joint_gradients"]
 
 _PIXELS = range(8, 65)
 """Of a patch, where sums over its pixels are so much less than the pixels that they are worth writing down."""
@@ -59,8 +60,14 @@ class Joint:
     norm_bias: Tensor
 
 
+def applies(routed: RoutedMap) -> bool:
+    """Whether gradients go through norm, gates and router by this module's kernels."""
+    has_router = routed.router is not None and routed.scores is not None
+    return routed.norm is not None and routed.options.gate_on_input and has_router and fits(routed.sizes)
+
+
 def fits(sizes: Sizes) -> bool:
-    """Whether kernels of this module are for these sizes."""
+    """Whether this module's kernels are for these sizes."""
     places = max(sizes.N, sizes.E * sizes.L)
     return sizes.p**2 in _PIXELS and sizes.E <= _MOST_EXPERTS and places <= _MOST_PLACES
 
@@ -246,23 +253,21 @@ def joint_kernel(
         tl.store(router_out + part[:, None] * C + c[None, :], found_w[j], mask=mask)
 
 
-def joint_gradients(
-    grad: Tensor, x: Tensor, index: Tensor, slots: Tensor, gate: Tensor, scores: Tensor, router: Tensor,
-    norm: NormTensors, patch: int, kind: int, *, centre: bool,
-) -> Joint:  # fmt: skip
-    """From the gradient of values (E, M1, C), its row M, if there is one, that of positions not chosen."""
-    sizes = Sizes.of(x, index, patch)
-    sums, dots, pixels = _patch_sums(grad, x, index, gate, norm, sizes)
-    norm_weight, norm_bias, folded = through_norm(sums, grad, norm, sizes, centre=centre)
-    score_grad = _score_gradient(dots, pixels, folded, gate, scores, slots, kind)
-    grad_x, grad_router = _joint(grad, x, index, gate, score_grad, router, folded, sizes)
-    return Joint(grad_x, grad_router, norm_weight, norm_bias)
+def joint_gradients(grad: Tensor, routed: RoutedMap, *, centre: bool) -> Joint:
+    """From the gradient of values (E, M1, C); its row M, if there is one, is that of positions not selected."""
+    assert routed.norm is not None and routed.router is not None
+    sums, dots, pixels = _patch_sums(grad, routed, routed.norm)
+    norm = through_norm(sums, grad, routed.norm, routed.sizes, centre=centre)
+    score_grad = _score_gradient(dots, pixels, norm.terms, routed)
+    grad_x, grad_router = _joint(grad, routed, routed.router, score_grad, norm.terms)
+    return Joint(grad_x, grad_router, norm.weight, norm.bias)
 
 
 def _patch_sums(
-    grad: Tensor, x: Tensor, index: Tensor, gate: Tensor, norm: NormTensors, sizes: Sizes
+    grad: Tensor, routed: RoutedMap, norm: NormTensors
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
     """The norm's sums in parts (3, splits, E, C); of places (B, E, L, blocks), and (E, B·L, C) twice in training."""
+    sizes, x, index, gate = routed.sizes, routed.x, routed.index, routed.gate
     full, C, BP, places = wide(x.dtype), sizes.C, power_of_2(sizes.p**2), sizes.B * sizes.L
     rule = (max(32, 2048 // BP), 1, 3, 2)
     BC, number, stages, each = tile("patch_sums", rule, sizes.M, C, sizes.p, sizes.E, x.element_size())
@@ -274,24 +279,22 @@ def _patch_sums(
     # float16 has not the range for squares; rounding of single sums is no more than that of the values
     kind = torch.bfloat16 if x.dtype == torch.bfloat16 else full
     pixels = None
-    if norm.training:
+    if norm.batch_stats:
         pixels = (
             torch.empty(sizes.E, places, C, dtype=kind, device=x.device),
             torch.empty(sizes.E, places, C, dtype=kind, device=x.device),
         )
     patch_sums_kernel[(blocks, sizes.E, splits)](
         grad, x, index, gate, norm.weight, norm.bias, norm.mean, norm.var, sums, dots, *(pixels or (None, None)),
-        norm.eps, places, grad.shape[1], chunk, splits, C=C, STATS=norm.training, ACC=acc(full), BP=BP, BC=BC,
+        norm.eps, places, grad.shape[1], chunk, splits, C=C, STATS=norm.batch_stats, ACC=acc(full), BP=BP, BC=BC,
         STAGES=stages, **sizes.constants(), **warps(number),
     )  # fmt: skip
     return sums, dots, pixels
 
 
-def _score_gradient(
-    dots: Tensor, pixels: tuple[Tensor, Tensor] | None, norm: Tensor, gate: Tensor, scores: Tensor, slots: Tensor,
-    kind: int,
-) -> Tensor:  # fmt: skip
+def _score_gradient(dots: Tensor, pixels: tuple[Tensor, Tensor] | None, norm: Tensor, routed: RoutedMap) -> Tensor:
     """(B, N, E)."""
+    gate, scores, slots, kind = routed.gate, routed.scores, routed.slots, routed.options.gate_kind
     B, E, L = gate.shape
     N, C, blocks = slots.shape[2], norm.shape[2], dots.shape[3]
     out = torch.empty(B, N, E, dtype=dots.dtype, device=gate.device)
@@ -304,10 +307,9 @@ def _score_gradient(
     return out
 
 
-def _joint(
-    grad: Tensor, x: Tensor, index: Tensor, gate: Tensor, score_grad: Tensor, router: Tensor, norm: Tensor, sizes: Sizes
-) -> tuple[Tensor, Tensor]:
+def _joint(grad: Tensor, routed: RoutedMap, router: Tensor, score_grad: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of the map and of the router's kernels."""
+    sizes, x, index, gate = routed.sizes, routed.x, routed.index, routed.gate
     E, C, pixels = sizes.E, sizes.C, sizes.p**2
     halves = 2 if x.dtype == torch.bfloat16 else 1  # float16 has not the range for gradients of scores
     operand = tl.bfloat16 if halves == 2 else acc(score_grad.dtype)

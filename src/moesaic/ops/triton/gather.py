@@ -11,8 +11,6 @@ patches_kernel    the same for perceptrons' answers under ``combine="sum"``, wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,21 +18,9 @@ from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.launch import Sizes, acc, ceil, pixel_of_patch, power_of_2, warps, wide
+from moesaic.ops.triton.operands import RoutedMap
 
-__all__ = ["NormTensors", "affine", "collect", "collect_tile", "gather", "pixel_of_row", "sum_of_owners"]
-
-
-@dataclass(frozen=True)
-class NormTensors:
-    """A norm of experts' masked maps: tensors (E, C), its statistics those that apply now."""
-
-    weight: Tensor
-    bias: Tensor
-    mean: Tensor
-    var: Tensor
-    eps: float
-    training: bool
-    """Whether mean and var are the map's own."""
+__all__ = ["affine", "collect", "collect_tile", "gather", "pixel_of_row", "sum_of_owners"]
 
 
 @triton.jit
@@ -222,31 +208,20 @@ def patches_kernel(
         tl.store(out + at[:, None] + o[None, :], found.to(out.dtype.element_ty), mask=mask)
 
 
-def gather(
-    x: Tensor,
-    index: Tensor,
-    gate: Tensor | None,
-    norm: NormTensors | None,
-    patch: int,
-    dtype: torch.dtype,
-    *,
-    centre: bool,
-    rest: bool,
-    experts: range | None = None,
-) -> Tensor:
-    """Values (E, M1, C) of the chosen pixels of x (B, H, W, C), of some experts or of all.
+def gather(routed: RoutedMap, dtype: torch.dtype, *, centre: bool, rest: bool, experts: range | None = None) -> Tensor:
+    """Values (E, M1, C) of the selected pixels, of some experts or of all.
 
-    ``rest``: with the row of positions that were not chosen. ``centre``: that row is taken from the others.
+    ``rest``: with the row of positions that were not selected. ``centre``: that row is subtracted from the others.
     """
-    sizes = Sizes.of(x, index, patch)
+    sizes, x, gate, norm, patch_size = routed.sizes, routed.x, routed.input_gate, routed.norm, routed.options.patch_size
     experts = range(sizes.E) if experts is None else experts
     M1 = sizes.rows(rest)
     values = torch.empty(len(experts), M1, sizes.C, dtype=dtype, device=x.device)
     n = norm
     rule = (16, power_of_2(sizes.C, most=128), 4)
-    BM, BC, number = tile("gather", rule, sizes.M, sizes.C, patch, norm is not None, x.element_size())
+    BM, BC, number = tile("gather", rule, sizes.M, sizes.C, patch_size, norm is not None, x.element_size())
     gather_kernel[(ceil(M1, BM), len(experts))](
-        x, index, gate, n and n.weight, n and n.bias, n and n.mean, n and n.var, values, n.eps if n else 0.0,
+        x, routed.index, gate, n and n.weight, n and n.bias, n and n.mean, n and n.var, values, n.eps if n else 0.0,
         sizes.M, M1, experts.start, C=sizes.C, HAS_GATE=gate is not None, HAS_NORM=n is not None, CENTRE=centre,
         ACC=acc(wide(x.dtype)), BM=BM, BC=BC, **sizes.constants(), **warps(number),
     )  # fmt: skip
@@ -255,26 +230,23 @@ def gather(
 
 def collect(
     grad: Tensor,
-    x: Tensor,
-    index: Tensor,
+    routed: RoutedMap,
     owners: tuple[Tensor, Tensor],
-    gate: Tensor | None,
     grad_gate: Tensor | None,
     norm: Tensor | None,
     router: tuple[Tensor, Tensor] | None,
-    patch: int,
     experts: range,
     base: Tensor | None,
 ) -> Tensor:
-    """Gradient of x from that of some experts' values (…, M1, C), added to ``base``; fills in that of gates.
+    """Gradient of x from that of some experts' values (…, M1, C), added to ``base``; fills in ``grad_gate``.
 
     ``norm``: scale and shift (2, E, C), and in training lift and tilt, as `norm_gradients` gives them. ``router``: the
-    gradient of chosen patches' scores (B, E, L) and the kernels (E, p², C) it goes back through.
+    gradient of selected patches' scores (B, E, L) and the kernels (E, p², C) it goes back through.
     """
-    sizes = Sizes.of(x, index, patch)
+    sizes, x, gate = routed.sizes, routed.x, routed.input_gate
     out = torch.empty_like(x) if base is None else base
     scores, kernels = router or (None, None)
-    BP = power_of_2(patch**2)
+    BP = power_of_2(sizes.p**2)
     BC, number = collect_tile(sizes, norm is not None, gate is not None, x)
     collect_kernel[(sizes.B * sizes.N, ceil(sizes.C, BC))](
         grad, x, *owners, gate, scores, kernels, norm, out, grad_gate, sizes.B, grad.shape[1],

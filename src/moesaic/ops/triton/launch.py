@@ -29,6 +29,7 @@ __all__ = [
     "parts",
     "pipeline",
     "pixel_of_patch",
+    "placeholder",
     "power_of_2",
     "total",
     "warps",
@@ -85,6 +86,11 @@ def map_like(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tens
     """Memory for maps (B, channels, H, W) in channels_last, of the size of others."""
     B, _, H, W = x.shape
     return as_map(x.new_empty(B, H, W, channels, dtype=dtype))
+
+
+def placeholder(like: Tensor) -> Tensor:
+    """An empty tensor: an operator returns a tensor, each time a new one, also where it has nothing to return."""
+    return like.new_empty(0)
 
 
 def fill(programs: int, most: int) -> int:

@@ -22,7 +22,7 @@ way forward goes with any way back. The bias's gradient is summed per tile, and 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -33,7 +33,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moesaic.ops.triton.activation import Kind, activate, activate_back, activated, options, slope
 from moesaic.ops.triton.launch import INTERPRETED, ceil, dense, power_of_2, total
 
-__all__ = ["TILES", "WAYS", "Way", "backward", "forward", "hidden", "hidden_back"]
+__all__ = ["TILES", "WAYS", "Hidden", "MLPGradients", "Way", "backward", "forward", "hidden", "hidden_back"]
 
 Way = Literal["separate", "pointers", "descriptors"]
 
@@ -173,27 +173,38 @@ def forward(
     return torch.bmm(after, weight_out.transpose(1, 2)), before, after
 
 
-def backward(
-    grad: Tensor,
-    values: Tensor,
-    before: Tensor,
-    after: Tensor,
-    weight_in: Tensor,
-    bias_in: Tensor | None,
-    weight_out: Tensor,
-    kind: Kind,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """Gradients of values, weight_in, bias_in and weight_out.
+class Hidden(NamedTuple):
+    """What the forward pass leaves to the backward pass."""
 
-    An ``after`` without elements is computed anew, which saves a quarter of what a layer keeps, for one more pass.
-    """
+    values: Tensor
+    """(E, M, C)"""
+    before: Tensor
+    """(E, M, J), before bias and activation."""
+    after: Tensor
+    """(E, M, J), after them. Without elements it is recomputed: a quarter less memory for one more pass."""
+
+
+class MLPGradients(NamedTuple):
+    """Gradients of an MLP's inputs and weights."""
+
+    values: Tensor
+    weight_in: Tensor
+    bias_in: Tensor | None
+    weight_out: Tensor
+
+
+def backward(
+    grad: Tensor, hidden: Hidden, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, kind: Kind
+) -> MLPGradients:
+    """From the gradient of outputs (E, M, O)."""
+    values, before, after = hidden
     grad = grad.contiguous()
     if after.numel() == 0:
         after = activate(before, dense(bias_in), kind)
     grad_out = torch.bmm(grad.transpose(1, 2), after)
     grad_before, grad_bias = hidden_back(grad, weight_out, before, bias_in, kind)
     grad_in = torch.bmm(grad_before.transpose(1, 2), values)
-    return torch.bmm(grad_before, weight_in), grad_in, grad_bias, grad_out
+    return MLPGradients(torch.bmm(grad_before, weight_in), grad_in, grad_bias, grad_out)
 
 
 def hidden(

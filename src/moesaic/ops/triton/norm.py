@@ -12,16 +12,28 @@ norm_back_kernel   these → gradients of the norm's weight and bias, and what f
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
-from moesaic.ops.triton.gather import NormTensors, affine, pixel_of_row
+from moesaic.ops.triton.gather import affine, pixel_of_row
 from moesaic.ops.triton.launch import Sizes, acc, ceil, fill, parts, power_of_2, warps, wide
+from moesaic.ops.triton.operands import NormTensors, RoutedMap
 
-__all__ = ["norm_gradients", "statistics", "through_norm"]
+__all__ = ["NormGradients", "norm_gradients", "statistics", "through_norm"]
+
+
+class NormGradients(NamedTuple):
+    """Gradients of a norm's weight and bias (E, C), and the terms with which a gradient passes through it."""
+
+    weight: Tensor
+    bias: Tensor
+    terms: Tensor
+    """(2, E, C): scale and shift; (4, E, C) in training: lift and tilt as well, the gradient through the statistics."""
 
 
 @triton.jit
@@ -207,14 +219,9 @@ def statistics(
     return all_mean, var
 
 
-def norm_gradients(
-    grad: Tensor, x: Tensor, index: Tensor, gate: Tensor | None, norm: NormTensors, patch: int, *, centre: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of weight and bias (E, C), and (2 or 4, E, C) scale, shift, and in training lift and tilt.
-
-    ``grad`` (E, M1, C) is that of values, its row M, if there is one, that of positions not chosen.
-    """
-    sizes = Sizes.of(x, index, patch)
+def norm_gradients(grad: Tensor, routed: RoutedMap, norm: NormTensors, *, centre: bool) -> NormGradients:
+    """From the gradient of values (E, M1, C); its row M, if there is one, is that of positions not selected."""
+    sizes, x, index, gate = routed.sizes, routed.x, routed.index, routed.input_gate
     full, C = wide(x.dtype), sizes.C
     BM, BC, number, stages, each = _tile("norm_sums", (16, 64, 2, 3, 2), sizes, x)
     chunk, splits = parts(sizes.M, fill(ceil(C, BC) * sizes.E, 64) * each, BM)
@@ -227,19 +234,17 @@ def norm_gradients(
     return through_norm(sums, grad, norm, sizes, centre=centre)
 
 
-def through_norm(
-    sums: Tensor, grad: Tensor, norm: NormTensors, sizes: Sizes, *, centre: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def through_norm(sums: Tensor, grad: Tensor, norm: NormTensors, sizes: Sizes, *, centre: bool) -> NormGradients:
     """The same from the three sums of `norm_sums_kernel`, in parts (3, splits, E, C)."""
     splits, C, M1, BC = sums.shape[1], sizes.C, grad.shape[1], power_of_2(sizes.C, most=32)
-    folded = torch.empty(4 if norm.training else 2, sizes.E, C, dtype=sums.dtype, device=grad.device)
+    folded = torch.empty(4 if norm.batch_stats else 2, sizes.E, C, dtype=sums.dtype, device=grad.device)
     weight, bias = torch.empty_like(norm.weight), torch.empty_like(norm.bias)
     norm_back_kernel[(ceil(C, BC), sizes.E)](
         sums, grad, norm.weight, norm.bias, norm.mean, norm.var, folded, weight, bias, norm.eps, splits, sizes.M, M1,
-        float(sizes.positions), E=sizes.E, C=C, HAS_REST=M1 > sizes.M, CENTRE=centre, STATS=norm.training,
+        float(sizes.positions), E=sizes.E, C=C, HAS_REST=M1 > sizes.M, CENTRE=centre, STATS=norm.batch_stats,
         ACC=acc(sums.dtype), BS=power_of_2(splits), BC=BC, **warps(4),
     )  # fmt: skip
-    return weight, bias, folded
+    return NormGradients(weight, bias, folded)
 
 
 def _tile(kernel: str, rule: tuple[int, ...], sizes: Sizes, x: Tensor) -> tuple[int, int, int, int, int]:

@@ -40,6 +40,7 @@ from moesaic.ops.triton.launch import (
     warps,
     wide,
 )
+from moesaic.ops.triton.operands import RoutedMap
 
 __all__ = ["MOST_CHANNELS", "answers", "columns", "gate_gradients", "pixel_gradients", "weight_gradients"]
 
@@ -346,20 +347,19 @@ def weights_sum_kernel(
         tl.store(router + to, found.to(router.dtype.element_ty), mask=(i < X) & (o >= O))
 
 
-def answers(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sizes, index: Tensor, slots: Tensor, gate: Tensor, keep: bool
-) -> tuple[Tensor, Tensor | None]:
+def answers(routed: RoutedMap, weight: Tensor, bias: Tensor | None, keep: bool) -> tuple[Tensor, Tensor | None]:
     """The map (B, H, W, E·O) for weights (E, O, C), and with ``keep`` what gates are multiplied with (E, M, O)."""
     E, O, C = weight.shape
+    sizes, x = routed.sizes, routed.x
     y = torch.empty(sizes.B, sizes.H, sizes.W, E * O, dtype=x.dtype, device=x.device)
     own = torch.empty(E, sizes.M, O, dtype=x.dtype, device=x.device) if keep else None
     B1, B2 = _two_tiles(O, 16)
     BM, BC, BQ, number, stages = tile("answer", (128, 64, 128, 4, 3), sizes.M, C, O, sizes.p, E)
     tiles = ceil(sizes.M, BM)
     answer_kernel[(tiles, E, ceil(O, B1 + B2))](
-        x, weight, bias, index, slots, gate, y, own, sizes.M, sizes.positions, ceil(sizes.positions, tiles),
-        C=C, O=O, N=sizes.N, HAS_BIAS=bias is not None, KEEP=keep, ACC=acc(wide(x.dtype)), BM=BM,
-        BC=min(BC, power_of_2(C, 16)), B1=B1, B2=B2, BQ=BQ, **sizes.constants(), **pipeline(number, stages),
+        x, weight, bias, routed.index, routed.slots, routed.gate, y, own, sizes.M, sizes.positions,
+        ceil(sizes.positions, tiles), C=C, O=O, N=sizes.N, HAS_BIAS=bias is not None, KEEP=keep, ACC=acc(wide(x.dtype)),
+        BM=BM, BC=min(BC, power_of_2(C, 16)), B1=B1, B2=B2, BQ=BQ, **sizes.constants(), **pipeline(number, stages),
     )  # fmt: skip
     return y, own
 

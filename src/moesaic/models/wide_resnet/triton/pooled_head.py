@@ -9,8 +9,9 @@ The map in between is never written: see `pooled_kernels`, and `pooled_line_kern
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
 # pyright: reportIndexIssue=false, reportOperatorIssue=false, reportArgumentType=false, reportReturnType=false
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +19,21 @@ from torch.library import custom_op
 
 from moesaic.models.wide_resnet.triton import pooled_kernels, pooled_line_kernels
 from moesaic.ops.tile_sizes import tile
-from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, power_of_2, warps, wide
+from moesaic.ops.triton.launch import Sizes, acc, ceil, dense, fill, parts, placeholder, power_of_2, warps, wide
+from moesaic.ops.triton.operands import (
+    Constants,
+    PatchOptions,
+    RoutedMap,
+    needed_gradients,
+    needs_input,
+)
 from moesaic.ops.triton.patch_backward import (
-    Back,
-    Chosen,
-    ProductGradients,
-    chosen,
-    contributions_of,
-    like,
-    map_shapes,
-    nothing,
+    InputBackward,
+    MatmulBackward,
+    contiguous_like,
+    expert_contributions,
+    fake_input_gradients,
+    no_input_gradients,
 )
 from moesaic.ops.triton.scatter import Landing, landed_patches, whole_blocks
 from moesaic.ops.weight_layout import laid_out
@@ -40,6 +46,46 @@ MOST_TAPS = 50
 Compiling takes seconds for as many."""
 PARTS = 256
 """So many parts of a sum are read at a time."""
+
+
+class PooledInputs(NamedTuple):
+    """Differentiable inputs of `patch_conv_pooled`; also their gradients, or which of them are needed."""
+
+    x: Any
+    """(B, C, H, W)"""
+    weight: Any
+    """(E, O, C, ks, ks)"""
+    bias: Any
+    """(E, O), or None"""
+    gate: Any
+    """(B, E, L)"""
+    router: Any
+    """(E, C, p, p), or None"""
+    norm_weight: Any
+    """(E, C), or None: of the experts' norm, and ``norm_bias`` likewise."""
+    norm_bias: Any
+    output_weight: Any
+    """(E·O): of the norm behind the experts, and ``output_bias`` likewise."""
+    output_bias: Any
+
+
+class Saved(NamedTuple):
+    """What `patch_conv_pooled` returns for the backward pass, besides the means."""
+
+    moments: Tensor
+    """(2, E·O)"""
+    values: Tensor
+    """(E, M1, C)"""
+    rows: Tensor
+    """(E, MR, O)"""
+    place: Tensor
+    """(E, MR)"""
+    resting: Tensor
+    """(E, H·W, O)"""
+    table: Tensor
+    """(5, E·O)"""
+    counts: Tensor
+    """(2, B, E·O)"""
 
 
 @dataclass(frozen=True)
@@ -134,7 +180,7 @@ class _Found:
 
 
 def _reach(
-    contributions: Tensor, of: Chosen, reach: _Reach, bias: Tensor | None, resting: Tensor | None, *, stats: bool
+    contributions: Tensor, routed: RoutedMap, reach: _Reach, bias: Tensor | None, resting: Tensor | None, *, stats: bool
 ) -> tuple[_Found, Tensor | None]:
     """Rows, and sums (2, S, E, O) for the statistics of y."""
     base, steps = bias if resting is None else resting, reach.steps(resting)
@@ -142,11 +188,11 @@ def _reach(
     rows = contributions if reach.small else torch.empty(shape, dtype=contributions.dtype, device=device)
     place = torch.empty(reach.sizes.E, reach.number, dtype=torch.int32, device=device)
     found = _Found(rows, place, None if reach.whole else base, steps)
-    return found, (_land if reach.by_lines else _gathered)(contributions, of, reach, base, found, stats=stats)
+    return found, (_land if reach.by_lines else _gathered)(contributions, routed, reach, base, found, stats=stats)
 
 
 def _land(
-    contributions: Tensor, of: Chosen, reach: _Reach, base: Tensor | None, found: _Found, *, stats: bool
+    contributions: Tensor, routed: RoutedMap, reach: _Reach, base: Tensor | None, found: _Found, *, stats: bool
 ) -> Tensor | None:
     """Fills in rows and places of patches that have several pixels a side."""
     sizes, landing, O = reach.sizes, reach.landing, reach.O
@@ -163,17 +209,17 @@ def _land(
     constants = sizes.constants()
     del constants["HW"]
     pooled_line_kernels.land_kernel[(blocks, S, sizes.E)](
-        contributions, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, patches,
+        contributions, routed.index, routed.slots, routed.output_gate, base, found.rows, found.place, sums, patches,
         contributions.shape[1], chunk, S, reach.pivot, O=O, KS=landing.kernel, N=sizes.N, H=sizes.H, HALO=reach.halo,
         NEAR=reach.near, BSTEP=found.steps[0], QSTEP=found.steps[1], HAS_BASE=base is not None,
-        HAS_GATE=of.gate_out is not None, STATS=stats, ACC=acc(full), BK=BK, BH=power_of_2(side), BO=BO, **constants,
-        **warps(wide_by),
+        HAS_GATE=routed.output_gate is not None, STATS=stats, ACC=acc(full), BK=BK, BH=power_of_2(side), BO=BO,
+        **constants, **warps(wide_by),
     )  # fmt: skip
     return sums
 
 
 def _gathered(
-    contributions: Tensor, of: Chosen, reach: _Reach, base: Tensor | None, found: _Found, *, stats: bool
+    contributions: Tensor, routed: RoutedMap, reach: _Reach, base: Tensor | None, found: _Found, *, stats: bool
 ) -> Tensor | None:
     """The same for 1×1 kernels, whose rows are there already, for single pixels and for patches with long lines."""
     sizes, O, ks, number = reach.sizes, reach.O, reach.landing.kernel, reach.number
@@ -185,10 +231,11 @@ def _gathered(
     chunk, splits = parts(number, fill(blocks * sizes.E, 64) * 4, BM)
     sums = torch.empty(2, splits, sizes.E, O, dtype=full, device=landed.device) if stats else None
     pooled_kernels.reach_kernel[(splits, sizes.E, blocks)](
-        landed, of.index, of.slots, of.gate_out, base, found.rows, found.place, sums, number, landed.stride(0), chunk,
-        splits, *found.steps, reach.pivot, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo, NEAR=reach.near,
-        FLIP=ks > 1 and sizes.p == 1, HAS_BASE=base is not None, HAS_GATE=of.gate_out is not None, STATS=stats,
-        ACC=acc(full), BM=BM, BO=BO, **sizes.constants(), **warps(wide_by),
+        landed, routed.index, routed.slots, routed.output_gate, base, found.rows, found.place, sums, number,
+        landed.stride(0), chunk, splits, *found.steps, reach.pivot, O=O, KS=ks, N=sizes.N, H=sizes.H, HALO=reach.halo,
+        NEAR=reach.near, FLIP=ks > 1 and sizes.p == 1, HAS_BASE=base is not None,
+        HAS_GATE=routed.output_gate is not None, STATS=stats, ACC=acc(full), BM=BM, BO=BO, **sizes.constants(),
+        **warps(wide_by),
     )  # fmt: skip
     return sums
 
@@ -213,44 +260,44 @@ def _table(
     return table, moments
 
 
-def _pool(of: Chosen, reach: _Reach, found: _Found, table: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
+def _pool(routed: RoutedMap, reach: _Reach, found: _Found, table: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
     """Means (B, E·O) and, with ``keep``, active positions and their sum (2, B, E·O)."""
     sizes, O, rows = reach.sizes, reach.O, found.rows
     pooled = torch.empty(sizes.B, sizes.E * O, dtype=rows.dtype, device=rows.device)
-    counts = torch.empty(2, *pooled.shape, dtype=table.dtype, device=rows.device) if keep else nothing(table)
+    counts = torch.empty(2, *pooled.shape, dtype=table.dtype, device=rows.device) if keep else placeholder(table)
     BO = whole_blocks(O, 32)
     rule = (power_of_2(sizes.L * reach.each, most=max(128 // BO, 1)), BO, 1)
     BM, BO, wide_by = tile("pool", rule, sizes.L * reach.each, O, sizes.E, rows.element_size())
     pooled_kernels.pool_kernel[(sizes.B, sizes.E, ceil(O, BO))](
-        rows, found.place, of.gate_out, found.base, table, pooled, counts, reach.number, rows.stride(0), *found.steps,
-        sizes.B, E=sizes.E, O=O, L=sizes.L, RS=reach.each, HW=sizes.H * sizes.W, HAS_BASE=found.base is not None,
-        HAS_GATE=of.gate_out is not None, KEEP=keep, ACC=acc(table.dtype), BM=BM, BO=BO, **warps(wide_by),
+        rows, found.place, routed.output_gate, found.base, table, pooled, counts, reach.number, rows.stride(0),
+        *found.steps, sizes.B, E=sizes.E, O=O, L=sizes.L, RS=reach.each, HW=sizes.H * sizes.W,
+        HAS_BASE=found.base is not None, HAS_GATE=routed.output_gate is not None, KEEP=keep, ACC=acc(table.dtype),
+        BM=BM, BO=BO, **warps(wide_by),
     )  # fmt: skip
     return pooled, counts
 
 
 def _slopes(
-    grad: Tensor, counts: Tensor, table: Tensor, moments: Tensor, weight: Tensor, bias: Tensor, eps: float,
-    training: bool, positions: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Terms of y's gradient (6, E·O), gradients of weight and bias."""
+    grad: Tensor, saved: Saved, after: tuple[Tensor, Tensor], eps: float, *, training: bool, positions: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Terms of y's gradient (6, E·O), gradients of the weight and bias ``after``."""
     B, X = grad.shape
-    slopes = torch.empty(6, X, dtype=table.dtype, device=grad.device)
-    grad_weight, grad_bias = torch.empty_like(weight), torch.empty_like(bias)
+    slopes = torch.empty(6, X, dtype=saved.table.dtype, device=grad.device)
+    grad_weight, grad_bias = (torch.empty_like(each) for each in after)
     BX, BB = power_of_2(X, most=16), power_of_2(B, most=64)
     pooled_kernels.slope_kernel[(ceil(X, BX),)](
-        grad, counts, table, moments, slopes, grad_weight, grad_bias, eps, B, X=X, HW=positions, TRAINING=training,
-        ACC=acc(table.dtype), BB=BB, BX=BX, **warps(4),
+        grad, saved.counts, saved.table, saved.moments, slopes, grad_weight, grad_bias, eps, B, X=X, HW=positions,
+        TRAINING=training, ACC=acc(slopes.dtype), BB=BB, BX=BX, **warps(4),
     )  # fmt: skip
     return slopes, grad_weight, grad_bias
 
 
 def _row_gradients(
-    grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
+    grad: Tensor, routed: RoutedMap, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gradient of rows; with ``sums`` their part (S, E, ks², O) in that of what experts answer at rest."""
     if reach.by_lines:
-        return _line_gradients(grad, of, reach, found, slopes, sums=sums)
+        return _line_gradients(grad, routed, reach, found, slopes, sums=sums)
     sizes, O, number = reach.sizes, reach.O, reach.number
     ks = reach.landing.kernel if reach.normed else 1
     out = torch.empty(reach.shape(), dtype=found.rows.dtype, device=grad.device)
@@ -260,16 +307,16 @@ def _row_gradients(
     chunk, splits = parts(rows, fill(ceil(O, BO) * sizes.E, 64) * 4, BM)
     joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
     pooled_kernels.back_kernel[(splits, sizes.E, ceil(O, BO))](
-        grad, found.rows, found.base, found.place, of.gate_out, slopes, out, joint, number, rows,
+        grad, found.rows, found.base, found.place, routed.output_gate, slopes, out, joint, number, rows,
         found.rows.stride(0), *found.steps, chunk, O=O, KS=ks, RS=reach.each, H=sizes.H, ALONE=reach.landing.alone,
-        HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, ACC=acc(slopes.dtype), BM=BM,
-        BT=power_of_2(ks**2), BO=BO, **sizes.constants(), **warps(wide_by),
+        HAS_BASE=found.base is not None, HAS_GATE=routed.output_gate is not None, SUMS=sums, ACC=acc(slopes.dtype),
+        BM=BM, BT=power_of_2(ks**2), BO=BO, **sizes.constants(), **warps(wide_by),
     )  # fmt: skip
     return out, joint
 
 
 def _line_gradients(
-    grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
+    grad: Tensor, routed: RoutedMap, reach: _Reach, found: _Found, slopes: Tensor, *, sums: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The same for patches that have several pixels a side."""
     sizes, O = reach.sizes, reach.O
@@ -283,15 +330,15 @@ def _line_gradients(
     chunk, splits = parts(patches, fill(blocks * sizes.E, patches) * share, 1)
     joint = torch.empty(splits, sizes.E, ks**2, O, dtype=slopes.dtype, device=grad.device) if sums else None
     pooled_line_kernels.line_kernel[(blocks, splits, sizes.E)](
-        grad, found.rows, found.base, of.index, found.place, of.gate_out, slopes, out, joint, patches, chunk, O=O,
-        H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, BSTEP=found.steps[0], QSTEP=found.steps[1],
-        HAS_BASE=found.base is not None, HAS_GATE=of.gate_out is not None, SUMS=sums, TAPS=ks, ACC=acc(slopes.dtype),
-        BH=BH, BO=BO, **sizes.constants(), **warps(wide_by),
+        grad, found.rows, found.base, routed.index, found.place, routed.output_gate, slopes, out, joint, patches, chunk,
+        O=O, H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, BSTEP=found.steps[0], QSTEP=found.steps[1],
+        HAS_BASE=found.base is not None, HAS_GATE=routed.output_gate is not None, SUMS=sums, TAPS=ks,
+        ACC=acc(slopes.dtype), BH=BH, BO=BO, **sizes.constants(), **warps(wide_by),
     )  # fmt: skip
     return out, joint
 
 
-def _spread(grad: Tensor, of: Chosen, reach: _Reach, answers: Tensor | None, experts: range) -> Tensor:
+def _spread(grad: Tensor, routed: RoutedMap, reach: _Reach, answers: Tensor | None, experts: range) -> Tensor:
     """Gradient of some experts' contributions (…, M1, ks²·O) from that of rows, and from that of answers at rest."""
     sizes, O, ks, rows = reach.sizes, reach.O, reach.landing.kernel, reach.sizes.rows(reach.normed)
     out = torch.empty(len(experts), rows, ks**2 * O, dtype=grad.dtype, device=grad.device)
@@ -300,22 +347,22 @@ def _spread(grad: Tensor, of: Chosen, reach: _Reach, answers: Tensor | None, exp
     constants = sizes.constants()
     del constants["HW"]
     pooled_kernels.spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
-        grad, of.index, of.slots, answers, out, sizes.M, rows, experts.start, grad.stride(0), O=O, KS=ks, N=sizes.N,
-        H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None,
+        grad, routed.index, routed.slots, answers, out, sizes.M, rows, experts.start, grad.stride(0), O=O, KS=ks,
+        N=sizes.N, H=sizes.H, HALO=reach.halo, ALONE=reach.landing.alone, HAS_GATE=routed.output_gate is not None,
         HAS_ANSWERS=answers is not None, BM=BM, BO=BO, **constants, **warps(wide_by),
     )  # fmt: skip
     return out
 
 
-def _dots(grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor) -> Tensor | None:
+def _dots(grad: Tensor, routed: RoutedMap, reach: _Reach, found: _Found, slopes: Tensor) -> Tensor | None:
     """Gradient of gates on the output (B, E, L, p²), place by place."""
-    if of.gate_out is None:
+    if routed.output_gate is None:
         return None
     sizes, O = reach.sizes, reach.O
-    dots = torch.empty(*of.index.shape, sizes.p**2, dtype=slopes.dtype, device=grad.device)
+    dots = torch.empty(*routed.index.shape, sizes.p**2, dtype=slopes.dtype, device=grad.device)
     BM, BO = 32, whole_blocks(O, 64)
     pooled_kernels.dots_kernel[(ceil(sizes.M, BM), sizes.E)](
-        grad, found.rows, found.base, found.place, of.gate_out, slopes, dots, sizes.M, found.rows.stride(0),
+        grad, found.rows, found.base, found.place, routed.output_gate, slopes, dots, sizes.M, found.rows.stride(0),
         *found.steps, E=sizes.E, O=O, L=sizes.L, P=sizes.p, HW=sizes.H * sizes.W, HAS_BASE=found.base is not None,
         ACC=acc(slopes.dtype), BM=BM, BO=BO, **warps(4),
     )  # fmt: skip
@@ -323,7 +370,7 @@ def _dots(grad: Tensor, of: Chosen, reach: _Reach, found: _Found, slopes: Tensor
 
 
 def _answers(
-    sums: Tensor, of: Chosen, reach: _Reach, base: Tensor | None, steps: tuple[int, int], slopes: Tensor
+    sums: Tensor, routed: RoutedMap, reach: _Reach, base: Tensor | None, steps: tuple[int, int], slopes: Tensor
 ) -> Tensor:
     """Gradient (E, ks², O) of what experts answer to a constant at each tap, or (E, 1, O) of a bias."""
     sizes, (splits, E, taps, O) = reach.sizes, sums.shape
@@ -333,7 +380,7 @@ def _answers(
     BO = whole_blocks(O, 32)
     pooled_kernels.answers_kernel[(E, taps, ceil(O, BO))](
         sums, base, slopes, out, splits, sizes.B, *steps, O=O, KS=reach.landing.kernel if reach.normed else 1,
-        H=sizes.H, ALONE=reach.landing.alone, HAS_GATE=of.gate_out is not None, ACC=acc(slopes.dtype),
+        H=sizes.H, ALONE=reach.landing.alone, HAS_GATE=routed.output_gate is not None, ACC=acc(slopes.dtype),
         BS=power_of_2(splits, most=PARTS), BQ=power_of_2(HW, most=64), BO=BO, **constants, **warps(4),
     )  # fmt: skip
     return out
@@ -341,131 +388,129 @@ def _answers(
 
 @custom_op("moesaic::patch_conv_pooled", mutates_args=())
 def patch_conv_pooled(
-    x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
-    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    mean: Tensor | None, var: Tensor | None, after_weight: Tensor, after_bias: Tensor, after_mean: Tensor | None,
-    after_var: Tensor | None, eps: float, training: bool, patch: int, kind: int, on_input: bool, alone: bool,
-    after_eps: float, keep: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, router: Tensor | None, norm_weight: Tensor | None,
+    norm_bias: Tensor | None, output_weight: Tensor, output_bias: Tensor, constants: Sequence[Tensor | None],
+    options: Sequence[int], eps: Sequence[float],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Means (B, E·O) over the map of ReLU(BatchNorm(y)), and mean and variance (2, E·O) of y, a `patch_conv`.
+    """Means (B, E·O) over the map of ReLU(BatchNorm(y)), y a `patch_conv`, and `Saved`, whose moments are those of y.
 
-    Without ``after_mean`` and ``after_var`` BatchNorm takes y's own. The other results are for the gradient, if
-    ``keep``: values, rows, their places, the resting map, the table of channels, and each image's counts.
+    Without ``constants.output_mean`` and ``output_var`` BatchNorm takes y's own statistics. ``eps`` is that of the
+    experts' norm and of the BatchNorm behind them. Without ``options.save`` all but the moments is empty.
     """
-    of = chosen(
-        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
-    )
-    _, O, _, ks, _ = weight.shape
-    normed = of.norm is not None
-    landing, bias = Landing(ks, alone, False), dense(bias)
-    reach = _Reach(of.sizes, landing, O, on_input, normed)
-    values, contributions, resting = contributions_of(of, weight, bias, landing)
-    found, sums = _reach(contributions, of, reach, bias, resting, stats=after_mean is None)
-    after = after_weight.contiguous(), after_bias.contiguous(), dense(after_mean), dense(after_var)
-    table, moments = _table(reach, found, sums, after, after_eps)
-    pooled, counts = _pool(of, reach, found, table, keep=keep)
-    if not keep:
-        return pooled, moments, *(nothing(x) for _ in range(6))
-    return pooled, moments, values, found.rows, found.place, nothing(x) if resting is None else resting, table, counts
+    inputs = PooledInputs(x, weight, bias, gate, router, norm_weight, norm_bias, output_weight, output_bias)
+    fixed, chosen = Constants(*constants), PatchOptions.unflatten(options)
+    routed = RoutedMap.of(inputs, fixed, chosen, eps[0])
+    bias, reach = dense(bias), _reach_of(routed.sizes, weight, chosen, normed=routed.norm is not None)
+    values, contributions, resting = expert_contributions(routed, weight, bias, reach.landing)
+    found, sums = _reach(contributions, routed, reach, bias, resting, stats=fixed.output_mean is None)
+    after = output_weight.contiguous(), output_bias.contiguous(), dense(fixed.output_mean), dense(fixed.output_var)
+    table, moments = _table(reach, found, sums, after, eps[1])
+    pooled, counts = _pool(routed, reach, found, table, keep=chosen.save)
+    if not chosen.save:
+        return pooled, moments, *(placeholder(x) for _ in range(6))
+    resting = placeholder(x) if resting is None else resting
+    return pooled, *Saved(moments, values, found.rows, found.place, resting, table, counts)
 
 
 @patch_conv_pooled.register_fake
 def _(
-    x, weight, bias, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, after_weight, after_bias,
-    after_mean, after_var, eps, training, patch, kind, on_input, alone, after_eps, keep,
+    x, weight, bias, gate, router, norm_weight, norm_bias, output_weight, output_bias, constants, options, eps,
 ):  # fmt: skip
-    E, O, C, ks, _ = weight.shape
-    sizes, normed = Sizes.of(x.permute(0, 2, 3, 1), index, patch), norm_weight is not None
-    reach = _Reach(sizes, Landing(ks, alone, False), O, on_input, normed)
+    E, O, C, _, _ = weight.shape
+    chosen, normed = PatchOptions.unflatten(options), norm_weight is not None
+    sizes = Sizes.of(x.permute(0, 2, 3, 1), constants[0], chosen.patch_size)
+    reach = _reach_of(sizes, weight, chosen, normed=normed)
     full = wide(weight.dtype)
     pooled = weight.new_empty(sizes.B, E * O)
     moments = weight.new_empty(2, E * O, dtype=full)
-    if not keep:
+    if not chosen.save:
         return pooled, moments, *(x.new_empty(0) for _ in range(6))
-    return (
-        pooled,
+    return pooled, *Saved(
         moments,
-        weight.new_empty(E, sizes.rows(normed), C),
-        weight.new_empty(reach.shape()),
-        weight.new_empty(E, reach.number, dtype=torch.int32),
-        weight.new_empty(E, sizes.H * sizes.W, O, dtype=full) if normed else x.new_empty(0),
-        weight.new_empty(5, E * O, dtype=full),
-        weight.new_empty(2, sizes.B, E * O, dtype=full),
+        values=weight.new_empty(E, sizes.rows(normed), C),
+        rows=weight.new_empty(reach.shape()),
+        place=weight.new_empty(E, reach.number, dtype=torch.int32),
+        resting=weight.new_empty(E, sizes.H * sizes.W, O, dtype=full) if normed else x.new_empty(0),
+        table=weight.new_empty(5, E * O, dtype=full),
+        counts=weight.new_empty(2, sizes.B, E * O, dtype=full),
     )
 
 
 @custom_op("moesaic::patch_conv_pooled_backward", mutates_args=())
 def patch_conv_pooled_backward(
-    grad: Tensor, moments: Tensor, values: Tensor, rows: Tensor, place: Tensor, resting: Tensor, table: Tensor,
-    counts: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor, slots: Tensor, gate: Tensor,
-    scores: Tensor | None, router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None,
-    mean: Tensor | None, var: Tensor | None, after_weight: Tensor, after_bias: Tensor, eps: float, training: bool,
-    patch: int, kind: int, on_input: bool, alone: bool, after_eps: float, after_training: bool, need_map: bool,
-    need_weight: bool,
+    grad: Tensor, saved: Sequence[Tensor], inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None],
+    options: Sequence[int], eps: Sequence[float], need_input: bool, need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of x, weight, bias, gate, router, norm's weight and bias, and those of BatchNorm; empty if none."""
-    of = chosen(
-        x, index, slots, gate, scores, router, norm_weight, norm_bias, mean, var, eps, training, patch, kind, on_input
-    )
-    _, O, _, ks, _ = weight.shape
-    sizes, norm, bias, grad = of.sizes, of.norm is not None, dense(bias), grad.contiguous()
-    reach = _Reach(sizes, Landing(ks, alone, False), O, on_input, norm)
-    products = ProductGradients(of, weight, values, need_map=need_map, need_weight=need_weight)
-    base = resting if norm else bias
-    found = _Found(rows, place, None if reach.whole else base, reach.steps(resting if norm else None))
-    slopes, *of_after = _slopes(
-        grad, counts, table, moments, after_weight, after_bias, after_eps, after_training, sizes.H * sizes.W
-    )
-    dots = _dots(grad, of, reach, found, slopes) if need_map else None
-    of_rows, sums = _row_gradients(grad, of, reach, found, slopes, sums=norm or bias is not None)
-    answers = None if sums is None else _answers(sums, of, reach, base, found.steps, slopes)
-    back = Back(of, dots, centre=True) if need_map else None
+    """Gradients of `PooledInputs`, empty where there is none, from that of the means."""
+    given, fixed, left = PooledInputs(*inputs), Constants(*constants), Saved(*saved)
+    chosen = PatchOptions.unflatten(options)
+    routed = RoutedMap.of(given, fixed, chosen, eps[0])
+    sizes, norm, grad = routed.sizes, routed.norm is not None, grad.contiguous()
+    weight, bias = given.weight, dense(given.bias)
+    reach = _reach_of(sizes, weight, chosen, normed=norm)
+    matmuls = MatmulBackward(routed, weight, left.values, need_input=need_input, need_weight=need_weight)
+    base = left.resting if norm else bias
+    found = _Found(left.rows, left.place, None if reach.whole else base, reach.steps(left.resting if norm else None))
+    slopes, grad_output_weight, grad_output_bias = _slopes(
+        grad, left, (given.output_weight, given.output_bias), eps[1], training=fixed.output_mean is None,
+        positions=sizes.H * sizes.W,
+    )  # fmt: skip
+    dots = _dots(grad, routed, reach, found, slopes) if need_input else None
+    of_rows, sums = _row_gradients(grad, routed, reach, found, slopes, sums=norm or bias is not None)
+    answers = None if sums is None else _answers(sums, routed, reach, base, found.steps, slopes)
+    back = InputBackward(routed, dots, centre=True) if need_input else None
 
     def part_of(group: range) -> Tensor:
-        return _spread(of_rows, of, reach, answers if norm else None, group)
+        return _spread(of_rows, routed, reach, answers if norm else None, group)
 
     if reach.small:
-        products.run(lambda _: of_rows, answers, back)
+        matmuls.run(lambda _: of_rows, answers, back)
     else:
-        products.run(part_of, None, back)
-    grad_bias = nothing(grad)
+        matmuls.run(part_of, None, back)
+    grad_bias = placeholder(grad)
     if bias is not None and answers is not None:
         grad_bias = answers[:, answers.shape[1] // 2].to(bias.dtype, copy=True)
-    of_map = tuple(nothing(grad) for _ in range(5)) if back is None else back.finish(products.aside)
-    grad_weight = products.finish()
-    return of_map[0], nothing(grad) if grad_weight is None else grad_weight, grad_bias, *of_map[1:], *of_after
+    of_input = no_input_gradients(grad) if back is None else back.finish(matmuls.aside)
+    grad_weight = matmuls.finish()
+    grad_weight = placeholder(grad) if grad_weight is None else grad_weight
+    return PooledInputs(of_input.x, grad_weight, grad_bias, *of_input[1:], grad_output_weight, grad_output_bias)
 
 
 @patch_conv_pooled_backward.register_fake
-def _(
-    grad, moments, values, rows, place, resting, table, counts, x, weight, bias, index, slots, gate, scores, router,
-    norm_weight, norm_bias, mean, var, after_weight, after_bias, eps, training, patch, kind, on_input, alone,
-    after_eps, after_training, need_map, need_weight,
-):  # fmt: skip
-    grad_x, *others = map_shapes(grad, x, gate, router, norm_weight, norm_bias, need_map)
-    grad_weight = laid_out(weight) if need_weight else grad.new_empty(0)
-    grad_bias = grad.new_empty(0) if bias is None else like(bias)
-    return grad_x, grad_weight, grad_bias, *others, like(after_weight), like(after_bias)
+def _(grad, saved, inputs, constants, options, eps, need_input, need_weight):
+    given = PooledInputs(*inputs)
+    of_input = fake_input_gradients(grad, given, need_input)
+    grad_weight = laid_out(given.weight) if need_weight else grad.new_empty(0)
+    grad_bias = grad.new_empty(0) if given.bias is None else contiguous_like(given.bias)
+    of_norm = contiguous_like(given.output_weight), contiguous_like(given.output_bias)
+    return of_input.x, grad_weight, grad_bias, *of_input[1:], *of_norm
+
+
+def _reach_of(sizes: Sizes, weight: Tensor, options: PatchOptions, *, normed: bool) -> _Reach:
+    landing = Landing(weight.shape[3], options.isolated, False)
+    return _Reach(sizes, landing, weight.shape[1], options.gate_on_input, normed)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    tensors, (*ctx.settings, _keep) = inputs[:14], inputs[16:]
-    ctx.after_training = inputs[14] is None
-    ctx.mark_non_differentiable(*output[1:])
+    *differentiable, constants, ctx.options, ctx.eps = inputs
+    _, *saved = output
+    ctx.no_constants = Constants(*constants).no_gradients()
+    ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.save_for_backward(*saved, *differentiable, *constants)
 
 
 def _backward(ctx: Any, grad: Tensor | None, *_: None) -> Any:
-    wanted = ctx.needs_input_grad
+    first, last = len(Saved._fields), len(Saved._fields) + len(PooledInputs._fields)
+    needs = PooledInputs(*ctx.needs_input_grad[: len(PooledInputs._fields)])
     if grad is None:
-        return (None,) * 24
-    need_map = any(wanted[each] for each in (0, 5, 7, 8, 9))
-    gx, gw, gb, gg, gr, gnw, gnb, gaw, gab = patch_conv_pooled_backward(
-        grad, *ctx.saved_tensors, *ctx.settings, ctx.after_training, need_map, wanted[1]
-    )
-    found = {0: gx, 1: gw, 2: gb, 5: gg, 7: gr, 8: gnw, 9: gnb, 12: gaw, 13: gab}
-    return tuple(found[each] if wanted[each] and each in found and found[each].numel() else None for each in range(24))
+        return *(None for _ in needs), ctx.no_constants, None, None
+    tensors = ctx.saved_tensors
+    gradients = patch_conv_pooled_backward(
+        grad, tensors[:first], tensors[first:last], tensors[last:], ctx.options, ctx.eps, needs_input(needs),
+        needs.weight,
+    )  # fmt: skip
+    return *needed_gradients(gradients, needs), ctx.no_constants, None, None
 
 
 patch_conv_pooled.register_autograd(_backward, setup_context=_setup)

@@ -36,12 +36,12 @@ from moesaic.ops.triton.launch import (
     map_like,
     parts,
     pipeline,
+    placeholder,
     power_of_2,
     total,
     warps,
     wide,
 )
-from moesaic.ops.triton.patch_backward import nothing
 from moesaic.ops.weight_layout import laid_out
 
 __all__ = ["MOST_CHANNELS", "thin_conv", "widths"]
@@ -247,8 +247,8 @@ def thin_conv_backward(
     """Gradients of x and weight; empty where there is none."""
     grad = by_row(grad)
     return (
-        as_map(map_gradient(grad, weight)) if need_map else nothing(grad),
-        weight_gradient(grad, by_row(x), weight) if need_weight else nothing(grad),
+        as_map(map_gradient(grad, weight)) if need_map else placeholder(grad),
+        weight_gradient(grad, by_row(x), weight) if need_weight else placeholder(grad),
     )
 
 
