@@ -8,7 +8,7 @@ from torch.func import functional_call, stack_module_state, vmap
 
 import moesaic
 from moesaic.experts import ConvExperts, MLPExperts
-from moesaic.ops.weight_layout import taps_first
+from moesaic.ops.weight_layout import is_taps_first
 
 LAYER = {"experts": 4, "patches_per_expert": 2, "patch_size": 2}
 
@@ -126,14 +126,14 @@ def test_where_kernels_lie_tap_by_tap_they_stay_so_and_in_their_place(monkeypatc
     before, x = copy.deepcopy(layer), torch.randn(2, 3, 6, 6)
     model = torch.nn.Sequential(layer).to(memory_format=torch.channels_last)
     weight = layer.experts.weight
-    assert taps_first(weight)
+    assert is_taps_first(weight)
     assert torch.equal(weight, before.experts.weight)
     torch.testing.assert_close(model(x), before(x))
     place = weight.data_ptr()
     model.to("cpu", torch.float32, memory_format=torch.channels_last)
     assert weight.data_ptr() == place
     model.double()
-    assert taps_first(weight)
+    assert is_taps_first(weight)
     assert torch.equal(weight, before.experts.weight.double())
     model.to(memory_format=torch.contiguous_format)
     assert weight.is_contiguous()

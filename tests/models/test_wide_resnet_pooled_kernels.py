@@ -242,14 +242,14 @@ def test_means_and_every_gradient_equal_the_references(case, on):
     "case", [Case(), Case(L=9), Case(context="patch", ks=5, p=3, bias=True), Case(gate_on="output", bias=True)], ids=str
 )
 def test_patches_too_large_to_write_out_their_lines_are_the_same(case, on, monkeypatch):
-    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.MOST_TAPS", 0)
+    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.MAX_TAPS", 0)
     check(case, *on)
 
 
 @pytest.mark.parametrize("on", TYPES)
 @pytest.mark.parametrize("case", [Case(), Case(p=1, L=6)], ids=str)
 def test_more_parts_of_sums_than_are_read_at_a_time_are_the_same(case, on, monkeypatch):
-    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.PARTS", 2)
+    monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.SPLITS_AT_ONCE", 2)
     check(case, *on)
 
 

@@ -88,7 +88,7 @@ def test_as_torch(shape, where, asked):
 def test_other_tiles(forward, back, where, monkeypatch):
     from moesaic.models.wide_resnet.triton import shortcut as triton_shortcut
 
-    chosen = {"thin_add": forward, "thin_add_back": back}
+    chosen = {"thin_add": forward, "thin_add_backward": back}
     monkeypatch.setattr(triton_shortcut, "tile", lambda kernel, rule, *sizes: chosen.get(kernel, rule))
     leaves = make(2, 16, 160, 10, 9, *where)
     assert_near(with_gradients(plus_thin_conv2d, *leaves), in_float64(added, *leaves), where[1])
@@ -165,7 +165,7 @@ def test_compiled_and_captured(where):
 
 def test_tiles_to_time_are_ones_that_fit():
     assert all(len(each) == 3 for each in tile_sizes.CANDIDATES["thin_add"])
-    assert all(len(each) == 4 for each in tile_sizes.CANDIDATES["thin_add_back"])
+    assert all(len(each) == 4 for each in tile_sizes.CANDIDATES["thin_add_backward"])
 
 
 def test_a_convolution_that_fits():

@@ -82,7 +82,7 @@ def test_as_torch(shape, where):
 )  # fmt: skip
 def test_other_tiles(forward, weights, where, monkeypatch):
     device, dtype = where
-    chosen = {"thin": forward, "thin_weights": weights}
+    chosen = {"thin_conv": forward, "thin_conv_weight": weights}
     from moesaic.models.wide_resnet.network import triton_thin_conv as kernels
 
     monkeypatch.setattr(kernels, "tile", lambda kernel, rule, *sizes: chosen.get(kernel, rule))
@@ -158,8 +158,8 @@ def test_compiled_between_others_nothing_is_copied(where):
 
 
 def test_tiles_to_time_are_ones_that_fit():
-    assert all(len(each) == 5 and each[1] == 9 for each in tile_sizes.CANDIDATES["thin"])
-    assert all(len(each) == 6 and each[1] in (1, 3) for each in tile_sizes.CANDIDATES["thin_weights"])
+    assert all(len(each) == 5 and each[1] == 9 for each in tile_sizes.CANDIDATES["thin_conv"])
+    assert all(len(each) == 6 and each[1] in (1, 3) for each in tile_sizes.CANDIDATES["thin_conv_weight"])
 
 
 def test_a_convolution_that_fits():

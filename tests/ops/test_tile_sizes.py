@@ -10,130 +10,132 @@ from moesaic.ops import tile_sizes
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path))
-    tile_sizes._measured.cache_clear()
+    tile_sizes._read_cache.cache_clear()
     yield tmp_path
-    tile_sizes._measured.cache_clear()
+    tile_sizes._read_cache.cache_clear()
 
 
 def times(spent):
     """A measurement of something that runs two kernels, as long as ``spent`` says of their tiles."""
 
     def measure():
-        return spent(tile_sizes.tile("combine", (16, 16, 1), 64, 80), tile_sizes.tile("collect", (128, 4), 640))
+        return spent(tile_sizes.tile("scatter", (16, 16, 1), 64, 80), tile_sizes.tile("gather_backward", (128, 4), 640))
 
     return measure
 
 
 def test_without_measurements_the_rule_applies():
-    assert tile_sizes.tile("combine", (16, 16, 1), 64, 80) == (16, 16, 1)
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
 
 
 def test_the_fastest_tiles_are_kept_for_these_sizes_alone():
-    best = tile_sizes.CANDIDATES["combine"][2]
-    found = tile_sizes.tune(times(lambda combine, collect: 1.0 if combine == best else 2.0), tell=lambda line: None)
-    assert found == {"combine 64 80": best}
-    assert tile_sizes.tile("combine", (16, 16, 1), 64, 80) == best
-    assert tile_sizes.tile("combine", (16, 16, 1), 64, 81) == (16, 16, 1)
-    assert tile_sizes.tile("collect", (128, 4), 640) == (128, 4)
+    best = tile_sizes.CANDIDATES["scatter"][2]
+    found = tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == best else 2.0), log=lambda line: None)
+    assert found == {"scatter 64 80": best}
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == best
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 81) == (16, 16, 1)
+    assert tile_sizes.tile("gather_backward", (128, 4), 640) == (128, 4)
 
 
-def test_what_was_measured_before_stays():
-    first, second = tile_sizes.CANDIDATES["combine"][0], tile_sizes.CANDIDATES["collect"][-1]
-    tile_sizes.tune(times(lambda combine, collect: 1.0 if combine == first else 2.0), tell=lambda line: None)
-    tile_sizes.tune(times(lambda combine, collect: 1.0 if collect == second else 2.0), tell=lambda line: None)
+def test_what_was_read_cache_before_stays():
+    first, second = tile_sizes.CANDIDATES["scatter"][0], tile_sizes.CANDIDATES["gather_backward"][-1]
+    tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == first else 2.0), log=lambda line: None)
+    tile_sizes.tune(times(lambda scatter, gather: 1.0 if gather == second else 2.0), log=lambda line: None)
     kept = json.loads(tile_sizes.tile_file().read_text("utf-8"))["tiles"]
-    assert kept == {"combine 64 80": list(first), "collect 640": list(second)}
+    assert kept == {"scatter 64 80": list(first), "gather_backward 640": list(second)}
 
 
-def test_what_was_measured_of_a_kernel_with_other_sides_does_not_count():
-    best = tile_sizes.CANDIDATES["combine"][2]
-    tile_sizes.tune(times(lambda combine, collect: 1.0 if combine == best else 2.0), tell=lambda line: None)
-    assert tile_sizes.tile("combine", (16, 16, 1, 8), 64, 80) == (16, 16, 1, 8)
-    assert tile_sizes.tile("combine", (16, 16, 1), 64, 80) == best
+def test_what_was_read_cache_of_a_kernel_with_other_sides_does_not_count():
+    best = tile_sizes.CANDIDATES["scatter"][2]
+    tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == best else 2.0), log=lambda line: None)
+    assert tile_sizes.tile("scatter", (16, 16, 1, 8), 64, 80) == (16, 16, 1, 8)
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == best
 
 
 def test_a_gain_within_the_noise_is_not_kept():
-    best = tile_sizes.CANDIDATES["combine"][2]
+    best = tile_sizes.CANDIDATES["scatter"][2]
     assert (
-        tile_sizes.tune(times(lambda combine, collect: 0.995 if combine == best else 1.0), tell=lambda line: None) == {}
+        tile_sizes.tune(times(lambda scatter, gather: 0.995 if scatter == best else 1.0), log=lambda line: None) == {}
     )
     assert not tile_sizes.tile_file().exists()
 
 
 def test_a_tile_that_does_not_fit_is_left_out():
-    first, best = tile_sizes.CANDIDATES["combine"][0], tile_sizes.CANDIDATES["combine"][3]
+    first, best = tile_sizes.CANDIDATES["scatter"][0], tile_sizes.CANDIDATES["scatter"][3]
 
-    def spent(combine, collect):
-        if combine == first:
+    def spent(scatter, gather):
+        if scatter == first:
             raise RuntimeError("out of resource: shared memory")
-        return 1.0 if combine == best else 2.0
+        return 1.0 if scatter == best else 2.0
 
-    told: list[str] = []
-    assert tile_sizes.tune(times(spent), tell=told.append) == {"combine 64 80": best}
-    assert told[0] == f"combine 64 80: {first} left out: RuntimeError: out of resource: shared memory"
+    logged: list[str] = []
+    assert tile_sizes.tune(times(spent), log=logged.append) == {"scatter 64 80": best}
+    assert logged[0] == f"scatter 64 80: {first} left out: RuntimeError: out of resource: shared memory"
 
 
 def test_each_kernel_is_told_in_a_line_with_what_was_tried_and_won():
-    best = tile_sizes.CANDIDATES["combine"][2]
-    told: list[str] = []
-    tile_sizes.tune(times(lambda combine, collect: 1.0 if combine == best else 2.0), tell=told.append)
+    best = tile_sizes.CANDIDATES["scatter"][2]
+    logged: list[str] = []
+    tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == best else 2.0), log=logged.append)
     tried = [
-        len(tile_sizes.CANDIDATES["combine"]),
-        len(tile_sizes.CANDIDATES["collect"]) - 1,
-    ]  # collect's rule is one of them
-    assert told == [
-        f"combine 64 80: {tried[0]} tiles tried; {best} in place of (16, 16, 1), 0.500 × the time",
-        f"collect 640: {tried[1]} tiles tried; (128, 4) stays",
+        len(tile_sizes.CANDIDATES["scatter"]),
+        len(tile_sizes.CANDIDATES["gather_backward"]) - 1,
+    ]  # gather's rule is one of them
+    assert logged == [
+        f"scatter 64 80: {tried[0]} tiles tried; {best} in place of (16, 16, 1), 0.500 × the time",
+        f"gather_backward 640: {tried[1]} tiles tried; (128, 4) stays",
     ]
 
 
 def test_when_the_time_is_over_no_other_tile_is_begun_and_the_best_so_far_is_kept():
-    first, better = tile_sizes.CANDIDATES["combine"][0], tile_sizes.CANDIDATES["combine"][-1]
+    first, better = tile_sizes.CANDIDATES["scatter"][0], tile_sizes.CANDIDATES["scatter"][-1]
     seen: set[tuple[int, ...]] = set()
     now = 0.0
 
-    def spent(combine, collect):
+    def spent(scatter, gather):
         nonlocal now
-        if not {combine, collect} <= seen:  # a tile that is new is compiled
+        if not {scatter, gather} <= seen:  # a tile that is new is compiled
             now += 10.0
-        seen.update({combine, collect})
-        return {first: 2.0, better: 1.0}.get(combine, 4.0)
+        seen.update({scatter, gather})
+        return {first: 2.0, better: 1.0}.get(scatter, 4.0)
 
-    told: list[str] = []
-    found = tile_sizes.tune(times(spent), tell=told.append, seconds=25.0, clock=lambda: now)
-    assert found == {"combine 64 80": first}  # 10 s for the rules, 10 for the first, the second begun at 20
-    assert seen == {(16, 16, 1), (128, 4), *tile_sizes.CANDIDATES["combine"][:2]}
-    assert told == [
-        f"combine 64 80: 2 tiles tried; {first} in place of (16, 16, 1), 0.500 × the time",
-        "25 s are over, with tiles left to try of combine 64 80, collect 640",
+    logged: list[str] = []
+    found = tile_sizes.tune(times(spent), log=logged.append, seconds=25.0, clock=lambda: now)
+    assert found == {"scatter 64 80": first}  # 10 s for the rules, 10 for the first, the second begun at 20
+    assert seen == {(16, 16, 1), (128, 4), *tile_sizes.CANDIDATES["scatter"][:2]}
+    assert logged == [
+        f"scatter 64 80: 2 tiles tried; {first} in place of (16, 16, 1), 0.500 × the time",
+        "25 s are over, with tiles left to try of scatter 64 80, gather_backward 640",
     ]
 
 
-def test_a_rule_that_beats_what_was_measured_before_comes_back():
-    first = tile_sizes.CANDIDATES["combine"][0]
-    tile_sizes.tune(times(lambda combine, collect: 1.0 if combine == first else 2.0), tell=lambda line: None)
-    found = tile_sizes.tune(times(lambda combine, collect: 2.0 if combine == first else 1.0), tell=lambda line: None)
-    assert found == {"combine 64 80": (16, 16, 1)}
-    assert tile_sizes.tile("combine", (16, 16, 1), 64, 80) == (16, 16, 1)
+def test_a_rule_that_beats_what_was_read_cache_before_comes_back():
+    first = tile_sizes.CANDIDATES["scatter"][0]
+    tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == first else 2.0), log=lambda line: None)
+    found = tile_sizes.tune(times(lambda scatter, gather: 2.0 if scatter == first else 1.0), log=lambda line: None)
+    assert found == {"scatter 64 80": (16, 16, 1)}
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
 
 
 def test_a_measurement_that_fails_leaves_nothing_under_trial():
-    best = tile_sizes.CANDIDATES["combine"][0]
+    best = tile_sizes.CANDIDATES["scatter"][0]
     calls = iter(range(100))
 
-    def spent(combine, collect):
-        if next(calls) > 1 + len(tile_sizes.CANDIDATES["combine"]):  # collect's turn, when a faster combine is on trial
+    def spent(scatter, gather):
+        if next(calls) > 1 + len(
+            tile_sizes.CANDIDATES["scatter"]
+        ):  # gather_backward's turn, when a faster scatter is on trial
             raise RuntimeError("illegal memory access")
-        return 1.0 if combine == best else 2.0
+        return 1.0 if scatter == best else 2.0
 
     with pytest.raises(RuntimeError, match="illegal"):
-        tile_sizes.tune(times(spent), tell=lambda line: None)
-    assert tile_sizes.tile("combine", (16, 16, 1), 64, 80) == (16, 16, 1)
+        tile_sizes.tune(times(spent), log=lambda line: None)
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
     assert not tile_sizes._trial
 
 
 def test_a_damaged_file_is_said_and_the_rule_applies():
     tile_sizes.tile_file().parent.mkdir(parents=True)
-    tile_sizes.tile_file().write_text('{"tiles": {"combine 64 80": "wide"', "utf-8")
+    tile_sizes.tile_file().write_text('{"tiles": {"scatter 64 80": "wide"', "utf-8")
     with pytest.warns(UserWarning, match="cannot be read"):
-        assert tile_sizes.tile("combine", (16, 16, 1), 64, 80) == (16, 16, 1)
+        assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)

@@ -228,7 +228,7 @@ def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
     monkeypatch.setattr(chosen, "GROUPED", 0)
     given: list[weakref.ref] = []
     alive: list[int] = []
-    add, spread = chosen.InputBackward.add, experts.spread
+    add, spread = chosen.InputBackward.add, experts.scatter_backward
 
     def remember(self, grad_rows, group):
         given.append(weakref.ref(grad_rows))
@@ -239,7 +239,7 @@ def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
         return spread(*arguments)
 
     monkeypatch.setattr(chosen.InputBackward, "add", remember)
-    monkeypatch.setattr(experts, "spread", count)
+    monkeypatch.setattr(experts, "scatter_backward", count)
     check("conv", Case(E=4), *on)
     assert alive == [0, 0]
     assert len(given) == 2
@@ -333,7 +333,7 @@ def test_an_images_scores_are_the_same_in_any_company(patch_size, on):
 
 @pytest.mark.parametrize("on", ONE_TYPE)
 def test_the_variance_does_not_cancel(on):
-    statistics = importlib.import_module("moesaic.ops.triton.norm").statistics
+    statistics = importlib.import_module("moesaic.ops.triton.norm").masked_statistics
     device, _ = on
     x = numbers(2, 4, 4, 3, seed=5, device=device, dtype=torch.float32) * 1e-2 + 100
     index = torch.arange(16, device=device).expand(2, 1, 16).contiguous()

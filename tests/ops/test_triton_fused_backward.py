@@ -10,8 +10,8 @@ pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
 from triton_cases import TYPES, Named, assert_near, numbers, poison
 
-from moesaic.ops.triton.fused_backward import fits, joint_gradients
-from moesaic.ops.triton.launch import Sizes
+from moesaic.ops.triton.fused_backward import fits, fused_gradients
+from moesaic.ops.triton.launch import PatchDims
 from moesaic.ops.triton.operands import NormTensors, PatchOptions, RoutedMap
 from moesaic.ops.triton_backend import GATE_KINDS
 
@@ -77,25 +77,25 @@ def test_gradients_of_map_router_and_norm_equal_float64(case, on):
     device, dtype = on
     wide = torch.promote_types(dtype, torch.float32)
     B, C, H, W, E, L, p = case.B, case.C, case.H, case.W, case.E, case.L, case.p
-    sizes = Sizes(B, H, W, C, E, L, p)
-    assert fits(sizes)
+    dims = PatchDims(B, H, W, C, E, L, p)
+    assert fits(dims)
     x = numbers(B, H, W, C, seed=1, device=device, dtype=dtype)
     router = numbers(E, C, p, p, seed=2, device=device, dtype=dtype, scale=(C * p * p) ** -0.5)
     norm_weight, norm_bias = (numbers(E, C, seed=seed, device=device, dtype=wide) for seed in (3, 4))
     mean = numbers(E, C, seed=5, device=device, dtype=wide, scale=0.1)
     var = numbers(E, C, seed=6, device=device, dtype=wide).abs() + 0.5
-    grad = numbers(E, sizes.rows(case.rest), C, seed=7, device=device, dtype=dtype)
-    index = torch.rand(B, E, sizes.N, generator=torch.Generator().manual_seed(8)).argsort(-1)[..., :L].contiguous()
+    grad = numbers(E, dims.padded_rows(case.rest), C, seed=7, device=device, dtype=dtype)
+    index = torch.rand(B, E, dims.N, generator=torch.Generator().manual_seed(8)).argsort(-1)[..., :L].contiguous()
 
     leaves = [leaf.cpu().double().requires_grad_() for leaf in (x, router, norm_weight, norm_bias)]
     values, at_rest, *found = values_of(*leaves, mean.cpu().double(), var.cpu().double(), index, case)
-    objective = (values * grad[:, : sizes.M].cpu().double()).sum()
+    objective = (values * grad[:, : dims.M].cpu().double()).sum()
     if case.rest:
-        objective = objective + (at_rest * grad[:, sizes.M].cpu().double()).sum()
+        objective = objective + (at_rest * grad[:, dims.M].cpu().double()).sum()
     expected = torch.autograd.grad(objective, leaves)
 
     scores, gate, mean, var = (each.detach().to(device, wide) for each in found)
-    slots = torch.full((B, E, sizes.N), -1, dtype=torch.int32).scatter_(
+    slots = torch.full((B, E, dims.N), -1, dtype=torch.int32).scatter_(
         2, index, torch.arange(L, dtype=torch.int32).expand(B, E, L).contiguous()
     )
     norm = NormTensors(norm_weight, norm_bias, mean, var, EPS, case.training)
@@ -103,12 +103,12 @@ def test_gradients_of_map_router_and_norm_equal_float64(case, on):
     routed = RoutedMap(
         x, index.to(device), slots.to(device), gate.contiguous(), scores.contiguous(), router, norm, options
     )
-    mine = joint_gradients(grad, routed, centre=True)
+    mine = fused_gradients(grad, routed, centre=True)
     assert_near((mine.x, mine.router, mine.norm_weight, mine.norm_bias), expected, dtype)
 
 
 def test_what_does_not_fit_goes_another_way():
-    assert not fits(Sizes(2, 4, 4, 8, 2, 1, 2))  # sums over four pixels save nothing
-    assert not fits(Sizes(2, 32, 32, 8, 17, 1, 4))
-    assert not fits(Sizes(2, 64, 64, 8, 2, 1, 4))
-    assert not fits(Sizes(2, 32, 32, 8, 2, 33, 4))
+    assert not fits(PatchDims(2, 4, 4, 8, 2, 1, 2))  # sums over four pixels save nothing
+    assert not fits(PatchDims(2, 32, 32, 8, 17, 1, 4))
+    assert not fits(PatchDims(2, 64, 64, 8, 2, 1, 4))
+    assert not fits(PatchDims(2, 32, 32, 8, 2, 33, 4))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 import moesaic
 from moesaic.experts import MLPExperts
 from moesaic.ops.dispatch import PatchSpec
-from moesaic.ops.weight_layout import channels_last, put_taps_first, taps_first
+from moesaic.ops.weight_layout import channels_last, is_taps_first, to_taps_first
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -28,7 +28,7 @@ from triton_cases import (
     run_anywhere,
 )
 
-from moesaic.ops.triton.scatter import taps_of, weight_of
+from moesaic.ops.triton.scatter import taps_to_weight, weight_to_taps
 
 
 @pytest.fixture(autouse=True)
@@ -153,7 +153,7 @@ def put_channels_last(kernels):
 
 @pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("lay", [put_channels_last, put_taps_first])
+@pytest.mark.parametrize("lay", [put_channels_last, to_taps_first])
 @pytest.mark.parametrize("expert_norm", [False, True], ids=["", "norm"])
 def test_kernels_that_lie_otherwise_have_gradients_that_do(expert_norm, lay, compiled, on, monkeypatch):
     device, dtype = on
@@ -161,7 +161,7 @@ def test_kernels_that_lie_otherwise_have_gradients_that_do(expert_norm, lay, com
     layer = layer_of({"patch_size": 2, "kernel_size": 3} | options, device, dtype)
     other = copy.deepcopy(layer).to(memory_format=torch.channels_last)
     other.experts.weight.data = lay(other.experts.weight.data)
-    assert (channels_last if lay is put_channels_last else taps_first)(other.experts.weight)
+    assert (channels_last if lay is put_channels_last else is_taps_first)(other.experts.weight)
     assert channels_last(other.router.weight)
     call = other
     if compiled:
@@ -179,11 +179,11 @@ def test_kernels_that_lie_otherwise_have_gradients_that_do(expert_norm, lay, com
 @pytest.mark.parametrize("on", ONE_TYPE)
 def test_kernels_with_their_taps_first_are_matrices_already(on):
     device, dtype = on
-    weight = put_taps_first(torch.randn(3, 2, 4, 3, 3, device=device, dtype=dtype))
-    matrix = taps_of(weight)
+    weight = to_taps_first(torch.randn(3, 2, 4, 3, 3, device=device, dtype=dtype))
+    matrix = weight_to_taps(weight)
     assert matrix.data_ptr() == weight.data_ptr()
-    assert torch.equal(matrix, taps_of(weight.contiguous()))
-    back = weight_of(matrix, weight)
+    assert torch.equal(matrix, weight_to_taps(weight.contiguous()))
+    back = taps_to_weight(matrix, weight)
     assert back.data_ptr() == weight.data_ptr()
     assert torch.equal(back, weight)
 
@@ -193,9 +193,9 @@ def test_channels_last_puts_taps_first_on_a_gpu_and_moving_on_keeps_that():
     layer = layer_of({"patch_size": 2, "kernel_size": 3}, "cpu", torch.float32)
     weight = layer.experts.weight.detach().clone()
     layer.to("cuda", memory_format=torch.channels_last)
-    assert taps_first(layer.experts.weight)
+    assert is_taps_first(layer.experts.weight)
     layer.to(torch.float64)
-    assert taps_first(layer.experts.weight)
+    assert is_taps_first(layer.experts.weight)
     assert torch.equal(layer.experts.weight.cpu(), weight.double())
     layer.float().cpu()
     assert channels_last(layer.experts.weight)

@@ -1,4 +1,4 @@
-"""Stacked perceptrons by Triton kernels, every way of them, against float64: outputs and all gradients.
+"""Stacked MLPs by Triton kernels, every variant of them, against float64: outputs and all gradients.
 
 On a GPU compiled (``-m gpu``). Where Triton is installed and there is no GPU, in its interpreter
 (``TRITON_INTERPRET=1``).
@@ -57,11 +57,11 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch):
     """The interpreter is slow: tiles that fit small shapes several times, and divide little."""
     if INTERPRETED:
         monkeypatch.setitem(activation.TILES, "activate", {"BM": 8, "BJ": 16})
-        monkeypatch.setitem(activation.TILES, "activate_back", {"BM": 4, "BJ": 16, "ROWS": 8})
+        monkeypatch.setitem(activation.TILES, "activate_backward", {"BM": 4, "BJ": 16, "ROWS": 8})
         tile = {"BM": 16, "BJ": 16, "BK": 16, "GROUP": 2}
-        for ways in mlp.TILES.values():
-            monkeypatch.setitem(ways, "pointers", tile)
-            monkeypatch.setitem(ways, "descriptors", {**tile, "PROGRAMS": 3})
+        for variants in mlp.TILES.values():
+            monkeypatch.setitem(variants, "pointers", tile)
+            monkeypatch.setitem(variants, "descriptors", {**tile, "PROGRAMS": 3})
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def error(found: Tensor, true: Tensor) -> float:
 def case(
     shape: tuple[int, int, int, int, int], on: tuple[str, torch.dtype], bias: bool, seed: int = 0
 ) -> dict[str, Any]:
-    """Random leaves that the dtype holds exactly, and a gradient of the answers."""
+    """Random leaves that the dtype holds exactly, and a gradient of the outputs."""
     (E, M, C, J, O), (device, dtype) = shape, on
     draw = torch.Generator().manual_seed(seed)
 
@@ -109,24 +109,24 @@ def case(
 
 
 def in_float64(given: dict[str, Any], kind: str) -> dict[str, Tensor]:
-    """Hidden values, answers and all gradients by autograd."""
+    """Hidden values, outputs and all gradients by autograd."""
     leaves = {n: t.double().requires_grad_() for n, t in given.items() if t is not None and n != "grad"}
     before = leaves["values"] @ leaves["weight_in"].mT
     after = ACTIVATIONS[kind](before + leaves["bias_in"].unsqueeze(1) if "bias_in" in leaves else before)
-    answers = after @ leaves["weight_out"].mT
+    outputs = after @ leaves["weight_out"].mT
     before.retain_grad()
-    answers.backward(given["grad"].double())
+    outputs.backward(given["grad"].double())
     grads = {f"grad of {name}": leaf.grad for name, leaf in leaves.items()}
-    true = {"before": before, "after": after, "answers": answers, "grad of before": before.grad, **grads}
+    true = {"before": before, "after": after, "outputs": outputs, "grad of before": before.grad, **grads}
     return {name: tensor.detach() for name, tensor in true.items() if tensor is not None}
 
 
 def check_layer(given: dict[str, Any], kind: str, tolerance: float) -> None:
     weights = given["weight_in"], given["bias_in"], given["weight_out"]
-    answers, before, after = mlp.forward(given["values"], *weights, kind, True)
-    grads = mlp.backward(given["grad"].clone(), given["values"], before, after, *weights, kind)
+    outputs, before, after = mlp.forward(given["values"], *weights, kind, True)
+    grads = mlp.backward(given["grad"].clone(), mlp.Hidden(given["values"], before, after), *weights, kind)
     names = ("grad of values", "grad of weight_in", "grad of bias_in", "grad of weight_out")
-    found = {"answers": answers, "before": before, "after": after, **dict(zip(names, grads, strict=True))}
+    found = {"outputs": outputs, "before": before, "after": after, **dict(zip(names, grads, strict=True))}
     true = in_float64(given, kind)
     assert (found["grad of bias_in"] is None) == (given["bias_in"] is None)
     for name, tensor in found.items():
@@ -138,35 +138,35 @@ def check_layer(given: dict[str, Any], kind: str, tolerance: float) -> None:
 @pytest.mark.parametrize(("kind", "bias"), FORMS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_pass_of_its_own_for_the_activation_equals_float64(shape, kind, bias, on, monkeypatch):
-    monkeypatch.setattr(mlp, "WAYS", {"forward": "separate", "backward": "separate"})
+    monkeypatch.setattr(mlp, "VARIANTS", {"forward": "separate", "backward": "separate"})
     check_layer(case(shape, on, bias), kind, TOLERANCE[on[1]])
 
 
 @pytest.mark.parametrize("on", places(*SHORT))
 @pytest.mark.parametrize(("kind", "bias"), FORMS)
 @pytest.mark.parametrize("shape", WHOLE, ids=str)
-@pytest.mark.parametrize("way", FUSED)
-def test_products_with_the_activation_inside_equal_float64(way, shape, kind, bias, on, monkeypatch):
-    monkeypatch.setattr(mlp, "WAYS", {"forward": way, "backward": way})
+@pytest.mark.parametrize("variant", FUSED)
+def test_products_with_the_activation_inside_equal_float64(variant, shape, kind, bias, on, monkeypatch):
+    monkeypatch.setattr(mlp, "VARIANTS", {"forward": variant, "backward": variant})
     check_layer(case(shape, on, bias), kind, TOLERANCE[on[1]])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("programs", [0, 7, 132])
-@pytest.mark.parametrize("way", FUSED)
-def test_products_of_many_tiles_equal_float64(way, programs, dtype, monkeypatch):
-    monkeypatch.setattr(mlp, "WAYS", {"forward": way, "backward": way})
-    if way == "descriptors":
-        for ways in mlp.TILES.values():
-            monkeypatch.setitem(ways, way, {**ways[way], "PROGRAMS": programs})
+@pytest.mark.parametrize("variant", FUSED)
+def test_products_of_many_tiles_equal_float64(variant, programs, dtype, monkeypatch):
+    monkeypatch.setattr(mlp, "VARIANTS", {"forward": variant, "backward": variant})
+    if variant == "descriptors":
+        for variants in mlp.TILES.values():
+            monkeypatch.setitem(variants, variant, {**variants[variant], "PROGRAMS": programs})
     check_layer(case(LARGE, ("cuda", dtype), True, programs), "gelu", TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("on", places(torch.bfloat16))
-@pytest.mark.parametrize("way", ["separate", *FUSED])
-def test_without_keeping_the_answers_are_the_same_bits(way, on, monkeypatch):
-    monkeypatch.setattr(mlp, "WAYS", {"forward": way, "backward": way})
+@pytest.mark.parametrize("variant", ["separate", *FUSED])
+def test_without_keeping_the_answers_are_the_same_bits(variant, on, monkeypatch):
+    monkeypatch.setattr(mlp, "VARIANTS", {"forward": variant, "backward": variant})
     given = case((2, 40, 24, 56, 16), on, True)
     weights = given["weight_in"], given["bias_in"], given["weight_out"]
     kept, _, _ = mlp.forward(given["values"], *weights, "gelu", True)
@@ -176,14 +176,14 @@ def test_without_keeping_the_answers_are_the_same_bits(way, on, monkeypatch):
 
 
 @pytest.mark.parametrize("on", places(torch.bfloat16))
-@pytest.mark.parametrize("way", ["separate", *FUSED])
-def test_gradients_are_the_same_bits_every_time_and_with_hidden_values_computed_anew(way, on, monkeypatch):
-    monkeypatch.setattr(mlp, "WAYS", {"forward": "separate", "backward": way})
+@pytest.mark.parametrize("variant", ["separate", *FUSED])
+def test_gradients_are_the_same_bits_every_time_and_with_hidden_values_computed_anew(variant, on, monkeypatch):
+    monkeypatch.setattr(mlp, "VARIANTS", {"forward": "separate", "backward": variant})
     given = case((2, 40, 24, 56, 16), on, True)
     weights = given["weight_in"], given["bias_in"], given["weight_out"]
     _, before, after = mlp.forward(given["values"], *weights, "gelu", True)
     runs = [
-        mlp.backward(given["grad"], given["values"], before, kept, *weights, "gelu")
+        mlp.backward(given["grad"], mlp.Hidden(given["values"], before, kept), *weights, "gelu")
         for kept in (after, after, after.new_empty(0))
     ]
     for first, *others in zip(*runs, strict=True):
@@ -211,7 +211,7 @@ def test_slopes_are_those_of_autograd(kind, on):
     v = torch.linspace(-12, 12, 4001, dtype=torch.float64).to(device, dtype)
     leaf = v.double().requires_grad_()
     (true,) = torch.autograd.grad(ACTIVATIONS[kind](leaf).sum(), leaf)
-    found, _ = activation.activate_back(
+    found, _ = activation.activate_backward(
         torch.ones_like(v).view(1, 1, -1), v.view(1, 1, -1), None, kind, tiles={**LONG, "ROWS": 1}
     )
     tolerance = torch.finfo(dtype).eps
@@ -230,11 +230,11 @@ def test_infinity_and_nan_stay_what_they_are(kind, on):
 
 
 @pytest.mark.parametrize("on", places(torch.float16))
-@pytest.mark.parametrize("way", FUSED)
-def test_rows_that_are_not_read_16_bytes_at_a_time_are_left_to_cublas(way, on):
+@pytest.mark.parametrize("variant", FUSED)
+def test_rows_that_are_not_read_16_bytes_at_a_time_are_left_to_cublas(variant, on):
     rows = torch.zeros(2, 3, 8, device=on[0], dtype=on[1])
-    assert mlp._possible(way, rows, 16) == way
-    assert mlp._possible(way, rows, 12) == "separate"
-    assert mlp._possible(way, rows[:, :, :7], 16) == "separate"
-    assert mlp._possible(way, rows.float(), 16) == "separate"
-    assert mlp._possible(way, rows[:, :0], 16) == "separate"
+    assert mlp._supported(variant, rows, 16) == variant
+    assert mlp._supported(variant, rows, 12) == "separate"
+    assert mlp._supported(variant, rows[:, :, :7], 16) == "separate"
+    assert mlp._supported(variant, rows.float(), 16) == "separate"
+    assert mlp._supported(variant, rows[:, :0], 16) == "separate"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from moesaic.checks import check_positive
 from moesaic.experts.stacked_experts import Experts
 from moesaic.ops import ConvWeights, PatchSelection, PatchSpec, run_conv
-from moesaic.ops.weight_layout import channels_last, put_taps_first, taps_first
+from moesaic.ops.weight_layout import channels_last, is_taps_first, to_taps_first
 from moesaic.routing_record import Routing
 
 __all__ = ["ConvExperts"]
@@ -76,13 +76,13 @@ class ConvExperts(Experts):
             if tensor.ndim != 5:
                 return fn(tensor)
             convolutions = tensor.flatten(0, 1)
-            if taps_first(tensor):
+            if is_taps_first(tensor):
                 convolutions = convolutions.contiguous(memory_format=torch.channels_last)
             moved = fn(convolutions)
             if moved is convolutions and _on_gpu(tensor):
                 return tensor  # not replaced, because a CUDA graph may hold its address
             weight = moved.view(tensor.shape)
-            return put_taps_first(weight) if _on_gpu(weight) and channels_last(weight) else weight
+            return to_taps_first(weight) if _on_gpu(weight) and channels_last(weight) else weight
 
         super()._apply(applied, *args, **kwargs)
         return self

@@ -8,7 +8,7 @@ from moesaic.ops.dispatch import PatchSpec
 from moesaic.ops.patch import scatter_conv
 from moesaic.ops.patch.gather import RoutedPixels
 from moesaic.ops.patch.scatter_conv import bn_relu_minus_background, scatter_conv_with_background
-from moesaic.ops.weight_layout import put_taps_first
+from moesaic.ops.weight_layout import to_taps_first
 
 E, O, C, L = 2, 3, 4, 2
 
@@ -18,7 +18,7 @@ def weights(kernel, layout, seed=0):
     if layout == "channels last":
         weight = weight.contiguous(memory_format=torch.channels_last)
     weight = weight.view(E, O, C, kernel, kernel)
-    return (put_taps_first(weight) if layout == "taps first" else weight).requires_grad_()
+    return (to_taps_first(weight) if layout == "taps first" else weight).requires_grad_()
 
 
 def scatter_index(kernel, on, context, p=2, batch=1):

@@ -28,11 +28,20 @@ from torch.library import custom_op
 
 from moesaic.ops.triton import expert_choice, mlp, pointwise
 from moesaic.ops.triton.activation import ACTIVATIONS
-from moesaic.ops.triton.background import resting_gradients
-from moesaic.ops.triton.expert_choice import by_pixel
-from moesaic.ops.triton.gather import gather, sum_of_owners
-from moesaic.ops.triton.launch import INTERPRETED, Aside, as_map, by_row, dense, map_like, placeholder, wide
-from moesaic.ops.triton.norm import statistics
+from moesaic.ops.triton.background import background_gradients
+from moesaic.ops.triton.expert_choice import router_by_pixel
+from moesaic.ops.triton.gather import gather, sum_over_experts
+from moesaic.ops.triton.launch import (
+    INTERPRETED,
+    SideStream,
+    acc_dtype,
+    contiguous_or_none,
+    empty_map_like,
+    placeholder,
+    to_nchw,
+    to_nhwc,
+)
+from moesaic.ops.triton.norm import masked_statistics
 from moesaic.ops.triton.operands import (
     Constants,
     ConvInputs,
@@ -50,8 +59,15 @@ from moesaic.ops.triton.patch_backward import (
     fake_input_gradients,
     no_input_gradients,
 )
-from moesaic.ops.triton.scatter import Landing, combine, gated_gradients, spread, taps_of, weight_of
-from moesaic.ops.weight_layout import laid_out
+from moesaic.ops.triton.scatter import (
+    ScatterSpec,
+    output_gate_backward,
+    scatter,
+    scatter_backward,
+    taps_to_weight,
+    weight_to_taps,
+)
+from moesaic.ops.weight_layout import empty_weight_like
 
 __all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_statistics"]
 
@@ -61,7 +77,7 @@ __all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_stati
 @custom_op("moesaic::patch_route", mutates_args=())
 def patch_route(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores (B, N, E) of x under kernels (E, C, p, p), each expert's top patches (B, E, L), gates and slots."""
-    return expert_choice.choose(by_row(x), by_pixel(router), patches, router.shape[2], gate_kind)
+    return expert_choice.choose_patches(to_nhwc(x), router_by_pixel(router), patches, router.shape[2], gate_kind)
 
 
 @patch_route.register_fake
@@ -69,10 +85,10 @@ def _(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tuple[Tensor, 
     B, _, H, W = x.shape
     E, _, p, _ = router.shape
     N = (H // p) * (W // p)
-    full = wide(x.dtype)
+    acc_type = acc_dtype(x.dtype)
     index = x.new_empty(B, E, patches, dtype=torch.int64)
-    gate = x.new_empty(B, E, patches, dtype=full)
-    return x.new_empty(B, N, E, dtype=full), index, gate, x.new_empty(B, E, N, dtype=torch.int32)
+    gate = x.new_empty(B, E, patches, dtype=acc_type)
+    return x.new_empty(B, N, E, dtype=acc_type), index, gate, x.new_empty(B, E, N, dtype=torch.int32)
 
 
 @custom_op("moesaic::patch_route_backward", mutates_args=())
@@ -81,19 +97,19 @@ def patch_route_backward(
     gate_kind: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of x and router."""
-    grad, p, x = grad_scores, router.shape[2], by_row(x)
+    grad, p, x = grad_scores, router.shape[2], to_nhwc(x)
     if gate_kind != expert_choice.GATE_KINDS["one"]:
-        grad = grad + expert_choice.gradient_of_choice(
+        grad = grad + expert_choice.score_gradient(
             grad_gate.contiguous(), gate.contiguous(), scores.contiguous(), slots.contiguous(), gate_kind, True
         )
     grad = grad.contiguous()
-    grad_x = expert_choice.map_back(grad, by_pixel(router), None, x, p)
-    return as_map(grad_x), expert_choice.router_gradient(grad, x, router)
+    grad_x = expert_choice.scores_to_map_gradient(grad, router_by_pixel(router), None, x, p)
+    return to_nchw(grad_x), expert_choice.router_gradient(grad, x, router)
 
 
 @patch_route_backward.register_fake
 def _(grad_scores, grad_gate, x, router, scores, gate, slots, gate_kind):
-    return map_like(x, x.shape[1]), laid_out(router)
+    return empty_map_like(x, x.shape[1]), empty_weight_like(router)
 
 
 def _route_setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -118,7 +134,7 @@ patch_route.register_autograd(_route_backward, setup_context=_route_setup)
 @custom_op("moesaic::patch_slots", mutates_args=())
 def patch_slots(index: Tensor, patches: int) -> Tensor:
     """Slots (B, E, N) of an index (B, E, L)."""
-    return expert_choice.places(index.contiguous(), patches)
+    return expert_choice.slots_from_index(index.contiguous(), patches)
 
 
 @patch_slots.register_fake
@@ -132,12 +148,14 @@ def patch_statistics(
     patch_size: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mean and variance (E, C) of each expert's masked map; updates the running ones."""
-    return statistics(by_row(x), index.contiguous(), dense(gate), running_mean, running_var, momentum, patch_size)
+    return masked_statistics(
+        to_nhwc(x), index.contiguous(), contiguous_or_none(gate), running_mean, running_var, momentum, patch_size
+    )
 
 
 @patch_statistics.register_fake
 def _(x, index, gate, running_mean, running_var, momentum, patch_size):
-    mean = x.new_empty(index.shape[1], x.shape[1], dtype=wide(x.dtype))
+    mean = x.new_empty(index.shape[1], x.shape[1], dtype=acc_dtype(x.dtype))
     return mean, torch.empty_like(mean)
 
 
@@ -153,42 +171,48 @@ def patch_conv(
 
     That is the experts' inputs (E, M1, C) of 1×1 kernels, and the outputs (E, …, O) before the gate multiplies them.
     """
-    inputs, chosen = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
-    routed = RoutedMap.of(inputs, Constants(*constants), chosen, eps)
-    keep, on_input = chosen.save, chosen.gate_on_input
-    sizes, landing, bias = routed.sizes, Landing(weight.shape[3], chosen.isolated, chosen.sum_experts), dense(bias)
-    if _uses_pointwise(inputs, chosen):
-        y, own = pointwise.answers(routed, taps_of(weight), bias, keep)
-        return as_map(y), placeholder(x), placeholder(x) if own is None else own
-    values, contributions, resting = expert_contributions(routed, weight, bias, landing)
-    small = landing.kernel == 1  # gathering is then most of the work, so its result is saved instead of recomputed
-    if not (keep and small):
+    inputs, opts = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
+    routed = RoutedMap.of(inputs, Constants(*constants), opts, eps)
+    save, on_input = opts.save, opts.gate_on_input
+    dims, spec, bias = (
+        routed.dims,
+        ScatterSpec(weight.shape[3], opts.isolated, opts.sum_experts),
+        contiguous_or_none(bias),
+    )
+    if _uses_pointwise(inputs, opts):
+        y, ungated = pointwise.forward(routed, weight_to_taps(weight), bias, save)
+        return to_nchw(y), placeholder(x), placeholder(x) if ungated is None else ungated
+    values, contributions, background = expert_contributions(routed, weight, bias, spec)
+    pointwise_kernel = (
+        spec.kernel_size == 1
+    )  # gathering is then most of the work, so its result is saved instead of recomputed
+    if not (save and pointwise_kernel):
         values = placeholder(x)
-    if small and landing.summed and not on_input and resting is None:
-        owners = expert_choice.owners_of(routed.slots, sizes.L)
-        y, own = sum_of_owners(contributions, sizes, owners, routed.output_gate, bias, None), None
+    if pointwise_kernel and spec.sum_experts and not on_input and background is None:
+        owners = expert_choice.patch_owners(routed.slots, dims.L)
+        y, ungated = sum_over_experts(contributions, dims, owners, routed.output_gate, bias, None), None
     else:
-        y, own = combine(
-            contributions, sizes, routed.slots, routed.output_gate, bias, landing, resting=resting,
-            keep=keep and not small and not on_input,
+        y, ungated = scatter(
+            contributions, dims, routed.slots, routed.output_gate, bias, spec, background=background,
+            save=save and not pointwise_kernel and not on_input,
         )  # fmt: skip
-    if own is None:
-        own = contributions if keep and small and not on_input else placeholder(x)
-    return as_map(y), values, own
+    if ungated is None:
+        ungated = contributions if save and pointwise_kernel and not on_input else placeholder(x)
+    return to_nchw(y), values, ungated
 
 
 @patch_conv.register_fake
 def _(x, weight, bias, gate, router, norm_weight, norm_bias, constants, options, eps):
-    inputs, chosen = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
+    inputs, opts = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
     E, O, C, ks, _ = weight.shape
-    M = x.shape[0] * constants[0].shape[2] * chosen.patch_size**2
+    M = x.shape[0] * constants[0].shape[2] * opts.patch_size**2
     M1 = M if norm_weight is None else M + 8
-    y = map_like(x, O if chosen.sum_experts else E * O, weight.dtype)
-    save_values = chosen.save and ks == 1 and not _uses_pointwise(inputs, chosen)
+    y = empty_map_like(x, O if opts.sum_experts else E * O, weight.dtype)
+    save_values = opts.save and ks == 1 and not _uses_pointwise(inputs, opts)
     values = weight.new_empty(E, M1, C) if save_values else x.new_empty(0)
-    save_ungated = chosen.save and not chosen.gate_on_input
-    own = weight.new_empty(E, M1 if ks == 1 else M, O) if save_ungated else x.new_empty(0)
-    return y, values, own
+    save_ungated = opts.save and not opts.gate_on_input
+    ungated = weight.new_empty(E, M1 if ks == 1 else M, O) if save_ungated else x.new_empty(0)
+    return y, values, ungated
 
 
 @custom_op("moesaic::patch_conv_backward", mutates_args=())
@@ -197,37 +221,40 @@ def patch_conv_backward(
     options: Sequence[int], eps: float, need_input: bool, need_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `ConvInputs`, empty where there is none, from that of the map; ``saved`` as `patch_conv` returns."""
-    given, chosen = ConvInputs(*inputs), PatchOptions.unflatten(options)
-    routed = RoutedMap.of(given, Constants(*constants), chosen, eps)
-    (values, own), weight, bias, grad = saved, given.weight, dense(given.bias), by_row(grad)
+    given, opts = ConvInputs(*inputs), PatchOptions.unflatten(options)
+    routed = RoutedMap.of(given, Constants(*constants), opts, eps)
+    (values, ungated), weight, bias, grad = saved, given.weight, contiguous_or_none(given.bias), to_nhwc(grad)
     ks, norm = weight.shape[3], routed.norm is not None
-    sizes, landing = routed.sizes, Landing(ks, chosen.isolated, chosen.sum_experts)
-    if _uses_pointwise(given, chosen):
-        return _pointwise_backward(routed, grad, own, given, landing, need_input, need_weight)
-    small, rows = ks == 1, sizes.rows(norm)
+    dims, spec = routed.dims, ScatterSpec(ks, opts.isolated, opts.sum_experts)
+    if _uses_pointwise(given, opts):
+        return _pointwise_backward(routed, grad, ungated, given, spec, need_input, need_weight)
+    pointwise_kernel, rows = ks == 1, dims.padded_rows(norm)
     matmuls = MatmulBackward(routed, weight, values, need_input=need_input, need_weight=need_weight)
-    dots = gated = answers = sums = None
+    gate_dots = gated = tap_grad = grad_bias_sums = None
     if routed.output_gate is not None:
-        dots, gated, sums = gated_gradients(
-            grad, own if need_input else None, sizes, routed.index, routed.output_gate, bias if small else None,
-            landing, rest=norm and small, rows=rows if small else None, sums=bias is not None and not norm,
+        gate_dots, gated, grad_bias_sums = output_gate_backward(
+            grad, ungated if need_input else None, dims, routed.index, routed.output_gate,
+            bias if pointwise_kernel else None, spec, background_row=norm and pointwise_kernel,
+            rows=rows if pointwise_kernel else None, sums=bias is not None and not norm,
         )  # fmt: skip
-    if norm or (bias is not None and sums is None):
-        answers = resting_gradients(grad, sizes, routed.slots, routed.output_gate, landing, by_tap=norm)
-        sums = answers[:, answers.shape[1] // 2]  # the bias is added as often as the centre tap
-    del own, saved
-    back = InputBackward(routed, dots, centre=True) if need_input else None
+    if norm or (bias is not None and grad_bias_sums is None):
+        tap_grad = background_gradients(grad, dims, routed.slots, routed.output_gate, spec, by_tap=norm)
+        grad_bias_sums = tap_grad[:, tap_grad.shape[1] // 2]  # the bias is added as often as the centre tap
+    del ungated, saved
+    back = InputBackward(routed, gate_dots, centre=True) if need_input else None
     ready = [] if gated is None else [gated]
-    del gated  # whoever takes it from the list holds the last reference
+    del gated  # the list holds the last reference
 
     def part_of(group: range) -> Tensor:
         if ready:
             return ready.pop()
-        return spread(grad, sizes, routed.index, routed.slots, routed.output_gate, landing, rows, group)
+        return scatter_backward(grad, dims, routed.index, routed.slots, routed.output_gate, spec, rows, group)
 
-    matmuls.run(part_of, answers, back)
-    grad_bias = placeholder(grad) if bias is None or sums is None else sums.to(bias.dtype).contiguous()
-    of_input = no_input_gradients(grad) if back is None else back.finish(matmuls.aside)
+    matmuls.run(part_of, tap_grad, back)
+    grad_bias = (
+        placeholder(grad) if bias is None or grad_bias_sums is None else grad_bias_sums.to(bias.dtype).contiguous()
+    )
+    of_input = no_input_gradients(grad) if back is None else back.finish(matmuls.side)
     grad_weight = matmuls.finish()
     grad_weight = placeholder(grad) if grad_weight is None else grad_weight
     return ConvInputs(of_input.x, grad_weight, grad_bias, *of_input[1:])
@@ -241,54 +268,56 @@ def _uses_pointwise(inputs: ConvInputs, options: PatchOptions) -> bool:
     x, weight = inputs.x, inputs.weight
     _, O, _, ks, _ = weight.shape
     other = options.sum_experts or options.gate_on_input or inputs.norm_weight is not None
-    fits = ks == 1 and O <= pointwise.MOST_CHANNELS and not other
+    fits = ks == 1 and O <= pointwise.MAX_CHANNELS and not other
     return fits and x.dtype == weight.dtype and (weight.dtype.itemsize == 2 or INTERPRETED)
 
 
 def _pointwise_backward(
-    routed: RoutedMap, grad: Tensor, own: Tensor, inputs: ConvInputs, landing: Landing, need_input: bool,
+    routed: RoutedMap, grad: Tensor, ungated: Tensor, inputs: ConvInputs, spec: ScatterSpec, need_input: bool,
     need_weight: bool,
 ) -> ConvInputs:  # fmt: skip
     """The same where `_uses_pointwise` holds.
 
-    Where gates are a softmax over the selected patches, the gradient of scores stands beside the rows (see
-    `pointwise`).
+    Where gates are a softmax over the selected patches, the gradient of scores is in extra columns of the rows
+    (see `pointwise`).
     """
-    weight, bias = inputs.weight, dense(inputs.bias)
-    sizes, taps, dots, grad_scores = routed.sizes, taps_of(weight), None, None
+    weight, bias = inputs.weight, contiguous_or_none(inputs.bias)
+    dims, taps, gate_dots, grad_scores = routed.dims, weight_to_taps(weight), None, None
     has_router = need_input and routed.router is not None and routed.scores is not None
-    beside = pointwise.columns(sizes.p**2) if has_router and not routed.softmax_over_all else 0
+    router_columns = pointwise.count_router_columns(dims.p**2) if has_router and not routed.softmax_over_all else 0
     gated = None
-    if beside:
-        gated = pointwise.gate_gradients(grad, own, sizes, routed.index, routed.gate, sums=bias is not None)
+    if router_columns:
+        gated = pointwise.gate_gradients(grad, ungated, dims, routed.index, routed.gate, sums=bias is not None)
     if gated is not None:
-        rows, grad_scores, sums = gated
+        rows, grad_scores, grad_bias_sums = gated
     else:
-        dots, rows, sums = gated_gradients(
-            grad, own if need_input else None, sizes, routed.index, routed.gate, None, landing, rest=False,
-            rows=sizes.M, sums=bias is not None, beside=beside,
+        gate_dots, rows, grad_bias_sums = output_gate_backward(
+            grad, ungated if need_input else None, dims, routed.index, routed.gate, None, spec, background_row=False,
+            rows=dims.M, sums=bias is not None, router_columns=router_columns,
         )  # fmt: skip
     assert rows is not None
-    back = InputBackward(routed, dots, centre=True, rows=rows, beside=beside) if need_input else None
+    back = (
+        InputBackward(routed, gate_dots, centre=True, rows=rows, router_columns=router_columns) if need_input else None
+    )
     if back is not None and grad_scores is not None:
         back.grad_scores = grad_scores
-    aside = Aside()  # gradients of the map and of the weights are computed concurrently
+    side = SideStream()  # gradients of the map and of the weights are computed concurrently
     if back is not None:
-        back.grad_x = pointwise.pixel_gradients(
-            rows, taps, sizes, routed.index, routed.slots, back.selected_scores, aside
+        back.grad_x = pointwise.input_gradients(
+            rows, taps, dims, routed.index, routed.slots, back.selected_scores, side
         )
     grad_weight, grad_router = placeholder(grad), None
-    if need_weight or beside:
-        router = routed.router.dtype if beside and routed.router is not None else None
-        grad_taps, grad_router = pointwise.weight_gradients(rows, routed.x, taps, sizes, routed.index, router)
-        grad_weight = weight_of(grad_taps, weight) if need_weight else grad_weight
-    aside.join()
-    grad_bias = placeholder(grad) if bias is None or sums is None else sums.to(bias.dtype)
+    if need_weight or router_columns:
+        router = routed.router.dtype if router_columns and routed.router is not None else None
+        grad_taps, grad_router = pointwise.weight_gradients(rows, routed.x, taps, dims, routed.index, router)
+        grad_weight = taps_to_weight(grad_taps, weight) if need_weight else grad_weight
+    side.join()
+    grad_bias = placeholder(grad) if bias is None or grad_bias_sums is None else grad_bias_sums.to(bias.dtype)
     if back is None:
         of_input = no_input_gradients(grad)
     else:
         if grad_router is not None:
-            back.grad_router = expert_choice.by_channel(grad_router, routed.router)
+            back.grad_router = expert_choice.router_by_channel(grad_router, routed.router)
         of_input = back.finish()
     return ConvInputs(of_input.x, grad_weight, grad_bias, *of_input[1:])
 
@@ -297,18 +326,18 @@ def _pointwise_backward(
 def _(grad, saved, inputs, constants, options, eps, need_input, need_weight):
     given = ConvInputs(*inputs)
     of_input = fake_input_gradients(grad, given, need_input)
-    grad_weight = laid_out(given.weight) if need_weight else grad.new_empty(0)
+    grad_weight = empty_weight_like(given.weight) if need_weight else grad.new_empty(0)
     grad_bias = grad.new_empty(0) if given.bias is None else contiguous_like(given.bias)
     return of_input.x, grad_weight, grad_bias, *of_input[1:]
 
 
 def _conv_setup(ctx: Any, inputs: Any, output: Any) -> None:
     *differentiable, constants, ctx.options, ctx.eps = inputs
-    _, values, own = output
+    _, values, ungated = output
     ctx.no_constants = Constants(*constants).no_gradients()
-    ctx.mark_non_differentiable(values, own)
+    ctx.mark_non_differentiable(values, ungated)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(values, own, *differentiable, *constants)
+    ctx.save_for_backward(values, ungated, *differentiable, *constants)
 
 
 def _conv_backward(ctx: Any, grad: Tensor | None, _values: None, _own: None) -> Any:
@@ -316,10 +345,17 @@ def _conv_backward(ctx: Any, grad: Tensor | None, _values: None, _own: None) -> 
     needs = ConvInputs(*ctx.needs_input_grad[:count])
     if grad is None:
         return *(None for _ in needs), ctx.no_constants, None, None
-    values, own, *tensors = ctx.saved_tensors
+    values, ungated, *tensors = ctx.saved_tensors
     grad = grad.contiguous(memory_format=torch.channels_last)
     gradients = patch_conv_backward(
-        grad, [values, own], tensors[:count], tensors[count:], ctx.options, ctx.eps, needs_input(needs), needs.weight
+        grad,
+        [values, ungated],
+        tensors[:count],
+        tensors[count:],
+        ctx.options,
+        ctx.eps,
+        needs_input(needs),
+        needs.weight,
     )
     return *needed_gradients(gradients, needs), ctx.no_constants, None, None
 
@@ -338,23 +374,31 @@ def patch_mlp(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The map (B, O', H, W), and with ``options.save`` inputs, hidden values before and after activation, outputs."""
     inputs = MLPInputs(x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias)
-    chosen = PatchOptions.unflatten(options)
-    routed = RoutedMap.of(inputs, Constants(*constants), chosen, eps)
-    sizes, bias_out, on_input = routed.sizes, dense(bias_out), chosen.gate_on_input
-    values = gather(routed, weight_in.dtype, centre=False, rest=on_input)
-    activation = ACTIVATIONS[chosen.activation]
-    outputs, before, after = mlp.forward(values, weight_in, bias_in, weight_out, activation, chosen.save)
-    null = None
+    opts = PatchOptions.unflatten(options)
+    routed = RoutedMap.of(inputs, Constants(*constants), opts, eps)
+    dims, bias_out, on_input = routed.dims, contiguous_or_none(bias_out), opts.gate_on_input
+    values = gather(routed, weight_in.dtype, centre=False, background_row=on_input)
+    activation = ACTIVATIONS[opts.activation]
+    outputs, before, after = mlp.forward(values, weight_in, bias_in, weight_out, activation, opts.save)
+    unselected = None
     if on_input:  # an expert's output where it selected nothing
-        null = outputs[:, sizes.M] if bias_out is None else outputs[:, sizes.M] + bias_out
-        null = null.contiguous()
-    if chosen.sum_experts:
-        owners = expert_choice.owners_of(routed.slots, sizes.L)
-        y = sum_of_owners(outputs, sizes, owners, routed.output_gate, bias_out, null)
+        unselected = outputs[:, dims.M] if bias_out is None else outputs[:, dims.M] + bias_out
+        unselected = unselected.contiguous()
+    if opts.sum_experts:
+        owners = expert_choice.patch_owners(routed.slots, dims.L)
+        y = sum_over_experts(outputs, dims, owners, routed.output_gate, bias_out, unselected)
     else:
-        y, _ = combine(outputs, sizes, routed.slots, routed.output_gate, bias_out, Landing(1, False, False), null=null)
-    y = as_map(y)
-    if not chosen.save:
+        y, _ = scatter(
+            outputs,
+            dims,
+            routed.slots,
+            routed.output_gate,
+            bias_out,
+            ScatterSpec(1, False, False),
+            unselected=unselected,
+        )
+    y = to_nchw(y)
+    if not opts.save:
         return y, *(placeholder(x) for _ in range(4))
     return y, values, before, after, placeholder(x) if on_input else outputs
 
@@ -363,14 +407,14 @@ def patch_mlp(
 def _(
     x, weight_in, bias_in, weight_out, bias_out, gate, router, norm_weight, norm_bias, constants, options, eps,
 ):  # fmt: skip
-    chosen = PatchOptions.unflatten(options)
+    opts = PatchOptions.unflatten(options)
     E, J, C = weight_in.shape
     O = weight_out.shape[1]
-    M = x.shape[0] * constants[0].shape[2] * chosen.patch_size**2 + (8 if chosen.gate_on_input else 0)
-    y = map_like(x, O if chosen.sum_experts else E * O, weight_in.dtype)
-    if not chosen.save:
+    M = x.shape[0] * constants[0].shape[2] * opts.patch_size**2 + (8 if opts.gate_on_input else 0)
+    y = empty_map_like(x, O if opts.sum_experts else E * O, weight_in.dtype)
+    if not opts.save:
         return y, *(x.new_empty(0) for _ in range(4))
-    outputs = x.new_empty(0) if chosen.gate_on_input else weight_in.new_empty(E, M, O)
+    outputs = x.new_empty(0) if opts.gate_on_input else weight_in.new_empty(E, M, O)
     return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), outputs
 
 
@@ -380,35 +424,39 @@ def patch_mlp_backward(
     options: Sequence[int], eps: float, need_input: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `MLPInputs`, empty where there is none, from that of the map; ``saved`` as `patch_mlp` returns."""
-    given, chosen = MLPInputs(*inputs), PatchOptions.unflatten(options)
-    routed = RoutedMap.of(given, Constants(*constants), chosen, eps)
+    given, opts = MLPInputs(*inputs), PatchOptions.unflatten(options)
+    routed = RoutedMap.of(given, Constants(*constants), opts, eps)
     values, before, after, outputs = saved
-    grad, bias_out = by_row(grad), dense(given.bias_out)
-    sizes, landing = routed.sizes, Landing(1, False, chosen.sum_experts)
+    grad, bias_out = to_nhwc(grad), contiguous_or_none(given.bias_out)
+    dims, spec = routed.dims, ScatterSpec(1, False, opts.sum_experts)
     rows = values.shape[1]
-    dots = None
+    gate_dots = None
     if routed.output_gate is not None:
-        dots, part, sums = gated_gradients(
-            grad, outputs if need_input else None, sizes, routed.index, routed.output_gate, bias_out, landing,
-            rest=False, rows=rows, sums=bias_out is not None,
+        gate_dots, part, grad_bias_sums = output_gate_backward(
+            grad, outputs if need_input else None, dims, routed.index, routed.output_gate, bias_out, spec,
+            background_row=False, rows=rows, sums=bias_out is not None,
         )  # fmt: skip
         assert part is not None
     else:
-        part = spread(grad, sizes, routed.index, routed.slots, None, landing, rows, range(sizes.E))
-        elsewhere = resting_gradients(grad, sizes, routed.slots, None, landing, by_tap=False, elsewhere=True)
-        part[:, sizes.M] = elsewhere[:, 0]
-        sums = None
+        part = scatter_backward(grad, dims, routed.index, routed.slots, None, spec, rows, range(dims.E))
+        elsewhere = background_gradients(grad, dims, routed.slots, None, spec, by_tap=False, elsewhere=True)
+        part[:, dims.M] = elsewhere[:, 0]
+        grad_bias_sums = None
         if bias_out is not None:
-            sums = resting_gradients(grad, sizes, routed.slots, None, landing, by_tap=False)[:, 0]
+            grad_bias_sums = background_gradients(grad, dims, routed.slots, None, spec, by_tap=False)[:, 0]
     hidden = mlp.Hidden(values, before, after)
     of_weights = mlp.backward(
-        part, hidden, given.weight_in, given.bias_in, given.weight_out, ACTIVATIONS[chosen.activation]
+        part, hidden, given.weight_in, given.bias_in, given.weight_out, ACTIVATIONS[opts.activation]
     )
-    grad_bias_out = placeholder(grad) if bias_out is None or sums is None else sums.to(bias_out.dtype).contiguous()
+    grad_bias_out = (
+        placeholder(grad)
+        if bias_out is None or grad_bias_sums is None
+        else grad_bias_sums.to(bias_out.dtype).contiguous()
+    )
     grad_bias_in = placeholder(grad) if of_weights.bias_in is None else of_weights.bias_in
     if need_input:
-        back = InputBackward(routed, dots, centre=False)
-        back.add(of_weights.values, range(sizes.E))
+        back = InputBackward(routed, gate_dots, centre=False)
+        back.add(of_weights.values, range(dims.E))
         of_input = back.finish()
     else:
         of_input = no_input_gradients(grad)

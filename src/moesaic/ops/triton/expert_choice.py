@@ -1,16 +1,24 @@
-"""Kernels of expert choice: scores of patches, each expert's best, their gates; and the gradients back.
+"""Expert choice: scores of patches, each expert's top patches, their gates; and the gradients back.
 
-    scores_kernel           x → scores, split over the pixels of a patch
-    route_kernel            both at once, where patches are single pixels and few
-    choose_kernel           scores → the L best patches of each expert, best first, their gates, and slots
-    owners_kernel           slots → owners of each patch
-    choice_back_kernel      gradient of gates → gradient of scores
-    route_back_kernel       gradient of scores → gradient of x, added to one from elsewhere
-    route_weights_kernel    gradient of scores → gradient of the router's kernels, split over patches
-    router_rows_kernel      the same where only chosen patches have a gradient
+    scores[b, n, e] = ⟨router[e], patch n of x[b]⟩      gate = softmax(scores) over the selected or all patches, or 1
+    grad_x = Σ_e grad_scores · router[e]                grad_router[e] = Σ_b,n grad_scores · patch
 
-Scores are exact to float32: bfloat16 numbers are multiplied as they are and float32 weights in three bfloat16
-pieces, added up in float32; what is float32 itself is multiplied in float32. A rounded score may choose another patch.
+Layouts: x (B, H, W, C); router by pixel (E, p², C); scores (B, N, E); index and gate (B, E, L); slots (B, E, N); owners
+(B, N, E) and owner_count (B, N).
+
+    scores_kernel                      x → scores, split over the pixels of a patch
+    choose_kernel                      scores → index, gate, slots; the top patch first, ties to the lower patch
+    route_kernel                       both at once, where patches are few single pixels
+    slots_kernel                       index → slots
+    owners_kernel                      slots → owners
+    gate_backward_kernel               gradient of gates → gradient of scores
+    score_backward_kernel              gradient of scores → gradient of x, added to an existing one
+    router_backward_kernel             gradient of scores → gradient of the router, in splits
+    router_backward_selected_kernel    the same where only selected patches have a gradient
+
+Scores are exact to float32, because a rounded score may select another patch: bfloat16 values are multiplied as they
+are, float32 weights as three bfloat16 pieces, and everything is accumulated in float32; float32 is multiplied in
+float32.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -27,61 +35,61 @@ from torch import Tensor
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.launch import (
     INTERPRETED,
-    Sizes,
-    acc,
-    ceil,
-    fill,
-    parts,
-    pipeline,
+    PatchDims,
+    acc_dtype,
+    ceil_div,
+    num_warps,
+    num_warps_and_stages,
     pixel_of_patch,
     power_of_2,
-    total,
-    warps,
-    wide,
+    split_rows,
+    splits_to_fill,
+    sum_splits,
+    tl_acc,
 )
 from moesaic.ops.triton_backend import GATE_KINDS
 from moesaic.ops.weight_layout import channels_last
 
 __all__ = [
     "GATE_KINDS",
-    "choose",
-    "gradient_of_choice",
-    "map_back",
-    "places",
+    "choose_patches",
     "router_gradient",
-    "router_gradient_of_chosen",
+    "router_gradient_selected",
+    "score_gradient",
+    "scores_to_map_gradient",
+    "slots_from_index",
 ]
 
-_MOST_PARTS = 16
-"""In which a patch's score is summed."""
+_MAX_SPLITS = 16
+"""Splits in which a patch's score is summed."""
 _FEW_PATCHES = 128
-"""One program compares all of them with each other at once."""
+"""Patches that one program compares with each other at once."""
 
 
 @triton.jit
-def times(v, w, found, PIECES: tl.constexpr, ACC: tl.constexpr):
-    """Found + v · w. PIECES: 0 multiplies in ACC, else in v's type, w in so many pieces."""
+def split_dot(v, w, acc, PIECES: tl.constexpr, ACC: tl.constexpr):
+    """Acc + v · w. PIECES: 0 multiplies in ACC, else in v's type with w split into that many pieces."""
     if PIECES == 0:
-        found = tl.dot(v.to(ACC), w.to(ACC), found, input_precision="ieee", out_dtype=ACC)
+        acc = tl.dot(v.to(ACC), w.to(ACC), acc, input_precision="ieee", out_dtype=ACC)
     elif PIECES == 1:
-        found = tl.dot(v, w, found)
+        acc = tl.dot(v, w, acc)
     else:
         left = w.to(tl.float32)
         for _ in tl.static_range(PIECES):
             piece = left.to(v.dtype)
-            found = tl.dot(v, piece, found)
+            acc = tl.dot(v, piece, acc)
             left -= piece.to(tl.float32)
-    return found
+    return acc
 
 
 @triton.jit
-def shares(score, key, live, chosen, KIND: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
+def gate_values(score, key, live, chosen, GATE_KIND: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
     """Gates of an expert's patches: see `GATE_KINDS`."""
-    if KIND == 2:
+    if GATE_KIND == 2:
         weight = tl.full((BN,), 1.0, ACC)
     else:
         among = live
-        if KIND == 0:
+        if GATE_KIND == 0:
             among = chosen
         weight = tl.where(among, tl.exp(score - tl.max(tl.where(among, key, float("-inf")), 0)), 0.0)
         weight = weight / tl.sum(weight, 0)
@@ -113,7 +121,7 @@ def scores_kernel(
         at = ((a // P) * W + a % P) * C + c
         v = tl.load(x + base[:, None] + at[None, :], mask=live[:, None] & cm[None, :], other=0)
         w = tl.load(kernels + (e * A + a)[None, :] * C + c[:, None], mask=cm[:, None] & em[None, :], other=0)
-        total_ = times(v, w, total_, PIECES, ACC)
+        total_ = split_dot(v, w, total_, PIECES, ACC)
     to = (split * rows + r)[:, None] * E + e[None, :]
     tl.store(out + to, total_, mask=live[:, None] & em[None, :])
 
@@ -121,10 +129,10 @@ def scores_kernel(
 @triton.jit
 def route_kernel(
     x, kernels, scores, index, gate, slots, L,
-    E: tl.constexpr, C: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
+    E: tl.constexpr, C: tl.constexpr, N: tl.constexpr, GATE_KIND: tl.constexpr, PIECES: tl.constexpr, ACC: tl.constexpr,
     BN: tl.constexpr, BE: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One image: what `scores_kernel` and `choose_kernel` do. A pixel's place is the number of those before it."""
+    """One image: `scores_kernel` and `choose_kernel`. A pixel's rank is the number of pixels before it."""
     b = tl.program_id(0)
     n = tl.arange(0, BN)
     live = n < N
@@ -136,7 +144,7 @@ def route_kernel(
         cm = c < C
         v = tl.load(x + (b * N + n)[:, None].to(tl.int64) * C + c[None, :], mask=live[:, None] & cm[None, :], other=0)
         w = tl.load(kernels + j[None, :] * C + c[:, None], mask=cm[:, None] & jm[None, :], other=0)
-        total_ = times(v, w, total_, PIECES, ACC)
+        total_ = split_dot(v, w, total_, PIECES, ACC)
     tl.store(scores + (b * N + n)[:, None] * E + j[None, :], total_, mask=live[:, None] & jm[None, :])
     for e in tl.static_range(E):
         score = tl.sum(tl.where((j == e)[None, :], total_, 0.0), 1)
@@ -147,17 +155,17 @@ def route_kernel(
         tl.store(slots + (b * E + e) * N + n, tl.where(chosen, place, -1), mask=live)
         to = (b * E + e) * L + place
         tl.store(index + to, n.to(tl.int64), mask=chosen)
-        tl.store(gate + to, shares(score, key, live, chosen, KIND, ACC, BN), mask=chosen)
+        tl.store(gate + to, gate_values(score, key, live, chosen, GATE_KIND, ACC, BN), mask=chosen)
 
 
 @triton.jit
 def choose_kernel(
     split_scores, scores, index, gate, slots, B, S, L,
-    E: tl.constexpr, N: tl.constexpr, KIND: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr,
+    E: tl.constexpr, N: tl.constexpr, GATE_KIND: tl.constexpr, SAVE: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """One image and expert: the best patch, the best of the others, and so on; of equal ones the lower.
 
-    What is not a number comes first, as in a sort. KEEP: the scores are written down, summed over their parts.
+    What is not a number comes first, as in a sort. SAVE: the scores are written down, summed over their parts.
     """
     b = tl.program_id(0)
     e = tl.program_id(1)
@@ -167,7 +175,7 @@ def choose_kernel(
     score = tl.zeros((BN,), ACC)
     for part in range(S):
         score += tl.load(split_scores + part * (B * N * E) + at, mask=live, other=0)
-    if KEEP:
+    if SAVE:
         tl.store(scores + at, score, mask=live)
     key = tl.where(score != score, float("inf"), score)
     slot = tl.full((BN,), -1, tl.int32)
@@ -180,23 +188,23 @@ def choose_kernel(
     tl.store(slots + (b * E + e) * N + n, slot, mask=live)
     to = (b * E + e) * L + slot
     tl.store(index + to, n.to(tl.int64), mask=chosen)
-    tl.store(gate + to, shares(score, key, live, chosen, KIND, ACC, BN), mask=chosen)
+    tl.store(gate + to, gate_values(score, key, live, chosen, GATE_KIND, ACC, BN), mask=chosen)
 
 
 @triton.jit
 def slots_kernel(index, slots, N, L, BN: tl.constexpr):
     be = tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    found = tl.full((BN,), -1, tl.int32)
+    acc = tl.full((BN,), -1, tl.int32)
     for l in range(L):
         chosen = tl.load(index + be * L + l).to(tl.int32)
-        found = tl.where(n == chosen, l, found)
-    tl.store(slots + be * N + n, found, mask=n < N)
+        acc = tl.where(n == chosen, l, acc)
+    tl.store(slots + be * N + n, acc, mask=n < N)
 
 
 @triton.jit
-def owners_kernel(slots, owners, owned, rows, N, E, L, BN: tl.constexpr):
-    """For each patch e·L + l of its owners, in order of e, and their number."""
+def owners_kernel(slots, owners, owner_count, rows, N, E, L, BN: tl.constexpr):
+    """For each patch e·L + l of its owners, in order of e, and how many there are."""
     r = tl.program_id(0) * BN + tl.arange(0, BN)
     live = r < rows
     at = (r // N) * E * N + r % N
@@ -205,18 +213,18 @@ def owners_kernel(slots, owners, owned, rows, N, E, L, BN: tl.constexpr):
         l = tl.load(slots + at + e * N, mask=live, other=-1)
         tl.store(owners + r * E + count, e * L + l, mask=l >= 0)
         count += (l >= 0).to(tl.int32)
-    tl.store(owned + r, count, mask=live)
+    tl.store(owner_count + r, count, mask=live)
 
 
 @triton.jit
-def choice_back_kernel(
-    dots, gate, scores, slots, out, rows, L, M,
-    STEP: tl.constexpr, E: tl.constexpr, N: tl.constexpr, A: tl.constexpr, KIND: tl.constexpr, DENSE: tl.constexpr,
-    BESIDE: tl.constexpr, ACC: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr,
+def gate_backward_kernel(
+    gate_dots, gate, scores, slots, out, rows, L, M,
+    STEP: tl.constexpr, E: tl.constexpr, N: tl.constexpr, A: tl.constexpr, GATE_KIND: tl.constexpr, DENSE: tl.constexpr,
+    ROUTER_COLUMNS: tl.constexpr, ACC: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Dots (B, E, L, A), summed over A, are the gradient of gates. out: (B, N, E) if DENSE, else (B, E, L).
+    """``gate_dots`` (B, E, L, A), summed over A, are the gradient of gates. out: (B, N, E) if DENSE, else (B, E, L).
 
-    BESIDE: the last columns of rows (E, M, STEP) get it too, a patch's in the column of the row's place.
+    ROUTER_COLUMNS: the last columns of rows (E, M, STEP) get it too, in the column of the row's pixel; see `pointwise`.
     """
     b = tl.program_id(0)
     e = tl.program_id(1)
@@ -226,16 +234,16 @@ def choice_back_kernel(
     g = tl.load(gate + at, mask=lm, other=0).to(ACC)
     grad = tl.zeros((BL,), ACC)
     for a in range(A):
-        grad += tl.load(dots + at * A + a, mask=lm, other=0).to(ACC)
+        grad += tl.load(gate_dots + at * A + a, mask=lm, other=0).to(ACC)
     inner = tl.sum(g * grad, 0)
     if not DENSE:
-        found = g * (grad - inner)
-        tl.store(out + at, found, mask=lm)
-        if BESIDE > 0:
-            column = tl.arange(0, BESIDE)
+        acc = g * (grad - inner)
+        tl.store(out + at, acc, mask=lm)
+        if ROUTER_COLUMNS > 0:
+            column = tl.arange(0, ROUTER_COLUMNS)
             for a in range(A):
-                to = (e * M + (b * L + l) * A + a).to(tl.int64) * STEP + STEP - BESIDE
-                value = tl.where((column == a)[None, :], found[:, None], 0.0)
+                to = (e * M + (b * L + l) * A + a).to(tl.int64) * STEP + STEP - ROUTER_COLUMNS
+                value = tl.where((column == a)[None, :], acc[:, None], 0.0)
                 tl.store(rows + to[:, None] + column[None, :], value.to(rows.dtype.element_ty), mask=lm[:, None])
     else:
         n = tl.arange(0, BN)
@@ -246,9 +254,9 @@ def choice_back_kernel(
         own = tl.load(gate + there, mask=has, other=0).to(ACC)
         grad_n = tl.zeros((BN,), ACC)
         for a in range(A):
-            grad_n += tl.load(dots + there * A + a, mask=has, other=0).to(ACC)
+            grad_n += tl.load(gate_dots + there * A + a, mask=has, other=0).to(ACC)
         share = own
-        if KIND == 1:
+        if GATE_KIND == 1:
             score = tl.load(scores + (b * N + n) * E + e, mask=live, other=float("-inf"))
             share = tl.where(live, tl.exp(score - tl.max(score, 0)), 0.0)
             share = share / tl.sum(share, 0)
@@ -256,16 +264,16 @@ def choice_back_kernel(
 
 
 @triton.jit
-def route_back_kernel(
+def score_backward_kernel(
     grad, kernels, base, out, rows,
     E: tl.constexpr, C: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, HAS_BASE: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """One pixel of many patches: gradient of scores (B·N, E) times kernels (E, p², C), and base from elsewhere."""
+    """One pixel of many patches: gradient of scores (B·N, E) times kernels (E, p², C), added to base."""
     A: tl.constexpr = P * P
     a = tl.program_id(0)
-    # backwards, as what was written last may still be in the cache
+    # in reverse, because the rows written last may still be in the cache
     r = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM + tl.arange(0, BM)
     e = tl.arange(0, BE)
     live = r < rows
@@ -278,14 +286,14 @@ def route_back_kernel(
         cm = c < C
         mask = live[:, None] & cm[None, :]
         w = tl.load(kernels + (e * A + a)[:, None] * C + c[None, :], mask=em[:, None] & cm[None, :], other=0).to(ACC)
-        found = tl.dot(g, w, input_precision=PRECISION, out_dtype=ACC)
+        acc = tl.dot(g, w, input_precision=PRECISION, out_dtype=ACC)
         if HAS_BASE:
-            found += tl.load(base + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
-        tl.store(out + at[:, None] + c[None, :], found.to(out.dtype.element_ty), mask=mask)
+            acc += tl.load(base + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+        tl.store(out + at[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def route_weights_kernel(
+def router_backward_kernel(
     grad, x, out, rows, CHUNK,
     E: tl.constexpr, C: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, PRECISION: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
@@ -298,7 +306,7 @@ def route_weights_kernel(
     e = tl.arange(0, BE)
     cm = c < C
     em = e < E
-    found = tl.zeros((BE, BC), ACC)
+    acc = tl.zeros((BE, BC), ACC)
     end = tl.minimum((s + 1) * CHUNK, rows)
     for r0 in range(s * CHUNK, end, BM):
         r = r0 + tl.arange(0, BM)
@@ -307,18 +315,18 @@ def route_weights_kernel(
         at = pixel_of_patch(r // N, n, a, P, GW, HW, W).to(tl.int64) * C
         g = tl.load(grad + r[None, :] * E + e[:, None], mask=live[None, :] & em[:, None], other=0).to(ACC)
         v = tl.load(x + at[:, None] + c[None, :], mask=live[:, None] & cm[None, :], other=0).to(ACC)
-        found = tl.dot(g, v, found, input_precision=PRECISION, out_dtype=ACC)
+        acc = tl.dot(g, v, acc, input_precision=PRECISION, out_dtype=ACC)
     to = ((s * E + e) * A + a)[:, None] * C + c[None, :]
-    tl.store(out + to, found, mask=em[:, None] & cm[None, :])
+    tl.store(out + to, acc, mask=em[:, None] & cm[None, :])
 
 
 @triton.jit
-def router_rows_kernel(
+def router_backward_selected_kernel(
     grad, x, index, out, rows, CHUNK,
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Out (splits, E, p², C): over a chunk of the B·L patches an expert chose, grad (B, E, L) times the pixel."""
+    """Out (splits, E, p², C): over a chunk of the B·L patches an expert selected, grad (B, E, L) times the pixel."""
     A: tl.constexpr = P * P
     ea = tl.program_id(1)
     e = ea // A
@@ -326,7 +334,7 @@ def router_rows_kernel(
     s = tl.program_id(2)
     c = tl.program_id(0) * BC + tl.arange(0, BC)
     cm = c < C
-    found = tl.zeros((BM, BC), ACC)
+    acc = tl.zeros((BM, BC), ACC)
     end = tl.minimum((s + 1) * CHUNK, rows)
     for r0 in range(s * CHUNK, end, BM):
         r = r0 + tl.arange(0, BM)
@@ -338,115 +346,118 @@ def router_rows_kernel(
         g = tl.load(grad + place, mask=used, other=0).to(ACC)
         at = pixel_of_patch(b, n, a, P, GW, HW, W).to(tl.int64) * C
         v = tl.load(x + at[:, None] + c[None, :], mask=used[:, None] & cm[None, :], other=0).to(ACC)
-        found += v * g[:, None]
-    tl.store(out + (s * (E * A) + ea) * C + c, tl.sum(found, 0), mask=cm)
+        acc += v * g[:, None]
+    tl.store(out + (s * (E * A) + ea) * C + c, tl.sum(acc, 0), mask=cm)
 
 
-def by_pixel(weight: Tensor) -> Tensor:
+def router_by_pixel(weight: Tensor) -> Tensor:
     """A router's kernels (E, C, p, p) as (E, p², C)."""
     return weight.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
 
 
-def choose(x: Tensor, kernels: Tensor, patches: int, patch: int, kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores (B, N, E) of x (B, H, W, C), each expert's best patches (B, E, L), their gates, and slots (B, E, N)."""
+def choose_patches(
+    x: Tensor, kernels: Tensor, patches: int, patch: int, gate_kind: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores (B, N, E) of x (B, H, W, C), each expert's top patches (B, E, L), their gates, and slots (B, E, N)."""
     B, H, W, C = x.shape
     E = kernels.shape[0]
-    sizes = Sizes(B, H, W, C, E, patches, patch)
-    full = wide(x.dtype)
-    rows, pixels = B * sizes.N, patch**2
-    # tiles and parts that do not depend on the batch: an image's scores are the same to the bit in any company
-    BE, BN = 16, power_of_2(sizes.N, 16)
+    dims = PatchDims(B, H, W, C, E, patches, patch)
+    acc_type = acc_dtype(x.dtype)
+    rows, pixels = B * dims.N, patch**2
+    # tiles and splits do not depend on the batch size, so that an image's scores are bitwise the same in any batch
+    BE, BN = 16, power_of_2(dims.N, 16)
     if x.dtype == torch.bfloat16 and not INTERPRETED:
         BM, pieces = 64, 1 if kernels.dtype == torch.bfloat16 else 3
     else:
-        BM, pieces, kernels = 32, 0, kernels.to(full)
+        BM, pieces, kernels = 32, 0, kernels.to(acc_type)
     index = torch.empty(B, E, patches, dtype=torch.int64, device=x.device)
-    gate = torch.empty(B, E, patches, dtype=full, device=x.device)
-    slots = torch.empty(B, E, sizes.N, dtype=torch.int32, device=x.device)
+    gate = torch.empty(B, E, patches, dtype=acc_type, device=x.device)
+    slots = torch.empty(B, E, dims.N, dtype=torch.int32, device=x.device)
     if pixels == 1 and E <= BE and BN <= _FEW_PATCHES:
-        scores = torch.empty(B, sizes.N, E, dtype=full, device=x.device)
-        BC, number, stages = tile("route", (64, 4, 4), sizes.N, C, E, x.element_size())
+        scores = torch.empty(B, dims.N, E, dtype=acc_type, device=x.device)
+        BC, warps, stages = tile("route", (64, 4, 4), dims.N, C, E, x.element_size())
         BC = min(BC, power_of_2(C, 16))
         route_kernel[(B,)](
-            x, kernels, scores, index, gate, slots, patches, E=E, C=C, N=sizes.N, KIND=kind, PIECES=pieces,
-            ACC=acc(full), BN=BN, BE=BE, BC=BC, **pipeline(number, stages),
+            x, kernels, scores, index, gate, slots, patches, E=E, C=C, N=dims.N, GATE_KIND=gate_kind, PIECES=pieces,
+            ACC=tl_acc(acc_type), BN=BN, BE=BE, BC=BC, **num_warps_and_stages(warps, stages),
         )  # fmt: skip
         return scores, index, gate, slots
-    splits = next(number for number in range(min(pixels, _MOST_PARTS), 0, -1) if pixels % number == 0)
-    found = torch.empty(splits, B, sizes.N, E, dtype=full, device=x.device)
-    constants = sizes.constants()
-    del constants["L"]
-    BC, number, stages = tile("scores", (64, 4, 5), C, E, patch, x.element_size())
+    splits = next(count for count in range(min(pixels, _MAX_SPLITS), 0, -1) if pixels % count == 0)
+    found = torch.empty(splits, B, dims.N, E, dtype=acc_type, device=x.device)
+    constexprs = dims.constexprs()
+    del constexprs["L"]
+    BC, warps, stages = tile("scores", (64, 4, 5), C, E, patch, x.element_size())
     BC = min(BC, power_of_2(C, 16))
-    scores_kernel[(ceil(rows, BM), ceil(E, BE), splits)](
-        x, kernels, found, rows, C=C, N=sizes.N, PIXELS=pixels // splits, PIECES=pieces, ACC=acc(full),
-        BM=BM, BE=BE, BC=BC, **constants, **pipeline(number, stages),
+    scores_kernel[(ceil_div(rows, BM), ceil_div(E, BE), splits)](
+        x, kernels, found, rows, C=C, N=dims.N, PIXELS=pixels // splits, PIECES=pieces, ACC=tl_acc(acc_type),
+        BM=BM, BE=BE, BC=BC, **constexprs, **num_warps_and_stages(warps, stages),
     )  # fmt: skip
     scores = found[0] if splits == 1 else torch.empty_like(found[0])
-    BN = power_of_2(sizes.N)
+    BN = power_of_2(dims.N)
     choose_kernel[(B, E)](
-        found, scores, index, gate, slots, B, splits, patches, E=E, N=sizes.N, KIND=kind, KEEP=splits > 1,
-        ACC=acc(full), BN=BN, **warps(1 if BN <= 512 else 4),
+        found, scores, index, gate, slots, B, splits, patches, E=E, N=dims.N, GATE_KIND=gate_kind, SAVE=splits > 1,
+        ACC=tl_acc(acc_type), BN=BN, **num_warps(1 if BN <= 512 else 4),
     )  # fmt: skip
     return scores, index, gate, slots
 
 
-def places(index: Tensor, patches: int) -> Tensor:
+def slots_from_index(index: Tensor, patches: int) -> Tensor:
     """Slots (B, E, N) of an index."""
     B, E, L = index.shape
     slots = torch.empty(B, E, patches, dtype=torch.int32, device=index.device)
     BN = power_of_2(patches, most=256)
-    slots_kernel[(B * E, ceil(patches, BN))](index, slots, patches, L, BN=BN, **warps(1))
+    slots_kernel[(B * E, ceil_div(patches, BN))](index, slots, patches, L, BN=BN, **num_warps(1))
     return slots
 
 
-def owners_of(slots: Tensor, L: int) -> tuple[Tensor, Tensor]:
+def patch_owners(slots: Tensor, L: int) -> tuple[Tensor, Tensor]:
     """Owners (B, N, E) of patches and their number (B, N)."""
     B, E, N = slots.shape
     owners = torch.empty(B, N, E, dtype=torch.int32, device=slots.device)
-    owned = torch.empty(B, N, dtype=torch.int32, device=slots.device)
+    owner_count = torch.empty(B, N, dtype=torch.int32, device=slots.device)
     BN = power_of_2(B * N, most=128)
-    owners_kernel[(ceil(B * N, BN),)](slots, owners, owned, B * N, N, E, L, BN=BN, **warps(4))
-    return owners, owned
+    owners_kernel[(ceil_div(B * N, BN),)](slots, owners, owner_count, B * N, N, E, L, BN=BN, **num_warps(4))
+    return owners, owner_count
 
 
-def gradient_of_choice(
-    dots: Tensor,
+def score_gradient(
+    gate_dots: Tensor,
     gate: Tensor,
     scores: Tensor,
     slots: Tensor,
-    kind: int,
-    dense: bool,
+    gate_kind: int,
+    contiguous_or_none: bool,
     rows: Tensor | None = None,
-    beside: int = 0,
+    router_columns: int = 0,
 ) -> Tensor:
-    """Gradient of scores, (B, N, E) if ``dense`` and else of chosen patches alone (B, E, L); dots (B, E, L, …).
+    """Gradient of scores (B, N, E), or unless ``dense`` of selected patches (B, E, L), from gate_dots (B, E, L, …).
 
-    The latter is written into the last ``beside`` columns of ``rows`` (E, M, …) as well; see `pointwise`.
+    The latter is written into the last ``router_columns`` columns of ``rows`` (E, M, …) as well; see `pointwise`.
     """
     B, E, L = gate.shape
     N = slots.shape[2]
-    out = torch.empty((B, N, E) if dense else (B, E, L), dtype=wide(gate.dtype), device=gate.device)
-    choice_back_kernel[(B, E)](
-        dots, gate, scores, slots, out, rows, L, 0 if rows is None else rows.shape[1],
-        STEP=0 if rows is None else rows.shape[2], E=E, N=N, A=dots.numel() // gate.numel(), KIND=kind, DENSE=dense,
-        BESIDE=beside, ACC=acc(out.dtype), BL=power_of_2(L), BN=power_of_2(N), **warps(1 if N <= 256 else 4),
+    out = torch.empty((B, N, E) if contiguous_or_none else (B, E, L), dtype=acc_dtype(gate.dtype), device=gate.device)
+    gate_backward_kernel[(B, E)](
+        gate_dots, gate, scores, slots, out, rows, L, 0 if rows is None else rows.shape[1],
+        STEP=0 if rows is None else rows.shape[2], E=E, N=N, A=gate_dots.numel() // gate.numel(), GATE_KIND=gate_kind,
+        DENSE=contiguous_or_none, ROUTER_COLUMNS=router_columns, ACC=tl_acc(out.dtype), BL=power_of_2(L),
+        BN=power_of_2(N), **num_warps(1 if N <= 256 else 4),
     )  # fmt: skip
     return out
 
 
-def map_back(grad: Tensor, kernels: Tensor, base: Tensor | None, like: Tensor, patch: int) -> Tensor:
-    """Gradient of x from that of scores (B, N, E), with ``base`` added to it; it may be base itself."""
+def scores_to_map_gradient(grad: Tensor, kernels: Tensor, base: Tensor | None, like: Tensor, patch: int) -> Tensor:
+    """Gradient of x from that of scores (B, N, E), added to ``base`` in place, if given."""
     B, H, W, C = like.shape
     E = grad.shape[2]
-    sizes = Sizes(B, H, W, C, E, 1, patch)
-    rows, out = B * sizes.N, torch.empty_like(like) if base is None else base
-    constants = sizes.constants()
-    del constants["L"]
+    dims = PatchDims(B, H, W, C, E, 1, patch)
+    rows, out = B * dims.N, torch.empty_like(like) if base is None else base
+    constexprs = dims.constexprs()
+    del constexprs["L"]
     BM = power_of_2(rows, 16, 32)
-    route_back_kernel[(patch**2, ceil(rows, BM))](
-        grad, kernels, base, out, rows, C=C, N=sizes.N, HAS_BASE=base is not None, PRECISION=_precision(like),
-        ACC=acc(grad.dtype), BM=BM, BC=power_of_2(C, 16, 128), BE=power_of_2(E, 16), **constants,
+    score_backward_kernel[(patch**2, ceil_div(rows, BM))](
+        grad, kernels, base, out, rows, C=C, N=dims.N, HAS_BASE=base is not None, PRECISION=_precision(like),
+        ACC=tl_acc(grad.dtype), BM=BM, BC=power_of_2(C, 16, 128), BE=power_of_2(E, 16), **constexprs,
     )  # fmt: skip
     return out
 
@@ -456,41 +467,41 @@ def router_gradient(grad: Tensor, x: Tensor, router: Tensor) -> Tensor:
     patch = router.shape[2]
     B, H, W, C = x.shape
     E = grad.shape[2]
-    sizes = Sizes(B, H, W, C, E, 1, patch)
-    rows, pixels = B * sizes.N, patch**2
-    constants = sizes.constants()
-    del constants["L"]
+    dims = PatchDims(B, H, W, C, E, 1, patch)
+    rows, pixels = B * dims.N, patch**2
+    constexprs = dims.constexprs()
+    del constexprs["L"]
     BM, BC = power_of_2(rows, 16, 64), power_of_2(C, 16, 128)
-    chunk, splits = parts(rows, fill(ceil(C, BC) * pixels, ceil(rows, BM)), BM)
+    chunk, splits = split_rows(rows, splits_to_fill(ceil_div(C, BC) * pixels, ceil_div(rows, BM)), BM)
     sums = torch.empty(splits, E, pixels, C, dtype=grad.dtype, device=x.device)
-    route_weights_kernel[(ceil(C, BC), pixels, splits)](
-        grad, x, sums, rows, chunk, C=C, N=sizes.N, PRECISION=_precision(x), ACC=acc(grad.dtype),
-        BM=BM, BC=BC, BE=power_of_2(E, 16), **constants,
+    router_backward_kernel[(ceil_div(C, BC), pixels, splits)](
+        grad, x, sums, rows, chunk, C=C, N=dims.N, PRECISION=_precision(x), ACC=tl_acc(grad.dtype),
+        BM=BM, BC=BC, BE=power_of_2(E, 16), **constexprs,
     )  # fmt: skip
-    return by_channel(total(sums, router.dtype), router)
+    return router_by_channel(sum_splits(sums, router.dtype), router)
 
 
-def router_gradient_of_chosen(grad: Tensor, x: Tensor, index: Tensor, router: Tensor) -> Tensor:
-    """The same from the gradient of chosen patches' scores (B, E, L)."""
+def router_gradient_selected(grad: Tensor, x: Tensor, index: Tensor, router: Tensor) -> Tensor:
+    """The same from the gradient of selected patches' scores (B, E, L)."""
     patch = router.shape[2]
-    sizes = Sizes.of(x, index, patch)
-    rows, pixels, C = sizes.B * sizes.L, patch**2, sizes.C
+    dims = PatchDims.of(x, index, patch)
+    rows, pixels, C = dims.B * dims.L, patch**2, dims.C
     BM, BC = power_of_2(rows, most=32), power_of_2(C, most=128)
-    chunk, splits = parts(rows, fill(ceil(C, BC) * pixels * sizes.E, ceil(rows, BM)), BM)
-    sums = torch.empty(splits, sizes.E, pixels, C, dtype=grad.dtype, device=x.device)
-    router_rows_kernel[(ceil(C, BC), sizes.E * pixels, splits)](
-        grad, x, index, sums, rows, chunk, C=C, ACC=acc(grad.dtype), BM=BM, BC=BC, **sizes.constants()
+    chunk, splits = split_rows(rows, splits_to_fill(ceil_div(C, BC) * pixels * dims.E, ceil_div(rows, BM)), BM)
+    sums = torch.empty(splits, dims.E, pixels, C, dtype=grad.dtype, device=x.device)
+    router_backward_selected_kernel[(ceil_div(C, BC), dims.E * pixels, splits)](
+        grad, x, index, sums, rows, chunk, C=C, ACC=tl_acc(grad.dtype), BM=BM, BC=BC, **dims.constexprs()
     )
-    return by_channel(total(sums, router.dtype), router)
+    return router_by_channel(sum_splits(sums, router.dtype), router)
 
 
-def by_channel(kernels: Tensor, like: Tensor) -> Tensor:
-    """And back: (E, p², C) as (E, C, p, p), laid out as other kernels are."""
+def router_by_channel(kernels: Tensor, like: Tensor) -> Tensor:
+    """The inverse: (E, p², C) as (E, C, p, p), in the memory format of ``like``."""
     E, C, p, _ = like.shape
     found = kernels.view(E, p, p, C).permute(0, 3, 1, 2)
     return found if channels_last(like) else found.contiguous()
 
 
 def _precision(x: Tensor) -> str:
-    """What is rounded to 16 bits in the end may be multiplied in TF32."""
+    """TF32 where the result is rounded to 16 bits anyway."""
     return "ieee" if x.dtype.itemsize > 2 else "tf32"

@@ -1,13 +1,17 @@
-"""The way back to a map through the norm of experts, gates on their inputs and the router, in two passes over it.
+"""Backward pass through the experts' norm, input gates and router in two passes over the map.
 
-    patch_sums_kernel    gradient of values → the sums that the norm's gradient needs, and sums of each chosen patch
-    gate_back_kernel     these → gradient of scores
-    joint_kernel         gradients of values and scores → gradient of the map, and of the router's kernels in parts
+    v = ReLU(scale·u + shift), u = gate·x      grad_u = grad_v·[v > 0]·scale + offset + slope·u
+    grad_gate = Σ over a patch of grad_u·x     grad_x = Σ_e gate·grad_u + Σ_e grad_score·router
 
-The gradient of a gate on the input is that of the values, through the norm, times the pixels. Through the norm it has a
-term for what flows back through the statistics, which is known only when all gradients have been summed. But that term
-is linear in the pixels and their squares, so sums over each patch are enough: once the norm's sums are there, so is the
-gradient of every gate and score, and all that reaches the map is added up in one pass.
+Offset and slope are the gradient through the statistics, known only when all gradients have been summed. But they enter
+grad_gate through Σ x and Σ x² alone, so sums over each patch are enough: once the norm's sums are there, so is the
+gradient of every gate and score, and one more pass adds up everything that reaches the map.
+
+Layouts: grad (E, M1, C) of values; x (B, H, W, C); gate (B, E, L); scores (B, N, E); router by pixel (E, p², C).
+
+    patch_sums_kernel        grad → the sums that the norm's gradient needs, and the sums of each selected patch
+    score_gradient_kernel    these → gradient of scores (B, N, E)
+    fused_backward_kernel    gradients of values and scores → gradient of x, and of the router in splits
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -24,35 +28,35 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
-from moesaic.ops.triton.expert_choice import by_channel, by_pixel
-from moesaic.ops.triton.gather import affine
+from moesaic.ops.triton.expert_choice import router_by_channel, router_by_pixel
+from moesaic.ops.triton.gather import norm_scale_shift
 from moesaic.ops.triton.launch import (
-    Sizes,
-    acc,
-    ceil,
-    fill,
-    parts,
+    PatchDims,
+    acc_dtype,
+    ceil_div,
+    num_warps,
     pixel_of_patch,
     power_of_2,
-    total,
-    warps,
-    wide,
+    split_rows,
+    splits_to_fill,
+    sum_splits,
+    tl_acc,
 )
-from moesaic.ops.triton.norm import through_norm
+from moesaic.ops.triton.norm import norm_backward
 from moesaic.ops.triton.operands import NormTensors, RoutedMap
 
-__all__ = ["Joint", "applies", "fits", "joint_gradients"]
+__all__ = ["FusedGradients", "applies", "fits", "fused_gradients"]
 
 _PIXELS = range(8, 65)
-"""Of a patch, where sums over its pixels are so much less than the pixels that they are worth writing down."""
-_MOST_EXPERTS = 16
-_MOST_PLACES = 64
-"""Patches of an image, and places that experts have for them: a program goes through all of an image's at a time."""
+"""Pixels of a patch for which sums over a patch are so much smaller than the pixels that writing them pays off."""
+_MAX_EXPERTS = 16
+_MAX_PLACES = 64
+"""Patches of an image, and slots of its experts: a program handles all of an image's at a time."""
 
 
 @dataclass(frozen=True)
-class Joint:
-    """Gradients of what a layer was given and of its parameters in front of experts."""
+class FusedGradients:
+    """Gradients of a layer's input and of its parameters in front of the experts."""
 
     x: Tensor
     router: Tensor
@@ -63,35 +67,35 @@ class Joint:
 def applies(routed: RoutedMap) -> bool:
     """Whether gradients go through norm, gates and router by this module's kernels."""
     has_router = routed.router is not None and routed.scores is not None
-    return routed.norm is not None and routed.options.gate_on_input and has_router and fits(routed.sizes)
+    return routed.norm is not None and routed.options.gate_on_input and has_router and fits(routed.dims)
 
 
-def fits(sizes: Sizes) -> bool:
+def fits(dims: PatchDims) -> bool:
     """Whether this module's kernels are for these sizes."""
-    places = max(sizes.N, sizes.E * sizes.L)
-    return sizes.p**2 in _PIXELS and sizes.E <= _MOST_EXPERTS and places <= _MOST_PLACES
+    places = max(dims.N, dims.E * dims.L)
+    return dims.p**2 in _PIXELS and dims.E <= _MAX_EXPERTS and places <= _MAX_PLACES
 
 
 @triton.jit
 def patch_sums_kernel(
-    grad, x, index, gate, weight, bias, mean, var, out, dots, first_out, second_out, eps, places, M1, CHUNK, S,
+    grad, x, index, gate, weight, bias, mean, var, out, gate_dots, first_out, second_out, eps, places, M1, CHUNK, S,
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
     W: tl.constexpr, STATS: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The sums of `norm.norm_sums_kernel` over a chunk of an expert's B·L places, and those of each place.
+    """The sums of `norm.norm_sums_kernel` over a chunk of an expert's B·L slots, and those of each slot.
 
-    The latter are Σ scale·[active]·g·x (dots), with STATS also Σ x and Σ x² of each channel. A tile is one patch, and
-    in one warp: its rows are summed in threads and between neighbours.
+    The latter are Σ scale·[active]·g·x (dots), with STATS also Σ x and Σ x² of each channel. A tile is one patch in
+    one warp, so that its rows are summed without shared memory.
     """
     A: tl.constexpr = P * P
     block = tl.program_id(0)
-    e = E - 1 - tl.program_id(1)  # the last to be written may still be in the cache
+    e = E - 1 - tl.program_id(1)  # the last expert's rows were written last and may still be in the cache
     s = tl.program_id(2)
     c = block * BC + tl.arange(0, BC)
     cm = c < C
     a = tl.arange(0, BP)
-    scale, shift = affine(weight, bias, mean, var, eps, e * C + c, cm, ACC)
+    scale, shift = norm_scale_shift(weight, bias, mean, var, eps, e * C + c, cm, ACC)
     all_g = tl.zeros((BC,), ACC)
     active_g = tl.zeros((BC,), ACC)
     active_gu = tl.zeros((BC,), ACC)
@@ -111,7 +115,7 @@ def patch_sums_kernel(
         all_g += tl.sum(gv, 0)
         active_g += tl.sum(active, 0)
         active_gu += active_gx * g
-        tl.store(dots + place * tl.num_programs(0) + block, tl.sum(active_gx * scale, 0))
+        tl.store(gate_dots + place * tl.num_programs(0) + block, tl.sum(active_gx * scale, 0))
         if STATS:
             to = (e * places + q).to(tl.int64) * C + c
             tl.store(first_out + to, tl.sum(xv, 0).to(first_out.dtype.element_ty), mask=cm)
@@ -123,16 +127,16 @@ def patch_sums_kernel(
 
 
 @triton.jit
-def gate_back_kernel(
-    dots, first_sums, second_sums, norm, gate, scores, slots, out, B,
-    E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr, KIND: tl.constexpr,
+def score_gradient_kernel(
+    gate_dots, first_sums, second_sums, norm, gate, scores, slots, out, B,
+    E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr, GATE_KIND: tl.constexpr,
     STATS: tl.constexpr, ACC: tl.constexpr, BL: tl.constexpr, BN: tl.constexpr, BC: tl.constexpr, BB: tl.constexpr,
 ):  # fmt: skip
-    """One image and expert: gradient of scores (B, N, E) from the sums of chosen patches.
+    """One image and expert: gradient of scores (B, N, E) from the sums of selected patches.
 
-    The gradient of a gate is that of the values, g·[active]·scale + lift + tilt·gate·x, times x, over a patch: dots
-    (B, E, L, BLOCKS) have the first term, and with STATS lift and tilt, of norm (4, E, C), meet a patch's sums of x
-    and x² (E, B·L, C). KIND as in `choice`.
+    The gradient of a gate is that of the values, g·[active]·scale + offset + slope·gate·x, times x, over a patch: dots
+    (B, E, L, BLOCKS) have the first term, and with STATS offset and slope, of norm (4, E, C), are multiplied with a
+    patch's sums of x and x² (E, B·L, C). GATE_GATE_KIND as in `expert_choice`.
     """
     b = tl.program_id(0)
     e = tl.program_id(1)
@@ -144,8 +148,8 @@ def gate_back_kernel(
     i = tl.arange(0, BB)
     g = tl.load(gate + at, mask=lm, other=0).to(ACC)
     slot = tl.load(slots + (b * E + e) * N + n, mask=live, other=-1)
-    part = tl.load(dots + at[:, None] * BLOCKS + i[None, :], mask=lm[:, None] & (i < BLOCKS)[None, :], other=0)
-    if KIND == 1:
+    part = tl.load(gate_dots + at[:, None] * BLOCKS + i[None, :], mask=lm[:, None] & (i < BLOCKS)[None, :], other=0)
+    if GATE_KIND == 1:
         score = tl.load(scores + (b * N + n) * E + e, mask=live, other=float("-inf"))
     grad = tl.sum(part, 1)
     if STATS:
@@ -157,24 +161,24 @@ def gate_back_kernel(
             mask = lm[:, None] & cm[None, :]
             first = tl.load(first_sums + row[:, None] + c[None, :], mask=mask, other=0)
             second = tl.load(second_sums + row[:, None] + c[None, :], mask=mask, other=0)
-            lift = tl.load(norm + (2 * E + e) * C + c, mask=cm, other=0)
-            tilt = tl.load(norm + (3 * E + e) * C + c, mask=cm, other=0)
-            through += lift[None, :] * first.to(ACC) + tilt[None, :] * g[:, None] * second.to(ACC)
+            offset = tl.load(norm + (2 * E + e) * C + c, mask=cm, other=0)
+            slope = tl.load(norm + (3 * E + e) * C + c, mask=cm, other=0)
+            through += offset[None, :] * first.to(ACC) + slope[None, :] * g[:, None] * second.to(ACC)
         grad += tl.sum(through, 1)
     inner = tl.sum(g * grad, 0)
     here = slot[:, None] == l[None, :]
     own = tl.sum(tl.where(here, g[None, :], 0.0), 1)
-    found = tl.sum(tl.where(here, (g * grad)[None, :], 0.0), 1)
+    acc = tl.sum(tl.where(here, (g * grad)[None, :], 0.0), 1)
     share = own
-    if KIND == 1:
+    if GATE_KIND == 1:
         share = tl.where(live, tl.exp(score - tl.max(score, 0)), 0.0)
         share = share / tl.sum(share, 0)
-    tl.store(out + (b * N + n) * E + e, found - share * inner, mask=live)
+    tl.store(out + (b * N + n) * E + e, acc - share * inner, mask=live)
 
 
 @triton.jit
-def in_halves(s, i, E: tl.constexpr, HALVES: tl.constexpr, OPERAND: tl.constexpr):
-    """Columns up to E rounded to 16 bits, and with two HALVES behind them what that left: a product has both then."""
+def split_bfloat16(s, i, E: tl.constexpr, HALVES: tl.constexpr, OPERAND: tl.constexpr):
+    """Columns up to E rounded to 16 bits, followed with two HALVES by the rounding error: a matmul then has both."""
     rounded = s.to(OPERAND)
     if HALVES == 2:
         rounded = tl.where((i < E)[None, :], rounded, (s - rounded.to(s.dtype)).to(OPERAND))
@@ -182,7 +186,7 @@ def in_halves(s, i, E: tl.constexpr, HALVES: tl.constexpr, OPERAND: tl.constexpr
 
 
 @triton.jit
-def joint_kernel(
+def fused_backward_kernel(
     grad, x, index, gate, score_grad, kernels, norm, out, router_out, B, M1, CHUNK,
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr,
     HW: tl.constexpr, W: tl.constexpr, STATS: tl.constexpr, HALVES: tl.constexpr, OPERAND: tl.constexpr,
@@ -191,10 +195,10 @@ def joint_kernel(
 ):  # fmt: skip
     """EACH pixels of all patches, BC channels, a chunk of images: the map's gradient, and a part of the router's.
 
-    Rows of an image's E·L places become the gradient of their pixels as in `rows.collect_kernel`, and go to the N
-    patches by a product with ones where a place has the patch. The gradient of scores (B, N, E) meets the router's
-    kernels (E, p², C), and the pixels for the router's own gradient (HALVES·splits, E, p², C). Whatever belongs to an
-    expert and not to an image is looked up once.
+    Rows of an image's E·L slots become the gradient of their pixels as in `gather.gather_backward_kernel`, and are
+    added to the N patches by a matmul with a 0/1 matrix of slots and patches. The gradient of scores (B, N, E) is
+    multiplied with the router's kernels (E, p², C), and with the pixels for the router's own gradient (HALVES·splits,
+    E, p², C). What depends on an expert and not on an image is loaded once.
     """
     A: tl.constexpr = P * P
     a = tl.program_id(1) * EACH
@@ -210,8 +214,8 @@ def joint_kernel(
     scale = tl.load(norm + at, mask=mask, other=0)
     shift = tl.load(norm + E * C + at, mask=mask, other=0)
     if STATS:
-        lift = tl.load(norm + 2 * E * C + at, mask=mask, other=0)
-        tilt = tl.load(norm + 3 * E * C + at, mask=mask, other=0)
+        offset = tl.load(norm + 2 * E * C + at, mask=mask, other=0)
+        slope = tl.load(norm + 3 * E * C + at, mask=mask, other=0)
     im = i < HALVES * E
     w, found_w, to = (), (), ()
     for j in tl.static_range(EACH):
@@ -226,7 +230,7 @@ def joint_kernel(
         scores = tl.load(score_grad + of_scores, mask=(n < N)[:, None] & im[None, :], other=0)
         image = tl.full((), HW * C, tl.int64) * b
         here = tl.where(n[:, None] == own[None, :], 1.0, 0.0).to(OPERAND)
-        of_router = in_halves(scores, i, E, HALVES, OPERAND)
+        of_router = split_bfloat16(scores, i, E, HALVES, OPERAND)
         added = ()
         for j in tl.static_range(EACH):
             live = ((n < N) & (a + j < A))[:, None] & cm[None, :]
@@ -238,10 +242,10 @@ def joint_kernel(
             v = tl.load(grad + row[:, None] + c[None, :], mask=used, other=0).to(ACC)
             v = tl.where(u * scale + shift > 0, v * scale, 0.0)
             if STATS:
-                v += lift + tilt * u
-            found = tl.dot(here, (v * g).to(OPERAND), input_precision=PRECISION, out_dtype=ACC)
-            found = tl.dot(of_router, w[j], found, input_precision=PRECISION, out_dtype=ACC)
-            tl.store(out + image + to[j], found.to(out.dtype.element_ty), mask=live)
+                v += offset + slope * u
+            acc = tl.dot(here, (v * g).to(OPERAND), input_precision=PRECISION, out_dtype=ACC)
+            acc = tl.dot(of_router, w[j], acc, input_precision=PRECISION, out_dtype=ACC)
+            tl.store(out + image + to[j], acc.to(out.dtype.element_ty), mask=live)
             more = tl.dot(
                 tl.trans(of_router), pixels.to(OPERAND), found_w[j], input_precision=PRECISION, out_dtype=ACC
             )  # fmt: skip
@@ -253,77 +257,81 @@ def joint_kernel(
         tl.store(router_out + part[:, None] * C + c[None, :], found_w[j], mask=mask)
 
 
-def joint_gradients(grad: Tensor, routed: RoutedMap, *, centre: bool) -> Joint:
+def fused_gradients(grad: Tensor, routed: RoutedMap, *, centre: bool) -> FusedGradients:
     """From the gradient of values (E, M1, C); its row M, if there is one, is that of positions not selected."""
     assert routed.norm is not None and routed.router is not None
-    sums, dots, pixels = _patch_sums(grad, routed, routed.norm)
-    norm = through_norm(sums, grad, routed.norm, routed.sizes, centre=centre)
-    score_grad = _score_gradient(dots, pixels, norm.terms, routed)
-    grad_x, grad_router = _joint(grad, routed, routed.router, score_grad, norm.terms)
-    return Joint(grad_x, grad_router, norm.weight, norm.bias)
+    sums, gate_dots, pixels = _patch_sums(grad, routed, routed.norm)
+    norm = norm_backward(sums, grad, routed.norm, routed.dims, centre=centre)
+    score_grad = _score_gradient(gate_dots, pixels, norm.terms, routed)
+    grad_x, grad_router = _map_and_router_gradients(grad, routed, routed.router, score_grad, norm.terms)
+    return FusedGradients(grad_x, grad_router, norm.weight, norm.bias)
 
 
 def _patch_sums(
     grad: Tensor, routed: RoutedMap, norm: NormTensors
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]:
-    """The norm's sums in parts (3, splits, E, C); of places (B, E, L, blocks), and (E, B·L, C) twice in training."""
-    sizes, x, index, gate = routed.sizes, routed.x, routed.index, routed.gate
-    full, C, BP, places = wide(x.dtype), sizes.C, power_of_2(sizes.p**2), sizes.B * sizes.L
+    """The norm's sums in splits (3, S, E, C); those of slots (B, E, L, blocks), and (E, B·L, C) twice in training."""
+    dims, x, index, gate = routed.dims, routed.x, routed.index, routed.gate
+    acc_type, C, BP, places = acc_dtype(x.dtype), dims.C, power_of_2(dims.p**2), dims.B * dims.L
     rule = (max(32, 2048 // BP), 1, 3, 2)
-    BC, number, stages, each = tile("patch_sums", rule, sizes.M, C, sizes.p, sizes.E, x.element_size())
+    BC, warps, stages, each = tile("patch_sums", rule, dims.M, C, dims.p, dims.E, x.element_size())
     BC = power_of_2(C, most=BC)
-    blocks = ceil(C, BC)
-    chunk, splits = parts(places, fill(blocks * sizes.E, 64) * each, 1)
-    sums = torch.empty(3, splits, sizes.E, C, dtype=full, device=x.device)
-    dots = torch.empty(*index.shape, blocks, dtype=full, device=x.device)
-    # float16 has not the range for squares; rounding of single sums is no more than that of the values
-    kind = torch.bfloat16 if x.dtype == torch.bfloat16 else full
+    blocks = ceil_div(C, BC)
+    chunk, splits = split_rows(places, splits_to_fill(blocks * dims.E, 64) * each, 1)
+    sums = torch.empty(3, splits, dims.E, C, dtype=acc_type, device=x.device)
+    gate_dots = torch.empty(*index.shape, blocks, dtype=acc_type, device=x.device)
+    # float16 lacks the range for squares; rounding single sums is no worse than rounding the values
+    kind = torch.bfloat16 if x.dtype == torch.bfloat16 else acc_type
     pixels = None
     if norm.batch_stats:
         pixels = (
-            torch.empty(sizes.E, places, C, dtype=kind, device=x.device),
-            torch.empty(sizes.E, places, C, dtype=kind, device=x.device),
+            torch.empty(dims.E, places, C, dtype=kind, device=x.device),
+            torch.empty(dims.E, places, C, dtype=kind, device=x.device),
         )
-    patch_sums_kernel[(blocks, sizes.E, splits)](
-        grad, x, index, gate, norm.weight, norm.bias, norm.mean, norm.var, sums, dots, *(pixels or (None, None)),
-        norm.eps, places, grad.shape[1], chunk, splits, C=C, STATS=norm.batch_stats, ACC=acc(full), BP=BP, BC=BC,
-        STAGES=stages, **sizes.constants(), **warps(number),
+    patch_sums_kernel[(blocks, dims.E, splits)](
+        grad, x, index, gate, norm.weight, norm.bias, norm.mean, norm.var, sums, gate_dots, *(pixels or (None, None)),
+        norm.eps, places, grad.shape[1], chunk, splits, C=C, STATS=norm.batch_stats, ACC=tl_acc(acc_type), BP=BP, BC=BC,
+        STAGES=stages, **dims.constexprs(), **num_warps(warps),
     )  # fmt: skip
-    return sums, dots, pixels
+    return sums, gate_dots, pixels
 
 
-def _score_gradient(dots: Tensor, pixels: tuple[Tensor, Tensor] | None, norm: Tensor, routed: RoutedMap) -> Tensor:
+def _score_gradient(gate_dots: Tensor, pixels: tuple[Tensor, Tensor] | None, norm: Tensor, routed: RoutedMap) -> Tensor:
     """(B, N, E)."""
     gate, scores, slots, kind = routed.gate, routed.scores, routed.slots, routed.options.gate_kind
     B, E, L = gate.shape
-    N, C, blocks = slots.shape[2], norm.shape[2], dots.shape[3]
-    out = torch.empty(B, N, E, dtype=dots.dtype, device=gate.device)
+    N, C, blocks = slots.shape[2], norm.shape[2], gate_dots.shape[3]
+    out = torch.empty(B, N, E, dtype=gate_dots.dtype, device=gate.device)
     BL = power_of_2(L)
-    gate_back_kernel[(B, E)](
-        dots, *(pixels or (None, None)), norm, gate, scores, slots, out, B, E=E, C=C, L=L, N=N, BLOCKS=blocks,
-        KIND=kind, STATS=pixels is not None, ACC=acc(out.dtype), BL=BL, BN=power_of_2(N),
-        BC=power_of_2(C, most=max(32, min(1024, 2048 // BL))), BB=power_of_2(blocks), **warps(4),
+    score_gradient_kernel[(B, E)](
+        gate_dots, *(pixels or (None, None)), norm, gate, scores, slots, out, B, E=E, C=C, L=L, N=N, BLOCKS=blocks,
+        GATE_KIND=kind, STATS=pixels is not None, ACC=tl_acc(out.dtype), BL=BL, BN=power_of_2(N),
+        BC=power_of_2(C, most=max(32, min(1024, 2048 // BL))), BB=power_of_2(blocks), **num_warps(4),
     )  # fmt: skip
     return out
 
 
-def _joint(grad: Tensor, routed: RoutedMap, router: Tensor, score_grad: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+def _map_and_router_gradients(
+    grad: Tensor, routed: RoutedMap, router: Tensor, score_grad: Tensor, norm: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of the map and of the router's kernels."""
-    sizes, x, index, gate = routed.sizes, routed.x, routed.index, routed.gate
-    E, C, pixels = sizes.E, sizes.C, sizes.p**2
-    halves = 2 if x.dtype == torch.bfloat16 else 1  # float16 has not the range for gradients of scores
-    operand = tl.bfloat16 if halves == 2 else acc(score_grad.dtype)
-    BC, each, number, stages, share = tile("joint", (64, 2, 4, 3, 2), sizes.B, C, sizes.p, E, sizes.L, x.element_size())
+    dims, x, index, gate = routed.dims, routed.x, routed.index, routed.gate
+    E, C, pixels = dims.E, dims.C, dims.p**2
+    halves = 2 if x.dtype == torch.bfloat16 else 1  # float16 lacks the range for gradients of scores
+    operand = tl.bfloat16 if halves == 2 else tl_acc(score_grad.dtype)
+    BC, each, warps, stages, share = tile(
+        "fused_backward", (64, 2, 4, 3, 2), dims.B, C, dims.p, E, dims.L, x.element_size()
+    )
     BC = power_of_2(C, 16, BC)
-    blocks = ceil(C, BC), ceil(pixels, each)
-    chunk, splits = parts(sizes.B, fill(blocks[0] * blocks[1], 16) * share, 1)
+    blocks = ceil_div(C, BC), ceil_div(pixels, each)
+    chunk, splits = split_rows(dims.B, splits_to_fill(blocks[0] * blocks[1], 16) * share, 1)
     out = torch.empty_like(x)
     sums = torch.empty(halves * splits, E, pixels, C, dtype=score_grad.dtype, device=x.device)
-    joint_kernel[(*blocks, splits)](
-        grad, x, index, gate, score_grad, by_pixel(router), norm, out, sums, sizes.B, grad.shape[1], chunk, C=C,
-        N=sizes.N, STATS=len(norm) == 4, HALVES=halves, OPERAND=operand,
-        PRECISION="ieee" if x.dtype.itemsize > 2 else "tf32", ACC=acc(score_grad.dtype), BN=power_of_2(sizes.N, 16),
-        BT=power_of_2(E * sizes.L, 16), BE=power_of_2(halves * E, 16), BC=BC, EACH=each, STAGES=stages,
-        **sizes.constants(), **warps(number),
+    fused_backward_kernel[(*blocks, splits)](
+        grad, x, index, gate, score_grad, router_by_pixel(router), norm, out, sums, dims.B, grad.shape[1], chunk, C=C,
+        N=dims.N, STATS=len(norm) == 4, HALVES=halves, OPERAND=operand,
+        PRECISION="ieee" if x.dtype.itemsize > 2 else "tf32", ACC=tl_acc(score_grad.dtype), BN=power_of_2(dims.N, 16),
+        BT=power_of_2(E * dims.L, 16), BE=power_of_2(halves * E, 16), BC=BC, EACH=each, STAGES=stages,
+        **dims.constexprs(), **num_warps(warps),
     )  # fmt: skip
-    return out, by_channel(total(sums, router.dtype), router)
+    return out, router_by_channel(sum_splits(sums, router.dtype), router)

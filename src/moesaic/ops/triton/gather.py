@@ -1,8 +1,14 @@
-"""Kernels between a map and the rows of pixels that experts chose.
+"""Gather: from a map to the rows of pixels that experts selected, and back.
 
-gather_kernel     x → values, with gate and norm applied on the way
-collect_kernel    rows → map: of each pixel, its owners' rows summed
-patches_kernel    the same for perceptrons' answers under ``combine="sum"``, with gate and bias
+    values[e, m] = f_e(gate · x[pixel(e, m)]), f_e the identity or ReLU ∘ norm_e
+    grad_x[q] = Σ over owners of gate · f_e'(…) · grad_values[e, row(q)] + grad_score · router
+
+Layouts: x (B, H, W, C); values (E, M1, C), row M the background; gate (B, E, L); owners (B, N, E), e·L + l of each
+expert that selected the patch, and owner_count (B, N).
+
+    gather_kernel               x → values
+    gather_backward_kernel      gradient of values → gradients of x and of input gates
+    sum_over_experts_kernel     rows (E, M1, O) → map (B, H, W, O), for 1×1 experts and MLPs under ``combine="sum"``
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -17,15 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
-from moesaic.ops.triton.launch import Sizes, acc, ceil, pixel_of_patch, power_of_2, warps, wide
+from moesaic.ops.triton.launch import PatchDims, acc_dtype, ceil_div, num_warps, pixel_of_patch, power_of_2, tl_acc
 from moesaic.ops.triton.operands import RoutedMap
 
-__all__ = ["affine", "collect", "collect_tile", "gather", "pixel_of_row", "sum_of_owners"]
+__all__ = ["gather", "gather_backward", "gather_backward_tile", "norm_scale_shift", "pixel_of_row", "sum_over_experts"]
 
 
 @triton.jit
 def pixel_of_row(m, e, M, index, E: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr):
-    """Of an expert's rows: image, slot, place in the patch, whether it is used, and where on the map it is."""
+    """Of an expert's rows: image, slot, pixel of the patch, whether the slot is used, and position on the map."""
     A: tl.constexpr = P * P
     b = m // (L * A)
     l = (m // A) % L
@@ -39,7 +45,7 @@ def pixel_of_row(m, e, M, index, E: tl.constexpr, L: tl.constexpr, P: tl.constex
 
 
 @triton.jit
-def affine(weight, bias, mean, var, eps, at, mask, ACC: tl.constexpr):
+def norm_scale_shift(weight, bias, mean, var, eps, at, mask, ACC: tl.constexpr):
     """The norm as scale · value + shift."""
     scale = tl.load(weight + at, mask=mask, other=0).to(ACC) * tl.rsqrt(
         tl.load(var + at, mask=mask, other=1).to(ACC) + eps
@@ -55,7 +61,7 @@ def gather_kernel(
     W: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr, CENTRE: tl.constexpr, ACC: tl.constexpr,
     BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Rows of experts from FIRST on. CENTRE: less what a position has that was not chosen; row M is that."""
+    """Rows of experts from FIRST on. CENTRE: the background is subtracted from the rows; row M is the background."""
     e = FIRST + tl.program_id(1)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     b, l, _a, used, py, px = pixel_of_row(m, e, M, index, E, L, P, GW)
@@ -73,18 +79,18 @@ def gather_kernel(
         if HAS_GATE:
             v = v * g[:, None]
         if HAS_NORM:
-            scale, shift = affine(weight, bias, mean, var, eps, e * C + c, cm, ACC)
-            rest = tl.maximum(shift, 0.0)[None, :]
+            scale, shift = norm_scale_shift(weight, bias, mean, var, eps, e * C + c, cm, ACC)
+            background_at = tl.maximum(shift, 0.0)[None, :]
             v = tl.maximum(v * scale[None, :] + shift[None, :], 0.0)
             if CENTRE:
-                v = tl.where(used[:, None], v - rest, 0.0)
-            v = tl.where((m == M)[:, None], rest, v)
+                v = tl.where(used[:, None], v - background_at, 0.0)
+            v = tl.where((m == M)[:, None], background_at, v)
         tl.store(out + to[:, None] + c[None, :], v.to(out.dtype.element_ty), mask=live[:, None] & cm[None, :])
 
 
 @triton.jit
-def collect_kernel(
-    grad, x, owners, owned, gate, router_grad, kernels, norm, out, grad_gate, B, M1, FIRST, LAST,
+def gather_backward_kernel(
+    grad, x, owners, owner_count, gate, router_grad, kernels, norm, out, grad_gate, B, M1, FIRST, LAST,
     E: tl.constexpr, C: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr,
     HW: tl.constexpr, W: tl.constexpr, HAS_GATE: tl.constexpr, HAS_NORM: tl.constexpr, STATS: tl.constexpr,
     HAS_ROUTER: tl.constexpr, ALL: tl.constexpr, MORE: tl.constexpr, ACC: tl.constexpr,
@@ -92,11 +98,11 @@ def collect_kernel(
 ):  # fmt: skip
     """One patch, BC of its channels: the gradient of pixels from owners FIRST to LAST, and of gates on their inputs.
 
-    The latter in parts (B, E, L, blocks of channels).
+    The latter in splits (B, E, L, blocks of channels).
 
-    Through the norm a gradient g becomes g·[active]·scale + lift + tilt·u, the last two through the statistics;
-    ``norm`` (4, E, C) holds scale, shift, lift and tilt. With HAS_ROUTER the gradient of the patch's score comes back
-    through the router's kernel. ALL: there are no other experts. MORE: out has others' gradients already.
+    ``norm`` (4, E, C) holds scale, shift, offset and slope (see `norm`). With HAS_ROUTER the gradient of the patch's
+    score comes back through the router's kernel. ALL: these are all experts. MORE: out has other experts' gradients
+    already.
     """
     A: tl.constexpr = P * P
     patch = tl.program_id(0)
@@ -106,25 +112,27 @@ def collect_kernel(
     live = a < A
     at = pixel_of_patch(b, n, a, P, GW, HW, W).to(tl.int64) * C
     number = tl.arange(0, BE)
-    count = tl.load(owned + patch)
+    count = tl.load(owner_count + patch)
     owner = tl.load(owners + patch * E + number, mask=number < count, other=-1)
     mine = owner >= 0
     if not ALL:
         mine = mine & (owner // L >= FIRST) & (owner // L < LAST)
-    busy = True
+    any_selected = True
     if MORE:
-        busy = tl.max(mine.to(tl.int32), 0) > 0
-    if busy:
-        dots = tl.zeros((BE,), ACC)
+        any_selected = tl.max(mine.to(tl.int32), 0) > 0
+    if any_selected:
+        gate_dots = tl.zeros((BE,), ACC)
         c = tl.program_id(1) * BC + tl.arange(0, BC)
         cm = c < C
         mask = live[:, None] & cm[None, :]
-        found = tl.zeros((BP, BC), ACC)
+        acc = tl.zeros((BP, BC), ACC)
         if MORE:
-            found += tl.load(out + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
+            acc += tl.load(out + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
         if HAS_GATE or HAS_NORM:
             xv = tl.load(x + at[:, None] + c[None, :], mask=mask, other=0).to(ACC)
-        after = tl.load(owners + patch * E)  # asked for before they are needed, and not used if there are none
+        after = tl.load(
+            owners + patch * E
+        )  # loaded one step ahead to hide the latency; unused where a patch has no owner
         for i in range(count):
             taken = after
             after = tl.load(owners + patch * E + i + 1, mask=i + 1 < count, other=0)
@@ -146,34 +154,34 @@ def collect_kernel(
                         u = xv * g
                     gv = tl.where(u * scale[None, :] + shift[None, :] > 0, gv * scale[None, :], 0.0)
                     if STATS:
-                        lift = tl.load(norm + (2 * E + e) * C + c, mask=cm, other=0)
-                        tilt = tl.load(norm + (3 * E + e) * C + c, mask=cm, other=0)
-                        gv += lift[None, :] + tilt[None, :] * u
+                        offset = tl.load(norm + (2 * E + e) * C + c, mask=cm, other=0)
+                        slope = tl.load(norm + (3 * E + e) * C + c, mask=cm, other=0)
+                        gv += offset[None, :] + slope[None, :] * u
                 if HAS_GATE:
-                    dots += tl.where(number == i, tl.sum(gv * xv), 0.0)
-                    found += gv * g
+                    gate_dots += tl.where(number == i, tl.sum(gv * xv), 0.0)
+                    acc += gv * g
                 else:
-                    found += gv
+                    acc += gv
                 if HAS_ROUTER:
                     s = tl.load(router_grad + place).to(ACC)
                     w = tl.load(kernels + (e * A + a)[:, None] * C + c[None, :], mask=mask, other=0).to(ACC)
-                    found += s * w
-        tl.store(out + at[:, None] + c[None, :], found.to(out.dtype.element_ty), mask=mask)
+                    acc += s * w
+        tl.store(out + at[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=mask)
         if HAS_GATE:
             to = ((b * E + owner // L) * L + owner % L) * tl.num_programs(1) + tl.program_id(1)
-            tl.store(grad_gate + to, dots, mask=mine)
+            tl.store(grad_gate + to, gate_dots, mask=mine)
 
 
 @triton.jit
-def patches_kernel(
-    rows, owners, owned, gate, bias, null, out, B, M1,
+def sum_over_experts_kernel(
+    rows, owners, owner_count, gate, bias, unselected, out, B, M1,
     E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr, N: tl.constexpr,
-    HW: tl.constexpr, W: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NULL: tl.constexpr,
+    HW: tl.constexpr, W: tl.constexpr, HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_UNSELECTED: tl.constexpr,
     ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """One patch of the sum over experts: its owners' rows (E, M1, O), and what the others answer to nothing.
+    """One patch of the sum over experts: its owners' rows (E, M1, O), and the other experts' outputs.
 
-    HAS_NULL: null (E, O) is that answer. The sum of all of them, less the owners', counts.
+    HAS_UNSELECTED: the latter are unselected (E, O); their sum over all experts is taken, and the owners' subtracted.
     """
     A: tl.constexpr = P * P
     patch = tl.program_id(0)
@@ -182,17 +190,17 @@ def patches_kernel(
     a = tl.arange(0, BP)
     live = a < A
     at = pixel_of_patch(b, n, a, P, GW, HW, W).to(tl.int64) * O
-    count = tl.load(owned + patch)
+    count = tl.load(owner_count + patch)
     for o0 in range(0, O, BO):
         o = o0 + tl.arange(0, BO)
         om = o < O
         mask = live[:, None] & om[None, :]
-        found = tl.zeros((BP, BO), ACC)
-        if HAS_NULL:
-            resting = tl.zeros((BO,), ACC)
+        acc = tl.zeros((BP, BO), ACC)
+        if HAS_UNSELECTED:
+            background = tl.zeros((BO,), ACC)
             for e in range(E):
-                resting += tl.load(null + e * O + o, mask=om, other=0).to(ACC)
-            found += resting[None, :]
+                background += tl.load(unselected + e * O + o, mask=om, other=0).to(ACC)
+            acc += background[None, :]
         for i in range(count):
             owner = tl.load(owners + patch * E + i)
             e = owner // L
@@ -202,33 +210,35 @@ def patches_kernel(
                 v += tl.load(bias + e * O + o, mask=om, other=0).to(ACC)[None, :]
             if HAS_GATE:
                 v = v * tl.load(gate + (b * E + e) * L + owner % L).to(ACC)
-            if HAS_NULL:
-                v -= tl.load(null + e * O + o, mask=om, other=0).to(ACC)[None, :]
-            found += v
-        tl.store(out + at[:, None] + o[None, :], found.to(out.dtype.element_ty), mask=mask)
+            if HAS_UNSELECTED:
+                v -= tl.load(unselected + e * O + o, mask=om, other=0).to(ACC)[None, :]
+            acc += v
+        tl.store(out + at[:, None] + o[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
-def gather(routed: RoutedMap, dtype: torch.dtype, *, centre: bool, rest: bool, experts: range | None = None) -> Tensor:
+def gather(
+    routed: RoutedMap, dtype: torch.dtype, *, centre: bool, background_row: bool, experts: range | None = None
+) -> Tensor:
     """Values (E, M1, C) of the selected pixels, of some experts or of all.
 
     ``rest``: with the row of positions that were not selected. ``centre``: that row is subtracted from the others.
     """
-    sizes, x, gate, norm, patch_size = routed.sizes, routed.x, routed.input_gate, routed.norm, routed.options.patch_size
-    experts = range(sizes.E) if experts is None else experts
-    M1 = sizes.rows(rest)
-    values = torch.empty(len(experts), M1, sizes.C, dtype=dtype, device=x.device)
+    dims, x, gate, norm, patch_size = routed.dims, routed.x, routed.input_gate, routed.norm, routed.options.patch_size
+    experts = range(dims.E) if experts is None else experts
+    M1 = dims.padded_rows(background_row)
+    values = torch.empty(len(experts), M1, dims.C, dtype=dtype, device=x.device)
     n = norm
-    rule = (16, power_of_2(sizes.C, most=128), 4)
-    BM, BC, number = tile("gather", rule, sizes.M, sizes.C, patch_size, norm is not None, x.element_size())
-    gather_kernel[(ceil(M1, BM), len(experts))](
+    rule = (16, power_of_2(dims.C, most=128), 4)
+    BM, BC, warps = tile("gather", rule, dims.M, dims.C, patch_size, norm is not None, x.element_size())
+    gather_kernel[(ceil_div(M1, BM), len(experts))](
         x, routed.index, gate, n and n.weight, n and n.bias, n and n.mean, n and n.var, values, n.eps if n else 0.0,
-        sizes.M, M1, experts.start, C=sizes.C, HAS_GATE=gate is not None, HAS_NORM=n is not None, CENTRE=centre,
-        ACC=acc(wide(x.dtype)), BM=BM, BC=BC, **sizes.constants(), **warps(number),
+        dims.M, M1, experts.start, C=dims.C, HAS_GATE=gate is not None, HAS_NORM=n is not None, CENTRE=centre,
+        ACC=tl_acc(acc_dtype(x.dtype)), BM=BM, BC=BC, **dims.constexprs(), **num_warps(warps),
     )  # fmt: skip
     return values
 
 
-def collect(
+def gather_backward(
     grad: Tensor,
     routed: RoutedMap,
     owners: tuple[Tensor, Tensor],
@@ -240,50 +250,50 @@ def collect(
 ) -> Tensor:
     """Gradient of x from that of some experts' values (…, M1, C), added to ``base``; fills in ``grad_gate``.
 
-    ``norm``: scale and shift (2, E, C), and in training lift and tilt, as `norm_gradients` gives them. ``router``: the
-    gradient of selected patches' scores (B, E, L) and the kernels (E, p², C) it goes back through.
+    ``norm``: scale and shift (2, E, C), and in training offset and slope, as `norm_gradients` gives them. ``router``:
+    the gradient of selected patches' scores (B, E, L) and the kernels (E, p², C) it goes back through.
     """
-    sizes, x, gate = routed.sizes, routed.x, routed.input_gate
+    dims, x, gate = routed.dims, routed.x, routed.input_gate
     out = torch.empty_like(x) if base is None else base
     scores, kernels = router or (None, None)
-    BP = power_of_2(sizes.p**2)
-    BC, number = collect_tile(sizes, norm is not None, gate is not None, x)
-    collect_kernel[(sizes.B * sizes.N, ceil(sizes.C, BC))](
-        grad, x, *owners, gate, scores, kernels, norm, out, grad_gate, sizes.B, grad.shape[1],
-        experts.start, experts.stop, C=sizes.C, N=sizes.N, HAS_GATE=gate is not None, HAS_NORM=norm is not None,
-        STATS=norm is not None and len(norm) == 4, HAS_ROUTER=router is not None, ALL=len(experts) == sizes.E,
-        MORE=base is not None, ACC=acc(wide(x.dtype)), BP=BP, BC=BC, BE=power_of_2(sizes.E),
-        **sizes.constants(), **warps(number),
+    BP = power_of_2(dims.p**2)
+    BC, warps = gather_backward_tile(dims, norm is not None, gate is not None, x)
+    gather_backward_kernel[(dims.B * dims.N, ceil_div(dims.C, BC))](
+        grad, x, *owners, gate, scores, kernels, norm, out, grad_gate, dims.B, grad.shape[1],
+        experts.start, experts.stop, C=dims.C, N=dims.N, HAS_GATE=gate is not None, HAS_NORM=norm is not None,
+        STATS=norm is not None and len(norm) == 4, HAS_ROUTER=router is not None, ALL=len(experts) == dims.E,
+        MORE=base is not None, ACC=tl_acc(acc_dtype(x.dtype)), BP=BP, BC=BC, BE=power_of_2(dims.E),
+        **dims.constexprs(), **num_warps(warps),
     )  # fmt: skip
     return out
 
 
-def collect_tile(sizes: Sizes, norm: bool, gate: bool, x: Tensor) -> tuple[int, int]:
-    """Channels of a program of `collect`, and warps."""
-    BP = power_of_2(sizes.p**2)
-    BC = power_of_2(sizes.C, most=max(32, min(1024, 2048 // BP)))
+def gather_backward_tile(dims: PatchDims, norm: bool, gate: bool, x: Tensor) -> tuple[int, int]:
+    """Channels of a program of `gather_backward`, and warps."""
+    BP = power_of_2(dims.p**2)
+    BC = power_of_2(dims.C, most=max(32, min(1024, 2048 // BP)))
     rule = (BC, _warps(BP * BC) if BP == 1 else 2)
-    BC, number = tile("collect", rule, sizes.C, sizes.p, sizes.E, norm, gate, x.element_size())
-    return BC, number
+    BC, warps = tile("gather_backward", rule, dims.C, dims.p, dims.E, norm, gate, x.element_size())
+    return BC, warps
 
 
-def sum_of_owners(
+def sum_over_experts(
     rows: Tensor,
-    sizes: Sizes,
+    dims: PatchDims,
     owners: tuple[Tensor, Tensor],
     gate: Tensor | None,
     bias: Tensor | None,
-    null: Tensor | None,
+    unselected: Tensor | None,
 ) -> Tensor:
-    """The map (B, H, W, O) of rows (E, M1, O), summed over experts; see `patches_kernel`."""
+    """The map (B, H, W, O) of rows (E, M1, O), summed over experts; see `sum_over_experts_kernel`."""
     O = rows.shape[2]
-    out = torch.empty(sizes.B, sizes.H, sizes.W, O, dtype=rows.dtype, device=rows.device)
-    BP = power_of_2(sizes.p**2)
+    out = torch.empty(dims.B, dims.H, dims.W, O, dtype=rows.dtype, device=rows.device)
+    BP = power_of_2(dims.p**2)
     BO = power_of_2(O, most=max(32, min(1024, 2048 // BP)))
-    patches_kernel[(sizes.B * sizes.N,)](
-        rows, *owners, gate, bias, null, out, sizes.B, rows.shape[1], O=O, N=sizes.N, HAS_GATE=gate is not None,
-        HAS_BIAS=bias is not None, HAS_NULL=null is not None, ACC=acc(wide(rows.dtype)), BP=BP, BO=BO,
-        **sizes.constants(), **warps(_warps(BP * BO)),
+    sum_over_experts_kernel[(dims.B * dims.N,)](
+        rows, *owners, gate, bias, unselected, out, dims.B, rows.shape[1], O=O, N=dims.N, HAS_GATE=gate is not None,
+        HAS_BIAS=bias is not None, HAS_UNSELECTED=unselected is not None, ACC=tl_acc(acc_dtype(rows.dtype)), BP=BP,
+        BO=BO, **dims.constexprs(), **num_warps(_warps(BP * BO)),
     )  # fmt: skip
     return out
 

@@ -1,4 +1,10 @@
-"""What every launch of a kernel needs: sizes, tiles, and the types to add up in."""
+"""What every launch of a kernel needs: dimensions, tile sides, accumulator types, and a second stream.
+
+    sum_splits:  out[x] = Σ_s parts[s, x], parts (S, …), always in the same order
+
+Sums over many rows are taken in S splits, one per program, and added up by `sum_splits` instead of by atomics, so that
+the same input gives the same bits.
+"""
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportPossiblyUnboundVariable=false
@@ -17,75 +23,75 @@ from torch import Tensor
 
 __all__ = [
     "INTERPRETED",
-    "Aside",
-    "Sizes",
-    "acc",
-    "as_map",
-    "by_row",
-    "ceil",
-    "dense",
-    "fill",
-    "map_like",
-    "parts",
-    "pipeline",
+    "PatchDims",
+    "SideStream",
+    "acc_dtype",
+    "ceil_div",
+    "contiguous_or_none",
+    "empty_map_like",
+    "num_warps",
+    "num_warps_and_stages",
     "pixel_of_patch",
     "placeholder",
     "power_of_2",
-    "total",
-    "warps",
-    "wide",
+    "split_rows",
+    "splits_to_fill",
+    "sum_splits",
+    "tl_acc",
+    "to_nchw",
+    "to_nhwc",
 ]
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether kernels run in Triton's interpreter, on a CPU, which is how they are tested where there is no GPU."""
 
 PROGRAMS = 528
-"""As many programs fill a GPU: four on each of some 132 multiprocessors."""
+"""Programs that fill a GPU: four on each of some 132 multiprocessors."""
 
 
-def ceil(a: int, b: int) -> int:
-    """The quotient, rounded up."""
+def ceil_div(a: int, b: int) -> int:
+    """The quotient rounded up."""
     return -(-a // b)
 
 
 def power_of_2(size: int, least: int = 1, most: int = 1 << 20) -> int:
-    """The tile side for so many elements."""
+    """The tile side for this many elements: the next power of 2, within limits."""
     return max(least, min(most, triton.next_power_of_2(max(size, 1))))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums of it are kept in."""
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype to accumulate in: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def acc(dtype: torch.dtype) -> Any:
-    """The same, as Triton says it."""
+def tl_acc(dtype: torch.dtype) -> Any:
+    """Triton's accumulator type for a torch dtype."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
-def dense(tensor: Tensor | None) -> Tensor | None:
-    """As kernels read it, if there is one."""
+def contiguous_or_none(tensor: Tensor | None) -> Tensor | None:
+    """Contiguous, as kernels read it; None stays None."""
     return None if tensor is None else tensor.contiguous()
 
 
-def by_row(map: Tensor) -> Tensor:
+def to_nhwc(map: Tensor) -> Tensor:
     """Maps (B, C, H, W) as kernels read them: (B, H, W, C), without a copy if they are in channels_last.
 
-    Operations name axes as torch's do. Inductor takes any map of four axes next to a convolution for one of these, and
-    lays out what is named otherwise as if its last axes were a map's.
+    Operators take and return NCHW maps, because Inductor assumes that any 4-D tensor next to a convolution is one and
+    would choose a wrong memory format for NHWC tensors.
     """
     return map.permute(0, 2, 3, 1).contiguous()
 
 
-def as_map(rows: Tensor) -> Tensor:
-    """And back: (B, H, W, C) as maps (B, C, H, W) in channels_last."""
+def to_nchw(rows: Tensor) -> Tensor:
+    """The inverse: (B, H, W, C) as maps (B, C, H, W) in channels_last."""
     return rows.permute(0, 3, 1, 2)
 
 
-def map_like(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for maps (B, channels, H, W) in channels_last, of the size of others."""
+def empty_map_like(x: Tensor, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for maps (B, channels, H, W) in channels_last, with the height and width of ``x``."""
     B, _, H, W = x.shape
-    return as_map(x.new_empty(B, H, W, channels, dtype=dtype))
+    return to_nchw(x.new_empty(B, H, W, channels, dtype=dtype))
 
 
 def placeholder(like: Tensor) -> Tensor:
@@ -93,102 +99,104 @@ def placeholder(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
-def fill(programs: int, most: int) -> int:
-    """In how many parts to take a sum so that the GPU is full, given the programs of one part."""
-    return max(1, min(most, ceil(PROGRAMS, programs)))
+def splits_to_fill(programs: int, most: int) -> int:
+    """Number of splits of a sum that fill the GPU, given the programs of one split."""
+    return max(1, min(most, ceil_div(PROGRAMS, programs)))
 
 
-def parts(rows: int, splits: int, tile: int) -> tuple[int, int]:
-    """Rows in so many parts, each a multiple of the tile: the length of one, and how many there are."""
-    chunk = max(tile, ceil(ceil(rows, splits), tile) * tile)
-    return chunk, max(1, ceil(rows, chunk))
+def split_rows(rows: int, splits: int, tile: int) -> tuple[int, int]:
+    """Length of a split, a multiple of the tile, and number of splits."""
+    chunk = max(tile, ceil_div(ceil_div(rows, splits), tile) * tile)
+    return chunk, max(1, ceil_div(rows, chunk))
 
 
-def warps(number: int) -> dict[str, int]:
-    """For a launch; the interpreter has none."""
-    return {} if INTERPRETED else {"num_warps": number}
+def num_warps(warps: int) -> dict[str, int]:
+    """Launch option; the interpreter has none."""
+    return {} if INTERPRETED else {"num_warps": warps}
 
 
-def pipeline(number: int, stages: int) -> dict[str, int]:
-    """Warps, and how many steps of a loop of products have their numbers on the way."""
-    return {} if INTERPRETED else {"num_warps": number, "num_stages": stages}
+def num_warps_and_stages(warps: int, stages: int) -> dict[str, int]:
+    """Launch options: warps, and stages of software pipelining."""
+    return {} if INTERPRETED else {"num_warps": warps, "num_stages": stages}
 
 
-class Aside:
-    """Launch inside the block beside what follows it, up to `join`: on a stream of its own, where there are streams.
+class SideStream:
+    """Runs what is launched inside the block on a second stream, concurrently with what follows, up to `join`.
 
-    Of tensors made outside, what is used inside must live until then (`keep`): else others get its memory too early.
-    What is made inside may be used outside after `join`, and be forgotten at any time: its memory goes back to the
-    stream inside, which waits for the one outside whenever a block is entered.
+    Tensors made outside and used inside must be kept alive until `join` (`keep_alive`): otherwise the allocator reuses
+    their memory too early. Tensors made inside may be used outside after `join` and released at any time: their memory
+    goes back to the second stream, which waits for the first whenever a block is entered.
     """
 
     def __init__(self) -> None:
         self.main: Any = None
-        self.other: Any = None
-        self.inside: Any = None
-        self.kept: list[Tensor] = []
+        self.side: Any = None
+        self.context: Any = None
+        self.references: list[Tensor] = []
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        self.kept.append(tensor)
+    def keep_alive(self, tensor: Tensor) -> Tensor:
+        self.references.append(tensor)
         return tensor
 
     def __enter__(self) -> None:
         if INTERPRETED:
             return
         self.main = torch.cuda.current_stream()
-        self.other = _beside(self.main)
-        self.other.wait_stream(self.main)
-        self.inside = torch.cuda.stream(self.other)
-        self.inside.__enter__()
+        self.side = _side_stream(self.main)
+        self.side.wait_stream(self.main)
+        self.context = torch.cuda.stream(self.side)
+        self.context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        if self.inside is not None:
-            self.inside.__exit__(*error)
-            self.inside = None
+        if self.context is not None:
+            self.context.__exit__(*error)
+            self.context = None
 
     def join(self) -> None:
-        """Wait for it, if there was anything: a stream that took no part in a CUDA graph must not be waited for."""
-        if self.other is not None:
-            self.main.wait_stream(self.other)
-        self.kept.clear()
+        """Waits for the second stream, if it was used: a CUDA graph must not wait for one that is no part of it."""
+        if self.side is not None:
+            self.main.wait_stream(self.side)
+        self.references.clear()
 
 
 @lru_cache
-def _beside(stream: Any) -> Any:
-    """A stream for each one that is worked on."""
+def _side_stream(stream: Any) -> Any:
+    """One second stream for each first one."""
     return torch.cuda.Stream(stream.device)
 
 
 @triton.jit
 def pixel_of_patch(b, n, a, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr, W: tl.constexpr):
-    """Which row of a batch of maps the place ``a`` in patch ``n`` of image ``b`` is."""
+    """Row, in a batch of maps, of pixel ``a`` in patch ``n`` of image ``b``."""
     return b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P
 
 
 @triton.jit
-def total_kernel(parts, out, S, X, ACC: tl.constexpr, BS: tl.constexpr, BX: tl.constexpr):
-    """Parts (S, X), summed in one order."""
+def sum_splits_kernel(parts, out, S, X, ACC: tl.constexpr, BS: tl.constexpr, BX: tl.constexpr):
+    """Out (X,): parts (S, X), summed in one order."""
     i = tl.program_id(0) * BX + tl.arange(0, BX)
-    found = tl.zeros((BS, BX), ACC)
+    acc = tl.zeros((BS, BX), ACC)
     for s0 in range(0, S, BS):
         s = s0 + tl.arange(0, BS)
         at = s[:, None].to(tl.int64) * X + i[None, :]
-        found += tl.load(parts + at, mask=(s < S)[:, None] & (i < X)[None, :], other=0).to(ACC)
-    tl.store(out + i, tl.sum(found, 0).to(out.dtype.element_ty), mask=i < X)
+        acc += tl.load(parts + at, mask=(s < S)[:, None] & (i < X)[None, :], other=0).to(ACC)
+    tl.store(out + i, tl.sum(acc, 0).to(out.dtype.element_ty), mask=i < X)
 
 
-def total(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over the first axis, in a dtype of choice, always in the same order."""
+def sum_splits(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum over the first axis, in the given dtype, always in the same order."""
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     S, X = parts.shape[0], out.numel()
     BS, BX = power_of_2(S, most=32), power_of_2(X, most=64)
-    total_kernel[(ceil(X, BX),)](parts, out, S, X, ACC=acc(wide(parts.dtype)), BS=BS, BX=BX, **warps(4))
+    sum_splits_kernel[(ceil_div(X, BX),)](
+        parts, out, S, X, ACC=tl_acc(acc_dtype(parts.dtype)), BS=BS, BX=BX, **num_warps(4)
+    )
     return out
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Of a map (B, H, W, C), its patches and who takes them."""
+class PatchDims:
+    """Dimensions of a map (B, H, W, C), its p×p patches, E experts and their L slots."""
 
     B: int
     H: int
@@ -199,9 +207,9 @@ class Sizes:
     p: int
 
     @staticmethod
-    def of(x: Tensor, index: Tensor, patch: int) -> Sizes:
+    def of(x: Tensor, index: Tensor, patch: int) -> PatchDims:
         B, H, W, C = x.shape
-        return Sizes(B, H, W, C, index.shape[1], index.shape[2], patch)
+        return PatchDims(B, H, W, C, index.shape[1], index.shape[2], patch)
 
     @property
     def M(self) -> int:
@@ -217,10 +225,10 @@ class Sizes:
     def positions(self) -> int:
         return self.B * self.H * self.W
 
-    def rows(self, norm: bool) -> int:
-        """Rows of an expert, with that of positions it did not choose; a multiple of 8, as products like them."""
-        return self.M + 8 if norm else self.M
+    def padded_rows(self, background: bool) -> int:
+        """Rows of an expert, with the background's; tensor cores want multiples of 8."""
+        return self.M + 8 if background else self.M
 
-    def constants(self) -> dict[str, int]:
+    def constexprs(self) -> dict[str, int]:
         """Compile-time constants of kernels that look up rows."""
         return {"E": self.E, "L": self.L, "P": self.p, "GW": self.W // self.p, "HW": self.H * self.W, "W": self.W}

@@ -1,19 +1,22 @@
-"""Stacked perceptrons C → J → O over the rows (E, M, C) that experts were given: six products and the activation.
+"""Stacked MLPs C → J → O over the selected rows: six matmuls and the activation.
 
     before = values · weight_inᵀ                      grad_out    = gradᵀ · after
     after  = activation(before + bias_in)             grad_before = (grad · weight_out) ⊙ activation'(before + bias_in)
-    answers = after · weight_outᵀ                     grad_in     = grad_beforeᵀ · values
+    outputs = after · weight_outᵀ                     grad_in     = grad_beforeᵀ · values
                                                       grad_values = grad_before · weight_in
 
-Hidden values are J / C times as large as what comes in, so a pass over them costs: read and written, as much as half a
-product. The two products whose results the activation meets can take it in, where their sums still are in registers:
+Layouts: values (E, M, C); before and after (E, M, J); outputs and grad (E, M, O); weights (E, J, C) and (E, O, J).
+
+Hidden values are J / C times as large as the inputs, so that a pass over them costs as much as half a matmul. The two
+matmuls next to the activation can apply it while their sums are still in registers:
 
     separate       cuBLAS, and the activation in a pass of its own (`activation`)
-    pointers       a product that loads its tiles by address
-    descriptors    one that has them fetched by the copy engine of Hopper GPUs, in a loop over tiles
+    pointers       a matmul that loads its tiles by address
+    descriptors    one whose tiles the copy engine of Hopper GPUs fetches, in a loop over tiles
 
-``WAYS`` says which is taken; exact float32 always goes to cuBLAS. ``before`` is without the bias in all of them, so any
-way forward goes with any way back. The bias's gradient is summed per tile, and then in order: the same bits every time.
+``VARIANTS`` says which one runs; float32 always goes to cuBLAS. ``before`` is without the bias in all of them, so that
+any forward variant goes with any backward one. The bias's gradient is summed per tile, then in order: the same bits
+every time.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -30,28 +33,54 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moesaic.ops.triton.activation import Kind, activate, activate_back, activated, options, slope
-from moesaic.ops.triton.launch import INTERPRETED, ceil, dense, power_of_2, total
+from moesaic.ops.triton.activation import (
+    ActivationName,
+    activate,
+    activate_backward,
+    activation_grad,
+    apply_activation,
+    launch_options,
+)
+from moesaic.ops.triton.launch import INTERPRETED, ceil_div, contiguous_or_none, power_of_2, sum_splits
 
-__all__ = ["TILES", "WAYS", "Hidden", "MLPGradients", "Way", "backward", "forward", "hidden", "hidden_back"]
+__all__ = [
+    "TILES",
+    "VARIANTS",
+    "Hidden",
+    "MLPGradients",
+    "MatmulVariant",
+    "backward",
+    "forward",
+    "hidden",
+    "hidden_backward",
+]
 
-Way = Literal["separate", "pointers", "descriptors"]
+MatmulVariant = Literal["separate", "pointers", "descriptors"]
 
-WAYS: dict[str, Way] = {"forward": "separate", "backward": "separate"}
+VARIANTS: dict[str, MatmulVariant] = {"forward": "separate", "backward": "separate"}
 
-_BY_ADDRESS = {"BM": 128, "BJ": 128, "BK": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
-_FETCHED = {"BM": 128, "BJ": 256, "BK": 64, "GROUP": 8, "PROGRAMS": 132, "FLATTEN": 0, "num_warps": 8, "num_stages": 3}
-TILES: dict[str, dict[Way, dict[str, int]]] = {
-    "forward": {"pointers": _BY_ADDRESS, "descriptors": {**_FETCHED, "FLATTEN": 1}},
-    "backward": {"pointers": {**_BY_ADDRESS, "num_warps": 8}, "descriptors": _FETCHED},
+_POINTER_TILES = {"BM": 128, "BJ": 128, "BK": 64, "GROUP": 8, "num_warps": 4, "num_stages": 3}
+_DESCRIPTOR_TILES = {
+    "BM": 128,
+    "BJ": 256,
+    "BK": 64,
+    "GROUP": 8,
+    "PROGRAMS": 132,
+    "FLATTEN": 0,
+    "num_warps": 8,
+    "num_stages": 3,
 }
-"""Sides of a tile; GROUP: how many of them stand below each other before the next column, so that they share what the
-L2 cache holds; PROGRAMS: how many run over all tiles, 0 for one each; FLATTEN: whether the loads of the next tile begin
-before this one is done (back, their buffers and those of ``before`` would not fit together)."""
+TILES: dict[str, dict[MatmulVariant, dict[str, int]]] = {
+    "forward": {"pointers": _POINTER_TILES, "descriptors": {**_DESCRIPTOR_TILES, "FLATTEN": 1}},
+    "backward": {"pointers": {**_POINTER_TILES, "num_warps": 8}, "descriptors": _DESCRIPTOR_TILES},
+}
+"""Sides of a tile. GROUP: tiles of one column that run next to each other and share the L2 cache. PROGRAMS: how many
+loop over all tiles, 0 for one each. FLATTEN: whether the loads of the next tile begin before this one is done; in the
+backward pass their buffers and those of ``before`` would not fit into shared memory together."""
 
 
 @triton.jit
-def _place(tile, M, J: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, GROUP: tl.constexpr):
+def _tile_position(tile, M, J: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, GROUP: tl.constexpr):
     """Expert, first row and first column of a tile."""
     across: tl.constexpr = (J + BJ - 1) // BJ
     down = (M + BM - 1) // BM
@@ -64,17 +93,17 @@ def _place(tile, M, J: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, GROUP: 
 
 
 @triton.jit
-def product_kernel(
+def matmul_kernel(
     left, right, bias, before, out, sums, M, E,
-    J: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BACK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEEP: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    J: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BACK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SAVE: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Left (E, M, K) times right, (E, J, K) forward and (E, K, J) back, and the activation.
 
-    Forward ``before`` is written, with KEEP, and out is activated; back it is read, out is the gradient before the
+    Forward ``before`` is written, with SAVE, and out is activated; back it is read, out is the gradient before the
     activation, and sums (M / BM, E, J) are of its columns.
     """
-    e, m0, j0 = _place(tl.program_id(0), M, J, BM, BJ, GROUP)
+    e, m0, j0 = _tile_position(tl.program_id(0), M, J, BM, BJ, GROUP)
     e = e.to(tl.int64)
     m = m0 + tl.arange(0, BM)
     j = j0 + tl.arange(0, BJ)
@@ -85,7 +114,7 @@ def product_kernel(
         by = right + e * K * J + k[:, None] * J + j[None, :]
     else:
         by = right + (e * J + tl.minimum(j, J - 1))[None, :] * K + k[:, None]
-    found = tl.zeros((BM, BJ), tl.float32)
+    acc = tl.zeros((BM, BJ), tl.float32)
     for k0 in range(0, K, BK):
         if K % BK == 0:
             v = tl.load(at)
@@ -95,9 +124,9 @@ def product_kernel(
             w = tl.load(by)
         else:
             w = tl.load(by, mask=(k0 + k < K)[:, None] & jm[None, :], other=0)
-        if WIDEN:  # the interpreter's numpy knows no bfloat16
+        if UPCAST:  # the interpreter's numpy knows no bfloat16
             v, w = v.to(tl.float32), w.to(tl.float32)
-        found = tl.dot(v, w, found, input_precision="ieee")
+        acc = tl.dot(v, w, acc, input_precision="ieee")
         at += BK
         if BACK:
             by += BK * J
@@ -109,40 +138,40 @@ def product_kernel(
         v = tl.load(before + to, mask=mask, other=0).to(tl.float32)
         if HAS_BIAS:
             v += tl.load(bias + e * J + j, mask=jm, other=0).to(tl.float32)[None, :]
-        found *= slope(v, KIND, False)
+        acc *= activation_grad(v, ACTIVATION, False)
         if HAS_BIAS:
-            column = tl.sum(tl.where((m < M)[:, None], found, 0.0), 0)
+            column = tl.sum(tl.where((m < M)[:, None], acc, 0.0), 0)
             tl.store(sums + (m0 // BM * E + e) * J + j, column, mask=jm)
     else:
-        if KEEP:
-            tl.store(before + to, found.to(before.dtype.element_ty), mask=mask)
+        if SAVE:
+            tl.store(before + to, acc.to(before.dtype.element_ty), mask=mask)
         if HAS_BIAS:
-            found += tl.load(bias + e * J + j, mask=jm, other=0).to(tl.float32)[None, :]
-        found = activated(found, KIND, False)
-    tl.store(out + to, found.to(out.dtype.element_ty), mask=mask)
+            acc += tl.load(bias + e * J + j, mask=jm, other=0).to(tl.float32)[None, :]
+        acc = apply_activation(acc, ACTIVATION, False)
+    tl.store(out + to, acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def fetched_product_kernel(
+def descriptor_matmul_kernel(
     left, right, bias, before, out, sums, M, E,
-    J: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, BACK: tl.constexpr, HAS_BIAS: tl.constexpr,
-    KEEP: tl.constexpr, WIDEN: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    J: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, BACK: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SAVE: tl.constexpr, UPCAST: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     FLATTEN: tl.constexpr,
 ):  # fmt: skip
-    """The same; left, right, before and out are descriptors of three axes, which know where an expert ends."""
+    """The same; left, right, before and out are descriptors of three axes, which know where an expert's rows end."""
     tiles = E * ((M + BM - 1) // BM) * ((J + BJ - 1) // BJ)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        e, m0, j0 = _place(tile, M, J, BM, BJ, GROUP)
-        found = tl.zeros((BM, BJ), tl.float32)
+        e, m0, j0 = _tile_position(tile, M, J, BM, BJ, GROUP)
+        acc = tl.zeros((BM, BJ), tl.float32)
         for k0 in range(0, K, BK):
             v = left.load([e, m0, k0]).reshape(BM, BK)
             if BACK:
                 w = right.load([e, k0, j0]).reshape(BK, BJ)
             else:
                 w = right.load([e, j0, k0]).reshape(BJ, BK).T
-            if WIDEN:
+            if UPCAST:
                 v, w = v.to(tl.float32), w.to(tl.float32)
-            found = tl.dot(v, w, found, input_precision="ieee")
+            acc = tl.dot(v, w, acc, input_precision="ieee")
         j = j0 + tl.arange(0, BJ)
         jm = j < J
         if HAS_BIAS:
@@ -151,25 +180,30 @@ def fetched_product_kernel(
             v = before.load([e, m0, j0]).reshape(BM, BJ).to(tl.float32)
             if HAS_BIAS:
                 v += b
-            found *= slope(v, KIND, False)
+            acc *= activation_grad(v, ACTIVATION, False)
             if HAS_BIAS:
                 rows = (m0 + tl.arange(0, BM) < M)[:, None]
-                column = tl.sum(tl.where(rows, found, 0.0), 0)
+                column = tl.sum(tl.where(rows, acc, 0.0), 0)
                 tl.store(sums + (m0 // BM * E + e) * J + j, column, mask=jm)
         else:
-            if KEEP:
-                before.store([e, m0, j0], found.to(before.dtype).reshape(1, BM, BJ))
+            if SAVE:
+                before.store([e, m0, j0], acc.to(before.dtype).reshape(1, BM, BJ))
             if HAS_BIAS:
-                found += b
-            found = activated(found, KIND, False)
-        out.store([e, m0, j0], found.to(out.dtype).reshape(1, BM, BJ))
+                acc += b
+            acc = apply_activation(acc, ACTIVATION, False)
+        out.store([e, m0, j0], acc.to(out.dtype).reshape(1, BM, BJ))
 
 
 def forward(
-    values: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, kind: Kind, keep: bool
+    values: Tensor,
+    weight_in: Tensor,
+    bias_in: Tensor | None,
+    weight_out: Tensor,
+    activation: ActivationName,
+    save: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Answers (E, M, O) to values (E, M, C), without the last bias; with ``keep`` hidden values before and after."""
-    before, after = hidden(values, weight_in, bias_in, kind, keep)
+    """Outputs (E, M, O) of values (E, M, C), without the last bias; with ``save`` hidden values before and after."""
+    before, after = hidden(values, weight_in, bias_in, activation, save)
     return torch.bmm(after, weight_out.transpose(1, 2)), before, after
 
 
@@ -194,15 +228,20 @@ class MLPGradients(NamedTuple):
 
 
 def backward(
-    grad: Tensor, hidden: Hidden, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, kind: Kind
+    grad: Tensor,
+    hidden: Hidden,
+    weight_in: Tensor,
+    bias_in: Tensor | None,
+    weight_out: Tensor,
+    activation: ActivationName,
 ) -> MLPGradients:
     """From the gradient of outputs (E, M, O)."""
     values, before, after = hidden
     grad = grad.contiguous()
     if after.numel() == 0:
-        after = activate(before, dense(bias_in), kind)
+        after = activate(before, contiguous_or_none(bias_in), activation)
     grad_out = torch.bmm(grad.transpose(1, 2), after)
-    grad_before, grad_bias = hidden_back(grad, weight_out, before, bias_in, kind)
+    grad_before, grad_bias = hidden_backward(grad, weight_out, before, bias_in, activation)
     grad_in = torch.bmm(grad_before.transpose(1, 2), values)
     return MLPGradients(torch.bmm(grad_before, weight_in), grad_in, grad_bias, grad_out)
 
@@ -211,62 +250,64 @@ def hidden(
     values: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    kind: Kind,
-    keep: bool,
+    activation: ActivationName,
+    save: bool,
     *,
-    way: Way | None = None,
+    variant: MatmulVariant | None = None,
     tiles: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Hidden values (E, M, J) before the bias, nothing without ``keep``, and after the activation."""
-    values, weight, bias = values.contiguous(), weight.contiguous(), dense(bias)
+    """Hidden values (E, M, J) before the bias, empty without ``save``, and after the activation."""
+    values, weight, bias = values.contiguous(), weight.contiguous(), contiguous_or_none(bias)
     E, M, C = values.shape
     J = weight.shape[1]
-    way = _possible(way or WAYS["forward"], values, J)
-    if way == "separate":
+    variant = _supported(variant or VARIANTS["forward"], values, J)
+    if variant == "separate":
         before = torch.bmm(values, weight.transpose(1, 2))
-        after = activate(before, bias, kind, in_place=not keep)
-        return before if keep else values.new_empty(0), after
-    before = torch.empty(E, M, J, dtype=values.dtype, device=values.device) if keep else values.new_empty(0)
+        after = activate(before, bias, activation, in_place=not save)
+        return before if save else values.new_empty(0), after
+    before = torch.empty(E, M, J, dtype=values.dtype, device=values.device) if save else values.new_empty(0)
     after = torch.empty(E, M, J, dtype=values.dtype, device=values.device)
-    sides = _sides(tiles or TILES["forward"][way], M, J, C)
-    _launch(way, sides, values, weight, bias, before if keep else after, after, None, kind, KEEP=keep, BACK=False)
+    sides = _sides(tiles or TILES["forward"][variant], M, J, C)
+    _launch(
+        variant, sides, values, weight, bias, before if save else after, after, None, activation, SAVE=save, BACK=False
+    )
     return before, after
 
 
-def hidden_back(
+def hidden_backward(
     grad: Tensor,
     weight: Tensor,
     before: Tensor,
     bias: Tensor | None,
-    kind: Kind,
+    activation: ActivationName,
     *,
-    way: Way | None = None,
+    variant: MatmulVariant | None = None,
     tiles: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradient of ``before`` from that of answers (E, M, O) and weight (E, O, J), and the bias's, given one."""
-    grad, weight, bias = grad.contiguous(), weight.contiguous(), dense(bias)
+    """Gradient of ``before`` from that of outputs (E, M, O) and weight (E, O, J), and the bias's, if there is one."""
+    grad, weight, bias = grad.contiguous(), weight.contiguous(), contiguous_or_none(bias)
     E, M, J = before.shape
     O = grad.shape[2]
-    way = _possible(way or WAYS["backward"], grad, J)
-    if way == "separate":
-        return activate_back(torch.bmm(grad, weight), before, bias, kind)
-    sides = _sides(tiles or TILES["backward"][way], M, J, O)
+    variant = _supported(variant or VARIANTS["backward"], grad, J)
+    if variant == "separate":
+        return activate_backward(torch.bmm(grad, weight), before, bias, activation)
+    sides = _sides(tiles or TILES["backward"][variant], M, J, O)
     out = torch.empty_like(before)
     sums = None
     if bias is not None:
-        sums = torch.empty(ceil(M, sides["BM"]), E, J, dtype=torch.float32, device=grad.device)
-    _launch(way, sides, grad, weight, bias, before, out, sums, kind, KEEP=True, BACK=True)
-    return out, None if bias is None or sums is None else total(sums, bias.dtype)
+        sums = torch.empty(ceil_div(M, sides["BM"]), E, J, dtype=torch.float32, device=grad.device)
+    _launch(variant, sides, grad, weight, bias, before, out, sums, activation, SAVE=True, BACK=True)
+    return out, None if bias is None or sums is None else sum_splits(sums, bias.dtype)
 
 
-def _possible(way: Way, rows: Tensor, J: int) -> Way:
-    """That way, if it takes such rows: fused products are for 16-bit numbers, read and written 16 bytes at a time."""
+def _supported(variant: MatmulVariant, rows: Tensor, J: int) -> MatmulVariant:
+    """The variant, if it supports such rows: fused matmuls are for 16-bit numbers in rows of whole 16 bytes."""
     fits = rows.numel() > 0 and rows.dtype.itemsize == 2 and rows.shape[2] % 8 == 0 and J % 8 == 0
-    return way if fits else "separate"
+    return variant if fits else "separate"
 
 
 def _sides(tiles: dict[str, int], M: int, J: int, K: int) -> dict[str, int]:
-    """No longer than needs be, and at least what a product in tiles takes."""
+    """No longer than the tensors, and at least 16, which tensor cores need."""
     sides = dict(tiles)
     for side, size in (("BM", M), ("BJ", J), ("BK", K)):
         sides[side] = power_of_2(size, least=16, most=sides[side])
@@ -274,7 +315,7 @@ def _sides(tiles: dict[str, int], M: int, J: int, K: int) -> dict[str, int]:
 
 
 def _launch(
-    way: Way,
+    variant: MatmulVariant,
     sides: dict[str, int],
     left: Tensor,
     right: Tensor,
@@ -282,27 +323,34 @@ def _launch(
     before: Tensor,
     out: Tensor,
     sums: Tensor | None,
-    kind: Kind,
+    activation: ActivationName,
     *,
-    KEEP: bool,
+    SAVE: bool,
     BACK: bool,
 ) -> None:
     E, M, J = out.shape
-    programs = E * ceil(M, sides["BM"]) * ceil(J, sides["BJ"])
-    constants = {"J": J, "K": left.shape[2], "KIND": kind, "BACK": BACK, "KEEP": KEEP, "HAS_BIAS": bias is not None}
-    constants["WIDEN"] = INTERPRETED and left.dtype.itemsize == 2
-    given = options(sides)
-    if way == "pointers":
-        product_kernel[(programs,)](left, right, bias, before, out, sums, M, E, **constants, **given)
+    programs = E * ceil_div(M, sides["BM"]) * ceil_div(J, sides["BJ"])
+    constexprs = {
+        "J": J,
+        "K": left.shape[2],
+        "ACTIVATION": activation,
+        "BACK": BACK,
+        "SAVE": SAVE,
+        "HAS_BIAS": bias is not None,
+    }
+    constexprs["UPCAST"] = INTERPRETED and left.dtype.itemsize == 2
+    given = launch_options(sides)
+    if variant == "pointers":
+        matmul_kernel[(programs,)](left, right, bias, before, out, sums, M, E, **constexprs, **given)
         return
     most = given.pop("PROGRAMS")
     given["FLATTEN"] = bool(given.get("FLATTEN", 0))
     BM, BJ, BK = sides["BM"], sides["BJ"], sides["BK"]
-    fetched_product_kernel[(min(programs, most) if most else programs,)](
-        _described(left, BM, BK), _described(right, *((BK, BJ) if BACK else (BJ, BK))), bias,
-        _described(before, BM, BJ), _described(out, BM, BJ), sums, M, E, **constants, **given,
+    descriptor_matmul_kernel[(min(programs, most) if most else programs,)](
+        _descriptor(left, BM, BK), _descriptor(right, *((BK, BJ) if BACK else (BJ, BK))), bias,
+        _descriptor(before, BM, BJ), _descriptor(out, BM, BJ), sums, M, E, **constexprs, **given,
     )  # fmt: skip
 
 
-def _described(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
+def _descriptor(tensor: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(tensor, [1, rows, columns])

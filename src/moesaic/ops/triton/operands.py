@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from moesaic.ops.triton.launch import Sizes, by_row, dense
+from moesaic.ops.triton.launch import PatchDims, contiguous_or_none, to_nhwc
 from moesaic.ops.triton_backend import GATE_KINDS
 
 __all__ = [
@@ -206,19 +206,19 @@ class RoutedMap:
                 inputs.norm_weight, inputs.norm_bias, constants.mean, constants.var, eps, options.batch_stats
             )
         return cls(
-            by_row(inputs.x),
+            to_nhwc(inputs.x),
             constants.index.contiguous(),
             constants.slots.contiguous(),
             inputs.gate.contiguous(),
-            dense(constants.scores),
+            contiguous_or_none(constants.scores),
             inputs.router,
             norm,
             options,
         )
 
     @property
-    def sizes(self) -> Sizes:
-        return Sizes.of(self.x, self.index, self.options.patch_size)
+    def dims(self) -> PatchDims:
+        return PatchDims.of(self.x, self.index, self.options.patch_size)
 
     @property
     def input_gate(self) -> Tensor | None:

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from moesaic.ops.triton import expert_choice, fused_backward
-from moesaic.ops.triton.background import resting_map
-from moesaic.ops.triton.expert_choice import by_pixel
-from moesaic.ops.triton.gather import collect, collect_tile, gather
-from moesaic.ops.triton.launch import Aside, as_map, ceil, map_like, placeholder, wide
+from moesaic.ops.triton.background import background_map
+from moesaic.ops.triton.expert_choice import router_by_pixel
+from moesaic.ops.triton.gather import gather, gather_backward, gather_backward_tile
+from moesaic.ops.triton.launch import SideStream, acc_dtype, ceil_div, empty_map_like, placeholder, to_nchw
 from moesaic.ops.triton.norm import norm_gradients
 from moesaic.ops.triton.operands import InputGradients, RoutedMap
-from moesaic.ops.triton.scatter import Landing, taps_of, weight_of
-from moesaic.ops.weight_layout import laid_out
+from moesaic.ops.triton.scatter import ScatterSpec, taps_to_weight, weight_to_taps
+from moesaic.ops.weight_layout import empty_weight_like
 
 __all__ = [
     "InputBackward",
@@ -40,38 +40,44 @@ __all__ = [
 ]
 
 GROUPED = 1 << 24
-"""Bytes from which the gradient of contributions is taken in two groups of experts, so that less is alive at once."""
+"""Bytes from which the gradient of contributions is taken in two groups of experts, to use less memory at once."""
 
 
 class InputBackward:
     """From gradients of values, a group of experts at a time, to those of x, gate, router and norm.
 
-    ``dots`` (B, E, L, p²) is the gradient of gates on the output, pixel by pixel. The last ``beside`` columns of
-    ``rows`` (E, M, …) are filled with the gradient of selected patches' scores; see `pointwise`.
+    ``gate_dots`` (B, E, L, p²) is the gradient of gates on the output, pixel by pixel. The last ``router_columns``
+    columns of ``rows`` (E, M, …) are filled with the gradient of selected patches' scores; see `pointwise`.
     """
 
     def __init__(
-        self, routed: RoutedMap, dots: Tensor | None, *, centre: bool, rows: Tensor | None = None, beside: int = 0
+        self,
+        routed: RoutedMap,
+        gate_dots: Tensor | None,
+        *,
+        centre: bool,
+        rows: Tensor | None = None,
+        router_columns: int = 0,
     ) -> None:
-        self.routed, self.dots, self.centre = routed, dots, centre
+        self.routed, self.gate_dots, self.centre = routed, gate_dots, centre
         self.fused = fused_backward.applies(routed)
-        self.kernels = None if routed.router is None else by_pixel(routed.router)
+        self.kernels = None if routed.router is None else router_by_pixel(routed.router)
         self.owners: tuple[Tensor, Tensor] | None = None
         self.grad_x: Tensor | None = None
         self.grad_router: Tensor | None = None
         self.grad_gate = None
         if routed.options.gate_on_input and not self.fused:
             # in parts, over blocks of channels; zeros, because unused slots have no patch that would write them
-            BC, _ = collect_tile(routed.sizes, routed.norm is not None, gate=True, x=routed.x)
-            shape = (*routed.index.shape, ceil(routed.x.shape[3], BC))
-            self.grad_gate = torch.zeros(shape, dtype=wide(routed.x.dtype), device=routed.x.device)
+            BC, _ = gather_backward_tile(routed.dims, routed.norm is not None, gate=True, x=routed.x)
+            shape = (*routed.index.shape, ceil_div(routed.x.shape[3], BC))
+            self.grad_gate = torch.zeros(shape, dtype=acc_dtype(routed.x.dtype), device=routed.x.device)
         self.grad_norm_weight: Tensor | None = None
         self.grad_norm_bias: Tensor | None = None
         self.grad_scores: Tensor | None = None
-        if self.kernels is not None and dots is not None and routed.scores is not None:
-            self.grad_scores = expert_choice.gradient_of_choice(
-                dots, routed.gate, routed.scores, routed.slots, routed.options.gate_kind, routed.softmax_over_all, rows,
-                beside,
+        if self.kernels is not None and gate_dots is not None and routed.scores is not None:
+            self.grad_scores = expert_choice.score_gradient(
+                gate_dots, routed.gate, routed.scores, routed.slots, routed.options.gate_kind, routed.softmax_over_all,
+                rows, router_columns,
             )  # fmt: skip
 
     @property
@@ -88,49 +94,51 @@ class InputBackward:
         """Gradients of these experts' values (…, M1, C); with a norm, of all experts at once."""
         routed, terms = self.routed, None
         if self.fused:
-            gradients = fused_backward.joint_gradients(grad_rows, routed, centre=self.centre)
+            gradients = fused_backward.fused_gradients(grad_rows, routed, centre=self.centre)
             self.grad_x, self.grad_router = gradients.x, gradients.router
             self.grad_norm_weight, self.grad_norm_bias = gradients.norm_weight, gradients.norm_bias
             return
         if self.owners is None:
-            self.owners = expert_choice.owners_of(routed.slots, routed.index.shape[2])
+            self.owners = expert_choice.patch_owners(routed.slots, routed.index.shape[2])
         if routed.norm is not None:
             norm = norm_gradients(grad_rows, routed, routed.norm, centre=self.centre)
             self.grad_norm_weight, self.grad_norm_bias, terms = norm
-        self.grad_x = collect(
+        self.grad_x = gather_backward(
             grad_rows, routed, self.owners, self.grad_gate, terms, self.selected_scores, experts, self.grad_x
         )
 
-    def finish(self, aside: Aside | None = None) -> InputGradients:
+    def finish(self, side: SideStream | None = None) -> InputGradients:
         """Gradients of x (B, C, H, W), gate, router, norm's weight and bias; empty where there is none.
 
-        The router's may be computed on the stream ``aside``: join it before using the gradient.
+        The router's may be computed on the second stream ``side``: join it before using the gradient.
         """
         routed, grad_x = self.routed, self.grad_x
         assert grad_x is not None
         grad_gate, grad_router = placeholder(grad_x), self.grad_router
-        dots, kernels = self.dots if self.grad_gate is None else self.grad_gate, self.kernels
+        gate_dots, kernels = self.gate_dots if self.grad_gate is None else self.grad_gate, self.kernels
         if routed.router is None or kernels is None or routed.scores is None:
-            if dots is not None:
-                grad_gate = dots[..., 0] if dots.shape[3] == 1 else dots.sum(3)
+            if gate_dots is not None:
+                grad_gate = gate_dots[..., 0] if gate_dots.shape[3] == 1 else gate_dots.sum(3)
                 grad_gate = grad_gate.to(routed.gate.dtype)
         elif self.selected_scores is not None and grad_router is None:
             grad_scores, _ = self.selected_scores
-            grad_router = expert_choice.router_gradient_of_chosen(grad_scores, routed.x, routed.index, routed.router)
+            grad_router = expert_choice.router_gradient_selected(grad_scores, routed.x, routed.index, routed.router)
         elif grad_router is None:
             grad_scores = self.grad_scores
-            if grad_scores is None and dots is not None:
-                grad_scores = expert_choice.gradient_of_choice(
-                    dots, routed.gate, routed.scores, routed.slots, routed.options.gate_kind, True
+            if grad_scores is None and gate_dots is not None:
+                grad_scores = expert_choice.score_gradient(
+                    gate_dots, routed.gate, routed.scores, routed.slots, routed.options.gate_kind, True
                 )
             if grad_scores is not None:
-                with aside or nullcontext():
+                with side or nullcontext():
                     grad_router = expert_choice.router_gradient(grad_scores, routed.x, routed.router)
-                if aside is not None:
-                    aside.keep(grad_scores)
-                grad_x = expert_choice.map_back(grad_scores, kernels, grad_x, routed.x, routed.options.patch_size)
+                if side is not None:
+                    side.keep_alive(grad_scores)
+                grad_x = expert_choice.scores_to_map_gradient(
+                    grad_scores, kernels, grad_x, routed.x, routed.options.patch_size
+                )
         return InputGradients(
-            as_map(grad_x),
+            to_nchw(grad_x),
             grad_gate,
             *(
                 placeholder(grad_x) if gradient is None else gradient
@@ -152,9 +160,9 @@ def fake_input_gradients(grad: Tensor, inputs: Any, need_input: bool) -> InputGr
 
     router = inputs.router
     return InputGradients(
-        map_like(inputs.x, inputs.x.shape[1]) if need_input else grad.new_empty(0),
+        empty_map_like(inputs.x, inputs.x.shape[1]) if need_input else grad.new_empty(0),
         shape(inputs.gate, need_input and router is None),
-        laid_out(router) if router is not None and need_input else grad.new_empty(0),
+        empty_weight_like(router) if router is not None and need_input else grad.new_empty(0),
         shape(inputs.norm_weight, need_input),
         shape(inputs.norm_bias, need_input),
     )
@@ -166,96 +174,101 @@ def contiguous_like(tensor: Tensor) -> Tensor:
 
 
 def expert_contributions(
-    routed: RoutedMap, weight: Tensor, bias: Tensor | None, landing: Landing
+    routed: RoutedMap, weight: Tensor, bias: Tensor | None, spec: ScatterSpec
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Experts' inputs (E, M1, C), selected pixels' contributions by tap (E, M1, ks²·O), background (E, H·W, O).
 
     The background is there behind a norm, where unselected positions are not zero for an expert.
     """
-    taps, aside, resting, rest = taps_of(weight), Aside(), None, routed.norm is not None
-    values = gather(routed, weight.dtype, centre=True, rest=rest)
+    taps, side, background, background_row = weight_to_taps(weight), SideStream(), None, routed.norm is not None
+    values = gather(routed, weight.dtype, centre=True, background_row=background_row)
     if routed.norm is not None:
         # concurrent with the matmul, which is slow to start; the gather before it leaves no multiprocessor idle
-        with aside:
-            resting = resting_map(taps, routed.norm, routed.sizes, bias, landing)
+        with side:
+            background = background_map(taps, routed.norm, routed.dims, bias, spec)
     contributions = torch.bmm(values, taps.transpose(1, 2))
-    aside.join()
-    return values, contributions, resting
+    side.join()
+    return values, contributions, background
 
 
 class MatmulBackward:
-    """Gradients through the matmuls: that of kernels, and that of values, which goes on to the map.
+    """Gradients through the matmuls: that of the weights, and that of values, which goes on to the map.
 
-    Who did not keep the ``values`` (E, M1, C) gives none; they are gathered again. With a norm all of the values'
-    gradient has to be there before any of it can go on. Then all that needs no gradient is done beside what comes
-    before it, and the kernels' gradient beside what comes after. Else experts come in groups, so that little is alive
-    at once.
+    Empty ``values`` were not saved and are gathered again. With a norm, the gradient of all values has to be there
+    before any of it can go on: what needs no gradient then runs on a side stream before it, and the weights' gradient
+    on a side stream after it. Without one, experts come in groups, so that less memory is in use at once.
     """
 
     def __init__(
         self, routed: RoutedMap, weight: Tensor, values: Tensor, *, need_input: bool, need_weight: bool
     ) -> None:
         self.routed, self.weight, self.values, self.need_weight = routed, weight, values, need_weight
-        self.kept = values.numel() > 0
-        self.aside = Aside()
+        self.has_values = values.numel() > 0
+        self.side = SideStream()
         self.at_once = need_input and routed.norm is not None
         self.grad_weight: Tensor | None = None
         if not self.at_once:
-            self.taps = taps_of(weight)
+            self.taps = weight_to_taps(weight)
             return
-        with self.aside:
-            self.taps = taps_of(weight)
+        with self.side:
+            self.taps = weight_to_taps(weight)
             fused = fused_backward.applies(routed)
-            self.owners = None if fused else expert_choice.owners_of(routed.slots, routed.index.shape[2])
-            if need_weight and not self.kept:
-                self.values = self._gathered(range(weight.shape[0]))
+            self.owners = None if fused else expert_choice.patch_owners(routed.slots, routed.index.shape[2])
+            if need_weight and not self.has_values:
+                self.values = self._gather_again(range(weight.shape[0]))
 
-    def run(self, part_of: Callable[[range], Tensor], answers: Tensor | None, back: InputBackward | None) -> None:
-        """From the gradient of contributions to that of kernels, and to that of values, which ``back`` takes on.
+    def run(
+        self, contribution_grad: Callable[[range], Tensor], tap_grad: Tensor | None, back: InputBackward | None
+    ) -> None:
+        """From the gradient of contributions to that of weights, and to that of values, which ``back`` takes on.
 
-        ``part_of`` gives the gradient of some experts' contributions (…, M1, ks²·O), ``answers`` (E, ks², O) that of
-        what they answer at rest, unless ``part_of`` has it in its row M.
+        ``contribution_grad`` returns the gradient of some experts' contributions (…, M1, ks²·O). ``tap_grad`` (E, ks²,
+        O) is that of the background by tap, unless ``contribution_grad`` has it in its row M.
         """
         grad_taps = torch.empty_like(self.taps) if self.need_weight else None
         if back is not None and self.at_once:
             back.owners = self.owners
         for group in filter(len, self._groups()):
             inside = slice(group.start, group.stop)
-            part = part_of(group)
-            if self.routed.norm is not None and answers is not None:
-                part[:, self.routed.sizes.M] = answers[inside].flatten(1)
-            self.aside.join()
+            grad_part = contribution_grad(group)
+            if self.routed.norm is not None and tap_grad is not None:
+                grad_part[:, self.routed.dims.M] = tap_grad[inside].flatten(1)
+            self.side.join()
             if grad_taps is not None and not self.at_once:
-                given = self.values[inside] if self.kept else self._gathered(group)
-                torch.bmm(part.transpose(1, 2), given, out=grad_taps[inside])
+                given = self.values[inside] if self.has_values else self._gather_again(group)
+                torch.bmm(grad_part.transpose(1, 2), given, out=grad_taps[inside])
                 del given
             if back is None:
                 continue
-            grad_rows = torch.bmm(part, self.taps[inside])
+            grad_rows = torch.bmm(grad_part, self.taps[inside])
             if grad_taps is not None and self.at_once:
-                with self.aside:
-                    torch.bmm(self.aside.keep(part).transpose(1, 2), self.values, out=self.aside.keep(grad_taps))
-                    self.grad_weight = weight_of(grad_taps, self.weight)
-            del part  # before the map's gradient is there
+                with self.side:
+                    torch.bmm(
+                        self.side.keep_alive(grad_part).transpose(1, 2),
+                        self.values,
+                        out=self.side.keep_alive(grad_taps),
+                    )
+                    self.grad_weight = taps_to_weight(grad_taps, self.weight)
+            del grad_part  # before the map's gradient is there
             back.add(grad_rows, group)
             del grad_rows  # before the next group's
         if grad_taps is not None and self.grad_weight is None:
-            self.grad_weight = weight_of(grad_taps, self.weight)
+            self.grad_weight = taps_to_weight(grad_taps, self.weight)
 
     def finish(self) -> Tensor | None:
-        """The kernels' gradient."""
-        self.aside.join()
+        """The weights' gradient."""
+        self.side.join()
         return self.grad_weight
 
     def _groups(self) -> list[range]:
-        """Three quarters of the experts, then the others: so most is alive before the map's gradient is there."""
-        E, rows = self.weight.shape[0], self.routed.sizes.rows(self.routed.norm is not None)
+        """Three quarters of the experts, then the others: memory peaks before the map's gradient is allocated."""
+        E, rows = self.weight.shape[0], self.routed.dims.padded_rows(self.routed.norm is not None)
         size = E * rows * self.taps.shape[1] * self.weight.element_size()
         if self.weight.shape[3] == 1 or self.at_once or E == 1 or size <= GROUPED:
             return [range(E)]
         first = -(-3 * E // 4)
         return [range(first), range(first, E)]
 
-    def _gathered(self, group: range) -> Tensor:
+    def _gather_again(self, group: range) -> Tensor:
         routed = self.routed
-        return gather(routed, self.weight.dtype, centre=True, rest=routed.norm is not None, experts=group)
+        return gather(routed, self.weight.dtype, centre=True, background_row=routed.norm is not None, experts=group)

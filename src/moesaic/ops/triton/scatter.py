@@ -1,10 +1,17 @@
-"""Kernels between contributions of chosen pixels and the map they land on.
+"""Scatter: from contributions of selected pixels to the map, and back.
 
-taps_kernel         kernels as matrices of their taps, and back
-fold_kernel         contributions → what each chosen patch gives to the positions it reaches
-combine_kernel      that, and what is there at rest → y, with bias and gate
-spread_kernel       gradient of y → gradient of contributions
-gated_kernel        gradient of y → gradient of gates on the output, of the bias, and of 1×1 contributions
+    y[b, q, e] = gate · (Σ_t contributions[e, row(q - t), t] + background[e, q] or bias[e])
+    grad_contributions[e, m, t] = gate · grad_y[b, pixel(m) + t, e]
+
+Layouts: contributions (E, M1, ks²·O), row m a selected pixel, M = B·L·p² of them and row M the background; y (B, H, W,
+E·O), or (B, H, W, O) where experts are summed; background (E, H·W, O) in the order of patches. Each position of y looks
+up which selected patches reach it (``slots``), so every element is written once and no atomics are needed.
+
+    transpose_taps_kernel          weights (E, O, C, ks, ks) ↔ taps (E, ks²·O, C)
+    fold_kernel                    contributions → what a selected patch adds to the positions around it
+    scatter_kernel                 that → y, with background, bias and gate
+    scatter_backward_kernel        gradient of y → gradient of contributions
+    output_gate_backward_kernel    gradient of y → gradients of output gates, bias and 1×1 contributions
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -23,47 +30,47 @@ from torch import Tensor
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.gather import pixel_of_row
 from moesaic.ops.triton.launch import (
-    Sizes,
-    acc,
-    ceil,
+    PatchDims,
+    acc_dtype,
+    ceil_div,
+    num_warps,
     pixel_of_patch,
     power_of_2,
-    total,
-    warps,
-    wide,
+    sum_splits,
+    tl_acc,
 )
-from moesaic.ops.weight_layout import channels_last, laid_out, taps_first
+from moesaic.ops.weight_layout import channels_last, empty_weight_like, is_taps_first
 
 __all__ = [
-    "Landing",
-    "combine",
-    "gated_gradients",
-    "landed_patches",
-    "spread",
-    "taps_of",
-    "weight_of",
-    "whole_blocks",
+    "ScatterSpec",
+    "dividing_tile",
+    "fold_patches",
+    "output_gate_backward",
+    "scatter",
+    "scatter_backward",
+    "taps_to_weight",
+    "weight_to_taps",
 ]
 
 
 @dataclass(frozen=True)
-class Landing:
-    """How contributions land on a map."""
+class ScatterSpec:
+    """How contributions are added to a map."""
 
-    kernel: int
-    alone: bool
-    """Patches do not see each other."""
-    summed: bool
-    """Experts are added up rather than side by side."""
+    kernel_size: int
+    isolated: bool
+    """A convolution does not see across the borders of a patch."""
+    sum_experts: bool
+    """Experts are summed instead of concatenated."""
 
 
 @triton.jit
-def taps_kernel(
+def transpose_taps_kernel(
     weight, taps,
-    O: tl.constexpr, C: tl.constexpr, A: tl.constexpr, LAST: tl.constexpr, BACK: tl.constexpr, BA: tl.constexpr,
+    O: tl.constexpr, C: tl.constexpr, A: tl.constexpr, LAST: tl.constexpr, INVERSE: tl.constexpr, BA: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """Weight (E, O, C, A), or (E, O, A, C) with channels LAST, to taps (E, A, O, C), or BACK."""
+    """Weight (E, O, C, A), or (E, O, A, C) with channels LAST, to taps (E, A, O, C), or INVERSE."""
     eo = tl.program_id(0)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     a = tl.arange(0, BA)
@@ -72,11 +79,11 @@ def taps_kernel(
     by_tap = taps + ((eo // O * A + a) * O + eo % O)[:, None].to(tl.int64) * C + c[None, :]
     mask = (a < A)[:, None] & (c < C)[None, :]
     if LAST:
-        if BACK:
+        if INVERSE:
             tl.store(by_place, tl.load(by_tap, mask=mask, other=0), mask=mask)
         else:
             tl.store(by_tap, tl.load(by_place, mask=mask, other=0), mask=mask)
-    elif BACK:
+    elif INVERSE:
         tl.store(by_channel, tl.trans(tl.load(by_tap, mask=mask, other=0)), mask=tl.trans(mask))
     else:
         tl.store(by_tap, tl.trans(tl.load(by_channel, mask=tl.trans(mask), other=0)), mask=mask)
@@ -87,7 +94,7 @@ def fold_kernel(
     contributions, out, PATCHES, M1,
     O: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, ACC: tl.constexpr, BK: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
-    """What chosen patches give to one of the (p + ks - 1)² positions that each reaches: contributions, added up."""
+    """What selected patches add to one of the (p + ks - 1)² positions around each: the sum of their contributions."""
     S: tl.constexpr = P + KS - 1
     blocks: tl.constexpr = (O + BO - 1) // BO
     q = tl.program_id(0) // blocks % (S * S)
@@ -96,35 +103,35 @@ def fold_kernel(
     e = tl.program_id(1)
     mask = (k < PATCHES)[:, None] & (o < O)[None, :]
     first = contributions + ((e * M1 + k * (P * P)).to(tl.int64) * (KS * KS * O))[:, None] + o[None, :]
-    found = tl.zeros((BK, BO), ACC)
+    acc = tl.zeros((BK, BO), ACC)
     for t in tl.static_range(KS * KS):
         ay = q // S + (t // KS - KS + 1)
         ax = q % S + (t % KS - KS + 1)
         inside = (ay >= 0) & (ay < P) & (ax >= 0) & (ax < P)
-        found += tl.load(first + ((ay * P + ax) * (KS * KS) + t) * O, mask=mask & inside, other=0).to(ACC)
+        acc += tl.load(first + ((ay * P + ax) * (KS * KS) + t) * O, mask=mask & inside, other=0).to(ACC)
     to = ((e * PATCHES + k).to(tl.int64) * (S * S) + q) * O
-    tl.store(out + to[:, None] + o[None, :], found.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + to[:, None] + o[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def combine_kernel(
-    landed, slots, gate, bias, resting, null, y, own_out, M, STEP,
+def scatter_kernel(
+    folded, slots, gate, bias, background, unselected, y, ungated_out, M, STEP,
     E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
-    N: tl.constexpr, HW: tl.constexpr, W: tl.constexpr, REACH: tl.constexpr, SUM: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr, HAS_NULL: tl.constexpr,
-    KEEP: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
+    N: tl.constexpr, HW: tl.constexpr, W: tl.constexpr, NEIGHBOURS: tl.constexpr, SUM_EXPERTS: tl.constexpr,
+    HAS_GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BACKGROUND: tl.constexpr, HAS_UNSELECTED: tl.constexpr,
+    SAVE: tl.constexpr, FLIP: tl.constexpr, ACC: tl.constexpr, BP: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """A tile of positions of one image in the order of patches, for one expert, or for all of them under SUM.
 
-    landed (E, B·L, (p + ks - 1)², O), STEP from expert to expert: what chosen patches give to the positions they reach,
-    REACH patches away; FLIP: the other way round, as contributions of single pixels are. HAS_REST: resting (E, H·W, O),
-    which every position has. HAS_NULL: null (E, O) stands where the expert did not choose. KEEP: what the gate is
-    multiplied with is written down as well, row by row.
+    folded (E, B·L, (p + ks - 1)², O), STEP from expert to expert: what selected patches add to the positions around
+    them, up to NEIGHBOURS patches away; FLIP: in reverse order, as contributions of single pixels are. HAS_BACKGROUND:
+    background (E, H·W, O) is added everywhere. HAS_UNSELECTED: unselected (E, O) is the output where the expert did not
+    select the patch. SAVE: what the gate multiplies is written as well, row by row.
     """
     A: tl.constexpr = P * P
     R: tl.constexpr = KS // 2
     S: tl.constexpr = P + 2 * R
-    SIDE: tl.constexpr = 2 * REACH + 1
+    SIDE: tl.constexpr = 2 * NEIGHBOURS + 1
     b = tl.program_id(1)
     blocks: tl.constexpr = (O + BO - 1) // BO
     i = tl.program_id(0) * BP + tl.arange(0, BP)
@@ -135,24 +142,24 @@ def combine_kernel(
     om = o < O
     lane = tl.program_id(2) // blocks
     at = pixel_of_patch(b, n, a, P, GW, HW, W)
-    if SUM:
+    if SUM_EXPERTS:
         first, last = 0, E
         at = at.to(tl.int64) * O
     else:
         first, last = lane, lane + 1
         at = (at * E + lane).to(tl.int64) * O
-    found = tl.zeros((BP, BO), ACC)
+    acc = tl.zeros((BP, BO), ACC)
     for e in range(first, last):
         own = tl.load(slots + (b * E + e) * N + n, mask=live, other=-1)
         here = tl.zeros((BP, BO), ACC)
-        busy = True
+        any_selected = True
         if HAS_GATE:
-            busy = tl.max(own, 0) >= 0
-        if busy:
+            any_selected = tl.max(own, 0) >= 0
+        if any_selected:
             base = (b * 0 + e).to(tl.int64) * STEP
             for d in range(SIDE * SIDE):
-                dy = d // SIDE - REACH
-                dx = d % SIDE - REACH
+                dy = d // SIDE - NEIGHBOURS
+                dx = d % SIDE - NEIGHBOURS
                 ny = n // GW + dy
                 nx = n % GW + dx
                 there = live & (ny >= 0) & (ny < N // GW) & (nx >= 0) & (nx < GW)
@@ -165,34 +172,34 @@ def combine_kernel(
                     if FLIP:
                         h = S * S - 1 - h
                     row = base + ((b * L + tl.maximum(l, 0)) * (S * S) + h).to(tl.int64) * O
-                    here += tl.load(landed + row[:, None] + o[None, :], mask=has[:, None] & om[None, :], other=0).to(
+                    here += tl.load(folded + row[:, None] + o[None, :], mask=has[:, None] & om[None, :], other=0).to(
                         ACC
                     )
-            if HAS_REST:
-                rest = resting + (e * HW + i)[:, None] * O + o[None, :]
-                here += tl.load(rest, mask=live[:, None] & om[None, :], other=0).to(ACC)
+            if HAS_BACKGROUND:
+                background_at = background + (e * HW + i)[:, None] * O + o[None, :]
+                here += tl.load(background_at, mask=live[:, None] & om[None, :], other=0).to(ACC)
             if HAS_BIAS:
                 here += tl.load(bias + e * O + o, mask=om, other=0).to(ACC)[None, :]
-            if HAS_NULL:
-                nothing = tl.load(null + e * O + o, mask=om, other=0).to(ACC)
-                here = tl.where((own >= 0)[:, None], here, nothing[None, :])
-            if KEEP:
+            if HAS_UNSELECTED:
+                elsewhere = tl.load(unselected + e * O + o, mask=om, other=0).to(ACC)
+                here = tl.where((own >= 0)[:, None], here, elsewhere[None, :])
+            if SAVE:
                 to = (e * M + (b * L + tl.maximum(own, 0)) * A + a).to(tl.int64) * O
                 mask = (own >= 0)[:, None] & om[None, :]
-                tl.store(own_out + to[:, None] + o[None, :], here.to(own_out.dtype.element_ty), mask=mask)
+                tl.store(ungated_out + to[:, None] + o[None, :], here.to(ungated_out.dtype.element_ty), mask=mask)
             if HAS_GATE:
                 g = tl.load(gate + (b * E + e) * L + own, mask=own >= 0, other=0).to(ACC)
                 here = tl.where((own >= 0)[:, None], here * g[:, None], 0.0)
-        found += here
-    tl.store(y + at[:, None] + o[None, :], found.to(y.dtype.element_ty), mask=live[:, None] & om[None, :])
+        acc += here
+    tl.store(y + at[:, None] + o[None, :], acc.to(y.dtype.element_ty), mask=live[:, None] & om[None, :])
 
 
 @triton.jit
-def spread_kernel(
+def scatter_backward_kernel(
     grad, index, slots, gate, out, M, M1, FIRST,
     E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, KS: tl.constexpr, GW: tl.constexpr,
-    N: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ALONE: tl.constexpr, SUM: tl.constexpr,
-    HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+    N: tl.constexpr, HW: tl.constexpr, H: tl.constexpr, W: tl.constexpr, ISOLATED: tl.constexpr,
+    SUM_EXPERTS: tl.constexpr, HAS_GATE: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
 ):  # fmt: skip
     """Rows of experts from FIRST on; those from M on are zeros."""
     R: tl.constexpr = KS // 2
@@ -207,15 +214,15 @@ def spread_kernel(
         qy = sy + R - t // KS
         qx = sx + R - t % KS
         inside = used & (qy >= 0) & (qy < H) & (qx >= 0) & (qx < W)
-        if ALONE:
+        if ISOLATED:
             inside = inside & (sy // P == qy // P) & (sx // P == qx // P)
         if HAS_GATE:
-            # Looked up at clamped places and without masks: with them Triton 3.6 fails to compile some tiles.
+            # Loaded at clamped positions instead of with masks, with which Triton 3.6 fails to compile some tiles.
             near = (tl.minimum(tl.maximum(qy, 0), H - 1) // P) * GW + tl.minimum(tl.maximum(qx, 0), W - 1) // P
             own = tl.load(slots + ours * N + near)
             g = tl.load(gate + ours * L + tl.maximum(own, 0)).to(ACC)
         at = b * HW + qy * W + qx
-        if not SUM:
+        if not SUM_EXPERTS:
             at = at * E + e
         at = at.to(tl.int64) * O
         v = tl.load(grad + at[:, None] + o[None, :], mask=inside[:, None] & om[None, :], other=0)
@@ -226,41 +233,42 @@ def spread_kernel(
 
 
 @triton.jit
-def gated_kernel(
+def output_gate_backward_kernel(
     grad, own, index, gate, bias, dots_out, rows_out, sums_out, M, M1, OWN_ROWS,
     STEP: tl.constexpr, E: tl.constexpr, O: tl.constexpr, L: tl.constexpr, P: tl.constexpr, GW: tl.constexpr,
-    HW: tl.constexpr, W: tl.constexpr, SUM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_REST: tl.constexpr,
-    DOTS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BO: tl.constexpr,
+    HW: tl.constexpr, W: tl.constexpr, SUM_EXPERTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_BACKGROUND: tl.constexpr,
+    GATE_DOTS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr,
+    BO: tl.constexpr,
 ):  # fmt: skip
-    """Rows of an expert, each a position with a gate on what comes out.
+    """Rows of an expert whose outputs are gated.
 
-    DOTS: ⟨gradient, what the gate is multiplied with⟩, place by place (B, E, L, p²): ``own`` (E, OWN_ROWS, O), and with
-    HAS_BIAS and HAS_REST the bias and row M. ROWS: gate · gradient, row by row, the first O of (E, M1, STEP). SUMS: of
-    these, over a tile's rows (tiles, E, O).
+    GATE_DOTS: ⟨gradient, what the gate multiplies⟩, pixel by pixel (B, E, L, p²): ``own`` (E, OWN_ROWS, O), plus the
+    bias with HAS_BIAS and row M with HAS_BACKGROUND. ROWS: gate · gradient, the first O columns of (E, M1, STEP). SUMS:
+    sums of these over a tile's rows (tiles, E, O).
     """
     A: tl.constexpr = P * P
     e = tl.program_id(1)
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     b, l, a, used, qy, qx = pixel_of_row(m, e, M, index, E, L, P, GW)
     at = b * HW + qy * W + qx
-    if not SUM:
+    if not SUM_EXPERTS:
         at = at * E + e
     at = at.to(tl.int64) * O
     place = (b * E + e) * L + l
     g = tl.load(gate + place, mask=used, other=0).to(ACC)
-    dots = tl.zeros((BM,), ACC)
+    gate_dots = tl.zeros((BM,), ACC)
     for o0 in range(0, O, BO):
         o = o0 + tl.arange(0, BO)
         om = o < O
         v = tl.load(grad + at[:, None] + o[None, :], mask=used[:, None] & om[None, :], other=0).to(ACC)
-        if DOTS:
+        if GATE_DOTS:
             row = (e * OWN_ROWS + m).to(tl.int64) * O
             u = tl.load(own + row[:, None] + o[None, :], mask=used[:, None] & om[None, :], other=0).to(ACC)
             if HAS_BIAS:
                 u += tl.load(bias + e * O + o, mask=om, other=0).to(ACC)[None, :]
-            if HAS_REST:
+            if HAS_BACKGROUND:
                 u += tl.load(own + (e * OWN_ROWS + M).to(tl.int64) * O + o, mask=om, other=0).to(ACC)[None, :]
-            dots += tl.sum(u * v, 1)
+            gate_dots += tl.sum(u * v, 1)
         v = v * g[:, None]
         if ROWS:
             to = (e * M1 + m).to(tl.int64) * STEP
@@ -268,154 +276,166 @@ def gated_kernel(
                      mask=(m < M1)[:, None] & om[None, :])  # fmt: skip
         if SUMS:
             tl.store(sums_out + (tl.program_id(0) * E + e) * O + o, tl.sum(v, 0), mask=om)
-    if DOTS:
-        tl.store(dots_out + place * A + a, dots, mask=m < M)
+    if GATE_DOTS:
+        tl.store(dots_out + place * A + a, gate_dots, mask=m < M)
 
 
-def combine(
+def scatter(
     contributions: Tensor,
-    sizes: Sizes,
+    dims: PatchDims,
     slots: Tensor,
     gate: Tensor | None,
     bias: Tensor | None,
-    landing: Landing,
+    spec: ScatterSpec,
     *,
-    resting: Tensor | None = None,
-    null: Tensor | None = None,
-    keep: bool = False,
+    background: Tensor | None = None,
+    unselected: Tensor | None = None,
+    save: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """The map (B, H, W, lanes·O) of contributions (E, M1, ks²·O), and with ``keep`` its ungated rows (E, M, O).
+    """The map (B, H, W, lanes·O) of contributions (E, M1, ks²·O), and with ``save`` its ungated rows (E, M, O).
 
-    ``resting``: as `resting_map` gives it, bias included.
+    ``background``: as `background_map` returns it, bias included.
     """
     E, _, K = contributions.shape
-    ks, p = landing.kernel, sizes.p
+    ks, p = spec.kernel_size, dims.p
     O = K // ks**2
-    lanes = 1 if landing.summed else E
-    y = torch.empty(sizes.B, sizes.H, sizes.W, lanes * O, dtype=contributions.dtype, device=contributions.device)
-    own = torch.empty(E, sizes.M, O, dtype=y.dtype, device=y.device) if keep else None
-    HW, constants = sizes.H * sizes.W, sizes.constants()
-    if resting is not None:
+    lanes = 1 if spec.sum_experts else E
+    y = torch.empty(dims.B, dims.H, dims.W, lanes * O, dtype=contributions.dtype, device=contributions.device)
+    own = torch.empty(E, dims.M, O, dtype=y.dtype, device=y.device) if save else None
+    HW, constexprs = dims.H * dims.W, dims.constexprs()
+    if background is not None:
         bias = None
-    landed = landed_patches(contributions, sizes, ks, O) if ks > 1 and p > 1 else contributions
-    rule = (power_of_2(HW, most=32), whole_blocks(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
-    BP, BO, number = tile("combine", rule, HW, O, ks, p, E, sizes.L, lanes, y.element_size())
-    combine_kernel[(ceil(HW, BP), sizes.B, lanes * ceil(O, BO))](
-        landed, slots, gate, bias, resting, null, y, own, sizes.M, landed.stride(0),
-        O=O, KS=ks, N=sizes.N, REACH=0 if landing.alone else ceil(ks // 2, p), SUM=landing.summed,
-        HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_REST=resting is not None,
-        HAS_NULL=null is not None, KEEP=keep, FLIP=ks > 1 and p == 1, ACC=acc(wide(y.dtype)), BP=BP, BO=BO,
-        **constants, **warps(number),
+    folded = fold_patches(contributions, dims, ks, O) if ks > 1 and p > 1 else contributions
+    rule = (power_of_2(HW, most=32), dividing_tile(O, 32) if ks == 1 else power_of_2(O, most=32), 2 if ks == 1 else 1)
+    BP, BO, warps = tile("scatter", rule, HW, O, ks, p, E, dims.L, lanes, y.element_size())
+    scatter_kernel[(ceil_div(HW, BP), dims.B, lanes * ceil_div(O, BO))](
+        folded, slots, gate, bias, background, unselected, y, own, dims.M, folded.stride(0), O=O, KS=ks, N=dims.N,
+        NEIGHBOURS=0 if spec.isolated else ceil_div(ks // 2, p), SUM_EXPERTS=spec.sum_experts,
+        HAS_GATE=gate is not None, HAS_BIAS=bias is not None, HAS_BACKGROUND=background is not None,
+        HAS_UNSELECTED=unselected is not None, SAVE=save, FLIP=ks > 1 and p == 1, ACC=tl_acc(acc_dtype(y.dtype)), BP=BP,
+        BO=BO, **constexprs, **num_warps(warps),
     )  # fmt: skip
     return y, own
 
 
-def landed_patches(contributions: Tensor, sizes: Sizes, kernel: int, O: int) -> Tensor:
-    """(E, B·L, (p + ks - 1)², O): contributions added up, patch by patch."""
-    reached = sizes.p + kernel - 1
-    patches = sizes.B * sizes.L
-    out = torch.empty(sizes.E, patches, reached**2, O, dtype=contributions.dtype, device=contributions.device)
+def fold_patches(contributions: Tensor, dims: PatchDims, kernel: int, O: int) -> Tensor:
+    """(E, B·L, (p + ks - 1)², O): contributions summed patch by patch."""
+    side = dims.p + kernel - 1
+    patches = dims.B * dims.L
+    out = torch.empty(dims.E, patches, side**2, O, dtype=contributions.dtype, device=contributions.device)
     BO = power_of_2(O, most=32)
     rule = (power_of_2(patches, most=512 // BO), BO, 4)
-    BK, BO, number = tile("fold", rule, patches, O, kernel, sizes.p, sizes.E, out.element_size())
-    fold_kernel[(ceil(patches, BK) * reached**2 * ceil(O, BO), sizes.E)](
-        contributions, out, patches, contributions.shape[1], O=O, P=sizes.p, KS=kernel, ACC=acc(wide(out.dtype)), BK=BK,
-        BO=BO, **warps(number),
+    BK, BO, warps = tile("fold", rule, patches, O, kernel, dims.p, dims.E, out.element_size())
+    fold_kernel[(ceil_div(patches, BK) * side**2 * ceil_div(O, BO), dims.E)](
+        contributions, out, patches, contributions.shape[1], O=O, P=dims.p, KS=kernel, ACC=tl_acc(acc_dtype(out.dtype)),
+        BK=BK, BO=BO, **num_warps(warps),
     )  # fmt: skip
     return out
 
 
-def spread(
+def scatter_backward(
     grad: Tensor,
-    sizes: Sizes,
+    dims: PatchDims,
     index: Tensor,
     slots: Tensor,
     gate: Tensor | None,
-    landing: Landing,
+    spec: ScatterSpec,
     rows: int,
     experts: range,
 ) -> Tensor:
     """Gradient of some experts' contributions (…, M1, ks²·O) from that of the map (B, H, W, lanes·O)."""
-    O = grad.shape[3] // (1 if landing.summed else sizes.E)
-    out = torch.empty(len(experts), rows, landing.kernel**2 * O, dtype=grad.dtype, device=grad.device)
-    BM, BO, number = tile(
-        "spread", (64, power_of_2(O, most=32), 4), sizes.M, O, landing.kernel, sizes.p, grad.element_size()
+    O = grad.shape[3] // (1 if spec.sum_experts else dims.E)
+    out = torch.empty(len(experts), rows, spec.kernel_size**2 * O, dtype=grad.dtype, device=grad.device)
+    BM, BO, warps = tile(
+        "scatter_backward", (64, power_of_2(O, most=32), 4), dims.M, O, spec.kernel_size, dims.p, grad.element_size()
     )
-    spread_kernel[(ceil(rows, BM), len(experts), ceil(O, BO))](
-        grad, index, slots, gate, out, sizes.M, rows, experts.start,
-        O=O, KS=landing.kernel, N=sizes.N, H=sizes.H, ALONE=landing.alone, SUM=landing.summed,
-        HAS_GATE=gate is not None, ACC=acc(wide(grad.dtype)), BM=BM, BO=BO, **sizes.constants(), **warps(number),
+    scatter_backward_kernel[(ceil_div(rows, BM), len(experts), ceil_div(O, BO))](
+        grad, index, slots, gate, out, dims.M, rows, experts.start, O=O, KS=spec.kernel_size, N=dims.N, H=dims.H,
+        ISOLATED=spec.isolated, SUM_EXPERTS=spec.sum_experts, HAS_GATE=gate is not None,
+        ACC=tl_acc(acc_dtype(grad.dtype)), BM=BM, BO=BO, **dims.constexprs(), **num_warps(warps),
     )  # fmt: skip
     return out
 
 
-def gated_gradients(
+def output_gate_backward(
     grad: Tensor,
     own: Tensor | None,
-    sizes: Sizes,
+    dims: PatchDims,
     index: Tensor,
     gate: Tensor,
     bias: Tensor | None,
-    landing: Landing,
+    spec: ScatterSpec,
     *,
-    rest: bool,
+    background_row: bool,
     rows: int | None,
     sums: bool,
-    beside: int = 0,
+    router_columns: int = 0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Of gates on the output: their gradient (B, E, L, p²) if ``own`` is given, gated rows (E, M1, O), the bias's.
 
-    ``own`` (E, …, O) is what gates are multiplied with, but for the bias, and for row M under ``rest``. So many columns
-    ``beside`` a row are left for others to fill.
+    ``own`` (E, …, O) is what gates multiply, without the bias, and without row M under ``background_row``. The last
+    ``router_columns`` columns of a row are left unwritten.
     """
-    O = grad.shape[3] // (1 if landing.summed else sizes.E)
-    full = wide(grad.dtype)
-    BM, BO, number = tile("gated", (32, whole_blocks(O, 64), 4), sizes.M, O, sizes.p, grad.element_size())
-    tiles = ceil(sizes.M if rows is None else rows, BM)
-    dots = None if own is None else torch.empty(*index.shape, sizes.p**2, dtype=full, device=grad.device)
-    gated = None if rows is None else torch.empty(sizes.E, rows, O + beside, dtype=grad.dtype, device=grad.device)
-    summed = torch.empty(tiles, sizes.E, O, dtype=full, device=grad.device) if sums else None
-    gated_kernel[(tiles, sizes.E)](
-        grad, own, index, gate, bias, dots, gated, summed, sizes.M, rows or sizes.M, 0 if own is None else own.shape[1],
-        STEP=O + beside, O=O, SUM=landing.summed, HAS_BIAS=bias is not None, HAS_REST=rest, DOTS=own is not None,
-        ROWS=rows is not None, SUMS=sums, ACC=acc(full), BM=BM, BO=BO, **sizes.constants(), **warps(number),
+    O = grad.shape[3] // (1 if spec.sum_experts else dims.E)
+    acc_type = acc_dtype(grad.dtype)
+    BM, BO, warps = tile("output_gate_backward", (32, dividing_tile(O, 64), 4), dims.M, O, dims.p, grad.element_size())
+    tiles = ceil_div(dims.M if rows is None else rows, BM)
+    gate_dots = None if own is None else torch.empty(*index.shape, dims.p**2, dtype=acc_type, device=grad.device)
+    gated = (
+        None if rows is None else torch.empty(dims.E, rows, O + router_columns, dtype=grad.dtype, device=grad.device)
+    )
+    summed = torch.empty(tiles, dims.E, O, dtype=acc_type, device=grad.device) if sums else None
+    output_gate_backward_kernel[(tiles, dims.E)](
+        grad, own, index, gate, bias, gate_dots, gated, summed, dims.M, rows or dims.M,
+        0 if own is None else own.shape[1], STEP=O + router_columns, O=O, SUM_EXPERTS=spec.sum_experts,
+        HAS_BIAS=bias is not None, HAS_BACKGROUND=background_row, GATE_DOTS=own is not None, ROWS=rows is not None,
+        SUMS=sums, ACC=tl_acc(acc_type), BM=BM, BO=BO, **dims.constexprs(), **num_warps(warps),
     )  # fmt: skip
-    return dots, gated, None if summed is None else total(summed, full)
+    return gate_dots, gated, None if summed is None else sum_splits(summed, acc_type)
 
 
-def taps_of(weight: Tensor) -> Tensor:
+def weight_to_taps(weight: Tensor) -> Tensor:
     """Kernels (E, O, C, ks, ks) as matrices (E, ks²·O, C)."""
     E, O, C, ks, _ = weight.shape
     if ks == 1:
         return weight.reshape(E, O, C).contiguous()
-    if taps_first(weight):
+    if is_taps_first(weight):
         return weight.permute(0, 3, 4, 1, 2).reshape(E, ks * ks * O, C)
     out = torch.empty(E, ks * ks * O, C, dtype=weight.dtype, device=weight.device)
-    _transpose(weight if channels_last(weight) else weight.contiguous(), out, back=False)
+    _transpose(weight if channels_last(weight) else weight.contiguous(), out, inverse=False)
     return out
 
 
-def weight_of(taps: Tensor, like: Tensor) -> Tensor:
-    """And back: (E, ks²·O, C) as (E, O, C, ks, ks), laid out as other kernels are."""
+def taps_to_weight(taps: Tensor, like: Tensor) -> Tensor:
+    """The inverse: (E, ks²·O, C) as (E, O, C, ks, ks), in the memory layout of ``like``."""
     E, O, C, ks, _ = like.shape
     if ks == 1:
         return taps.view(like.shape)
-    if taps_first(like):
+    if is_taps_first(like):
         return taps.view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
-    out = laid_out(like, taps.dtype)
-    _transpose(out, taps, back=True)
+    out = empty_weight_like(like, taps.dtype)
+    _transpose(out, taps, inverse=True)
     return out
 
 
-def _transpose(weight: Tensor, taps: Tensor, *, back: bool) -> None:
+def _transpose(weight: Tensor, taps: Tensor, *, inverse: bool) -> None:
     E, O, C, ks, _ = weight.shape
     BC = power_of_2(C, most=128)
-    taps_kernel[(E * O, ceil(C, BC))](
-        weight, taps, O=O, C=C, A=ks**2, LAST=channels_last(weight), BACK=back, BA=power_of_2(ks**2), BC=BC, **warps(4)
+    transpose_taps_kernel[(E * O, ceil_div(C, BC))](
+        weight,
+        taps,
+        O=O,
+        C=C,
+        A=ks**2,
+        LAST=channels_last(weight),
+        INVERSE=inverse,
+        BA=power_of_2(ks**2),
+        BC=BC,
+        **num_warps(4),
     )
 
 
-def whole_blocks(channels: int, most: int) -> int:
+def dividing_tile(channels: int, most: int) -> int:
     """A tile side that divides the channels, if one of 16 or more does."""
     side = channels & -channels
     return min(side, most) if side >= 16 else power_of_2(channels, most=most)

@@ -1,8 +1,11 @@
-"""A map plus a 1×1 convolution of another of few channels, in one pass over the map; both gradients in another.
+"""A map plus a 1×1 convolution of another map of few channels, in one pass over memory; both gradients in another.
 
-forward          y (positions, O) + x (positions, C) · weight (O, C), transposed
-back             the gradient (positions, O) is y's own; times weight it is x's, and x, transposed, times it is
-                 weight's: parts, added up in one order
+    out = y + x · weightᵀ        grad_y = grad        grad_x = grad · weight        grad_weight = gradᵀ · x
+
+Layouts: y, out and grad (B·H·W, O); x (B·H·W, C) with C ≤ 16; weight (O, C).
+
+    forward_kernel     y, x, weight → out
+    backward_kernel    grad → grad_x, and grad_weight in splits
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -17,15 +20,26 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from moesaic.models.wide_resnet.triton.thin_conv import widths
+from moesaic.models.wide_resnet.triton.thin_conv import two_tiles
 from moesaic.ops.tile_sizes import tile
-from moesaic.ops.triton.launch import acc, as_map, by_row, ceil, map_like, parts, pipeline, power_of_2, total, wide
+from moesaic.ops.triton.launch import (
+    acc_dtype,
+    ceil_div,
+    empty_map_like,
+    num_warps_and_stages,
+    power_of_2,
+    split_rows,
+    sum_splits,
+    tl_acc,
+    to_nchw,
+    to_nhwc,
+)
 
 __all__ = ["thin_add"]
 
 
 @triton.jit
-def sum_kernel(
+def forward_kernel(
     y, x, weight, out, positions,
     C: tl.constexpr, O: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, B1: tl.constexpr,
     B2: tl.constexpr,
@@ -48,15 +62,15 @@ def sum_kernel(
     w1 = tl.load(weight + o1[:, None] * C + k[None, :], mask=(o1 < O)[:, None] & (k < C)[None, :], other=0)
     if B2 > 0:
         w2 = tl.load(weight + o2[:, None] * C + k[None, :], mask=(o2 < O)[:, None] & (k < C)[None, :], other=0)
-    found1 = tl.dot(a, tl.trans(w1), input_precision="ieee", out_dtype=ACC) + y1.to(ACC)
-    tl.store(out + at + o1[None, :], found1.to(out.dtype.element_ty), mask=inside1)
+    acc1 = tl.dot(a, tl.trans(w1), input_precision="ieee", out_dtype=ACC) + y1.to(ACC)
+    tl.store(out + at + o1[None, :], acc1.to(out.dtype.element_ty), mask=inside1)
     if B2 > 0:
-        found2 = tl.dot(a, tl.trans(w2), input_precision="ieee", out_dtype=ACC) + y2.to(ACC)
-        tl.store(out + at + o2[None, :], found2.to(out.dtype.element_ty), mask=inside2)
+        acc2 = tl.dot(a, tl.trans(w2), input_precision="ieee", out_dtype=ACC) + y2.to(ACC)
+        tl.store(out + at + o2[None, :], acc2.to(out.dtype.element_ty), mask=inside2)
 
 
 @triton.jit
-def back_kernel(
+def backward_kernel(
     grad, x, weight, grad_x, out, positions, CHUNK,
     C: tl.constexpr, O: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, B1: tl.constexpr,
     B2: tl.constexpr,
@@ -67,11 +81,11 @@ def back_kernel(
     k = tl.arange(0, K)
     o1 = tl.arange(0, B1)
     w1 = tl.load(weight + o1[:, None] * C + k[None, :], mask=(o1 < O)[:, None] & (k < C)[None, :], other=0)
-    found1 = tl.zeros((K, B1), ACC)
+    acc1 = tl.zeros((K, B1), ACC)
     if B2 > 0:
         o2 = B1 + tl.arange(0, B2)
         w2 = tl.load(weight + o2[:, None] * C + k[None, :], mask=(o2 < O)[:, None] & (k < C)[None, :], other=0)
-        found2 = tl.zeros((K, B2), ACC)
+        acc2 = tl.zeros((K, B2), ACC)
     end = tl.minimum((s + 1) * CHUNK, positions)
     for step in range(0, CHUNK, BM):
         first = s * CHUNK + step
@@ -84,61 +98,61 @@ def back_kernel(
         inside = live[:, None] & (k < C)[None, :]
         a = tl.trans(tl.load(x + pixels, mask=inside, other=0))
         back = tl.dot(g1, w1, input_precision="ieee", out_dtype=ACC)
-        found1 = tl.dot(a, g1, found1, input_precision="ieee", out_dtype=ACC)
+        acc1 = tl.dot(a, g1, acc1, input_precision="ieee", out_dtype=ACC)
         if B2 > 0:
             back = tl.dot(g2, w2, back, input_precision="ieee", out_dtype=ACC)
-            found2 = tl.dot(a, g2, found2, input_precision="ieee", out_dtype=ACC)
+            acc2 = tl.dot(a, g2, acc2, input_precision="ieee", out_dtype=ACC)
         tl.store(grad_x + pixels, back.to(grad_x.dtype.element_ty), mask=inside)
     to = out + s.to(tl.int64) * (O * C) + k[:, None]
-    tl.store(to + o1[None, :] * C, found1, mask=(k < C)[:, None] & (o1 < O)[None, :])
+    tl.store(to + o1[None, :] * C, acc1, mask=(k < C)[:, None] & (o1 < O)[None, :])
     if B2 > 0:
-        tl.store(to + o2[None, :] * C, found2, mask=(k < C)[:, None] & (o2 < O)[None, :])
+        tl.store(to + o2[None, :] * C, acc2, mask=(k < C)[:, None] & (o2 < O)[None, :])
 
 
 @custom_op("moesaic::thin_add", mutates_args=())
 def thin_add(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Maps y (B, O, H, W) plus maps x (B, C, H, W) times kernels (O, C, 1, 1), all in channels_last."""
     O, C = weight.shape[:2]
-    y, x = by_row(y), by_row(x)
+    y, x = to_nhwc(y), to_nhwc(x)
     B, H, W, _ = y.shape
     positions = B * H * W
     out = torch.empty(B, H, W, O, dtype=y.dtype, device=y.device)
-    BM, most, number = tile("thin_add", (64, min(O, 160), 4), positions, C, O)
-    B1, B2 = widths(O, most)
-    sum_kernel[(ceil(positions, BM), ceil(O, B1 + B2))](
+    BM, most, warps = tile("thin_add", (64, min(O, 160), 4), positions, C, O)
+    B1, B2 = two_tiles(O, most)
+    forward_kernel[(ceil_div(positions, BM), ceil_div(O, B1 + B2))](
         y, x, weight.reshape(O, C).contiguous(), out, positions, C=C, O=O, K=power_of_2(C, 16),
-        ACC=acc(wide(y.dtype)), BM=BM, B1=B1, B2=B2, **pipeline(number, 1),
+        ACC=tl_acc(acc_dtype(y.dtype)), BM=BM, B1=B1, B2=B2, **num_warps_and_stages(warps, 1),
     )  # fmt: skip
-    return as_map(out)
+    return to_nchw(out)
 
 
 @thin_add.register_fake
 def _(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    return map_like(y, weight.shape[0])
+    return empty_map_like(y, weight.shape[0])
 
 
 @custom_op("moesaic::thin_add_backward", mutates_args=())
 def thin_add_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; that of y is ``grad`` itself."""
     O, C = weight.shape[:2]
-    grad, x = by_row(grad), by_row(x)
+    grad, x = to_nhwc(grad), to_nhwc(x)
     B, H, W, _ = grad.shape
     positions = B * H * W
-    BM, number, stages, programs = tile("thin_add_back", (128 if O <= 192 else 64, 8, 3, 264), positions, C, O)
-    B1, B2 = widths(O, O)
-    chunk, splits = parts(positions, programs, BM)
+    BM, warps, stages, programs = tile("thin_add_backward", (128 if O <= 192 else 64, 8, 3, 264), positions, C, O)
+    B1, B2 = two_tiles(O, O)
+    chunk, splits = split_rows(positions, programs, BM)
     grad_x = torch.empty(B, H, W, C, dtype=x.dtype, device=x.device)
-    sums = torch.empty(splits, O, C, dtype=wide(x.dtype), device=x.device)
-    back_kernel[(splits,)](
+    sums = torch.empty(splits, O, C, dtype=acc_dtype(x.dtype), device=x.device)
+    backward_kernel[(splits,)](
         grad, x, weight.reshape(O, C).contiguous(), grad_x, sums, positions, chunk, C=C, O=O, K=power_of_2(C, 16),
-        ACC=acc(sums.dtype), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
+        ACC=tl_acc(sums.dtype), BM=BM, B1=B1, B2=B2, **num_warps_and_stages(warps, stages),
     )  # fmt: skip
-    return as_map(grad_x), total(sums, weight.dtype).as_strided(weight.shape, _strides(weight))
+    return to_nchw(grad_x), sum_splits(sums, weight.dtype).as_strided(weight.shape, _strides(weight))
 
 
 @thin_add_backward.register_fake
 def _(grad, x, weight):
-    return map_like(x, x.shape[1]), weight.new_empty_strided(weight.shape, _strides(weight))
+    return empty_map_like(x, x.shape[1]), weight.new_empty_strided(weight.shape, _strides(weight))
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
@@ -162,5 +176,5 @@ thin_add.register_autograd(_backward, setup_context=_setup)
 
 
 def _strides(weight: Tensor) -> tuple[int, ...]:
-    """Of the gradient of kernels (O, C, 1, 1): theirs to the last, as optimizers compare them."""
+    """Strides of the gradient of kernels (O, C, 1, 1): exactly theirs, because fused optimizers compare them."""
     return weight.stride() if weight.is_contiguous() else (weight.shape[1], 1, 1, 1)

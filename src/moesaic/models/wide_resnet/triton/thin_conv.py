@@ -1,18 +1,22 @@
-"""3×3 convolutions of few channels: the first of a network, where reading and writing maps is all there is to do.
+"""3×3 convolutions of few input channels, such as the first of a network, which are bound by memory bandwidth.
 
-A library's convolution wants channels by the dozen. With 16 or fewer it spends several times what the bytes cost. Here
-a program takes consecutive pixels, looks up their neighbours and multiplies them with all taps:
+    y[q] = Σ_t weight[t]ᵀ · x[q + t]
+    grad_x[q] = Σ_t weight[t] · grad_y[q - t]      grad_weight[t] = Σ_q x[q + t] · grad_y[q]ᵀ
 
-    forward          pixels shifted by each tap (positions, C) times the tap's weights (C, O), added up
-    weights          shifted pixels, transposed, times the gradient of pixels: parts, added up in one order
-    map              the gradient of pixels times all taps, one product (cuBLAS), then nine neighbours added up
+Layouts: x (B·H·W, C) with C ≤ 16; y and grad_y (B·H·W, O); weight (9·C, O), tap by tap. cuDNN is made for dozens of
+channels, and takes several times as long as the memory traffic here. A program takes consecutive pixels, loads their
+neighbours and multiplies them with all taps:
 
-Shifted pixels are taken in ``groups`` of taps, side by side: nine groups of C columns, three of a kernel's row each,
-whose 3·C numbers lie together in memory, or one of all taps, which suits the 27 columns of a colour image.
+    forward_kernel            shifted pixels (positions, C) times the taps' weights (C, O), accumulated
+    weight_backward_kernel    shifted pixels, transposed, times grad_y, in splits
+    input_backward_kernel     grad_y times all taps (one cuBLAS matmul), then nine neighbours added up
 
-A program takes up to 160 channels, in a tile of 128 and one of 32. Where products of more than 16 columns follow each
-other, written out, ptxas 12.8 may look for the second's numbers at an address from a register that nothing was written
-to. So groups of taps come in a loop, where no such case was found, or there is one product.
+Shifted pixels are taken in ``groups`` of taps: nine groups of C columns; three, one for each row of the kernel, whose
+3·C numbers are adjacent in memory; or one of all taps, for the 27 columns of a colour image.
+
+A program takes up to 160 channels, in a tile of 128 and one of 32. Where unrolled matmuls of more than 16 columns
+follow each other, ptxas 12.8 may address the second's operand through an uninitialised register. Groups of taps are
+therefore in a loop, where no such case was found, or there is a single matmul.
 """
 
 # Kernels are written in Triton's language, which a checker of Python does not know; nor is Triton there without a GPU.
@@ -29,35 +33,35 @@ from torch.library import custom_op
 
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.launch import (
-    acc,
-    as_map,
-    by_row,
-    ceil,
-    map_like,
-    parts,
-    pipeline,
+    acc_dtype,
+    ceil_div,
+    empty_map_like,
+    num_warps,
+    num_warps_and_stages,
     placeholder,
     power_of_2,
-    total,
-    warps,
-    wide,
+    split_rows,
+    sum_splits,
+    tl_acc,
+    to_nchw,
+    to_nhwc,
 )
-from moesaic.ops.weight_layout import laid_out
+from moesaic.ops.weight_layout import empty_weight_like
 
-__all__ = ["MOST_CHANNELS", "thin_conv", "widths"]
+__all__ = ["MAX_CHANNELS", "thin_conv", "two_tiles"]
 
-MOST_CHANNELS = 16
-"""Of the input."""
+MAX_CHANNELS = 16
+"""Input channels."""
 
 
 @triton.jit
-def shifted(
+def shifted_pixels(
     x, first, r, live, g, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, G: tl.constexpr, KG: tl.constexpr
 ):  # fmt: skip
     """Neighbours (BM, KG) of pixels ``first + r``: those of group ``g`` of G, tap by tap, zero beyond the map.
 
-    Numbers of rows and columns are unsigned, and compared with constants rather than added to: the compiler makes sums
-    of 16 bits of small ones, two at a time, which ptxas 12.8 gets wrong.
+    Row and column numbers are unsigned and compared with constants instead of added to: the compiler packs small sums
+    into pairs of 16 bits, which ptxas 12.8 gets wrong.
     """
     k = tl.arange(0, KG)
     i = (first + r).to(tl.uint32) % (H * W)
@@ -85,22 +89,22 @@ def shifted(
 
 @triton.jit
 def add_group(
-    found1, found2, x, weight, first, r, live, g, o1, o2,
+    acc1, acc2, x, weight, first, r, live, g, o1, o2,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
     ACC: tl.constexpr, B2: tl.constexpr,
 ):  # fmt: skip
-    """Group ``g`` of taps, added to both tiles of channels; B2 may be 0, then the second is none."""
+    """Group ``g`` of taps, added to both tiles of channels; with B2 = 0 there is one tile."""
     K: tl.constexpr = 9 * C // G
     k = tl.arange(0, KG)
-    near = shifted(x, first, r, live, g, H, W, C, G, KG)
+    near = shifted_pixels(x, first, r, live, g, H, W, C, G, KG)
     at = (g * K + k)[:, None] * O
     w1 = tl.load(weight + at + o1[None, :], mask=(k < K)[:, None] & (o1 < O)[None, :], other=0)
     if B2 > 0:
         w2 = tl.load(weight + at + o2[None, :], mask=(k < K)[:, None] & (o2 < O)[None, :], other=0)
-    found1 = tl.dot(near, w1, found1, input_precision="ieee", out_dtype=ACC)
+    acc1 = tl.dot(near, w1, acc1, input_precision="ieee", out_dtype=ACC)
     if B2 > 0:
-        found2 = tl.dot(near, w2, found2, input_precision="ieee", out_dtype=ACC)
-    return found1, found2
+        acc2 = tl.dot(near, w2, acc2, input_precision="ieee", out_dtype=ACC)
+    return acc1, acc2
 
 
 @triton.jit
@@ -115,28 +119,28 @@ def forward_kernel(
     live = r < positions - first
     o1 = tl.program_id(1) * (B1 + B2) + tl.arange(0, B1)
     o2 = o1
-    found1 = tl.zeros((BM, B1), ACC)
-    found2 = found1
+    acc1 = tl.zeros((BM, B1), ACC)
+    acc2 = acc1
     if B2 > 0:
         o2 = tl.program_id(1) * (B1 + B2) + B1 + tl.arange(0, B2)
-        found2 = tl.zeros((BM, B2), ACC)
+        acc2 = tl.zeros((BM, B2), ACC)
     if G == 1:
-        found1, found2 = add_group(
-            found1, found2, x, weight, first, r, live, 0, o1, o2, H, W, C, O, G, KG, ACC, B2
+        acc1, acc2 = add_group(
+            acc1, acc2, x, weight, first, r, live, 0, o1, o2, H, W, C, O, G, KG, ACC, B2
         )  # fmt: skip
     else:
         for g in range(G):
-            found1, found2 = add_group(
-                found1, found2, x, weight, first, r, live, g, o1, o2, H, W, C, O, G, KG, ACC, B2
+            acc1, acc2 = add_group(
+                acc1, acc2, x, weight, first, r, live, g, o1, o2, H, W, C, O, G, KG, ACC, B2
             )  # fmt: skip
     to = out + first.to(tl.int64) * O + r[:, None] * O
-    tl.store(to + o1[None, :], found1.to(out.dtype.element_ty), mask=live[:, None] & (o1 < O)[None, :])
+    tl.store(to + o1[None, :], acc1.to(out.dtype.element_ty), mask=live[:, None] & (o1 < O)[None, :])
     if B2 > 0:
-        tl.store(to + o2[None, :], found2.to(out.dtype.element_ty), mask=live[:, None] & (o2 < O)[None, :])
+        tl.store(to + o2[None, :], acc2.to(out.dtype.element_ty), mask=live[:, None] & (o2 < O)[None, :])
 
 
 @triton.jit
-def weights_kernel(
+def weight_backward_kernel(
     grad, x, out, positions, CHUNK,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, O: tl.constexpr, G: tl.constexpr, KG: tl.constexpr,
     ACC: tl.constexpr, BM: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
@@ -146,16 +150,16 @@ def weights_kernel(
     s = tl.program_id(0)
     r = tl.arange(0, BM)
     o1 = tl.program_id(1) * (B1 + B2) + tl.arange(0, B1)
-    found1a = tl.zeros((KG, B1), ACC)
+    acc1a = tl.zeros((KG, B1), ACC)
     if G == 3:
-        found1b = tl.zeros((KG, B1), ACC)
-        found1c = tl.zeros((KG, B1), ACC)
+        acc1b = tl.zeros((KG, B1), ACC)
+        acc1c = tl.zeros((KG, B1), ACC)
     if B2 > 0:
         o2 = tl.program_id(1) * (B1 + B2) + B1 + tl.arange(0, B2)
-        found2a = tl.zeros((KG, B2), ACC)
+        acc2a = tl.zeros((KG, B2), ACC)
         if G == 3:
-            found2b = tl.zeros((KG, B2), ACC)
-            found2c = tl.zeros((KG, B2), ACC)
+            acc2b = tl.zeros((KG, B2), ACC)
+            acc2c = tl.zeros((KG, B2), ACC)
     end = tl.minimum((s + 1) * CHUNK, positions)
     for step in range(0, CHUNK, BM):
         first = s * CHUNK + step
@@ -164,40 +168,40 @@ def weights_kernel(
         g1 = tl.load(at + o1[None, :], mask=live[:, None] & (o1 < O)[None, :], other=0)
         if B2 > 0:
             g2 = tl.load(at + o2[None, :], mask=live[:, None] & (o2 < O)[None, :], other=0)
-        a = tl.trans(shifted(x, first, r, live, 0, H, W, C, G, KG))
+        a = tl.trans(shifted_pixels(x, first, r, live, 0, H, W, C, G, KG))
         if G == 3:
-            b = tl.trans(shifted(x, first, r, live, 1, H, W, C, G, KG))
-            c = tl.trans(shifted(x, first, r, live, 2, H, W, C, G, KG))
-        found1a = tl.dot(a, g1, found1a, input_precision="ieee", out_dtype=ACC)
+            b = tl.trans(shifted_pixels(x, first, r, live, 1, H, W, C, G, KG))
+            c = tl.trans(shifted_pixels(x, first, r, live, 2, H, W, C, G, KG))
+        acc1a = tl.dot(a, g1, acc1a, input_precision="ieee", out_dtype=ACC)
         if G == 3:
-            found1b = tl.dot(b, g1, found1b, input_precision="ieee", out_dtype=ACC)
-            found1c = tl.dot(c, g1, found1c, input_precision="ieee", out_dtype=ACC)
+            acc1b = tl.dot(b, g1, acc1b, input_precision="ieee", out_dtype=ACC)
+            acc1c = tl.dot(c, g1, acc1c, input_precision="ieee", out_dtype=ACC)
         if B2 > 0:
-            found2a = tl.dot(a, g2, found2a, input_precision="ieee", out_dtype=ACC)
+            acc2a = tl.dot(a, g2, acc2a, input_precision="ieee", out_dtype=ACC)
             if G == 3:
-                found2b = tl.dot(b, g2, found2b, input_precision="ieee", out_dtype=ACC)
-                found2c = tl.dot(c, g2, found2c, input_precision="ieee", out_dtype=ACC)
+                acc2b = tl.dot(b, g2, acc2b, input_precision="ieee", out_dtype=ACC)
+                acc2c = tl.dot(c, g2, acc2c, input_precision="ieee", out_dtype=ACC)
     k = tl.arange(0, KG)
     to = out + s.to(tl.int64) * (9 * C * O) + k[:, None] * O
     mask1 = (k < K)[:, None] & (o1 < O)[None, :]
-    tl.store(to + o1[None, :], found1a, mask=mask1)
+    tl.store(to + o1[None, :], acc1a, mask=mask1)
     if G == 3:
-        tl.store(to + K * O + o1[None, :], found1b, mask=mask1)
-        tl.store(to + 2 * K * O + o1[None, :], found1c, mask=mask1)
+        tl.store(to + K * O + o1[None, :], acc1b, mask=mask1)
+        tl.store(to + 2 * K * O + o1[None, :], acc1c, mask=mask1)
     if B2 > 0:
         mask2 = (k < K)[:, None] & (o2 < O)[None, :]
-        tl.store(to + o2[None, :], found2a, mask=mask2)
+        tl.store(to + o2[None, :], acc2a, mask=mask2)
         if G == 3:
-            tl.store(to + K * O + o2[None, :], found2b, mask=mask2)
-            tl.store(to + 2 * K * O + o2[None, :], found2c, mask=mask2)
+            tl.store(to + K * O + o2[None, :], acc2b, mask=mask2)
+            tl.store(to + 2 * K * O + o2[None, :], acc2c, mask=mask2)
 
 
 @triton.jit
-def neighbours_kernel(
+def input_backward_kernel(
     taps, out, positions,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """Out (positions, C): of the nine pixels that read this one, what their taps (positions, 9·C) give back."""
+    """Out (positions, C): the sum of taps (positions, 9·C) of the nine pixels that read this one."""
     first = tl.program_id(0) * BM
     r = tl.arange(0, BM)
     live = r < positions - first
@@ -211,33 +215,33 @@ def neighbours_kernel(
         inside = reads[:, None] & (c < C)[None, :]
         at = r[:, None] * (9 * C) + c[None, :] + (t * C - ((t // 3 - 1) * W + t % 3 - 1) * 9 * C)
         near = near + (tl.load(taps + first.to(tl.int64) * (9 * C) + at, mask=inside, other=0),)
-    found = tl.zeros((BM, BC), ACC)
+    acc = tl.zeros((BM, BC), ACC)
     for t in tl.static_range(9):
-        found += near[t].to(ACC)
+        acc += near[t].to(ACC)
     to = out + first.to(tl.int64) * C + r[:, None] * C + c[None, :]
-    tl.store(to, found.to(out.dtype.element_ty), mask=live[:, None] & (c < C)[None, :])
+    tl.store(to, acc.to(out.dtype.element_ty), mask=live[:, None] & (c < C)[None, :])
 
 
 @custom_op("moesaic::thin_conv", mutates_args=())
 def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
     """Maps (B, C, H, W) with a pixel of zeros all around, times kernels (O, C, 3, 3): maps (B, O, H, W)."""
-    x = by_row(x)
+    x = to_nhwc(x)
     B, H, W, C = x.shape
     O, positions = weight.shape[0], B * H * W
     out = torch.empty(B, H, W, O, dtype=x.dtype, device=x.device)
-    rule = (128, 1, _lone(O), 4, 3) if 9 * C <= 32 else (128, 9, _whole(O), 8, 3)
-    BM, G, most, number, stages = tile("thin", rule, positions, C, O, W)
-    B1, B2 = widths(O, most)
-    forward_kernel[(ceil(positions, BM), ceil(O, B1 + B2))](
-        x, _by_tap(weight), out, positions, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16),
-        ACC=acc(wide(x.dtype)), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
+    rule = (128, 1, _one_tile_channels(O), 4, 3) if 9 * C <= 32 else (128, 9, _most_channels(O), 8, 3)
+    BM, G, most, warps, stages = tile("thin_conv", rule, positions, C, O, W)
+    B1, B2 = two_tiles(O, most)
+    forward_kernel[(ceil_div(positions, BM), ceil_div(O, B1 + B2))](
+        x, _taps_matrix(weight), out, positions, H=H, W=W, C=C, O=O, G=G, KG=power_of_2(9 * C // G, 16),
+        ACC=tl_acc(acc_dtype(x.dtype)), BM=BM, B1=B1, B2=B2, **num_warps_and_stages(warps, stages),
     )  # fmt: skip
-    return as_map(out)
+    return to_nchw(out)
 
 
 @thin_conv.register_fake
 def _(x: Tensor, weight: Tensor) -> Tensor:
-    return map_like(x, weight.shape[0])
+    return empty_map_like(x, weight.shape[0])
 
 
 @custom_op("moesaic::thin_conv_backward", mutates_args=())
@@ -245,18 +249,18 @@ def thin_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, need_map: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; empty where there is none."""
-    grad = by_row(grad)
+    grad = to_nhwc(grad)
     return (
-        as_map(map_gradient(grad, weight)) if need_map else placeholder(grad),
-        weight_gradient(grad, by_row(x), weight) if need_weight else placeholder(grad),
+        to_nchw(map_gradient(grad, weight)) if need_map else placeholder(grad),
+        weight_gradient(grad, to_nhwc(x), weight) if need_weight else placeholder(grad),
     )
 
 
 @thin_conv_backward.register_fake
 def _(grad, x, weight, need_map, need_weight):
     return (
-        map_like(x, x.shape[1]) if need_map else grad.new_empty(0),
-        laid_out(weight) if need_weight else grad.new_empty(0),
+        empty_map_like(x, x.shape[1]) if need_map else grad.new_empty(0),
+        empty_weight_like(weight) if need_weight else grad.new_empty(0),
     )
 
 
@@ -278,57 +282,66 @@ thin_conv.register_autograd(_backward, setup_context=_setup)
 
 
 def map_gradient(grad: Tensor, weight: Tensor) -> Tensor:
-    """Of x (B, H, W, C), from that of the answers (B, H, W, O)."""
+    """Gradient of x (B, H, W, C) from that of the output (B, H, W, O)."""
     B, H, W, O = grad.shape
     C, positions = weight.shape[1], B * H * W
     taps = grad.view(positions, O) @ weight.permute(0, 2, 3, 1).reshape(O, 9 * C)
     out = torch.empty(B, H, W, C, dtype=grad.dtype, device=grad.device)
-    BM, number = tile("thin_map", (128, 4), positions, C, O, W)
-    neighbours_kernel[(ceil(positions, BM),)](
-        taps, out, positions, H=H, W=W, C=C, ACC=acc(wide(grad.dtype)), BM=BM, BC=power_of_2(C), **warps(number)
+    BM, warps = tile("thin_conv_input", (128, 4), positions, C, O, W)
+    input_backward_kernel[(ceil_div(positions, BM),)](
+        taps,
+        out,
+        positions,
+        H=H,
+        W=W,
+        C=C,
+        ACC=tl_acc(acc_dtype(grad.dtype)),
+        BM=BM,
+        BC=power_of_2(C),
+        **num_warps(warps),
     )
     return out
 
 
 def weight_gradient(grad: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Of kernels (O, C, 3, 3), laid out as they are."""
+    """Gradient of kernels (O, C, 3, 3), in their memory layout."""
     B, H, W, O = grad.shape
     C, positions = x.shape[3], B * H * W
-    rule = (128, 1, _lone(O), 4, 3, 528) if 9 * C <= 32 else (64, 3, _whole(O), 8, 3, 132)
-    BM, G, most, number, stages, programs = tile("thin_weights", rule, positions, C, O, W)
-    B1, B2 = widths(O, most)
-    blocks = ceil(O, B1 + B2)
-    chunk, splits = parts(positions, max(1, programs // blocks), BM)
-    sums = torch.empty(splits, 9 * C, O, dtype=wide(x.dtype), device=x.device)
-    weights_kernel[(splits, blocks)](
-        grad, x, sums, positions, chunk, H=H, W=W, C=C, O=O, G=G, ACC=acc(sums.dtype),
-        KG=power_of_2(9 * C // G, 64 if G == 3 else 16), BM=BM, B1=B1, B2=B2, **pipeline(number, stages),
+    rule = (128, 1, _one_tile_channels(O), 4, 3, 528) if 9 * C <= 32 else (64, 3, _most_channels(O), 8, 3, 132)
+    BM, G, most, warps, stages, programs = tile("thin_conv_weight", rule, positions, C, O, W)
+    B1, B2 = two_tiles(O, most)
+    blocks = ceil_div(O, B1 + B2)
+    chunk, splits = split_rows(positions, max(1, programs // blocks), BM)
+    sums = torch.empty(splits, 9 * C, O, dtype=acc_dtype(x.dtype), device=x.device)
+    weight_backward_kernel[(splits, blocks)](
+        grad, x, sums, positions, chunk, H=H, W=W, C=C, O=O, G=G, ACC=tl_acc(sums.dtype),
+        KG=power_of_2(9 * C // G, 64 if G == 3 else 16), BM=BM, B1=B1, B2=B2, **num_warps_and_stages(warps, stages),
     )  # fmt: skip
-    out = laid_out(weight)
-    out.copy_(total(sums, weight.dtype).view(3, 3, C, O).permute(3, 2, 0, 1))
+    out = empty_weight_like(weight)
+    out.copy_(sum_splits(sums, weight.dtype).view(3, 3, C, O).permute(3, 2, 0, 1))
     return out
 
 
-def _by_tap(weight: Tensor) -> Tensor:
+def _taps_matrix(weight: Tensor) -> Tensor:
     """Kernels (O, C, 3, 3) as (9·C, O)."""
     O, C = weight.shape[:2]
     return weight.permute(2, 3, 1, 0).reshape(9 * C, O).contiguous()
 
 
-def _whole(channels: int) -> int:
-    """The most channels that a program takes: all of them, up to 160."""
+def _most_channels(channels: int) -> int:
+    """Channels of a program: all of them, up to 160."""
     return min(channels, 160)
 
 
-def _lone(channels: int) -> int:
-    """The most channels that a program takes in one tile, up to 64."""
+def _one_tile_channels(channels: int) -> int:
+    """Channels of a program with one tile, up to 64."""
     return power_of_2(min(channels, 64) + 1) // 2
 
 
-def widths(channels: int, most: int) -> tuple[int, int]:
-    """Of the two tiles, the second perhaps empty, in which a program takes so many channels, 16 at least."""
+def two_tiles(channels: int, most: int) -> tuple[int, int]:
+    """Sides of the two tiles in which a program takes up to ``most`` channels, 16 at least; the second may be 0."""
     most = min(channels, most)
-    wide_one = power_of_2(most, 16)
-    if wide_one > most:
-        wide_one //= 2
-    return wide_one, power_of_2(most - wide_one, 16) if most > wide_one else 0
+    first = power_of_2(most, 16)
+    if first > most:
+        first //= 2
+    return first, power_of_2(most - first, 16) if most > first else 0
