@@ -1,4 +1,4 @@
-"""``PatchMoE``: a convolution whose experts each work on the patches routed to them.
+"""``PatchMoE``: a convolution whose experts each process the patches routed to them.
 
 Chowdhury et al. 2023, Section 3, for feature maps of any depth; the released WRN block is
 ``gate="softmax_all", gate_on="input", expert_norm=True``.
@@ -32,27 +32,26 @@ class PatchMoE(RoutedLayer):
         gate_on="input":   y_e = conv_e(f_e(G_e ⊙ x))
 
     f_e is the identity, or ReLU ∘ BatchNorm_e over the whole masked map with ``expert_norm``.
-    Only the chosen patches are computed: L/N of the dense convolution's multiply-adds, and the
+    Only the selected patches are computed: L/N of the dense convolution's multiply-adds, plus the
     router's scores.
 
     Args:
-        in_channels: channels of the map.
-        out_channels: channels of the result.
-        experts: how many convolutions, or an ``Experts`` object such as ``MLPExperts``, which then
-            brings its own kernel, bias and norm.
-        patches_per_expert: L, how many patches of each image an expert takes.
+        in_channels: Channels of the input map.
+        out_channels: Channels of the output map.
+        experts: Number of convolutions, or an ``Experts`` object such as ``MLPExperts``, which has its own kernel,
+            bias and norm.
+        patches_per_expert: L, patches of each image that an expert selects.
         patch_size: p, patches are p×p pixels of the map.
-        kernel_size: of the experts, odd.
+        kernel_size: Kernel size of the experts, odd.
         gate: ``"softmax_selected"``, ``"softmax_all"`` or ``"one"``; see ``ExpertChoice``.
-        gate_on: whether the gate scales an expert's output or its input.
+        gate_on: Whether the gate scales an expert's output or its input.
         context: ``"map"``: a convolution sees across the borders between its patches; ``"patch"``:
             each patch is on its own, zero-padded.
         expert_norm: BatchNorm and ReLU of each expert's masked map in front of it.
         combine: ``"concat"``: each expert owns out_channels / experts channels; ``"sum"``: each
             gives all of them.
-        bias: whether the experts have one.
-        router: any other router in place of expert choice; it brings its own gate, patch size and
-            patch count.
+        bias: Whether the experts have one.
+        router: Another router in place of expert choice, with its own gate, patch size and number of patches.
 
     >>> import torch, moesaic
     >>> layer = moesaic.PatchMoE(64, 64, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3)
@@ -132,7 +131,7 @@ class PatchMoE(RoutedLayer):
 
     @property
     def patches_per_expert(self) -> int | None:
-        """L, or None where the router knows no such number."""
+        """L, or None if the router has no such number."""
         return getattr(self.router, "patches_per_expert", None)
 
     @property
@@ -180,7 +179,7 @@ class PatchMoE(RoutedLayer):
 
     @property
     def spec(self) -> PatchSpec:
-        """How patches meet the experts, as backends take it."""
+        """How experts apply to patches, as backends take it."""
         return PatchSpec(self.patch_size, self.gate_on, self.context, self.combine)
 
     def extra_repr(self) -> str:
@@ -213,7 +212,7 @@ class PatchMoE(RoutedLayer):
         return routing, selection
 
     def _run_soft(self, x: Tensor, routing: Routing) -> Tensor:
-        """Mix patches into slots, run each expert on its slots as patches of their own, mix back."""
+        """Mix patches into slots, run each expert on its slots as isolated patches, mix back."""
         self._check_soft()
         assert routing.dispatch is not None and routing.grid is not None
         p, (rows, columns) = self.patch_size, routing.grid
@@ -232,8 +231,8 @@ class PatchMoE(RoutedLayer):
         )
         y = self.experts(slots, slot_routing, PatchSpec(p, "output", "patch", "sum"))
         y = y.view(*y.shape[:3], E, S, p)
-        keep = "eo" if self.combine == "concat" else "o"
-        y = torch.einsum(f"bnes,boiesj->b{keep}nij", routing.gate.to(y.dtype), y)
+        axes = "eo" if self.combine == "concat" else "o"
+        y = torch.einsum(f"bnes,boiesj->b{axes}nij", routing.gate.to(y.dtype), y)
         y = y.reshape(B, self.out_channels, rows, columns, p, p)
         return y.movedim(4, 3).flatten(4, 5).flatten(2, 3)
 
@@ -277,8 +276,8 @@ class PatchMoE(RoutedLayer):
 
 
 def _check_agreement(owner_has: str, **options: tuple[object, object, object]) -> None:
-    """Refuse an option that an object given to the layer decides otherwise; each is (asked, default, the object's)."""
-    for name, (asked, default, actual) in options.items():
-        if asked not in (default, actual):
+    """Refuse options that contradict a given router or experts; each is (requested, default, the object's)."""
+    for name, (requested, default, actual) in options.items():
+        if requested not in (default, actual):
             its_own = "none" if actual is None else f"{name}={actual!r}"
-            raise ValueError(f"PatchMoE: {name}={asked!r}, but {owner_has} {its_own}; leave {name} out")
+            raise ValueError(f"PatchMoE: {name}={requested!r}, but {owner_has} {its_own}; leave {name} out")

@@ -1,4 +1,4 @@
-"""How it runs: gather → compute → combine on a backend, behind one dispatch point.
+"""Execution of experts on a backend: gather → compute → combine, behind one dispatch point.
 
 Backends register below in the order of preference, the preferred one last.
 """

@@ -35,7 +35,7 @@ def explain_backend(x: Tensor, routing: Routing) -> BackendChoice:
     reasons = {name: known.refusal(x, routing) for name, known in registered.items()}
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     name = dispatch.select_backend(x, routing).name
-    if dispatch._asked_for is not None:  # pyright: ignore[reportPrivateUsage]
+    if dispatch.requested_backend() is not None:
         return BackendChoice(name, f"moesaic.backend({name!r}) asks for it", refused)
     better = list(registered)[list(registered).index(name) + 1 :]
     rejected = [f"{other} cannot run this: {refused[other]}" for other in better if other in refused]

@@ -1,9 +1,8 @@
-"""The one dispatch point: which backend runs the experts of routed patches, samples and channels.
+"""Dispatch: which backend runs the experts of routed patches, samples and channels.
 
-A backend implements ``conv`` and ``mlp`` for the patches of a map, ``stacked`` and ``each`` for
-whole samples, ``channels`` for a convolution whose channels are gated, with the meaning the
-``reference`` backend spells out. It registers itself by name;
-layers call the ``run_`` functions and never learn who ran them.
+A backend implements ``conv`` and ``mlp`` for the patches of a map, ``stacked`` and ``each`` for whole samples, and
+``channels`` for a convolution with gated channels; the ``reference`` backend defines what each computes. Backends are
+registered by name. Layers call the ``run_`` functions, which select a backend.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ Softmax = Literal["softmax_selected", "softmax_all", "one"]
 
 @dataclass(frozen=True)
 class PatchSpec:
-    """How patches of a map meet the experts; the meaning of each option is ``PatchMoE``'s."""
+    """How experts apply to the patches of a map; the options are those of ``PatchMoE``."""
 
     patch_size: int
     gate_on: GateOn
@@ -143,7 +142,8 @@ class PatchSelection:
     """State of an expert choice that a backend's kernels made, which the same backend's ``conv`` and ``mlp`` reuse.
 
     With it the gradient of the gates goes on to the router inside ``conv`` and ``mlp``; without it the gates are an
-    input like any other. It belongs to one map and one routing, and to nobody who only reads the routing.
+    input like any other. It belongs to one map and one routing, and is separate from the routing so that records of the
+    routing do not keep the map alive.
     """
 
     x: Tensor
@@ -162,7 +162,7 @@ class PatchSelection:
 
 
 class Samples(Protocol):
-    """Samples as a backend lays them out for stacked experts; what its axes in front are is the backend's affair."""
+    """Samples as a backend arranges them for stacked experts; the leading axes depend on the backend."""
 
     def linear(self, values: Tensor, weight_EOC: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         """Values (…, C) times the matrix of each sample's expert, and its bias: (…, O), in the values' dtype."""
@@ -170,7 +170,7 @@ class Samples(Protocol):
 
 
 class Backend(Protocol):
-    """What a backend offers.
+    """The operations of a backend.
 
     ``conv`` and ``mlp`` take a map (B, C, H, W) and return (B, O', H, W). O' is E·O for
     ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype and any memory
@@ -178,8 +178,8 @@ class Backend(Protocol):
     or another backend's ``choose`` returned for the map, or None; a backend may ignore it.
 
     ``stacked`` and ``each`` take a batch of samples (B, …), of which sample b goes to the experts
-    ``routing.index[b, 0]``, and return the gated sum of their answers. ``stacked`` lays the samples
-    out as it likes and calls ``run`` on them once; ``each`` calls ``call(e, samples)`` for experts
+    ``routing.index[b, 0]``, and return the gated sum of their outputs. ``stacked`` arranges the samples
+    and calls ``run`` on them once; ``each`` calls ``call(e, samples)`` for experts
     that have samples.
 
     ``channels`` takes a map (B, C, H, W), an open block of ``gate_out`` for every block of channels to
@@ -230,16 +230,16 @@ class ExpertChoiceBackend(Protocol):
 
 
 _registered: dict[str, Backend] = {}
-_asked_for: str | None = None
+_requested: str | None = None
 
 
 def register_backend(candidate: Backend) -> None:
-    """Make a backend known by its name; those registered later are preferred where they fit."""
+    """Register a backend by its name; those registered later are preferred where they can run."""
     _registered[candidate.name] = candidate
 
 
 def backends() -> list[str]:
-    """The names of the registered backends, the preferred one last.
+    """Names of the registered backends, the preferred one last.
 
     >>> backends()
     ['reference', 'torch', 'triton']
@@ -248,7 +248,7 @@ def backends() -> list[str]:
 
 
 class backend(ContextDecorator):
-    """Run everything inside the block on the backend of that name, instead of the fastest that fits.
+    """Run everything inside the block on the backend of that name, instead of the preferred one.
 
     Works as a decorator too. The choice holds for the whole process, not for one thread.
 
@@ -265,26 +265,26 @@ class backend(ContextDecorator):
         self._before: list[str | None] = []
 
     def __enter__(self) -> backend:
-        global _asked_for
-        self._before.append(_asked_for)
-        _asked_for = self.name
+        global _requested
+        self._before.append(_requested)
+        _requested = self.name
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        global _asked_for
-        _asked_for = self._before.pop()
+        global _requested
+        _requested = self._before.pop()
 
 
 def select_backend(x: Tensor, routing: Routing) -> Backend:
-    """The backend asked for with ``backend(...)``, or else the preferred one that fits."""
-    if _asked_for is not None:
-        chosen = _registered[_asked_for]
-        refusal = chosen.refusal(x, routing)
+    """The backend requested with ``backend(...)``, or else the preferred one that can run this."""
+    if _requested is not None:
+        requested = _registered[_requested]
+        refusal = requested.refusal(x, routing)
         if refusal is not None:
-            raise ValueError(f"backend {chosen.name!r} cannot run this: {refusal}; leave the choice to moesaic")
-        return chosen
+            raise ValueError(f"backend {requested.name!r} cannot run this: {refusal}; leave the choice to moesaic")
+        return requested
     for name in reversed(_registered):
         if _registered[name].refusal(x, routing) is None:
             return _registered[name]
@@ -294,17 +294,18 @@ def select_backend(x: Tensor, routing: Routing) -> Backend:
 
 def requested_backend() -> str | None:
     """The name given to the innermost ``backend(...)`` block, or None outside of any."""
-    return _asked_for
+    return _requested
 
 
 def run_expert_choice(x: Tensor, router: Tensor, patches: int, gate: Softmax) -> PatchSelection | None:
     """Every expert's top patches of a map (B, C, H, W) and their gates, or None if no backend has kernels for that."""
-    names = [_asked_for] if _asked_for is not None else reversed(_registered)
+    names = [_requested] if _requested is not None else reversed(_registered)
     for name in names:
         candidate = _registered[name]
-        chosen = candidate.choose(x, router, patches, gate) if isinstance(candidate, ExpertChoiceBackend) else None
-        if chosen is not None:
-            return chosen
+        if isinstance(candidate, ExpertChoiceBackend):
+            selection = candidate.choose(x, router, patches, gate)
+            if selection is not None:
+                return selection
     return None
 
 
@@ -337,20 +338,20 @@ def run_mlp(
 
 
 def run_stacked(x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
-    """Run stacked experts over routed samples (B, …): ``run`` computes what the experts answer to values laid out."""
+    """Run stacked experts over routed samples (B, …): ``run`` computes the experts' outputs."""
     x = x.to(autocast_dtype(x) or x.dtype)
     with autocast_off(x):
         return select_backend(x, routing).stacked(x, routing, run)
 
 
 def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Run experts of any kind over routed samples (B, …): ``call(e, samples)`` gives expert e's answers."""
+    """Run experts of any kind over routed samples (B, …): ``call(e, samples)`` returns expert e's outputs."""
     return select_backend(x, routing).each(x, routing, call)
 
 
 def run_channels(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
     """Run a convolution whose channels are gated over a map."""
-    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # small layers feel what the rest costs
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):  # the rest costs time that small layers notice
         return select_backend(x, gate_out).channels(x, gate_out, gate_in, conv)
     dtype = autocast_dtype(x) or x.dtype
     cast = replace(conv, weight=conv.weight.to(dtype), bias=_to(conv.bias, dtype))

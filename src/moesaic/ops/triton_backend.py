@@ -1,6 +1,6 @@
-"""Expert choice over patches by Triton kernels, on CUDA devices; whatever else is plain torch's.
+"""The ``triton`` backend: expert choice over patches by Triton kernels on CUDA devices, everything else as ``torch``.
 
-The kernels are in `moesaic.ops.triton` and are imported when the first map asks for them.
+The kernels are in `moesaic.ops.triton` and are imported when the first map needs them.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["GATE_KINDS", "TritonBackend", "kernel_refusal", "kernels_available",
 
 _INSTALLED = find_spec("triton") is not None
 GATE_KINDS: dict[Softmax, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
-"""Gates of `ExpertChoice`, as kernels know them."""
+"""Codes of `ExpertChoice`'s gates in kernels."""
 _MAX_PATCHES = 1024
-"""An image's patches are ranked by one program, against each other."""
+"""Patches of an image, which one program ranks against each other."""
 _CAPABILITY = (8, 0)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,7 +42,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class TritonBackend(TorchBackend):
     """Gather, batched GEMM and combine in a few passes over memory, gradients included.
 
-    No second derivatives, no ``torch.func``: ask for ``moesaic.backend("torch")`` there.
+    No second derivatives, no ``torch.func``: use ``moesaic.backend("torch")`` there.
     """
 
     name = "triton"
@@ -119,7 +119,7 @@ def patch_operands(
     selection: PatchSelection | None,
     weights: tuple[Tensor | None, ...],
 ) -> PatchOperands:
-    """What operators over routed patches take besides the map and the ``weights``, of which only gradients matter here.
+    """Operands of operators over routed patches besides map and ``weights``, of which only ``requires_grad`` is read.
 
     Takes the statistics of the norm in training and updates its running ones.
     """
@@ -185,7 +185,7 @@ def _norm_statistics(
 
 
 def _activation_name(activation: Activation) -> Literal["gelu", "relu"] | None:
-    """The name of an activation that a kernel applies together with the bias."""
+    """The name of an activation that a kernel applies together with the bias, or None."""
     if activation is F.gelu:
         return "gelu"
     return "relu" if activation is F.relu or activation is torch.relu else None

@@ -7,18 +7,18 @@ a `PatchMoE` in place of its last 3×3 convolution.
 
 Each network exists in three forms:
 
-- ``"print"``: as the papers say it. The block with the pMoE layer stays residual; the gate is a softmax
-  over the chosen patches (eq. 4) and scales what the experts give; the layer has as many parameters as
+- ``"print"``: as printed in the papers. The block with the pMoE layer stays residual; the gate is a softmax
+  over the selected patches (eq. 4) and scales the experts' outputs; the layer has as many parameters as
   the convolution it replaces.
-- ``"released"``: as the authors' code runs it. Nothing is added round the pMoE layer; each expert has its
+- ``"released"``: as in the authors' code. The pMoE layer has no residual connection; each expert has its
   own BatchNorm and ReLU over its gated map; the gate is a softmax over all patches. Convolutions have a
   bias, weights start Glorot-uniform, routers with a standard deviation of 1e-4, and BatchNorm has Keras'
   momentum and ε (``keras_norm=False`` takes torch's). On CIFAR's small maps experts are 1×1, which gives
   the layer a ninth of the parameters.
-- ``"best"``: the default, chosen by measurement (the page on training tells how): the released network with
-  torch's BatchNorm and without biases of convolutions, which cost time. What is added to a whole channel the next
-  BatchNorm subtracts, through sums and 1×1 shortcuts too. Only in front of experts with norms a bias would do
-  something, as positions that an expert did not choose are zero with or without it; networks learn as well without.
+- ``"best"``: the default, chosen by measurement (see the page on training): the released network with torch's
+  BatchNorm and without biases of convolutions, which cost time. The next BatchNorm cancels a bias, also through sums
+  and 1×1 shortcuts. Only in front of experts with norms would a bias change anything, because unselected positions are
+  zero with or without it; networks reach the same accuracy without.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ _SMALL_MAP = 8
 
 @dataclass(frozen=True)
 class _Style:
-    """How the parts that fidelities differ in are made."""
+    """Options of the modules in which fidelities differ."""
 
     bias: bool
-    """Of the convolutions."""
+    """Whether convolutions have one."""
     keras_norm: bool
     glorot: bool
     """Glorot-uniform weights rather than He-normal ones."""
     early_shortcut: bool
     """Whether a block that changes the shape takes its shortcut from its input rather than from behind BatchNorm."""
     drops_biases: bool
-    """Whether convolutions lose their biases once weights are drawn."""
+    """Whether convolutions lose their biases once weights are initialised."""
 
     @classmethod
     def of(cls, fidelity: Fidelity, keras_norm: bool | None) -> _Style:
@@ -89,7 +89,7 @@ class _Style:
                     self._initialise(weight, module.bias)
             elif isinstance(module, nn.Linear) and self.glorot:
                 self._initialise(module.weight, module.bias)
-        if self.drops_biases:  # only now, so that a seed gives the weights it gives the released network
+        if self.drops_biases:  # last, so that a seed gives the same weights as in the released network
             _drop_biases(network)
 
     def _initialise(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -103,7 +103,7 @@ class _Style:
 
 @dataclass(frozen=True)
 class _Form:
-    """How a pMoE layer stands in the network."""
+    """How a pMoE layer is used in the network."""
 
     residual: bool
     gate: ExpertGate
@@ -126,8 +126,8 @@ class WideResNet(ImageClassifier):
     Args:
         depth: d = 6n + 4.
         width: k, the widening factor.
-        num_classes: how many scores it gives.
-        in_channels: of the images.
+        num_classes: Number of classes.
+        in_channels: Channels of the images.
         fidelity: ``"print"``, ``"released"`` or ``"best"``; the last two differ in BatchNorm and biases alone.
         keras_norm: BatchNorm with Keras' momentum (0.99 in its terms, 0.01 in torch's) and ε = 1e-3; by default
             where the fidelity is ``"released"``. Such averages need some 500 steps before they can be relied on.
@@ -184,7 +184,7 @@ class WideResNet(ImageClassifier):
         if type(body) is not nn.Sequential or has_hooks(body):
             return body(x)
         for part in body:
-            x = _through(part, x)
+            x = _apply_module(part, x)
         return x
 
 
@@ -194,24 +194,24 @@ class WideResNetPMoE(WideResNet):
     Args:
         depth: d = 6n + 4.
         width: k of WRN-d-k, the widening factor.
-        num_classes: how many scores it gives.
-        image_size: the side of the images it is made for, which decides how the map, a quarter of it, is cut
-            into patches. Other sizes work where they can be cut so.
-        in_channels: of the images.
+        num_classes: Number of classes.
+        image_size: Side of the images, which fixes the patch grid on the map, a quarter as large. Other sizes
+            work where the map is divisible into patches.
+        in_channels: Channels of the images.
         fidelity: ``"print"``, ``"released"`` or ``"best"``.
         keras_norm: as in `WideResNet`.
-        experts: how many; must divide the channels, 64k.
-        patches_per_expert: how many patches of an image each expert takes.
-        patch_size: the side of a patch on the map.
-        kernel_size: of the experts.
+        experts: Number of experts; must divide the channels, 64k.
+        patches_per_expert: Patches of an image that each expert selects.
+        patch_size: Side of a patch on the map.
+        kernel_size: Kernel size of the experts.
         gate: see `PatchMoE`, as for ``gate_on`` and ``expert_norm``.
         gate_on: see `PatchMoE`.
         expert_norm: see `PatchMoE`; without it BatchNorm and ReLU are taken once, in front of the router.
-        residual: whether the block's input is added to what the pMoE layer gives.
+        residual: Whether the block's input is added to the pMoE layer's output.
 
-    What is left out is taken from the fidelity, and patches from the size of the map as in the paper: maps of
-    8×8 and below are cut into single pixels, of which each of 4 experts takes a quarter; larger ones into a grid
-    of 4×4 patches or thereabouts, of which each of 8 experts takes an eighth.
+    Arguments that are left out follow the fidelity, and patches the size of the map as in the paper: maps of 8×8 and
+    below are divided into single pixels, of which each of 4 experts selects a quarter; larger ones into a grid of about
+    4×4 patches, of which each of 8 experts selects an eighth.
 
     >>> network = WideResNetPMoE(10, 10, num_classes=2, image_size=64)
     >>> moe = network.moe
@@ -239,23 +239,23 @@ class WideResNetPMoE(WideResNet):
         residual: bool | None = None,
     ) -> None:
         style = _Style.of(fidelity, keras_norm)
-        asked = {"gate": gate, "gate_on": gate_on, "expert_norm": expert_norm, "residual": residual}
-        form = replace(_FORMS[fidelity], **{name: value for name, value in asked.items() if value is not None})
-        cut = _cut(image_size, fidelity, experts, patches_per_expert, patch_size, kernel_size)
+        given = {"gate": gate, "gate_on": gate_on, "expert_norm": expert_norm, "residual": residual}
+        form = replace(_FORMS[fidelity], **{name: value for name, value in given.items() if value is not None})
+        plan = _patch_plan(image_size, fidelity, experts, patches_per_expert, patch_size, kernel_size)
 
         def last_block(before: int, channels: int, stride: int) -> nn.Module:
-            return _RoutedBlock(before, channels, stride, style, form, cut)
+            return _RoutedBlock(before, channels, stride, style, form, plan)
 
         self._assemble(depth, width, num_classes, in_channels, style, last_block)
 
     def features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, width); on a GPU without the map between the routed layer and the mean."""
+        """(B, C, H, W) to (B, width); on a GPU without writing the routed layer's map (`pooled_head`)."""
         body = cast(nn.Sequential, self.body)
-        if not kernels_available(x) or not _may_pool(body):
+        if not kernels_available(x) or not _can_pool(body):
             return super().features(x)
         *front, last, norm, _relu, _mean = body
         for part in front:
-            x = _through(part, x)
+            x = _apply_module(part, x)
         *blocks, block = cast(nn.Sequential, last)
         for part in blocks:
             x = part(x)
@@ -269,8 +269,8 @@ class WideResNetPMoE(WideResNet):
 
 
 @dataclass(frozen=True)
-class _Cut:
-    """How many experts take how many patches of which size, and their kernel."""
+class _PatchPlan:
+    """Patch grid and experts of a pMoE layer."""
 
     experts: int
     patches_per_expert: int
@@ -278,14 +278,14 @@ class _Cut:
     kernel_size: int
 
 
-def _cut(
+def _patch_plan(
     image_size: int,
     fidelity: Fidelity,
     experts: int | None,
     patches_per_expert: int | None,
     patch_size: int | None,
     kernel_size: int | None,
-) -> _Cut:
+) -> _PatchPlan:
     check_positive("WideResNetPMoE", image_size=image_size)
     side = -(-image_size // _SHRINK)  # halved twice, rounded up
     small = side <= _SMALL_MAP
@@ -303,11 +303,11 @@ def _cut(
         patches_per_expert = max((side // patch_size) ** 2 // experts, 1)
     if kernel_size is None:
         kernel_size = 1 if small and fidelity != "print" else 3
-    return _Cut(experts, patches_per_expert, patch_size, kernel_size)
+    return _PatchPlan(experts, patches_per_expert, patch_size, kernel_size)
 
 
 class _Block(nn.Module):
-    """BatchNorm, ReLU and a 3×3 convolution, twice, beside the input or a 1×1 convolution of it."""
+    """BatchNorm, ReLU and a 3×3 convolution, twice, plus the input or a 1×1 convolution of it."""
 
     def __init__(self, before: int, channels: int, stride: int, style: _Style) -> None:
         super().__init__()
@@ -320,16 +320,16 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         first = F.relu(self.norm1(x))
-        y = self.conv2(F.relu(self.norm2(_through(self.conv1, first))))
+        y = self.conv2(F.relu(self.norm2(_apply_module(self.conv1, first))))
         if self.shortcut is None:
             return y + x
-        return _plus(y, self.shortcut, x if self.early_shortcut else first)
+        return _add_shortcut(y, self.shortcut, x if self.early_shortcut else first)
 
 
 class _RoutedBlock(nn.Module):
     """A block whose second convolution is a pMoE layer."""
 
-    def __init__(self, before: int, channels: int, stride: int, style: _Style, form: _Form, cut: _Cut) -> None:
+    def __init__(self, before: int, channels: int, stride: int, style: _Style, form: _Form, plan: _PatchPlan) -> None:
         super().__init__()
         self.norm1 = style.norm(before)
         self.conv1 = style.conv(before, channels, 3, stride)
@@ -337,10 +337,10 @@ class _RoutedBlock(nn.Module):
         self.moe = PatchMoE(
             channels,
             channels,
-            experts=cut.experts,
-            patches_per_expert=cut.patches_per_expert,
-            patch_size=cut.patch_size,
-            kernel_size=cut.kernel_size,
+            experts=plan.experts,
+            patches_per_expert=plan.patches_per_expert,
+            patch_size=plan.patch_size,
+            kernel_size=plan.kernel_size,
             gate=form.gate,
             gate_on=form.gate_on,
             expert_norm=form.expert_norm,
@@ -363,32 +363,32 @@ class _RoutedBlock(nn.Module):
         return y + self.shortcut(x if self.early_shortcut else first)
 
     def before_moe(self, first: Tensor) -> Tensor:
-        """What is routed, from the block's input after BatchNorm and ReLU."""
+        """The map that is routed, from the block's input after BatchNorm and ReLU."""
         y = self.conv1(first)
         return y if self.norm2 is None else F.relu(self.norm2(y))
 
 
-def _through(part: nn.Module, x: Tensor) -> Tensor:
-    """``part(x)``; a convolution of few channels by `thin_conv2d` where it has kernels and nobody listens."""
-    if type(part) is nn.Conv2d and fits_thin(part) and _on_gpu(x) and not has_hooks(part):
+def _apply_module(part: nn.Module, x: Tensor) -> Tensor:
+    """``part(x)``; a convolution of few channels by `thin_conv2d` where kernels can run and the module has no hooks."""
+    if type(part) is nn.Conv2d and fits_thin(part) and _kernels_available(x) and not has_hooks(part):
         return thin_conv2d(x, part.weight)
     return part(x)
 
 
-def _plus(y: Tensor, conv: nn.Conv2d, x: Tensor) -> Tensor:
-    """``y + conv(x)``, likewise in one where there are kernels for that."""
-    if type(conv) is nn.Conv2d and fits_thin_add(conv) and _on_gpu(x) and not has_hooks(conv):
+def _add_shortcut(y: Tensor, conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """``y + conv(x)``, likewise in one pass where kernels can run."""
+    if type(conv) is nn.Conv2d and fits_thin_add(conv) and _kernels_available(x) and not has_hooks(conv):
         return plus_thin_conv2d(y, x, conv.weight)
     return y + conv(x)
 
 
-def _on_gpu(x: Tensor) -> bool:
-    """Not while a network is traced: then ``x`` stands for a map, and modules are what is looked for."""
+def _kernels_available(x: Tensor) -> bool:
+    """Not while a network is traced by torch.fx: ``x`` is then a proxy, and modules must be called."""
     return isinstance(x, Tensor) and kernels_available(x)  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
-def _may_pool(body: nn.Sequential) -> bool:
-    """Whether routed layer, BatchNorm, ReLU and mean of a network follow each other, and nobody listens in between."""
+def _can_pool(body: nn.Sequential) -> bool:
+    """Whether routed layer, BatchNorm, ReLU and mean follow each other, and none of them has hooks."""
     *_, last, norm, relu, mean = body
     block = last[-1] if isinstance(last, nn.Sequential) else None
     if not isinstance(block, _RoutedBlock) or block.residual or type(block.moe) is not PatchMoE:
@@ -402,19 +402,19 @@ def _drop_biases(network: nn.Module) -> None:
     for module in cast("Iterable[nn.Module]", network.modules()):
         if isinstance(module, nn.Conv2d):
             module.bias = None
-        elif isinstance(module, PatchMoE) and module.gate_on == "input":  # on the output it gates the bias too
+        elif isinstance(module, PatchMoE) and module.gate_on == "input":  # a gate on the output multiplies the bias too
             experts = module.experts
             assert isinstance(experts, ConvExperts)
             experts.bias, experts.has_bias = None, False
 
 
 def _shortcut(before: int, channels: int, stride: int, style: _Style) -> nn.Conv2d | None:
-    """None where the input can be added as it is."""
+    """A 1×1 convolution, or None where the shapes agree."""
     return None if before == channels and stride == 1 else style.conv(before, channels, 1, stride)
 
 
 def _blocks(depth: int) -> int:
-    """Of a group."""
+    """Blocks of a group."""
     blocks, rest = divmod(depth - 4, 6)
     if blocks < 1 or rest:
         near = 6 * max(round((depth - 4) / 6), 1) + 4
