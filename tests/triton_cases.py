@@ -1,4 +1,4 @@
-"""What tests of the Triton kernels share: where they run, how exact they are, and memory that shows what is missing.
+"""Shared by tests of the Triton kernels: devices and dtypes, tolerances, and memory that shows unwritten elements.
 
 On a GPU kernels are compiled, in float32, bfloat16 and float16. Where there is none they run in Triton's interpreter,
 in float64. The reference runs on a CPU.
@@ -69,7 +69,7 @@ def run_anywhere(monkeypatch):
 
 
 class Named:
-    """A dataclass of a case is called by what it has changed."""
+    """A test case whose name is the fields that differ from their defaults."""
 
     def __str__(self):
         changed = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -101,7 +101,7 @@ def numbers(*shape, seed, device, dtype, scale=1.0):
 
 
 def with_gradients(function, *leaves):
-    """What a function makes of leaves, and the gradient of each, given that of the result, which is the last."""
+    """A function's output and its gradients of the leaves; the last argument is the gradient of the output."""
     *leaves, grad = leaves
     out = function(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
@@ -114,7 +114,7 @@ def in_float64(function, *leaves):
 
 
 def on_cpu(tensors):
-    """Copies for the reference, which must not hang on what a GPU's library makes of float64."""
+    """Copies for the reference, which must not depend on a GPU library's float64."""
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 

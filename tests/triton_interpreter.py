@@ -5,7 +5,7 @@ import os
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def teach_interpreter() -> None:
+def patch_interpreter() -> None:
     """Triton 3.6's interpreter takes int() of arrays of one element, which NumPy no longer allows from 2.4 on."""
     from triton.runtime import interpreter
 
@@ -19,4 +19,4 @@ def teach_interpreter() -> None:
 
 
 if INTERPRETED:
-    teach_interpreter()
+    patch_interpreter()

@@ -13,7 +13,7 @@ from moesaic.ops.weight_layout import is_taps_first
 LAYER = {"experts": 4, "patches_per_expert": 2, "patch_size": 2}
 
 
-def test_weights_are_stacked_under_the_names_that_stay():
+def test_weights_are_stacked_under_their_checkpoint_names():
     layer = moesaic.PatchMoE(6, 8, experts=4, patches_per_expert=2, patch_size=2, kernel_size=3, expert_norm=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
     assert shapes == {
@@ -70,7 +70,7 @@ def test_under_sum_the_experts_add_up():
     torch.testing.assert_close(whole, parts)
 
 
-def test_context_map_sees_a_chosen_neighbour_and_context_patch_does_not():
+def test_context_map_sees_a_selected_neighbour_and_context_patch_does_not():
     x = torch.randn(1, 2, 4, 4, requires_grad=True)
     for context, sees in (("map", True), ("patch", False)):
         layer = moesaic.PatchMoE(
@@ -120,7 +120,7 @@ def test_a_model_moves_to_channels_last_and_back_with_its_numbers():
     assert layer.experts.weight.is_contiguous()
 
 
-def test_where_kernels_lie_tap_by_tap_they_stay_so_and_in_their_place(monkeypatch):
+def test_weights_stored_taps_first_stay_so_and_are_not_replaced(monkeypatch):
     monkeypatch.setattr("moesaic.experts.conv_experts._on_gpu", lambda tensor: True)
     layer = moesaic.PatchMoE(3, 8, **LAYER, kernel_size=3)
     before, x = copy.deepcopy(layer), torch.randn(2, 3, 6, 6)

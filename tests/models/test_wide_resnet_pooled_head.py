@@ -14,7 +14,7 @@ OPTIONS = {
     "plain": {"patches_per_expert": 2, "patch_size": 2, "kernel_size": 3},
     "gate on the input": {"patches_per_expert": 3, "patch_size": 2, "gate_on": "input", "expert_norm": True},
     "summed": {"patches_per_expert": 2, "patch_size": 4, "combine": "sum"},
-    "perceptrons": {"patches_per_expert": 2, "patch_size": 2},
+    "MLPs": {"patches_per_expert": 2, "patch_size": 2},
     "soft": {"context": "patch", "patch_size": 2},
 }
 NORMS = {
@@ -25,8 +25,8 @@ NORMS = {
 }
 
 
-def learn(layer, norm, means):
-    """The means, and everything that learning from them changes."""
+def run_step(layer, norm, means):
+    """The means, gradients and buffers after a backward pass."""
     x = torch.randn(3, 4, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
     y = means(x)
     (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
@@ -39,22 +39,22 @@ def learn(layer, norm, means):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("options", OPTIONS)
-def test_it_is_the_layer_then_the_norm_relu_and_mean(options, norm, training, backend):
+def test_it_equals_layer_norm_relu_and_mean(options, norm, training, backend):
     torch.manual_seed(0)
-    experts = MLPExperts(3, 4, 5, 2) if options == "perceptrons" else 3
+    experts = MLPExperts(3, 4, 5, 2) if options == "MLPs" else 3
     router = moesaic.SoftRouter(4, 3, 2, patch_size=2) if options == "soft" else None
     layer = moesaic.PatchMoE(4, 6, experts=experts, router=router, **OPTIONS[options]).double().train(training)
     after = nn.BatchNorm2d(6, **NORMS[norm]).double().train(training)
     other_layer, other_after = copy.deepcopy(layer), copy.deepcopy(after)
     with moesaic.backend(backend):
-        got = learn(layer, after, lambda x: pooled_head(layer, x, after))
-        expected = learn(other_layer, other_after, lambda x: other_after(other_layer(x)).relu().mean((2, 3)))
+        got = run_step(layer, after, lambda x: pooled_head(layer, x, after))
+        expected = run_step(other_layer, other_after, lambda x: other_after(other_layer(x)).relu().mean((2, 3)))
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def test_it_tells_how_it_routed():
+def test_routing_hooks_are_called():
     layer = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2)
     with moesaic.record_routing(layer) as routing:
         pooled_head(layer, torch.randn(2, 4, 8, 8), nn.BatchNorm2d(6))

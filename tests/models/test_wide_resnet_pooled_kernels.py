@@ -54,7 +54,7 @@ def kernels(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def exact():
-    """Convolutions around the kernels round no more than they must, and always alike."""
+    """Convolutions around the kernels are deterministic and do not use TF32."""
     with torch.backends.cudnn.flags(enabled=True, deterministic=True, allow_tf32=False):
         yield
 
@@ -113,7 +113,7 @@ CASES = [
 
 
 def make(case, device, dtype):
-    """Who chose what; leaves in the dtype, gate and norms in float32 at least; statistics."""
+    """Index; leaves in the dtype, gate and norms in float32 at least; statistics."""
     wide = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(0)
     N, X = (case.H // case.p) * (case.W // case.p), case.E * case.O
@@ -146,29 +146,29 @@ def make(case, device, dtype):
             "mean": numbers(case.E, case.C, seed=6, scale=0.1, **full),
             "var": numbers(case.E, case.C, seed=7, **full).abs() + 0.5,
         }
-    keep_from_kinks(case, index, leaves, state)
+    move_biases_from_kinks(case, index, leaves, state)
     leaves, state = ({name: v.to(device) for name, v in each.items()} for each in (leaves, state))
     return index.to(device), leaves, state
 
 
 class BeforeReLU(TorchFunctionMode):
-    """Hears what is given to a ReLU."""
+    """Records the inputs of ReLUs."""
 
     def __init__(self):
         super().__init__()
-        self.heard = []
+        self.inputs = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is F.relu:
-            self.heard.append(args[0].detach().transpose(0, 1).flatten(1))
+            self.inputs.append(args[0].detach().transpose(0, 1).flatten(1))
         return func(*args, **(kwargs or {}))
 
 
 def before_relu(case, index, leaves, state):
-    """Values of channels (E·C, B·H·W) that experts normalised, and of those (E·O, B·H·W) that came out of them."""
+    """Values of channels (E·C, B·H·W) that experts normalised, and of those (E·O, B·H·W) that experts output."""
     with BeforeReLU() as relu:
         run(case, index, leaves, state, torch.float64, by_reference)
-    *experts, last = relu.heard
+    *experts, last = relu.inputs
     return ({"norm bias": torch.cat(experts)} if experts else {}) | {"after bias": last}
 
 
@@ -181,7 +181,7 @@ def middle_of_gap(values):
     return (ordered.gather(1, at) + ordered.gather(1, at + 1)).squeeze(1) / 2
 
 
-def keep_from_kinks(case, index, leaves, state):
+def move_biases_from_kinks(case, index, leaves, state):
     """Sets the biases in front of ReLUs so that rounding makes nothing active that is not, and nothing inactive."""
     for name in ("norm bias", "after bias"):  # in this order: the first changes what the second is added to
         if name in leaves:
@@ -196,7 +196,7 @@ def run(case, index, leaves, state, dtype, pooled):
     wide = torch.promote_types(dtype, torch.float32)
     narrow = ("x", "weight", "bias")
     t = {name: v.detach().to(dtype if name in narrow else wide, copy=True) for name, v in leaves.items()}
-    kept = {name: v.to(wide, copy=True) for name, v in state.items()}
+    statistics = {name: v.to(wide, copy=True) for name, v in state.items()}
     for v in t.values():
         v.requires_grad_()
     grid = (case.H // case.p, case.W // case.p)
@@ -204,15 +204,19 @@ def run(case, index, leaves, state, dtype, pooled):
     routing = Routing("patch", scores, index, t["gate"], "expert", grid, may_drop=case.drop)
     norm = None
     if case.norm:
-        norm = Norm(t["norm weight"], t["norm bias"], kept["mean"], kept["var"], 0.1, 1e-3, case.norm == "train")
-    after = Norm(t["after weight"], t["after bias"], kept["after mean"], kept["after var"], 0.2, 1e-2, case.training)
+        norm = Norm(
+            t["norm weight"], t["norm bias"], statistics["mean"], statistics["var"], 0.1, 1e-3, case.norm == "train"
+        )
+    after = Norm(
+        t["after weight"], t["after bias"], statistics["after mean"], statistics["after var"], 0.2, 1e-2, case.training
+    )
     y = pooled(
         t["x"], routing, ConvWeights(t["weight"], t.get("bias")), norm,
         PatchSpec(case.p, case.gate_on, case.context, "concat"), after,
     )  # fmt: skip
     probe = numbers(*y.shape, seed=99, device=y.device, dtype=torch.bfloat16).to(dtype)
     (y * probe).sum().backward()
-    return {"means": y.detach()} | {f"grad of {name}": v.grad for name, v in t.items()} | kept
+    return {"means": y.detach()} | {f"grad of {name}": v.grad for name, v in t.items()} | statistics
 
 
 def by_reference(x, routing, experts, norm, spec, after):
@@ -241,14 +245,14 @@ def test_means_and_every_gradient_equal_the_references(case, on):
 @pytest.mark.parametrize(
     "case", [Case(), Case(L=9), Case(context="patch", ks=5, p=3, bias=True), Case(gate_on="output", bias=True)], ids=str
 )
-def test_patches_too_large_to_write_out_their_lines_are_the_same(case, on, monkeypatch):
+def test_patches_too_large_to_unroll_give_the_same(case, on, monkeypatch):
     monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.MAX_TAPS", 0)
     check(case, *on)
 
 
 @pytest.mark.parametrize("on", TYPES)
 @pytest.mark.parametrize("case", [Case(), Case(p=1, L=6)], ids=str)
-def test_more_parts_of_sums_than_are_read_at_a_time_are_the_same(case, on, monkeypatch):
+def test_more_splits_of_sums_than_are_loaded_at_a_time_give_the_same(case, on, monkeypatch):
     monkeypatch.setattr("moesaic.models.wide_resnet.triton.pooled_head.SPLITS_AT_ONCE", 2)
     check(case, *on)
 
@@ -270,8 +274,8 @@ def network(options, device, dtype):
     return model, x.contiguous(memory_format=torch.channels_last)
 
 
-def learn(model, x, name):
-    """Scores, gradients of all weights and of the images, and everything that training keeps."""
+def run_step(model, x, name):
+    """Scores, gradients of all weights and of the images, and all buffers."""
     x = x.clone().requires_grad_()
     with moesaic.backend(name):
         scores = model(x)
@@ -296,25 +300,25 @@ def fused(monkeypatch):
 
 @pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("options", NETWORKS)
-def test_a_network_computes_and_learns_as_with_the_map(options, on, fused):
+def test_a_network_equals_one_that_writes_the_map(options, on, fused):
     device, dtype = on
     model, x = network(options, device, dtype)
     other = copy.deepcopy(model)
-    expected, got = learn(other, x, "torch"), learn(model, x, "triton")
+    expected, got = run_step(other, x, "torch"), run_step(model, x, "triton")
     assert len(fused) == 1
     tolerance = {"rtol": 1e-7, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-3, "atol": 1e-4}
     assert got.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(got[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
     with torch.no_grad(), moesaic.backend("triton"):
-        answers = model.eval()(x)
+        logits = model.eval()(x)
     with torch.no_grad(), moesaic.backend("torch"):
-        torch.testing.assert_close(answers, other.eval()(x), **tolerance)
+        torch.testing.assert_close(logits, other.eval()(x), **tolerance)
     assert len(fused) == 2
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
-def test_a_residual_network_has_its_map(on, fused):
+def test_a_residual_network_writes_the_map(on, fused):
     model, x = network({"image_size": 16, "residual": True}, *on)
     with moesaic.backend("triton"):
         model(x)
@@ -337,21 +341,21 @@ def test_the_map_is_written_where_patches_cover_more_positions_than_it_has(patch
 
 @pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("place", ["body.group3.0.moe", "body.group3.0.moe.experts", "body.norm", "body.relu", "body"])
-def test_hooks_hear_what_they_would_hear(place, on, fused):
+def test_hooks_get_the_same_outputs(place, on, fused):
     model, x = network({"image_size": 16}, *on)
     other = copy.deepcopy(model)
-    heard = []
+    outputs = []
     for each, name in ((model, "triton"), (other, "torch")):
-        each.get_submodule(place).register_forward_hook(lambda module, given, result: heard.append(result.detach()))
+        each.get_submodule(place).register_forward_hook(lambda module, given, result: outputs.append(result.detach()))
         with moesaic.backend(name):
             each(x)
     assert not fused
-    assert heard[0].shape == heard[1].shape
-    torch.testing.assert_close(*heard, rtol=1e-4, atol=1e-5)
+    assert outputs[0].shape == outputs[1].shape
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
-def test_who_records_the_routing_gets_it_without_the_map(on, fused):
+def test_routing_is_recorded_without_the_map(on, fused):
     model, x = network({"image_size": 16}, *on)
     with moesaic.backend("triton"), moesaic.record_routing(model) as routing:
         model(x)

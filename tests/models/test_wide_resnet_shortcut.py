@@ -35,8 +35,8 @@ def kernels(monkeypatch):
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    """Maps that the kernels were asked to add up."""
+def kernel_calls(monkeypatch):
+    """Shapes of maps that the kernels added."""
     from moesaic.models.wide_resnet.triton import shortcut as triton_shortcut
 
     calls, add = [], triton_shortcut.thin_add
@@ -71,11 +71,11 @@ CASES = [
 
 @pytest.mark.parametrize("where", TYPES)
 @pytest.mark.parametrize("shape", CASES, ids=str)
-def test_as_torch(shape, where, asked):
+def test_as_torch(shape, where, kernel_calls):
     dtype = where[1]
     leaves = make(*shape, *where)
     found = with_gradients(plus_thin_conv2d, *leaves)
-    assert len(asked) == 1
+    assert len(kernel_calls) == 1
     assert all(each.dtype == dtype for each in found)
     assert all(each.is_contiguous(memory_format=torch.channels_last) for each in found[:3])
     assert_near(found, in_float64(added, *leaves), dtype)
@@ -95,7 +95,7 @@ def test_other_tiles(forward, back, where, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
-def test_a_gradient_is_handed_on(where):
+def test_the_gradient_of_the_sum_is_passed_on(where):
     """That of the map which is added to is not copied."""
     from moesaic.models.wide_resnet.triton import shortcut as triton_shortcut
 
@@ -119,7 +119,7 @@ def test_gradients_of_weights_have_their_layout(layout, where):
 
 @pytest.mark.parametrize("where", ONE_TYPE)
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_only_the_gradient_that_is_asked_for(which, where):
+def test_only_needed_gradients_are_computed(which, where):
     *leaves, grad = make(1, 3, 16, 4, 4, *where)
     expected = with_gradients(plus_thin_conv2d, *leaves, grad)[1 + which]
     alone = [leaf.detach().requires_grad_(i == which) for i, leaf in enumerate(leaves)]
@@ -130,21 +130,21 @@ def test_only_the_gradient_that_is_asked_for(which, where):
 @pytest.mark.parametrize(
     "shape", [(1, 17, 16, 4, 4), (1, 4, 20, 4, 4), (1, 4, 336, 4, 4), (0, 4, 16, 4, 4)], ids=str
 )  # fmt: skip
-def test_other_shapes_are_torchs(shape, asked):
+def test_other_shapes_run_in_torch(shape, kernel_calls):
     y, x, weight, _ = make(*shape, "cpu", torch.float32)
     torch.testing.assert_close(plus_thin_conv2d(y, x, weight), added(y, x, weight), rtol=0, atol=0)
-    assert not asked
+    assert not kernel_calls
 
 
-def test_other_layouts_and_dtypes_are_torchs(asked):
+def test_other_layouts_and_dtypes_run_in_torch(kernel_calls):
     y, x, weight, _ = make(2, 4, 16, 4, 4, "cpu", torch.float32)
     for other in (y.contiguous(), y.double(), y[:1, :, :1, :1]):
         torch.testing.assert_close(plus_thin_conv2d(other, x, weight), added(other, x, weight), rtol=0, atol=0)
-    assert not asked
+    assert not kernel_calls
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
-def test_its_operation_is_one(where):
+def test_the_operator_passes_opcheck(where):
     from moesaic.models.wide_resnet.triton.shortcut import thin_add
 
     *leaves, _ = make(1, 4, 16, 3, 4, *where)
@@ -179,8 +179,8 @@ def test_a_convolution_that_fits():
 
 @pytest.mark.parametrize("where", ONE_TYPE)
 @pytest.mark.parametrize("hooked", [False, True])
-def test_in_a_network(where, hooked, asked):
-    """The first group's shortcut takes the kernel, unless somebody listens; scores and gradients are the same."""
+def test_in_a_network(where, hooked, kernel_calls):
+    """The first group's shortcut takes the kernel, unless it has hooks; scores and gradients are the same."""
     device, dtype = where
     torch.manual_seed(0)
     network = wide_resnet.WideResNet(10, 2, num_classes=2).to(device, dtype, memory_format=torch.channels_last)
@@ -197,4 +197,4 @@ def test_in_a_network(where, hooked, asked):
     with moesaic.backend("torch"):
         for mine, theirs in zip(found, step(), strict=True):
             assert (mine - theirs).norm() < 1e-2 * theirs.norm() + 1e-3
-    assert (len(asked), len(heard)) == ((0, 2) if hooked else (1, 0))
+    assert (len(kernel_calls), len(heard)) == ((0, 2) if hooked else (1, 0))

@@ -100,7 +100,7 @@ def test_weights_as_torch_makes_them(where):
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
-def test_only_the_gradient_that_is_asked_for(where):
+def test_only_needed_gradients_are_computed(where):
     x, weight, grad = make(1, 3, 16, 4, 4, *where)
     y = thin_conv2d(x.detach(), weight)
     (alone,) = torch.autograd.grad(y, weight, grad)
@@ -108,13 +108,13 @@ def test_only_the_gradient_that_is_asked_for(where):
 
 
 @pytest.mark.parametrize("shape", [(1, 17, 16, 4, 4), (1, 4, 20, 4, 4), (0, 4, 16, 4, 4)], ids=str)
-def test_other_shapes_are_torchs(shape):
+def test_other_shapes_run_in_torch(shape):
     x, weight, _ = make(*shape, "cpu", torch.float32)
     torch.testing.assert_close(thin_conv2d(x, weight), convolved(x, weight), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("where", ONE_TYPE)
-def test_its_operation_is_one(where):
+def test_the_operator_passes_opcheck(where):
     from moesaic.models.wide_resnet.triton.thin_conv import thin_conv
 
     x, weight, _ = make(1, 4, 16, 3, 4, *where)
@@ -134,7 +134,7 @@ def test_compiled_and_captured(where):
 
 @pytest.mark.parametrize("where", ONE_TYPE)
 def test_compiled_between_others_nothing_is_copied(where):
-    """Inductor makes the maps that it has to, in channels_last, and no copies of any."""
+    """Inductor allocates only the maps it needs, in channels_last."""
     device, dtype = where
     x, weight, _ = make(1, 16, 32, 4, 5, *where)
     after = numbers(96, 32, 3, 3, seed=4, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
@@ -175,7 +175,7 @@ def test_a_convolution_that_fits():
 @pytest.mark.parametrize("where", ONE_TYPE)
 @pytest.mark.parametrize("hooked", [False, True])
 def test_in_a_network(where, hooked, monkeypatch):
-    """The stem and the convolution after it take the kernels, unless somebody listens; scores are the same."""
+    """The stem and the convolution after it take the kernels, unless they have hooks; scores are the same."""
     device, dtype = where
     calls = []
     monkeypatch.setattr(wide_resnet, "thin_conv2d", lambda *args: calls.append(args) or thin_conv2d(*args))

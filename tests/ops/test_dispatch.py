@@ -79,13 +79,13 @@ def test_backend_decorates_a_function(layer):
     assert [chosen(), chosen()] == ["reference", "reference"]
 
 
-def test_a_backend_that_registers_later_is_preferred_where_it_fits(layer, plugged_in):
+def test_a_backend_that_registers_later_is_preferred_where_it_can_run(layer, plugged_in):
     layer(torch.randn(2, 4, 3, 3))
     assert plugged_in.calls == 1
     layer(torch.randn(1, 4, 3, 3))
     assert plugged_in.calls == 1
 
 
-def test_a_backend_asked_for_that_cannot_run_says_why(layer, plugged_in):
+def test_a_requested_backend_that_cannot_run_raises_with_the_reason(layer, plugged_in):
     with moesaic.backend("loud"), pytest.raises(ValueError, match="backend 'loud' cannot run this: it is too small"):
         layer(torch.randn(1, 4, 3, 3))

@@ -1,4 +1,4 @@
-"""Measured tiles are kept by GPU, used from then on, and never in the way."""
+"""Measured tiles are cached by GPU and used from then on; without them the defaults apply."""
 
 import json
 
@@ -24,11 +24,11 @@ def times(spent):
     return measure
 
 
-def test_without_measurements_the_rule_applies():
+def test_without_measurements_the_default_applies():
     assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
 
 
-def test_the_fastest_tiles_are_kept_for_these_sizes_alone():
+def test_the_fastest_tiles_are_cached_for_these_sizes_alone():
     best = tile_sizes.CANDIDATES["scatter"][2]
     found = tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == best else 2.0), log=lambda line: None)
     assert found == {"scatter 64 80": best}
@@ -37,22 +37,22 @@ def test_the_fastest_tiles_are_kept_for_these_sizes_alone():
     assert tile_sizes.tile("gather_backward", (128, 4), 640) == (128, 4)
 
 
-def test_what_was_read_cache_before_stays():
+def test_tiles_cached_before_stay():
     first, second = tile_sizes.CANDIDATES["scatter"][0], tile_sizes.CANDIDATES["gather_backward"][-1]
     tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == first else 2.0), log=lambda line: None)
     tile_sizes.tune(times(lambda scatter, gather: 1.0 if gather == second else 2.0), log=lambda line: None)
-    kept = json.loads(tile_sizes.tile_file().read_text("utf-8"))["tiles"]
-    assert kept == {"scatter 64 80": list(first), "gather_backward 640": list(second)}
+    cached = json.loads(tile_sizes.tile_file().read_text("utf-8"))["tiles"]
+    assert cached == {"scatter 64 80": list(first), "gather_backward 640": list(second)}
 
 
-def test_what_was_read_cache_of_a_kernel_with_other_sides_does_not_count():
+def test_cached_tiles_of_a_kernel_with_other_sides_are_ignored():
     best = tile_sizes.CANDIDATES["scatter"][2]
     tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == best else 2.0), log=lambda line: None)
     assert tile_sizes.tile("scatter", (16, 16, 1, 8), 64, 80) == (16, 16, 1, 8)
     assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == best
 
 
-def test_a_gain_within_the_noise_is_not_kept():
+def test_a_gain_within_the_noise_is_not_cached():
     best = tile_sizes.CANDIDATES["scatter"][2]
     assert (
         tile_sizes.tune(times(lambda scatter, gather: 0.995 if scatter == best else 1.0), log=lambda line: None) == {}
@@ -60,7 +60,7 @@ def test_a_gain_within_the_noise_is_not_kept():
     assert not tile_sizes.tile_file().exists()
 
 
-def test_a_tile_that_does_not_fit_is_left_out():
+def test_a_tile_that_does_not_fit_is_skipped():
     first, best = tile_sizes.CANDIDATES["scatter"][0], tile_sizes.CANDIDATES["scatter"][3]
 
     def spent(scatter, gather):
@@ -73,21 +73,21 @@ def test_a_tile_that_does_not_fit_is_left_out():
     assert logged[0] == f"scatter 64 80: {first} left out: RuntimeError: out of resource: shared memory"
 
 
-def test_each_kernel_is_told_in_a_line_with_what_was_tried_and_won():
+def test_a_line_is_logged_for_each_kernel_with_the_best_tile():
     best = tile_sizes.CANDIDATES["scatter"][2]
     logged: list[str] = []
     tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == best else 2.0), log=logged.append)
     tried = [
         len(tile_sizes.CANDIDATES["scatter"]),
         len(tile_sizes.CANDIDATES["gather_backward"]) - 1,
-    ]  # gather's rule is one of them
+    ]  # the default of gather_backward is one of them
     assert logged == [
         f"scatter 64 80: {tried[0]} tiles tried; {best} in place of (16, 16, 1), 0.500 × the time",
         f"gather_backward 640: {tried[1]} tiles tried; (128, 4) stays",
     ]
 
 
-def test_when_the_time_is_over_no_other_tile_is_begun_and_the_best_so_far_is_kept():
+def test_after_the_time_limit_no_other_tile_is_timed_and_the_best_so_far_is_cached():
     first, better = tile_sizes.CANDIDATES["scatter"][0], tile_sizes.CANDIDATES["scatter"][-1]
     seen: set[tuple[int, ...]] = set()
     now = 0.0
@@ -109,7 +109,7 @@ def test_when_the_time_is_over_no_other_tile_is_begun_and_the_best_so_far_is_kep
     ]
 
 
-def test_a_rule_that_beats_what_was_read_cache_before_comes_back():
+def test_a_default_that_beats_the_cached_tile_replaces_it():
     first = tile_sizes.CANDIDATES["scatter"][0]
     tile_sizes.tune(times(lambda scatter, gather: 1.0 if scatter == first else 2.0), log=lambda line: None)
     found = tile_sizes.tune(times(lambda scatter, gather: 2.0 if scatter == first else 1.0), log=lambda line: None)
@@ -117,7 +117,7 @@ def test_a_rule_that_beats_what_was_read_cache_before_comes_back():
     assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
 
 
-def test_a_measurement_that_fails_leaves_nothing_under_trial():
+def test_a_measurement_that_fails_leaves_no_tile_in_use():
     best = tile_sizes.CANDIDATES["scatter"][0]
     calls = iter(range(100))
 
@@ -134,7 +134,7 @@ def test_a_measurement_that_fails_leaves_nothing_under_trial():
     assert not tile_sizes._trial
 
 
-def test_a_damaged_file_is_said_and_the_rule_applies():
+def test_a_damaged_file_is_warned_about_and_the_default_applies():
     tile_sizes.tile_file().parent.mkdir(parents=True)
     tile_sizes.tile_file().write_text('{"tiles": {"scatter 64 80": "wide"', "utf-8")
     with pytest.warns(UserWarning, match="cannot be read"):

@@ -70,7 +70,7 @@ class Case(Named):
 
 
 def make(case, device, dtype, seed=0):
-    """Leaves in the dtype (gate and norm in float32 at least, as routers give them)."""
+    """Leaves in the dtype (gate and norm in float32 at least, as routers return them)."""
     N = (case.H // case.p) * (case.W // case.p)
     wide = torch.promote_types(dtype, torch.float32)
     g = torch.Generator().manual_seed(seed)
@@ -112,7 +112,7 @@ def run(backend, kind, case, index, leaves, dtype, blind=False, wide_map=False):
     for name in grads:
         t[name].requires_grad_()
     x = t["x"]
-    if blind:  # what is not chosen must not matter, not even as NaN
+    if blind:  # unselected pixels must not matter, even if they are NaN
         N = (case.H // case.p) * (case.W // case.p)
         chosen = torch.zeros(case.B, N, dtype=torch.bool, device=x.device)
         chosen.scatter_(1, index.flatten(1), True)
@@ -222,7 +222,7 @@ def test_experts_in_two_groups_give_the_same(monkeypatch, on):
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
-def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
+def test_the_first_group_of_experts_is_freed_before_the_second(monkeypatch, on):
     chosen = importlib.import_module("moesaic.ops.triton.patch_backward")
     experts = importlib.import_module("moesaic.ops.triton.autograd_ops")
     monkeypatch.setattr(chosen, "GROUPED", 0)
@@ -261,13 +261,13 @@ def test_of_two_groups_one_has_gone_when_the_other_begins(monkeypatch, on):
     ],
     ids=str,
 )
-def test_perceptrons_equal_the_reference_in_output_and_every_gradient(case, on):
+def test_mlps_equal_the_reference_in_output_and_every_gradient(case, on):
     check("mlp", case, *on)
 
 
 @pytest.mark.parametrize("on", [CPU_TYPE, GPU_TYPES[1]])
 @pytest.mark.parametrize("case", [Case(), Case(norm="train", gate_on="input"), Case(norm="eval")], ids=str)
-def test_what_nobody_chose_does_not_matter_not_even_as_nan(case, on):
+def test_unselected_pixels_do_not_matter_even_if_nan(case, on):
     check("conv", case, *on, blind=True)
 
 
@@ -282,7 +282,7 @@ def loss(scores, gate, seed):
 @pytest.mark.parametrize("softmax", ["softmax_selected", "softmax_all", "one"])
 @pytest.mark.parametrize("wide_router", [True, False])
 @pytest.mark.parametrize("shape", [(2, 5, 6, 6, 3, 2, 2), (1, 20, 4, 4, 5, 16, 1), (3, 3, 8, 4, 17, 1, 4)])
-def test_a_map_is_scored_and_every_expert_finds_its_best_patches(shape, wide_router, softmax, on):
+def test_a_map_is_scored_and_every_expert_selects_its_top_patches(shape, wide_router, softmax, on):
     (device, dtype), (B, C, H, W, E, L, p) = on, shape
     x = numbers(B, C, H, W, seed=1, device=device, dtype=dtype)
     kind = torch.promote_types(dtype, torch.float32) if wide_router else dtype
@@ -321,7 +321,7 @@ def test_equal_scores_go_to_the_lower_patch(on):
 
 @pytest.mark.parametrize("on", [CPU_TYPE, *GPU_TYPES[:2]])
 @pytest.mark.parametrize("patch_size", [1, 2, 4])
-def test_an_images_scores_are_the_same_in_any_company(patch_size, on):
+def test_an_images_scores_do_not_depend_on_the_batch(patch_size, on):
     device, dtype = on
     x = numbers(70, 20, 8, 8, seed=1, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
     router = moesaic.ExpertChoice(20, 3, 2, patch_size).to(device, dtype)

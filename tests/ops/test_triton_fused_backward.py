@@ -1,4 +1,4 @@
-"""The way back through norm, gates and router in two passes, against torch's gradients in float64."""
+"""The fused backward pass through norm, gates and router, against torch's gradients in float64."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ CASES = [
 
 
 def values_of(x, router, norm_weight, norm_bias, mean, var, index, case):
-    """Values of chosen pixels less those at rest (E, B·L·p², C), and those at rest (E, C)."""
+    """Values of selected pixels less the background (E, B·L·p², C), and the background (E, C)."""
     B, C, E, L, p = x.shape[0], case.C, case.E, case.L, case.p
     patches = F.unfold(x.permute(0, 3, 1, 2), p, stride=p).view(B, C, p * p, -1).permute(0, 3, 2, 1)
     scores = torch.einsum("bnac,eac->bne", patches, router.permute(0, 2, 3, 1).flatten(1, 2))
@@ -107,7 +107,7 @@ def test_gradients_of_map_router_and_norm_equal_float64(case, on):
     assert_near((mine.x, mine.router, mine.norm_weight, mine.norm_bias), expected, dtype)
 
 
-def test_what_does_not_fit_goes_another_way():
+def test_other_dimensions_are_not_fused():
     assert not fits(PatchDims(2, 4, 4, 8, 2, 1, 2))  # sums over four pixels save nothing
     assert not fits(PatchDims(2, 32, 32, 8, 17, 1, 4))
     assert not fits(PatchDims(2, 64, 64, 8, 2, 1, 4))

@@ -124,7 +124,7 @@ def test_a_router_in_front_of_a_norm_and_patches_of_many_pixels(patch_size, chan
 
 @pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # the compiler's advice to trade precision for speed
-def test_compiled_between_others_a_layer_has_no_copies_of_its_map(on):
+def test_a_layer_compiled_between_others_copies_no_maps(on):
     device, dtype = on
     torch.manual_seed(0)
     options = {"kernel_size": 3, "gate_on": "input", "expert_norm": True}
@@ -153,15 +153,15 @@ def put_channels_last(kernels):
 
 @pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-@pytest.mark.parametrize("lay", [put_channels_last, to_taps_first])
+@pytest.mark.parametrize("layout", [put_channels_last, to_taps_first])
 @pytest.mark.parametrize("expert_norm", [False, True], ids=["", "norm"])
-def test_kernels_that_lie_otherwise_have_gradients_that_do(expert_norm, lay, compiled, on, monkeypatch):
+def test_gradients_of_weights_have_their_memory_layout(expert_norm, layout, compiled, on, monkeypatch):
     device, dtype = on
     options = {"gate": "softmax_all", "gate_on": "input", "expert_norm": expert_norm}
     layer = layer_of({"patch_size": 2, "kernel_size": 3} | options, device, dtype)
     other = copy.deepcopy(layer).to(memory_format=torch.channels_last)
-    other.experts.weight.data = lay(other.experts.weight.data)
-    assert (channels_last if lay is put_channels_last else is_taps_first)(other.experts.weight)
+    other.experts.weight.data = layout(other.experts.weight.data)
+    assert (channels_last if layout is put_channels_last else is_taps_first)(other.experts.weight)
     assert channels_last(other.router.weight)
     call = other
     if compiled:
@@ -177,7 +177,7 @@ def test_kernels_that_lie_otherwise_have_gradients_that_do(expert_norm, lay, com
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
-def test_kernels_with_their_taps_first_are_matrices_already(on):
+def test_weights_stored_taps_first_are_matrices_without_a_copy(on):
     device, dtype = on
     weight = to_taps_first(torch.randn(3, 2, 4, 3, 3, device=device, dtype=dtype))
     matrix = weight_to_taps(weight)
@@ -189,7 +189,7 @@ def test_kernels_with_their_taps_first_are_matrices_already(on):
 
 
 @pytest.mark.gpu
-def test_channels_last_puts_taps_first_on_a_gpu_and_moving_on_keeps_that():
+def test_channels_last_stores_taps_first_on_a_gpu():
     layer = layer_of({"patch_size": 2, "kernel_size": 3}, "cpu", torch.float32)
     weight = layer.experts.weight.detach().clone()
     layer.to("cuda", memory_format=torch.channels_last)
@@ -211,7 +211,7 @@ def test_channels_last_puts_taps_first_on_a_gpu_and_moving_on_keeps_that():
     [{}, {"patch_size": 2}, {"patch_size": 6, "patches_per_expert": 1}, {"gate": "softmax_all"}, {"gate": "one"}],
     ids=str,
 )
-def test_a_layer_of_1x1_experts_equals_the_reference_in_what_it_computes_in(options, on):
+def test_a_layer_of_1x1_experts_equals_the_reference_in_its_dtype(options, on):
     device, dtype = on
     torch.manual_seed(0)
     layer = moesaic.PatchMoE(24, 120, experts=3, **{"patches_per_expert": 5} | options).to(device, dtype)

@@ -66,7 +66,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch):
-    """Fresh memory is full of NaN, so that whatever is not written shows."""
+    """Fresh memory is full of NaN, so that unwritten elements show."""
 
     class Poisoned:
         def __getattr__(self, name: str) -> Any:
@@ -146,7 +146,7 @@ def test_a_pass_of_its_own_for_the_activation_equals_float64(shape, kind, bias, 
 @pytest.mark.parametrize(("kind", "bias"), FORMS)
 @pytest.mark.parametrize("shape", WHOLE, ids=str)
 @pytest.mark.parametrize("variant", FUSED)
-def test_products_with_the_activation_inside_equal_float64(variant, shape, kind, bias, on, monkeypatch):
+def test_matmuls_fused_with_the_activation_equal_float64(variant, shape, kind, bias, on, monkeypatch):
     monkeypatch.setattr(mlp, "VARIANTS", {"forward": variant, "backward": variant})
     check_layer(case(shape, on, bias), kind, TOLERANCE[on[1]])
 
@@ -155,7 +155,7 @@ def test_products_with_the_activation_inside_equal_float64(variant, shape, kind,
 @pytest.mark.parametrize("dtype", SHORT, ids=str)
 @pytest.mark.parametrize("programs", [0, 7, 132])
 @pytest.mark.parametrize("variant", FUSED)
-def test_products_of_many_tiles_equal_float64(variant, programs, dtype, monkeypatch):
+def test_matmuls_of_many_tiles_equal_float64(variant, programs, dtype, monkeypatch):
     monkeypatch.setattr(mlp, "VARIANTS", {"forward": variant, "backward": variant})
     if variant == "descriptors":
         for variants in mlp.TILES.values():
@@ -165,7 +165,7 @@ def test_products_of_many_tiles_equal_float64(variant, programs, dtype, monkeypa
 
 @pytest.mark.parametrize("on", places(torch.bfloat16))
 @pytest.mark.parametrize("variant", ["separate", *FUSED])
-def test_without_keeping_the_answers_are_the_same_bits(variant, on, monkeypatch):
+def test_outputs_have_the_same_bits_without_saving(variant, on, monkeypatch):
     monkeypatch.setattr(mlp, "VARIANTS", {"forward": variant, "backward": variant})
     given = case((2, 40, 24, 56, 16), on, True)
     weights = given["weight_in"], given["bias_in"], given["weight_out"]
@@ -177,7 +177,7 @@ def test_without_keeping_the_answers_are_the_same_bits(variant, on, monkeypatch)
 
 @pytest.mark.parametrize("on", places(torch.bfloat16))
 @pytest.mark.parametrize("variant", ["separate", *FUSED])
-def test_gradients_are_the_same_bits_every_time_and_with_hidden_values_computed_anew(variant, on, monkeypatch):
+def test_gradients_are_the_same_bits_every_time_and_with_hidden_values_recomputed(variant, on, monkeypatch):
     monkeypatch.setattr(mlp, "VARIANTS", {"forward": "separate", "backward": variant})
     given = case((2, 40, 24, 56, 16), on, True)
     weights = given["weight_in"], given["bias_in"], given["weight_out"]
@@ -206,7 +206,7 @@ def test_gelu_of_every_16_bit_number_is_that_of_float64_rounded(on):
 
 @pytest.mark.parametrize("on", places(*SHORT, torch.float32))
 @pytest.mark.parametrize("kind", ["gelu", "relu"])
-def test_slopes_are_those_of_autograd(kind, on):
+def test_derivatives_are_those_of_autograd(kind, on):
     device, dtype = on
     v = torch.linspace(-12, 12, 4001, dtype=torch.float64).to(device, dtype)
     leaf = v.double().requires_grad_()
@@ -221,7 +221,7 @@ def test_slopes_are_those_of_autograd(kind, on):
 @QUIET
 @pytest.mark.parametrize("on", places(*SHORT, torch.float32))
 @pytest.mark.parametrize("kind", ["gelu", "relu"])
-def test_infinity_and_nan_stay_what_they_are(kind, on):
+def test_infinity_and_nan_are_preserved(kind, on):
     device, dtype = on
     v = torch.tensor([float("inf"), float("nan"), 0.0, 300.0, -300.0], dtype=dtype, device=device)
     found = activation.activate(v.view(1, 1, -1), None, kind).flatten()
@@ -231,7 +231,7 @@ def test_infinity_and_nan_stay_what_they_are(kind, on):
 
 @pytest.mark.parametrize("on", places(torch.float16))
 @pytest.mark.parametrize("variant", FUSED)
-def test_rows_that_are_not_read_16_bytes_at_a_time_are_left_to_cublas(variant, on):
+def test_rows_of_other_than_whole_16_bytes_go_to_cublas(variant, on):
     rows = torch.zeros(2, 3, 8, device=on[0], dtype=on[1])
     assert mlp._supported(variant, rows, 16) == variant
     assert mlp._supported(variant, rows, 12) == "separate"

@@ -341,7 +341,7 @@ def _row_gradients(
     BM, BO, warps = tile("pooled_rows_backward", rule, row_count, O, ks, dims.E, out.element_size())
     chunk, splits = split_rows(rows, splits_to_fill(ceil_div(O, BO) * dims.E, 64) * 4, BM)
     tap_sums = torch.empty(splits, dims.E, ks**2, O, dtype=grad_terms.dtype, device=grad.device) if sums else None
-    pooled_kernels.back_kernel[(splits, dims.E, ceil_div(O, BO))](
+    pooled_kernels.row_backward_kernel[(splits, dims.E, ceil_div(O, BO))](
         grad, covered.rows, covered.base, covered.place, routed.output_gate, grad_terms, out, tap_sums, row_count, rows,
         covered.rows.stride(0), *covered.strides, chunk, O=O, KS=ks, RS=coverage.rows_per_patch, H=dims.H,
         ISOLATED=coverage.spec.isolated, HAS_BASE=covered.base is not None, HAS_GATE=routed.output_gate is not None,
