@@ -174,19 +174,14 @@ def patch_conv(
     inputs, opts = ConvInputs(x, weight, bias, gate, router, norm_weight, norm_bias), PatchOptions.unflatten(options)
     routed = RoutedMap.of(inputs, Constants(*constants), opts, eps)
     save, on_input = opts.save, opts.gate_on_input
-    dims, spec, bias = (
-        routed.dims,
-        ScatterSpec(weight.shape[3], opts.isolated, opts.sum_experts),
-        contiguous_or_none(bias),
-    )
+    dims, bias = routed.dims, contiguous_or_none(bias)
+    spec = ScatterSpec(weight.shape[3], opts.isolated, opts.sum_experts)
     if _uses_pointwise(inputs, opts):
         y, ungated = pointwise.forward(routed, weight_to_taps(weight), bias, save)
         return to_nchw(y), placeholder(x), placeholder(x) if ungated is None else ungated
     values, contributions, background = expert_contributions(routed, weight, bias, spec)
-    pointwise_kernel = (
-        spec.kernel_size == 1
-    )  # gathering is then most of the work, so its result is saved instead of recomputed
-    if not (save and pointwise_kernel):
+    pointwise_kernel = spec.kernel_size == 1
+    if not (save and pointwise_kernel):  # of larger kernels the backward pass gathers values again, which costs little
         values = placeholder(x)
     if pointwise_kernel and spec.sum_experts and not on_input and background is None:
         owners = expert_choice.patch_owners(routed.slots, dims.L)
@@ -245,15 +240,15 @@ def patch_conv_backward(
     ready = [] if gated is None else [gated]
     del gated  # the list holds the last reference
 
-    def part_of(group: range) -> Tensor:
+    def contribution_grad(group: range) -> Tensor:
         if ready:
             return ready.pop()
         return scatter_backward(grad, dims, routed.index, routed.slots, routed.output_gate, spec, rows, group)
 
-    matmuls.run(part_of, tap_grad, back)
-    grad_bias = (
-        placeholder(grad) if bias is None or grad_bias_sums is None else grad_bias_sums.to(bias.dtype).contiguous()
-    )
+    matmuls.run(contribution_grad, tap_grad, back)
+    grad_bias = placeholder(grad)
+    if bias is not None and grad_bias_sums is not None:
+        grad_bias = grad_bias_sums.to(bias.dtype).contiguous()
     of_input = no_input_gradients(grad) if back is None else back.finish(matmuls.side)
     grad_weight = matmuls.finish()
     grad_weight = placeholder(grad) if grad_weight is None else grad_weight
@@ -296,9 +291,9 @@ def _pointwise_backward(
             rows=dims.M, sums=bias is not None, router_columns=router_columns,
         )  # fmt: skip
     assert rows is not None
-    back = (
-        InputBackward(routed, gate_dots, centre=True, rows=rows, router_columns=router_columns) if need_input else None
-    )
+    back = None
+    if need_input:
+        back = InputBackward(routed, gate_dots, centre=True, rows=rows, router_columns=router_columns)
     if back is not None and grad_scores is not None:
         back.grad_scores = grad_scores
     side = SideStream()  # gradients of the map and of the weights are computed concurrently

@@ -83,14 +83,14 @@ def split_dot(v, w, acc, PIECES: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def gate_values(score, key, live, chosen, GATE_KIND: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
+def gate_values(score, key, live, selected, GATE_KIND: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
     """Gates of an expert's patches: see `GATE_KINDS`."""
     if GATE_KIND == 2:
         weight = tl.full((BN,), 1.0, ACC)
     else:
         among = live
         if GATE_KIND == 0:
-            among = chosen
+            among = selected
         weight = tl.where(among, tl.exp(score - tl.max(tl.where(among, key, float("-inf")), 0)), 0.0)
         weight = weight / tl.sum(weight, 0)
     return weight
@@ -151,11 +151,11 @@ def route_kernel(
         key = tl.where(live, tl.where(score != score, float("inf"), score), float("-inf"))
         before = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (n[None, :] < n[:, None]))
         place = tl.sum((before & live[None, :]).to(tl.int32), 1)
-        chosen = live & (place < L)
-        tl.store(slots + (b * E + e) * N + n, tl.where(chosen, place, -1), mask=live)
+        selected = live & (place < L)
+        tl.store(slots + (b * E + e) * N + n, tl.where(selected, place, -1), mask=live)
         to = (b * E + e) * L + place
-        tl.store(index + to, n.to(tl.int64), mask=chosen)
-        tl.store(gate + to, gate_values(score, key, live, chosen, GATE_KIND, ACC, BN), mask=chosen)
+        tl.store(index + to, n.to(tl.int64), mask=selected)
+        tl.store(gate + to, gate_values(score, key, live, selected, GATE_KIND, ACC, BN), mask=selected)
 
 
 @triton.jit
@@ -184,11 +184,11 @@ def choose_kernel(
         top = tl.max(tl.where(free, key, float("-inf")), 0)
         first = tl.min(tl.where(free & (key == top), n, BN), 0)
         slot = tl.where(n == first, l, slot)
-    chosen = slot >= 0
+    selected = slot >= 0
     tl.store(slots + (b * E + e) * N + n, slot, mask=live)
     to = (b * E + e) * L + slot
-    tl.store(index + to, n.to(tl.int64), mask=chosen)
-    tl.store(gate + to, gate_values(score, key, live, chosen, GATE_KIND, ACC, BN), mask=chosen)
+    tl.store(index + to, n.to(tl.int64), mask=selected)
+    tl.store(gate + to, gate_values(score, key, live, selected, GATE_KIND, ACC, BN), mask=selected)
 
 
 @triton.jit
@@ -197,8 +197,8 @@ def slots_kernel(index, slots, N, L, BN: tl.constexpr):
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     acc = tl.full((BN,), -1, tl.int32)
     for l in range(L):
-        chosen = tl.load(index + be * L + l).to(tl.int32)
-        acc = tl.where(n == chosen, l, acc)
+        selected = tl.load(index + be * L + l).to(tl.int32)
+        acc = tl.where(n == selected, l, acc)
     tl.store(slots + be * N + n, acc, mask=n < N)
 
 

@@ -512,13 +512,13 @@ def patch_conv_pooled_backward(
     tap_grad = None if sums is None else _tap_gradient(sums, routed, coverage, base, covered.strides, grad_terms)
     back = InputBackward(routed, gate_dots, centre=True) if need_input else None
 
-    def part_of(group: range) -> Tensor:
+    def contribution_grad(group: range) -> Tensor:
         return _scatter_backward(of_rows, routed, coverage, tap_grad if norm else None, group)
 
     if coverage.pointwise:
         matmuls.run(lambda _: of_rows, tap_grad, back)
     else:
-        matmuls.run(part_of, None, back)
+        matmuls.run(contribution_grad, None, back)
     grad_bias = placeholder(grad)
     if bias is not None and tap_grad is not None:
         grad_bias = tap_grad[:, tap_grad.shape[1] // 2].to(bias.dtype, copy=True)

@@ -307,7 +307,7 @@ def grad_terms_kernel(
     grad, counts, table, moments, out, weight_out, bias_out, eps, B,
     X: tl.constexpr, HW: tl.constexpr, TRAINING: tl.constexpr, ACC: tl.constexpr, BB: tl.constexpr, BX: tl.constexpr,
 ):  # fmt: skip
-    """Out (6, E·O): mean, scale, shift, level, tilt, and the gradient of a position's share summed over images."""
+    """Out (6, E·O): mean, scale, shift, offset, slope, and the gradient of a position's share summed over images."""
     at = tl.program_id(0) * BX + tl.arange(0, BX)
     am = at < X
     of_active_count = tl.zeros((BB, BX), ACC)
@@ -342,7 +342,7 @@ def grad_terms_kernel(
 
 @triton.jit
 def terms(grad_terms, X: tl.constexpr, at, mask):
-    """Mean, scale, shift, level and tilt of some channels."""
+    """Mean, scale, shift, offset and slope of some channels."""
     return (
         channel_entry(grad_terms, 0, X, at, mask),
         channel_entry(grad_terms, 1, X, at, mask),
