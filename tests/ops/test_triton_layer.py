@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import moesaic
 from moesaic.experts import MLPExperts
 from moesaic.ops.dispatch import PatchSpec
 from moesaic.ops.weight_layout import channels_last, is_taps_first, to_taps_first
+from moesaic.routing_record import Routing
 
 pytest.importorskip("triton", reason="Triton comes with torch on GPU machines")
 
@@ -256,6 +258,31 @@ def test_a_gate_that_was_replaced_gets_its_own_gradient(on):
             halved(x).square().sum().backward()
         found.append({name: weight.grad for name, weight in layer.named_parameters()})
     assert_same(*found)
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_a_recorded_routing_is_a_plain_record_that_does_not_keep_the_map_alive(on):
+    device, dtype = on
+    layer = layer_of({}, device, dtype)
+    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad(), moesaic.backend("triton"), moesaic.record_routing(layer) as routing:
+        layer(x)
+    assert type(routing[""]) is Routing
+    map_ref = weakref.ref(x)
+    del x
+    assert map_ref() is None
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_a_router_with_hooks_is_called_as_a_module_and_the_layer_gives_the_same(on):
+    device, dtype = on
+    layer = layer_of({}, device, dtype)
+    x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
+    expected = results(layer, layer, "triton", x, device, False)
+    calls = []
+    layer.router.register_forward_hook(lambda module, inputs, output: calls.append(type(output)))
+    assert_same(results(layer, layer, "triton", x, device, False), expected)
+    assert calls == [Routing]
 
 
 @pytest.mark.gpu
