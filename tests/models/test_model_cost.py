@@ -21,7 +21,7 @@ def by_torch(model: nn.Module, shape: tuple[int, int, int]) -> int:
 
 
 @pytest.mark.parametrize("network", [ResNet18, MobileNetV2])
-def test_a_dense_network_costs_what_torch_says(network):
+def test_macs_of_dense_networks_equal_those_of_torchs_flop_counter(network):
     model = network(num_classes=10)
     counted = count_macs(model, (3, 32, 32))
     assert counted.macs == counted.dense_macs == by_torch(model, (3, 32, 32))
@@ -40,14 +40,14 @@ def test_a_dense_network_costs_what_torch_says(network):
     ],
     ids=str,
 )
-def test_a_layer_costs_what_one_works_out_by_hand(layer, macs):
+def test_macs_of_single_layers_equal_closed_forms(layer, macs):
     (row,) = count_macs(layer, (6, 16, 16)).layers
     assert row.macs == row.dense_macs == macs == by_torch(layer, (6, 16, 16))
     assert row.parameters == sum(weight.numel() for weight in layer.parameters())
     assert row.kind == type(layer).__name__
 
 
-def test_experts_that_take_2_of_16_patches_cost_an_eighth_and_their_router():
+def test_experts_on_2_of_16_patches_cost_an_eighth_plus_the_router():
     layer = PatchMoE(8, 12, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
     counted = count_macs(nn.Sequential(nn.Conv2d(3, 8, 1), layer), (3, 16, 16))
     dense, router = 16 * 16 * 8 * 12 * 9, 16 * 16 * 8 * 4
@@ -59,20 +59,20 @@ def test_experts_that_take_2_of_16_patches_cost_an_eighth_and_their_router():
     assert counted.routed_share == dense / (dense + 16 * 16 * 3 * 8)
 
 
-def test_all_patches_for_each_expert_cost_what_the_convolution_costs_and_the_router():
+def test_experts_on_all_patches_cost_the_convolution_plus_the_router():
     layer = PatchMoE(8, 12, experts=4, patches_per_expert=16, patch_size=4, kernel_size=3)
     convolution = count_macs(nn.Conv2d(8, 12, 3, padding=1), (8, 16, 16))
     assert count_macs(layer, (8, 16, 16)).dense_macs == convolution.macs
     assert count_macs(layer, (8, 16, 16)).macs == convolution.macs + 16 * 16 * 8 * 4
 
 
-def test_what_is_counted_is_what_the_sparse_backend_multiplies():
+def test_macs_equal_those_of_the_torch_backend():
     # but for the router, whose rows and columns are padded to sixteens
     layer = PatchMoE(64, 64, experts=16, patches_per_expert=2, patch_size=4, kernel_size=1)
     assert count_macs(layer, (64, 16, 16)).macs == by_torch(layer, (64, 16, 16))
 
 
-def test_patches_that_choose_one_expert_cost_one_expert():
+def test_top_1_token_choice_costs_one_expert():
     experts = MLPExperts(4, 8, 10, 6)
     layer = PatchMoE(8, 6, experts=experts, router=TokenChoice(8, 4, top_k=1), combine="sum")
     counted = count_macs(layer, (8, 4, 4))
@@ -80,7 +80,7 @@ def test_patches_that_choose_one_expert_cost_one_expert():
     assert counted.routed_macs == 16 * (8 * 10 + 10 * 6) + 16 * 8 * 4
 
 
-def test_slots_cost_their_experts_and_their_mixing():
+def test_soft_routing_costs_its_slots_dispatch_and_combine():
     router = SoftRouter(8, 4, slots_per_expert=3, patch_size=2)
     layer = PatchMoE(8, 12, experts=4, patch_size=2, router=router)
     counted = count_macs(layer, (8, 4, 4))
@@ -90,7 +90,7 @@ def test_slots_cost_their_experts_and_their_mixing():
     assert counted.routed_macs == slots * p2 * 8 * 3 + mixing + 16 * 8 * slots
 
 
-def test_a_sample_pays_for_the_experts_it_goes_to():
+def test_a_sample_costs_its_top_k_experts():
     experts = [nn.Sequential(nn.Flatten(), nn.Linear(48, width), nn.ReLU(), nn.Linear(width, 5)) for width in (6, 10)]
     counted = count_macs(SampleMoE(SampleRouter(3, experts=2, patch_size=2), experts), (3, 4, 4))
     dense = sum(48 * width + width * 5 for width in (6, 10))
@@ -118,14 +118,14 @@ def test_stacked_experts_of_samples(experts, dense):
     assert counted.routed_macs == dense // 2 + 4 * 8
 
 
-def test_a_layer_that_runs_twice_is_paid_twice_and_owned_once():
+def test_a_shared_layer_adds_macs_per_run_and_parameters_once():
     layer = nn.Conv2d(3, 3, 1)
     counted = count_macs(nn.Sequential(nn.Sequential(layer), nn.ReLU(), nn.Sequential(layer)), (3, 4, 4))
     assert counted.macs == 2 * 9 * 16
     assert counted.parameters == sum(row.parameters for row in counted.layers) == 12
 
 
-def test_counting_leaves_the_model_as_it_was():
+def test_counting_does_not_change_the_model():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Dropout())
     model[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -135,7 +135,7 @@ def test_counting_leaves_the_model_as_it_was():
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_model_without_storage_is_counted_too():
+def test_a_model_on_the_meta_device_is_counted():
     layer = PatchMoE(8, 12, experts=4, patches_per_expert=2, patch_size=4, kernel_size=3)
     model = nn.Sequential(nn.Conv2d(3, 8, 1), layer)
     counted = count_macs(model, (3, 16, 16))
@@ -154,7 +154,7 @@ def test_a_layer_that_is_called_by_keyword_is_counted():
     assert count_macs(Caller(), (3, 4, 4)).macs == 3 * 4 * 4 * 2
 
 
-def test_the_table_has_a_line_for_each_layer_and_the_sums():
+def test_the_table_has_a_row_per_layer_and_totals():
     model = nn.Sequential(nn.Conv2d(3, 1024, 3), PatchMoE(1024, 4, experts=2, patches_per_expert=1))
     lines = str(count_macs(model, (3, 4, 4))).splitlines()
     assert [line.split()[0] for line in lines] == ["layer", "0", "1", "all", "routed"]
@@ -162,14 +162,14 @@ def test_the_table_has_a_line_for_each_layer_and_the_sums():
     assert "100 %" in lines[1]
 
 
-def test_a_shape_that_is_no_image_is_refused():
-    with pytest.raises(ValueError, match=r"shape=\(32, 32\) is not that of an image; give \(C, H, W\)"):
+def test_invalid_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"shape=\(32, 32\) is not an image shape; give \(C, H, W\)"):
         count_macs(nn.Conv2d(3, 3, 1), (32, 32))
     with pytest.raises(ValueError, match="H=0; it must be at least 1"):
         count_macs(nn.Conv2d(3, 3, 1), (3, 0, 4))
 
 
-def test_an_image_that_does_not_fit_is_told_with_its_shape():
+def test_errors_of_the_forward_pass_name_the_shape():
     with pytest.raises(RuntimeError) as told:
         count_macs(nn.Conv2d(3, 3, 1), (4, 8, 8))
     assert "an image of shape (4, 8, 8)" in told.value.__notes__[0]
@@ -205,7 +205,7 @@ def test_gated_convolutions_cost_their_open_channels_and_the_gates(device):
     assert counted.macs == counted.routed_macs == 64 * 9 * 9 + 16 * 9 * 18 + 3 * 3 + 3 * 2
 
 
-def test_a_network_with_gated_channels_costs_what_the_plain_one_does_if_nobody_routes():
+def test_dense_macs_of_a_gated_network_equal_those_of_the_plain_one():
     model = create_model("resnet50_deepmoe", num_classes=4, width=0.05)
     counted = count_macs(model, (3, 32, 32))
     plain = count_macs(create_model("resnet50", num_classes=4, width=0.05), (3, 32, 32))

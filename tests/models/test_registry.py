@@ -12,14 +12,14 @@ SMALL = [name for name in list_models() if not name.endswith(("_10", "_10_pmoe",
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_network_that_is_listed_can_be_made_and_run(name):
+def test_every_listed_network_can_be_created_and_run(name):
     narrow = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {}
     model = create_model(name, num_classes=7, **narrow).eval()
     with torch.no_grad():
         assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)
 
 
-def test_any_wide_network_can_be_made():
+def test_unlisted_wide_resnets_can_be_created():
     assert "wrn16_3_pmoe" not in list_models()
     assert create_model("wrn16_3_pmoe", num_classes=2, experts=6).moe.experts.weight.shape[0] == 6
 
@@ -37,11 +37,11 @@ def test_vgg_and_residual_networks_take_size_channels_and_width():
     assert chain.get_submodule("body.conv1").weight.shape == (128, 1, 3, 3)
 
 
-def test_patterns_choose_names():
+def test_patterns_filter_names():
     assert set(list_models("*_pmoe")) == {name for name in list_models() if name.endswith("_pmoe")} != set()
 
 
-def test_a_network_can_be_made_again_from_json():
+def test_a_network_can_be_rebuilt_from_json():
     spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 64, "fidelity": "released"})
     again = ModelSpec.from_json(json.loads(json.dumps(spec.to_json())))
     assert again == spec
@@ -60,7 +60,7 @@ def test_a_network_can_be_made_again_from_json():
         ("resnet50_deepmoe", {"bottleneck": "b", "image_size": 64, "bias": None}),
     ],
 )
-def test_networks_with_gated_channels_can_be_made_again_with_all_their_options(name, options):
+def test_gated_networks_can_be_rebuilt_with_all_options(name, options):
     spec = ModelSpec(name, {"num_classes": 3, "width": 0.05, **options})
     model = ModelSpec.from_json(json.loads(json.dumps(spec.to_json()))).build()
     assert isinstance(model, DeepMoE)
@@ -73,7 +73,7 @@ def test_networks_with_gated_channels_can_be_made_again_with_all_their_options(n
     model.load_state_dict(spec.build().state_dict())
 
 
-def test_a_network_with_weights_of_its_own_fetches_none():
+def test_without_weights_removes_pretrained():
     spec = ModelSpec("timm/resnet18", {"num_classes": 2, "pretrained": True})
     assert spec.without_weights() == ModelSpec("timm/resnet18", {"num_classes": 2})
 
@@ -87,7 +87,7 @@ def test_unknown_names_and_options_are_refused():
         create_model("vgg16", num_classes=2, experts=4)
     with pytest.raises(TypeError, match="wrn10_1 has no option 'width'"):
         create_model("wrn10_1", num_classes=2, width=2)
-    with pytest.raises(TypeError, match="takes no options but num_classes"):
+    with pytest.raises(TypeError, match="takes no option but num_classes"):
         create_model("cifar_cnn", num_classes=2, fidelity="best")
     with pytest.raises(ValueError, match="num_classes=0"):
         create_model("wrn10_1", num_classes=0)

@@ -14,7 +14,7 @@ def parameters(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def test_cifars_resnet18_starts_from_the_weights_it_always_started_from():
+def test_initial_weights_of_resnet18_are_unchanged():
     # The experiments of Chen et al. rest on them. Names, shapes and signs: processors round values differently.
     torch.manual_seed(0)
     checksum = hashlib.sha256()
@@ -28,7 +28,7 @@ def test_cifars_resnet18_starts_from_the_weights_it_always_started_from():
     ("depth", "expected", "gigamacs"),
     [(18, 11_689_512, 1.814), (34, 21_797_672, 3.664), (50, 25_557_032, 4.089)],
 )
-def test_for_imagenet_they_have_the_known_parameters_and_multiply_adds(depth, expected, gigamacs):
+def test_parameters_and_macs_for_imagenet(depth, expected, gigamacs):
     with torch.device("meta"):
         network = ResNet(depth, 1000, image_size=224)
     assert parameters(network) == expected
@@ -39,7 +39,7 @@ def test_for_imagenet_they_have_the_known_parameters_and_multiply_adds(depth, ex
     ("depth", "expected", "megamacs"),
     [(18, 11_173_962, 555.4), (34, 21_282_122, 1159.4), (50, 23_520_842, 1297.8), (56, 853_018 + 2_752, 125.75)],
 )
-def test_for_small_images_they_have_the_known_parameters_and_multiply_adds(depth, expected, megamacs):
+def test_parameters_and_macs_for_small_images(depth, expected, megamacs):
     # ResNet-56 in print pads its shortcuts; the two 1×1 convolutions with their BatchNorm have 2 752 parameters
     with torch.device("meta"):
         network = ResNet(depth, 10)
@@ -48,7 +48,7 @@ def test_for_small_images_they_have_the_known_parameters_and_multiply_adds(depth
 
 
 @pytest.mark.parametrize(("depth", "size", "side"), [(18, 32, 4), (56, 32, 8), (50, 64, 8), (34, 224, 7), (50, 224, 7)])
-def test_the_last_map_has_the_known_side(depth, size, side):
+def test_size_of_the_last_map(depth, size, side):
     with torch.device("meta"):
         x = torch.zeros(1, 3, size, size)
         for layer in ResNet(depth, 2, image_size=size).eval().body[:-1]:
@@ -56,7 +56,7 @@ def test_the_last_map_has_the_known_side(depth, size, side):
     assert x.shape[2:] == (side, side)
 
 
-def test_depth_is_the_number_of_layers_with_weights_beside_the_shortcuts():
+def test_depth_is_the_number_of_layers_with_weights_without_shortcuts():
     for depth in (18, 34, 50, 56):
         with torch.device("meta"):
             modules = dict(ResNet(depth, 2).named_modules())
@@ -64,7 +64,7 @@ def test_depth_is_the_number_of_layers_with_weights_beside_the_shortcuts():
         assert len([name for name in layers if "shortcut" not in name]) == depth
 
 
-def test_a_block_adds_its_input_where_the_shape_stays():
+def test_a_block_adds_its_input_if_the_shape_is_unchanged():
     network = ResNet(18, 2, width=0.1).eval()
     block = network.body[3]
     nn.init.zeros_(block.second[1].weight)
@@ -83,7 +83,7 @@ def test_width_multiplies_every_channel():
     assert scale_width("ResNet", 64, 0.001) == 1
 
 
-def test_images_of_one_channel_are_taken():
+def test_images_of_one_channel_are_accepted():
     assert ResNet(56, 3, in_channels=1, width=0.25).eval()(torch.zeros(2, 1, 28, 28)).shape == (2, 3)
 
 
@@ -100,6 +100,6 @@ def test_images_of_one_channel_are_taken():
         ({"depth": 18, "num_classes": 0}, "ResNet: num_classes=0"),
     ],
 )
-def test_what_cannot_be_made_is_told_with_the_limit(arguments, told):
+def test_invalid_arguments_are_refused_with_the_limit(arguments, told):
     with pytest.raises(ValueError, match=told):
         ResNet(**{"num_classes": 2, **arguments})

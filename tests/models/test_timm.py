@@ -13,8 +13,8 @@ from torch import nn
 
 from moesaic import PatchMoE
 from moesaic.models import timm_registry
-from moesaic.models.convert import ChannelsLastPatchMoE, conversions_of, convert
-from moesaic.models.convert_candidates import convertible
+from moesaic.models.convert import ChannelsLastPatchMoE, applied_conversions, convert
+from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import ModelSpec, create_model, list_models
 from moesaic.models.timm_registry import register_with_timm, timm_model
@@ -73,7 +73,7 @@ def made_lively(name: str) -> nn.Module:
 
 @needs_timm
 @each_network
-def test_upcycled_with_all_patches_and_gate_one_a_network_computes_what_it_did(timm, name):
+def test_an_upcycled_network_with_all_patches_and_gate_one_equals_the_original(timm, name):
     model, x = lively(name), torch.randn(2, 3, 64, 64)
     with torch.no_grad():
         before = model(x)
@@ -89,7 +89,7 @@ def test_upcycled_with_all_patches_and_gate_one_a_network_computes_what_it_did(t
 
 @needs_timm
 @each_network
-def test_a_training_step_changes_router_and_experts(timm, name):
+def test_a_training_step_updates_router_and_experts(timm, name):
     torch.manual_seed(0)
     model = convert(lively(name).train(), LAYERS[name], experts=4, input_size=64)
     layer = model.get_submodule(LAYERS[name])
@@ -106,10 +106,10 @@ def test_a_training_step_changes_router_and_experts(timm, name):
 @needs_timm
 def test_a_linear_layer_over_maps_is_converted_and_one_over_vectors_is_not(timm):
     model = lively("convnext_tiny")
-    found = convertible(model, input_size=64)
+    found = convertible_layers(model, input_size=64)
     assert "stages.3.blocks.2.mlp.fc2" in found
     assert "head.fc" not in found
-    with pytest.raises(ValueError, match=r"'head.fc' ran over no map \(B, H, W, C\) in a trial run; convertible: "):
+    with pytest.raises(ValueError, match=r"'head.fc' did not run on a map \(B, H, W, C\); convertible: "):
         convert(model, "head.fc", experts=2, input_size=64)
     convert(model, "stages.1.blocks.*.mlp.fc1", experts=8, input_size=64)
     made = [name for name, layer in model.named_modules() if isinstance(layer, ChannelsLastPatchMoE)]
@@ -126,12 +126,12 @@ def test_depthwise_and_strided_convolutions_of_timm_are_refused(timm):
         convert(model, "blocks.4.1.conv_dw", experts=4)
     with pytest.raises(ValueError, match="'conv_stem' has stride 2"):
         convert(model, "conv_stem", experts=4)
-    with pytest.raises(ValueError, match=r"'blocks.4.1.se.conv_reduce' sees a map of one pixel"):
+    with pytest.raises(ValueError, match=r"'blocks.4.1.se.conv_reduce' runs on a map of one pixel"):
         convert(model, "blocks.4.1.se.conv_reduce", experts=4)
 
 
 @needs_timm
-def test_convolutions_that_pad_as_tensorflow_does_are_converted_and_standardised_ones_are_not(timm):
+def test_tensorflow_padding_is_converted_and_weight_standardisation_is_refused(timm):
     layers = importlib.import_module("timm.layers")
     same = nn.Sequential(layers.Conv2dSame(4, 8, 3), nn.ReLU()).eval()
     x = torch.randn(1, 4, 8, 8)
@@ -139,38 +139,38 @@ def test_convolutions_that_pad_as_tensorflow_does_are_converted_and_standardised
         before = same(x)
         convert(same, "0", experts=2, patches_per_expert=16, gate="one", init="upcycle", input_size=(4, 8, 8))
         torch.testing.assert_close(same(x), before)
-    with pytest.raises(ValueError, match="'0' is a StdConv2d, which computes something else"):
+    with pytest.raises(ValueError, match="'0' is a StdConv2d, which does not compute the plain layer"):
         convert(nn.Sequential(layers.StdConv2d(4, 8, 3, padding=1)), "0", experts=2, input_size=8)
 
 
 @needs_timm
-def test_a_model_of_timm_by_our_name_is_built_again_from_its_spec(timm):
+def test_a_timm_model_can_be_rebuilt_from_its_spec(timm):
     model = create_model("timm/resnet18", num_classes=3, in_channels=1, image_size=64)
     convert(model, "layer3.1.conv2", experts=4, init="upcycle")
-    done = json.loads(json.dumps(conversions_of(model)))
+    done = json.loads(json.dumps(applied_conversions(model)))
     spec = ModelSpec("timm/resnet18", {"num_classes": 3, "in_channels": 1, "image_size": 64}, tuple(done))
     again = spec.build()
     again.load_state_dict(model.state_dict())
     x = torch.randn(2, 1, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(again.eval()(x), model.eval()(x))
-    assert conversions_of(again) == tuple(done)
+    assert applied_conversions(again) == tuple(done)
 
 
 @needs_timm
-def test_an_unknown_model_of_timm_is_told_with_near_ones(timm):
+def test_unknown_timm_models_are_refused_with_suggestions(timm):
     with pytest.raises(ValueError, match=r"create_model: timm .* has no model 'resnet81'; did you mean .*'resnet18'"):
         create_model("timm/resnet81", num_classes=2)
 
 
 @needs_timm
-def test_an_option_that_timms_network_does_not_take_is_named(timm):
+def test_unknown_options_of_timm_models_are_named(timm):
     with pytest.raises(TypeError, match=r"timm's resnet18 has no option 'experts', got experts=4; leave it out"):
         create_model("timm/resnet18", num_classes=2, experts=4)
 
 
 @needs_timm
-def test_our_networks_are_in_timms_registry_once_registered(timm):
+def test_registered_networks_are_in_timms_registry(timm):
     ours = register_with_timm()
     assert ours == register_with_timm()
     assert set(list_models()) - set(ours) == {"resnet18", "resnet34", "resnet50", "vgg16"}  # timm has its own
@@ -187,14 +187,14 @@ def test_our_networks_are_in_timms_registry_once_registered(timm):
 
 
 @needs_timm
-def test_a_name_that_timm_has_already_stays_timms(timm, monkeypatch):
+def test_names_of_timm_are_not_overwritten(timm, monkeypatch):
     theirs = timm.model_entrypoint("resnet18")
     monkeypatch.setattr(timm_registry, "list_models", lambda: ["resnet18"])
     assert register_with_timm() == ()
     assert timm.model_entrypoint("resnet18") is theirs
 
 
-def test_without_timm_one_is_told_how_to_get_it(monkeypatch):
+def test_without_timm_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(
         ModuleNotFoundError, match=r"create_model: timm is not installed; pip install 'moesaic\[timm\]'"

@@ -18,14 +18,14 @@ def parameters(model: nn.Module) -> int:
     return sum(weight.numel() for weight in model.parameters())
 
 
-def test_for_imagenet_it_has_the_parameters_and_multiply_adds_of_print_but_for_biases_that_batchnorm_makes_idle():
+def test_parameters_and_macs_for_imagenet_are_as_published_without_conv_biases():
     network = made(num_classes=1000, image_size=224)
     channels = sum(VGG16_WIDTHS)
     assert parameters(network) == 138_357_544 - channels + 2 * channels
     assert count_macs(network, (3, 224, 224)).macs == 15_346_630_656 + 25_088 * 4096 + 4096 * 4096 + 4096 * 1000
 
 
-def test_for_small_images_one_linear_layer_reads_the_last_pixel():
+def test_the_head_for_small_images_is_one_linear_layer():
     network = made()
     assert parameters(network) == 14_710_464 + 2 * sum(VGG16_WIDTHS) + 5130
     assert [name for name, each in network.named_modules() if isinstance(each, nn.Linear)] == ["head"]
@@ -34,7 +34,7 @@ def test_for_small_images_one_linear_layer_reads_the_last_pixel():
 
 @pytest.mark.parametrize("name", WIDENINGS)
 @pytest.mark.parametrize("size", [32, 224])
-def test_what_the_table_of_widths_says_of_parameters_and_multiply_adds_is_what_the_network_has(name, size):
+def test_conv_parameters_and_conv_macs_equal_those_of_the_network(name, size):
     widening = WIDENINGS[name]
     network = made(widths=widening.widths, image_size=size)
     convs = [each for each in network.modules() if isinstance(each, nn.Conv2d)]
@@ -43,7 +43,7 @@ def test_what_the_table_of_widths_says_of_parameters_and_multiply_adds_is_what_t
     assert sum(layer.macs for layer in layers if layer.kind == "Conv2d") == conv_macs(widening.widths, size)
 
 
-def test_both_forms_run_on_other_sizes_and_channels_too():
+def test_both_forms_run_on_other_sizes_and_channels():
     small = VGG16(5, width=0.05, in_channels=1).eval()
     large = VGG16(5, width=0.02, image_size=160).eval()
     with torch.no_grad():
@@ -61,7 +61,7 @@ def test_every_convolution_is_followed_by_its_batchnorm_and_relu():
     assert layers[:-1] == expected
 
 
-def test_width_multiplies_all_widths():
+def test_the_width_multiplier_scales_all_layers():
     convs = [each for each in made(widths=range(10, 23), width=1.5).modules() if isinstance(each, nn.Conv2d)]
     assert [conv.out_channels for conv in convs] == [round(1.5 * channels) for channels in range(10, 23)]
 
@@ -76,6 +76,6 @@ def test_width_multiplies_all_widths():
         ({"width": float("nan")}, "width=nan; it must be above 0"),
     ],
 )
-def test_what_cannot_be_made_is_told_with_the_limit(options, told):
+def test_invalid_arguments_are_refused_with_the_limit(options, told):
     with pytest.raises(ValueError, match=told):
         VGG16(2, **options)

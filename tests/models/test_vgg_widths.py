@@ -30,18 +30,18 @@ def test_cells_are_as_printed_or_marked_as_reconstructed(name):
 
 
 @pytest.mark.parametrize("name", WIDENINGS)
-def test_only_the_layers_that_a_column_widens_differ_from_vgg16(name):
+def test_only_widened_layers_differ_from_vgg16(name):
     column = WIDENINGS[name]
     pairs = enumerate(zip(column.widths, VGG16_WIDTHS, strict=True), start=1)
     assert tuple(number for number, (wide, plain) in pairs if wide > plain) == column.widened
 
 
 @pytest.mark.parametrize("name", WIDENINGS)
-def test_lost_cells_come_out_of_the_invariant_again(name):
+def test_reconstruct_derives_the_missing_cells(name):
     assert reconstruct(name) == WIDENINGS[name].widths
 
 
-def test_all_columns_have_the_same_number_of_weights_to_a_thousandth():
+def test_all_columns_have_the_same_number_of_weights_within_a_thousandth():
     weights = [column.conv_parameters for column in WIDENINGS.values()]
     assert WIDENINGS["w1_mid"].conv_parameters == 24_159_168
     assert WIDENINGS["w13_all"].conv_parameters == 24_183_018
@@ -50,14 +50,14 @@ def test_all_columns_have_the_same_number_of_weights_to_a_thousandth():
         assert each / conv_parameters(VGG16_WIDTHS) == pytest.approx(1.643, abs=1e-3)
 
 
-def test_their_multiply_adds_are_twelvefold_apart():
+def test_macs_differ_by_a_factor_of_twelve():
     macs = {name: column.conv_macs() for name, column in WIDENINGS.items()}
     assert sorted(macs, key=macs.get) == ["w1_high", "w13_all", "w1_mid", "w4_low"]
     assert macs["w4_low"] / macs["w1_high"] == pytest.approx(12.3, abs=0.05)
     assert WIDENINGS["w4_low"].conv_macs(224) == 49 * macs["w4_low"]
 
 
-def test_the_bounds_that_the_docstring_tells_are_those_of_the_complete_columns():
+def test_the_bounds_in_the_docstring_are_those_of_the_complete_columns():
     def solved(name: str) -> list[float]:
         lost = [None if n in WIDENINGS[name].widened[-2:] else w for n, w in enumerate(WIDENINGS[name].widths, 1)]
         totals = [WIDENINGS[each].conv_parameters for each in ("w1_mid", "w13_all")]
@@ -68,16 +68,16 @@ def test_the_bounds_that_the_docstring_tells_are_those_of_the_complete_columns()
 
 
 @pytest.mark.parametrize("lost", [(0,), (1,), (3,), (0, 1), (1, 2, 3), (0, 3)])
-def test_solving_gives_back_the_width_that_was_taken_out(lost):
+def test_solve_width_recovers_a_removed_width(lost):
     widths = [37 if place in lost else width for place, width in enumerate((8, 16, 24, 32))]
     holes = [None if place in lost else width for place, width in enumerate(widths)]
     assert solve_width(holes, conv_parameters(widths)) == pytest.approx(37, rel=1e-12)
 
 
-def test_what_cannot_be_solved_is_told_with_the_limit():
+def test_unsolvable_widths_are_refused_with_the_limit():
     with pytest.raises(ValueError, match="every width is given"):
         solve_width([8, 16], 1000)
-    with pytest.raises(ValueError, match=r"have 1368 weights among themselves.*ask for more than 1368"):
+    with pytest.raises(ValueError, match=r"have 1368 weights between them.*give parameters above 1368"):
         solve_width([8, 16, None], 1368)
     with pytest.raises(ValueError, match="Conv1=0; it must be at least 1"):
         solve_width([0, None], 1000)

@@ -1,8 +1,8 @@
 """Architectures, a registry of them (timm's included), conversion to mixtures of experts, and model cost."""
 
 from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
-from moesaic.models.convert import conversions_of, convert
-from moesaic.models.convert_candidates import convertible
+from moesaic.models.convert import applied_conversions, convert
+from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.frozen import FrozenDeepMoE, freeze
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput, deepmoe
@@ -35,10 +35,10 @@ __all__ = [
     "WideResNet",
     "WideResNetPMoE",
     "Widening",
+    "applied_conversions",
     "build_channel_graph",
-    "conversions_of",
     "convert",
-    "convertible",
+    "convertible_layers",
     "count_macs",
     "create_model",
     "deepmoe",

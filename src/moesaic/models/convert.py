@@ -1,7 +1,7 @@
-"""``convert``: a convolution of any network becomes a ``PatchMoE`` of as many parameters.
+"""``convert``: replaces convolutions of any network by ``PatchMoE`` layers with as many parameters.
 
-Chowdhury et al. 2023, Section 5.2, make a WRN-pMoE so: of the last 3×3 convolution each expert owns a share
-of the filters and sees only its patches. Here any network will do, pretrained ones as well.
+Chowdhury et al. 2023, Section 5.2, build WRN-pMoE from a WRN in this way: each expert owns an equal part of the filters
+of the last 3×3 convolution and runs on its own patches. `convert` does it to any network, pretrained or not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
-from moesaic.models.convert_candidates import Maps, find_layers, input_shape, trial
+from moesaic.models.convert_candidates import MapSizes, find_layers, input_shape, trace_map_sizes
 from moesaic.ops import Combine, Context, GateOn
 from moesaic.routing import ExpertChoice
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing_record import Routing, Unit
 
-__all__ = ["ChannelsLastPatchMoE", "EvenChoice", "Init", "conversions_of", "convert"]
+__all__ = ["ChannelsLastPatchMoE", "Init", "RescaledExpertChoice", "applied_conversions", "convert"]
 
 Init = Literal["scratch", "upcycle"]
 Model = TypeVar("Model", bound=nn.Module)
@@ -48,32 +48,32 @@ def convert(
     seed: int = 0,
     input_size: int | Sequence[int] | None = None,
 ) -> Model:
-    """Replace convolutions of ``model`` by `PatchMoE`, in place, and return the model.
+    """Replaces convolutions of ``model`` by `PatchMoE`, in place, and returns the model.
 
-    Each expert owns out_channels / experts of the convolution's filters, so experts have as many
-    parameters as it had; the router's E·C·p² come on top. The layer keeps its name. Linear layers that run
-    over maps (B, H, W, C) are converted as 1×1 convolutions.
+    Each expert owns out_channels / experts of the convolution's filters, so the experts have as many parameters as the
+    convolution; the router adds E·C·p². The layer keeps its name. Linear layers on maps (B, H, W, C) are converted as
+    1×1 convolutions.
 
     Args:
-        model: any network; it stays as it was when an error is raised.
-        layer: its convolution's name as in ``model.named_modules()``, or a pattern such as
-            ``"layer4.*.conv2"``, or several of them. `moesaic.models.convert_candidates` lists what fits.
-        experts: E.
-        patches_per_expert: L; None: N / E, at least 1, so that the experts together see as much as one map.
-        patch_size: p, which must divide the maps that the layer sees; ``"auto"``: the one that cuts them
-            into nearest to 32 patches (16 to 64 where there is such), the larger of two that are equally near.
+        model: any network; it is unchanged if an error is raised.
+        layer: name of a convolution as in ``model.named_modules()``, a pattern such as ``"layer4.*.conv2"``, or several
+            of them. `moesaic.models.convertible_layers` lists the layers that can be converted.
+        experts: number of experts E.
+        patches_per_expert: patches per expert L; None: N / E, at least 1, so that all experts together compute one map.
+        patch_size: patch size p, a divisor of the sides of the layer's maps; ``"auto"``: the one that gives the number
+            of patches closest to 32 (16 to 64 if possible), the larger one of two.
         gate: as in `PatchMoE`.
         gate_on: as in `PatchMoE`.
         context: as in `PatchMoE`.
         expert_norm: as in `PatchMoE`.
         combine: as in `PatchMoE`; ``"sum"`` gives every expert all of the filters, E times as many parameters.
-        init: ``"scratch"``: fresh weights; ``"upcycle"``: the convolution's own, with the gates of `EvenChoice`,
-            which make up on an expert's patches for what is missing elsewhere. With ``gate="one"`` and L = N
-            the converted model computes exactly what the original did. With L < N it starts near it, nearer
-            once BatchNorm has met the new maps (``torch.optim.swa_utils.update_bn``); then train on.
-        seed: of fresh weights, routers included; every layer has random numbers of its own.
-        input_size: of the images, one side or (C, H, W), for a trial run before and after. What is
-            ``"auto"`` or None above needs it. A model of timm brings its own along; say yours if it differs.
+        init: ``"scratch"``: new random weights; ``"upcycle"``: the weights of the convolution, with the gates of
+            `RescaledExpertChoice`, which preserve the mean output. With ``gate="one"`` and L = N the converted model
+            computes exactly what the original did. With L < N it is an approximation, which improves once BatchNorm
+            statistics are updated (``torch.optim.swa_utils.update_bn``); then fine-tune it.
+        seed: seed of new weights, those of routers included; every layer has its own random numbers.
+        input_size: height and width of the images, or (C, H, W), for a forward pass before and after the conversion.
+            Required for ``patch_size="auto"`` and ``patches_per_expert=None``. Models of timm know their own size.
 
     >>> import torch
     >>> from moesaic.models import ResNet18
@@ -87,11 +87,11 @@ def convert(
     check_choice("convert", "init", init, get_args(Init))
     if init == "upcycle" and expert_norm:
         raise ValueError(
-            "convert: expert_norm=True puts BatchNorm and ReLU in front of filters that were learned without them; "
+            "convert: expert_norm=True puts BatchNorm and ReLU before filters that were trained without them; "
             "use init='scratch', or expert_norm=False to upcycle"
         )
     shape = input_shape(model, input_size)
-    maps = None if shape is None else _try(model, shape, "does not run")
+    maps = None if shape is None else _trace(model, shape, "does not run")
     records: list[dict[str, Any]] = []
     made: dict[str, tuple[nn.Module, nn.Module]] = {}
     for name, old in find_layers(model, layer, maps).items():
@@ -113,7 +113,7 @@ def convert(
     _swap(model, {name: new for name, (_, new) in made.items()})
     if shape is not None:
         try:
-            _try(model, shape, f"no longer runs with {', '.join(map(repr, made))} converted")
+            _trace(model, shape, f"no longer runs with {', '.join(map(repr, made))} converted")
         except BaseException:
             _swap(model, {name: old for name, (old, _) in made.items()})
             raise
@@ -121,17 +121,17 @@ def convert(
     return model
 
 
-def conversions_of(model: nn.Module) -> tuple[dict[str, Any], ...]:
-    """What `convert` did to a model: JSON-able arguments that do it again to one freshly built.
+def applied_conversions(model: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Returns the conversions of a model as arguments of `convert` in plain JSON, to repeat them on a new model.
 
-    Names of layers are exact, patch sizes and counts are numbers.
+    Layers are given by their names, patch sizes and counts by numbers.
 
     >>> from torch import nn
     >>> model = convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), "0", experts=4, input_size=16)
-    >>> (done,) = conversions_of(model)
-    >>> done["layer"], done["patch_size"], done["patches_per_expert"]
+    >>> (conversion,) = applied_conversions(model)
+    >>> conversion["layer"], conversion["patch_size"], conversion["patches_per_expert"]
     ('0', 4, 4)
-    >>> again = convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), **done)
+    >>> again = convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), **conversion)
     """
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     return tuple(
@@ -141,15 +141,15 @@ def conversions_of(model: nn.Module) -> tuple[dict[str, Any], ...]:
     )
 
 
-class EvenChoice(ExpertChoice):
-    """Expert choice whose gates average 1 over the map: for filters that were learned without gates.
+class RescaledExpertChoice(ExpertChoice):
+    """Expert choice with gates rescaled to a mean of 1 over the map, for filters that were trained without gates.
 
-    As long as all patches score alike, each of an expert's L patches has the gate N / L, whichever ``gate`` it
-    is, and so the mean over the map of what the filters answer stays about what it was. Where experts are
-    ``summed``, the gates of all of them together average 1.
+    While all patches have equal scores, each of an expert's L patches has the gate N / L, for every kind of ``gate``,
+    which preserves the mean output of the filters over the map. If the experts are ``summed``, the sum of their gates
+    has a mean of 1.
 
     >>> import torch
-    >>> router = EvenChoice(3, experts=4, patches_per_expert=2)
+    >>> router = RescaledExpertChoice(3, experts=4, patches_per_expert=2)
     >>> router(torch.zeros(1, 3, 4, 4)).gate[0, 0].tolist()  # two of 16 patches
     [8.0, 8.0]
     """
@@ -167,7 +167,7 @@ class EvenChoice(ExpertChoice):
 
 
 class ChannelsLastPatchMoE(PatchMoE):
-    """A ``PatchMoE`` over maps (B, H, W, C), in the place of a linear layer.
+    """A ``PatchMoE`` on maps (B, H, W, C), which replaces a linear layer.
 
     >>> import torch
     >>> ChannelsLastPatchMoE(8, 16, experts=4, patches_per_expert=2)(torch.zeros(1, 4, 4, 8)).shape
@@ -196,10 +196,10 @@ def _replacement(name: str, old: nn.Conv2d | nn.Linear, options: dict[str, Any],
             f"convert: {name!r} has {O} output channels, which {E} experts cannot share under combine='concat'; "
             f"use {_either(sorted(near))} experts, or combine='sum'"
         )
-    with torch.random.fork_rng(devices=[]):  # the weights come from a generator of their own
+    with torch.random.fork_rng(devices=[]):  # new weights come from a separate generator
         router = None
         if init == "upcycle":
-            router = EvenChoice(
+            router = RescaledExpertChoice(
                 C,
                 E,
                 options["patches_per_expert"],
@@ -216,30 +216,30 @@ def _replacement(name: str, old: nn.Conv2d | nn.Linear, options: dict[str, Any],
     new.router.reset_parameters(generator)
     new.to(old.weight.device, old.weight.dtype).train(old.training)
     if init == "upcycle":
-        _take_over(old, new.experts, options)
+        _copy_weights(old, new.experts, options)
     return new
 
 
-def _take_over(old: nn.Conv2d | nn.Linear, experts: ConvExperts, options: dict[str, Any]) -> None:
-    """The layer's own filters: each expert's share of them, or all of them for each."""
+def _copy_weights(old: nn.Conv2d | nn.Linear, experts: ConvExperts, options: dict[str, Any]) -> None:
+    """Copies the layer's filters: to each expert its part of them, or all of them under ``combine="sum"``."""
     summed = options["combine"] == "sum"
     bias = old.bias
     if bias is not None and summed and options["gate_on"] == "input":
-        bias = bias / len(experts)  # behind gated inputs it has no gate: of the sum each expert gives a part
+        bias = bias / len(experts)  # gates on the input do not scale the bias, so that each expert gets a part of it
 
-    def deal(whole: Tensor, own: Tensor) -> None:
-        own.copy_(whole.expand_as(own) if summed else whole.reshape(own.shape))
+    def copy(source: Tensor, target: Tensor) -> None:
+        target.copy_(source.expand_as(target) if summed else source.reshape(target.shape))
 
     with torch.no_grad():
-        deal(old.weight.reshape(old.weight.shape[0], *experts.weight.shape[2:]), experts.weight)
+        copy(old.weight.reshape(old.weight.shape[0], *experts.weight.shape[2:]), experts.weight)
         if bias is not None and experts.bias is not None:
-            deal(bias, experts.bias)
+            copy(bias, experts.bias)
 
 
 def _patches(
-    name: str, experts: int, patch_size: int | Literal["auto"], patches_per_expert: int | None, maps: Maps | None
+    name: str, experts: int, patch_size: int | Literal["auto"], patches_per_expert: int | None, maps: MapSizes | None
 ) -> tuple[int, int]:
-    """Patch size and count, checked against the maps that the layer sees."""
+    """Returns patch size and patches per expert, checked against the sizes of the layer's maps."""
     if maps is None:
         missing = [
             option
@@ -248,31 +248,31 @@ def _patches(
         ]
         if missing:
             raise ValueError(
-                f"convert: {' and '.join(missing)} of {name!r} hang{'s' * (len(missing) == 1)} on the size of the maps "
-                f"it sees; give input_size, the side of your images, or {' and '.join(missing)}"
+                f"convert: {' and '.join(missing)} of {name!r} depend{'s' * (len(missing) == 1)} on the size of its "
+                f"maps; give input_size, the side of your images, or {' and '.join(missing)}"
             )
-    seen = [] if maps is None else list(dict.fromkeys(maps[name]))
-    common = math.gcd(*(side for size in seen for side in size))  # 0 where none was seen
+    sizes = [] if maps is None else list(dict.fromkeys(maps[name]))
+    common = math.gcd(*(side for size in sizes for side in size))  # 0 if no sizes are known
     divisors = [d for d in range(1, common + 1) if common % d == 0]
     if patch_size == "auto":
-        area = sum(math.log2(H * W) for H, W in seen) / len(seen)
+        area = sum(math.log2(H * W) for H, W in sizes) / len(sizes)
         p = min(divisors, key=lambda d: (abs(area - 2 * math.log2(d) - 5), -d))
     else:
         check_positive("convert", patch_size=patch_size)
         p = patch_size
-    for H, W in seen:
+    for H, W in sizes:
         if H % p or W % p:
             raise ValueError(
-                f"convert: {name!r} sees a {H}×{W} map, which {p}×{p} patches do not divide; "
+                f"convert: {name!r} runs on a {H}×{W} map, which {p}×{p} patches do not divide; "
                 f"use patch_size={_either(divisors)}, or patch_size='auto'"
             )
-    fewest = min((H * W // p**2 for H, W in seen), default=None)
+    fewest = min((H * W // p**2 for H, W in sizes), default=None)
     if patches_per_expert is None:
         assert fewest is not None
         return p, max(1, fewest // experts)
     check_positive("convert", patches_per_expert=patches_per_expert)
     if fewest is not None and patches_per_expert > fewest:
-        smallest = "×".join(map(str, min(seen)))
+        smallest = "×".join(map(str, min(sizes)))
         raise ValueError(
             f"convert: patches_per_expert={patches_per_expert}, but the {smallest} map of {name!r} has only {fewest} "
             f"patches of {p}×{p}; take at most {fewest}, a smaller patch_size, or larger images"
@@ -280,13 +280,13 @@ def _patches(
     return p, patches_per_expert
 
 
-def _try(model: nn.Module, shape: tuple[int, int, int], complaint: str) -> Maps:
+def _trace(model: nn.Module, shape: tuple[int, int, int], failure: str) -> MapSizes:
     try:
-        return trial(model, shape)
+        return trace_map_sizes(model, shape)
     except Exception as error:
         size = "×".join(map(str, shape))
         why = str(error).strip() or type(error).__name__
-        raise ValueError(f"convert: {type(model).__name__} {complaint} on an image of {size}: {why}") from error
+        raise ValueError(f"convert: {type(model).__name__} {failure} on an image of {size}: {why}") from error
 
 
 def _swap(model: nn.Module, layers: dict[str, nn.Module]) -> None:

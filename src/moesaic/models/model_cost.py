@@ -1,14 +1,12 @@
-"""Parameters and multiply-adds of a network for one image, and the share of them that is routed.
+"""Parameters and multiply-adds (MACs) of a network for one image, and the part of them that is routed.
 
-Counted are the products of convolutions, linear layers and routed layers, as they run on one image.
-Not counted, because they are small beside these or no module runs them: normalisation, activations,
-pooling, additions and biases; the gathering of patches; products inside functions, such as those of
-attention. BatchNorm of the experts adds a map per expert and step that batch-mates share: not counted.
+Counted: convolutions, linear layers and routed layers, as they run on one image. Not counted: normalisation,
+activations, pooling, additions and biases; the gather of patches; matmuls in functions rather than modules, such as
+those of attention.
 
-A routed layer has two prices. Executed sparsely, as the `torch` backend does it, experts work on what
-they were given, and the router's scores come on top. Executed densely, every expert works on everything
-and nobody routes: the price of the layer that it replaces. Of convolutions whose channels are gated the
-first is active_in × active_out of the second, and gates and the embedding that they are made of come on top.
+A routed layer has two costs. Sparse MACs, as executed by the `torch` backend: each expert on its own units, plus the
+router's scores. Dense MACs: every expert on every unit, without a router, which is the cost of the layer it replaces.
+For a convolution with gated channels, sparse MACs are open inputs × open outputs, plus the gates and their embedding.
 """
 
 from __future__ import annotations
@@ -40,30 +38,30 @@ _COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROU
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer of a network, for one image."""
+    """Cost of one layer, for one image."""
 
     name: str
     kind: str
-    """Its class."""
+    """Class name of the layer."""
     parameters: int
-    """Zero where an earlier layer shares them."""
+    """0 for parameters that an earlier layer shares."""
     macs: int
-    """Multiply-adds as executed: sparsely where the layer is routed."""
+    """Multiply-adds as executed, sparsely if the layer is routed."""
     dense_macs: int
-    """Multiply-adds if every expert did everything and nobody routed; of a plain layer the same as ``macs``."""
+    """Multiply-adds with every expert on every unit and no router; equal to ``macs`` if the layer is not routed."""
     routed: bool = False
 
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a network costs; `str` of it is a table."""
+    """Cost of a network for one image; ``print`` shows a table."""
 
     layers: tuple[LayerCost, ...]
-    """In the order in which they first ran. An expert of a list has a row, with its share of the samples."""
+    """In order of their first run. Every expert of a list has an entry, for its part of the samples."""
     parameters: int
-    """All of the network's, those of normalisation included."""
+    """All parameters of the network, normalisation included."""
     routed_parameters: int
-    """Of its routed layers: experts, routers, and what routers read."""
+    """Parameters of routed layers: experts, routers, and the embedding that gates read."""
 
     @property
     def macs(self) -> int:
@@ -72,7 +70,7 @@ class ModelCost:
 
     @property
     def dense_macs(self) -> int:
-        """Multiply-adds of one image if routed layers were executed densely."""
+        """Multiply-adds of one image with routed layers executed densely."""
         return sum(layer.dense_macs for layer in self.layers)
 
     @property
@@ -87,11 +85,11 @@ class ModelCost:
 
     @property
     def routed_share(self) -> float:
-        """The mixture's share of the multiply-adds that a dense execution takes: what routing can save at most."""
+        """Fraction of the dense multiply-adds in routed layers: the most that routing can save."""
         return self.routed_dense_macs / self.dense_macs if self.dense_macs else 0.0
 
     def table(self) -> str:
-        """A row for each layer, the routed ones marked, and the sums."""
+        """Returns a table with a row per layer, the totals, and those of the routed layers."""
         rows = [("layer", "kind", "parameters", "multiply-adds", "of dense")]
         rows += [_row(layer.name or "(itself)", layer.kind, layer.parameters, layer) for layer in self.layers]
         rows.append(_row("all", "", self.parameters, self))
@@ -112,12 +110,12 @@ class ModelCost:
 
 
 def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
-    """Count a network by running it on one image (C, H, W), in eval mode and on the device it is on.
+    """Counts parameters and multiply-adds by running a network on one image (C, H, W), in eval mode on its own device.
 
-    Nothing of the model changes, and one on the meta device is counted without computing anything. Where
-    the choice of a router depends on the image (``ChannelGate``, ``TokenChoice`` with a capacity), the image is a
-    random one, the same in each call; on the meta device every gate is open that may be. Samples are taken to go to all
-    experts of a ``SampleMoE`` equally often.
+    The model is not changed; a model on the meta device is counted without computing. The image is random, the same in
+    every call, which matters for routers whose load depends on the image (``ChannelGate``, ``TokenChoice`` with a
+    capacity); on the meta device all gates are open. Samples count as evenly distributed over the experts of a
+    ``SampleMoE``.
 
     >>> import torch, moesaic
     >>> from torch import nn
@@ -131,9 +129,9 @@ def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
     routed                 5 664        163 840    13.9 %
     """
     if len(shape) != 3:
-        raise ValueError(f"count_macs: shape={shape} is not that of an image; give (C, H, W), such as (3, 64, 64)")
+        raise ValueError(f"count_macs: shape={shape} is not an image shape; give (C, H, W), such as (3, 64, 64)")
     check_positive("count_macs", C=shape[0], H=shape[1], W=shape[2])
-    model = getattr(model, "_orig_mod", model)  # of a compiled one
+    model = getattr(model, "_orig_mod", model)  # unwrap a compiled model
     like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
     image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
     with eval_mode(model), torch.no_grad():
@@ -152,26 +150,27 @@ def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
 
 
 def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) -> list[LayerCost]:
-    """The rows of a module's layers, as they run on ``x``."""
+    """Runs a module on ``x`` and returns the cost of its layers."""
     rows: dict[str, LayerCost] = {}
     seen = set() if seen is None else seen
 
-    def listen(where: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
-        def add(layer: nn.Module, given: tuple[Any, ...], named: dict[str, Any], result: Any) -> None:
-            x = next(iter((*given, *named.values())))
+    def count_layer(where: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            x = next(iter((*args, *kwargs.values())))
             if isinstance(layer, ChannelMoE):
-                gates = _gates(layer, *given[1:], **{name: gate for name, gate in named.items() if name != "x"})
-                found = [_channel_row(where, layer, x, *gates, _fresh(layer, seen))]
+                gates = _gates(layer, *args[1:], **{name: gate for name, gate in kwargs.items() if name != "x"})
+                found = [_channel_row(where, layer, x, *gates, _new_parameters(layer, seen))]
             else:
-                found = _rows(where, layer, x, result, seen)
+                found = _rows(where, layer, x, output, seen)
             for row in found:
-                before = rows.get(row.name)
-                rows[row.name] = row if before is None else _again(before, row)
+                previous = rows.get(row.name)
+                rows[row.name] = row if previous is None else _add_run(previous, row)
 
-        return add
+        return hook
 
     hooks = [
-        layer.register_forward_hook(listen(where), with_kwargs=True) for where, layer in _outermost(name, module, set())
+        layer.register_forward_hook(count_layer(where), with_kwargs=True)
+        for where, layer in _outermost(name, module, set())
     ]
     try:
         module(x)
@@ -181,21 +180,21 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
     return list(rows.values())
 
 
-def _again(before: LayerCost, row: LayerCost) -> LayerCost:
-    """A layer that ran more than once."""
-    return replace(before, macs=before.macs + row.macs, dense_macs=before.dense_macs + row.dense_macs)
+def _add_run(total: LayerCost, run: LayerCost) -> LayerCost:
+    """Adds another run of the same layer."""
+    return replace(total, macs=total.macs + run.macs, dense_macs=total.dense_macs + run.dense_macs)
 
 
 def _outermost(name: str, module: nn.Module, seen: set[int]) -> Generator[tuple[str, nn.Module]]:
-    """The counted layers of a module that lie in no other, each once."""
+    """Yields the counted layers of a module that are in no other counted layer, each once."""
     if id(module) in seen:
         return
     seen.add(id(module))
     if isinstance(module, _COUNTED):
         yield name, module
         return
-    for below, child in cast("Iterable[tuple[str, nn.Module]]", module.named_children()):
-        yield from _outermost(f"{name}.{below}".lstrip("."), child, seen)
+    for child_name, child in cast("Iterable[tuple[str, nn.Module]]", module.named_children()):
+        yield from _outermost(f"{name}.{child_name}".lstrip("."), child, seen)
 
 
 def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> list[LayerCost]:
@@ -207,14 +206,14 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
         rows = _run(f"{name}.body".lstrip("."), layer.body, x, seen)
         rows += _run(f"{name}.head".lstrip("."), layer.head, embedding, seen)
         return [replace(row, dense_macs=0, routed=True) for row in rows]
-    parameters = _fresh(layer, seen)
+    parameters = _new_parameters(layer, seen)
     if isinstance(layer, PatchMoE):
         return [_patch_row(name, layer, x, parameters)]
     if isinstance(layer, ChannelGate):
         return [LayerCost(name, kind, parameters, x.shape[0] * layer.weight.numel(), 0, True)]
     if isinstance(layer, ConsumerConv):
         each = y.numel() * layer.weight[0].numel() // layer.in_channels
-        active = _active(layer.gate_in(), layer.in_channels, layer.block_in)
+        active = _open_channel_count(layer.gate_in(), layer.in_channels, layer.block_in)
         return [LayerCost(name, kind, parameters, each * active, each * layer.in_channels, True)]
     if isinstance(layer, _CONVOLUTIONS):
         macs = y.numel() * layer.weight[0].numel()
@@ -224,23 +223,23 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
         macs = y.numel() * layer.in_features
     elif isinstance(layer, Router):
         macs = layer.weight.numel() * x.shape[0] * x.shape[2] * x.shape[3] // layer.patch_size**2
-    else:  # a sample's patches are added first
+    else:  # a sample's patches are summed first
         assert isinstance(layer, SampleRouter)
         macs = x.shape[0] * layer.weight.numel()
     return [LayerCost(name, kind, parameters, macs, macs)]
 
 
-def _fresh(layer: nn.Module, seen: set[int]) -> int:
-    """How many parameters a layer has that no layer before it had."""
-    fresh = [weight for weight in layer.parameters() if id(weight) not in seen]
-    seen.update(id(weight) for weight in fresh)
-    return sum(weight.numel() for weight in fresh)
+def _new_parameters(layer: nn.Module, seen: set[int]) -> int:
+    """Number of parameters of a layer that no earlier layer has."""
+    new = [weight for weight in layer.parameters() if id(weight) not in seen]
+    seen.update(id(weight) for weight in new)
+    return sum(weight.numel() for weight in new)
 
 
 def _gates(
     layer: ChannelMoE, gate_out: Routing | None = None, gate_in: Routing | None = None
 ) -> tuple[Routing, Routing | None]:
-    """The gates that the layer ran with: as given, or as it found them."""
+    """The gates that a layer ran with: its arguments, or those of its `GatedConv`."""
     if gate_out is None:
         assert isinstance(layer, GatedConv)
         return layer.gates()
@@ -252,14 +251,14 @@ def _channel_row(
 ) -> LayerCost:
     rows, columns = layer.map_size(x.shape[2], x.shape[3])
     pair = rows * columns * layer.kernel_size**2
-    outs = _active(gate_out, layer.out_channels, layer.block)
-    ins = layer.in_channels if gate_in is None else _active(gate_in, layer.in_channels, layer.block_in)
+    outs = _open_channel_count(gate_out, layer.out_channels, layer.block)
+    ins = layer.in_channels if gate_in is None else _open_channel_count(gate_in, layer.in_channels, layer.block_in)
     dense = pair * layer.in_channels * layer.out_channels
     return LayerCost(name, type(layer).__name__, parameters, pair * ins * outs, dense, True)
 
 
-def _active(routing: Routing, channels: int, block: int) -> int:
-    """How many channels are open for one image."""
+def _open_channel_count(routing: Routing, channels: int, block: int) -> int:
+    """Number of open channels for one image."""
     if not routing.gate.is_meta:
         return int(open_channels(routing, channels, block).sum())
     return min(routing.gate.shape[2] * block, channels)
@@ -267,14 +266,14 @@ def _active(routing: Routing, channels: int, block: int) -> int:
 
 def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCost:
     routing, experts = layer.route(x), layer.experts
-    pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, wherever their channels are
+    pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, whatever their memory format
     dense = pixels * _pixel_macs(experts)
     if isinstance(layer.router, Router):
         router = routing.batch * routing.units * layer.router.weight.numel()
     else:
         router = sum(row.macs for row in _run("", layer.router, x))
     places = routing.batch * routing.units * routing.experts
-    if routing.dispatch is not None:  # slots in place of patches, mixed from all of them and back
+    if routing.dispatch is not None:  # slots in place of patches, with dispatch and combine over all patches
         slots = routing.experts * routing.dispatch.shape[3]
         mixing = slots * pixels * (layer.in_channels + experts.out_channels)
         macs = dense * slots * routing.batch // places + mixing
@@ -285,12 +284,13 @@ def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerC
 
 
 def _pixel_macs(experts: Experts) -> int:
-    """What all experts together cost at a pixel."""
+    """Multiply-adds of all experts for one pixel."""
     if isinstance(experts, ConvExperts):
         return experts.weight.numel()
     if isinstance(experts, MLPExperts):
         return experts.weight_in.numel() + experts.weight_out.numel()
-    matrices = [weight for weight in experts.parameters() if weight.ndim > 2]  # (E, O, C, …), as far as one can know
+    # a guess for custom experts: weights (E, O, C, …)
+    matrices = [weight for weight in experts.parameters() if weight.ndim > 2]
     return sum(weight.numel() for weight in matrices)
 
 
@@ -310,12 +310,12 @@ def _sample_rows(name: str, layer: SampleMoE, x: Tensor, seen: set[int]) -> list
 
 
 def _stacked_macs(experts: nn.Module, x: Tensor) -> int:
-    """What all stacked experts together cost on samples."""
+    """Multiply-adds of all stacked experts on samples."""
     if isinstance(experts, LinearExperts):
         return experts.weight.numel() * x.shape[0]
     if isinstance(experts, PatchNetExperts):
         E, _, D = experts.weight.shape
-        if experts.activation == "identity":  # patches and filters are added first
+        if experts.activation == "identity":  # patches and filters are summed first
             return E * experts.outputs * D * x.shape[0]
         return experts.weight.numel() * x.shape[:-1].numel()
     if isinstance(experts, MLPExperts):
@@ -325,7 +325,7 @@ def _stacked_macs(experts: nn.Module, x: Tensor) -> int:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Generator[None]:
-    """Eval mode inside the block, and every module's own mode again behind it."""
+    """Puts a model in eval mode inside the block, and restores the mode of every module afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -1,4 +1,4 @@
-"""Networks by name, and how a network was made, as plain JSON."""
+"""Registry of networks by name, and model specifications in plain JSON."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from moesaic.routing.channel_gate import ChannelMode
 
 __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 
-_TIMM = "timm/"
-_WIDE = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
-_LISTED_WIDE = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
+_TIMM_PREFIX = "timm/"
+_WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
+_LISTED_WIDE_RESNETS = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
 
 
 def _resnet(depth: int) -> Callable[..., nn.Module]:
@@ -73,7 +73,7 @@ def _deepmoe(backbone: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     return network
 
 
-_OTHERS: Mapping[str, Callable[..., nn.Module]] = {
+_NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "cifar_cnn": SmallCNN,
     "cifar_mobilenetv2": MobileNetV2,
     "cifar_resnet18": ResNet18,
@@ -87,19 +87,19 @@ _OTHERS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def list_models(pattern: str = "*") -> list[str]:
-    """The names that `create_model` knows, or those that match a pattern.
+    """Returns the names of the registered networks that match a pattern.
 
-    Wide residual networks exist for every depth 6n + 4 and every widening factor; the usual ones are listed.
+    Wide residual networks exist for every depth 6n + 4 and every widening factor; the common ones are listed.
 
     >>> list_models("wrn10*_pmoe")
     ['wrn10_10_pmoe', 'wrn10_1_pmoe', 'wrn10_2_pmoe', 'wrn10_4_pmoe']
     """
-    wide = (f"{name}{kind}" for name in _LISTED_WIDE for kind in ("", "_pmoe"))
-    return sorted(name for name in (*wide, *_OTHERS) if fnmatchcase(name, pattern))
+    wide = (f"{name}{kind}" for name in _LISTED_WIDE_RESNETS for kind in ("", "_pmoe"))
+    return sorted(name for name in (*wide, *_NETWORKS) if fnmatchcase(name, pattern))
 
 
 def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
-    """A network by name, freshly initialised from torch's generator.
+    """Creates a network by name, initialised from torch's default generator.
 
     ``wrn10_10`` is a wide residual network of depth 10 and widening factor 10, ``wrn10_10_pmoe`` the same with a
     pMoE layer for its last convolution; both take ``fidelity="best"``, ``"released"`` or ``"print"``, and the
@@ -115,41 +115,41 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
     (4, 16)
     """
     check_positive("create_model", num_classes=num_classes)
-    if name.startswith(_TIMM):
+    if name.startswith(_TIMM_PREFIX):
         from moesaic.models.timm_registry import timm_model
 
-        return timm_model(name.removeprefix(_TIMM), num_classes, **options)
+        return timm_model(name.removeprefix(_TIMM_PREFIX), num_classes, **options)
     known = model_options(name)
     for option in options:
         if not known:
-            raise TypeError(f"create_model: {name} takes no options but num_classes, got {option}={options[option]!r}")
+            raise TypeError(f"create_model: {name} takes no option but num_classes, got {option}={options[option]!r}")
         if option not in known:
             raise TypeError(f"create_model: {name} has no option {option!r}; it takes {', '.join(known)}")
-    return _maker(name)(num_classes=num_classes, **options)
+    return _constructor(name)(num_classes=num_classes, **options)
 
 
 def model_options(name: str) -> tuple[str, ...]:
-    """The options that `create_model` takes for a network, beside ``num_classes``; of timm's networks, ours alone.
+    """Returns the options that `create_model` takes for a network besides ``num_classes``; for timm's, only our own.
 
     >>> model_options("resnet18")
     ('image_size', 'in_channels', 'width')
     """
-    if name.startswith(_TIMM):
+    if name.startswith(_TIMM_PREFIX):
         return ("in_channels", "image_size")
-    parameters = inspect.signature(_maker(name)).parameters.values()
+    parameters = inspect.signature(_constructor(name)).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "num_classes")
 
 
-def _maker(name: str) -> Callable[..., nn.Module]:
-    wide = _WIDE.fullmatch(name)
+def _constructor(name: str) -> Callable[..., nn.Module]:
+    wide = _WIDE_RESNET_NAME.fullmatch(name)
     if wide is None:
-        return _OTHERS[check_choice("create_model", "name", name, list_models())]
+        return _NETWORKS[check_choice("create_model", "name", name, list_models())]
     return partial(WideResNetPMoE if wide[3] else WideResNet, int(wide[1]), int(wide[2]))
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How a network was made: what a checkpoint keeps, so that the network can be made again.
+    """Specification of a network, as stored in checkpoints, from which it can be built again.
 
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 3})
     >>> ModelSpec.from_json(spec.to_json()) == spec
@@ -160,12 +160,12 @@ class ModelSpec:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """What `create_model` takes besides the name; plain JSON."""
+    """Arguments of `create_model` besides the name; plain JSON."""
     conversions: tuple[Mapping[str, Any], ...] = ()
-    """What `convert` takes besides the model, once for each time it was called; plain JSON."""
+    """Arguments of each call of `convert` besides the model; plain JSON."""
 
     def build(self) -> nn.Module:
-        """The network, freshly initialised from torch's generator."""
+        """Builds the network, initialised from torch's default generator."""
         model = create_model(self.name, **self.arguments)
         if self.conversions:
             from moesaic.models.convert import convert
@@ -175,15 +175,15 @@ class ModelSpec:
         return model
 
     def without_weights(self) -> ModelSpec:
-        """The same network, but for weights that timm would fetch for it: for whom has weights of their own."""
+        """Returns the specification without timm's pretrained weights, for networks whose weights are loaded later."""
         return replace(self, arguments={name: value for name, value in self.arguments.items() if name != "pretrained"})
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON."""
+        """Returns the specification as plain JSON."""
         conversions = [dict(conversion) for conversion in self.conversions]
         return {"name": self.name, "arguments": dict(self.arguments), "conversions": conversions}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ModelSpec:
-        """From what `to_json` gave."""
+        """Creates a specification from the result of `to_json`."""
         return cls(content["name"], dict(content["arguments"]), tuple(dict(each) for each in content["conversions"]))

@@ -1,7 +1,7 @@
-"""timm's networks here, and ours in timm's registry, where timm is installed.
+"""timm's networks in `create_model`, and our networks in timm's registry.
 
-``import moesaic`` never imports timm, which takes seconds. `register_with_timm` puts our names into its
-registry, so that ``timm.create_model("wrn10_10_pmoe")`` and timm's own training script find them.
+``import moesaic`` never imports timm, which takes seconds. `register_with_timm` adds our names to timm's registry, so
+that ``timm.create_model("wrn10_10_pmoe")`` and timm's training script find them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from moesaic.models.registry import create_model, list_models, model_options
 
 __all__ = ["register_with_timm", "timm_model"]
 
-_OF_WEIGHTS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
-_MAY_BE_OFF = ("drop_rate", "drop_path_rate")
-"""What timm's training script always says; our networks have neither, so that 0 is all they can take."""
+_WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
+_DROP_OPTIONS = ("drop_rate", "drop_path_rate")
+"""Options that timm's training script always passes; our networks have neither and accept only 0."""
 
 
 def timm_model(
     name: str, num_classes: int, *, in_channels: int = 3, image_size: int | None = None, **options: Any
 ) -> nn.Module:
-    """The network that timm has of that name, as `create_model` gives it for ``"timm/<name>"``.
+    """Creates a network of timm; `create_model` calls it for ``"timm/<name>"``.
 
-    ``image_size`` is what the network is built for where it must know (vision transformers), and what
-    `convert` takes its trial images to be; ``pretrained=True`` and all other options are timm's.
+    ``image_size`` is passed to networks with a fixed input size (vision transformers), and is the input size that
+    `convert` reads; ``pretrained=True`` and all other options are timm's.
     """
     timm = _timm("create_model")
     if not timm.is_model(name):
@@ -42,12 +42,12 @@ def timm_model(
     try:
         model: Any = timm.create_model(name, num_classes=num_classes, in_chans=in_channels, **options)
     except TypeError as error:
-        strange = next((option for option in options if f"'{option}'" in str(error)), None)
-        if strange is None:
+        unknown = next((option for option in options if f"'{option}'" in str(error)), None)
+        if unknown is None:
             raise
         raise TypeError(
-            f"create_model: timm's {name} has no option {strange!r}, got {strange}={options[strange]!r}; leave it out "
-            "(to make a mixture of one of its convolutions, use convert)"
+            f"create_model: timm's {name} has no option {unknown!r}, got {unknown}={options[unknown]!r}; leave it out "
+            "(to turn one of its convolutions into a mixture, use convert)"
         ) from error
     if image_size is not None and isinstance(getattr(model, "pretrained_cfg", None), dict):
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (in_channels, image_size, image_size)}
@@ -55,11 +55,10 @@ def timm_model(
 
 
 def register_with_timm() -> tuple[str, ...]:
-    """Make the networks of `list_models` known to timm by the same names, and return those names.
+    """Registers the networks of `list_models` with timm under the same names, and returns the names.
 
-    Where moesaic is imported after timm, this has happened already. A name that timm uses itself stays
-    timm's. The networks take timm's ``num_classes``, ``in_chans`` and ``img_size`` beside our options; there
-    are no pretrained weights.
+    ``import moesaic`` does it if timm is already imported. Names that timm already uses remain timm's. The networks
+    take timm's ``num_classes``, ``in_chans`` and ``img_size`` besides our options; they have no pretrained weights.
 
     >>> import timm, moesaic  # doctest: +SKIP
     >>> names = moesaic.register_with_timm()  # doctest: +SKIP
@@ -68,7 +67,7 @@ def register_with_timm() -> tuple[str, ...]:
     timm = _timm("register_with_timm")
     for name in list_models():
         if not timm.is_model(name):
-            # a member of this module, as timm has it of the modules whose names it lists
+            # timm expects an entry point to be a member of its module
             globals()[name] = _entry_point(name)
             timm.models.register_model(globals()[name])
     return tuple(name for name in list_models() if getattr(timm.model_entrypoint(name), "__module__", "") == __name__)
@@ -83,14 +82,14 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         options = {
             option: value
             for option, value in options.items()
-            if option not in _OF_WEIGHTS and (value or option not in _MAY_BE_OFF)
+            if option not in _WEIGHT_OPTIONS and (value or option not in _DROP_OPTIONS)
         }
         if in_chans != 3:
             options["in_channels"] = in_chans
-        if "image_size" in model_options(name):  # the others take images of any size
+        if "image_size" in model_options(name):  # other networks take images of any size
             options["image_size"] = img_size
         model: Any = create_model(name, num_classes=num_classes, **options)
-        # where timm's scripts look up which images a network takes
+        # timm's scripts read the input size from it
         model.pretrained_cfg = model.default_cfg = {
             "architecture": name,
             "num_classes": num_classes,

@@ -1,10 +1,10 @@
-"""How wide the thirteen convolutions of VGG-16 are, and of its four widenings in Wang et al. 2019 (DeepMoE).
+"""Channels of the thirteen convolutions of VGG-16, and of four wider versions from Wang et al. 2019 (DeepMoE).
 
-Table 1 of their supplement gives the channels of four ways to widen VGG-16: the top layer alone (W1-High), one in
-the middle (W1-Mid), the lowest four (W4-Low) or all (W13-All). The copy at hand has lost five cells. What the two
-complete columns have in common is the number of convolution weights, 24.16 and 24.18 million, 1.64 times VGG-16's:
-`reconstruct` solves for the lost cells with it. So the four are equal in weights and not in work: at 32×32 pixels
-W4-Low takes twelve times the multiply-adds of W1-High.
+Table 1 of the supplement widens VGG-16 in four ways: the top layer (W1-High), one in the middle (W1-Mid), the lowest
+four (W4-Low) or all (W13-All). Five cells of the table are missing in the available copy. The two complete columns have
+the same number of convolution weights, 24.16 and 24.18 million, 1.64 times VGG-16's; `reconstruct` solves for the
+missing cells under that constraint. The four are equal in weights but not in cost: at 32×32 pixels W4-Low has twelve
+times the multiply-adds of W1-High.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 VGG16_STAGES = (2, 2, 3, 3, 3)
-"""How many convolutions stand before each halving of the map."""
+"""Number of convolutions before each max-pooling."""
 VGG16_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
 """Channels of VGG-16's convolutions (Simonyan and Zisserman 2015, configuration D)."""
 
 _KERNEL = 9
 _GRAIN = 5
-"""Printed widths that are no powers of two (2990, 405, 615) are multiples of five, so solved ones are made such."""
+"""Widths in print that are not powers of two (2990, 405, 615) are multiples of five; solved widths are rounded so."""
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,21 @@ class Widening:
     """
 
     title: str
-    """As the paper calls it."""
+    """Name in the paper."""
     widths: tuple[int, ...]
     """Channels of Conv1 to Conv13."""
     widened: tuple[int, ...]
-    """Numbers of the convolutions that it widens, from 1."""
+    """Numbers of the widened convolutions, from 1."""
     reconstructed: tuple[int, ...] = ()
-    """Numbers of the convolutions, from 1, whose cell is lost and was solved for; the others are as printed."""
+    """Numbers of the convolutions, from 1, whose cell is missing in print; the others are as printed."""
 
     @property
     def conv_parameters(self) -> int:
-        """Weights of its convolutions, for images of three channels."""
+        """Number of convolution weights, for images of three channels."""
         return conv_parameters(self.widths)
 
     def conv_macs(self, image_size: int = 32) -> int:
-        """Multiply-adds of its convolutions for one image of three channels."""
+        """Multiply-adds of the convolutions for one image of three channels."""
         return conv_macs(self.widths, image_size)
 
 
@@ -76,7 +76,7 @@ WIDENINGS: Mapping[str, Widening] = MappingProxyType(
 
 
 def conv_parameters(widths: Sequence[int], in_channels: int = 3) -> int:
-    """Weights of a chain of 3×3 convolutions, without biases and BatchNorm.
+    """Number of weights of a sequence of 3×3 convolutions, without biases and BatchNorm.
 
     >>> conv_parameters(VGG16_WIDTHS)
     14710464
@@ -97,17 +97,15 @@ def conv_macs(widths: Sequence[int], image_size: int = 32, in_channels: int = 3)
 
 
 def solve_width(widths: Sequence[int | None], parameters: float, in_channels: int = 3) -> float:
-    """The width of the layers given as None, one for all of them, with which the chain has so many weights.
+    """Returns the common width of the layers given as None for which the network has ``parameters`` weights.
 
-    The number of weights is quadratic in that width, or linear where no two such layers follow each other.
+    The number of weights is quadratic in that width, or linear if no two such layers are adjacent.
 
     >>> round(solve_width([64, None, 128], conv_parameters([64, 96, 128])), 6)
     96.0
     """
     if None not in widths:
-        raise ValueError(
-            "solve_width: every width is given, which leaves nothing to solve; put None for the wanted ones"
-        )
+        raise ValueError("solve_width: every width is given; put None for the widths to solve for")
     check_positive(
         "solve_width", in_channels=in_channels, **{f"Conv{i}": w for i, w in enumerate(widths, 1) if w is not None}
     )
@@ -117,17 +115,17 @@ def solve_width(widths: Sequence[int | None], parameters: float, in_channels: in
     missing = parameters - none
     if missing <= 0:
         raise ValueError(
-            f"solve_width: the given layers have {none} weights among themselves, which leaves {missing:g} of "
-            f"parameters={parameters:g} for the others; ask for more than {none}"
+            f"solve_width: the given layers have {none} weights between them, which leaves {missing:g} of "
+            f"parameters={parameters:g} for the others; give parameters above {none}"
         )
     return 2 * missing / (slope + math.sqrt(slope**2 + 4 * square * missing))
 
 
 def reconstruct(name: str) -> tuple[int, ...]:
-    """The widths of a column of Table 1, with its lost cells derived anew.
+    """Returns the widths of a column of Table 1 with its missing cells derived.
 
-    A lost cell of a layer that the column does not widen is VGG-16's. The others get one width, the multiple of five
-    that comes nearest to as many weights as the complete columns have on average. Unrounded it is 2565.1 for Conv13 of
+    A missing cell of a layer that is not widened is VGG-16's. The others get one width, the multiple of five whose
+    number of weights is closest to the mean of the complete columns. Unrounded it is 2565.1 for Conv13 of
     W1-High (between 2562.5 and 2567.7 for one or the other column) and 614.3 for Conv3 and Conv4 of W4-Low (613.6 to
     615.0).
 

@@ -20,7 +20,7 @@ def test_networks_have_the_known_number_of_parameters_and_features(name, paramet
         assert torch.equal(network(x), network.head(features))
 
 
-def test_the_deep_ones_end_in_maps_of_4_by_4():
+def test_deep_networks_end_in_4_by_4_maps():
     for name in ("resnet18", "mobilenetv2"):
         x = torch.randn(1, 3, 32, 32)
         for layer in image_network(name, num_classes=2).eval().body[:-1]:
@@ -28,7 +28,7 @@ def test_the_deep_ones_end_in_maps_of_4_by_4():
         assert x.shape[2:] == (4, 4)
 
 
-def test_every_expert_has_weights_of_its_own_and_the_router_none_yet():
+def test_experts_have_different_weights_and_the_router_is_zero():
     mixture = image_mixture("cnn", num_classes=2, experts=3)
     first = [expert.head.weight for expert in mixture.experts.children()]
     assert len(first) == 3
@@ -37,12 +37,12 @@ def test_every_expert_has_weights_of_its_own_and_the_router_none_yet():
     assert mixture.router.weight.shape == (3, 3, 4, 4)
 
 
-def test_an_unknown_network_is_told_with_what_there_is():
+def test_unknown_names_are_refused_with_a_suggestion():
     assert set(IMAGE_NETWORKS) == {"cnn", "resnet18", "mobilenetv2"}
     with pytest.raises(ValueError, match=r"name='resnet' is unknown.*did you mean 'resnet18'"):
         image_network("resnet", 10)
 
 
-def test_no_classes_are_refused():
+def test_zero_classes_are_refused():
     with pytest.raises(ValueError, match="SmallCNN: num_classes=0"):
         image_network("cnn", 0)
