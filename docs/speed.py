@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moesaic.report.style import COLOURS, INK, STYLE
+from moesaic.report.style import COLOURS, INK, RC_PARAMS
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results"
@@ -446,7 +446,7 @@ def draw_roofline(content: Result) -> Any:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(RC_PARAMS):
         figure = Figure(figsize=(9, 4.1), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
         unit = Unit("TFLOP/s", 1e12) if content["device"] == "cuda" else Unit("GFLOP/s", 1e9)
@@ -544,7 +544,7 @@ def write_roofline(content: Result, stem: Path) -> list[Path]:
     figure = draw_roofline(content)
     paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
     stem.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": stem.name}):
+    with matplotlib.rc_context({**RC_PARAMS, "svg.hashsalt": stem.name}):
         figure.savefig(paths[0], dpi=150, metadata={"Software": None})
         figure.savefig(paths[1], metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
     return paths

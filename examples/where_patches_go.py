@@ -57,7 +57,7 @@ def train(model: nn.Module, mosaics: DigitMosaics, epochs: int) -> None:
 
 
 @torch.no_grad()
-def look(model: nn.Module, images: Tensor) -> tuple[Tensor, moesaic.Routing]:
+def collect_outputs(model: nn.Module, images: Tensor) -> tuple[Tensor, moesaic.Routing]:
     """What the model predicts for the images, and how it routed them."""
     model.eval()
     with moesaic.record_routing(model, keep="all") as records:
@@ -76,7 +76,7 @@ def multiply_adds(layer: nn.Module) -> int:
 def draw(model: nn.Module, mosaics: DigitMosaics, found: dict[str, float], taken: np.ndarray) -> Figure:
     """The first mosaic of each label with the experts' frames; beside them, what holds over all mosaics."""
     shown = [mosaics.labels.tolist().index(label) for label in (0, 1)]
-    predicted, routing = look(model, mosaics.images[shown])
+    predicted, routing = collect_outputs(model, mosaics.images[shown])
     figure = overlay(mosaics.images[shown], routing, titles=[f"label {i}, predicted {predicted[i]}" for i in (0, 1)])
 
     # Around the page of the overlay: savefig(bbox_inches="tight") makes room for it.
@@ -113,9 +113,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     torch.manual_seed(args.seed)
     model = build()
-    _, routing_untrained = look(model, test.images)
+    _, routing_untrained = collect_outputs(model, test.images)
     train(model, training, args.epochs)
-    predicted, routing = look(model, test.images)
+    predicted, routing = collect_outputs(model, test.images)
 
     accuracy = (predicted == test.labels).float().mean().item()
     untrained, trained = (agreement(r, test.discriminative) for r in (routing_untrained, routing))

@@ -51,13 +51,13 @@ def read(folder: Path) -> dict:
 
 def test_images_are_explained_beside_their_run(run: Path, pets: Path, capsys: pytest.CaptureFixture[str]):
     given = ["explain", str(run), str(pets), "--max-images", "2"]
-    assert Explain(run, (pets,), max_images=2, favourites=2).run(given) == 0
+    assert Explain(run, (pets,), max_images=2, top_patches=2).run(given) == 0
     printed = capsys.readouterr()
     page = run / "explanation" / "explanation.html"
     assert f"Page: {page}" in printed.out
     assert "notes.txt is not an image" in printed.err
     record = read(run / "explanation")
-    assert record["about"]["data"] == "30 of the 31 images given"
+    assert record["about"]["data"] == "30 of 31 input images"
     assert record["about"]["command"] == f"moesaic explain {run} {pets} --max-images 2"
     assert record["explanation"]["by"] == "label"
     assert record["explanation"]["class_images"] == [15, 15]
@@ -68,7 +68,7 @@ def test_images_are_explained_beside_their_run(run: Path, pets: Path, capsys: py
 
 def test_data_gives_the_statistics_and_images_are_shown(run: Path, pets: Path, tmp_path: Path):
     image = pets / "cat" / "03.png"
-    command = Explain(run, (image,), data=str(pets), cache_dir=tmp_path / "cache", out=tmp_path / "out", favourites=2)
+    command = Explain(run, (image,), data=str(pets), cache_dir=tmp_path / "cache", out=tmp_path / "out", top_patches=2)
     assert command.run([]) == 0
     record = read(tmp_path / "out")
     assert record["about"]["data"] == f"the 6 test images of {pets.name}"  # a fifth of each class
@@ -83,16 +83,16 @@ def test_images_that_the_network_may_have_been_trained_on_are_not_taken_for_test
     dataset = load_images(str(pets), size=16, cache_dir=cache)
     spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})
     save_network(tmp_path / "model.safetensors", spec.build(), Metadata.of(dataset, spec, {}))
-    command = Explain(tmp_path, data=str(pets), cache_dir=cache, favourites=1, max_images=1, seed=seed)
+    command = Explain(tmp_path, data=str(pets), cache_dir=cache, top_patches=1, max_images=1, seed=seed)
     assert command.run([]) == 0
-    about = f"the 6 test images of {pets.name}{', other ones than in training' if seed else ''}"
+    about = f"the 6 test images of {pets.name}{' (not those of the training run)' if seed else ''}"
     assert read(tmp_path / "explanation")["about"]["data"] == about
     assert ("or it has seen some of them" in capsys.readouterr().err) is bool(seed)
 
 
 def test_data_alone_shows_some_of_its_images(run: Path, pets: Path, tmp_path: Path):
     cache, out = tmp_path / "cache", tmp_path / "out"
-    command = Explain(run, data=str(pets), cache_dir=cache, out=out, samples=4, max_images=2, favourites=1)
+    command = Explain(run, data=str(pets), cache_dir=cache, out=out, samples=4, max_images=2, top_patches=1)
     assert command.run([]) == 0
     record = read(out)
     assert record["about"]["data"] == f"4 of the 6 test images of {pets.name}"
@@ -117,7 +117,7 @@ def test_of_a_network_with_gated_channels_the_gates_are_shown(
     channels = record["explanation"]["channels"]
     usage = [layer["usage"] for layer in channels["layers"]]
     opened = 100 * sum(each["gates"] * each["open_share"] for each in usage) / sum(each["gates"] for each in usage)
-    shown = re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; an image opens ([\d.]+) %", printed)
+    shown = re.search(r"gates in 13 layers: \d+ dynamic, \d+ always on, \d+ dead; ([\d.]+) % open per image", printed)
     assert shown is not None
     assert float(shown[1]) == pytest.approx(opened, abs=0.06)
     over = channels["costs"]["all"]
@@ -130,7 +130,7 @@ def test_of_a_network_with_gated_channels_the_gates_are_shown(
 
 def test_a_folder_with_other_files_is_left_alone_and_an_explanation_is_replaced(run: Path, pets: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("keep me")
-    command = Explain(run, (pets / "cat",), out=tmp_path, max_images=1, favourites=1)
+    command = Explain(run, (pets / "cat",), out=tmp_path, max_images=1, top_patches=1)
     refused("has other files in it; name another directory", command)
     (tmp_path / "explanation.json").write_text("{}")
     assert command.run([]) == 0
@@ -145,7 +145,7 @@ def refused(message: str, command: Explain) -> None:
 
 def test_what_cannot_be_explained_is_refused(run: Path, pets: Path, tmp_path: Path):
     image = pets / "cat" / "03.png"
-    refused("there is nothing to look at", Explain(run))
+    refused("there are no images", Explain(run))
     refused("is not there; name the folder of a run", Explain(tmp_path / "nothing", (image,)))
     refused("there is no file or folder", Explain(run, (tmp_path / "missing.png",)))
     refused("none of the 1 files is an image", Explain(run, (pets / "dog" / "notes.txt",)))
@@ -155,7 +155,7 @@ def test_what_cannot_be_explained_is_refused(run: Path, pets: Path, tmp_path: Pa
     plain = save(tmp_path / "plain", "wrn10_1")
     refused("has no routed layer, so there is no routing to explain", Explain(plain, (image,)))
     unscaled = save(tmp_path / "unscaled", scale=None)
-    refused("does not say how pixels become the network's input", Explain(unscaled, (image,)))
+    refused("does not contain the normalization", Explain(unscaled, (image,)))
     (tmp_path / "text.safetensors").write_text("hello")
     refused("is not a whole safetensors file", Explain(tmp_path / "text.safetensors", (image,)))
 
@@ -166,5 +166,5 @@ def test_data_of_other_classes_are_refused(run: Path, tmp_path: Path):
         for i in range(2):
             Image.new("RGB", (16, 16), (i, i, i)).save(tmp_path / "other" / name / f"{i}.png")
     command = Explain(run, data=str(tmp_path / "other"), cache_dir=tmp_path / "cache", out=tmp_path / "out")
-    refused("has the classes 'cat', 'fish', but the network was trained to tell 'cat', 'dog'", command)
+    refused("has the classes 'cat', 'fish', but the network was trained on 'cat', 'dog'", command)
     assert not (tmp_path / "out").exists()

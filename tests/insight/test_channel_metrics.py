@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import moesaic
 from moesaic.insight.channel_metrics import channel_usage, class_shares, gate_distances, open_gates, specific_gates
 from moesaic.insight.embedding_map import embedding_map
-from moesaic.insight.explain import explain, look
+from moesaic.insight.explain import collect_outputs, explain
 from moesaic.insight.image_cost import image_costs
 from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.models.deepmoe.network import deepmoe
@@ -55,7 +55,7 @@ def test_what_has_no_gates_is_refused():
     patches = Routing("patch", torch.zeros(1, 4, 1), torch.zeros(1, 1, 1).long(), torch.ones(1, 1, 1), "expert")
     with pytest.raises(ValueError, match="conv1 routes by patch, and only channels have gates"):
         open_gates({"conv1": patches})
-    with pytest.raises(ValueError, match="there is no layer to look at"):
+    with pytest.raises(ValueError, match="there is no layer; give"):
         open_gates({})
     with pytest.raises(ValueError, match="the routing has no image"):
         channel_usage(gates(torch.zeros(0, 3).bool()))
@@ -86,16 +86,16 @@ def test_gates_that_follow_the_class_are_told_from_gates_that_do_not():
     followed = drawn(60, 30, seed=1)
     followed[:, :3] = nn.functional.one_hot(labels).bool()
     follow, ignore = (gate_distances(gates(each), labels, 3) for each in (followed, drawn(60, 30, seed=1)))
-    assert follow.real
-    assert follow.told == 1
-    assert follow.commonest == pytest.approx(1 / 3)
-    assert not ignore.real
-    assert ignore.told == pytest.approx(1 / 3, abs=0.25)
+    assert follow.significant
+    assert follow.probe_accuracy == 1
+    assert follow.majority_share == pytest.approx(1 / 3)
+    assert not ignore.significant
+    assert ignore.probe_accuracy == pytest.approx(1 / 3, abs=0.25)
 
 
 def test_chance_alone_seldom_looks_real():
     labels = torch.arange(40) % 2
-    looks_real = [gate_distances(gates(drawn(40, 10, seed=seed)), labels, 2).real for seed in range(40)]
+    looks_real = [gate_distances(gates(drawn(40, 10, seed=seed)), labels, 2).significant for seed in range(40)]
     assert sum(looks_real) <= 6  # one in twenty
 
 
@@ -113,7 +113,7 @@ def test_few_images_or_classes_are_not_compared(images: int, classes: int):
     found = gate_distances(gates(drawn(images, 4)), labels, classes)
     assert (found.within is None) == (images == classes)
     assert (found.between is None) == (classes == 1)
-    assert not found.real
+    assert not found.significant
     assert specific_gates({"a": gates(drawn(images, 4))}, labels, classes) == ()
 
 
@@ -173,7 +173,7 @@ def costs(macs: list[int], labels: list[int], right: list[bool] | None = None, c
         classes=torch.tensor(labels),
         class_names=[f"class {k}" for k in range(K)],
         probabilities=torch.full((len(macs), 2), 0.5) if certain is None else torch.stack([certain, 1 - certain], 1),
-        right=None if right is None else torch.tensor(right),
+        correct=None if right is None else torch.tensor(right),
         show=2,
     )
 
@@ -182,24 +182,24 @@ def test_costs_are_percent_of_the_dense_network_and_classes_come_cheapest_first(
     found = costs([100, 120, 20, 40], [0, 0, 2, 2])
     assert found.cost == (50, 60, 10, 20)
     assert [(each.name, each.images, each.mean) for each in found.classes] == [("class 2", 2, 15), ("class 0", 2, 55)]
-    assert (found.cheapest, found.dearest) == ((2, 3), (1, 0))
-    assert found.right is found.wrong is found.dearer_when_wrong is None
-    assert not found.alike
+    assert (found.least_expensive, found.most_expensive) == ((2, 3), (1, 0))
+    assert found.right is found.wrong is found.extra_cost_when_wrong is None
+    assert not found.constant
 
 
 def test_one_image_has_a_cost_and_no_interval():
     found = costs([100], [0], [False])
     assert found.all.interval is None
-    assert found.alike
-    assert (found.cheapest, found.dearest) == ((0,), ())
+    assert found.constant
+    assert (found.least_expensive, found.most_expensive) == ((0,), ())
     assert found.right is None
     assert found.wrong is not None
-    assert found.dearer_when_wrong is None
+    assert found.extra_cost_when_wrong is None
 
 
 def test_that_wrong_answers_are_dearer_is_told_with_an_interval():
     macs = [100 + i % 3 for i in range(30)] + [140 + i % 3 for i in range(30)]
-    found = costs(macs, [0] * 60, [True] * 30 + [False] * 30).dearer_when_wrong
+    found = costs(macs, [0] * 60, [True] * 30 + [False] * 30).extra_cost_when_wrong
     assert found is not None
     assert found.value == pytest.approx(20)
     assert 19 < found.low < 20 < found.high < 21
@@ -209,7 +209,7 @@ def test_a_class_that_is_dear_and_hard_does_not_make_wrong_answers_dear_within_i
     easy = [(100 + i % 3, 0, i >= 12) for i in range(60)]  # 12 of 60 wrong
     hard = [(160 + i % 3, 1, i < 12) for i in range(60)]  # 48 of 60 wrong
     found = costs(*(list(column) for column in zip(*easy, *hard, strict=True)))
-    overall, within = found.dearer_when_wrong, found.dearer_within_classes
+    overall, within = found.extra_cost_when_wrong, found.extra_cost_within_classes
     assert overall is not None
     assert within is not None
     assert overall.low > 5
@@ -235,7 +235,7 @@ def test_a_deepmoe_tells_its_embedding_and_costs_batch_by_batch_as_at_once():
     for gate in model.gates.values():
         nn.init.normal_(gate.bias)
     pixels = torch.randint(0, 256, (5, 3, 32, 32), dtype=torch.uint8)
-    found, at_once = look(model, pixels, unit, batch=2), look(model, pixels, unit)
+    found, at_once = collect_outputs(model, pixels, unit, batch_size=2), collect_outputs(model, pixels, unit)
     assert found.gated is not None
     assert at_once.gated is not None
     output = model.eval().forward_with_routing(unit(pixels))
@@ -248,7 +248,7 @@ def test_a_deepmoe_tells_its_embedding_and_costs_batch_by_batch_as_at_once():
 
 
 def test_a_deepmoe_is_explained_by_its_gates_alone():
-    found = look(tiny(block=2), torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8), unit)
+    found = collect_outputs(tiny(block=2), torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8), unit)
     told = explain(found, ["cat", "dog"], labels=torch.tensor([0, 1, 0, 1]))
     assert told.layers == ()
     channels = told.channels
@@ -279,10 +279,10 @@ class Mixed(nn.Module):
 
 def test_a_network_may_route_patches_and_gate_channels():
     torch.manual_seed(0)
-    found = look(Mixed(), torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8), unit)
+    found = collect_outputs(Mixed(), torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8), unit)
     told = explain(found, ["cat", "dog"])
     assert [layer.name for layer in told.layers] == ["moe"]
     assert told.channels is not None
     assert [layer.name for layer in told.channels.layers] == ["conv"]
     assert told.channels.costs is told.channels.map is None, "it does not tell them"
-    assert explain(look(Mixed(), torch.zeros(1, 3, 8, 8), unit, layers=["moe"]), ["a", "b"]).channels is None
+    assert explain(collect_outputs(Mixed(), torch.zeros(1, 3, 8, 8), unit, layers=["moe"]), ["a", "b"]).channels is None

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 import moesaic
 from moesaic.insight.class_routing import class_routing, information
-from moesaic.insight.explain import Look, Score, explain, look
+from moesaic.insight.explain import Accuracy, ForwardPass, collect_outputs, explain
 from moesaic.insight.receptive_field import receptive_field
 from moesaic.models.convert import ChannelsLastPatchMoE
 from moesaic.routing import SoftRouter, TokenChoice
@@ -20,8 +20,8 @@ def by_hand(index_BEL: Tensor, units: int = 4, scores: Tensor | None = None) -> 
     return Routing("patch", scores, index_BEL, gate, "expert", grid=(2, units // 2))
 
 
-def looked(routing: Routing, predicted: Tensor, classes: int = 2) -> Look:
-    return Look(nn.functional.one_hot(predicted, classes).float(), {"moe": routing}, {"moe": None})
+def looked(routing: Routing, predicted: Tensor, classes: int = 2) -> ForwardPass:
+    return ForwardPass(nn.functional.one_hot(predicted, classes).float(), {"moe": routing}, {"moe": None})
 
 
 def network(**options: object) -> nn.Sequential:
@@ -40,9 +40,12 @@ def test_maps_tell_in_which_share_of_a_class_s_images_an_expert_works_on_a_patch
     found = class_routing(by_hand(index), torch.tensor([0, 0, 0, 1]), classes=3)
     assert found.images == (3, 1, 0)
     third = pytest.approx(1 / 3)
-    assert found.reach[0].tolist() == [[pytest.approx(2 / 3), 0, 0, third], [0, pytest.approx(2 / 3), third, 0]]
-    assert found.reach[1].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
-    assert not found.reach[2].any()
+    assert found.selection_rate[0].tolist() == [
+        [pytest.approx(2 / 3), 0, 0, third],
+        [0, pytest.approx(2 / 3), third, 0],
+    ]
+    assert found.selection_rate[1].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
+    assert not found.selection_rate[2].any()
 
 
 def test_a_mean_gate_is_over_the_images_in_which_there_is_one():
@@ -58,10 +61,10 @@ def test_a_place_that_depends_on_the_class_tells_it():
     found = class_routing(by_hand(labels.view(60, 1, 1) * 3), labels, classes=2)
     assert found.information.bits == pytest.approx(1)
     assert found.information.most == pytest.approx(1)
-    assert found.information.real
-    assert found.expert_information[0].real
-    assert found.told == 1
-    assert found.commonest == 0.5
+    assert found.information.significant
+    assert found.expert_information[0].significant
+    assert found.probe_accuracy == 1
+    assert found.majority_share == 0.5
 
 
 def test_a_place_that_does_not_depend_on_the_class_tells_no_more_than_chance():
@@ -69,8 +72,8 @@ def test_a_place_that_does_not_depend_on_the_class_tells_no_more_than_chance():
     index = torch.randint(0, 4, (60, 1, 1), generator=generator)
     found = class_routing(by_hand(index), torch.arange(60) % 2, classes=2)
     assert 0 < found.information.bits < found.information.by_chance
-    assert not found.information.real
-    assert found.told == pytest.approx(0.5, abs=0.2)
+    assert not found.information.significant
+    assert found.probe_accuracy == pytest.approx(0.5, abs=0.2)
 
 
 def test_what_two_experts_tell_is_kept_apart():
@@ -91,7 +94,10 @@ def test_information_does_not_count_images_without_any_choice():
 
 
 def test_too_few_images_are_not_told_by():
-    assert class_routing(by_hand(torch.zeros(4, 1, 1, dtype=torch.int64)), torch.arange(4) % 2, classes=2).told is None
+    assert (
+        class_routing(by_hand(torch.zeros(4, 1, 1, dtype=torch.int64)), torch.arange(4) % 2, classes=2).probe_accuracy
+        is None
+    )
 
 
 @pytest.mark.parametrize("labels", [torch.tensor([0, 1, 2]), torch.tensor([0, 1]), torch.tensor([0.0, 1.0, 0.0])])
@@ -106,8 +112,11 @@ def test_favourites_are_chosen_patches_with_the_highest_scores_one_of_each_image
     told = explain(
         looked(by_hand(index, scores=scores), torch.tensor([0, 1, 0])), ["a", "b"], labels=torch.tensor([1, 1, 0])
     )
-    (favourites,) = told.layers[0].favourites
-    assert [(each.image, each.patch, each.score, each.group) for each in favourites] == [(1, 1, 5.0, 1), (0, 2, 2.0, 1)]
+    (top_patches,) = told.layers[0].top_patches
+    assert [(each.image, each.patch, each.score, each.label) for each in top_patches] == [
+        (1, 1, 5.0, 1),
+        (0, 2, 2.0, 1),
+    ]
 
 
 def test_accuracies_are_told_for_all_for_classes_and_for_groups():
@@ -119,9 +128,9 @@ def test_accuracies_are_told_for_all_for_classes_and_for_groups():
         groups=torch.tensor([2, 0, 0, 2]),
         group_names=["x", "y", "z"],
     )
-    assert told.score == Score("all", 3, 4)
-    assert told.class_scores == (Score("a", 2, 3), Score("b", 1, 1))
-    assert told.group_scores == (Score("x", 1, 2), Score("y", 0, 0), Score("z", 2, 2))
+    assert told.accuracy == Accuracy("all", 3, 4)
+    assert told.class_accuracy == (Accuracy("a", 2, 3), Accuracy("b", 1, 1))
+    assert told.group_accuracy == (Accuracy("x", 1, 2), Accuracy("y", 0, 0), Accuracy("z", 2, 2))
 
 
 def test_without_labels_images_are_sorted_by_prediction_and_no_accuracy_is_told():
@@ -129,16 +138,16 @@ def test_without_labels_images_are_sorted_by_prediction_and_no_accuracy_is_told(
     told = explain(looked(routing, torch.tensor([0] * 5 + [1] * 25)), ["a", "b"])
     assert told.by == "prediction"
     assert told.class_images == (5, 25)
-    assert told.score is None
-    assert not told.class_scores
-    assert told.few == ("a",)
+    assert told.accuracy is None
+    assert not told.class_accuracy
+    assert told.small_classes == ("a",)
 
 
 def test_an_interval_holds_its_accuracy_and_narrows_with_the_images():
-    few, many = Score("a", 8, 10), Score("a", 800, 1000)
-    for score in (few, many, Score("a", 0, 7), Score("a", 7, 7)):
+    few, many = Accuracy("a", 8, 10), Accuracy("a", 800, 1000)
+    for score in (few, many, Accuracy("a", 0, 7), Accuracy("a", 7, 7)):
         low, high = score.interval
-        assert 0 <= low <= score.accuracy <= high <= 100
+        assert 0 <= low <= score.percent <= high <= 100
     assert many.interval[1] - many.interval[0] < (few.interval[1] - few.interval[0]) / 5
 
 
@@ -146,23 +155,23 @@ def test_an_interval_holds_its_accuracy_and_narrows_with_the_images():
 def test_every_kind_of_routing_of_patches_is_explained(router: nn.Module):
     model = network(router=router, patches_per_expert=None, context="patch")
     pixels = torch.randint(0, 256, (24, 3, 8, 8), dtype=torch.uint8)
-    told = explain(look(model, pixels, unit), ["a", "b"], labels=torch.arange(24) % 2)
-    reach = torch.tensor(told.layers[0].reach)
+    told = explain(collect_outputs(model, pixels, unit), ["a", "b"], labels=torch.arange(24) % 2)
+    reach = torch.tensor(told.layers[0].selection_rate)
     assert reach.shape == (2, 2, 4)
     if isinstance(router, TokenChoice):
         assert torch.allclose(reach.sum(1), torch.ones(2, 4), atol=1e-4)  # each patch goes to one expert
     else:
         assert torch.allclose(reach.sum(2), torch.ones(2, 2), atol=1e-4)  # each expert gets one mixture
-        assert told.layers[0].told is None
+        assert told.layers[0].probe_accuracy is None
 
 
 def test_routing_of_whole_images_is_explained_without_places():
     router = nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 2))
     model = moesaic.SampleMoE(router, [nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 2)) for _ in range(2)])
     pixels = torch.randint(0, 256, (24, 3, 8, 8), dtype=torch.uint8)
-    (layer,) = explain(look(model, pixels, unit), ["a", "b"], labels=torch.arange(24) % 2).layers
+    (layer,) = explain(collect_outputs(model, pixels, unit), ["a", "b"], labels=torch.arange(24) % 2).layers
     assert (layer.grid, layer.field, layer.unit) == (None, None, "sample")
-    assert torch.tensor(layer.reach).sum(1).flatten().tolist() == [pytest.approx(1)] * 2
+    assert torch.tensor(layer.selection_rate).sum(1).flatten().tolist() == [pytest.approx(1)] * 2
 
 
 def test_a_planted_pattern_is_found_where_it_is():
@@ -172,17 +181,20 @@ def test_a_planted_pattern_is_found_where_it_is():
     labels = torch.arange(40) % 2
     pixels[labels == 0, :, :4, :4] += 150
     pixels[labels == 1, :, 4:, 4:] += 150
-    (layer,) = explain(look(model, pixels, unit), ["left", "right"], labels=labels, favourites=3).layers
-    assert layer.reach == (((1, 0, 0, 0),), ((0, 0, 0, 1),))
-    assert layer.told == 1
-    assert all(each.patch == 3 * each.group for each in layer.favourites[0])
+    (layer,) = explain(collect_outputs(model, pixels, unit), ["left", "right"], labels=labels, top_patches=3).layers
+    assert layer.selection_rate == (((1, 0, 0, 0),), ((0, 0, 0, 1),))
+    assert layer.probe_accuracy == 1
+    assert all(each.patch == 3 * each.label for each in layer.top_patches[0])
 
 
 def test_looking_in_parts_or_at_once_gives_the_same_and_leaves_the_model_as_it_was():
     model = network().train()
     pixels = torch.randint(0, 256, (7, 3, 8, 8), dtype=torch.uint8)
     done: list[int] = []
-    parts, whole = look(model, pixels, unit, batch=3, told=done.append), look(model, pixels, unit)
+    parts, whole = (
+        collect_outputs(model, pixels, unit, batch_size=3, progress=done.append),
+        collect_outputs(model, pixels, unit),
+    )
     torch.testing.assert_close(parts.probabilities, whole.probabilities)
     assert torch.equal(parts.routing["0"].index, whole.routing["0"].index)
     assert done == [3, 6, 7]
@@ -193,17 +205,17 @@ def test_looking_in_parts_or_at_once_gives_the_same_and_leaves_the_model_as_it_w
 def test_only_the_layers_asked_for_are_kept():
     model = nn.Sequential(moesaic.PatchMoE(3, 3, experts=1, patches_per_expert=1, patch_size=4), *network())
     pixels = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
-    assert list(look(model, pixels, unit).routing) == ["0", "1"]
-    assert list(look(model, pixels, unit, layers=["1"]).routing) == ["1"]
+    assert list(collect_outputs(model, pixels, unit).routing) == ["0", "1"]
+    assert list(collect_outputs(model, pixels, unit, layers=["1"]).routing) == ["1"]
     with pytest.raises(ValueError, match="layer='2' is unknown; use '0' or '1'"):
-        look(model, pixels, unit, layers=["2"])
+        collect_outputs(model, pixels, unit, layers=["2"])
 
 
 def test_what_cannot_be_explained_is_refused():
-    with pytest.raises(ValueError, match="no routed layer, so there is no routing to explain"):
-        look(nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), torch.zeros(1, 3, 1, 1, dtype=torch.uint8), unit)
-    with pytest.raises(ValueError, match="no image to look at"):
-        look(network(), torch.zeros(0, 3, 8, 8, dtype=torch.uint8), unit)
+    with pytest.raises(ValueError, match="no routed layer; use a model"):
+        collect_outputs(nn.Sequential(nn.Flatten(), nn.Linear(3, 2)), torch.zeros(1, 3, 1, 1, dtype=torch.uint8), unit)
+    with pytest.raises(ValueError, match="there is no image; give"):
+        collect_outputs(network(), torch.zeros(0, 3, 8, 8, dtype=torch.uint8), unit)
     routing = by_hand(torch.zeros(2, 1, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match="3 class names for a network of 2 outputs"):
         explain(looked(routing, torch.tensor([0, 1])), ["a", "b", "c"])
@@ -228,9 +240,9 @@ def test_the_receptive_field_is_measured(before: nn.Module, beyond: int, whole: 
     moe = moesaic.PatchMoE(3, 2, experts=1, patches_per_expert=1, patch_size=patch_size)
     field = receptive_field(nn.Sequential(before, moe), "1", torch.rand(3, 3, 32, 32))
     assert field is not None
-    assert (field.patch, field.beyond, field.whole) == ((8, 8), beyond, whole)
-    assert (field.own == 1) is (beyond == 0)
-    assert 0.3 < field.own <= 1
+    assert (field.patch_size, field.margin, field.covers_image) == ((8, 8), beyond, whole)
+    assert (field.own_share == 1) is (beyond == 0)
+    assert 0.3 < field.own_share <= 1
 
 
 def test_the_receptive_field_of_a_layer_with_channels_last_is_that_of_its_patches():
@@ -243,7 +255,7 @@ def test_the_receptive_field_of_a_layer_with_channels_last_is_that_of_its_patche
     model = nn.Sequential(nn.Conv2d(3, 8, 5, padding=2), ChannelsLast(), moe)
     field = receptive_field(model, "2", torch.rand(2, 3, 16, 16))
     assert field is not None
-    assert (field.patch, field.beyond, field.whole) == ((4, 4), 2, False)
+    assert (field.patch_size, field.margin, field.covers_image) == ((4, 4), 2, False)
 
 
 def test_nothing_is_seen_where_nothing_of_the_image_arrives():

@@ -107,13 +107,13 @@ def test_gates_are_written_on_the_patches_that_have_them():
     _, first, second = figure.axes
     assert texts(first) == ["expert 0", "0.25", "0.25"]
     assert texts(second) == ["expert 1", "0.25"]
-    assert "Each expert's patches and gates" in [text.get_text() for text in figure.texts]
+    assert "Patches of each expert, with gates" in [text.get_text() for text in figure.texts]
 
 
 def test_numbers_are_left_out_where_they_could_not_be_read():
     figure = overlay(torch.rand(1, 3, 64, 64), expert_choice(experts=4, grid=(32, 32)))
     assert all(len(axes.texts) <= 1 for axes in figure.axes)
-    assert "Each expert's patches" in [text.get_text() for text in figure.texts]
+    assert "Patches of each expert" in [text.get_text() for text in figure.texts]
 
 
 def test_an_expert_without_patches_is_called_idle():
@@ -230,8 +230,8 @@ IMAGES = torch.rand(2, 3, 8, 8)
         (IMAGES[0], {}, r"shape \(3, 8, 8\); give \(B, C, H, W\)"),
         (torch.rand(2, 4, 8, 8), {}, "1 or 3 channels"),
         (torch.rand(5, 3, 8, 8), {}, "5 images, but 2 were routed"),
-        (IMAGES, {"experts": [0, 3]}, r"experts=\[0, 3\]; pick from 0 to 2"),
-        (IMAGES, {"experts": []}, r"experts=\[\]; pick from 0 to 2"),
+        (IMAGES, {"experts": [0, 3]}, r"experts=\[0, 3\]; use indices from 0 to 2"),
+        (IMAGES, {"experts": []}, r"experts=\[\]; use indices from 0 to 2"),
         (IMAGES, {"titles": ["one"]}, "1 titles for 2 images"),
         (IMAGES, {"max_images": 0}, "max_images=0"),
     ],

@@ -1,4 +1,4 @@
-"""A track gives back what was put in, on whatever model, and from disk too."""
+"""A history gives back what was put in, on whatever model, and from disk too."""
 
 import io
 
@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 import moesaic
-from moesaic.insight import Track, dispatch_entropy, expert_accuracy, inner_products, load_share
+from moesaic.insight import TrainingHistory, dispatch_entropy, expert_accuracy, inner_products, load_share
 
 
-def small_track() -> Track:
-    track = Track()
+def small_track() -> TrainingHistory:
+    history = TrainingHistory()
     for step in (0, 5, 20):
-        track.add(step, {"layer 1/entropy": 1.0 / (1 + step)}, products=np.full((2, 3), step))
-    track.add(20, seen=torch.tensor(7))
-    return track
+        history.add(step, {"layer 1/entropy": 1.0 / (1 + step)}, products=np.full((2, 3), step))
+    history.add(20, seen=torch.tensor(7))
+    return history
 
 
 # Inner products and accuracies
@@ -92,53 +92,53 @@ def test_what_was_added_comes_back_with_its_steps():
 
 
 def test_weights_that_go_on_changing_do_not_change_what_was_kept():
-    weight, track = torch.zeros(2), Track()
-    track.add(0, weight=weight)
+    weight, history = torch.zeros(2), TrainingHistory()
+    history.add(0, weight=weight)
     weight += 1
-    track.add(1, weight=weight.bfloat16())
-    assert track["weight"].values.tolist() == [[0.0, 0.0], [1.0, 1.0]]
+    history.add(1, weight=weight.bfloat16())
+    assert history["weight"].values.tolist() == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_routings_of_a_models_layers_are_kept_under_their_names():
     model = nn.Sequential(*(moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=1, patch_size=2) for _ in range(2)))
-    kinds, track = torch.arange(6) % 3, Track()
+    kinds, history = torch.arange(6) % 3, TrainingHistory()
     with moesaic.record_routing(model) as routing:
         model(torch.randn(6, 4, 4, 4))
-    track.add_routing(0, routing, kinds)
-    assert list(track) == ["0/load", "0/entropy", "1/load", "1/entropy"]
-    assert track["1/entropy"].values[0] == dispatch_entropy(routing["1"], kinds)
-    assert track["0/load"].values[0].tolist() == load_share(routing["0"]).tolist()
+    history.add_routing(0, routing, kinds)
+    assert list(history) == ["0/load", "0/entropy", "1/load", "1/entropy"]
+    assert history["1/entropy"].values[0] == dispatch_entropy(routing["1"], kinds)
+    assert history["0/load"].values[0].tolist() == load_share(routing["0"]).tolist()
 
 
 def test_a_routing_without_clusters_has_a_load_only():
-    layer, track = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=1, patch_size=2), Track()
+    layer, history = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=1, patch_size=2), TrainingHistory()
     with moesaic.record_routing(layer) as routing:
         layer(torch.randn(1, 4, 4, 4))
-    track.add_routing(0, routing[""])
-    assert list(track) == ["load"]
+    history.add_routing(0, routing[""])
+    assert list(history) == ["load"]
 
 
 def test_a_track_survives_the_disk(tmp_path):
-    track, path = small_track(), tmp_path / "track.npz"
-    track.save(path)
-    loaded = Track.load(path)
-    assert list(loaded) == list(track)
-    for name in track:
-        np.testing.assert_array_equal(loaded[name].steps, track[name].steps)
-        np.testing.assert_array_equal(loaded[name].values, track[name].values)
-    assert [file.name for file in tmp_path.iterdir()] == ["track.npz"]
+    history, path = small_track(), tmp_path / "history.npz"
+    history.save(path)
+    loaded = TrainingHistory.load(path)
+    assert list(loaded) == list(history)
+    for name in history:
+        np.testing.assert_array_equal(loaded[name].steps, history[name].steps)
+        np.testing.assert_array_equal(loaded[name].values, history[name].values)
+    assert [file.name for file in tmp_path.iterdir()] == ["history.npz"]
 
 
 def test_a_loaded_track_goes_on(tmp_path):
-    small_track().save(tmp_path / "track.npz")
-    track = Track.load(tmp_path / "track.npz")
-    track.add(30, seen=8)
-    assert track["seen"].values.tolist() == [7, 8]
+    small_track().save(tmp_path / "history.npz")
+    history = TrainingHistory.load(tmp_path / "history.npz")
+    history.add(30, seen=8)
+    assert history["seen"].values.tolist() == [7, 8]
 
 
 def test_an_empty_track_survives_the_disk(tmp_path):
-    Track().save(tmp_path / "track.npz")
-    assert len(Track.load(tmp_path / "track.npz")) == 0
+    TrainingHistory().save(tmp_path / "history.npz")
+    assert len(TrainingHistory.load(tmp_path / "history.npz")) == 0
 
 
 def npz(**arrays) -> bytes:
@@ -163,28 +163,28 @@ def npz(**arrays) -> bytes:
 def test_a_file_that_is_no_track_is_refused_by_name(tmp_path, content):
     path = tmp_path / "odd.npz"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"odd\.npz: no track that can be read .* save it anew"):
-        Track.load(path)
+    with pytest.raises(ValueError, match=r"odd\.npz: not a readable training history .* save it again"):
+        TrainingHistory.load(path)
 
 
 @pytest.mark.parametrize(
     ("step", "values", "error", "told"),
     [
-        (20, {"seen": 1}, ValueError, "known up to step 20; steps go forward"),
+        (20, {"seen": 1}, ValueError, "the last step is 20; steps must increase"),
         (21, {"products": np.zeros(3)}, ValueError, r"'products' has shape \(3,\) at step 21, and had \(2, 3\)"),
-        (21, {"note": "text"}, TypeError, "note='text' is no number"),
+        (21, {"note": "text"}, TypeError, "note='text' is not a number"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_nothing_of_the_step_is_kept(step, values, error, told):
-    track = small_track()
+    history = small_track()
     with pytest.raises(error, match=told):
-        track.add(step, fresh=1.0, **values)
-    assert "fresh" not in list(track)
-    assert track["products"].steps.tolist() == [0, 5, 20]
+        history.add(step, fresh=1.0, **values)
+    assert "fresh" not in list(history)
+    assert history["products"].steps.tolist() == [0, 5, 20]
 
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are():
-    with pytest.raises(KeyError, match="nothing was kept under 'entropi'; there is 'layer 1/entropy', 'products'"):
+    with pytest.raises(KeyError, match="there is no metric 'entropi'; there is 'layer 1/entropy', 'products'"):
         small_track()["entropi"]
 
 
@@ -196,5 +196,5 @@ def test_a_plot_has_a_panel_for_each_expert_and_a_line_for_each_direction():
 
 
 def test_a_plot_of_nothing_is_refused():
-    with pytest.raises(ValueError, match="nothing to draw"):
-        Track().plot()
+    with pytest.raises(ValueError, match="nothing to plot"):
+        TrainingHistory().plot()

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesaic.insight.channel_explanation import Gated
-from moesaic.insight.explain import Explanation, Look, explain
+from moesaic.insight.channel_explanation import GatedOutputs
+from moesaic.insight.explain import Explanation, ForwardPass, explain
 from moesaic.report.channel_charts import gate_charts
 from moesaic.report.channel_figures import draw_patterns, thumbnail
 from moesaic.report.explanation import About, Shown, write_explanation
@@ -20,19 +20,19 @@ from moesaic.routing.channel_gate import ChannelGate
 NAMES = ("cat <b>", "dog & co", "frog\x08")
 
 
-def looked(open_by_layer: dict[str, Tensor], macs: Tensor | None, classes: int = 3) -> Look:
+def looked(open_by_layer: dict[str, Tensor], macs: Tensor | None, classes: int = 3) -> ForwardPass:
     """What a network with these gates open would have told; it answers class 0 for all."""
     B = len(next(iter(open_by_layer.values())))
     routing = {
         name: ChannelGate(1, each.shape[1]).choose(torch.where(each, 0.5, -0.5)) for name, each in open_by_layer.items()
     }
     generator = torch.Generator().manual_seed(5)
-    gated = None if macs is None else Gated(torch.randn(B, 6, generator=generator), macs, 1000, 50)
+    gated = None if macs is None else GatedOutputs(torch.randn(B, 6, generator=generator), macs, 1000, 50)
     probabilities = torch.softmax(torch.randn(B, classes, generator=generator) + 3 * torch.eye(classes)[0], 1)
-    return Look(probabilities, routing, dict.fromkeys(routing), dict.fromkeys(routing, 1), gated)
+    return ForwardPass(probabilities, routing, dict.fromkeys(routing), dict.fromkeys(routing, 1), gated)
 
 
-def planted(images: int = 60, classes: int = 3) -> tuple[Look, Tensor, Tensor]:
+def planted(images: int = 60, classes: int = 3) -> tuple[ForwardPass, Tensor, Tensor]:
     """Of three layers one is static, one random, and one follows the class; class 2 is dear."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(images) % classes
@@ -44,7 +44,7 @@ def planted(images: int = 60, classes: int = 3) -> tuple[Look, Tensor, Tensor]:
     return looked({"conv1": static, "conv2": random, "<i>conv3</i>": following}, macs, classes), labels, pixels
 
 
-def write(folder: Path, explanation: Explanation, found: Look, pixels: Tensor, classes: Tensor) -> str:
+def write(folder: Path, explanation: Explanation, found: ForwardPass, pixels: Tensor, classes: Tensor) -> str:
     first = replace(found, routing={name: _first(each) for name, each in found.routing.items()})
     page = write_explanation(
         folder,
@@ -54,7 +54,7 @@ def write(folder: Path, explanation: Explanation, found: Look, pixels: Tensor, c
         classes=classes,
         shown=[Shown("<u>one</u>.png", NAMES[0], 0.8, NAMES[1])],
         shown_pixels=pixels[:1],
-        shown_look=first,
+        shown_pass=first,
     )
     return page.read_text("utf-8")
 
@@ -80,7 +80,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_the_page_has_its_pictures_and_charts_in_itself(written: tuple[Path, str]):
     folder, page = written
     pictures = {path.name for path in folder.glob("*.png")}
-    kinds = ("cheap-and-dear", "costs", "distances", "embedding", "image-0", "patterns")
+    kinds = ("cost-extremes", "costs", "distances", "embedding", "image-0", "patterns")
     assert pictures == {f"gates-{kind}.png" for kind in kinds}, "and none of an earlier explanation"
     assert page.count("<svg") == 3
     assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'src="([^"]*)"', page))
@@ -100,14 +100,14 @@ def test_names_of_classes_layers_and_files_are_escaped(written: tuple[Path, str]
 
 def test_the_page_says_what_was_measured(written: tuple[Path, str]):
     text = words(written[1])
-    assert "What vgg16_deepmoe switches on" in text
-    assert "some of the 13 channels of 3 convolutions" in text
-    assert "11 gates are dynamic, open for some and closed for others; 1 are always on, 1 dead" in text
-    assert "Which gates are open depends on the class." in text
-    assert "tells the class of 100 % of images" in text
+    assert "Channel gates of vgg16_deepmoe" in text
+    assert "The network has gates for 13 channels in 3 convolutions." in text
+    assert "11 gates are dynamic (open for some images, closed for others), 1 are always on and 1 are dead." in text
+    assert "The open gates depend on the class." in text
+    assert "sees only the gates reaches 100 % accuracy" in text
     assert "from 30." in text
-    assert "No map" not in text
-    assert "Images that the network gets wrong are dearer" in text
+    assert "no map" not in text
+    assert "Images with a wrong prediction are more expensive" in text
 
 
 def test_everything_on_the_page_is_in_the_json(written: tuple[Path, str]):
@@ -121,7 +121,7 @@ def test_everything_on_the_page_is_in_the_json(written: tuple[Path, str]):
     assert channels["costs"]["classes"][-1]["name"] == NAMES[2]
     assert [chart["id"] for chart in record["gates"]["charts"]] == ["distances", "embedding", "costs"]
     assert record["gates"]["shown"][0]["open_share"][0] == 0.5
-    assert (folder / record["gates"]["shown"][0]["picture"]).is_file()
+    assert (folder / record["gates"]["shown"][0]["image"]).is_file()
 
 
 @pytest.mark.parametrize(("images", "classes"), [(1, 3), (2, 3), (2, 1), (12, 1)])
@@ -129,7 +129,7 @@ def test_a_page_can_be_made_of_few_images_and_of_one_class(images: int, classes:
     found, labels, pixels = planted(images, classes)
     text = words(write(tmp_path, explain(found, NAMES[:classes], labels=labels), found, pixels, labels))
     if images < 10:
-        assert f"No map of the embedding is drawn: there {'is' if images == 1 else 'are'} only {images} image" in text
+        assert f"There is no map of the embedding: there {'is' if images == 1 else 'are'} only {images} image" in text
     if images == 1:
         assert "Over a single image every gate is either dead or always on" in text
     assert "too few classes, to compare" in text
@@ -139,9 +139,9 @@ def test_gates_that_are_the_same_for_every_image_are_called_static(tmp_path: Pat
     found = looked({"conv1": torch.tensor([[True, False]]).expand(6, 2)}, torch.full((6,), 400))
     labels, pixels = torch.arange(6) % 3, torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
     text = words(write(tmp_path, explain(found, NAMES, labels=labels), found, pixels, labels))
-    assert "the network is the same for every image" in text
+    assert "the same channels for every image" in text
     assert "Every image costs the same." in text
-    assert not (tmp_path / "gates-cheap-and-dear.png").exists()
+    assert not (tmp_path / "gates-cost-extremes.png").exists()
 
 
 def test_gates_without_embedding_and_costs_are_shown_all_the_same(tmp_path: Path):
@@ -149,7 +149,7 @@ def test_gates_without_embedding_and_costs_are_shown_all_the_same(tmp_path: Path
     pixels = torch.zeros(12, 3, 8, 8, dtype=torch.uint8)
     page = write(tmp_path, explain(found, NAMES), found, pixels, found.probabilities.argmax(1))
     assert "Which images are cheap?" not in page
-    assert "Layer by layer" in page
+    assert ">Layers<" in page
 
 
 def test_of_many_classes_the_largest_have_colours_and_the_others_share_one():

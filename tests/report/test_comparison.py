@@ -13,7 +13,7 @@ from moesaic.report import write_figures
 from moesaic.report.chart import read_charts, write_charts
 from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
 from moesaic.report.comparison_charts import comparison_charts
-from moesaic.report.comparison_words import outcome, verdict, work
+from moesaic.report.comparison_text import outcome, verdict, work
 from moesaic.training.comparison_result import Comparison, write_comparison
 from moesaic.training.paired_comparison import paired_comparisons
 
@@ -57,10 +57,10 @@ def test_the_baseline_can_win():
 
 def test_a_verdict_says_when_nothing_can_be_told():
     found = comparison(SIZES, CNN, LEVEL)
-    assert first_verdict(found) == "On faces, no difference between cnn and pmoe can be told with 3 trials."
+    assert first_verdict(found) == "On faces, 3 trials show no significant difference between cnn and pmoe."
     assert outcome(paired_comparisons(found)[0]) == "undecided"
     said = printed(found)
-    assert "the interval has both signs, so it may be chance" in said
+    assert "the interval contains 0, so this may be chance" in said
     assert "Labels saved cannot be said: " in said
 
 
@@ -84,7 +84,7 @@ def test_work_names_samples_level_and_both_ratios():
     assert contrast.work is not None
     told = work(contrast, contrast.work)
     assert re.search(
-        r"With 1,000 labels, pmoe takes 0\.\d+ \[.*\] times the training operations of cnn to get to 89 %", told
+        r"With 1,000 labels, pmoe takes 0\.\d+ \[.*\] times the training FLOPs of cnn to reach 89 % accuracy", told
     )
 
 
@@ -122,7 +122,7 @@ def test_charts_are_read_as_they_were_written_and_draw(tmp_path):
     assert [panel.title for panel in groups.panels] == ["smiling, black hair", "smiling, blond"]
     # to the end of training: 12 tests of 1,000 images, six operations for each of 5 million multiply-adds
     assert work.panels[0].series[0].x[-1] == pytest.approx(12 * 1000 * 6 * 5_000_000 / 1e9)
-    assert work.panels[0].x_label == "training operations (GFLOP)"
+    assert work.panels[0].x_label == "training GFLOPs"
     assert work.panels[1].series[0].x[-1] == pytest.approx(24.0)
 
 
@@ -133,7 +133,7 @@ def test_the_page_begins_with_the_verdict_and_says_how_it_was_found(tmp_path):
     told = words_of(page)
     for words in (
         "was trained 3 times with 250, 500 and 1,000 of 2,000 labelled images of faces",
-        "tested on 500 others",
+        "tested on 500 other images",
         "a processor, 2 cores, CPU",
         "epochs 12, batch 32, learning rate 0.1, milestones 0.5, 0.75",
         "3 files were skipped.",
@@ -160,9 +160,9 @@ def test_names_are_escaped_on_the_page(tmp_path):
 
 
 def test_groups_have_a_table_only_where_they_differ_from_classes(tmp_path):
-    assert "Within groups" not in page_of(tmp_path, comparison(SIZES, CNN, AHEAD))
+    assert "Accuracy within groups" not in page_of(tmp_path, comparison(SIZES, CNN, AHEAD))
     told = words_of(page_of(tmp_path, comparison(SIZES, CNN, AHEAD, groups=("black hair", "blond"))))
-    assert "Within groups" in told
+    assert "Accuracy within groups" in told
     assert re.search(r"blond 85\.1 \[", told)
 
 
@@ -170,7 +170,7 @@ def test_each_of_several_models_has_a_verdict(tmp_path):
     found = comparison(SIZES, CNN, AHEAD, LEVEL)
     told = words_of(page_of(tmp_path, found))
     assert "pmoe saves labels" in told
-    assert "no difference between cnn and third can be told" in told.replace("\u00a0", " ")
+    assert "no significant difference between cnn and third" in told.replace("\u00a0", " ")
     assert "lead of third" in told
     # what was decided is the headline, wherever its model stands
     assert "<h1>On faces, pmoe reaches" in page_of(tmp_path, comparison(SIZES, CNN, AHEAD))

@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import moesaic
-from moesaic.insight.explain import Explanation, Look, explain, look
-from moesaic.report.expert_figures import draw_class_maps, draw_favourites, mean_images
+from moesaic.insight.explain import Explanation, ForwardPass, collect_outputs, explain
+from moesaic.report.expert_figures import draw_class_maps, draw_top_patches, mean_images
 from moesaic.report.explanation import About, Shown, write_explanation
 
 NAMES = ("cat <b>", "dog & co")
@@ -26,12 +26,14 @@ def network(experts: int = 2, classes: int = 2, channels: int = 3) -> nn.Sequent
     return nn.Sequential(moe, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(2 * experts, classes))
 
 
-def found(model: nn.Module, images: int = 6, channels: int = 3) -> tuple[Look, Tensor]:
+def found(model: nn.Module, images: int = 6, channels: int = 3) -> tuple[ForwardPass, Tensor]:
     pixels = torch.randint(0, 256, (images, channels, 8, 8), dtype=torch.uint8)
-    return look(model, pixels, lambda pixels: pixels / 255), pixels
+    return collect_outputs(model, pixels, lambda pixels: pixels / 255), pixels
 
 
-def write(folder: Path, explanation: Explanation, seen: Look, pixels: Tensor, classes: Tensor, **about: object) -> str:
+def write(
+    folder: Path, explanation: Explanation, seen: ForwardPass, pixels: Tensor, classes: Tensor, **about: object
+) -> str:
     shown = [Shown("<i>one</i>.png", NAMES[0], 0.8, NAMES[1]), Shown("two.png", NAMES[1], 1.0, None)]
     page = write_explanation(
         folder,
@@ -41,7 +43,7 @@ def write(folder: Path, explanation: Explanation, seen: Look, pixels: Tensor, cl
         classes=classes,
         shown=shown,
         shown_pixels=pixels[:2],
-        shown_look=seen,
+        shown_pass=seen,
     )
     return page.read_text("utf-8")
 
@@ -54,15 +56,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     seen, pixels = found(network())
     labels = torch.arange(6) % 2
     groups = torch.tensor([0, 0, 0, 1, 1, 1])
-    explanation = explain(seen, NAMES, labels=labels, groups=groups, group_names=("light", "dark"), favourites=3)
+    explanation = explain(seen, NAMES, labels=labels, groups=groups, group_names=("light", "dark"), top_patches=3)
     skipped = (("bad<script>.jpg", "is empty"),)
     return folder, write(folder, explanation, seen, pixels, labels, skipped=skipped, command="moesaic explain 'a b'")
 
 
-def test_the_page_has_all_pictures_in_itself_and_loads_nothing(written: tuple[Path, str]):
+def test_the_page_embeds_all_figures_and_loads_nothing(written: tuple[Path, str]):
     folder, page = written
     pictures = sorted(path.name for path in folder.glob("*.png"))
-    kinds = ("difference", "favourites", "gate", "image-0", "image-1", "share")
+    kinds = ("difference", "gate", "image-0", "image-1", "share", "top-patches")
     assert pictures == [f"layer-0-{kind}.png" for kind in kinds], "and none of an earlier explanation"
     sources = re.findall(r'src="([^"]*)"', page)
     assert len(sources) == len(pictures)
@@ -81,15 +83,15 @@ def test_names_of_classes_and_files_are_escaped(written: tuple[Path, str]):
     assert "&lt;i&gt;one&lt;/i&gt;.png" in page
 
 
-def test_the_page_tells_predictions_truth_accuracies_and_how_it_was_made(written: tuple[Path, str]):
+def test_the_page_has_predictions_labels_accuracies_and_the_command(written: tuple[Path, str]):
     _, page = written
     text = re.sub(r"<[^>]+>", " ", page).replace("\u00a0", " ").replace("&nbsp;", " ")
-    assert "80 % (in truth: dog &amp; co)" in text
+    assert "80 % (true class: dog &amp; co)" in text
     assert re.search(r"two\.png\s*: dog &amp; co, 100 %\.", text)
     assert "light" in text
     assert "moesaic explain" in text
-    assert "could not be used" in text
-    assert "A patch lies over 4×4 pixels of the image, and knows nothing of the pixels around them." in text
+    assert "could not be read" in text
+    assert "A patch covers 4×4 pixels of the image and depends on these pixels alone." in text
     assert "fewer than 20 images of" in text
 
 
@@ -97,18 +99,18 @@ def test_everything_on_the_page_is_in_the_json(written: tuple[Path, str]):
     folder, _ = written
     record = json.loads((folder / "explanation.json").read_text("utf-8"))
     (layer,) = record["explanation"]["layers"]
-    assert np.array(layer["reach"]).shape == (2, 2, 4)
-    assert len(layer["favourites"]) == 2
-    assert record["explanation"]["group_scores"][1]["name"] == "dark"
+    assert np.array(layer["selection_rate"]).shape == (2, 2, 4)
+    assert len(layer["top_patches"]) == 2
+    assert record["explanation"]["group_accuracy"][1]["name"] == "dark"
     assert record["shown"][0]["label"] == NAMES[1]
     assert (folder / record["pictures"][0]["share"]).is_file()
 
 
-def test_images_of_unknown_class_are_called_by_what_is_predicted(tmp_path: Path):
+def test_images_without_labels_are_grouped_by_prediction(tmp_path: Path):
     seen, pixels = found(network())
     page = write(tmp_path, explain(seen, NAMES), seen, pixels, seen.probabilities.argmax(1))
-    assert "sorted by the class that the network predicts" in page
-    assert "What it gets right" not in page
+    assert "They are grouped by predicted class" in page
+    assert 'id="accuracy"' not in page
 
 
 def test_a_layer_that_routes_whole_images_has_a_table_and_no_maps(tmp_path: Path):
@@ -117,7 +119,7 @@ def test_a_layer_that_routes_whole_images_has_a_table_and_no_maps(tmp_path: Path
     labels = torch.arange(6) % 2
     page = write(tmp_path, explain(seen, NAMES, labels=labels), seen, pixels, labels)
     assert "<img" not in page
-    assert "share of the load" in page
+    assert "load share" in page
 
 
 def tinted(figure: Figure) -> list[np.ndarray]:
@@ -132,10 +134,10 @@ def planted() -> tuple[Explanation, Tensor, Tensor]:
     labels = torch.arange(8) % 2
     pixels[labels == 0, :, :4, :4] = 250
     pixels[labels == 1, :, 4:, 4:] = 250
-    return explain(look(model, pixels, lambda x: x / 255), ("left", "right"), labels=labels), pixels, labels
+    return explain(collect_outputs(model, pixels, lambda x: x / 255), ("left", "right"), labels=labels), pixels, labels
 
 
-def test_a_map_is_coloured_where_the_expert_looks():
+def test_a_map_is_coloured_on_the_selected_patches():
     explanation, pixels, labels = planted()
     backdrops = mean_images(pixels, labels, 2)
     assert backdrops[0, 0, 0] == pytest.approx(250 / 255)
@@ -158,9 +160,9 @@ def test_a_difference_of_two_classes_has_one_row_and_two_colours():
     assert {"+100", "−100"} <= {text.get_text() for text in figure.axes[0].texts}
 
 
-def test_favourites_show_the_patch_with_what_is_around_it():
+def test_top_patches_are_shown_with_their_surroundings():
     explanation, pixels, _ = planted()
-    figure = draw_favourites(explanation.layers[0], ("left", "right"), pixels)
+    figure = draw_top_patches(explanation.layers[0], ("left", "right"), pixels)
     crops = tinted(figure)
     assert len(crops) == 8
     assert all(crop.shape == (8, 8, 3) for crop in crops)  # 4 pixels, 2 on each side, moved into the image
@@ -181,4 +183,4 @@ def test_any_number_of_experts_and_classes_can_be_drawn(experts: int, classes: i
         figure = draw_class_maps(told.layers[0], names, mean_images(pixels, labels, classes), told.class_images, kind)
         rows = 1 if classes == 2 and kind == "difference" else min(classes, 12)
         assert len(tinted(figure)) == experts * rows
-    draw_favourites(told.layers[0], names, pixels).savefig(io.BytesIO(), format="png", dpi=20)
+    draw_top_patches(told.layers[0], names, pixels).savefig(io.BytesIO(), format="png", dpi=20)

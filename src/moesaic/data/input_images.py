@@ -66,7 +66,7 @@ def read_input_images(
     if C not in (1, 3) or H != W:
         raise ValueError(
             f"the network takes images of {C} channels and {H}×{W} pixels; image files become squares of 1 or 3 "
-            "channels: make a tensor of your images and use moesaic.insight.look"
+            "channels: make a tensor of your images and use moesaic.insight.collect_outputs"
         )
     files = [file for path in paths for file in _files(Path(path))]
     if not files:

@@ -14,7 +14,7 @@ from moesaic.insight.channel_metrics import (
 from moesaic.insight.cluster_dispatch import DispatchTable, dispatch_table
 from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseEvent, CollapseWarning, check_scores
 from moesaic.insight.embedding_map import EmbeddingMap, embedding_map
-from moesaic.insight.explain import Explanation, explain, look
+from moesaic.insight.explain import Explanation, collect_outputs, explain
 from moesaic.insight.image_cost import Costs, MeanCost, image_costs
 from moesaic.insight.metrics import (
     Agreement,
@@ -30,7 +30,7 @@ from moesaic.insight.metrics import (
     utilisation,
 )
 from moesaic.insight.overlays import overlay
-from moesaic.insight.training_history import Line, Track, expert_accuracy, inner_products
+from moesaic.insight.training_history import MetricSeries, TrainingHistory, expert_accuracy, inner_products
 
 __all__ = [
     "Agreement",
@@ -44,15 +44,16 @@ __all__ = [
     "EmbeddingMap",
     "Explanation",
     "GateDistances",
-    "Line",
     "MeanCost",
+    "MetricSeries",
     "SpecificGate",
     "Summary",
-    "Track",
+    "TrainingHistory",
     "agreement",
     "channel_usage",
     "check_scores",
     "class_shares",
+    "collect_outputs",
     "coverage",
     "dead_experts",
     "dispatch_entropy",
@@ -64,7 +65,6 @@ __all__ = [
     "image_costs",
     "inner_products",
     "load_share",
-    "look",
     "open_gates",
     "overlap",
     "overlay",

@@ -1,9 +1,8 @@
-"""What a network with gated channels does with a set of images, as plain numbers that JSON takes.
+"""Explains the channel gates of a network over a set of images, as plain numbers for JSON.
 
-`explain` puts it beside what it tells of layers that route patches or samples: for each gated layer which
-channels are dead, always on and dynamic, and how their gates differ between classes; and for the
-network as a whole what its embedding holds and what each image costs. `report.write_explanation`
-draws it.
+For each gated layer: which channels are dead, always on or dynamic, and how gates differ between classes.
+For the whole network: a map of its embeddings and the cost of each image. `explain` adds it to an
+`Explanation`, `report.write_explanation` draws it.
 """
 
 from __future__ import annotations
@@ -27,28 +26,28 @@ from moesaic.insight.embedding_map import EmbeddingMap, embedding_map
 from moesaic.insight.image_cost import Costs, image_costs
 from moesaic.routing_record import Routing
 
-__all__ = ["ChannelExplanation", "ChannelLayer", "Gated", "GatedNetwork", "explain_channels"]
+__all__ = ["ChannelExplanation", "ChannelLayer", "GatedNetwork", "GatedOutputs", "explain_channels"]
 
 
 @runtime_checkable
 class GatedNetwork(Protocol):
-    """A network that tells its embedding and its costs, as `moesaic.models.deepmoe.network.DeepMoE` does."""
+    """A network with embeddings and costs per image, such as `moesaic.models.deepmoe.network.DeepMoE`."""
 
     dense_macs: int
     fixed_macs: int
 
     def forward_with_routing(self, x: Tensor) -> Any:
-        """With ``logits``, ``embedding`` and ``routing``."""
+        """Returns an object with ``logits``, ``embedding`` and ``routing``."""
         ...
 
     def macs(self, routing: Mapping[str, Routing]) -> Tensor:
-        """(B,): the multiply-adds of each image."""
+        """(B,): multiply-adds per image."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
-class Gated:
-    """What a `GatedNetwork` tells of images, beside its answers; on the CPU."""
+class GatedOutputs:
+    """Outputs of a `GatedNetwork` beside its logits, on the CPU."""
 
     embedding: Tensor
     """(B, D)"""
@@ -60,31 +59,31 @@ class Gated:
 
 @dataclass(frozen=True)
 class ChannelLayer:
-    """What the gates of one layer did."""
+    """The gates of one layer."""
 
     name: str
     block: int
-    """Channels that share a gate."""
+    """Channels per gate."""
     usage: ChannelUsage
     share: tuple[tuple[float, ...], ...]
-    """(K, E): for which share of a class's images a gate is open."""
+    """(K, E): share of the images of a class for which the gate is open."""
     distances: GateDistances
 
 
 @dataclass(frozen=True)
 class ChannelExplanation:
-    """What all gates of a network did; made by `explain_channels`."""
+    """All gates of a network; made by `explain_channels`."""
 
     layers: tuple[ChannelLayer, ...]
-    """In the order in which they are in the network."""
+    """In the order of the network."""
     distances: GateDistances
     """Over the gates of all layers."""
     specific: tuple[SpecificGate, ...]
-    """The gates most specific to a class, of all layers."""
+    """The gates of all layers that are most specific to a class."""
     map: EmbeddingMap | None
-    """None: the network tells no embedding."""
+    """None if the network has no embedding."""
     costs: Costs | None
-    """None: the network tells no costs."""
+    """None if the network does not report costs."""
 
     @property
     def gates(self) -> int:
@@ -92,41 +91,49 @@ class ChannelExplanation:
 
     @property
     def dead(self) -> int:
-        """How many gates are open for no image."""
+        """Number of gates that are open for no image."""
         return sum(len(layer.usage.dead) for layer in self.layers)
 
     @property
     def always_on(self) -> int:
-        """How many gates are open for every image."""
+        """Number of gates that are open for every image."""
         return sum(len(layer.usage.always_on) for layer in self.layers)
 
     @property
     def dynamic(self) -> int:
-        """How many gates are open for some images."""
+        """Number of gates that are open for some images and closed for others."""
         return sum(len(layer.usage.dynamic) for layer in self.layers)
 
     @property
     def open_share(self) -> float:
-        """The share of all gates that an image opens, mean over images."""
+        """Mean share of all gates that an image opens."""
         return sum(layer.usage.gates * layer.usage.open_share for layer in self.layers) / self.gates
 
 
 def explain_channels(
     routing: Mapping[str, Routing],
     blocks: Mapping[str, int],
-    gated: Gated | None,
+    gated: GatedOutputs | None,
     *,
     classes: Tensor,
     class_names: Sequence[str],
     probabilities: Tensor,
-    right: Tensor | None = None,
+    correct: Tensor | None = None,
     show: int = 10,
     seed: int = 0,
 ) -> ChannelExplanation:
-    """Explain the gates of layers, by their names; ``blocks`` tells how many channels share a gate of each.
+    """Explains the gates of layers.
 
-    ``classes`` (B,) are the images' classes, true or predicted, ``probabilities`` (B, K) the network's answers, and
-    ``right`` (B,) whether these are right, where that is known.
+    Args:
+        routing: routing of each gated layer, by name.
+        blocks: channels per gate of each layer; 1 by default.
+        gated: embeddings and costs, if the network has them.
+        classes: class (B,) of each image, true or predicted.
+        class_names: one name for each class.
+        probabilities: predictions (B, K) of the network.
+        correct: whether each prediction is correct (B,), if labels are known.
+        show: number of least and most expensive images.
+        seed: seed of shuffles, folds and the map.
 
     >>> import torch
     >>> from moesaic.routing.channel_gate import ChannelGate
@@ -147,7 +154,7 @@ def explain_channels(
             classes=classes,
             class_names=class_names,
             probabilities=probabilities,
-            right=right,
+            correct=correct,
             show=show,
         )
     return ChannelExplanation(

@@ -1,13 +1,13 @@
-"""What channel gates do: which channels work for all images, for some or for none, and for which classes.
+"""Metrics of channel gates: dead, always-on and dynamic channels, and how gates depend on the class.
 
-A gate is open for an image or closed (Wang et al. 2019). Over many images a channel is dead, always on,
-or dynamic; only dynamic ones make the network another for another image, and a network without
-any is no better than a static, narrower one. Whether they follow the class is read off the Hamming
-distance of two images' patterns, the share of gates that are open for one of them alone: within
-a class it is smaller than between classes where gates know the class.
+A gate is open or closed for an image (Wang et al. 2019). Over many images a channel is dead, always on or
+dynamic. Only dynamic channels make the network input-dependent; without them it is a static, narrower
+network. The distance of two images is the Hamming distance of their gates: the share of gates that are
+open for one of them alone. If gates depend on the class, it is smaller within a class than between
+classes.
 
-Shapes, beyond the legend of `record`: K classes, E gates. A gate is a channel, or a block of neighbouring
-channels that share it.
+Shapes, beyond the legend of `routing_record`: K classes, E gates. A gate belongs to one channel or to a block
+of neighbouring channels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import check_positive
-from moesaic.insight.class_routing import check_labels, tell_class
+from moesaic.insight.class_routing import MIN_CLASS_IMAGES, check_labels, probe_accuracy
 from moesaic.keyed_random import keys, permutations
 from moesaic.routing_record import Routing
 
@@ -36,15 +36,12 @@ __all__ = [
 ]
 
 SHUFFLES = 100
-"""Random orders of the labels that tell what chance gives."""
-
-FEW = 20
-"""Of classes with fewer images no gate is called specific, unless all classes are so small."""
+"""Shuffles of the labels for the chance level."""
 
 
 @dataclass(frozen=True)
 class ChannelUsage:
-    """How a layer's gates are used over a set of images; made by `channel_usage`."""
+    """Usage of a layer's gates over a set of images; made by `channel_usage`."""
 
     images: int
     gates: int
@@ -55,37 +52,36 @@ class ChannelUsage:
     dynamic: tuple[int, ...]
     """All others."""
     open_share: float
-    """The share of gates that an image opens, mean over images."""
+    """Mean share of gates that an image opens."""
     spread: float
-    """The standard deviation of that share from image to image; 0: each image opens equally many."""
+    """Standard deviation of that share over images."""
     patterns: int
-    """How many different patterns of open gates the images have."""
+    """Number of distinct patterns of open gates."""
 
 
 @dataclass(frozen=True)
 class GateDistances:
-    """How alike the open gates of two images are, by their classes; made by `gate_distances`.
+    """Distances of the gates of two images, by class; made by `gate_distances`.
 
-    Distances are shares of gates: 0 where two images open the same ones.
+    Distances are shares of gates: 0 if two images open the same gates.
     """
 
     distance: tuple[tuple[float | None, ...], ...]
-    """(K, K): between an image of the one class and another of the other, mean over pairs; None: there is no pair."""
+    """(K, K): mean over pairs of images of two classes; None if there is no pair."""
     within: float | None
-    """Mean over all pairs of one class."""
+    """Mean over all pairs of the same class."""
     between: float | None
-    """Mean over all pairs of two classes."""
+    """Mean over all pairs of different classes."""
     by_chance: float | None
-    """What ``between − within`` stays below in 95 % of cases where labels are in random order."""
-    told: float | None
-    """The share of images whose class a simple rule (naive Bayes, on images it has not seen) tells from open and
-    closed gates alone; None where images are too few to try."""
-    commonest: float
-    """The share it would get right by always naming the commonest class."""
+    """95 % quantile of ``between − within`` for shuffled labels."""
+    probe_accuracy: float | None
+    """Cross-validated accuracy of a naive Bayes classifier that sees the gates alone; None with too few images."""
+    majority_share: float
+    """Share of the most frequent class."""
 
     @property
-    def real(self) -> bool:
-        """Whether images of one class are more alike than chance makes them."""
+    def significant(self) -> bool:
+        """Whether gates are more alike within classes than by chance."""
         if self.within is None or self.between is None or self.by_chance is None:
             return False
         return self.between - self.within > self.by_chance
@@ -93,20 +89,20 @@ class GateDistances:
 
 @dataclass(frozen=True)
 class SpecificGate:
-    """A gate that is open for images of one class more often than for others."""
+    """A gate that is open more often for one class than for the others."""
 
     layer: str
     gate: int
     label: int
-    """Which class."""
+    """Index of the class."""
     own: float
-    """The share of this class's images for which it is open."""
+    """Share of the images of this class for which it is open."""
     others: float
-    """The same of the other classes, mean over them."""
+    """The same for the other classes, mean over classes."""
 
 
 def open_gates(routing: Routing | Mapping[str, Routing]) -> Tensor:
-    """(B, E) bool on the CPU: which gates are open for which image; several layers side by side.
+    """(B, E) bool on the CPU: whether a gate is open for an image; several layers are concatenated.
 
     >>> from moesaic.routing.channel_gate import ChannelGate
     >>> routing = ChannelGate(1, channels=3).choose(torch.tensor([[2.0, -1.0, 0.5], [-1.0, -1.0, 0.5]]))
@@ -115,7 +111,7 @@ def open_gates(routing: Routing | Mapping[str, Routing]) -> Tensor:
     """
     several = {"": routing} if isinstance(routing, Routing) else routing
     if not several:
-        raise ValueError("open_gates: there is no layer to look at; give the routing of at least one")
+        raise ValueError("open_gates: there is no layer; give the routing of at least one")
     for name, each in several.items():
         if each.unit != "channel":
             raise ValueError(
@@ -126,9 +122,9 @@ def open_gates(routing: Routing | Mapping[str, Routing]) -> Tensor:
 
 
 def channel_usage(routing: Routing) -> ChannelUsage:
-    """Which of a layer's channels are dead, always on and dynamic over the images of a routing.
+    """Returns which channels of a layer are dead, always on and dynamic over the images of a routing.
 
-    Over few images many channels look dead or always on: give some hundreds.
+    Over few images many channels appear dead or always on: use some hundreds.
 
     >>> from moesaic.routing.channel_gate import ChannelGate
     >>> scores = torch.tensor([[2.0, -1.0, 0.5, 1.0], [1.0, -1.0, -0.5, 1.0]])
@@ -139,7 +135,7 @@ def channel_usage(routing: Routing) -> ChannelUsage:
     open_BE = open_gates(routing)
     B, E = open_BE.shape
     if not B:
-        raise ValueError("channel_usage: the routing has no image; over none, every gate is dead and always on at once")
+        raise ValueError("channel_usage: the routing has no image; give at least one")
     count_E = open_BE.sum(0)
     share_B = open_BE.double().mean(1)
     return ChannelUsage(
@@ -155,7 +151,7 @@ def channel_usage(routing: Routing) -> ChannelUsage:
 
 
 def class_shares(routing: Routing | Mapping[str, Routing], labels: Tensor, classes: int) -> Tensor:
-    """(K, E) float64: the share of a class's images for which the gate is open: the class's mean pattern.
+    """(K, E) float64: share of the images of a class for which the gate is open.
 
     >>> from moesaic.routing.channel_gate import ChannelGate
     >>> routing = ChannelGate(1, channels=2).choose(torch.tensor([[1.0, -1.0], [1.0, 1.0], [-1.0, 1.0]]))
@@ -170,7 +166,7 @@ def class_shares(routing: Routing | Mapping[str, Routing], labels: Tensor, class
 def gate_distances(
     routing: Routing | Mapping[str, Routing], labels: Tensor, classes: int, *, seed: int = 0
 ) -> GateDistances:
-    """Compare the patterns of open gates within classes and between them, of one layer or of several together.
+    """Compares open gates within and between classes, of one layer or of several layers together.
 
     ``labels`` (B,) are from 0 to ``classes`` − 1.
 
@@ -178,13 +174,13 @@ def gate_distances(
     >>> labels = torch.arange(40) % 2
     >>> scores = torch.stack([2.0 * labels - 1, torch.ones(40)], 1)         # the first gate is open for class 1 alone
     >>> found = gate_distances(ChannelGate(1, channels=2).choose(scores), labels, classes=2)
-    >>> found.within, found.between, found.real, found.told
+    >>> found.within, found.between, found.significant, found.probe_accuracy
     (0.0, 0.5, True, 1.0)
     """
     open_BE = open_gates(routing)
     B, E = open_BE.shape
     labels = check_labels("gate_distances", labels, B, classes)
-    open_BE = open_BE.float()  # counts of images are whole, and exact in it
+    open_BE = open_BE.float()  # exact for counts of images
     differing_KK, pairs_KK = _pairs(_members(labels, classes).float() @ open_BE, labels.bincount(minlength=classes), E)
     same = torch.eye(classes, dtype=torch.bool)
     other = torch.ones_like(same).triu(1)
@@ -198,18 +194,19 @@ def gate_distances(
         within=within,
         between=between,
         by_chance=None if within is None or between is None else _chance(open_BE, labels, seed),
-        told=tell_class(open_BE, labels, classes, seed=seed),
-        commonest=float(labels.bincount().max()) / B,
+        probe_accuracy=probe_accuracy(open_BE, labels, classes, seed=seed),
+        majority_share=float(labels.bincount().max()) / B,
     )
 
 
 def specific_gates(
     routing: Mapping[str, Routing], labels: Tensor, classes: int, *, count: int = 12, seed: int = 0
 ) -> tuple[SpecificGate, ...]:
-    """The gates that are most specific to a class: open for it, closed for others; each with its best class.
+    """Returns the gates that are most specific to a class: open for it, closed for others.
 
-    The largest of thousands of differences is partly luck. So gates are picked by one half of the images, drawn
-    by ``seed``, and their shares are those of the other half; empty where halves are too small.
+    The largest of thousands of differences is biased upwards. Gates are therefore selected on one half of the images,
+    drawn by ``seed``, and measured on the other half. Classes with fewer than `MIN_CLASS_IMAGES` images are ignored
+    unless all are so small. Empty if the halves are too small.
 
     >>> from moesaic.routing.channel_gate import ChannelGate
     >>> labels = torch.arange(40) % 2
@@ -223,41 +220,41 @@ def specific_gates(
     order = permutations(keys(seed, [0]), "halves", len(labels))[0]
     halves = [order[: len(order) // 2], order[len(order) // 2 :]]
     images_K = labels.bincount(minlength=classes)
-    enough_K = images_K >= FEW
+    enough_K = images_K >= MIN_CLASS_IMAGES
     if int(enough_K.sum()) < 2:
         enough_K = images_K > 0
     for half in halves:
         enough_K = enough_K & (labels[half].bincount(minlength=classes) > 0)
-    kept = cast("list[int]", enough_K.nonzero().flatten().tolist())
-    if len(kept) < 2:
+    large = cast("list[int]", enough_K.nonzero().flatten().tolist())
+    if len(large) < 2:
         return ()
-    (own_KE, others_KE), (seen_KE, seen_others_KE) = (_own_and_others(open_BE[h], labels[h], kept) for h in halves)
+    (own_KE, others_KE), (test_own_KE, test_others_KE) = (_own_and_others(open_BE[h], labels[h], large) for h in halves)
     best_E, class_E = (own_KE - others_KE).max(0)
     picked = cast("list[int]", best_E.sort(descending=True, stable=True).indices[:count].tolist())
     places = [(name, gate) for name, each in routing.items() for gate in range(each.experts)]
     return tuple(
         SpecificGate(
             *places[e],
-            label=kept[int(class_E[e])],
-            own=float(seen_KE[class_E[e], e]),
-            others=float(seen_others_KE[class_E[e], e]),
+            label=large[int(class_E[e])],
+            own=float(test_own_KE[class_E[e], e]),
+            others=float(test_others_KE[class_E[e], e]),
         )
         for e in picked
         if best_E[e] > 0
     )
 
 
-def _own_and_others(open_BE: Tensor, labels: Tensor, kept: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(K, E) each: the share of a class's images, and the mean share of the other kept classes."""
-    share_KE = torch.stack([open_BE[labels == k].mean(0) for k in kept])
-    return share_KE, (share_KE.sum(0) - share_KE) / (len(kept) - 1)
+def _own_and_others(open_BE: Tensor, labels: Tensor, classes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(K, E) each: the share of a class's images with an open gate, and the mean share of the other classes."""
+    share_KE = torch.stack([open_BE[labels == k].mean(0) for k in classes])
+    return share_KE, (share_KE.sum(0) - share_KE) / (len(classes) - 1)
 
 
 def _pairs(open_KE: Tensor, images_K: Tensor, gates: int) -> tuple[Tensor, Tensor]:
-    """(K, K) each: the distances of all pairs added up, and how many pairs there are.
+    """(K, K) each: the sum of the distances of all pairs, and the number of pairs.
 
-    Of two classes of n and m images, c and d of which open a gate, c (m − d) + d (n − c) pairs differ in it;
-    of one class c (n − c).
+    If c of n images of one class and d of m images of another open a gate, c (m − d) + d (n − c) pairs differ in it;
+    within one class c (n − c).
     """
     open_KE, n_K = open_KE.double(), images_K.double()
     one_way_KK = open_KE @ (n_K[:, None] - open_KE).T
@@ -268,8 +265,8 @@ def _pairs(open_KE: Tensor, images_K: Tensor, gates: int) -> tuple[Tensor, Tenso
 
 
 def _chance(open_BE: Tensor, labels: Tensor, seed: int) -> float:
-    """The 95 % quantile of between − within over random orders of the labels."""
-    # classes without images would only cost time
+    """The 95 % quantile of between − within over shuffles of the labels."""
+    # without empty classes, to save time
     _, labels = cast("tuple[Tensor, Tensor]", torch.unique(labels, return_inverse=True))
     images_K = labels.bincount()
     own_KB = _members(labels, len(images_K)).float()
@@ -287,7 +284,7 @@ def _chance(open_BE: Tensor, labels: Tensor, seed: int) -> float:
 
 
 def _members(labels: Tensor, classes: int) -> Tensor:
-    """(K, B): 1 where the image is of the class."""
+    """(K, B): 1 where the image belongs to the class."""
     return torch.nn.functional.one_hot(labels, classes).T
 
 

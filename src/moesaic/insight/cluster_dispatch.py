@@ -1,8 +1,8 @@
-"""Which expert works on which cluster: the tables of Chen et al. 2022 (Tables 4 to 6 and 11), for any routing.
+"""Dispatch tables of Chen et al. 2022 (Tables 4 to 6 and 11): units of each cluster per expert, for any routing.
 
-A cluster is any grouping of the data that the router was not told of: the cluster of a synthetic
-sample, the class of an image, the language of a sentence. A router that has understood the data
-sends a cluster to few experts, and an expert that has specialised gets few clusters.
+A cluster is any grouping of the data that the router does not see: the cluster of a synthetic sample, the
+class of an image, the language of a sentence. A good router sends a cluster to few experts, and a
+specialised expert gets few clusters.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["DispatchTable", "dispatch_table"]
 
 _DARK = 0.5
-"""The share from which on a cell is so dark that its number is written in white."""
+"""Cells with a larger share have white text."""
 
 
 @dataclass(frozen=True)
 class DispatchTable:
-    """How many units of each cluster every expert works on; plain data, made by `dispatch_table` or from counts.
+    """Number of units of each cluster that each expert gets; made by `dispatch_table` or from counts.
 
     >>> table = DispatchTable(("cats", "dogs"), ((90, 10), (0, 50)))
     >>> table.load, table.preferred, round(table.entropy, 3)
@@ -37,7 +37,7 @@ class DispatchTable:
 
     clusters: tuple[str, ...]
     counts: tuple[tuple[float, ...], ...]
-    """(K, E), a row for each cluster: whole numbers, or total weights where the router is soft."""
+    """(K, E), a row for each cluster: whole numbers, or total weights for a soft router."""
 
     def __post_init__(self) -> None:
         widths = {len(row) for row in self.counts}
@@ -49,27 +49,27 @@ class DispatchTable:
 
     @property
     def load(self) -> tuple[float, ...]:
-        """(E,): what each expert works on in all."""
+        """(E,): number of units of each expert."""
         return tuple(sum(column) for column in zip(*self.counts, strict=True))
 
     @property
     def preferred(self) -> tuple[int | None, ...]:
-        """(K,): the expert that gets most of the cluster, the lower one of two alike; None where nobody gets any."""
+        """(K,): the expert that gets most of the cluster, the lower index on ties; None if no expert gets any."""
         return tuple(row.index(max(row)) if any(row) else None for row in self.counts)
 
     @property
     def shares(self) -> tuple[tuple[float, ...], ...]:
-        """(K, E): the part of a cluster that goes to the expert; a row sums to 1, or is 0 where nobody gets any."""
+        """(K, E): share of the cluster that the expert gets; rows sum to 1, or to 0 if no expert gets any."""
         return tuple(tuple(count / (sum(row) or 1) for count in row) for row in self.counts)
 
     @property
     def entropy(self) -> float:
-        """How mixed the experts' work is, in nats (eq. 6.1): what `dispatch_entropy` gives for the same routing."""
+        """Dispatch entropy in nats (eq. 6.1), as `dispatch_entropy` computes it."""
         return entropy_of_counts(self._tensor) if self.counts else 0.0
 
     @property
     def cluster_entropy(self) -> float:
-        """The entropy that a router blind to the clusters would have, in nats: that of the clusters themselves."""
+        """Entropy of the clusters in nats: the dispatch entropy of a router that ignores them."""
         return entropy_of_counts(self._tensor.sum(1, keepdim=True)) if self.counts else 0.0
 
     @property
@@ -80,18 +80,18 @@ class DispatchTable:
         rows = [("", *(f"expert {e} " for e in range(len(self.load))))]
         named = zip((*self.clusters, "all"), (*self.counts, self.load), (*self.preferred, None), strict=True)
         for name, counts, most in named:
-            # the mark stands where every other number has a blank, so that the columns stay in line
+            # the asterisk takes the place of a blank, which keeps the columns aligned
             rows.append((name, *(f"{_brief(count)}{'*' if e == most else ' '}" for e, count in enumerate(counts))))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
             for row in rows
         ]
-        told = f"entropy {self.entropy:.3f} nats (0: one cluster an expert; {self.cluster_entropy:.3f}: all alike)"
-        return "\n".join([*(line.rstrip() for line in lines), told])
+        footer = f"entropy {self.entropy:.3f} nats (0: one cluster an expert; {self.cluster_entropy:.3f}: all alike)"
+        return "\n".join([*(line.rstrip() for line in lines), footer])
 
     def plot(self, title: str = "") -> Figure:
-        """The table as a picture: the darker, the larger the expert's share of the cluster.
+        """Draws the table; darker cells are larger shares of the cluster.
 
         >>> figure = DispatchTable(("cats", "dogs"), ((90, 10), (0, 50))).plot("before training")
         >>> [text.get_text() for text in figure.axes[0].texts]
@@ -120,11 +120,10 @@ class DispatchTable:
 
 
 def dispatch_table(routing: Routing, clusters: Labels, names: Sequence[str] | None = None) -> DispatchTable:
-    """Count, for a routing and the clusters its units came from, who works on what.
+    """Counts the units of each cluster that each expert gets.
 
-    ``clusters`` holds integer labels: (B,) for images or samples, or (B, N) for units. With
-    ``names``, label k is called ``names[k]`` and clusters of which there is no unit have a row,
-    too; without, rows are the labels there are.
+    ``clusters`` holds integer labels: (B,) for images or samples, or (B, N) for units. With ``names``, label k is
+    called ``names[k]`` and empty clusters have a row too; without, rows are the labels that occur.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing

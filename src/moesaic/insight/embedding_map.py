@@ -1,7 +1,7 @@
-"""Embeddings of images in a plane, by t-SNE, and how well neighbours among them share a class.
+"""Two-dimensional t-SNE map of embeddings, with the nearest-neighbour accuracy in the embedding itself.
 
-A map is for the eye, and shows clusters where there may be none. So it comes with a number that was
-measured in the embedding itself: how often an image's nearest neighbour is of its class.
+t-SNE may show clusters that do not exist. The map therefore comes with a number that is measured in the
+embedding: how often the nearest neighbour of an image has its class.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from moesaic.insight.tsne import tsne
 
 __all__ = ["EmbeddingMap", "embedding_map"]
 
-FEWEST = 10
-"""A map of fewer images is not worth looking at."""
-MOST = 2000
-"""Of more images the first are drawn: more would take minutes and cover each other."""
+MIN_IMAGES = 10
+MAX_IMAGES = 2000
+"""Only the first images are drawn: more would take minutes and overlap."""
 
 
 @dataclass(frozen=True)
@@ -31,17 +30,17 @@ class EmbeddingMap:
 
     x: tuple[float, ...]
     y: tuple[float, ...]
-    """Of the first images, `MOST` at most; empty where no map could be made."""
+    """Of the first images, at most `MAX_IMAGES`; empty if there is no map."""
     why_not: str
-    """Why there is none; empty where there is one."""
+    """Why there is no map; empty if there is one."""
     neighbours: float | None
-    """The share of these images whose nearest neighbour in the embedding is of their class."""
+    """Share of the images whose nearest neighbour in the embedding has their class."""
     by_chance: float | None
-    """The share that neighbours drawn at random would get."""
+    """The same for random neighbours."""
 
 
 def embedding_map(embedding: Tensor, labels: Tensor, *, seed: int = 0) -> EmbeddingMap:
-    """Lay the embeddings (B, D) of images of classes ``labels`` (B,) out in a plane; the same for the same seed.
+    """Maps embeddings (B, D) of images with classes ``labels`` (B,) to the plane; deterministic for a seed.
 
     >>> points = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
     >>> len(embedding_map(points, torch.zeros(12, dtype=torch.int64)).x)
@@ -49,15 +48,17 @@ def embedding_map(embedding: Tensor, labels: Tensor, *, seed: int = 0) -> Embedd
     >>> embedding_map(points[:2], torch.tensor([0, 1])).why_not
     'there are only 2 images, and a map needs at least 10'
     """
-    labels = check_labels("embedding_map", labels, len(embedding), int(labels.max()) + 1 if len(labels) else 1)[:MOST]
-    points = embedding.detach().cpu().double()[:MOST]
+    labels = check_labels("embedding_map", labels, len(embedding), int(labels.max()) + 1 if len(labels) else 1)[
+        :MAX_IMAGES
+    ]
+    points = embedding.detach().cpu().double()[:MAX_IMAGES]
     why_not = _why_not(points)
     if why_not:
         return EmbeddingMap((), (), why_not, None, None)
     distance_BB = torch.cdist(points, points)
     distance_BB.fill_diagonal_(torch.inf)
     share_K = labels.bincount().double() / len(labels)
-    x, y = _laid_out(points, seed).T
+    x, y = _tsne(points, seed).T
     return EmbeddingMap(
         tuple(round(float(value), 3) for value in x),
         tuple(round(float(value), 3) for value in y),
@@ -68,27 +69,27 @@ def embedding_map(embedding: Tensor, labels: Tensor, *, seed: int = 0) -> Embedd
 
 
 def _why_not(points: Tensor) -> str:
-    if len(points) < FEWEST:
+    if len(points) < MIN_IMAGES:
         return (
             f"there {'is' if len(points) == 1 else 'are'} only {len(points)} image{'' if len(points) == 1 else 's'}, "
-            f"and a map needs at least {FEWEST}"
+            f"and a map needs at least {MIN_IMAGES}"
         )
     if not bool(points.isfinite().all()):
         return "some embeddings are not finite: the network is broken"
     if float((points - points[0]).abs().max()) == 0:
-        return "all images have the same embedding: the gates cannot tell them apart"
+        return "all images have the same embedding: the gates cannot distinguish them"
     return ""
 
 
-def _laid_out(points: Tensor, seed: int) -> NDArray[np.float64]:
-    """(B, 2), begun with the two main directions."""
+def _tsne(points: Tensor, seed: int) -> NDArray[np.float64]:
+    """(B, 2), initialised with the first two principal components."""
     points = points - points.mean(0)
     points = points / points.std(0).square().sum().sqrt()
     left, scale, _ = cast("tuple[Tensor, Tensor, Tensor]", torch.linalg.svd(points, full_matrices=False))
     start = torch.zeros(len(points), 2, dtype=torch.float64)
     directions = min(2, len(scale))
     start[:, :directions] = left[:, :directions] * scale[:directions]
-    # which way a direction points is the library's whim
+    # the sign of a principal component is arbitrary
     start *= torch.where(start.gather(0, start.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
     start = 1e-4 * start / start[:, 0].std()
     return tsne(points.float().numpy(), init=start.float().numpy(), seed=seed)

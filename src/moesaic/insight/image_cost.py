@@ -1,7 +1,7 @@
-"""What each image costs a network with gated channels, and which images are cheap.
+"""Cost of each image for a network with gated channels: by class, and for correct and wrong predictions.
 
-Costs are multiply-adds as executed, the network that sets the gates included, in percent of those of
-the dense network.
+Costs are executed multiply-adds in percent of the dense network; the network that computes the gates is
+included.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from moesaic.intervals import Estimate, mean
 
 __all__ = ["Costs", "MeanCost", "image_costs"]
 
-FEWEST = 10
-"""Over fewer images neither a correlation nor a class's difference says anything."""
+MIN_IMAGES = 10
+"""Correlations and differences are not computed over fewer images."""
 
 
 @dataclass(frozen=True)
@@ -33,43 +33,43 @@ class MeanCost:
     images: int
     mean: float
     interval: tuple[float, float] | None
-    """With 95 % confidence; None for a single image."""
+    """95 % confidence interval; None for a single image."""
     least: float
     most: float
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Made by `image_costs`; all but the counts of multiply-adds in percent of the dense network."""
+    """Made by `image_costs`; all but the multiply-adds in percent of the dense network."""
 
     dense_macs: int
     """Multiply-adds of the network without gates."""
     fixed_macs: int
-    """What no gate can save: the network that sets the gates, and ungated layers."""
+    """Multiply-adds that gates cannot save: the network that computes the gates, and ungated layers."""
     cost: tuple[float, ...]
-    """Of each image."""
-    was_right: tuple[bool, ...] | None
-    """Whether the network's answer to each image is right; None where true classes are not known."""
+    """Cost of each image."""
+    is_correct: tuple[bool, ...] | None
+    """Whether each prediction is correct; None without labels."""
     all: MeanCost
     classes: tuple[MeanCost, ...]
-    """Of classes that have images, cheapest first."""
+    """Classes that have images, by ascending cost."""
     right: MeanCost | None
-    """Of images that the network gets right; None: there are none, or true classes are not known."""
+    """Images with a correct prediction; None if there is none, or without labels."""
     wrong: MeanCost | None
-    dearer_when_wrong: Estimate | None
-    """Points by which wrong ones cost more than right ones; None with fewer than two of either."""
-    dearer_within_classes: Estimate | None
-    """The same with each class compared in itself, for a class may be both dear and hard; over classes with `FEWEST`
-    of either at least, None where there are none."""
+    extra_cost_when_wrong: Estimate | None
+    """Percentage points by which images with a wrong prediction cost more; None with fewer than two of either."""
+    extra_cost_within_classes: Estimate | None
+    """The same within classes, as a class may be both expensive and hard; over classes with at least
+    `MIN_IMAGES` of both, None if there is none."""
     certainty: Estimate | None
-    """Correlation of cost and the probability of the predicted class; None where one of them does not vary."""
-    cheapest: tuple[int, ...]
-    """Which images, cheapest first."""
-    dearest: tuple[int, ...]
-    """Which images, dearest first; none that is among the cheapest."""
+    """Correlation of cost and the probability of the predicted class; None if one of them is constant."""
+    least_expensive: tuple[int, ...]
+    """Indices of images, by ascending cost."""
+    most_expensive: tuple[int, ...]
+    """Indices of images, by descending cost; disjoint from ``least_expensive``."""
 
     @property
-    def alike(self) -> bool:
+    def constant(self) -> bool:
         """Whether all images cost the same."""
         return self.all.least == self.all.most
 
@@ -82,20 +82,20 @@ def image_costs(
     classes: Tensor,
     class_names: Sequence[str],
     probabilities: Tensor,
-    right: Tensor | None = None,
+    correct: Tensor | None = None,
     show: int = 10,
 ) -> Costs:
-    """Make of the multiply-adds (B,) of images what a reader wants to know.
+    """Summarises the multiply-adds (B,) of images.
 
-    ``classes`` (B,) are their classes, true or predicted, ``probabilities`` (B, K) the network's answers, ``right``
-    (B,) whether these are right, where that is known; ``show`` of the cheapest and of the dearest are picked out.
+    ``classes`` (B,) are true or predicted classes, ``probabilities`` (B, K) the predictions, ``correct`` (B,) tells
+    which of them are correct, if labels are known; ``show`` images are listed as least and as most expensive.
 
-    >>> labels, answers = torch.tensor([0, 0, 1, 1]), torch.eye(2).repeat(2, 1)
+    >>> labels, predictions = torch.tensor([0, 0, 1, 1]), torch.eye(2).repeat(2, 1)
     >>> costs = image_costs(torch.tensor([30, 20, 50, 60]), dense_macs=100, fixed_macs=5, classes=labels,
-    ...     class_names=["cat", "dog"], probabilities=answers, right=answers.argmax(1) == labels, show=1)
-    >>> costs.all.mean, costs.cheapest, costs.dearest, [(each.name, each.mean) for each in costs.classes]
+    ...     class_names=["cat", "dog"], probabilities=predictions, correct=predictions.argmax(1) == labels, show=1)
+    >>> costs.all.mean, costs.least_expensive, costs.most_expensive, [(each.name, each.mean) for each in costs.classes]
     (40.0, (1,), (3,), [('cat', 25.0), ('dog', 55.0)])
-    >>> costs.dearer_when_wrong.value
+    >>> costs.extra_cost_when_wrong.value
     -10.0
     """
     check_positive("image_costs", show=show, dense_macs=dense_macs)
@@ -104,9 +104,9 @@ def image_costs(
     cost_B = 100 * macs.detach().cpu().double() / dense_macs
     classes = check_labels("image_costs", classes, len(cost_B), len(class_names))
     by_class = [_mean(name, cost_B[classes == k]) for k, name in enumerate(class_names)]
-    right_B = None if right is None else right.cpu().bool()
-    ok, not_ok = (
-        (None, None) if right_B is None else (_mean("right", cost_B[right_B]), _mean("wrong", cost_B[~right_B]))
+    correct_B = None if correct is None else correct.cpu().bool()
+    right, wrong = (
+        (None, None) if correct_B is None else (_mean("right", cost_B[correct_B]), _mean("wrong", cost_B[~correct_B]))
     )
     order = cast("list[int]", cost_B.sort(stable=True).indices.tolist())
     show = min(show, max(1, len(order) // 2))
@@ -116,16 +116,16 @@ def image_costs(
         dense_macs=dense_macs,
         fixed_macs=fixed_macs,
         cost=tuple(round(value, 4) for value in cast("list[float]", cost_B.tolist())),
-        was_right=None if right_B is None else tuple(bool(each) for each in right_B),
+        is_correct=None if correct_B is None else tuple(bool(each) for each in correct_B),
         all=over_all,
         classes=tuple(sorted((each for each in by_class if each is not None), key=lambda each: each.mean)),
-        right=ok,
-        wrong=not_ok,
-        dearer_when_wrong=None if ok is None or not_ok is None else _difference(not_ok, ok),
-        dearer_within_classes=None if right_B is None else _within_classes(cost_B, right_B, classes),
+        right=right,
+        wrong=wrong,
+        extra_cost_when_wrong=None if right is None or wrong is None else _difference(wrong, right),
+        extra_cost_within_classes=None if correct_B is None else _within_classes(cost_B, correct_B, classes),
         certainty=_correlation(cost_B, probabilities.detach().cpu().double().max(1).values),
-        cheapest=tuple(order[:show]),
-        dearest=tuple(b for b in order[::-1][:show] if b not in order[:show]),
+        least_expensive=tuple(order[:show]),
+        most_expensive=tuple(b for b in order[::-1][:show] if b not in order[:show]),
     )
 
 
@@ -137,7 +137,7 @@ def _mean(name: str, cost: Tensor) -> MeanCost | None:
 
 
 def _difference(one: MeanCost, other: MeanCost) -> Estimate | None:
-    """Their errors are independent, so that squares of half the intervals add up."""
+    """The errors are independent, so the squares of half the intervals add up."""
     if one.interval is None or other.interval is None:
         return None
     half = math.hypot(one.interval[1] - one.mean, other.interval[1] - other.mean)
@@ -145,12 +145,12 @@ def _difference(one: MeanCost, other: MeanCost) -> Estimate | None:
     return Estimate(value, value - half, value + half)
 
 
-def _within_classes(cost_B: Tensor, right_B: Tensor, classes_B: Tensor) -> Estimate | None:
-    """The classes' differences, each with the weight that its numbers of right and wrong images give it."""
+def _within_classes(cost_B: Tensor, correct_B: Tensor, classes_B: Tensor) -> Estimate | None:
+    """Mean of the differences within classes, weighted by their numbers of right and wrong images."""
     found: list[tuple[float, Estimate]] = []
     for k in cast("list[int]", torch.unique(classes_B).tolist()):
-        wrong, right = (_mean("", cost_B[(classes_B == k) & of]) for of in (~right_B, right_B))
-        if wrong is not None and right is not None and min(wrong.images, right.images) >= FEWEST:
+        wrong, right = (_mean("", cost_B[(classes_B == k) & of]) for of in (~correct_B, correct_B))
+        if wrong is not None and right is not None and min(wrong.images, right.images) >= MIN_IMAGES:
             difference = _difference(wrong, right)
             assert difference is not None
             found.append((wrong.images * right.images / (wrong.images + right.images), difference))
@@ -164,7 +164,7 @@ def _within_classes(cost_B: Tensor, right_B: Tensor, classes_B: Tensor) -> Estim
 
 def _correlation(cost: Tensor, certainty: Tensor) -> Estimate | None:
     """With Fisher's interval."""
-    if len(cost) < FEWEST or not bool(cost.isfinite().all() and certainty.isfinite().all()):
+    if len(cost) < MIN_IMAGES or not bool(cost.isfinite().all() and certainty.isfinite().all()):
         return None
     if min(float(cost.std()), float(certainty.std())) < 1e-9:
         return None

@@ -1,15 +1,13 @@
-"""Numbers that say what a routing did: who works, how sure the choice was, who works on the same.
+"""Metrics of a routing: load, entropy, coverage, overlap of experts, agreement with known patches.
 
-Every function reads one ``Routing`` (join the passes over a data set with
-``record_routing(model, keep="all")``). Functions that return tensors leave them on the routing's
-device and never wait for it; functions that return Python numbers do wait. None of them builds an
-autograd graph: losses live in ``moesaic.routing``.
+Every function reads one ``Routing`` (``record_routing(model, keep="all")`` concatenates the batches of a
+dataset). Functions that return tensors do not synchronise with the device; functions that return Python
+numbers do. None of them builds an autograd graph: losses are in ``moesaic.routing``.
 
-*Load* counts the units an expert works on. A soft router sends every unit to every expert, so
-there the load is the total weight instead, and every set of units is the set of all units.
+The *load* of an expert is the number of its units. A soft router sends every unit to every expert; its load
+is the total weight, and every set of units is the set of all units.
 
-Where nothing was routed (a batch of 0) a number is 0, a list is empty and an overlap is the
-identity: no expert overlaps with another, and none is called dead.
+For an empty batch numbers are 0, lists are empty and the overlap is the identity matrix.
 """
 
 from __future__ import annotations
@@ -44,14 +42,13 @@ Labels = Tensor | NDArray[Any] | Sequence[int] | Sequence[Sequence[int]]
 
 
 def load_share(routing: Routing) -> Tensor:
-    """(E,): each expert's share of the load, load_e / Σ load; the equal share is 1/E.
+    """(E,): load share of each expert, load_e / Σ load; 1/E if the load is balanced.
 
-    Where experts choose, each takes as many units as the others and the shares are equal by
-    construction; look at `overlap` there.
+    Where experts choose, shares are equal by construction; `overlap` is more informative there.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
-    >>> index = torch.tensor([[[0], [0], [0], [1]]])                     # one image: four units choose one expert each
+    >>> index = torch.tensor([[[0], [0], [0], [1]]])                     # four units choose one expert each
     >>> routing = Routing("patch", torch.zeros(1, 4, 3), index, torch.ones(1, 4, 1), "unit", grid=(2, 2))
     >>> load_share(routing).tolist()
     [0.75, 0.25, 0.0]
@@ -64,8 +61,7 @@ def load_share(routing: Routing) -> Tensor:
 def dead_experts(routing: Routing, threshold: float = 0.1) -> list[int]:
     """The experts whose share of the load is below ``threshold`` times the equal share 1/E.
 
-    An expert that works on nothing is dead at every threshold. If units exist and nobody works on
-    any (all were dropped), all experts are dead.
+    An expert without units is dead at every threshold. If all units are dropped, all experts are dead.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
@@ -83,8 +79,8 @@ def dead_experts(routing: Routing, threshold: float = 0.1) -> list[int]:
 def utilisation(routing: Routing) -> float:
     """The effective number of experts over their number: exp(H(load shares)) / E, H the entropy.
 
-    1 when all experts carry the same load, 1/E when one carries all of it, 0 when there is none.
-    Always 1 where experts choose a fixed number of units.
+    1 if the load is balanced, 1/E if one expert has all of it, 0 without load. Always 1 where experts choose a fixed
+    number of units.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
@@ -99,15 +95,14 @@ def utilisation(routing: Routing) -> float:
 
 
 def routing_entropy(routing: Routing, *, normalised: bool = False) -> float:
-    """How undecided the choosers were: the mean entropy, in nats, of the softmax of the scores each faced.
+    """Mean entropy, in nats, of the softmax of the scores over the options of each chooser.
 
     - where experts choose: over the units of an image, for each expert; at most log N
     - where units choose: over the experts, for each unit; at most log E
     - soft: over all slots of all experts, for each unit; at most log (E·S)
 
-    Scores are those before noise. ``normalised`` divides by the maximum, which puts every layer on
-    the scale from 0 (certain) to 1 (as good as random); where there is one option, it is 0.
-    NaN scores give NaN; `check_scores` finds them.
+    Scores are those before noise. ``normalised`` divides by the maximum: 0 for certain choices, 1 for uniform ones,
+    0 for a single option. NaN scores give NaN; `check_scores` finds them.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
@@ -118,28 +113,28 @@ def routing_entropy(routing: Routing, *, normalised: bool = False) -> float:
     if routing.batch * routing.units == 0:
         return 0.0
     scores = routing.scores.detach()
-    faced = scores.transpose(1, 2) if routing.chooser == "expert" else scores.flatten(2)
-    highest = math.log(faced.shape[-1])
-    # rounding may carry it a hair over; in this order min lets NaN through
-    entropy = min(_entropy(faced.softmax(-1), -1).mean().item(), highest)
+    options = scores.transpose(1, 2) if routing.chooser == "expert" else scores.flatten(2)
+    highest = math.log(options.shape[-1])
+    # rounding may exceed the maximum; min in this order propagates NaN
+    entropy = min(_entropy(options.softmax(-1), -1).mean().item(), highest)
     if not normalised:
         return entropy
     return entropy / highest if highest else 0.0
 
 
 def dispatch_entropy(routing: Routing, clusters: Labels) -> float:
-    """How mixed the experts' work is, in nats, given the clusters the data came from (Chen et al. 2022, eq. 6.1).
+    """Dispatch entropy of Chen et al. 2022 (eq. 6.1) in nats: how mixed the clusters of each expert are.
 
-    With n_km the number of units of cluster k that expert m works on, n_m = Σ_k n_km and n = Σ_m n_m,
+    With n_km the number of units of cluster k that expert m gets, n_m = Σ_k n_km and n = Σ_m n_m,
 
         entropy = − Σ_{m: n_m ≠ 0} (n_m / n) Σ_k (n_km / n_m) log (n_km / n_m)
 
-    0 when each expert works on one cluster only, log of the number of clusters when each works on
-    all of equally large clusters alike. It does not see whether an expert is idle, nor whether a
-    cluster is split among experts. A unit that goes to several experts counts at each of them.
+    It is 0 if each expert gets a single cluster, and the log of the number of clusters if each expert gets equal
+    shares of all. It does not depend on idle experts, nor on how many experts share a cluster. A unit with several
+    experts counts for each of them.
 
-    ``clusters`` holds integer labels, any values: (B,) for images, whose units all carry the
-    image's label, or (B, N) for units.
+    ``clusters`` holds integer labels: (B,) for images, whose units all have the label of the image, or (B, N) for
+    units.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
@@ -154,7 +149,7 @@ def dispatch_entropy(routing: Routing, clusters: Labels) -> float:
 
 
 def coverage(routing: Routing) -> float:
-    """The share of units that at least one expert works on; 1 where the router is soft.
+    """Share of units that at least one expert gets; 1 for a soft router.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
@@ -167,11 +162,10 @@ def coverage(routing: Routing) -> float:
 
 
 def overlap(routing: Routing) -> Tensor:
-    """(E, E): how alike the experts' sets of units are, |U_e ∩ U_f| / |U_e ∪ U_f| (Jaccard), averaged over images.
+    """(E, E): Jaccard similarity of the units of two experts, |U_e ∩ U_f| / |U_e ∪ U_f|, averaged over images.
 
-    1 where two experts always work on the same units, 0 where they never share one; the diagonal
-    is 1. Two experts that choose L of N units at random overlap by about L / (2N − L). Images in
-    which neither of the two works on anything do not count.
+    1 if two experts always have the same units, 0 if they never share one; the diagonal is 1. Two experts that choose
+    L of N units at random overlap by about L / (2N − L). Images in which both experts are idle are ignored.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
@@ -181,7 +175,7 @@ def overlap(routing: Routing) -> Tensor:
     [[1.0, 0.33, 1.0], [0.33, 1.0, 0.33], [1.0, 0.33, 1.0]]
     """
     works_BNE = routing.mask.to(routing.scores.dtype)
-    # the numbers of shared units are integers that bfloat16 could not hold
+    # counts of units are not exact in bfloat16
     with torch.autocast(works_BNE.device.type, enabled=False):
         both_BEE = works_BNE.mT @ works_BNE
     size_BE = works_BNE.sum(1)
@@ -193,25 +187,25 @@ def overlap(routing: Routing) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Agreement:
-    """Whether the routing found the patches that are known to matter; made by `agreement`, on the CPU."""
+    """Agreement of the routing with discriminative patches; made by `agreement`, on the CPU."""
 
     images: int
-    """Images with a known discriminative patch; the others count nowhere below."""
+    """Number of images with a discriminative patch; others are ignored."""
     reached: float
-    """Share of images in which at least one discriminative patch reaches at least one expert."""
+    """Share of images in which some expert selects a discriminative patch."""
     hit_rate: Tensor
-    """(E,): share of images in which the expert works on a discriminative patch."""
+    """(E,): share of images in which the expert selects a discriminative patch."""
     chance: Tensor
-    """(E,): the hit rate it would have if it chose as many units of each image at random."""
+    """(E,): the hit rate of a random selection of the same size."""
     precision: Tensor
-    """(E,): share of the expert's work that is on discriminative patches; 0 for one that does none."""
+    """(E,): share of discriminative patches among the patches of the expert; 0 for an idle expert."""
 
     def __str__(self) -> str:
         columns = zip(floats(self.hit_rate), floats(self.chance), floats(self.precision), strict=True)
         rows = [f"{e:6d}  {hit:8.3f}  {chance:6.3f}  {right:9.3f}" for e, (hit, chance, right) in enumerate(columns)]
         return "\n".join(
             [
-                f"a discriminative patch reaches some expert in {self.reached:.1%} of {self.images} images",
+                f"some expert selects a discriminative patch in {self.reached:.1%} of {self.images} images",
                 "expert  hit rate  chance  precision",
                 *rows,
             ]
@@ -219,11 +213,10 @@ class Agreement:
 
 
 def agreement(routing: Routing, discriminative: Labels) -> Agreement:
-    """How well the routing agrees with patches that are known to be discriminative.
+    """Compares the routing with patches that are known to be discriminative.
 
-    ``discriminative`` names them by (B,) integers, the one such patch of each image, or by (B, N)
-    booleans, True on each of them; images without any are left out. Compare ``hit_rate`` with
-    ``chance``: an expert that takes many patches hits often for no merit.
+    ``discriminative`` is (B,) integers, the discriminative patch of each image, or (B, N) booleans; images without
+    any are ignored. Compare ``hit_rate`` with ``chance``: an expert with many patches hits often by chance.
 
     With L patches per expert and one discriminative patch per image, precision is at most 1/L.
 
@@ -232,7 +225,7 @@ def agreement(routing: Routing, discriminative: Labels) -> Agreement:
     >>> index = torch.tensor([[[0], [3]], [[2], [3]]])                   # two images, two experts, one patch each
     >>> routing = Routing("patch", torch.zeros(2, 4, 2), index, torch.ones(2, 2, 1), "expert", grid=(2, 2))
     >>> print(agreement(routing, torch.tensor([0, 2])))                  # patch 0 of the first, patch 2 of the second
-    a discriminative patch reaches some expert in 100.0% of 2 images
+    some expert selects a discriminative patch in 100.0% of 2 images
     expert  hit rate  chance  precision
          0     1.000   0.250      1.000
          1     0.000   0.250      0.000
@@ -255,7 +248,7 @@ def agreement(routing: Routing, discriminative: Labels) -> Agreement:
 
 @dataclass(frozen=True)
 class Summary:
-    """The headline numbers of a routing; made by `summary`, printed as a small table."""
+    """The main metrics of a routing; made by `summary`, printed as a small table."""
 
     unit: Unit
     chooser: Chooser
@@ -265,23 +258,24 @@ class Summary:
     dead_experts: tuple[int, ...]
     utilisation: float
     routing_entropy: float
-    """Normalised: 0 certain, 1 as good as random."""
+    """Normalised: 0 for certain choices, 1 for uniform ones."""
     coverage: float
     overlap: float
     """Mean over the pairs of different experts; 0 for one expert."""
 
     def __str__(self) -> str:
         plural = "patches" if self.unit == "patch" else f"{self.unit}s"
-        who = {"expert": "experts choose", "unit": f"{plural} choose", "soft": "nobody chooses (soft)"}
+        who = {"expert": "experts choose", "unit": f"{plural} choose", "soft": "soft routing"}
         experts = len(self.load_share)
         dead = ", ".join(map(str, self.dead_experts)) or "none"
+        shares = " ".join(f"{share:.3f}" for share in self.load_share)
         return "\n".join(
             [
                 f"{self.batch} images × {self.units} {plural}, {experts} experts; {who[self.chooser]}",
-                f"load share       {' '.join(f'{share:.3f}' for share in self.load_share)}  (equal {1 / experts:.3f})",
+                f"load share       {shares}  (balanced {1 / experts:.3f})",
                 f"dead experts     {dead}",
                 f"utilisation      {self.utilisation:.3f}",
-                f"routing entropy  {self.routing_entropy:.3f}  (0 certain, 1 as good as random)",
+                f"routing entropy  {self.routing_entropy:.3f}  (0 certain, 1 uniform)",
                 f"coverage         {self.coverage:.3f}",
                 f"overlap          {self.overlap:.3f}  (mean over pairs of experts)",
             ]
@@ -289,17 +283,17 @@ class Summary:
 
 
 def summary(routing: Routing) -> Summary:
-    """The headline numbers of a routing, at the functions' default settings.
+    """Computes the main metrics of a routing with default settings.
 
     >>> import torch
     >>> from moesaic.routing_record import Routing
     >>> index = torch.tensor([[[0, 1], [1, 2]]])
     >>> print(summary(Routing("patch", torch.zeros(1, 4, 2), index, torch.ones(1, 2, 2), "expert", grid=(2, 2))))
     1 images × 4 patches, 2 experts; experts choose
-    load share       0.500 0.500  (equal 0.500)
+    load share       0.500 0.500  (balanced 0.500)
     dead experts     none
     utilisation      1.000
-    routing entropy  1.000  (0 certain, 1 as good as random)
+    routing entropy  1.000  (0 certain, 1 uniform)
     coverage         0.750
     overlap          0.333  (mean over pairs of experts)
     """
@@ -318,9 +312,9 @@ def summary(routing: Routing) -> Summary:
 
 
 def cluster_counts(who: str, routing: Routing, clusters: Labels) -> tuple[NDArray[np.int64], Tensor]:
-    """The labels there are, in order, and (K, E) on the CPU: how many units of each an expert works on.
+    """The sorted labels, and (K, E) on the CPU: the number of units of each label per expert.
 
-    Counts are int64, exact however large the data set; where the router is soft, total weights.
+    Counts are int64; for a soft router they are total weights.
     """
     labels, cluster = np.unique(_cluster_labels(who, routing, clusters).flatten().long().numpy(), return_inverse=True)
     work_BNE = routing.weights.detach() if routing.chooser == "soft" else routing.mask.long()
@@ -329,7 +323,7 @@ def cluster_counts(who: str, routing: Routing, clusters: Labels) -> tuple[NDArra
 
 
 def entropy_of_counts(count_KE: Tensor) -> float:
-    """Equation 6.1 of Chen et al. 2022, as `dispatch_entropy` describes it, of counts (K, E)."""
+    """`dispatch_entropy` (eq. 6.1 of Chen et al. 2022) of counts (K, E)."""
     count_KE = count_KE.double()
     count_E = count_KE.sum(0)
     total = count_E.sum()
@@ -344,13 +338,13 @@ def floats(values_E: Tensor) -> list[float]:
 
 
 def starved(load: Sequence[float], threshold: float) -> list[int]:
-    """The experts whose load is below ``threshold`` times the mean load, and those that have none."""
+    """Experts whose load is 0 or below ``threshold`` times the mean load."""
     limit = threshold * sum(load)
     return [e for e, units in enumerate(load) if units == 0 or units * len(load) < limit]
 
 
 def mean_of_pairs(matrix_EE: Tensor) -> Tensor:
-    """The mean over pairs of different experts, 0 where there is no pair."""
+    """Mean over pairs of different experts; 0 for one expert."""
     experts = len(matrix_EE)
     return (matrix_EE.sum() - matrix_EE.trace()) / max(1, experts * (experts - 1))
 
@@ -361,7 +355,7 @@ def check_fraction(who: str, name: str, value: float) -> None:
 
 
 def _entropy(share: Tensor, axis: int) -> Tensor:
-    """− Σ p log p along an axis, in nats; what has no share adds nothing."""
+    """− Σ p log p along an axis, in nats."""
     return 0 - torch.xlogy(share, share).sum(axis)
 
 
@@ -401,7 +395,7 @@ def _marked_units(routing: Routing, discriminative: Labels) -> Tensor:
 
 
 def _chance_of_a_hit(taken_BE: Tensor, marked_B: Tensor, units: int) -> Tensor:
-    """(B, E): 1 − C(N−d, l) / C(N, l), the chance that l of N units, drawn at random, hold one of d marked ones."""
+    """(B, E): 1 − C(N−d, l) / C(N, l), the probability that l of N random units contain one of d marked ones."""
     taken = taken_BE.double()
     spared = units - marked_B[:, None].double()
     log_miss = torch.lgamma(spared + 1) - torch.lgamma((spared - taken).clamp(min=0) + 1)

@@ -1,7 +1,4 @@
-"""A sheet to draw on whose unit is an inch, from the upper left corner: pictures and frames lie where they are put.
-
-Everything of a figure lies in one pair of axes.
-"""
+"""A matplotlib figure with one pair of axes whose coordinates are inches from the upper left corner."""
 
 # matplotlib's stubs leave keyword arguments untyped
 # pyright: reportUnknownMemberType=false
@@ -16,14 +13,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Box", "blank", "frame", "lay"]
+__all__ = ["Rect", "draw_frame", "draw_image", "new_canvas"]
 
-Box: TypeAlias = tuple[float, float, float, float]
-"""Left, top, width and height."""
+Rect: TypeAlias = tuple[float, float, float, float]
+"""Left, top, width and height in inches."""
 
 
-def blank(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure, and axes whose coordinates are inches, downwards."""
+def new_canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """Returns a figure of this size in inches, and its axes; y points downwards."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -34,16 +31,16 @@ def blank(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def lay(axes: Axes, picture: NDArray[Any], box: Box, **look: Any) -> None:
-    """Lay a picture into a box, stretched to it."""
-    x, y, width, height = box
-    axes.imshow(picture, extent=(x, x + width, y + height, y), aspect="auto", interpolation="nearest", **look)
+def draw_image(axes: Axes, image: NDArray[Any], rect: Rect, **style: Any) -> None:
+    """Draws an image that fills the rectangle."""
+    x, y, width, height = rect
+    axes.imshow(image, extent=(x, x + width, y + height, y), aspect="auto", interpolation="nearest", **style)
 
 
-def frame(axes: Axes, box: Box, colour: str, width: float, dash: Any = "solid") -> None:
-    """Frame a box."""
+def draw_frame(axes: Axes, rect: Rect, colour: str, width: float, dash: Any = "solid") -> None:
+    """Draws the outline of a rectangle."""
     from matplotlib.patches import Rectangle
 
-    x, y, across, down = box
-    look: dict[str, Any] = {"edgecolor": colour, "linewidth": width, "linestyle": dash}
-    axes.add_patch(Rectangle((x, y), across, down, fill=False, joinstyle="miter", **look))
+    x, y, across, down = rect
+    style: dict[str, Any] = {"edgecolor": colour, "linewidth": width, "linestyle": dash}
+    axes.add_patch(Rectangle((x, y), across, down, fill=False, joinstyle="miter", **style))

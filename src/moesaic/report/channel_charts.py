@@ -1,4 +1,4 @@
-"""What channel gates do, as charts: how far classes differ layer by layer, the embedding, and what images cost."""
+"""Charts of channel gates: distances by layer, the embedding map, and the distribution of costs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.insight.channel_explanation import ChannelExplanation
+from moesaic.insight.class_routing import MIN_CLASS_IMAGES
 from moesaic.insight.embedding_map import EmbeddingMap
-from moesaic.insight.explain import FEW
 from moesaic.insight.image_cost import Costs
 from moesaic.report.chart import Chart, Group, Panel, Points, Series
-from moesaic.report.style import MOST_ROLES
+from moesaic.report.style import MAX_ROLES
 
 __all__ = ["FOLDER", "gate_charts", "printable"]
 
 FOLDER = "gates"
-"""What the charts' names begin with."""
+"""Prefix of the names of the charts."""
 
 _BINS = 24
 
@@ -27,7 +27,7 @@ Array = NDArray[np.float64]
 
 
 def gate_charts(channels: ChannelExplanation, class_names: Sequence[str], classes: Tensor) -> list[Chart]:
-    """The charts that there are numbers for; ``classes`` (B,) are those of the images."""
+    """All charts that can be drawn; ``classes`` (B,) are those of the images."""
     charts = [_distances(channels)]
     if channels.map is not None:
         charts.append(_map(channels.map, class_names, classes))
@@ -37,7 +37,7 @@ def gate_charts(channels: ChannelExplanation, class_names: Sequence[str], classe
 
 
 def printable(name: str, longest: int = 24) -> str:
-    r"""A name that a drawing can hold: not too long, and without characters that XML refuses.
+    r"""A name for a drawing: shortened, and without characters that XML does not allow.
 
     >>> printable("a\x08b"), printable("a name that is far too long")
     ('a�b', 'a name that is far too …')
@@ -57,26 +57,26 @@ def _distances(channels: ChannelExplanation) -> Chart | None:
     number, within, between = (tuple(float(value or 0) for value in column) for column in zip(*found, strict=True))
     lines = (
         Series("two images of different classes", "cnn", number, tuple(100 * value for value in between)),
-        Series("two images of one class", "joint", number, tuple(100 * value for value in within)),
+        Series("two images of the same class", "joint", number, tuple(100 * value for value in within)),
     )
     return Chart(
         "distances",
         FOLDER,
         "Gates",
-        "How much gates differ from image to image",
-        "In how many gates two images differ, layer by layer, numbered as in the table above. Where the lines part, "
-        "gates follow the class; where both are at 0, the layer does the same for every image.",
-        (Panel("", "gated layer, from the image on", "gates that differ (%)", lines),),
+        "Distance of the gates of two images",
+        "Share of gates that differ between two images, by layer (numbers as in the table above). Where the lines are "
+        "apart, gates depend on the class; where both are 0, the layer computes the same channels for every image.",
+        (Panel("", "gated layer, from input to output", "gates that differ (%)", lines),),
     )
 
 
 def _map(found: EmbeddingMap, class_names: Sequence[str], classes: Tensor) -> Chart | None:
     if not found.x:
         return None
-    drawn = classes.cpu()[: len(found.x)]
-    images = drawn.bincount(minlength=len(class_names))
+    labels = classes.cpu()[: len(found.x)]
+    images = labels.bincount(minlength=len(class_names))
     present = [k for k in range(len(class_names)) if images[k]]
-    most = MOST_ROLES if len(present) <= MOST_ROLES else MOST_ROLES - 1
+    most = MAX_ROLES if len(present) <= MAX_ROLES else MAX_ROLES - 1
     named = sorted(sorted(present, key=lambda k: -int(images[k]))[:most])
     x, y = np.array(found.x), np.array(found.y)
 
@@ -84,47 +84,47 @@ def _map(found: EmbeddingMap, class_names: Sequence[str], classes: Tensor) -> Ch
         own = members.numpy()
         return Group(label, role, tuple(map(float, x[own])), tuple(map(float, y[own])))
 
-    groups = [group(printable(class_names[k], 16), f"class {k}", drawn == k) for k in named]
+    groups = [group(printable(class_names[k], 16), f"class {k}", labels == k) for k in named]
     if len(named) < len(present):
-        rest = ~torch.isin(drawn, torch.tensor(named))
+        rest = ~torch.isin(labels, torch.tensor(named))
         groups.insert(0, group(f"{len(present) - len(named)} other classes", "others", rest))
     return Chart(
         "embedding",
         FOLDER,
         "Embedding",
-        "What the gates see of the images",
-        "Each point is an image, placed by t-SNE so that images with like embeddings are near each other, and coloured "
-        "by class. Distances between far points, and the sizes of clusters, mean nothing.",
+        "Embedding of the images",
+        "Each point is an image, coloured by class. t-SNE places images with similar embeddings close to each other; "
+        "large distances and the sizes of clusters have no meaning.",
         (Panel("", "", "", points=Points(tuple(groups))),),
     )
 
 
 def _costs(costs: Costs) -> Chart | None:
-    if costs.alike:
+    if costs.constant:
         return None
     cost = np.array(costs.cost)
     edges: Array = np.linspace(min(costs.cost), max(costs.cost), _BINS + 1)
     lines = [_outline("all images", "separate", cost, edges)]
-    if costs.was_right is not None:
-        ok = np.array(costs.was_right)
-        if min(ok.sum(), (~ok).sum()) >= FEW:
+    if costs.is_correct is not None:
+        correct = np.array(costs.is_correct)
+        if min(correct.sum(), (~correct).sum()) >= MIN_CLASS_IMAGES:
             lines = [
-                _outline("images it gets right", "joint", cost[ok], edges),
-                _outline("images it gets wrong", "cnn", cost[~ok], edges),
+                _outline("correct prediction", "joint", cost[correct], edges),
+                _outline("wrong prediction", "cnn", cost[~correct], edges),
             ]
-    several = " Each line is over its own images." if len(lines) > 1 else ""
+    several = " Each line sums to 100 %." if len(lines) > 1 else ""
     return Chart(
         "costs",
         FOLDER,
         "Costs",
-        "What images cost",
-        f"How many images cost so much: further left is cheaper.{several}",
-        (Panel("", "multiply-adds, in percent of the dense network's", "images (%)", tuple(lines)),),
+        "Cost of images",
+        f"Distribution of the cost of images; further left is cheaper.{several}",
+        (Panel("", "multiply-adds (% of the dense network)", "images (%)", tuple(lines)),),
     )
 
 
 def _outline(label: str, role: str, cost: Array, edges: Array) -> Series:
-    """A histogram as a line round its bars."""
+    """The outline of a histogram."""
     counts, _ = np.histogram(cost, edges)
     share = 100 * counts / max(1, len(cost))
     x, y = np.repeat(edges, 2), np.concatenate([[0.0], np.repeat(share, 2), [0.0]])

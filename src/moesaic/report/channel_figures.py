@@ -1,7 +1,7 @@
-"""Draw gates and the images they belong to: patterns by class, the cheapest and the dearest images, thumbnails.
+"""Figures of channel gates: gate patterns by class, the least and the most expensive images, thumbnails.
 
-A pattern is a strip with a row for each class and a column for each gate, sorted by how often it is open:
-where all rows of a column are alike, the gate does not care about the class.
+A gate pattern has a row for each class and a column for each gate, sorted by how often the gate is open. If
+all rows of a column have the same colour, the gate does not depend on the class.
 """
 
 # matplotlib's stubs leave keyword arguments untyped
@@ -19,19 +19,19 @@ from torch import Tensor
 
 from moesaic.insight.channel_explanation import ChannelExplanation, ChannelLayer
 from moesaic.insight.image_cost import Costs
-from moesaic.report.canvas import Box, blank, frame, lay
+from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
 from moesaic.report.channel_charts import printable
-from moesaic.report.expert_figures import MOST_CLASSES
+from moesaic.report.expert_figures import MAX_CLASSES
 from moesaic.report.style import INK, LINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MOST_LAYERS", "draw_cheap_and_dear", "draw_patterns", "evenly", "thumbnail"]
+__all__ = ["MAX_LAYERS", "draw_cost_extremes", "draw_patterns", "evenly", "thumbnail"]
 
-MOST_LAYERS = 6
-"""Strips in a picture."""
+MAX_LAYERS = 6
+"""Layers in a figure, at most."""
 
 _OPEN = (0x0B / 255, 0x4F / 255, 0x8A / 255)
 
@@ -42,11 +42,11 @@ _LETTER = 0.068
 _THUMB, _CAPTION = 0.82, 0.34
 
 _ENLARGED = 64
-"""Pixels that a thumbnail is wide at least, so that browsers do not blur it."""
+"""Minimum size of a thumbnail in pixels, so that browsers do not blur it."""
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """The first, the last, and some between.
+    """At most ``most`` evenly spaced indices, with the first and the last.
 
     >>> evenly(3, 6), evenly(13, 6)
     ([0, 1, 2], [0, 2, 5, 7, 10, 12])
@@ -57,17 +57,17 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], images: Sequence[int]) -> Figure:
-    """A strip for each of `MOST_LAYERS` layers: how often a gate is open for each class.
+    """A strip for each of at most `MAX_LAYERS` layers: how often each gate is open for each class.
 
-    ``images`` tells how many of each class there are; the largest `MOST_CLASSES` classes are drawn.
+    ``images`` is the number of images of each class; the largest `MAX_CLASSES` classes are drawn.
     """
-    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MOST_CLASSES]
+    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MAX_CLASSES]
     shown = sorted(largest)
     names = [printable(class_names[k], 22) for k in shown]
     left = _MARGIN + max(6, *(len(name) for name in names)) * _LETTER + _GAP
-    picked = evenly(len(channels.layers), MOST_LAYERS)
+    picked = evenly(len(channels.layers), MAX_LAYERS)
     tall = max(len(shown) * _ROW, 0.3)
-    figure, axes = blank(left + _STRIP + _MARGIN, _KEY + len(picked) * (_HEAD + tall + _GAP))
+    figure, axes = new_canvas(left + _STRIP + _MARGIN, _KEY + len(picked) * (_HEAD + tall + _GAP))
     _key(axes, left)
     for i, number in enumerate(picked):
         y = _KEY + i * (_HEAD + tall + _GAP)
@@ -83,45 +83,45 @@ def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], imag
     return figure
 
 
-def draw_cheap_and_dear(costs: Costs, class_names: Sequence[str], classes: Tensor, pixels: Tensor) -> Figure:
-    """The cheapest images in one row and the dearest in another, with cost and class below."""
-    rows = [("cheapest", costs.cheapest), ("dearest", costs.dearest)]
+def draw_cost_extremes(costs: Costs, class_names: Sequence[str], classes: Tensor, pixels: Tensor) -> Figure:
+    """The least expensive images in one row and the most expensive in another, with cost and class below."""
+    rows = [("lowest cost", costs.least_expensive), ("highest cost", costs.most_expensive)]
     rows = [(name, which) for name, which in rows if which]
     most = max(len(which) for _, which in rows)
     tall = _THUMB * pixels.shape[2] / pixels.shape[3]
     left = _MARGIN + 0.75
     width = left + most * (_THUMB + _GAP) - _GAP + _MARGIN
-    figure, axes = blank(width, _MARGIN + len(rows) * (tall + _CAPTION + _GAP))
+    figure, axes = new_canvas(width, _MARGIN + len(rows) * (tall + _CAPTION + _GAP))
     for i, (name, which) in enumerate(rows):
         y = _MARGIN + i * (tall + _CAPTION + _GAP)
         axes.text(_MARGIN, y + tall / 2, name, fontsize=8, weight="bold", va="center", color=INK)
         for j, b in enumerate(which):
             x = left + j * (_THUMB + _GAP)
             _framed(axes, _colours(pixels[b]), (x, y, _THUMB, tall))
-            told = f"{costs.cost[b]:.1f} %\n{printable(class_names[int(classes[b])], 13)}"
+            caption = f"{costs.cost[b]:.1f} %\n{printable(class_names[int(classes[b])], 13)}"
             axes.text(
-                x + _THUMB / 2, y + tall + 0.04, told, fontsize=6.5, ha="center", va="top", color=INK,
+                x + _THUMB / 2, y + tall + 0.04, caption, fontsize=6.5, ha="center", va="top", color=INK,
                 parse_math=False,
             )  # fmt: skip
     return figure
 
 
 def thumbnail(pixels: Tensor) -> bytes:
-    """An image (C, H, W) as a PNG; a small one enlarged without blur."""
+    """An image (C, H, W) as PNG; small images are enlarged without interpolation."""
     from PIL import Image
 
-    seen = Image.fromarray((255 * _colours(pixels)).round().astype(np.uint8))
-    times = max(1, -(-_ENLARGED // min(seen.size)))
+    image = Image.fromarray((255 * _colours(pixels)).round().astype(np.uint8))
+    times = max(1, -(-_ENLARGED // min(image.size)))
     file = io.BytesIO()
-    seen.resize((seen.width * times, seen.height * times), Image.Resampling.NEAREST).save(file, "PNG")
+    image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST).save(file, "PNG")
     return file.getvalue()
 
 
-def _strip(axes: Axes, layer: ChannelLayer, shown: Sequence[int], box: Box) -> None:
+def _strip(axes: Axes, layer: ChannelLayer, shown: Sequence[int], rect: Rect) -> None:
     share_KE = np.array(layer.share)[list(shown)]
     order = np.argsort(-share_KE.mean(0), kind="stable")
     strength = share_KE[:, order, None]
-    _framed(axes, 1 - strength * (1 - np.array(_OPEN)), box)
+    _framed(axes, 1 - strength * (1 - np.array(_OPEN)), rect)
 
 
 def _key(axes: Axes, left: float) -> None:
@@ -132,12 +132,12 @@ def _key(axes: Axes, left: float) -> None:
     axes.text(begin + wide + 0.07, middle, "for all images of the class", fontsize=7, va="center", color=INK)
 
 
-def _framed(axes: Axes, picture: NDArray[np.float64], box: Box) -> None:
-    lay(axes, picture, box)
-    frame(axes, box, LINE, 0.6)
+def _framed(axes: Axes, image: NDArray[np.float64], rect: Rect) -> None:
+    draw_image(axes, image, rect)
+    draw_frame(axes, rect, LINE, 0.6)
 
 
 def _colours(image: Tensor) -> NDArray[np.float64]:
-    """(H, W, 3) from 0 to 1, of bytes with any number of channels."""
+    """(H, W, 3) from 0 to 1, of uint8 pixels with any number of channels."""
     image = image[:3] if image.shape[0] >= 3 else image[:1]
     return image.expand(3, -1, -1).permute(1, 2, 0).double().cpu().numpy() / 255

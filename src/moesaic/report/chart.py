@@ -1,4 +1,4 @@
-"""Charts as plain data: panels of lines, blocks, counts or points. `figures` draws them, charts.json holds them."""
+"""Charts as plain data: panels of lines, blocks, counts or points; `chart_drawing` draws them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Series:
     x: tuple[float, ...]
     y: tuple[float, ...]
     spread: tuple[float, ...] | None = None
-    """Half the length of the error bars, or half the height of the band round a line of many points."""
+    """Half the length of the error bars, or half the height of the band around a line of many points."""
 
 
 @dataclass(frozen=True)
@@ -55,41 +55,41 @@ class Counts:
     """A table of numbers, such as how many samples of a cluster go to an expert."""
 
     rows: tuple[str, ...]
-    """What is shared out, such as clusters; a cell is the darker the more of its row is in it."""
+    """Row labels, such as clusters; darker cells have a larger share of their row."""
     columns: tuple[str, ...]
     values: tuple[tuple[float, ...], ...]
-    """For each row a number for each column, none negative."""
+    """(rows, columns), not negative."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Points that look alike. The legend tells colours and markers apart, each named once."""
+    """Points of the same colour and marker."""
 
     label: str
-    """What the colour stands for: "expert 1"."""
+    """Legend entry of the colour: "expert 1"."""
     role: str
     """Decides the colour, as for `Series`."""
     x: tuple[float, ...]
     y: tuple[float, ...]
     marker: Marker = "o"
     marker_label: str = ""
-    """What the marker stands for: "class +1"; empty where it stands for nothing."""
+    """Legend entry of the marker: "class +1"; empty for none."""
 
 
 @dataclass(frozen=True)
 class Regions:
-    """What lies behind points: who decides where, and where the decision turns."""
+    """Background of points: coloured regions and a decision boundary."""
 
     x: tuple[float, ...]
-    """The middles of the columns, evenly spaced."""
+    """Centres of the columns, evenly spaced."""
     y: tuple[float, ...]
-    """The middles of the rows, from below, evenly spaced."""
+    """Centres of the rows, from below, evenly spaced."""
     roles: tuple[str, ...] = ()
-    """As of `Group`: colours that ``values`` points to."""
+    """Roles (see `Group`) whose colours ``values`` refers to."""
     values: tuple[tuple[int, ...], ...] = ()
-    """One row for each y, of indices into ``roles``; -1: no colour. Empty: none has any."""
+    """One row for each y, of indices into ``roles``; -1 for no colour. Empty for no colours at all."""
     scores: tuple[tuple[float, ...], ...] | None = None
-    """One row for each y; the line of the decision is where they change sign."""
+    """One row for each y; the decision boundary is where they change sign."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    """Axes of points have ticks only where they have labels: those of a t-SNE picture mean nothing."""
+    """Axes of points have ticks only if they have labels: those of t-SNE have no meaning."""
     series: tuple[Series, ...] = ()
     blocks: Blocks | None = None
     level: float | None = None
@@ -120,29 +120,29 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure that answers one of the paper's: panels, which share their axes where these have the same labels."""
+    """A figure: panels that share axes if their labels are the same."""
 
     id: str
-    """Also its file name: "figure-4"; no two charts of a paper share it."""
+    """File name: "figure-4"; unique within a paper."""
     paper: str
-    """The paper's id, also the name of the folder of its figures."""
+    """Id of the paper: the name of the folder of its figures."""
     where: str
     title: str
     caption: str
-    """What to see in it, in the words of someone who has not read the paper."""
+    """What the figure shows, for readers who have not read the paper."""
     panels: tuple[Panel, ...] = field(default_factory=tuple)
     columns: int | None = None
-    """How many panels stand in a row, the more the smaller; None: as many as have room at full size. With a
-    number given, a page shows the legend once for all panels."""
+    """Panels per row; more panels are smaller. None for as many as fit at full size. With a number, a page shows one
+    legend for all panels."""
     row_titles: tuple[str, ...] = ()
-    """Titles over the rows, one for each; needs ``columns``."""
+    """A title for each row; requires ``columns``."""
 
 
 def write_charts(path: Path, charts: Iterable[Chart]) -> None:
-    """Write charts.json, the figures as numbers; a reader never sees half a file."""
+    """Writes charts.json atomically."""
     write_json(path, [asdict(chart) for chart in charts])
 
 
 def read_charts(path: Path) -> list[Chart]:
-    """The charts of a charts.json."""
+    """Reads charts.json."""
     return read_records(path, Chart)

@@ -1,8 +1,8 @@
-"""A comparison of models as a table for the terminal, and as one HTML file that needs nothing else.
+"""A comparison of models as a terminal table and as a self-contained HTML page.
 
-Everything shown follows from the runs in result.json and the charts in charts.json. The file carries its
-styles and drawings in itself and forbids the browser to load anything else (Content-Security-Policy); names
-of classes, groups and files are escaped.
+The page is made from the runs in result.json and the charts in charts.json. It embeds styles and drawings
+and forbids the browser to load anything (Content-Security-Policy); names of classes, groups and files are
+escaped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from moesaic.files import write_atomic
 from moesaic.intervals import Estimate
-from moesaic.report import comparison_words as words
+from moesaic.report import comparison_text as text
 from moesaic.report.chart import Chart
-from moesaic.report.charts import to_svg
+from moesaic.report.chart_drawing import to_svg
 from moesaic.report.formatting import number
 from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
@@ -31,19 +31,19 @@ __all__ = ["derived_from", "print_comparison", "write_comparison_report"]
 
 
 def derived_from(found: Comparison) -> dict[str, Any]:
-    """What follows from the runs, for readers of result.json: verdicts, accuracies, and each model beside the first."""
+    """Verdicts, accuracies and paired comparisons, for result.json."""
     compared = paired_comparisons(found)
     return {
-        "verdicts": [words.verdict(found, contrast) for contrast in compared],
+        "verdicts": [text.verdict(found, pair) for pair in compared],
         "accuracies": {
             model.name: [asdict(estimate) for estimate in accuracies(found, model.name)] for model in found.models
         },
-        "contrasts": [asdict(contrast) for contrast in compared],
+        "contrasts": [asdict(pair) for pair in compared],
     }
 
 
 def print_comparison(found: Comparison, console: Console | None = None) -> None:
-    """Print the accuracies, and below them what they come to."""
+    """Prints the accuracies and the verdicts."""
     from rich.console import Console
     from rich.text import Text
 
@@ -51,33 +51,33 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     compared = paired_comparisons(found)
     console.print(_table(found, compared))
     console.print(Text(f"test accuracy in percent [95 % interval over {found.trials} trials]", style="bright_black"))
-    for contrast in compared:
+    for pair in compared:
         console.print()
-        colour = "yellow" if contrast.saving is None and contrast.ahead is None else "green"
-        console.print(Text(words.verdict(found, contrast), style=colour))
-        for line in _details(found, contrast):
+        colour = "yellow" if pair.saving is None and pair.ahead is None else "green"
+        console.print(Text(text.verdict(found, pair), style=colour))
+        for line in _details(found, pair):
             console.print(Text(line))
 
 
 def write_comparison_report(
     path: Path, found: Comparison, charts: Sequence[Chart], *, command: str = "", machine: str = ""
 ) -> None:
-    """Write the page to ``path``; a reader never sees half a file.
+    """Writes the page to ``path`` atomically.
 
-    ``command`` tells how to run it again, ``machine`` what the last call ran on.
+    ``command`` is the command line that reproduces it, ``machine`` the hardware of the last run.
     """
     compared = paired_comparisons(found)
-    verdicts = [_Verdict.of(found, contrast) for contrast in compared]
-    text = render(
+    verdicts = [_Verdict.of(found, pair) for pair in compared]
+    page = render(
         "comparison.html",
         found=found,
         headline=next((each for each in verdicts if each.decided), verdicts[0]).sentence,
         verdicts=verdicts,
         drawings={chart.id: _Drawing.of(chart) for chart in charts},
         accuracy=_accuracy_rows(found, compared),
-        leads=[f"lead of {contrast.model}" for contrast in compared],
+        leads=[f"lead of {pair.model}" for pair in compared],
         costs=_cost_rows(found, compared),
-        work=next((contrast.work for contrast in compared if contrast.work is not None), None),
+        work=next((pair.work for pair in compared if pair.work is not None), None),
         groups=_group_rows(found),
         recipe=_recipe(found),
         command=command,
@@ -86,20 +86,20 @@ def write_comparison_report(
         dark=ON_DARK,
         number=number,
     )
-    write_atomic(path, text.encode())
+    write_atomic(path, page.encode())
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    outcome: str
+    label: str
     decided: bool
     sentence: str
     details: list[str]
 
     @classmethod
-    def of(cls, found: Comparison, contrast: PairedComparison) -> _Verdict:
-        decided = contrast.saving is not None or contrast.ahead is not None
-        return cls(words.outcome(contrast), decided, words.verdict(found, contrast), _details(found, contrast))
+    def of(cls, found: Comparison, pair: PairedComparison) -> _Verdict:
+        decided = pair.saving is not None or pair.ahead is not None
+        return cls(text.outcome(pair), decided, text.verdict(found, pair), _details(found, pair))
 
 
 @dataclass(frozen=True)
@@ -123,51 +123,49 @@ class _Row:
     cells: list[str]
 
 
-def _details(found: Comparison, contrast: PairedComparison) -> list[str]:
-    """What there is to say beside the verdict."""
+def _details(found: Comparison, pair: PairedComparison) -> list[str]:
+    """Sentences that follow the verdict."""
     lines: list[str] = []
-    if contrast.saving is not None or contrast.ahead is None:
-        lines.append(words.lead(found, contrast))
-    if contrast.saving is None and contrast.ahead is None:
-        lines.append(f"Labels saved cannot be said: {contrast.open}.")
-    if contrast.work is not None:
-        lines.append(words.work(contrast, contrast.work))
+    if pair.saving is not None or pair.ahead is None:
+        lines.append(text.lead(found, pair))
+    if pair.saving is None and pair.ahead is None:
+        lines.append(f"The number of saved labels is unknown: {pair.open}.")
+    if pair.work is not None:
+        lines.append(text.work(pair, pair.work))
     else:
-        lines.append(f"What training takes to the same accuracy cannot be said: {contrast.no_work}.")
+        lines.append(f"The training cost to the same accuracy is unknown: {pair.no_work}.")
     return lines
 
 
 def _accuracy_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[_Row]:
     columns: list[Sequence[Estimate]] = [accuracies(found, model.name) for model in found.models]
-    columns += [contrast.leads for contrast in compared]
-    return [_Row(f"{size:,}", [words.points(column[i]) for column in columns]) for i, size in enumerate(found.samples)]
+    columns += [pair.leads for pair in compared]
+    return [_Row(f"{size:,}", [text.points(column[i]) for column in columns]) for i, size in enumerate(found.samples)]
 
 
 def _cost_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[_Row]:
-    """Each model's size, and what it takes to the level that it shares with the first model."""
+    """Size of each model, and its training cost to the accuracy that it has in common with the first model."""
     efforts = {effort.model: effort for each in compared if each.work for effort in each.work.efforts}
     rows: list[_Row] = []
     for model in found.models:
         effort = efforts.get(model.name)
         cells = [f"{model.parameters:,}", f"{model.routed_share:.0f} %", f"{model.macs / 1e6:,.1f} M"]
-        cells += (
-            ["–", "–"] if effort is None else [words.flops(effort.flops.value), words.seconds(effort.seconds.value)]
-        )
+        cells += ["–", "–"] if effort is None else [text.flops(effort.flops.value), text.seconds(effort.seconds.value)]
         rows.append(_Row(model.name, cells))
     return rows
 
 
 def _group_rows(found: Comparison) -> list[_Row]:
-    """The accuracy within each group, with the most labels."""
+    """Accuracy within each group, with the most labels."""
     if not found.groups:
         return []
     columns = [group_accuracies(found, model.name)[-1] for model in found.models]
-    return [_Row(group, [words.points(column[g]) for column in columns]) for g, group in enumerate(found.groups)]
+    return [_Row(group, [text.points(column[g]) for column in columns]) for g, group in enumerate(found.groups)]
 
 
 def _recipe(found: Comparison) -> str:
-    told = {name: value for name, value in found.recipe.items() if value not in (None, "", (), [])}
-    return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in told.items())
+    settings = {name: value for name, value in found.recipe.items() if value not in (None, "", (), [])}
+    return ", ".join(f"{name.replace('_', ' ')} {_plain(value)}" for name, value in settings.items())
 
 
 def _plain(value: Any) -> str:
@@ -189,7 +187,7 @@ def _table(found: Comparison, compared: Sequence[PairedComparison]) -> Table:
         for row in _accuracy_rows(found, compared):
             table.add_row(row.head, *map(Text, row.cells))
         return table
-    # many columns would not have room beside each other
+    # with more models the columns would not fit
     for head in ("network", "accuracy", f"lead over {found.models[0].name}"):
         table.add_column(Text(head))
     names = [model.name for model in found.models]

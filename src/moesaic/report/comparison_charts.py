@@ -1,4 +1,4 @@
-"""A comparison of models as charts: accuracy against labels, against the work of training, and within groups."""
+"""Charts of a comparison of models: accuracy against labels, against training cost, and within groups."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate
 from moesaic.report.chart import Chart, Panel, Series
-from moesaic.report.comparison_words import prefix_of
-from moesaic.report.style import MANY
+from moesaic.report.comparison_text import prefix_of
+from moesaic.report.style import MANY_POINTS
 from moesaic.training.comparison_result import Comparison, Run
 from moesaic.training.paired_comparison import FLOPS_PER_IMAGE, PairedComparison, accuracies, group_accuracies
 
@@ -19,10 +19,10 @@ __all__ = ["comparison_charts"]
 Array = NDArray[np.float64]
 
 FOLDER = "compare"
-"""Of the figures, beside each other as those of a paper."""
+"""Folder of the figures."""
 
 _ACCURACY = "test accuracy (%)"
-_MOST_GROUPS = 12
+_MAX_GROUPS = 12
 
 
 def comparison_charts(found: Comparison, paired_comparisons: Sequence[PairedComparison]) -> list[Chart]:
@@ -38,11 +38,11 @@ def _labels(found: Comparison, paired_comparisons: Sequence[PairedComparison]) -
         _line(model.name, _role(found, i), found.samples, accuracies(found, model.name))
         for i, model in enumerate(found.models)
     )
-    levels = {contrast.saving.level for contrast in paired_comparisons if contrast.saving is not None}
+    levels = {pair.saving.level for pair in paired_comparisons if pair.saving is not None}
     level = levels.pop() if len(levels) == 1 else None
     dotted = (
-        " Where a line crosses the dotted one, its network has reached that accuracy: the further left, the fewer "
-        "labels it took."
+        " The dotted line is the accuracy at which labels are compared: a line that crosses it further left needs "
+        "fewer labels."
         if level is not None
         else ""
     )
@@ -51,7 +51,7 @@ def _labels(found: Comparison, paired_comparisons: Sequence[PairedComparison]) -
         FOLDER,
         "Labels",
         "Accuracy against labelled images",
-        "How many of the test images each network gets right, after training with so many labelled images. Higher is "
+        "Test accuracy of each network against the number of labelled training images. Higher is "
         f"better; bars are 95 % intervals over {found.trials} trials.{dotted}",
         (Panel("", "labelled images", _ACCURACY, lines, level=level, log_x=len(found.samples) > 2),),
     )
@@ -72,17 +72,17 @@ def _work(found: Comparison) -> Chart:
         FOLDER,
         "Work",
         f"Accuracy while training with {most:,} labelled images",
-        "The same networks while they learn, mean over trials: on the left against the operations that training took, "
-        "on the right against its time on the machine named below. Further left is cheaper.",
+        "Test accuracy during training, mean over trials: left against training FLOPs, right against training time on "
+        "the machine named below. Further left is cheaper.",
         (
-            Panel("operations", f"training operations ({prefix}FLOP)", _ACCURACY, tuple(operations)),
+            Panel("FLOPs", f"training {prefix}FLOPs", _ACCURACY, tuple(operations)),
             Panel("time", "seconds of training", _ACCURACY, tuple(times)),
         ),
     )
 
 
 def _mean_curve(runs: Sequence[Run]) -> tuple[Array, Array, Array]:
-    """Images seen, seconds and accuracy at each test, mean over trials; as far as all runs go."""
+    """Images seen, seconds and accuracy at each test, mean over trials, up to the end of the shortest run."""
     length = min(len(run.curve) for run in runs)
     points = [[(each.images, each.seconds, each.accuracy) for each in run.curve[:length]] for run in runs]
     images, seconds, accuracy = np.array(points, dtype=np.float64).mean(axis=0).T
@@ -90,8 +90,8 @@ def _mean_curve(runs: Sequence[Run]) -> tuple[Array, Array, Array]:
 
 
 def _smooth(label: str, role: str, x: Array, y: Array) -> Series:
-    """A line without markers, which would stand too close."""
-    places: Array = np.linspace(float(x[0]), float(x[-1]), 4 * MANY)
+    """A line without markers."""
+    places: Array = np.linspace(float(x[0]), float(x[-1]), 4 * MANY_POINTS)
     values: Array = np.interp(places, x, y)
     return Series(label, role, tuple(map(float, places)), tuple(map(float, values)))
 
@@ -109,26 +109,26 @@ def _groups(found: Comparison) -> Chart:
             ),
             log_x=len(found.samples) > 2,
         )
-        for g, group in enumerate(found.groups[:_MOST_GROUPS])
+        for g, group in enumerate(found.groups[:_MAX_GROUPS])
     ]
     return Chart(
         "groups",
         FOLDER,
         "Groups",
         "Accuracy within groups of test images",
-        "The same accuracies, each over one group of the test images. A network that goes by something that only "
-        "comes along with the class does well in some groups and badly in others.",
+        "Test accuracy within each group of test images. A network that relies on a feature that only correlates with "
+        "the class has a high accuracy in some groups and a low one in others.",
         tuple(panels),
         columns=min(len(panels), 4),
     )
 
 
 def _line(label: str, role: str, x: Sequence[int], estimates: Sequence[Estimate]) -> Series:
-    """A line of means, with bars; an interval that ends at 0 or 100 % is drawn as far as its longer half goes."""
+    """A line of means with symmetric error bars: the longer half of each interval."""
     spread = tuple(max(each.high - each.value, each.value - each.low) for each in estimates)
     return Series(label, role, tuple(map(float, x)), tuple(each.value for each in estimates), spread)
 
 
 def _role(found: Comparison, number: int) -> str:
-    """The looks of the CNN for what others are compared with, of joint-training pMoE for the first of these."""
+    """The style of the CNN for the baseline, of joint-training pMoE for the first other model."""
     return ("cnn", "joint")[number] if number < 2 else found.models[number].name

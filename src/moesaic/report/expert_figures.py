@@ -1,7 +1,7 @@
-"""Draw what experts look at over many images: maps by class, and the patches each likes best.
+"""Figures of expert selection over many images: maps by class, and the patches with the highest scores.
 
-A map lies over the mean image of its class in grey, so that a place can be told by what is usually
-there: on faces that are all in one position, the patch over the mouth is seen to be over a mouth.
+The background of a map is the mean image of the class in grey: on aligned faces one sees which patch covers
+the mouth.
 """
 
 # matplotlib's stubs leave keyword arguments untyped
@@ -19,26 +19,26 @@ from torch import Tensor
 
 from moesaic.insight.explain import LayerExplanation
 from moesaic.insight.overlays import expert_colour, expert_dash
-from moesaic.report.canvas import Box, blank, frame, lay
+from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
 from moesaic.report.style import COLOURS, INK, LINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MOST_CLASSES", "draw_class_maps", "draw_favourites", "mean_images"]
+__all__ = ["MAX_CLASSES", "draw_class_maps", "draw_top_patches", "mean_images"]
 
 Kind = Literal["share", "difference", "gate"]
 Array = NDArray[np.float64]
 
-MOST_CLASSES = 12
-"""More would make a picture that nobody reads."""
+MAX_CLASSES = 12
+"""Classes in a figure, at most."""
 
-_FEW_COLUMNS, _MOST_COLUMNS = 4, 8
+_FEW_COLUMNS, _MAX_COLUMNS = 4, 8
 _FEW_ROWS = 4
-"""Up to this many classes, maps are large: few columns, and several blocks of them below each other."""
-_AT_ONCE = 256
-"""Images turned into floats at a time; those of a whole class may not fit."""
+"""Up to this many classes, maps are large: few columns, in several blocks."""
+_BLOCK = 256
+"""Images converted to float at a time, to limit memory."""
 
 # inches
 _PANEL, _GAP, _HEADER, _MARGIN = 1.35, 0.1, 0.28, 0.1
@@ -49,13 +49,13 @@ _CROP, _CAPTION = 0.82, 0.2
 _INCH = 72
 _SMALLEST_NUMBER = 5.0
 _STRONGEST = 0.72
-"""How much of the image below the strongest colour hides."""
-_SELDOM = 0.05
-"""Shares below are not written, and what was seldom gated is not drawn: it would be the average of next to nothing."""
+"""Opacity of the strongest colour."""
+_MIN_RATE = 0.05
+"""Smaller selection rates have no number, and their mean gates are not drawn."""
 
 
 def mean_images(pixels: Tensor, classes: Tensor, count: int) -> Array:
-    """(K, H, W) from 0 to 1: the mean image of each class in grey; mid-grey where there is none.
+    """(K, H, W) from 0 to 1: the mean image of each class in grey; mid-grey for empty classes.
 
     >>> import torch
     >>> pixels = torch.tensor([0, 255, 255], dtype=torch.uint8).view(3, 1, 1, 1)
@@ -66,8 +66,8 @@ def mean_images(pixels: Tensor, classes: Tensor, count: int) -> Array:
     for k in range(count):
         own = (classes == k).nonzero().flatten().to(pixels.device)
         total = np.zeros(grey.shape[1:])
-        for start in range(0, len(own), _AT_ONCE):
-            part = pixels[own[start : start + _AT_ONCE]]
+        for start in range(0, len(own), _BLOCK):
+            part = pixels[own[start : start + _BLOCK]]
             total += part.double().mean(1).sum(0).cpu().numpy()
         if len(own):
             grey[k] = total / (255 * len(own))
@@ -77,72 +77,75 @@ def mean_images(pixels: Tensor, classes: Tensor, count: int) -> Array:
 def draw_class_maps(
     layer: LayerExplanation, class_names: Sequence[str], backdrops: Array, images: Sequence[int], kind: Kind
 ) -> Figure:
-    """A row for each class, a map for each expert: where it looks.
+    """A map of patches for each class (row) and expert (column).
 
-    ``kind`` picks what colours a patch: the ``"share"`` of images in which the expert works on it,
-    the ``"difference"`` of that share from the mean of the other classes, or the mean ``"gate"``
-    where it does so in 5 % of the images at least.
-    ``backdrops`` (K, H, W) lie below, ``images`` tells how many of each class there are: only
-    classes that have any are drawn, the largest `MOST_CLASSES` of them.
+    Args:
+        layer: the layer.
+        class_names: names of all classes.
+        backdrops: background images (K, H, W).
+        images: number of images of each class; the largest `MAX_CLASSES` classes are drawn.
+        kind: "share" for the share of images in which the expert selects the patch, "difference" for the difference
+            of that share to the mean of the other classes, "gate" for the mean gate of patches that are selected in
+            at least 5 % of the images.
     """
     assert layer.grid is not None
     shown = _shown(images)
-    reach_KEN = np.array(layer.reach)
-    values_KEN, others = reach_KEN, "the others"
+    rate_KEN = np.array(layer.selection_rate)
+    values_KEN, others = rate_KEN, "the others"
     names = [f"{_short(class_names[k])}\n{images[k]:,} {'image' if images[k] == 1 else 'images'}" for k in shown]
     if kind == "gate":
-        values_KEN = np.where(reach_KEN >= _SELDOM, layer.gate, 0)
+        values_KEN = np.where(rate_KEN >= _MIN_RATE, layer.gate, 0)
     elif kind == "difference":
-        values_KEN = _differences(reach_KEN, shown)
-        if len(shown) == 2:  # the other row would be the same with the colours exchanged
+        values_KEN = _differences(rate_KEN, shown)
+        if len(shown) == 2:  # the other row would be its negative
             others, shown = _short(class_names[shown[0]]), shown[1:]
         names = [f"{_short(class_names[k])}\nminus\n{others}" for k in shown]
     strongest = float(np.abs(values_KEN[shown]).max()) or 1.0
-    sheet = _Sheet.of(
+    layout = _Layout.of(
         rows=len(shown), panels=layer.experts, aspect=backdrops.shape[1] / backdrops.shape[2], names=names
     )
-    figure, axes = sheet.begin()
+    figure, axes = layout.begin()
     for e in range(layer.experts):
-        _name_expert(axes, *sheet.header(e), e)
+        _name_expert(axes, *layout.header(e), e)
         for row, k in enumerate(shown):
-            x, y = sheet.corner(row, e)
-            _map(axes, (x, y, _PANEL, sheet.height), backdrops[k], layer.grid, values_KEN[k, e], strongest, kind)
+            x, y = layout.corner(row, e)
+            _map(axes, (x, y, _PANEL, layout.height), backdrops[k], layer.grid, values_KEN[k, e], strongest, kind)
     most = f"{strongest:.2f}" if kind == "gate" else f"{'±' if kind == 'difference' else ''}{100 * strongest:.0f}"
-    for block in range(sheet.blocks):
+    for block in range(layout.blocks):
         axes.text(
             _MARGIN,
-            sheet.header(block * sheet.columns)[1],
-            f"strongest: {most}",
+            layout.header(block * layout.columns)[1],
+            f"maximum: {most}",
             fontsize=7,
             va="center_baseline",
             color=INK,
         )
         for row, name in enumerate(names):
-            _, y = sheet.corner(row, block * sheet.columns)
-            axes.text(_MARGIN, y + sheet.height / 2, name, fontsize=8, va="center", color=INK, parse_math=False)
+            _, y = layout.corner(row, block * layout.columns)
+            axes.text(_MARGIN, y + layout.height / 2, name, fontsize=8, va="center", color=INK, parse_math=False)
     return figure
 
 
-def draw_favourites(layer: LayerExplanation, class_names: Sequence[str], pixels: Tensor) -> Figure:
-    """A row for each expert: the patches it gave the highest scores, best first, framed within what is around them."""
+def draw_top_patches(layer: LayerExplanation, class_names: Sequence[str], pixels: Tensor) -> Figure:
+    """A row for each expert: the patches with its highest scores, framed within their surroundings."""
     assert layer.grid is not None
-    most = max(1, *(len(each) for each in layer.favourites))
+    most = max(1, *(len(each) for each in layer.top_patches))
     H, W = pixels.shape[2:]
     tall = _CROP * (H / layer.grid[0]) / (W / layer.grid[1])
     left = _MARGIN + 0.85
     width = left + most * (_CROP + _GAP) - _GAP + _MARGIN
     height = layer.experts * (tall + _CAPTION + _GAP) + _MARGIN
-    figure, axes = blank(width, height)
-    for e, favourites in enumerate(layer.favourites):
+    figure, axes = new_canvas(width, height)
+    for e, top_patches in enumerate(layer.top_patches):
         y = _MARGIN + e * (tall + _CAPTION + _GAP)
         _name_expert(axes, _MARGIN, y + tall / 2, e)
-        if not favourites:
-            axes.text(left, y + tall / 2, "works on nothing", fontsize=8, va="center", color=INK)
-        for i, favourite in enumerate(favourites):
+        if not top_patches:
+            axes.text(left, y + tall / 2, "selects no patch", fontsize=8, va="center", color=INK)
+        for i, patch in enumerate(top_patches):
             x = left + i * (_CROP + _GAP)
-            image = pixels[favourite.image].cpu().numpy()
-            _crop(axes, (x, y, _CROP, tall), image, layer.grid, favourite.patch, e)
-            name = _short(class_names[favourite.group], 13)
+            image = pixels[patch.image].cpu().numpy()
+            _crop(axes, (x, y, _CROP, tall), image, layer.grid, patch.patch, e)
+            name = _short(class_names[patch.label], 13)
             axes.text(
                 x + _CROP / 2, y + tall + 0.5 * _CAPTION, name, fontsize=6.5, ha="center", va="center", color=INK,
                 parse_math=False,
@@ -151,8 +154,8 @@ def draw_favourites(layer: LayerExplanation, class_names: Sequence[str], pixels:
 
 
 @dataclass(frozen=True)
-class _Sheet:
-    """Panels in blocks of columns, each block with a row for each class."""
+class _Layout:
+    """Panels in blocks of columns; each block has a row for each class."""
 
     rows: int
     panels: int
@@ -161,9 +164,9 @@ class _Sheet:
     left: float
 
     @classmethod
-    def of(cls, rows: int, panels: int, aspect: float, names: Sequence[str]) -> _Sheet:
+    def of(cls, rows: int, panels: int, aspect: float, names: Sequence[str]) -> _Layout:
         longest = max(14, *(len(line) for name in names for line in name.split("\n")))
-        most = _FEW_COLUMNS if rows <= _FEW_ROWS else _MOST_COLUMNS
+        most = _FEW_COLUMNS if rows <= _FEW_ROWS else _MAX_COLUMNS
         blocks = -(-panels // most)
         return cls(rows, panels, -(-panels // blocks), _PANEL * aspect, _MARGIN + longest * _LETTER + 0.15)
 
@@ -176,10 +179,10 @@ class _Sheet:
         return _HEADER + self.rows * (self.height + _GAP)
 
     def begin(self) -> tuple[Figure, Axes]:
-        return blank(self.left + self.columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
+        return new_canvas(self.left + self.columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
 
     def corner(self, row: int, expert: int) -> tuple[float, float]:
-        """The upper left one of a panel."""
+        """The upper left corner of a panel."""
         block, column = divmod(expert, self.columns)
         y = block * self.block_height + _HEADER + row * (self.height + _GAP)
         return self.left + column * (_PANEL + _GAP), y
@@ -190,44 +193,44 @@ class _Sheet:
 
 
 def _name_expert(axes: Axes, x: float, y: float, expert: int) -> None:
-    look: dict[str, Any] = {"color": expert_colour(expert), "linestyle": expert_dash(expert), "linewidth": 4}
-    axes.plot((x, x + 0.18), (y, y), solid_capstyle="butt", **look)
+    style: dict[str, Any] = {"color": expert_colour(expert), "linestyle": expert_dash(expert), "linewidth": 4}
+    axes.plot((x, x + 0.18), (y, y), solid_capstyle="butt", **style)
     axes.text(x + 0.24, y, f"expert {expert}", fontsize=8, va="center_baseline", color=INK)
 
 
 def _map(
     axes: Axes,
-    box: Box,
+    rect: Rect,
     backdrop: Array,
     grid: tuple[int, int],
     value_N: Array,
     strongest: float,
     kind: Kind,
 ) -> None:
-    lay(axes, 0.25 + 0.7 * backdrop, box, cmap="gray", vmin=0, vmax=1)
+    draw_image(axes, 0.25 + 0.7 * backdrop, rect, cmap="gray", vmin=0, vmax=1)
     tint = np.zeros((len(value_N), 4))
     colours = {"share": ("vermilion", "vermilion"), "difference": ("vermilion", "blue"), "gate": ("purple", "purple")}
     more, less = (_rgb(COLOURS[name]) for name in colours[kind])
     tint[:, :3] = np.where(value_N[:, None] >= 0, more, less)
     tint[:, 3] = _STRONGEST * np.minimum(np.abs(value_N) / strongest, 1)
-    lay(axes, tint.reshape(*grid, 4), box)
-    _rule(axes, box, grid)
-    _numbers(axes, box, grid, value_N, kind)
+    draw_image(axes, tint.reshape(*grid, 4), rect)
+    _rule(axes, rect, grid)
+    _numbers(axes, rect, grid, value_N, kind)
 
 
-def _rule(axes: Axes, box: Box, grid: tuple[int, int]) -> None:
-    """Thin lines between the patches."""
-    x, y, width, height = box
-    look: dict[str, Any] = {"color": "white", "linewidth": 0.3, "alpha": 0.6}
+def _rule(axes: Axes, rect: Rect, grid: tuple[int, int]) -> None:
+    """Thin lines between patches."""
+    x, y, width, height = rect
+    style: dict[str, Any] = {"color": "white", "linewidth": 0.3, "alpha": 0.6}
     for column in range(1, grid[1]):
-        axes.plot((x + column * width / grid[1],) * 2, (y, y + height), **look)
+        axes.plot((x + column * width / grid[1],) * 2, (y, y + height), **style)
     for row in range(1, grid[0]):
-        axes.plot((x, x + width), (y + row * height / grid[0],) * 2, **look)
-    frame(axes, box, LINE, 0.6)
+        axes.plot((x, x + width), (y + row * height / grid[0],) * 2, **style)
+    draw_frame(axes, rect, LINE, 0.6)
 
 
-def _numbers(axes: Axes, box: Box, grid: tuple[int, int], value_N: Array, kind: Kind) -> None:
-    x, y, width, height = box
+def _numbers(axes: Axes, rect: Rect, grid: tuple[int, int], value_N: Array, kind: Kind) -> None:
+    x, y, width, height = rect
     wide, tall = width / grid[1], height / grid[0]
     size = min(7.0, 0.3 * wide * _INCH, 0.5 * tall * _INCH)
     if size < _SMALLEST_NUMBER:
@@ -245,24 +248,24 @@ def _numbers(axes: Axes, box: Box, grid: tuple[int, int], value_N: Array, kind: 
 
 
 def _number(value: float, kind: Kind) -> str:
-    """Percent, or a gate with two digits; nothing where it is hardly more than 0."""
+    """Percent, or a gate with two decimals; empty for small values."""
     if kind == "gate":
         return f"{value:.2f}".removeprefix("0") if value >= 0.005 else ""
     percent = round(100 * value)
-    if abs(value) < _SELDOM:
+    if abs(value) < _MIN_RATE:
         return ""
     return f"{percent:+d}".replace("-", "−") if kind == "difference" else str(percent)
 
 
 def _crop(
     axes: Axes,
-    box: Box,
+    rect: Rect,
     image: NDArray[Any],
     grid: tuple[int, int],
     patch: int,
     expert: int,
 ) -> None:
-    """The patch within its surroundings, which are paler."""
+    """The patch with its surroundings, which are paler."""
     C, H, W = image.shape
     tall, wide = H / grid[0], W / grid[1]
     around = round(max(tall / 2, wide / 2, min(H, W) / 8))
@@ -273,30 +276,30 @@ def _crop(
     pale = 0.6 * seen + 0.4
     inside = np.s_[rows[0] - top : rows[1] - top, columns[0] - left : columns[1] - left]
     pale[inside] = seen[inside]
-    lay(axes, np.broadcast_to(pale, (height, width, 3)) if C == 1 else pale[..., :3], box)
-    x, y, across, down = box[0], box[1], box[2] / width, box[3] / height
+    draw_image(axes, np.broadcast_to(pale, (height, width, 3)) if C == 1 else pale[..., :3], rect)
+    x, y, across, down = rect[0], rect[1], rect[2] / width, rect[3] / height
     inner = (x + (column * wide - left) * across, y + (row * tall - top) * down, wide * across, tall * down)
-    frame(axes, inner, "white", 2.4)
-    frame(axes, inner, expert_colour(expert), 1.6, expert_dash(expert))
+    draw_frame(axes, inner, "white", 2.4)
+    draw_frame(axes, inner, expert_colour(expert), 1.6, expert_dash(expert))
 
 
 def _window(start: int, end: int, around: int, limit: int) -> tuple[int, int]:
-    """Start and length of a piece with so much on both sides, moved to lie within the image."""
+    """Start and length of a window with a margin on both sides, shifted to lie within the image."""
     length = min(end - start + 2 * around, limit)
     return min(max(start - around, 0), limit - length), length
 
 
 def _shown(images: Sequence[int]) -> list[int]:
-    """The classes to draw, in their order."""
-    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MOST_CLASSES]
+    """The classes to draw, in ascending order."""
+    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MAX_CLASSES]
     return sorted(largest)
 
 
-def _differences(reach_KEN: Array, shown: Sequence[int]) -> Array:
-    """A class's shares less the mean of the other classes that there are."""
-    total = reach_KEN[list(shown)].sum(0)
+def _differences(rate_KEN: Array, shown: Sequence[int]) -> Array:
+    """The selection rates of a class minus the mean of the other classes that have images."""
+    total = rate_KEN[list(shown)].sum(0)
     others = max(1, len(shown) - 1)
-    return reach_KEN - (total - reach_KEN) / others
+    return rate_KEN - (total - rate_KEN) / others
 
 
 def _short(name: str, longest: int = _LONGEST) -> str:

@@ -1,9 +1,7 @@
-"""A page that shows what a network looks at: pictures, `explanation.json`, and one HTML file made of both.
+"""Writes an `Explanation` as a self-contained HTML page, PNG figures and `explanation.json`.
 
-`write_explanation` draws the pictures of an `Explanation`, writes down everything else the page says
-as JSON, and makes the page of these files alone, so that it cannot say anything they do not. The
-page carries its pictures in itself and forbids the browser to load anything (Content-Security-Policy);
-names of files, classes and layers are escaped.
+The page embeds its figures and forbids the browser to load anything (Content-Security-Policy); names of
+files, classes and layers are escaped.
 """
 
 from __future__ import annotations
@@ -18,10 +16,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from moesaic.files import write_atomic, write_json
-from moesaic.insight.explain import FEW, Explanation, LayerExplanation, Look
+from moesaic.insight.class_routing import MIN_CLASS_IMAGES
+from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation
 from moesaic.insight.overlays import overlay
-from moesaic.report.channel_section import GatePictures, channel_part, draw_gates
-from moesaic.report.expert_figures import MOST_CLASSES, draw_class_maps, draw_favourites, mean_images
+from moesaic.report.channel_section import GateFigures, channel_section, draw_gates
+from moesaic.report.expert_figures import MAX_CLASSES, draw_class_maps, draw_top_patches, mean_images
 from moesaic.report.formatting import listed, percent
 from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
@@ -33,45 +32,45 @@ if TYPE_CHECKING:
 __all__ = ["About", "Shown", "write_explanation"]
 
 _DPI = 140
-_LISTED = 5
-"""Names in a row, at most."""
-_PICTURES = ("layer-*-*.png", "gates-*.png")
+_MAX_LISTED = 5
+"""Class names listed in a sentence, at most."""
+_FIGURE_PATTERNS = ("layer-*-*.png", "gates-*.png")
 
 
 @dataclass(frozen=True)
 class About:
-    """What was explained, in words."""
+    """The network and the images of an explanation, as shown on the page."""
 
     model: str
     checkpoint: str
     data: str
-    """Which images the numbers are over: "1,000 of 2,804 test images of celeba-smiling"."""
+    """The images: "1,000 of the 2,804 test images of celeba-smiling"."""
     notes: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
-    """Files that could not be used, and why."""
+    """Path and reason of files that were skipped."""
     command: str = ""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """An image whose routing is drawn."""
+    """An image whose routing is shown."""
 
     name: str
     predicted: str
     probability: float
     label: str | None
-    """Its true class, if known."""
+    """True class, if known."""
 
 
 @dataclass(frozen=True)
-class _Pictures:
-    """Of one layer: names of files beside the page."""
+class _LayerFigures:
+    """File names of the figures of one layer."""
 
     overlays: tuple[str, ...]
     share: str | None
     difference: str | None
     gate: str | None
-    favourites: str | None
+    top_patches: str | None
 
 
 def write_explanation(
@@ -83,32 +82,40 @@ def write_explanation(
     classes: Tensor,
     shown: Sequence[Shown],
     shown_pixels: Tensor,
-    shown_look: Look,
+    shown_pass: ForwardPass,
 ) -> Path:
-    """Draw an explanation into ``folder``: PNG files, explanation.json and explanation.html, whose path is returned.
+    """Writes PNG files, explanation.json and explanation.html into ``folder``; returns the path of the page.
 
-    ``pixels`` (B, C, H, W) and ``classes`` (B,) are those the explanation is over; ``shown_pixels``
-    and ``shown_look`` those of the images whose routing is drawn one by one. Pictures of an earlier
-    explanation in the folder are replaced.
+    Figures of an earlier explanation in the folder are replaced.
+
+    Args:
+        folder: an existing folder.
+        explanation: the explanation.
+        about: the network and the images.
+        pixels: images (B, C, H, W) of the explanation.
+        classes: their classes (B,).
+        shown: images whose routing is shown one by one.
+        shown_pixels: pixels of these images.
+        shown_pass: predictions and routing of these images.
     """
     if (folder / "explanation.json").exists():
-        for old in [path for names in _PICTURES for path in folder.glob(names)]:
+        for old in [path for names in _FIGURE_PATTERNS for path in folder.glob(names)]:
             old.unlink()
-    drawn = [
-        _draw(folder, i, layer, explanation, pixels, classes, shown, shown_pixels, shown_look)
+    figures = [
+        _draw(folder, i, layer, explanation, pixels, classes, shown, shown_pixels, shown_pass)
         for i, layer in enumerate(explanation.layers)
     ]
-    gates = draw_gates(folder, explanation, classes, pixels, shown_pixels, shown_look)
+    gates = draw_gates(folder, explanation, classes, pixels, shown_pixels, shown_pass)
     record = {
         "about": asdict(about),
         "explanation": asdict(explanation),
         "shown": [asdict(each) for each in shown],
-        "pictures": [asdict(each) for each in drawn],
+        "pictures": [asdict(each) for each in figures],
         "gates": None if gates is None else asdict(gates),
     }
     write_json(folder / "explanation.json", record)
     page = folder / "explanation.html"
-    write_atomic(page, _page(folder, explanation, about, shown, drawn, gates).encode())
+    write_atomic(page, _page(folder, explanation, about, shown, figures, gates).encode())
     return page
 
 
@@ -121,8 +128,8 @@ def _draw(
     classes: Tensor,
     shown: Sequence[Shown],
     shown_pixels: Tensor,
-    shown_look: Look,
-) -> _Pictures:
+    shown_pass: ForwardPass,
+) -> _LayerFigures:
     def saved(figure: Figure, name: str) -> str:
         file = io.BytesIO()
         figure.savefig(file, dpi=_DPI, format="png", metadata={"Software": None})
@@ -131,10 +138,10 @@ def _draw(
         return path.name
 
     if layer.grid is None:
-        return _Pictures((), None, None, None, None)
+        return _LayerFigures((), None, None, None, None)
     names, images = explanation.class_names, explanation.class_images
     backdrops = mean_images(pixels, classes, len(names))
-    routing = shown_look.routing[layer.name]
+    routing = shown_pass.routing[layer.name]
     overlays = [
         saved(overlay(_colours(shown_pixels[b : b + 1]), _only(routing, b), titles=[title(each)]), f"image-{b}")
         for b, each in enumerate(shown)
@@ -144,17 +151,17 @@ def _draw(
         kind: saved(draw_class_maps(layer, names, backdrops, images, kind), kind)
         for kind in (("share", "difference", "gate") if several else ("share", "gate"))
     }
-    favourites = saved(draw_favourites(layer, names, _colours(pixels)), "favourites")
-    return _Pictures(tuple(overlays), maps["share"], maps.get("difference"), maps["gate"], favourites)
+    top_patches = saved(draw_top_patches(layer, names, _colours(pixels)), "top-patches")
+    return _LayerFigures(tuple(overlays), maps["share"], maps.get("difference"), maps["gate"], top_patches)
 
 
 def title(image: Shown) -> str:
-    r"""What stands over an image.
+    r"""The title of an image: prediction, probability and, if they differ, the true class.
 
     >>> title(Shown("a.png", "smiling", 0.93, "not smiling"))
-    'smiling, 93\xa0% (in truth: not smiling)'
+    'smiling, 93\xa0% (true class: not smiling)'
     """
-    truth = "" if image.label is None or image.label == image.predicted else f" (in truth: {image.label})"
+    truth = "" if image.label is None or image.label == image.predicted else f" (true class: {image.label})"
     return f"{image.predicted}, {percent(image.probability)}{truth}"
 
 
@@ -171,21 +178,21 @@ def _only(routing: Routing, b: int) -> Routing:
 
 
 def _colours(pixels: Tensor) -> Tensor:
-    """What can be shown of images with more or fewer channels than a picture has."""
+    """The channels that can be displayed: three, or the first."""
     return pixels[:, :3] if pixels.shape[1] > 3 else pixels[:, :1] if pixels.shape[1] == 2 else pixels
 
 
 @dataclass(frozen=True)
 class _Expert:
-    """A row of the table."""
+    """A row of the table of experts."""
 
     number: int
     places: tuple[str, ...]
-    """Where it looks most, class by class."""
-    favourites: str
-    """Of which class the images of its favourite patches are."""
+    """The patch it selects most often, for each class."""
+    top_patches: str
+    """The most frequent class of its top patches."""
     bits: str
-    real: bool
+    significant: bool
     load: str
 
 
@@ -193,14 +200,14 @@ class _Expert:
 class _Layer:
     name: str
     anchor: str
-    what: str
-    sees: str
-    told: str
+    summary: str
+    receptive_field: str
+    class_dependence: str
     numbers: str
-    pictures: _Pictures
+    figures: _LayerFigures
     experts: tuple[_Expert, ...]
     loads: bool
-    """Whether the experts' loads may differ."""
+    """Whether the loads of experts may differ."""
 
 
 def _page(
@@ -208,13 +215,13 @@ def _page(
     explanation: Explanation,
     about: About,
     shown: Sequence[Shown],
-    drawn: Sequence[_Pictures],
-    gates: GatePictures | None,
+    figures: Sequence[_LayerFigures],
+    gates: GateFigures | None,
 ) -> str:
     def embedded(name: str) -> str:
         return f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
 
-    pairs = zip(explanation.layers, drawn, strict=True)
+    pairs = zip(explanation.layers, figures, strict=True)
     present = [k for k, images in enumerate(explanation.class_images) if images]
     return render(
         "explanation.html",
@@ -222,10 +229,10 @@ def _page(
         explanation=explanation,
         shown=[(image, title(image)) for image in shown],
         layers=[_layer(i, layer, own, explanation) for i, (layer, own) in enumerate(pairs)],
-        classes=[explanation.class_names[k] for k in present][:MOST_CLASSES],
-        left_out=max(0, len(present) - MOST_CLASSES),
+        classes=[explanation.class_names[k] for k in present][:MAX_CLASSES],
+        left_out=max(0, len(present) - MAX_CLASSES),
         notes=(*about.notes, *_warnings(explanation)),
-        gates=None if gates is None else channel_part(explanation, gates),
+        gates=None if gates is None else channel_section(explanation, gates),
         light=COLOURS,
         dark=ON_DARK,
         embedded=embedded,
@@ -237,122 +244,123 @@ def _warnings(explanation: Explanation) -> tuple[str, ...]:
     notes: list[str] = []
     if explanation.by == "prediction":
         notes.append(
-            "The true classes of these images are not known, so they are sorted by the class that the network "
-            "predicts, and nothing is said about its accuracy. Images in folders named after classes, and those of "
-            "--data, have true classes."
+            "The true classes of these images are unknown. They are grouped by predicted class, and there is no "
+            "accuracy. Images have a true class if they are in a folder named after a class, or come from --data."
         )
-    if explanation.few:
-        shown = [f"“{name}”" for name in explanation.few[:_LISTED]]
-        more = len(explanation.few) - len(shown)
-        few = listed([*shown, f"{more} classes more"] if more else shown)
+    if explanation.small_classes:
+        shown = [f"“{name}”" for name in explanation.small_classes[:_MAX_LISTED]]
+        more = len(explanation.small_classes) - len(shown)
+        names = listed([*shown, f"{more} more classes"] if more else shown)
         notes.append(
-            f"There are fewer than {FEW} images of {few}: what is said here about so few may be accident. "
-            "Give --data to look at more."
+            f"There are fewer than {MIN_CLASS_IMAGES} images of {names}: numbers about these classes are unreliable. "
+            "Use --data to explain more images."
         )
     return tuple(notes)
 
 
-def _layer(number: int, layer: LayerExplanation, pictures: _Pictures, explanation: Explanation) -> _Layer:
+def _layer(number: int, layer: LayerExplanation, figures: _LayerFigures, explanation: Explanation) -> _Layer:
     return _Layer(
         name=layer.name or "the network itself",
         anchor=f"layer-{number}",
-        what=_what(layer),
-        sees=_sees(layer),
-        told=_told(layer, explanation),
+        summary=_summary(layer),
+        receptive_field=_receptive_field(layer),
+        class_dependence=_class_dependence(layer, explanation),
         numbers=_numbers(layer),
-        pictures=pictures,
+        figures=figures,
         experts=tuple(_expert(layer, e, explanation) for e in range(layer.experts)),
         loads=layer.chooser != "expert",
     )
 
 
-def _what(layer: LayerExplanation) -> str:
+def _summary(layer: LayerExplanation) -> str:
     rows, columns = layer.grid or (1, layer.units)
     if layer.unit == "sample":
-        return f"Each image as a whole is sent to some of the layer's {layer.experts} experts."
-    grid = f"{layer.units} patches, {rows} rows of {columns}" if layer.grid else f"{layer.units} {layer.unit}s"
+        return f"The router sends each image to some of the layer's {layer.experts} experts."
+    grid = f"{layer.units} patches ({rows} rows × {columns} columns)" if layer.grid else f"{layer.units} {layer.unit}s"
     if layer.chooser == "expert":
-        return f"Each of {layer.experts} experts chooses {layer.patches_per_expert} of an image's {grid}."
+        return f"Each of the {layer.experts} experts selects {layer.patches_per_expert} of the {grid} of an image."
     if layer.chooser == "unit":
-        return f"Each of an image's {grid}, is sent to some of the layer's {layer.experts} experts."
-    return f"Each of {layer.experts} experts gets its own mixture of an image's {grid}."
+        return f"The router sends each of the {grid} of an image to some of the layer's {layer.experts} experts."
+    return f"Each of the {layer.experts} experts gets a weighted average of the {grid} of an image."
 
 
-def _sees(layer: LayerExplanation) -> str:
-    """The caveat about receptive fields."""
+def _receptive_field(layer: LayerExplanation) -> str:
+    """How much of the image a patch depends on."""
     field = layer.field
     if field is None:
         return ""
-    height, width = (f"{side:g}" for side in field.patch)
-    square = f"A patch lies over {height}×{width} pixels of the image"
-    if field.own > 0.995:
-        return f"{square}, and knows nothing of the pixels around them."
-    far = "all of the image" if field.whole else f"up to {field.beyond} pixels beyond them on each side"
+    height, width = (f"{side:g}" for side in field.patch_size)
+    square = f"A patch covers {height}×{width} pixels of the image"
+    if field.own_share > 0.995:
+        return f"{square} and depends on these pixels alone."
+    extent = "the whole image" if field.covers_image else f"up to {field.margin} pixels beyond them on each side"
     return (
-        f"{square}, but layers before have mixed what is around into it: it has seen {far}. By the gradient, "
-        f"{percent(field.own)} of what it depends on lies within its own square; a frame is the place an expert "
-        "chose, not the limit of what it knows."
+        f"{square}. Its receptive field is larger: {extent}, as earlier layers mix in the surroundings. Measured by "
+        f"the gradient, {percent(field.own_share)} of its dependence is on its own pixels. A frame shows the patch "
+        "that an expert selected, not everything that the patch depends on."
     )
 
 
-def _told(layer: LayerExplanation, explanation: Explanation) -> str:
+def _class_dependence(layer: LayerExplanation, explanation: Explanation) -> str:
     kind = "class" if explanation.by == "label" else "predicted class"
     found = layer.information
     if found.most == 0:
         return ""
-    one = f"One choice of the layer, drawn at random, tells {found.bits:.3f} of {found.most:.2f} bits of the {kind}"
-    one += f"; in images without any such link it would be below {found.by_chance:.3f}"
-    verdict = f"Where experts look depends on the {kind}."
-    if not found.real:
-        verdict = f"That where experts look depends on the {kind} cannot be seen in these images."
-    if found.real and layer.told is not None:
+    bits = (
+        f"The mutual information of the {kind} and one selected patch is {found.bits:.3f} of at most {found.most:.2f} "
+        f"bits; with shuffled labels it is below {found.by_chance:.3f} bits."
+    )
+    verdict = f"The experts select different patches for different {kind}es."
+    if not found.significant:
+        verdict = f"These images do not show that the selected patches depend on the {kind}."
+    if found.significant and layer.probe_accuracy is not None:
         verdict += (
-            f" From the chosen places alone, without seeing any pixel, a simple rule tells the {kind} of "
-            f"{percent(layer.told)} of images it was not made from; always naming the commonest would get "
-            f"{percent(layer.commonest)}."
+            f" A naive Bayes classifier that sees only the positions of the selected patches, and no pixels, reaches "
+            f"{percent(layer.probe_accuracy)} accuracy on held-out images; always predicting the most frequent class "
+            f"would reach {percent(layer.majority_share)}."
         )
-    return f"{verdict} {one}."
+    return f"{verdict} {bits}"
 
 
 def _numbers(layer: LayerExplanation) -> str:
     parts: list[str] = []
     if layer.unit == "patch" and layer.chooser != "soft":
-        parts.append(f"{percent(layer.coverage)} of all patches reach some expert")
+        parts.append(f"{percent(layer.coverage)} of all patches are selected by at least one expert")
         parts.append(f"two experts share {percent(layer.overlap)} of their patches on average")
     if layer.dead_experts:
-        parts.append(f"hardly used: expert {listed([str(e) for e in layer.dead_experts])}")
+        parts.append(f"dead (hardly used): expert {listed([str(e) for e in layer.dead_experts])}")
     return f"{'; '.join(parts)}.".capitalize() if parts else ""
 
 
 def _expert(layer: LayerExplanation, expert: int, explanation: Explanation) -> _Expert:
-    present = [k for k, images in enumerate(explanation.class_images) if images][:MOST_CLASSES]
+    present = [k for k, images in enumerate(explanation.class_images) if images][:MAX_CLASSES]
     found = layer.expert_information[expert]
     return _Expert(
         number=expert,
-        places=tuple(_place(layer, layer.reach[k][expert]) for k in present)
+        places=tuple(_place(layer, layer.selection_rate[k][expert]) for k in present)
         if layer.grid
-        else tuple(percent(layer.reach[k][expert][0]) for k in present),
-        favourites=_of_which(layer, expert, explanation),
+        else tuple(percent(layer.selection_rate[k][expert][0]) for k in present),
+        top_patches=_top_class(layer, expert, explanation),
         bits=f"{found.bits:.3f}",
-        real=found.real,
+        significant=found.significant,
         load=percent(layer.load_share[expert]),
     )
 
 
-def _place(layer: LayerExplanation, reach_N: Sequence[float]) -> str:
-    """The patch an expert is found on most often."""
+def _place(layer: LayerExplanation, rate_N: Sequence[float]) -> str:
+    """The patch that an expert selects most often."""
     assert layer.grid is not None
-    most = max(range(len(reach_N)), key=lambda n: reach_N[n])
-    if not reach_N[most]:
+    most = max(range(len(rate_N)), key=lambda n: rate_N[n])
+    if not rate_N[most]:
         return "–"
     row, column = divmod(most, layer.grid[1])
-    return f"row {row + 1}, column {column + 1}: {percent(reach_N[most])}"
+    return f"row {row + 1}, column {column + 1}: {percent(rate_N[most])}"
 
 
-def _of_which(layer: LayerExplanation, expert: int, explanation: Explanation) -> str:
-    """The class that most of its favourites are of: "11 of 12 smiling"."""
-    groups = [favourite.group for favourite in layer.favourites[expert]]
-    if not groups:
+def _top_class(layer: LayerExplanation, expert: int, explanation: Explanation) -> str:
+    """The most frequent class of its top patches: "11 of 12 smiling"."""
+    labels = [patch.label for patch in layer.top_patches[expert]]
+    if not labels:
         return "–"
-    most = max(dict.fromkeys(groups), key=groups.count)
-    return f"{groups.count(most)} of {len(groups)} {explanation.class_names[most]}"
+    most = max(dict.fromkeys(labels), key=labels.count)
+    return f"{labels.count(most)} of {len(labels)} {explanation.class_names[most]}"

@@ -9,7 +9,7 @@ __all__ = ["listed", "number", "percent"]
 
 
 def number(value: float, *, near: Sequence[float] = ()) -> str:
-    """A number with three digits that count; ``near`` are others it is read beside, which share its decimals.
+    """A number with three significant digits; numbers in ``near`` get the same number of decimals.
 
     >>> number(60.0), number(0.05312), number(23456.7), number(float("inf"))
     ('60', '0.0531', '23,457', '∞')
@@ -19,12 +19,12 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     if math.isnan(value):
-        return "no number"
-    together = [each for each in (value, *near) if math.isfinite(each)]
-    largest = max(abs(each) for each in together)
+        return "not a number"
+    finite = [each for each in (value, *near) if math.isfinite(each)]
+    largest = max(abs(each) for each in finite)
     digits = 2 - math.floor(math.log10(largest)) if largest else 0
     if near and largest >= 1:
-        width = max(together) - min(together)
+        width = max(finite) - min(finite)
         # 99.6 and 100.0, not 100 and 100; 99.46 and 99.61, not 99.5 and 99.6
         digits = max(digits, 2 if 0 < width < 0.5 else 1 if width < 5 else 0)
     digits = min(max(digits, 0), 9)
@@ -35,7 +35,7 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
 
 
 def percent(share: float) -> str:
-    r"""A share in percent: whole, but never 100 where it is less.
+    r"""A share in percent without decimals, but never 100 for less than 1.
 
     >>> percent(0.5), percent(0.9996), percent(1.0), percent(0.001)
     ('50\xa0%', '99.9\xa0%', '100\xa0%', '0.1\xa0%')
@@ -47,7 +47,7 @@ def percent(share: float) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in a row.
+    """Joins names with commas and "and".
 
     >>> listed(["a", "b", "c"])
     'a, b and c'

@@ -1,4 +1,4 @@
-"""What a run was measured on, in words that tell nothing about whose machine it is."""
+"""Description of the hardware and versions of a run, without names of users or hosts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe_machine(device: str = "cpu") -> str:
 
 
 def _processor() -> str:
-    """The processor's name where the system tells it, else its architecture."""
+    """Name of the processor if the system reports it, otherwise its architecture."""
     try:
         if platform.system() == "Linux":
             lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()

@@ -1,7 +1,7 @@
-"""How far a run is: bars with rates and time left in a terminal, a line now and then elsewhere.
+"""Progress of a run: bars with rates and remaining time in a terminal, a line every ten seconds elsewhere.
 
-Both implement `moesaic.training.Progress`. Pieces of work may lie within each other: what advances
-the inner one advances those around it, so a whole run and its cells can be watched at once.
+Both implement `moesaic.training.Progress`. Tasks may be nested: advancing the inner one advances the outer
+ones, so that a run and its cells are shown at once.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["Bars", "Lines", "watch_progress"]
 
-_EVERY = 10.0
-"""Seconds between two lines."""
+_INTERVAL = 10.0
+"""Seconds between lines."""
 
 _UNIT = "trial-epochs"
 
 
 @contextmanager
 def watch_progress(console: Console) -> Generator[Bars | Lines]:
-    """Bars where the console is a terminal, lines elsewhere.
+    """Progress bars if the console is a terminal, lines otherwise.
 
     >>> from rich.console import Console
     >>> with watch_progress(Console()) as progress:
@@ -43,7 +43,7 @@ def watch_progress(console: Console) -> Generator[Bars | Lines]:
 
 
 class Bars:
-    """A bar for each piece of work in progress."""
+    """A progress bar for each open task."""
 
     def __init__(self, console: Console) -> None:
         from rich import progress
@@ -75,7 +75,7 @@ class Bars:
             self.display.update(self._open[-1], note=note)
 
     def skip(self, amount: int) -> None:
-        for task in self.display.tasks:  # all that are open; `advance` would take it for work
+        for task in self.display.tasks:  # not `advance`, which would change the rate
             task.completed += amount
 
     def end(self) -> None:
@@ -87,39 +87,39 @@ class Bars:
 
 
 @dataclass
-class _Piece:
+class _Task:
     name: str
     total: int
     done: int
     already: int
-    """Of ``done``, what was there when it began or was skipped: it counts for the share, not for the rate."""
+    """The part of ``done`` that was restored or skipped: it counts for the percentage, not for the rate."""
     since: float
 
 
 class Lines:
-    """A line every ten seconds; nothing for what takes less."""
+    """Prints a line every ten seconds."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
         self._last = clock()
-        self._open: list[_Piece] = []
+        self._open: list[_Task] = []
 
     def begin(self, name: str, total: int, done: int = 0) -> None:
-        self._open.append(_Piece(name, total, done, done, self._clock()))
+        self._open.append(_Task(name, total, done, done, self._clock()))
 
     def advance(self, amount: int, note: str = "") -> None:
-        for piece in self._open:
-            piece.done += amount
+        for task in self._open:
+            task.done += amount
         now = self._clock()
-        if self._open and now - self._last >= _EVERY:
+        if self._open and now - self._last >= _INTERVAL:
             self._last = now
-            self.log("; ".join(_line(piece, now) for piece in self._open) + (f"; {note}" if note else ""))
+            self.log("; ".join(_line(task, now) for task in self._open) + (f"; {note}" if note else ""))
 
     def skip(self, amount: int) -> None:
-        for piece in self._open:
-            piece.done += amount
-            piece.already += amount
+        for task in self._open:
+            task.done += amount
+            task.already += amount
 
     def end(self) -> None:
         if self._open:
@@ -129,18 +129,18 @@ class Lines:
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def _line(piece: _Piece, now: float) -> str:
-    share = f"{piece.name}: {100 * piece.done // piece.total if piece.total else 100} %"
-    seconds, fresh = now - piece.since, piece.done - piece.already
-    if seconds <= 0 or fresh <= 0:
+def _line(task: _Task, now: float) -> str:
+    share = f"{task.name}: {100 * task.done // task.total if task.total else 100} %"
+    seconds, processed = now - task.since, task.done - task.already
+    if seconds <= 0 or processed <= 0:
         return share
-    rate = fresh / seconds
-    told = [share, _speed(rate), f"{_duration(max(piece.total - piece.done, 0) / rate)} left"]
-    return ", ".join(filter(None, told))
+    rate = processed / seconds
+    parts = [share, _speed(rate), f"{_duration(max(task.total - task.done, 0) / rate)} left"]
+    return ", ".join(filter(None, parts))
 
 
 def _speed(rate: float) -> str:
-    """Nothing for what is slow: who trains one network is told of images a second."""
+    """Empty below one per second: training of a single network reports images per second instead."""
     return f"{rate:,.0f} {_UNIT}/s" if rate >= 1 else ""
 
 

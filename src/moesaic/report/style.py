@@ -1,8 +1,8 @@
-"""How things look in charts: what a role stands for decides colour and marker, the same in every figure.
+"""Colours, markers and line styles of charts; the role of a line decides its style, the same in every figure.
 
-The CNN, separate training, joint training, our settings and the experts have looks of their own; any other
-role gets one that is still free in its chart. The first colours are Okabe and Ito's, which colour-blind
-eyes tell apart too; markers and dashes tell lines apart without any colour.
+The CNN, separate training, joint training, our settings and the experts have fixed styles; any other role
+gets one that is not used in its chart. The first colours are the colour-blind-safe palette of Okabe and
+Ito; markers and dashes distinguish lines without colour.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ __all__ = [
     "DATA_ID",
     "INK",
     "LINE",
-    "MANY",
-    "MOST_ROLES",
+    "MANY_POINTS",
+    "MAX_ROLES",
     "NOT_RUN",
     "ON_DARK",
-    "STYLE",
-    "Look",
-    "colours_of",
-    "looks_of",
+    "RC_PARAMS",
+    "LineStyle",
+    "line_styles",
+    "role_colours",
 ]
 
 INK, LINE, NOT_RUN = "#333333", "#BBBBBB", "#D6E6F2"
@@ -87,13 +87,13 @@ _OTHERS = tuple(
 )
 _DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1, 1.2)), (0, (5, 2, 1, 2)))
 
-MOST_ROLES = len(_OTHERS)
-"""So many colours there are; the points of a chart must not need more."""
+MAX_ROLES = len(_OTHERS)
+"""Number of colours for points of a chart."""
 
-MANY = 30
-"""A line of more points has no markers, and a band instead of error bars."""
+MANY_POINTS = 30
+"""Lines with more points have no markers, and a band instead of error bars."""
 
-STYLE: dict[Any, Any] = {
+RC_PARAMS: dict[Any, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": LINE,
     "axes.labelcolor": INK,
@@ -117,31 +117,31 @@ STYLE: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class Look:
-    """Of a line, or of a group of points."""
+class LineStyle:
+    """Style of a line or of a group of points."""
 
     colour: str
     marker: str
     dash: Any
 
 
-def looks_of(panels: Sequence[Panel]) -> dict[str, Look]:
-    """A look for the label of every line. Lines of one role share its colour and differ by dash."""
+def line_styles(panels: Sequence[Panel]) -> dict[str, LineStyle]:
+    """The style of each line, by label. Lines of the same role have the same colour and different dashes."""
     roles = _by_role(panels)
     lines = [line for panel in panels for line in panel.series]
-    bare = {line.label for line in lines if len(line.x) > MANY}
+    bare = {line.label for line in lines if len(line.x) > MANY_POINTS}
     siblings: dict[str, list[str]] = {}
-    looks: dict[str, Look] = {}
+    styles: dict[str, LineStyle] = {}
     for line in lines:
-        if line.label not in looks:
-            # without markers, dashes are all that is left where there are no colours
+        if line.label not in styles:
+            # without markers, only dashes distinguish lines in greyscale
             several = siblings.setdefault("" if line.label in bare else line.role, [])
-            looks[line.label] = Look(*roles[line.role], _DASHES[len(several) % len(_DASHES)])
+            styles[line.label] = LineStyle(*roles[line.role], _DASHES[len(several) % len(_DASHES)])
             several.append(line.label)
-    return looks
+    return styles
 
 
-def colours_of(panels: Sequence[Panel]) -> dict[str, str]:
+def role_colours(panels: Sequence[Panel]) -> dict[str, str]:
     """The colour of every role."""
     return {role: colour for role, (colour, _) in _by_role(panels).items()}
 
@@ -149,9 +149,9 @@ def colours_of(panels: Sequence[Panel]) -> dict[str, str]:
 def _by_role(panels: Sequence[Panel]) -> dict[str, tuple[str, str]]:
     roles = list(dict.fromkeys(role for panel in panels for role in _roles(panel)))
     taken = {_ROLES[role][0] for role in roles if role in _ROLES}
-    strangers = [role for role in roles if role not in _ROLES]
-    free = [look for look in _OTHERS if look[0] not in taken]
-    return {role: _ROLES[role] if role in _ROLES else free[strangers.index(role) % len(free)] for role in roles}
+    others = [role for role in roles if role not in _ROLES]
+    free = [style for style in _OTHERS if style[0] not in taken]
+    return {role: _ROLES[role] if role in _ROLES else free[others.index(role) % len(free)] for role in roles}
 
 
 def _roles(panel: Panel) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The pages' templates, rendered so that whatever comes from a user is escaped and nothing that is missing passes."""
+"""Rendering of HTML templates: values are escaped, undefined values are errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["render"]
 
 
 def render(template: str, *, package: str = "moesaic.report", **values: Any) -> str:
-    """A template of a package, filled in. The only markup from outside is matplotlib's, which escapes what is in it."""
+    """Renders a template of a package. The only unescaped values are SVG drawings of matplotlib, which escapes text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -23,5 +23,5 @@ def render(template: str, *, package: str = "moesaic.report", **values: Any) -> 
 
 
 def _prose(text: str) -> str:
-    """A number and its percent sign stay on one line."""
+    """Keeps a number and its percent sign on one line."""
     return text.replace(" %", "\u00a0%")

@@ -17,7 +17,7 @@ from moesaic.papers.chen2022.trial_training import MixtureSchedule
 from moesaic.papers.engine.cells import CellArrays, to_arrays
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart, Panel
-from moesaic.report.charts import draw
+from moesaic.report.chart_drawing import draw
 from moesaic.training import NoProgress
 
 LAB = Runner(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]

@@ -34,7 +34,7 @@ from moesaic.papers.engine.verdict_text import (
     verdict_reason,
 )
 from moesaic.report.chart import Chart
-from moesaic.report.charts import panel_width, to_svg
+from moesaic.report.chart_drawing import panel_width, to_svg
 from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
 

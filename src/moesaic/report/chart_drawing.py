@@ -1,7 +1,7 @@
-"""Draw a chart, one of the paper's figures with our numbers, so that it can be laid beside the paper's.
+"""Draws charts with matplotlib: layout of panels, legend, PNG and SVG files.
 
-This module lays panels out and writes files; `panels` draws what is in them, `looks` decides on colours.
-The same chart gives the same bytes: no dates, no random ids.
+`panel_drawing` draws the content of a panel, `style` defines colours. The files are reproducible: they have
+no dates and no random ids.
 """
 
 # matplotlib's stubs leave keyword arguments untyped
@@ -19,8 +19,8 @@ from xml.etree import ElementTree
 
 from moesaic.files import write_atomic
 from moesaic.report.chart import Chart, Panel, Regions
-from moesaic.report.panels import draw_blocks, draw_counts, draw_lines, draw_points
-from moesaic.report.style import COLOURS, DATA_ID, MOST_ROLES, STYLE, colours_of, looks_of
+from moesaic.report.panel_drawing import draw_blocks, draw_counts, draw_lines, draw_points
+from moesaic.report.style import COLOURS, DATA_ID, MAX_ROLES, RC_PARAMS, line_styles, role_colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,14 +36,14 @@ _SMALL = (2.3, 1.75)
 _COUNTS_ROW, _COUNTS_FRAME = 0.32, 1.0
 _ROW_TITLE = 0.3
 _LEGEND_ROW = 0.19
-_MOST_COLUMNS = 3
+_MAX_COLUMNS = 3
 _LETTERS_PER_INCH = 13
 
 
 def draw(chart: Chart, panel: int | Literal["legend"] | None = None) -> Figure:
-    """The chart with its panels side by side, or one of them alone within the limits of all.
+    """Draws the chart with all panels, or a single panel with the axis limits of all.
 
-    Where the chart tells its ``columns``, panels alone have no legend; it is a figure of its own, "legend".
+    If the chart has ``columns``, single panels have no legend; it is the separate figure "legend".
 
     >>> from moesaic.report.chart import Series
     >>> line = Series("CNN", "cnn", (100, 300), (80.0, 90.0), spread=(2.0, 1.0))
@@ -59,13 +59,13 @@ def draw(chart: Chart, panel: int | Literal["legend"] | None = None) -> Figure:
     _check(chart)
     alone = isinstance(panel, int)
     picked = [chart.panels[panel]] if isinstance(panel, int) else list(chart.panels)
-    columns = 1 if alone else chart.columns or min(len(picked), _MOST_COLUMNS)
+    columns = 1 if alone else chart.columns or min(len(picked), _MAX_COLUMNS)
     rows = [picked[i : i + columns] for i in range(0, len(picked), columns)]
     titles = () if alone else chart.row_titles
     width, height = _panel_size(chart)
     heights = [max(_height(each, height) for each in row) for row in rows]
     wide = width * columns + (0 if alone and chart.columns else 0.3)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(RC_PARAMS):
         figure = Figure(facecolor="white", layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.08))
         axes = _grid(figure, rows, heights, columns, titles)
         handles = _fill(axes, picked, chart, columns)
@@ -82,17 +82,17 @@ def draw(chart: Chart, panel: int | Literal["legend"] | None = None) -> Figure:
 
 
 def figure_name(chart: Chart, kind: str) -> str:
-    """Where a chart's drawing lies among the figures of a run: "chowdhury2023/figure-4.png"."""
+    """File name of a chart among the figures of a run: "chowdhury2023/figure-4.png"."""
     return f"{chart.paper}/{chart.id}.{kind}"
 
 
 def panel_width(chart: Chart) -> float:
-    """How wide one panel of the chart is drawn, in inches."""
+    """Width of one panel in inches."""
     return _panel_size(chart)[0]
 
 
 def write_figures(folder: Path, charts: Iterable[Chart]) -> list[Path]:
-    """Draw every chart as PNG and as SVG, into ``folder``/paper/id.png and .svg; each file appears whole."""
+    """Draws each chart as ``folder``/paper/id.png and .svg; files are written atomically."""
     charts = list(charts)
     names = [figure_name(chart, "png") for chart in charts]
     twice = sorted({name for name in names if names.count(name) > 1})
@@ -110,11 +110,11 @@ def write_figures(folder: Path, charts: Iterable[Chart]) -> list[Path]:
 
 
 def to_svg(chart: Chart, panel: int | Literal["legend"] | None = None, *, variables: bool = False) -> str:
-    """The chart, one panel of it, or its legend, as an SVG element to put into a page.
+    """Returns the chart, one panel, or its legend as an SVG element for a page.
 
-    Its ids begin with the paper's and the chart's, so that several fit on one page. With ``variables`` the
-    colours are CSS variables named after `COLOURS`, ``var(--chart-ink, #333333)``, and there is no background;
-    cells whose colour is a value keep it.
+    Ids start with the ids of paper and chart, so that a page may have several charts. With ``variables`` colours are
+    CSS variables named after `COLOURS`, ``var(--chart-ink, #333333)``, and there is no background; cells whose colour
+    is a value keep it.
     """
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
@@ -134,11 +134,11 @@ def to_svg(chart: Chart, panel: int | Literal["legend"] | None = None, *, variab
 
 
 def _use_variables(element: ElementTree.Element, *, is_data: bool = False) -> None:
-    """Replace the colours of `COLOURS` in all styles below, but for elements of data: 0.2 is as grey as ink."""
+    """Replaces colours in all styles below by variables, except for data: a cell of value 0.2 is as grey as ink."""
     is_data = is_data or element.get("id", "").startswith(DATA_ID)
     style = element.get("style")
     if style is not None:
-        # the page's own font; the one that the layout was made with is broader than most
+        # the font of the page; the font of the layout is wider than most
         style = re.sub(r"font-family: [^;]*;? ?", "", style)
         for name, colour in () if is_data else COLOURS.items():
             style = re.sub(f": {colour}", f": var(--chart-{name}, {colour})", style, flags=re.IGNORECASE)
@@ -163,14 +163,14 @@ def _check(chart: Chart) -> None:
             f"draw: chart {chart.id!r} has {len(chart.row_titles)} row titles for {len(chart.panels)} panels with "
             f"columns={chart.columns}; it needs columns, and a title for each row"
         )
-    if len(colours_of([each for each in chart.panels if each.points is not None])) > MOST_ROLES:
-        raise ValueError(f"draw: points of {chart.id!r} have more roles than there are colours, {MOST_ROLES}")
+    if len(role_colours([each for each in chart.panels if each.points is not None])) > MAX_ROLES:
+        raise ValueError(f"draw: points of {chart.id!r} have more roles than there are colours, {MAX_ROLES}")
     for panel in chart.panels:
         kinds = [bool(panel.series), panel.blocks is not None, panel.counts is not None, panel.points is not None]
         if sum(kinds) > 1:
             raise ValueError(
-                f"draw: panel {panel.title!r} of {chart.id!r} has lines, blocks, counts or points in one; "
-                "make a panel for each"
+                f"draw: panel {panel.title!r} of {chart.id!r} has more than one of lines, blocks, counts and points; "
+                "use a panel for each"
             )
         _check_panel(panel, f"of {chart.id!r}")
 
@@ -229,7 +229,7 @@ def _height(panel: Panel, usual: float) -> float:
 def _grid(
     figure: Figure, rows: Sequence[Sequence[Panel]], heights: Sequence[float], columns: int, titles: Sequence[str]
 ) -> list[Axes]:
-    """Axes for the panels, row by row, and the titles over the rows."""
+    """Axes of the panels, row by row, with titles above the rows."""
     if not titles:
         ratios = heights if len(set(heights)) > 1 else None
         grid: Any = figure.subplots(len(rows), columns, squeeze=False, height_ratios=ratios)
@@ -238,7 +238,7 @@ def _grid(
         for spare in axes[count:]:
             spare.remove()
         return axes[:count]
-    # a title is that of axes without height over the whole row
+    # a row title belongs to axes of zero height above the row
     ratios = [ratio for height in heights for ratio in (0.01, height)]
     places = figure.add_gridspec(2 * len(rows), columns, height_ratios=ratios)
     axes = []
@@ -251,14 +251,14 @@ def _grid(
 
 
 def _fill(axes: Sequence[Axes], panels: Sequence[Panel], chart: Chart, columns: int) -> dict[str, Any]:
-    """Draw all panels; what the legend shows, by label, in the chart's order."""
-    looks, colours = looks_of(chart.panels), colours_of(chart.panels)
+    """Draws all panels; returns the legend handles by label, in the order of the chart."""
+    styles, colours = line_styles(chart.panels), role_colours(chart.panels)
     found: dict[str, Any] = {}
     for i, (panel, here) in enumerate(zip(panels, axes, strict=True)):
         left = panels[i - 1] if i % columns else None
         below = panels[i + columns] if i + columns < len(panels) else None
-        _frame(here, panel, outer=left is None or not _alike(panel, left), small=_panel_size(chart) == _SMALL)
-        if below is not None and _alike(panel, below) and panel.counts is None:
+        _frame(here, panel, outer=left is None or not _same_axes(panel, left), small=_panel_size(chart) == _SMALL)
+        if below is not None and _same_axes(panel, below) and panel.counts is None:
             here.set_xlabel("")
         if panel.blocks is not None:
             draw_blocks(here, panel.blocks, bar=i + 1 == len(panels))
@@ -267,13 +267,13 @@ def _fill(axes: Sequence[Axes], panels: Sequence[Panel], chart: Chart, columns: 
         elif panel.points is not None:
             found = found | draw_points(here, panel, panel.points, colours)
         else:
-            alike = [other for other in chart.panels if _alike(panel, other)]
-            found = draw_lines(here, panel, alike, looks) | found
-    order = [label for label in looks if label in found]
-    return {label: found[label] for label in (*order, *(label for label in found if label not in looks))}
+            shared = [other for other in chart.panels if _same_axes(panel, other)]
+            found = draw_lines(here, panel, shared, styles) | found
+    order = [label for label in styles if label in found]
+    return {label: found[label] for label in (*order, *(label for label in found if label not in styles))}
 
 
-def _alike(one: Panel, other: Panel) -> bool:
+def _same_axes(one: Panel, other: Panel) -> bool:
     """Whether two panels share their axes."""
 
     def axes(panel: Panel) -> tuple[object, ...]:
@@ -319,10 +319,10 @@ def _rendered(figure: Figure, chart: Chart, kind: str, *, transparent: bool = Fa
     import matplotlib
 
     file = io.BytesIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": chart.id}):
+    with matplotlib.rc_context({**RC_PARAMS, "svg.hashsalt": chart.id}):
         if kind == "svg":
             bare = {"Creator": None, "Date": None, "Format": None, "Type": None}
-            # the resolution is that of pictures within the drawing
+            # the resolution of raster images within the SVG
             figure.savefig(file, format="svg", dpi=200, metadata=bare, transparent=transparent)
         else:
             figure.savefig(file, format="png", dpi=150, metadata={"Software": None})

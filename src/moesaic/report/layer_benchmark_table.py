@@ -1,4 +1,4 @@
-"""How fast a routed layer is beside the dense one, for the terminal: a table, what is picked, and whether it pays."""
+"""Terminal table of a layer benchmark: times against the dense layer, the chosen backend, and advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["advice", "print_layer_times"]
 
 _NAMES: dict[Pass, str] = {"forward": "forward pass", "step": "training step"}
 _NOISE = 1.05
-"""Ratios below this are no difference."""
+"""Smaller ratios count as equal."""
 _MEBIBYTE = 2**20
 
 
@@ -26,7 +26,7 @@ def print_layer_times(
     passes: Sequence[Pass],
     console: Console | None = None,
 ) -> None:
-    """Print what was measured, which backend moesaic picks and why, and whether routing saves time here.
+    """Prints the times, the backend that moesaic chooses and why, and whether routing is faster.
 
     >>> from rich.console import Console
     >>> from moesaic.bench.timing import Timing
@@ -41,8 +41,8 @@ def print_layer_times(
       dense convolution       1.000 ms      1.00
       PatchMoE, torch ←       4.000 ms      0.25
     <BLANKLINE>
-    ← moesaic picks torch: the only one that fits
-    Do not route this layer for speed: the dense layer's forward pass is 4.0 times as fast.
+    ← moesaic chooses torch: the only one that fits
+    Routing is slower: a forward pass takes 4.0 times as long as that of the dense layer.
     """
     from rich import box
     from rich.console import Console
@@ -57,47 +57,49 @@ def print_layer_times(
         table.add_column(_NAMES[what], justify="right", no_wrap=True)
         table.add_column("× dense", justify="right", no_wrap=True)
     if memory:
-        table.add_column("memory of a step", justify="right")
+        table.add_column("peak memory", justify="right")
     for row in rows:
         cells = [cell for what in passes for cell in _cells(row, what, fastest_dense(rows, what))]
         table.add_row(Text(f"{row.layer} ←" if row.picked else row.layer), *cells, *([_memory(row)] if memory else []))
     console.print(Text(title, style="bold"))
     console.print(table)
-    lines = [f"← moesaic picks {choice.name}: {choice.why}"]
+    lines = [f"← moesaic chooses {choice.name}: {choice.why}"]
     lines += [f"{row.layer}: {note}" for row in rows for note in row.notes]
     for line in (*lines, *advice(rows, passes)):
         console.print(line, highlight=False, markup=False)
 
 
 def advice(rows: Sequence[LayerTimes], passes: Sequence[Pass]) -> list[str]:
-    """Whether routing saves time, in words, and whether another backend than the picked one would be faster.
+    """Sentences on whether routing is faster than dense, and whether another backend would be faster.
 
     >>> from moesaic.bench.timing import Timing
     >>> dense = LayerTimes("dense convolution", None, step={"channels_last": Timing(3.0, 2.9, 3.1)})
     >>> ours = LayerTimes("PatchMoE, torch", "torch", picked=True, step={"channels_last": Timing(1.0, 0.9, 1.2)})
     >>> advice([dense, ours], ["step"])
-    ['Routing pays: a training step is 3.0 times as fast as the dense layer.']
+    ['Routing is faster: a training step is 3.0 times as fast as that of the dense layer.']
     """
-    said: list[str] = []
+    sentences: list[str] = []
     for what in passes:
         dense, ours = fastest_dense(rows, what), _picked(rows, what)
         if dense is None or ours is None:
             continue
         if ours > dense * _NOISE:
-            faster = f"the dense layer's {_NAMES[what]} is {ours / dense:.1f} times as fast"
-            said.append(f"Do not route this layer for speed: {faster}.")
+            slower = f"a {_NAMES[what]} takes {ours / dense:.1f} times as long as that of the dense layer"
+            sentences.append(f"Routing is slower: {slower}.")
         elif dense > ours * _NOISE:
-            said.append(f"Routing pays: a {_NAMES[what]} is {dense / ours:.1f} times as fast as the dense layer.")
+            sentences.append(
+                f"Routing is faster: a {_NAMES[what]} is {dense / ours:.1f} times as fast as that of the dense layer."
+            )
         else:
-            said.append(f"Level: a {_NAMES[what]} takes as long as the dense layer's.")
+            sentences.append(f"No difference: a {_NAMES[what]} takes as long as that of the dense layer.")
         others = {row.backend: row.best(what) for row in rows if row.backend and not row.picked and not row.compiled}
         for name, time in others.items():
             if time is not None and time * _NOISE < ours:
-                said.append(
+                sentences.append(
                     f"Backend {name} is {ours / time:.1f} times as fast in the {_NAMES[what]}: "
-                    f"ask for it with moesaic.backend({name!r})."
+                    f"use it with moesaic.backend({name!r})."
                 )
-    return said
+    return sentences
 
 
 def _picked(rows: Sequence[LayerTimes], what: Pass) -> float | None:

@@ -1,4 +1,4 @@
-"""Charts show their numbers, look the same every time, and can be told apart without colours."""
+"""Charts show their numbers, style the same every time, and can be told apart without colours."""
 
 import io
 import math
@@ -88,7 +88,7 @@ def test_panels_with_other_axes_keep_their_own_limits_and_labels():
 
 
 def test_a_role_keeps_its_colour_and_marker_in_every_chart():
-    def look(*roles: str) -> dict[str, tuple[str, str]]:
+    def style(*roles: str) -> dict[str, tuple[str, str]]:
         panel = lines(*(Series(role, role, (1.0,), (1.0,)) for role in roles))
         containers = draw(chart(panel)).axes[0].containers
         return {
@@ -96,7 +96,7 @@ def test_a_role_keeps_its_colour_and_marker_in_every_chart():
             for role, container in zip(roles, containers, strict=True)
         }
 
-    everyone, few = look("cnn", "separate", "joint", "best", "other"), look("something", "joint", "cnn")
+    everyone, few = style("cnn", "separate", "joint", "best", "other"), style("something", "joint", "cnn")
     assert everyone["cnn"] == few["cnn"]
     assert everyone["joint"] == few["joint"]
     for one_for_each in zip(*everyone.values(), strict=True):
@@ -272,12 +272,12 @@ def test_a_logarithmic_axis_across_has_its_ticks_at_the_measured_places():
 
 
 def test_experts_have_eight_colours_that_stay():
-    def look(count: int) -> list[str]:
+    def style(count: int) -> list[str]:
         panel = lines(*(Series(f"e{i}", f"expert-{i}", (1.0,), (1.0,)) for i in range(1, count + 1)))
         return [container.lines[0].get_color() for container in draw(chart(panel)).axes[0].containers]
 
-    assert len(set(look(8))) == 8
-    assert look(3) == look(8)[:3]
+    assert len(set(style(8))) == 8
+    assert style(3) == style(8)[:3]
 
 
 def test_strangers_beside_all_experts_still_have_a_colour():
@@ -449,7 +449,7 @@ def test_many_panels_go_into_rows():
         (chart(plane(Points((), Regions((0.0,), (0.0,), ("a",), ((1,),))))), "from -1 to 0"),
         (chart(plane(Points((), Regions((0.0,), (0.0,), scores=((1.0, 2.0),))))), "scores of regions"),
         (chart(plane(Points(tuple(Group(str(i), str(i), (), ()) for i in range(11))))), "more roles"),
-        (chart(replace(FIGURE_4.panels[0], points=Points(()))), "make a panel for each"),
+        (chart(replace(FIGURE_4.panels[0], points=Points(()))), "use a panel for each"),
         (replace(FIGURE_4, panels=()), "no panels"),
         (chart(lines(Series("a", "cnn", (1.0,), (1.0, 2.0)))), "1 x and 2 y"),
         (chart(Panel("", "", "", blocks=Blocks((1.0,), (1.0, 2.0), ((0.5,),)))), "need 2 rows of 1"),

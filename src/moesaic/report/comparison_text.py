@@ -1,4 +1,4 @@
-"""A comparison of models in words: verdicts a newcomer understands, and numbers with their intervals."""
+"""Sentences of a comparison of models: verdicts, leads, savings and numbers with their intervals."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ __all__ = ["flops", "lead", "outcome", "points", "prefix_of", "saved", "saving",
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
-def verdict(found: Comparison, contrast: PairedComparison) -> str:
-    """What a comparison of two models comes to, in one sentence."""
+def verdict(found: Comparison, pair: PairedComparison) -> str:
+    """The verdict on two models in one sentence."""
     on = f"On {found.data or 'these images'}"
-    model, baseline, lead = contrast.model, contrast.baseline, contrast.lead
-    if contrast.saving is not None:
-        return f"{on}, {saving(found, contrast.saving)}."
-    if contrast.ahead is None:
-        return f"{on}, no difference between {baseline} and {model} can be told with {found.trials} trials."
-    ahead, behind = (model, baseline) if contrast.ahead == model else (baseline, model)
+    model, baseline, lead = pair.model, pair.baseline, pair.lead
+    if pair.saving is not None:
+        return f"{on}, {saving(found, pair.saving)}."
+    if pair.ahead is None:
+        return f"{on}, {found.trials} trials show no significant difference between {baseline} and {model}."
+    ahead, behind = (model, baseline) if pair.ahead == model else (baseline, model)
     gain = lead if ahead == model else Estimate(-lead.value, -lead.high, -lead.low)
     return (
         f"{on}, {ahead} is {points(gain)} points more accurate than {behind} with the same labels; "
-        f"how many labels that saves cannot be said: {contrast.open}."
+        f"how many labels this saves is unknown: {pair.open}."
     )
 
 
-def outcome(contrast: PairedComparison) -> str:
+def outcome(pair: PairedComparison) -> str:
     """The verdict in two or three words."""
-    if contrast.saving is not None:
-        return f"{contrast.saving.saver} saves labels"
-    return "undecided" if contrast.ahead is None else f"{contrast.ahead} is ahead"
+    if pair.saving is not None:
+        return f"{pair.saving.saver} saves labels"
+    return "undecided" if pair.ahead is None else f"{pair.ahead} is ahead"
 
 
 def saving(found: Comparison, saving: Saving) -> str:
-    """Who saves how many labels against whom."""
+    """Which model saves how many labels."""
     level, share = number(saving.level), saving.share
     if saving.at_least and math.isinf(share.high):
         return (
@@ -48,7 +48,7 @@ def saving(found: Comparison, saving: Saving) -> str:
     if saving.at_least:
         return (
             f"{saving.saver} reaches {level} % with at least {share.value:.0f} % fewer labels than {saving.other} "
-            f"(95 % interval from {share.low:.0f} %), being there with the fewest tried"
+            f"(95 % interval from {share.low:.0f} %); it reaches it with the smallest number of labels tested"
         )
     return (
         f"{saving.saver} reaches {level} % with {share.value:.0f} % fewer labels than {saving.other} "
@@ -56,34 +56,34 @@ def saving(found: Comparison, saving: Saving) -> str:
     )
 
 
-def saved(contrast: PairedComparison) -> str:
-    """The saving as a number: "43 % [20, 60]"; a dash where nothing can be said."""
-    if contrast.saving is None:
+def saved(pair: PairedComparison) -> str:
+    """The saving as a number: "43 % [20, 60]"; a dash if it is unknown."""
+    if pair.saving is None:
         return "–"
-    share = contrast.saving.share
-    if contrast.saving.at_least:
+    share = pair.saving.share
+    if pair.saving.at_least:
         return f"at least {share.low if math.isfinite(share.low) else share.value:.0f} %"
     return f"{share.value:.0f} % [{share.low:.0f}, {share.high:.0f}]"
 
 
-def lead(found: Comparison, contrast: PairedComparison) -> str:
-    """How far ahead the model is with the same labels."""
+def lead(found: Comparison, pair: PairedComparison) -> str:
+    """The lead of the model with the same labels."""
     listed = _listed(found.samples)
-    where = f"the mean over {listed} labels" if len(found.samples) > 1 else f"with {listed} labels"
-    told = "" if contrast.ahead else "; the interval has both signs, so it may be chance"
-    return f"With the same labels {contrast.model} is {_by(contrast.lead)} in accuracy, {where}{told}."
+    where = f"mean over {listed} labels" if len(found.samples) > 1 else f"with {listed} labels"
+    note = "" if pair.ahead else "; the interval contains 0, so this may be chance"
+    return f"With the same labels, the accuracy of {pair.model} is {_by(pair.lead)} ({where}{note})."
 
 
-def work(contrast: PairedComparison, work: Work) -> str:
-    """What training took to the same accuracy."""
+def work(pair: PairedComparison, work: Work) -> str:
+    """Training cost to the same accuracy."""
     return (
-        f"With {work.samples:,} labels, {contrast.model} takes {times(work.flops)} the training operations of "
-        f"{contrast.baseline} to get to {number(work.level)} %, and {times(work.seconds)} the time."
+        f"With {work.samples:,} labels, {pair.model} takes {times(work.flops)} the training FLOPs of {pair.baseline} "
+        f"to reach {number(work.level)} % accuracy, and {times(work.seconds)} the time."
     )
 
 
 def points(estimate: Estimate) -> str:
-    """Points of accuracy with their interval: "3.2 [1.0, 5.4]".
+    """Percentage points with their interval: "3.2 [1.0, 5.4]".
 
     >>> points(Estimate(3.21, 1.04, 5.38))
     '3.2 [1.0, 5.4]'
@@ -109,7 +109,7 @@ def flops(value: float) -> str:
 
 
 def prefix_of(value: float) -> tuple[float, str]:
-    """The prefix a number is read best with, and what it stands for."""
+    """The SI prefix of a number, and its factor."""
     return next(((size, prefix) for size, prefix in _PREFIXES if value >= size), (1.0, ""))
 
 
@@ -126,10 +126,10 @@ def seconds(value: float) -> str:
 
 
 def _by(lead: Estimate) -> str:
-    """Ahead or behind, and by how many points."""
+    """Higher or lower, and by how many points."""
     if lead.value >= 0:
-        return f"{points(lead)} points ahead"
-    return f"{points(Estimate(-lead.value, -lead.high, -lead.low))} points behind"
+        return f"{points(lead)} points higher"
+    return f"{points(Estimate(-lead.value, -lead.high, -lead.low))} points lower"
 
 
 def _listed(samples: tuple[int, ...]) -> str:

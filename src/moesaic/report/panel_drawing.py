@@ -1,6 +1,6 @@
-"""What is inside one pair of axes: lines, blocks, counts or points.
+"""Draws the content of a panel: lines, blocks, counts or points.
 
-Each function draws one of them and gives back what the legend shows, by label.
+The functions return legend handles by label.
 """
 
 # matplotlib's stubs leave keyword arguments untyped
@@ -16,7 +16,7 @@ import numpy as np
 
 from moesaic.report.chart import Blocks, Counts, Panel, Points, Regions
 from moesaic.report.formatting import number
-from moesaic.report.style import DATA_ID, INK, LINE, MANY, NOT_RUN, Look
+from moesaic.report.style import DATA_ID, INK, LINE, MANY_POINTS, NOT_RUN, LineStyle
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["draw_blocks", "draw_counts", "draw_lines", "draw_points"]
 
 _FULL, _ON_LIGHT, _ON_DARK, _ZERO = "#0B4F8A", "#222222", "#FEFEFE", "#8A8F96"
-"""Of counts."""
+"""Colours of counts."""
 
 _VECTORS = 300
-"""More points than that become a picture in an SVG, whose size would grow with each of them."""
+"""More points are rasterised in an SVG, to limit its size."""
 
 
-def draw_lines(axes: Axes, panel: Panel, alike: Sequence[Panel], looks: Mapping[str, Look]) -> dict[str, Any]:
-    """Lines with error bars and markers; those of many points bare, with a band. ``alike`` share the limits."""
+def draw_lines(axes: Axes, panel: Panel, shared: Sequence[Panel], styles: Mapping[str, LineStyle]) -> dict[str, Any]:
+    """Lines with error bars and markers, or with a band for many points. Panels in ``shared`` have the same limits."""
     handles: dict[str, Any] = {}
     if panel.log_y:
         axes.set_yscale("log")
@@ -39,30 +39,30 @@ def draw_lines(axes: Axes, panel: Panel, alike: Sequence[Panel], looks: Mapping[
         axes.set_xscale("log")
     axes.grid(axis="y", color=LINE, alpha=0.35, linewidth=0.6)
     for line in panel.series:
-        look = looks[line.label]
-        if len(line.x) > MANY:
+        style = styles[line.label]
+        if len(line.x) > MANY_POINTS:
             (handles[line.label],) = axes.plot(
-                line.x, line.y, color=look.colour, linestyle=look.dash, linewidth=1.4, solid_joinstyle="round"
+                line.x, line.y, color=style.colour, linestyle=style.dash, linewidth=1.4, solid_joinstyle="round"
             )
             if line.spread is not None:
                 y, spread = np.array(line.y), np.array(line.spread)
-                axes.fill_between(line.x, y - spread, y + spread, color=look.colour, alpha=0.18, linewidth=0)
+                axes.fill_between(line.x, y - spread, y + spread, color=style.colour, alpha=0.18, linewidth=0)
             continue
         handles[line.label] = axes.errorbar(
             line.x,
             line.y,
             yerr=line.spread,
-            color=look.colour,
-            marker=look.marker,
-            linestyle=look.dash,
+            color=style.colour,
+            marker=style.marker,
+            linestyle=style.dash,
             linewidth=1.6,
             markersize=5,
             elinewidth=1,
             capsize=2.5,
             capthick=1,
         )
-    _limit(axes, alike)
-    if all(len(line.x) <= MANY for line in panel.series):
+    _limit(axes, shared)
+    if all(len(line.x) <= MANY_POINTS for line in panel.series):
         ticks = _ticks([x for line in panel.series for x in line.x], axes.get_xlim(), logarithmic=panel.log_x)
         if ticks:
             axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
@@ -84,14 +84,14 @@ def draw_lines(axes: Axes, panel: Panel, alike: Sequence[Panel], looks: Mapping[
 
 
 def _data_id(axes: Axes) -> str:
-    """The id of elements whose colour is a value, and which a page in other colours must not touch."""
+    """The id of elements whose colour is a value, which a dark page must not change."""
     return f"{DATA_ID}{axes.figure.axes.index(axes)}"
 
 
-def _limit(axes: Axes, alike: Sequence[Panel]) -> None:
-    """The limits that hold all lines of panels that share their axes."""
-    lines = [line for panel in alike for line in panel.series]
-    levels = [panel.level for panel in alike if panel.level is not None]
+def _limit(axes: Axes, shared: Sequence[Panel]) -> None:
+    """Sets limits that contain the lines of all panels with shared axes."""
+    lines = [line for panel in shared for line in panel.series]
+    levels = [panel.level for panel in shared if panel.level is not None]
     spreads = [line.spread or (0.0,) * len(line.y) for line in lines]
     ends = [
         y + sign * s
@@ -99,10 +99,10 @@ def _limit(axes: Axes, alike: Sequence[Panel]) -> None:
         for y, s in zip(line.y, spread, strict=True)
         for sign in (-1, 1)
     ]
-    if alike[0].y_label.endswith("(%)"):
-        ends = [min(max(end, 0.0), 100.0) for end in ends]  # a standard deviation may reach beyond what a share can be
-    x = _span([each for line in lines for each in line.x], logarithmic=alike[0].log_x)
-    y = _span([*ends, *levels], logarithmic=alike[0].log_y)
+    if shared[0].y_label.endswith("(%)"):
+        ends = [min(max(end, 0.0), 100.0) for end in ends]  # an error bar may exceed 0 to 100 %
+    x = _span([each for line in lines for each in line.x], logarithmic=shared[0].log_x)
+    y = _span([*ends, *levels], logarithmic=shared[0].log_y)
     if x:
         axes.set_xlim(x)
     if y:
@@ -122,7 +122,7 @@ def _span(values: Iterable[float], *, logarithmic: bool = False) -> tuple[float,
 
 
 def _ticks(values: Iterable[float], limits: tuple[float, float], *, logarithmic: bool) -> list[float]:
-    """The measured places, but those too near to the one before to be labelled."""
+    """The measured x values, except those too close to the previous one."""
 
     def place(x: float) -> float:
         return math.log(x) if logarithmic else x
@@ -136,7 +136,7 @@ def _ticks(values: Iterable[float], limits: tuple[float, float], *, logarithmic:
 
 
 def draw_blocks(axes: Axes, blocks: Blocks, *, bar: bool) -> None:
-    """Grey levels from black (0) to white (1), with a ``bar`` that explains them."""
+    """Grey levels from black (0) to white (1); ``bar`` adds a colour bar."""
     from matplotlib import colormaps
 
     values = np.ma.masked_invalid(np.array(blocks.values, dtype=np.float64))
@@ -158,7 +158,7 @@ def draw_blocks(axes: Axes, blocks: Blocks, *, bar: bool) -> None:
 
 
 def draw_counts(axes: Axes, counts: Counts) -> None:
-    """A table whose cells are the darker the more of their row they have, with the numbers written in."""
+    """A table of numbers; darker cells have a larger share of their row."""
     from matplotlib.colors import LinearSegmentedColormap
 
     values = np.array(counts.values, dtype=np.float64).reshape(len(counts.rows), len(counts.columns))
@@ -178,13 +178,13 @@ def draw_counts(axes: Axes, counts: Counts) -> None:
     for (row, column), value in np.ndenumerate(values):
         share = 0.0 if np.ma.is_masked(shares[row, column]) else float(shares[row, column])
         colour = _ON_DARK if share > 0.58 else _ON_LIGHT if value else _ZERO
-        told = "–" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else number(value)
+        label = "–" if math.isnan(value) else f"{value:,.0f}" if value == round(value) else number(value)
         gid = f"{_data_id(axes)}-{row}-{column}"
-        axes.text(column + 0.5, row + 0.5, told, ha="center", va="center", fontsize=size, color=colour, gid=gid)
+        axes.text(column + 0.5, row + 0.5, label, ha="center", va="center", fontsize=size, color=colour, gid=gid)
 
 
 def draw_points(axes: Axes, panel: Panel, points: Points, colours: Mapping[str, str]) -> dict[str, Any]:
-    """Groups of points over their regions; the legend names colours, then markers, then the decision's line."""
+    """Groups of points over regions; the legend lists colours, markers and the decision boundary."""
     from matplotlib.lines import Line2D
 
     if points.regions is not None:
@@ -226,7 +226,7 @@ def _draw_regions(axes: Axes, regions: Regions, colours: Mapping[str, str]) -> N
 
     x, y = np.array(regions.x), np.array(regions.y)
     if regions.values:
-        # see-through, so that it suits a dark page too
+        # transparent, for light and dark pages
         tints = np.array([*(to_rgba(colours[role], 0.25) for role in regions.roles), (0, 0, 0, 0)])
         edges = [(ends[0] - step / 2, ends[-1] + step / 2) for ends in (x, y) for step in [_step(ends)]]
         axes.imshow(
