@@ -106,7 +106,7 @@ def test_labels_that_do_not_fit_are_refused(labels: Tensor):
         class_routing(by_hand(torch.zeros(3, 1, 1, dtype=torch.int64)), labels, classes=2)
 
 
-def test_favourites_are_chosen_patches_with_the_highest_scores_one_of_each_image():
+def test_top_patches_are_selected_patches_with_the_highest_scores_one_per_image():
     scores = torch.tensor([[9.0, 1.0, 2.0, 0.0], [0.0, 5.0, 4.0, 0.0], [0.0, 0.0, 0.0, 3.0]]).unsqueeze(2)
     index = torch.tensor([[[1, 2]], [[1, 2]], [[UNASSIGNED, UNASSIGNED]]])  # 9 is highest, but nobody chose that patch
     told = explain(
@@ -217,7 +217,7 @@ def test_what_cannot_be_explained_is_refused():
     with pytest.raises(ValueError, match="there is no image; give"):
         collect_outputs(network(), torch.zeros(0, 3, 8, 8, dtype=torch.uint8), unit)
     routing = by_hand(torch.zeros(2, 1, 1, dtype=torch.int64))
-    with pytest.raises(ValueError, match="3 class names for a network of 2 outputs"):
+    with pytest.raises(ValueError, match="3 class names for a network with 2 outputs"):
         explain(looked(routing, torch.tensor([0, 1])), ["a", "b", "c"])
 
 

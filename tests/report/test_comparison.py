@@ -55,13 +55,13 @@ def test_the_baseline_can_win():
     assert outcome(paired_comparisons(found)[0]) == "cnn saves labels"
 
 
-def test_a_verdict_says_when_nothing_can_be_told():
+def test_a_verdict_says_when_the_difference_is_not_significant():
     found = comparison(SIZES, CNN, LEVEL)
     assert first_verdict(found) == "On faces, 3 trials show no significant difference between cnn and pmoe."
     assert outcome(paired_comparisons(found)[0]) == "undecided"
     said = printed(found)
     assert "the interval contains 0, so this may be chance" in said
-    assert "Labels saved cannot be said: " in said
+    assert "The number of saved labels is unknown: " in said
 
 
 def test_a_verdict_says_what_is_certain_where_the_saving_is_not():
