@@ -17,7 +17,7 @@ from moesaic import ops
 from moesaic.experts import MLPExperts
 from moesaic.routing_record import UNASSIGNED
 
-BACKENDS = [name for name in ops.backends() if name != "triton"]  # that one runs patches on GPUs alone
+BACKENDS = [name for name in ops.backends() if name != "triton"]  # triton runs on GPUs only
 
 
 class PickyChoice(moesaic.ExpertChoice):
@@ -116,7 +116,7 @@ def run(layer: torch.nn.Module, x: Tensor, backend: str, steps: int = 1) -> dict
         assert x.grad is not None
         found[f"output {step}"], found[f"gradient of input {step}"] = y.detach(), x.grad
     for name, parameter in layer.named_parameters():
-        # a parameter nobody used and one with a zero gradient are the same thing
+        # an unused parameter counts as one with a zero gradient
         found[f"gradient of {name}"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     found.update(layer.named_buffers())
     return found

@@ -14,7 +14,7 @@ from moesaic.experts import MLPExperts
 from moesaic.ops import PatchSpec
 
 FAST = [name for name in BACKENDS if name != "reference"]
-# no image, and yet what experts answer at rest
+# an empty batch, with a background output
 EMPTY = {
     "experts": 2, "width": 2, "patches_per_expert": 1, "patch_size": 1, "kernel_size": 3, "gate": "softmax_all",
     "gate_on": "input", "context": "map", "expert_norm": True, "combine": "concat", "bias": True,
@@ -104,7 +104,7 @@ def test_a_dropped_patch_does_not_affect_gradients_even_if_it_is_nan(backend, ex
     layer = moesaic.PatchMoE(2, 4, experts=2, kernel_size=3, router=router, expert_norm=expert_norm)
     x = torch.randn(1, 2, 4, 4)
     routing = router(x)
-    wanted = torch.tensor([[[1, 2, -1, -1], [2, -1, -1, -1]]])  # patch 0 goes to nobody
+    wanted = torch.tensor([[[1, 2, -1, -1], [2, -1, -1, -1]]])  # patch 0 is unassigned
     routing = replace(routing, index=wanted, gate=torch.ones(1, 2, 4) * (wanted >= 0))
     x[:, :, :2, :2] = torch.nan
     with moesaic.backend(backend):
@@ -146,8 +146,8 @@ def test_a_soft_routing_equals_its_definition_on_every_backend():
             channels = slice(2 * e, 2 * e + 2) if combine == "concat" else slice(None)
             for s in range(S):
                 slot = torch.einsum("bn,bncij->bcij", routing.dispatch[:, :, e, s], patches)
-                answer = torch.nn.functional.conv2d(slot, layer.experts.weight[e], layer.experts.bias[e], padding=1)
-                expected[:, :, channels] += routing.gate[:, :, e, s, None, None, None] * answer[:, None]
+                output = torch.nn.functional.conv2d(slot, layer.experts.weight[e], layer.experts.bias[e], padding=1)
+                expected[:, :, channels] += routing.gate[:, :, e, s, None, None, None] * output[:, None]
         expected = expected.view(2, 2, 3, out, p, p).permute(0, 3, 1, 4, 2, 5).reshape(2, out, 4, 6)
         for backend in ("reference", *FAST):
             with moesaic.backend(backend):

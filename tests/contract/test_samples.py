@@ -68,7 +68,7 @@ class Case:
             experts = PatchNetExperts(E, D, 4, self.outputs, init_std=0.7, **options)
         else:
             experts = MLPExperts(E, D, 5, 2, bias=self.bias)
-        generator = torch.Generator().manual_seed(self.seed)  # the same noise for whoever runs it
+        generator = torch.Generator().manual_seed(self.seed)  # the same noise on every backend
         return moesaic.SampleMoE(Biased(self.offset), experts, generator=generator, **self.options).to(dtype)
 
     def samples(self) -> Tensor:
@@ -92,7 +92,7 @@ def cases(draw: st.DrawFn, kind: str, batch: st.SearchStrategy[int] = st.integer
     )
 
 
-def answers(experts: nn.Module, e: int, x: Tensor) -> Tensor:
+def expert_output(experts: nn.Module, e: int, x: Tensor) -> Tensor:
     """Expert e on all samples, written out."""
     if isinstance(experts, nn.ModuleList):
         return experts[e](x)
@@ -116,7 +116,7 @@ class DenseSum(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.layer.route(x).weights[:, 0]
         experts = self.layer.experts
-        each = [answers(experts, e, x) for e in range(len(experts))]
+        each = [expert_output(experts, e, x) for e in range(len(experts))]
         return sum(w.view(-1, *[1] * (y.ndim - 1)) * y for w, y in zip(weights.unbind(1), each, strict=True))
 
 

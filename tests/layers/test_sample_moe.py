@@ -10,8 +10,8 @@ from moesaic.experts import ConvExperts, LinearExperts, PatchNetExperts
 from moesaic.routing import SampleRouter, importance_loss, load_balance_loss
 
 
-class Told(nn.Module):
-    """Scores as they are told, whatever the samples are."""
+class FixedScores(nn.Module):
+    """Returns fixed scores for all samples."""
 
     def __init__(self, scores: list[list[float]]) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Told(nn.Module):
 
 
 def constant(value: float) -> nn.Module:
-    """An expert that answers every sample with one number."""
+    """An expert whose output is one number for every sample."""
     expert = nn.Linear(1, 1)
     with torch.no_grad():
         expert.weight.zero_()
@@ -32,7 +32,7 @@ def constant(value: float) -> nn.Module:
 
 def layer_of(scores: list[list[float]], **options) -> moesaic.SampleMoE:
     experts = [constant(10.0**e) for e in range(len(scores[0]))]
-    return moesaic.SampleMoE(Told(scores), experts, **{"noise": None, **options})
+    return moesaic.SampleMoE(FixedScores(scores), experts, **{"noise": None, **options})
 
 
 def test_the_softmax_gate_is_the_softmax_over_all_experts():
@@ -66,8 +66,8 @@ def test_noise_changes_the_choice_and_never_the_softmax_gate():
 def test_noise_is_off_in_eval_by_default():
     x = torch.zeros(200, 1)
     assert (layer_of([[0.0, 0.0]] * 200, noise="uniform").eval().route(x).index == 0).all()
-    asked = layer_of([[0.0, 0.0]] * 200, noise="uniform", noise_in_eval=True).eval()
-    assert asked.route(x).index.unique().numel() == 2
+    noisy = layer_of([[0.0, 0.0]] * 200, noise="uniform", noise_in_eval=True).eval()
+    assert noisy.route(x).index.unique().numel() == 2
 
 
 def test_noise_is_reproducible_and_scaled():
@@ -115,7 +115,7 @@ def test_experts_can_be_whole_networks_and_an_unused_one_has_no_gradient():
     def network() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
 
-    layer = moesaic.SampleMoE(Told([[0.0, 1.0, 5.0]] * 3 + [[7.0, 0.0, 0.0]]), [network() for _ in range(3)])
+    layer = moesaic.SampleMoE(FixedScores([[0.0, 1.0, 5.0]] * 3 + [[7.0, 0.0, 0.0]]), [network() for _ in range(3)])
     before = copy.deepcopy(layer.experts)
     x = torch.randn(4, 3, 8, 8)
     layer(x).sum().backward()
@@ -141,7 +141,7 @@ def test_autocast_applies_to_listed_experts_and_not_to_gates(backend):
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_batchnorm_sees_the_samples_of_its_own_expert_on_every_backend(backend):
     experts = [nn.BatchNorm1d(2) for _ in range(2)]
-    layer = moesaic.SampleMoE(Told([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 3), experts, noise=None)
+    layer = moesaic.SampleMoE(FixedScores([[1.0, 0.0]] * 4 + [[0.0, 1.0]] * 3), experts, noise=None)
     x = torch.randn(7, 2)
     with moesaic.backend(backend):
         layer(x)
@@ -165,9 +165,9 @@ def test_an_empty_batch_has_an_empty_output(backend):
 
 
 def test_batchnorm_on_one_sample_raises_an_error_with_remedies():
-    layer = moesaic.SampleMoE(Told([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), [nn.BatchNorm1d(2) for _ in range(2)])
-    says = r"expert 1 got 1 sample of the batch, too few for its BatchNorm to train on; use larger batches"
-    with pytest.raises(ValueError, match=says):
+    layer = moesaic.SampleMoE(FixedScores([[0.0, 1.0], [1.0, 0.0], [1.0, 0.0]]), [nn.BatchNorm1d(2) for _ in range(2)])
+    message = r"expert 1 got 1 sample of the batch, too few for its BatchNorm to train on; use larger batches"
+    with pytest.raises(ValueError, match=message):
         layer(torch.randn(3, 2))
     assert layer.eval()(torch.randn(3, 2)).shape == (3, 2)
 
@@ -182,16 +182,16 @@ def test_other_errors_inside_an_expert_are_raised_unchanged():
 
 
 class Returns(nn.Module):
-    def __init__(self, answer) -> None:
+    def __init__(self, output) -> None:
         super().__init__()
-        self.answer = answer
+        self.output = output
 
     def forward(self, x: Tensor):
-        return self.answer(x)
+        return self.output(x)
 
 
 @pytest.mark.parametrize(
-    ("answer", "error", "says"),
+    ("output", "error", "message"),
     [
         (lambda x: (x, x), TypeError, "expert 0 returned a tuple; experts must return one tensor"),
         (lambda x: x.sum(), ValueError, r"expert 0 returned \(\) for 4 samples; its output must keep the batch axis"),
@@ -200,24 +200,24 @@ class Returns(nn.Module):
     ],
 )
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_outputs_that_cannot_be_combined_are_refused(answer, error, says, backend):
-    with moesaic.backend(backend), pytest.raises(error, match=says):
-        moesaic.SampleMoE(nn.Linear(2, 1), [Returns(answer)])(torch.randn(4, 2))
+def test_outputs_that_cannot_be_combined_are_refused(output, error, message, backend):
+    with moesaic.backend(backend), pytest.raises(error, match=message):
+        moesaic.SampleMoE(nn.Linear(2, 1), [Returns(output)])(torch.randn(4, 2))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_experts_whose_outputs_differ_in_shape_are_refused(backend):
-    layer = moesaic.SampleMoE(Told([[1.0, 0.0], [0.0, 1.0]]), [nn.Linear(2, 3), nn.Linear(2, 4)], noise=None)
-    says = r"output of expert 0 for a sample has the shape \(3,\), that of expert 1 \(4,\)"
-    with moesaic.backend(backend), pytest.raises(ValueError, match=says):
+    layer = moesaic.SampleMoE(FixedScores([[1.0, 0.0], [0.0, 1.0]]), [nn.Linear(2, 3), nn.Linear(2, 4)], noise=None)
+    message = r"output of expert 0 for a sample has the shape \(3,\), that of expert 1 \(4,\)"
+    with moesaic.backend(backend), pytest.raises(ValueError, match=message):
         layer(torch.randn(2, 2))
 
 
-@pytest.mark.parametrize("answer", [lambda x: x[:, 0], lambda x: x.view(-1, 2, 1, 1).expand(-1, 2, 3, 4)])
-def test_outputs_can_have_any_shape(answer):
-    layer = moesaic.SampleMoE(nn.Linear(2, 3), [Returns(answer) for _ in range(3)], top_k=3, noise=None)
+@pytest.mark.parametrize("output", [lambda x: x[:, 0], lambda x: x.view(-1, 2, 1, 1).expand(-1, 2, 3, 4)])
+def test_outputs_can_have_any_shape(output):
+    layer = moesaic.SampleMoE(nn.Linear(2, 3), [Returns(output) for _ in range(3)], top_k=3, noise=None)
     x = torch.randn(5, 2)
-    torch.testing.assert_close(layer(x), answer(x))  # the gates of all experts add up to 1
+    torch.testing.assert_close(layer(x), output(x))  # the gates of all experts add up to 1
 
 
 @pytest.mark.parametrize("top_k", [1, 2])
@@ -241,15 +241,15 @@ def test_listed_experts_accept_integer_samples():
 
 def test_a_router_that_does_not_return_scores_is_refused():
     experts = [nn.Linear(4, 2) for _ in range(3)]
-    says = r"router returned \(5, 2\) for 5 samples and 3 experts; it must return scores \(5, 3\)"
-    with pytest.raises(ValueError, match=says):
+    message = r"router returned \(5, 2\) for 5 samples and 3 experts; it must return scores \(5, 3\)"
+    with pytest.raises(ValueError, match=message):
         moesaic.SampleMoE(nn.Linear(4, 2), experts)(torch.randn(5, 4))
     with pytest.raises(ValueError, match="router returned a Routing for 5 samples"):
         moesaic.SampleMoE(moesaic.TokenChoice(4, 3), experts)(torch.randn(5, 4, 2, 2))
 
 
 @pytest.mark.parametrize(
-    ("build", "error", "says"),
+    ("build", "error", "message"),
     [
         (lambda r, e: moesaic.SampleMoE(r, e, top_k=3), ValueError, "top_k=3, but there are 2 experts; use 1 to 2"),
         (lambda r, e: moesaic.SampleMoE(r, e, top_k=0), ValueError, "top_k=0; it must be at least 1"),
@@ -263,6 +263,6 @@ def test_a_router_that_does_not_return_scores_is_refused():
         (lambda r, e: moesaic.SampleMoE(torch.relu, e), TypeError, "give a module from samples to scores"),
     ],
 )
-def test_invalid_arguments_are_refused(build, error, says):
-    with pytest.raises(error, match=says):
+def test_invalid_arguments_are_refused(build, error, message):
+    with pytest.raises(error, match=message):
         build(nn.Linear(2, 2), [nn.Linear(2, 2) for _ in range(2)])

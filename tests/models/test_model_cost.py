@@ -1,4 +1,4 @@
-"""The counter: parameters and multiply-adds against numbers worked out by hand and against torch's own counter."""
+"""Parameters and multiply-adds against closed forms and against torch's FLOP counter."""
 
 import pytest
 import torch
@@ -170,9 +170,9 @@ def test_invalid_shapes_are_refused():
 
 
 def test_errors_of_the_forward_pass_name_the_shape():
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as raised:
         count_macs(nn.Conv2d(3, 3, 1), (4, 8, 8))
-    assert "an image of shape (4, 8, 8)" in told.value.__notes__[0]
+    assert "an image of shape (4, 8, 8)" in raised.value.__notes__[0]
 
 
 class TwoGated(nn.Module):

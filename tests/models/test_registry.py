@@ -31,10 +31,10 @@ def test_vgg_and_residual_networks_take_size_channels_and_width():
     assert list_models("resnet*") == [f"{name}{kind}" for name in depths for kind in ("", "_deepmoe")]
     with torch.device("meta"):
         residual = create_model("resnet18", num_classes=7, image_size=224, in_channels=1, width=0.5)
-        chain = create_model("vgg16_w1_mid", num_classes=7, image_size=32, in_channels=1, width=2.0)
+        vgg = create_model("vgg16_w1_mid", num_classes=7, image_size=32, in_channels=1, width=2.0)
     assert residual.get_submodule("body.0.0").weight.shape == (32, 1, 7, 7)
-    assert chain.get_submodule("body.conv5").weight.shape == (5980, 256, 3, 3)
-    assert chain.get_submodule("body.conv1").weight.shape == (128, 1, 3, 3)
+    assert vgg.get_submodule("body.conv5").weight.shape == (5980, 256, 3, 3)
+    assert vgg.get_submodule("body.conv1").weight.shape == (128, 1, 3, 3)
 
 
 def test_patterns_filter_names():

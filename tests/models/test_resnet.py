@@ -88,7 +88,7 @@ def test_images_of_one_channel_are_accepted():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"depth": 20}, "depth=20 is unknown; use 18, 34, 50 or 56"),
         (
@@ -100,6 +100,6 @@ def test_images_of_one_channel_are_accepted():
         ({"depth": 18, "num_classes": 0}, "ResNet: num_classes=0"),
     ],
 )
-def test_invalid_arguments_are_refused_with_the_limit(arguments, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_arguments_are_refused_with_the_limit(arguments, message):
+    with pytest.raises(ValueError, match=message):
         ResNet(**{"num_classes": 2, **arguments})

@@ -67,7 +67,7 @@ def test_the_width_multiplier_scales_all_layers():
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"widths": [64] * 12}, "got 12 widths; give 13"),
         ({"widths": [64] * 12 + [0]}, r"widths\[12\]=0; it must be at least 1"),
@@ -76,6 +76,6 @@ def test_the_width_multiplier_scales_all_layers():
         ({"width": float("nan")}, "width=nan; it must be above 0"),
     ],
 )
-def test_invalid_arguments_are_refused_with_the_limit(options, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_arguments_are_refused_with_the_limit(options, message):
+    with pytest.raises(ValueError, match=message):
         VGG16(2, **options)

@@ -11,7 +11,7 @@ from moesaic.models.vgg_widths import (
     solve_width,
 )
 
-PRINTED = {  # column by column, None where the cell is lost
+PRINTED = {  # column by column, None where the cell is missing
     "w1_high": (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, None, None, None),
     "w1_mid": (64, 64, 128, 128, 2990, 256, 256, 512, 512, 512, 512, 512, 512),
     "w4_low": (512, 512, None, None, 256, 256, 256, 512, 512, 512, 512, 512, 512),
@@ -23,10 +23,12 @@ PRINTED = {  # column by column, None where the cell is lost
 def test_cells_are_as_printed_or_marked_as_reconstructed(name):
     column = WIDENINGS[name]
     assert len(column.widths) == sum(VGG16_STAGES) == 13
-    lost = [number for number, width in enumerate(PRINTED[name], start=1) if width is None]
-    assert list(column.reconstructed) == lost
-    kept = [width if number in lost else column.widths[number - 1] for number, width in enumerate(PRINTED[name], 1)]
-    assert tuple(kept) == PRINTED[name]
+    missing = [number for number, width in enumerate(PRINTED[name], start=1) if width is None]
+    assert list(column.reconstructed) == missing
+    printed = [
+        width if number in missing else column.widths[number - 1] for number, width in enumerate(PRINTED[name], 1)
+    ]
+    assert tuple(printed) == PRINTED[name]
 
 
 @pytest.mark.parametrize("name", WIDENINGS)
@@ -59,18 +61,18 @@ def test_macs_differ_by_a_factor_of_twelve():
 
 def test_the_bounds_in_the_docstring_are_those_of_the_complete_columns():
     def solved(name: str) -> list[float]:
-        lost = [None if n in WIDENINGS[name].widened[-2:] else w for n, w in enumerate(WIDENINGS[name].widths, 1)]
+        missing = [None if n in WIDENINGS[name].widened[-2:] else w for n, w in enumerate(WIDENINGS[name].widths, 1)]
         totals = [WIDENINGS[each].conv_parameters for each in ("w1_mid", "w13_all")]
-        return [round(solve_width(lost, total), 1) for total in (*totals, sum(totals) / 2)]
+        return [round(solve_width(missing, total), 1) for total in (*totals, sum(totals) / 2)]
 
     assert solved("w1_high") == [2562.5, 2567.7, 2565.1]
     assert solved("w4_low") == [613.6, 615.0, 614.3]
 
 
-@pytest.mark.parametrize("lost", [(0,), (1,), (3,), (0, 1), (1, 2, 3), (0, 3)])
-def test_solve_width_recovers_a_removed_width(lost):
-    widths = [37 if place in lost else width for place, width in enumerate((8, 16, 24, 32))]
-    holes = [None if place in lost else width for place, width in enumerate(widths)]
+@pytest.mark.parametrize("missing", [(0,), (1,), (3,), (0, 1), (1, 2, 3), (0, 3)])
+def test_solve_width_recovers_a_removed_width(missing):
+    widths = [37 if place in missing else width for place, width in enumerate((8, 16, 24, 32))]
+    holes = [None if place in missing else width for place, width in enumerate(widths)]
     assert solve_width(holes, conv_parameters(widths)) == pytest.approx(37, rel=1e-12)
 
 
