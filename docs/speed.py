@@ -419,7 +419,7 @@ def rooflines() -> str:
     """The figures that there are."""
     devices = [device for device in ("cuda", "cpu") if results(f"layer-{device}") is not None]
     alt = "Useful arithmetic a second against arithmetic for each byte, of dense and routed layers, below the roof"
-    return "\n\n".join(f"![{alt}: {device}](img/roofline-{device}.png)" for device in devices) or f"*{NOT_MEASURED}*"
+    return "\n\n".join(f"![{alt}: {device}](images/roofline-{device}.png)" for device in devices) or f"*{NOT_MEASURED}*"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -554,5 +554,5 @@ if __name__ == "__main__":
     for device in ("cuda", "cpu"):
         content = results(f"layer-{device}")
         if content is not None:
-            write_roofline(content, DOCS / "img" / f"roofline-{device}")
+            write_roofline(content, DOCS / "images" / f"roofline-{device}")
     PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")

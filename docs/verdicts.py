@@ -1,13 +1,16 @@
-"""Write the tables of verdicts into the pages that show them, from the committed claims.json of each paper.
+"""Fill the verdicts into README and the papers' pages, from the committed claims.json of each paper.
 
-    python docs/verdicts.py results/of/moesaic-reproduce    # also takes over the results of a new run
+    python docs/verdicts.py results/of/moesaic-reproduce    # first copies the results of a new run into docs/papers
 
-A page shows those of a paper between the comments <!-- verdicts PAPER --> and <!-- end of verdicts -->.
+A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->. README
+has a table with one row per paper, the number of verdicts of each kind, between <!-- verdict counts --> and
+<!-- end of verdict counts -->.
 """
 
 import re
 import shutil
 import sys
+from collections import Counter
 from pathlib import Path
 
 from moesaic.papers.engine.claims_markdown import markdown_table
@@ -17,22 +20,46 @@ from moesaic.report.chart import read_charts, write_charts
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "papers"
-PAGES = (DOCS.parent / "README.md", *sorted(RESULTS.glob("*.md")))
-PLACE = re.compile(r"<!-- verdicts ([\w-]+) -->.*?<!-- end of verdicts -->", re.DOTALL)
+README = DOCS.parent / "README.md"
+PAPER_PAGES = tuple(sorted(RESULTS.glob("*.md")))
+PAGES = (README, *PAPER_PAGES)
+TABLE = re.compile(r"<!-- verdicts ([\w-]+) -->.*?<!-- end of verdicts -->", re.DOTALL)
+COUNTS = re.compile(r"<!-- verdict counts -->.*?<!-- end of verdict counts -->", re.DOTALL)
+
+PAPERS = {
+    "chowdhury2023": ("Chowdhury et al. 2023", "patch"),
+    "chen2022": ("Chen et al. 2022", "sample"),
+    "wang2019": ("Wang et al. 2019", "channel"),
+}
+KINDS = ("holds", "partly", "fails", "not run here")
 
 
 def with_verdicts(page: str) -> str:
-    """The page with the tables of the committed runs."""
+    """The page with the tables and counts of the committed runs."""
 
     def table(place: re.Match[str]) -> str:
         found = markdown_table(read_findings(RESULTS / place[1] / "claims.json"))
         return f"<!-- verdicts {place[1]} -->\n\n{found}\n\n<!-- end of verdicts -->"
 
-    return PLACE.sub(table, page)
+    def counts(_: re.Match[str]) -> str:
+        return f"<!-- verdict counts -->\n\n{counts_table()}\n\n<!-- end of verdict counts -->"
+
+    return COUNTS.sub(counts, TABLE.sub(table, page))
+
+
+def counts_table() -> str:
+    """One row per paper with the number of verdicts of each kind."""
+    lines = [f"| paper | routes by | {' | '.join(KINDS)} |", f"| --- | --- |{' ---: |' * len(KINDS)}"]
+    for paper, (name, unit) in PAPERS.items():
+        count = Counter(finding.decision for finding in read_findings(RESULTS / paper / "claims.json"))
+        lines.append(
+            f"| [{name}](docs/papers/{paper}.md) | {unit} | {' | '.join(str(count[kind]) for kind in KINDS)} |"
+        )
+    return "\n".join(lines)
 
 
 def take_over(run: Path) -> None:
-    """Commit-to-be: the findings, the charts as numbers, and the figures of a run, each paper's in its folder."""
+    """Copy the findings, charts and figures of a run into each paper's folder."""
     findings, charts = read_findings(run / "claims.json"), read_charts(run / "charts.json")
     for paper in dict.fromkeys(finding.paper for finding in findings):
         folder = RESULTS / paper

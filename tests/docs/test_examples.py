@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -24,3 +25,32 @@ def test_where_patches_go_draws_a_picture_and_tells_its_numbers(tmp_path: Path, 
     with Image.open(picture) as image:
         assert min(image.size) > 500
         assert len(image.convert("RGB").getcolors(1 << 24)) > 100
+
+
+def test_photo_mosaics_draws_a_figure_and_reports_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    pytest.importorskip("skimage", reason="its photographs come with scikit-image")
+    example = runpy.run_path(str(EXAMPLES / "photo_mosaics.py"))
+    numbers = example["main"](["--epochs", "1", "--samples", "12", "--out", str(tmp_path / "new" / "folder")])
+
+    assert all(math.isfinite(value) and 0 <= value <= 1 for value in numbers.values()), numbers
+    assert numbers["random"] == pytest.approx(1 - (15 / 16) ** 4)  # four experts select one of sixteen tiles each
+
+    picture = tmp_path / "new" / "folder" / "photo_mosaics.png"
+    assert str(picture) in capsys.readouterr().out
+    with Image.open(picture) as image:
+        assert min(image.size) > 500
+
+
+def test_photo_mosaics_have_one_deciding_tile_unless_the_class_is_neither():
+    example = runpy.run_path(str(EXAMPLES / "photo_mosaics.py"))
+    names = (*example["DECIDING"], *example["OTHERS"])
+    # photographs of one colour each, the left half dark and the right half bright
+    ramp = (torch.arange(200) >= 100).to(torch.uint8)
+    photographs = {name: (10 * i + ramp).expand(3, 140, 200) for i, name in enumerate(names)}
+    mosaics = example["make_mosaics"](photographs, 9, "test", seed=3)
+
+    tiles = mosaics.pixels[:, 0, 32::64, 32::64].flatten(1)
+    assert (tiles % 10 == 1).all(), "a test tile comes from the left half"
+    assert torch.equal(tiles // 10 < len(example["DECIDING"]), mosaics.deciding)
+    assert mosaics.deciding.sum(1).tolist() == [int(label < 2) for label in mosaics.labels]
+    assert torch.equal((tiles // 10)[mosaics.deciding].long(), mosaics.labels[mosaics.labels < 2])

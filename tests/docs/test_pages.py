@@ -1,5 +1,6 @@
 """The examples in the README and the documentation run, and the site's menu leads somewhere."""
 
+import dataclasses
 import doctest
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
+from moesaic.cli import COMMANDS
 from moesaic.papers.engine.findings import read_findings, write_findings
 from moesaic.report import write_figures
 from moesaic.report.chart import read_charts, write_charts
@@ -67,10 +69,31 @@ def test_every_entry_of_the_menu_has_its_page():
 
 def test_the_verdicts_on_the_pages_are_those_of_the_committed_run():
     verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
+    for page in verdicts["PAPER_PAGES"]:
+        assert verdicts["TABLE"].search(page.read_text("utf-8")), f"{page.name} has no place for the verdicts"
+    assert verdicts["COUNTS"].search(verdicts["README"].read_text("utf-8")), "README has no place for the counts"
     for page in verdicts["PAGES"]:
         text = page.read_text("utf-8")
-        assert verdicts["PLACE"].search(text), f"{page.name} has no place for the verdicts"
         assert verdicts["with_verdicts"](text) == text, "run: python docs/verdicts.py"
+
+
+def test_the_counts_have_every_paper_and_every_finding():
+    verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
+    papers = sorted(path.parent.name for path in ROOT.glob("docs/papers/*/claims.json"))
+    assert sorted(verdicts["PAPERS"]) == papers
+    counted = sum(int(number) for number in re.findall(r"(?<=\| )\d+(?= \|)", verdicts["counts_table"]()))
+    assert counted == sum(len(read_findings(ROOT / "docs" / "papers" / paper / "claims.json")) for paper in papers)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_of_a_page_have_the_options_it_gives_them(page: Path):
+    for name, rest in re.findall(r"^\$ moesaic (\w+)([^#\n]*)", page.read_text("utf-8"), re.MULTILINE):
+        known = {field.name.replace("_", "-") for field in dataclasses.fields(COMMANDS[name])}
+        assert set(re.findall(r"--([a-z][a-z0-9-]*)", rest)) <= known, f"moesaic {name}{rest}"
+
+
+def test_readme_is_at_most_150_lines_long():
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent for path in ROOT.glob("docs/papers/*/charts.json")), ids=str)

@@ -111,7 +111,7 @@ def test_the_tables_on_the_page_are_those_of_the_committed_results(speed: Module
 
 
 def test_the_figures_on_the_page_are_there(speed: ModuleType):
-    for figure in re.findall(r"\]\((img/[\w-]+\.png)\)", speed.PAGE.read_text("utf-8")):
+    for figure in re.findall(r"\]\((images/[\w-]+\.png)\)", speed.PAGE.read_text("utf-8")):
         assert (ROOT / "docs" / figure).is_file()
         assert (ROOT / "docs" / figure).with_suffix(".svg").is_file()
 
