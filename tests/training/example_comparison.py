@@ -45,7 +45,7 @@ def comparison(
         samples=tuple(samples),
         trials=trials,
         seed=0,
-        recipe={"epochs": TESTS, "batch": 32, "learning_rate": 0.1, "milestones": [0.5, 0.75], "ema": None},
+        recipe={"epochs": TESTS, "batch_size": 32, "lr": 0.1, "milestones": [0.5, 0.75], "ema_decay": None},
         machine="a processor, 2 cores, CPU",
         runs=tuple(runs),
         notes=tuple(notes),

@@ -114,13 +114,13 @@ def test_a_strength_that_closes_every_gate_stops_the_run_with_its_last_good_chec
 
 def test_gates_that_keep_a_set_number_learn_straight_through(monkeypatch):
     seen: list[bool] = []
-    begin = GateTraining.begin
+    set_noise = GateTraining.set_noise
 
     def note(self, epoch):
         seen.append(all(gate.straight_through for gate in self._heads.values()))
-        begin(self, epoch)
+        set_noise(self, epoch)
 
-    monkeypatch.setattr(GateTraining, "begin", note)
+    monkeypatch.setattr(GateTraining, "set_noise", note)
     model = gated(mode="topk", keep=0.5)
     found = fit(model, TASK, replace(LONG, epochs=2, gates=GateRecipe(straight_through=True)))
     assert seen

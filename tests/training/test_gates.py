@@ -13,7 +13,7 @@ from training.gated import LONG, backbone, gate_state, gated, images
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.gates import ClosedLayer, GateTraining, check_gate_recipe, gate_costs, shift_gates
+from moesaic.training.gates import ClosedLayer, GateTraining, gate_costs, resolve_gate_recipe, shift_gates
 from moesaic.training.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -64,38 +64,38 @@ def test_layers_are_pressed_by_what_closing_them_saves():
 def test_nothing_presses_once_gates_are_frozen_or_where_they_keep_a_set_number():
     model = gated()
     gates = training(model)
-    assert gates.pressure(1.0) == 0.1
+    assert gates.l1_weight_at(1.0) == 0.1
     gates.freeze(None)
-    assert gates.pressure(1.0) == 0
+    assert gates.l1_weight_at(1.0) == 0
     assert gates.loss(model.forward_with_routing(images()), LABELS, None, 1.0) == 0
-    assert training(gated(mode="topk", keep=0.5)).pressure(1.0) == 0
+    assert training(gated(mode="topk", keep=0.5)).l1_weight_at(1.0) == 0
 
 
 def test_a_teacher_that_says_the_same_adds_nothing_and_another_one_pulls():
     model = gated().eval()
     gates = training(model, teacher=model, distill_weight=2.0, embedding_weight=0.0, l1_weight=0.0)
-    output, hints = model.forward_with_routing(images()), gates.hints(images())
-    assert hints is not None
-    assert not hints.requires_grad
-    assert gates.loss(output, LABELS, hints, 1.0).item() == pytest.approx(0, abs=1e-6)
-    told = torch.tensor([[4.0, -4.0]]).expand(12, 2)
-    expected = 2.0 * 16 * F.kl_div((output.logits / 4).log_softmax(1), (told / 4).softmax(1), reduction="batchmean")
-    torch.testing.assert_close(gates.loss(output, LABELS, told, 1.0), expected)
+    output, teacher_logits = model.forward_with_routing(images()), gates.teacher_logits(images())
+    assert teacher_logits is not None
+    assert not teacher_logits.requires_grad
+    assert gates.loss(output, LABELS, teacher_logits, 1.0).item() == pytest.approx(0, abs=1e-6)
+    teacher = torch.tensor([[4.0, -4.0]]).expand(12, 2)
+    expected = 2.0 * 16 * F.kl_div((output.logits / 4).log_softmax(1), (teacher / 4).softmax(1), reduction="batchmean")
+    torch.testing.assert_close(gates.loss(output, LABELS, teacher, 1.0), expected)
 
 
 # the guard
 
 
-def test_a_layer_that_is_nearly_closed_is_told_once_and_relieved():
+def test_a_layer_that_is_nearly_closed_is_reported_once_and_relieved():
     model = gated()
     set_biases(model, 1, 1.0, *[-1.0] * 15)
     gates = training(model, min_open=0.07, embedding_weight=0.0, layer_weights="equal")
-    told: list[str] = []
+    warned: list[str] = []
     for step in range(1, 4):
-        gates.show(model.forward_with_routing(images()).routing, step - 1)
-        told += gates.look(step, 1.0)
-    assert len(told) == 1
-    assert re.search(r"only 6.2% of the gates of layer '3' are open on average, of 7.0% to stay", told[0])
+        gates.observe(model.forward_with_routing(images()).routing, step - 1)
+        warned += gates.update(step, 1.0)
+    assert len(warned) == 1
+    assert re.search(r"only 6.2% of the gates of layer '3' are open on average, minimum 7.0%", warned[0])
     output = model.forward_with_routing(images())
     first, _, last = (gate_l1(routing) for routing in output.routing.values())
     rest = first * min(first.item(), 1) + last * min(last.item(), 1)  # sinking gates are relieved in proportion
@@ -106,9 +106,9 @@ def test_a_layer_that_is_closed_for_all_images_is_refused_by_name():
     model = gated()
     set_biases(model, 2, -1.0)
     gates = training(model)
-    gates.show(model.forward_with_routing(images()).routing, 0)
+    gates.observe(model.forward_with_routing(images()).routing, 0)
     with pytest.raises(ClosedLayer, match="all gates of layer '6' are closed for 100% of the images"):
-        gates.look(1, 1.0)
+        gates.update(1, 1.0)
     assert "a smaller l1_weight than 0.1, a longer warmup_fraction than 0.0" in gates.advice()
 
 
@@ -116,8 +116,8 @@ def test_where_there_is_a_target_a_closed_layer_is_opened_again():
     model = gated()
     set_biases(model, 2, -1.0, -2.0)
     gates = training(model, target_macs=0.5)
-    gates.show(model.forward_with_routing(images()).routing, 0)
-    gates.look(1, 1.0)
+    gates.observe(model.forward_with_routing(images()).routing, 0)
+    gates.update(1, 1.0)
     assert model.forward_with_routing(images()).routing["6"].mask.sum(-1).float().mean() >= 1
 
 
@@ -165,16 +165,16 @@ def test_lambda_follows_the_cost():
     model = gated()
     gates = training(model, target_macs=0.5)
     for step in range(3):
-        gates.show(model.forward_with_routing(images()).routing, step)
-        gates.look(step + 1, 4.9)  # all gates are open, and the target is due
-    assert gates.strength > 0.1
-    dear = gates.strength
+        gates.observe(model.forward_with_routing(images()).routing, step)
+        gates.update(step + 1, 4.9)  # all gates are open, and the target is due
+    assert gates.l1_weight > 0.1
+    dear = gates.l1_weight
     for layer in range(3):
         set_biases(model, layer, 1.0, *(-0.1 * gate for gate in range(1, 16)))
     cheap = cost(model)
-    gates.show(model.forward_with_routing(images()).routing, 3)
-    gates.look(4, 4.9)
-    assert gates.strength < dear
+    gates.observe(model.forward_with_routing(images()).routing, 3)
+    gates.update(4, 4.9)
+    assert gates.l1_weight < dear
     assert cheap < cost(model) < 0.5, "half of the way at once, for a batch is a matter of chance"
 
 
@@ -208,9 +208,9 @@ def test_an_epoch_reports_cost_and_share_of_open_gates_of_all_layers():
 def test_without_a_target_lambda_stays():
     model = gated()
     gates = training(model)
-    gates.show(model.forward_with_routing(images()).routing, 0)
-    gates.look(1, 1.0)
-    assert gates.strength == 0.1
+    gates.observe(model.forward_with_routing(images()).routing, 0)
+    gates.update(1, 1.0)
+    assert gates.l1_weight == 0.1
 
 
 # what is refused
@@ -218,8 +218,8 @@ def test_without_a_target_lambda_stays():
 
 def test_a_network_with_gates_gets_a_recipe_for_them_and_others_none():
     plain = Recipe(epochs=1)
-    assert check_gate_recipe(gated(), plain).gates == GateRecipe()
-    assert check_gate_recipe(backbone(), plain) is plain
+    assert resolve_gate_recipe(gated(), plain).gates == GateRecipe()
+    assert resolve_gate_recipe(backbone(), plain) is plain
 
 
 @pytest.mark.parametrize(
@@ -237,22 +237,22 @@ def test_a_network_with_gates_gets_a_recipe_for_them_and_others_none():
 )
 def test_gates_that_cannot_be_trained_so(network, changes, message):
     with pytest.raises(ValueError, match=message):
-        check_gate_recipe(gated(**network), Recipe(epochs=1, gates=GateRecipe(**changes)))
+        resolve_gate_recipe(gated(**network), Recipe(epochs=1, gates=GateRecipe(**changes)))
 
 
 def test_a_target_just_above_what_the_error_says_is_taken():
     with pytest.raises(ValueError, match="or more") as told:
-        check_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=0.05)))
+        resolve_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=0.05)))
     least = float(re.findall(r"use ([\d.]+) or more", str(told.value))[0])
-    check_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=least)))
+    resolve_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=least)))
     with pytest.raises(ValueError, match="or more"):
-        check_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=math.nextafter(least - 0.001, 0))))
+        resolve_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=math.nextafter(least - 0.001, 0))))
 
 
 def test_recipes_that_do_not_go_with_gates():
     with pytest.raises(ValueError, match="Sequential has no channel gates; leave its `gates` out"):
-        check_gate_recipe(backbone(), LONG)
+        resolve_gate_recipe(backbone(), LONG)
     with pytest.raises(ValueError, match="use 'adamw' or 'sgd'"):
-        check_gate_recipe(gated(), replace(LONG, optimizer="normalized_gd"))
+        resolve_gate_recipe(gated(), replace(LONG, optimizer="normalized_gd"))
     with pytest.raises(ValueError, match="use compile=False, or noise=0"):
-        check_gate_recipe(gated(), replace(LONG, compile=True, gates=GateRecipe(noise=0.1)))
+        resolve_gate_recipe(gated(), replace(LONG, compile=True, gates=GateRecipe(noise=0.1)))

@@ -202,7 +202,7 @@ class Train:
         from moesaic import report
         from moesaic.training.checkpoint import CheckpointError
         from moesaic.training.fit import Diverged, fit
-        from moesaic.training.gates import check_gate_recipe
+        from moesaic.training.gates import resolve_gate_recipe
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 
@@ -215,7 +215,7 @@ class Train:
             model = spec.build()
         with user_errors("train"):
             _check_gated(self.model, model, self._gates())
-            check_gate_recipe(model, recipe)
+            resolve_gate_recipe(model, recipe)
         try:
             with report.watch_progress(Console(stderr=True)) as progress:
                 progress.begin(f"{self.model}, {len(dataset.train)} images", recipe.epochs)

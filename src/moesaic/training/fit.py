@@ -28,7 +28,7 @@ from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.gate_callback import GateCallback, GatesClosed
-from moesaic.training.gates import check_gate_recipe
+from moesaic.training.gates import resolve_gate_recipe
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
@@ -120,7 +120,7 @@ def fit(
             f"fit: {len(dataset.train)} training images and {len(dataset.test)} test images; use at least one of each"
         )
     progress = progress or NoProgress()
-    recipe = check_gate_recipe(model, recipe)
+    recipe = resolve_gate_recipe(model, recipe)
     _check_teacher(recipe, teacher)
     everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm), *callbacks]
     _check_names(everyone)

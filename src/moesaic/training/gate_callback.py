@@ -62,29 +62,29 @@ class GateCallback(Callback):
     def on_fit_end(self, trainer: Trainer) -> None:
         """Leaves the network as it came, apart from its weights."""
         if self._gates is not None:
-            self._gates.release()
+            self._gates.restore_model()
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Frozen gates stay in eval mode."""
-        self.gates.settle()
+        self.gates.set_mode()
 
     def on_step_start(self, trainer: Trainer, epoch: float) -> None:
         """Freezes the gates when the joint stage is over, and sets the noise on their scores."""
-        if self.gates.over(epoch):
+        if self.gates.joint_stage_over(epoch):
             self._freeze(trainer)
-        self.gates.begin(epoch)
+        self.gates.set_noise(epoch)
 
     def extra_loss(self, trainer: Trainer, output: DeepMoEOutput, x: Tensor, labels: Tensor, epoch: float) -> Tensor:
         """The L1 penalty, the embedding's own cross-entropy and the distance to the teacher."""
         with trainer.train_step.autocast():
-            hints = self.gates.hints(x)
-        self.gates.show(output.routing, trainer.train_step.steps)
-        return self.gates.loss(output, labels, hints, epoch)
+            teacher_logits = self.gates.teacher_logits(x)
+        self.gates.observe(output.routing, trainer.train_step.steps)
+        return self.gates.loss(output, labels, teacher_logits, epoch)
 
     def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
         """Adapts λ and biases, relieves layers that are nearly closed, and stops where one has closed."""
         with self._stop_if_closed(trainer):
-            messages = self.gates.look(trainer.train_step.steps, epoch)
+            messages = self.gates.update(trainer.train_step.steps, epoch)
         for message in messages:
             trainer.warn(message)
 
@@ -93,7 +93,7 @@ class GateCallback(Callback):
         means = self.gates.epoch_means()
         if means is None:
             return {}
-        return {"cost": means[0], "open_share": means[1], "gate_l1": self.gates.pressure(trainer.last_epoch_time())}
+        return {"cost": means[0], "open_share": means[1], "gate_l1": self.gates.l1_weight_at(trainer.last_epoch_time())}
 
     def on_checkpoint(self, trainer: Trainer) -> None:
         """No checkpoint is written of a network with a closed layer."""

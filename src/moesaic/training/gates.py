@@ -1,9 +1,8 @@
-"""The part of training that DeepMoE networks need: pressure on gates, steering it, a guard, and freezing.
+"""Training of the channel gates of DeepMoE networks: penalty, control of the cost, a guard, and freezing.
 
-A `TrainStep` asks it for what is added to the loss, and shows it the gates of some batches. Every so many steps
-it looks at what it saw, which is when it waits for the device: λ and biases are steered towards the cost that is
-wanted, layers that are nearly closed are relieved, and a layer that has closed for all images stops the run. All that
-the next step depends on can be taken out and put back, as that of the `TrainStep`.
+`GateTraining` computes what is added to the loss, and observes the gates of some batches. At checks, every few steps,
+it waits for the device: λ and the biases of gates are adapted to the target cost, the penalty of layers that are
+nearly closed is relaxed, and a layer that has closed for all images stops the run. `GateCallback` runs it in `fit`.
 """
 
 from __future__ import annotations
@@ -23,38 +22,38 @@ from moesaic.routing_record import UNASSIGNED, Routing
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
-__all__ = ["ClosedLayer", "GateTraining", "check_gate_recipe", "gate_costs", "shift_gates"]
+__all__ = ["ClosedLayer", "GateTraining", "gate_costs", "resolve_gate_recipe", "shift_gates"]
 
-_LOOKS = 100
-"""Looks in the joint stage, if it has so many steps: steering is the same for long and for short runs."""
-_APART = 25
-"""Steps between looks, at most."""
-_SEEN = 5
-"""Batches before a look whose gates are counted; others cost nothing."""
+_CHECKS = 100
+"""Checks in the joint stage, if it has so many steps: control is the same for long and for short runs."""
+_MAX_STEPS = 25
+"""Steps from one check to the next, at most."""
+_OBSERVED = 5
+"""Batches before a check whose gates are observed; others cost nothing."""
 _CLOSED = 0.99
-"""The share of images for which a layer may be closed as a whole."""
+"""The fraction of images for which a whole layer may be closed."""
 _GAIN, _RANGE = 0.5, 30.0
-"""By how much ln λ rises at a look for every 1 in the logarithm of cost over goal, and how far λ may go as a factor."""
-_ASTRAY, _CORRECTED = 0.05, 0.5
-"""From which distance on, in the logarithm of cost over goal, biases are shifted, and how much of it goes by that: what
-a few batches cost is a matter of chance, too."""
-_HALVINGS = 12
-"""Of the range of factors in which steering looks for the right one."""
+"""Gain of the controller, from ln(cost / goal) to the change of ln λ at a check, and the range of λ as a factor."""
+_TOLERANCE, _CORRECTION = 0.05, 0.5
+"""The |ln(cost / goal)| from which biases are shifted, and the fraction of it that a shift corrects: the cost of a few
+batches is noisy."""
+_BISECTIONS = 12
+"""Bisection steps in the search for the shift of biases at a check."""
 
 
 class ClosedLayer(ArithmeticError):
-    """A layer is closed for all images: no gate of it learns any more."""
+    """All gates of a layer are closed for all images, so that none of them gets a gradient."""
 
 
-def check_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
-    """The recipe with a `GateRecipe` if the network has channel gates; what does not go together is refused.
+def resolve_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
+    """Returns the recipe, with a `GateRecipe` if the network has channel gates; refuses combinations that cannot work.
 
     >>> from moesaic.models import VGG16
     >>> from moesaic.models.deepmoe.network import deepmoe
     >>> model = deepmoe(VGG16(num_classes=4, width=0.1), num_classes=4)
-    >>> check_gate_recipe(model, Recipe(epochs=3)).gates == GateRecipe()
+    >>> resolve_gate_recipe(model, Recipe(epochs=3)).gates == GateRecipe()
     True
-    >>> check_gate_recipe(model, Recipe(epochs=3, gates=GateRecipe(target_macs=0.01)))
+    >>> resolve_gate_recipe(model, Recipe(epochs=3, gates=GateRecipe(target_macs=0.01)))
     Traceback (most recent call last):
     ValueError: fit: target_macs=0.01 is less than what stays when one gate of every layer is open, ...
     """
@@ -76,7 +75,7 @@ def check_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
             f"fit: noise={gates.noise} changes at every step, for which a compiled network would be compiled again; "
             "use compile=False, or noise=0"
         )
-    if gates.straight_through and not _keeps(model):
+    if gates.straight_through and not _is_topk(model):
         raise ValueError(
             "fit: straight_through=True has no meaning for gates of mode='relu'; leave it out, or build the network "
             "with mode='topk'"
@@ -89,9 +88,9 @@ def check_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
 def shift_gates(model: DeepMoE, embeddings: Tensor, target: float) -> float:
     """Shift the biases of all gates so that images with these embeddings (B, D) cost the target on average.
 
-    A layer's biases are shifted alike, and each layer's so far that its open gates become fewer by one factor, or more:
-    what layers have come to stays in proportion, and one gate of each stays open on average, or is opened. The cost
-    that was found is returned, as a share of the dense network's: gates are countable, so it may miss by a little.
+    The biases of a layer are shifted by the same amount, such that the number of its open gates changes by a factor
+    that is the same for all layers; at least one gate of each layer stays open on average. Returns the cost that was
+    reached, as a fraction of the dense network's: gates are countable, so it may miss the target by a little.
 
     >>> from moesaic.models import VGG16
     >>> from moesaic.models.deepmoe.network import deepmoe
@@ -107,12 +106,12 @@ def shift_gates(model: DeepMoE, embeddings: Tensor, target: float) -> float:
 
 
 def gate_costs(model: DeepMoE, embeddings: Tensor) -> Tensor:
-    """(B,) float64: what images with these embeddings cost, as shares of the dense network's multiply-adds."""
+    """(B,) float64: the cost of images with these embeddings, as fractions of the dense network's multiply-adds."""
     return model.macs({name: head(embeddings) for name, head in model.heads().items()}).double() / model.dense_macs
 
 
 class GateTraining:
-    """How the gates of a network learn, from the first step to the last."""
+    """The state of the gates' training, from the first step to the last."""
 
     def __init__(
         self,
@@ -122,76 +121,80 @@ class GateTraining:
         device: torch.device,
         teacher: nn.Module | None = None,
     ) -> None:
-        assert recipe.gates is not None, "check_gate_recipe gives one"
+        assert recipe.gates is not None, "resolve_gate_recipe gives one"
         self.recipe = recipe.gates
         self.joint = True
         """Whether gates still learn."""
-        self.strength = self.recipe.l1_weight
-        """λ, but for its warmup."""
+        self.l1_weight = self.recipe.l1_weight
+        """λ, without its warmup."""
         self._model = model
         self._epochs = recipe.epochs
         self._smoothing = recipe.label_smoothing
         self._teacher = teacher
         self._heads = model.heads()
-        self._presses = self.recipe.l1_weight > 0 and not _keeps(model)
-        self._every = min(max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _LOOKS, 1), _APART, steps)
+        self._penalised = self.recipe.l1_weight > 0 and not _is_topk(model)
+        self._check_every = min(
+            max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _CHECKS, 1), _MAX_STEPS, steps
+        )
         self._scores: dict[str, Tensor] = {}
-        self._start = _mean_cost(model, {name: _opened(head, head.blocks) for name, head in self._heads.items()})
+        self._dense_cost = _mean_cost(
+            model, {name: _first_blocks_open(head, head.blocks) for name, head in self._heads.items()}
+        )
         self._reported: list[str] = []
-        self._least = [max(self.recipe.min_open, 1 / head.blocks) for head in self._heads.values()]
+        self._min_open = [max(self.recipe.min_open, 1 / head.blocks) for head in self._heads.values()]
         self._weights = _weights(model) if self.recipe.layer_weights == "cost" else [1.0] * len(self._heads)
-        self._relief = [1.0] * len(self._heads)
-        self._pressure_L = torch.tensor(self._weights, device=device)
-        # summed over images since the last look, and over those of the epoch: cost, and for each layer the share of
+        self._penalty_factors = [1.0] * len(self._heads)
+        self._penalty_L = torch.tensor(self._weights, device=device)
+        # summed over images since the last check, and over those of the epoch: cost, and for each layer the share of
         # open gates, the mean gate, and whether all were closed
         self._recent = torch.zeros(1 + 3 * len(self._heads), device=device)
         self._epoch = torch.zeros_like(self._recent)
         self._recent_images = self._epoch_images = 0
-        self._learned = [parameter for parameter in model.gate_parameters() if parameter.requires_grad]
-        self._through = [head.straight_through for head in self._heads.values()]
+        self._gate_parameters = [parameter for parameter in model.gate_parameters() if parameter.requires_grad]
+        self._straight_through = [head.straight_through for head in self._heads.values()]
         for head in self._heads.values():
             head.straight_through |= self.recipe.straight_through
 
-    # for the learner
+    # for the loss
 
-    def begin(self, epoch: float) -> None:
-        """A step begins at this time."""
+    def set_noise(self, epoch: float) -> None:
+        """Set the noise on scores for a step at this time."""
         if self.recipe.noise and self.joint:
-            self._set_noise(self.recipe.noise_at(self.recipe.joint_progress(epoch, self._epochs)))
+            self._set_head_noise(self.recipe.noise_at(self.recipe.joint_progress(epoch, self._epochs)))
 
-    def hints(self, x: Tensor) -> Tensor | None:
-        """What the teacher says of the images, if there is one."""
+    def teacher_logits(self, x: Tensor) -> Tensor | None:
+        """Returns the teacher's logits, or None without a teacher."""
         if self._teacher is None:
             return None
         with torch.no_grad():
             return cast("Tensor", self._teacher(x)).float()
 
-    def loss(self, output: DeepMoEOutput, labels: Tensor, hints: Tensor | None, epoch: float) -> Tensor:
-        """What is added to the cross-entropy of the backbone's scores."""
+    def loss(self, output: DeepMoEOutput, labels: Tensor, teacher_logits: Tensor | None, epoch: float) -> Tensor:
+        """Returns what is added to the cross-entropy of the network's logits."""
         total = torch.zeros((), device=labels.device)
         if self.joint and self.recipe.embedding_weight:
             own = F.cross_entropy(output.embedding_logits.float(), labels, label_smoothing=self._smoothing)
             total = total + self.recipe.embedding_weight * own
-        pressure = self.pressure(epoch)
+        pressure = self.l1_weight_at(epoch)
         if pressure:
             mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
-            total = total + pressure * (self._pressure_L * mean_L).sum()
-        if hints is not None:
+            total = total + pressure * (self._penalty_L * mean_L).sum()
+        if teacher_logits is not None:
             T = self.recipe.distill_temperature
-            said, wanted = F.log_softmax(output.logits.float() / T, 1), F.log_softmax(hints / T, 1)
+            student, teacher = F.log_softmax(output.logits.float() / T, 1), F.log_softmax(teacher_logits / T, 1)
             total = total + self.recipe.distill_weight * T**2 * F.kl_div(
-                said, wanted, reduction="batchmean", log_target=True
+                student, teacher, reduction="batchmean", log_target=True
             )
         return total
 
-    def pressure(self, epoch: float) -> float:
+    def l1_weight_at(self, epoch: float) -> float:
         """λ at this time."""
-        return self.strength * self.recipe.l1_factor(epoch, self._epochs) if self.joint and self._presses else 0.0
+        return self.l1_weight * self.recipe.l1_factor(epoch, self._epochs) if self.joint and self._penalised else 0.0
 
     @torch.no_grad()
-    def show(self, routing: Mapping[str, Routing], steps: int) -> None:
-        """The gates of a batch, or a part of one, of the step after so many."""
-        if steps % self._every < self._every - _SEEN:
+    def observe(self, routing: Mapping[str, Routing], steps: int) -> None:
+        """Count the gates of a micro-batch, ``steps`` steps after the start, if a check is near."""
+        if steps % self._check_every < self._check_every - _OBSERVED:
             return
         cost_B = self._model.macs(routing) / self._model.dense_macs
         open_LB = torch.stack([each.mask[:, 0].float().mean(1) for each in routing.values()])
@@ -203,35 +206,35 @@ class GateTraining:
         self._recent_images += len(cost_B)
         self._epoch_images += len(cost_B)
 
-    # for the run
+    # for the training loop
 
-    def settle(self) -> None:
-        """Put the embedding network and the heads into the mode of their stage; the rest is in training mode."""
+    def set_mode(self) -> None:
+        """Put the embedding network and the gate heads into the mode of their stage."""
         self._model.embedding.train(self.joint)
         self._model.gates.train(self.joint)
 
-    def look(self, steps: int, epoch: float) -> list[str]:
-        """Look at the last batches, if it is time to; what the user should know.
+    def update(self, steps: int, epoch: float) -> list[str]:
+        """Check the gates of the last batches, if a check is due; returns warnings.
 
-        Raises `ClosedLayer` where nothing can be mended.
+        Raises `ClosedLayer` where a layer has closed for good.
         """
-        if steps % self._every or not self._recent_images:
+        if steps % self._check_every or not self._recent_images:
             return []
         self.check_open()
         cost, open_L, mean_L, closed_L = self._means(self._recent, self._recent_images)
         self._recent.zero_()
         self._recent_images = 0
-        if not (self.joint and self._presses):
+        if not (self.joint and self._penalised):
             return []
-        goal = self.recipe.cost_at(self.recipe.joint_progress(epoch, self._epochs), self._start)
+        goal = self.recipe.cost_at(self.recipe.joint_progress(epoch, self._epochs), self._dense_cost)
         if goal is not None:
-            self._steer(cost, goal, max(closed_L) >= _CLOSED)
-        return self._relieve(open_L, mean_L)
+            self._adapt(cost, goal, max(closed_L) >= _CLOSED)
+        return self._relax_penalty(open_L, mean_L)
 
     def check_open(self) -> None:
-        """Refuse layers that were closed for nearly all images since the last look; waits for the device.
+        """Refuse layers that were closed for nearly all images since the last check; waits for the device.
 
-        Where there is a target, steering opens them again.
+        With a target, the controller opens them again.
         """
         if not (self.joint and self._recent_images) or self.recipe.target_macs is not None:
             return
@@ -243,37 +246,37 @@ class GateTraining:
             )
 
     def advice(self) -> str:
-        """What to change where a layer has closed."""
+        """Returns what to change where a layer has closed."""
         gates = self.recipe
         longer = f", a longer warmup_fraction than {gates.warmup_fraction}" if gates.warmup_fraction < 1 else ""
         less = f"Use a smaller l1_weight than {gates.l1_weight:g}{longer}"
-        return f"{less}, or a target_macs, which holds one gate of every layer open"
+        return f"{less}, or a target_macs, which keeps one gate of every layer open"
 
-    def over(self, epoch: float) -> bool:
-        """Whether gates are still to be frozen at this time."""
+    def joint_stage_over(self, epoch: float) -> bool:
+        """Returns whether gates still learn although the joint stage is over at this time."""
         return self.joint and self.recipe.joint_progress(epoch, self._epochs) >= 1
 
     def freeze(self, embeddings: Tensor | None) -> float | None:
-        """End the joint stage. With embeddings of images to train on, the target is met on them; what they cost."""
+        """End the joint stage. With embeddings of training images, the target is met on them; returns their cost."""
         cost = None
-        self._set_noise(0.0)
+        self._set_head_noise(0.0)
         self.joint = False
-        self.settle()
+        self.set_mode()
         if embeddings is not None and self.recipe.target_macs is not None:
             cost = shift_gates(self._model, embeddings, self.recipe.target_macs)
-        self._hold()
+        self._freeze_parameters()
         return cost
 
-    def release(self) -> None:
-        """Leave the network as it came, but for what it learned."""
-        self._set_noise(0.0)
-        for head, through in zip(self._heads.values(), self._through, strict=True):
+    def restore_model(self) -> None:
+        """Restore the settings of the network, apart from its weights."""
+        self._set_head_noise(0.0)
+        for head, through in zip(self._heads.values(), self._straight_through, strict=True):
             head.straight_through = through
-        for parameter in self._learned:
+        for parameter in self._gate_parameters:
             parameter.requires_grad_(True)
 
     def epoch_means(self) -> tuple[float, float] | None:
-        """Cost of an image and share of open gates in the epoch, as far as they were counted; begins a new one."""
+        """Returns mean cost and share of open gates of the observed images of the epoch, and begins a new one."""
         if not self._epoch_images:
             return None
         cost, open_L, _, _ = self._means(self._epoch, self._epoch_images)
@@ -288,8 +291,8 @@ class GateTraining:
             "recent": self._recent,
             "epoch": self._epoch,
             "joint": self.joint,
-            "strength": self.strength,
-            "relief": list(self._relief),
+            "l1_weight": self.l1_weight,
+            "penalty_factors": list(self._penalty_factors),
             "reported": list(self._reported),
             "images": [self._recent_images, self._epoch_images],
         }
@@ -298,74 +301,74 @@ class GateTraining:
         """Restores what ``state_dict`` returned."""
         self._recent.copy_(state["recent"])
         self._epoch.copy_(state["epoch"])
-        self.strength = state["strength"]
+        self.l1_weight = state["l1_weight"]
         self._reported = list(state["reported"])
         self._recent_images, self._epoch_images = state["images"]
-        self._press(state["relief"])
+        self._set_penalty(state["penalty_factors"])
         if not state["joint"]:
             self.joint = False
-            self._hold()
+            self._freeze_parameters()
 
     # inside
 
-    def _steer(self, cost: float, goal: float, closed: bool) -> None:
-        """Raise λ where images cost more than they should by now, lower it where they cost less; shift biases."""
+    def _adapt(self, cost: float, goal: float, closed: bool) -> None:
+        """Raise λ where the cost is above its goal, lower it where it is below; shift biases where it is far off."""
         error, start = math.log(cost / goal), self.recipe.l1_weight
-        self.strength = min(max(self.strength * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
-        if abs(error) > _ASTRAY or closed:
+        self.l1_weight = min(max(self.l1_weight * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
+        if abs(error) > _TOLERANCE or closed:
             with torch.no_grad():
-                patterns = {name: _pattern(scores > 0, self._heads[name]) for name, scores in self._scores.items()}
+                patterns = {name: _routing_of(scores > 0, self._heads[name]) for name, scores in self._scores.items()}
                 now = _mean_cost(self._model, patterns)
-                _shift(self._model, self._scores, now * math.exp(-_CORRECTED * error), _HALVINGS)
+                _shift(self._model, self._scores, now * math.exp(-_CORRECTION * error), _BISECTIONS)
 
-    def _relieve(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
-        """Take pressure from layers that are nearly closed, or whose gates have sunk; which are closed the first time.
+    def _relax_penalty(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
+        """Relax the penalty of layers that are nearly closed, or whose gates have shrunk; returns new warnings.
 
-        BatchNorm of the layer behind takes up a common factor of a layer's gates, so that nothing but this keeps them
-        from sinking together until a single step closes them all.
+        BatchNorm of the next layer absorbs a common factor of a layer's gates, so that only this keeps them from
+        shrinking together until a single step closes them all.
         """
-        shares = (min(max(share / least - 1, 0.0), 1.0) for share, least in zip(open_L, self._least, strict=True))
-        self._press([share * min(mean, 1.0) for share, mean in zip(shares, mean_L, strict=True)])
-        told: list[str] = []
-        for name, share, least in zip(self._heads, open_L, self._least, strict=True):
+        shares = (min(max(share / least - 1, 0.0), 1.0) for share, least in zip(open_L, self._min_open, strict=True))
+        self._set_penalty([share * min(mean, 1.0) for share, mean in zip(shares, mean_L, strict=True)])
+        warnings: list[str] = []
+        for name, share, least in zip(self._heads, open_L, self._min_open, strict=True):
             if share <= least and name not in self._reported and self._heads[name].blocks > 1:
                 self._reported.append(name)
-                told.append(
-                    f"only {share:.1%} of the gates of layer {name!r} are open on average, of {least:.1%} to stay: "
-                    "nothing presses on them until more are open"
+                warnings.append(
+                    f"only {share:.1%} of the gates of layer {name!r} are open on average, minimum {least:.1%}: "
+                    "their penalty is 0 until more are open"
                 )
-        return told
+        return warnings
 
-    def _press(self, relief: Sequence[float]) -> None:
-        self._relief = list(relief)
+    def _set_penalty(self, relief: Sequence[float]) -> None:
+        self._penalty_factors = list(relief)
         pressure = [weight * each for weight, each in zip(self._weights, relief, strict=True)]
-        self._pressure_L.copy_(torch.tensor(pressure))
+        self._penalty_L.copy_(torch.tensor(pressure))
 
     def _means(self, sums: Tensor, images: int) -> tuple[float, list[float], list[float], list[float]]:
-        """Of sums over images: cost; of each layer the share of open gates, the mean gate, how often all are closed."""
+        """Means over images: cost; for each layer the open share, the mean gate, how often all gates are closed."""
         cost, *others = (value / images for value in cast("list[float]", sums.tolist()))
         layers = len(self._heads)
         return cost, others[:layers], others[layers : 2 * layers], others[2 * layers :]
 
-    def _hold(self) -> None:
-        for parameter in self._learned:
+    def _freeze_parameters(self) -> None:
+        for parameter in self._gate_parameters:
             parameter.requires_grad_(False)
             parameter.grad = None  # without one, optimizers neither move nor decay it
 
-    def _set_noise(self, noise: float) -> None:
+    def _set_head_noise(self, noise: float) -> None:
         for head in self._heads.values():
             head.noise = noise
 
 
-def _keeps(model: DeepMoE) -> bool:
-    """Whether gates keep a set number of blocks."""
+def _is_topk(model: DeepMoE) -> bool:
+    """Whether gates keep a fixed number of blocks."""
     return any(head.mode == "topk" for head in model.heads().values())
 
 
 def _check_target(model: DeepMoE, target: float) -> None:
     heads = model.heads()
-    if _keeps(model):
-        kept = {name: _opened(head, head.keep or head.blocks) for name, head in heads.items()}
+    if _is_topk(model):
+        kept = {name: _first_blocks_open(head, head.keep or head.blocks) for name, head in heads.items()}
         raise ValueError(
             f"fit: target_macs={target}, but gates of mode='topk' open as many blocks for every image as keep says, "
             f"which costs {_mean_cost(model, kept):.3f}; leave target_macs out and build the network with "
@@ -376,7 +379,7 @@ def _check_target(model: DeepMoE, target: float) -> None:
             f"fit: target_macs={target} is met by shifting the biases of gates, and these have none; leave it out and "
             "use l1_weight, or build the network with bias=1.0"
         )
-    least = _mean_cost(model, {name: _opened(head, 1) for name, head in heads.items()})
+    least = _mean_cost(model, {name: _first_blocks_open(head, 1) for name, head in heads.items()})
     if target < least:
         fixed = model.fixed_macs / model.dense_macs
         raise ValueError(
@@ -386,7 +389,7 @@ def _check_target(model: DeepMoE, target: float) -> None:
         )
 
 
-def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float, halvings: int = 30) -> None:
+def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float, bisections: int = 30) -> None:
     """Shift biases so that images with these scores (B, E) cost the target on average, as far as gates allow."""
     heads = model.heads()
     layers = {name: _Scores(values) for name, values in scores.items()}
@@ -395,33 +398,33 @@ def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float, halvings
         return {name: layer.shift(factor) for name, layer in layers.items()}
 
     def cost(factor: float) -> float:
-        patterns = {name: _pattern(scores[name] > shift, heads[name]) for name, shift in shifts(factor).items()}
+        patterns = {name: _routing_of(scores[name] > shift, heads[name]) for name, shift in shifts(factor).items()}
         return _mean_cost(model, patterns)
 
     cheap, dear = 0.0, max(layer.most for layer in layers.values())
-    for _ in range(halvings):
+    for _ in range(bisections):
         middle = 0.5 * (cheap + dear)
         cheap, dear = (cheap, middle) if cost(middle) > target else (middle, dear)
     for name, shift in shifts(min(cheap, dear, key=lambda factor: abs(cost(factor) - target))).items():
         bias = heads[name].bias
-        assert bias is not None, "check_gate_recipe refuses gates without"
+        assert bias is not None, "resolve_gate_recipe refuses gates without"
         bias.sub_(shift)
 
 
 class _Scores:
-    """A layer's scores (B, E) in order, by which it is known how far to lower them for so many gates to be open."""
+    """The sorted scores (B, E) of a layer: finds the shift with which a number of gates are open."""
 
     def __init__(self, scores_BE: Tensor) -> None:
-        self._falling = scores_BE.flatten().sort(descending=True).values.cpu()  # looked up one by one
+        self._falling = scores_BE.flatten().sort(descending=True).values.cpu()  # read one by one
         self._ease = 1e-3 * float(self._falling[0] - self._falling[-1]) + 1e-6
         self._open = int((self._falling > 0).sum())
-        self._least = len(scores_BE)  # one for each image
+        self._min_open = len(scores_BE)  # one for each image
         self.most = len(self._falling) / max(self._open, 1)
         """From this factor on, all gates are open."""
 
     def shift(self, factor: float) -> float:
-        """For so many times the gates that are open now; at least one for each image on average."""
-        wanted = min(max(round(factor * self._open), self._least), len(self._falling))
+        """Returns the shift for ``factor`` times as many open gates; at least one per image on average."""
+        wanted = min(max(round(factor * self._open), self._min_open), len(self._falling))
         if wanted == self._open:
             return 0.0
         last = float(self._falling[wanted - 1])
@@ -430,25 +433,30 @@ class _Scores:
 
 
 def _weights(model: DeepMoE) -> list[float]:
-    """What closing a layer saves while all others are open, 1 on average."""
+    """Weights of the layers: the cost that closing a layer saves while all others are open, 1 on average."""
     heads = model.heads()
     layers = range(len(heads))
     patterns = {
-        name: _pattern(torch.tensor([[row != layer] * head.blocks for row in layers]), head)
+        name: _routing_of(torch.tensor([[row != layer] * head.blocks for row in layers]), head)
         for layer, (name, head) in zip(layers, heads.items(), strict=True)
     }
-    whole = _mean_cost(model, {name: _opened(head, head.blocks) for name, head in heads.items()})
+    whole = _all_open_cost(model)
     saved = cast("list[float]", (whole - model.macs(patterns).double() / model.dense_macs).tolist())
     return [each * len(saved) / sum(saved) for each in saved]
 
 
-def _opened(head: ChannelGate, blocks: int) -> Routing:
-    """One image, for which the first so many blocks are open."""
-    return _pattern((torch.arange(head.blocks) < blocks)[None], head)
+def _all_open_cost(model: DeepMoE) -> float:
+    """Cost of an image with all gates open, as a fraction of the dense network's."""
+    return _mean_cost(model, {name: _first_blocks_open(head, head.blocks) for name, head in model.heads().items()})
 
 
-def _pattern(open_BE: Tensor, head: ChannelGate) -> Routing:
-    """Gates that are 1 where they are open."""
+def _first_blocks_open(head: ChannelGate, blocks: int) -> Routing:
+    """Routing of one image with the first blocks open."""
+    return _routing_of((torch.arange(head.blocks) < blocks)[None], head)
+
+
+def _routing_of(open_BE: Tensor, head: ChannelGate) -> Routing:
+    """Routing with gates of 1 where they are open."""
     open_BE = open_BE.to(head.weight.device)
     index = torch.arange(head.blocks, device=open_BE.device).masked_fill(~open_BE, UNASSIGNED)
     gate = open_BE.float()
@@ -456,5 +464,5 @@ def _pattern(open_BE: Tensor, head: ChannelGate) -> Routing:
 
 
 def _mean_cost(model: DeepMoE, routing: Mapping[str, Routing]) -> float:
-    """Over images, as a share of the dense network's."""
+    """Mean cost of images as a fraction of the dense network's."""
     return float(model.macs(routing).double().mean()) / model.dense_macs

@@ -20,6 +20,7 @@ _TENSOR_STEMS = {
     "mean.": "ema.",
     "gates.": "callback.GateCallback.",
 }
+_GATE_KEYS = {"told": "reported", "strength": "l1_weight", "relief": "penalty_factors"}
 _ALARM = re.compile(r"CollapseAlarm: (?:layer '(?P<name>.*?)'|the layer):")
 
 
@@ -50,7 +51,7 @@ def migrate_state(
     gates = train_step.pop("gates", None)
     callbacks: dict[str, Any] = {"CollapseCallback": {"reported": _reported(content)}}
     if gates is not None:
-        callbacks["GateCallback"] = {("reported" if name == "told" else name): value for name, value in gates.items()}
+        callbacks["GateCallback"] = {_GATE_KEYS.get(name, name): value for name, value in gates.items()}
     return renamed, {**made, "train_step": train_step, "callbacks": callbacks}
 
 
@@ -62,7 +63,7 @@ def _renamed(name: str) -> str:
 
 
 def _reported(content: Mapping[str, Any]) -> list[str]:
-    """Layers of which the collapse alarm told: its messages were all that was written."""
+    """Layers that the collapse alarm has reported: earlier versions wrote its messages only."""
     messages = [*content["alarms"], *(text for epoch in content["epochs"] for text in epoch["alarms"])]
     found = (_ALARM.match(message) for message in messages)
     return [match["name"] or "" for match in found if match]
