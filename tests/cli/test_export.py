@@ -20,9 +20,9 @@ from moesaic.training.export import Exported
 
 def nothing() -> Checkpoint:
     """A network that is quickly traced."""
-    card = Metadata(None, ("cat", "dog"), ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3), (3, 8, 8), "pets", {})
+    metadata = Metadata(None, ("cat", "dog"), ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3), (3, 8, 8), "pets", {})
     model = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 2))
-    return Checkpoint(Path("runs/pets/model.safetensors"), model.eval(), card)
+    return Checkpoint(Path("runs/pets/model.safetensors"), model.eval(), metadata)
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "pets"
     folder.mkdir()
     spec = ModelSpec("wrn10_1", {"num_classes": 2})
-    card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "pets", {})
-    save_network(folder / "model.safetensors", spec.build(), card)
+    metadata = Metadata(
+        spec, ("cat", "dog"), ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "pets", {}
+    )
+    save_network(folder / "model.safetensors", spec.build(), metadata)
     return folder
 
 

@@ -135,7 +135,7 @@ def test_the_page_begins_with_the_verdict_and_says_how_it_was_found(tmp_path):
         "was trained 3 times with 250, 500 and 1,000 of 2,000 labelled images of faces",
         "tested on 500 other images",
         "a processor, 2 cores, CPU",
-        "epochs 12, batch 32, learning rate 0.1, milestones 0.5, 0.75",
+        "epochs 12, batch size 32, lr 0.1, milestones 0.5, 0.75",
         "3 files were skipped.",
         "moesaic compare faces --trials 3",
     ):

@@ -47,7 +47,7 @@ def test_a_network_comes_back_with_everything_needed_to_use_it(tmp_path):
     save_network(tmp_path / "model.safetensors", model, CARD)
     for path in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
         found = load_checkpoint(path)
-        assert found.card == CARD
+        assert found.metadata == CARD
         assert (found.spec, found.class_names, found.cluster_names) == (SPEC, CARD.class_names, CARD.cluster_names)
         assert (found.normalize, found.input_shape, found.task_name) == (CARD.normalize, (3, 32, 32), "pets")
         assert found.metrics["accuracy"] == 91.5
@@ -104,12 +104,12 @@ def test_a_network_that_is_made_otherwise_today_is_refused(tmp_path):
 
 
 def test_a_network_without_a_spec_needs_somebody_to_build_it(tmp_path):
-    card = Metadata(None, *list(vars(CARD).values())[1:])
-    save_network(tmp_path / "model.safetensors", network(1), card)
+    metadata = Metadata(None, *list(vars(CARD).values())[1:])
+    save_network(tmp_path / "model.safetensors", network(1), metadata)
     with pytest.raises(ValueError, match=r"does not say how its network was made; .*load_weights\(path, model\)"):
         load_checkpoint(tmp_path)
     model = network(2)
-    assert load_weights(tmp_path, model) == card
+    assert load_weights(tmp_path, model) == metadata
     assert torch.equal(next(model.parameters()), next(network(1).parameters()))
 
 
@@ -153,7 +153,7 @@ def test_a_full_disk_leaves_the_last_good_file_and_says_what_to_do(tmp_path, mon
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(
-        OSError, match=r"could not be written \(No space left on device\).*still there.*Make room"
+        OSError, match=r"could not be written \(No space left on device\).*still there.*Free space"
     ) as told:
         save_network(path, network(2), CARD)
     assert told.value.errno == errno.ENOSPC

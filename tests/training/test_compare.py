@@ -300,7 +300,7 @@ def test_a_model_that_cannot_take_the_images_is_told(tmp_path):
 
 
 def test_a_run_that_diverges_says_which(tmp_path):
-    with pytest.raises(Diverged, match=r"wrn10_1, 8 samples, trial 1: .*Lower learning_rate"):
+    with pytest.raises(Diverged, match=r"wrn10_1, 8 samples, trial 1: .*Lower lr"):
         compare(TASK, Grid(MODELS, (8,), 2), Recipe(epochs=2, batch_size=8, lr=1e30), out=tmp_path)
 
 

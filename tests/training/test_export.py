@@ -11,7 +11,7 @@ import moesaic
 from moesaic.data.datasets import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Checkpoint, Metadata, load_checkpoint
-from moesaic.training.export import Served, export, load_exported
+from moesaic.training.export import ServingModel, export, load_exported
 
 SCALE = Normalize((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 NAMES = ("Äpfel", 'b "quoted"')
@@ -27,7 +27,7 @@ def checkpoint(scale: Normalize | None = SCALE, moe: nn.Module | None = None) ->
 def test_what_is_served_takes_pixels_over_255_and_scales_them():
     given = checkpoint()
     pixels = torch.randint(0, 256, (4, 3, 6, 6), dtype=torch.uint8)
-    torch.testing.assert_close(Served(given.model, SCALE)(pixels / 255), given.model(SCALE(pixels)))
+    torch.testing.assert_close(ServingModel(given.model, SCALE)(pixels / 255), given.model(SCALE(pixels)))
 
 
 def test_a_pt2_file_computes_what_the_network_computes(tmp_path: Path):
@@ -81,8 +81,8 @@ def export_of_nothing():
 def test_safetensors_are_a_checkpoint_again(tmp_path: Path):
     spec = ModelSpec("wrn10_1", {"num_classes": 2})
     model = spec.build().eval()
-    card = Metadata(spec, NAMES, NAMES, SCALE, (3, 8, 8), "fruit", {"accuracy": 90.0})
-    done = export(Checkpoint(tmp_path, model, card), tmp_path / "a.safetensors", "safetensors")
+    metadata = Metadata(spec, NAMES, NAMES, SCALE, (3, 8, 8), "fruit", {"accuracy": 90.0})
+    done = export(Checkpoint(tmp_path, model, metadata), tmp_path / "a.safetensors", "safetensors")
     again = load_checkpoint(done.path)
     weights = again.model.state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())

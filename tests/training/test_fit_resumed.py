@@ -261,7 +261,7 @@ def test_a_network_with_other_outputs_than_classes_is_refused():
 
 def test_nothing_to_train_or_test_on_is_refused():
     nothing = TASK.train.take(torch.arange(0))
-    with pytest.raises(ValueError, match="0 images to train on and 40 to test on"):
+    with pytest.raises(ValueError, match="0 training images and 40 test images; use at least one of each"):
         fit(dense(), replace(TASK, train=nothing), LONG)
 
 

@@ -186,7 +186,7 @@ class Explain:
         sample = dataset.test.take(rows)
         about = f"{len(rows):,} of the {len(dataset.test):,}" if len(rows) < len(dataset.test) else f"the {len(rows):,}"
         has_groups = dataset.cluster_names != dataset.class_names
-        other = checkpoint.card.tested not in ("", dataset.test.fingerprint())
+        other = checkpoint.metadata.tested not in ("", dataset.test.fingerprint())
         if other:
             log(
                 f"note: these are not the test images of the training run; if it was trained on {dataset.name}, "

@@ -1,4 +1,4 @@
-"""Batches of images that lie on the device as bytes: in which order, with which rand, and to test on.
+"""Batches of images that are stored as uint8: their order, their random numbers, and test batches.
 
 The order of an epoch and the random numbers that an image gets in it are functions of the seed and the
 epoch alone (`moesaic.keyed_random`): a run that is continued within an epoch sees what it would have seen.

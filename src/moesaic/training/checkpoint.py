@@ -1,4 +1,4 @@
-"""Checkpoints: networks that can be used again, and training that can be continued.
+"""Checkpoints of networks, and of training in progress.
 
 A network is one safetensors file, with what is needed to use it in its header: how the network was made, the
 names of its classes, how bytes become its input. Training in progress is another, which has everything that the
@@ -45,15 +45,15 @@ _SHOWN = 3
 
 
 class CheckpointError(ValueError):
-    """A file or a folder of a run is not what was asked for, or not whole."""
+    """A file or folder of a run is damaged, or belongs to another network or run."""
 
 
 @dataclass(frozen=True)
 class Metadata:
-    """What the file of a network says about it."""
+    """The metadata in the file of a network."""
 
     spec: ModelSpec | None
-    """How the network was made; None where nobody said."""
+    """How the network was made; None if unknown."""
     class_names: tuple[str, ...]
     cluster_names: tuple[str, ...]
     normalize: Normalize | None
@@ -68,13 +68,13 @@ class Metadata:
 
     @classmethod
     def of(cls, dataset: ImageDataset, spec: ModelSpec | None, metrics: Mapping[str, Any]) -> Metadata:
-        """What is known of a network that learned a dataset."""
+        """Returns the metadata of a network that was trained on a dataset."""
         C, H, W = dataset.train.pixels.shape[1:]
         names, tested = (dataset.class_names, dataset.cluster_names), dataset.test.fingerprint()
         return cls(spec, *names, dataset.normalize, (C, H, W), dataset.name, metrics, tested)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Returns the metadata as JSON represents it."""
         return {
             "format": _FORMAT,
             "spec": None if self.spec is None else self.spec.to_json(),
@@ -89,7 +89,7 @@ class Metadata:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Metadata:
-        """The card that ``to_json`` wrote down."""
+        """Reads what ``to_json`` returned."""
         spec, scale = content["spec"], content["scale"]
         C, H, W = content["input_shape"]
         return cls(
@@ -106,45 +106,45 @@ class Metadata:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A trained network, ready to use, and what its file says about it."""
+    """A trained network and its metadata."""
 
     path: Path
     model: nn.Module
     """In eval mode, and channels_last as `fit` trains it."""
-    card: Metadata
+    metadata: Metadata
 
     @property
     def spec(self) -> ModelSpec:
         """How the network was made."""
-        assert self.card.spec is not None, "load_checkpoint refuses a file without"
-        return self.card.spec
+        assert self.metadata.spec is not None, "load_checkpoint refuses a file without"
+        return self.metadata.spec
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        return self.card.class_names
+        return self.metadata.class_names
 
     @property
     def cluster_names(self) -> tuple[str, ...]:
-        return self.card.cluster_names
+        return self.metadata.cluster_names
 
     @property
     def normalize(self) -> Normalize | None:
         """From bytes to what the network sees."""
-        return self.card.normalize
+        return self.metadata.normalize
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of the images it was trained on."""
-        return self.card.input_shape
+        return self.metadata.input_shape
 
     @property
     def task_name(self) -> str:
-        return self.card.task_name
+        return self.metadata.task_name
 
     @property
     def metrics(self) -> Mapping[str, Any]:
         """What was measured when it was written."""
-        return self.card.metrics
+        return self.metadata.metrics
 
 
 def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:
@@ -152,37 +152,37 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
 
     >>> import tempfile
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
-    >>> card = Metadata(spec, ("cat", "dog"), ("cat", "dog"), None, (3, 32, 32), "pets", {"accuracy": 97.0})
+    >>> metadata = Metadata(spec, ("cat", "dog"), ("cat", "dog"), None, (3, 32, 32), "pets", {"accuracy": 97.0})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_network(Path(folder) / "model.safetensors", spec.build(), card)
+    ...     save_network(Path(folder) / "model.safetensors", spec.build(), metadata)
     ...     checkpoint = load_checkpoint(folder)
     >>> checkpoint.class_names, checkpoint.metrics["accuracy"], checkpoint.model(torch.zeros(1, 3, 32, 32)).shape
     (('cat', 'dog'), 97.0, torch.Size([1, 2]))
     """
     path = _file(Path(path))
     tensors, content = read_tensors(path)
-    card = _card(path, content)
-    if card.spec is None:
+    metadata = _metadata(path, content)
+    if metadata.spec is None:
         raise CheckpointError(
             f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
             "moesaic.training.load_weights(path, model), or give fit a spec"
         )
     with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
-        model = card.spec.without_weights().build()
-    _fill(f"load_checkpoint: {path} is of another network than {card.spec.name} as it is made here", model, tensors)
+        model = metadata.spec.without_weights().build()
+    _fill(f"load_checkpoint: {path} is of another network than {metadata.spec.name} as it is made here", model, tensors)
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
-    return Checkpoint(path, model.eval(), card)
+    return Checkpoint(path, model.eval(), metadata)
 
 
 def load_weights(path: str | Path, model: nn.Module) -> Metadata:
-    """Give a network the weights of a checkpoint, folder or file; what its file says about it.
+    """Load the weights of a checkpoint, folder or file, into a network; returns the metadata.
 
-    A file of another network is refused: the error tells which tensors are missing, left over, or of another shape.
+    A file of another network is refused: the error lists tensors that are missing, unexpected, or of another shape.
 
     >>> import tempfile
-    >>> card = Metadata(None, ("cat", "dog"), ("cat", "dog"), None, (3, 1, 1), "pets", {})
+    >>> metadata = Metadata(None, ("cat", "dog"), ("cat", "dog"), None, (3, 1, 1), "pets", {})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     save_network(Path(folder) / "model.safetensors", nn.Linear(3, 2), card)
+    ...     save_network(Path(folder) / "model.safetensors", nn.Linear(3, 2), metadata)
     ...     load_weights(folder, nn.Linear(4, 2))
     Traceback (most recent call last):
     moesaic.training.checkpoint.CheckpointError: load_weights: ... is of another network than the Linear given: 1 of
@@ -190,14 +190,14 @@ def load_weights(path: str | Path, model: nn.Module) -> Metadata:
     """
     path = _file(Path(path))
     tensors, content = read_tensors(path)
-    card = _card(path, content)
+    metadata = _metadata(path, content)
     _fill(f"load_weights: {path} is of another network than the {type(model).__name__} given", model, tensors)
-    return card
+    return metadata
 
 
-def save_network(path: Path, model: nn.Module, card: Metadata) -> None:
+def save_network(path: Path, model: nn.Module, metadata: Metadata) -> None:
     """Write a network to a file, whole or not at all."""
-    write_tensors(path, cast("Mapping[str, Tensor]", model.state_dict()), card.to_json())
+    write_tensors(path, cast("Mapping[str, Tensor]", model.state_dict()), metadata.to_json())
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
@@ -214,7 +214,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
     try:
         write_atomic(path, blob)
     except OSError as error:
-        forget_unfinished(path.parent, path.name)
+        remove_unfinished(path.parent, path.name)
         size = f"{len(blob) / 1e6:,.1f} MB"
         if path.exists():
             last = "the last one before it is still there"
@@ -222,8 +222,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
             last = "there is none before it"
         raise OSError(
             error.errno,
-            f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. Make room on "
-            "that disk, and call the same again: it continues from the last checkpoint",
+            f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. Free space on "
+            "that disk and run the same again: it resumes from the last checkpoint",
         ) from error
 
 
@@ -247,8 +247,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, cast("dict[str, Any]", content)
 
 
-def forget_unfinished(folder: Path, name: str = "*") -> None:
-    """Remove what a program that was stopped, or had no room, left half written."""
+def remove_unfinished(folder: Path, name: str = "*") -> None:
+    """Remove temporary files that an interrupted or failed write left behind."""
     process = os.getpid() if name != "*" else "*"
     for rest in folder.glob(f".{name}.{process}.unfinished"):
         rest.unlink(missing_ok=True)
@@ -267,7 +267,7 @@ def _file(path: Path) -> Path:
     return path
 
 
-def _card(path: Path, content: Mapping[str, Any]) -> Metadata:
+def _metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
     if content.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} has format={content.get('format')!r}, this version of moesaic reads format={_FORMAT}; "
@@ -285,7 +285,7 @@ def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None
 
 
 def differences(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
-    """In which tensors a file and a network differ, in words; empty where they do not."""
+    """Returns a text that lists the tensors in which a file and a network differ; empty where none does."""
     own = cast("Mapping[str, Tensor]", model.state_dict())
     missing = [name for name in own if name not in tensors]
     unexpected = [name for name in tensors if name not in own]

@@ -1,4 +1,4 @@
-"""Train several models on the same few labelled images, over and over, to see which needs fewer of them.
+"""Train several models with different numbers of labelled images, to see which needs fewer of them.
 
 A run is a model, a number of samples and a trial. Within a trial every model gets the same images, fewer
 images are among more, and the order of the images is the same: models are compared pair by pair. A finished
@@ -120,8 +120,8 @@ def compare(
 ) -> Comparison:
     """Run what is missing of the grid, and put everything together.
 
-    ``settings`` is what runs depend on beside images, labels and the other arguments: how images are varied.
-    Runs are kept in ``out``/cells; ``out``/networks keeps the trained networks of the first trial with the most
+    ``settings`` is what runs depend on beside images, labels and the other arguments: the augmentation.
+    Runs are stored in ``out``/cells; ``out``/networks has the trained networks of the first trial with the most
     samples, one for each model.
     """
     grid.check(dataset)
@@ -130,11 +130,11 @@ def compare(
     progress = progress or NoProgress()
     device = torch.device(device)
     contenders = grid.contenders(dataset)
-    lab = _Lab(dataset, recipe, out, seed, device, dict(settings or {}), ResultCache(out / "cells", progress.log))
+    cells = _Runs(dataset, recipe, out, seed, device, dict(settings or {}), ResultCache(out / "cells", progress.log))
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
-    done = sum(lab.find(*each) is not None for each in wanted)
+    done = sum(cells.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
-    runs = [lab.run(*each, progress=progress, keep=_is_kept(each, grid)) for each in wanted]
+    runs = [cells.run(*each, progress=progress, keep=_keeps_network(each, grid)) for each in wanted]
     progress.end()
     return Comparison(
         data=dataset.name,
@@ -156,8 +156,8 @@ def compare(
 
 
 @dataclass(frozen=True)
-class _Lab:
-    """Where runs are done."""
+class _Runs:
+    """Runs the cells of a comparison."""
 
     dataset: ImageDataset
     recipe: Recipe
@@ -168,8 +168,8 @@ class _Lab:
     cells: ResultCache
 
     def find(self, who: _Contender, samples: int, trial: int) -> Run | None:
-        kept = self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
-        return None if kept is None else _run(who, samples, trial, kept.result)
+        cached = self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
+        return None if cached is None else _run(who, samples, trial, cached.result)
 
     def run(self, who: _Contender, samples: int, trial: int, *, progress: Progress, keep: bool) -> Run:
         found = self.find(who, samples, trial)
@@ -178,11 +178,11 @@ class _Lab:
         name, content = _name(who, samples, trial), self._content(who, samples, trial)
         folder = self.out / "networks" / self.cells.path(name, content).stem
         progress.begin(name, self.recipe.epochs)
-        kept = self.cells.get_or_run(name, content, lambda: self._train(who, samples, trial, folder, progress))
+        cached = self.cells.get_or_run(name, content, lambda: self._train(who, samples, trial, folder, progress))
         progress.end()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-        return _run(who, samples, trial, kept.result)
+        return _run(who, samples, trial, cached.result)
 
     def _train(self, who: _Contender, samples: int, trial: int, folder: Path, progress: Progress) -> dict[str, Any]:
         number = _seed(self.seed, trial)
@@ -203,7 +203,7 @@ class _Lab:
             )
         except Diverged as error:
             raise Diverged(f"{_name(who, samples, trial)}: {error}") from error
-        return _kept(found, samples, _has_groups(self.dataset))
+        return _cell_result(found, samples, _has_groups(self.dataset))
 
     def _content(self, who: _Contender, samples: int, trial: int) -> dict[str, Any]:
         """Everything the run depends on."""
@@ -219,7 +219,7 @@ class _Lab:
         }
 
 
-def _kept(found: FitResult, samples: int, has_groups: bool) -> dict[str, Any]:
+def _cell_result(found: FitResult, samples: int, has_groups: bool) -> dict[str, Any]:
     curve = [
         {"images": epoch.number * samples, "accuracy": epoch.test_accuracy, "seconds": epoch.seconds}
         for epoch in found.epochs
@@ -243,7 +243,7 @@ def _name(who: _Contender, samples: int, trial: int) -> str:
     return f"{who.label}, {samples} samples, trial {trial + 1}"
 
 
-def _is_kept(each: tuple[_Contender, int, int], grid: Grid) -> bool:
+def _keeps_network(each: tuple[_Contender, int, int], grid: Grid) -> bool:
     return each[1] == grid.samples[-1] and each[2] == 0
 
 

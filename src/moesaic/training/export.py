@@ -25,7 +25,7 @@ from moesaic.checks import check_choice
 from moesaic.data.datasets import Normalize
 from moesaic.training.checkpoint import Checkpoint, save_network
 
-__all__ = ["Batch", "Exported", "Format", "Served", "export", "load_exported"]
+__all__ = ["Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
 
 Format = Literal["onnx", "pt2", "safetensors"]
 Batch = Literal["dynamic", "1"]
@@ -37,10 +37,10 @@ _TRIED = (1, 2, 5)
 """Batches that an exported file is compared with the network on."""
 
 
-class Served(nn.Module):
+class ServingModel(nn.Module):
     """A network with its scale in front: images from 0 to 1 in, logits out.
 
-    >>> served = Served(nn.Flatten(), Normalize((0.5,), (0.25,)))
+    >>> served = ServingModel(nn.Flatten(), Normalize((0.5,), (0.25,)))
     >>> served(torch.tensor([0.5, 1.0]).view(2, 1, 1, 1)).flatten().tolist()
     [0.0, 2.0]
     """
@@ -88,9 +88,9 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     >>> from moesaic.training.checkpoint import Metadata, load_checkpoint
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
     >>> names, normalize = ("cat", "dog"), Normalize((0.5,) * 3, (0.2,) * 3)
-    >>> card = Metadata(spec, names, names, normalize, (3, 32, 32), "pets", {})
+    >>> metadata = Metadata(spec, names, names, normalize, (3, 32, 32), "pets", {})
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     done = export(Checkpoint(Path(), spec.build(), card), f"{folder}/pets.safetensors", "safetensors")
+    ...     done = export(Checkpoint(Path(), spec.build(), metadata), f"{folder}/pets.safetensors", "safetensors")
     ...     again = load_checkpoint(done.path)
     >>> again.class_names
     ('cat', 'dog')
@@ -100,14 +100,14 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     check_choice("export", "batch", batch, get_args(Batch))
     metadata = _metadata(checkpoint)
     if format == "safetensors":
-        save_network(path, checkpoint.model, checkpoint.card)
+        save_network(path, checkpoint.model, checkpoint.metadata)
         return Exported(path, format, path.stat().st_size, metadata, (), ())
     if checkpoint.normalize is None:
         raise ValueError(
             f"export: {checkpoint.path} does not say how pixels become the network's input, so a file of format="
             f"{format!r} could not take images; use format='safetensors' and scale them yourself"
         )
-    served = Served(checkpoint.model, checkpoint.normalize).cpu().eval()
+    served = ServingModel(checkpoint.model, checkpoint.normalize).cpu().eval()
     examples = _examples(checkpoint, batch)
     with torch.no_grad():
         expected = tuple(cast(Tensor, served(images)) for images in examples)
@@ -140,7 +140,7 @@ def load_exported(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
 def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     C, H, W = checkpoint.input_shape
     return {
-        **checkpoint.card.to_json(),
+        **checkpoint.metadata.to_json(),
         "input": f"{INPUT}: (batch, {C}, {H}, {W}) float32, pixels / 255; the scale is part of the network",
         "output": f"{OUTPUT}: (batch, {len(checkpoint.class_names)}) float32, a score for each of class_names; their "
         "softmax is the probabilities",
@@ -209,7 +209,7 @@ def _reason(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Generator[None]:
-    """Without what torch's exporters tell about their own future."""
+    """Silences the warnings and logs of torch's exporters."""
     before = logging.root.manager.disable
     try:
         logging.disable(logging.CRITICAL)

@@ -20,10 +20,10 @@ def spec_for_dataset(
     options: Mapping[str, Any] | None = None,
     conversion: Mapping[str, Any] | None = None,
 ) -> tuple[ModelSpec, ModelCost]:
-    """How to make the network for a dataset's images and classes, and what it costs for one of them.
+    """Returns the specification of a network for a dataset's images and classes, and its cost for one image.
 
     ``options`` are further ones of `create_model`; ``conversion`` are those of `convert`, where layers are to be
-    converted. The network is made once and tried on an image, so that what does not fit is told now.
+    converted. The network is built and run on one image, so that a network that does not fit is refused at once.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> labels, scale = torch.arange(4), Normalize((0.5,), (0.5,))
@@ -37,8 +37,8 @@ def spec_for_dataset(
     """
     C, H, W = dataset.train.pixels.shape[1:]
     about: dict[str, Any] = {"in_channels": C, "image_size": H}
-    told = {option: value for option, value in about.items() if option in model_options(name)}
-    arguments = {"num_classes": dataset.num_classes, **told, **(options or {})}
+    known = {option: value for option, value in about.items() if option in model_options(name)}
+    arguments = {"num_classes": dataset.num_classes, **known, **(options or {})}
     conversions = () if conversion is None else ({"input_size": [C, H, W], **conversion},)
     spec = ModelSpec(name, arguments, conversions)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""How a long computation tells how far it is."""
+"""The progress interface of long computations."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ __all__ = ["NoProgress", "Progress"]
 
 
 class Progress(Protocol):
-    """Someone who wants to know how far a computation is."""
+    """Receives the progress of a computation."""
 
     def begin(self, name: str, total: int, done: int = 0) -> None:
-        """A piece of work of ``total`` trial-epochs begins."""
+        """A piece of work of ``total`` epochs begins, of which ``done`` are done."""
         ...
 
     def advance(self, amount: int, note: str = "") -> None:
-        """So many more are done."""
+        """``amount`` more are done."""
         ...
 
     def skip(self, amount: int) -> None:
-        """So many more need not be done, or were done before: they count for the share, and not for the rate."""
+        """``amount`` more need no work: they count for the completed share, but not for the speed."""
         ...
 
     def end(self) -> None:
@@ -27,12 +27,12 @@ class Progress(Protocol):
         ...
 
     def log(self, message: str) -> None:
-        """Something happened that the user should read."""
+        """A message for the user."""
         ...
 
 
 class NoProgress:
-    """Progress that nobody looks at."""
+    """Progress that is not reported."""
 
     def begin(self, name: str, total: int, done: int = 0) -> None:
         """Nothing."""

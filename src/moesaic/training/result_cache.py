@@ -1,4 +1,4 @@
-"""Finished pieces of work on disk, so that none is ever done twice.
+"""A cache of results on disk, so that no finished work is ever repeated.
 
 A cell is a piece of work with a specification, everything its result depends on, and a result, both
 plain JSON. It is stored under the digest of its specification: another seed or another size is
@@ -25,7 +25,7 @@ __all__ = ["CachedResult", "ResultCache"]
 
 @dataclass(frozen=True)
 class CachedResult:
-    """A cell's result."""
+    """The result of a cell."""
 
     result: dict[str, Any]
     seconds: float

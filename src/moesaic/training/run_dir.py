@@ -19,24 +19,24 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageDataset
 from moesaic.files import write_atomic, write_json
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoint import NETWORK, CheckpointError, forget_unfinished, read_tensors, write_tensors
+from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors, remove_unfinished, write_tensors
 from moesaic.training.migrations import migrate_config, migrate_state
 from moesaic.training.recipe import Recipe
 
 __all__ = ["RunDir", "describe_run"]
 
-_CIRCUMSTANCES = ("versions", "device", "data.name")
+_MAY_DIFFER = ("versions", "device", "data.name")
 """Parts of a configuration that may differ between a run and its continuation."""
 _SHOWN = 6
 """Differences that an error lists."""
 
 
 class RunDir:
-    """Where a run keeps what it is, what it measured and how far it is; no other run may use it until it is closed."""
+    """The folder of a run: settings, metrics and checkpoints. It is locked against other runs until it is closed."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
-        self._held: int | None = None
+        self._lock: int | None = None
         try:
             self._make(config)
         except BaseException:
@@ -44,10 +44,10 @@ class RunDir:
             raise
 
     def close(self) -> None:
-        """Let other runs use the folder; the end of the process does that as well."""
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+        """Unlock the folder; the end of the process does that as well."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     @property
     def network(self) -> Path:
@@ -68,18 +68,18 @@ class RunDir:
         return self.folder / "metrics.jsonl"
 
     def read_result(self) -> dict[str, Any] | None:
-        """What a complete run came to; None where it is not complete."""
+        """Returns the result of a complete run, else None."""
         return _read(self.result) if self.result.exists() else None
 
     def read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Where to go on; None where there is no checkpoint yet."""
+        """Returns the state of the last checkpoint, else None."""
         return migrate_state(*read_tensors(self.state)) if self.state.exists() else None
 
     def write_state(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
         write_tensors(self.state, tensors, content)
 
     def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Begin metrics.jsonl with these lines: those of a checkpoint, and none that a lost part of a run wrote."""
+        """Rewrite metrics.jsonl with the lines of a checkpoint, without those of epochs that were lost."""
         self._guarded(self.metrics, lambda: write_atomic(self.metrics, "".join(map(_line, lines)).encode()))
 
     def add_metrics(self, line: Mapping[str, Any]) -> None:
@@ -103,8 +103,8 @@ class RunDir:
             raise OSError(
                 f"fit: out={str(self.folder)!r} cannot be made a folder ({error.strerror}); name another one"
             ) from error
-        self._held = _hold(self.folder)
-        forget_unfinished(self.folder)
+        self._lock = _lock_folder(self.folder)
+        remove_unfinished(self.folder)
         path = self.folder / "config.json"
         if path.exists():
             _check_same(self.folder, migrate_config(_read(path)), json.loads(json.dumps(config)))
@@ -121,32 +121,32 @@ class RunDir:
         try:
             write()
         except OSError as error:
-            forget_unfinished(self.folder, path.name)
+            remove_unfinished(self.folder, path.name)
             raise OSError(
                 error.errno,
                 f"{path} could not be written ({error.strerror or error}); checkpoints in {self.folder} are whole. "
-                "Make room on that disk, and call the same again: it continues from the last checkpoint",
+                "Free space on that disk and run the same again: it resumes from the last checkpoint",
             ) from error
 
 
-def _hold(folder: Path) -> int | None:
-    """Keep other runs out of the folder, where the system can; what is returned is to be closed."""
+def _lock_folder(folder: Path) -> int | None:
+    """Lock the folder, where the system has locks; returns a file descriptor to be closed."""
     try:
         import fcntl
     except ImportError:  # no such thing on Windows
         return None
-    held = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        os.close(held)
+        os.close(descriptor)
         raise CheckpointError(
             f"fit: another run is at work in {folder}; wait until it has ended, or name another folder"
         ) from error
     except OSError:  # some network file systems have no locks
-        os.close(held)
+        os.close(descriptor)
         return None
-    return held
+    return descriptor
 
 
 def describe_run(
@@ -158,7 +158,7 @@ def describe_run(
     spec: ModelSpec | None,
     eval_every: int,
 ) -> dict[str, Any]:
-    """All that a run depends on, and the circumstances it began in."""
+    """Returns all settings that a run depends on, and the versions and device it began with."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     made: dict[str, Any] = {"class": type(model).__name__, "parameters": parameters}
     return {
@@ -189,7 +189,7 @@ def _described(transform: object) -> str:
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     was, is_now = _flat(before), _flat(now)
-    names = [name for name in dict.fromkeys([*was, *is_now]) if not name.startswith(_CIRCUMSTANCES)]
+    names = [name for name in dict.fromkeys([*was, *is_now]) if not name.startswith(_MAY_DIFFER)]
     faults = [
         f"{name} was {was.get(name, 'not set')!r}, is {is_now.get(name, 'not set')!r}"
         for name in names

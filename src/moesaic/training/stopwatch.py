@@ -1,4 +1,4 @@
-"""Seconds of work, without what interrupts it."""
+"""Measures seconds of work, without interruptions."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stopwatch:
 
     @contextmanager
     def paused(self) -> Generator[None]:
-        """Inside, no time passes."""
+        """Inside, no time is counted."""
         was_running = self._since is not None
         self.stop()
         yield

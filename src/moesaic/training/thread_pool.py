@@ -1,4 +1,4 @@
-"""Chunks of trials side by side on a CPU: every core has trials of its own and works on them in one thread."""
+"""Trains chunks of trials in parallel on a CPU: one thread for each core."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class SharedProgress:
-    """Lets chunks in several threads report what they do, one at a time, and tells them when to stop."""
+    """Progress that is shared by threads: their reports are serialised, and they stop when one of them fails."""
 
     def __init__(self, progress: Progress) -> None:
         self.stopped = threading.Event()
@@ -28,12 +28,12 @@ class SharedProgress:
         self._lock = threading.Lock()
 
     def call(self, function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Call it while no other chunk does."""
+        """Call the function while no other thread does."""
         with self._lock:
             function(*args, **kwargs)
 
     def advance(self, amount: int) -> None:
-        """So many trial-epochs are done."""
+        """``amount`` more trial-epochs are done."""
         with self._lock:
             self._progress.advance(amount)
         if self.stopped.is_set():
@@ -45,7 +45,7 @@ class _Stopped(Exception):
 
 
 def run_in_threads(train: Callable[[int], R], starts: Sequence[int], turns: SharedProgress) -> list[R]:
-    """One thread a core, each of which computes by itself."""
+    """Run ``train`` for each start in a pool with a thread for each core; torch uses one thread in each."""
     cores = torch.get_num_threads()
     if cores == 1 or len(starts) == 1:
         return [train(start) for start in starts]
@@ -65,9 +65,9 @@ def run_in_threads(train: Callable[[int], R], starts: Sequence[int], turns: Shar
 
 @contextmanager
 def flushing_denormals() -> Generator[None]:
-    """Numbers below 1e-38 count as 0 in this thread: a CPU takes a hundred times as long for each of them.
+    """Flushes denormal numbers, below 1e-38, to 0 in this thread: they slow a CPU down a hundred times.
 
-    A network that is sure of its samples has a loss whose slopes are that small.
+    The gradients of a network that fits its samples get that small.
     """
     already = float(torch.tensor(1e-40) * torch.tensor(0.5)) == 0
     torch.set_flush_denormal(True)
@@ -78,7 +78,7 @@ def flushing_denormals() -> Generator[None]:
 
 
 def check_trials(owner: str, trials: Iterable[int], samples: int, chunk: int | None) -> list[int]:
-    """The trials to train, once the counts are known to make sense."""
+    """Returns the trials to train; refuses counts that make no sense."""
     check_positive(owner, samples=samples)
     if chunk is not None:
         check_positive(owner, chunk=chunk)
@@ -89,7 +89,7 @@ def check_trials(owner: str, trials: Iterable[int], samples: int, chunk: int | N
 
 
 def check_device(owner: str, device: torch.device | str) -> torch.device:
-    """The device, if it is there."""
+    """Returns the device; refuses one that is not available."""
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")

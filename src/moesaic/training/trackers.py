@@ -1,4 +1,4 @@
-"""Trackers: where the metrics of a run go besides metrics.jsonl, such as TensorBoard.
+"""Experiment trackers, such as TensorBoard: get the metrics of a run besides metrics.jsonl.
 
 Each package is imported when it is asked for; all come with the extra ``moesaic[track]``.
 """
@@ -18,23 +18,23 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 class Tracker(Protocol):
-    """Someone who keeps or shows what a run measures."""
+    """Receives the metrics of a run."""
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        """A run begins, or goes on; ``config`` is all that it depends on."""
+        """A run begins, or is resumed; ``config`` has all its settings."""
         ...
 
     def log(self, epoch: int, values: Mapping[str, float]) -> None:
-        """What an epoch, counted from 1, came to."""
+        """The metrics of an epoch, counted from 1."""
         ...
 
     def end(self) -> None:
-        """The run is complete, or was stopped."""
+        """The run is complete, or has stopped."""
         ...
 
 
 def create_tracker(name: str, out: Path, *, project: str = "moesaic") -> Tracker:
-    """A tracker by name, of a run whose folder is ``out``.
+    """Returns a tracker by name, for a run whose folder is ``out``.
 
     ``"tensorboard"`` writes below it; for ``"wandb"`` and ``"trackio"`` it gives the name of the run in its project.
 
