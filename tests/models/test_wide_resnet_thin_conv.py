@@ -83,7 +83,7 @@ def test_as_torch(shape, where):
 def test_other_tiles(forward, weights, where, monkeypatch):
     device, dtype = where
     chosen = {"thin_conv": forward, "thin_conv_weight": weights}
-    from moesaic.models.wide_resnet.network import triton_thin_conv as kernels
+    from moesaic.models.wide_resnet.triton import thin_conv as kernels
 
     monkeypatch.setattr(kernels, "tile", lambda kernel, rule, *sizes: chosen.get(kernel, rule))
     leaves = make(2, 16, 160, 10, 9, device, dtype)
