@@ -26,7 +26,7 @@ from moesaic.papers.chowdhury2023.data.cifar_mosaic_datasets import (
     find_backgrounds,
     register,
 )
-from moesaic.papers.chowdhury2023.data.cifar_mosaics import halve
+from moesaic.papers.chowdhury2023.data.cifar_mosaics import downscale
 
 IMAGES = 20
 """In each of CIFAR-10's files."""
@@ -96,7 +96,7 @@ def test_vehicles_are_among_animals_of_their_own_split(cifar: Path, cache: Decod
     parts = cifar_vehicles(cifar, None, cache, seed=0, images_per_file=IMAGES)
     assert (len(parts.train), len(parts.test)) == (40, 8)
     for images, split in ((parts.train, "train"), (parts.test, "test")):
-        small = halve(torch.from_numpy(load_cifar10(split, cifar, IMAGES).pixels.copy()))
+        small = downscale(torch.from_numpy(load_cifar10(split, cifar, IMAGES).pixels.copy()))
         known = {bytes(image.flatten().numpy()) for image in small}
         corners = [images.pixels[:, :, y : y + 16, x : x + 16] for y in (0, 16) for x in (0, 16)]
         assert {bytes(image.flatten().numpy()) for corner in corners for image in corner} <= known

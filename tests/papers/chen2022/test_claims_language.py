@@ -53,7 +53,7 @@ def test_a_cell_measures_both_networks_in_every_trial_and_language(measured):
     assert [table.clusters for table in measured.dispatch] == [("English", "French", "Russian")] * 2
     assert [sum(table.load) for table in measured.dispatch] == [36, 36]  # a fifth of three times 60
     assert len(measured.points) == len(measured.languages) == len(measured.chosen) == 36
-    assert measured.told.startswith("Embedding: tf-idf of 2 to 4 characters")
+    assert measured.embedding_description.startswith("Embedding: tf-idf of 2 to 4 characters")
     assert measured.rates[0][0] in SMALL.single_rates
     assert measured.rates[1][1] in SMALL.router_rates
 
@@ -156,7 +156,7 @@ def test_steps_count_every_epoch_that_is_trained(folder, tmp_path):
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
-    [({"piece": 3}, "dims=8 are no whole number of pieces of 3"), ({"rates": (1.0, 2.0)}, "equally many tries")],
+    [({"piece": 3}, "dims=8 are no whole number of pieces of 3"), ({"rates": (1.0, 2.0)}, "equally many candidates")],
 )
 def test_cells_that_cannot_be_are_refused(wrong, told):
     with pytest.raises(ValueError, match=told):
@@ -223,7 +223,7 @@ def test_charts_show_every_test_sentence_once_in_each_panel(measured):
     for panel in figure_8.panels:
         assert sum(len(group.x) for group in panel.points.groups) == 36
     assert [line.y for line in table_10.panels[0].series] == [tuple(each) for each in measured.accuracy.T.tolist()]
-    assert measured.told in figure_8.caption
+    assert measured.embedding_description in figure_8.caption
 
 
 def test_there_are_no_charts_without_results():

@@ -160,7 +160,7 @@ def test_networks_without_room_for_all_at_once_give_the_same_outputs(
     monkeypatch.setattr(two_layer_networks, "logits", count)
     for room, expected in ((1, [1] * 5), (2 * networks.kernels[0, ..., 0].numel() * B * N * 8, [2, 2, 1])):
         blocks.clear()
-        monkeypatch.setattr(two_layer_networks, "_ROOM", room)
+        monkeypatch.setattr(two_layer_networks, "_MAX_BYTES", room)
         torch.testing.assert_close(networks.predict(pool, index), at_once[0])
         assert torch.equal(networks.select(pool, index), at_once[1])
         assert blocks == expected

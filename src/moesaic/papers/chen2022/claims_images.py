@@ -1,12 +1,12 @@
-"""Images in Chen et al. 2022 (Section 6.2, Appendix A.3): one network against a mixture of four.
+"""Claims of Chen et al. 2022 on images (Section 6.2, Appendix A.3): one network against a mixture of four.
 
-Table 2 on CIFAR-10-Rotate, where classes that nobody names form clusters, and on CIFAR-10, where labels
-and clusters are the same; Figure 7, which shows the clusters. Runs are shorter than the paper's where the table
-`RUNS` says so, equally for the single network and the mixture, and rates fall to zero along a cosine within them,
-since the paper names no schedule. What print leaves open is taken from the authors' code: batches of 128, the kernel
-of the blur. Their code differs from print in the coefficient of the balance loss (0.01 for 1e-3), in blurring
-training images alone, in a second softmax on the output, in showing every expert a black image in place of
-each one that went elsewhere, and in reporting the best epoch on the test images; here it is print, and the last.
+Table 2 is on CIFAR-10-Rotate, where the classes of CIFAR-10 are clusters without labels, and on CIFAR-10, where labels
+and clusters are the same; Figure 7 shows the clusters. Runs are shorter than the paper's (`RUNS`), equally for the
+single network and the mixture, and learning rates fall to zero along a cosine, since the paper names no schedule.
+Details that the paper does not print come from the authors' code: batches of 128, the kernel of the blur. Their code
+differs from print in the coefficient of the balance loss (0.01 instead of 1e-3), blurs training images only, has a
+second softmax on the output, gives every expert a black image for each image of another expert, and reports the best
+epoch on the test images; here all is as printed, with the last epoch.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ NOTE = (
     "Images (Table 2, Figure 7): far fewer epochs than the paper's 50 and 200, with rates that fall to zero within "
     "them, and one to three trials for ten. Networks train by the printed rules; each claim says how long."
 )
-"""What a reader of the report should know."""
+"""Remark for the report."""
 
 _LEAST_TRIALS = 3
-"""From here on the spread over trials is known well enough for an interval."""
+"""Trials from which on the interval is that over trials."""
 
 
 def _lead(experiment: ExperimentResults, task: TaskName, network: str) -> Estimate:
-    """How many points the mixture is ahead: with spread over trials, or with that of the test images alone."""
+    """Returns the mixture's lead in points, with the interval over trials or over the sampling of test images."""
     single, mixture = (runs_of(experiment, task, network, kind) for kind in ("single", "mixture"))
     return _estimate(
         [m.accuracy - s.accuracy for m, s in zip(mixture, single, strict=True)],
@@ -66,7 +66,7 @@ def _lead(experiment: ExperimentResults, task: TaskName, network: str) -> Estima
 
 
 def _sampling(percent: float, count: int) -> float:
-    """The variance of a share in percent, known from so many images."""
+    """Variance of a percentage that is estimated from ``count`` images."""
     return percent * (100 - percent) / count
 
 
@@ -79,7 +79,7 @@ def _estimate(values: Sequence[float], variances: Sequence[float]) -> Estimate:
 
 
 def _length(task: TaskName, network: str, what: str) -> str:
-    """What the rule says about how the run was shortened, and what its interval means."""
+    """Text of the rule on how the run was shortened, and what its interval means."""
     _, epochs, trials = RUNS[task, network]
     printed = _PRINTED_EPOCHS[task]
     length = f"{epochs} epochs, as printed" if epochs == printed else f"{epochs} epochs where the paper has {printed}"
@@ -188,7 +188,7 @@ def _clusters() -> ClaimCheck:
 
 
 def _entropy_variance(counts: Tensor) -> float:
-    """Of the dispatch entropy, as a function of sampled counts (the delta method)."""
+    """Variance of the dispatch entropy of sampled counts, by the delta method."""
     p = counts.double() / counts.sum()
     surprise = torch.where(p > 0, -(p / p.sum(0).clamp_min(1e-300)).clamp_min(1e-300).log(), 0.0)
     average = (p * surprise).sum()

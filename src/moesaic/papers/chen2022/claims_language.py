@@ -1,8 +1,8 @@
 """Claims of Chen et al. 2022, Appendix A.4, on sentences in three languages: Tables 10 and 11, Figure 8.
 
-Rules and limits were written before anything was measured. Epochs and ranges of learning rates were
-set after a look at the first trial's validation part, and not changed once test sentences were looked
-at, though as printed the router's rate that is picked is then the lowest of its range.
+Rules and limits were written before any measurement. Epochs and ranges of learning rates were set on the validation
+part of the first trial and not changed after the first test, although as printed the selected rate of the router is the
+lowest of its range.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NOTE = (
     "anew: their test parts overlap, also with the sentences that learning rates were picked on, so that intervals are "
     "somewhat too narrow."
 )
-"""What a reader of the report should know."""
+"""Remark for the report."""
 
 _SETTING = (
     "Five trials, each with its own random split (80 % training), on at most 5 000 tweets of each language "

@@ -37,11 +37,11 @@ PUBLISHED: dict[str, tuple[float | tuple[float, float], ...]] = {
 
 _NAMES = {"cubic": "nonlinear", "identity": "linear"}
 _MOST = float(np.log(4))
-"""The entropy of a dispatch that says nothing about four clusters."""
+"""Dispatch entropy of a router that ignores the four clusters."""
 
 
 def entropies(tables: Array) -> Array:
-    """(…): the dispatch entropy (eq. 6.1) of tables (…, K, E)."""
+    """Returns the dispatch entropy (eq. 6.1) (…) of tables (…, K, E)."""
     per_expert = tables.sum(axis=-2, keepdims=True)
     share = np.divide(tables, per_expert, out=np.zeros_like(tables), where=per_expert > 0)
     logs = np.log(share, out=np.zeros_like(share), where=share > 0)
@@ -49,22 +49,22 @@ def entropies(tables: Array) -> Array:
 
 
 def purity(tables: Array) -> Array:
-    """(…): the percentage of samples whose expert works mostly on their cluster, of tables (…, K, E)."""
+    """Returns the percentage (…) of samples from the majority cluster of their expert, of tables (…, K, E)."""
     return 100 * tables.max(axis=-2).sum(axis=-1) / tables.sum(axis=(-2, -1))
 
 
 def final_table(experiment: ExperimentResults, name: str) -> Array:
-    """(T, K, E): as released of training samples in the last step, noise included; as printed of test samples."""
+    """Returns dispatch counts (T, K, E): as released of training samples in the last step, as printed of test ones."""
     return experiment.results[name]["train_dispatch" if experiment.fidelity == "released" else "test_dispatch"]
 
 
 def final_entropy(experiment: ExperimentResults, name: str) -> Array:
-    """(T,) after training, as the fidelity measures it."""
+    """Returns the dispatch entropy (T,) of `final_table`."""
     return entropies(final_table(experiment, name))
 
 
 def _settings(experiment: ExperimentResults, prefix: str) -> dict[int, str]:
-    """The settings for which there are results, with the names of their cells."""
+    """Returns the settings with results, and the names of their cells."""
     names = {int(str(setting)): f"{prefix}/s{setting}" for setting in SETTINGS}
     return {setting: name for setting, name in names.items() if name in experiment.results}
 
@@ -129,7 +129,7 @@ def _entropy_test(kind: str) -> ClaimCheck:
 
 
 def _leads(experiment: ExperimentResults, ahead: str, behind: str) -> list[Estimate]:
-    """In each setting the lead in accuracy, trial by trial; of the trials that both have."""
+    """Returns the lead in accuracy in each setting, trial by trial, over the common trials."""
     theirs = _settings(experiment, behind)
     found: list[Estimate] = []
     for setting, name in _settings(experiment, ahead).items():
@@ -191,7 +191,7 @@ def _overfits(experiment: ExperimentResults) -> CheckResult:
 
 
 def _gap(published: Mapping[str, float], margin: float) -> Callable[[ExperimentResults], CheckResult]:
-    """Judge single networks, for which the paper has no deviations, by how far their accuracies are off."""
+    """Checks the accuracies of single networks, for which the paper prints no deviations, within a margin."""
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         gaps = [
@@ -272,8 +272,8 @@ def _entropy_over_training(kind: str) -> ClaimCheck:
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         tracks = [_track_entropy(experiment.results[f"moe/{kind}/s{setting}"]) for setting in (1, 2)]
-        kept = [mean(track[:, -1] / track[:, 0]) for track in tracks]
-        return at_least(_least(kept), 0.5) if linear else at_most(_most(kept), 0.25)
+        shares = [mean(track[:, -1] / track[:, 0]) for track in tracks]
+        return at_least(_least(shares), 0.5) if linear else at_most(_most(shares), 0.25)
 
     names = tuple(f"moe/{kind}/s{setting}" for setting in (1, 2))
     described = claim(
@@ -291,7 +291,7 @@ def _entropy_over_training(kind: str) -> ClaimCheck:
 
 
 def _used(result: CellArrays) -> NDArray[np.bool_]:
-    """(T, E): experts that get at least one in a hundred samples at the end."""
+    """(T, E): whether an expert has at least 1 % of the samples at the end."""
     load = result["track_dispatch"][:, -1].sum(axis=1)
     return load >= 0.01 * load.sum(axis=1, keepdims=True)
 
@@ -403,7 +403,7 @@ def _inner_products() -> list[ClaimCheck]:
 
 
 def _steps_needed(experiment: ExperimentResults) -> CheckResult:
-    """Steps to 95 % accuracy in the slowest setting; a trial that never gets there counts with all its steps."""
+    """Steps to 95 % accuracy in the slowest setting; a trial that does not reach it counts with all its steps."""
     needed: list[Estimate] = []
     never = trials = 0
     for name in _settings(experiment, "moe/cubic").values():
@@ -420,7 +420,7 @@ def _steps_needed(experiment: ExperimentResults) -> CheckResult:
 
 
 def _figure_1(experiment: ExperimentResults) -> CheckResult:
-    """The nonlinear mixture's entropy below half of the most, and the linear one's above."""
+    """Checks that the nonlinear mixture's entropy is below half of the maximum and the linear one's above."""
     gap = mean(final_entropy(experiment, "figure1/identity") - final_entropy(experiment, "figure1/cubic"))
     nonlinear, linear = (
         mean(final_entropy(experiment, "figure1/cubic")),

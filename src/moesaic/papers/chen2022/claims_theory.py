@@ -16,7 +16,7 @@ Array = NDArray[np.float64]
 
 CLUSTERS = 4
 GOOD = 95.0
-"""An accuracy that passes for "error o(1)", which has no number."""
+"""Accuracy in percent that counts as "error o(1)", for which the paper gives no number."""
 
 
 def _tight(experiment: ExperimentResults) -> CheckResult:
@@ -112,7 +112,7 @@ def _explored_others(experiment: ExperimentResults) -> CheckResult:
 
 
 def _equal_loads(experiment: ExperimentResults) -> CheckResult:
-    """In every group of two or more experts that get anything, the least load over the largest; a trial's mean."""
+    """Returns the smallest over the largest load in groups of two or more used experts, averaged per trial."""
     result = experiment.results["moe/cubic/s3"]
     loads, groups = result["track_load"][:, -1], result["groups"]
     found: list[float] = []

@@ -1,14 +1,13 @@
-"""Chen et al. 2022, Appendix A.4: sentiment in three languages, one network against a mixture of four.
+"""Experiment of Chen et al. 2022, Appendix A.4: sentiment in three languages, one network against a mixture of four.
 
-A sentence is a vector; the network is one layer with cubic activation, two logits (Wx + b)³, and the
-mixture has four of them and a router that is linear in the vector and starts at zero. The paper
-says no more about it. Here a single network is a mixture of one, and both train alike: minibatches
-from 0.001 times torch's start, normalised gradient descent for networks and plain for the router,
-equally many epochs, and learning rates picked by the same rule from equally many.
+A sentence is a vector. The network is one layer with cubic activation and two logits (Wx + b)³; the mixture has four of
+them and a linear router that is initialised with zeros. The paper gives no other details. Here a single network is a
+mixture of one expert, and both have the same minibatches, 0.001 times torch's initialisation, normalised gradient
+descent for the networks, plain gradient descent for the router, equally many epochs, and learning rates selected by the
+same rule from equally many candidates.
 
-In print fidelity the networks have no bias and one softmax, in released fidelity both a bias and a
-softmax before that of the cross-entropy, a router that sees the sum of the vector's pieces of 32, and
-a load-balance loss of coefficient 0.1.
+As printed, the networks have no bias and one softmax. As released, they have a bias, a softmax before that of the
+cross-entropy, a router on the sum of the vector's pieces of 32, and a load-balance loss with coefficient 0.1.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ __all__ = [
 Array = NDArray[np.float64]
 
 ENGINE = 1
-"""Raised when results come out differently than before, so that no cell of before is taken for one of now."""
+"""Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
 EXPERTS = 4
 
@@ -66,53 +65,53 @@ _DRAWN, _DRAWN_DIMS = 900, 30
 
 @dataclass(frozen=True)
 class LanguageResult:
-    """What the trials found; arrays begin with the axis of trials, single network first where there are two."""
+    """Measurements of the trials. The first axis of arrays is the trial; an axis of 2 is single network, mixture."""
 
     accuracy: Array
     """(T, 2) test accuracy in percent."""
     by_language: Array
-    """(T, 2, K) the same in each language."""
+    """(T, 2, K) test accuracy in each language, in percent."""
     dispatch: tuple[DispatchTable, ...]
-    """Of each trial's mixture, on the test sentences."""
+    """Dispatch of the test sentences by each trial's mixture."""
     purity: Array
-    """(T,): the share of test sentences whose nearest neighbour speaks the same language, in percent."""
+    """(T,): percentage of test sentences whose nearest neighbour has the same language."""
     rates: tuple[tuple[float, float], tuple[float, float]]
-    """The learning rates of network and router that were picked, for the single network and for the mixture."""
-    told: str
-    """How sentences became vectors."""
+    """Selected learning rates of network and router, for the single network and for the mixture."""
+    embedding_description: str
+    """How sentences were embedded, for the report."""
     points: Array
-    """(P, D): some test sentences of the first trial, their first principal components."""
+    """(P, D): first principal components of some test sentences of the first trial."""
     languages: NDArray[np.int64]
     """(P,)"""
     labels: NDArray[np.int64]
     """(P,)"""
     chosen: NDArray[np.int64]
-    """(P,): the expert that the sentence goes to."""
+    """(P,): expert of the sentence."""
 
 
 @dataclass(frozen=True)
 class LanguageCell:
-    """Trials of both networks, each trial with a split, an embedding and a start of its own."""
+    """Trains both networks; each trial has its own split, embedding and initial weights."""
 
     trials: int = 5
     epochs: int = 20
     batch: int = 256
     most: int | None = 5000
-    """Sentences of a language at most; with 5 000 of each, languages have the paper's proportions."""
+    """Maximum number of sentences per language; with 5 000, languages have the paper's proportions."""
     dims: int = 256
     embedding: str | None = None
-    """The name of a sentence-transformers model; None: character n-grams."""
+    """Name of a sentence-transformers model; None for character n-grams."""
     bias: bool = False
     softmax_twice: bool = False
     piece: int | None = None
-    """The router sees the sum of the vector's pieces of this length; None: the vector."""
+    """Length of the vector's pieces whose sum is the router's input; None for the whole vector."""
     balance: float = 0.0
     """Coefficient of the load-balance loss."""
     rates: tuple[float, ...] = (0.3, 1.0, 3.0)
-    """Learning rates of the mixture's experts to choose from, each with each of the router's."""
+    """Candidate learning rates of the mixture's experts, each combined with each of the router's."""
     router_rates: tuple[float, ...] = (1.0, 10.0, 100.0)
     single_rates: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0, 10.0)
-    """Those of the single network: as many as the mixture has pairs."""
+    """Candidate learning rates of the single network: as many as the mixture has pairs."""
 
     def __post_init__(self) -> None:
         if self.piece is not None and self.dims % self.piece:
@@ -120,53 +119,55 @@ class LanguageCell:
         if len(self.single_rates) != len(self.rates) * len(self.router_rates):
             raise ValueError(
                 f"LanguageCell: {len(self.single_rates)} single_rates for {len(self.rates)} × {len(self.router_rates)} "
-                "pairs of rates and router_rates; both networks must have equally many tries"
+                "pairs of rates and router_rates; both networks must have equally many candidates"
             )
 
     @property
     def steps(self) -> int:
-        tries = len(self._tries(1)) + len(self._tries(EXPERTS))
-        return self.epochs * (tries + 2 * self.trials)
+        candidates = len(self._rate_candidates(1)) + len(self._rate_candidates(EXPERTS))
+        return self.epochs * (candidates + 2 * self.trials)
 
     def missing_requirement(self, runner: Runner) -> str | None:
         if self.embedding is None and find_spec("sklearn") is None:
             return "needs scikit-learn (pip install scikit-learn)"
         if self.embedding is not None and find_spec("sentence_transformers") is None:
             return "needs sentence-transformers (pip install sentence-transformers)"
-        if not _there(runner.data_dir):
+        if not _has_sentences(runner.data_dir):
             files = ", ".join(source.file for source in SOURCES)
             return f"needs labelled sentences in three languages, {files}, in --data-dir or in sentiment below it"
         return None
 
     def spec(self, runner: Runner) -> dict[str, Any]:
-        there = runner.data_dir is not None and _there(runner.data_dir)
-        digest = _sentences(runner.data_dir, self.most, runner.seed).digest if there and runner.data_dir else None
+        present = runner.data_dir is not None and _has_sentences(runner.data_dir)
+        digest = _sentences(runner.data_dir, self.most, runner.seed).digest if present and runner.data_dir else None
         return {"engine": ENGINE, "experiment": "language", **asdict(self), "sentences": digest, "seed": runner.seed}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None
         sentences = _sentences(runner.data_dir, self.most, runner.seed)
-        rates = {experts: self._pick(experts, self._task(runner, sentences, 0), runner) for experts in (1, EXPERTS)}
+        rates = {
+            experts: self._select_rates(experts, self._task(runner, sentences, 0), runner) for experts in (1, EXPERTS)
+        }
         found: dict[str, Any] = {"rates": [rates[1], rates[EXPERTS]]}
-        kept: dict[str, list[Any]] = {"accuracy": [], "by_language": [], "counts": [], "purity": []}
+        by_trial: dict[str, list[Any]] = {"accuracy": [], "by_language": [], "counts": [], "purity": []}
         for trial in range(self.trials):
             task = self._task(runner, sentences, trial)
             single, mixture = (
                 self._train(task.train, *rates[experts], experts, runner, f"trial {trial}") for experts in (1, EXPERTS)
             )
             test = task.test
-            right = [_answers(model, test.x)[0] == test.labels for model in (single, mixture)]
+            right = [_predict(model, test.x)[0] == test.labels for model in (single, mixture)]
             spoken = test.languages
-            kept["accuracy"].append([_percent(each) for each in right])
-            kept["by_language"].append(
+            by_trial["accuracy"].append([_percent(each) for each in right])
+            by_trial["by_language"].append(
                 [[_percent(each[spoken == k]) for k in range(len(sentences.names))] for each in right]
             )
-            table, chosen = _answers(mixture, test.x, spoken, sentences.names)[1:]
-            kept["counts"].append(table.counts)
-            kept["purity"].append(purity(test.x, spoken))
+            table, chosen = _predict(mixture, test.x, spoken, sentences.names)[1:]
+            by_trial["counts"].append(table.counts)
+            by_trial["purity"].append(purity(test.x, spoken))
             if trial == 0:
-                found |= {"told": task.told, "names": sentences.names} | _drawn(test, chosen)
-        return found | kept
+                found |= {"told": task.embedding_description, "names": sentences.names} | _drawn(test, chosen)
+        return found | by_trial
 
     def result(self, stored: dict[str, Any]) -> LanguageResult:
         names = tuple(stored["names"])
@@ -185,24 +186,24 @@ class LanguageCell:
     def _task(self, runner: Runner, sentences: Sentences, trial: int) -> _Task:
         train, test = sentences.split(runner.seed, trial)
         assert runner.data_dir is not None
-        values, told = _embedded(runner.data_dir, self.most, runner.seed, trial, self.embedding, self.dims)
+        values, description = _embedded(runner.data_dir, self.most, runner.seed, trial, self.embedding, self.dims)
         parts = [_Part.of(sentences, values, places, runner.device) for places in (train, test)]
-        return _Task(parts[0], parts[1], told)
+        return _Task(parts[0], parts[1], description)
 
-    def _tries(self, experts: int) -> list[tuple[float, float]]:
-        """The pairs of learning rates to choose from; a router of one expert has nothing to learn."""
+    def _rate_candidates(self, experts: int) -> list[tuple[float, float]]:
+        """Returns the candidate pairs of learning rates; a router of one expert does not learn."""
         if experts == 1:
             return [(rate, 0.0) for rate in self.single_rates]
         return [(rate, router) for rate in self.rates for router in self.router_rates]
 
-    def _pick(self, experts: int, task: _Task, runner: Runner) -> tuple[float, float]:
-        """The learning rates with the best accuracy on a fifth of the training sentences, trained on the others."""
+    def _select_rates(self, experts: int, task: _Task, runner: Runner) -> tuple[float, float]:
+        """Returns the learning rates with the best accuracy on a held-out fifth of the training sentences."""
         border = round(0.8 * len(task.train.labels))
         learn, held_out = task.train.places(slice(None, border)), task.train.places(slice(border, None))
-        best, best_right = self._tries(experts)[0], -1
-        for pair in self._tries(experts):
+        best, best_right = self._rate_candidates(experts)[0], -1
+        for pair in self._rate_candidates(experts):
             model = self._train(learn, *pair, experts, runner, "learning rates")
-            right = int((_answers(model, held_out.x)[0] == held_out.labels).sum())
+            right = int((_predict(model, held_out.x)[0] == held_out.labels).sum())
             if right > best_right:
                 best, best_right = pair, right
         return best
@@ -249,7 +250,7 @@ class LanguageCell:
 
 
 class _PieceRouter(nn.Module):
-    """A router that sees the sum of the vector's pieces."""
+    """A router on the sum of the vector's pieces."""
 
     def __init__(self, piece: int, experts: int) -> None:
         super().__init__()
@@ -262,7 +263,7 @@ class _PieceRouter(nn.Module):
 
 @dataclass(frozen=True)
 class _Part:
-    """Some of the sentences, on the device."""
+    """Some of the sentences, as tensors on the device."""
 
     x: Tensor
     labels: Tensor
@@ -281,7 +282,7 @@ class _Part:
 class _Task:
     train: _Part
     test: _Part
-    told: str
+    embedding_description: str
 
 
 @lru_cache(maxsize=2)
@@ -296,12 +297,12 @@ def _embedded(folder: Path, most: int | None, seed: int, trial: int, model: str 
 
 
 def check_data(data_dir: Path) -> None:
-    """Raises if the sentences are in the folder and cannot be read; that they are not there is an obstacle."""
-    if _there(data_dir):
+    """Raises if sentence files in the directory cannot be read; missing files are not an error."""
+    if _has_sentences(data_dir):
         load_sentences(data_dir)
 
 
-def _there(folder: Path | None) -> bool:
+def _has_sentences(folder: Path | None) -> bool:
     if folder is None:
         return False
     try:
@@ -311,10 +312,10 @@ def _there(folder: Path | None) -> bool:
 
 
 @torch.no_grad()
-def _answers(
+def _predict(
     model: SampleMoE, x: Tensor, clusters: Tensor | None = None, names: Sequence[str] | None = None
 ) -> tuple[Tensor, DispatchTable, Tensor]:
-    """(B,) classes, how clusters were dispatched, and (B,) experts."""
+    """Returns predicted classes (B,), the dispatch of clusters, and experts (B,)."""
     with record_routing(model) as routing:
         classes = model(x).argmax(-1)
     record = routing[""]
@@ -328,20 +329,20 @@ def _percent(right: Tensor) -> float:
 
 
 def purity(x: Tensor, languages: Tensor) -> float:
-    """The percentage of vectors whose nearest other one is of the same language."""
+    """Returns the percentage of vectors whose nearest other vector has the same language."""
     alike = x @ x.T
     alike.fill_diagonal_(-torch.inf)
     return _percent(languages[alike.argmax(1)] == languages)
 
 
 def _drawn(part: _Part, chosen: Tensor) -> dict[str, Any]:
-    """Some sentences for a picture, in few enough numbers to be kept."""
+    """Returns some sentences for a figure, reduced to a size that can be stored."""
     vectors: Array = part.x.double().cpu().numpy()
     centred = vectors - vectors.mean(axis=0)
     principal = np.linalg.eigh(centred.T @ centred)[1][:, ::-1][:, :_DRAWN_DIMS]
     points = (centred @ principal)[:_DRAWN].round(3)
-    kept = {"languages": part.languages, "labels": part.labels, "chosen": chosen}
-    return {"points": points.tolist()} | {name: values[:_DRAWN].tolist() for name, values in kept.items()}
+    arrays = {"languages": part.languages, "labels": part.labels, "chosen": chosen}
+    return {"points": points.tolist()} | {name: values[:_DRAWN].tolist() for name, values in arrays.items()}
 
 
 Plan = claims.Plan[LanguageResult]
@@ -350,7 +351,7 @@ ClaimCheck = claims.ClaimCheck[LanguageResult]
 
 
 def plan(preset: str, fidelity: Fidelity) -> dict[str, LanguageCell]:
-    """The cell of a fidelity, in the full preset."""
+    """Returns the cell of a fidelity, in the full preset."""
     if preset != "full" or fidelity == "best":
         return {}
     released = LanguageCell(bias=True, softmax_twice=True, piece=32, balance=0.1)

@@ -1,7 +1,7 @@
-"""Figure 1 of Chen et al. 2022: test samples in a plane, who works on them, and where the decision turns.
+"""Figure 1 of Chen et al. 2022: t-SNE map of test samples with their experts, expert regions and decision boundary.
 
-The plane is t-SNE's. It has no way back to samples, so regions and boundary are votes: a place belongs to the
-expert that most of the nearest samples go to, and to the class that most of them are taken for.
+t-SNE has no inverse, so regions and boundary are votes: a point of the map belongs to the expert and to the predicted
+class of most of its nearest samples.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Whole = NDArray[np.int64]
 
 _KINDS = {"cubic": "Nonlinear experts (cubic activation)", "identity": "Linear experts"}
 _GRID = 60
-"""Places of the plane that are asked in each direction."""
+"""Grid points of the map along each axis."""
 _NEIGHBOURS = 15
-"""Samples that vote."""
-_LOUDER = 3.0
-"""What the noise patch is multiplied by in the picture (Appendix A.1)."""
+"""Nearest samples that vote."""
+_NOISE_SCALE = 3.0
+"""Factor of the noise patch in the map (Appendix A.1)."""
 
 
 def figure_1(experiment: ExperimentResults, title: str) -> Chart:
-    """The first trial of the cells "figure1/…" before and after training; cells keep no weights, so it trains again."""
+    """Draws the first trial of "figure1/…" before and after training. Cells store no weights, so it trains again."""
     panels: list[Panel] = []
     rows: list[str] = []
     places: dict[tuple[object, int], Floats] = {}
@@ -47,7 +47,7 @@ def figure_1(experiment: ExperimentResults, title: str) -> Chart:
         test = source.draw(key, cell.test_samples, "test")
         task = cell.setting, cell.test_samples
         if task not in places:
-            places[task] = _laid_out(test)
+            places[task] = _map_positions(test)
         first = Mixtures.initial(cell.model, key, dim=source.dim)
         trained = train_mixtures(
             cell.model,
@@ -64,8 +64,8 @@ def figure_1(experiment: ExperimentResults, title: str) -> Chart:
             None if trained.mixtures.bias is None else trained.mixtures.bias.cpu(),
             None if trained.mixtures.router is None else trained.mixtures.router.cpu(),
         )
-        panels.append(Panel("at initialisation", "", "", points=_seen(first, test, places[task], key)))
-        panels.append(Panel("after training", "", "", points=_seen(last, test, places[task], key)))
+        panels.append(Panel("at initialisation", "", "", points=_points(first, test, places[task], key)))
+        panels.append(Panel("after training", "", "", points=_points(last, test, places[task], key)))
         rows.append(row)
     return Chart(
         "figure-1",
@@ -76,7 +76,7 @@ def figure_1(experiment: ExperimentResults, title: str) -> Chart:
         "the colour of the expert that the router, with its noise, sends it to; its mark tells its class. Before "
         "training colours are mixed everywhere. A router that has found the clusters gives each of them one colour. "
         f"Behind the samples: the expert and the decision of most of the {_NEIGHBOURS} nearest ones. One trial, "
-        f"{title}; the noise patch is {_LOUDER:g} times as large for the layout, as the paper has it, but not for "
+        f"{title}; the noise patch is {_NOISE_SCALE:g} times as large for the layout, as the paper has it, but not for "
         "the networks.",
         tuple(panels),
         columns=2,
@@ -84,21 +84,21 @@ def figure_1(experiment: ExperimentResults, title: str) -> Chart:
     )
 
 
-def _laid_out(data: ClusterData) -> Floats:
-    """(B, 2): a place for each sample. Their patches come in the order of Definition 3.1, which shuffling hides."""
+def _map_positions(data: ClusterData) -> Floats:
+    """Returns positions (B, 2) on the map, with patches in the order of Definition 3.1 instead of shuffled."""
     patches, signals = data.patches[0], data.places[0]
     B, N, D = patches.shape
     noise = torch.ones(B, N, dtype=torch.bool).scatter_(1, signals, False)
     order = torch.cat([signals, noise.nonzero()[:, 1].view(B, N - 3)], dim=1)
     ordered = patches.gather(1, order[..., None].expand(B, N, D)).clone()
-    ordered[:, 3:] *= _LOUDER
+    ordered[:, 3:] *= _NOISE_SCALE
     return tsne(ordered.flatten(1).numpy())
 
 
-def _seen(mixtures: Mixtures, data: ClusterData, places: Floats, key: torch.Tensor) -> Points:
+def _points(mixtures: Mixtures, data: ClusterData, places: Floats, key: torch.Tensor) -> Points:
     experts = mixtures.model.experts
     noise = keyed_random.coarse(key, "chen2022/figure 1", data.patches.shape[1], experts)
-    said, chosen = mixtures.predict(data.patches, noise)
+    outputs, chosen = mixtures.predict(data.patches, noise)
     expert = cast("Whole", chosen[0].numpy())
     label = cast("Whole", data.labels[0].numpy())
     groups = tuple(
@@ -115,7 +115,7 @@ def _seen(mixtures: Mixtures, data: ClusterData, places: Floats, key: torch.Tens
         for here in [(expert == e) & (label == positive)]
         if here.any()
     )
-    taken = np.where(said[0].numpy() > 0, 1.0, -1.0)
+    taken = np.where(outputs[0].numpy() > 0, 1.0, -1.0)
     return Points(groups, _regions(places, expert, taken, experts))
 
 
@@ -141,5 +141,5 @@ def _evenly(values: Floats) -> Floats:
 
 
 def _rounded(values: Floats) -> tuple[float, ...]:
-    """As many digits as a drawing shows."""
+    """Rounds to the precision of a drawing."""
     return tuple(round(float(value), 3) for value in values)

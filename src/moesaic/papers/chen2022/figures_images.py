@@ -1,4 +1,4 @@
-"""Table 2 and Figure 7 of Chen et al. 2022, drawn from what was measured here."""
+"""Table 2 and Figure 7 of Chen et al. 2022 with our measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KINDS = {"single": "single network", "mixture": "mixture of four"}
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
-    """Those for which there are results."""
+    """Returns the charts for which there are results."""
     experiment = experiments.get("print")
     if experiment is None:
         return []
@@ -99,10 +99,10 @@ def _embedding(experiment: ExperimentResults, task: TaskName) -> Embedding | Non
     return next((run.embedding for run in runs_of(experiment, task, "resnet18", "mixture") if run.embedding), None)
 
 
-def _points(title: str, plane: Array, kinds: NDArray[np.int64], looks: Mapping[int, tuple[str, str]]) -> Panel:
-    """Points coloured by what they are; ``looks`` gives label and role of each kind."""
+def _points(title: str, plane: Array, kinds: NDArray[np.int64], styles: Mapping[int, tuple[str, str]]) -> Panel:
+    """Draws points coloured by kind; ``styles`` has the label and role of each kind."""
     groups: list[Group] = []
-    for kind, (label, role) in looks.items():
+    for kind, (label, role) in styles.items():
         places = plane[kinds == kind].round(2)
         if len(places):
             groups.append(Group(label, role, tuple(places[:, 0].tolist()), tuple(places[:, 1].tolist())))

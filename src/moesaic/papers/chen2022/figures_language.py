@@ -24,7 +24,7 @@ _TITLES: dict[Fidelity, str] = {"print": "as printed", "released": "as released"
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
-    """Tables 10 and 11 and Figure 8, where there are results."""
+    """Returns the charts if there are results."""
     results = {
         _TITLES[each]: experiment.results[CELL]
         for each, experiment in experiments.items()
@@ -41,7 +41,7 @@ def _accuracies(results: Mapping[str, LanguageResult]) -> Chart:
         lines = (Series("single network", "single", x, single), Series("mixture of four", "mixture", x, mixture))
         panels.append(Panel(title, "Trial", "Test accuracy (%)", lines))
     names = next(iter(results.values())).dispatch[0].clusters
-    told = "; ".join(
+    by_language = "; ".join(
         f"{title}: {', '.join(f'{name} {a:.1f} / {b:.1f}' for name, a, b in zip(names, *means, strict=True))}"
         for title, means in ((title, result.by_language.mean(0)) for title, result in results.items())
     )
@@ -50,7 +50,7 @@ def _accuracies(results: Mapping[str, LanguageResult]) -> Chart:
         "chen2022",
         "Table 10",
         "Is a mixture better than one network, when nobody tells the language?",
-        f"Each trial has its own split of the sentences. Accuracy by language, single / mixture: {told}.",
+        f"Each trial has its own split of the sentences. Accuracy by language, single / mixture: {by_language}.",
         tuple(panels),
     )
 
@@ -101,8 +101,8 @@ def _clusters(results: Mapping[str, LanguageResult]) -> Chart:
         "chen2022",
         "Figure 8",
         "Do sentences of a language lie together?",
-        f"{first.told} {len(x)} test sentences of the first trial, brought into the plane by t-SNE; neighbours in the "
-        "picture are neighbours in the embedding, and axes mean nothing. Where languages are clusters, a router can "
-        "send each to an expert.",
+        f"{first.embedding_description} {len(x)} test sentences of the first trial, brought into the plane by t-SNE; "
+        "neighbours in the picture are neighbours in the embedding, and axes mean nothing. Where languages are "
+        "clusters, a router can send each to an expert.",
         tuple(panels),
     )

@@ -1,6 +1,6 @@
-"""The tables and figures of Chen et al. 2022 on synthetic data, drawn from what was measured here.
+"""Tables and figures of Chen et al. 2022 on synthetic data with our measurements.
 
-Every chart takes the cells that there are and leaves out the others.
+Charts show the cells that have results and leave out the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PAPER = "chen2022"
 _TITLES: dict[Fidelity, str] = {"print": "as printed", "released": "as released"}
 _ACCURACY, _ENTROPY, _STEP = "Test accuracy (%)", "Dispatch entropy (nats)", "Training step"
 _BLIND = round(math.log(4), 2)
-"""The entropy of a router that does not see the four clusters."""
+"""Dispatch entropy of a router that ignores the four clusters."""
 
 _TRACKS = {
     "expert_feature": ("Experts and feature signals", "Expert's product"),
@@ -40,7 +40,7 @@ _TRACKS = {
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
-    """Those for which there are results."""
+    """Returns the charts for which there are results."""
     shown: dict[Fidelity, ExperimentResults] = {name: experiments[name] for name in _TITLES if name in experiments}
     drawn = [
         _tables_1_and_3(shown),
@@ -95,7 +95,7 @@ def _tables_1_and_3(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:
 
 
 def _settings(experiments: Mapping[Fidelity, ExperimentResults], name: str, published: str) -> tuple[Series, ...]:
-    """A value against the setting: a line for each fidelity, and the paper's; nothing where nothing was measured."""
+    """Returns a value against the setting: a series per fidelity and the paper's; nothing without results."""
     lines: list[Series] = []
     for fidelity, experiment in experiments.items():
         found = [s for s in range(1, 5) if f"{name}/s{s}" in experiment.results]
@@ -110,7 +110,7 @@ def _settings(experiments: Mapping[Fidelity, ExperimentResults], name: str, publ
 
 
 def _of_the_paper(name: str) -> tuple[Series, ...]:
-    """What it prints for settings 1 to 4, with standard deviations where it has them."""
+    """Returns the paper's values for settings 1 to 4, with standard deviations if it prints them."""
     if name not in PUBLISHED:
         return ()
     pairs = [each if isinstance(each, tuple) else (each, None) for each in PUBLISHED[name]]
@@ -216,7 +216,7 @@ def _initialisation(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:
 
 
 def _figure_1(experiments: Mapping[Fidelity, ExperimentResults]) -> Iterable[Chart]:
-    """Left out on a bare machine: a run that is all but over must not end with an import that fails."""
+    """Returns Figure 1, or nothing without scikit-learn: a finished run must not end with an ImportError."""
     if find_spec("sklearn") is None:
         return []
     for fidelity, experiment in experiments.items():
@@ -252,7 +252,7 @@ def _figure_3(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:
 
 
 def _inner_products(experiments: Mapping[Fidelity, ExperimentResults], kind: str) -> Chart:
-    """A column for each cluster, so that an expert that learns its feature is above a router that learns its centre."""
+    """One column per cluster: experts and features above routers and centres."""
     panels: list[Panel] = []
     rows: list[str] = []
     told = ""
@@ -289,7 +289,7 @@ def _inner_products(experiments: Mapping[Fidelity, ExperimentResults], kind: str
 
 
 def _dispatch_tables(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
-    """Tables 4 to 6: the purest and the most mixed of the nonlinear mixtures, and the median of the linear ones."""
+    """Tables 4 to 6: the nonlinear mixtures with the lowest and the highest entropy, and the median linear one."""
     picks = {
         "4": ("cubic", 0.0, "the purest of the nonlinear mixtures"),
         "5": ("cubic", 1.0, "the least pure of the nonlinear mixtures"),
@@ -396,14 +396,14 @@ def _value(published: float | tuple[float, float]) -> float:
 
 
 def _means(label: str, role: str, x: Iterable[float], values: Sequence[Array]) -> Series:
-    """Mean and standard deviation over trials, which are the last axis of each of the values."""
+    """Returns mean and standard deviation over the last axis, the trials."""
     means = tuple(float(each.mean()) for each in values)
     spreads = tuple(float(each.std(ddof=1)) for each in values) if len(values[0]) > 1 else None
     return Series(label, role, tuple(float(each) for each in x), means, spreads)
 
 
 def _by_expert(steps: Array, values: Array) -> tuple[Series, ...]:
-    """A line for each expert, of values (S, E)."""
+    """Returns a series per expert from values (S, E)."""
     x = tuple(float(step) for step in steps)
     return tuple(
         Series(f"expert {e + 1}", f"expert-{e + 1}", x, tuple(float(value) for value in values[:, e]))
@@ -412,7 +412,7 @@ def _by_expert(steps: Array, values: Array) -> tuple[Series, ...]:
 
 
 def _steps(lines: Sequence[Series]) -> str:
-    """The label of an axis of steps; panels whose trainings are not equally long must not share it."""
+    """Returns the label of an axis of steps, unique to the number of steps, since equal labels share an axis."""
     return f"{_STEP}, up to {lines[0].x[-1]:g}" if lines else _STEP
 
 
@@ -423,7 +423,7 @@ def _first(experiment: ExperimentResults, names: Iterable[str]) -> CellArrays | 
 def _first_result(
     experiments: Mapping[Fidelity, ExperimentResults], names: Sequence[str], needed: str
 ) -> tuple[str, CellArrays] | None:
-    """Of the fidelities and names, the first that has what is needed, and where it is from."""
+    """Returns the first result, over fidelities and cell names, that has the needed array, and its fidelity's title."""
     for fidelity, experiment in experiments.items():
         for name in names:
             result = experiment.results.get(name)
@@ -433,5 +433,5 @@ def _first_result(
 
 
 def _theory_cells(kind: str = "cubic") -> tuple[str, ...]:
-    """Setting 3 comes first: signal and noise are alike there, as in the theory."""
+    """Setting 3 is first: its signal and noise have the same distribution, as in the theory."""
     return tuple(f"moe/{kind}/s{setting}" for setting in (3, 1, 4, 2))

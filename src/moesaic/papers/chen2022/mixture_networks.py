@@ -1,6 +1,6 @@
-"""The two-layer networks of Chen et al. 2022, T of them side by side: single ones, and mixtures that route samples.
+"""The two-layer networks of Chen et al. 2022, T at a time: single networks, and mixtures that route samples.
 
-An expert sums what its filters say over all patches of a sample (eq. 3.1), a router scores the sum of the
+An expert sums the responses of its filters over all patches of a sample (eq. 3.1), a router scores the sum of the
 patches, and the sample goes to the expert with the largest score (Section 3.2):
 
     f_m(x) = Σ_j a_j Σ_p σ(⟨w_mj, x_p⟩ + b_mj)        h_m(x) = ⟨θ_m, Σ_p x_p⟩        F(x) = π_m(x) f_m(x)
@@ -33,7 +33,7 @@ FilterActivation = Literal["identity", "cubic", "relu", "celu", "gelu", "tanh"]
 
 @dataclass(frozen=True)
 class Mixture:
-    """What a network of Chen et al. is: one expert (a single network, without a router) or several.
+    """Architecture of a network: one expert (a single network, without a router) or several.
 
     >>> Mixture.of("print").experts, Mixture.of("print").filters
     (8, 16)
@@ -42,24 +42,24 @@ class Mixture:
     """
 
     experts: int = 8
-    """M."""
+    """M, number of experts."""
     filters: int = 16
-    """J, of each expert."""
+    """J, number of filters per expert."""
     activation: FilterActivation = "cubic"
     two_logits: bool = False
-    """Half of the filters count for the one class, half for the other."""
+    """Whether half of the filters have the sign −1, for the other class."""
     bias: bool = False
     gate: Literal["softmax", "raw"] = "softmax"
     """The factor on the winner's output: softmax(h), or as released h + noise."""
     softmax_twice: bool = False
     """As released: the loss takes the probabilities for logits, so it is bounded, and never below 0.3133."""
     data_scale: float = 1.0
-    """What the patches are multiplied by."""
+    """Factor of the patches."""
     init: Literal["normal", "uniform"] = "normal"
     init_scale: float = 0.01
     """σ0 of N(0, σ0²); or of the interval ±1/√D, which is torch's own, its multiple."""
     noise_in_test: bool = False
-    """Whether Unif[0, 1] noise moves the router's choice on test samples as well."""
+    """Whether routing on test samples has Unif[0, 1] noise, too."""
 
     def __post_init__(self) -> None:
         check_positive("Mixture", experts=self.experts, filters=self.filters)
@@ -77,7 +77,7 @@ class Mixture:
     def of(
         cls, fidelity: Fidelity, activation: FilterActivation = "cubic", *, experts: int = 8, filters: int = 16
     ) -> Mixture:
-        """A mixture of experts as printed (with σ0 = 0.01, about which the paper is silent) or as released."""
+        """Returns a mixture of experts as printed (with σ0 = 0.01, which the paper does not give) or as released."""
         check_choice("Mixture", "fidelity", fidelity, ("print", "released"))
         printed = cls(experts, filters, activation)
         if fidelity == "print":
@@ -96,7 +96,7 @@ class Mixture:
 
     @classmethod
     def single(cls, fidelity: Fidelity, activation: FilterActivation = "cubic", filters: int = 128) -> Mixture:
-        """A single network; as released it starts from torch's own initial weights and has one softmax."""
+        """Returns a single network; as released it starts from torch's own initial weights and has one softmax."""
         alone = cls.of(fidelity, activation, experts=1, filters=filters)
         if fidelity == "print":
             return alone
@@ -104,7 +104,7 @@ class Mixture:
 
     @property
     def routed(self) -> bool:
-        """Whether there is anything to route."""
+        """Whether there is more than one expert."""
         return self.experts > 1
 
 
@@ -122,7 +122,7 @@ class Mixtures:
 
     @classmethod
     def initial(cls, model: Mixture, keys: Tensor, *, dim: int, dtype: torch.dtype = torch.float32) -> Mixtures:
-        """Random filters, each trial its own, and routers of zeros (Algorithm 1, steps 1 and 2)."""
+        """Returns networks with random filters and zero routers (Algorithm 1, steps 1 and 2)."""
         E, J = model.experts, model.filters
         bound = model.init_scale / math.sqrt(dim)
 
@@ -151,13 +151,13 @@ class Mixtures:
         return signs
 
     def scores(self, patches: Tensor) -> Tensor:
-        """The scores h of patches (T, B, N, D) as they were drawn → (T, B, E); for a single network zeros."""
+        """Returns the scores h (T, B, E) of unscaled patches (T, B, N, D); zeros for a single network."""
         if self.router is None:
             return patches.new_zeros(*patches.shape[:2], 1)
         return (self.model.data_scale * patches.sum(dim=2)) @ self.router.transpose(1, 2)
 
     def expert_outputs(self, patches: Tensor) -> Tensor:
-        """What every expert says of patches (T, B, N, D) as they were drawn → f_m, (T, B, E)."""
+        """Returns the outputs f_m (T, B, E) of all experts on unscaled patches (T, B, N, D)."""
         T, B, N, D = patches.shape
         E, J = self.model.experts, self.model.filters
         flat = (self.model.data_scale * patches).view(T, B * N, D)
@@ -172,7 +172,7 @@ class Mixtures:
         return (scores if noise is None else scores + noise).argmax(dim=2)
 
     def predict(self, patches: Tensor, noise: Tensor | None = None, block: int = 2000) -> tuple[Tensor, Tensor]:
-        """F of patches (T, B, N, D) as they were drawn and the experts they went to, (T, B) each."""
+        """Returns the outputs F and the experts, (T, B) each, of unscaled patches (T, B, N, D)."""
         outputs: list[Tensor] = []
         chosen: list[Tensor] = []
         for start in range(0, patches.shape[1], block):
@@ -193,7 +193,7 @@ class Mixtures:
         return scores if noise is None else scores + noise
 
     def of(self, which: Tensor) -> Mixtures:
-        """Some of the networks."""
+        """Returns some of the networks."""
         return replace(
             self,
             weights=self.weights[which],

@@ -1,8 +1,8 @@
 """Chen et al. 2022, "Towards Understanding Mixture of Experts in Deep Learning".
 
-Routing by sample: synthetic data with clusters (`tables`, `theory`), CIFAR-10 and CIFAR-10-Rotate
-(`images`), and sentences in three languages (`language`). Every trial
-draws samples of its own, where the released code trains ten times on one data set.
+Routing by sample: synthetic data with clusters (`claims_synthetic`, `claims_theory`), CIFAR-10 and CIFAR-10-Rotate
+(`claims_images`), and sentences in three languages (`claims_language`). Every trial has its own random samples; the
+released code trains ten times on one dataset.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["PAPER"]
 
 
 def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
-    """Synthetic data, images and sentences."""
+    """Returns the cells on synthetic data, images and sentences."""
     return {
         **experiments_synthetic.plan(preset, fidelity),
         **experiments_images.plan(preset, fidelity),
@@ -42,7 +42,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart]:
-    """Those for which there are results."""
+    """Returns the charts for which there are results."""
     return [
         *figures_synthetic.charts(experiments),
         *figures_images.charts(experiments),
@@ -51,26 +51,26 @@ def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart
 
 
 def notes(preset: str, runner: Runner) -> list[str]:
-    """What a reader should know."""
+    """Returns remarks for the report."""
     sizes = experiments_synthetic.SIZES[preset]
     many = f"{sizes.trials} trials"
     if sizes.single_trials != sizes.trials:
         many += f" of mixtures and {sizes.single_trials} of single networks"
-    said = [
+    remarks = [
         f"Synthetic data: {many}, each with {sizes.samples:,} training and as many test samples of its "
         "own (the paper: 10, with 16,000; the released code has one data set and ten initialisations).",
         "As printed, the rates 0.001 and 0.1 on data of unit scale need more than the released code's 501 steps; "
         "networks get 4000. The initial scale is not printed; σ0 = 0.01 here.",
     ]
     if preset == "full":
-        said += [claims_images.NOTE, claims_language.NOTE]
+        remarks += [claims_images.NOTE, claims_language.NOTE]
     else:
-        said.append("Quick: smaller samples and fewer trials than the paper; --preset full has them all.")
-    return said
+        remarks.append("Quick: smaller samples and fewer trials than the paper; --preset full has them all.")
+    return remarks
 
 
 def check_data(data_dir: Path | None) -> None:
-    """Images and sentences may be missing, and claims on them are then not decided; what is there must be whole."""
+    """Raises if a dataset is damaged. If images or sentences are missing, their claims are not run."""
     if data_dir is not None:
         experiments_images.check_data(data_dir)
         experiments_language.check_data(data_dir)

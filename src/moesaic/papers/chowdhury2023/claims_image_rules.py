@@ -1,4 +1,4 @@
-"""What the claims on images have in common: runs as curves, how long they were, and rules that several claims share."""
+"""Functions and texts that the claims on images share: accuracy curves, decision rules, how runs were shortened."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = [
     "ExperimentResults",
     "accuracies",
     "cell_prefixes",
-    "claimed",
     "curve",
+    "image_check",
     "saving",
 ]
 
@@ -36,10 +36,10 @@ LENGTH = (
     f"({SEEN[32]:,} of CIFAR-10), both networks alike; {TRIALS[0]} trials on smiling faces and on "
     f"vehicles, {TRIALS[1]} on other tasks, where networks share images; accuracy after the last epoch."
 )
-"""What rules say about how runs were shortened."""
+"""Text of the rules on how runs were shortened."""
 
 
-def claimed(
+def image_check(
     id: str,
     where: str,
     statement: str,
@@ -49,23 +49,23 @@ def claimed(
     evaluate: Callable[[ExperimentResults], CheckResult],
     fidelities: tuple[Fidelity, ...] = ("released",),
 ) -> ClaimCheck:
-    """A claim on images and the way to decide on it."""
+    """Returns the check of a claim on images."""
     claim = Claim(id, "chowdhury2023", where, statement, published, rule)
     return ClaimCheck(claim, cell_prefixes, evaluate, fidelities, missing="not run here: needs --preset full and a GPU")
 
 
 def cell_prefixes(*tasks: str) -> tuple[str, ...]:
-    """The runs of both networks on some tasks."""
+    """Returns the name prefixes of the runs of both networks on some tasks."""
     return tuple(f"wide/{task}/{arm}/" for task in tasks for arm in ("wrn", "pmoe"))
 
 
 def accuracies(runs: Sequence[WideResult]) -> Array:
-    """(T,) in percent."""
+    """Returns the test accuracies (T,) in percent."""
     return np.array([run.accuracy for run in runs])
 
 
 def curve(experiment: ExperimentResults, task: str, arm: Arm) -> Curve:
-    """Accuracy against samples."""
+    """Returns accuracy against samples."""
     sizes = sizes_of(experiment, task, arm)
     return sizes, np.stack([accuracies(runs_of(experiment, task, arm, samples)) for samples in sizes])
 

@@ -1,8 +1,7 @@
-"""What Chowdhury et al. 2023 say about deep networks on images, and the rules that decide on it.
+"""Claims of Chowdhury et al. 2023 on images: Section 5.2 (Figures 10 to 12) and Appendix A (Figures 14 to 16).
 
-Section 5.2 (CelebA: Figures 10 to 12) and Appendix A (CIFAR-10: Figures 14 to 16); `image_work` has Table 2 and the
-talk's slides. All of it compares a wide residual network (WRN) with the same network whose last convolution is a
-pMoE layer (WRN-pMoE). `image_plan` says how runs were shortened.
+`claims_training_cost` has Table 2 and the talk's slides. All claims compare a wide residual network (WRN) with the same
+network with a pMoE layer as its last convolution (WRN-pMoE). `experiments_images` describes how runs were shortened.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from moesaic.papers.chowdhury2023.claims_image_rules import (
     ExperimentResults,
     accuracies,
     cell_prefixes,
-    claimed,
     curve,
+    image_check,
     saving,
 )
 from moesaic.papers.chowdhury2023.experiments_images import (
@@ -42,7 +41,7 @@ from moesaic.papers.engine.decision_rules import CheckResult, above_zero, ahead_
 __all__ = ["CHECKS", "MAJORITY", "MINORITY", "NOTE"]
 
 MAJORITY = ("smiling, black hair", "not smiling, blond hair")
-"""The groups that training on the spurious task nearly consists of."""
+"""The groups of 95 % of the training faces of the spurious task."""
 MINORITY = ("smiling, blond hair", "not smiling, black hair")
 
 NOTE = (
@@ -52,21 +51,21 @@ NOTE = (
     "equally, on the same images. Numbers of samples are smaller than the paper's; accuracies are those "
     "after the last epoch."
 )
-"""What a reader of the report should know."""
+"""Remark for the report."""
 
 _LEVEL = 86.0
 _FIFTH = 0.2
 
 
 def _lead(experiment: ExperimentResults, task: str, samples: int) -> Array:
-    """(T,): points of WRN-pMoE ahead of WRN."""
+    """Returns the leads (T,) of WRN-pMoE over WRN, in points."""
     return accuracies(runs_of(experiment, task, "pmoe", samples)) - accuracies(
         runs_of(experiment, task, "wrn", samples)
     )
 
 
 def _compared_sizes(experiment: ExperimentResults, task: str) -> list[int]:
-    """Ours is compared at every size, theirs where its averages have settled."""
+    """Returns the sizes to compare at: all for our form, from `SETTLED` on for the others."""
     return [samples for samples in sizes_of(experiment, task) if experiment.fidelity == "best" or samples >= SETTLED]
 
 
@@ -76,7 +75,7 @@ def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Claim
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         return ahead_everywhere([mean(_lead(experiment, task, n)) for n in _compared_sizes(experiment, task)], "sizes")
 
-    return claimed(
+    return image_check(
         f"fig{figure.where.split()[1]}-ahead",
         figure.where,
         f"With the same number of training samples WRN-pMoE has a higher test accuracy than WRN on {figure.about} "
@@ -117,7 +116,7 @@ def _lower(experiment: ExperimentResults) -> CheckResult:
 
 
 def _group_lead(experiment: ExperimentResults, value: Callable[[WideResult], float]) -> Estimate:
-    """How much more a value of WRN-pMoE is than of WRN, with the most samples."""
+    """Returns the difference of a value between WRN-pMoE and WRN, with the most samples."""
     samples = sizes_of(experiment, "celeba-spurious")[-1]
     ours, theirs = (
         np.array([value(run) for run in runs_of(experiment, "celeba-spurious", arm, samples)])
@@ -163,7 +162,7 @@ def _larger_on_local(experiment: ExperimentResults) -> CheckResult:
 
 
 def _as_accurate(task: str) -> ClaimCheck:
-    """Ours against the released form; ours has the cells of both."""
+    """Compares our form with the released one; the plan of "best" has the cells of both."""
     sizes = COMPARED[task]
     many = " and ".join(f"{samples:,}" for samples in sizes)
 
@@ -182,7 +181,7 @@ def _as_accurate(task: str) -> ClaimCheck:
             verdict = "fails" if behind == runs else f"partly: more than a point behind in {behind} of {runs} trials"
         return CheckResult(verdict, least.value, least.interval)
 
-    return claimed(
+    return image_check(
         f"best-accurate-{task}",
         "Our own",
         f"WRN-pMoE in our form is at least as accurate as in the released one on {FIGURES[task].about}, with {many} "
@@ -209,7 +208,7 @@ def _stable(experiment: ExperimentResults) -> CheckResult:
 
 CHECKS: tuple[ClaimCheck, ...] = (
     _ahead("celeba-smiling", ("released", "best")),
-    claimed(
+    image_check(
         "fig10-fifth",
         "Figure 10",
         "WRN-pMoE requires less than one fifth of the training samples that WRN needs for 86 % test accuracy on "
@@ -224,7 +223,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         ("released", "best"),
     ),
     _ahead("celeba-spurious"),
-    claimed(
+    image_check(
         "fig11-lower",
         "Figure 11",
         "Where training images have a spurious correlation with hair colour, test accuracies are lower than without "
@@ -237,7 +236,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         (*cell_prefixes("celeba-smiling"), *cell_prefixes("celeba-spurious")),
         _lower,
     ),
-    claimed(
+    image_check(
         "fig11-worst-group",
         "Our own",
         "Where hair colour nearly tells who smiles in training, WRN-pMoE is ahead of WRN on the worst of the four "
@@ -248,7 +247,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         cell_prefixes("celeba-spurious"),
         _worst_group,
     ),
-    claimed(
+    image_check(
         "fig11-gap",
         "Our own",
         "Routing avoids the spurious feature: the gap between faces with the hair that is usual in training and those "
@@ -265,7 +264,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
     _ahead("cifar10"),
     _ahead("cifar10-noise"),
     _ahead("cifar-vehicles", ("print", "released", "best")),
-    claimed(
+    image_check(
         "fig14-16-local",
         "Figures 14 to 16",
         "The lead of WRN-pMoE is larger on CIFAR-10 with noise and on CIFAR-Vehicles, where features are local, than "
@@ -278,7 +277,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         _larger_on_local,
     ),
     *(_as_accurate(task) for task in COMPARED),
-    claimed(
+    image_check(
         "best-stable",
         "Our own",
         "WRN-pMoE trains stably on 1,000 faces, smiling or not (test accuracy of the worst trial).",

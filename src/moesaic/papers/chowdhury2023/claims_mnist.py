@@ -35,7 +35,7 @@ K_PROPER = 8
 
 
 def _accuracies(results: Sequence[Result]) -> Array:
-    """(S, T)."""
+    """Returns the test accuracies (S, T) in percent."""
     return np.stack([each.accuracy for each in results])
 
 
@@ -73,7 +73,7 @@ def _curve(experiment: ExperimentResults, prefix: str) -> Curve:
 
 
 def _arriving(result: CheckResult) -> CheckResult:
-    """Say so where the ratio is infinite, which claims.json cannot."""
+    """Replaces the verdict on an infinite ratio, which JSON cannot represent."""
     never = result.measured == float("inf")
     return replace(result, verdict=f"fails: {LEVEL:g} % is never reached here") if never else result
 
@@ -107,7 +107,7 @@ def _faster(experiment: ExperimentResults) -> CheckResult:
 
 
 def _success(results: Sequence[Result]) -> Array:
-    """(S, T): 1 where a trial reached the level."""
+    """(S, T): 1 if the trial reached the level, else 0."""
     return (_accuracies(results) >= LEVEL).astype(np.float64)
 
 
@@ -129,7 +129,7 @@ def _sample_growth(experiment: ExperimentResults) -> CheckResult:
 
 
 def _sweep(experiment: ExperimentResults, figure: str, least: float) -> tuple[list[float], list[Array]]:
-    """The places from ``least`` on, and for each fixed N the accuracies (S, T) there."""
+    """Returns the x values from ``least`` on, and for each fixed N the accuracies (S, T)."""
     places: list[float] = []
     several: list[Array] = []
     for prefix in experiment.series_prefixes(figure).values():
@@ -355,4 +355,4 @@ OWN_CHECKS: tuple[ClaimCheck, ...] = (
         ("best",),
     ),
 )
-"""Claims of ours on `TwoLayer.best`."""
+"""Our own claims on `TwoLayer.best`."""

@@ -1,7 +1,7 @@
-"""What a pMoE layer saves: samples and multiply-adds by the talk's slides, iterations and time by Table 2.
+"""Claims on the savings of a pMoE layer: samples and multiply-adds (the talk's slides), iterations and time (Table 2).
 
-All on four classes of CelebA. The paper's FLOPs are seconds times the GPU's speed; here they are counted, and seconds
-are measured apart, since runs side by side on one GPU slow each other down.
+All are on four classes of CelebA. The paper's FLOPs are seconds times the GPU's speed; here multiply-adds are counted,
+and seconds are measured separately, since runs that share a GPU slow each other down.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from moesaic.papers.chowdhury2023.claims_image_rules import (
     ClaimCheck,
     ExperimentResults,
     cell_prefixes,
-    claimed,
     curve,
+    image_check,
     saving,
 )
 from moesaic.papers.chowdhury2023.experiments_images import CONVERGED, Arm, StepResult, WideResult, runs_of, sizes_of
@@ -33,7 +33,7 @@ _STEP = "wide-step/both/64"
 
 
 def _curves(experiment: ExperimentResults) -> tuple[list[float], Array, Array]:
-    """Sizes, and for each size and trial the accuracies of WRN-pMoE and WRN."""
+    """Returns the sizes (S,) and the accuracies (S, T) of WRN-pMoE and WRN."""
     sizes, ours = curve(experiment, _FOUR, "pmoe")
     return list(sizes), ours, curve(experiment, _FOUR, "wrn")[1]
 
@@ -64,14 +64,14 @@ def _slide_work(experiment: ExperimentResults) -> CheckResult:
 
 
 def _never(result: CheckResult) -> CheckResult:
-    """Say so where the ratio is infinite, which claims.json cannot."""
+    """Replaces the verdict on an infinite ratio, which JSON cannot represent."""
     if result.measured != float("inf"):
         return result
     return replace(result, verdict="fails: WRN-pMoE never reaches WRN's accuracy here")
 
 
 def _seen(run: WideResult) -> float:
-    """Images until it converged; all of the run's where it did not."""
+    """Images until convergence; all images of the run if it did not converge."""
     return min(run.converged, float(run.images))
 
 
@@ -89,7 +89,7 @@ def _work(experiment: ExperimentResults, arm: Arm) -> Array:
 
 
 def _converging(result: CheckResult, experiment: ExperimentResults) -> CheckResult:
-    """Runs that end before they have converged bound the ratio on one side only, and nothing where both do."""
+    """Weakens the verdict if most runs end before convergence: the ratio is then bounded on one side at most."""
     ours, theirs = _mostly_open(experiment, "pmoe"), _mostly_open(experiment, "wrn")
     decision = result.verdict.partition(":")[0]
     if ours and theirs:
@@ -150,7 +150,7 @@ _CONVERGES = (
 )
 
 CHECKS: tuple[ClaimCheck, ...] = (
-    claimed(
+    image_check(
         "fig12-samples",
         "Figure 12",
         "On four classes of CelebA, WRN-pMoE saves 60 % of the training samples (share of samples; the talk's slides).",
@@ -163,7 +163,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         cell_prefixes(_FOUR),
         _slide_samples,
     ),
-    claimed(
+    image_check(
         "fig12-flops",
         "Figure 12",
         "On four classes of CelebA, WRN-pMoE saves 50 % of the training FLOPs (share of multiply-adds; the talk's "
@@ -176,7 +176,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         cell_prefixes(_FOUR),
         _slide_work,
     ),
-    claimed(
+    image_check(
         "table2-iterations",
         "Table 2",
         "With the same number of training samples WRN-pMoE requires fewer iterations to converge than WRN, on four "
@@ -187,7 +187,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         cell_prefixes(_FOUR),
         _fewer_iterations,
     ),
-    claimed(
+    image_check(
         "table2-cost",
         "Table 2",
         "WRN-pMoE has a lower cost per iteration than WRN (ratio of multiply-adds).",
@@ -197,7 +197,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         cell_prefixes(_FOUR),
         _cheaper_iterations,
     ),
-    claimed(
+    image_check(
         "table2-step",
         "Table 2",
         "WRN-pMoE has a lower cost per iteration than WRN (ratio of seconds).",
@@ -208,7 +208,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         (_STEP,),
         _faster_iterations,
     ),
-    claimed(
+    image_check(
         "table2-time",
         "Table 2",
         "With the same number of training samples WRN-pMoE converges in 0.6 of WRN's time, on four classes of CelebA "
@@ -220,7 +220,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         (*cell_prefixes(_FOUR), _STEP),
         _time,
     ),
-    claimed(
+    image_check(
         "table2-flops",
         "Table 2",
         "With the same number of training samples WRN-pMoE converges with 0.58 of WRN's training FLOPs, on four "

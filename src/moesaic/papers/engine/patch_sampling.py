@@ -1,4 +1,4 @@
-"""What sources of patches do alike: check a draw, balance its classes, and lay patches on their places."""
+"""Functions for drawing samples of patches: argument checks, balanced classes, and placement of patches."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from moesaic import keyed_random
 from moesaic.checks import check_choice, check_positive
 from moesaic.data.splits import Split
 
-__all__ = ["balanced", "blocks", "check_draw", "check_patches", "even_orders", "lay_out"]
+__all__ = ["balanced_labels", "check_draw", "check_patches", "insert_patch", "key_blocks", "shuffled_cycles"]
 
-_BLOCK = 1 << 22  # random numbers at once; bounds the memory, not what is drawn
+_BLOCK = 1 << 22  # random numbers at a time: bounds the memory, does not change the numbers
 
 
 def check_patches(owner: str, patches: int) -> None:
-    """Refuse samples without room for a patch beside the discriminative one."""
+    """Raises unless a sample has at least two patches."""
     check_positive(owner, patches=patches)
     if patches < 2:
         raise ValueError(
@@ -26,7 +26,7 @@ def check_patches(owner: str, patches: int) -> None:
 
 
 def check_draw(owner: str, keys: Tensor, samples: int, split: Split, classes: int) -> None:
-    """Refuse keys that are none, unknown splits, and samples that cannot be as many of each class."""
+    """Raises for invalid keys, unknown splits, and sample sizes that are not divisible by the number of classes."""
     if keys.ndim != 1 or keys.dtype != torch.int64:
         raise ValueError(
             f"{owner}: keys have the shape {tuple(keys.shape)} and are {keys.dtype}; "
@@ -43,10 +43,10 @@ def check_draw(owner: str, keys: Tensor, samples: int, split: Split, classes: in
         )
 
 
-def balanced(keys: Tensor, stream: str, samples: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Labels (T, B), as many of each class in random order, and each sample's number (T, B) within its class.
+def balanced_labels(keys: Tensor, stream: str, samples: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Returns labels (T, B), balanced and in random order, and the index (T, B) of each sample within its class.
 
-    >>> labels, ranks = balanced(keyed_random.keys(0, [0]), "labels", samples=6, classes=2)
+    >>> labels, ranks = balanced_labels(keyed_random.keys(0, [0]), "labels", samples=6, classes=2)
     >>> labels.sum().item(), sorted(ranks[labels == 1].tolist())
     (3, [0, 1, 2])
     """
@@ -54,29 +54,29 @@ def balanced(keys: Tensor, stream: str, samples: int, classes: int) -> tuple[Ten
     return order % classes, order // classes
 
 
-def even_orders(keys: Tensor, stream: str, size: int, count: int) -> Tensor:
-    """(T, count) numbers from 0 to ``size`` − 1, where none comes again before all others came.
+def shuffled_cycles(keys: Tensor, stream: str, size: int, count: int) -> Tensor:
+    """Returns (T, count) numbers from 0 to ``size`` − 1; none repeats before all others have occurred.
 
-    >>> even_orders(keyed_random.keys(0, [0]), "orders", size=3, count=6).view(2, 3).sort().values.tolist()
+    >>> shuffled_cycles(keyed_random.keys(0, [0]), "orders", size=3, count=6).view(2, 3).sort().values.tolist()
     [[0, 1, 2], [0, 1, 2]]
     """
     rounds = -(-count // size)
     parts = [
         keyed_random.bits(some, stream, rounds, size).argsort(dim=-1, stable=True).flatten(1)[:, :count].clone()
-        for some in blocks(keys, rounds * size)
+        for some in key_blocks(keys, rounds * size)
     ]
     return torch.cat(parts)
 
 
-def blocks(keys: Tensor, each: int) -> tuple[Tensor, ...]:
-    """The keys in blocks that draw ``each`` numbers a key without needing more memory for more keys."""
+def key_blocks(keys: Tensor, each: int) -> tuple[Tensor, ...]:
+    """Splits the keys into blocks, so that drawing ``each`` numbers per key needs bounded memory."""
     return torch.split(keys, max(1, _BLOCK // each))
 
 
-def lay_out(decisive: Tensor, others: Tensor, place: Tensor) -> Tensor:
-    """(…, N): ``decisive`` (…) on its ``place`` (…), and ``others`` (…, N − 1) around it in their order.
+def insert_patch(decisive: Tensor, others: Tensor, place: Tensor) -> Tensor:
+    """Returns (…, N): ``decisive`` (…) at the index ``place`` (…), and ``others`` (…, N − 1) around it in order.
 
-    >>> lay_out(torch.tensor([7]), torch.tensor([[1, 2, 3]]), torch.tensor([2])).tolist()
+    >>> insert_patch(torch.tensor([7]), torch.tensor([[1, 2, 3]]), torch.tensor([2])).tolist()
     [[1, 2, 7, 3]]
     """
     N = others.shape[-1] + 1

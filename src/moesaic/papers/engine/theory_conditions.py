@@ -1,15 +1,15 @@
-"""Inequalities that must hold before a formula means anything, and errors that name the one that fails."""
+"""Checks of the conditions of theorems; errors name the inequality that fails."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_places", "check_samples", "require", "whole"]
+__all__ = ["check_patch_indices", "check_samples", "require", "whole"]
 
 
 def require(owner: str, holds: bool, inequality: str, found: str, way_out: str) -> None:
-    """Raise unless the inequality holds.
+    """Raises ValueError unless the inequality holds.
 
     >>> require("Setting", False, "1 ≤ l ≤ n", "l=20, n=16", "an expert cannot take more patches than there are")
     Traceback (most recent call last):
@@ -20,7 +20,7 @@ def require(owner: str, holds: bool, inequality: str, found: str, way_out: str) 
 
 
 def whole(owner: str, **counts: int) -> None:
-    """Refuse counts that are not whole numbers from 1 on.
+    """Raises unless all counts are integers of at least 1.
 
     >>> whole("Setting", n=0)
     Traceback (most recent call last):
@@ -33,7 +33,7 @@ def whole(owner: str, **counts: int) -> None:
 
 
 def check_samples(owner: str, patches: Tensor, labels: Tensor, *, least: int = 1) -> int:
-    """The number of classes of samples (B, N, D) with labels (B,) from 0, each on at least ``least`` samples."""
+    """Returns the number of classes of samples (B, N, D) with labels (B,), of which each has at least ``least``."""
     if patches.ndim != 3 or not patches.is_floating_point() or not patches.numel():
         raise ValueError(
             f"{owner}: patches are {patches.dtype} of shape {tuple(patches.shape)}; give floating-point samples "
@@ -49,8 +49,8 @@ def check_samples(owner: str, patches: Tensor, labels: Tensor, *, least: int = 1
     return len(counts)
 
 
-def check_places(owner: str, discriminative: Tensor, samples: int, patches: int) -> None:
-    """Refuse what is not one patch number, from 0 to N − 1, for each sample."""
+def check_patch_indices(owner: str, discriminative: Tensor, samples: int, patches: int) -> None:
+    """Raises unless there is one patch index, from 0 to N − 1, for each sample."""
     _check_integers(owner, "discriminative", discriminative, (samples,))
     if ((discriminative < 0) | (discriminative >= patches)).any():
         raise ValueError(

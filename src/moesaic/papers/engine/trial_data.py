@@ -1,4 +1,4 @@
-"""Data for many trials at once: every trial has samples of its own, drawn from patches they may share."""
+"""Datasets of many trials at once: each trial has its own samples, made of patches from a common pool."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ __all__ = ["PatchSource", "TrialData"]
 
 @dataclass(frozen=True, eq=False)
 class TrialData:
-    """T data sets of B samples with N patches each.
+    """T datasets of B samples with N patches each.
 
-    Samples refer to their patches by row number: T trials on one collection of digits need that
-    collection once, and B · N numbers each.
+    Samples refer to their patches by row of the pool, so that all trials share the memory of the patches.
     """
 
     pool: Tensor
-    """(P, D) float32: all patches there are."""
+    """(P, D) float32: all patches."""
     index: Tensor
-    """(T, B, N) int64: which row of the pool lies on each place of each sample."""
+    """(T, B, N) int64: row of the pool of each patch."""
     labels: Tensor
     """(T, B) int64: the class, from 0; for two classes, 1 is the paper's y = +1 and 0 its y = −1."""
     discriminative: Tensor
-    """(T, B) int64: the place of the patch that decides the class."""
+    """(T, B) int64: index of the patch that determines the class."""
 
     def __len__(self) -> int:
         """T, the number of trials."""
@@ -35,32 +34,32 @@ class TrialData:
 
     @property
     def patches(self) -> Tensor:
-        """(T, B, N, D): the samples themselves. Large; the trial engine gathers a minibatch at a time instead."""
+        """(T, B, N, D): the samples. Large; training gathers one minibatch at a time instead."""
         return self.pool[self.index]
 
 
 class PatchSource(Protocol):
-    """Where trials get their samples from."""
+    """A distribution of samples for trials."""
 
     @property
     def classes(self) -> int:
-        """How many classes there are."""
+        """Number of classes."""
         ...
 
     @property
     def patches(self) -> int:
-        """N, patches in a sample."""
+        """N, number of patches in a sample."""
         ...
 
     @property
     def dim(self) -> int:
-        """D, numbers in a patch."""
+        """D, dimension of a patch."""
         ...
 
     def draw(self, keys: Tensor, samples: int, split: Split) -> TrialData:
-        """``samples`` samples for every key (see `moesaic.keyed_random`), as many of each class.
+        """Draws ``samples`` samples for every key (see `moesaic.keyed_random`), equally many of each class.
 
-        What a key gets does not depend on the other keys. The two splits share no source patch
+        The samples of a key do not depend on the other keys. The two splits share no source patch
         where the source is finite.
         """
         ...

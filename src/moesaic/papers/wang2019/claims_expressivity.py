@@ -1,7 +1,7 @@
-"""Claims of Wang et al. 2019's supplement that only need calculating: Section A.1 and Table 1.
+"""Claims of Wang et al. 2019's supplement that need no training: Section A.1 and Table 1.
 
-A.1 argues with the rank of the tensor that a network stands for (`channel_ranks`) and with the probability that two
-inputs open the same channels (`channel_masks`). Where its wording is too strong:
+A.1 uses the rank of the tensor that represents a network (`channel_ranks`) and the probability that two inputs open
+the same channels (`channel_masks`). Its wording is too strong in these points:
 
 - the rank is n^(2^(L−1)) and not n^(2^L), only the first layer's width counts, and M features are a limit
 - C(m, n)^(−L) is the probability of uniform n-subsets, and not of channels that open "i.i.d. with respect to each"
@@ -33,7 +33,7 @@ ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
 
 _CLOSE = 1e-6
 _LARGE = ((64,), (8,))
-"""Channels and open ones of a layer in which no collision would be seen by drawing."""
+"""Channels and open channels of a layer whose collisions are too rare to be sampled."""
 
 
 def _dense(experiment: ExperimentResults) -> CheckResult:
@@ -106,12 +106,12 @@ def _rank_probability(experiment: ExperimentResults) -> CheckResult:
     share = float(found.mean())
     if np.abs(found - printed).max() < _CLOSE:
         return CheckResult("holds", share)
-    told = "more" if share > printed else "less"
-    return CheckResult(f"fails: {told} often; {printed:g} is the probability for one pair of inputs", share)
+    direction = "more" if share > printed else "less"
+    return CheckResult(f"fails: {direction} often; {printed:g} is the probability for one pair of inputs", share)
 
 
 def _subsets(experiment: ExperimentResults) -> CheckResult:
-    """Of several estimates the one farthest from 1."""
+    """Checks the estimate that is farthest from 1."""
     ratios = [
         mean(found["subsets"] / subset_collision(cell.widths, cell.open_channels))
         for cell, found in _collisions(experiment)
@@ -141,8 +141,8 @@ def _pairs(experiment: ExperimentResults) -> CheckResult:
 def _closing(experiment: ExperimentResults) -> CheckResult:
     cell, found = _blind(experiment)
     ratio = mean(found["coins"] / subset_collision(cell.widths, cell.open_channels))
-    told = mean(found["coins"] / coin_confusion(cell.widths, cell.probabilities))
-    explained = told.low >= 0.8 and told.high <= 1.25
+    ratio = mean(found["coins"] / coin_confusion(cell.widths, cell.probabilities))
+    explained = ratio.low >= 0.8 and ratio.high <= 1.25
     if ratio.low > 1 and explained:
         verdict = "holds"
     else:
@@ -165,14 +165,14 @@ def _all_at_once(experiment: ExperimentResults) -> CheckResult:
 
 
 def _columns(experiment: ExperimentResults) -> CheckResult:
-    """How many columns widen what their names say, as far as their cells are printed."""
-    said = {"w1_high": {13}, "w1_mid": {5}, "w4_low": {1, 2, 3, 4}, "w13_all": set(range(1, 14))}
+    """Number of columns that widen the layers of their names, as far as they are printed."""
+    named = {"w1_high": {13}, "w1_mid": {5}, "w4_low": {1, 2, 3, 4}, "w13_all": set(range(1, 14))}
     agree = 0
     for name, column in WIDENINGS.items():
         printed = [number for number in range(1, 14) if number not in column.reconstructed]
         wider = {number for number in printed if column.widths[number - 1] > VGG16_WIDTHS[number - 1]}
-        agree += wider == said[name] & set(printed)
-    verdict = "holds" if agree == len(said) else f"partly: {agree} of {len(said)} do" if agree else "fails"
+        agree += wider == named[name] & set(printed)
+    verdict = "holds" if agree == len(named) else f"partly: {agree} of {len(named)} do" if agree else "fails"
     return CheckResult(verdict, float(agree))
 
 

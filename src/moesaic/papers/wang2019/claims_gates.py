@@ -1,11 +1,11 @@
-"""What channel gates do on CIFAR-10, and the rules that decide on it; `gate_plan` has the runs, and how short they are.
+"""Claims on VGG-16 with channel gates on CIFAR-10 (Wang et al. 2019); `experiments_gates` has the runs.
 
-The supplement prints networks (Table 1) and no outcome, so that all but one of these claims are our own: they put
-DeepMoE beside static networks of equal cost, which is the comparison that decides whether gates are worth having.
+The supplement prints networks (Table 1) but no accuracies, so that all but one of these claims are our own: they
+compare DeepMoE with static networks of equal cost, which decides whether gates are worth having.
 
-Leads are differences of test accuracy, trial by trial: networks of a trial start from the same seed and see the same
-images in the same order. With two trials Student's interval is thirteen standard errors to each side, and many a claim
-stays undecided.
+Leads are differences of test accuracy, trial by trial: networks of a trial have the same seed and the same order of
+images. With two trials Student's interval is thirteen standard errors wide on each side, so that many claims stay
+undecided.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ NOTE = (
     f"cost, {EPOCHS} and {REMEDY_TRIALS} for remedies, {WIDE_EPOCHS} and {WIDE_TRIALS} for the "
     "four widenings, by our recipe. The main paper's tables are not at hand, and nothing here is compared with them."
 )
-"""What a reader of the report should know."""
+"""Remark for the report."""
 
 _TOLERANCE = 0.05
-"""By how much a cost may miss what was asked for."""
+"""Tolerance of the cost around its target."""
 _LOSSLESS = 1.0
-"""Points that pass for no loss."""
+"""Loss of accuracy, in points, that counts as none."""
 
 
 def accuracies(runs: Sequence[GateResult]) -> Array:
-    """(T,) in percent."""
+    """Returns the test accuracies (T,) in percent."""
     return np.array([run.accuracy for run in runs])
 
 
 def lead_at_equal_cost(experiment: ExperimentResults, prefix: str) -> Array:
-    """(T,): points by which runs are ahead of a static VGG-16 that costs as much.
+    """Returns the leads (T,), in points, of runs over a static VGG-16 of equal cost.
 
-    Widths were tried at a few costs; in between, a trial's accuracy is interpolated over the logarithm of the cost.
-    Runs that cost less than the narrowest network are compared with that, which favours it.
+    The static accuracy of a trial is interpolated over the logarithm of the cost. Runs that cost less than the
+    narrowest network are compared with that network, which favours it.
     """
     static = [runs_of(experiment, f"cost/static/{cost}") for cost in (*COSTS, 1)]
     leads: list[float] = []
@@ -83,7 +83,7 @@ def _lossless(experiment: ExperimentResults) -> CheckResult:
 
 
 def _met(experiment: ExperimentResults) -> CheckResult:
-    """How far a run's cost is from what was asked for, at most."""
+    """The largest distance of a run's cost from its target."""
     misses = [abs(run.cost / cost - 1) for cost in COSTS for run in runs_of(experiment, f"cost/gated/{cost}")]
     missed = sum(miss > _TOLERANCE for miss in misses)
     if not missed:
@@ -144,7 +144,7 @@ def _remedy(name: str) -> Callable[[ExperimentResults], CheckResult]:
 
 
 def _any_remedy(experiment: ExperimentResults) -> CheckResult:
-    """What the best remedy adds to gates without any, where both cost the same."""
+    """Gain of the best remedy over gates without a remedy, at equal cost."""
     without = lead_at_equal_cost(experiment, f"cost/gated/{REMEDY_COST}")[:REMEDY_TRIALS]
     gains = {name: mean(lead_at_equal_cost(experiment, f"remedy/{name}") - without) for name in REMEDIES}
     best = max(gains, key=lambda name: gains[name].value)

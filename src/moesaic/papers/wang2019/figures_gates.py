@@ -64,7 +64,7 @@ def _costs(experiment: ExperimentResults) -> Chart:
 
 
 def _remedies(experiment: ExperimentResults) -> Chart:
-    """Leads over a static network of equal cost, side by side."""
+    """Leads of all remedies over a static network of equal cost."""
     panels: list[Panel] = []
     names = {f"cost/gated/{REMEDY_COST}": "none", **{f"remedy/{name}": title for name, title in _TITLES.items()}}
     if experiment.has_results(*_STATIC, *names):
@@ -115,7 +115,7 @@ def _gates(experiment: ExperimentResults) -> Chart:
 
 
 def _widenings(experiment: ExperimentResults) -> Chart:
-    """Each widening as it is, at equal weights, and gated, at equal weights and equal work."""
+    """Widenings without gates, at equal weights, and gated, at equal weights and multiply-adds."""
     panels: list[Panel] = []
     names = {**{name: column.title for name, column in WIDENINGS.items()}, "vgg16": "VGG-16"}
     if experiment.has_results(*(f"wide/{kind}/{name}" for kind in ("gated", "dense") for name in names)):
@@ -146,7 +146,7 @@ def _widenings(experiment: ExperimentResults) -> Chart:
 def _curve(
     experiment: ExperimentResults, label: str, role: str, prefixes: Sequence[str], spread: str = "interval"
 ) -> Series:
-    """Mean accuracy over mean cost, with half the length of Student's interval or the standard deviation."""
+    """Mean accuracy against mean cost, with Student's interval or the standard deviation as spread."""
     several: list[list[GateResult]] = [runs_of(experiment, prefix) for prefix in prefixes]
     reached = [accuracies(runs) for runs in several]
     halves = (
@@ -154,11 +154,11 @@ def _curve(
         if spread == "deviation"
         else tuple((found.high - found.low) / 2 for found in map(mean, reached))
     )
-    # three digits, as these become the ticks of the axis
+    # three digits, since these are the ticks of the axis
     costs = tuple(float(f"{np.mean([run.cost for run in runs]):.3g}") for runs in several)
     return Series(label, role, costs, tuple(float(each.mean()) for each in reached), halves)
 
 
 def _deviations(values: Any) -> tuple[float, ...]:
-    """Of values (T,) or (T, …), over trials."""
+    """Standard deviations over trials of values (T,) or (T, …)."""
     return tuple(np.atleast_1d(np.std(values, axis=0, ddof=1)).tolist())

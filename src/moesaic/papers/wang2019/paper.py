@@ -1,8 +1,8 @@
 """Wang et al. 2019, "Deep Mixture of Experts via Shallow Embedding" (DeepMoE).
 
-Routing by channel: what the supplement says of expressive power and of four widenings of VGG-16 (`power`, which only
-calculates), and gates on CIFAR-10 beside static networks of equal cost (`gate_claims`). Of the main paper the tables
-are not at hand, and no claim is about them.
+Routing by channel: the supplement's claims on expressive power and on four widenings of VGG-16 (`claims_expressivity`,
+without training), and gated against static networks of equal cost on CIFAR-10 (`claims_gates`). The main paper's tables
+were not available, and no claim is about them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["PAPER"]
 
 
 def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
-    """What is printed only needs calculating; what is trained is in our form."""
+    """Returns the cells: as printed, those that train nothing; in our form, those that train."""
     return experiments_expressivity.plan() if fidelity == "print" else experiments_gates.plan(preset, fidelity)
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart]:
-    """Those for which there are results."""
+    """Returns the charts for which there are results."""
     drawn = figures_expressivity.charts(experiments["print"]) if "print" in experiments else []
     return drawn + (figures_gates.charts(experiments["best"]) if "best" in experiments else [])
 
 
 def notes(preset: str, runner: Runner) -> list[str]:
-    """What a reader should know."""
+    """Returns remarks for the report."""
     lost = (
         "Wang et al.: Table 1 of the supplement has lost five cells in the copy at hand (Conv11 to Conv13 of W1-High, "
         "Conv3 and Conv4 of W4-Low); they are solved for, so that all four columns have equally many weights."
@@ -49,7 +49,7 @@ def notes(preset: str, runner: Runner) -> list[str]:
 
 
 def check_data(data_dir: Path | None) -> None:
-    """CIFAR-10 may be missing, and claims on it are then not decided; what is there must be whole."""
+    """Raises if CIFAR-10 is damaged. If it is missing, its claims are not run."""
     if data_dir is not None:
         experiments_gates.check_data(data_dir)
 

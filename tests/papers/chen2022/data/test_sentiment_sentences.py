@@ -135,7 +135,7 @@ def test_an_unknown_language_is_told_with_those_there_are(tmp_path):
 
 
 def test_no_language_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no language asked for; pick from English, French, Russian"):
+    with pytest.raises(ValueError, match="no language was given; use English, French, Russian"):
         load_sentences(tmp_path, languages=[])
 
 

@@ -9,7 +9,7 @@ from moesaic.papers.chowdhury2023.data.cifar_mosaics import (
     ANIMALS,
     QUADRANTS,
     VEHICLES,
-    halve,
+    downscale,
     on_backgrounds,
     split_backgrounds,
     vehicle_mosaics,
@@ -34,17 +34,17 @@ def quadrants(pixels: Tensor) -> Tensor:
 def test_halving_takes_the_mean_of_four_pixels_whatever_lies_around_them():
     pixels = torch.randint(256, (2, 3, 8, 6), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     expected = torch.nn.functional.avg_pool2d(pixels.double(), 2).add(0.5).floor()
-    assert torch.equal(halve(pixels).double(), expected)
+    assert torch.equal(downscale(pixels).double(), expected)
 
 
 def test_halving_keeps_white_white():
     white = torch.full((1, 1, 2, 2), 255, dtype=torch.uint8)
-    assert halve(white).item() == 255
+    assert downscale(white).item() == 255
 
 
 def test_an_odd_side_cannot_be_halved():
     with pytest.raises(ValueError, match="31×32 pixels; height and width must be even"):
-        halve(torch.zeros(1, 3, 31, 32, dtype=torch.uint8))
+        downscale(torch.zeros(1, 3, 31, 32, dtype=torch.uint8))
 
 
 def test_every_vehicle_comes_once_in_the_quadrant_its_cluster_says_among_animals():
@@ -92,7 +92,7 @@ def test_an_image_lies_whole_and_untouched_on_its_background():
     classes = torch.arange(300) % 10
     made = on_backgrounds(pixels, classes, plants, split="train", seed=0)
     inside = made.pixels < 200
-    assert torch.equal(made.pixels[inside].view(-1), halve(pixels).view(-1))
+    assert torch.equal(made.pixels[inside].view(-1), downscale(pixels).view(-1))
     rows, columns = inside[:, 0].any(2), inside[:, 0].any(1)
     assert rows.sum(1).tolist() == columns.sum(1).tolist() == [16] * 300
     tops, lefts = rows.int().argmax(1), columns.int().argmax(1)

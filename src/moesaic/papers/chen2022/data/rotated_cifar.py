@@ -1,12 +1,11 @@
-"""The images of CIFAR-10-Rotate (Chen et al. 2022, Appendix A.3): turned by 30°, cropped, enlarged, blurred.
+"""CIFAR-10-Rotate (Chen et al. 2022, Appendix A.3): images rotated by 30°, cropped, resized and blurred.
 
     rotate by 30°  →  crop the middle 24×24  →  resize to 32×32  →  blur by a random amount
 
-Turning and resizing are done once, on bytes, as Pillow does them: each pixel of a turned image is the
-nearest of the original, and resizing interpolates linearly along rows and then along columns. The
-crop is what makes the task fair: none of the middle 24×24 pixels of a turned image lies outside the
-original, so that no black corner gives the label away. Nearest neighbours leave jagged edges, which
-would; hence the blur. It is drawn anew for every image of every batch.
+Rotation and resizing are done once, on bytes, like Pillow's: each pixel of a rotated image is the nearest pixel of the
+original, and resizing interpolates linearly along rows and then along columns. The crop makes the task fair: none of
+the middle 24×24 pixels of a rotated image lies outside the original, so that no black corner reveals the label. Nearest
+neighbours leave jagged edges, which would reveal it; hence the blur, which is random for every image of every batch.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ __all__ = ["ANGLE", "CROP", "blur", "cifar10_rotate_task", "crop_and_resize", "r
 ANGLE = 30.0
 """Degrees, counterclockwise."""
 CROP = 24
-"""Pixels along the side of what is kept."""
+"""Side of the cropped square, in pixels."""
 
 _SIGMA = (1.1, 2.2)
 _CHUNK = 8192
-"""Images enlarged at a time: they are floating-point numbers meanwhile."""
+"""Images resized at a time, which bounds the memory of their floating-point copies."""
 
 
 def rotate(pixels: Tensor, degrees: float = ANGLE) -> Tensor:
-    """Turn square images (B, C, H, H) about their middle, counterclockwise; what comes from outside is 0.
+    """Rotates square images (B, C, H, H) about their centre, counterclockwise; pixels from outside are 0.
 
     >>> rotate(torch.tensor([[[[1, 2], [3, 4]]]]), 90.0).tolist()
     [[[[2, 4], [1, 3]]]]
@@ -45,17 +44,17 @@ def rotate(pixels: Tensor, degrees: float = ANGLE) -> Tensor:
     angle = math.radians(degrees)
     offset = torch.arange(H, dtype=torch.float64) + 0.5 - H / 2  # of the middles of pixels from that of the image
     down, right = offset[:, None], offset[None, :]
-    # 1e-9: a rotation by right angles hits the middles of pixels, and must not miss them by rounding
+    # 1e-9: a rotation by right angles hits pixel centres and must not miss them by rounding
     from_x = (right * math.cos(angle) - down * math.sin(angle) + W / 2 + 1e-9).floor().long()
     from_y = (right * math.sin(angle) + down * math.cos(angle) + H / 2 + 1e-9).floor().long()
     inside = (from_x >= 0) & (from_x < W) & (from_y >= 0) & (from_y < H)
     source = torch.where(inside, from_y * W + from_x, 0).flatten().to(pixels.device)
-    turned = pixels.flatten(2)[..., source].view_as(pixels)
-    return turned * inside.to(pixels.device)
+    rotated = pixels.flatten(2)[..., source].view_as(pixels)
+    return rotated * inside.to(pixels.device)
 
 
 def crop_and_resize(pixels: Tensor, crop: int = CROP) -> Tensor:
-    """The middle ``crop`` × ``crop`` pixels of images (B, C, H, H) of bytes, enlarged to H × H.
+    """Crops the middle ``crop`` × ``crop`` pixels of images (B, C, H, H) of bytes and resizes them to H × H.
 
     >>> flat = torch.full((1, 3, 32, 32), 7, dtype=torch.uint8)
     >>> bool((crop_and_resize(flat) == 7).all())
@@ -67,19 +66,19 @@ def crop_and_resize(pixels: Tensor, crop: int = CROP) -> Tensor:
     if not 1 <= crop <= H:
         raise ValueError(f"crop_and_resize: crop={crop} of an image of {H}×{H} pixels; it must be from 1 to {H}")
     start = round((H - crop) / 2)
-    kept = pixels[..., start : start + crop, start : start + crop]
+    cropped = pixels[..., start : start + crop, start : start + crop]
     weights = _linear_weights(crop, H).to(pixels.device)
 
     def enlarge(some: Tensor) -> Tensor:
         wide = (some.float() @ weights.T + 0.5).floor_()  # bytes again after each direction, as Pillow has them
         return (weights @ wide + 0.5).floor_().clamp_(0, 255).to(torch.uint8)
 
-    chunks = cast("tuple[Tensor, ...]", kept.split(_CHUNK))
-    return torch.cat([enlarge(some) for some in chunks]) if len(kept) else pixels.clone()
+    chunks = cast("tuple[Tensor, ...]", cropped.split(_CHUNK))
+    return torch.cat([enlarge(some) for some in chunks]) if len(cropped) else pixels.clone()
 
 
 def blur(images: Tensor, sigma: Tensor, height: int = 7, width: int = 3) -> Tensor:
-    """Convolve each image (B, C, H, W) with a Gaussian of its own standard deviation (B,), mirrored at the edges.
+    """Convolves each image (B, C, H, W) with a Gaussian of its own standard deviation (B,), mirrored at the edges.
 
     >>> dot = torch.zeros(1, 1, 9, 9)
     >>> dot[..., 4, 4] = 1.0
@@ -113,7 +112,7 @@ def _gaussian(sigma: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _linear_weights(size: int, larger: int) -> Tensor:
-    """(larger, size): how much each pixel of a row counts for each of the longer row."""
+    """Returns the interpolation weights (larger, size) from a row to a longer row."""
     middle = (torch.arange(larger, dtype=torch.float64) + 0.5) * size / larger
     weight = (1 - (torch.arange(size, dtype=torch.float64) + 0.5 - middle[:, None]).abs()).clamp_min(0)
     return (weight / weight.sum(1, keepdim=True)).float()
@@ -126,9 +125,9 @@ def _square(pixels: Tensor) -> tuple[int, int]:
 
 
 def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per_file: int = 10_000) -> ImageDataset:
-    """CIFAR-10-Rotate: is the image turned by 30° (label 1) or not (label 0)? Its clusters are CIFAR-10's classes.
+    """CIFAR-10-Rotate: is the image rotated by 30° (label 1) or not (label 0)? Its clusters are CIFAR-10's classes.
 
-    Every image is there twice, as it is and turned, and both are cropped, enlarged and blurred. The paper prints
+    Every image occurs twice, upright and rotated, and both are cropped, enlarged and blurred. The paper prints
     that all images are blurred; with ``blur_test=False`` those to test on are not, as in the authors' code.
     """
 
@@ -151,6 +150,6 @@ def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per
 
 
 def _blurred(pixels: Tensor, rand: Tensor) -> Tensor:
-    """Blur by a standard deviation of 1.1 to 2.2 pixels, and normalize; kernel and range as in the authors' code."""
+    """Blurs by a standard deviation of 1.1 to 2.2 pixels, and normalizes; kernel and range as in the authors' code."""
     low, high = _SIGMA
     return normalize_(blur(pixels.float().div_(255.0), low + (high - low) * rand[:, 0].float()), CIFAR10_NORMALIZE)

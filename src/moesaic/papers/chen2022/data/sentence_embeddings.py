@@ -1,8 +1,8 @@
-"""Sentences as vectors: by a pretrained model where one is named, else by their characters.
+"""Sentence embeddings by a pretrained model or, by default, by character n-grams.
 
-Character n-grams need no download and know no language: texts that share endings and short words
-come close, which parts languages well and sentiment somewhat. A pretrained multilingual model, as
-in Chen et al. 2022, knows far more about sentiment.
+Character n-grams need no download: texts with common endings and short words have similar vectors, which separates
+languages well and sentiment a little. A pretrained multilingual model, as in Chen et al. 2022, represents sentiment far
+better.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["Embeddings", "embed_sentences"]
 
 _GRAMS = (2, 4)
 _RAREST = 3
-"""An n-gram of fewer training texts is not counted: it says little, and there are very many."""
+"""Minimum number of training texts with an n-gram; rarer n-grams are ignored."""
 
 
 class Embeddings(NamedTuple):
-    """Vectors of sentences, and how they were made."""
+    """Vectors of sentences, and a description of the method."""
 
     values: NDArray[np.float32]
-    """(B, D), each of length 1; a text of which nothing is known is 0."""
-    told: str
-    """A sentence for a report."""
+    """(B, D), each of length 1; zeros for a text without known n-grams."""
+    description: str
+    """Description of the method, for the report."""
 
 
 def embed_sentences(
@@ -40,7 +40,7 @@ def embed_sentences(
     dims: int = 256,
     seed: int = 0,
 ) -> Embeddings:
-    """A vector for each text.
+    """Returns a vector for each text.
 
     With ``model``, the name of a sentence-transformers model, by that model, in its own number of
     dimensions. Without, by the frequencies of 2 to 4 characters in a row within words (tf-idf),
@@ -48,10 +48,10 @@ def embed_sentences(
     the texts at the places ``train`` alone (None: to all), so that nothing of the others is used.
 
     >>> texts = ["good morning", "good evening", "good night", "bonne nuit", "bonne journée", "bonne soirée"]
-    >>> values, told = embed_sentences(texts, dims=2)
+    >>> values, description = embed_sentences(texts, dims=2)
     >>> values.shape, bool(values[0] @ values[1] > values[0] @ values[4])
     ((6, 2), True)
-    >>> told
+    >>> description
     'Embedding: tf-idf of 2 to 4 characters in a row, fitted to 6 training texts, reduced to 2 dimensions by SVD.'
     """
     if not texts:
@@ -89,20 +89,20 @@ def _characters(
         frequencies: Any = count.fit_transform(known)
     except ValueError as nothing:
         raise ValueError(f"embed_sentences: no n-gram in {len(known)} training texts ({nothing})") from nothing
-    room = min(frequencies.shape)
-    if dims > room:
+    limit = min(frequencies.shape)
+    if dims > limit:
         raise ValueError(
             f"embed_sentences: dims={dims}, but {len(known)} training texts with {frequencies.shape[1]} n-grams have "
-            f"room for {room}; use dims={room} or less, or more texts"
+            f"room for {limit}; use dims={limit} or less, or more texts"
         )
     reduce: Any = TruncatedSVD(dims, n_iter=4, random_state=seed).fit(frequencies)
     values: NDArray[np.float32] = np.asarray(reduce.transform(count.transform(texts)), dtype=np.float32)
     low, high = _GRAMS
-    told = (
+    description = (
         f"Embedding: tf-idf of {low} to {high} characters in a row, fitted to {len(known)} training texts, "
         f"reduced to {dims} dimensions by SVD."
     )
-    return Embeddings(_unit(values), told)
+    return Embeddings(_unit(values), description)
 
 
 def _unit(values: NDArray[np.float32]) -> NDArray[np.float32]:

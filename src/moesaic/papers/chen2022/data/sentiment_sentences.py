@@ -1,7 +1,7 @@
 """Sentences in several languages, each labelled as positive or negative, from CSV files given by path.
 
 For the experiment of Chen et al. 2022, Appendix A.4: one classifier for sentiment in English,
-French and Russian, where the language is the cluster that nobody tells the router. `SOURCES`
+French and Russian, where the language is the cluster, unknown to the router. `SOURCES`
 describes three files of public tweets; other files need a `SentenceSource` of their own.
 """
 
@@ -34,17 +34,17 @@ _PLAIN: Mapping[str, int | None] = MappingProxyType({"0": 0, "1": 1})
 
 @dataclass(frozen=True)
 class SentenceSource:
-    """Where the sentences of a language are, and how to read them."""
+    """File and format of the sentences of a language."""
 
     language: str
     file: str
-    """A pattern for the file's name, such as "reviews_de*.csv*"; plain or gzip."""
+    """Glob pattern of the file name, such as "reviews_de*.csv*"; plain or gzip."""
     text: str = "text"
-    """The column of sentences."""
+    """Column of the sentences."""
     label: str = "label"
-    """The column of labels."""
+    """Column of the labels."""
     labels: Mapping[str, int | None] = field(default_factory=lambda: _PLAIN, hash=False)
-    """What a label in the file means: 0 negative, 1 positive, None neutral, which is left out."""
+    """Class of each label in the file: 0 negative, 1 positive, None neutral (left out)."""
 
 
 SOURCES: tuple[SentenceSource, ...] = (
@@ -63,14 +63,14 @@ class Sentences:
     labels: NDArray[np.int64]
     """(B,): 0 negative, 1 positive."""
     languages: NDArray[np.int64]
-    """(B,): places in ``names``."""
+    """(B,): indices into ``names``."""
     names: tuple[str, ...]
 
     def __len__(self) -> int:
         return len(self.texts)
 
     def split(self, seed: int = 0, trial: int = 0) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Places of the training sentences and of the others: four fifths and a fifth, each trial its own.
+        """Returns the indices of training and test sentences, four fifths and one fifth, at random per trial.
 
         >>> five = Sentences(tuple("abcde"), np.zeros(5, np.int64), np.zeros(5, np.int64), ("English",))
         >>> train, test = five.split(seed=1)
@@ -83,7 +83,7 @@ class Sentences:
 
     @property
     def digest(self) -> str:
-        """Tells whether sentences are the same, wherever they come from."""
+        """Digest of the sentences, independent of where the files are."""
         content = hashlib.sha256(repr((self.names, self.texts)).encode("utf-8", "surrogatepass"))
         content.update(self.labels.tobytes())
         content.update(self.languages.tobytes())
@@ -98,7 +98,7 @@ def load_sentences(
     most: int | None = None,
     seed: int = 0,
 ) -> Sentences:
-    r"""The sentences of some or all sources, from CSV files in ``folder`` or in ``sentiment`` below it.
+    r"""Loads the sentences of some or all sources from CSV files in ``folder`` or in ``sentiment`` below it.
 
     Neutral sentences are left out, and so are blank ones and those that were there before in their
     language: no sentence is in training and test alike. With ``most``, at most so many of each
@@ -119,7 +119,7 @@ def load_sentences(
         check_choice("load_sentences", "language", each, known) for each in (known if languages is None else languages)
     )
     if not names:
-        raise ValueError(f"load_sentences: no language asked for; pick from {', '.join(known) or 'your own sources'}")
+        raise ValueError(f"load_sentences: no language was given; use {', '.join(known) or 'your own sources'}")
     texts: list[str] = []
     labels: list[int] = []
     spoken: list[int] = []
@@ -136,7 +136,7 @@ def load_sentences(
 
 
 def find_sentences(folder: str | Path, source: SentenceSource) -> Path:
-    """The one file of a source; an error that says what was looked for when there is none, or more than one."""
+    """Returns the file of a source; raises if there is none or more than one."""
     base = Path(folder).resolve()
     for below in _FOLDERS:
         found = sorted(path for path in (base / below).glob(source.file) if path.is_file())
@@ -154,7 +154,7 @@ def find_sentences(folder: str | Path, source: SentenceSource) -> Path:
 
 
 def read_sentences(path: str | Path, source: SentenceSource) -> dict[str, int]:
-    """Sentences and their labels (0 negative, 1 positive) from one CSV file, in the order they first appear."""
+    """Reads sentences and labels (0 negative, 1 positive) from a CSV file, in the order of first appearance."""
     found: dict[str, int] = {}
     rows = _rows(Path(path))
     header = next(rows, None) or list[str]()

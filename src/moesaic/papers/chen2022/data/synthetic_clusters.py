@@ -1,17 +1,17 @@
-"""The distribution of Chen et al. 2022, Definition 3.1: K clusters, each with a linear rule of its own.
+"""The distribution of Chen et al. 2022, Definition 3.1: K clusters, each with its own linear rule.
 
 A sample has P patches in d dimensions, in random order. Three of them carry signals:
 
 - feature signal y·α·v_k: its sign is the label y
-- centre signal β·c_k: it tells the cluster k
-- feature noise ε·γ·v_k': the feature of another cluster k' ≠ k, with a sign ε that means nothing
+- centre signal β·c_k: it identifies the cluster k
+- feature noise ε·γ·v_k': the feature of another cluster k' ≠ k, with a random sign ε
 
 The other P − 3 are noise from N(0, σ_p²/d · I). The pair (k, k') is uniform over the K(K − 1) pairs,
 y and ε are fair coins, and α, β, γ are uniform on their intervals; all of them are independent. The
 2K vectors v and c are orthonormal.
 
-Whoever knows k reads y off a single patch; a network that adds up what it sees patch by patch cannot
-tell the feature signal from the feature noise (`moesaic.papers.chen2022.theory.additive_classifiers`).
+A classifier that knows k can read y from a single patch. A network that sums over patches cannot distinguish the
+feature signal from the feature noise (`moesaic.papers.chen2022.theory.additive_classifiers`).
 
 Letters: T trials, B samples, N patches (the paper's P), D dimensions (its d).
 """
@@ -30,7 +30,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.checks import check_choice, check_positive
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import blocks, check_draw
+from moesaic.papers.engine.patch_sampling import check_draw, key_blocks
 
 __all__ = ["ClusterData", "ClusterPatches", "ClusterSetting"]
 
@@ -50,7 +50,7 @@ _SETTINGS: dict[ClusterSetting, tuple[Interval, Interval, float]] = {
 
 @dataclass(frozen=True, eq=False)
 class ClusterData:
-    """T data sets of B samples with N patches each, and all that was drawn to make them."""
+    """T datasets of B samples with N patches each, with their latent variables."""
 
     patches: Tensor
     """(T, B, N, D) float32, in random order."""
@@ -65,7 +65,7 @@ class ClusterData:
     strengths: Tensor
     """(T, B, 3) float32: α, β, γ."""
     places: Tensor
-    """(T, B, 3) int64: where the feature signal, the centre signal and the feature noise lie."""
+    """(T, B, 3) int64: patch indices of the feature signal, the centre signal and the feature noise."""
 
     def __len__(self) -> int:
         """T, the number of trials."""
@@ -76,9 +76,8 @@ class ClusterData:
 class ClusterPatches:
     """Samples of P patches from K clusters; the label lies in a direction that depends on the cluster.
 
-    One ``seed`` is one distribution: it fixes v_1 … v_K and c_1 … c_K. Trials do not have features of
-    their own; they draw their samples from the same distribution, by keys. Labels and clusters are
-    drawn as the definition says, so a data set holds only about as many of each.
+    The ``seed`` fixes v_1 … v_K and c_1 … c_K, and with them the distribution, which all trials share. Labels and
+    clusters are random, as in the definition, so that a dataset has only about equally many of each.
 
     >>> source = ClusterPatches.setting(1)
     >>> source.clusters, source.patches, source.dim, source.gamma
@@ -96,9 +95,9 @@ class ClusterPatches:
     clusters: int = 4
     """K, at least 2: the feature noise comes from another cluster."""
     patches: int = 4
-    """P, patches in a sample; at least 3."""
+    """P, number of patches in a sample; at least 3."""
     dim: int = 50
-    """d, numbers in a patch; at least 2K."""
+    """d, dimension of a patch; at least 2K."""
     alpha: Interval = (0.5, 2.0)
     """The interval of α, the strength of the feature signal."""
     beta: Interval = (1.0, 2.0)
@@ -108,7 +107,7 @@ class ClusterPatches:
     sigma_p: float = 1.0
     """σ_p from 0: a noise patch has σ_p²/d as the variance of each number, and so about the norm σ_p."""
     seed: int = 0
-    """Which distribution of this kind."""
+    """Seed of the distribution."""
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -122,7 +121,7 @@ class ClusterPatches:
 
     @classmethod
     def setting(cls, which: ClusterSetting, *, seed: int = 0) -> ClusterPatches:
-        """A setting of the paper: 1 to 4 (Table 3), 7 (Table 7, α and γ from 1) or "figure 1".
+        """Returns a setting of the paper: 1 to 4 (Table 3), 7 (Table 7, α and γ from 1) or "figure 1".
 
         >>> ClusterPatches.setting(4).sigma_p
         2.0
@@ -137,16 +136,16 @@ class ClusterPatches:
 
     @property
     def features(self) -> Tensor:
-        """(K, D) float32: v, the direction in which a cluster has its label."""
+        """(K, D) float32: v, the direction of each cluster's label."""
         return self._basis[: self.clusters].float()
 
     @property
     def centres(self) -> Tensor:
-        """(K, D) float32: c, the direction that tells a cluster from the others."""
+        """(K, D) float32: c, the direction that identifies each cluster."""
         return self._basis[self.clusters :].float()
 
     def draw(self, keys: Tensor, samples: int, split: Split) -> ClusterData:
-        """``samples`` samples for every key (`moesaic.keyed_random`); what a key gets does not depend on the others."""
+        """Draws ``samples`` samples for every key (`moesaic.keyed_random`), independently of the other keys."""
         check_draw("ClusterPatches", keys, samples, split, classes=1)
         name, K = f"clusters/{split}", self.clusters
         clusters = keyed_random.integers(keys, f"{name}/clusters", K, samples)
@@ -165,7 +164,7 @@ class ClusterPatches:
         patches = torch.empty(*order.shape, self.dim, device=keys.device)
         basis = self._basis.float().to(keys.device)
         done = 0
-        for some in blocks(keys, samples * self.patches * self.dim):
+        for some in key_blocks(keys, samples * self.patches * self.dim):
             part = slice(done, done := done + len(some))
             made = self._noise(some, name, samples)
             made[:, :, :3] = basis[rows[part]] * scales[part, ..., None]

@@ -1,4 +1,4 @@
-"""``cifar-vehicles`` and ``cifar10-noise`` (Chowdhury et al. 2023, Appendix A) as datasets that go by a name.
+"""``cifar-vehicles`` and ``cifar10-noise`` (Chowdhury et al. 2023, Appendix A) as named datasets.
 
 `register` makes them known to `moesaic.data.load_images` and the commands.
 """
@@ -31,7 +31,7 @@ from moesaic.papers.chowdhury2023.data.cifar_mosaics import (
 __all__ = ["BACKGROUNDS", "cifar10_noise", "cifar_vehicles", "find_backgrounds", "register"]
 
 BACKGROUNDS = ("plants", "flowers102")
-"""Folders, or zips, of photographs to lay CIFAR-10 on; the first that is there is taken."""
+"""Directories or zip files of background photographs; the first one found is used."""
 
 _CIFAR_SIDE = 32
 _PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
@@ -41,7 +41,7 @@ _FLOWERS = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
 def cifar_vehicles(
     data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
 ) -> ImageSplits:
-    """``cifar-vehicles``: which vehicle is it, among three animals? Clusters are the quadrants it may be in."""
+    """Makes ``cifar-vehicles``: a vehicle among three animals. The clusters are the quadrants of the vehicle."""
 
     def part(split: Split) -> LabelledImages:
         pixels, classes = cifar10_tensors(split, require_data_dir("cifar-vehicles", data_dir), images_per_file)
@@ -54,7 +54,7 @@ def cifar_vehicles(
 def cifar10_noise(
     data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int, images_per_file: int = CIFAR10_FILE_IMAGES
 ) -> ImageSplits:
-    """``cifar10-noise``: CIFAR-10 at half its size, somewhere on photographs of plants."""
+    """Makes ``cifar10-noise``: downscaled CIFAR-10 images at random positions on photographs of plants."""
     name = "cifar10-noise"
     splits = {
         split: cifar10_tensors(split, require_data_dir(name, data_dir), images_per_file) for split in get_args(Split)
@@ -79,7 +79,7 @@ def cifar10_noise(
 
 
 def find_backgrounds(data_dir: str | Path) -> Path:
-    """The folder or zip of photographs for ``cifar10-noise``; an error that says what was looked for."""
+    """Returns the directory or zip file of background photographs; raises if there is none."""
     base = Path(data_dir).resolve()
     for name in BACKGROUNDS:
         folder, archive = base / name, base / f"{name}.zip"
@@ -87,15 +87,15 @@ def find_backgrounds(data_dir: str | Path) -> Path:
         for place in (*zips, folder, archive):
             if place.exists():
                 return place
-    looked = ", ".join(f"{base / name} (a folder) or {name}.zip" for name in BACKGROUNDS)
+    candidates = ", ".join(f"{base / name} (a folder) or {name}.zip" for name in BACKGROUNDS)
     raise FileNotFoundError(
-        f"cifar10-noise: there are no photographs to lay CIFAR-10 on: neither {looked} is there; put photographs of "
+        f"cifar10-noise: no background photographs: neither {candidates} is there; put photographs of "
         f"plants into one of them, such as {_FLOWERS}"
     )
 
 
 def register() -> None:
-    """Make both datasets known by name; again does nothing."""
+    """Registers both datasets; does nothing if they are registered."""
     if "cifar-vehicles" not in DATASETS:
         register_dataset("cifar-vehicles", cifar_vehicles, _locate_vehicles)
         register_dataset("cifar10-noise", cifar10_noise, _locate_noise)

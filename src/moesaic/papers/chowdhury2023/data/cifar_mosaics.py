@@ -1,14 +1,14 @@
-"""CIFAR-10 with its objects made local (Chowdhury et al. 2023, Appendix A, after Karp et al. 2021).
+"""CIFAR-10 with small objects at random positions (Chowdhury et al. 2023, Appendix A, after Karp et al. 2021).
 
-Both sets halve CIFAR-10's images to 16×16 and give back 32×32 pixels of which only a quarter tell
-the class, so that a network which looks at the right patches needs to look at no others:
+Both datasets downscale CIFAR-10's images to 16×16 and place them in 32×32 images, of which only a quarter determines
+the class, so that a network that selects the right patches needs no others:
 
 - *CIFAR-Vehicles*: a vehicle in one quadrant, animals in the other three; which vehicle is it?
 - *CIFAR-10 with noise*: the image somewhere on a photograph of plants; which of the ten is it?
 
-The authors' code loads both ready-made and does not say how they were drawn. Here a pixel of a
-halved image is the mean of the four it covers, every image of CIFAR-10 that can be told apart comes
-once, what surrounds it is used evenly, and what surrounds training images surrounds no test image.
+The authors' code loads both from files and does not say how they were made. Here images are downscaled by averaging
+2×2 pixels, every image with a label occurs once, surrounding images are used equally often, and training and test
+images share no surrounding image.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES
 from moesaic.data.datasets import LabelledImages
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import even_orders, lay_out
+from moesaic.papers.engine.patch_sampling import insert_patch, shuffled_cycles
 
-__all__ = ["ANIMALS", "QUADRANTS", "VEHICLES", "halve", "on_backgrounds", "split_backgrounds", "vehicle_mosaics"]
+__all__ = ["ANIMALS", "QUADRANTS", "VEHICLES", "downscale", "on_backgrounds", "split_backgrounds", "vehicle_mosaics"]
 
 VEHICLES = ("airplane", "automobile", "ship", "truck")
-"""The labels of CIFAR-Vehicles, from 0."""
+"""Classes of CIFAR-Vehicles."""
 ANIMALS = tuple(name for name in CIFAR10_CLASSES if name not in VEHICLES)
 QUADRANTS = ("upper left", "upper right", "lower left", "lower right")
-"""Where the vehicle is: the clusters of CIFAR-Vehicles, from 0."""
+"""Positions of the vehicle: the clusters of CIFAR-Vehicles."""
 
 _CHUNK = 8192
-"""Images laid on backgrounds at a time: the places of their pixels take eight times the room of the pixels."""
+"""Images placed on backgrounds at a time: pixel indices take eight times the memory of the pixels."""
 
 
-def halve(pixels: Tensor) -> Tensor:
-    """Bytes (B, C, H, W) at half their height and width: the mean of 2 × 2 pixels, halves rounded up.
+def downscale(pixels: Tensor) -> Tensor:
+    """Downscales bytes (B, C, H, W) by two: the mean of 2 × 2 pixels, halves rounded up.
 
-    >>> halve(torch.tensor([[[[0, 1], [2, 3]]]], dtype=torch.uint8)).tolist()
+    >>> downscale(torch.tensor([[[[0, 1], [2, 3]]]], dtype=torch.uint8)).tolist()
     [[[[2]]]]
     """
     H, W = pixels.shape[2:]
     if H % 2 or W % 2:
-        raise ValueError(f"halve: images of {H}×{W} pixels; height and width must be even")
+        raise ValueError(f"downscale: images of {H}×{W} pixels; height and width must be even")
     rows = pixels[:, :, ::2].to(torch.int16) + pixels[:, :, 1::2]
     return (rows[..., ::2] + rows[..., 1::2]).add_(2).bitwise_right_shift_(2).to(torch.uint8)
 
 
 def vehicle_mosaics(pixels: Tensor, classes: Tensor, *, split: Split, seed: int) -> LabelledImages:
-    """CIFAR-Vehicles of CIFAR-10's images (B, 3, 32, 32) and classes (B,): a mosaic for each vehicle among them.
+    """Makes CIFAR-Vehicles from CIFAR-10's images (B, 3, 32, 32) and classes (B,): one mosaic per vehicle.
 
     Labels index `VEHICLES`, clusters `QUADRANTS`. Within a mosaic the vehicle has its quadrant at random; animals
     are drawn so that none comes again before all others came.
@@ -71,18 +71,18 @@ def vehicle_mosaics(pixels: Tensor, classes: Tensor, *, split: Split, seed: int)
     B = len(vehicles)
     key = keyed_random.keys(seed, [0])
     place = keyed_random.integers(key, f"cifar-vehicles {split} quadrants", len(QUADRANTS), B)[0]
-    around = even_orders(key, f"cifar-vehicles {split} animals", len(animals), 3 * B)[0].view(B, 3)
-    small = halve(pixels)
-    cells = small[lay_out(vehicles, animals[around], place)]  # (B, 4, C, 16, 16)
+    around = shuffled_cycles(key, f"cifar-vehicles {split} animals", len(animals), 3 * B)[0].view(B, 3)
+    small = downscale(pixels)
+    cells = small[insert_patch(vehicles, animals[around], place)]  # (B, 4, C, 16, 16)
     _, _, C, H, W = cells.shape
     mosaics = cells.view(B, 2, 2, C, H, W).permute(0, 3, 1, 4, 2, 5).reshape(B, C, 2 * H, 2 * W)
     return LabelledImages(mosaics, labels[vehicles], place)
 
 
 def on_backgrounds(pixels: Tensor, classes: Tensor, backgrounds: Tensor, *, split: Split, seed: int) -> LabelledImages:
-    """CIFAR-10 with noise: each image (B, C, H, W), halved, at a random place on one of ``backgrounds`` (G, C, H, W).
+    """Makes CIFAR-10 with noise: each downscaled image (B, C, H, W) at a random position on a background (G, C, H, W).
 
-    Backgrounds are used evenly. Give those of a split alone: `split_backgrounds` deals them out.
+    Backgrounds are used equally often. Pass those of one split; see `split_backgrounds`.
 
     >>> pixels, plants = torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.full((5, 3, 32, 32), 9, dtype=torch.uint8)
     >>> made = on_backgrounds(pixels, torch.tensor([7, 1]), plants, split="train", seed=0)
@@ -98,8 +98,8 @@ def on_backgrounds(pixels: Tensor, classes: Tensor, backgrounds: Tensor, *, spli
         )
     B, C, H, W = pixels.shape
     key = keyed_random.keys(seed, [0])
-    behind = even_orders(key, f"cifar10-noise {split} backgrounds", len(backgrounds), B)[0]
-    small = halve(pixels)
+    behind = shuffled_cycles(key, f"cifar10-noise {split} backgrounds", len(backgrounds), B)[0]
+    small = downscale(pixels)
     h, w = small.shape[2:]
     top = keyed_random.integers(key, f"cifar10-noise {split} rows", H - h + 1, B)[0]
     left = keyed_random.integers(key, f"cifar10-noise {split} columns", W - w + 1, B)[0]
@@ -115,7 +115,7 @@ def on_backgrounds(pixels: Tensor, classes: Tensor, backgrounds: Tensor, *, spli
 
 
 def split_backgrounds(count: int, split: Split, seed: int) -> Tensor:
-    """Which of ``count`` backgrounds are for the split: one in six, as of CIFAR-10's images, is for testing.
+    """Returns the indices of the split's backgrounds: one in six is for testing, as of CIFAR-10's images.
 
     >>> train, test = (split_backgrounds(12, split, seed=0) for split in ("train", "test"))
     >>> len(train), len(test), sorted(train.tolist() + test.tolist()) == list(range(12))

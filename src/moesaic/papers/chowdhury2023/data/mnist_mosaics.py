@@ -1,4 +1,4 @@
-"""MNIST patches (Chowdhury et al. 2023, Section 5.1): mosaics of digits of which one decides the class.
+"""MNIST patches (Chowdhury et al. 2023, Section 5.1): mosaics of digits, one of which is the class.
 
 A mosaic is a grid of 28×28 digits. Exactly one of them, at a random place, is class-discriminative:
 a 1 makes the label 1, a 0 the label 0. All others are digits from 2 to 9, which say nothing about
@@ -27,16 +27,16 @@ __all__ = ["DigitMosaics", "digit_mosaics"]
 
 @dataclass(frozen=True, eq=False)
 class DigitMosaics:
-    """Mosaics with all that is known about them; made by `digit_mosaics`. N patches count row by row."""
+    """Mosaics with labels and positions; made by `digit_mosaics`. Patches are numbered row by row."""
 
     images: Tensor
     """(B, 1, H, W) float32 from 0 to 1."""
     labels: Tensor
     """(B,) int64, 0 or 1: the discriminative digit."""
     discriminative: Tensor
-    """(B,) int64: the patch on which the discriminative digit lies."""
+    """(B,) int64: index of the patch with the discriminative digit."""
     digits: Tensor
-    """(B, N) int64 from 0 to 9: which digit lies on each patch."""
+    """(B, N) int64: digit of each patch, from 0 to 9."""
     grid: tuple[int, int]
     """Rows and columns of digits; N = rows · columns."""
 
@@ -45,14 +45,14 @@ class DigitMosaics:
 
     @property
     def patches(self) -> Tensor:
-        """(B, N, 784): the digits one by one, as the two-layer networks of the paper see them."""
+        """(B, N, 784): the digits as patches, the input of the paper's two-layer networks."""
         rows, columns = self.grid
         cells = self.images.view(len(self), rows, DIGIT_SIZE, columns, DIGIT_SIZE).transpose(2, 3)
         return cells.reshape(len(self), rows * columns, DIGIT_SIZE**2)
 
 
 def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> DigitMosaics:
-    """``count`` mosaics of ``grid`` × ``grid`` digits, half of them of each label (odd counts: one more of label 0).
+    """Returns ``count`` mosaics of ``grid`` × ``grid`` digits, half of each label (odd counts: one more of label 0).
 
     The same arguments give the same mosaics. Digits are used evenly: none comes a second time
     before all others of its sort, a 0, a 1 or one from 2 to 9, came once.
@@ -93,7 +93,7 @@ def digit_mosaics(count: int, *, split: Split, seed: int, grid: int = 4) -> Digi
 
 
 def _draw(rng: np.random.Generator, pool: NDArray[np.int64], count: int) -> NDArray[np.int64]:
-    """``count`` of the pool at random, the whole pool in a new order each time it is used up."""
+    """Draws ``count`` elements without replacement, reshuffling the pool each time it is used up."""
     rounds = -(-count // len(pool))
     return rng.permuted(np.tile(pool, (rounds, 1)), axis=1).reshape(-1)[:count]
 

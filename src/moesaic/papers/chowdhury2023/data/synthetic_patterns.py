@@ -1,4 +1,4 @@
-"""The distribution of Chowdhury et al. 2023, Section 4.2 (c classes: Section M), with its knobs.
+"""The distribution of Chowdhury et al. 2023, Section 4.2 (c classes: Section M).
 
 A sample has n patches, unit vectors in d dimensions. One, at a random place, is o_i and makes the
 class i. The others are class-irrelevant patterns from p disjoint sets, each a small ball on the
@@ -31,13 +31,13 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.checks import check_positive
 from moesaic.data.splits import Split
-from moesaic.papers.engine.patch_sampling import balanced, blocks, check_draw, check_patches, lay_out
+from moesaic.papers.engine.patch_sampling import balanced_labels, check_draw, check_patches, insert_patch, key_blocks
 from moesaic.papers.engine.trial_data import TrialData
 
 __all__ = ["PatternPatches"]
 
-_REACH = 0.9  # how much of a centre's length may lie in the span of the o_i; the rest keeps the sets apart
-_ROUNDING = 1e-6  # kept from every limit, because patches are stored in float32
+_REACH = 0.9  # largest part of a centre's length in the span of the o_i; the rest separates the sets
+_ROUNDING = 1e-6  # margin to every limit, because patches are stored in float32
 
 
 @dataclass(frozen=True)
@@ -63,23 +63,23 @@ class PatternPatches:
     """
 
     patches: int = 16
-    """n, patches in a sample."""
+    """n, number of patches in a sample."""
     dim: int = 64
-    """d, numbers in a patch; at least classes + pattern_sets."""
+    """d, dimension of a patch; at least classes + pattern_sets."""
     delta_d: float = 0.0
     """δ_d, the inner product of two class patterns, above −1/(classes − 1) and below 1."""
     delta_r: float = 0.5
     """δ_r from 0, below 1: no irrelevant pattern has a larger inner product with a class pattern, by size."""
     pattern_sets: int = 8
-    """p, sets of irrelevant patterns."""
+    """p, number of sets of irrelevant patterns."""
     classes: int = 2
     """c. Row i of `class_patterns` decides class i; of two classes, class 1 is the paper's y = +1."""
     close: int = 0
-    """Patches of a sample that lean to a class; l* − 1."""
+    """Number of patches of a sample that lean to a class; l* − 1."""
     diameter: float | None = None
-    """Of the balls that hold the sets; None for the paper's √((1 − δ_r²)/(d p²))."""
+    """Diameter of the balls that contain the sets; None for the paper's √((1 − δ_r²)/(d p²))."""
     seed: int = 0
-    """Which distribution of this kind."""
+    """Seed of the distribution."""
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -108,7 +108,7 @@ class PatternPatches:
 
     @property
     def centres(self) -> Tensor:
-        """(p, D) float32: the middle of each set."""
+        """(p, D) float32: centre of each set."""
         return self._centres.float()
 
     @property
@@ -118,15 +118,15 @@ class PatternPatches:
         return torch.where(sets < self._leaning_sets, sets % self.classes, -1)
 
     def draw(self, keys: Tensor, samples: int, split: Split) -> TrialData:
-        """``samples`` samples for every key, as many of each class; see `PatchSource`."""
+        """Draws ``samples`` samples for every key, equally many of each class; see `PatchSource`."""
         check_draw("PatternPatches", keys, samples, split, self.classes)
         name, beside = f"patterns/{split}", self.patches - 1
-        labels, _ = balanced(keys, f"{name}/labels", samples, self.classes)
+        labels, _ = balanced_labels(keys, f"{name}/labels", samples, self.classes)
         place = keyed_random.integers(keys, f"{name}/places", self.patches, samples)
-        fresh = [self._irrelevant(some, name, samples) for some in blocks(keys, samples * beside * self.dim)]
+        fresh = [self._irrelevant(some, name, samples) for some in key_blocks(keys, samples * beside * self.dim)]
         pool = torch.cat([self.class_patterns.to(keys.device), *fresh])
         others = torch.arange(self.classes, len(pool), device=keys.device).view(len(keys), samples, beside)
-        return TrialData(pool=pool, index=lay_out(labels, others, place), labels=labels, discriminative=place)
+        return TrialData(pool=pool, index=insert_patch(labels, others, place), labels=labels, discriminative=place)
 
     def _irrelevant(self, keys: Tensor, name: str, samples: int) -> Tensor:
         """(T · B · (N − 1), D) float32: new points, each from the ball of a set drawn for it."""

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from moesaic.papers.chowdhury2023.theory.closed_form_router import opponents
 from moesaic.papers.chowdhury2023.theory.proper_routing import discriminative_ranks
-from moesaic.papers.engine.theory_conditions import check_places, check_samples, require
+from moesaic.papers.engine.theory_conditions import check_patch_indices, check_samples, require
 
 __all__ = ["PatchDepth", "held_out_scores", "measure_patch_depth", "suggest_patches_per_expert"]
 
@@ -85,7 +85,7 @@ def measure_patch_depth(
     """
     owner = "measure_patch_depth"
     classes = check_samples(owner, patches, labels, least=2)
-    check_places(owner, discriminative, *patches.shape[:2])
+    check_patch_indices(owner, discriminative, *patches.shape[:2])
     _check_coverage(owner, coverage)
     against = opponents(classes)
     shares: list[Tensor] = []

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from moesaic.papers.chowdhury2023.theory.closed_form_router import opponents
-from moesaic.papers.engine.theory_conditions import check_places, check_samples, require
+from moesaic.papers.engine.theory_conditions import check_patch_indices, check_samples, require
 
 __all__ = ["Closeness", "Separation", "measure_separation", "separation"]
 
@@ -139,7 +139,7 @@ def measure_separation(
     owner = "measure_separation"
     classes = check_samples(owner, patches, labels)
     B, N, _ = patches.shape
-    check_places(owner, discriminative, B, N)
+    check_patch_indices(owner, discriminative, B, N)
     require(owner, N >= 2, "N ≥ 2", f"N={N}", "without class-irrelevant patches there is nothing to separate")
     require(owner, closeness > 0, "δ' > 0", f"closeness={closeness}", "the paper takes 0.5")
     if patterns not in ("mean", "nearest"):
