@@ -141,8 +141,8 @@ def _pairs(experiment: ExperimentResults) -> CheckResult:
 def _closing(experiment: ExperimentResults) -> CheckResult:
     cell, found = _blind(experiment)
     ratio = mean(found["coins"] / subset_collision(cell.widths, cell.open_channels))
-    ratio = mean(found["coins"] / coin_confusion(cell.widths, cell.probabilities))
-    explained = ratio.low >= 0.8 and ratio.high <= 1.25
+    expected_ratio = mean(found["coins"] / coin_confusion(cell.widths, cell.probabilities))
+    explained = expected_ratio.low >= 0.8 and expected_ratio.high <= 1.25
     if ratio.low > 1 and explained:
         verdict = "holds"
     else:
