@@ -165,15 +165,15 @@ def our_marks(model: FrozenDeepMoE) -> Callable[[Tensor], dict[str, float]]:
 
     def run(x: Tensor) -> dict[str, float]:
         spent.clear()
-        layer, embedding, write_map = BlockConv.run, FrozenEmbedding.run, BlockMap.put
+        layer, embedding, write_map = BlockConv.run, FrozenEmbedding.run, BlockMap.write_to
         BlockConv.run = timed(layer, layer_done)
-        FrozenEmbedding.run, BlockMap.put = timed(embedding, embedded), timed(write_map, written)
+        FrozenEmbedding.run, BlockMap.write_to = timed(embedding, embedded), timed(write_map, written)
         try:
             start = time.perf_counter()
             model(x)
             whole = 1e6 * (time.perf_counter() - start)
         finally:
-            BlockConv.run, FrozenEmbedding.run, BlockMap.put = layer, embedding, write_map
+            BlockConv.run, FrozenEmbedding.run, BlockMap.write_to = layer, embedding, write_map
         return {**spent, "rest": whole - sum(spent.values())}
 
     return run

@@ -256,8 +256,8 @@ def test_gates_are_those_that_links_to_gate_names_and_whoever_reads_them_is_cut(
         assert block.get_submodule("second.0").producer == ("body.3.first.0" if form == "a" else None)
         assert isinstance(block.get_submodule("third.0"), ConsumerConv)
         assert not isinstance(block.get_submodule("first.0"), ConsumerConv)
-        assert model.ungated["body.3.third.0"] == f"is left whole in bottlenecks of form {form!r}"
-        assert model.ungated["body.2.shortcut.0"] == "carries a shortcut"
+        assert model.ungated["body.3.third.0"] == f"is not gated in bottlenecks of form {form!r}"
+        assert model.ungated["body.2.shortcut.0"] == "is a shortcut"
         assert not set(model.ungated) & set(model.gated)
 
 
@@ -422,12 +422,12 @@ def test_a_network_in_which_nothing_can_be_paired_is_refused_with_the_reason(net
     ("options", "error", "message"),
     [
         ({"mode": "topk"}, TypeError, "keep is missing"),
-        ({"mode": "topk", "keep": 0.0}, ValueError, "keep=0.0; it is a share .* above 0 and up to 1"),
+        ({"mode": "topk", "keep": 0.0}, ValueError, "keep=0.0; it is a fraction .* above 0 and up to 1"),
         ({"mode": "topk", "keep": 1.5}, ValueError, "keep=1.5"),
         ({"keep": 0.5}, ValueError, "keep=0.5 has no meaning under mode='relu'"),
         ({"embedding_share": 0}, ValueError, "embedding_share=0; .* above 0 and below 1"),
         ({"image_size": 8}, ValueError, "image_size=8; 4 convolutions halve the map 4 times, .* at least 16"),
-        ({"num_classes": 7}, ValueError, r"makes \(1, 6\) of one image, and not scores \(1, 7\)"),
+        ({"num_classes": 7}, ValueError, r"returns \(1, 6\) for one image, not logits \(1, 7\)"),
         ({"bottleneck": "c"}, ValueError, "bottleneck='c' is unknown"),
         ({"mode": "soft"}, ValueError, "mode='soft' is unknown"),
         ({"block": 0}, ValueError, "block=0; it must be at least 1"),

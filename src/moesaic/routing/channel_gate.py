@@ -1,12 +1,12 @@
-"""Channels as experts: an embedding of the image says which channels of a layer work on it, and how much.
+"""Channels as experts: gates for the channels of a layer, computed from an embedding of the image.
 
 Wang et al. 2019 (DeepMoE): every convolution is a mixture whose experts are its channels, and a layer's
-gates are g = ReLU(W e) for an embedding e of the image. In the record an image is one unit (N = 1)
+gates are g = ReLU(W e) for an embedding e of the image. In its `Routing` an image is one unit (N = 1)
 that chooses its experts, the E blocks of channels: a channel's load is the number of images for
 which it is open, and a dead channel is a dead expert.
 
-The printed head has no bias, and half of its gates start closed. Here it has one that starts at 1:
-every gate starts open, and what closes is closed by the loss (`gate_l1`).
+The printed head has no bias, and half of its gates start closed. Here it has a bias with initial value 1: every gate
+starts open, and the loss closes gates (`gate_l1`).
 """
 
 from __future__ import annotations
@@ -32,28 +32,27 @@ ChannelMode = Literal["relu", "topk"]
 class ChannelGate(nn.Module):
     """From an embedding (B, D) to a gate ≥ 0 for each block of channels: ``weight`` (E, D), ``bias`` (E).
 
-    - ``mode="relu"``: the gate is ReLU of the score. How many channels an image opens is its own affair, and
-      `gate_l1` in the loss presses on it. A closed gate gets no gradient from this image.
-    - ``mode="topk"``: the ``keep`` best blocks of each image are open, ties go to the lower index; the gate is the
-      softplus of the score, which is never 0: exactly ``keep`` blocks work, and shapes are static. Gradients are
-      plain: those of the kept gates, while a block that was not kept gets none from this image; unless
-      ``straight_through``.
+    - ``mode="relu"``: the gate is ReLU of the score. The number of open channels depends on the image, and `gate_l1` in
+      the loss reduces it. A closed gate gets no gradient from this image.
+    - ``mode="topk"``: the ``keep`` blocks with the highest scores are open, ties go to the lower index; the gate is the
+      softplus of the score, which is never 0: exactly ``keep`` blocks are open, and shapes are static. Closed blocks
+      get no gradient from this image, unless ``straight_through``.
 
     Scores are computed in float32 at least, whatever the dtype of the embedding and of autocast.
 
-    ``gate.noise`` is 0 unless training sets it: the standard deviation of Gaussian noise by which scores are
-    changed before the choice, in training mode alone. ``routing.scores`` are those without it.
+    ``gate.noise`` is 0 unless training sets it: the standard deviation of Gaussian noise that is added to the scores
+    before the selection, in training mode only. ``routing.scores`` are without noise.
 
     Args:
-        embedding: D.
-        channels: how many channels the gated layer has.
-        block: how many neighbouring channels share a gate; the last block may be shorter.
+        embedding: size D of the embedding.
+        channels: channels of the gated layer.
+        block: consecutive channels that share a gate; the last block may be shorter.
         mode: ``"relu"`` or ``"topk"``.
-        keep: how many blocks stay open under ``"topk"``.
-        bias: where the bias starts; None for the printed form, which has none.
-        straight_through: under ``"topk"`` and in training mode, blocks that were not kept get the gradient that
-            they would have with their gate open: a layer computes them anyway while it trains. It lets a block win
-            that never was among the best, and is an estimate, for the loss knows nothing of them.
+        keep: open blocks under ``"topk"``.
+        bias: initial bias; None for the printed form, which has no bias.
+        straight_through: under ``"topk"`` and in training mode, closed blocks get the gradient that they would have if
+            open, since a layer in training computes them anyway. It is an estimate, and lets blocks open that were
+            never among the highest scores.
 
     >>> import torch
     >>> gate = ChannelGate(8, channels=64, block=16)
@@ -91,8 +90,8 @@ class ChannelGate(nn.Module):
         self.keep = self._checked(keep)
         if straight_through and mode == "relu":
             raise ValueError(
-                "ChannelGate: straight_through=True has no meaning under mode='relu', where what is open is learned "
-                "from the open side; leave it out or use mode='topk'"
+                "ChannelGate: straight_through=True has no meaning under mode='relu', where open gates have "
+                "gradients anyway; omit it or use mode='topk'"
             )
         self.straight_through = straight_through
         self.noise = 0.0
@@ -102,7 +101,7 @@ class ChannelGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """With a bias small weights around it, so that it decides; without one, weights that tell images apart."""
+        """Small weights where there is a bias, so that all gates start open; else larger ones, so that gates differ."""
         scale = 1.0 if self._start is None else 0.1
         nn.init.normal_(self.weight, std=scale / math.sqrt(self.embedding), generator=generator)
         if self.bias is not None and self._start is not None:
@@ -112,7 +111,7 @@ class ChannelGate(nn.Module):
         if embedding.ndim != 2 or embedding.shape[1] != self.embedding:
             raise ValueError(
                 f"ChannelGate: takes embeddings (B, {self.embedding}), got {tuple(embedding.shape)}; "
-                "pool a map to a vector first, or build the gate for this width"
+                "pool maps to vectors first, or build the gate for this width"
             )
         if not embedding.is_floating_point():
             raise TypeError(f"ChannelGate: takes floating-point embeddings, got {embedding.dtype}")
@@ -122,7 +121,7 @@ class ChannelGate(nn.Module):
             return self.choose(scores if self.bias is None else scores + self.bias.to(dtype))
 
     def choose(self, scores: Tensor) -> Routing:
-        """The choice itself: scores (B, E) in, the record of which blocks are open out."""
+        """Select the open blocks by their scores (B, E)."""
         noisy = scores
         if self.training and self.noise:
             noisy = scores + self.noise * torch.randn_like(scores)
@@ -131,7 +130,7 @@ class ChannelGate(nn.Module):
             index = stable_topk(noisy, self.keep)
             gate = F.softplus(noisy.gather(1, index))
         else:
-            # said this way round a score that is not a number stays visible as a gate that is none
+            # with this comparison a score of NaN is open, so that it stays visible
             closed = noisy <= 0
             index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, UNASSIGNED)
             gate = F.relu(noisy)
@@ -145,7 +144,7 @@ class ChannelGate(nn.Module):
         )
         if not (self.training and self.straight_through):
             return routing
-        would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the blocks that were not kept
+        would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the closed blocks
         return _StraightThrough(**vars(routing), estimate=would - would.detach())
 
     def extra_repr(self) -> str:
@@ -158,12 +157,12 @@ class ChannelGate(nn.Module):
         if self.mode == "relu":
             if keep is not None:
                 raise ValueError(
-                    f"ChannelGate: keep={keep} has no meaning under mode='relu', where each image opens what it needs; "
-                    "leave keep out or use mode='topk'"
+                    f"ChannelGate: keep={keep} has no meaning under mode='relu', where the number of open blocks "
+                    "depends on the image; omit keep or use mode='topk'"
                 )
             return None
         if keep is None:
-            raise TypeError("ChannelGate: keep is missing; say how many blocks stay open under mode='topk'")
+            raise TypeError("ChannelGate: keep is missing; pass the number of open blocks under mode='topk'")
         check_positive("ChannelGate", keep=keep)
         if keep > self.blocks:
             raise ValueError(
@@ -175,10 +174,10 @@ class ChannelGate(nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class _StraightThrough(Routing):
-    """A choice of channels in which those that are closed have a gradient nevertheless."""
+    """A routing by channel in which closed blocks have a gradient too."""
 
     estimate: Tensor | None = None
-    """(B, 1, E): zero everywhere, with the gradient of the gates that are closed."""
+    """(B, 1, E): zero everywhere, with the gradients of closed gates."""
 
     @property
     def weights(self) -> Tensor:
@@ -192,8 +191,8 @@ class _StraightThrough(Routing):
 def gate_l1(routing: Routing) -> Tensor:
     """The mean gate of a layer, over images and blocks: Σ |g| / (B · E).
 
-    The entrywise 1-norm over the number of gates: λ times it presses alike on layers of every width and on
-    blocks of every size. Networks add it over their layers.
+    The entrywise 1-norm divided by the number of gates, so that the same weight λ suits layers of every width and
+    blocks of every size. The loss sums it over the layers.
 
     >>> import torch
     >>> routing = ChannelGate(1, channels=4).choose(torch.tensor([[2.0, -1.0, 0.5, -3.0]]))
@@ -202,7 +201,7 @@ def gate_l1(routing: Routing) -> Tensor:
     """
     if routing.unit != "channel":
         raise ValueError(
-            f"gate_l1: takes the routing of channels, got that of a {routing.unit}; routings of other units are "
-            "kept balanced by moesaic.routing.load_balance_loss"
+            f"gate_l1: takes the routing of channels, got that of a {routing.unit}; for other units use "
+            "moesaic.routing.load_balance_loss"
         )
     return routing.gate.abs().sum() / max(routing.batch * routing.experts, 1)

@@ -39,7 +39,7 @@ def times_gates(some: OpenBlocks, y: torch.Tensor) -> torch.Tensor:
     """The open channels of a map, times their gates."""
     assert some.gates is not None
     gates = some.gates.repeat(1, some.size, 1).flatten()[: some.count(), None, None]
-    return y[:, torch.from_numpy(some.numbers())] * gates
+    return y[:, torch.from_numpy(some.channel_numbers())] * gates
 
 
 def before_gates(some: OpenBlocks, x: torch.Tensor, size: int) -> BlockMap:
@@ -72,7 +72,7 @@ def test_a_block_convolution_equals_the_gated_convolution(
     monkeypatch.setattr(costs, "CPU_COSTS", COSTS[copied])
     blocked, expected_map = case(ins, outs, block_in, block_out, gated_input=True, pool=pool, stride=stride)
     before, here = some(ins, block_in, *open_in), some(outs, block_out, *open_out)
-    numbers_in, numbers_out = torch.from_numpy(before.numbers()), torch.from_numpy(here.numbers())
+    numbers_in, numbers_out = torch.from_numpy(before.channel_numbers()), torch.from_numpy(here.channel_numbers())
     raw = torch.randn(1, len(numbers_in), *size).double()
     x = torch.zeros(1, ins, *size).double()
     x[:, numbers_in] = raw.relu()
@@ -88,7 +88,7 @@ def test_a_block_convolution_equals_the_gated_convolution(
     ):
         for _ in range(2):  # the second time with a cached plan, in memory that was written to
             found = blocked.run(given, before, here, workspace)
-            torch.testing.assert_close(found.map(), expected[:, numbers_out], rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(found.compact(), expected[:, numbers_out], rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(found.full(), expected, rtol=1e-10, atol=1e-10)
 
 
@@ -100,7 +100,7 @@ def test_a_map_without_gates_is_read_whole(outs, block, opened, pool):
     here, workspace = some(outs, block, *opened), Workspace(torch.float64)
     for size in ((8, 6), (16, 17)):
         x = torch.randn(1, 3, *size).double()
-        found = blocked.run(x, None, here, workspace).map()
+        found = blocked.run(x, None, here, workspace).compact()
         torch.testing.assert_close(found, times_gates(here, expected_map(x)), rtol=1e-10, atol=1e-10)
 
 
@@ -113,9 +113,9 @@ def test_large_maps_are_unfolded_in_parts(block, strips, gated_input, monkeypatc
     before, here = some(32, block, 0), some(32, block, 1)
     x = torch.randn(1, block if gated_input else 32, 9, 8).double()
     blocked, _ = case(32, 32, block, block, gated_input=gated_input, pool=False, stride=1)
-    whole = blocked.run(x, before, here, Workspace(torch.float64)).map()
+    whole = blocked.run(x, before, here, Workspace(torch.float64)).compact()
     monkeypatch.setattr(block_conv, "MAX_UNFOLDED", 1000)
-    found = blocked.run(x, before, here, Workspace(torch.float64)).map()
+    found = blocked.run(x, before, here, Workspace(torch.float64)).compact()
     torch.testing.assert_close(found, whole, rtol=1e-10, atol=1e-10)
 
 
@@ -137,7 +137,7 @@ def test_layers_of_many_weights_have_their_columns_in_blocks(copied, pool, monke
         x[:, list(opened_in)] = raw
         x[:, list(opened_in)] = times_gates(before, x)
         found = blocked.run(before_gates(before, raw, len(opened_in)), before, here, workspace)
-        torch.testing.assert_close(found.map(), times_gates(here, expected_map(x)), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.compact(), times_gates(here, expected_map(x)), rtol=1e-10, atol=1e-10)
         assert found.full().shape[1] == 12
 
 
@@ -151,7 +151,7 @@ def test_padding_stays_zero_when_the_number_of_channels_changes():
         x[:, list(numbers)] = raw
         x[:, list(numbers)] = times_gates(before, x)
         found = blocked.run(before_gates(before, raw, len(numbers)), before, here, workspace)
-        torch.testing.assert_close(found.map(), times_gates(here, expected_map(x)), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found.compact(), times_gates(here, expected_map(x)), rtol=1e-10, atol=1e-10)
 
 
 def test_windows_of_a_padded_map_equal_unfold():

@@ -166,8 +166,8 @@ class FrozenSequence:
                     y = y.full()
                 before = here
             else:
-                y = step(y.map() if isinstance(y, BlockMap) else y)
-        return y.map() if isinstance(y, BlockMap) else y
+                y = step(y.compact() if isinstance(y, BlockMap) else y)
+        return y.compact() if isinstance(y, BlockMap) else y
 
     def _open_layers(self, found: OpenBlockList, dtype: type[np.floating[Any]]) -> list[OpenBlocks]:
         """The open blocks of each layer; at least one each."""

@@ -61,7 +61,7 @@ class ConvCost:
 class DeepMoE(nn.Module):
     """A backbone whose convolutions are gated by an embedding of the image; `deepmoe` makes one.
 
-    Calling it gives the backbone's scores; `forward_with_routing` gives the embedding and the gates as well.
+    Calling it returns the backbone's logits; `forward_with_routing` returns the embedding and the gates as well.
 
     >>> import torch
     >>> from moesaic.models.vgg import VGG16
@@ -78,15 +78,15 @@ class DeepMoE(nn.Module):
     """The head of each gated layer, by its name with "_" for "."."""
     backbone: nn.Module
     gated: tuple[str, ...]
-    """Names of the gated layers inside the backbone, in the order in which they run."""
+    """Names of the gated layers inside the backbone, in execution order."""
     ungated: Mapping[str, str]
-    """Names of the convolutions that no gate cuts the outputs of, and why, as the end of a sentence."""
+    """Names of the convolutions without gates, each with the reason, as the end of a sentence."""
     dense_macs: int
-    """Multiply-adds of the plain backbone for one image of the size it was built for: costs are shares of it."""
+    """Multiply-adds of the plain backbone for one image of the size it was built for; costs are fractions of it."""
     gate_macs: int
-    """Those that gates come at: of the embedding network, its classifier and all heads."""
+    """Multiply-adds of the embedding network, its classifier and all heads."""
     fixed_macs: int
-    """Those that no gate can save: ``gate_macs``, and the backbone's layers that are not gated and read no gates."""
+    """Multiply-adds that no gate can save: ``gate_macs``, and the backbone's layers without gated inputs or outputs."""
 
     def __init__(
         self,
@@ -152,11 +152,11 @@ class DeepMoE(nn.Module):
         return total
 
     def gate_parameters(self) -> list[nn.Parameter]:
-        """Those of the embedding network and of all heads: all that decides which channels are open."""
+        """The parameters that determine which channels are open: those of the embedding network and of all heads."""
         return [*self.embedding.parameters(), *self.gates.parameters()]
 
     def heads(self) -> dict[str, ChannelGate]:
-        """The gates of each layer by the layer's name, in the order in which the layers run."""
+        """The head of each gated layer by the layer's name, in execution order."""
         return {name: cast(ChannelGate, self.gates[_key(name)]) for name in self.gated}
 
 
@@ -175,23 +175,23 @@ def deepmoe(
 ) -> DeepMoE:
     """Gate the channels of a network by an embedding of the image.
 
-    The backbone becomes part of what is returned: its weights stay the tensors that they are, each gated
-    convolution becomes a `ChannelMoE` under its old name, with its BatchNorm inside and nothing in BatchNorm's old
-    place. Which convolutions are gated is told by `nodes_to_gate`; the others are in ``ungated``, with the reason.
-    When an error is raised, the backbone is as it was.
+    The backbone becomes part of the returned network and keeps its parameters; each gated convolution becomes a
+    `ChannelMoE` under its old name that contains its BatchNorm, whose old place is taken by an identity. The
+    convolutions of `nodes_to_gate` are gated; the others are in ``ungated``, with the reason. When an error is raised,
+    the backbone is unchanged.
 
     Args:
-        backbone: from images (B, in_channels, H, W) to scores (B, num_classes).
-        num_classes: how many scores it gives.
-        image_size: the side of the images that costs are counted for.
-        in_channels: of the images.
-        block: how many neighbouring channels share a gate; a layer with fewer has one gate.
-        mode: ``"relu"``: an image opens what it needs; ``"topk"``: a share of each layer, see `ChannelGate`.
-        keep: the share of a layer's blocks that is open under ``"topk"``, above 0 and up to 1, rounded to blocks.
-        bias: where the biases of the heads start; None for the printed form, which has none.
+        backbone: a network from images (B, in_channels, H, W) to logits (B, num_classes).
+        num_classes: number of classes.
+        image_size: side of the images for which costs are counted.
+        in_channels: channels of the images.
+        block: consecutive channels that share a gate; a layer with fewer channels has one gate.
+        mode: ``"relu"``: the number of open channels depends on the image; ``"topk"``: it is fixed; see `ChannelGate`.
+        keep: fraction of a layer's blocks that is open under ``"topk"``, above 0 and up to 1, rounded to blocks.
+        bias: initial bias of the heads; None for the printed form, which has no bias.
         bottleneck: of residual bottlenecks, ``"a"``: the first two convolutions are gated, ``"b"``: the middle one.
-        embedding_share: what the embedding network, its classifier and the heads may cost, as a share of the
-            backbone's multiply-adds; its convolutions are as wide as that allows, and have 8 channels at least.
+        embedding_share: multiply-adds of the embedding network, its classifier and the heads, as a fraction of the
+            backbone's; the widths of its convolutions follow from it, and are at least 8.
 
     >>> from moesaic.models.resnet import ResNet
     >>> model = deepmoe(ResNet(18, num_classes=10, width=0.25), num_classes=10, block=8)
@@ -271,42 +271,42 @@ def deepmoe(
 
 def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None:
     if mode == "topk" and keep is None:
-        raise TypeError("deepmoe: keep is missing; say which share of each layer stays open under mode='topk'")
+        raise TypeError("deepmoe: keep is missing; pass the fraction of each layer that is open under mode='topk'")
     if keep is not None:
         if mode == "relu":
             raise ValueError(
-                f"deepmoe: keep={keep} has no meaning under mode='relu', where each image opens what it needs; leave "
-                "keep out or use mode='topk'"
+                f"deepmoe: keep={keep} has no meaning under mode='relu', where the number of open channels depends "
+                "on the image; omit keep or use mode='topk'"
             )
         if not 0 < keep <= 1:
-            raise ValueError(f"deepmoe: keep={keep}; it is a share of each layer's blocks: above 0 and up to 1")
+            raise ValueError(f"deepmoe: keep={keep}; it is a fraction of each layer's blocks: above 0 and up to 1")
     if not 0 < embedding_share < 1:
         raise ValueError(
-            f"deepmoe: embedding_share={embedding_share}; it is a share of the backbone's multiply-adds: above 0 and "
-            "below 1"
+            f"deepmoe: embedding_share={embedding_share}; it is a fraction of the backbone's multiply-adds: above 0 "
+            "and below 1"
         )
 
 
 def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str, ConvNode], dict[str, str]]:
-    """The convolutions to gate, and why the others are not gated."""
+    """The convolutions to gate, and the reasons why the others are not."""
     chain = build_channel_graph(backbone)
     wanted = {node.conv for node in nodes_to_gate(chain, bottleneck)}
-    behind, runs = _neighbours(backbone)
+    next_module, calls = _module_order(backbone)
     plan: dict[str, ConvNode] = {}
     ungated: dict[str, str] = {}
     for node in chain:
-        why = _why(backbone, node, bottleneck, behind, runs, wanted)
-        if why is None:
+        reason = _reason_ungated(backbone, node, bottleneck, next_module, calls, wanted)
+        if reason is None:
             plan[node.conv] = node
         else:
-            ungated[node.conv] = why
+            ungated[node.conv] = reason
     if len({_key(name) for name in plan}) < len(plan):
         raise ValueError(f"deepmoe: two of {', '.join(plan)} differ in '.' and '_' alone; rename one of them")
     if not plan:
         name = type(backbone).__name__
         if not ungated:
             raise ValueError(f"deepmoe: {name} has no convolution to gate; give a network that has")
-        reasons = "; ".join(f"{conv} {why}" for conv, why in list(ungated.items())[:3])
+        reasons = "; ".join(f"{conv} {reason}" for conv, reason in list(ungated.items())[:3])
         more = f"; and {len(ungated) - 3} more" if len(ungated) > 3 else ""
         raise ValueError(
             f"deepmoe: no convolution of {name} can drop channels: {reasons}{more}. It can where one convolution "
@@ -315,27 +315,27 @@ def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str,
     return plan, ungated
 
 
-def _why(
+def _reason_ungated(
     backbone: nn.Module,
     node: ConvNode,
     bottleneck: str,
-    behind: Mapping[str, str | None],
-    runs: Mapping[str, int],
+    next_module: Mapping[str, str | None],
+    calls: Mapping[str, int],
     wanted: set[str],
 ) -> str | None:
-    """Why a convolution is not gated, or None where it is."""
+    """The reason why a convolution is not gated, or None where it is."""
     if node.reason is not None:
         return node.reason
     if node.role == "shared":
         return "is read by several layers"
     if node.role == "shortcut":
-        return "carries a shortcut"
+        return "is a shortcut"
     if node.conv not in wanted:
-        return f"is left whole in bottlenecks of form {bottleneck!r}"
+        return f"is not gated in bottlenecks of form {bottleneck!r}"
     if node.norm is not None:
-        if behind[node.conv] != node.norm:
+        if next_module[node.conv] != node.norm:
             return f"has other layers before its BatchNorm {node.norm}, or another one"
-        if runs[node.norm] > 1:
+        if calls[node.norm] > 1:
             return f"shares its BatchNorm {node.norm}"
         refusal = unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
         if refusal is not None:
@@ -343,16 +343,16 @@ def _why(
     return unsupported_conv(_conv(backbone, node.conv))
 
 
-def _neighbours(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
-    """The module that alone follows each module, and how often each runs."""
+def _module_order(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
+    """The only module that reads the output of each module, if any, and the number of calls of each."""
     nodes = list(cast("Iterable[fx.Node]", fx.Tracer().trace(backbone).nodes))
     modules = [node for node in nodes if node.op == "call_module"]
-    behind: dict[str, str | None] = {}
+    next_module: dict[str, str | None] = {}
     for node in modules:
         users = list(node.users)
         alone = len(users) == 1 and users[0].op == "call_module"
-        behind[str(node.target)] = str(users[0].target) if alone else None
-    return behind, Counter(str(node.target) for node in modules)
+        next_module[str(node.target)] = str(users[0].target) if alone else None
+    return next_module, Counter(str(node.target) for node in modules)
 
 
 def _gated_producer(plan: Mapping[str, ConvNode], name: str) -> str | None:
@@ -362,20 +362,20 @@ def _gated_producer(plan: Mapping[str, ConvNode], name: str) -> str | None:
 
 def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int, int]) -> dict[str, int]:
     """Multiply-adds of the backbone's layers for one image."""
-    given: list[Any] = []
+    outputs: list[Any] = []
 
-    def look(module: nn.Module, args: object, result: object) -> None:
-        given.append(tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__)
+    def record(module: nn.Module, args: object, result: object) -> None:
+        outputs.append(tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__)
 
-    hook = backbone.register_forward_hook(look)
+    hook = backbone.register_forward_hook(record)
     try:
         costs = {layer.name: layer.macs for layer in count_macs(backbone, shape).layers}
     finally:
         hook.remove()
-    if given != [(1, num_classes)]:
+    if outputs != [(1, num_classes)]:
         raise ValueError(
-            f"deepmoe: {type(backbone).__name__} makes {given[0]} of one image, and not scores (1, {num_classes}); "
-            "give the num_classes that the network has"
+            f"deepmoe: {type(backbone).__name__} returns {outputs[0]} for one image, not logits (1, {num_classes}); "
+            "pass the network's num_classes"
         )
     return costs
 

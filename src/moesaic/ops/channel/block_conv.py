@@ -36,23 +36,23 @@ Ints = NDArray[np.intp]
 Copied = Literal["nothing", "rows", "pairs"]
 
 WHOLE_BLOCK = 8
-"""Blocks of so many channels or more are copied and multiplied as blocks."""
+"""Blocks of at least this many channels are copied and multiplied as blocks."""
 LARGE_MAP = 256
-"""From so many pixels on what kernels see is copied for one row of the kernel."""
+"""Maps of at least this many pixels are unfolded for one row of the kernel."""
 MANY_WEIGHTS = 2**20
-"""Of layers with so many weights or more whose channels are gated one by one, the columns are in blocks: several cores
-share the product of few pixels better so, which is a tenth of the time."""
+"""Layers with at least this many weights, whose channels are gated one by one, have their columns in ``COLUMN_BLOCKS``
+blocks: several cores share the GEMM of few pixels better, which saves a tenth of the time."""
 COLUMN_BLOCKS = 2
 MAX_UNFOLDED = 2**21
-"""So many values that kernels see are made at a time."""
+"""At most this many unfolded values are computed at a time."""
 
 
 @dataclass(eq=False, slots=True)
 class OpenBlocks:
-    """The open blocks of a layer, one at least.
+    """The open blocks of a layer; at least one.
 
     >>> some = OpenBlocks(np.array([0, 2]), torch.ones(2, 1, 1), channels=7, size=3)
-    >>> some.numbers().tolist(), some.count()
+    >>> some.channel_numbers().tolist(), some.count()
     ([0, 1, 2, 6], 4)
     """
 
@@ -60,25 +60,25 @@ class OpenBlocks:
     gates: Tensor | None
     """(open blocks, 1, 1), in the dtype of the map; None where all are 1."""
     channels: int
-    """Of the layer."""
+    """Channels of the layer."""
     size: int
     """Channels of a block; the last may have fewer."""
 
-    def numbers(self) -> Ints:
-        """Of the open channels."""
+    def channel_numbers(self) -> Ints:
+        """The numbers of the open channels."""
         if self.size == 1:
             return self.blocks
         numbers = (self.blocks[:, None] * self.size + np.arange(self.size)).ravel()
         return numbers[numbers < self.channels]
 
     def count(self) -> int:
-        """Of the open channels."""
+        """The number of open channels."""
         count = self.blocks.size * self.size
         short = self.channels % self.size
         return count + short - self.size if short and self.blocks[-1] == self.channels // self.size else count
 
     def all_gates(self) -> Tensor | None:
-        """(blocks, 1, 1): of all blocks, 0 of the closed ones."""
+        """(blocks, 1, 1): the gates of all blocks, 0 where closed."""
         if self.gates is None:
             return None
         some: Floats = self.gates.numpy()
@@ -86,8 +86,8 @@ class OpenBlocks:
         gates[self.blocks] = some
         return torch.from_numpy(gates)
 
-    def over_channels(self, gates: Tensor) -> Floats:
-        """(channels,): the gate of each channel of blocks that have these gates (blocks, 1, 1), open ones or all."""
+    def per_channel(self, gates: Tensor) -> Floats:
+        """(channels,): gates (blocks, 1, 1), of the open blocks or of all, repeated for each channel."""
         each: Floats = gates.numpy().ravel()
         if self.size == 1:
             return each
@@ -96,34 +96,34 @@ class OpenBlocks:
 
 @dataclass(eq=False, slots=True)
 class BlockMap:
-    """Channels of one image before ReLU and gates.
+    """A map of one image in block layout, before its ReLU and gates.
 
     >>> some = OpenBlocks(np.array([1, 2]), torch.tensor([1.0, 3.0]).view(2, 1, 1), channels=3, size=1)
     >>> found = BlockMap(torch.tensor([2.0, 4.0, -1.0, 5.0]).view(1, 1, 2, 2), some, relu=True)
-    >>> found.map().flatten().tolist(), found.full().shape
+    >>> found.compact().flatten().tolist(), found.full().shape
     ([2.0, 0.0, 12.0, 15.0], torch.Size([1, 3, 1, 2]))
     """
 
     values: Tensor
-    """(blocks, H, W, channels of a block), or all channels as one block; whoever made it may write there again."""
+    """(blocks, H, W, channels of a block), or all channels as one block; a buffer that later layers overwrite."""
     some: OpenBlocks
     relu: bool
     has_closed: bool = False
-    """Whether it has the closed channels as well, whose values mean nothing."""
+    """Whether closed channels are included; their values are meaningless."""
 
     def opened(self) -> Tensor:
-        """The values of open channels alone."""
+        """The values of the open channels."""
         if not self.has_closed:
             return self.values
         if self.values.shape[3] == self.some.channels:
-            return self.values.index_select(3, torch.from_numpy(self.some.numbers()))
+            return self.values.index_select(3, torch.from_numpy(self.some.channel_numbers()))
         return self.values.index_select(0, torch.from_numpy(self.some.blocks))
 
-    def put(self, place: Tensor, *, all_channels: bool = False) -> Tensor | None:
-        """Write it, behind ReLU, to a place for blocks (blocks, H, W, channels of a block).
+    def write_to(self, place: Tensor, *, all_channels: bool = False) -> Tensor | None:
+        """Apply ReLU and write the map to ``place``, (blocks, H, W, channels of a block).
 
-        What is returned are the gates that are yet to be multiplied in, (blocks, 1, 1). Where all channels are asked
-        for, closed ones are zeros or have gates that are.
+        Returns the gates (blocks, 1, 1) that have yet to be multiplied in, or None. With ``all_channels``, closed
+        channels are zeros or have a gate of 0.
         """
         some, b = self.some, place.shape[3]
         if all_channels and not self.has_closed:
@@ -133,7 +133,7 @@ class BlockMap:
                 place.index_copy_(0, torch.from_numpy(some.blocks), _in_blocks(values, b))
             else:
                 values = _in_blocks(values, values.shape[0] * values.shape[3])
-                place.index_copy_(3, torch.from_numpy(some.numbers()), values)
+                place.index_copy_(3, torch.from_numpy(some.channel_numbers()), values)
             return None
         values = _in_blocks(self.values if all_channels else self.opened(), b)
         if self.relu:
@@ -142,32 +142,32 @@ class BlockMap:
             place.copy_(values)
         return some.all_gates() if all_channels else some.gates
 
-    def map(self) -> Tensor:
-        """(1, open channels, H, W): behind ReLU and gates."""
+    def compact(self) -> Tensor:
+        """(1, open channels, H, W): the compact map, after ReLU and gates."""
         values = self._gated(self.opened(), self.some.gates)
         return _in_blocks(values, values.shape[0] * values.shape[3]).permute(0, 3, 1, 2).contiguous()
 
     def _gated(self, values: Tensor, gates: Tensor | None) -> Tensor:
-        """A copy of values that is behind ReLU and gates."""
+        """A copy of values after ReLU and gates."""
         values = values.clamp_min(0) if self.relu else values.clone()
         if gates is None:
             return values
         if values.shape[0] > 1:
             return values.mul_(gates.unsqueeze(3))
-        return values.mul_(torch.from_numpy(self.some.over_channels(gates)))
+        return values.mul_(torch.from_numpy(self.some.per_channel(gates)))
 
     def mean(self, workspace: Workspace) -> Tensor:
-        """(1, channels): over all pixels, where all gates are 1. It is left behind ReLU."""
+        """(1, channels): the mean over all pixels, for gates that are all 1. Applies ReLU in place."""
         values = self.values.clamp_min_(0) if self.relu else self.values
         blocks, H, W, b = values.shape
         each: Tensor | None = workspace.plans.get(("mean", blocks, H, W))
         if each is None:
             each = values.new_full((1, 1, H * W), 1 / (H * W)).expand(blocks, -1, -1)
             workspace.add_plan(("mean", blocks, H, W), each)
-        return torch.bmm(each, values.view(blocks, -1, b)).view(1, -1)  # as a product it takes a third of the time
+        return torch.bmm(each, values.view(blocks, -1, b)).view(1, -1)  # a third of the time of a reduction
 
     def full(self) -> Tensor:
-        """(1, all channels, H, W), with zeros in the closed ones."""
+        """(1, all channels, H, W): the map after ReLU and gates, zero in closed channels."""
         some, (H, W) = self.some, self.values.shape[1:3]
         if self.has_closed:
             values = self._gated(self.values, some.all_gates())
@@ -178,11 +178,11 @@ class BlockMap:
             y = values.new_zeros(some.channels // b, b, H, W)
             return y.index_copy_(0, torch.from_numpy(some.blocks), values.permute(0, 3, 1, 2)).view(1, -1, H, W)
         y = values.new_zeros(1, some.channels, H, W)
-        return y.index_copy_(1, torch.from_numpy(some.numbers()), values.permute(0, 3, 1, 2))
+        return y.index_copy_(1, torch.from_numpy(some.channel_numbers()), values.permute(0, 3, 1, 2))
 
 
 def _in_blocks(values: Tensor, size: int) -> Tensor:
-    """(blocks, H, W, size) of channels in blocks of another size."""
+    """(blocks, H, W, size) from channels in blocks of another size."""
     if values.shape[3] == size:
         return values
     H, W = values.shape[1:3]
@@ -191,42 +191,42 @@ def _in_blocks(values: Tensor, size: int) -> Tensor:
 
 @dataclass(eq=False, slots=True)
 class _Part:
-    """Some rows of the result, or all."""
+    """Some output rows, or all."""
 
     windows: Tensor
-    """What kernels see, as it lies in the frame."""
-    seen: Tensor
-    """And as a copy."""
-    rows: list[Tensor]
-    """(open outs, pixels, values), where that is a matrix: as it stands, or for each row of the kernel."""
-    result: Tensor
-    """(open outs, pixels, channels of a block)"""
+    """The kernel's windows, as a view of the padded map."""
+    unfolded: Tensor
+    """A buffer for their copy."""
+    matrices: list[Tensor]
+    """(output blocks, pixels, values): the copy as one matrix, or as one for each row of the kernel."""
+    output: Tensor
+    """(output blocks, pixels, channels of a block)"""
 
 
 @dataclass(eq=False, slots=True)
 class _Plan:
-    """What is the same for all images of a size that open equally many blocks: views, mostly."""
+    """Views of buffers, for all images of one size that open the same number of blocks."""
 
     copied: Copied
-    """Of the weights."""
+    """The part of the weights that is copied."""
     whole: bool
     """Whether all channels are open."""
     all_outs: bool
-    """Whether all channels of the result are made."""
+    """Whether all output channels are computed."""
     outs: int
-    """How many blocks these are, or channels where there are no blocks."""
+    """All output blocks, or channels where these are not in blocks."""
     inside: Tensor
     """Where the input map is written."""
     memory: tuple[Hashable, int, Tensor] | None
-    """Where zeros around it depend on how many channels it has: the frame's name, that number, and its memory."""
+    """Name, number of channels and memory of the buffer, where the place of the padding depends on that number."""
     gathered: Tensor | None
-    """Where weights are copied to."""
+    """The buffer of the copied weights."""
     columns: Tensor | None
-    """And where the open columns of these are."""
+    """The buffer of their open columns."""
     weights: list[Tensor]
-    """(open outs, values, channels of a block) for each of the rows of a part."""
+    """(output blocks, values, channels of a block), for each matrix of a part."""
     parts: list[_Part]
-    result: Tensor
+    output: Tensor
     """(blocks, H, W, channels of a block)"""
 
 
@@ -243,7 +243,7 @@ class BlockConv:
     >>> from moesaic.ops.channel.bn_folding import fold_norm
     >>> conv, x = fold_norm(ChannelMoE(3, 16, 3, norm=False, block=8).weights()), torch.randn(1, 3, 5, 5)
     >>> some = OpenBlocks(np.array([1]), None, channels=16, size=8)
-    >>> y = BlockConv(conv, gated_input=False).run(x, None, some, Workspace(torch.float32)).map()
+    >>> y = BlockConv(conv, gated_input=False).run(x, None, some, Workspace(torch.float32)).compact()
     >>> torch.allclose(y, torch.conv2d(x, conv.weight, padding=1)[:, 8:], atol=1e-5)
     True
     """
@@ -265,7 +265,7 @@ class BlockConv:
         out, in_ = conv.block_out, conv.block_in
         whole_in = not gated_input or (in_ >= WHOLE_BLOCK and self.ins % in_ == 0)
         self.by_block = out >= WHOLE_BLOCK and self.outs % out == 0 and whole_in
-        """Whether its result comes in blocks; else in one."""
+        """Whether its output is in blocks; else all channels are one block."""
         self._block_out = out if self.by_block else self.outs
         self._block_in = in_ if self.by_block and gated_input else self.ins
         self._blocks_in = self.ins // self._block_in
@@ -273,52 +273,52 @@ class BlockConv:
         self._taps = np.arange(ks * ks)[:, None] * self.ins
         large = conv.weight.numel() >= MANY_WEIGHTS and self.outs % COLUMN_BLOCKS == 0
         self._column_blocks = COLUMN_BLOCKS if large and gated_input and not self.by_block else 1
-        """In how many blocks of columns the weights are where channels are not."""
+        """The number of column blocks of the weights."""
         assert conv.bias is not None
-        self._pieces = self._ordered(conv.weight.contiguous())
+        self._pieces = self._weight_pieces(conv.weight.contiguous())
         self._shift: Floats = conv.bias.view(-1, 1, self._block_out).numpy()
         self._all_shifts = torch.from_numpy(self._shift).view(max(len(self._shift), self._column_blocks), 1, -1)
-        self._number = next(_NUMBERS)
+        self._id = next(_IDS)
 
     def run(self, x: BlockMap | Tensor, ins: OpenBlocks | None, outs: OpenBlocks, workspace: Workspace) -> BlockMap:
-        """The open channels of the result, from the open channels of the map alone."""
+        """The open output channels, computed from the open input channels."""
         if not self.gated_input:
-            x = x.map() if isinstance(x, BlockMap) else x
-            opened_in = self.ins
+            x = x.compact() if isinstance(x, BlockMap) else x
+            open_in = self.ins
         else:
             assert ins is not None
-            opened_in = ins.blocks.size if self.by_block else ins.count()
-        opened_out = outs.blocks.size if self.by_block else outs.count()
+            open_in = ins.blocks.size if self.by_block else ins.count()
+        open_out = outs.blocks.size if self.by_block else outs.count()
         height, width = x.values.shape[1:3] if isinstance(x, BlockMap) else x.shape[2:]
-        key = (self._number, opened_in, opened_out, height, width)
+        key = (self._id, open_in, open_out, height, width)
         plan: _Plan | None = workspace.plans.get(key)
         if plan is None:
             plan = self._plan(key, workspace)
             workspace.add_plan(key, plan)
-        gates = self._fill(plan, x, ins, workspace)
-        shift = self._gather(plan, ins, outs)
+        gates = self._write_input(plan, x, ins, workspace)
+        shift = self._gather_weights(plan, ins, outs)
         for part in plan.parts:
             if gates is None:
-                part.seen.copy_(part.windows)
+                part.unfolded.copy_(part.windows)
             else:
-                torch.mul(part.windows, gates, out=part.seen)
-            added = shift
-            for rows, weight in zip(part.rows, plan.weights, strict=True):
-                added = torch.baddbmm(added, rows, weight, out=part.result)
-        z = plan.result
+                torch.mul(part.windows, gates, out=part.unfolded)
+            total = shift
+            for matrix, weight in zip(part.matrices, plan.weights, strict=True):
+                total = torch.baddbmm(total, matrix, weight, out=part.output)
+        z = plan.output
         if len(plan.parts) > 1:
-            torch.cat([part.result for part in plan.parts], 1, out=z.view(z.shape[0], -1, z.shape[3]))
+            torch.cat([part.output for part in plan.parts], 1, out=z.view(z.shape[0], -1, z.shape[3]))
         pool = self.pool
-        if pool is not None:  # ReLU and gates come behind it, where values are fewer: neither changes their order
+        if pool is not None:  # before ReLU and gates, which are monotonic, so that these have fewer values to process
             z = torch.max_pool2d(
                 z.permute(0, 3, 1, 2), pool.kernel_size, pool.stride, pool.padding, pool.dilation, pool.ceil_mode
             ).permute(0, 2, 3, 1)
         if self._column_blocks > 1:
             z = _in_blocks(z, z.shape[0] * z.shape[3])
-        return BlockMap(z, outs, self.relu, has_closed=plan.all_outs and opened_out < plan.outs)
+        return BlockMap(z, outs, self.relu, has_closed=plan.all_outs and open_out < plan.outs)
 
-    def _ordered(self, weight: Tensor) -> Tensor:
-        """The weights piece by piece: a row is all that is copied at once."""
+    def _weight_pieces(self, weight: Tensor) -> Tensor:
+        """The weights with each contiguous piece as a row."""
         (O, _, ks, _), b = weight.shape, self._block_out
         if not self.gated_input:
             return weight.view(O // b, b, -1).transpose(1, 2).reshape(O // b, -1)
@@ -328,8 +328,8 @@ class BlockConv:
         columns = O // self._column_blocks
         return weight.permute(2, 3, 1, 0).reshape(-1, self._column_blocks, columns).transpose(0, 1).reshape(-1, columns)
 
-    def _copied(self, ins: int, outs: int, pixels: int) -> Copied:
-        """What of the weights had better be copied, for so many open channels."""
+    def _part_to_copy(self, ins: int, outs: int, pixels: int) -> Copied:
+        """The part of the weights that is cheapest to copy, for this number of open channels."""
         if (ins, outs) == (self.ins, self.outs):
             return "nothing"
         if not self.gated_input:
@@ -351,71 +351,75 @@ class BlockConv:
         return min(by_copy, key=by_copy.__getitem__)
 
     def _plan(self, key: tuple[int, int, int, int, int], workspace: Workspace) -> _Plan:
-        """The views for so many open blocks, or channels where there are no blocks."""
-        _, opened_in, opened_out, height, width = key
+        """The plan for this number of open blocks, or of channels where these are not in blocks."""
+        _, open_in, open_out, height, width = key
         (ks, stride, _), (rows, columns) = self.kernel, self.kernel.output_size(height, width)
         each_in, each_out = (self._block_in, self._block_out) if self.by_block else (1, 1)
-        ins = opened_in * each_in if self.gated_input else self.ins
-        outs = opened_out * each_out
-        copied = self._copied(ins, outs, rows * columns)
-        # what is not left out need not be in the plan
+        ins = open_in * each_in if self.gated_input else self.ins
+        outs = open_out * each_out
+        copied = self._part_to_copy(ins, outs, rows * columns)
+        # plans that copy nothing, or whole rows, do not depend on the number of open channels
         used = (ins if copied != "nothing" else -1, outs if copied == "pairs" else -1)
-        same: _Plan | None = workspace.plans.get((self._number, *used, height, width))
+        same: _Plan | None = workspace.plans.get((self._id, *used, height, width))
         if same is not None and (ins, outs) != (self.ins, self.outs):
             return same
         whole = (ins, outs) == (self.ins, self.outs)
-        # how many blocks of which size are read, and made
+        # number and size of the blocks that are read and computed
         C = self.ins if copied == "nothing" else ins
         blocks, size = (C // self._block_in, self._block_in) if self.by_block else (1, C)
         if not self.gated_input:
             blocks, size = C, 1
         O = outs if copied == "pairs" else self.outs
-        made = O // self._block_out if self.by_block else self._column_blocks
-        b = O // made
+        out_blocks = O // self._block_out if self.by_block else self._column_blocks
+        b = O // out_blocks
 
         K = C * ks * ks
         gathered = columns_of = None
         weight = self._pieces
         if self.by_block or not self.gated_input:
             if copied == "pairs" and self.by_block:
-                weight = gathered = workspace.buffer("weights", made * K * b // weight.shape[1], weight.shape[1])
+                weight = gathered = workspace.buffer("weights", out_blocks * K * b // weight.shape[1], weight.shape[1])
         elif copied != "nothing" and ins < self.ins:
-            weight = gathered = workspace.buffer("weights", made * K, self.outs // made)
+            weight = gathered = workspace.buffer("weights", out_blocks * K, self.outs // out_blocks)
         if copied == "pairs" and not self.by_block:
             weight = columns_of = workspace.buffer("columns", K, O)
 
-        name = ("frame", self._number, height, width)
+        name = ("padded map", self._id, height, width)
         memory = workspace.buffer(name, PaddedMap.values_per_channel(height, width, self.kernel) * self.ins)
         padded = PaddedMap(memory, blocks, height, width, size, self.kernel)
         in_strips = self.gated_input and stride == 1 and ks > 1 and rows * columns >= LARGE_MAP
         if self.by_block and blocks > 1 and gathered is None:
-            in_strips = False  # as they lie the weights are not in that order
+            in_strips = False  # the weights are not stored row by row of the kernel
         if in_strips and self.by_block and gathered is not None:
             gathered = gathered.view(len(gathered) * ks, -1)
-        weights = list(weight.view(made, ks, -1, b).unbind(1)) if in_strips else [weight.view(made, -1, b)]
+        weights = list(weight.view(out_blocks, ks, -1, b).unbind(1)) if in_strips else [weight.view(out_blocks, -1, b)]
         at_a_time = max(MAX_UNFOLDED // (columns * K // (ks if in_strips else 1)), 1)
         starts = range(0, rows, at_a_time)
-        result = workspace.buffer("result", made, rows, columns, b)
+        output = workspace.buffer("output", out_blocks, rows, columns, b)
         everywhere = padded.strips() if in_strips else padded.windows()
         parts: list[_Part] = []
         for number, start in enumerate(starts):
             some = min(at_a_time, rows - start)
             pixels = some * columns
-            flat = result.view(made, -1, b) if len(starts) == 1 else workspace.buffer(("part", number), made, pixels, b)
+            flat = (
+                output.view(out_blocks, -1, b)
+                if len(starts) == 1
+                else workspace.buffer(("part", number), out_blocks, pixels, b)
+            )
             if in_strips:
                 windows = everywhere[start : start + some + ks - 1]
-                seen = workspace.buffer("seen", *windows.shape)
-                lines = seen.view(-1, K // ks)
+                unfolded = workspace.buffer("unfolded", *windows.shape)
+                lines = unfolded.view(-1, K // ks)
                 matrices = [lines[row * columns : row * columns + pixels] for row in range(ks)]
             elif self.gated_input:
                 windows = everywhere[start : start + some]
-                seen = workspace.buffer("seen", *windows.shape)
-                matrices = [seen.view(pixels, K)]
-            else:  # a map lies channel by channel, and is copied so
+                unfolded = workspace.buffer("unfolded", *windows.shape)
+                matrices = [unfolded.view(pixels, K)]
+            else:  # a plain map is stored channel by channel
                 windows = everywhere[start : start + some].permute(2, 3, 4, 0, 1)
-                seen = workspace.buffer("seen", *windows.shape)
-                matrices = [seen.view(K, pixels).T]
-            parts.append(_Part(windows, seen, [matrix.expand(made, -1, -1) for matrix in matrices], flat))
+                unfolded = workspace.buffer("unfolded", *windows.shape)
+                matrices = [unfolded.view(K, pixels).T]
+            parts.append(_Part(windows, unfolded, [matrix.expand(out_blocks, -1, -1) for matrix in matrices], flat))
         plan = _Plan(
             copied=copied,
             whole=whole,
@@ -427,14 +431,16 @@ class BlockConv:
             columns=columns_of,
             weights=weights,
             parts=parts,
-            result=result,
+            output=output,
         )
         if not whole:
-            workspace.add_plan((self._number, *used, height, width), plan)
+            workspace.add_plan((self._id, *used, height, width), plan)
         return plan
 
-    def _fill(self, plan: _Plan, x: BlockMap | Tensor, ins: OpenBlocks | None, workspace: Workspace) -> Tensor | None:
-        """Put the map where kernels see it, and give the gates that are yet to be multiplied in."""
+    def _write_input(
+        self, plan: _Plan, x: BlockMap | Tensor, ins: OpenBlocks | None, workspace: Workspace
+    ) -> Tensor | None:
+        """Write the map into the padded buffer; returns the gates that have yet to be multiplied in."""
         place = plan.inside
         if not self.gated_input:
             assert isinstance(x, Tensor)
@@ -443,27 +449,27 @@ class BlockConv:
         assert ins is not None
         if plan.memory is not None:
             name, size, memory = plan.memory
-            if workspace.sizes.get(name) != size:  # what are zeros around a map depends on how many channels it has
+            if workspace.sizes.get(name) != size:  # the former padding is in another place
                 memory.zero_()
                 workspace.sizes[name] = size
-        all_channels = plan.copied == "nothing" and not plan.whole  # then what is closed is zeros
+        all_channels = plan.copied == "nothing" and not plan.whole  # closed channels are zeros
         if isinstance(x, Tensor):
             size = self._block_in if self.by_block else x.shape[1]
             blocks = x.view(-1, size, *x.shape[2:]).permute(0, 2, 3, 1)
             if all_channels:
                 place.zero_()
-                numbers = torch.from_numpy(ins.blocks if self.by_block else ins.numbers())
+                numbers = torch.from_numpy(ins.blocks if self.by_block else ins.channel_numbers())
                 place.index_copy_(0 if self.by_block else 3, numbers, blocks)
             else:
                 place.copy_(blocks)
             return None
-        gates = x.put(place, all_channels=all_channels)
+        gates = x.write_to(place, all_channels=all_channels)
         if gates is None or self.by_block:
             return gates
-        return torch.from_numpy(np.tile(ins.over_channels(gates), self.kernel.size))
+        return torch.from_numpy(np.tile(ins.per_channel(gates), self.kernel.size))
 
-    def _gather(self, plan: _Plan, ins: OpenBlocks | None, outs: OpenBlocks) -> Tensor:
-        """Copy the weights that are open, and give the shifts."""
+    def _gather_weights(self, plan: _Plan, ins: OpenBlocks | None, outs: OpenBlocks) -> Tensor:
+        """Copy the open weights; returns the shifts."""
         if self.by_block:
             if plan.gathered is None:
                 return self._all_shifts
@@ -481,15 +487,15 @@ class BlockConv:
         weight = self._pieces.view(-1, self.outs // self._column_blocks)
         if plan.gathered is not None:
             assert ins is not None
-            rows = (self._taps + ins.numbers()).ravel()
+            rows = (self._taps + ins.channel_numbers()).ravel()
             if self._column_blocks > 1:
                 rows = (np.arange(0, len(weight), len(weight) // self._column_blocks)[:, None] + rows).ravel()
             weight = torch.index_select(weight, 0, torch.from_numpy(rows), out=plan.gathered)
         if plan.columns is None:
             return self._all_shifts
-        numbers = outs.numbers()
+        numbers = outs.channel_numbers()
         torch.index_select(weight, 1, torch.from_numpy(numbers), out=plan.columns)
         return torch.from_numpy(self._shift[:, :, numbers])
 
 
-_NUMBERS = count()
+_IDS = count()
