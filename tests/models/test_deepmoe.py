@@ -381,7 +381,7 @@ def test_a_network_of_which_only_some_convolutions_can_be_paired_is_gated_there(
 
 
 class Sums(nn.Module):
-    """Convolutions whose channels nobody reads alone."""
+    """A convolution whose channels an elementwise function other than ReLU reads."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -392,7 +392,7 @@ class Sums(nn.Module):
         return self.linear(self.conv(x).sigmoid().mean((2, 3)))
 
 
-def chain(*layers: nn.Module) -> nn.Sequential:
+def classifier(*layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, CLASSES))
 
 
@@ -400,14 +400,14 @@ def chain(*layers: nn.Module) -> nn.Sequential:
     ("network", "why"),
     [
         (Sums(), "no convolution of Sums can drop channels: conv is read by sigmoid"),
-        (chain(nn.Conv2d(3, 6, 3, groups=3)), r"0 is grouped \(groups=3\)"),
-        (chain(nn.Conv2d(3, 6, (1, 3))), r"0 has kernel_size=\(1, 3\), which is not square"),
-        (chain(nn.Conv2d(3, 6, 3, padding="same")), "0 has padding='same'; it must be a number"),
-        (chain(nn.Conv2d(3, 6, 3, dilation=2)), r"0 has dilation=\(2, 2\); it must be 1"),
-        (chain(nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular")), "0 has padding_mode='circular'"),
-        (chain(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.BatchNorm2d(6)), "0 has other layers before its BatchNorm 2"),
-        (chain(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, affine=False)), "0 has a BatchNorm without weights"),
-        (chain(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, momentum=None)), "0 has a BatchNorm with momentum=None"),
+        (classifier(nn.Conv2d(3, 6, 3, groups=3)), r"0 is grouped \(groups=3\)"),
+        (classifier(nn.Conv2d(3, 6, (1, 3))), r"0 has kernel_size=\(1, 3\), which is not square"),
+        (classifier(nn.Conv2d(3, 6, 3, padding="same")), "0 has padding='same'; it must be a number"),
+        (classifier(nn.Conv2d(3, 6, 3, dilation=2)), r"0 has dilation=\(2, 2\); it must be 1"),
+        (classifier(nn.Conv2d(3, 6, 3, padding=1, padding_mode="circular")), "0 has padding_mode='circular'"),
+        (classifier(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.BatchNorm2d(6)), "0 has other layers before its BatchNorm 2"),
+        (classifier(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, affine=False)), "0 has a BatchNorm without weights"),
+        (classifier(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6, momentum=None)), "0 has a BatchNorm with momentum=None"),
         (nn.Sequential(nn.Flatten(), nn.Linear(3, CLASSES)), "Sequential has no convolution to gate"),
     ],
 )

@@ -148,10 +148,10 @@ class ChannelGate(nn.Module):
         return _StraightThrough(**vars(routing), estimate=would - would.detach())
 
     def extra_repr(self) -> str:
-        kept = f", keep={self.keep}" if self.mode == "topk" else ""
+        keep = f", keep={self.keep}" if self.mode == "topk" else ""
         bias = "" if self.bias is not None else ", bias=None"
         through = ", straight_through=True" if self.straight_through else ""
-        return f"{self.embedding}, {self.channels}, block={self.block}, mode={self.mode!r}{kept}{bias}{through}"
+        return f"{self.embedding}, {self.channels}, block={self.block}, mode={self.mode!r}{keep}{bias}{through}"
 
     def _checked(self, keep: int | None) -> int | None:
         if self.mode == "relu":

@@ -92,7 +92,7 @@ class FrozenHeads:
         rows = scores[table.place]
         least = np.sort(rows, 1)[table.layer, table.best]
         blocks = np.flatnonzero(real >= least[table.layer_of])
-        if blocks.size != table.kept:  # ties, or scores that are NaN
+        if blocks.size != table.total_open:  # ties, or scores that are NaN
             rank = np.argsort(np.argsort(-rows, 1, kind="stable"), 1)
             blocks = np.flatnonzero((rank < table.keep).ravel()[table.filled])
         return OpenBlockList(blocks, np.logaddexp(0, real[blocks]), table.offsets)  # softplus
@@ -112,7 +112,7 @@ class _Table(NamedTuple):
     """(layers, most blocks): the column of each layer's scores; that of the padding beyond its last block."""
     keep: NDArray[np.intp]
     """(layers, 1): open blocks of each layer."""
-    kept: int
+    total_open: int
     """Open blocks of all layers."""
     best: NDArray[np.intp]
     """The rank, in ascending order, of each layer's lowest open score."""
@@ -140,7 +140,7 @@ def _table(heads: tuple[tuple[int, int], ...]) -> _Table:
     return _Table(
         place=np.where(numbers < blocks, np.cumsum(blocks)[:, None] - blocks + numbers, total),
         keep=keep,
-        kept=int(keep.sum()),
+        total_open=int(keep.sum()),
         best=len(numbers) - keep[:, 0],
         layer=layer,
         layer_of=np.repeat(layer, blocks[:, 0]),

@@ -289,12 +289,12 @@ def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None
 
 def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str, ConvNode], dict[str, str]]:
     """The convolutions to gate, and the reasons why the others are not."""
-    chain = build_channel_graph(backbone)
-    wanted = {node.conv for node in nodes_to_gate(chain, bottleneck)}
+    graph = build_channel_graph(backbone)
+    wanted = {node.conv for node in nodes_to_gate(graph, bottleneck)}
     next_module, calls = _module_order(backbone)
     plan: dict[str, ConvNode] = {}
     ungated: dict[str, str] = {}
-    for node in chain:
+    for node in graph:
         reason = _reason_ungated(backbone, node, bottleneck, next_module, calls, wanted)
         if reason is None:
             plan[node.conv] = node

@@ -115,7 +115,7 @@ class Workspace:
         self.plans[key] = plan
 
     def is_reusable(self) -> bool:
-        """Whether it is small enough to be kept for the next image."""
+        """Whether it is small enough to be reused for the next image."""
         return self._total <= MAX_VALUES
 
 
