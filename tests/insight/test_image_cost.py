@@ -16,7 +16,7 @@ MACS = torch.arange(60) * 3.0 + 100 * (~RIGHT) + 40
 def costs(**changes):
     probabilities = torch.stack([MACS / 400, 1 - MACS / 400], 1)
     options = {"dense_macs": 1000, "fixed_macs": 40, "classes": CLASSES, "class_names": ["cat", "dog"]}
-    return image_costs(MACS, **{**options, "probabilities": probabilities, "right": RIGHT, **changes})
+    return image_costs(MACS, **{**options, "probabilities": probabilities, "correct": RIGHT, **changes})
 
 
 def test_mean_costs_are_percentages_of_the_dense_network():
@@ -36,7 +36,7 @@ def test_the_difference_of_wrong_and_right_images_has_the_errors_of_both():
     found = costs()
     assert found.right is not None
     assert found.wrong is not None
-    difference = found.dearer_when_wrong
+    difference = found.extra_cost_when_wrong
     value = found.wrong.mean - found.right.mean
     assert difference.value == pytest.approx(value)
     halves = [of.interval[1] - of.mean for of in (found.wrong, found.right)]
@@ -53,7 +53,7 @@ def test_within_classes_the_weights_are_those_of_their_numbers_of_images():
         ends = [mean(of.numpy()).interval[1] - of.mean().item() for of in (wrong, right)]
         halves.append(math.hypot(*ends))
         weights.append(len(wrong) * len(right) / (len(wrong) + len(right)))
-    found = costs().dearer_within_classes
+    found = costs().extra_cost_within_classes
     expected = sum(w * d for w, d in zip(weights, differences, strict=True)) / sum(weights)
     half = math.hypot(*(w * h for w, h in zip(weights, halves, strict=True))) / sum(weights)
     assert (found.value, found.low, found.high) == pytest.approx((expected, expected - half, expected + half))
@@ -63,7 +63,7 @@ def test_within_classes_the_weights_are_those_of_their_numbers_of_images():
 def test_a_class_needs_ten_right_and_ten_wrong_images(wrong: int, compared: bool):
     right = torch.ones(60, dtype=torch.bool)
     right[:wrong] = False
-    assert (costs(right=right).dearer_within_classes is not None) is compared
+    assert (costs(right=right).extra_cost_within_classes is not None) is compared
 
 
 def test_certainty_is_a_correlation_with_fishers_interval():
@@ -78,17 +78,21 @@ def test_certainty_is_a_correlation_with_fishers_interval():
     assert costs(probabilities=torch.full((60, 2), 0.5)).certainty is None
 
 
-@pytest.mark.parametrize(("show", "cheapest", "dearest"), [(2, (0, 1), (59, 58)), (50, tuple(range(20)), None)])
-def test_the_cheapest_and_the_dearest_share_no_image(show: int, cheapest: tuple[int, ...], dearest):
+@pytest.mark.parametrize(
+    ("show", "least_expensive", "most_expensive"), [(2, (0, 1), (59, 58)), (50, tuple(range(20)), None)]
+)
+def test_the_least_and_the_most_expensive_images_are_disjoint(
+    show: int, least_expensive: tuple[int, ...], most_expensive
+):
     found = costs(show=show)
-    assert found.cheapest[:20] == cheapest
-    assert dearest is None or found.dearest == dearest
-    assert not set(found.cheapest) & set(found.dearest)
-    assert len(found.cheapest) == len(found.dearest) == min(show, 30)
+    assert found.least_expensive[:20] == least_expensive
+    assert most_expensive is None or found.most_expensive == most_expensive
+    assert not set(found.least_expensive) & set(found.most_expensive)
+    assert len(found.least_expensive) == len(found.most_expensive) == min(show, 30)
 
 
 def test_without_right_and_wrong_nothing_is_compared():
-    found = costs(right=None)
-    assert (found.was_right, found.right, found.wrong) == (None, None, None)
-    assert (found.dearer_when_wrong, found.dearer_within_classes) == (None, None)
-    assert costs(right=torch.ones(60)).wrong is None
+    found = costs(correct=None)
+    assert (found.is_correct, found.right, found.wrong) == (None, None, None)
+    assert (found.extra_cost_when_wrong, found.extra_cost_within_classes) == (None, None)
+    assert costs(correct=torch.ones(60)).wrong is None
