@@ -63,7 +63,7 @@ def test_within_classes_the_weights_are_those_of_their_numbers_of_images():
 def test_a_class_needs_ten_right_and_ten_wrong_images(wrong: int, compared: bool):
     right = torch.ones(60, dtype=torch.bool)
     right[:wrong] = False
-    assert (costs(right=right).extra_cost_within_classes is not None) is compared
+    assert (costs(correct=right).extra_cost_within_classes is not None) is compared
 
 
 def test_certainty_is_a_correlation_with_fishers_interval():
@@ -78,15 +78,13 @@ def test_certainty_is_a_correlation_with_fishers_interval():
     assert costs(probabilities=torch.full((60, 2), 0.5)).certainty is None
 
 
-@pytest.mark.parametrize(
-    ("show", "least_expensive", "most_expensive"), [(2, (0, 1), (59, 58)), (50, tuple(range(20)), None)]
-)
+@pytest.mark.parametrize(("show", "least", "most"), [(2, (0, 1), (59, 58)), (50, tuple(range(20)), None)])
 def test_the_least_and_the_most_expensive_images_are_disjoint(
-    show: int, least_expensive: tuple[int, ...], most_expensive
+    show: int, least: tuple[int, ...], most: tuple[int, ...] | None
 ):
     found = costs(show=show)
-    assert found.least_expensive[:20] == least_expensive
-    assert most_expensive is None or found.most_expensive == most_expensive
+    assert found.least_expensive[:20] == least
+    assert most is None or found.most_expensive == most
     assert not set(found.least_expensive) & set(found.most_expensive)
     assert len(found.least_expensive) == len(found.most_expensive) == min(show, 30)
 
