@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Timing, in_turns, machine, show, write
+from measure import Timing, machine, show, time_interleaved, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
@@ -191,7 +191,7 @@ def layer_by_layer(
             for name, each in run(images[kind][repetition % IMAGES]).items():
                 if repetition >= 0:
                     found[kind].setdefault(name, []).append(each)
-    end_to_end = in_turns(
+    end_to_end = time_interleaved(
         {"dense": in_order(plain, images["dense"]), "ours": in_order(model, images["ours"])}, repetitions
     )
     scaled: list[dict[str, float]] = []
@@ -230,7 +230,7 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
             }
             for turn, images_each in TURNS.items():
                 turns = repetitions if images_each == 1 else max(repetitions // 2, 4)
-                found = in_turns({name: run(images_each) for name, run in runs.items()}, turns)
+                found = time_interleaved({name: run(images_each) for name, run in runs.items()}, turns)
                 timings = {
                     name: Timing(*(ms / images_each for ms in vars(timing).values())) for name, timing in found.items()
                 }
@@ -288,7 +288,7 @@ def in_batches(
                 for name, peer in peers.items()
             }
             runs["ours"] = in_order(frozen, batches)
-            found = in_turns(runs, max(repetitions // 4, 4))
+            found = time_interleaved(runs, max(repetitions // 4, 4))
             ours = found["ours"].median
             best = {
                 folded_too: min(found[name].median for name in peers if ("folded" in name) == folded_too)
@@ -316,7 +316,7 @@ def on_gpu(repetitions: int, dtype: torch.dtype, batch: int) -> dict[str, Any]:
             model = gated_vgg(64, share).to(**where).to(memory_format=memory_format)
             macs[name] = check(model, x, 1e-2 if dtype == torch.float32 else 0.5)
             candidates[name] = in_order(model, [x.contiguous(memory_format=memory_format)])
-    timings = in_turns(candidates, repetitions, warm_up=10)
+    timings = time_interleaved(candidates, repetitions, warm_up=10)
     best = min(timing.median for name, timing in timings.items() if name.startswith("VGG-16, c"))
     rows = [
         {
@@ -340,7 +340,7 @@ def unit_costs(repetitions: int) -> dict[str, float]:
 
     def nanoseconds(run: Callable[[int], object]) -> float:
         turns = {"it": in_order_of_numbers(run)}
-        return 1e6 * in_turns(turns, repetitions, warm_up=8)["it"].median
+        return 1e6 * time_interleaved(turns, repetitions, warm_up=8)["it"].median
 
     def weights(width: int, number: int) -> list[Tensor]:
         return [torch.randn(width, width, 3, 3) for _ in range(number)]

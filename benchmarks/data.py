@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from measure import in_turns, machine, show, write
+from measure import machine, show, time_interleaved, write
 from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -143,7 +143,7 @@ def main() -> None:
             ours = f"moesaic, {augment}"
             alone[ours] = candidates[ours], images[ours]
         cpu = {name: per_cpu_second(run, count, arguments.threads) for name, (run, count) in alone.items()}
-        timings = in_turns(candidates, arguments.repetitions, warm_up=1)
+        timings = time_interleaved(candidates, arguments.repetitions, warm_up=1)
     rate = {name: 1e3 * images[name] / timing.median for name, timing in timings.items()}
     rows = [
         {

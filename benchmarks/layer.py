@@ -45,21 +45,21 @@ import torch
 import torch._inductor.config
 from measure import RESULTS, machine, show, write
 
-from moesaic.bench.layer_benchmark import LayerTimes, Pass, fastest_dense, layer_times, picked, run_once
-from moesaic.bench.layer_check import TOLERANCE, layer_errors
-from moesaic.bench.layer_shape import Form, RoutedShape, dense_work, routed_work
-from moesaic.bench.timing import Ceilings, ceilings
+from moesaic.bench.layer_accuracy import TOLERANCE, layer_errors
+from moesaic.bench.layer_benchmark import LayerTimes, Pass, choose_backend, fastest_dense, layer_times, run_once
+from moesaic.bench.layer_shape import LayerOptions, LayerShape, dense_work, routed_work
+from moesaic.bench.timing import Roofline, measure_roofline
 
 PASSES: tuple[Pass, ...] = ("forward", "step")
 FORMS = {
-    "plain": Form(bias=False),
-    "with bias": Form(bias=True),
-    "released": Form(gate="softmax_all", gate_on="input", expert_norm=True),
+    "plain": LayerOptions(bias=False),
+    "with bias": LayerOptions(bias=True),
+    "released": LayerOptions(gate="softmax_all", gate_on="input", expert_norm=True),
 }
 COMPILED_FORMS = ("plain", "released")
 NAMED = {
-    "celeba": RoutedShape(128, 640, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3),
-    "cifar": RoutedShape(512, 640, 640, 8, experts=4, patches_per_expert=16, patch_size=1, kernel_size=1),
+    "celeba": LayerShape(128, 640, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3),
+    "cifar": LayerShape(512, 640, 640, 8, experts=4, patches_per_expert=16, patch_size=1, kernel_size=1),
 }
 CPU_BATCH = 8
 MEBIBYTE = 2**20
@@ -67,7 +67,7 @@ CHECKED_MAPS = {"cuda": 3, "cpu": 1}
 CHECKED_MAPS_OF_GRID = {"cuda": 2, "cpu": 1}
 
 
-def around(**values: list[Any]) -> dict[str, RoutedShape]:
+def around(**values: list[Any]) -> dict[str, LayerShape]:
     """The named shapes with one thing changed at a time."""
     short = {"patches_per_expert": "l", "experts": "k", "channels": "c", "batch": "b"}
     also = {"channels": "out_channels"}
@@ -95,8 +95,8 @@ GRID = {
     "celeba-p2": replace(NAMED["celeba"], patch_size=2, patches_per_expert=8),
     "cifar-p4": replace(NAMED["cifar"], patch_size=4, patches_per_expert=1),
     "celeba-p3": replace(NAMED["celeba"], patch_size=3, size=15, patches_per_expert=3),
-    "large-3x3": RoutedShape(64, 128, 128, 32, experts=8, patches_per_expert=8, patch_size=4, kernel_size=3),
-    "large-1x1": RoutedShape(64, 256, 256, 56, experts=8, patches_per_expert=24, patch_size=4, kernel_size=1),
+    "large-3x3": LayerShape(64, 128, 128, 32, experts=8, patches_per_expert=8, patch_size=4, kernel_size=3),
+    "large-1x1": LayerShape(64, 256, 256, 56, experts=8, patches_per_expert=24, patch_size=4, kernel_size=1),
 }
 QUICK = ("celeba-l8", "celeba-c64", "cifar-l64", "cifar-p2")
 
@@ -118,13 +118,13 @@ class Measurement:
 
     name: str
     form: str
-    shape: RoutedShape
+    shape: LayerShape
 
     @property
     def title(self) -> str:
         return f"{self.name}, {self.form}: {self.shape}"
 
-    def few(self, device: str) -> RoutedShape:
+    def few(self, device: str) -> LayerShape:
         """The same with as many maps as are compared with the reference."""
         maps = (CHECKED_MAPS if self.name in NAMED else CHECKED_MAPS_OF_GRID)[device]
         return replace(self.shape, batch=min(self.shape.batch, maps))
@@ -158,7 +158,7 @@ def planned(arguments: argparse.Namespace) -> Iterator[Measurement]:
 def checked(each: Measurement, setting: Setting) -> dict[str, Any]:
     """The errors of the backends that are timed, on a few maps of the shape."""
     few = each.few(setting.device)
-    choice = picked(few, FORMS[each.form], setting.device, setting.dtype)
+    choice = choose_backend(few, FORMS[each.form], setting.device, setting.dtype)
     names = list(dict.fromkeys([choice.name, "torch"]))
     limit = TOLERANCE[setting.dtype]
     seed, fastest = time.time_ns() % 2**31, torch.backends.cudnn.benchmark
@@ -172,7 +172,7 @@ def checked(each: Measurement, setting: Setting) -> dict[str, Any]:
 
 
 def figures(
-    row: LayerTimes, rows: list[LayerTimes], each: Measurement, setting: Setting, limits: Ceilings
+    row: LayerTimes, rows: list[LayerTimes], each: Measurement, setting: Setting, limits: Roofline
 ) -> dict[str, Any]:
     """What a row comes to, beside the dense layer and beside the floor."""
     found: dict[str, Any] = {}
@@ -186,7 +186,7 @@ def figures(
         if dense is not None:
             found[f"{what}, × dense"] = dense / ours
         work = least_work(each, setting, what)["dense" if row.backend is None else "routed"]
-        found[f"{what}, share of floor"] = limits.floor(work.flops, work.bytes) / ours
+        found[f"{what}, share of floor"] = limits.min_milliseconds(work.flops, work.bytes) / ours
     if row.memory is not None:
         found["memory, MiB"] = (row.memory.peak - row.memory.held) / MEBIBYTE
         dense = [other.memory for other in rows if other.backend is None and other.memory is not None]
@@ -204,7 +204,7 @@ def least_work(each: Measurement, setting: Setting, what: Pass) -> dict[str, Any
     }
 
 
-def measured(each: Measurement, setting: Setting, limits: Ceilings) -> dict[str, Any]:
+def measured(each: Measurement, setting: Setting, limits: Roofline) -> dict[str, Any]:
     """All there is to know of a shape in a form; with what went wrong in place of what is missing."""
     result: dict[str, Any] = {"name": each.name, "form": each.form, "shape": asdict(each.shape)}
     result |= {"share": each.shape.share, "ceilings": limits, "repetitions": setting.repetitions}
@@ -338,7 +338,7 @@ def main() -> None:
     if arguments.warm:
         warmed(plan, setting, arguments.warm, arguments.warm_seconds)
     measuring = time.perf_counter()
-    limits = ceilings(arguments.device, dtype)
+    limits = measure_roofline(arguments.device, dtype)
     print(
         f"copies {limits.bytes_per_second / 1e9:.0f} GB/s, "
         f"matrix products {limits.flops_per_second / 1e12:.2f} TFLOP/s in {dtype}"

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: timing in turns, the machine's description, the table and the JSON."""
+"""Shared by all benchmarks: interleaved timing, description of the machine, table and JSON output."""
 
 import json
 import platform
@@ -8,15 +8,25 @@ from typing import Any
 
 import torch
 
-from moesaic.bench.timing import Timing, captured, in_turns, quartiles, synchronize
+from moesaic.bench.timing import Timing, capture_cuda_graph, quartiles, synchronize, time_interleaved
 
-__all__ = ["RESULTS", "Timing", "captured", "in_turns", "machine", "quartiles", "show", "synchronize", "write"]
+__all__ = [
+    "RESULTS",
+    "Timing",
+    "capture_cuda_graph",
+    "machine",
+    "quartiles",
+    "show",
+    "synchronize",
+    "time_interleaved",
+    "write",
+]
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers were measured on."""
+    """Description of hardware and versions."""
     return {
         "processor": processor(),
         "threads": torch.get_num_threads(),
@@ -37,7 +47,7 @@ def processor() -> str:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table; plain, so that benchmarks need nothing but torch."""
+    """Prints a plain table, so that benchmarks need only torch."""
     header = list(rows[0])
     cells = [[f"{value:.2f}" if isinstance(value, float) else str(value) for value in row.values()] for row in rows]
     widths = [max(len(cell) for cell in column) for column in zip(header, *cells, strict=True)]

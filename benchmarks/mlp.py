@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Timing, captured, in_turns, machine, show, write
+from measure import Timing, capture_cuda_graph, machine, show, time_interleaved, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import moesaic
-from moesaic.bench.layer_check import poison
-from moesaic.bench.timing import ceilings, peak_memory
+from moesaic.bench.layer_accuracy import poison
+from moesaic.bench.timing import measure_roofline, peak_memory
 from moesaic.experts import MLPExperts
 from moesaic.ops import select_backend
 
@@ -390,7 +390,7 @@ def prepared(candidate: Candidate, gpu: bool) -> tuple[Callable[[], object], dic
     memory = peak_memory(run, lambda: None)
     found: dict[str, Any] = {"memory, MiB": (memory.peak - memory.held) / MEBIBYTE}
     try:
-        return captured(run), {**found, "graph": True, "kept": run}
+        return capture_cuda_graph(run), {**found, "graph": True, "kept": run}
     except Exception as error:
         torch.cuda.synchronize()
         return run, {**found, "graph": False, "note": f"no graph: {type(error).__name__}: {str(error)[:200]}"}
@@ -489,7 +489,7 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if gpu else "float32"))
     where: dict[str, Any] = {"device": arguments.device, "dtype": dtype}
     shape = SHAPES[arguments.device]
-    limits = ceilings(arguments.device, dtype)
+    limits = measure_roofline(arguments.device, dtype)
     equal = checks(shape, where, arguments)
     for name, result in equal.items():
         if isinstance(result, dict):
@@ -502,7 +502,7 @@ def main() -> None:
     absent: dict[str, str] = {}
     if not arguments.only or "products" in arguments.only.split(","):
         alone = products(shape, where)
-        runs["products"] = captured(alone) if gpu else alone
+        runs["products"] = capture_cuda_graph(alone) if gpu else alone
         details["products"] = {"graph": gpu, "kept": alone}
     for candidate in candidates(shape, where, arguments):
         if candidate.model is None:
@@ -514,7 +514,7 @@ def main() -> None:
             absent[candidate.name] = f"{type(error).__name__}: {error}"
         gc.collect()
         print(f"{candidate.name}: {'ready' if candidate.name in runs else 'failed'}", flush=True)
-    timings = in_turns(runs, arguments.repetitions, gpu_clock=gpu)
+    timings = time_interleaved(runs, arguments.repetitions, gpu_clock=gpu)
 
     rows = table(timings, details, shape, limits.flops_per_second)
     show(f"{shape}; {dtype}, forward and backward", rows)

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from measure import RESULTS, Timing, captured, in_turns, machine, quartiles, show, synchronize, write
+from measure import RESULTS, Timing, capture_cuda_graph, machine, quartiles, show, synchronize, time_interleaved, write
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.library import custom_op
@@ -241,7 +241,7 @@ def candidate(
     peak = (torch.cuda.max_memory_allocated() - before) / MEBIBYTE
     if not setting.cuda_graph:
         return run, peak
-    replay = captured(run, warm_up=5)
+    replay = capture_cuda_graph(run, warm_up=5)
     return lambda: (replay(), run), peak  # which holds the run: its weights and images are in memory the graph reads
 
 
@@ -311,7 +311,7 @@ def compare(
                 key = f"{name}, {label}"
                 run, peaks[key] = candidate(name, setting, FORMATS[label])
                 runs[key] = Recorded(run, setting.burst)
-        in_turns(runs, repetitions)
+        time_interleaved(runs, repetitions)
     times = {key: before.get(key, []) + run.times[-repetitions:] for key, run in runs.items()}
     timings = {key: Timing(statistics.median(each), *quartiles(each)) for key, each in times.items()}
     fastest = {

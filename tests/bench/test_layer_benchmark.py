@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from moesaic.bench import layer_benchmark, layer_check, timing
+from moesaic.bench import layer_accuracy, layer_benchmark, timing
+from moesaic.bench.layer_accuracy import TOLERANCE, layer_errors
 from moesaic.bench.layer_benchmark import LayerTimes, fastest_dense, layer_times, run_once
-from moesaic.bench.layer_check import TOLERANCE, layer_errors
 from moesaic.bench.layer_shape import (
-    Form,
-    RoutedShape,
-    RowsOfPixels,
+    LayerOptions,
+    LayerShape,
+    PixelLinear,
     dense_peers,
     dense_work,
-    random_maps,
+    random_inputs,
     routed_layer,
     routed_work,
 )
@@ -25,12 +25,14 @@ from moesaic.layers import PatchMoE
 from moesaic.models.model_cost import count_macs
 from moesaic.ops.torch_backend import TorchBackend
 
-SHAPE = RoutedShape(3, 8, 12, 12, experts=4, patches_per_expert=2, patch_size=3, kernel_size=3)
-RELEASED = Form(gate="softmax_all", gate_on="input", expert_norm=True)
+SHAPE = LayerShape(3, 8, 12, 12, experts=4, patches_per_expert=2, patch_size=3, kernel_size=3)
+RELEASED = LayerOptions(gate="softmax_all", gate_on="input", expert_norm=True)
 
 
-@pytest.mark.parametrize("form", [Form(), Form(bias=False), RELEASED, Form(combine="sum", context="patch")], ids=str)
-def test_outputs_and_all_gradients_equal_the_reference(form: Form):
+@pytest.mark.parametrize(
+    "form", [LayerOptions(), LayerOptions(bias=False), RELEASED, LayerOptions(combine="sum", context="patch")], ids=str
+)
+def test_outputs_and_all_gradients_equal_the_reference(form: LayerOptions):
     errors = layer_errors(SHAPE, form, ["torch"], "cpu", torch.float64)["torch"]
     assert len(errors) == 2 + len(list(routed_layer(SHAPE, form).parameters()))
     assert max(errors.values()) < TOLERANCE[torch.float64]
@@ -43,7 +45,7 @@ def test_a_layer_that_computes_something_else_is_found(monkeypatch: pytest.Monke
         return 1.01 * right(self, *args)
 
     monkeypatch.setattr(TorchBackend, "conv", wrong)
-    errors = layer_errors(SHAPE, Form(), ["torch"], "cpu", torch.float32)["torch"]
+    errors = layer_errors(SHAPE, LayerOptions(), ["torch"], "cpu", torch.float32)["torch"]
     assert errors["output"] == pytest.approx(0.01, rel=1e-3)
     assert min(errors.values()) > TOLERANCE[torch.float32]
 
@@ -55,36 +57,36 @@ def test_what_is_left_unwritten_is_an_error_that_no_tolerance_admits(monkeypatch
         return right(self, *args).index_fill(1, torch.tensor([0]), torch.nan)
 
     monkeypatch.setattr(TorchBackend, "conv", hole)
-    error = layer_errors(SHAPE, Form(), ["torch"], "cpu", torch.float32)["torch"]["output"]
+    error = layer_errors(SHAPE, LayerOptions(), ["torch"], "cpu", torch.float32)["torch"]["output"]
     assert not error <= TOLERANCE[torch.float32]
 
 
 def test_inputs_whose_routing_rounding_could_change_are_drawn_again(monkeypatch: pytest.MonkeyPatch):
     answers = iter([False, False, True])
-    monkeypatch.setattr(layer_check, "_same_choice", lambda *_: next(answers))
-    assert layer_errors(SHAPE, Form(), ["torch"], "cpu", torch.float64)
+    monkeypatch.setattr(layer_accuracy, "_same_selection", lambda *_: next(answers))
+    assert layer_errors(SHAPE, LayerOptions(), ["torch"], "cpu", torch.float64)
     assert next(answers, None) is None
-    monkeypatch.setattr(layer_check, "_same_choice", lambda *_: False)
+    monkeypatch.setattr(layer_accuracy, "_same_selection", lambda *_: False)
     with pytest.raises(RuntimeError, match="routing differs"):
-        layer_errors(SHAPE, Form(), ["torch"], "cpu", torch.float64)
+        layer_errors(SHAPE, LayerOptions(), ["torch"], "cpu", torch.float64)
 
 
 def test_a_linear_layer_over_rows_of_pixels_is_the_convolution():
     conv = torch.nn.Conv2d(8, 12, 1)
-    x, _ = random_maps(SHAPE, "cpu", torch.float32, torch.channels_last)
-    torch.testing.assert_close(RowsOfPixels(conv)(x), conv(x))
+    x, _ = random_inputs(SHAPE, "cpu", torch.float32, torch.channels_last)
+    torch.testing.assert_close(PixelLinear(conv)(x), conv(x))
 
 
 def test_the_dense_peer_has_the_norm_and_the_bias_of_the_experts():
-    (plain,) = dense_peers(SHAPE, Form(bias=False)).values()
+    (plain,) = dense_peers(SHAPE, LayerOptions(bias=False)).values()
     assert isinstance(plain, torch.nn.Conv2d)
     assert plain.bias is None
     (released,) = dense_peers(SHAPE, RELEASED).values()
     assert [type(part).__name__ for part in released.children()] == ["BatchNorm2d", "ReLU", "Conv2d"]
 
 
-@pytest.mark.parametrize("form", [Form(), Form(combine="sum")], ids=["concat", "sum"])
-def test_multiply_adds_are_those_that_the_counter_of_networks_finds(form: Form):
+@pytest.mark.parametrize("form", [LayerOptions(), LayerOptions(combine="sum")], ids=["concat", "sum"])
+def test_multiply_adds_are_those_that_the_counter_of_networks_finds(form: LayerOptions):
     counted = count_macs(routed_layer(SHAPE, form), (SHAPE.channels, SHAPE.size, SHAPE.size))
     assert routed_work(SHAPE, form, torch.float32, step=False).flops == 2 * SHAPE.batch * counted.macs
     if form.combine == "concat":
@@ -94,7 +96,7 @@ def test_multiply_adds_are_those_that_the_counter_of_networks_finds(form: Form):
 def test_an_expert_that_takes_all_patches_moves_as_much_as_the_dense_layer():
     everything = replace(SHAPE, patches_per_expert=SHAPE.patches)
     for step in (False, True):
-        ours = routed_work(everything, Form(), torch.bfloat16, step=step)
+        ours = routed_work(everything, LayerOptions(), torch.bfloat16, step=step)
         dense = dense_work(everything, torch.bfloat16, step=step)
         assert ours.bytes == dense.bytes
         assert ours.flops > dense.flops  # the router's scores
@@ -103,7 +105,7 @@ def test_an_expert_that_takes_all_patches_moves_as_much_as_the_dense_layer():
 def test_gates_on_the_input_read_more_of_the_gradient():
     amounts = [
         routed_work(SHAPE, form, torch.float32, step=True).bytes
-        for form in (Form(), Form(bias=False, gate_on="input"), Form(gate_on="input"))
+        for form in (LayerOptions(), LayerOptions(bias=False, gate_on="input"), LayerOptions(gate_on="input"))
     ]
     assert amounts == sorted(amounts)
     assert amounts[0] < amounts[1] < amounts[2]
@@ -111,7 +113,7 @@ def test_gates_on_the_input_read_more_of_the_gradient():
 
 def test_every_layer_is_timed_in_both_formats_and_the_faster_one_counts():
     rows = layer_times(
-        SHAPE, Form(), device="cpu", dtype=torch.float32, formats=("contiguous", "channels_last"), repetitions=2
+        SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, formats=("contiguous", "channels_last"), repetitions=2
     )
     assert [row.layer for row in rows] == ["dense convolution", "PatchMoE, torch", "masked (reference)"]
     assert [row.picked for row in rows] == [False, True, False]
@@ -126,7 +128,7 @@ def test_what_fails_is_noted_and_the_others_are_timed(monkeypatch: pytest.Monkey
         raise RuntimeError("no such kernel\nand a long trace")
 
     monkeypatch.setattr(TorchBackend, "conv", broken)
-    rows = layer_times(SHAPE, Form(), device="cpu", dtype=torch.float32, repetitions=1)
+    rows = layer_times(SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, repetitions=1)
     dense, ours, masked = rows
     assert ours.notes == [f"{what} failed: RuntimeError: no such kernel" for what in ("forward", "step")]
     assert ours.best("forward") is None
@@ -157,15 +159,15 @@ def test_on_a_gpu_steps_are_graphs_and_what_cannot_be_captured_is_timed_as_it_is
         start(self, *args)
         self.on_gpu = True
 
-    def in_turns(runs: Any, repetitions: int, *, gpu_clock: bool) -> dict[str, Timing]:
+    def time_interleaved(runs: Any, repetitions: int, *, gpu_clock: bool) -> dict[str, Timing]:
         assert gpu_clock
-        return timing.in_turns(runs, repetitions)
+        return timing.time_interleaved(runs, repetitions)
 
-    monkeypatch.setattr(layer_benchmark, "captured", capture)
+    monkeypatch.setattr(layer_benchmark, "capture_cuda_graph", capture)
     monkeypatch.setattr(layer_benchmark, "peak_memory", memory)
-    monkeypatch.setattr(layer_benchmark, "in_turns", in_turns)
+    monkeypatch.setattr(layer_benchmark, "time_interleaved", time_interleaved)
     monkeypatch.setattr(layer_benchmark._Ready, "__init__", on_gpu)
-    rows = layer_times(SHAPE, Form(), device="cpu", dtype=torch.float32, repetitions=1)
+    rows = layer_times(SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, repetitions=1)
     assert len(made) == (6 if can_capture else 0)
     for row in rows:
         assert row.best("forward")
@@ -177,15 +179,21 @@ def test_on_a_gpu_steps_are_graphs_and_what_cannot_be_captured_is_timed_as_it_is
 
 def test_masks_are_left_out_where_they_take_too_much(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(layer_benchmark, "MASKED_LIMIT", 100)
-    rows = layer_times(SHAPE, Form(), device="cpu", dtype=torch.float32, passes=["forward"], repetitions=1)
+    rows = layer_times(SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, passes=["forward"], repetitions=1)
     assert rows[-1].layer == "masked (reference)"
-    assert rows[-1].notes[0].startswith("left out")
+    assert rows[-1].notes[0].startswith("not run")
     assert rows[-1].forward == {}
 
 
 def test_a_backend_can_be_left_out():
     rows = layer_times(
-        SHAPE, Form(), device="cpu", dtype=torch.float32, passes=["forward"], without=["reference"], repetitions=1
+        SHAPE,
+        LayerOptions(),
+        device="cpu",
+        dtype=torch.float32,
+        passes=["forward"],
+        without=["reference"],
+        repetitions=1,
     )
     assert [row.backend for row in rows] == [None, "torch"]
 
@@ -203,13 +211,13 @@ def test_the_fastest_dense_layer_counts():
 def test_tuning_hands_on_its_bound_and_what_it_tells(monkeypatch: pytest.MonkeyPatch):
     told: list[str] = []
 
-    def stand_in(measure: object, tell: Callable[[str], None], *, seconds: float) -> dict[str, tuple[int, ...]]:
-        tell(f"{seconds:g} s")
+    def stand_in(measure: object, log: Callable[[str], None], *, seconds: float) -> dict[str, tuple[int, ...]]:
+        log(f"{seconds:g} s")
         return {"combine": (16, 16)}
 
     monkeypatch.setattr(layer_benchmark, "tune", stand_in)
     found = layer_benchmark.tune_layer(
-        SHAPE, Form(), device="cpu", dtype=torch.float32, what="step", tell=told.append, seconds=7
+        SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, what="step", log=told.append, seconds=7
     )
     assert (found, told) == ({"combine": (16, 16)}, ["7 s"])
 
@@ -225,6 +233,6 @@ def test_running_once_ahead_runs_every_pass_of_what_is_compiled_and_tells_what_f
         return right(self, x)
 
     monkeypatch.setattr(PatchMoE, "forward", seen)
-    ran = run_once(SHAPE, Form(), device="cpu", dtype=torch.float32, without=["reference"])
+    ran = run_once(SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, without=["reference"])
     assert ran == {"PatchMoE, torch": ["step failed: RuntimeError: no room"]}  # and not the dense layer
     assert modes == [(False, False), (True, True)]

@@ -7,7 +7,15 @@ import pytest
 import torch
 
 from moesaic.bench import timing
-from moesaic.bench.timing import Ceilings, Memory, captured, ceilings, in_turns, peak_memory, quartiles
+from moesaic.bench.timing import (
+    Memory,
+    Roofline,
+    capture_cuda_graph,
+    measure_roofline,
+    peak_memory,
+    quartiles,
+    time_interleaved,
+)
 
 
 def test_candidates_take_turns_and_warm_ups_do_not_count(monkeypatch: pytest.MonkeyPatch):
@@ -19,7 +27,7 @@ def test_candidates_take_turns_and_warm_ups_do_not_count(monkeypatch: pytest.Mon
         return next(clock)
 
     monkeypatch.setattr(timing, "_host_milliseconds", milliseconds)
-    found = in_turns({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, repetitions=3, warm_up=1)
+    found = time_interleaved({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, repetitions=3, warm_up=1)
     assert "".join(turns) == "abababab"
     assert [(each.median, each.low, each.high) for each in found.values()] == [(2.0, 1.5, 2.5), (20.0, 15.0, 25.0)]
 
@@ -29,20 +37,20 @@ def test_one_repetition_is_its_own_quartiles():
 
 
 def test_no_repetitions_are_refused():
-    with pytest.raises(ValueError, match=r"in_turns: repetitions=0; it must be at least 1"):
-        in_turns({}, 0)
+    with pytest.raises(ValueError, match=r"time_interleaved: repetitions=0; it must be at least 1"):
+        time_interleaved({}, 0)
 
 
 def test_the_floor_is_the_slower_of_arithmetic_and_memory():
-    machine = Ceilings(bytes_per_second=1e12, flops_per_second=1e14)
-    assert machine.floor(flops=1e11, bytes=4e9) == pytest.approx(4.0)
-    assert machine.floor(flops=8e11, bytes=4e9) == pytest.approx(8.0)
+    machine = Roofline(bytes_per_second=1e12, flops_per_second=1e14)
+    assert machine.min_milliseconds(flops=1e11, bytes=4e9) == pytest.approx(4.0)
+    assert machine.min_milliseconds(flops=8e11, bytes=4e9) == pytest.approx(8.0)
 
 
 def test_ceilings_count_what_was_copied_and_multiplied(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "_host_milliseconds", lambda run: 1.0)
-    found = ceilings("cpu", torch.float32, repetitions=1)
-    assert found == Ceilings(bytes_per_second=2 * 2**25 * 1e3, flops_per_second=2 * 2048**3 * 1e3)
+    found = measure_roofline("cpu", torch.float32, repetitions=1)
+    assert found == Roofline(bytes_per_second=2 * 2**25 * 1e3, flops_per_second=2 * 2048**3 * 1e3)
 
 
 class Gpu:
@@ -117,7 +125,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def test_a_graph_is_captured_after_a_warm_up_on_the_same_stream(gpu: Gpu):
-    replay = captured(lambda: gpu.said.append("run"), warm_up=2)
+    replay = capture_cuda_graph(lambda: gpu.said.append("run"), warm_up=2)
     replay()
     assert gpu.said == [
         "beside waits for default",
@@ -128,7 +136,7 @@ def test_a_graph_is_captured_after_a_warm_up_on_the_same_stream(gpu: Gpu):
 
 
 def test_the_gpus_clock_takes_the_time_between_events(gpu: Gpu):
-    assert in_turns({"nothing": lambda: None}, 2, gpu_clock=True)["nothing"].median == 1.0
+    assert time_interleaved({"nothing": lambda: None}, 2, gpu_clock=True)["nothing"].median == 1.0
 
 
 def test_peak_memory_leaves_out_what_earlier_runs_left_behind(gpu: Gpu):

@@ -9,39 +9,52 @@ from moesaic.cli import main
 from moesaic.cli.bench import Bench
 from moesaic.cli.shared import CommandError
 
-SMALL = ["--channels", "8", "--size", "8", "--batch", "2", "--experts", "2", "--repetitions", "2", "--device", "cpu"]
+SMALL = [
+    "--channels",
+    "8",
+    "--size",
+    "8",
+    "--batch-size",
+    "2",
+    "--experts",
+    "2",
+    "--repetitions",
+    "2",
+    "--device",
+    "cpu",
+]
 
 
-def told(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def printed(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     assert main(["bench", "layer", *SMALL, *arguments]) == 0
     return capsys.readouterr().out
 
 
 def test_every_backend_has_its_times_beside_the_dense_layer(capsys: pytest.CaptureFixture[str]):
-    table = told([], capsys)
+    table = printed([], capsys)
     for layer in ("dense convolution", "PatchMoE, torch ←", "masked (reference)"):
         found = re.search(rf"{re.escape(layer)} +[\d.]+ ms +[\d.]+ +[\d.]+ ms +[\d.]+", table)
         assert found, f"no times of {layer} in:\n{table}"
-    assert "maps 2×8×8×8, 3×3 kernel, 2 experts, each 2 of 4 patches, float32 on cpu" in table
+    assert "input 2×8×8×8, 3×3 kernel, 2 experts with 2 of 4 patches each, float32 on cpu" in table
 
 
-def test_it_says_what_moesaic_picks_and_whether_it_pays(capsys: pytest.CaptureFixture[str]):
-    table = told(["--inference"], capsys)
-    assert "← moesaic picks torch: " in table
-    assert re.search(r"^(Do not route this layer for speed|Routing pays|Level): .*forward pass", table, re.MULTILINE)
+def test_it_prints_the_chosen_backend_and_whether_routing_is_faster(capsys: pytest.CaptureFixture[str]):
+    table = printed(["--inference"], capsys)
+    assert "← moesaic chooses torch: " in table
+    assert re.search(r"^(Routing is slower|Routing is faster|No difference): .*forward pass", table, re.MULTILINE)
     assert "training step" not in table
 
 
 def test_training_alone_leaves_out_the_forward_pass(capsys: pytest.CaptureFixture[str]):
-    assert "forward pass" not in told(["--training"], capsys)
+    assert "forward pass" not in printed(["--training"], capsys)
 
 
 def test_a_kernel_of_one_pixel_is_also_measured_as_a_linear_layer(capsys: pytest.CaptureFixture[str]):
-    assert "dense, rows of pixels" in told(["--inference", "--kernel-size", "1"], capsys)
+    assert "dense, linear over pixels" in printed(["--inference", "--kernel-size", "1"], capsys)
 
 
 def test_the_released_block_is_measured_too(capsys: pytest.CaptureFixture[str]):
-    table = told(["--gate", "softmax_all", "--gate-on", "input", "--expert-norm", "--training"], capsys)
+    table = printed(["--gate", "softmax_all", "--gate-on", "input", "--expert-norm", "--training"], capsys)
     assert "PatchMoE, torch" in table
 
 
@@ -58,10 +71,13 @@ def test_the_released_block_is_measured_too(capsys: pytest.CaptureFixture[str]):
         (Bench("layer", dtype="int8"), "--dtype='int8' is unknown; use 'float32', 'bfloat16' or 'float16'"),
         (Bench("layer", gate_on="both"), "--gate-on='both' is unknown; use 'output' or 'input'"),
         (Bench("layer", device="tpu"), "--device='tpu' is unknown; use 'auto', 'cpu' or 'cuda'"),
-        (Bench("layer", device="cpu", tune=True), "--tune is for the kernels of a GPU, but torch runs this: "),
+        (Bench("layer", device="cpu", tune=True), "--tune needs the triton backend, but the backend is torch: "),
         (Bench("layer", tune_seconds=0), "--tune-seconds"),
-        (Bench("layer", batch=10**9), r"the maps have .* numbers; at most 2,147,483,648: use a smaller --batch"),
-        (Bench("layer", channels=10**6, size=4), r"the experts have .* numbers; .* use a smaller --channels"),
+        (
+            Bench("layer", batch_size=10**9),
+            r"the feature maps have .* elements; the maximum is 2,147,483,648: use a smaller --batch-size",
+        ),
+        (Bench("layer", channels=10**6, size=4), r"the experts have .* elements; .* use a smaller --channels"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

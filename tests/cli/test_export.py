@@ -39,25 +39,23 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_file_is_written_tried_and_told_of(
+def test_a_file_is_written_run_and_verified(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("moesaic.training.checkpoint.load_checkpoint", lambda path: nothing())
     assert Export(run, "pt2", out=tmp_path / "pets.pt2").run([]) == 0
-    told = capsys.readouterr().out
-    found = re.search(r"run on 1, 2 and 5 random images, its logits differ .* by at most (\S+)", told)
-    assert found, told
+    printed = capsys.readouterr().out
+    found = re.search(r"verified on batches of 1, 2 and 5: logits differ by at most (\S+)", printed)
+    assert found, printed
     assert float(found[1]) < 1e-5
     assert (tmp_path / "pets.pt2").is_file()
 
 
-def test_the_file_lies_beside_the_checkpoint_under_the_run_s_name(run: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_file_is_next_to_the_checkpoint_with_the_name_of_the_run(run: Path, capsys: pytest.CaptureFixture[str]):
     assert Export(run / "model.safetensors", "safetensors").run([]) == 0
     written = run / "pets.safetensors"
     assert str(written) in capsys.readouterr().out
-    with pytest.raises(
-        CommandError, match=r"pets\.safetensors' is there already; name another file, or give --overwrite"
-    ):
+    with pytest.raises(CommandError, match=r"pets\.safetensors' exists; choose another file, or use --overwrite"):
         Export(run, "safetensors").run([])
     assert Export(run, "safetensors", overwrite=True).run([]) == 0
     written.unlink()
@@ -68,16 +66,16 @@ def test_what_differs_by_more_than_rounding_is_a_failure(
 ):
     monkeypatch.setattr(cli, "_run", lambda done: (torch.ones(1, 2),))
     monkeypatch.setattr("moesaic.training.checkpoint.load_checkpoint", lambda path: nothing())
-    assert Export(run, "pt2", out=tmp_path / "pets.pt2", batch="1").run([]) == 1
-    assert "more than rounding" in capsys.readouterr().err
+    assert Export(run, "pt2", out=tmp_path / "pets.pt2", batch_size="1").run([]) == 1
+    assert "larger than rounding errors" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("format", "out", "message"),
     [
         ("tflite", None, "--format='tflite' is unknown; use 'onnx', 'pt2' or 'safetensors'"),
-        ("pt2", "pets.onnx", "let it end in .pt2"),
-        ("pt2", ".", "is a directory; name a file in it"),
+        ("pt2", "pets.onnx", "the suffix must be .pt2"),
+        ("pt2", ".", "is a directory; give a file name"),
         ("pt2", "nowhere/pets.pt2", "there is no directory"),
     ],
 )
@@ -91,7 +89,7 @@ def test_the_checkpoint_itself_is_not_overwritten(run: Path):
         Export(run, "safetensors", out=run / "model.safetensors", overwrite=True).run([])
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path: Path):
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path):
     with pytest.raises(CommandError, match="is not there; name the folder of a run"):
         Export(tmp_path / "nothing", "pt2").run([])
     (tmp_path / "text.safetensors").write_text("hello")
@@ -108,7 +106,7 @@ def test_without_the_packages_for_onnx_the_extra_is_named(run: Path, monkeypatch
         Export(run, "onnx").run([])
 
 
-def test_without_a_runtime_an_onnx_file_is_not_tried(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_runtime_an_onnx_file_is_not_verified(monkeypatch: pytest.MonkeyPatch):
     imported = builtins.__import__
 
     def without(name: str, *rest: Any, **more: Any) -> object:
@@ -118,4 +116,4 @@ def test_without_a_runtime_an_onnx_file_is_not_tried(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(builtins, "__import__", without)
     done = Exported(Path("pets.onnx"), "onnx", 10, {}, (torch.zeros(1, 3, 8, 8),), (torch.zeros(1, 2),))
-    assert cli._tried(done, cli._run(done)) == "not tried out: onnxruntime is not installed"
+    assert cli._comparison(done, cli._run(done)) == "not verified: onnxruntime is not installed"

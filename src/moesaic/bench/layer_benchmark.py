@@ -1,8 +1,8 @@
-"""A routed layer against the dense one it stands for, timed on this machine in turns.
+"""Benchmark of a routed layer against the dense layer it replaces, on every backend.
 
-Forward is the layer in eval mode without gradients; a step is forward and backward in training, with the gradients of
-the map and of all weights. On a GPU both are captured in CUDA graphs and timed by the GPU's clock. What fails is told
-in the notes of its row, and the others go on.
+"forward" is the layer in eval mode without gradients; "step" is forward and backward in training mode, with the
+gradients of the input and of all weights. On a GPU both are captured in CUDA graphs and timed by CUDA events. If a
+candidate fails, the error is in its notes, and the others are still timed.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from moesaic.bench.layer_shape import Form, RoutedShape, dense_peers, random_maps, routed_layer
-from moesaic.bench.timing import Memory, Timing, captured, in_turns, peak_memory
+from moesaic.bench.layer_shape import LayerOptions, LayerShape, dense_peers, random_inputs, routed_layer
+from moesaic.bench.timing import Memory, Timing, capture_cuda_graph, peak_memory, time_interleaved
 from moesaic.ops import backend, backends
 from moesaic.ops.backend_choice import BackendChoice, explain_backend
 from moesaic.ops.tile_sizes import Tile, tune
@@ -28,9 +28,9 @@ __all__ = [
     "MASKED_LIMIT",
     "LayerTimes",
     "Pass",
+    "choose_backend",
     "fastest_dense",
     "layer_times",
-    "picked",
     "run_once",
     "tune_layer",
 ]
@@ -38,44 +38,44 @@ __all__ = [
 Pass = Literal["forward", "step"]
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 MASKED_LIMIT = 2**28
-"""Masks take a copy of the map for every expert: beyond so many numbers ``reference`` is left out."""
+"""``reference`` copies the input for every expert: it is not run beyond so many elements."""
 
 
 @dataclass
 class LayerTimes:
-    """One way to run a layer, and what was measured of it."""
+    """Times of one way to run a layer."""
 
     layer: str
     backend: str | None
-    """None of a dense layer."""
+    """None for a dense layer."""
     compiled: bool = False
     picked: bool = False
-    """Whether it is what moesaic runs if nobody asks for a backend."""
+    """Whether it is the default backend of moesaic for this layer."""
     forward: dict[str, Timing] = field(default_factory=dict[str, Timing])
-    """By memory format."""
+    """Times by memory format."""
     step: dict[str, Timing] = field(default_factory=dict[str, Timing])
     memory: Memory | None = None
-    """Of a step on a GPU, by itself and not captured, in the first memory format."""
+    """Memory of a training step on a GPU, without a CUDA graph, in the first memory format."""
     left_out: bool = False
     notes: list[str] = field(default_factory=list[str])
-    """What was left out, or failed, and why."""
+    """Reasons why something was not run or failed."""
 
     def best(self, what: Pass) -> float | None:
-        """Milliseconds in the faster memory format; None where nothing was measured."""
+        """Milliseconds in the faster memory format; None if it was not timed."""
         timings: dict[str, Timing] = getattr(self, what)
         return min((timing.median for timing in timings.values()), default=None)
 
 
-def picked(shape: RoutedShape, form: Form, device: str, dtype: torch.dtype) -> BackendChoice:
-    """What moesaic would run this layer on, and why.
+def choose_backend(shape: LayerShape, options: LayerOptions, device: str, dtype: torch.dtype) -> BackendChoice:
+    """The backend that moesaic chooses for this layer, and why.
 
-    >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
-    >>> picked(shape, Form(), "cpu", torch.float32).name
+    >>> shape = LayerShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
+    >>> choose_backend(shape, LayerOptions(), "cpu", torch.float32).name
     'torch'
     """
-    layer = routed_layer(shape, form).to(device, dtype)
-    x, _ = random_maps(shape, device, dtype, torch.channels_last)
-    with torch.no_grad(), backend("reference"):  # the choice must not hang on kernels that may be what is wrong
+    layer = routed_layer(shape, options).to(device, dtype)
+    x, _ = random_inputs(shape, device, dtype, torch.channels_last)
+    with torch.no_grad(), backend("reference"):  # the choice must not depend on kernels that may fail
         routing = layer.route(x)
     return explain_backend(x, routing)
 
@@ -87,8 +87,8 @@ def fastest_dense(rows: Sequence[LayerTimes], what: Pass) -> float | None:
 
 
 def layer_times(
-    shape: RoutedShape,
-    form: Form,
+    shape: LayerShape,
+    options: LayerOptions,
     *,
     device: str,
     dtype: torch.dtype,
@@ -98,22 +98,32 @@ def layer_times(
     compiled: bool = False,
     repetitions: int = 20,
 ) -> list[LayerTimes]:
-    """Time the dense layer and the routed one on every backend that fits, in turns.
+    """Times the dense layer, and the routed layer on every backend that supports it, interleaved.
 
-    ``without`` names backends to leave out. With ``compiled``, steps are timed compiled too where that may help: the
-    ``torch`` backend, and the dense layer behind BatchNorm and ReLU. Ratios mean something within one call.
+    Compare times of the same call only.
 
-    >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
-    >>> rows = layer_times(shape, Form(), device="cpu", dtype=torch.float32, passes=["forward"], repetitions=2)
+    Args:
+        shape: sizes of input and layer.
+        options: options of the layer.
+        device: device to run on.
+        dtype: dtype of input and weights.
+        passes: "forward", "step" or both.
+        formats: memory formats of the input.
+        without: backends to skip.
+        compiled: also time compiled steps of the ``torch`` backend, or of the dense layer with BatchNorm and ReLU.
+        repetitions: timed runs per candidate.
+
+    >>> shape = LayerShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
+    >>> rows = layer_times(shape, LayerOptions(), device="cpu", dtype=torch.float32, passes=["forward"], repetitions=2)
     >>> [row.layer for row in rows]
-    ['dense convolution', 'dense, rows of pixels', 'PatchMoE, torch', 'masked (reference)']
+    ['dense convolution', 'dense, linear over pixels', 'PatchMoE, torch', 'masked (reference)']
     >>> fastest_dense(rows, "forward") > 0
     True
     """
-    candidates = _candidates(shape, form, device, dtype, without, compiled=compiled)
+    candidates = _candidates(shape, options, device, dtype, without, compiled=compiled)
     if compiled:
-        torch.compiler.reset()  # each shape gets a graph of its own, not a share of one for all shapes
-    maps = {label: random_maps(shape, device, dtype, FORMATS[label]) for label in formats}
+        torch.compiler.reset()  # a graph per shape, not one with dynamic shapes
+    maps = {label: random_inputs(shape, device, dtype, FORMATS[label]) for label in formats}
     _time([_Ready(each, label, *maps[label]) for each in candidates for label in formats], passes, repetitions)
     if torch.device(device).type == "cuda":
         del maps
@@ -123,8 +133,8 @@ def layer_times(
 
 
 def run_once(
-    shape: RoutedShape,
-    form: Form,
+    shape: LayerShape,
+    options: LayerOptions,
     *,
     device: str,
     dtype: torch.dtype,
@@ -132,24 +142,23 @@ def run_once(
     without: Collection[str] = (),
     compiled: bool = False,
 ) -> dict[str, list[str]]:
-    """Run once, untimed, what `layer_times` has to compile before it can time it; what ran by name, with its notes.
+    """Runs each candidate of `layer_times` that needs compilation once; returns the notes by candidate.
 
-    Compiled kernels stay in the caches of Triton and of torch.compile, which other processes read: several that each
-    run some layers fill them in a fraction of the time.
+    This fills the on-disk caches of Triton and torch.compile, which several processes can do in parallel.
 
-    >>> shape = RoutedShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
-    >>> run_once(shape, Form(), device="cpu", dtype=torch.float32, without=["reference"])
+    >>> shape = LayerShape(2, 4, 4, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
+    >>> run_once(shape, LayerOptions(), device="cpu", dtype=torch.float32, without=["reference"])
     {'PatchMoE, torch': []}
     """
-    candidates = _candidates(shape, form, device, dtype, without, compiled=compiled)
+    candidates = _candidates(shape, options, device, dtype, without, compiled=compiled)
     if compiled:
-        torch.compiler.reset()  # as for what is timed, so that it is the same graph
-    x, wanted = random_maps(shape, device, dtype, torch.channels_last)
+        torch.compiler.reset()  # as in layer_times, for the same graph
+    x, grad_output = random_inputs(shape, device, dtype, torch.channels_last)
     ran: dict[str, list[str]] = {}
     for candidate in candidates:
         if candidate.row.left_out or not (candidate.row.backend or candidate.row.compiled):
             continue
-        ready = _Ready(candidate, "channels_last", x, wanted)
+        ready = _Ready(candidate, "channels_last", x, grad_output)
         for what in passes:
             ready.try_once(what)
         ran[candidate.row.layer] = candidate.row.notes
@@ -157,72 +166,78 @@ def run_once(
 
 
 def tune_layer(
-    shape: RoutedShape,
-    form: Form,
+    shape: LayerShape,
+    options: LayerOptions,
     *,
     device: str,
     dtype: torch.dtype,
     what: Pass,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
     seconds: float = 120.0,
 ) -> dict[str, Tile]:
-    """Time other tiles of the GPU kernels for this layer and keep the best on this machine; the winners by name.
+    """Times other tile sizes of the Triton kernels for this layer and saves the best; returns them by kernel.
 
-    When ``seconds`` are over no other tile is begun. A tile is timed within the whole pass, as the median of 25
-    replays of a CUDA graph: outside of one, a small layer's time is that of launching its kernels, whatever their
-    tiles. Capturing and replaying take some hundredths of a second, compiling the tile before takes seconds.
+    No new tile size is started after ``seconds``. A tile size is timed within the whole pass, as the median of 25
+    replays of a CUDA graph: without a graph, a small layer is bound by kernel launches. Capture and replay take some
+    hundredths of a second, the compilation before takes seconds.
     """
-    x, wanted = random_maps(shape, device, dtype, torch.channels_last)
-    candidate = _Candidate(LayerTimes("PatchMoE, triton", "triton"), routed_layer(shape, form))
-    ready = _Ready(candidate, "channels_last", x, wanted)
+    x, grad_output = random_inputs(shape, device, dtype, torch.channels_last)
+    candidate = _Candidate(LayerTimes("PatchMoE, triton", "triton"), routed_layer(shape, options))
+    ready = _Ready(candidate, "channels_last", x, grad_output)
 
     def measure() -> float:
-        run = captured(ready.run_of(what), warm_up=2)  # the first of which compiles
-        return in_turns({"layer": run}, 25, warm_up=2, gpu_clock=True)["layer"].median
+        run = capture_cuda_graph(ready.run_of(what), warm_up=2)  # the first of which compiles
+        return time_interleaved({"layer": run}, 25, warm_up=2, gpu_clock=True)["layer"].median
 
-    return tune(measure, tell, seconds=seconds)
+    return tune(measure, log, seconds=seconds)
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A way to run the layer, and the layer, in float32 on the CPU."""
+    """A row of the table, and its layer in float32 on the CPU."""
 
     row: LayerTimes
     model: nn.Module
 
 
 def _candidates(
-    shape: RoutedShape, form: Form, device: str, dtype: torch.dtype, without: Collection[str], *, compiled: bool
+    shape: LayerShape,
+    options: LayerOptions,
+    device: str,
+    dtype: torch.dtype,
+    without: Collection[str],
+    *,
+    compiled: bool,
 ) -> list[_Candidate]:
     torch.default_generator.manual_seed(0)
-    dense = dense_peers(shape, form)
-    layer = routed_layer(shape, form)
-    choice = picked(shape, form, device, dtype)
+    dense = dense_peers(shape, options)
+    layer = routed_layer(shape, options)
+    choice = choose_backend(shape, options, device, dtype)
     found = [_Candidate(LayerTimes(name, None), model) for name, model in dense.items()]
-    if compiled and form.expert_norm:  # alone, a convolution has nothing to be fused with
+    if compiled and options.expert_norm:  # a single convolution has nothing to fuse
         found.append(_Candidate(LayerTimes("dense, compiled", None, compiled=True), dense["dense convolution"]))
-    fitting = [name for name in backends() if name not in choice.refused and name not in without]
-    for name in sorted(fitting, key=lambda name: (name != choice.name, name == "reference")):  # masks last
+    supported = [name for name in backends() if name not in choice.refused and name not in without]
+    for name in sorted(supported, key=lambda name: (name != choice.name, name == "reference")):  # reference last
         title = "masked (reference)" if name == "reference" else f"PatchMoE, {name}"
         row = LayerTimes(title, name, picked=name == choice.name)
         if name == "reference" and shape.experts * shape.batch * shape.channels * shape.size**2 > MASKED_LIMIT:
-            row.notes.append("left out: masks take a copy of the map for each expert, too much here")
+            row.notes.append("not run: it copies the input for each expert, which is too large here")
             row.left_out = True
         found.append(_Candidate(row, layer))
-        if compiled and name == "torch" and not form.expert_norm:
+        if compiled and name == "torch" and not options.expert_norm:
             found.append(_Candidate(LayerTimes("PatchMoE, torch, compiled", name, compiled=True), layer))
     return found
 
 
 class _Ready:
-    """A candidate on its device, in a memory format, with what goes in and the gradient of what comes out."""
+    """A candidate on its device in a memory format, with an input and a gradient of the output."""
 
-    def __init__(self, candidate: _Candidate, label: str, x: Tensor, wanted: Tensor) -> None:
+    def __init__(self, candidate: _Candidate, label: str, x: Tensor, grad_output: Tensor) -> None:
         self.row = candidate.row
         self.label = label
         self.on_gpu = x.is_cuda
         self._x = x.detach().requires_grad_()
-        self._wanted = wanted
+        self._grad_output = grad_output
         self._model: nn.Module = copy.deepcopy(candidate.model).to(x.device, x.dtype)
         self._model.to(memory_format=FORMATS[label])  # pyright: ignore[reportCallIssue]: torch types it in part
         self._called: Callable[[Tensor], Tensor] = self._model
@@ -230,7 +245,7 @@ class _Ready:
             self._called = torch.compile(self._model, dynamic=False)
 
     def prepare(self, what: Pass) -> Callable[[], object] | None:
-        """What is to be timed, tried before; None where it cannot be, or is not to be."""
+        """The function to time, after a test run; None if it fails or is not to be run."""
         run = self.try_once(what)
         if run is None or not self.on_gpu:
             return run
@@ -241,25 +256,25 @@ class _Ready:
             self.row.notes.append(f"{what} failed: {_first_line(error)}")
             return None
         try:
-            return captured(run)
+            return capture_cuda_graph(run)
         except Exception as error:
             self.row.notes.append(f"{what} is not captured: {_first_line(error)}")
             return run
 
     def try_once(self, what: Pass) -> Callable[[], object] | None:
-        """The pass, run once; None where it fails, which is noted, or is not to be run."""
+        """Runs the pass once; None if it fails, which is noted, or is not to be run."""
         if self.row.left_out or (what == "forward" and self.row.compiled):
             return None
         run = self.run_of(what)
         try:
             run()
-        except Exception as error:  # whatever it is, the others are to be measured
+        except Exception as error:  # the other candidates are still timed
             self.row.notes.append(f"{what} failed: {_first_line(error)}")
             return None
         return run
 
     def run_of(self, what: Pass) -> Callable[[], object]:
-        """The pass itself, the layer being set for it."""
+        """The function of the pass; sets the layer to train or eval mode."""
         self._model.train(what == "step")
         return self._step if what == "step" else self._forward
 
@@ -271,7 +286,7 @@ class _Ready:
         self._clear()
         with self._on_backend():
             y = self._called(self._x)
-        y.backward(self._wanted)
+        y.backward(self._grad_output)
 
     def _clear(self) -> None:
         self._model.zero_grad(set_to_none=True)
@@ -282,12 +297,12 @@ class _Ready:
 
 
 def _time(ready: Sequence[_Ready], passes: Sequence[Pass], repetitions: int) -> None:
-    """Write the times of all passes into the candidates' rows; what was captured for them is given up at the end."""
+    """Writes the times of all passes into the rows; CUDA graphs are released at the end."""
     for what in passes:
         prepared = {number: each.prepare(what) for number, each in enumerate(ready)}
         runs = {str(number): run for number, run in prepared.items() if run is not None}
         gpu_clock = any(each.on_gpu for each in ready)
-        for number, timing in in_turns(runs, repetitions, gpu_clock=gpu_clock).items():
+        for number, timing in time_interleaved(runs, repetitions, gpu_clock=gpu_clock).items():
             each = ready[int(number)]
             times: dict[str, Timing] = getattr(each.row, what)
             times[each.label] = timing

@@ -1,8 +1,7 @@
-"""What a routed convolution is to be measured on: its shape, its form, its dense peers, and the work that each must do.
+"""Shape and options of a benchmarked layer, its dense peers, and the minimum work of both for a roofline.
 
-The work is the least that the definition asks for: multiply-adds of the chosen patches, each tensor read or written as
-few times as a layer can, with everything in between kept on the chip. Real layers move more; the share of this floor
-that they reach says how much.
+The minimum work is that of the definition: multiply-adds of the selected patches, and each tensor read or written as
+few times as possible, with all intermediate results on chip. Real kernels move more.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from moesaic.ops import Combine, Context, GateOn
 from moesaic.routing.expert_choice import ExpertGate
 
 __all__ = [
-    "Form",
-    "RoutedShape",
-    "RowsOfPixels",
+    "LayerOptions",
+    "LayerShape",
+    "PixelLinear",
     "Work",
     "dense_peers",
     "dense_work",
-    "random_maps",
+    "random_inputs",
     "routed_layer",
     "routed_work",
 ]
 
 
 @dataclass(frozen=True)
-class RoutedShape:
-    """Maps and routing; a dense peer has the same channels and kernel.
+class LayerShape:
+    """Sizes of input and layer; the dense peer has the same channels and kernel size.
 
-    >>> shape = RoutedShape(128, 640, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3)
+    >>> shape = LayerShape(128, 640, 640, 16, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3)
     >>> shape.patches, shape.share
     (16, 0.125)
     """
@@ -44,7 +43,7 @@ class RoutedShape:
     channels: int
     out_channels: int
     size: int
-    """Pixels along an edge of the map."""
+    """Height and width of the input."""
     experts: int
     patches_per_expert: int
     patch_size: int
@@ -52,25 +51,25 @@ class RoutedShape:
 
     @property
     def patches(self) -> int:
-        """N, patches of a map."""
+        """N: patches per image."""
         return (self.size // self.patch_size) ** 2
 
     @property
     def share(self) -> float:
-        """L/N, the share of the map that an expert works on, and of multiply-adds that are left."""
+        """L/N: the share of patches that an expert selects, and of the dense multiply-adds."""
         return self.patches_per_expert / self.patches
 
     def __str__(self) -> str:
         channels = str(self.channels) if self.channels == self.out_channels else f"{self.channels}→{self.out_channels}"
         return (
-            f"maps {self.batch}×{channels}×{self.size}×{self.size}, {self.kernel_size}×{self.kernel_size} kernel, "
-            f"{self.experts} experts, each {self.patches_per_expert} of {self.patches} patches"
+            f"input {self.batch}×{channels}×{self.size}×{self.size}, {self.kernel_size}×{self.kernel_size} kernel, "
+            f"{self.experts} experts with {self.patches_per_expert} of {self.patches} patches each"
         )
 
 
 @dataclass(frozen=True)
-class Form:
-    """How the layer is meant; the meaning of each option is ``PatchMoE``'s."""
+class LayerOptions:
+    """Options of ``PatchMoE``."""
 
     bias: bool = True
     gate: ExpertGate = "softmax_selected"
@@ -82,30 +81,30 @@ class Form:
 
 @dataclass(frozen=True)
 class Work:
-    """The least a layer has to do."""
+    """Minimum work of a layer."""
 
     flops: float
-    """A multiply-add is two."""
+    """A multiply-add counts as two."""
     bytes: float
 
     def __add__(self, other: Work) -> Work:
         return Work(self.flops + other.flops, self.bytes + other.bytes)
 
 
-class RowsOfPixels(nn.Module):
-    """A 1×1 convolution as a linear layer over rows of pixels; of channels_last maps nothing is copied."""
+class PixelLinear(nn.Module):
+    """A 1×1 convolution as a linear layer over pixels; channels_last inputs are not copied."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
         self.conv = conv
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = F.linear(x.permute(0, 2, 3, 1), self.conv.weight.flatten(1), self.conv.bias)
-        return rows.permute(0, 3, 1, 2)
+        y = F.linear(x.permute(0, 2, 3, 1), self.conv.weight.flatten(1), self.conv.bias)
+        return y.permute(0, 3, 1, 2)
 
 
-def routed_layer(shape: RoutedShape, form: Form) -> PatchMoE:
-    """The layer itself, in float32 on the CPU."""
+def routed_layer(shape: LayerShape, options: LayerOptions) -> PatchMoE:
+    """The routed layer, in float32 on the CPU."""
     return PatchMoE(
         shape.channels,
         shape.out_channels,
@@ -113,92 +112,92 @@ def routed_layer(shape: RoutedShape, form: Form) -> PatchMoE:
         patches_per_expert=shape.patches_per_expert,
         patch_size=shape.patch_size,
         kernel_size=shape.kernel_size,
-        gate=form.gate,
-        gate_on=form.gate_on,
-        expert_norm=form.expert_norm,
-        context=form.context,
-        combine=form.combine,
-        bias=form.bias,
+        gate=options.gate,
+        gate_on=options.gate_on,
+        expert_norm=options.expert_norm,
+        context=options.context,
+        combine=options.combine,
+        bias=options.bias,
     )
 
 
-def dense_peers(shape: RoutedShape, form: Form) -> dict[str, nn.Module]:
-    """What the layer takes the place of: the convolution, behind BatchNorm and ReLU where its experts have them.
+def dense_peers(shape: LayerShape, options: LayerOptions) -> dict[str, nn.Module]:
+    """Dense layers that the routed layer replaces: a convolution, after BatchNorm and ReLU if its experts have them.
 
-    For 1×1 kernels it is there a second time, as a linear layer over rows of pixels.
+    For 1×1 kernels there is also a linear layer over pixels.
 
-    >>> shape = RoutedShape(1, 8, 8, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
-    >>> list(dense_peers(shape, Form(expert_norm=True)))
-    ['dense convolution', 'dense, rows of pixels']
+    >>> shape = LayerShape(1, 8, 8, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=1)
+    >>> list(dense_peers(shape, LayerOptions(expert_norm=True)))
+    ['dense convolution', 'dense, linear over pixels']
     """
     check_positive("dense_peers", channels=shape.channels, out_channels=shape.out_channels)
 
     def conv() -> nn.Conv2d:
         pad = shape.kernel_size // 2
-        return nn.Conv2d(shape.channels, shape.out_channels, shape.kernel_size, padding=pad, bias=form.bias)
+        return nn.Conv2d(shape.channels, shape.out_channels, shape.kernel_size, padding=pad, bias=options.bias)
 
-    def behind_norm(layer: nn.Module) -> nn.Module:
-        return nn.Sequential(nn.BatchNorm2d(shape.channels), nn.ReLU(), layer) if form.expert_norm else layer
+    def with_norm(layer: nn.Module) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm2d(shape.channels), nn.ReLU(), layer) if options.expert_norm else layer
 
-    peers: dict[str, nn.Module] = {"dense convolution": behind_norm(conv())}
+    peers: dict[str, nn.Module] = {"dense convolution": with_norm(conv())}
     if shape.kernel_size == 1:
-        peers["dense, rows of pixels"] = behind_norm(RowsOfPixels(conv()))
+        peers["dense, linear over pixels"] = with_norm(PixelLinear(conv()))
     return peers
 
 
-def random_maps(
-    shape: RoutedShape, device: str, dtype: torch.dtype, memory_format: torch.memory_format, seed: int = 0
+def random_inputs(
+    shape: LayerShape, device: str, dtype: torch.dtype, memory_format: torch.memory_format, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """A map to go in, and a gradient for what comes out; their numbers depend on the device, as torch's do."""
-    # a generator of their own: a capture that failed may leave the device's default one unusable
+    """A random input, and a random gradient of the output."""
+    # a separate generator: a failed graph capture may leave the default one unusable
     generator = torch.Generator(device).manual_seed(seed)
 
-    def drawn(channels: int) -> Tensor:
+    def random(channels: int) -> Tensor:
         size = (shape.batch, channels, shape.size, shape.size)
         values = torch.randn(size, generator=generator, device=device, dtype=dtype)
         return values.contiguous(memory_format=memory_format)
 
-    return drawn(shape.channels), drawn(shape.out_channels)
+    return random(shape.channels), random(shape.out_channels)
 
 
-def dense_work(shape: RoutedShape, dtype: torch.dtype, *, step: bool) -> Work:
-    """Of the dense convolution: its forward pass, or a training step.
+def dense_work(shape: LayerShape, dtype: torch.dtype, *, step: bool) -> Work:
+    """Minimum work of the dense convolution: forward pass, or training step.
 
-    >>> shape = RoutedShape(1, 8, 8, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=3)
+    >>> shape = LayerShape(1, 8, 8, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=3)
     >>> dense_work(shape, torch.float32, step=False)
     Work(flops=18432.0, bytes=3328.0)
     """
     maps_in, maps_out, weights = _sizes(shape, shape.out_channels)
     flops = 2.0 * shape.batch * shape.size**2 * shape.kernel_size**2 * shape.channels * shape.out_channels
     moved = maps_in + weights + maps_out
-    if step:  # the gradient of the result, the map and the weights are read, two gradients written
+    if step:  # reads the output gradient, the input and the weights; writes two gradients
         flops, moved = 3 * flops, moved + maps_out + 2 * maps_in + 2 * weights
     return Work(flops, moved * dtype.itemsize)
 
 
-def routed_work(shape: RoutedShape, form: Form, dtype: torch.dtype, *, step: bool) -> Work:
-    """Of the routed layer, its router included: its forward pass, or a training step.
+def routed_work(shape: LayerShape, options: LayerOptions, dtype: torch.dtype, *, step: bool) -> Work:
+    """Minimum work of the routed layer with its router: forward pass, or training step.
 
-    >>> shape = RoutedShape(1, 8, 8, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=3)
-    >>> routed_work(shape, Form(), torch.float32, step=False).flops  # a quarter of the dense layer's, and the scores
+    >>> shape = LayerShape(1, 8, 8, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=3)
+    >>> routed_work(shape, LayerOptions(), torch.float32, step=False).flops  # 1/4 of dense, plus scores
     5120.0
     """
-    width = shape.out_channels // shape.experts if form.combine == "concat" else shape.out_channels
+    width = shape.out_channels // shape.experts if options.combine == "concat" else shape.out_channels
     maps_in, maps_out, weights = _sizes(shape, width * shape.experts)
-    chosen = shape.batch * shape.experts * shape.patches_per_expert * shape.patch_size**2  # pixels
-    flops = 2.0 * chosen * shape.kernel_size**2 * shape.channels * width
+    selected = shape.batch * shape.experts * shape.patches_per_expert * shape.patch_size**2  # pixels
+    flops = 2.0 * selected * shape.kernel_size**2 * shape.channels * width
     scores = 2.0 * maps_in * shape.experts
     moved = maps_in + weights + maps_out
     if step:
         flops = 3 * flops
-        scores += 2 * 2.0 * chosen * shape.channels  # gates of chosen patches alone have a gradient
-        again = min(1.0, shape.experts * shape.share)  # of the map, for the weights' gradient
-        moved += _gradient_read(shape, form) * maps_out + again * maps_in + maps_in + 2 * weights
+        scores += 2 * 2.0 * selected * shape.channels  # only gates of selected patches have a gradient
+        again = min(1.0, shape.experts * shape.share)  # share of the input read for the weight gradient
+        moved += _gradient_read(shape, options) * maps_out + again * maps_in + maps_in + 2 * weights
     return Work(flops + scores, moved * dtype.itemsize)
 
 
-def _sizes(shape: RoutedShape, filters: int) -> tuple[float, float, float]:
-    """Numbers in the map, in the result and in the weights."""
+def _sizes(shape: LayerShape, filters: int) -> tuple[float, float, float]:
+    """Elements of the input, the output and the weights."""
     pixels = shape.batch * shape.size**2
     return (
         float(pixels * shape.channels),
@@ -207,13 +206,13 @@ def _sizes(shape: RoutedShape, filters: int) -> tuple[float, float, float]:
     )
 
 
-def _gradient_read(shape: RoutedShape, form: Form) -> float:
-    """The share of the result's gradient that a layer has to read."""
-    if form.combine == "sum":
+def _gradient_read(shape: LayerShape, options: LayerOptions) -> float:
+    """The share of the output gradient that a layer must read."""
+    if options.combine == "sum":
         return min(1.0, shape.experts * shape.share)
-    if form.gate_on == "output":
-        return shape.share  # elsewhere the result is zero
-    if form.bias or form.expert_norm:
-        return 1.0  # what is answered to nothing stands everywhere
-    halo = (1 + (shape.kernel_size - 1) / shape.patch_size) ** 2 if form.context == "map" else 1.0
+    if options.gate_on == "output":
+        return shape.share  # the output is zero elsewhere
+    if options.bias or options.expert_norm:
+        return 1.0  # the background output is nonzero everywhere
+    halo = (1 + (shape.kernel_size - 1) / shape.patch_size) ** 2 if options.context == "map" else 1.0
     return min(1.0, shape.share * halo)

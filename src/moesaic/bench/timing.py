@@ -1,7 +1,7 @@
-"""How long things take, and how much memory: medians in turns, CUDA graphs, and what the machine can do at most.
+"""Timing and memory measurement: interleaved medians, CUDA graphs, peak memory, and the roofline of the machine.
 
-All times are milliseconds. Candidates are timed in turns, so that whatever else the machine does falls on all of
-them, and ratios are taken within one such run.
+All times are in milliseconds. Candidates are timed alternately, so that other load affects all of them alike; compare
+times of the same call only.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from moesaic.checks import check_positive
 
 __all__ = [
-    "Ceilings",
     "Memory",
+    "Roofline",
     "Timing",
-    "captured",
-    "ceilings",
-    "in_turns",
+    "capture_cuda_graph",
+    "measure_roofline",
     "peak_memory",
     "quartiles",
     "synchronize",
+    "time_interleaved",
 ]
 
 Run = Callable[[], object]
@@ -32,7 +32,7 @@ Run = Callable[[], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds: the median over repetitions, and the middle half around it."""
+    """Median and quartiles in milliseconds."""
 
     median: float
     low: float
@@ -41,53 +41,53 @@ class Timing:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a GPU while something runs."""
+    """Allocated bytes on a GPU."""
 
     held: int
-    """What was there before, such as inputs and weights."""
+    """Allocated before the run, such as inputs and weights."""
     peak: int
-    """The most that was there at a time, ``held`` included."""
+    """Peak during the run, ``held`` included."""
 
 
 @dataclass(frozen=True)
-class Ceilings:
-    """What a machine does at most, as measured on it."""
+class Roofline:
+    """Measured peak bandwidth and compute of a machine."""
 
     bytes_per_second: float
-    """Of a copy, read and written bytes together."""
+    """Bandwidth of a copy, reads plus writes."""
     flops_per_second: float
-    """Of a large product of matrices; a multiply-add is two."""
+    """Throughput of a large matmul; a multiply-add counts as two."""
 
-    def floor(self, flops: float, bytes: float) -> float:
-        """Milliseconds that so much work takes at least.
+    def min_milliseconds(self, flops: float, bytes: float) -> float:
+        """Lower bound of the time for so much work.
 
-        >>> Ceilings(bytes_per_second=1e12, flops_per_second=1e14).floor(flops=2e11, bytes=1e9)
+        >>> Roofline(bytes_per_second=1e12, flops_per_second=1e14).min_milliseconds(flops=2e11, bytes=1e9)
         2.0
         """
         return 1e3 * max(flops / self.flops_per_second, bytes / self.bytes_per_second)
 
 
-def in_turns(
+def time_interleaved(
     candidates: Mapping[str, Run], repetitions: int, warm_up: int = 3, *, gpu_clock: bool = False
 ) -> dict[str, Timing]:
-    """Time all candidates alternately.
+    """Times all candidates alternately.
 
-    By default on the host's clock, waiting for the GPU where there is one. With ``gpu_clock`` by events on the
-    current stream, which leaves out what launching costs where the GPU has not run dry: for graphs.
+    By default with the host's clock and synchronisation. ``gpu_clock`` uses CUDA events on the current stream, which
+    exclude launch overhead as long as the GPU is busy: for CUDA graphs.
 
-    >>> timings = in_turns({"sum": lambda: sum(range(100))}, repetitions=5)
+    >>> timings = time_interleaved({"sum": lambda: sum(range(100))}, repetitions=5)
     >>> timings["sum"].low <= timings["sum"].median <= timings["sum"].high
     True
     """
-    check_positive("in_turns", repetitions=repetitions)
+    check_positive("time_interleaved", repetitions=repetitions)
     clock = _gpu_milliseconds if gpu_clock else _host_milliseconds
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-warm_up, repetitions):
         for name, candidate in candidates.items():
-            spent = clock(candidate)
+            elapsed = clock(candidate)
             if repetition >= 0:
-                times[name].append(spent)
-    return {name: Timing(statistics.median(spent), *quartiles(spent)) for name, spent in times.items()}
+                times[name].append(elapsed)
+    return {name: Timing(statistics.median(each), *quartiles(each)) for name, each in times.items()}
 
 
 def _host_milliseconds(run: Run) -> float:
@@ -109,7 +109,7 @@ def _gpu_milliseconds(run: Run) -> float:
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
-    """The ends of the middle half.
+    """The first and the third quartile.
 
     >>> quartiles([1.0, 2.0, 3.0, 4.0, 9.0])
     (2.0, 4.0)
@@ -121,15 +121,15 @@ def quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def synchronize() -> None:
-    """Wait until the GPU, where there is one, has done all it was given."""
+    """Synchronises with the GPU if there is one."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def captured(run: Run, warm_up: int = 3) -> Run:
-    """What ``run`` does on the GPU, as a CUDA graph: replayed in one launch, without Python between the kernels.
+def capture_cuda_graph(run: Run, warm_up: int = 3) -> Run:
+    """Captures ``run`` in a CUDA graph and returns its replay function.
 
-    Tensors that ``run`` makes lie in the graph's own memory; its inputs must stay where they are.
+    Tensors that ``run`` allocates are in the memory of the graph; its inputs must keep their addresses.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -138,7 +138,7 @@ def captured(run: Run, warm_up: int = 3) -> Run:
             run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # on the stream of the warm-up: gradients are accumulated on the stream that first saw them
+    # on the stream of the warm-up: autograd accumulates gradients on the stream that created them
     with torch.cuda.graph(graph, stream=stream):
         run()
     torch.cuda.synchronize()
@@ -146,8 +146,8 @@ def captured(run: Run, warm_up: int = 3) -> Run:
 
 
 def peak_memory(run: Run, clear: Run, warm_up: int = 2) -> Memory:
-    """The most memory on the GPU while ``run`` runs, after warming up; ``clear`` drops what it leaves behind."""
-    for _ in range(warm_up):  # what is chosen or set up once is not what a run needs
+    """Peak memory of ``run`` on the GPU after a warm-up; ``clear`` releases what the warm-up leaves behind."""
+    for _ in range(warm_up):  # one-time allocations are not counted
         run()
     clear()
     torch.cuda.synchronize()
@@ -158,24 +158,24 @@ def peak_memory(run: Run, clear: Run, warm_up: int = 2) -> Memory:
     return Memory(held, torch.cuda.max_memory_allocated())
 
 
-def ceilings(device: str, dtype: torch.dtype, repetitions: int = 10) -> Ceilings:
-    """Measure how fast this machine copies, and how fast it multiplies matrices of ``dtype``.
+def measure_roofline(device: str, dtype: torch.dtype, repetitions: int = 10) -> Roofline:
+    """Measures the bandwidth of a copy and the throughput of a matmul of ``dtype``.
 
-    On a GPU with sizes far beyond its cache, on a CPU with smaller ones.
+    Sizes are far beyond the cache of a GPU, and smaller on a CPU.
     """
     gpu = torch.device(device).type == "cuda"
     here, there = (torch.empty(2**29 if gpu else 2**25, dtype=torch.uint8, device=device) for _ in range(2))
     here.random_()
     size = 8192 if gpu else 2048
-    # random numbers: on zeros a chip draws less power and may run faster than it ever will
+    # random values: on zeros a GPU draws less power and clocks higher
     left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     result = torch.empty(size, size, device=device, dtype=dtype)
-    timings = in_turns(
-        {"copy": lambda: there.copy_(here), "product": lambda: torch.mm(left, right, out=result)},
+    timings = time_interleaved(
+        {"copy": lambda: there.copy_(here), "matmul": lambda: torch.mm(left, right, out=result)},
         repetitions,
         gpu_clock=gpu,
     )
-    return Ceilings(
+    return Roofline(
         bytes_per_second=2 * here.numel() / (1e-3 * timings["copy"].median),
-        flops_per_second=2 * size**3 / (1e-3 * timings["product"].median),
+        flops_per_second=2 * size**3 / (1e-3 * timings["matmul"].median),
     )

@@ -1,4 +1,4 @@
-"""`moesaic bench`: how fast a layer is on this machine, beside the dense one that it stands for."""
+"""`moesaic bench`: time a routed layer against the dense layer it replaces."""
 
 from __future__ import annotations
 
@@ -15,98 +15,104 @@ if TYPE_CHECKING:
     import torch
 
     from moesaic.bench.layer_benchmark import Pass
-    from moesaic.bench.layer_shape import Form, RoutedShape
+    from moesaic.bench.layer_shape import LayerOptions, LayerShape
 
 __all__ = ["Bench"]
 
 DTYPES = ("float32", "bfloat16", "float16")
-MOST_NUMBERS = 2**31
-"""In a map: what a measurement may be asked to draw."""
+MAX_ELEMENTS = 2**31
+"""Largest number of elements of a benchmark tensor."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Time a routed layer on this machine against the dense convolution that it stands for.
+    """Time a routed layer on this machine against the dense convolution it replaces.
 
     moesaic bench layer --channels 640 --size 16 --experts 8 --patches-per-expert 2 --patch-size 4
-    --kernel-size 3 prints how long each backend takes, what moesaic picks here and why, and whether
-    routing this layer saves time at all.
+    --kernel-size 3 prints the time of each backend, the backend that moesaic chooses and why, and
+    whether the routed layer is faster than the dense one.
     """
 
     what: Positional[Annotated[str, arg(metavar="layer")]]
-    """What to measure: layer, a PatchMoE."""
+    """What to time: layer (a PatchMoE)."""
     channels: int = 64
-    """Of the map that goes in."""
+    """Number of input channels."""
     out_channels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: --channels)")] = None
-    """Of the map that comes out."""
+    """Number of output channels."""
     size: int = 16
-    """Pixels along an edge of the map."""
+    """Height and width of the feature map."""
     experts: int = 8
-    """How many."""
+    """Number of experts."""
     patches_per_expert: int = 2
-    """Patches of each map that an expert takes."""
+    """Patches per image that each expert selects."""
     patch_size: int = 4
-    """Pixels along an edge of a patch."""
+    """Height and width of a patch in pixels."""
     kernel_size: int = 3
-    """Of the experts, odd."""
-    batch: int = 8
-    """Maps at a time."""
+    """Kernel size of the experts; odd."""
+    batch_size: int = 8
+    """Images per batch."""
     dtype: Annotated[
         str | None, arg(metavar="|".join(DTYPES), help_behavior_hint="(default: float32, on a GPU bfloat16)")
     ] = None
-    """What to compute in."""
+    """Data type of input and weights."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
-    """Where to run."""
+    """Device; auto uses a GPU if there is one."""
     training: bool = False
-    """Time training steps alone: forward and backward, with all gradients. Default: both."""
+    """Time only training steps (forward and backward). Default: both."""
     inference: bool = False
-    """Time forward passes alone, in eval mode without gradients. Default: both."""
+    """Time only forward passes in eval mode without gradients. Default: both."""
     gate: Annotated[str, arg(metavar="softmax_selected|softmax_all|one")] = "softmax_selected"
-    """What a chosen patch counts."""
+    """Gate value of a selected patch."""
     gate_on: Annotated[str, arg(metavar="output|input")] = "output"
-    """What the gate scales."""
+    """What the gate multiplies."""
     context: Annotated[str, arg(metavar="map|patch")] = "map"
-    """Whether a kernel sees beyond its patch."""
+    """Convolution context: the whole map, or each patch alone."""
     combine: Annotated[str, arg(metavar="concat|sum")] = "concat"
-    """Whether each expert has channels of its own, or their answers are added."""
+    """How expert outputs are combined: own channels per expert, or their sum."""
     expert_norm: bool = False
-    """BatchNorm and ReLU in front of each expert; the dense layer then has them too."""
+    """Add BatchNorm and ReLU before each expert and before the dense layer."""
     bias: bool = True
-    """Whether experts, and the dense convolution, have one."""
+    """Add a bias to the experts and to the dense convolution."""
     repetitions: int = 20
-    """Of each measurement; the median counts."""
+    """Timed runs per layer; the median is reported."""
     tune: bool = False
-    """First time other tile sizes of the GPU kernels for this shape, and keep the best for this machine."""
+    """Tune the tile sizes of the Triton kernels for this shape first, and cache the best."""
     tune_seconds: int = 120
-    """How long to try other tile sizes: when they are over no new one is begun, and the best so far is kept."""
+    """Time limit of --tune in seconds; the best tile sizes so far are cached."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Check what was asked for, measure, and print."""
+        """Checks the options, runs the benchmark and prints the table."""
         import torch
 
-        from moesaic.bench.layer_benchmark import layer_times, picked, tune_layer
+        from moesaic.bench.layer_benchmark import choose_backend, layer_times, tune_layer
         from moesaic.ops.tile_sizes import tile_file
         from moesaic.report import describe_machine, print_layer_times
 
         with user_errors("bench"):
             check_choice("bench", "WHAT", self.what, ("layer",))
-            shape, form = self._shape(), self._form()
+            shape, options = self._shape(), self._options()
             device = resolve_device("bench", self.device)
             gpu = torch.device(device).type == "cuda"
             dtype: torch.dtype = getattr(torch, self._dtype("bfloat16" if gpu else "float32"))
-            choice = picked(shape, form, device, dtype)
+            choice = choose_backend(shape, options, device, dtype)
             if self.tune and choice.name != "triton":
-                raise ValueError(f"--tune is for the kernels of a GPU, but {choice.name} runs this: {choice.why}")
+                raise ValueError(f"--tune needs the triton backend, but the backend is {choice.name}: {choice.why}")
         passes = self._passes()
         if self.tune:
             what: Pass = "step" if "step" in passes else "forward"
-            log(f"trying other tiles for at most {self.tune_seconds} s, each compiled first; a {what} is timed")
-            found = tune_layer(shape, form, device=device, dtype=dtype, what=what, tell=log, seconds=self.tune_seconds)
-            log(f"{len(found)} better tiles kept in {tile_file()}" if found else "no tile is better than the rules'")
-        log(f"{describe_machine(device)}: each layer runs {self.repetitions} times, in turns")
+            log(f"tuning tile sizes for at most {self.tune_seconds} s (timing the {what} pass)")
+            found = tune_layer(
+                shape, options, device=device, dtype=dtype, what=what, log=log, seconds=self.tune_seconds
+            )
+            log(
+                f"{len(found)} better tile sizes cached in {tile_file()}"
+                if found
+                else "the default tile sizes are the best"
+            )
+        log(f"{describe_machine(device)}: {self.repetitions} interleaved runs per layer")
         rows = layer_times(
             shape,
-            form,
+            options,
             device=device,
             dtype=dtype,
             passes=passes,
@@ -117,8 +123,8 @@ class Bench:
         print_layer_times(title, rows, choice, passes)
         return 0 if all(row.best(what) for row in rows for what in passes if row.picked) else 1
 
-    def _shape(self) -> RoutedShape:
-        from moesaic.bench.layer_shape import RoutedShape
+    def _shape(self) -> LayerShape:
+        from moesaic.bench.layer_shape import LayerShape
 
         out_channels = self.channels if self.out_channels is None else self.out_channels
         counts = {
@@ -129,19 +135,25 @@ class Bench:
             "--patches-per-expert": self.patches_per_expert,
             "--patch-size": self.patch_size,
             "--kernel-size": self.kernel_size,
-            "--batch": self.batch,
+            "--batch-size": self.batch_size,
             "--repetitions": self.repetitions,
             "--tune-seconds": self.tune_seconds,
         }
         check_positive("bench", **counts)
         for what, numbers, smaller in (
-            ("the maps", self.batch * max(self.channels, out_channels) * self.size**2, "--batch or --size"),
+            (
+                "the feature maps",
+                self.batch_size * max(self.channels, out_channels) * self.size**2,
+                "--batch-size or --size",
+            ),
             ("the experts", self.channels * out_channels * self.kernel_size**2, "--channels or --out-channels"),
         ):
-            if numbers > MOST_NUMBERS:
-                raise ValueError(f"{what} have {numbers:,} numbers; at most {MOST_NUMBERS:,}: use a smaller {smaller}")
-        return RoutedShape(
-            self.batch,
+            if numbers > MAX_ELEMENTS:
+                raise ValueError(
+                    f"{what} have {numbers:,} elements; the maximum is {MAX_ELEMENTS:,}: use a smaller {smaller}"
+                )
+        return LayerShape(
+            self.batch_size,
             self.channels,
             out_channels,
             self.size,
@@ -151,8 +163,8 @@ class Bench:
             kernel_size=self.kernel_size,
         )
 
-    def _form(self) -> Form:
-        from moesaic.bench.layer_shape import Form
+    def _options(self) -> LayerOptions:
+        from moesaic.bench.layer_shape import LayerOptions
         from moesaic.ops import Combine, Context, GateOn
         from moesaic.routing.expert_choice import ExpertGate
 
@@ -160,7 +172,7 @@ class Bench:
         gate_on: Any = check_choice("bench", "--gate-on", self.gate_on, get_args(GateOn))
         context: Any = check_choice("bench", "--context", self.context, get_args(Context))
         combine: Any = check_choice("bench", "--combine", self.combine, get_args(Combine))
-        return Form(self.bias, gate, gate_on, self.expert_norm, context, combine)
+        return LayerOptions(self.bias, gate, gate_on, self.expert_norm, context, combine)
 
     def _dtype(self, default: str) -> str:
         return default if self.dtype is None else check_choice("bench", "--dtype", self.dtype, DTYPES)

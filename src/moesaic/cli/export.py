@@ -1,4 +1,4 @@
-"""`moesaic export`: a trained network as one file that serves elsewhere."""
+"""`moesaic export`: write a trained network as ONNX, torch.export (pt2) or safetensors file."""
 
 from __future__ import annotations
 
@@ -20,70 +20,73 @@ if TYPE_CHECKING:
 
 __all__ = ["Export"]
 
-_ROUNDING = 1e-3
-"""Logits may differ so much, relative to the largest of them."""
+_TOLERANCE = 1e-3
+"""Largest difference of logits, relative to the largest logit."""
 
 
 @dataclass(frozen=True)
 class Export:
-    """Write a trained network to one file that takes images as pixels / 255 and needs nothing else.
+    """Export a trained network to a single file that takes images as pixels / 255.
 
-    The names of the classes and how the network was made are in the file's metadata. The file is
-    tried out and compared with the network before the command ends.
+    The metadata of the file contain the class names and the configuration of the network. The command
+    runs the file and compares its logits with those of the network.
     """
 
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
-    """The folder of a run, or its model.safetensors."""
+    """Run directory, or its model.safetensors."""
     format: Annotated[str, arg(metavar="onnx|pt2|safetensors")]
-    """onnx: for any runtime; pt2: for torch, without moesaic; safetensors: the weights, for moesaic."""
-    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: beside the checkpoint)")] = None
-    """Where to write; FORMAT is its ending."""
-    batch: Annotated[str, arg(metavar="dynamic|1")] = "dynamic"
-    """Take any number of images at a time, or one."""
+    """onnx: for ONNX runtimes; pt2: torch.export, runs without moesaic; safetensors: weights for moesaic."""
+    out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: next to the checkpoint)")] = None
+    """Output file; its suffix is the format."""
+    batch_size: Annotated[str, arg(metavar="dynamic|1")] = "dynamic"
+    """Batch size of the exported network: dynamic, or fixed to 1."""
     overwrite: bool = False
-    """Replace a file that is there already."""
+    """Overwrite an existing file."""
 
     def run(self, given: Sequence[str]) -> int:
-        """Write it, try it, and say how far it is from the network."""
+        """Writes the file, runs it, and prints the largest difference of logits."""
         from moesaic.training.checkpoint import load_checkpoint
         from moesaic.training.export import Batch, Format, export
 
         with user_errors("export"):
             format: Any = check_choice("export", "--format", self.format, get_args(Format))
-            batch: Any = check_choice("export", "--batch", self.batch, get_args(Batch))
+            batch: Any = check_choice("export", "--batch-size", self.batch_size, get_args(Batch))
             if format == "onnx":
                 _need_onnx()
             checkpoint = load_checkpoint(self.checkpoint)
             out = self._out(checkpoint.path)
             done = export(checkpoint, out, format, batch=batch)
         found = _run(done)
-        sys.stdout.write(f"{done.path}: {done.bytes / 1e6:.1f} MB; {_tried(done, found)}\n")
-        if found and not done.difference(found) <= _ROUNDING * max(1.0, *(float(y.abs().max()) for y in done.expected)):
-            log("this is more than rounding: do not rely on this file, and report it; --format pt2 or onnx may differ")
+        sys.stdout.write(f"{done.path}: {done.bytes / 1e6:.1f} MB; {_comparison(done, found)}\n")
+        if found and not done.difference(found) <= _TOLERANCE * max(
+            1.0, *(float(y.abs().max()) for y in done.expected)
+        ):
+            log(
+                "the difference is larger than rounding errors: do not use this file; try another --format"
+            )
             return 1
         return 0
 
     def _out(self, checkpoint: Path) -> Path:
-        """Where to write, if something may be written there."""
+        """The output path; raises if it cannot be written."""
         out = self.out or checkpoint.with_name(f"{_name(checkpoint)}.{self.format}")
         if out.is_dir():
-            raise ValueError(f"--out={str(out)!r} is a directory; name a file in it, such as {out / checkpoint.stem}")
+            raise ValueError(f"--out={str(out)!r} is a directory; give a file name, such as {out / checkpoint.stem}")
         if not out.parent.is_dir():
-            raise ValueError(f"--out={str(out)!r}: there is no directory {out.parent}; make it, or name another file")
-        if out.exists() and out.samefile(checkpoint):
-            raise ValueError(f"--out={str(out)!r} is the checkpoint itself; name another file")
-        if out.exists() and not self.overwrite:
-            raise ValueError(f"--out={str(out)!r} is there already; name another file, or give --overwrite")
-        if out.suffix != f".{self.format}":
             raise ValueError(
-                f"--out={str(out)!r} ends in {out.suffix or 'nothing'}; let it end in .{self.format}, as what reads "
-                "it goes by that"
+                f"--out={str(out)!r}: there is no directory {out.parent}; create it, or choose another file"
             )
+        if out.exists() and out.samefile(checkpoint):
+            raise ValueError(f"--out={str(out)!r} is the checkpoint itself; choose another file")
+        if out.exists() and not self.overwrite:
+            raise ValueError(f"--out={str(out)!r} exists; choose another file, or use --overwrite")
+        if out.suffix != f".{self.format}":
+            raise ValueError(f"--out={str(out)!r} ends in {out.suffix or 'nothing'}; the suffix must be .{self.format}")
         return out
 
 
 def _name(checkpoint: Path) -> str:
-    """The run's own name where the file has the name they all have."""
+    """The name of the file, or of the run directory for model.safetensors."""
     return checkpoint.stem if checkpoint.stem != "model" else checkpoint.resolve().parent.name or "model"
 
 
@@ -99,20 +102,20 @@ def _need_onnx() -> None:
 
 
 def _run(done: Exported) -> tuple[Tensor, ...] | None:
-    """What the file gives for the examples; None where it cannot be run here."""
+    """The outputs of the file for the examples; None if it cannot be run here."""
     if done.format == "safetensors":
         return None
     return _run_pt2(done) if done.format == "pt2" else _run_onnx(done)
 
 
-def _tried(done: Exported, found: tuple[Tensor, ...] | None) -> str:
+def _comparison(done: Exported, found: tuple[Tensor, ...] | None) -> str:
     if done.format == "safetensors":
-        return "weights, to be read with moesaic.training.load_checkpoint"
+        return "weights; read them with moesaic.training.load_checkpoint"
     if found is None:
-        return "not tried out: onnxruntime is not installed"
+        return "not verified: onnxruntime is not installed"
     sizes = [str(len(images)) for images in done.examples]
-    tried = f"{', '.join(sizes[:-1])} and {sizes[-1]} random images" if len(sizes) > 1 else "a random image"
-    return f"run on {tried}, its logits differ from the network's by at most {done.difference(found):.1e}"
+    batches = f"batches of {', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else "a batch of 1"
+    return f"verified on {batches}: logits differ by at most {done.difference(found):.1e}"
 
 
 def _run_pt2(done: Exported) -> tuple[Tensor, ...]:
