@@ -61,9 +61,7 @@ class Export:
         if found and not done.difference(found) <= _TOLERANCE * max(
             1.0, *(float(y.abs().max()) for y in done.expected)
         ):
-            log(
-                "the difference is larger than rounding errors: do not use this file; try another --format"
-            )
+            log("the difference is larger than rounding errors: do not use this file; try another --format")
             return 1
         return 0
 
