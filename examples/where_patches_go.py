@@ -1,8 +1,8 @@
-"""Train a small routed network on mosaics of digits, and draw which digits its experts look at.
+"""Train a small routed network on mosaics of digits, and draw which digits its experts select.
 
-A mosaic holds sixteen digits. One of them, a 0 or a 1, is the label; the other fifteen say nothing
-about it. Nobody tells the network where the one lies: four experts, each of which may look at two
-digits of a mosaic, have to find it (Chowdhury et al. 2023, Section 5.1, in small).
+A mosaic has sixteen digits. One of them, a 0 or a 1, is the label; the other fifteen are unrelated to it. The
+network is trained with the label alone, not with its position: four experts, each of which selects two digits of a
+mosaic, have to find it (a small version of Chowdhury et al. 2023, Section 5.1).
 """
 
 import argparse
@@ -57,8 +57,8 @@ def train(model: nn.Module, mosaics: DigitMosaics, epochs: int) -> None:
 
 
 @torch.no_grad()
-def collect_outputs(model: nn.Module, images: Tensor) -> tuple[Tensor, moesaic.Routing]:
-    """What the model predicts for the images, and how it routed them."""
+def predict(model: nn.Module, images: Tensor) -> tuple[Tensor, moesaic.Routing]:
+    """The predicted labels and the routing of the images."""
     model.eval()
     with moesaic.record_routing(model, keep="all") as records:
         predicted = torch.cat([model(part).argmax(1) for part in images.split(250)])
@@ -73,26 +73,26 @@ def multiply_adds(layer: nn.Module) -> int:
     return counter.get_total_flops() // 2
 
 
-def draw(model: nn.Module, mosaics: DigitMosaics, found: dict[str, float], taken: np.ndarray) -> Figure:
+def draw(model: nn.Module, mosaics: DigitMosaics, rates: dict[str, float], selected: np.ndarray) -> Figure:
     """The first mosaic of each label with the experts' frames; beside them, what holds over all mosaics."""
     shown = [mosaics.labels.tolist().index(label) for label in (0, 1)]
-    predicted, routing = collect_outputs(model, mosaics.images[shown])
+    predicted, routing = predict(model, mosaics.images[shown])
     figure = overlay(mosaics.images[shown], routing, titles=[f"label {i}, predicted {predicted[i]}" for i in (0, 1)])
 
-    # Around the page of the overlay: savefig(bbox_inches="tight") makes room for it.
+    # Around the page of the overlay: savefig(bbox_inches="tight") extends the figure.
     L = model.routed.patches_per_expert
-    story = f"The 0 or 1 is the label, all other digits are noise. Each expert may take {L} digits; nobody says which."
+    story = f"The 0 or 1 is the label, all other digits are noise. Each expert selects {L} digits."
     figure.text(0.018, 1.02, story, fontsize=12)
     bars = figure.add_axes((1.06, 0.68, 0.36, 0.23))
-    bars.set_title(f"How often the 0 or 1 reaches an expert\n({len(mosaics)} test mosaics)", fontsize=9)
-    bars.bar_label(bars.bar(found.keys(), found.values(), color=["lightgrey", "lightgrey", "black"]), fmt="{:.0%}")
+    bars.set_title(f"How often an expert selects the 0 or 1\n({len(mosaics)} test mosaics)", fontsize=9)
+    bars.bar_label(bars.bar(rates.keys(), rates.values(), color=["lightgrey", "lightgrey", "black"]), fmt="{:.0%}")
     bars.set(ylim=(0, 1.1), yticks=[])
     bars.spines[["top", "left", "right"]].set_visible(False)
 
     table = figure.add_axes((1.06, 0.02, 0.36, 0.52))
-    table.set_title(f"How often each expert takes a digit\n({L / routing.units:.1%} by chance)", fontsize=9)
-    table.imshow(taken, cmap="Greys", vmin=0, vmax=1, aspect="auto")
-    for (digit, expert), share in np.ndenumerate(taken):
+    table.set_title(f"How often each expert selects a digit\n(random: {L / routing.units:.1%})", fontsize=9)
+    table.imshow(selected, cmap="Greys", vmin=0, vmax=1, aspect="auto")
+    for (digit, expert), share in np.ndenumerate(selected):
         ink = "white" if share > 0.5 else "black"
         table.text(expert, digit, f"{share:.0%}", ha="center", va="center", color=ink, fontsize=8)
     table.set_xticks(range(EXPERTS), [f"expert {expert}" for expert in range(EXPERTS)], fontsize=8)
@@ -107,35 +107,35 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     parser.add_argument("--epochs", type=int, default=12)
     args = parser.parse_args(argv)
 
-    print("Laying 1000 mosaics of 4×4 digits to train on, and 1000 of other digits to test with", flush=True)
+    print("Making 1000 training mosaics of 4×4 digits, and 1000 test mosaics of other digits", flush=True)
     training = digit_mosaics(1000, split="train", seed=args.seed)
     test = digit_mosaics(1000, split="test", seed=args.seed)
 
     torch.manual_seed(args.seed)
     model = build()
-    _, routing_untrained = collect_outputs(model, test.images)
+    _, routing_untrained = predict(model, test.images)
     train(model, training, args.epochs)
-    predicted, routing = collect_outputs(model, test.images)
+    predicted, routing = predict(model, test.images)
 
     accuracy = (predicted == test.labels).float().mean().item()
     untrained, trained = (agreement(r, test.discriminative) for r in (routing_untrained, routing))
-    chance = 1 - (1 - trained.chance).prod().item()  # that any of the experts has it, if all choose at random
-    taken = torch.stack([routing.mask[test.digits == digit].float().mean(0) for digit in range(10)])
+    chance = 1 - (1 - trained.chance).prod().item()  # that any of the experts selects it, if all select at random
+    selected = torch.stack([routing.mask[test.digits == digit].float().mean(0) for digit in range(10)])
     routed, dense = multiply_adds(model.routed), multiply_adds(nn.Conv2d(32, 64, kernel_size=3, padding=1))
 
     args.out.mkdir(parents=True, exist_ok=True)
     picture = args.out / "where_patches_go.png"
-    found = {"by chance": chance, "untrained": untrained.reached, "trained": trained.reached}
-    draw(model, test, found, taken.numpy()).savefig(picture, dpi=120, bbox_inches="tight", pad_inches=0.2)
+    rates = {"random": chance, "untrained": untrained.reached, "trained": trained.reached}
+    draw(model, test, rates, selected.numpy()).savefig(picture, dpi=120, bbox_inches="tight", pad_inches=0.2)
 
-    print(f"\ntest accuracy {accuracy:.1%} (chance 50%)")
-    print(f"the 0 or 1 reaches an expert in {trained.reached:.1%} of the test mosaics", end=" ")
-    print(f"(before training {untrained.reached:.1%}, by chance {chance:.1%})")
-    for expert, (zeros, ones) in enumerate(zip(*taken[:2].tolist(), strict=True)):
-        print(f"    expert {expert} takes {zeros:4.0%} of the 0s and {ones:4.0%} of the 1s")
-    print(f"the routed layer does {routed / dense:.1%} of the multiply-adds of the dense convolution it stands for")
-    print(f"where the patches go: {picture}")
-    return {"accuracy": accuracy, "multiply_adds": routed / dense, **found}
+    print(f"\ntest accuracy {accuracy:.1%} (random 50%)")
+    print(f"an expert selects the 0 or 1 in {trained.reached:.1%} of the test mosaics", end=" ")
+    print(f"(before training {untrained.reached:.1%}, random {chance:.1%})")
+    for expert, (zeros, ones) in enumerate(zip(*selected[:2].tolist(), strict=True)):
+        print(f"    expert {expert} selects {zeros:4.0%} of the 0s and {ones:4.0%} of the 1s")
+    print(f"the routed layer does {routed / dense:.1%} of the multiply-adds of the dense convolution it replaces")
+    print(f"figure: {picture}")
+    return {"accuracy": accuracy, "multiply_adds": routed / dense, **rates}
 
 
 if __name__ == "__main__":
