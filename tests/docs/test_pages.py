@@ -92,6 +92,13 @@ def test_the_commands_of_a_page_have_the_options_it_gives_them(page: Path):
         assert set(re.findall(r"--([a-z][a-z0-9-]*)", rest)) <= known, f"moesaic {name}{rest}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_files_that_a_page_links_to_exist(page: Path):
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
 def test_readme_is_at_most_150_lines_long():
     assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 150
 
