@@ -9,7 +9,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "moesaic"
 LIMIT = 12
 
-PUBLIC = {"models/convert.py: convert"}
+PUBLIC = {"models/convert.py: convert", "training/fit.py: fit"}
 """Functions of the public face, which users call by keyword; constructors may take any number as well."""
 
 
