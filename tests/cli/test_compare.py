@@ -114,8 +114,8 @@ def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeyp
     given += ["--epochs", "8", "--batch-size", "16", "--img-size", "32", "--device", "cpu"]
     assert compare("mosaics", *given, "--cache-dir", "cache") == 0
     found = read_comparison(OUT / "result.json")
-    [contrast] = paired_comparisons(found)
-    assert contrast.ahead == routed
+    [pair] = paired_comparisons(found)
+    assert pair.ahead == routed
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"wrn10_1_pmoe\S* is \S+ \[.*\] points more accurate", said)
     # with a part of the arithmetic of the dense network
@@ -164,9 +164,9 @@ def test_ctrl_c_tells_how_to_continue_and_the_end_is_the_same(mosaics, finished,
     assert not (OUT / "result.json").exists()
     assert compare("mosaics", *SMALL) == 0
     assert len(runs) == 1 + 3 + 6
-    told = capsys.readouterr().out
-    assert re.search(r"labels\s+wrn10_1\s+wrn10_1_pmoe\s+lead", told)
-    assert f"Report: {OUT / 'report.html'}" in told
+    output = capsys.readouterr().out
+    assert re.search(r"labels\s+wrn10_1\s+wrn10_1_pmoe\s+lead", output)
+    assert f"Report: {OUT / 'report.html'}" in output
     first, second = (json.loads((out / "result.json").read_text("utf-8")) for out in (finished / OUT, OUT))
     assert timeless(first) == timeless(second)
 

@@ -91,7 +91,7 @@ def channels(monkeypatch: pytest.MonkeyPatch) -> str:
         sizes = {"image_size": image_size, "in_channels": in_channels}
         return deepmoe(ResNet(18, num_classes, width=0.1, **sizes), num_classes=num_classes, **sizes)
 
-    monkeypatch.setitem(registry._OTHERS, "resnet18_deepmoe", small)
+    monkeypatch.setitem(registry._NETWORKS, "resnet18_deepmoe", small)
     return "resnet18_deepmoe"
 
 
@@ -129,9 +129,9 @@ def test_gates_are_trained_by_default_where_there_are_any(pets, channels):
 )
 def test_gates_that_cannot_be_trained_so_are_told_in_one_line(pets, channels, given, fault, capsys):
     assert train("pets", *SMALL, "--model", channels, *given) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("moesaic train: ")
-    assert re.search(fault, told)
+    output = capsys.readouterr().err.splitlines()[-1]
+    assert output.startswith("moesaic train: ")
+    assert re.search(fault, output)
 
 
 def test_options_reach_the_recipe_the_network_and_the_data(pets):
@@ -200,9 +200,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "_test", interrupt)
         assert train("pets", *SMALL, "--out", "a place") == 130
-    told = capsys.readouterr().err
-    assert "Interrupted. The last checkpoint is in a place" in told
-    assert re.search(r"train pets .*--out 'a place'$", told, re.MULTILINE)
+    output = capsys.readouterr().err
+    assert "Interrupted. The last checkpoint is in a place" in output
+    assert re.search(r"train pets .*--out 'a place'$", output, re.MULTILINE)
     assert train("pets", *SMALL, "--out", "a place") == 0
     assert "continuing after epoch 1 of 2" in capsys.readouterr().err
     assert train("pets", *SMALL, "--out", "whole") == 0
@@ -210,20 +210,20 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "told"),
+    ("ends", "code", "output"),
     [
         (KeyboardInterrupt(), 130, "Interrupted before the first checkpoint. To begin again:"),
         (torch.OutOfMemoryError("tried to allocate"), 2, "too little memory for --batch-size 8; use a smaller one"),
     ],
     ids=["interrupted", "no memory"],
 )
-def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, code, told, capsys, monkeypatch):
+def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, code, output, capsys, monkeypatch):
     def end(self):
         raise ends
 
     monkeypatch.setattr(trainer.Trainer, "_run_steps", end)
     assert train("pets", *SMALL) == code
-    assert told in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -246,9 +246,9 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
 )
 def test_bad_input_is_told_in_one_line(pets, given, fault, capsys):
     assert train(given[0], *SMALL, *given[1:]) == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("moesaic train: ")
-    assert re.search(fault, told)
+    output = capsys.readouterr().err.splitlines()[-1]
+    assert output.startswith("moesaic train: ")
+    assert re.search(fault, output)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_a_package_that_is_missing_is_told_in_one_line(pets, given, package, ext
 def test_a_folder_of_another_run_is_told_in_one_line(pets, capsys):
     assert train("pets", *SMALL, "--epochs", "1", "--out", "out") == 0
     assert train("pets", *SMALL, "--out", "out") == 2
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert told.startswith("moesaic train: out holds a run with other settings: recipe.epochs was 1, is 2")
+    output = capsys.readouterr().err.splitlines()[-1]
+    assert output.startswith("moesaic train: out holds a run with other settings: recipe.epochs was 1, is 2")
 
 
 def test_a_run_that_diverges_is_told_in_one_line(pets, capsys):

@@ -147,7 +147,7 @@ def stopped_and_called_again(
     raise AssertionError
 
 
-def outcome(folder: Path) -> tuple[Any, ...]:
+def run_files(folder: Path) -> tuple[Any, ...]:
     """All that a run left behind but for times."""
     result = json.loads((folder / "result.json").read_text())
     return sorted(each.name for each in folder.iterdir()), timeless(lines(folder)), timeless(result)

@@ -82,9 +82,9 @@ def test_a_checkpoint_of_another_network_says_which_tensors_differ(tmp_path):
     save_network(tmp_path / "model.safetensors", network(), CARD)
     other = ModelSpec("wrn16_1", {"num_classes": 5}).build()
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    with pytest.raises(ValueError, match=r"is of another network than the WideResNet given") as told:
+    with pytest.raises(ValueError, match=r"is of another network than the WideResNet given") as error:
         load_weights(tmp_path, other)
-    message = str(told.value)
+    message = str(error.value)
     ours, theirs = set(network().state_dict()), set(other.state_dict())
     assert f"{len(theirs - ours)} missing in the file: " in message
     assert f"{len(ours - theirs)} only in the file: " in message
@@ -154,10 +154,10 @@ def test_a_full_disk_leaves_the_last_good_file_and_says_what_to_do(tmp_path, mon
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(
         OSError, match=r"could not be written \(No space left on device\).*still there.*Free space"
-    ) as told:
+    ) as error:
         save_network(path, network(2), CARD)
-    assert told.value.errno == errno.ENOSPC
-    assert str(path) in str(told.value)
+    assert error.value.errno == errno.ENOSPC
+    assert str(path) in str(error.value)
     assert path.read_bytes() == good
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"], "nothing half written takes up room"
     assert files.write_atomic is checkpoint.write_atomic

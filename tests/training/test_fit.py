@@ -17,8 +17,8 @@ from training.squares import (
     dense,
     lines,
     mixture,
-    outcome,
     routed,
+    run_files,
     same,
     seeded,
     some_images,
@@ -283,7 +283,7 @@ def test_compile_is_asked_for_once_and_the_weights_keep_their_names(tmp_path, mo
 def test_a_run_leaves_its_configuration_its_metrics_its_network_and_its_result(tmp_path):
     found = fit(routed(), TASK, SHORT, seed=5, out=tmp_path / "deep" / "run")
     folder = tmp_path / "deep" / "run"
-    assert outcome(folder)[0] == ["config.json", "metrics.jsonl", "model.safetensors", "result.json"]
+    assert run_files(folder)[0] == ["config.json", "metrics.jsonl", "model.safetensors", "result.json"]
     config = json.loads((folder / "config.json").read_text())
     assert (config["seed"], config["recipe"]["epochs"], config["data"]["name"]) == (5, 3, "squares")
     assert [line["loss"] for line in lines(folder)] == [epoch.loss for epoch in found.epochs]
@@ -319,9 +319,9 @@ def test_a_folder_of_another_run_says_which_settings_differ(tmp_path):
     fit(routed(), TASK, SHORT, out=tmp_path)
     with pytest.raises(
         ValueError, match=r"other settings: recipe.epochs was 3, is 4; recipe.ema_decay was None, is 0.9; seed"
-    ) as told:
+    ) as error:
         fit(routed(), TASK, replace(SHORT, epochs=4, ema_decay=0.9), seed=1, out=tmp_path)
-    assert "Name another folder" in str(told.value)
+    assert "Name another folder" in str(error.value)
     with pytest.raises(ValueError, match=r"model.class was 'Routed', is 'Sequential'"):
         fit(dense(), TASK, SHORT, out=tmp_path)
     with pytest.raises(ValueError, match=r"data.digest was"):
@@ -360,30 +360,30 @@ def test_a_file_in_place_of_the_folder_is_refused(tmp_path):
         fit(routed(), TASK, SHORT, out=tmp_path / "file")
 
 
-class Heard:
+class Recorder:
     """A tracker that remembers."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.calls: list[Any] = []
 
     def begin(self, config: Mapping[str, Any]) -> None:
-        self.said.append(config["recipe"]["epochs"])
+        self.calls.append(config["recipe"]["epochs"])
 
     def log(self, epoch: int, values: Mapping[str, float]) -> None:
         assert values.keys() >= {"loss", "train_accuracy", "seconds", "images_per_second", "lr"}
-        self.said.append((epoch, "test_accuracy" in values))
+        self.calls.append((epoch, "test_accuracy" in values))
 
     def end(self) -> None:
-        self.said.append("end")
+        self.calls.append("end")
 
 
 def test_trackers_hear_every_epoch_and_the_end_however_it_comes():
-    heard, cut_short = Heard(), Heard()
-    fit(dense(), TASK, SHORT, trackers=[heard], eval_every=3)
-    assert heard.said == [3, (1, False), (2, False), (3, True), "end"]
+    recorder, cut_short = Recorder(), Recorder()
+    fit(dense(), TASK, SHORT, trackers=[recorder], eval_every=3)
+    assert recorder.calls == [3, (1, False), (2, False), (3, True), "end"]
     with pytest.raises(KeyboardInterrupt):
         fit(dense(), TASK, SHORT, trackers=[cut_short], progress=Notes(1))
-    assert cut_short.said == [3, (1, True), "end"]
+    assert cut_short.calls == [3, (1, True), "end"]
 
 
 @pytest.mark.gpu

@@ -21,8 +21,8 @@ from training.squares import (
     dense,
     lines,
     mixture,
-    outcome,
     routed,
+    run_files,
     same,
     seeded,
     stopped_and_called_again,
@@ -58,7 +58,7 @@ def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, make
     fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
     calls = (3, 9, 5, 100)  # of progress, of which there are seven an epoch
     assert same(stopped_and_called_again(make, TASK, recipe, tmp_path / "parts", calls), undisturbed)
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+    assert run_files(tmp_path / "parts") == run_files(tmp_path / "whole")
     assert (tmp_path / "parts" / "model.safetensors").read_bytes() == (
         tmp_path / "whole" / "model.safetensors"
     ).read_bytes()
@@ -78,7 +78,7 @@ def test_how_often_checkpoints_are_written_changes_nothing(tmp_path):
     fit(often, TASK, LONG, out=tmp_path / "often", checkpoint_seconds=0)
     fit(rarely, TASK, LONG, out=tmp_path / "rarely", checkpoint_seconds=1e9)
     fit(never, TASK, LONG)
-    assert outcome(tmp_path / "often") == outcome(tmp_path / "rarely")
+    assert run_files(tmp_path / "often") == run_files(tmp_path / "rarely")
     assert same(often, never)
     assert same(rarely, never)
 
@@ -125,7 +125,7 @@ def test_a_killed_process_leaves_a_run_that_can_go_on(tmp_path, often):
     fit(model, TASK, LONG, out=tmp_path / "killed", checkpoint_seconds=0)
     fit(undisturbed, TASK, LONG, out=tmp_path / "whole", checkpoint_seconds=0)
     assert same(model, undisturbed)
-    assert outcome(tmp_path / "killed") == outcome(tmp_path / "whole")
+    assert run_files(tmp_path / "killed") == run_files(tmp_path / "whole")
 
 
 def test_two_runs_cannot_use_a_folder_at_a_time(tmp_path):
@@ -168,7 +168,7 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_
     fit(undisturbed, TASK, LONG, out=tmp_path / "whole")
     assert notes.logged == ["continuing after epoch 2 of 4"]
     assert same(model, undisturbed)
-    assert outcome(tmp_path / "full") == outcome(tmp_path / "whole")
+    assert run_files(tmp_path / "full") == run_files(tmp_path / "whole")
 
 
 def test_metrics_that_cannot_be_written_say_so(tmp_path, monkeypatch):
@@ -210,10 +210,10 @@ class Poisoned(nn.Module):
 
 
 def test_a_loss_that_is_not_a_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
-    with pytest.raises(Diverged, match=r"in epoch 3 of 4, by batch 6 of 6\)") as told:
+    with pytest.raises(Diverged, match=r"in epoch 3 of 4, by batch 6 of 6\)") as error:
         fit(Poisoned(14), TASK, LONG, out=tmp_path, checkpoint_seconds=0)
-    assert str(tmp_path / "model.safetensors") in str(told.value)
-    assert "Lower lr=0.05" in str(told.value)
+    assert str(tmp_path / "model.safetensors") in str(error.value)
+    assert "Lower lr=0.05" in str(error.value)
     model = Poisoned(0)
     assert load_weights(tmp_path, model).metrics["epochs"] == 2
     assert all(tensor.isfinite().all() for tensor in weights(model))
@@ -310,7 +310,7 @@ def test_alarms_are_the_same_in_a_run_that_was_stopped(tmp_path, often):
             continue
     fit(seeded(Parting), TASK, recipe, out=tmp_path / "whole", checkpoint_seconds=0)
     assert [len(line["alarms"]) for line in lines(tmp_path / "whole")] == [1, 0, 0, 0]
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+    assert run_files(tmp_path / "parts") == run_files(tmp_path / "whole")
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from training.gated import LONG, TASK, backbone, gate_state, gated, images
-from training.squares import Notes, lines, outcome, same, seeded, stopped_and_called_again
+from training.squares import Notes, lines, run_files, same, seeded, stopped_and_called_again
 
 from moesaic.training import trainer
 from moesaic.training.batches import eval_batches
@@ -94,19 +94,19 @@ def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, tmp_
     fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
     calls = (3, 9, 6, 5, 100)  # of progress, of which there are seven an epoch: in both stages
     assert same(stopped_and_called_again(gated, TASK, recipe, tmp_path / "parts", calls), undisturbed)
-    assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
+    assert run_files(tmp_path / "parts") == run_files(tmp_path / "whole")
 
 
 def test_a_strength_that_closes_every_gate_stops_the_run_with_its_last_good_checkpoint(tmp_path):
     gates = GateRecipe(l1_weight=30.0, warmup_fraction=0.0, min_open=0.0, joint_fraction=1.0)
     recipe = replace(LONG, optimizer="sgd", momentum=0.5, lr=0.01, epochs=20, warmup_epochs=0, gates=gates)
-    with pytest.raises(GatesClosed, match=r"all gates of layer '\d' are closed") as told:
+    with pytest.raises(GatesClosed, match=r"all gates of layer '\d' are closed") as error:
         fit(gated(), TASK, recipe, out=tmp_path, checkpoint_seconds=0)
-    assert isinstance(told.value, Diverged)
+    assert isinstance(error.value, Diverged)
     for part in (r"\(step ", "in epoch ", "Use a smaller l1_weight than 30, a longer warmup_fraction than 0.0"):
-        assert told.match(part)
+        assert error.match(part)
     if (tmp_path / "model.safetensors").exists():
-        assert str(tmp_path / "model.safetensors") in str(told.value)
+        assert str(tmp_path / "model.safetensors") in str(error.value)
         model = gated().eval()
         load_weights(tmp_path, model)
         assert all(routing.mask.any() for routing in model.forward_with_routing(images()).routing.values())

@@ -181,15 +181,15 @@ def test_lambda_follows_the_cost():
 @pytest.mark.parametrize(
     ("ratio", "closed", "acts"), [(1.04, False, False), (1.07, False, True), (0.7, False, True), (1.0, True, True)]
 )
-def test_biases_are_shifted_where_the_cost_is_astray_or_a_layer_is_closed(ratio, closed, acts):
+def test_biases_are_shifted_where_the_cost_is_far_off_or_a_layer_is_closed(ratio, closed, acts):
     model = gated()
     for layer in range(3):
         shift = 2.0 if closed and layer == 2 else 0.0
         set_biases(model, layer, *(0.5 - 0.06 * gate - shift for gate in range(16)))
     gates = training(model, target_macs=0.5)
-    gates.show(model.forward_with_routing(images()).routing, 0)
+    gates.observe(model.forward_with_routing(images()).routing, 0)
     before = gate_state(model)
-    gates._steer(0.5 * ratio, 0.5, closed)
+    gates._adapt(0.5 * ratio, 0.5, closed)
     changed = not all(torch.equal(a, b) for a, b in zip(before, gate_state(model), strict=True))
     assert changed is acts
 
@@ -199,7 +199,7 @@ def test_an_epoch_reports_cost_and_share_of_open_gates_of_all_layers():
     set_biases(model, 1, 1.0, *[-1.0] * 15)
     gates = training(model)
     for step in range(2):
-        gates.show(model.forward_with_routing(images()).routing, step)
+        gates.observe(model.forward_with_routing(images()).routing, step)
     found = gates.epoch_means()
     assert found == pytest.approx((cost(model), (1 + 1 / 16 + 1) / 3))
     assert gates.epoch_means() is None, "a new epoch has begun"
@@ -241,9 +241,9 @@ def test_gates_that_cannot_be_trained_so(network, changes, message):
 
 
 def test_a_target_just_above_what_the_error_says_is_taken():
-    with pytest.raises(ValueError, match="or more") as told:
+    with pytest.raises(ValueError, match="or more") as error:
         resolve_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=0.05)))
-    least = float(re.findall(r"use ([\d.]+) or more", str(told.value))[0])
+    least = float(re.findall(r"use ([\d.]+) or more", str(error.value))[0])
     resolve_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=least)))
     with pytest.raises(ValueError, match="or more"):
         resolve_gate_recipe(gated(), Recipe(epochs=1, gates=GateRecipe(target_macs=math.nextafter(least - 0.001, 0))))

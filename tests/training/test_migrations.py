@@ -12,7 +12,7 @@ from torch import nn
 from training.gated import LONG as GATED
 from training.gated import TASK as GATED_TASK
 from training.gated import gated
-from training.squares import LONG, TASK, Notes, mixture, outcome, routed, same
+from training.squares import LONG, TASK, Notes, mixture, routed, run_files, same
 
 from moesaic.data.datasets import ImageDataset
 from moesaic.training import trainer
@@ -85,7 +85,7 @@ def test_an_interrupted_run_of_the_previous_version_ends_with_the_same_numbers(r
     as_written_before(tmp_path / "cut")
     fit(resumed, task, recipe, seed=2, out=tmp_path / "cut")
     assert same(whole, resumed)
-    [_, expected, _], [_, found, _] = outcome(tmp_path / "whole"), outcome(tmp_path / "cut")
+    [_, expected, _], [_, found, _] = run_files(tmp_path / "whole"), run_files(tmp_path / "cut")
     for each in (*expected, *found):
         each["alarms"] = len(each["alarms"])
     assert found == expected

@@ -18,50 +18,50 @@ def noisy(*means: float, noise: Sequence[float] = NOISE) -> list[list[float]]:
 
 
 def only(found):
-    [contrast] = paired_comparisons(found)
-    return contrast
+    [pair] = paired_comparisons(found)
+    return pair
 
 
 def test_a_model_that_needs_half_of_the_labels_saves_half():
-    contrast = only(comparison(SIZES, noisy(70, 80, 90), noisy(80, 90, 95, noise=(0.2, -0.3, 0.1))))
-    assert contrast.ahead == "pmoe"
-    assert contrast.saving.saver == "pmoe"
-    assert contrast.saving.other == "cnn"
-    assert contrast.saving.level == 90
-    assert contrast.saving.share.value == pytest.approx(50, abs=2)
-    assert 40 < contrast.saving.share.low < 50 < contrast.saving.share.high < 60
-    assert not contrast.saving.at_least
+    pair = only(comparison(SIZES, noisy(70, 80, 90), noisy(80, 90, 95, noise=(0.2, -0.3, 0.1))))
+    assert pair.ahead == "pmoe"
+    assert pair.saving.saver == "pmoe"
+    assert pair.saving.other == "cnn"
+    assert pair.saving.level == 90
+    assert pair.saving.share.value == pytest.approx(50, abs=2)
+    assert 40 < pair.saving.share.low < 50 < pair.saving.share.high < 60
+    assert not pair.saving.at_least
 
 
 def test_the_baseline_may_be_the_one_that_saves():
-    contrast = only(comparison(SIZES, noisy(80, 90, 95), noisy(70, 80, 90)))
-    assert contrast.ahead == contrast.saving.saver == "cnn"
-    assert contrast.saving.share.value == pytest.approx(50, abs=2)
-    assert contrast.lead.value == pytest.approx(-25 / 3)
+    pair = only(comparison(SIZES, noisy(80, 90, 95), noisy(70, 80, 90)))
+    assert pair.ahead == pair.saving.saver == "cnn"
+    assert pair.saving.share.value == pytest.approx(50, abs=2)
+    assert pair.lead.value == pytest.approx(-25 / 3)
 
 
 def test_leads_are_those_of_pairs():
     # the trials lie far apart, and the models do not
     apart = (-10.0, 0.0, 10.0)
-    contrast = only(comparison(SIZES, noisy(50, 60, 70, noise=apart), noisy(52, 62, 72, noise=apart)))
-    assert [lead.value for lead in contrast.leads] == pytest.approx([2, 2, 2])
-    assert contrast.lead.low == pytest.approx(2)
-    assert contrast.ahead == "pmoe"
+    pair = only(comparison(SIZES, noisy(50, 60, 70, noise=apart), noisy(52, 62, 72, noise=apart)))
+    assert [lead.value for lead in pair.leads] == pytest.approx([2, 2, 2])
+    assert pair.lead.low == pytest.approx(2)
+    assert pair.ahead == "pmoe"
 
 
 def test_a_lead_that_may_be_chance_is_nobodys():
-    contrast = only(comparison(SIZES, noisy(70, 80, 90, noise=(-3, 0, 3)), noisy(71, 81, 91, noise=(3, 0, -3))))
-    assert contrast.ahead is None
-    assert contrast.saving is None
-    assert "may be anything from" in contrast.open
+    pair = only(comparison(SIZES, noisy(70, 80, 90, noise=(-3, 0, 3)), noisy(71, 81, 91, noise=(3, 0, -3))))
+    assert pair.ahead is None
+    assert pair.saving is None
+    assert "may be anything from" in pair.open
 
 
 def test_two_trials_that_agree_by_chance_save_nothing():
     # both trials have the model ahead, but by so different amounts that Student's interval has both signs
-    contrast = only(comparison(SIZES, noisy(70, 80, 90, noise=(0, 0)), noisy(71, 81, 91, noise=(0, 8))))
-    assert contrast.lead.low < 0 < contrast.lead.value
-    assert contrast.saving is None
-    assert "differ by chance" in contrast.open
+    pair = only(comparison(SIZES, noisy(70, 80, 90, noise=(0, 0)), noisy(71, 81, 91, noise=(0, 8))))
+    assert pair.lead.low < 0 < pair.lead.value
+    assert pair.saving is None
+    assert "differ by chance" in pair.open
 
 
 def test_a_model_ahead_with_the_fewest_labels_of_the_other_with_the_most_saves_at_least_their_ratio():
@@ -83,17 +83,17 @@ def test_a_model_that_is_there_from_the_start_saves_at_least_what_the_lines_say(
 
 
 def test_models_that_only_guess_save_nothing():
-    contrast = only(comparison(SIZES, noisy(50, 50.2, 49.9), noisy(50.1, 49.8, 50), guessing=51))
-    assert contrast.saving is None
-    assert "does not get beyond guessing, 51 %" in contrast.open
-    assert contrast.work is None
-    assert "guessing" in contrast.no_work
+    pair = only(comparison(SIZES, noisy(50, 50.2, 49.9), noisy(50.1, 49.8, 50), guessing=51))
+    assert pair.saving is None
+    assert "does not get beyond guessing, 51 %" in pair.open
+    assert pair.work is None
+    assert "guessing" in pair.no_work
 
 
 def test_models_that_are_both_there_with_the_fewest_labels_have_nothing_to_save():
-    contrast = only(comparison(SIZES, noisy(99, 99, 99), noisy(99, 99, 99)))
-    assert contrast.saving is None
-    assert "both are at 99 % with the fewest labels tried, 250; try fewer" in contrast.open
+    pair = only(comparison(SIZES, noisy(99, 99, 99), noisy(99, 99, 99)))
+    assert pair.saving is None
+    assert "both are at 99 % with the fewest labels tried, 250; try fewer" in pair.open
 
 
 def test_work_counts_the_images_until_the_accuracy_is_reached():

@@ -12,7 +12,7 @@ from moesaic.training.trackers import create_tracker
 CONFIG = {"seed": 3, "recipe": {"epochs": 2}}
 
 
-class Heard:
+class Recorder:
     """Stands for a package, and notes what is called."""
 
     def __init__(self) -> None:
@@ -33,21 +33,21 @@ class Heard:
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_a_project_gets_a_run_named_like_its_folder(name, monkeypatch):
-    heard = Heard()
-    monkeypatch.setitem(sys.modules, name, heard)
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, name, recorder)
     tracker = create_tracker(name, Path("runs/pets"), project="vets")
-    assert heard.calls == []
+    assert recorder.calls == []
     tracker.begin(CONFIG)
     tracker.log(1, {"loss": 0.5})
     tracker.end()
-    assert heard.names() == ["init", "log", "finish"]
-    options = heard.calls[0][2]
+    assert recorder.names() == ["init", "log", "finish"]
+    options = recorder.calls[0][2]
     assert (options["project"], options["name"], options["config"]) == ("vets", "pets", CONFIG)
-    assert heard.calls[1] == ("log", ({"loss": 0.5},), {"step": 1})
+    assert recorder.calls[1] == ("log", ({"loss": 0.5},), {"step": 1})
 
 
 def test_tensorboard_writes_below_the_folder(monkeypatch):
-    writer, folders = Heard(), []
+    writer, folders = Recorder(), []
     package = SimpleNamespace(SummaryWriter=lambda folder: folders.append(folder) or writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     tracker = create_tracker("tensorboard", Path("runs/pets"))

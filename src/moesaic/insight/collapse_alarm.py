@@ -191,7 +191,7 @@ class CollapseAlarm:
             return
         event = self._find(name, window)
         if event is not None:
-            # first, because on_collapse may raise an error that somebody catches
+            # first, because on_collapse may raise an error that a caller catches
             self._reported.add(name)
             self.on_collapse(event)
 

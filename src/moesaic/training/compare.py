@@ -32,7 +32,7 @@ __all__ = ["Grid", "compare"]
 MOST_TESTS = 25
 """So many times a run is tested at most: more would take longer than training on few images does."""
 _MARGIN = 3.0
-"""Points of accuracy: where test images leave more of them open, the reader is told."""
+"""Points of accuracy: a larger margin of error of the test images is noted in the result."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a comparison of models measured, as plain data: one run for each model, number of samples and trial.
 
-This is all that a report needs, and all that is kept of it in result.json: leads and savings (`contrast`)
+This is all that a report needs, and all that result.json has: leads and savings (`paired_comparison`)
 follow from it.
 """
 

@@ -1,7 +1,7 @@
 """A trained network as one file that serves elsewhere: ONNX, torch's .pt2, or safetensors.
 
 What is exported takes images (B, C, H, W) as floats from 0 to 1, pixels / 255, and gives logits
-(B, K): the scale that the network was trained with is part of it, so that nobody has to know it. The
+(B, K): the scale that the network was trained with is part of it, so that users need not know it. The
 names of the classes, and all else that the checkpoint says about the network, travel in the file's
 metadata. A safetensors file holds the weights alone, and `load_checkpoint` reads it.
 """

@@ -165,7 +165,8 @@ def default_callbacks(
     """Returns the callbacks that a model needs: of channel gates, or of routed layers.
 
     >>> from moesaic import create_model
-    >>> [callback.name for callback in default_callbacks(create_model("wrn10_1_pmoe"), Recipe(epochs=1))]
+    >>> model = create_model("wrn10_1_pmoe", num_classes=2)
+    >>> [callback.name for callback in default_callbacks(model, Recipe(epochs=1))]
     ['CollapseCallback']
     """
     if isinstance(model, DeepMoE):

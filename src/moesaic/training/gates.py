@@ -368,10 +368,10 @@ def _is_topk(model: DeepMoE) -> bool:
 def _check_target(model: DeepMoE, target: float) -> None:
     heads = model.heads()
     if _is_topk(model):
-        kept = {name: _first_blocks_open(head, head.keep or head.blocks) for name, head in heads.items()}
+        open_blocks = {name: _first_blocks_open(head, head.keep or head.blocks) for name, head in heads.items()}
         raise ValueError(
-            f"fit: target_macs={target}, but gates of mode='topk' open as many blocks for every image as keep says, "
-            f"which costs {_mean_cost(model, kept):.3f}; leave target_macs out and build the network with "
+            f"fit: target_macs={target}, but gates of mode='topk' open a fixed number of blocks for every image, "
+            f"which costs {_mean_cost(model, open_blocks):.3f}; leave target_macs out and build the network with "
             f"keep={math.sqrt(target):.2f} or so, the square root of the cost, or with mode='relu'"
         )
     if any(head.bias is None for head in heads.values()):

@@ -1,4 +1,4 @@
-"""What the runs of two models say about each other: leads, labels saved, work saved, each with its interval.
+"""Paired comparison of two models: lead in accuracy, labels saved, work saved, each with its interval.
 
 Runs of one trial share their images, so everything is compared trial by trial. What the intervals leave open
 stays open: a saving is named only where the whole interval is on one side.
@@ -26,7 +26,7 @@ FLOPS_PER_IMAGE = 2 * 3
 
 @dataclass(frozen=True)
 class Saving:
-    """Labels that one model does without."""
+    """Labels that one model saves."""
 
     saver: str
     other: str
@@ -40,7 +40,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Effort:
-    """What a model takes to get to an accuracy, mean over trials."""
+    """The work of a model until it reaches an accuracy, mean over trials."""
 
     model: str
     flops: Estimate
@@ -49,7 +49,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Work:
-    """What two models take to get to the same accuracy with the same labels."""
+    """The work of two models until they reach the same accuracy with the same labels."""
 
     level: float
     samples: int
@@ -63,7 +63,7 @@ class Work:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """A model beside the baseline, which is the first model of a comparison."""
+    """A model compared with the baseline, which is the first model of a comparison."""
 
     baseline: str
     model: str
@@ -76,11 +76,11 @@ class PairedComparison:
     open: str
     """Why there is no saving; empty where there is one."""
     no_work: str
-    """Why there is no work to tell; empty where there is."""
+    """Why there is no work to compare; empty where there is."""
 
     @property
     def ahead(self) -> str | None:
-        """Who has the higher accuracy at the same number of labels, if that can be told."""
+        """The model with the higher accuracy at the same number of labels; None if undecided."""
         return self.model if self.lead.low > 0 else self.baseline if self.lead.high < 0 else None
 
 
@@ -100,7 +100,7 @@ def group_accuracies(found: Comparison, model: str) -> tuple[tuple[Estimate, ...
 
 
 def paired_comparisons(found: Comparison) -> tuple[PairedComparison, ...]:
-    """Every other model beside the first."""
+    """Compares every other model with the first."""
     baseline, *others = [model.name for model in found.models]
     return tuple(_contrast(found, baseline, other) for other in others)
 

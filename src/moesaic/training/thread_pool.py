@@ -53,7 +53,7 @@ def run_in_threads(train: Callable[[int], R], starts: Sequence[int], turns: Shar
     try:
         waiting = [pool.submit(train, start) for start in starts]
         for each in as_completed(waiting):
-            each.result()  # what fails first is raised at once, whoever is still at work
+            each.result()  # the first failure is raised at once, while other threads still run
         return [each.result() for each in waiting]
     except BaseException:
         turns.stopped.set()
