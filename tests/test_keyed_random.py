@@ -106,7 +106,7 @@ def test_devices_agree():
 
 
 def test_coarse_numbers_are_uniform_and_go_by_trial():
-    drawn = keyed_random.coarse(keyed_random.keys(0, range(50)), "noise", 1000)
+    drawn = keyed_random.coarse_uniform(keyed_random.keys(0, range(50)), "noise", 1000)
     assert drawn.dtype == torch.float32
     assert 0 < float(drawn.min()) < 1e-4
     assert 1 - 1e-4 < float(drawn.max()) < 1
@@ -114,5 +114,7 @@ def test_coarse_numbers_are_uniform_and_go_by_trial():
     assert float(drawn.var()) == pytest.approx(1 / 12, rel=0.02)
     thirds = drawn[:, :999].reshape(-1, 3)
     assert torch.corrcoef(thirds.T).triu(1).abs().max() < 0.03
-    assert torch.equal(keyed_random.coarse(keyed_random.keys(0, [7]), "noise", 1000)[0], drawn[7])
-    assert torch.equal(keyed_random.coarse(keyed_random.keys(0, [7]), "noise", 10, 100)[0], drawn[7].view(10, 100))
+    assert torch.equal(keyed_random.coarse_uniform(keyed_random.keys(0, [7]), "noise", 1000)[0], drawn[7])
+    assert torch.equal(
+        keyed_random.coarse_uniform(keyed_random.keys(0, [7]), "noise", 10, 100)[0], drawn[7].view(10, 100)
+    )

@@ -5,4 +5,4 @@ from typing import Literal
 __all__ = ["Fidelity"]
 
 Fidelity = Literal["print", "released", "best"]
-"""As the paper prints it, as its authors' code does it, or as we recommend it."""
+"""As printed in the paper, as in its authors' released code, or as we recommend."""

@@ -1,16 +1,15 @@
-"""Randomness by key: a number depends on its key, its stream and its place, and on nothing else.
+"""Counter-based random numbers: each number is a hash of a key, a stream and a position.
 
-Networks that train side by side each need random numbers of their own, and the same ones whether a
-network trains alone, among hundreds, in another chunk or on another device. A generator with a
-state cannot give that without a loop over the networks. Here every trial has a 64-bit key, every
-purpose a stream, and a number is a hash of key, stream and position: all trials draw at once.
+Networks that train in one batch each need their own random numbers, and the same ones whether a network trains alone,
+among hundreds, in another chunk or on another device. A stateful generator would need a loop over the networks. Here
+every trial has a 64-bit key and every purpose a stream, so that the numbers of all trials are computed at once.
 
 >>> alone, together = keys(0, [7]), keys(0, range(100))
 >>> torch.equal(normal(alone, "init", 3, 4)[0], normal(together, "init", 3, 4)[7])
 True
 
 The hash is the finalizer of splitmix64 (Steele, Lea and Flood 2014), applied to key and counter in
-turn. It is meant for simulations, not for secrets.
+turn. It is not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-__all__ = ["bits", "coarse", "integers", "keys", "normal", "permutations", "uniform"]
+__all__ = ["bits", "coarse_uniform", "integers", "keys", "normal", "permutations", "uniform"]
 
-# As signed 64-bit numbers, in which torch's integer arithmetic wraps around.
+# As signed 64-bit integers, whose arithmetic wraps around in torch.
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
@@ -31,7 +30,7 @@ _FNV_START, _FNV_STEP = 0xCBF29CE484222325, 0x100000001B3
 
 
 def keys(seed: int, trials: Iterable[int] | Tensor, device: torch.device | str | None = None) -> Tensor:
-    """(T,) int64: one key for each trial number under the seed."""
+    """Returns one key (T,) int64 per trial number."""
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
         raise TypeError(f"keys: seed={seed!r} is a {type(seed).__name__}; it must be a whole number")
     if not 0 <= seed < 1 << 63:
@@ -45,10 +44,9 @@ def keys(seed: int, trials: Iterable[int] | Tensor, device: torch.device | str |
 
 
 def bits(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
-    """(T, *shape) int64, all 64 bits random.
+    """Returns (T, *shape) int64 with 64 random bits each.
 
-    A stream is a name, a number, or a (T,) or scalar tensor of numbers, such as a count of epochs
-    that changes on the device.
+    The stream is a name, a number, or a scalar or (T,) tensor of numbers, such as an epoch counter on the device.
     """
     number = _name(stream) if isinstance(stream, str) else stream
     stem = _mix(keys + _mix(torch.as_tensor(number, dtype=torch.int64, device=keys.device)))
@@ -57,14 +55,14 @@ def bits(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
 
 
 def uniform(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
-    """(T, *shape) float64, above 0 and up to 1."""
+    """Returns (T, *shape) float64, uniform in (0, 1]."""
     return (_shift(bits(keys, stream, *shape), 11).double() + 0.5) * 2.0**-53
 
 
-def coarse(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
-    """(T, *shape) float32 between 0 and 1, in steps of 2⁻²¹: three numbers out of every 64 bits.
+def coarse_uniform(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
+    """Returns (T, *shape) float32, uniform in (0, 1) with a resolution of 2⁻²¹: three numbers from every 64 bits.
 
-    For noise that is drawn anew for every sample in every step of training, where the drawing counts.
+    It is faster than `uniform`, for noise of every sample in every training step.
     """
     size = math.prod(shape)
     drawn = bits(keys, stream, -(-size // 3))
@@ -75,20 +73,20 @@ def coarse(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
 
 
 def normal(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
-    """(T, *shape) float64 from N(0, 1), by the method of Box and Muller."""
+    """Returns (T, *shape) float64 from N(0, 1), by the Box–Muller transform."""
     pairs = uniform(keys, stream, 2, *shape)
     return (-2 * pairs[:, 0].log()).sqrt() * (2 * math.pi * pairs[:, 1]).cos()
 
 
 def integers(keys: Tensor, stream: str | int | Tensor, high: int, *shape: int) -> Tensor:
-    """(T, *shape) int64 from 0 to ``high`` − 1."""
+    """Returns (T, *shape) int64, uniform from 0 to ``high`` − 1."""
     if high < 1:
         raise ValueError(f"integers: high={high} leaves no number to draw; it must be at least 1")
     return (uniform(keys, stream, *shape) * high).long().clamp_(max=high - 1)
 
 
 def permutations(keys: Tensor, stream: str | int | Tensor, size: int) -> Tensor:
-    """(T, size) int64: for each key its own order of 0 … size − 1."""
+    """Returns a random permutation of 0 … size − 1 for each key, (T, size) int64."""
     return bits(keys, stream, size).argsort(dim=1, stable=True)
 
 
@@ -105,12 +103,12 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shift(x: Tensor, count: int) -> Tensor:
-    """A logical shift to the right: torch's own keeps the sign."""
+    """Shifts right logically; torch's own shift is arithmetic."""
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
 def _name(stream: str) -> int:
-    """A stream's number: FNV-1a of its name, as a signed 64-bit number."""
+    """Returns the FNV-1a hash of a stream's name as a signed 64-bit integer."""
     number = _FNV_START
     for byte in stream.encode():
         number = ((number ^ byte) * _FNV_STEP) % (1 << 64)

@@ -155,11 +155,11 @@ class Listener:
 
 
 def test_progress_adds_up(tmp_path: Path):
-    listener = Listener()
-    reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",), progress=listener)
-    assert listener.begun[0] == ("all experiments", listener.advanced)
-    assert sum(total for _, total in listener.begun[1:]) == listener.advanced
-    assert listener.open == 0
+    progress = Listener()
+    reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",), progress=progress)
+    assert progress.begun[0] == ("all experiments", progress.advanced)
+    assert sum(total for _, total in progress.begun[1:]) == progress.advanced
+    assert progress.open == 0
 
 
 MIXTURES = MixtureCell(Mixture.of("print", experts=4, filters=2), MixtureSchedule(3), 1, 2, 60, 60)
@@ -180,21 +180,21 @@ def test_two_papers_share_one_bar_and_their_cells_carry_the_papers_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with_mixtures(monkeypatch)
-    listener, claims = Listener(), ["fig4-joint-ahead", "table1-nonlinear-s1", "table1-linear-s1"]
-    result = reproduce(out=tmp_path, claims=claims, fidelities=("print",), progress=listener)
+    progress, claims = Listener(), ["fig4-joint-ahead", "table1-nonlinear-s1", "table1-linear-s1"]
+    result = reproduce(out=tmp_path, claims=claims, fidelities=("print",), progress=progress)
     assert {(finding.paper, finding.id) for finding in result.findings} == {
         ("chowdhury2023", "fig4-joint-ahead"),
         ("chen2022", "table1-nonlinear-s1"),
         ("chen2022", "table1-linear-s1"),
     }
     assert all(finding.measured is not None for finding in result.findings)
-    names = [name for name, _ in listener.begun]
+    names = [name for name, _ in progress.begun]
     assert names[0] == "all experiments"
     assert names.count("all experiments") == 1
     assert {name.split()[0] for name in names[1:]} == {"chowdhury2023", "chen2022"}
     assert names[-2:] == ["chen2022 print moe/cubic/s1", "chen2022 print moe/identity/s1"]
-    assert listener.begun[0][1] == listener.advanced == sum(total for _, total in listener.begun[1:])
-    assert listener.open == 0
+    assert progress.begun[0][1] == progress.advanced == sum(total for _, total in progress.begun[1:])
+    assert progress.open == 0
     assert {path.name.partition("-")[0] for path in (tmp_path / "cells").iterdir()} == {"chowdhury2023", "chen2022"}
 
 
@@ -267,11 +267,11 @@ def test_a_damaged_cell_is_logged_and_run_again(tmp_path: Path):
     first = reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",))
     victim = sorted((tmp_path / "cells").iterdir())[0]
     victim.write_text(victim.read_text()[:-40])
-    listener = Listener()
-    again = reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",), progress=listener)
+    progress = Listener()
+    again = reproduce(out=tmp_path, claims=["fig4-joint-ahead"], fidelities=("print",), progress=progress)
     assert without_seconds(again) == without_seconds(first)
-    assert len(listener.messages) == 1
-    assert victim.name in listener.messages[0]
+    assert len(progress.messages) == 1
+    assert victim.name in progress.messages[0]
     assert victim.with_name(f"{victim.name}.damaged").exists()
 
 

@@ -29,7 +29,7 @@ def experiment(results: dict[str, CellArrays], fidelity: Fidelity = "print") -> 
     return ExperimentResults(cells, results, None, fidelity=fidelity)  # type: ignore[arg-type]
 
 
-def judged(claim: str, results: dict[str, CellArrays], fidelity: Fidelity = "print") -> CheckResult:
+def evaluated(claim: str, results: dict[str, CellArrays], fidelity: Fidelity = "print") -> CheckResult:
     test, made = CLAIMS[claim], experiment(results, fidelity)
     assert test.can_run(made.plan), "the claim needs other cells than these"
     return test.evaluate(made)

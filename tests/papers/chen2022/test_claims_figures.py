@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from papers.chen2022.example_results import BLIND, PURE, Array, around, decision, experiment, judged, leads, tables
+from papers.chen2022.example_results import BLIND, PURE, Array, around, decision, evaluated, experiment, leads, tables
 
 from moesaic.papers.chen2022.claims_synthetic import CHECKS, entropies
 from moesaic.papers.engine.cells import CellArrays
@@ -26,7 +26,7 @@ from moesaic.papers.engine.findings import write_findings
     ],
 )
 def test_nonlinear_experts_recover_the_clusters_and_linear_ones_do_not(cubic: Array, identity: Array, verdict: str):
-    found = judged(
+    found = evaluated(
         "fig1-clusters", {"figure1/cubic": {"test_dispatch": cubic}, "figure1/identity": {"test_dispatch": identity}}
     )
     assert found.verdict.startswith(verdict)
@@ -56,7 +56,7 @@ def test_entropy_over_training_is_judged_in_the_worse_of_two_settings(
 ):
     results = {f"moe/{kind}/s{s}": track(0.65, after if s == worst else other, half) for s in (1, 2)}
     results[f"moe/{kind}/s3"] = track(0.65, 0.5)  # not in the figure
-    found = judged(f"fig3-{name}", results)
+    found = evaluated(f"fig3-{name}", results)
     assert (decision(found), found.measured) == (verdict, pytest.approx(after))
 
 
@@ -82,13 +82,13 @@ def test_steps_are_counted_to_95_percent_in_the_slowest_setting(
     worst: int, slow: CellArrays, verdict: str, shown: float
 ):
     results = {"moe/cubic/s1": seen(100, 110, 120), "moe/cubic/s3": seen(100, 110, 120)} | {f"moe/cubic/s{worst}": slow}
-    found = judged("fig3-steps", results)
+    found = evaluated("fig3-steps", results)
     assert found.measured == pytest.approx(shown, abs=0.1)
     assert found.verdict.startswith(verdict)
 
 
 def test_mixtures_that_never_learn_have_not_learnt_within_500_steps():
-    assert judged("fig3-steps", {"moe/cubic/s1": seen(None, None)}).verdict == "fails: 2 of 2 trials never get there"
+    assert evaluated("fig3-steps", {"moe/cubic/s1": seen(None, None)}).verdict == "fails: 2 of 2 trials never get there"
 
 
 # Figures 4 and 5
@@ -126,7 +126,7 @@ FIGURE_4 = {
 @pytest.mark.parametrize(("ratio", "half", "verdict"), [(0.2, 0.1, "holds"), (0.3, 0.1, "partly"), (0.5, 0.1, "fails")])
 def test_what_is_hardly_learnt_is_below_a_third(claim: str, ratio: float, half: float, verdict: str):
     over, under = FIGURE_4[claim]
-    found = judged(claim, {"moe/cubic/s1": products(around(ratio, half), over=over, under=under)})
+    found = evaluated(claim, {"moe/cubic/s1": products(around(ratio, half), over=over, under=under)})
     assert (decision(found), found.measured) == (verdict, pytest.approx(ratio))
 
 
@@ -135,7 +135,7 @@ def test_what_is_hardly_learnt_is_below_a_third(claim: str, ratio: float, half: 
 )
 def test_one_feature_means_that_the_second_is_below_a_third(second: float, half: float, verdict: str):
     result = products(0.0, over="expert_centre", under="expert_feature", second=around(second, half))
-    found = judged("fig4-one-feature", {"moe/cubic/s1": result})
+    found = evaluated("fig4-one-feature", {"moe/cubic/s1": result})
     assert (decision(found), found.measured) == (verdict, pytest.approx(second))
 
 
@@ -153,7 +153,7 @@ def test_many_signals_means_many_features_and_centres(
     second: Array | float, centre: Array | float, verdict: str, shown: float
 ):
     result = products(centre, over="expert_centre", under="expert_feature", second=second)
-    found = judged("fig5-many-signals", {"moe/identity/s1": result})
+    found = evaluated("fig5-many-signals", {"moe/identity/s1": result})
     assert (decision(found), found.measured) == (verdict, pytest.approx(shown))
 
 
@@ -163,14 +163,14 @@ def test_many_signals_means_many_features_and_centres(
 )
 def test_the_linear_router_turns_to_features_in_more_than_half_of_the_trials(ratios: tuple[float, ...], verdict: str):
     result = products(np.array(ratios), over="router_feature", under="router_centre")
-    found = judged("fig5-router-features", {"moe/identity/s1": result})
+    found = evaluated("fig5-router-features", {"moe/identity/s1": result})
     assert (found.verdict, found.measured) == (verdict, pytest.approx(np.mean(ratios)))
 
 
 def test_experts_with_one_in_a_hundred_samples_count():
     result = products(0.5, over="expert_centre", under="expert_feature")
     result["track_dispatch"][:, 1, :, :6], result["track_dispatch"][:, 1, :, 7] = 99, 6
-    found = judged("fig4-no-centres", {"moe/cubic/s1": result})
+    found = evaluated("fig4-no-centres", {"moe/cubic/s1": result})
     assert found.measured == pytest.approx((0.5 * 6 + 1) / 7)
 
 

@@ -11,8 +11,8 @@ from papers.chen2022.example_results import (
     Array,
     around,
     decision,
+    evaluated,
     experiment,
-    judged,
     leads,
     mixed,
     tables,
@@ -156,13 +156,13 @@ def test_claims_show_the_papers_number_or_its_word():
     ],
 )
 def test_a_mixture_has_the_published_accuracy_to_two_deviations(value: float, half: float, verdict: str):
-    found = judged("table1-linear-s1", {"moe/identity/s1": {"accuracy": around(value, half)}})
+    found = evaluated("table1-linear-s1", {"moe/identity/s1": {"accuracy": around(value, half)}})
     assert (found.verdict, found.measured) == (verdict, pytest.approx(value))
     assert found.interval == pytest.approx((value - half, min(value + half, 100)), abs=1e-3)
 
 
 def test_no_accuracy_is_known_to_be_above_100():
-    found = judged("table1-nonlinear-s3", {"moe/cubic/s3": {"accuracy": np.array([99.0, 100.0, 100.0])}})
+    found = evaluated("table1-nonlinear-s3", {"moe/cubic/s3": {"accuracy": np.array([99.0, 100.0, 100.0])}})
     assert found.interval is not None
     assert found.interval[1] == 100
 
@@ -174,8 +174,8 @@ def test_every_mixture_is_judged_by_its_own_row(kind: str, name: str, setting: i
     published = CLAIMS[f"table1-{name}-s{setting}"].claim.published
     assert isinstance(published, float)
     mine = others | {f"moe/{kind}/s{setting}": {"accuracy": around(published)}}
-    assert judged(f"table1-{name}-s{setting}", mine).verdict == "holds"
-    assert decision(judged(f"table1-{name}-s{setting}", others)) == "fails"
+    assert evaluated(f"table1-{name}-s{setting}", mine).verdict == "holds"
+    assert decision(evaluated(f"table1-{name}-s{setting}", others)) == "fails"
 
 
 # Entropies
@@ -187,7 +187,7 @@ def test_every_mixture_is_judged_by_its_own_row(kind: str, name: str, setting: i
 @pytest.mark.parametrize("worst", SETTINGS)
 def test_nonlinear_experts_are_judged_where_they_are_least_pure(worst: int, entropy: float, half: float, verdict: str):
     results = {f"moe/cubic/s{s}": {"test_dispatch": tables(entropy if s == worst else 0.1, half)} for s in SETTINGS}
-    found = judged("table1-entropy-nonlinear", results)
+    found = evaluated("table1-entropy-nonlinear", results)
     assert (decision(found), found.measured) == (verdict, pytest.approx(entropy))
 
 
@@ -203,16 +203,16 @@ def test_nonlinear_experts_are_judged_where_they_are_least_pure(worst: int, entr
 def test_linear_experts_are_judged_where_they_are_purest(worst: int, mine: Array, verdict: str):
     blind = np.stack([BLIND] * 3)
     results = {f"moe/identity/s{s}": {"test_dispatch": mine if s == worst else blind} for s in SETTINGS}
-    found = judged("table1-entropy-linear", results)
+    found = evaluated("table1-entropy-linear", results)
     assert (decision(found), found.measured) == (verdict, pytest.approx(entropies(mine).mean()))
 
 
 def test_as_released_entropies_are_those_of_training_samples():
     results = {"moe/cubic/s1": {"test_dispatch": np.stack([PURE] * 3), "train_dispatch": np.stack([BLIND] * 3)}}
-    assert judged("table1-entropy-nonlinear", results).verdict == "holds"
-    assert judged("table1-entropy-nonlinear", results, "released").verdict == "fails"
-    assert judged("table4-pure", results).measured == 100
-    assert judged("table4-pure", results, "released").measured == 25
+    assert evaluated("table1-entropy-nonlinear", results).verdict == "holds"
+    assert evaluated("table1-entropy-nonlinear", results, "released").verdict == "fails"
+    assert evaluated("table4-pure", results).measured == 100
+    assert evaluated("table4-pure", results, "released").measured == 25
 
 
 # Who is ahead
@@ -240,20 +240,20 @@ AHEAD = {
 def test_ahead_is_ahead_in_every_setting(
     claim: str, points: tuple[tuple[float, float], ...], verdict: str, shown: float
 ):
-    found = judged(claim, leads(*AHEAD[claim], *points))
+    found = evaluated(claim, leads(*AHEAD[claim], *points))
     assert (found.verdict, found.measured) == (verdict, pytest.approx(shown))
 
 
 def test_settings_that_only_one_of_two_has_do_not_count():
     results = leads("moe/cubic", "moe/identity", (3, 1), (2, 1))
     results |= accuracies(moe_identity_s3=100.0, moe_cubic_s4=0.0)
-    assert judged("table1-nonlinear-ahead", results).verdict == "holds"
+    assert evaluated("table1-nonlinear-ahead", results).verdict == "holds"
 
 
 def test_trials_that_only_one_of_two_has_do_not_count():
     results = leads("moe/cubic", "moe/identity", (3, 1))
     more = np.append(results["moe/cubic/s1"]["accuracy"], [0.0, 0.0])
-    found = judged("table1-nonlinear-ahead", results | {"moe/cubic/s1": {"accuracy": more}})
+    found = evaluated("table1-nonlinear-ahead", results | {"moe/cubic/s1": {"accuracy": more}})
     assert (found.verdict, found.measured) == ("holds", pytest.approx(3))
 
 
@@ -264,15 +264,15 @@ def test_single_networks_are_behind_both_mixtures(better: str, mixture: str):
     results |= {
         f"single/{kind}/s{s}": {"accuracy": around(75)} for kind in ("cubic-128", "identity-512") for s in (1, 3)
     }
-    found = judged("table3-singles-behind", results)
+    found = evaluated("table3-singles-behind", results)
     assert (found.verdict, found.measured) == ("holds", pytest.approx(21))
     setting = better.rpartition("/")[2]
     results[f"{mixture}/{setting}"] = {"accuracy": around(80)}
     results[better] = {"accuracy": around(80.5)}
-    found = judged("table3-singles-behind", results)
+    found = evaluated("table3-singles-behind", results)
     assert (found.verdict, found.measured) == ("fails", pytest.approx(-0.5))
     results[better] = {"accuracy": around(80, 1)}
-    assert judged("table3-singles-behind", results).verdict == "partly: clearly ahead in 7 of 8 comparisons"
+    assert evaluated("table3-singles-behind", results).verdict == "partly: clearly ahead in 7 of 8 comparisons"
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_single_networks_are_behind_both_mixtures(better: str, mixture: str):
 )
 def test_balance_is_not_the_key_if_it_gains_at_most_two_points_anywhere(most: float, half: float, verdict: str):
     results = leads("balanced/identity", "moe/identity", (-4, 0.1), (most, half), (-5, 0.1))
-    found = judged("table9-no-key", results)
+    found = evaluated("table9-no-key", results)
     assert (found.measured, found.interval) == (
         pytest.approx(most),
         pytest.approx((most - half, most + half), abs=1e-3),
@@ -311,7 +311,7 @@ def test_values_are_the_published_ones_within_a_margin(claim: str, side: int):
     def evaluate(far: int) -> CheckResult:
         gaps = [margin + 0.1 if i < far else margin - 0.1 for i in range(many)]
         pairs = zip(published.items(), gaps, strict=True)
-        return judged(claim, {name: {"accuracy": around(value + side * gap)} for (name, value), gap in pairs})
+        return evaluated(claim, {name: {"accuracy": around(value + side * gap)} for (name, value), gap in pairs})
 
     assert evaluate(0) == CheckResult("holds", pytest.approx(margin - 0.1))
     assert evaluate(1).verdict == f"partly: {many - 1} of {many} are"
@@ -321,7 +321,7 @@ def test_values_are_the_published_ones_within_a_margin(claim: str, side: int):
 
 def test_values_are_compared_where_there_are_any():
     results = accuracies(table7_relu=73.45) | accuracies(table7_celu=76.91 + 5)
-    assert judged("table7-values", results) == CheckResult("partly: 1 of 2 are", pytest.approx(2.5))
+    assert evaluated("table7-values", results) == CheckResult("partly: 1 of 2 are", pytest.approx(2.5))
 
 
 @pytest.mark.parametrize(("table", "names"), [("table7", ACTIVATIONS), ("table8", [f"{a}/s2" for a in ACTIVATIONS])])
@@ -333,7 +333,7 @@ def test_the_best_single_network_is_below_the_bound(
 ):
     results = {f"{table}/{name}": {"accuracy": around(best if "gelu" in name else 70, half)} for name in names}
     results["single/cubic-128/s1"] = {"accuracy": around(99)}  # of another table
-    found = judged(f"{table}-bound", results)
+    found = evaluated(f"{table}-bound", results)
     assert (decision(found), found.measured) == (verdict, pytest.approx(best))
 
 
@@ -346,7 +346,7 @@ def test_the_best_single_network_is_below_the_bound(
 )
 def test_nonlinear_experts_get_one_cluster_each(impure: tuple[float, ...], verdict: str):
     results = {"moe/cubic/s1": {"test_dispatch": np.stack([mixed(share) for share in impure])}}
-    found = judged("table4-pure", results)
+    found = evaluated("table4-pure", results)
     assert (decision(found), found.measured) == (verdict, pytest.approx(100 - 100 * np.mean(impure)))
     assert found.interval is not None
     assert found.interval[1] <= 100
@@ -358,5 +358,5 @@ def test_nonlinear_experts_get_one_cluster_each(impure: tuple[float, ...], verdi
 )
 def test_linear_experts_get_samples_of_several_clusters(impure: tuple[float, ...], verdict: str):
     results = {"moe/identity/s1": {"test_dispatch": np.stack([mixed(share) for share in impure])}}
-    found = judged("table6-mixed", results)
+    found = evaluated("table6-mixed", results)
     assert (decision(found), found.measured) == (verdict, pytest.approx(100 - 100 * np.mean(impure)))

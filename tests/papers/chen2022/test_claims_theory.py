@@ -22,7 +22,7 @@ SEVERAL = np.array([-1.0, 0.0, 1.0]) * math.sqrt(3) / 4.30265
 """Three trials with the interval ± 1."""
 
 
-def judged(claim: str, name: str, **measured: object) -> CheckResult:
+def evaluated(claim: str, name: str, **measured: object) -> CheckResult:
     results: dict[str, CellArrays] = {name: {key: np.asarray(value, dtype=float) for key, value in measured.items()}}
     cells: Plan = dict.fromkeys(["init/0.1", *results], next(iter(plan("quick", "print").values())))
     assert CLAIMS[claim].can_run(cells)
@@ -67,7 +67,7 @@ def test_what_speaks_of_the_printed_equations_is_judged_as_printed_only():
     [(87.5 + 0.5 * SEVERAL, "holds"), (88.1 + 0.5 * SEVERAL, "fails"), (86.9 + 0.5 * SEVERAL, "fails")],
 )
 def test_the_bound_is_tight_if_it_is_in_the_interval(accuracy: Array, verdict: str):
-    found = judged("theorem4.1-tight", "theory/additive/s3", accuracy=accuracy)
+    found = evaluated("theorem4.1-tight", "theory/additive/s3", accuracy=accuracy)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(accuracy.mean()))
 
 
@@ -82,7 +82,7 @@ def test_the_bound_is_tight_if_it_is_in_the_interval(accuracy: Array, verdict: s
 def test_settings_that_the_theorem_does_not_cover_are_harder_only_if_the_best_is_below_the_bound(
     accuracy: Array, verdict: str
 ):
-    found = judged("theorem4.1-uncovered", "theory/additive/s1", accuracy=accuracy)
+    found = evaluated("theorem4.1-uncovered", "theory/additive/s1", accuracy=accuracy)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(accuracy.mean()))
 
 
@@ -118,7 +118,7 @@ EXPERTS = (2, 4)
 def test_lemma_51_is_about_every_change_over_the_square_of_the_experts(
     random: tuple[float, ...], made: tuple[float, ...], verdict: str, shown: float
 ):
-    found = judged("lemma5.1", "theory/smoothing", experts=EXPERTS, random=random, made=made)
+    found = evaluated("lemma5.1", "theory/smoothing", experts=EXPERTS, random=random, made=made)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(shown))
 
 
@@ -136,7 +136,7 @@ def test_lemma_51_is_about_every_change_over_the_square_of_the_experts(
 def test_the_sharp_constant_is_2_and_attained(
     random: tuple[float, ...], made: tuple[float, ...], verdict: str, shown: float
 ):
-    found = judged("lemma5.1-sharp", "theory/smoothing", experts=EXPERTS, random=random, made=made)
+    found = evaluated("lemma5.1-sharp", "theory/smoothing", experts=EXPERTS, random=random, made=made)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(shown))
 
 
@@ -169,7 +169,7 @@ def dispatch(samples: int = 1000) -> Array:
     ],
 )
 def test_training_errors_are_zero_in_every_trial(errors: tuple[int, ...], verdict: str, shown: float):
-    found = judged("theorem4.2-training", S3, errors=errors, train_dispatch=dispatch())
+    found = evaluated("theorem4.2-training", S3, errors=errors, train_dispatch=dispatch())
     assert (found.verdict, found.measured) == (verdict, pytest.approx(shown, abs=1e-3))
     assert found.interval is not None
     assert found.interval[1] <= 100
@@ -178,7 +178,7 @@ def test_training_errors_are_zero_in_every_trial(errors: tuple[int, ...], verdic
 @pytest.mark.parametrize(("claim", "cell"), [("theorem4.2-test", S3), ("theorem4.2-start", "init/0.3")])
 @pytest.mark.parametrize(("value", "verdict"), [(99.3, "holds"), (99.1, "partly"), (98.7, "fails")])
 def test_accuracies_are_nearly_100(claim: str, cell: str, value: float, verdict: str):
-    found = judged(claim, cell, accuracy=value + 0.2 * SEVERAL)
+    found = evaluated(claim, cell, accuracy=value + 0.2 * SEVERAL)
     assert (decision(found), found.measured) == (verdict, pytest.approx(value))
 
 
@@ -195,7 +195,7 @@ FULL, LACKING = [0, 1, 2, 3, 0, 1, 2, 3], [0, 1, 2, 2, 0, 1, 2, 2]
     ],
 )
 def test_groups_are_filled_if_every_cluster_has_an_expert(trials: list[list[int]], verdict: str, shown: float):
-    found = judged("theorem4.2-groups", S3, groups=trials)
+    found = evaluated("theorem4.2-groups", S3, groups=trials)
     assert (found.verdict, found.measured) == (verdict, shown)
     assert found.interval is not None
     assert 0 <= found.interval[0] <= found.interval[1] <= 100
@@ -220,14 +220,14 @@ def knowing(own: Array, others: Array | float) -> Array:
 def test_experts_are_good_with_95_percent_on_their_own_cluster(bad: int, accuracy: float, verdict: str, shown: float):
     own = np.ones((3, 8))
     own[:, :bad] = accuracy
-    found = judged("theorem4.2-experts", S3, expert_accuracy=knowing(own, 0.5), groups=[FULL] * 3)
+    found = evaluated("theorem4.2-experts", S3, expert_accuracy=knowing(own, 0.5), groups=[FULL] * 3)
     assert (decision(found), found.measured) == (verdict, pytest.approx(shown))
 
 
 def test_experts_that_are_good_in_some_trials_are_so_partly():
     own = np.ones((3, 8))
     own[0, 0] = 0
-    found = judged("theorem4.2-experts", S3, expert_accuracy=knowing(own, 0.5), groups=[FULL] * 3)
+    found = evaluated("theorem4.2-experts", S3, expert_accuracy=knowing(own, 0.5), groups=[FULL] * 3)
     assert (decision(found), found.measured) == ("partly", pytest.approx(100 * 23 / 24))
     assert found.interval is not None
     assert found.interval[1] == 100
@@ -243,7 +243,7 @@ def test_the_router_sends_clusters_to_their_groups(stray: tuple[float, ...], ver
         for k in range(4):
             tables[t, k, [k, k + 4]] = 400 * (1 - share), 600 * (1 - share)
             tables[t, k, (k + 1) % 4] += 1000 * share
-    found = judged("theorem4.2-router", S3, test_dispatch=tables, groups=[FULL] * 3)
+    found = evaluated("theorem4.2-router", S3, test_dispatch=tables, groups=[FULL] * 3)
     assert (decision(found), found.measured) == (verdict, pytest.approx(100 - 100 * np.mean(stray)))
 
 
@@ -255,13 +255,13 @@ def test_after_exploration_experts_are_good_on_their_own_cluster_on_average(valu
     own = np.broadcast_to(value + 0.01 * SEVERAL[:, None], (3, 8)).copy()
     own[:, 0] += 0.02  # a mean, not a count of good ones
     own[:, 1] -= 0.02
-    found = judged("lemma5.2-own", S3, explored_accuracy=knowing(own, 0.1), groups=[FULL] * 3)
+    found = evaluated("lemma5.2-own", S3, explored_accuracy=knowing(own, 0.1), groups=[FULL] * 3)
     assert (decision(found), found.measured) == (verdict, pytest.approx(100 * value))
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(0.14, "holds"), (0.12, "partly"), (0.11, "fails")])
 def test_after_exploration_experts_are_bad_on_other_clusters(error: float, verdict: str):
-    found = judged(
+    found = evaluated(
         "lemma5.2-others",
         S3,
         explored_accuracy=knowing(np.ones((3, 8)), 1 - error + 0.01 * SEVERAL),
@@ -272,7 +272,7 @@ def test_after_exploration_experts_are_bad_on_other_clusters(error: float, verdi
 
 def test_no_error_is_known_to_be_below_0():
     accuracy = knowing(np.ones((3, 8)), np.array([1.0, 1.0, 0.97]))
-    found = judged("lemma5.2-others", S3, explored_accuracy=accuracy, groups=[FULL] * 3)
+    found = evaluated("lemma5.2-others", S3, explored_accuracy=accuracy, groups=[FULL] * 3)
     assert found.interval is not None
     assert found.interval[0] == 0
 
@@ -291,14 +291,14 @@ def loads(*last: Array | list[float]) -> Array:
 def test_loads_are_compared_within_groups(ratio: tuple[float, ...], verdict: str):
     # in each group the second expert has the ratio of what the first has, and groups have different loads
     trials = [[0.1, 0.2, 0.3, 0.4, *(each * np.array([0.1, 0.2, 0.3, 0.4]))] for each in ratio]
-    found = judged("load-equal", S3, track_load=loads(*trials), groups=[FULL] * 3)
+    found = evaluated("load-equal", S3, track_load=loads(*trials), groups=[FULL] * 3)
     assert (decision(found), found.measured) == (verdict, pytest.approx(np.mean(ratio)))
 
 
 def test_groups_of_one_and_groups_without_any_load_do_not_count():
     group = [0, 0, 0, 1, 1, 2, 3, 3]
     load = [0.2, 0.1, 0.3, 0.0, 0.0, 0.1, 0.2, 0.1]
-    found = judged("load-equal", S3, track_load=loads(load, load), groups=[group, group])
+    found = evaluated("load-equal", S3, track_load=loads(load, load), groups=[group, group])
     assert found.measured == pytest.approx((1 / 3 + 1 / 2) / 2)
 
 
@@ -306,9 +306,9 @@ def test_trials_without_a_group_to_compare_do_not_count():
     alone, load = [0.0, 0.0, 0.0, 0.0, 0.0, 0.4, 0.3, 0.3], [0.1, 0.05, 0.1, 0.0, 0.0, 0.3, 0.2, 0.2]
     group = [0, 0, 0, 0, 0, 1, 2, 3]
     pair = [0, 0, 0, 1, 1, 1, 2, 3]
-    found = judged("load-equal", S3, track_load=loads(alone, load, load), groups=[group, pair, pair])
+    found = evaluated("load-equal", S3, track_load=loads(alone, load, load), groups=[group, pair, pair])
     assert found.measured == pytest.approx((0.5 + 0.0) / 2)
-    none = judged("load-equal", S3, track_load=loads(alone, load), groups=[group, pair])
+    none = evaluated("load-equal", S3, track_load=loads(alone, load), groups=[group, pair])
     assert none == CheckResult("partly: undecided, hardly a trial has such a group")
 
 
@@ -316,9 +316,9 @@ def test_every_finding_is_of_numbers_that_json_knows(tmp_path: Path):
     findings = [
         CLAIMS[claim].finding(result, "print", "quick", 0.0)
         for claim, result in {
-            "theorem4.2-training": judged("theorem4.2-training", S3, errors=[0, 0], train_dispatch=dispatch()[:2]),
-            "theorem4.2-groups": judged("theorem4.2-groups", S3, groups=[LACKING] * 2),
-            "load-equal": judged("load-equal", S3, track_load=loads([0] * 8, [0] * 8), groups=[FULL] * 2),
+            "theorem4.2-training": evaluated("theorem4.2-training", S3, errors=[0, 0], train_dispatch=dispatch()[:2]),
+            "theorem4.2-groups": evaluated("theorem4.2-groups", S3, groups=[LACKING] * 2),
+            "load-equal": evaluated("load-equal", S3, track_load=loads([0] * 8, [0] * 8), groups=[FULL] * 2),
         }.items()
     ]
     write_findings(tmp_path / "claims.json", findings)

@@ -50,12 +50,12 @@ def few_probes() -> Generator[None]:
         yield
 
 
-def lab_in(folder: Path, seed: int = 0) -> Runner:
+def runner_in(folder: Path, seed: int = 0) -> Runner:
     return Runner(ResultCache(folder), None, device="cpu", seed=seed, progress=NoProgress())
 
 
 def measured(folder: Path, cell: MixtureCell) -> CellArrays:
-    return lab_in(folder).run({"a": cell})["a"].result
+    return runner_in(folder).run({"a": cell})["a"].result
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,7 @@ def test_a_cell_measures_what_its_networks_do(found: dict[str, CellArrays], name
         keys = keyed_random.keys(0, [t])
         test, train = source.draw(keys, 80, "test"), source.draw(keys, 120, "train")
         mixtures = trained.mixtures.of(torch.tensor([t]))
-        noise = keyed_random.coarse(keys, "chen2022/test noise", 80, E) if name.startswith("released") else None
+        noise = keyed_random.coarse_uniform(keys, "chen2022/test noise", 80, E) if name.startswith("released") else None
         said, chosen = mixtures.predict(test.patches, noise)
         right = (said[0] > 0) == (test.labels[0] == 1)
         assert result["accuracy"][t] == pytest.approx(100 * right.double().mean().item())
@@ -167,11 +167,13 @@ def test_looks_are_at_the_networks_as_they_are_then(found: dict[str, CellArrays]
             assert then.router is not None
             train, probe = source.draw(keys, 120, "train"), source.draw(keys, PROBE, "test")
             scores = then.scores(train.patches)
-            moved = scores + keyed_random.coarse(keys, f"chen2022/look {step}", 120, E)
+            moved = scores + keyed_random.coarse_uniform(keys, f"chen2022/look {step}", 120, E)
             table = counted(train.clusters[0], moved[0].argmax(1), E)
             assert result["track_dispatch"][t, look].tolist() == table
             noise = (
-                keyed_random.coarse(keys, f"chen2022/probe {step}", PROBE, E) if name.startswith("released") else None
+                keyed_random.coarse_uniform(keys, f"chen2022/probe {step}", PROBE, E)
+                if name.startswith("released")
+                else None
             )
             right = (then.predict(probe.patches, noise)[0][0] > 0) == (probe.labels[0] == 1)
             assert result["track_probe_accuracy"][t, look] == pytest.approx(
@@ -252,7 +254,7 @@ def test_what_is_measured_is_plain_json_and_progress_adds_up(tmp_path: Path, cel
         def advance(self, amount: int, note: str = "") -> None:
             self.done += amount
 
-    here = lab_in(tmp_path)
+    here = runner_in(tmp_path)
     here.progress = Counting()
     json.dumps([cell.measure(here), cell.spec(here)], allow_nan=False)
     assert here.progress.done == cell.steps == 3 * 24
@@ -304,7 +306,7 @@ def test_the_changes_below_are_of_every_field():
     ("part", "name"), [*CHANGES, *(("", name) for name in OTHERS if name not in ("model", "schedule"))]
 )
 def test_other_work_is_another_cell(tmp_path: Path, part: str, name: str):
-    cell, here = CELLS["released identity"], lab_in(tmp_path)
+    cell, here = CELLS["released identity"], runner_in(tmp_path)
     if part:
         values: dict[str, object] = OTHERS[part]  # type: ignore[assignment]
         changed = replace(getattr(cell, part), **{name: values[name]})
@@ -318,16 +320,16 @@ def test_other_work_is_another_cell(tmp_path: Path, part: str, name: str):
 
 def test_another_seed_engine_or_probe_is_another_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     cell = CELLS["released identity"]
-    specs = [cell.spec(lab_in(tmp_path)), cell.spec(lab_in(tmp_path, seed=1))]
+    specs = [cell.spec(runner_in(tmp_path)), cell.spec(runner_in(tmp_path, seed=1))]
     monkeypatch.setattr(chen2022_cells, "ENGINE", ENGINE + 1)
-    specs.append(cell.spec(lab_in(tmp_path)))
+    specs.append(cell.spec(runner_in(tmp_path)))
     monkeypatch.setattr(chen2022_cells, "_PROBE", PROBE + 1)
-    specs.append(cell.spec(lab_in(tmp_path)))
+    specs.append(cell.spec(runner_in(tmp_path)))
     assert len({json.dumps(spec) for spec in specs}) == 4
 
 
 def test_another_seed_gives_other_numbers(tmp_path: Path, found: dict[str, CellArrays]):
-    other = lab_in(tmp_path, seed=1).run({"a": CELLS["print cubic"]})["a"].result
+    other = runner_in(tmp_path, seed=1).run({"a": CELLS["print cubic"]})["a"].result
     assert other["losses"].tolist() != found["print cubic"]["losses"].tolist()
 
 

@@ -20,7 +20,7 @@ from moesaic.report.chart import Chart, Panel
 from moesaic.report.chart_drawing import draw
 from moesaic.training import NoProgress
 
-LAB = Runner(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
+RUNNER = Runner(None, None, device="cpu", seed=0, progress=NoProgress())  # type: ignore[arg-type]
 CELL = MixtureCell(Mixture.of("print"), MixtureSchedule(steps=6, learning_rate=0.05), 1, 3, 60, 50, follow=2)
 
 
@@ -31,7 +31,7 @@ def result(*accuracy: float, **more: object) -> CellArrays:
 def experiment(
     results: dict[str, CellArrays], fidelity: Fidelity = "print", cell: MixtureCell = CELL
 ) -> ExperimentResults:
-    return ExperimentResults(dict.fromkeys(results, cell), results, LAB, fidelity=fidelity)
+    return ExperimentResults(dict.fromkeys(results, cell), results, RUNNER, fidelity=fidelity)
 
 
 def drawn(results: dict[str, CellArrays], **others: dict[str, CellArrays]) -> dict[str, Chart]:
@@ -177,8 +177,8 @@ def really() -> dict[str, Chart]:
         for kind in ("cubic", "identity")
     }
     plan = {"moe/cubic/s1": CELL, "moe/identity/s1": linear, **small}
-    results = {name: cell.result(cell.measure(LAB)) for name, cell in plan.items()}
-    return {chart.id: chart for chart in charts({"print": ExperimentResults(plan, results, LAB)})}
+    results = {name: cell.result(cell.measure(RUNNER)) for name, cell in plan.items()}
+    return {chart.id: chart for chart in charts({"print": ExperimentResults(plan, results, RUNNER)})}
 
 
 def test_real_cells_can_all_be_drawn(really: dict[str, Chart]):

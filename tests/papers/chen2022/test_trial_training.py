@@ -58,7 +58,7 @@ def written_out(model: Mixture, schedule: MixtureSchedule, samples: int, trial: 
             said = outputs(model, experts[0], biases[0], x)
         else:
             h = torch.einsum("bnd,ed->be", x, router)
-            noisy = h + keyed_random.coarse(keys, step, model.experts, samples)[0].T.double()
+            noisy = h + keyed_random.coarse_uniform(keys, step, model.experts, samples)[0].T.double()
             index = noisy.argmax(1)
             gates = h.softmax(1) if model.gate == "softmax" else noisy
             for e in range(model.experts):

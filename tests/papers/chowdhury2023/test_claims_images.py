@@ -247,7 +247,7 @@ def test_both_networks_of_a_trial_train_equally():
             if name.startswith("wide/"):
                 assert isinstance(cell, WideCell)
                 alone = cell.samples in FIGURES[cell.task].more_for_wrn.get(fidelity, ())
-                routed = replace(cell.recipe, router_rate=1e-4 if fidelity == "best" else None)  # WRN has no routers
+                routed = replace(cell.recipe, router_lr=1e-4 if fidelity == "best" else None)  # WRN has no routers
                 assert alone or cells[name.replace("/wrn/", "/pmoe/")] == replace(cell, arm="pmoe", recipe=routed)
 
 
@@ -255,8 +255,8 @@ def test_networks_train_as_the_authors_code_does_but_for_the_number_of_epochs():
     for cell in (*plan("full", "released").values(), *plan("full", "print").values()):
         if isinstance(cell, WideCell):
             recipe = cell.recipe
-            assert (recipe.batch, recipe.learning_rate, recipe.momentum, recipe.weight_decay) == (128, 0.1, 0.0, 0.0)
-            assert (recipe.optimizer, recipe.schedule, recipe.warmup) == ("sgd", "constant", 0)
+            assert (recipe.batch_size, recipe.lr, recipe.momentum, recipe.weight_decay) == (128, 0.1, 0.0, 0.0)
+            assert (recipe.optimizer, recipe.schedule, recipe.warmup_epochs) == ("sgd", "constant", 0)
             assert (cell.scale, cell.augment) == ("unit", "none")
             assert recipe.epochs <= EPOCHS
             assert cell.samples * recipe.epochs <= SEEN[FIGURES[cell.task].side]
@@ -303,7 +303,7 @@ def runs(task: str, arm: str, curve: dict[int, float], spread: float = 0.5, star
     }
 
 
-def judged(claim: str, results: dict, fidelity: Fidelity = "released") -> CheckResult:
+def evaluated(claim: str, results: dict, fidelity: Fidelity = "released") -> CheckResult:
     cells = dict.fromkeys(results, small("cifar10"))
     test = CLAIMS[claim]
     assert test.can_run(cells)
@@ -322,20 +322,20 @@ def pair(task: str, wrn: dict[int, float], pmoe: dict[int, float], spread: float
 def test_ahead_means_at_every_size(task: str, leads: tuple[float, float], verdict: str):
     wrn = {2000: 70.0, 4000: 80.0}
     pmoe = {samples: value + lead for (samples, value), lead in zip(wrn.items(), leads, strict=True)}
-    found = judged(f"fig{FIGURES[task].where.split()[1]}-ahead", pair(task, wrn, pmoe))
+    found = evaluated(f"fig{FIGURES[task].where.split()[1]}-ahead", pair(task, wrn, pmoe))
     assert found.verdict == verdict
     assert found.measured == pytest.approx(min(leads))
 
 
 def test_a_lead_at_a_single_size_may_be_undecided():
-    found = judged("fig16-ahead", pair("cifar-vehicles", {4000: 80}, {4000: 80.05}), "print")
+    found = evaluated("fig16-ahead", pair("cifar-vehicles", {4000: 80}, {4000: 80.05}), "print")
     assert found.verdict == "partly: undecided, 0 is in the interval"
 
 
 def test_sizes_at_which_released_averages_have_not_settled_count_for_ours_alone():
     results = pair("celeba-smiling", {1000: 80, 4000: 80}, {1000: 50, 4000: 85})
-    assert judged("fig10-ahead", results, "released").verdict == "holds"
-    assert judged("fig10-ahead", results, "best").verdict == "fails"
+    assert evaluated("fig10-ahead", results, "released").verdict == "holds"
+    assert evaluated("fig10-ahead", results, "best").verdict == "fails"
 
 
 @pytest.mark.parametrize(
@@ -350,21 +350,21 @@ def test_sizes_at_which_released_averages_have_not_settled_count_for_ours_alone(
     ],
 )
 def test_a_fifth_of_the_samples(wrn: dict[int, float], pmoe: dict[int, float], verdict: str):
-    assert judged("fig10-fifth", pair("celeba-smiling", wrn, pmoe)).verdict.startswith(verdict)
+    assert evaluated("fig10-fifth", pair("celeba-smiling", wrn, pmoe)).verdict.startswith(verdict)
 
 
 def test_wrn_may_be_tried_with_more_samples_than_wrn_pmoe():
     results = pair("celeba-smiling", {2000: 80, 4000: 82}, {2000: 84, 4000: 88})
     results |= runs("celeba-smiling", "wrn", {8000: 84, 16000: 90})
-    assert judged("fig10-ahead", results).measured == pytest.approx(4)
-    found = judged("fig10-fifth", results)
+    assert evaluated("fig10-ahead", results).measured == pytest.approx(4)
+    found = evaluated("fig10-fifth", results)
     assert found.measured == pytest.approx(2000 * 2**0.5 / (8000 * 2 ** (1 / 3)), rel=1e-3)
 
 
 @pytest.mark.parametrize(("spurious", "verdict"), [(75, "holds"), (80, "partly"), (85, "fails")])
 def test_the_spurious_feature_costs_accuracy(spurious: float, verdict: str):
     plain = pair("celeba-smiling", {2000: 80, 8000: 99}, {2000: 90, 8000: 99})
-    found = judged("fig11-lower", {**plain, **pair("celeba-spurious", {3000: spurious}, {3000: 70}, spread=1.5)})
+    found = evaluated("fig11-lower", {**plain, **pair("celeba-spurious", {3000: spurious}, {3000: 70}, spread=1.5)})
     assert found.verdict.startswith(verdict)
     assert found.measured == pytest.approx(80 - spurious)
 
@@ -386,7 +386,7 @@ def by_group(wrn: tuple[float, float], pmoe: tuple[float, float], spread: float)
 def test_groups_tell_whether_routing_avoids_the_spurious_feature(wrn, pmoe, verdict: str):
     results = by_group(wrn, pmoe, spread=1.0)
     for claim, sign in (("fig11-worst-group", 1), ("fig11-gap", -1)):
-        found = judged(claim, results)
+        found = evaluated(claim, results)
         assert found.verdict.startswith(verdict)
         assert found.measured == pytest.approx(sign * (pmoe[1] - wrn[1]))
 
@@ -420,7 +420,7 @@ def steps(ratio: float, spread: float = 0.01) -> dict:
     ],
 )
 def test_samples_saved_on_four_classes_are_read_where_wrn_ends(lead: float, verdict: str, share: float):
-    found = judged("fig12-samples", four(lead))
+    found = evaluated("fig12-samples", four(lead))
     assert found.verdict.startswith(verdict)
     assert found.measured == pytest.approx(share, abs=0.002)
 
@@ -434,7 +434,7 @@ def test_samples_saved_on_four_classes_are_read_where_wrn_ends(lead: float, verd
     ],
 )
 def test_work_saved_counts_until_convergence_with_the_samples_needed(lead: float, pmoe: Sequence[float], verdict: str):
-    assert judged("fig12-flops", four(lead, pmoe=pmoe)).verdict.startswith(verdict)
+    assert evaluated("fig12-flops", four(lead, pmoe=pmoe)).verdict.startswith(verdict)
 
 
 @pytest.mark.parametrize(
@@ -449,39 +449,39 @@ def test_work_saved_counts_until_convergence_with_the_samples_needed(lead: float
     ],
 )
 def test_fewer_iterations_are_counted_until_convergence(wrn, pmoe, verdict: str):
-    assert judged("table2-iterations", four(0, wrn, pmoe)).verdict.startswith(verdict)
+    assert evaluated("table2-iterations", four(0, wrn, pmoe)).verdict.startswith(verdict)
 
 
 def test_what_wrn_needs_is_not_known_where_its_runs_end_early():
     late = {**four(0, (50, 60), (50, 99.5), ratio=0.8), **steps(1.5)}
-    assert judged("table2-time", late).verdict == "partly: most runs of WRN end before they have converged"
+    assert evaluated("table2-time", late).verdict == "partly: most runs of WRN end before they have converged"
     early = {**four(0, (50, 99.5), (50, 60), ratio=0.4)}
-    assert judged("table2-flops", early).verdict == "partly: most runs of WRN-pMoE end before they have converged"
+    assert evaluated("table2-flops", early).verdict == "partly: most runs of WRN-pMoE end before they have converged"
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(0.8, "holds"), (1.0, "fails"), (1.2, "fails")])
 def test_the_cost_of_an_iteration_is_counted(ratio: float, verdict: str):
-    found = judged("table2-cost", four(0, ratio=ratio))
+    found = evaluated("table2-cost", four(0, ratio=ratio))
     assert (found.verdict, found.measured, found.interval) == (verdict, ratio, None)
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(0.9, "holds"), (1.0, "partly"), (1.3, "fails")])
 def test_the_seconds_of_an_iteration_are_measured(ratio: float, verdict: str):
-    found = judged("table2-step", steps(ratio))
+    found = evaluated("table2-step", steps(ratio))
     assert found.verdict.startswith(verdict)
     assert found.measured == pytest.approx(ratio)
 
 
 @pytest.mark.parametrize(("step", "verdict"), [(1.1, "holds"), (1.5, "partly: less"), (2.3, "fails")])
 def test_time_is_iterations_times_the_seconds_of_one(step: float, verdict: str):
-    found = judged("table2-time", {**four(0), **steps(step)})
+    found = evaluated("table2-time", {**four(0), **steps(step)})
     assert found.verdict.startswith(verdict)
     assert found.measured == pytest.approx(0.5 * step)
 
 
 @pytest.mark.parametrize(("ratio", "verdict"), [(0.8, "holds"), (1.5, "partly: less"), (2.5, "fails")])
 def test_flops_are_iterations_times_the_multiply_adds_of_one(ratio: float, verdict: str):
-    found = judged("table2-flops", four(0, ratio=ratio))
+    found = evaluated("table2-flops", four(0, ratio=ratio))
     assert found.verdict.startswith(verdict)
     assert found.measured == pytest.approx(0.5 * ratio)
 
@@ -501,7 +501,7 @@ def test_the_lead_is_larger_where_features_are_local(noise: float, vehicles: flo
     for task, lead in (("cifar10-noise", noise), ("cifar-vehicles", vehicles)):
         ours = {samples: value + lead for samples, value in wrn.items()}
         results |= pair(task, {1000: 99.0, **wrn}, {1000: 10.0, **ours}, spread=1.0)
-    assert judged("fig14-16-local", results).verdict == verdict
+    assert evaluated("fig14-16-local", results).verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -518,7 +518,7 @@ def test_ours_is_at_least_as_accurate_trial_by_trial(ours: float, spread: float,
         **runs("cifar-vehicles", "pmoe", {4000: ours}, spread),
         **runs("cifar-vehicles", "pmoe", {4000: 80.0}, 0.0, start="wide-released"),
     }
-    assert judged("best-accurate-cifar-vehicles", results, "best").verdict == verdict
+    assert evaluated("best-accurate-cifar-vehicles", results, "best").verdict == verdict
 
 
 @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ def test_ours_is_at_least_as_accurate_trial_by_trial(ours: float, spread: float,
 )
 def test_stable_is_neither_far_below_the_mean_nor_near_chance(accuracies: Sequence[float], verdict: str):
     results = {f"wide/celeba-smiling/pmoe/1000/{trial}": made(value) for trial, value in enumerate(accuracies)}
-    found = judged("best-stable", results)
+    found = evaluated("best-stable", results)
     assert found.verdict.startswith(verdict)
     assert found.measured == min(accuracies)
 

@@ -35,7 +35,7 @@ def result(accuracy: float = 90.0, *, epochs: float = 10, spread: float = 0.5, t
     return Result(accuracy + deviation - deviation.mean(), np.full(trials, float(epochs)), np.zeros(trials), **more)
 
 
-def judged(claim: str, results: dict[str, Result]) -> CheckResult:
+def evaluated(claim: str, results: dict[str, Result]) -> CheckResult:
     plan: Plan = dict.fromkeys(results, next(iter(PAPER.plan("quick", "print").values())))
     test = CHECKS[claim]
     assert test.can_run(plan)
@@ -94,7 +94,7 @@ def test_who_is_ahead(leads: tuple[float, ...], verdict: str, shown: float):
         jitter = 0.3 * np.random.default_rng(n).normal(size=20)
         results[f"fig4/cnn/{n}"] = base
         results[f"fig4/joint/{n}"] = replace(base, accuracy=base.accuracy + lead + jitter - jitter.mean())
-    found = judged("fig4-joint-ahead", results)
+    found = evaluated("fig4-joint-ahead", results)
     assert (found.verdict.partition(":")[0], found.measured) == (verdict, pytest.approx(shown))
 
 
@@ -112,20 +112,20 @@ def test_how_many_samples_are_needed(ours: tuple[float, ...], spread: float, ver
     sizes, cnn = (100, 300, 500), (90, 94, 96)  # the CNN is there at 400
     results = {f"fig4/cnn/{n}": result(a, spread=0.1) for n, a in zip(sizes, cnn, strict=True)}
     results |= {f"fig4/joint/{n}": result(a, spread=spread) for n, a in zip(sizes, ours, strict=True)}
-    assert judged("fig4-joint-samples", results).verdict.partition(":")[0] == verdict
+    assert evaluated("fig4-joint-samples", results).verdict.partition(":")[0] == verdict
 
 
 def test_a_cnn_that_never_arrives_counts_with_the_largest_size():
     sizes = (100, 300, 500)
     results = {f"fig4/cnn/{n}": result(80, spread=0.1) for n in sizes}
     results |= {f"fig4/joint/{n}": result(a, spread=0.01) for n, a in zip(sizes, (90, 94, 96), strict=True)}
-    assert judged("fig4-joint-samples", results).measured == pytest.approx(400 / 500)
+    assert evaluated("fig4-joint-samples", results).measured == pytest.approx(400 / 500)
 
 
 def test_a_network_that_never_arrives_fails():
     results = {f"fig4/{line}/{n}": result(90 + n / 100) for line in ("cnn", "joint") for n in (100, 300, 500)}
     results |= {f"fig4/joint/{n}": result(80) for n in (100, 300, 500)}
-    found = judged("fig4-joint-samples", results)
+    found = evaluated("fig4-joint-samples", results)
     assert found.verdict == "fails: 95 % is never reached here"
     assert found.measured == np.inf
 
@@ -135,7 +135,7 @@ def test_who_is_faster(cnn: float, verdict: str):
     results = {f"fig4/separate/{n}": result(epochs=5) for n in (100, 300)}
     results |= {f"fig4/joint/{n}": result(epochs=20) for n in (100, 300)}  # the slower one counts
     results |= {f"fig4/cnn/{n}": result(epochs=cnn) for n in (100, 300)}
-    found = judged("fig4-faster", results)
+    found = evaluated("fig4-faster", results)
     assert (found.verdict, found.measured) == (verdict, pytest.approx(cnn / 20))
 
 
@@ -145,7 +145,7 @@ def test_how_samples_grow_with_patches(exponent: float, verdict: str):
     for l, n in itertools.product((2, 4, 8), (50, 100, 200, 400, 800)):
         needed = 100 * (l / 2) ** exponent if exponent > 0 else 400 * (l / 2) ** exponent
         results[f"fig5/l={l}/{n}"] = result(96 if n >= needed else 90)
-    found = judged("fig5-polynomial", results)
+    found = evaluated("fig5-polynomial", results)
     assert found.verdict == verdict
     assert found.measured == pytest.approx(exponent, abs=0.2)
 
@@ -160,7 +160,7 @@ def test_what_falls(figure: str, slope: float, verdict: str):
         base = result(90 + slope * (np.log2(x) if figure == "fig6" else x))
         results[f"{figure}/N=300/{x}"] = replace(base, accuracy=base.accuracy + 0.2 * (jitter - jitter.mean()))
     results[f"{figure}/N=300/{places[0]}"] = result(0)  # before the threshold, so it must not count
-    found = judged(f"{figure}-falls", results)
+    found = evaluated(f"{figure}-falls", results)
     assert (found.verdict.partition(":")[0], found.measured) == (verdict, pytest.approx(slope, abs=1e-6))
 
 
@@ -172,7 +172,7 @@ def test_the_order_of_the_error(exponent: float, verdict: str):
         results[f"fig7/N=300/{l}"] = replace(
             results[f"fig7/N=300/{l}"], accuracy=results[f"fig7/N=300/{l}"].accuracy + jitter - jitter.mean()
         )
-    found = judged("fig7-order", results)
+    found = evaluated("fig7-order", results)
     assert (found.verdict.partition(":")[0], found.measured) == (verdict, pytest.approx(exponent, abs=0.02))
 
 
@@ -187,7 +187,7 @@ def test_the_published_orders_are_those_of_theorem_4_5(figure: str, published: f
         jitter = 0.1 * np.random.default_rng(x).normal(size=20)
         accuracy = 100 - 3 * x**published + jitter - jitter.mean()
         results[f"{figure}/N=300/{x}"] = replace(result(), accuracy=accuracy)
-    assert judged(f"{figure}-order", results).verdict == "holds"
+    assert evaluated(f"{figure}-order", results).verdict == "holds"
 
 
 def test_an_order_that_could_be_anything_does_not_hold():
@@ -195,7 +195,7 @@ def test_an_order_that_could_be_anything_does_not_hold():
     for l in (6, 10, 16):
         jitter = 6 * np.random.default_rng(l).normal(size=20)
         results[f"fig7/N=300/{l}"] = replace(results[f"fig7/N=300/{l}"], accuracy=93 - np.abs(jitter))
-    assert judged("fig7-order", results).verdict.partition(":")[0] in ("partly", "fails")
+    assert evaluated("fig7-order", results).verdict.partition(":")[0] in ("partly", "fails")
 
 
 @pytest.mark.parametrize(("peak", "spread", "verdict"), [(6, 0.1, "holds"), (6, 8.0, "partly"), (12, 0.1, "fails")])
@@ -204,7 +204,7 @@ def test_where_accuracy_peaks(peak: int, spread: float, verdict: str):
     for l in (2, 3, 4, 6, 8, 12):
         jitter = spread * np.random.default_rng(l).normal(size=20)
         results[f"fig7/N=300/{l}"] = replace(result(), accuracy=92 - abs(l - peak) / 4 + jitter - jitter.mean())
-    found = judged("fig7-threshold", results)
+    found = evaluated("fig7-threshold", results)
     assert found.verdict.partition(":")[0] == verdict
     assert found.measured == peak
 
@@ -214,7 +214,7 @@ def test_routers_that_find_the_patch(share: float, verdict: str):
     jitter = 0.002 * np.random.default_rng(0).normal(size=(20, 2, 16))
     routed = np.zeros((20, 2, 16))
     routed[..., 3] = share
-    found = judged("fig8-top4", {"fig4/separate/300": result(routed=routed + jitter)})
+    found = evaluated("fig8-top4", {"fig4/separate/300": result(routed=routed + jitter)})
     assert found.verdict == verdict
     assert found.measured == pytest.approx(100 * share, abs=0.2)
 
@@ -223,11 +223,11 @@ def test_routers_that_find_the_patch(share: float, verdict: str):
 def test_each_class_has_its_own_gate(claim: str, column: int):
     gates = np.random.default_rng(0).normal(0.2, 0.01, size=(20, 2))
     gates[:, column] += 0.75
-    found = judged(claim, {"fig4/joint/300": result(largest_gate=gates)})
+    found = evaluated(claim, {"fig4/joint/300": result(largest_gate=gates)})
     assert found.verdict == "holds"
     assert found.measured == pytest.approx(95, abs=1)
     gates[:, column] -= 0.04  # 91 %: enough for the one and not for the other
-    lower = judged(claim, {"fig4/joint/300": result(largest_gate=gates)})
+    lower = evaluated(claim, {"fig4/joint/300": result(largest_gate=gates)})
     assert lower.verdict == ("fails" if claim == "fig9-class1" else "holds")
 
 
@@ -240,13 +240,13 @@ def test_lemma_k1_would_hold_if_neither_distribution_were_separable(
 ):
     answers = iter(separable)
     monkeypatch.setattr(claims_theory, "patterns_separable", lambda *_, **__: SimpleNamespace(separable=next(answers)))
-    found = judged("lemmaK.1-inseparable", {"fig4/cnn/100": result()})
+    found = evaluated("lemmaK.1-inseparable", {"fig4/cnn/100": result()})
     assert found.verdict.startswith(verdict)
     assert found.measured == sum(separable)
 
 
 def test_lemma_k1_is_refuted_by_a_certificate():
-    found = judged("lemmaK.1-inseparable", {"fig4/cnn/100": result()})
+    found = evaluated("lemmaK.1-inseparable", {"fig4/cnn/100": result()})
     assert found.verdict.startswith("fails: ")
     assert found.measured == 1
 
@@ -256,7 +256,7 @@ def test_lemma_41_wants_every_sample(least: float, verdict: str):
     routed = np.ones((5, 2, 16))
     routed[:, 0, 3] = least
     routed[..., :3] = 0
-    found = judged("lemma4.1-routers", {"lemma4.1/separate/2000": result(routed=routed, trials=5)})
+    found = evaluated("lemma4.1-routers", {"lemma4.1/separate/2000": result(routed=routed, trials=5)})
     assert found.verdict == verdict
 
 
@@ -266,7 +266,9 @@ def test_the_least_coupled_model_decides():
 
     several = {"separate": kept(0.99), "joint": kept(0.3), "cnn": kept(0.8)}
     results = {f"coupling/{kind}/4000": each for kind, each in several.items()}
-    found = judged("lemmasGHI-coupling", results | {f"coupling-in-figure-4/{kind}/40": kept(0.0) for kind in several})
+    found = evaluated(
+        "lemmasGHI-coupling", results | {f"coupling-in-figure-4/{kind}/40": kept(0.0) for kind in several}
+    )
     assert (found.verdict, found.measured) == ("fails", pytest.approx(30.05))
 
 
@@ -280,7 +282,7 @@ def test_who_of_ours_and_theirs_needs_fewer_samples(
 ):
     results = {f"best/pmoe/{n}": result(a, spread=0.1) for n, a in zip((100, 300), ours, strict=True)}
     results |= {f"{line}/{n}": result(a, spread=0.1) for n, a in zip((100, 300), other, strict=True)}
-    assert judged(claim, results).verdict.partition(":")[0] == verdict
+    assert evaluated(claim, results).verdict.partition(":")[0] == verdict
 
 
 @pytest.mark.parametrize(("at_suggested", "verdict"), [(90.0, "holds"), (86.0, "fails")])

@@ -33,12 +33,12 @@ def cell_of(kind: str, **changes: object) -> TwoLayerCell:
     return replace(TwoLayerCell(MODELS[kind], schedule, 40, 3, PATTERNS, 100), **changes)
 
 
-def lab_in(folder: Path, seed: int = 0) -> Runner:
+def runner_in(folder: Path, seed: int = 0) -> Runner:
     return Runner(ResultCache(folder), None, device="cpu", seed=seed, progress=NoProgress())
 
 
 def measured(folder: Path, cell: TwoLayerCell) -> Result:
-    return lab_in(folder).run({"a": cell})["a"].result
+    return runner_in(folder).run({"a": cell})["a"].result
 
 
 @each_model
@@ -106,24 +106,24 @@ def test_patterns_are_not_followed_in_trials_that_stop_on_their_own():
     ids=str,
 )
 def test_other_work_is_another_cell(tmp_path: Path, change: dict[str, object]):
-    lab_in(tmp_path).run({"a": cell_of("cnn")})
-    lab_in(tmp_path).run({"a": cell_of("cnn", **change)})
+    runner_in(tmp_path).run({"a": cell_of("cnn")})
+    runner_in(tmp_path).run({"a": cell_of("cnn", **change)})
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_another_engine_makes_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    lab_in(tmp_path).run({"a": cell_of("cnn")})
+    runner_in(tmp_path).run({"a": cell_of("cnn")})
     monkeypatch.setattr(chowdhury2023_cells, "ENGINE", ENGINE + 1)
-    lab_in(tmp_path).run({"a": cell_of("cnn")})
+    runner_in(tmp_path).run({"a": cell_of("cnn")})
     assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_another_seed_and_other_digits_are_other_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     digits = cell_of("cnn", patterns=None)
-    lab_in(tmp_path).run({"a": digits})
-    lab_in(tmp_path, seed=1).run({"a": digits})
+    runner_in(tmp_path).run({"a": digits})
+    runner_in(tmp_path, seed=1).run({"a": digits})
     monkeypatch.setattr(chowdhury2023_cells, "digit_source", lambda runner: DigitPatches(patches=4))
-    lab_in(tmp_path).run({"a": digits})
+    runner_in(tmp_path).run({"a": digits})
     assert len(list(tmp_path.iterdir())) == 3
 
 

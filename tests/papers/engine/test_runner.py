@@ -34,7 +34,7 @@ class Squares:
 log: list[int] = []
 
 
-class Heard(NoProgress):
+class RecordingProgress(NoProgress):
     def __init__(self) -> None:
         self.begun: list[tuple[str, int]] = []
 
@@ -42,31 +42,31 @@ class Heard(NoProgress):
         self.begun.append((name, total))
 
 
-def lab_in(folder: Path, progress: NoProgress | None = None, device: str = "cpu") -> Runner:
+def runner_in(folder: Path, progress: NoProgress | None = None, device: str = "cpu") -> Runner:
     return Runner(ResultCache(folder), None, device=device, seed=0, progress=progress or NoProgress())
 
 
 def test_a_cell_is_carried_out_once_under_whatever_name(tmp_path: Path):
     log.clear()
-    done = lab_in(tmp_path).run({"a": Squares(4), "b": Squares(3), "c": Squares(4)})
+    done = runner_in(tmp_path).run({"a": Squares(4), "b": Squares(3), "c": Squares(4)})
     assert {name: each.result for name, each in done.items()} == {"a": 14, "b": 5, "c": 14}
     assert log == [4, 3]
-    again = lab_in(tmp_path).run({"d": Squares(4)})
+    again = runner_in(tmp_path).run({"d": Squares(4)})
     assert again["d"] == done["a"]
     assert log == [4, 3]
 
 
 def test_progress_counts_the_work_that_is_left(tmp_path: Path):
-    lab_in(tmp_path).run({"a": Squares(4)})
-    heard = Heard()
-    lab_in(tmp_path, heard).run({"a": Squares(4), "b": Squares(3), "c": Squares(2), "d": Squares(3)})
-    assert heard.begun == [("all experiments", 5), ("b", 3), ("c", 2)]
+    runner_in(tmp_path).run({"a": Squares(4)})
+    progress = RecordingProgress()
+    runner_in(tmp_path, progress).run({"a": Squares(4), "b": Squares(3), "c": Squares(2), "d": Squares(3)})
+    assert progress.begun == [("all experiments", 5), ("b", 3), ("c", 2)]
 
 
 def test_what_is_in_the_way_counts_until_the_cell_is_done_elsewhere(tmp_path: Path):
     cell = Squares(4, needs="needs a GPU")
-    assert lab_in(tmp_path).missing_requirement("a", cell) == "needs a GPU"
-    gpu = lab_in(tmp_path, device="cuda")
+    assert runner_in(tmp_path).missing_requirement("a", cell) == "needs a GPU"
+    gpu = runner_in(tmp_path, device="cuda")
     assert gpu.missing_requirement("a", cell) is None
     gpu.run({"a": cell})
-    assert lab_in(tmp_path).missing_requirement("a", cell) is None
+    assert runner_in(tmp_path).missing_requirement("a", cell) is None

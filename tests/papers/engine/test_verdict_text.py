@@ -30,7 +30,7 @@ from moesaic.report.formatting import number
         (1e-12, "0"),
         (math.inf, "∞"),
         (-math.inf, "−∞"),
-        (math.nan, "no number"),
+        (math.nan, "not a number"),
     ],
 )
 def test_a_number_alone(value: float, text: str):

@@ -32,12 +32,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> ExperimentResults[CellArr
     return ExperimentResults(PLAN, {name: each.result for name, each in done.items()}, runner)
 
 
-def judged(id: str, given: ExperimentResults[CellArrays]) -> CheckResult:
+def evaluated(id: str, given: ExperimentResults[CellArrays]) -> CheckResult:
     return CLAIMS[id].evaluate(given)
 
 
 def decision(id: str, given: ExperimentResults[CellArrays]) -> str:
-    return judged(id, given).verdict.partition(":")[0]
+    return evaluated(id, given).verdict.partition(":")[0]
 
 
 def but(
@@ -98,15 +98,17 @@ def test_verdicts_of_what_is_printed(found: ExperimentResults[CellArrays]):
         "table1-weights": "holds",
         "table1-work": "holds",
     }
-    assert judged("rank-dense", found).measured == 4  # print has 8
-    assert judged("rank-probability", found).measured == 14 / 16
-    assert judged("rank-one-sided", found).measured == 45 / 81
-    assert judged("pair-closed", found).measured == pytest.approx(9 * coin_confusion((3, 3), (1 / 3, 1 / 3)), rel=0.05)
+    assert evaluated("rank-dense", found).measured == 4  # print has 8
+    assert evaluated("rank-probability", found).measured == 14 / 16
+    assert evaluated("rank-one-sided", found).measured == 45 / 81
+    assert evaluated("pair-closed", found).measured == pytest.approx(
+        9 * coin_confusion((3, 3), (1 / 3, 1 / 3)), rel=0.05
+    )
     distinct = all_distinct_probability(16, (4, 4), (2, 2))
-    assert judged("inputs-told-apart", found).measured == pytest.approx(distinct, abs=0.006)
-    assert judged("table1-work", found).measured == pytest.approx(12.3, abs=0.05)
+    assert evaluated("inputs-told-apart", found).measured == pytest.approx(distinct, abs=0.006)
+    assert evaluated("table1-work", found).measured == pytest.approx(12.3, abs=0.05)
     coin = (1 / 8) ** 2 + (7 / 8) ** 2
-    assert judged("collision-coins", found).measured == pytest.approx(coin**64 * comb(64, 8))
+    assert evaluated("collision-coins", found).measured == pytest.approx(coin**64 * comb(64, 8))
 
 
 def test_the_exponent_of_width_decides_on_the_rank(found: ExperimentResults[CellArrays]):
@@ -119,7 +121,7 @@ def test_the_exponent_of_width_decides_on_the_rank(found: ExperimentResults[Cell
             },
         )
 
-    assert judged("rank-dense", ranks({1: 2, 2: 4, 3: 8})) == CheckResult("holds", 8.0)
+    assert evaluated("rank-dense", ranks({1: 2, 2: 4, 3: 8})) == CheckResult("holds", 8.0)
     assert decision("rank-dense", ranks({1: 1, 2: 2, 3: 3})) == "fails"
     assert decision("rank-features", ranks({2: 2})) == "fails"  # 8 channels and 6 features
 
@@ -127,7 +129,7 @@ def test_the_exponent_of_width_decides_on_the_rank(found: ExperimentResults[Cell
 def test_each_layer_that_counts_makes_the_rank_smaller(found: ExperimentResults[CellArrays]):
     def narrowed(two: list[float], three: list[float]) -> str:
         made = {"widths/L=2": {"full": [36], "narrowed": two}, "widths/L=3": {"full": [256], "narrowed": three}}
-        return judged("rank-between", but(found, made)).verdict
+        return evaluated("rank-between", but(found, made)).verdict
 
     assert narrowed([1, 6], [1, 2, 3]) == "holds"
     assert narrowed([1, 36], [1, 256, 256]) == "partly: only the first layer's width counts"
@@ -139,14 +141,14 @@ def test_masks_are_judged_by_the_ranks_they_leave(found: ExperimentResults[CellA
     first = found.results["ranks/L=2"]
     assert decision("rank-static", but(found, {"ranks/L=2": {"static": first["static"] + 1}})) == "fails"
     lower = first["dense"] - [1, 0, 0, 0, 0]
-    assert judged("rank-dynamic", but(found, {"ranks/L=2": {"dynamic": lower}})) == CheckResult("fails", 80.0)
+    assert evaluated("rank-dynamic", but(found, {"ranks/L=2": {"dynamic": lower}})) == CheckResult("fails", 80.0)
     third = found.results["ranks/L=3"]
     assert decision("rank-one-sided", but(found, {"ranks/L=3": {"one_sided": third["dense"]}})) == "fails"
 
 
 def test_the_probability_of_a_rank_must_be_the_printed_one(found: ExperimentResults[CellArrays]):
-    assert judged("rank-probability", but(found, {"maskings": {"restored": [0.5] * 5}})) == CheckResult("holds", 0.5)
-    assert "less often" in judged("rank-probability", but(found, {"maskings": {"restored": [0.25] * 5}})).verdict
+    assert evaluated("rank-probability", but(found, {"maskings": {"restored": [0.5] * 5}})) == CheckResult("holds", 0.5)
+    assert "less often" in evaluated("rank-probability", but(found, {"maskings": {"restored": [0.25] * 5}})).verdict
 
 
 def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: ExperimentResults[CellArrays]):
@@ -157,7 +159,7 @@ def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: 
     assert decision("collision-subsets", share("subsets", [1.0, 1.12])) == "partly"
     alike = {f"collisions/one/{n}": {"coins": [1 / comb(8, n)] * 2} for n in (1, 2, 3, 4)}
     few = but(share("coins", [1.0, 1.0]), alike)
-    assert judged("collision-coins", few).verdict == "partly: not for 1 of 6 layers"
+    assert evaluated("collision-coins", few).verdict == "partly: not for 1 of 6 layers"
 
 
 def test_pairs_are_judged_by_how_many_stay_alike(found: ExperimentResults[CellArrays]):
@@ -167,8 +169,8 @@ def test_pairs_are_judged_by_how_many_stay_alike(found: ExperimentResults[CellAr
     assert decision("pair-told-apart", alike("subsets", [2.0, 2.01])) == "fails"
     assert decision("pair-told-apart", alike("subsets", [1.0, 1.1])) == "partly"
     assert decision("pair-closed", alike("coins", [0.5, 0.51])) == "fails"
-    assert judged("pair-closed", alike("coins", [5.0, 5.01])).verdict == "partly: more often, but not as calculated"
-    assert judged("pair-closed", alike("coins", [0.5, 3.0])).verdict == "partly: undecided, 1 is in the interval"
+    assert evaluated("pair-closed", alike("coins", [5.0, 5.01])).verdict == "partly: more often, but not as calculated"
+    assert evaluated("pair-closed", alike("coins", [0.5, 3.0])).verdict == "partly: undecided, 1 is in the interval"
 
 
 def test_all_inputs_at_once_are_judged_against_one_pair(found: ExperimentResults[CellArrays]):

@@ -268,12 +268,12 @@ def experiment(over: Mapping[str, GateResult] | None = None, **leads: float) -> 
     )
 
 
-def judged(id: str, given: ExperimentResults[GateResult]) -> CheckResult:
+def evaluated(id: str, given: ExperimentResults[GateResult]) -> CheckResult:
     return CLAIMS[id].evaluate(given)
 
 
 def decision(id: str, given: ExperimentResults[GateResult]) -> str:
-    return judged(id, given).verdict.partition(":")[0]
+    return evaluated(id, given).verdict.partition(":")[0]
 
 
 def test_a_lead_is_over_a_static_network_that_costs_what_was_measured():
@@ -288,9 +288,9 @@ def test_a_lead_is_over_a_static_network_that_costs_what_was_measured():
 
 def test_gates_are_ahead_where_they_are_at_every_cost():
     assert decision("cost-ahead", experiment(cost_gated=1.0)) == "holds"
-    assert judged("cost-ahead", experiment(cost_gated=1.0)).measured == pytest.approx(1.05)
+    assert evaluated("cost-ahead", experiment(cost_gated=1.0)).measured == pytest.approx(1.05)
     some = experiment({f"cost/gated/0.12/{trial}": made(60.0, 0.12) for trial in range(TRIALS)}, cost_gated=1.0)
-    assert judged("cost-ahead", some).verdict == "partly: clearly ahead at 2 of 3 costs"
+    assert evaluated("cost-ahead", some).verdict == "partly: clearly ahead at 2 of 3 costs"
     assert decision("cost-ahead", experiment(cost_gated=-1.0)) == "fails"
 
 
@@ -304,8 +304,8 @@ def test_half_of_the_work_may_cost_a_point():
 def test_a_cost_is_met_within_five_percent():
     assert decision("cost-met", experiment()) == "holds"
     one = {"cost/gated/0.25/1": made(90.0, 0.25 * 1.06)}
-    assert judged("cost-met", experiment(one)).verdict == "partly: not in 1 of 9 runs"
-    assert judged("cost-met", experiment(one)).measured == pytest.approx(6)
+    assert evaluated("cost-met", experiment(one)).verdict == "partly: not in 1 of 9 runs"
+    assert evaluated("cost-met", experiment(one)).measured == pytest.approx(6)
     every = {f"cost/gated/{cost}/{trial}": made(90.0, 0.9 * cost) for cost in COSTS for trial in range(TRIALS)}
     assert decision("cost-met", experiment(every)) == "fails"
 
@@ -316,14 +316,14 @@ def test_patterns_depend_on_the_data_where_half_of_the_channels_do():
         usage = [np.array([[50.0, 50 - share, share]]) for share in shares]
         return experiment({f"cost/gated/0.5/{t}": replace(made(90.0, 0.5), usage=usage[t]) for t in range(TRIALS)})
 
-    assert judged("depends-on-data", experiment()).measured == 80
-    assert judged("depends-on-data", used(40)).verdict == "fails"
-    assert judged("depends-on-data", used(40, 50)).interval == pytest.approx((29.0, 57.7), abs=0.1)
+    assert evaluated("depends-on-data", experiment()).measured == 80
+    assert evaluated("depends-on-data", used(40)).verdict == "fails"
+    assert evaluated("depends-on-data", used(40, 50)).interval == pytest.approx((29.0, 57.7), abs=0.1)
     assert decision("depends-on-data", used(40, 50)) == "partly"
 
 
 def test_gates_follow_the_class_where_classes_are_further_apart_than_images_of_one():
-    assert judged("gates-by-class", experiment()) == CheckResult("holds", 2.0, (2.0, 2.0))
+    assert evaluated("gates-by-class", experiment()) == CheckResult("holds", 2.0, (2.0, 2.0))
     alike = {f"cost/gated/0.12/{trial}": replace(made(80.0, 0.12), between=0.1) for trial in range(TRIALS)}
     assert decision("gates-by-class", experiment(alike)) == "fails"
 
@@ -337,13 +337,13 @@ def test_a_widening_is_judged_against_vgg16_of_the_same_cost():
         worse = {f"wide/gated/{name}/{trial}": made(88.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
         assert decision(id, experiment(worse)) == "fails"
         dearer = {key: replace(run, macs=1.2 * VGG16_MACS) for key, run in runs.items()}
-        assert judged(id, experiment(dearer)).verdict == "partly: ahead, at 1.20 times VGG-16's cost"
+        assert evaluated(id, experiment(dearer)).verdict == "partly: ahead, at 1.20 times VGG-16's cost"
 
 
 @pytest.mark.parametrize(("id", "kind"), [("wide-where", "gated"), ("wide-where-dense", "dense")])
 def test_where_channels_are_added_matters_if_the_best_widening_is_clearly_ahead(id: str, kind: str):
     runs = {f"wide/{kind}/w4_low/{trial}": made(92.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
-    assert judged(id, experiment(runs)).verdict.startswith("holds: W4-Low over ")
+    assert evaluated(id, experiment(runs)).verdict.startswith("holds: W4-Low over ")
     assert decision(id, experiment()) == "partly"
 
 
@@ -360,9 +360,9 @@ def test_a_remedy_is_judged_against_the_static_network(name: str):
 
     id = f"remedy-{name}"
     assert [decision(id, with_lead(lead)) for lead in (1.0, -1.0)] == ["holds", "fails"]
-    assert judged(id, experiment()).verdict == "partly: undecided, 0 is in the interval"
-    assert judged("remedies-help", with_lead(1.0)).measured == pytest.approx(1.95)
-    assert judged("remedies-help", with_lead(1.0)).verdict == f"holds: {name}"
+    assert evaluated(id, experiment()).verdict == "partly: undecided, 0 is in the interval"
+    assert evaluated("remedies-help", with_lead(1.0)).measured == pytest.approx(1.95)
+    assert evaluated("remedies-help", with_lead(1.0)).verdict == f"holds: {name}"
 
 
 def test_remedies_do_not_help_where_none_gains():

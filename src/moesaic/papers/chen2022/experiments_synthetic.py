@@ -127,7 +127,7 @@ class MixtureCell:
             test = source.draw(keys, self.test_samples, "test")
             noise = None
             if self.model.noise_in_test:
-                noise = keyed_random.coarse(keys, "chen2022/test noise", self.test_samples, self.model.experts)
+                noise = keyed_random.coarse_uniform(keys, "chen2022/test noise", self.test_samples, self.model.experts)
             outputs, chosen = mixtures.predict(test.patches, noise)
             each: dict[str, Any] = {"accuracy": 100 * _is_correct(outputs, test.labels).double().mean().item()}
             if self.model.routed:
@@ -162,10 +162,12 @@ class _TrainingRecorder:
         trials = tuple(int(trial) for trial in which)
         probe = self._probes.setdefault(trials, self._source.draw(keys, _PROBE, "test"))
         scores = mixtures.scores(data.patches)
-        noise = keyed_random.coarse(keys, f"chen2022/look {step}", scores.shape[1], E)
+        noise = keyed_random.coarse_uniform(keys, f"chen2022/look {step}", scores.shape[1], E)
         counts = _dispatch_counts(mixtures.choose(scores, noise), data, E)
         tested = (
-            keyed_random.coarse(keys, f"chen2022/probe {step}", _PROBE, E) if mixtures.model.noise_in_test else None
+            keyed_random.coarse_uniform(keys, f"chen2022/probe {step}", _PROBE, E)
+            if mixtures.model.noise_in_test
+            else None
         )
         outputs, _ = mixtures.predict(probe.patches, tested)
         features, centres = (each.to(keys.device) for each in (self._source.features, self._source.centres))

@@ -97,7 +97,7 @@ def _map_positions(data: ClusterData) -> Floats:
 
 def _points(mixtures: Mixtures, data: ClusterData, places: Floats, key: torch.Tensor) -> Points:
     experts = mixtures.model.experts
-    noise = keyed_random.coarse(key, "chen2022/figure 1", data.patches.shape[1], experts)
+    noise = keyed_random.coarse_uniform(key, "chen2022/figure 1", data.patches.shape[1], experts)
     outputs, chosen = mixtures.predict(data.patches, noise)
     expert = cast("Whole", chosen[0].numpy())
     label = cast("Whole", data.labels[0].numpy())

@@ -393,7 +393,7 @@ class _Chunk:
     def _mixture_pass(self, router: Tensor) -> tuple[Tensor, Tensor]:
         _, B, _, _, E, _ = self.shape
         scores = router @ self.sums.transpose(1, 2)  # (T, E, B)
-        noisy = scores + keyed_random.coarse(self.keys, self.step, E, B).to(scores.dtype)
+        noisy = scores + keyed_random.coarse_uniform(self.keys, self.step, E, B).to(scores.dtype)
         index = noisy.max(dim=1).indices
         self.dispatch.copy_(torch.where(self.active[:, None], index, self.dispatch))
         chosen = index[:, None] == torch.arange(E, device=index.device)[:, None]  # (T, E, B)

@@ -20,7 +20,7 @@ The suggested l is the smallest that reaches the coverage for every class. It is
 guarantee. φ increases, so patches that outrank the discriminative one are never ruled out: where many
 do in every sample, the estimate is too high, and with little evidence it goes to N. On digit mosaics
 with a hundred samples or more it is mostly within two of the truth, and more often below than above.
-The router that is then trained on all samples is at least as good as those that were looked at.
+The router that is trained on all samples is at least as good as those of the estimate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def suggest_patches_per_expert(patches: Tensor, labels: Tensor, *, coverage: flo
     """The l with which routers find the discriminative patch in a share ``coverage`` of all samples, estimated.
 
     Takes samples (B, N, D) with labels (B,), two or more of each class; for how it works, and how far to
-    trust it, see the module. Same data, same answer.
+    trust it, see the module. Deterministic.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> patches = torch.randn(200, 9, 16, generator=generator)

@@ -7,8 +7,8 @@ class pattern with an irrelevant one, and δ = 1/(1 − max(δ_d², δ_r²)). An
 δ' = (1 − δ_d)/2: these may outrank the discriminative patch, whose own value is ⟨o_a − o_b, o_a⟩ = 1 − δ_d;
 all others are below it by half of that, which is the room for noise in a trained router.
 
-Three points on the print. Section 4.2 has δ' = Θ(1 − δ_d); Definition D.3 fixes the constant 1/2, which
-`measure_separation` takes unless told. Definition D.3 counts patches that are closer to *either*
+Three points on the print. Section 4.2 has δ' = Θ(1 − δ_d); Definition D.3 fixes the constant 1/2, the
+default of `measure_separation`. Definition D.3 counts patches that are closer to *either*
 pattern; the router of class a competes only with those closer to o_a, so its own, one-sided l* is
 enough for Lemma 4.1, and both are measured. And δ grows with δ_d², so patterns that point away from
 each other (δ_d < 0) count as less separated in δ though their distance √(2(1 − δ_d)) is larger.
@@ -75,7 +75,7 @@ class Closeness:
     """Classes a and b."""
     delta_d: float
     delta_prime: float
-    """(1 − δ_d)/2 unless told otherwise."""
+    """(1 − δ_d)/2 by default."""
     share: tuple[float, float]
     """Of all class-irrelevant patches, the share closer to a, and the share closer to b."""
     l_star: int
@@ -109,7 +109,7 @@ class Separation:
 
     @property
     def l_star(self) -> int:
-        """The largest l* of the pairs that routers are trained in (see `moesaic.theory.opponents`)."""
+        """The largest l* of the pairs that routers are trained in (see `closed_form_router.opponents`)."""
         trained = {tuple(sorted(pair)) for pair in enumerate(opponents(len(self.patterns)))}
         return max(close.l_star for close in self.closeness if close.pair in trained)
 

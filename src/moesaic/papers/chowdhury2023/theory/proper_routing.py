@@ -3,7 +3,7 @@
 Both are statements on ranks: where, among the N patches of a sample in the order of their scores,
 does the class-discriminative one come. Rank 0 is the highest score; of equal scores the lower patch
 index comes first, as in routing itself. A patch is routed when its rank is below l, so one pass gives
-the answer for every l at once. The gate is increasing in the score: the largest gate is rank 0 (the
+the result for every l. The gate is increasing in the score: the largest gate is rank 0 (the
 assumption lets a tie pass, which rank 0 does only for the lower index).
 
 Scores are (…, B, N, E), labels and places (…, B), with any leading axes, such as trials.

@@ -1,4 +1,4 @@
-"""What the theory says, for the terminal: bounds side by side, and the data model's constants with their meaning."""
+"""Terminal tables of the theory: bounds of the three models, and measured constants with their meaning."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 __all__ = ["show_complexity_table", "show_separation"]
 
 _WIDE = 100
-"""Columns from which there is room to tell where in the paper a bound stands."""
+"""Terminal width from which on the table has a column of places in the paper."""
 
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def show_complexity_table(setting: Setting, console: Console | None = None) -> None:
-    """Print the bounds of the three models, and what either pMoE saves against the CNN at a setting."""
+    """Prints the bounds of the three models, and the savings of either pMoE over the CNN at a setting."""
     from rich.console import Console
 
     console = console or Console()
@@ -45,7 +45,7 @@ def show_complexity_table(setting: Setting, console: Console | None = None) -> N
 def show_separation(
     title: str, found: Separation, suggested: PatchDepth, true: PatchDepth, console: Console | None = None
 ) -> None:
-    """Print the constants that were measured on data, each with what it means.
+    """Prints the constants that were measured on data, each with its meaning.
 
     ``suggested`` is the l estimated from samples and labels alone, ``true`` the one with known places.
     """
@@ -138,7 +138,7 @@ def _saving(formula: str | None, value: float | None) -> str:
 
 
 def _times(value: float) -> str:
-    """Large numbers as powers of ten: nobody counts digits."""
+    """Formats large and small numbers as powers of ten."""
     if 1e-3 <= value < 1e6:
         return number(value)
     power = math.floor(math.log10(value))
