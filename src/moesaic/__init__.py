@@ -41,7 +41,7 @@ __all__ = [
     "register_with_timm",
 ]
 
-# rooms that whoever wants a layer need not wait for
+# imported on first use, so that `import moesaic` stays fast
 _LATER = {
     "NormalizedGD": "moesaic.training",
     "convert": "moesaic.models",
