@@ -45,7 +45,7 @@ demo: $(PAPERS)
 	$(VENV)/bin/moesaic reproduce --preset quick
 
 test: lint
-	MOESAIC_TEST_SEED=$(SEED) $(VPY) -m pytest -n auto --maxprocesses 8
+	MOESAIC_TEST_SEED=$(SEED) $(VPY) -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(DEV)
 	$(VPY) -m ruff check

@@ -300,7 +300,7 @@ class TestMap:
         return order + [test for test in self.starting_processes if test not in found]
 
 
-def map_tests(root: Path, jobs: int, cache: Path) -> TestMap:
+def map_tests(root: Path, jobs: int, cache: Path, below: Sequence[str]) -> TestMap:
     """Which tests run which lines: run once, and again only where a file of tests, or one that it runs, changed."""
     digests = {
         str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -312,18 +312,19 @@ def map_tests(root: Path, jobs: int, cache: Path) -> TestMap:
         for file, entry in known.items()
         if all(digests.get(path) == digest for path, digest in entry["digests"].items())
     }
-    has_tests = [file for file in digests if file.startswith("tests/") or ">>> " in (root / file).read_text("utf-8")]
-    stale = [file for file in has_tests if file not in known and not any(each in file for each in GPU_ONLY)]
+    wanted = [file for file in digests if file.startswith(tuple(below)) and not any(each in file for each in GPU_ONLY)]
+    has_tests = [file for file in wanted if file.startswith("tests/") or ">>> " in (root / file).read_text("utf-8")]
+    stale = [file for file in has_tests if file not in known]
     if stale:
         print(f"mutate: finding out which lines the tests of {len(stale)} files run", flush=True)
         tests = _lines_of_tests(root, stale, jobs)
         for file in stale:
             own = {name: each for name, each in tests.items() if name.split("::")[0] == file}
-            paths = {file, *(path for each in own.values() for path in each["lines"])}
+            paths = {file, *(path for each in own.values() for path in each["lines"])} & digests.keys()
             known[file] = {"digests": {path: digests[path] for path in paths}, "tests": own}
         cache.parent.mkdir(parents=True, exist_ok=True)
         cache.write_text(json.dumps(known), "utf-8")
-    tests = {name: each for entry in known.values() for name, each in entry["tests"].items()}
+    tests = {name: each for file in has_tests for name, each in known[file]["tests"].items()}
     by_line: dict[str, dict[int, list[str]]] = {}
     for test, each in tests.items():
         for path, lines in each["lines"].items():
@@ -430,6 +431,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="draws the places (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=2, help="changes tried at a time (default: %(default)s)")
     parser.add_argument("--paths", nargs="*", default=["src/moesaic"], help="files and folders to change")
+    parser.add_argument("--tests", nargs="*", default=["tests", "src"], help="files and folders of tests to run")
     parser.add_argument("--timeout", type=float, default=60, help="seconds beyond five times what the tests take")
     parser.add_argument("--json", type=Path, help="write all verdicts there")
     parser.add_argument("--dry-run", action="store_true", help="show the changes and try none")
@@ -460,7 +462,7 @@ def main() -> int:
 
 def _try_all(changes: Sequence[Change], given: argparse.Namespace, folder: Path) -> list[Verdict]:
     first = Workshop(folder / "0", None, given.timeout)
-    tests = map_tests(first.root, given.jobs, ROOT / ".cache" / "mutate.json")
+    tests = map_tests(first.root, given.jobs, ROOT / ".cache" / "mutate.json", given.tests)
     free: SimpleQueue[Workshop] = SimpleQueue()
     for i in range(given.jobs):
         free.put(Workshop(folder / str(i), tests, given.timeout))
