@@ -1,17 +1,16 @@
-"""How fast batches of images are made: from the cache, against decoding pictures in every epoch.
+"""Throughput of training batches: from the decoded-image cache, against decoding images in every epoch.
 
     python benchmarks/data.py [--images 4000] [--threads 2] [--out FILE.json]
 
-The pictures are JPEG files of 178×218 pixels, as CelebA has them, made up for this. A batch is 128 float32
-images of 64×64 pixels, scaled to mean 0 and variance 1. An epoch takes each picture once, in random order.
+The images are synthetic JPEG files of 178×218 pixels, the size of CelebA. A batch is 128 float32 images of 64×64
+pixels, normalized to mean 0 and variance 1. An epoch takes each image once, in random order.
 
-Ours decodes the pictures once (`load_images`) and makes batches as training does (`train_batches`), in as many
-threads as given. The peer is torch's DataLoader with as many worker processes, over Pillow: open, resize, and
-crop, mirror and shift where asked for. Its workers have been started, and both have seen an epoch, when the clock
-starts. All are timed in turns, and the figure is the median over epochs.
+moesaic decodes the images once (`load_images`) and makes batches as training does (`train_batches`), with the given
+number of threads. The peer is torch's DataLoader with as many worker processes and Pillow: open, resize, and if
+requested flip and crop. Workers are started and one epoch is run before timing. Candidates are interleaved, and the
+median over epochs is reported.
 
-On a machine that has other work to do, such figures say little. "Images per CPU second" are what one thread makes in
-a second in which it has a core to itself.
+On a busy machine use "images per CPU second": the throughput of one thread with a core to itself.
 """
 
 import argparse
@@ -39,7 +38,7 @@ SIZE, BATCH, WIDTH, HEIGHT = 64, 128, 178, 218
 BAR = 5000  # images a second
 
 
-def make_pictures(folder: Path, count: int) -> None:
+def make_images(folder: Path, count: int) -> None:
     rng = np.random.default_rng(0)
     for number in range(count):
         coarse = Image.fromarray(rng.integers(256, size=(14, 11, 3), dtype=np.uint8))
@@ -48,8 +47,8 @@ def make_pictures(folder: Path, count: int) -> None:
         coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(path, quality=90)
 
 
-class Pictures(Dataset[tuple[Tensor, int]]):
-    """Pictures decoded one by one, as a Dataset of torch does it."""
+class DecodedImages(Dataset[tuple[Tensor, int]]):
+    """Images decoded on every access, as usual for a torch Dataset."""
 
     def __init__(self, folder: Path, augment: Augment, scale: tuple[Tensor, Tensor]) -> None:
         self.files = sorted(folder.rglob("*.jpg"))
@@ -61,14 +60,14 @@ class Pictures(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, row: int) -> tuple[Tensor, int]:
         file = self.files[row]
         with Image.open(file) as image:
-            picture = ImageOps.fit(image.convert("RGB"), (SIZE, SIZE), Image.Resampling.BICUBIC)
+            image = ImageOps.fit(image.convert("RGB"), (SIZE, SIZE), Image.Resampling.BICUBIC)
         if self.augment != "none" and random.random() < 0.5:
-            picture = ImageOps.mirror(picture)
+            image = ImageOps.mirror(image)
         if self.augment == "flip-crop":
             padding = SIZE // 8
             left, top = random.randint(0, 2 * padding), random.randint(0, 2 * padding)
-            picture = ImageOps.expand(picture, padding).crop((left, top, left + SIZE, top + SIZE))
-        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1).float().div_(255)
+            image = ImageOps.expand(image, padding).crop((left, top, left + SIZE, top + SIZE))
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).float().div_(255)
         return (pixels - self.mean) / self.std, int(file.parent.name.removeprefix("class "))
 
 
@@ -113,9 +112,9 @@ def main() -> None:
     images: dict[str, int] = {}
     alone: dict[str, tuple[Callable[[], object], int]] = {}
     with tempfile.TemporaryDirectory() as place:
-        folder, cache = Path(place, "pictures"), Path(place, "cache")
+        folder, cache = Path(place, "images"), Path(place, "cache")
         folder.mkdir()
-        make_pictures(folder, arguments.images)
+        make_images(folder, arguments.images)
         start = time.perf_counter()
         load_images(folder, size=SIZE, cache_dir=cache)
         decoding = time.perf_counter() - start
@@ -128,7 +127,7 @@ def main() -> None:
                 torch.tensor(numbers)[:, None, None] for numbers in (dataset.normalize.mean, dataset.normalize.std)
             ]
             peer = DataLoader(
-                Pictures(folder, augment, (scale[0], scale[1])),
+                DecodedImages(folder, augment, (scale[0], scale[1])),
                 BATCH,
                 shuffle=True,
                 drop_last=True,
@@ -159,7 +158,7 @@ def main() -> None:
         f"images of {SIZE}×{SIZE} pixels, batches of {BATCH}",
         [{key: value for key, value in row.items() if key != "an epoch, ms"} for row in rows],
     )
-    print(f"decoded once: {arguments.images} pictures of {WIDTH}×{HEIGHT} pixels in {decoding:.1f} s")
+    print(f"decoded once: {arguments.images} images of {WIDTH}×{HEIGHT} pixels in {decoding:.1f} s")
     slowest = min(rate[name] for name in rate if name.startswith("moesaic"))
     print(f"the bar of {BAR} images a second is {'reached' if slowest >= BAR else 'missed'}")
     results = {

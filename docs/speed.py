@@ -42,7 +42,7 @@ def measured(content: Result | None, name: str, form: str = "plain") -> Result |
 
 
 def ours(measurement: Result) -> Result:
-    """The row of what moesaic runs if nobody asks for a backend."""
+    """The row of the default backend."""
     return next((row for row in measurement["layers"] if row["picked"]), {})
 
 
@@ -60,7 +60,7 @@ def times(value: float | None) -> str:
 
 
 def where(content: Result) -> str:
-    """The device in words."""
+    """Description of the device."""
     machine = content["machine"]
     if content["device"] == "cuda":
         return f"{machine['gpu']}, {content['dtype']}"

@@ -169,15 +169,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     selected = {"random": random, "untrained": before.reached, "trained": after.reached}
 
     args.out.mkdir(parents=True, exist_ok=True)
-    picture = args.out / "photo_mosaics.png"
-    draw(test, model, selected, accuracy).savefig(picture, dpi=90, bbox_inches="tight", pad_inches=0.2)
+    path = args.out / "photo_mosaics.png"
+    draw(test, model, selected, accuracy).savefig(path, dpi=90, bbox_inches="tight", pad_inches=0.2)
 
     print(f"test accuracy {accuracy:.1%} (random {1 / len(CLASSES):.1%})")
     print(f"an expert selects the deciding tile in {after.reached:.1%} of the test mosaics that have one", end=" ")
     print(f"(untrained {before.reached:.1%}, random {random:.1%})")
     for expert, hits in enumerate(after.hit_rate.tolist()):
         print(f"    expert {expert} selects it in {hits:.0%}")
-    print(f"figure: {picture}")
+    print(f"figure: {path}")
     return {"accuracy": accuracy, **selected}
 
 

@@ -102,7 +102,7 @@ def draw(model: nn.Module, mosaics: DigitMosaics, rates: dict[str, float], selec
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/where_patches_go"), help="folder for the picture")
+    parser.add_argument("--out", type=Path, default=Path("runs/where_patches_go"), help="output directory")
     parser.add_argument("--seed", type=int, default=0, help="of the data, the weights and the order of training")
     parser.add_argument("--epochs", type=int, default=12)
     args = parser.parse_args(argv)
@@ -124,9 +124,9 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     routed, dense = multiply_adds(model.routed), multiply_adds(nn.Conv2d(32, 64, kernel_size=3, padding=1))
 
     args.out.mkdir(parents=True, exist_ok=True)
-    picture = args.out / "where_patches_go.png"
+    path = args.out / "where_patches_go.png"
     rates = {"random": chance, "untrained": untrained.reached, "trained": trained.reached}
-    draw(model, test, rates, selected.numpy()).savefig(picture, dpi=120, bbox_inches="tight", pad_inches=0.2)
+    draw(model, test, rates, selected.numpy()).savefig(path, dpi=120, bbox_inches="tight", pad_inches=0.2)
 
     print(f"\ntest accuracy {accuracy:.1%} (random 50%)")
     print(f"an expert selects the 0 or 1 in {trained.reached:.1%} of the test mosaics", end=" ")
@@ -134,7 +134,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     for expert, (zeros, ones) in enumerate(zip(*selected[:2].tolist(), strict=True)):
         print(f"    expert {expert} selects {zeros:4.0%} of the 0s and {ones:4.0%} of the 1s")
     print(f"the routed layer does {routed / dense:.1%} of the multiply-adds of the dense convolution it replaces")
-    print(f"figure: {picture}")
+    print(f"figure: {path}")
     return {"accuracy": accuracy, "multiply_adds": routed / dense, **rates}
 
 

@@ -1,4 +1,4 @@
-"""Where moesaic keeps what it would otherwise compute again: decoded pictures, tile sizes that were measured."""
+"""The default cache directory: decoded images, tuned tile sizes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 __all__ = ["CACHE_ENV_VAR", "default_cache_dir"]
 
 CACHE_ENV_VAR = "MOESAIC_CACHE"
-"""The environment variable that names the folder for caches."""
+"""Environment variable with the path of the cache directory."""
 
 
 def default_cache_dir() -> Path:
-    """The folder in the variable MOESAIC_CACHE, or ``.cache/moesaic`` in the home folder."""
-    told = os.environ.get(CACHE_ENV_VAR)
-    if told:
-        return Path(told)
+    """The directory in MOESAIC_CACHE, or ``~/.cache/moesaic``."""
+    path = os.environ.get(CACHE_ENV_VAR)
+    if path:
+        return Path(path)
     try:
         return Path.home() / ".cache" / "moesaic"
     except RuntimeError as fault:
         raise FileNotFoundError(
-            f"there is no home folder for the cache ({fault}); name a folder in {CACHE_ENV_VAR}"
+            f"there is no home directory for the cache ({fault}); set {CACHE_ENV_VAR} to a directory"
         ) from fault

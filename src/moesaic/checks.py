@@ -1,4 +1,4 @@
-"""Checks of arguments, with errors that tell the value, the limit and the way out."""
+"""Argument checks whose errors contain the value, the limit and a way out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def check_choice(owner: str, option: str, value: T, allowed: Collection[T]) -> T:
-    """``value`` if it is allowed, else an error that lists what is.
+    """Returns ``value`` if it is allowed; the error lists the allowed values.
 
     >>> check_choice("PatchMoE", "context", "patches", ("map", "patch"))
     Traceback (most recent call last):
@@ -31,7 +31,7 @@ def check_choice(owner: str, option: str, value: T, allowed: Collection[T]) -> T
 
 
 def check_positive(owner: str, **counts: int) -> None:
-    """Refuse counts that are not whole numbers from 1 on.
+    """Raises unless all counts are integers of at least 1.
 
     >>> check_positive("PatchMoE", experts=0)
     Traceback (most recent call last):
@@ -45,7 +45,7 @@ def check_positive(owner: str, **counts: int) -> None:
 
 
 def check_numbers(owner: str, limit: str, fits: Callable[[float], bool], values: Mapping[str, float]) -> None:
-    """Refuse what is no number, or none that fits the limit, which is told in words.
+    """Raises unless all values are numbers that satisfy ``fits``; ``limit`` describes the condition.
 
     >>> check_numbers("Recipe", "0 or more", lambda value: value >= 0, {"clip": -1.0})
     Traceback (most recent call last):
@@ -59,7 +59,7 @@ def check_numbers(owner: str, limit: str, fits: Callable[[float], bool], values:
 
 
 def check_feature_map(owner: str, x: Tensor, channels: int, patch_size: int) -> None:
-    """Refuse what is not a floating-point map (B, C, H, W) that divides into patches.
+    """Raises unless ``x`` is a floating-point feature map (B, C, H, W) that divides into patches.
 
     >>> import torch
     >>> check_feature_map("PatchMoE", torch.zeros(1, 3, 15, 15), channels=3, patch_size=4)

@@ -1,4 +1,4 @@
-"""JSON and other files, written whole or not at all; records read back as the dataclasses they were written from."""
+"""Atomic writes of JSON and other files, and typed reading of JSON records as dataclasses."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ Record = TypeVar("Record")
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a JSON file whole or not at all; numbers that JSON does not know (NaN, ∞) become null."""
-    text = json.dumps(_known_to_json(content), indent=1, ensure_ascii=False, allow_nan=False)
-    # a list of numbers on one line; strings are safe, since a line break within one is written \n
+    """Writes a JSON file atomically; NaN and infinity become null."""
+    text = json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False)
+    # lists of numbers on one line; strings are not affected, as JSON escapes their line breaks
     text = _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
     write_atomic(path, f"{text}\n".encode())
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: under another name first, each program its own, and then renamed."""
+    """Writes a file atomically: to a temporary name that is unique to the process, then renamed."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         unfinished.write_bytes(content)
@@ -36,42 +36,42 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 
 def read_records(path: Path, kind: type[Record]) -> list[Record]:
-    """The records of one dataclass in a JSON file; an error names the place that does not fit."""
+    """Reads the records of a dataclass from a JSON file; errors contain the path within the file."""
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: not a JSON file ({error}); write it anew") from error
+        raise ValueError(f"{path}: not a JSON file ({error}); write it again") from error
     return list(_decoded(tuple[kind, ...], loaded, str(path)))
 
 
 _NUMBERS = re.compile(r"\[\n\s*(?:(?:[-+.\deE]+|null),\n\s*)*(?:[-+.\deE]+|null)\n\s*\]")
 
 
-def _known_to_json(content: Any) -> Any:
+def _finite(content: Any) -> Any:
     if isinstance(content, float):
         return content if math.isfinite(content) else None
     if isinstance(content, dict):
-        return {key: _known_to_json(value) for key, value in cast("dict[str, Any]", content).items()}
+        return {key: _finite(value) for key, value in cast("dict[str, Any]", content).items()}
     if isinstance(content, list | tuple):
-        return [_known_to_json(value) for value in cast("list[Any]", content)]
+        return [_finite(value) for value in cast("list[Any]", content)]
     return content
 
 
 def _decoded(kind: Any, value: Any, where: str) -> Any:
-    """``value``, as JSON has it, as the ``kind`` that a record's annotation names."""
+    """Converts a JSON value to the type ``kind`` of an annotation."""
     options = get_args(kind)
     if get_origin(kind) is UnionType:
-        # None first: what follows may take null for a number that is not finite
+        # None first: null may also stand for a float that is not finite
         if value is None and NoneType in options:
             return None
         accepts = [option for option in options if option is not NoneType and _fits(option, value)]
         return _decoded(accepts[0] if accepts else options[0], value, where)
     if not _fits(kind, value):
-        raise ValueError(f"{where}: {value!r} where {_in_words(kind)} belongs")
+        raise ValueError(f"{where}: {value!r}; expected {_type_name(kind)}")
     if get_origin(kind) is tuple:
         kinds = [options[0]] * len(value) if options[-1] is ... else options
         if len(kinds) != len(value):
-            raise ValueError(f"{where}: {len(value)} values where {len(kinds)} belong")
+            raise ValueError(f"{where}: {len(value)} values; expected {len(kinds)}")
         pairs = zip(kinds, value, strict=True)
         return tuple(_decoded(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(pairs))
     if is_dataclass(kind):
@@ -96,7 +96,7 @@ def _fits(kind: Any, value: Any) -> bool:
     return isinstance(value, kind)
 
 
-def _in_words(kind: Any) -> str:
+def _type_name(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return f"one of {get_args(kind)}"
     return "a list" if get_origin(kind) is tuple else "an object" if is_dataclass(kind) else f"a {kind.__name__}"

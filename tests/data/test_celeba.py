@@ -192,7 +192,7 @@ def test_missing_files_are_named_with_the_folders_looked_in(tmp_path: Path):
         ("list_attr_celeba.txt", "", "is not CelebA's list of attributes"),
         ("list_attr_celeba.txt", "1\nBald Smiling\n000001.jpg 1 1\n", "is not CelebA's list of attributes"),
         ("list_attr_celeba.txt", f"3\n{' '.join(NAMES)}\n000001.jpg 1 1 1 1 1\n", "announces 3 faces, 1 follow"),
-        ("list_attr_celeba.txt", f"1\n{' '.join(NAMES)}\n000001.jpg 1 1\n", "line 3 has 3 words, expected a file name"),
+        ("list_attr_celeba.txt", f"1\n{' '.join(NAMES)}\n000001.jpg 1 1\n", "line 3 has 3 columns, expected a file name"),
         ("list_attr_celeba.txt", f"1\n{' '.join(NAMES)}\n9.jpg 1 1 1 1 1\n", "does not list 9.jpg, which is in"),
         ("list_eval_partition.txt", "000001.jpg\n", "line 1 is '000001.jpg', expected"),
         ("list_eval_partition.txt", "000001.jpg 3\n", "line 1 is '000001.jpg 3', expected"),
@@ -209,7 +209,7 @@ def test_what_is_not_whole_is_reported(tmp_path: Path, file: str, content: str, 
 def test_a_list_that_is_no_text_is_reported(tmp_path: Path):
     write_celeba(tmp_path, [("train", "Smiling"), ("test", "")])
     (tmp_path / "list_eval_partition.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ValueError, match="is no text"):
+    with pytest.raises(ValueError, match="is not text"):
         read_celeba(tmp_path)
 
 
@@ -290,5 +290,5 @@ def test_faces_of_which_none_can_be_read_are_an_error(tmp_path: Path):
 
 
 def test_without_a_folder_the_error_asks_for_one(tmp_path: Path):
-    with pytest.raises(ValueError, match="celeba-4class: CelebA comes from files; name the folder"):
+    with pytest.raises(ValueError, match="celeba-4class: CelebA is read from files; give the folder"):
         celeba_four_classes(None, None, DecodedCache(tmp_path / "cache"), seed=0)

@@ -46,8 +46,7 @@ class Explain:
     images: Positional[Annotated[tuple[Path, ...], arg(metavar="IMAGE", help_behavior_hint="(several)")]] = ()
     """Image files or folders. Default: some images of --data."""
     data: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="(default: none)")] = None
-    """Dataset for statistics: a folder with one subfolder per class, or a name such as celeba-smiling. Its test images
-    are used."""
+    """Dataset whose test images are used for statistics: a folder with one subfolder per class, or a name."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
     """Directory with the files of a dataset given by name."""
     cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: ~/.cache/moesaic)")] = None
@@ -65,8 +64,7 @@ class Explain:
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
     """Device; auto uses a GPU if there is one."""
     seed: int = 0
-    """Random seed of the image sample. If --data has no test split, use the seed of the training run: it decides which
-    images are held out."""
+    """Random seed. If --data has no test split, use the seed of the training run, which decides the split."""
 
     def run(self, given: Sequence[str]) -> int:
         """Writes the page and prints its path."""

@@ -1,15 +1,15 @@
-"""CelebA (Liu et al. 2015): photographs of faces with 40 attributes, and three tasks on them.
+"""CelebA (Liu et al. 2015): photographs of faces with 40 attributes, and three classification datasets of them.
 
-As distributed: ``img_align_celeba.zip`` (or the folder ``img_align_celeba``), ``list_attr_celeba.txt``
-and ``list_eval_partition.txt``, which deals the faces out to training, validation and testing. The
-tasks of Chowdhury et al. 2023, Section 5.2, ask which faces smile; faces for validation are in none.
+Files as distributed: ``img_align_celeba.zip`` (or the folder ``img_align_celeba``), ``list_attr_celeba.txt``
+and ``list_eval_partition.txt``, which assigns faces to training, validation and test. The datasets of
+Chowdhury et al. 2023, Section 5.2, classify smiling faces; validation faces are not used.
 
-The authors' code loads arrays that it does not make, and tells of them only how training samples are
-taken: of ``celeba-spurious`` 47.5 %, 2.5 %, 2.5 % and 47.5 % from the four groups smiling × hair, and
-of ``celeba-4class`` as many from each of the four classes. Here groups have these shares too, and are
-as large as the faces allow. How their test faces were drawn is told neither there nor in print, but
-that there are 2 000 in ``celeba-4class``. Here this test part is balanced like the training part, and
-that of ``celeba-spurious`` has all test faces with one of the two hair colours, in CelebA's own shares.
+The authors' code loads prepared arrays. It only shows how training samples are drawn: 47.5 %, 2.5 %, 2.5 %
+and 47.5 % of the four groups smiling × hair for ``celeba-spurious``, and equally many of the four classes for
+``celeba-4class``. The groups here have the same shares and are as large as CelebA allows. Neither the code nor
+the paper describes the test faces, except that ``celeba-4class`` has 2 000. Here its test split is balanced
+like the training split, and that of ``celeba-spurious`` has all test faces with exactly one of the two hair
+colours, in CelebA's own shares.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ HAIR_GROUPS = tuple(f"{smile}, {hair} hair" for smile in SMILING for hair in ("b
 FOUR_CLASSES = tuple(f"{smile}, {glasses}" for smile in SMILING for glasses in ("no eyeglasses", "eyeglasses"))
 
 _SIDE = 64
-"""Pixels along the side, where nothing else is asked for: as in the paper."""
+"""Default image size in pixels: that of the paper."""
 _FOLDERS = (".", "celeba", "CelebA")
 _IMAGES = "img_align_celeba"
 _ATTRIBUTES = "list_attr_celeba.txt"
@@ -62,24 +62,24 @@ _USED = ("Smiling", "Black_Hair", "Blond_Hair", "Eyeglasses")
 
 @dataclass(frozen=True, eq=False)
 class CelebA:
-    """The faces that there are, those for training first; made by `read_celeba`."""
+    """The available faces, training faces first; made by `read_celeba`."""
 
     images: Path
-    """The zip or the folder they are in."""
+    """The zip file or folder."""
     files: tuple[str, ...]
-    """Of each face: its path in the folder, or its name in the zip."""
+    """Path of each face in the folder or zip file."""
     training: int
-    """The first so many are for training, the others for testing."""
+    """Number of training faces; the others are test faces."""
     attributes: Mapping[str, NDArray[np.bool_]]
-    """Of each attribute, which faces have it: Smiling, Black_Hair, Blond_Hair and Eyeglasses."""
+    """For each attribute, whether a face has it: Smiling, Black_Hair, Blond_Hair and Eyeglasses."""
     absent: int
-    """How many more faces for training or testing the lists have."""
+    """Number of listed faces whose file is missing."""
 
     def __len__(self) -> int:
         return len(self.files)
 
     def take(self, rows: NDArray[np.int64]) -> CelebA:
-        """Some of the faces; ``rows`` ascend."""
+        """The faces at ``rows``, which are ascending."""
         return CelebA(
             self.images,
             tuple(self.files[int(row)] for row in rows),
@@ -89,29 +89,29 @@ class CelebA:
         )
 
     def rows(self, split: Split) -> NDArray[np.int64]:
-        """Which faces are for training, or for testing."""
+        """Indices of the faces of a split."""
         ends = (0, self.training) if split == "train" else (self.training, len(self))
         return np.arange(*ends)
 
 
 @dataclass(frozen=True, eq=False)
 class Faces:
-    """The faces of one part of a task."""
+    """The faces of a split of a dataset."""
 
     rows: NDArray[np.int64]
-    """Which of `CelebA.files`, ascending."""
+    """Indices into `CelebA.files`, ascending."""
     labels: NDArray[np.int64]
     clusters: NDArray[np.int64]
 
 
 def celeba_smiling(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
-    """``celeba-smiling``: does a face smile? All faces of CelebA's own parts for training and testing."""
-    return _task("celeba-smiling", smiling, SMILING, SMILING, data_dir, size, cache)
+    """``celeba-smiling``: smiling or not; all faces of CelebA's training and test split."""
+    return _load("celeba-smiling", smiling, SMILING, SMILING, data_dir, size, cache)
 
 
 def celeba_spurious(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
-    """``celeba-spurious``: the same, where the colour of hair nearly gives it away, but only in training."""
-    return _task(
+    """``celeba-spurious``: smiling or not, correlated with the hair colour in the training split only."""
+    return _load(
         "celeba-spurious",
         lambda celeba, split: spurious(celeba, split, seed),
         SMILING,
@@ -123,8 +123,8 @@ def celeba_spurious(data_dir: Path | None, size: int | None, cache: DecodedCache
 
 
 def celeba_four_classes(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
-    """``celeba-4class``: does a face smile, and does it wear eyeglasses? As many of each of the four."""
-    return _task(
+    """``celeba-4class``: smiling × eyeglasses, with balanced classes."""
+    return _load(
         "celeba-4class",
         lambda celeba, split: four_classes(celeba, split, seed),
         FOUR_CLASSES,
@@ -135,7 +135,7 @@ def celeba_four_classes(data_dir: Path | None, size: int | None, cache: DecodedC
     )
 
 
-def _task(
+def _load(
     name: str,
     choose: Callable[[CelebA, Split], Faces],
     class_names: tuple[str, ...],
@@ -144,9 +144,9 @@ def _task(
     size: int | None,
     cache: DecodedCache,
 ) -> ImageSplits:
-    """All faces are decoded once, for all tasks, and faces that could not be are not drawn."""
+    """Decodes all faces once for all three datasets; faces that cannot be decoded are not sampled."""
     if data_dir is None:
-        raise ValueError(f"{name}: CelebA comes from files; name the folder that has them (--data-dir)")
+        raise ValueError(f"{name}: CelebA is read from files; give the folder with its files (--data-dir)")
     celeba = read_celeba(data_dir)
     if celeba.absent:
         everyone = len(celeba) + celeba.absent
@@ -173,7 +173,7 @@ def _task(
 
 
 def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
-    """Where images, attributes and partition are; an error that says what was looked for when they are not."""
+    """Paths of images, attributes and partition; the error lists the expected files."""
     base = Path(data_dir).resolve()
     wanted = ((f"{_IMAGES}.zip", _IMAGES), (_ATTRIBUTES,), (_PARTITION,))
     missing: list[str] = []
@@ -183,7 +183,7 @@ def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
         if images and attributes and partition:
             return images, attributes, partition
         absent = [" or ".join(names) for names, path in zip(wanted, found, strict=True) if path is None]
-        if not missing or len(absent) < len(wanted):  # of folders that have none of it one says enough
+        if not missing or len(absent) < len(wanted):  # one folder without any of the files is enough
             missing.append(f"{', '.join(absent)} in {folder}")
     raise FileNotFoundError(
         f"celeba: CelebA is not in data_dir={str(data_dir)!r} nor in celeba below it: there is no "
@@ -192,7 +192,7 @@ def find_celeba(data_dir: str | Path) -> tuple[Path, Path, Path]:
 
 
 def read_celeba(data_dir: str | Path) -> CelebA:
-    r"""CelebA's lists under ``data_dir``, and which of the faces on them there are; no image is read.
+    r"""Reads CelebA's lists under ``data_dir`` and finds the available faces; no image is decoded.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -236,17 +236,17 @@ def read_celeba(data_dir: str | Path) -> CelebA:
 
 
 def smiling(celeba: CelebA, split: Split) -> Faces:
-    """Every face of the split; the label says whether it smiles, and clusters are labels."""
+    """All faces of the split; the label is whether the face smiles."""
     rows = celeba.rows(split)
     labels = celeba.attributes["Smiling"][rows].astype(np.int64)
     return Faces(rows, labels, labels)
 
 
 def spurious(celeba: CelebA, split: Split, seed: int) -> Faces:
-    """Smiling, where in training 95 % of those who smile have black hair and 95 % of the others blond hair.
+    """Smiling, where 95 % of smiling training faces have black hair and 95 % of the others have blond hair.
 
-    Clusters are `HAIR_GROUPS`. Faces with neither hair colour, or with both, are left out. Training has as many
-    faces as there are for these shares and as many of both labels, drawn by seed; testing has all.
+    Clusters are `HAIR_GROUPS`. Faces with neither hair colour, or with both, are not used. The training split is the
+    largest with these shares and balanced labels, drawn by seed; the test split has all faces.
     """
     groups = _groups(celeba, split, "Blond_Hair", (celeba.attributes["Black_Hair"] ^ celeba.attributes["Blond_Hair"]))
     if split == "train":
@@ -256,14 +256,14 @@ def spurious(celeba: CelebA, split: Split, seed: int) -> Faces:
 
 
 def four_classes(celeba: CelebA, split: Split, seed: int) -> Faces:
-    """Smiling × eyeglasses (`FOUR_CLASSES`), as many of each class as there are of the rarest, drawn by seed."""
+    """Smiling × eyeglasses (`FOUR_CLASSES`), balanced to the size of the rarest class, drawn by seed."""
     groups = _groups(celeba, split, "Eyeglasses", np.ones(len(celeba), dtype=np.bool_))
     rows, labels = _join(_draw(groups, (1, 1, 1, 1), FOUR_CLASSES, "celeba-4class", split, seed))
     return Faces(rows, labels, labels)
 
 
 def _groups(celeba: CelebA, split: Split, other: str, among: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
-    """Rows of the faces without and with a smile, and of these without and with the other attribute."""
+    """Rows of the four groups: not smiling and smiling, each without and with the other attribute."""
     rows = celeba.rows(split)
     rows = rows[among[rows]]
     group = 2 * celeba.attributes["Smiling"][rows] + celeba.attributes[other][rows]
@@ -278,7 +278,7 @@ def _draw(
     split: Split,
     seed: int,
 ) -> list[NDArray[np.int64]]:
-    """As many of all groups as there are in the ratio ``parts``."""
+    """The largest sample of all groups in the ratio ``parts``."""
     unit = min(len(group) // part for group, part in zip(groups, parts, strict=True))
     if not unit:
         counts = ", ".join(f"{name}: {len(group)}" for name, group in zip(names, groups, strict=True))
@@ -295,7 +295,7 @@ def _draw(
 
 
 def _join(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Rows of all groups, ascending, and the number of each one's group."""
+    """Rows of all groups, ascending, and the group of each row."""
     rows = np.concatenate(groups)
     numbers = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
     order = rows.argsort()
@@ -303,13 +303,13 @@ def _join(groups: Sequence[NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArr
 
 
 def _files(images: Path) -> dict[str, str]:
-    """Where in the folder or the zip every image is, by its file name."""
+    """Path of each image in the folder or zip file, by file name."""
     with open_source(images) as source:
         return {entry.name.rpartition("/")[2]: entry.name for entry in source.entries() if entry.name.endswith(".jpg")}
 
 
 def _attributes(path: Path) -> dict[str, list[bool]]:
-    """Which of the attributes that are used each face has."""
+    """The used attributes of each face."""
     lines = _lines(path)
     announced, names = (lines[0].strip(), lines[1].split()) if len(lines) > 1 else ("", [])
     absent = [name for name in _USED if name not in names]
@@ -327,7 +327,7 @@ def _attributes(path: Path) -> dict[str, list[bool]]:
     for number, row in enumerate(rows, start=3):
         if len(row) != 1 + len(names) or any(row[column] not in value for column in columns):
             raise ValueError(
-                f"{path}: line {number} has {len(row)} words, expected a file name and {len(names)} times 1 or -1; "
+                f"{path}: line {number} has {len(row)} columns, expected a file name and {len(names)} times 1 or -1; "
                 f"get it again from {_SOURCE}"
             )
         faces[row[0]] = [value[row[column]] for column in columns]
@@ -351,4 +351,4 @@ def _lines(path: Path) -> list[str]:
     try:
         return path.read_text("utf-8").splitlines()
     except UnicodeDecodeError as damage:
-        raise ValueError(f"{path}: is no text ({damage}); get it again from {_SOURCE}") from damage
+        raise ValueError(f"{path}: is not text ({damage}); get it again from {_SOURCE}") from damage

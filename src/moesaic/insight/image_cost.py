@@ -87,8 +87,8 @@ def image_costs(
 ) -> Costs:
     """Summarises the multiply-adds (B,) of images.
 
-    ``classes`` (B,) are true or predicted classes, ``probabilities`` (B, K) the predictions, ``correct`` (B,) tells
-    which of them are correct, if labels are known; ``show`` images are listed as least and as most expensive.
+    ``classes`` (B,) are true or predicted classes, ``probabilities`` (B, K) the predictions, ``correct`` (B,) is
+    whether they are correct, if labels are known; ``show`` images are listed as least and as most expensive.
 
     >>> labels, predictions = torch.tensor([0, 0, 1, 1]), torch.eye(2).repeat(2, 1)
     >>> costs = image_costs(torch.tensor([30, 20, 50, 60]), dense_macs=100, fixed_macs=5, classes=labels,

@@ -89,7 +89,7 @@ def draw_cost_extremes(costs: Costs, class_names: Sequence[str], classes: Tensor
     rows = [(name, which) for name, which in rows if which]
     most = max(len(which) for _, which in rows)
     tall = _THUMB * pixels.shape[2] / pixels.shape[3]
-    left = _MARGIN + 0.75
+    left = _MARGIN + 0.95
     width = left + most * (_THUMB + _GAP) - _GAP + _MARGIN
     figure, axes = new_canvas(width, _MARGIN + len(rows) * (tall + _CAPTION + _GAP))
     for i, (name, which) in enumerate(rows):

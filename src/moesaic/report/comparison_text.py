@@ -31,7 +31,7 @@ def verdict(found: Comparison, pair: PairedComparison) -> str:
 
 
 def outcome(pair: PairedComparison) -> str:
-    """The verdict in two or three words."""
+    """A short label of the verdict."""
     if pair.saving is not None:
         return f"{pair.saving.saver} saves labels"
     return "undecided" if pair.ahead is None else f"{pair.ahead} is ahead"

@@ -253,7 +253,7 @@ def _warnings(explanation: Explanation) -> tuple[str, ...]:
         names = listed([*shown, f"{more} more classes"] if more else shown)
         notes.append(
             f"There are fewer than {MIN_CLASS_IMAGES} images of {names}: numbers about these classes are unreliable. "
-            "Use --data to explain more images."
+            "Explain more images, for example with --data."
         )
     return tuple(notes)
 

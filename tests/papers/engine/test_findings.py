@@ -124,7 +124,7 @@ def test_a_marker_that_does_not_exist_is_refused_with_its_place(tmp_path: Path):
     path = tmp_path / "charts.json"
     write_charts(path, [CHART])
     path.write_text(path.read_text("utf-8").replace('"marker": "+"', '"marker": "heart"'), "utf-8")
-    with pytest.raises(ValueError, match=r"groups\[0\]\.marker: 'heart' where one of"):
+    with pytest.raises(ValueError, match=r"groups\[0\]\.marker: 'heart'; expected one of"):
         read_charts(path)
 
 
@@ -140,11 +140,11 @@ def test_a_file_that_cannot_be_written_whole_leaves_the_old_one(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"measured": "much"}, "measured: 'much' where a float belongs"),
-        ({"measured": True}, "measured: True where a float belongs"),
-        ({"fidelity": "exact"}, "fidelity: 'exact' where one of"),
-        ({"interval": [1.0]}, "interval: 1 values where 2 belong"),
-        ({"statement": 3}, "statement: 3 where a str belongs"),
+        ({"measured": "much"}, "measured: 'much'; expected a float"),
+        ({"measured": True}, "measured: True; expected a float"),
+        ({"fidelity": "exact"}, "fidelity: 'exact'; expected one of"),
+        ({"interval": [1.0]}, "interval: 1 values; expected 2"),
+        ({"statement": 3}, "statement: 3; expected a str"),
         ({"verdict": "perhaps"}, "verdict='perhaps'"),
         ({"colour": "red"}, "has the keys"),
     ],
@@ -159,7 +159,7 @@ def test_a_finding_that_is_none_is_refused_with_its_place(tmp_path: Path, change
     assert complaint in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("[{", "not a JSON file"), ("{}", "where a list belongs")])
+@pytest.mark.parametrize(("text", "complaint"), [("[{", "not a JSON file"), ("{}", "expected a list")])
 def test_a_damaged_file_says_so(tmp_path: Path, text: str, complaint: str):
     (tmp_path / "charts.json").write_text(text, "utf-8")
     with pytest.raises(ValueError, match=complaint):
