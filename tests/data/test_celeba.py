@@ -192,7 +192,7 @@ def test_missing_files_are_named_with_the_folders_looked_in(tmp_path: Path):
         ("list_attr_celeba.txt", "", "is not CelebA's list of attributes"),
         ("list_attr_celeba.txt", "1\nBald Smiling\n000001.jpg 1 1\n", "is not CelebA's list of attributes"),
         ("list_attr_celeba.txt", f"3\n{' '.join(NAMES)}\n000001.jpg 1 1 1 1 1\n", "announces 3 faces, 1 follow"),
-        ("list_attr_celeba.txt", f"1\n{' '.join(NAMES)}\n000001.jpg 1 1\n", "line 3 has 3 columns, expected a file name"),
+        ("list_attr_celeba.txt", f"1\n{' '.join(NAMES)}\n000001.jpg 1 1\n", "line 3 has 3 columns, expected a file"),
         ("list_attr_celeba.txt", f"1\n{' '.join(NAMES)}\n9.jpg 1 1 1 1 1\n", "does not list 9.jpg, which is in"),
         ("list_eval_partition.txt", "000001.jpg\n", "line 1 is '000001.jpg', expected"),
         ("list_eval_partition.txt", "000001.jpg 3\n", "line 1 is '000001.jpg 3', expected"),
