@@ -200,7 +200,7 @@ def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_in
     class Interrupter(NoProgress):
         """Loses patience in the second epoch of the second run."""
 
-        epochs, said = 0, ""
+        epochs, logged = 0, ""
 
         def advance(self, amount: int, note: str = "") -> None:
             self.epochs += amount
@@ -208,7 +208,7 @@ def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_in
                 raise KeyboardInterrupt
 
         def log(self, message: str) -> None:
-            self.calls += message
+            self.logged += message
 
     first = run(tmp_path / "a", samples=(8,))
     with pytest.raises(KeyboardInterrupt):
@@ -216,7 +216,7 @@ def test_the_same_seed_gives_the_same_runs_but_for_seconds_even_when_a_run_is_in
     later = Interrupter()
     later.epochs = 4
     assert timeless(run(tmp_path / "b", samples=(8,), progress=later)) == timeless(first)
-    assert later.calls == "continuing after epoch 1 of 2"
+    assert later.logged == "continuing after epoch 1 of 2"
     [folder, _] = sorted((tmp_path / "a" / "networks").iterdir())
     assert load_checkpoint(folder).class_names == ("dark", "bright")
 
