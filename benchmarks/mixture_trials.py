@@ -50,7 +50,9 @@ def largest_difference(samples: int = 2000, steps: int = 8) -> float:
     worst = 0.0
     for trial, training in enumerate(peers(keys, samples, torch.float64)):
         for step in range(steps):
-            training.step(keyed_random.coarse(keys[trial : trial + 1], step, MODEL.experts, samples)[0].T.double())
+            training.step(
+                keyed_random.coarse_uniform(keys[trial : trial + 1], step, MODEL.experts, samples)[0].T.double()
+            )
         ours = (trained.mixtures.weights, trained.mixtures.bias, trained.mixtures.router)
         for mine, theirs in zip(ours, training.model.weights(), strict=True):
             assert mine is not None

@@ -255,7 +255,7 @@ def test_the_plane_shows_all_panels_the_same_samples_and_training_moves_them_to_
 
 
 def test_regions_are_what_most_of_the_samples_around_say():
-    from moesaic.papers.chen2022.figure_1_expert_regions import _regions
+    from moesaic.papers.chen2022.figures_expert_map import _regions
 
     rng = np.random.default_rng(0)
     places = rng.normal(size=(200, 2)) + np.where(np.arange(200) < 100, -9, 9)[:, None]

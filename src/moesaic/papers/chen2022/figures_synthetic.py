@@ -16,7 +16,7 @@ from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022.claims_synthetic import PUBLISHED, entropies, final_entropy
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterPatches, ClusterSetting
 from moesaic.papers.chen2022.experiments_synthetic import ACTIVATIONS, ExperimentResults
-from moesaic.papers.chen2022.figure_1_expert_regions import figure_1
+from moesaic.papers.chen2022.figures_expert_map import figure_1
 from moesaic.papers.chen2022.theory.additive_classifiers import additive_error
 from moesaic.papers.engine.cells import CellArrays
 from moesaic.report.chart import Chart, Counts, Panel, Series
