@@ -209,7 +209,7 @@ def test_the_fastest_dense_layer_counts():
 
 
 def test_tuning_hands_on_its_bound_and_what_it_tells(monkeypatch: pytest.MonkeyPatch):
-    told: list[str] = []
+    messages: list[str] = []
 
     def stand_in(measure: object, log: Callable[[str], None], *, seconds: float) -> dict[str, tuple[int, ...]]:
         log(f"{seconds:g} s")
@@ -217,9 +217,9 @@ def test_tuning_hands_on_its_bound_and_what_it_tells(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(layer_benchmark, "tune", stand_in)
     found = layer_benchmark.tune_layer(
-        SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, what="step", log=told.append, seconds=7
+        SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, what="step", log=messages.append, seconds=7
     )
-    assert (found, told) == ({"combine": (16, 16)}, ["7 s"])
+    assert (found, messages) == ({"combine": (16, 16)}, ["7 s"])
 
 
 def test_running_once_ahead_runs_every_pass_of_what_is_compiled_and_tells_what_fails(monkeypatch: pytest.MonkeyPatch):

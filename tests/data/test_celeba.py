@@ -170,7 +170,7 @@ def test_four_classes_are_balanced_in_both_parts(tmp_path: Path):
     assert message == [FOUR_CLASSES[label] for label in drawn.labels]
 
 
-def test_a_group_that_nobody_is_in_is_reported_with_all_counts(tmp_path: Path):
+def test_an_empty_group_is_reported_with_all_counts(tmp_path: Path):
     faces = crowd("train", {"Black_Hair Smiling": 30, "Blond_Hair": 30}) + crowd("test", HAIR)
     celeba = read_celeba(write_celeba(tmp_path, faces))
     with pytest.raises(ValueError, match=r"ratio 1:19:19:1 \(not smiling, black hair: 0, .*smiling, blond hair: 0\)"):
@@ -206,7 +206,7 @@ def test_what_is_not_whole_is_reported(tmp_path: Path, file: str, content: str, 
         read_celeba(tmp_path)
 
 
-def test_a_list_that_is_no_text_is_reported(tmp_path: Path):
+def test_a_list_that_is_not_text_is_reported(tmp_path: Path):
     write_celeba(tmp_path, [("train", "Smiling"), ("test", "")])
     (tmp_path / "list_eval_partition.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="is not text"):

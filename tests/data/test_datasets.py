@@ -38,7 +38,7 @@ def pixels(count: int = 4) -> torch.Tensor:
     return torch.randint(256, (count, 3, 32, 32), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
 
 
-def test_rotate_has_every_image_upright_and_turned_with_its_class_as_cluster(folder):
+def test_rotate_has_every_image_upright_and_rotated_with_its_class_as_cluster(folder):
     dataset = cifar10_rotate_task(folder, images_per_file=3)
     plain = cifar10_dataset(folder, images_per_file=3)
     assert dataset.train.labels.tolist() == [0] * 15 + [1] * 15

@@ -1,4 +1,4 @@
-"""Images of every kind become the same square of bytes, and what is no image tells why."""
+"""All image formats decode to the same square of pixels; invalid files give the reason."""
 
 import io
 import struct
@@ -82,7 +82,7 @@ def test_a_large_jpeg_decoded_at_a_smaller_scale_looks_the_same():
 
 @pytest.mark.parametrize("turn", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_exif_says_how_a_image_is_turned(turn, kind):
+def test_exif_orientation_is_applied(turn, kind):
     ways = [None, *(Image.Transpose[name] for name in UNDO)]
     way = ways[turn - 1]
     stored = photograph() if way is None else photograph().transpose(way)

@@ -92,7 +92,7 @@ def stored(shade: int) -> dict[str, Any]:
 
 
 def split(labels: Sequence[Any], feature: Any = ClassLabel(("cat", "dog")), start: int = 0) -> Split:
-    """Images whose red tells which they are."""
+    """Images whose red value is their index."""
     images = [stored(start + place) for place in range(len(labels))]
     return Split({"image": Image(), "label": feature}, {"image": images, "label": list(labels)})
 

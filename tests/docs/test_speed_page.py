@@ -155,8 +155,8 @@ def test_a_bar_that_is_missed_is_told(speed: ModuleType):
 
 
 def test_the_floor_is_told_with_its_bytes_and_operations(of: ModuleType):
-    told = of.least_work("layer-cuda", "celeba", "step")()
-    assert told == (
+    text = of.least_work("layer-cuda", "celeba", "step")()
+    assert text == (
         "At least 1 GFLOP (0.002 ms at the measured rate) and 10 MB (0.005 ms), so bound by bytes; "
         "50 % of that floor is reached."
     )

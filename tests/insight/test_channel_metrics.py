@@ -178,7 +178,7 @@ def costs(macs: list[int], labels: list[int], right: list[bool] | None = None, c
     )
 
 
-def test_costs_are_percent_of_the_dense_network_and_classes_come_cheapest_first():
+def test_costs_are_percent_of_the_dense_network_and_classes_are_sorted_by_cost():
     found = costs([100, 120, 20, 40], [0, 0, 2, 2])
     assert found.cost == (50, 60, 10, 20)
     assert [(each.name, each.images, each.mean) for each in found.classes] == [("class 2", 2, 15), ("class 0", 2, 55)]
@@ -197,7 +197,7 @@ def test_one_image_has_a_cost_and_no_interval():
     assert found.extra_cost_when_wrong is None
 
 
-def test_that_wrong_answers_are_dearer_is_told_with_an_interval():
+def test_the_extra_cost_of_wrong_predictions_has_an_interval():
     macs = [100 + i % 3 for i in range(30)] + [140 + i % 3 for i in range(30)]
     found = costs(macs, [0] * 60, [True] * 30 + [False] * 30).extra_cost_when_wrong
     assert found is not None
@@ -205,7 +205,7 @@ def test_that_wrong_answers_are_dearer_is_told_with_an_interval():
     assert 19 < found.low < 20 < found.high < 21
 
 
-def test_a_class_that_is_dear_and_hard_does_not_make_wrong_answers_dear_within_it():
+def test_an_expensive_and_hard_class_does_not_make_wrong_predictions_expensive_within_it():
     easy = [(100 + i % 3, 0, i >= 12) for i in range(60)]  # 12 of 60 wrong
     hard = [(160 + i % 3, 1, i < 12) for i in range(60)]  # 48 of 60 wrong
     found = costs(*(list(column) for column in zip(*easy, *hard, strict=True)))
@@ -249,9 +249,9 @@ def test_a_deepmoe_tells_its_embedding_and_costs_batch_by_batch_as_at_once():
 
 def test_a_deepmoe_is_explained_by_its_gates_alone():
     found = collect_outputs(tiny(block=2), torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8), unit)
-    told = explain(found, ["cat", "dog"], labels=torch.tensor([0, 1, 0, 1]))
-    assert told.layers == ()
-    channels = told.channels
+    explanation = explain(found, ["cat", "dog"], labels=torch.tensor([0, 1, 0, 1]))
+    assert explanation.layers == ()
+    channels = explanation.channels
     assert channels is not None
     assert len(channels.layers) == 13
     assert channels.layers[-1].block == 2
@@ -280,9 +280,9 @@ class Mixed(nn.Module):
 def test_a_network_may_route_patches_and_gate_channels():
     torch.manual_seed(0)
     found = collect_outputs(Mixed(), torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8), unit)
-    told = explain(found, ["cat", "dog"])
-    assert [layer.name for layer in told.layers] == ["moe"]
-    assert told.channels is not None
-    assert [layer.name for layer in told.channels.layers] == ["conv"]
-    assert told.channels.costs is told.channels.map is None, "it does not tell them"
+    explanation = explain(found, ["cat", "dog"])
+    assert [layer.name for layer in explanation.layers] == ["moe"]
+    assert explanation.channels is not None
+    assert [layer.name for layer in explanation.channels.layers] == ["conv"]
+    assert explanation.channels.costs is explanation.channels.map is None, "it does not have them"
     assert explain(collect_outputs(Mixed(), torch.zeros(1, 3, 8, 8), unit, layers=["moe"]), ["a", "b"]).channels is None

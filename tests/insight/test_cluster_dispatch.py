@@ -66,7 +66,7 @@ def test_soft_routers_count_by_weight():
     assert "1.2" in str(table)
 
 
-def test_a_cluster_prefers_the_expert_with_most_of_it_and_nobody_where_it_has_none():
+def test_a_cluster_prefers_the_expert_with_most_of_it_and_none_if_it_is_empty():
     table = dispatch_table(samples_choose([[1], [1], [0], [2]], 3), [0, 0, 0, 2], names=["a", "b", "c"])
     assert table.preferred == (1, None, 2)
     assert table.shares[0] == pytest.approx((1 / 3, 2 / 3, 0))
@@ -117,15 +117,15 @@ def test_numbers_on_a_plot_can_be_read_on_its_colours():
 
 
 @pytest.mark.parametrize(
-    ("clusters", "names", "told"),
+    ("clusters", "names", "message"),
     [
         ([0, 2], ["a", "b"], "clusters go from 0 to 2, and 2 names stand for 0 to 1"),
         ([-1, 0], ["a", "b"], "clusters go from -1 to 0"),
         ([0, 1, 0], None, r"dispatch_table: clusters have shape \(3,\); give \(2,\)"),
     ],
 )
-def test_labels_that_do_not_fit_are_refused(clusters, names, told):
-    with pytest.raises(ValueError, match=told):
+def test_labels_that_do_not_fit_are_refused(clusters, names, message):
+    with pytest.raises(ValueError, match=message):
         dispatch_table(samples_choose([[0], [1]], 2), clusters, names)
 
 

@@ -1,4 +1,4 @@
-"""What a network looks at, as numbers: they say where experts look, and no more than the images show."""
+"""Explanations: selected patches by class, information about the class, accuracies."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def by_hand(index_BEL: Tensor, units: int = 4, scores: Tensor | None = None) -> 
     return Routing("patch", scores, index_BEL, gate, "expert", grid=(2, units // 2))
 
 
-def looked(routing: Routing, predicted: Tensor, classes: int = 2) -> ForwardPass:
+def forward_pass(routing: Routing, predicted: Tensor, classes: int = 2) -> ForwardPass:
     return ForwardPass(nn.functional.one_hot(predicted, classes).float(), {"moe": routing}, {"moe": None})
 
 
@@ -108,11 +108,13 @@ def test_labels_that_do_not_fit_are_refused(labels: Tensor):
 
 def test_top_patches_are_selected_patches_with_the_highest_scores_one_per_image():
     scores = torch.tensor([[9.0, 1.0, 2.0, 0.0], [0.0, 5.0, 4.0, 0.0], [0.0, 0.0, 0.0, 3.0]]).unsqueeze(2)
-    index = torch.tensor([[[1, 2]], [[1, 2]], [[UNASSIGNED, UNASSIGNED]]])  # 9 is highest, but nobody chose that patch
-    told = explain(
-        looked(by_hand(index, scores=scores), torch.tensor([0, 1, 0])), ["a", "b"], labels=torch.tensor([1, 1, 0])
+    index = torch.tensor(
+        [[[1, 2]], [[1, 2]], [[UNASSIGNED, UNASSIGNED]]]
+    )  # 9 is highest, but no expert selected that patch
+    explanation = explain(
+        forward_pass(by_hand(index, scores=scores), torch.tensor([0, 1, 0])), ["a", "b"], labels=torch.tensor([1, 1, 0])
     )
-    (top_patches,) = told.layers[0].top_patches
+    (top_patches,) = explanation.layers[0].top_patches
     assert [(each.image, each.patch, each.score, each.label) for each in top_patches] == [
         (1, 1, 5.0, 1),
         (0, 2, 2.0, 1),
@@ -121,26 +123,26 @@ def test_top_patches_are_selected_patches_with_the_highest_scores_one_per_image(
 
 def test_accuracies_are_told_for_all_for_classes_and_for_groups():
     routing = by_hand(torch.zeros(4, 1, 1, dtype=torch.int64))
-    told = explain(
-        looked(routing, torch.tensor([0, 0, 1, 1])),
+    explanation = explain(
+        forward_pass(routing, torch.tensor([0, 0, 1, 1])),
         ["a", "b"],
         labels=torch.tensor([0, 0, 0, 1]),
         groups=torch.tensor([2, 0, 0, 2]),
         group_names=["x", "y", "z"],
     )
-    assert told.accuracy == Accuracy("all", 3, 4)
-    assert told.class_accuracy == (Accuracy("a", 2, 3), Accuracy("b", 1, 1))
-    assert told.group_accuracy == (Accuracy("x", 1, 2), Accuracy("y", 0, 0), Accuracy("z", 2, 2))
+    assert explanation.accuracy == Accuracy("all", 3, 4)
+    assert explanation.class_accuracy == (Accuracy("a", 2, 3), Accuracy("b", 1, 1))
+    assert explanation.group_accuracy == (Accuracy("x", 1, 2), Accuracy("y", 0, 0), Accuracy("z", 2, 2))
 
 
 def test_without_labels_images_are_sorted_by_prediction_and_no_accuracy_is_told():
     routing = by_hand(torch.zeros(30, 1, 1, dtype=torch.int64))
-    told = explain(looked(routing, torch.tensor([0] * 5 + [1] * 25)), ["a", "b"])
-    assert told.by == "prediction"
-    assert told.class_images == (5, 25)
-    assert told.accuracy is None
-    assert not told.class_accuracy
-    assert told.small_classes == ("a",)
+    explanation = explain(forward_pass(routing, torch.tensor([0] * 5 + [1] * 25)), ["a", "b"])
+    assert explanation.by == "prediction"
+    assert explanation.class_images == (5, 25)
+    assert explanation.accuracy is None
+    assert not explanation.class_accuracy
+    assert explanation.small_classes == ("a",)
 
 
 def test_an_interval_holds_its_accuracy_and_narrows_with_the_images():
@@ -155,14 +157,14 @@ def test_an_interval_holds_its_accuracy_and_narrows_with_the_images():
 def test_every_kind_of_routing_of_patches_is_explained(router: nn.Module):
     model = network(router=router, patches_per_expert=None, context="patch")
     pixels = torch.randint(0, 256, (24, 3, 8, 8), dtype=torch.uint8)
-    told = explain(collect_outputs(model, pixels, unit), ["a", "b"], labels=torch.arange(24) % 2)
-    reach = torch.tensor(told.layers[0].selection_rate)
-    assert reach.shape == (2, 2, 4)
+    explanation = explain(collect_outputs(model, pixels, unit), ["a", "b"], labels=torch.arange(24) % 2)
+    rate = torch.tensor(explanation.layers[0].selection_rate)
+    assert rate.shape == (2, 2, 4)
     if isinstance(router, TokenChoice):
-        assert torch.allclose(reach.sum(1), torch.ones(2, 4), atol=1e-4)  # each patch goes to one expert
+        assert torch.allclose(rate.sum(1), torch.ones(2, 4), atol=1e-4)  # each patch goes to one expert
     else:
-        assert torch.allclose(reach.sum(2), torch.ones(2, 2), atol=1e-4)  # each expert gets one mixture
-        assert told.layers[0].probe_accuracy is None
+        assert torch.allclose(rate.sum(2), torch.ones(2, 2), atol=1e-4)  # each expert gets one mixture
+        assert explanation.layers[0].probe_accuracy is None
 
 
 def test_routing_of_whole_images_is_explained_without_places():
@@ -218,7 +220,7 @@ def test_what_cannot_be_explained_is_refused():
         collect_outputs(network(), torch.zeros(0, 3, 8, 8, dtype=torch.uint8), unit)
     routing = by_hand(torch.zeros(2, 1, 1, dtype=torch.int64))
     with pytest.raises(ValueError, match="3 class names for a network with 2 outputs"):
-        explain(looked(routing, torch.tensor([0, 1])), ["a", "b", "c"])
+        explain(forward_pass(routing, torch.tensor([0, 1])), ["a", "b", "c"])
 
 
 @pytest.mark.parametrize(

@@ -37,11 +37,11 @@ def rendered(figure: Figure, dpi: int = 100) -> np.ndarray:
 
 def panel(figure: Figure, axes: Axes) -> np.ndarray:
     """The pixels of one panel."""
-    picture = rendered(figure)
-    height, width, _ = picture.shape
+    image = rendered(figure)
+    height, width, _ = image.shape
     box = axes.get_position()
     top, bottom = round((1 - box.y1) * height), round((1 - box.y0) * height)
-    return picture[top:bottom, round(box.x0 * width) : round(box.x1 * width)]
+    return image[top:bottom, round(box.x0 * width) : round(box.x1 * width)]
 
 
 def centres(figure: Figure, axes: Axes, grid: tuple[int, int]) -> np.ndarray:
@@ -57,7 +57,7 @@ def texts(axes: Axes) -> list[str]:
     return [text.get_text() for text in axes.texts]
 
 
-def test_each_image_has_its_picture_and_a_panel_for_each_expert():
+def test_each_image_has_a_panel_for_each_expert():
     figure = overlay(torch.rand(2, 3, 32, 48), expert_choice(batch=2))
     assert len(figure.axes) == 2 * (1 + 3)
     assert [texts(axes)[0] for axes in figure.axes if axes.texts] == ["expert 0", "expert 1", "expert 2"] * 2
@@ -73,7 +73,7 @@ def test_a_panel_shows_the_expert_s_patches_and_veils_the_others():
     assert dark.tolist() == [[False, True, False], [False, False, False]]
 
 
-def test_the_picture_shows_what_somebody_chose_more_clearly_than_the_rest():
+def test_selected_patches_are_clearer_than_the_rest():
     figure = overlay(torch.zeros(1, 1, 32, 48), by_hand([[0, 5], [1, 5]], units=6, grid=(2, 3)))
     brightness = centres(figure, figure.axes[0], (2, 3)).mean(-1)
     assert (brightness < 0.1).tolist() == [[True, True, False], [False, False, True]]
@@ -124,8 +124,8 @@ def test_an_expert_without_patches_is_called_idle():
 def test_no_two_of_the_first_32_experts_look_alike():
     figure = overlay(torch.rand(1, 3, 8, 8), expert_choice(experts=32, patches=1, grid=(2, 2)))
     marks = [axes.lines[0] for axes in figure.axes[1:]]
-    looks = {(mark.get_color(), str(mark._dash_pattern)) for mark in marks}
-    assert len(looks) == 32
+    styles = {(mark.get_color(), str(mark._dash_pattern)) for mark in marks}
+    assert len(styles) == 32
 
 
 def test_picked_experts_keep_their_names_and_colours():

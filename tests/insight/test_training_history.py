@@ -68,7 +68,7 @@ def test_accuracies_of_trials_are_those_of_each_alone():
 
 
 @pytest.mark.parametrize(
-    ("guesses", "clusters", "error", "told"),
+    ("guesses", "clusters", "error", "message"),
     [
         ((2, 4), torch.zeros(3).long(), ValueError, r"guesses \(2, 4\)"),
         ((2, 3), torch.tensor([0, -1, 0]), ValueError, "clusters go from -1 to 0"),
@@ -76,8 +76,8 @@ def test_accuracies_of_trials_are_those_of_each_alone():
         ((2, 3), torch.zeros(3), TypeError, "clusters are torch.float32"),
     ],
 )
-def test_samples_that_do_not_fit_together_are_refused(guesses, clusters, error, told):
-    with pytest.raises(error, match=told):
+def test_samples_that_do_not_fit_together_are_refused(guesses, clusters, error, message):
+    with pytest.raises(error, match=message):
         expert_accuracy(torch.zeros(guesses), torch.zeros(3), clusters, count=2)
 
 
@@ -160,7 +160,7 @@ def npz(**arrays) -> bytes:
     ],
     ids=["empty", "torn", "other arrays", "fewer values", "steps that are floats", "objects", "a step twice"],
 )
-def test_a_file_that_is_no_track_is_refused_by_name(tmp_path, content):
+def test_a_file_that_is_no_history_is_refused_by_name(tmp_path, content):
     path = tmp_path / "odd.npz"
     path.write_bytes(content)
     with pytest.raises(ValueError, match=r"odd\.npz: not a readable training history .* save it again"):
@@ -168,16 +168,16 @@ def test_a_file_that_is_no_track_is_refused_by_name(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("step", "values", "error", "told"),
+    ("step", "values", "error", "message"),
     [
         (20, {"seen": 1}, ValueError, "the last step is 20; steps must increase"),
         (21, {"products": np.zeros(3)}, ValueError, r"'products' has shape \(3,\) at step 21, and had \(2, 3\)"),
         (21, {"note": "text"}, TypeError, "note='text' is not a number"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_nothing_of_the_step_is_kept(step, values, error, told):
+def test_what_does_not_fit_is_refused_and_nothing_of_the_step_is_stored(step, values, error, message):
     history = small_track()
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         history.add(step, fresh=1.0, **values)
     assert "fresh" not in list(history)
     assert history["products"].steps.tolist() == [0, 5, 20]

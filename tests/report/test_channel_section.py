@@ -20,8 +20,8 @@ from moesaic.routing.channel_gate import ChannelGate
 NAMES = ("cat <b>", "dog & co", "frog\x08")
 
 
-def looked(open_by_layer: dict[str, Tensor], macs: Tensor | None, classes: int = 3) -> ForwardPass:
-    """What a network with these gates open would have told; it answers class 0 for all."""
+def forward_pass(open_by_layer: dict[str, Tensor], macs: Tensor | None, classes: int = 3) -> ForwardPass:
+    """The forward pass of a network with these gates, which predicts class 0 for all images."""
     B = len(next(iter(open_by_layer.values())))
     routing = {
         name: ChannelGate(1, each.shape[1]).choose(torch.where(each, 0.5, -0.5)) for name, each in open_by_layer.items()
@@ -33,7 +33,7 @@ def looked(open_by_layer: dict[str, Tensor], macs: Tensor | None, classes: int =
 
 
 def planted(images: int = 60, classes: int = 3) -> tuple[ForwardPass, Tensor, Tensor]:
-    """Of three layers one is static, one random, and one follows the class; class 2 is dear."""
+    """Of three layers one is static, one random, and one follows the class; class 2 is expensive."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(images) % classes
     static = torch.tensor([True, False]).expand(images, 2)
@@ -41,7 +41,7 @@ def planted(images: int = 60, classes: int = 3) -> tuple[ForwardPass, Tensor, Te
     following = torch.nn.functional.one_hot(labels, classes).bool()
     macs = 300 + 100 * labels + torch.randint(0, 20, (images,), generator=generator)
     pixels = torch.randint(0, 256, (images, 3, 8, 6), dtype=torch.uint8, generator=generator)
-    return looked({"conv1": static, "conv2": random, "<i>conv3</i>": following}, macs, classes), labels, pixels
+    return forward_pass({"conv1": static, "conv2": random, "<i>conv3</i>": following}, macs, classes), labels, pixels
 
 
 def write(folder: Path, explanation: Explanation, found: ForwardPass, pixels: Tensor, classes: Tensor) -> str:
@@ -77,11 +77,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, write(folder, explain(found, NAMES, labels=labels), found, pixels, labels)
 
 
-def test_the_page_has_its_pictures_and_charts_in_itself(written: tuple[Path, str]):
+def test_the_page_embeds_its_figures_and_charts(written: tuple[Path, str]):
     folder, page = written
-    pictures = {path.name for path in folder.glob("*.png")}
+    figures = {path.name for path in folder.glob("*.png")}
     kinds = ("cost-extremes", "costs", "distances", "embedding", "image-0", "patterns")
-    assert pictures == {f"gates-{kind}.png" for kind in kinds}, "and none of an earlier explanation"
+    assert figures == {f"gates-{kind}.png" for kind in kinds}, "and none of an earlier explanation"
     assert page.count("<svg") == 3
     assert all(source.startswith("data:image/png;base64,") for source in re.findall(r'src="([^"]*)"', page))
     outside = [link for link in re.findall(r'https?://[^"\s<]*', page) if "www.w3.org" not in link]
@@ -136,7 +136,7 @@ def test_a_page_can_be_made_of_few_images_and_of_one_class(images: int, classes:
 
 
 def test_gates_that_are_the_same_for_every_image_are_called_static(tmp_path: Path):
-    found = looked({"conv1": torch.tensor([[True, False]]).expand(6, 2)}, torch.full((6,), 400))
+    found = forward_pass({"conv1": torch.tensor([[True, False]]).expand(6, 2)}, torch.full((6,), 400))
     labels, pixels = torch.arange(6) % 3, torch.zeros(6, 1, 8, 8, dtype=torch.uint8)
     text = words(write(tmp_path, explain(found, NAMES, labels=labels), found, pixels, labels))
     assert "the same channels for every image" in text
@@ -145,19 +145,21 @@ def test_gates_that_are_the_same_for_every_image_are_called_static(tmp_path: Pat
 
 
 def test_gates_without_embedding_and_costs_are_shown_all_the_same(tmp_path: Path):
-    found = looked({"conv1": torch.eye(3).bool().repeat(4, 1)}, None)
+    found = forward_pass({"conv1": torch.eye(3).bool().repeat(4, 1)}, None)
     pixels = torch.zeros(12, 3, 8, 8, dtype=torch.uint8)
     page = write(tmp_path, explain(found, NAMES), found, pixels, found.probabilities.argmax(1))
-    assert "Which images are cheap?" not in page
+    assert "Cost of images" not in page
     assert ">Layers<" in page
 
 
 def test_of_many_classes_the_largest_have_colours_and_the_others_share_one():
     labels = torch.cat([torch.arange(14), torch.arange(11)])
-    found = looked({"conv1": torch.rand(25, 4) < 0.5}, torch.arange(25), classes=14)
-    told = explain(found, [f"class {k}" for k in range(14)], labels=labels)
-    assert told.channels is not None
-    chart = next(each for each in gate_charts(told.channels, told.class_names, labels) if each.id == "embedding")
+    found = forward_pass({"conv1": torch.rand(25, 4) < 0.5}, torch.arange(25), classes=14)
+    explanation = explain(found, [f"class {k}" for k in range(14)], labels=labels)
+    assert explanation.channels is not None
+    chart = next(
+        each for each in gate_charts(explanation.channels, explanation.class_names, labels) if each.id == "embedding"
+    )
     points = chart.panels[0].points
     assert points is not None
     assert [group.label for group in points.groups] == ["5 other classes", *(f"class {k}" for k in range(9))]
@@ -166,9 +168,9 @@ def test_of_many_classes_the_largest_have_colours_and_the_others_share_one():
 
 def test_a_strip_is_sorted_by_how_often_gates_are_open_and_dark_where_they_are():
     open_BE = torch.tensor([[0, 1, 1], [0, 1, 0]]).bool()
-    told = explain(looked({"conv1": open_BE}, None, classes=2), ["a", "b"], labels=torch.tensor([0, 1]))
-    assert told.channels is not None
-    figure = draw_patterns(told.channels, ["a", "b"], [1, 1])
+    explanation = explain(forward_pass({"conv1": open_BE}, None, classes=2), ["a", "b"], labels=torch.tensor([0, 1]))
+    assert explanation.channels is not None
+    figure = draw_patterns(explanation.channels, ["a", "b"], [1, 1])
     _, strip = (np.asarray(image.get_array()) for image in figure.axes[0].images)
     white = strip.min(-1) == 1
     assert white.tolist() == [[False, False, True], [False, True, True]]

@@ -1,4 +1,4 @@
-"""Charts show their numbers, style the same every time, and can be told apart without colours."""
+"""Charts show their numbers, are reproducible, and distinguish lines without colours."""
 
 import io
 import math
@@ -146,13 +146,13 @@ def test_blocks_are_grey_from_black_for_0_to_white_for_1_with_ticks_at_their_val
     axes = figure.axes[0]
     assert [text.get_text() for text in axes.get_xticklabels()] == ["2", "4"]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["100", "300"]
-    picture = rendered(figure)
-    height, width, _ = picture.shape
+    image = rendered(figure)
+    height, width, _ = image.shape
     box = axes.get_position()
 
     def colour(column: int, row: int) -> np.ndarray:
         x, y = box.x0 + (column + 0.5) / 2 * box.width, box.y0 + (row + 0.5) / 2 * box.height
-        return picture[round((1 - y) * height), round(x * width)]
+        return image[round((1 - y) * height), round(x * width)]
 
     assert colour(0, 0).tolist() == [0, 0, 0]
     assert colour(0, 1).tolist() == [1, 1, 1]
@@ -288,9 +288,9 @@ def test_strangers_beside_all_experts_still_have_a_colour():
 
 def colour_at(figure: Figure, axes: Axes, x: float, y: float) -> list[float]:
     """The colour that is drawn at a place of the axes' data."""
-    picture = rendered(figure)
+    image = rendered(figure)
     across, up = figure.transFigure.inverted().transform(axes.transData.transform((x, y)))
-    return picture[round((1 - up) * picture.shape[0]), round(across * picture.shape[1])].tolist()
+    return image[round((1 - up) * image.shape[0]), round(across * image.shape[1])].tolist()
 
 
 GROUPS = (
@@ -356,8 +356,8 @@ def test_counts_are_written_into_cells_that_are_darker_the_more_of_their_row_the
     counts = Counts(("cluster 1", "cluster 2"), ("1", "2", "3"), ((0.0, 1000.0, 3000.0), (2.0, 2.0, math.nan)))
     figure = draw(chart(Panel("panel", "expert", "", counts=counts)))
     axes = figure.axes[0]
-    told = [text.get_text() for text in axes.texts]
-    assert told == ["0", "1,000", "3,000", "2", "2", "–"]
+    texts = [text.get_text() for text in axes.texts]
+    assert texts == ["0", "1,000", "3,000", "2", "2", "–"]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["cluster 1", "cluster 2"]
     assert axes.get_ylim()[0] > axes.get_ylim()[1]  # the first row is on top
     none, quarter, most, half = (

@@ -1,4 +1,4 @@
-"""The page on what a network looks at is whole, needs nothing else, and shows what was measured."""
+"""The explanation page is complete and self-contained, and shows the measured numbers."""
 
 import io
 import json
@@ -63,11 +63,11 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_the_page_embeds_all_figures_and_loads_nothing(written: tuple[Path, str]):
     folder, page = written
-    pictures = sorted(path.name for path in folder.glob("*.png"))
+    figures = sorted(path.name for path in folder.glob("*.png"))
     kinds = ("difference", "gate", "image-0", "image-1", "share", "top-patches")
-    assert pictures == [f"layer-0-{kind}.png" for kind in kinds], "and none of an earlier explanation"
+    assert figures == [f"layer-0-{kind}.png" for kind in kinds], "and none of an earlier explanation"
     sources = re.findall(r'src="([^"]*)"', page)
-    assert len(sources) == len(pictures)
+    assert len(sources) == len(figures)
     assert all(source.startswith("data:image/png;base64,") for source in sources)
     assert "Content-Security-Policy" in page
     assert not re.search(r"https?://", page)
@@ -178,9 +178,11 @@ def test_any_number_of_experts_and_classes_can_be_drawn(experts: int, classes: i
     seen, pixels = found(network(experts, classes, channels), images=2 * classes, channels=channels)
     labels = torch.arange(2 * classes) % classes
     names = [f"class {k} with a name that is long" for k in range(classes)]
-    told = explain(seen, names, labels=labels)
+    explanation = explain(seen, names, labels=labels)
     for kind in ("share", "difference", "gate"):
-        figure = draw_class_maps(told.layers[0], names, mean_images(pixels, labels, classes), told.class_images, kind)
+        figure = draw_class_maps(
+            explanation.layers[0], names, mean_images(pixels, labels, classes), explanation.class_images, kind
+        )
         rows = 1 if classes == 2 and kind == "difference" else min(classes, 12)
         assert len(tinted(figure)) == experts * rows
-    draw_top_patches(told.layers[0], names, pixels).savefig(io.BytesIO(), format="png", dpi=20)
+    draw_top_patches(explanation.layers[0], names, pixels).savefig(io.BytesIO(), format="png", dpi=20)

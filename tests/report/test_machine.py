@@ -1,4 +1,4 @@
-"""The machine is described by what matters for a measurement, and by nothing that tells whose it is."""
+"""The machine is described by what matters for a measurement, and not by names of users or hosts."""
 
 import getpass
 import platform

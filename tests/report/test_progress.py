@@ -1,4 +1,4 @@
-"""A terminal sees bars, a file sees a line now and then, and both tell how long it will take."""
+"""A terminal gets progress bars, a file gets a line every ten seconds; both show the remaining time."""
 
 import io
 
