@@ -136,7 +136,8 @@ CHECKS: tuple[ClaimCheck, ...] = (
             "Where feature signal and feature noise are alike, no function that adds up its patches is better than "
             "87.5 %; we add that one attains it (accuracy of that one).",
             87.5,
-            "Test accuracy in percent of the classifier of moesaic.theory.AdditiveClassifier, whose docstring has "
+            "Test accuracy in percent of the classifier of "
+            "moesaic.papers.chen2022.theory.additive_classifiers.AdditiveClassifier, whose docstring has "
             "the proof, on ten draws of setting 3. Holds if the interval contains 87.5.",
         ),
         ("theory/additive/s3",),
