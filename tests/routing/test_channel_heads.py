@@ -64,6 +64,18 @@ def test_blocks_with_equal_scores_are_opened_from_the_first_on():
 
 
 @torch.no_grad()
+def test_ties_in_one_head_do_not_change_another():
+    heads, _ = build("topk")
+    for head, bias in zip(heads.values(), ([1, 3, 3, 3], [9, 5, 9, 9], [4, 7, 7]), strict=True):
+        head.weight.zero_()
+        head.bias.copy_(torch.tensor(bias[: len(head.bias)]))
+    frozen = FrozenHeads(list(heads.values()))
+    scores = frozen.scores(torch.zeros(1, 6, dtype=torch.float64))
+    assert frozen.open_blocks(scores).blocks.tolist() == [1, 2, 4, 6, 9]
+    assert frozen.gates(scores)[0].nonzero().flatten().tolist() == [1, 2, 4, 6, 9]
+
+
+@torch.no_grad()
 def test_a_gate_that_is_nan_is_open():
     heads, embedding = build("relu")
     heads["b"].bias[3] = torch.nan

@@ -191,8 +191,9 @@ class PatchMoE(RoutedLayer):
     def _route(self, x: Tensor) -> tuple[Routing, PatchSelection | None]:
         selection = None
         router = self.router
-        # a router that has hooks, or a forward of its own, is called as a module
-        if isinstance(router, ExpertChoice) and type(router).forward is ExpertChoice.forward and not has_hooks(router):
+        # a router that has hooks, or a forward of its own (of its class or set on it), is called as a module
+        is_plain = getattr(router.forward, "__func__", None) is ExpertChoice.forward and not has_hooks(router)
+        if isinstance(router, ExpertChoice) and is_plain:
             routing, selection = router.select(x)
         else:
             routing = router(x)
