@@ -61,6 +61,8 @@ NAMES |= {new: old for old, new in NAMES.items()}
 GPU_ONLY = ("triton", "tile_sizes")
 """Parts of the paths of modules that run on GPUs alone."""
 
+_FILES = 40  # of tests run at a time to find out their lines, so that little is lost where this is interrupted
+
 QUIET_CALLS = {"log", "warn", "warning", "print", "print_help", "arg", "field", "TypeVar", "cast", "log_line"}
 """What these are given is text for people, or no code that runs."""
 
@@ -317,8 +319,9 @@ def map_tests(root: Path, jobs: int, cache: Path, below: Sequence[str]) -> TestM
     stale = [file for file in has_tests if file not in known]
     if stale:
         print(f"mutate: finding out which lines the tests of {len(stale)} files run", flush=True)
-        tests = _lines_of_tests(root, stale, jobs)
-        for file in stale:
+    for some in (stale[i : i + _FILES] for i in range(0, len(stale), _FILES)):
+        tests = _lines_of_tests(root, some, jobs)
+        for file in some:
             own = {name: each for name, each in tests.items() if name.split("::")[0] == file}
             paths = {file, *(path for each in own.values() for path in each["lines"])} & digests.keys()
             known[file] = {"digests": {path: digests[path] for path in paths}, "tests": own}
