@@ -1,9 +1,11 @@
 """What a user gets from ``import moesaic``: a short list of names, explained, and nothing heavy."""
 
+import json
 import subprocess
 import sys
 
 import pytest
+from record_defaults import FILE, defaults
 
 import moesaic
 
@@ -58,3 +60,7 @@ def test_importing_moesaic_imports_nothing_that_only_some_users_need():
     code = "import sys, torch; before = set(sys.modules); import moesaic; print(*set(sys.modules) - before)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not LATE & set(run.stdout.split())
+
+
+def test_defaults_are_the_recorded_ones():
+    assert defaults() == json.loads(FILE.read_text("utf-8"))
