@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from queue import SimpleQueue
@@ -404,28 +405,54 @@ class Workshop:
 
     def _run(self, names: list[str]) -> tuple[str, str]:
         assert self.tests is not None
-        chosen = self.root / "mutate-tests.json"
+        chosen, log = self.root / "mutate-tests.json", self.root / "mutate-log.txt"
         chosen.write_text(json.dumps(names), "utf-8")
         files = list(dict.fromkeys(name.split("::")[0] for name in names))
         patience = self.limit + 5 * sum(self.tests.seconds[name] for name in names)
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "coverage_by_test", "--tb=no", *files]
-        command += ["-p", "no:cacheprovider", "-p", "no:xdist"]
+        arguments = [
+            "-q",
+            "-x",
+            "-p",
+            "coverage_by_test",
+            "--tb=no",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:xdist",
+            *files,
+        ]
         own = environment(self.root, MOESAIC_TESTS_FROM=str(chosen))
-        with subprocess.Popen(
-            command, cwd=self.root, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            try:
-                shown, _ = process.communicate(timeout=patience)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, 9)
-                return "timeout", f"after {patience:.0f} s"
-        if process.returncode == 0:
+        request = {
+            "folder": str(self.root), "environment": own, "arguments": arguments, "log": str(log), "seconds": patience,
+        }  # fmt: skip
+        code = self._ask_server(request)
+        if code == "timeout":
+            return "timeout", f"after {patience:.0f} s"
+        if code == "0":
             return "survived", ""
-        if process.returncode == 5:
+        if code == "5":
             return "not run", "no test was collected"
+        shown = log.read_text("utf-8", errors="replace")
         failed = [line for line in shown.splitlines() if line.startswith(("FAILED", "ERROR"))]
         return "noticed", failed[0] if failed else shown[-300:]
+
+    def _ask_server(self, request: dict[str, Any]) -> str:
+        server = self._server
+        assert server.stdin is not None
+        assert server.stdout is not None
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        reply = server.stdout.readline().strip()
+        if not reply:
+            sys.exit("mutate: tools/pytest_server.py ended")
+        return reply
+
+    @cached_property
+    def _server(self) -> subprocess.Popen[str]:
+        """Ends with this process, as its standard input does."""
+        command = [sys.executable, str(TOOLS / "pytest_server.py")]
+        own = environment(self.root)
+        return subprocess.Popen(command, env=own, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def main() -> int:
