@@ -387,7 +387,7 @@ class Workshop:
             path.write_text(change.source, "utf-8")
             names = self.tests.tests_for(change)
             for some in self._batches(names):
-                fate, by = self._run(some)
+                fate, by = self.run(some)
                 if fate != "survived":
                     break
         finally:
@@ -403,7 +403,8 @@ class Workshop:
             first += 1
         yield from filter(None, (names[:first], names[first:]))
 
-    def _run(self, names: list[str]) -> tuple[str, str]:
+    def run(self, names: list[str]) -> tuple[str, str]:
+        """What becomes of the change that is in place, and the test that noticed it."""
         assert self.tests is not None
         chosen, log = self.root / "mutate-tests.json", self.root / "mutate-log.txt"
         chosen.write_text(json.dumps(names), "utf-8")
@@ -494,8 +495,15 @@ def _try_all(changes: Sequence[Change], given: argparse.Namespace, folder: Path)
     first = Workshop(folder / "0", None, given.timeout)
     tests = map_tests(first.root, given.jobs, ROOT / ".cache" / "mutate.json", given.tests)
     free: SimpleQueue[Workshop] = SimpleQueue()
-    for i in range(given.jobs):
-        free.put(Workshop(folder / str(i), tests, given.timeout))
+    workshops = [Workshop(folder / str(i), tests, given.timeout) for i in range(given.jobs)]
+    for workshop in workshops:
+        free.put(workshop)
+
+    control = sorted(tests.seconds, key=lambda test: tests.seconds[test])[:: max(1, len(tests.seconds) // 20)][:20]
+    for workshop in workshops:  # a run that fails for another reason would count as noticed
+        fate, by = workshop.run(control)
+        if fate != "survived":
+            sys.exit(f"mutate: the tests fail without any change: {by}")
 
     def judge(change: Change) -> Verdict:
         workshop = free.get()

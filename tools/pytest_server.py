@@ -16,7 +16,7 @@ from typing import Any
 PACKAGES = (
     *("torch", "numpy", "scipy.stats", "scipy.optimize", "sklearn.manifold", "sklearn.metrics", "matplotlib.pyplot"),
     *("PIL.Image", "safetensors.torch", "rich.console", "rich.table", "rich.progress", "tyro", "jinja2"),
-    *("mlxtend.data", "hypothesis", "hypothesis.strategies", "pytest"),
+    *("mlxtend.data", "pytest"),  # not hypothesis: its plugin of pytest has to be imported by pytest
 )
 
 
