@@ -3,7 +3,7 @@
     python benchmarks/mlp.py [--device cuda] [--only ours,bmm] [--repetitions 20] [--scattermoe CHECKOUT]
 
 128 images of 14×14 tokens, 768 → 3072 → 768 with gelu, 16 experts that take 12 tokens of each image (expert choice) and
-whose answers are summed; on a CPU a small shape, to see that everything runs. A step is forward and backward with all
+whose outputs are summed; on a CPU a small shape, to see that everything runs. A step is forward and backward with all
 gradients, the map's included, in a CUDA graph where it can be captured; candidates take turns, and every figure is a
 ratio within one run. The router is part of every routed step.
 
@@ -127,8 +127,8 @@ class PlainChoice(nn.Module):
         place = (index + first).transpose(0, 1).reshape(E * B * L)
         rows = rows_of(x).flatten(0, 1)[place].view(E, B * L, C)
         hidden = F.gelu(torch.baddbmm(self.bias_in.unsqueeze(1), rows, self.weight_in.mT))
-        answers = torch.baddbmm(self.bias_out.unsqueeze(1), hidden, self.weight_out.mT)
-        gated = answers * gate.transpose(0, 1).reshape(E, B * L, 1).to(answers.dtype)
+        outputs = torch.baddbmm(self.bias_out.unsqueeze(1), hidden, self.weight_out.mT)
+        gated = outputs * gate.transpose(0, 1).reshape(E, B * L, 1).to(outputs.dtype)
         y = x.new_zeros(B * H * W, C).index_add(0, place, gated.flatten(0, 1))
         return y.view(B, H, W, C).permute(0, 3, 1, 2)
 
@@ -155,8 +155,8 @@ class TokenChoice(nn.Module):
         order = expert.argsort()
         ends = self.ends(expert)
         hidden = F.gelu(F.grouped_mm(rows[order], self.weight_in.mT, offs=ends))
-        answers = F.grouped_mm(hidden, self.weight_out.mT, offs=ends)
-        gated = answers * gate[order].unsqueeze(1).to(answers.dtype)
+        outputs = F.grouped_mm(hidden, self.weight_out.mT, offs=ends)
+        gated = outputs * gate[order].unsqueeze(1).to(outputs.dtype)
         return torch.empty_like(gated).index_copy(0, order, gated)
 
 
@@ -246,9 +246,9 @@ def expert_choice_in_float64(leaves: dict[str, Tensor], index: Tensor) -> Callab
                 rows = tokens[b, places]
                 gate = (rows @ leaves["router"][e]).softmax(0)
                 hidden = F.gelu(rows @ leaves["weight_in"][e].mT + leaves["bias_in"][e])
-                answers = hidden @ leaves["weight_out"][e].mT + leaves["bias_out"][e]
+                outputs = hidden @ leaves["weight_out"][e].mT + leaves["bias_out"][e]
                 y = y.index_put(
-                    (torch.tensor(b, device=x.device), places), gate.unsqueeze(1) * answers, accumulate=True
+                    (torch.tensor(b, device=x.device), places), gate.unsqueeze(1) * outputs, accumulate=True
                 )
         return y.view(*x.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
 
@@ -262,8 +262,8 @@ def token_choice_in_float64(leaves: dict[str, Tensor], expert: Tensor) -> Callab
         for e in range(len(leaves["weight_in"])):
             places = (expert == e).nonzero().squeeze(1)
             hidden = F.gelu(rows[places] @ leaves["weight_in"][e].mT)
-            answers = hidden @ leaves["weight_out"][e].mT
-            y = y.index_put((places,), gate[places, e].unsqueeze(1) * answers)
+            outputs = hidden @ leaves["weight_out"][e].mT
+            y = y.index_put((places,), gate[places, e].unsqueeze(1) * outputs)
         return y
 
     return run

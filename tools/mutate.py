@@ -1,12 +1,12 @@
-"""Changes the code at random places, one at a time, and reports the changes that no test notices: ``make mutate``.
+"""Mutation testing: changes the code at random places, one at a time, and lists the changes that no test notices.
 
 A seed draws the places in src/moesaic (kernels for Triton aside: they need a GPU) and what is put there: another
 comparison or arithmetic operator, ``and`` for ``or``, a condition without its ``not``, a constant that is one more or
 less, ``max`` for ``min``, ``mean`` for ``sum``. Docstrings, annotations, ``__all__`` and the texts of errors stay.
 
-Every change is made in a copy of the tree. The tests that run the changed line are started there, the nearest and
-quickest first; the first that fails has noticed the change. Which test runs which line is found out once
-and kept in .cache/mutate.json.
+Each mutant is made in a copy of the tree. The tests that run the changed line are started there, the nearest and
+quickest first; the first that fails kills the mutant. Which test runs which line is recorded once, in
+.cache/mutate.json.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ GPU_ONLY = ("triton", "tile_sizes")
 _FILES = 40  # of tests run at a time to find out their lines, so that little is lost where this is interrupted
 
 QUIET_CALLS = {"log", "warn", "warning", "print", "print_help", "arg", "field", "TypeVar", "cast", "log_line"}
-"""What these are given is text for people, or no code that runs."""
+"""Calls whose arguments are text for people, or no code that runs."""
 
 
 @dataclass(frozen=True)
-class Change:
+class Mutant:
     """Another expression in the place of one."""
 
     file: str
@@ -88,19 +88,19 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What became of a change."""
+class MutantResult:
+    """Whether a test noticed a mutant."""
 
     place: str
     diff: str
-    fate: Literal["noticed", "timeout", "survived", "not run"]
-    """"not run": no test runs the line, so none can notice; counted as survived."""
+    status: Literal["killed", "timeout", "survived", "no coverage"]
+    """"no coverage": no test runs the line, so none can notice; counted as survived."""
     by: str
     seconds: float
 
     @property
     def survived(self) -> bool:
-        return self.fate in ("survived", "not run")
+        return self.status in ("survived", "no coverage")
 
 
 # ---- places
@@ -176,7 +176,7 @@ class _Places(ast.NodeVisitor):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         if isinstance(node.op, ast.Not | ast.USub) and not isinstance(node.operand, ast.Constant):
-            self.found.append((self._place(node), self._changed(node, node.operand)))
+            self.found.append((self._place(node), self._mutated(node, node.operand)))
         self.generic_visit(node)
 
     def visit_Constant(self, node: ast.Constant) -> None:
@@ -204,9 +204,9 @@ class _Places(ast.NodeVisitor):
         new = copy.copy(node)
         for name, value in fields.items():
             setattr(new, name, value)
-        self.found.append((self._place(node), self._changed(node, new)))
+        self.found.append((self._place(node), self._mutated(node, new)))
 
-    def _changed(self, node: ast.AST, new: ast.AST) -> ast.AST:
+    def _mutated(self, node: ast.AST, new: ast.AST) -> ast.AST:
         if not self._outer:
             return new
 
@@ -239,11 +239,11 @@ def places_of(text: str) -> list[list[tuple[ast.AST, ast.AST]]]:
     return list(grouped.values())
 
 
-def changed(file: str, text: str, old: ast.AST, new: ast.AST) -> Change | None:
+def mutate(file: str, text: str, old: ast.AST, new: ast.AST) -> Mutant | None:
     """The file with one expression in the place of another; None where that makes no difference.
 
     >>> for old, new in places_of("y = 2 * x")[0]:
-    ...     print(changed("a.py", "y = 2 * x", old, new).source)
+    ...     print(mutate("a.py", "y = 2 * x", old, new).source)
     y = (2 + x)
     y = (2 / x)
     """
@@ -260,16 +260,16 @@ def changed(file: str, text: str, old: ast.AST, new: ast.AST) -> Change | None:
         same = ast.dump(ast.parse(text)) == ast.dump(ast.parse(source))
     except SyntaxError:
         return None
-    return None if same else Change(file, position.lineno, last, source)
+    return None if same else Mutant(file, position.lineno, last, source)
 
 
-def draw(files: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list[Change]:
-    """``count`` places of the files, each with one of its changes."""
+def draw_mutants(files: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
+    """``count`` places of the files, each with one of its possible changes."""
     rng = random.Random(seed)
     texts = {file: (root / file).read_text("utf-8") for file in files}
     places = [(file, place) for file, text in texts.items() for place in places_of(text)]
     rng.shuffle(places)
-    found = (changed(file, texts[file], *rng.choice(place)) for file, place in places)
+    found = (mutate(file, texts[file], *rng.choice(place)) for file, place in places)
     return list(islice(filter(None, found), count))
 
 
@@ -284,20 +284,20 @@ class TestMap:
     by_line: dict[str, dict[int, list[str]]]
     starting_processes: list[str]
 
-    def tests_for(self, change: Change) -> list[str]:
+    def tests_for(self, mutant: Mutant) -> list[str]:
         """Those that run the line, the nearest and quickest first."""
-        here = self.by_line.get(change.file, {})
-        found = {test for line in range(change.line, change.last_line + 1) for test in here.get(line, ())}
+        here = self.by_line.get(mutant.file, {})
+        found = {test for line in range(mutant.line, mutant.last_line + 1) for test in here.get(line, ())}
         if "" in found or not found:  # run when the module is imported: any test of the module may notice
             found = {test for tests in here.values() for test in tests}
         found.discard("")
-        module = Path(change.file)
+        module = Path(mutant.file)
         folder = "/".join(module.parts[2:-1])
 
         def distance(test: str) -> int:
             path = test.split("::")[0]
             mirrored = module.stem in Path(path).stem
-            return 0 if mirrored and folder in path else 1 if path == change.file or mirrored else 2
+            return 0 if mirrored and folder in path else 1 if path == mutant.file or mirrored else 2
 
         order = sorted(found, key=lambda test: (distance(test), self.seconds[test]))
         return order + [test for test in self.starting_processes if test not in found]
@@ -358,11 +358,11 @@ def environment(root: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **threads, **more}
 
 
-# ---- trying changes
+# ---- running mutants
 
 
-class Workshop:
-    """A copy of the tree in which one change at a time is tried."""
+class MutantRunner:
+    """Runs one mutant at a time in a copy of the tree."""
 
     def __init__(self, folder: Path, tests: TestMap | None, limit: float) -> None:
         self.root, self.tests, self.limit = folder, tests, limit
@@ -377,22 +377,22 @@ class Workshop:
         command = ["-m", "compileall", "-q", "--invalidation-mode", "checked-hash", "src"]
         subprocess.run([sys.executable, *command], cwd=folder, check=True)
 
-    def judge(self, change: Change) -> Verdict:
+    def run_mutant(self, mutant: Mutant) -> MutantResult:
         assert self.tests is not None
-        path = self.root / change.file
+        path = self.root / mutant.file
         before = path.read_text("utf-8")
         start = time.monotonic()
-        fate, by = "not run", ""
+        status, by = "no coverage", ""
         try:
-            path.write_text(change.source, "utf-8")
-            names = self.tests.tests_for(change)
+            path.write_text(mutant.source, "utf-8")
+            names = self.tests.tests_for(mutant)
             for some in self._batches(names):
-                fate, by = self.run(some)
-                if fate != "survived":
+                status, by = self.run(some)
+                if status != "survived":
                     break
         finally:
             path.write_text(before, "utf-8")
-        return Verdict(change.place, change.diff(before), fate, by, round(time.monotonic() - start, 1))  # type: ignore[arg-type]
+        return MutantResult(mutant.place, mutant.diff(before), status, by, round(time.monotonic() - start, 1))  # type: ignore[arg-type]
 
     def _batches(self, names: list[str]) -> Iterator[list[str]]:
         """The first ones alone: to collect all tests takes longer than to run those that mostly suffice."""
@@ -404,7 +404,7 @@ class Workshop:
         yield from filter(None, (names[:first], names[first:]))
 
     def run(self, names: list[str]) -> tuple[str, str]:
-        """What becomes of the change that is in place, and the test that noticed it."""
+        """Status of the mutant in place, and the test that killed it."""
         assert self.tests is not None
         chosen, log = self.root / "mutate-tests.json", self.root / "mutate-log.txt"
         chosen.write_text(json.dumps(names), "utf-8")
@@ -432,10 +432,10 @@ class Workshop:
         if code == "0":
             return "survived", ""
         if code == "5":
-            return "not run", "no test was collected"
+            return "no coverage", "no test was collected"
         shown = log.read_text("utf-8", errors="replace")
         failed = [line for line in shown.splitlines() if line.startswith(("FAILED", "ERROR"))]
-        return "noticed", failed[0] if failed else shown[-300:]
+        return "killed", failed[0] if failed else shown[-300:]
 
     def _ask_server(self, request: dict[str, Any]) -> str:
         server = self._server
@@ -460,62 +460,63 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=200, help="places to change (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="draws the places (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="changes tried at a time (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="mutants run at a time (default: %(default)s)")
     parser.add_argument("--paths", nargs="*", default=["src/moesaic"], help="files and folders to change")
     parser.add_argument("--tests", nargs="*", default=["tests", "src"], help="files and folders of tests to run")
     parser.add_argument("--timeout", type=float, default=60, help="seconds beyond five times what the tests take")
-    parser.add_argument("--json", type=Path, help="write all verdicts there")
-    parser.add_argument("--dry-run", action="store_true", help="show the changes and try none")
-    given = parser.parse_args()
-    found = [ROOT / path for path in given.paths]
+    parser.add_argument("--json", type=Path, help="write all results there")
+    parser.add_argument("--dry-run", action="store_true", help="show the mutants and run none")
+    args = parser.parse_args()
+    found = [ROOT / path for path in args.paths]
     files = [str(file.relative_to(ROOT)) for path in found for file in (sorted(path.rglob("*.py")) or [path])]
-    changes = draw([file for file in files if not any(each in file for each in GPU_ONLY)], given.count, given.seed)
-    if given.dry_run:
-        for change in changes:
-            print(f"{change.place}\n{change.diff((ROOT / change.file).read_text('utf-8'))}")
+    files = [file for file in files if not any(part in file for part in GPU_ONLY)]
+    mutants = draw_mutants(files, args.count, args.seed)
+    if args.dry_run:
+        for mutant in mutants:
+            print(f"{mutant.place}\n{mutant.diff((ROOT / mutant.file).read_text('utf-8'))}")
         return 0
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
-        verdicts = _try_all(changes, given, Path(folder))
-    lost = [each for each in verdicts if each.survived]
-    share = 100 * (len(verdicts) - len(lost)) / max(len(verdicts), 1)
+        results = run_mutants(mutants, args, Path(folder))
+    lost = [each for each in results if each.survived]
+    share = 100 * (len(results) - len(lost)) / max(len(results), 1)
     print("\nsurvivors:" if lost else "\nno survivors")
     for each in lost:
-        print(f"{each.place} ({each.fate})\n{each.diff}")
+        print(f"{each.place} ({each.status})\n{each.diff}")
     print(
-        f"\nseed {given.seed}: {len(verdicts)} changes, {len(verdicts) - len(lost)} noticed, {len(lost)} survived: "
+        f"\nseed {args.seed}: {len(results)} mutants, {len(results) - len(lost)} noticed, {len(lost)} survived: "
         f"{share:.1f} % noticed"
     )
-    if given.json:
-        report = {"seed": given.seed, "share": share, "verdicts": [asdict(each) for each in verdicts]}
-        given.json.write_text(json.dumps(report, indent=1), "utf-8")
+    if args.json:
+        report = {"seed": args.seed, "share": share, "results": [asdict(each) for each in results]}
+        args.json.write_text(json.dumps(report, indent=1), "utf-8")
     return 0
 
 
-def _try_all(changes: Sequence[Change], given: argparse.Namespace, folder: Path) -> list[Verdict]:
-    first = Workshop(folder / "0", None, given.timeout)
-    tests = map_tests(first.root, given.jobs, ROOT / ".cache" / "mutate.json", given.tests)
-    free: SimpleQueue[Workshop] = SimpleQueue()
-    workshops = [Workshop(folder / str(i), tests, given.timeout) for i in range(given.jobs)]
-    for workshop in workshops:
-        free.put(workshop)
+def run_mutants(mutants: Sequence[Mutant], args: argparse.Namespace, folder: Path) -> list[MutantResult]:
+    first = MutantRunner(folder / "0", None, args.timeout)
+    tests = map_tests(first.root, args.jobs, ROOT / ".cache" / "mutate.json", args.tests)
+    free: SimpleQueue[MutantRunner] = SimpleQueue()
+    runners = [MutantRunner(folder / str(i), tests, args.timeout) for i in range(args.jobs)]
+    for runner in runners:
+        free.put(runner)
 
     control = sorted(tests.seconds, key=lambda test: tests.seconds[test])[:: max(1, len(tests.seconds) // 20)][:20]
-    for workshop in workshops:  # a run that fails for another reason would count as noticed
-        fate, by = workshop.run(control)
-        if fate != "survived":
+    for runner in runners:  # a run that fails for another reason would count as noticed
+        status, by = runner.run(control)
+        if status != "survived":
             sys.exit(f"mutate: the tests fail without any change: {by}")
 
-    def judge(change: Change) -> Verdict:
-        workshop = free.get()
+    def run_mutant(mutant: Mutant) -> MutantResult:
+        runner = free.get()
         try:
-            verdict = workshop.judge(change)
+            result = runner.run_mutant(mutant)
         finally:
-            free.put(workshop)
-        print(f"{verdict.fate:9} {verdict.seconds:5.0f} s  {verdict.place}  {verdict.by[:120]}", flush=True)
-        return verdict
+            free.put(runner)
+        print(f"{result.status:9} {result.seconds:5.0f} s  {result.place}  {result.by[:120]}", flush=True)
+        return result
 
-    with ThreadPoolExecutor(given.jobs) as pool:
-        return list(pool.map(judge, changes))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        return list(pool.map(run_mutant, mutants))
 
 
 if __name__ == "__main__":
