@@ -198,10 +198,10 @@ def _entropy_variance(counts: Tensor) -> float:
 def _frog_and_ship() -> ClaimCheck:
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         runs = runs_of(experiment, "rotate", "resnet18", "mixture")
-        turned = [run.dispatch[1, [FROG, SHIP]] for run in runs]  # (2, E) of frogs and ships
-        apart = [int(each[0].argmax()) != int(each[1].argmax()) for each in turned]
-        shares = [100 * float((each.max(1) / each.sum(1)).min()) for each in turned]
-        variances = [_sampling(s, int(each.sum(1).min())) for s, each in zip(shares, turned, strict=True)]
+        rotated = [run.dispatch[1, [FROG, SHIP]] for run in runs]  # (2, E) of frogs and ships
+        apart = [int(each[0].argmax()) != int(each[1].argmax()) for each in rotated]
+        shares = [100 * float((each.max(1) / each.sum(1)).min()) for each in rotated]
+        variances = [_sampling(s, int(each.sum(1).min())) for s, each in zip(shares, rotated, strict=True)]
         found = at_least(_estimate(shares, variances), 50.0)
         if all(apart):
             return found

@@ -76,7 +76,7 @@ class ImageResult:
     """After each epoch."""
     losses: Array
     dispatch: Array
-    """(2, 10, 4) for CIFAR-10-Rotate, (1, 10, 4) for CIFAR-10: how many test images, upright or turned, of each
+    """(2, 10, 4) for CIFAR-10-Rotate, (1, 10, 4) for CIFAR-10: how many test images, upright or rotated, of each
     class went to each expert; empty for a single network."""
     entropies: Array
     """After each epoch, eq. 6.1 on the test images; empty for a single network."""
@@ -183,7 +183,7 @@ def _has_cifar(data_dir: Path | None) -> bool:
 
 
 def check_data(data_dir: Path) -> None:
-    """Raises if CIFAR-10 is in the folder and not whole; that it is not there is an obstacle, told later."""
+    """Raises if CIFAR-10 is in the folder and not whole; that it is not there is an obstacle, reported later."""
     if _has_cifar(data_dir):
         for split in ("train", "test"):
             load_cifar10(split, data_dir)
@@ -205,23 +205,23 @@ def _dispatch(task: ImageDataset, test: ImageTest) -> Tensor:
     """(Y, K, E): how many test images of each cluster went to each expert; by label where labels are not clusters."""
     assert test.experts is not None
     clusters = len(task.cluster_names)
-    groups = task.num_classes if _turned(task) else 1
-    group = task.test.labels if _turned(task) else torch.zeros_like(task.test.labels)
+    groups = task.num_classes if _has_rotation_labels(task) else 1
+    group = task.test.labels if _has_rotation_labels(task) else torch.zeros_like(task.test.labels)
     place = (group * clusters + task.test.clusters) * EXPERTS + test.experts
     return torch.bincount(place, minlength=groups * clusters * EXPERTS).view(groups, clusters, EXPERTS)
 
 
-def _turned(task: ImageDataset) -> bool:
+def _has_rotation_labels(task: ImageDataset) -> bool:
     """Whether labels say what was done to an image rather than what it shows."""
     return task.num_classes != len(task.cluster_names)
 
 
 def _shown(task: ImageDataset) -> Tensor:
-    """Rows of the test images in Figure 7: turned ones of every class, or cars."""
+    """Rows of the test images in Figure 7: rotated ones of every class, or cars."""
     counts = dict.fromkeys(range(len(task.cluster_names)), _FEW) | {FROG: _MANY, SHIP: _MANY}
-    if not _turned(task):
+    if not _has_rotation_labels(task):
         counts = {CAR: 2 * _MANY}
-    of_label = task.test.labels == 1  # turned, and of CIFAR-10 cars, which are its label 1
+    of_label = task.test.labels == 1  # rotated, and of CIFAR-10 cars, which are its label 1
     rows = [((task.test.clusters == cluster) & of_label).nonzero()[:many, 0] for cluster, many in counts.items()]
     return torch.cat(rows)
 

@@ -68,15 +68,15 @@ def _curve(label: str, role: str, runs: Sequence[ImageResult]) -> Series:
 
 def _figure_7(experiment: ExperimentResults) -> Chart:
     panels: list[Panel] = []
-    cars, turned = _embedding(experiment, "cifar10"), _embedding(experiment, "rotate")
+    cars, rotated = _embedding(experiment, "cifar10"), _embedding(experiment, "rotate")
     by_expert = {e: (f"expert {e + 1}", f"expert-{e + 1}") for e in range(EXPERTS)}
     by_class = {k: (CIFAR10_CLASSES[k], CIFAR10_CLASSES[k]) for k in (FROG, SHIP)}
     if cars is not None:
         panels.append(_points("CIFAR-10, cars", tsne(cars.points), cars.experts, by_expert))
-    if turned is not None:
-        plane = tsne(turned.points)
-        panels.append(_points("CIFAR-10-Rotate, turned", plane, turned.experts, by_expert))
-        panels.append(_points("frogs and ships of these", plane, turned.clusters, by_class))
+    if rotated is not None:
+        plane = tsne(rotated.points)
+        panels.append(_points("CIFAR-10-Rotate, turned", plane, rotated.experts, by_expert))
+        panels.append(_points("frogs and ships of these", plane, rotated.clusters, by_class))
     runs = runs_of(experiment, "rotate", "resnet18", "mixture")
     if runs:
         counts = tuple(tuple(row) for row in runs[0].dispatch[1].tolist())

@@ -255,10 +255,10 @@ def _inner_products(experiments: Mapping[Fidelity, ExperimentResults], kind: str
     """One column per cluster: experts and features above routers and centres."""
     panels: list[Panel] = []
     rows: list[str] = []
-    told = ""
+    setting = ""
     found = _first_result(experiments, (f"moe/{kind}/s1",), "track_expert_feature")
     if found is not None:
-        told, result = found
+        setting, result = found
         for name, (row, label) in _TRACKS.items():
             products = result[f"track_{name}"][0]  # (S, E, K)
             rows.append(row)
@@ -281,7 +281,7 @@ def _inner_products(experiments: Mapping[Fidelity, ExperimentResults], kind: str
         f"What do {experts} experts and their router learn?",
         "How far the weights of each expert, and those with which the router scores it, have turned to the feature "
         "and to the centre of each cluster: the inner product, its magnitude, the largest of the expert's filters. "
-        f"{expected} One trial, {told}.",
+        f"{expected} One trial, {setting}.",
         tuple(panels),
         columns=len(panels) // len(rows) if rows else None,
         row_titles=tuple(rows),
@@ -340,10 +340,10 @@ def _specialists(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:
     printed: dict[Fidelity, ExperimentResults] = {
         name: experiment for name, experiment in experiments.items() if name == "print"
     }
-    told = ""
+    setting = ""
     found = _first_result(printed, _theory_cells(), "groups")
     if found is not None:
-        told, result = found
+        setting, result = found
         groups = result["groups"][0]
         rows = tuple(f"expert {e + 1}, of cluster {int(k) + 1}" for e, k in enumerate(groups))
         for name, title in (("explored_accuracy", "after exploration"), ("expert_accuracy", "at the end")):
@@ -360,18 +360,18 @@ def _specialists(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:
         "Test error of each expert on each cluster (%), were all of it sent there: 50 is guessing. At the start, each "
         "expert has a cluster whose feature is nearest to one of its filters; the lemma says that after the "
         "exploration stage, long before the router has learnt anything, this expert errs on hardly any sample of that "
-        f"cluster, a light cell, and on many of the others, dark cells. One trial, {told}.",
+        f"cluster, a light cell, and on many of the others, dark cells. One trial, {setting}.",
         tuple(panels),
     )
 
 
 def _loads(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:
     panels: list[Panel] = []
-    told = ""
+    setting = ""
     for kind, title in (("cubic", "nonlinear experts"), ("identity", "linear experts")):
         found = _first_result(experiments, _theory_cells(kind), "track_load")
         if found is not None:
-            told, result = found
+            setting, result = found
             loads = 100 * result["track_load"][0]  # (S, E)
             lines = _by_expert(result["track_steps"], loads)
             level = round(100 / loads.shape[1], 1)
@@ -383,7 +383,7 @@ def _loads(experiments: Mapping[Fidelity, ExperimentResults]) -> Chart:
         "Does one expert take all the work?",
         "The share of samples that each expert can expect, over training; the dotted line is an equal share. Steps of "
         "equal length for all experts are meant to keep those that get more samples from learning faster, and so from "
-        f"getting more still. One trial, {told}.",
+        f"getting more still. One trial, {setting}.",
         tuple(panels),
     )
 

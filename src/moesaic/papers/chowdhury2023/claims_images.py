@@ -130,8 +130,8 @@ def _worst_group(experiment: ExperimentResults) -> CheckResult:
 
 
 def _gap(run: WideResult) -> float:
-    usual, unusual = (float(np.mean([run.groups[name] for name in names])) for names in (MAJORITY, MINORITY))
-    return usual - unusual
+    majority, minority = (float(np.mean([run.groups[name] for name in names])) for names in (MAJORITY, MINORITY))
+    return majority - minority
 
 
 def _smaller_gap(experiment: ExperimentResults) -> CheckResult:

@@ -34,7 +34,7 @@ BACKGROUNDS = ("plants", "flowers102")
 """Directories or zip files of background photographs; the first one found is used."""
 
 _CIFAR_SIDE = 32
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
+_IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".ppm")
 _FLOWERS = "https://www.robots.ox.ac.uk/~vgg/data/flowers/102/"
 
 
@@ -61,8 +61,8 @@ def cifar10_noise(
     }
     place = find_backgrounds(require_data_dir(name, data_dir))
     with open_source(place) as source:
-        pictures = [entry.name for entry in source.entries() if entry.name.lower().endswith(_PICTURES)]
-        decoded = decode_images(source, pictures, _CIFAR_SIDE, cache)
+        names = [entry.name for entry in source.entries() if entry.name.lower().endswith(_IMAGE_SUFFIXES)]
+        decoded = decode_images(source, names, _CIFAR_SIDE, cache)
     if len(decoded.pixels) < 2:
         raise ValueError(
             f"{name}: {place} has {len(decoded.pixels)} photographs that can be read, and at least 2 are needed: "

@@ -150,7 +150,7 @@ class PatternPatches:
         return self.ball_diameter / 2
 
     @property
-    def _room(self) -> float:
+    def _max_inner(self) -> float:
         """The largest inner product a centre may have with a class pattern."""
         return max(self.delta_r - self._radius - _ROUNDING, 0.0)
 
@@ -171,7 +171,7 @@ class PatternPatches:
         Such a centre has its part in the span along o_i minus the mean of all: the shortest way.
         """
         share = 1 - 1 / self.classes
-        return min(self._room / share, _REACH * math.sqrt((1 - self.delta_d) / share))
+        return min(self._max_inner / share, _REACH * math.sqrt((1 - self.delta_d) / share))
 
     @property
     def _leaning_sets(self) -> int:
@@ -212,8 +212,8 @@ class PatternPatches:
     def _neutral_products(self) -> Tensor:
         """(p, c) float64: inner products with the class patterns that differ by too little to lean."""
         key = keyed_random.keys(self.seed, [0])
-        spread = min(self._room, max(self._closer - self._sway - _ROUNDING, 0.0) / 2)
-        common = (2 * keyed_random.uniform(key, "common", self.pattern_sets, 1)[0] - 1) * (self._room - spread)
+        spread = min(self._max_inner, max(self._closer - self._sway - _ROUNDING, 0.0) / 2)
+        common = (2 * keyed_random.uniform(key, "common", self.pattern_sets, 1)[0] - 1) * (self._max_inner - spread)
         own = (2 * keyed_random.uniform(key, "own", self.pattern_sets, self.classes)[0] - 1) * spread
         return (common + own).double()
 

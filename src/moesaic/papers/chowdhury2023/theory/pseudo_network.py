@@ -73,13 +73,13 @@ def coupling(now: Tensor, start: Tensor, routed: Tensor | None = None, *, tau: f
     if routed is not None and routed.shape != now.shape[:-1]:
         raise ValueError(f"coupling: routed is {tuple(routed.shape)}; it must be {tuple(now.shape[:-1])}")
     require("coupling", tau >= 0, "τ ≥ 0", f"tau={tau}", "leave it out to compare patterns alone")
-    kept = ((now >= 0) == (start >= 0)) & (now.abs() >= tau)
+    same_pattern = ((now >= 0) == (start >= 0)) & (now.abs() >= tau)
     moved = (now - start).abs()
     if routed is not None:
-        kept = kept | ~routed[..., None]
+        same_pattern = same_pattern | ~routed[..., None]
         moved = moved.where(routed[..., None], 0)
     dtype = torch.promote_types(now.dtype, torch.float32)
-    return Coupling(share=kept.all(-3).to(dtype).mean(-1), drift=moved.amax((-4, -3, -1)))
+    return Coupling(share=same_pattern.all(-3).to(dtype).mean(-1), drift=moved.amax((-4, -3, -1)))
 
 
 def coupled_share(tau: float, sigma: float, patches: int) -> float:
