@@ -38,6 +38,10 @@ class Lines:
         self.failed: set[str] = set()
         self.starts_process: set[str] = set()
         self.running = ""
+        self.context = ""
+        """The shared fixture that is being set up."""
+        self.fixtures: dict[str, set[str]] = {}
+        """Contexts of the fixtures that each test shares with others."""
         sys.addaudithook(self._notice)
 
     def _notice(self, event: str, _: Any) -> None:
@@ -47,10 +51,26 @@ class Lines:
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.running = item.nodeid
+        found = getattr(item, "_fixtureinfo", None)  # doctests have none
+        names = {} if found is None else found.name2fixturedefs
+        self.fixtures[item.nodeid] = {_context(each) for several in names.values() for each in several}
         self.coverage.switch_context(item.nodeid)
         result = yield
         self.coverage.switch_context("")
         return result
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[Any]:
+        """Lines of a fixture that several tests share count for all of them, not only for the first."""
+        if fixturedef.scope == "function":
+            return (yield)
+        outer, self.context = self.context, _context(fixturedef)
+        self.coverage.switch_context(self.context)
+        try:
+            return (yield)
+        finally:
+            self.context = outer
+            self.coverage.switch_context(outer or self.running)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
@@ -59,18 +79,29 @@ class Lines:
 
     def pytest_sessionfinish(self) -> None:
         self.coverage.stop()
-        data, lines = self.coverage.get_data(), {}
+        data = self.coverage.get_data()
+        lines: dict[str, dict[str, set[int]]] = {}  # by context and file
         for file in data.measured_files():
             name = str(Path(file).relative_to(self.root))
-            for line, tests in data.contexts_by_lineno(file).items():
-                for test in tests:
-                    lines.setdefault(test, {}).setdefault(name, []).append(line)
-        found = {
-            test: {"seconds": seconds, "subprocess": test in self.starts_process, "lines": lines.get(test, {})}
-            for test, seconds in self.seconds.items()
-            if test not in self.failed
-        }
+            for line, contexts in data.contexts_by_lineno(file).items():
+                for context in contexts:
+                    lines.setdefault(context, {}).setdefault(name, set()).add(line)
+        found: dict[str, Any] = {}
+        for test in self.seconds.keys() - self.failed:
+            own: dict[str, set[int]] = {}
+            for context in (test, *self.fixtures.get(test, ())):
+                for name, some in lines.get(context, {}).items():
+                    own.setdefault(name, set()).update(some)
+            found[test] = {
+                "seconds": self.seconds[test],
+                "subprocess": test in self.starts_process,
+                "lines": {name: sorted(some) for name, some in own.items()},
+            }
         self.file.write_text(json.dumps({"tests": found, "failed": sorted(self.failed)}), "utf-8")
+
+
+def _context(fixture: pytest.FixtureDef[Any]) -> str:
+    return f"fixture {fixture.baseid}::{fixture.argname}"
 
 
 def pytest_configure(config: pytest.Config) -> None:
