@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.checks import check_device, check_positive
 from moesaic.data.datasets import ImageDataset
 from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
@@ -33,7 +33,6 @@ from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
-from moesaic.training.thread_pool import check_device
 from moesaic.training.trackers import Tracker
 from moesaic.training.trainer import Trainer, evaluate
 
