@@ -17,8 +17,7 @@ from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
-from moesaic.models.vgg import VGG16
-from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
+from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 from moesaic.routing.channel_gate import ChannelMode
 
@@ -27,13 +26,6 @@ __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 _TIMM_PREFIX = "timm/"
 _WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 _LISTED_WIDE_RESNETS = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
-
-
-def _resnet(depth: int) -> Callable[..., nn.Module]:
-    def network(num_classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0) -> nn.Module:
-        return ResNet(depth, num_classes, image_size=image_size, in_channels=in_channels, width=width)
-
-    return network
 
 
 def _vgg16(widths: Sequence[int]) -> Callable[..., nn.Module]:
@@ -77,12 +69,12 @@ _NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "cifar_cnn": SmallCNN,
     "cifar_mobilenetv2": MobileNetV2,
     "cifar_resnet18": ResNet18,
-    **{f"resnet{depth}": _resnet(depth) for depth in RESNET_DEPTHS},
-    **{f"resnet{depth}_deepmoe": _deepmoe(_resnet(depth)) for depth in RESNET_DEPTHS},
+    **{f"resnet{depth}": partial(ResNet, depth) for depth in RESNET_DEPTHS},
+    **{f"resnet{depth}_deepmoe": _deepmoe(partial(ResNet, depth)) for depth in RESNET_DEPTHS},
     "vgg16": _vgg16(VGG16_WIDTHS),
     "vgg16_deepmoe": _deepmoe(_vgg16(VGG16_WIDTHS)),
-    **{f"vgg16_{name}": _vgg16(widening.widths) for name, widening in WIDENINGS.items()},
-    **{f"vgg16_deepmoe_{name}": _deepmoe(_vgg16(widening.widths)) for name, widening in WIDENINGS.items()},
+    **{f"vgg16_{name}": _vgg16(widths) for name, widths in VGG16_WIDENINGS.items()},
+    **{f"vgg16_deepmoe_{name}": _deepmoe(_vgg16(widths)) for name, widths in VGG16_WIDENINGS.items()},
 }
 
 
