@@ -20,11 +20,8 @@ class CachedValue(Generic[T]):
     """A value computed from tensors, and recomputed when one of them has changed.
 
     A change is detected by the tensor's address and by torch's version counter: optimizer steps, ``load_state_dict``,
-    ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not counted by torch; call `clear`
-    after them. Neither are BatchNorm's updates of its running statistics: pass its ``num_batches_tracked`` along with
-    them. Nothing is cached for tensors created in inference mode, which have no version counter.
-
-    A copy or pickle of its owner starts with an empty cache.
+    ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not, since torch does not count them.
+    Nothing is cached for tensors created in inference mode, which have no version counter.
 
     >>> weight, cached = torch.ones(2), CachedValue[Tensor]()
     >>> cached.get([weight], lambda: 2 * weight)
@@ -52,13 +49,3 @@ class CachedValue(Generic[T]):
             # while these references live, no other tensor can get the same address
             self._tensors = [tensor.detach() for tensor in tensors]
         return self._value[0]
-
-    def clear(self) -> None:
-        """Empty the cache."""
-        self._value, self._key, self._tensors = None, [], []
-
-    def __deepcopy__(self, memo: object) -> CachedValue[T]:
-        return CachedValue()
-
-    def __reduce__(self) -> tuple[type[CachedValue[T]], tuple[()]]:
-        return CachedValue, ()
