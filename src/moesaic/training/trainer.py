@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset
+from moesaic.files import as_json
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import Metadata, save_network
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Diverged, Epoch, FitResult, plain
+from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir
 from moesaic.training.stopwatch import Stopwatch
 from moesaic.training.trackers import Tracker
@@ -299,7 +300,7 @@ class Trainer:
             self._saved_at = time.monotonic()
 
     def _save(self, run_dir: RunDir, metrics: Mapping[str, Any]) -> None:
-        metadata = Metadata.of(self.dataset, self.spec, plain({"epochs": len(self.epochs), **metrics}))
+        metadata = Metadata.of(self.dataset, self.spec, as_json({"epochs": len(self.epochs), **metrics}))
         save_network(run_dir.network, self.model, metadata)
 
     def _resume(self) -> None:
