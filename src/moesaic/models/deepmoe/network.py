@@ -254,7 +254,8 @@ def deepmoe(
         outs = name if name in plan else conv.out_channels
         macs_per_pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
         conv_costs.append(ConvCost(macs_per_pair, conv.in_channels if producer is None else producer, outs))
-    _replace_modules(backbone, replaced)
+    for name, module in replaced.items():
+        backbone.set_submodule(name, module)
     gate_macs = embedding_macs(widths, **sizes)
     return DeepMoE(
         backbone,
@@ -389,12 +390,6 @@ def _conv(backbone: nn.Module, name: str) -> nn.Conv2d:
     conv = backbone.get_submodule(name)
     assert isinstance(conv, nn.Conv2d)
     return conv
-
-
-def _replace_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, layer)
 
 
 def _key(name: str) -> str:
