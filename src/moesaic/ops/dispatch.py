@@ -15,6 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
@@ -82,6 +83,12 @@ class Norm:
     momentum: float
     eps: float
     training: bool
+
+    def apply(self, y: Tensor) -> Tensor:
+        """BatchNorm of a map (B, O, H, W), for tensors (O,)."""
+        return F.batch_norm(
+            y, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
 
 
 @dataclass(frozen=True)

@@ -46,17 +46,7 @@ def masked_conv(x: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
     """The definition: a dense convolution, BatchNorm, and the gates as a mask."""
     y = F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
     if conv.norm is not None:
-        norm = conv.norm
-        y = F.batch_norm(
-            y,
-            norm.running_mean,
-            norm.running_var,
-            norm.weight,
-            norm.bias,
-            training=norm.training,
-            momentum=norm.momentum,
-            eps=norm.eps,
-        )
+        y = conv.norm.apply(y)
     y = y * channel_gates(gate_out, y.shape[1], conv.block_out).to(y.dtype)[:, :, None, None]
     return F.relu(y) if conv.activation == "relu" else y
 
