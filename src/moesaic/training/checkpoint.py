@@ -9,7 +9,6 @@ written beside its place and then renamed: whatever exists is complete, and a fu
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -214,12 +213,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
     try:
         write_atomic(path, blob)
     except OSError as error:
-        remove_unfinished(path.parent, path.name)
         size = f"{len(blob) / 1e6:,.1f} MB"
-        if path.exists():
-            last = "the last one before it is still there"
-        else:
-            last = "there is none before it"
+        last = "the last one before it is still there" if path.exists() else "there is none before it"
         raise OSError(
             error.errno,
             f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. Free space on "
@@ -245,13 +240,6 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             "tensors with safetensors.torch.load_file"
         )
     return tensors, cast("dict[str, Any]", content)
-
-
-def remove_unfinished(folder: Path, name: str = "*") -> None:
-    """Remove temporary files that an interrupted or failed write left behind."""
-    process = os.getpid() if name != "*" else "*"
-    for rest in folder.glob(f".{name}.{process}.unfinished"):
-        rest.unlink(missing_ok=True)
 
 
 def _file(path: Path) -> Path:
