@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from moesaic.layers.recording import RoutedLayer, routed_layers
 from moesaic.routing import ChannelGate
+from moesaic.training.batches import split
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
 
@@ -86,7 +87,7 @@ class TrainStep:
             optimizer.zero_grad()
         sizes = self.recipe.micro_batch_sizes(len(x))
         total, correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
-        for part, targets in zip(_split(x, sizes), _split(labels, sizes), strict=True):
+        for part, targets in zip(split(x, sizes), split(labels, sizes), strict=True):
             with self.autocast():
                 output = self._call(self._train_forward, part)
             logits = self._float_logits(
@@ -314,7 +315,3 @@ def _restore_optimizer(
 
 def _below(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
     return {name.removeprefix(stem): tensor for name, tensor in tensors.items() if name.startswith(stem)}
-
-
-def _split(values: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", values.split(sizes))  # torch types it in part

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset
 from moesaic.files import as_json
+from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
@@ -48,14 +49,9 @@ def evaluate(
         batch_size: samples per batch.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            batches = eval_batches(dataset, device, batch_size)
-            correct = [(outputs or model)(x).argmax(1) == labels for x, labels in batches]
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), eval_mode(model):
+        batches = eval_batches(dataset, device, batch_size)
+        correct = [(outputs or model)(x).argmax(1) == labels for x, labels in batches]
     return torch.cat(correct).cpu()
 
 
