@@ -6,7 +6,7 @@ device, except once where float16 has to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from moesaic.layers.recording import RoutedLayer, routed_layers
+from moesaic.layers.recording import routed_layers
 from moesaic.routing import ChannelGate
 from moesaic.training.batches import split
 from moesaic.training.optim import NormalizedGD
@@ -240,59 +240,40 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate."""
     # channels are experts without weights of their own, and what chooses them lies outside of their layer
     layers = [layer for layer in routed_layers(model).values() if hasattr(layer, "experts")]
-    if recipe.optimizer != "normalized_gd":
-        gates = (module for module in model.modules() if isinstance(module, ChannelGate))
-        heads = {id(weight) for gate in gates for weight in gate.parameters()}
-        routers, others = _parted(model, _router_parameters(layers))
-        return [_plain(recipe, routers, others, device, heads)]
-    options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
-    if not layers:
-        alone = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return [NormalizedGD([{"params": alone, "peak": recipe.lr}], recipe.lr, **options)]
+    left = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rate, decay = recipe.lr, recipe.weight_decay
     made: list[Optimizer] = []
-    taken: set[int] = set()
-    for layer in layers:
-        experts = cast("nn.Module", layer.experts)
-        expert_steps = NormalizedGD.per_expert(experts, recipe.lr, **options)
-        for group in expert_steps.param_groups:
-            group["peak"] = recipe.lr
-        made.append(expert_steps)
-        taken |= {id(parameter) for parameter in experts.parameters()}
-    routers, others = _parted(model, _router_parameters(layers), taken)
-    return [*made, _plain(recipe, routers, others, device)] if routers or others else made
-
-
-def _plain(
-    recipe: Recipe, routers: list[Tensor], others: list[Tensor], device: torch.device, heads: Set[int] = frozenset()
-) -> Optimizer:
-    """SGD, or AdamW where the recipe says so; ``heads`` are those of the others that make the gates of channels."""
-    rate = recipe.lr
-    own = rate / 10 if recipe.optimizer == "adamw" else rate
+    if recipe.optimizer == "normalized_gd":
+        options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": decay}
+        if not layers:
+            return [NormalizedGD([{"params": left, "peak": rate}], rate, **options)]
+        stacks = [cast("nn.Module", layer.experts) for layer in layers]
+        made += [NormalizedGD.per_expert(experts, rate, **options) for experts in stacks]
+        for group in (group for optimizer in made for group in optimizer.param_groups):
+            group["peak"] = rate
+        taken = _parameter_ids(stacks)
+        left = [parameter for parameter in left if id(parameter) not in taken]
+    routers = _parameter_ids(cast("nn.Module", layer.router) for layer in layers)
+    gates = _parameter_ids(module for module in model.modules() if isinstance(module, ChannelGate)) - routers
+    router_rate = rate / 10 if recipe.optimizer == "adamw" else rate
     groups = [
-        {"params": [each for each in others if id(each) not in heads], "peak": rate},
-        {"params": routers, "peak": own if recipe.router_lr is None else recipe.router_lr},
-        {
-            "params": [each for each in others if id(each) in heads],
-            "peak": rate if recipe.router_lr is None else recipe.router_lr,
-        },
+        {"params": [each for each in left if id(each) not in routers | gates], "peak": rate},
+        {"params": [each for each in left if id(each) in routers], "peak": router_rate},
+        {"params": [each for each in left if id(each) in gates], "peak": rate},
     ]
+    if recipe.router_lr is not None:
+        groups[1]["peak"] = groups[2]["peak"] = recipe.router_lr
     groups = [group for group in groups if group["params"]]
+    if made and not groups:
+        return made
     fused = device.type == "cuda"
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(groups, recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
-    decay = recipe.weight_decay
-    return torch.optim.SGD(groups, recipe.lr, recipe.momentum, weight_decay=decay, fused=fused)
+        return [torch.optim.AdamW(groups, rate, weight_decay=decay, fused=fused)]
+    return [*made, torch.optim.SGD(groups, rate, recipe.momentum, weight_decay=decay, fused=fused)]
 
 
-def _router_parameters(layers: Iterable[RoutedLayer]) -> set[int]:
-    routers = (cast("nn.Module", layer.router) for layer in layers)
-    return {id(parameter) for router in routers for parameter in router.parameters()}
-
-
-def _parted(model: nn.Module, some: set[int], without: set[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that learn, some of them and the others; without those of ``without``."""
-    left = [each for each in model.parameters() if each.requires_grad and id(each) not in (without or set())]
-    return [each for each in left if id(each) in some], [each for each in left if id(each) not in some]
+def _parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def _restore_optimizer(
