@@ -1,4 +1,4 @@
-"""Masked execution of a convolution with gated channels: the definition, and its cost in multiply-adds.
+"""Masked execution of a convolution with gated channels: the definition.
 
     y = activation(g ⊙ BatchNorm(conv(x)))
 
@@ -16,20 +16,7 @@ from torch.nn import functional as F
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.routing_record import Routing
 
-__all__ = ["channel_gates", "channel_macs", "check_closed", "masked_conv", "open_channels"]
-
-
-def channel_macs(
-    active_in: int | Tensor, active_out: int | Tensor, kernel_size: int, map_size: tuple[int, int]
-) -> int | Tensor:
-    """Multiply-adds of a gated convolution per sample: active_in × active_out × ks² × output pixels.
-
-    Counts may be tensors (B,), one entry per sample.
-
-    >>> channel_macs(32, 16, 3, (8, 8))
-    294912
-    """
-    return active_in * active_out * (kernel_size**2 * map_size[0] * map_size[1])
+__all__ = ["channel_gates", "check_closed", "masked_conv", "open_channels"]
 
 
 def channel_gates(routing: Routing, channels: int, block: int) -> Tensor:
