@@ -11,10 +11,10 @@ few seconds only. Networks and images are channels_last.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -139,23 +139,26 @@ def fit(
             model.eval()
             progress.skip(recipe.epochs)
             return FitResult.from_json(complete)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _tracking(trackers, config):
-            torch.manual_seed(generator_seed(seed, "fit"))
-            trainer = Trainer(
-                model,
-                _placed(dataset, device),
-                recipe,
-                seed,
-                device,
-                run_dir,
-                spec,
-                progress,
-                trackers,
-                eval_every,
-                checkpoint_seconds,
-                everyone,
-            )
-            return trainer.train()
+        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
+        for tracker in trackers:
+            tracker.begin(config)
+            stack.callback(tracker.end)  # also after an error
+        torch.manual_seed(generator_seed(seed, "fit"))
+        trainer = Trainer(
+            model,
+            _placed(dataset, device),
+            recipe,
+            seed,
+            device,
+            run_dir,
+            spec,
+            progress,
+            trackers,
+            eval_every,
+            checkpoint_seconds,
+            everyone,
+        )
+        return trainer.train()
 
 
 def default_callbacks(
@@ -208,16 +211,6 @@ def _fingerprint(teacher: nn.Module) -> dict[str, str]:
     for tensor in cast("Mapping[str, Tensor]", teacher.state_dict()).values():
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return {"class": type(teacher).__name__, "weights": digest.hexdigest()[:16]}
-
-
-@contextmanager
-def _tracking(trackers: Sequence[Tracker], config: Mapping[str, Any]) -> Generator[None]:
-    """Begins a run of the trackers, and ends it, also after an error."""
-    with ExitStack() as stack:
-        for tracker in trackers:
-            tracker.begin(config)
-            stack.callback(tracker.end)
-        yield
 
 
 def _placed(dataset: ImageDataset, device: torch.device) -> ImageDataset:
