@@ -36,6 +36,11 @@ class RunDir:
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
+        self.network = folder / NETWORK
+        self.state = folder / "training.safetensors"
+        """Training in progress; gone when it is complete."""
+        self.result = folder / "result.json"
+        self.metrics = folder / "metrics.jsonl"
         self._lock: int | None = None
         try:
             self._make(config)
@@ -48,24 +53,6 @@ class RunDir:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    @property
-    def network(self) -> Path:
-        """The file of the network."""
-        return self.folder / NETWORK
-
-    @property
-    def state(self) -> Path:
-        """The file of training in progress; gone when it is complete."""
-        return self.folder / "training.safetensors"
-
-    @property
-    def result(self) -> Path:
-        return self.folder / "result.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
 
     def read_result(self) -> dict[str, Any] | None:
         """Returns the result of a complete run, else None."""
