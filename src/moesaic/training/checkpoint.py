@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset, Normalize
-from moesaic.files import write_atomic
+from moesaic.files import as_json, write_atomic
 from moesaic.models.registry import ModelSpec
 
 __all__ = [
@@ -74,17 +74,9 @@ class Metadata:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the metadata as JSON represents it."""
-        return {
-            "format": _FORMAT,
-            "spec": None if self.spec is None else self.spec.to_json(),
-            "class_names": list(self.class_names),
-            "cluster_names": list(self.cluster_names),
-            "scale": None if self.normalize is None else asdict(self.normalize),
-            "input_shape": list(self.input_shape),
-            "task_name": self.task_name,
-            "metrics": dict(self.metrics),
-            "tested": self.tested,
-        }
+        content = as_json(asdict(self))
+        content["scale"] = content.pop("normalize")
+        return {"format": _FORMAT, **content}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Metadata:
