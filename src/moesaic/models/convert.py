@@ -201,14 +201,8 @@ def _replacement(name: str, old: nn.Conv2d | nn.Linear, options: dict[str, Any],
     with torch.random.fork_rng(devices=[]):  # new weights come from a separate generator
         router = None
         if init == "upcycle":
-            router = RescaledExpertChoice(
-                C,
-                E,
-                options["patches_per_expert"],
-                options["patch_size"],
-                gate=options["gate"],
-                summed=combine == "sum",
-            )
+            L, p = options["patches_per_expert"], options["patch_size"]
+            router = RescaledExpertChoice(C, E, L, p, gate=options["gate"], summed=combine == "sum")
         kind = ChannelsLastPatchMoE if linear else PatchMoE
         kernel = 1 if linear else old.kernel_size[0]
         new = kind(C, O, **options, kernel_size=kernel, bias=old.bias is not None, router=router)

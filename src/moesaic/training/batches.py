@@ -52,9 +52,8 @@ def eval_batches(
     dataset: ImageDataset, device: torch.device, size: int, rows: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The images to test on, or some of them, and their labels; blur and the like are the same in every call."""
-    rand = keyed_random.uniform(keyed_random.keys(_TEST_KEY, [0]), "test", len(dataset.test), RANDS_PER_IMAGE)[
-        0
-    ].float()
+    key = keyed_random.keys(_TEST_KEY, [0])
+    rand = keyed_random.uniform(key, "test", len(dataset.test), RANDS_PER_IMAGE)[0].float()
     place = dataset.test.pixels.device
     for some in split(torch.arange(len(dataset.test)) if rows is None else rows, size):
         there = some.to(place)

@@ -134,7 +134,7 @@ def compare(
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(cells.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
-    runs = [cells.run(*each, progress=progress, keep=_keeps_network(each, grid)) for each in wanted]
+    runs = [cells.run(*each, progress=progress, keep=each[1:] == (grid.samples[-1], 0)) for each in wanted]
     progress.end()
     return Comparison(
         data=dataset.name,
@@ -241,10 +241,6 @@ def _run(who: _Contender, samples: int, trial: int, result: Mapping[str, Any]) -
 
 def _name(who: _Contender, samples: int, trial: int) -> str:
     return f"{who.label}, {samples} samples, trial {trial + 1}"
-
-
-def _keeps_network(each: tuple[_Contender, int, int], grid: Grid) -> bool:
-    return each[1] == grid.samples[-1] and each[2] == 0
 
 
 def _seed(seed: int, trial: int) -> int:

@@ -90,9 +90,7 @@ class TrainStep:
         for part, targets in zip(split(x, sizes), split(labels, sizes), strict=True):
             with self.autocast():
                 output = self._call(self._train_forward, part)
-            logits = self._float_logits(
-                output if isinstance(output, Tensor) else getattr(output, "logits", output), part
-            )
+            logits = self._float_logits(getattr(output, "logits", output), part)
             extra = 0.0 if self._extra_loss is None else self._extra_loss(output, part, targets, epoch)
             loss = F.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
             share = len(part) / len(x)

@@ -207,12 +207,8 @@ def deepmoe(
     convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
     blocks = {name: min(block, convs[name].out_channels) for name in plan}
     gates = {name: math.ceil(convs[name].out_channels / blocks[name]) for name in plan}
-    sizes = {
-        "in_channels": in_channels,
-        "image_size": image_size,
-        "num_classes": num_classes,
-        "gates": sum(gates.values()),
-    }
+    sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
+    sizes["gates"] = sum(gates.values())
     widths = embedding_widths(embedding_share * sum(costs.values()), **sizes)
 
     like = convs[next(iter(plan))].weight
