@@ -209,7 +209,8 @@ def deepmoe(
     gates = {name: math.ceil(convs[name].out_channels / blocks[name]) for name in plan}
     sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
     sizes["gates"] = sum(gates.values())
-    widths = embedding_widths(embedding_share * sum(costs.values()), **sizes)
+    dense_macs = sum(costs.values())
+    widths = embedding_widths(embedding_share * dense_macs, **sizes)
 
     like = convs[next(iter(plan))].weight
     embedding = EmbeddingNetwork(in_channels, widths, num_classes).to(like.device, like.dtype).train(backbone.training)
@@ -260,9 +261,9 @@ def deepmoe(
         active,
         conv_costs,
         ungated=ungated,
-        dense_macs=sum(costs.values()) + sum(_dense_macs(cost, heads) for cost in conv_costs),
+        dense_macs=dense_macs,
         gate_macs=gate_macs,
-        fixed_macs=gate_macs + sum(costs.values()),
+        fixed_macs=gate_macs + sum(costs.values()),  # of layers that are left
     )
 
 
@@ -375,11 +376,6 @@ def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int,
             "pass the network's num_classes"
         )
     return costs
-
-
-def _dense_macs(cost: ConvCost, heads: Mapping[str, ChannelGate]) -> int:
-    ins, outs = (heads[of].channels if isinstance(of, str) else of for of in (cost.ins, cost.outs))
-    return cost.macs_per_pair * ins * outs
 
 
 def _conv(backbone: nn.Module, name: str) -> nn.Conv2d:
