@@ -101,10 +101,10 @@ def model_options(name: str) -> tuple[str, ...]:
     return _options(_constructor(name))
 
 
-def _options(constructor: Callable[..., nn.Module]) -> tuple[str, ...]:
-    bound = constructor.keywords if isinstance(constructor, partial) else {}
-    if isinstance(constructor, partial) and constructor.func is _deepmoe:
+def _options(constructor: Any) -> tuple[str, ...]:
+    if getattr(constructor, "func", None) is _deepmoe:  # a partial of it and its backbone
         return tuple(dict.fromkeys([*_options(constructor.args[0]), *_options(deepmoe)]))
+    bound: Mapping[str, Any] = getattr(constructor, "keywords", {})
     parameters = inspect.signature(constructor).parameters.values()
     return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("num_classes", *bound))
 

@@ -139,26 +139,26 @@ def fit(
             model.eval()
             progress.skip(recipe.epochs)
             return FitResult.from_json(complete)
-        stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
-        for tracker in trackers:
-            tracker.begin(config)
-            stack.callback(tracker.end)  # also after an error
-        torch.manual_seed(generator_seed(seed, "fit"))
-        trainer = Trainer(
-            model,
-            _placed(dataset, device),
-            recipe,
-            seed,
-            device,
-            run_dir,
-            spec,
-            progress,
-            trackers,
-            eval_every,
-            checkpoint_seconds,
-            everyone,
-        )
-        return trainer.train()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for tracker in trackers:
+                tracker.begin(config)
+                stack.callback(tracker.end)  # also after an error
+            torch.manual_seed(generator_seed(seed, "fit"))
+            trainer = Trainer(
+                model,
+                _placed(dataset, device),
+                recipe,
+                seed,
+                device,
+                run_dir,
+                spec,
+                progress,
+                trackers,
+                eval_every,
+                checkpoint_seconds,
+                everyone,
+            )
+            return trainer.train()
 
 
 def default_callbacks(
