@@ -31,6 +31,8 @@ from moesaic.routing_record import Routing
 
 __all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]
 
+_UNGATED_ROLES = {"shared": "is read by several layers", "shortcut": "is a shortcut"}
+
 
 @dataclass(frozen=True, eq=False)
 class DeepMoEOutput:
@@ -293,7 +295,11 @@ def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str,
     plan: dict[str, ConvNode] = {}
     ungated: dict[str, str] = {}
     for node in graph:
-        reason = _reason_ungated(backbone, node, bottleneck, next_module, calls, wanted)
+        reason = node.reason or _UNGATED_ROLES.get(node.role)
+        if reason is None and node.conv not in wanted:
+            reason = f"is not gated in bottlenecks of form {bottleneck!r}"
+        reason = reason or _norm_refusal(backbone, node, next_module[node.conv], calls)
+        reason = reason or unsupported_conv(_conv(backbone, node.conv))
         if reason is None:
             plan[node.conv] = node
         else:
@@ -313,32 +319,15 @@ def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str,
     return plan, ungated
 
 
-def _reason_ungated(
-    backbone: nn.Module,
-    node: ConvNode,
-    bottleneck: str,
-    next_module: Mapping[str, str | None],
-    calls: Mapping[str, int],
-    wanted: set[str],
-) -> str | None:
-    """The reason why a convolution is not gated, or None where it is."""
-    if node.reason is not None:
-        return node.reason
-    if node.role == "shared":
-        return "is read by several layers"
-    if node.role == "shortcut":
-        return "is a shortcut"
-    if node.conv not in wanted:
-        return f"is not gated in bottlenecks of form {bottleneck!r}"
-    if node.norm is not None:
-        if next_module[node.conv] != node.norm:
-            return f"has other layers before its BatchNorm {node.norm}, or another one"
-        if calls[node.norm] > 1:
-            return f"shares its BatchNorm {node.norm}"
-        refusal = unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
-        if refusal is not None:
-            return refusal
-    return unsupported_conv(_conv(backbone, node.conv))
+def _norm_refusal(backbone: nn.Module, node: ConvNode, following: str | None, calls: Mapping[str, int]) -> str | None:
+    """Why the BatchNorm of a convolution cannot become part of a gated layer, or None; ``following`` reads the conv."""
+    if node.norm is None:
+        return None
+    if following != node.norm:
+        return f"has other layers before its BatchNorm {node.norm}, or another one"
+    if calls[node.norm] > 1:
+        return f"shares its BatchNorm {node.norm}"
+    return unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
 
 
 def _module_order(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
