@@ -97,13 +97,11 @@ class ModelCost:
             routed = ModelCost(tuple(layer for layer in self.layers if layer.routed), 0, 0)
             rows.append(_row("routed", "", self.routed_parameters, routed))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(cells)
-            )
-            for cells in (list(zip(row, widths, strict=True)) for row in rows)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        sides = "<<>>>"
+        cells = (
+            [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows
+        )
+        return "\n".join("  ".join(row).rstrip() for row in cells)
 
     def __str__(self) -> str:
         return self.table()
