@@ -150,9 +150,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     >>> checkpoint.class_names, checkpoint.metrics["accuracy"], checkpoint.model(torch.zeros(1, 3, 32, 32)).shape
     (('cat', 'dog'), 97.0, torch.Size([1, 2]))
     """
-    path = _file(Path(path))
-    tensors, content = read_tensors(path)
-    metadata = _metadata(path, content)
+    path, tensors, metadata = _read_network(Path(path))
     if metadata.spec is None:
         raise CheckpointError(
             f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
@@ -179,9 +177,7 @@ def load_weights(path: str | Path, model: nn.Module) -> Metadata:
     moesaic.training.checkpoint.CheckpointError: load_weights: ... is of another network than the Linear given: 1 of
     another shape: weight (2, 3) in the file, (2, 4) in the network
     """
-    path = _file(Path(path))
-    tensors, content = read_tensors(path)
-    metadata = _metadata(path, content)
+    path, tensors, metadata = _read_network(Path(path))
     _fill(f"load_weights: {path} is of another network than the {type(model).__name__} given", model, tensors)
     return metadata
 
@@ -234,7 +230,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, cast("dict[str, Any]", content)
 
 
-def _file(path: Path) -> Path:
+def _read_network(path: Path) -> tuple[Path, dict[str, Tensor], Metadata]:
+    """The file of a network, or in the folder of a run; its tensors and metadata."""
     if path.is_dir():
         path = path / NETWORK
         if not path.exists():
@@ -244,16 +241,13 @@ def _file(path: Path) -> Path:
             )
     elif not path.exists():
         raise FileNotFoundError(f"{path} is not there; name the folder of a run, or its {NETWORK}")
-    return path
-
-
-def _metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
+    tensors, content = read_tensors(path)
     if content.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} has format={content.get('format')!r}, this version of moesaic reads format={_FORMAT}; "
             f"{'name the ' + NETWORK + ' beside it' if 'format' not in content else 'use the version that wrote it'}"
         )
-    return Metadata.from_json(content)
+    return path, tensors, Metadata.from_json(content)
 
 
 def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
