@@ -5,12 +5,4 @@ from moesaic.experts.mlp_experts import MLPExperts
 from moesaic.experts.sample_experts import LinearExperts, PatchNetExperts, SampleExperts
 from moesaic.experts.stacked_experts import ExpertNorm, Experts
 
-__all__ = [
-    "ConvExperts",
-    "ExpertNorm",
-    "Experts",
-    "LinearExperts",
-    "MLPExperts",
-    "PatchNetExperts",
-    "SampleExperts",
-]
+__all__ = ["ConvExperts", "ExpertNorm", "Experts", "LinearExperts", "MLPExperts", "PatchNetExperts", "SampleExperts"]

@@ -119,13 +119,8 @@ class MLPWeights:
 
     def to(self, dtype: torch.dtype) -> MLPWeights:
         """The weights in another dtype."""
-        return MLPWeights(
-            self.weight_in.to(dtype),
-            _to(self.bias_in, dtype),
-            self.weight_out.to(dtype),
-            _to(self.bias_out, dtype),
-            self.activation,
-        )
+        first, last = self.weight_in.to(dtype), self.weight_out.to(dtype)
+        return MLPWeights(first, _to(self.bias_in, dtype), last, _to(self.bias_out, dtype), self.activation)
 
 
 @dataclass(frozen=True)

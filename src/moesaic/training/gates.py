@@ -114,12 +114,7 @@ class GateTraining:
     """The state of the gates' training, from the first step to the last."""
 
     def __init__(
-        self,
-        model: DeepMoE,
-        recipe: Recipe,
-        steps: int,
-        device: torch.device,
-        teacher: nn.Module | None = None,
+        self, model: DeepMoE, recipe: Recipe, steps: int, device: torch.device, teacher: nn.Module | None = None
     ) -> None:
         assert recipe.gates is not None, "resolve_gate_recipe gives one"
         self.recipe = recipe.gates
