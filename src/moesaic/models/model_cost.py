@@ -97,11 +97,8 @@ class ModelCost:
             routed = ModelCost(tuple(layer for layer in self.layers if layer.routed), 0, 0)
             rows.append(_row("routed", "", self.routed_parameters, routed))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        sides = "<<>>>"
-        cells = (
-            [f"{cell:{side}{width}}" for cell, side, width in zip(row, sides, widths, strict=True)] for row in rows
-        )
-        return "\n".join("  ".join(row).rstrip() for row in cells)
+        line = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<>>>", widths, strict=True))
+        return "\n".join(line.format(*row).rstrip() for row in rows)
 
     def __str__(self) -> str:
         return self.table()
