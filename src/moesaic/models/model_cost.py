@@ -135,13 +135,9 @@ def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
         except Exception as error:
             error.add_note(f"count_macs: while {type(model).__name__} ran on an image of shape {tuple(shape)}")
             raise
-    routed = {
-        id(weight): weight.numel()
-        for layer in model.modules()
-        if isinstance(layer, _ROUTED)
-        for weight in layer.parameters()
-    }
-    return ModelCost(tuple(rows), sum(weight.numel() for weight in model.parameters()), sum(routed.values()))
+    seen: set[int] = set()
+    routed = sum(_new_parameters(layer, seen) for layer in model.modules() if isinstance(layer, _ROUTED))
+    return ModelCost(tuple(rows), sum(weight.numel() for weight in model.parameters()), routed)
 
 
 def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) -> list[LayerCost]:
