@@ -25,8 +25,6 @@ __all__ = ["CompileError", "TrainStep", "build_optimizers"]
 
 T = TypeVar("T")
 
-_torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
-
 
 class CompileError(RuntimeError):
     """``torch.compile`` failed on the network."""
@@ -216,7 +214,7 @@ class TrainStep:
         if self._ema is not None and self.recipe.ema_decay is not None:
             decay = min(self.recipe.ema_decay, (1 + self.steps) / (10 + self.steps))
             with torch.no_grad():
-                _torch._foreach_lerp_(self._ema, self._averaged(), 1 - decay)
+                torch._foreach_lerp_(self._ema, self._averaged(), 1 - decay)  # pyright: ignore # as torch's optimizers do
 
     def _averaged(self) -> list[Tensor]:
         """Weights and floating-point buffers: all but counters."""
