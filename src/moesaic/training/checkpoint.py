@@ -97,7 +97,7 @@ class Metadata:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A trained network and its metadata."""
+    """A trained network and its metadata, whose fields are attributes here too."""
 
     path: Path
     model: nn.Module
@@ -120,12 +120,10 @@ class Checkpoint:
 
     @property
     def normalize(self) -> Normalize | None:
-        """From bytes to what the network sees."""
         return self.metadata.normalize
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the images it was trained on."""
         return self.metadata.input_shape
 
     @property
@@ -134,7 +132,6 @@ class Checkpoint:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """What was measured when it was written."""
         return self.metadata.metrics
 
 
@@ -251,25 +248,22 @@ def _read_network(path: Path) -> tuple[Path, dict[str, Tensor], Metadata]:
 
 
 def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load all tensors into the model, or none."""
-    faults = differences(model, tensors)
-    if faults:
-        raise CheckpointError(f"{refusal}: {faults}")
-    model.load_state_dict(dict(tensors))
-
-
-def differences(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
-    """Returns a text that lists the tensors in which a file and a network differ; empty where none does."""
+    """Load all tensors into the model, or none; an error lists those in which file and network differ."""
     own = cast("Mapping[str, Tensor]", model.state_dict())
-    missing = [name for name in own if name not in tensors]
-    unexpected = [name for name in tensors if name not in own]
     reshaped = [
         f"{name} {tuple(tensors[name].shape)} in the file, {tuple(own[name].shape)} in the network"
         for name in own
         if name in tensors and tensors[name].shape != own[name].shape
     ]
-    kinds = {"missing in the file": missing, "only in the file": unexpected, "of another shape": reshaped}
-    return "; ".join(f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names)
+    kinds = {
+        "missing in the file": [name for name in own if name not in tensors],
+        "only in the file": [name for name in tensors if name not in own],
+        "of another shape": reshaped,
+    }
+    faults = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
+    if faults:
+        raise CheckpointError(f"{refusal}: {'; '.join(faults)}")
+    model.load_state_dict(dict(tensors))
 
 
 def _few(names: list[str]) -> str:
