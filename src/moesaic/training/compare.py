@@ -101,10 +101,6 @@ class _Contender:
     spec: ModelSpec
     sized: ComparedModel
 
-    @property
-    def label(self) -> str:
-        return self.sized.name
-
 
 def compare(
     dataset: ImageDataset,
@@ -185,7 +181,8 @@ class _Runs:
         return _run(who, samples, trial, cached.result)
 
     def _train(self, who: _Contender, samples: int, trial: int, folder: Path, progress: Progress) -> dict[str, Any]:
-        number = _seed(self.seed, trial)
+        key = keyed_random.keys(self.seed, [trial])
+        number = int(keyed_random.bits(key, "compare", 1)[0, 0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             model = who.spec.build()
@@ -236,15 +233,11 @@ def _cell_result(found: FitResult, samples: int, has_groups: bool) -> dict[str, 
 
 
 def _run(who: _Contender, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
-    return run_from_json({"model": who.label, "samples": samples, "trial": trial, **result})
+    return run_from_json({"model": who.sized.name, "samples": samples, "trial": trial, **result})
 
 
 def _name(who: _Contender, samples: int, trial: int) -> str:
-    return f"{who.label}, {samples} samples, trial {trial + 1}"
-
-
-def _seed(seed: int, trial: int) -> int:
-    return int(keyed_random.bits(keyed_random.keys(seed, [trial]), "compare", 1)[0, 0]) & ((1 << 62) - 1)
+    return f"{who.sized.name}, {samples} samples, trial {trial + 1}"
 
 
 def _parsed(label: str) -> tuple[str, dict[str, Any]]:
