@@ -111,11 +111,9 @@ class GateCallback(Callback):
             return {"cost": float(gate_costs(self._model, self._embeddings(trainer, trainer.dataset)).mean())}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on."""
         return self.gates.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what ``state_dict`` returned."""
         self.gates.load_state_dict(state)
 
     def _freeze(self, trainer: Trainer) -> None:
