@@ -62,8 +62,7 @@ class _ChannelLayer(RoutedLayer):
 
     def extra_repr(self) -> str:
         block_in = "" if self.block_in == self.block else f", block_in={self.block_in}"
-        sizes = f"{self.in_channels}, {self.out_channels}"
-        return f"{sizes}, activation={self.activation!r}, block={self.block}{block_in}"
+        return f"{self.in_channels}, {self.out_channels}, activation={self.activation!r}, block={self.block}{block_in}"
 
     def _check(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> None:
         check_feature_map("ChannelMoE", x, self.in_channels, 1)
