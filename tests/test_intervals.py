@@ -7,9 +7,7 @@ from moesaic.intervals import (
     Curve,
     Estimate,
     bootstrap,
-    least_squares_slopes,
     mean,
-    power_law_exponent,
     sample_ratio,
     samples_at,
     samples_to_reach,
@@ -130,18 +128,6 @@ def test_a_curve_that_is_none_is_refused():
     for sizes, shape in ((SIZES, (3, 2)), (SIZES, (4, 1)), (SIZES, (4,)), (SIZES[::-1], (4, 3))):
         with pytest.raises(ValueError, match="at least 2 trials"):
             samples_to_reach(1.0, (sizes, np.zeros(shape)))
-
-
-def test_slopes_are_those_of_each_trial():
-    x = [1.0, 2.0, 5.0]
-    values = np.stack([np.array([2 * v + 1, -v]) for v in x])
-    assert least_squares_slopes(x, values).tolist() == pytest.approx([2, -1])
-
-
-def test_powers_are_exponents_of_the_mean():
-    x = [2, 4, 8, 16]
-    values = np.stack([3 * v**0.375 * np.array([0.9, 1.1]) for v in x])
-    assert power_law_exponent(x, values) == pytest.approx(0.375)
 
 
 @pytest.mark.parametrize("trials", [5, 20])

@@ -42,14 +42,8 @@ __all__ = [
 ]
 
 # imported on first use, so that `import moesaic` stays fast
-_LATER = {
-    "NormalizedGD": "moesaic.training",
-    "convert": "moesaic.models",
-    "create_model": "moesaic.models",
-    "freeze": "moesaic.models",
-    "list_models": "moesaic.models",
-    "register_with_timm": "moesaic.models",
-}
+_OF_MODELS = ("convert", "create_model", "freeze", "list_models", "register_with_timm")
+_LATER = {"NormalizedGD": "moesaic.training", **dict.fromkeys(_OF_MODELS, "moesaic.models")}
 
 
 def __getattr__(name: str) -> Any:

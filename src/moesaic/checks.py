@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-__all__ = ["check_choice", "check_feature_map", "check_numbers", "check_positive"]
+__all__ = ["check_choice", "check_device", "check_feature_map", "check_numbers", "check_positive"]
 
 T = TypeVar("T")
 
@@ -56,6 +57,14 @@ def check_numbers(owner: str, limit: str, fits: Callable[[float], bool], values:
             raise TypeError(f"{owner}: {name}={value!r} is a {type(value).__name__}; it must be a number")
         if not fits(value):
             raise ValueError(f"{owner}: {name}={value}; it must be {limit}")
+
+
+def check_device(owner: str, device: torch.device | str) -> torch.device:
+    """Returns the device; refuses one that is not available."""
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")
+    return found
 
 
 def check_feature_map(owner: str, x: Tensor, channels: int, patch_size: int) -> None:

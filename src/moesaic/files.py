@@ -11,14 +11,14 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
-__all__ = ["read_records", "write_atomic", "write_json"]
+__all__ = ["as_json", "read_records", "write_atomic", "write_json"]
 
 Record = TypeVar("Record")
 
 
 def write_json(path: Path, content: object) -> None:
     """Writes a JSON file atomically; NaN and infinity become null."""
-    text = json.dumps(_finite(content), indent=1, ensure_ascii=False, allow_nan=False)
+    text = json.dumps(as_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     # lists of numbers on one line; strings are not affected, as JSON escapes their line breaks
     text = _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
     write_atomic(path, f"{text}\n".encode())
@@ -35,6 +35,17 @@ def write_atomic(path: Path, content: bytes) -> None:
         raise
 
 
+def as_json(value: Any) -> Any:
+    """Returns a value as JSON represents it: lists for tuples, None for numbers that are not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: as_json(each) for key, each in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in cast("list[Any]", value)]
+    return value
+
+
 def read_records(path: Path, kind: type[Record]) -> list[Record]:
     """Reads the records of a dataclass from a JSON file; errors contain the path within the file."""
     try:
@@ -45,16 +56,6 @@ def read_records(path: Path, kind: type[Record]) -> list[Record]:
 
 
 _NUMBERS = re.compile(r"\[\n\s*(?:(?:[-+.\deE]+|null),\n\s*)*(?:[-+.\deE]+|null)\n\s*\]")
-
-
-def _finite(content: Any) -> Any:
-    if isinstance(content, float):
-        return content if math.isfinite(content) else None
-    if isinstance(content, dict):
-        return {key: _finite(value) for key, value in cast("dict[str, Any]", content).items()}
-    if isinstance(content, list | tuple):
-        return [_finite(value) for value in cast("list[Any]", content)]
-    return content
 
 
 def _decoded(kind: Any, value: Any, where: str) -> Any:

@@ -19,10 +19,8 @@ __all__ = [
     "Curve",
     "Estimate",
     "bootstrap",
-    "least_squares_slopes",
     "mean",
     "percentage",
-    "power_law_exponent",
     "sample_ratio",
     "samples_at",
     "samples_to_reach",
@@ -202,19 +200,3 @@ def _checked(curve: Curve) -> Curve:
             "increase, and values must have the shape (sizes, trials) with at least 2 trials"
         )
     return curve
-
-
-def least_squares_slopes(x: Sequence[float], values: Array) -> Array:
-    """Returns the least-squares slope (T,) of each trial's values (S, T) over x (S,)."""
-    centred = np.asarray(x, dtype=np.float64) - np.mean(x)
-    return centred @ values / float(centred @ centred)
-
-
-def power_law_exponent(x: Sequence[float], values: Array) -> float:
-    """Returns the exponent of x that the mean of the values (S, T) follows: the slope of logarithms.
-
-    >>> power_law_exponent([1, 2, 4], np.array([[3.0], [6.0], [12.0]]))
-    1.0
-    """
-    means = np.maximum(values.mean(axis=-1), 1e-9)
-    return float(least_squares_slopes(np.log(x).tolist(), np.log(means)))

@@ -31,16 +31,13 @@ _FNV_START, _FNV_STEP = 0xCBF29CE484222325, 0x100000001B3
 
 def keys(seed: int, trials: Iterable[int] | Tensor, device: torch.device | str | None = None) -> Tensor:
     """Returns one key (T,) int64 per trial number."""
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"keys: seed={seed!r} is a {type(seed).__name__}; it must be a whole number")
-    if not 0 <= seed < 1 << 63:
+    if not 0 <= _whole("seed", seed) < 1 << 63:
         raise ValueError(f"keys: seed={seed}; it must be from 0 to 2⁶³ − 1")
-    numbers = (
-        trials if isinstance(trials, Tensor) else torch.tensor([_whole(trial) for trial in trials], dtype=torch.int64)
-    )
-    if numbers.dtype != torch.int64 or numbers.ndim != 1:
-        raise TypeError(f"keys: trials are {tuple(numbers.shape)} {numbers.dtype}; they must be (T,) torch.int64")
-    return _mix(_mix(torch.full_like(numbers, seed)) + (numbers + 1) * _GOLDEN).to(device)
+    if not isinstance(trials, Tensor):
+        trials = torch.tensor([_whole("trial", trial) for trial in trials], dtype=torch.int64)
+    if trials.dtype != torch.int64 or trials.ndim != 1:
+        raise TypeError(f"keys: trials are {tuple(trials.shape)} {trials.dtype}; they must be (T,) torch.int64")
+    return _mix(_mix(torch.full_like(trials, seed)) + (trials + 1) * _GOLDEN).to(device)
 
 
 def bits(keys: Tensor, stream: str | int | Tensor, *shape: int) -> Tensor:
@@ -90,10 +87,10 @@ def permutations(keys: Tensor, stream: str | int | Tensor, size: int) -> Tensor:
     return bits(keys, stream, size).argsort(dim=1, stable=True)
 
 
-def _whole(trial: int) -> int:
-    if isinstance(trial, bool) or not hasattr(trial, "__index__"):
-        raise TypeError(f"keys: trial={trial!r} is a {type(trial).__name__}; it must be a whole number")
-    return trial.__index__()
+def _whole(name: str, value: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"keys: {name}={value!r} is a {type(value).__name__}; it must be a whole number")
+    return value.__index__()
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from moesaic.models.model_cost import count_macs
-from moesaic.models.vgg import VGG16
-from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs, conv_parameters
+from moesaic.models.vgg import VGG16, VGG16_WIDTHS
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS, conv_macs, conv_parameters
 
 
 def made(**options) -> VGG16:

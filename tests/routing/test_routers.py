@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 import moesaic
 from moesaic.routing import Router
-from moesaic.routing.noise import sample_noise
+from moesaic.routing.router import sample_noise
 from moesaic.routing_record import UNASSIGNED
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from moesaic.bench.layer_shape import LayerOptions, LayerShape, dense_peers, random_inputs, routed_layer
 from moesaic.bench.timing import Memory, Timing, capture_cuda_graph, peak_memory, time_interleaved
 from moesaic.ops import backend, backends
-from moesaic.ops.backend_choice import BackendChoice, explain_backend
+from moesaic.ops.dispatch import BackendChoice, explain_backend
 from moesaic.ops.tile_sizes import Tile, tune
 
 __all__ = [

@@ -1,17 +1,8 @@
 """Experts: E networks of one shape, their weights stacked in one tensor."""
 
 from moesaic.experts.conv_experts import ConvExperts
-from moesaic.experts.expert_norm import ExpertNorm
 from moesaic.experts.mlp_experts import MLPExperts
 from moesaic.experts.sample_experts import LinearExperts, PatchNetExperts, SampleExperts
-from moesaic.experts.stacked_experts import Experts
+from moesaic.experts.stacked_experts import ExpertNorm, Experts
 
-__all__ = [
-    "ConvExperts",
-    "ExpertNorm",
-    "Experts",
-    "LinearExperts",
-    "MLPExperts",
-    "PatchNetExperts",
-    "SampleExperts",
-]
+__all__ = ["ConvExperts", "ExpertNorm", "Experts", "LinearExperts", "MLPExperts", "PatchNetExperts", "SampleExperts"]

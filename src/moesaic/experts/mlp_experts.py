@@ -77,11 +77,7 @@ class MLPExperts(Experts):
                 nn.init.uniform_(bias, -bound, bound, generator=generator)
 
     def forward(
-        self,
-        x: Tensor,
-        routing: Routing,
-        spec: PatchSpec | None = None,
-        selection: PatchSelection | None = None,
+        self, x: Tensor, routing: Routing, spec: PatchSpec | None = None, selection: PatchSelection | None = None
     ) -> Tensor:
         """Runs the experts on the routed patches of a map, or without a ``spec`` on samples (B, …, C)."""
         if spec is None:

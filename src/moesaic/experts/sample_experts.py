@@ -27,17 +27,9 @@ __all__ = ["LinearExperts", "PatchNetExperts", "SampleActivation", "SampleExpert
 SampleActivation = Literal["identity", "cubic", "relu", "celu", "gelu", "tanh"]
 
 
-def _identity(z: Tensor) -> Tensor:
-    return z
-
-
-def _cubic(z: Tensor) -> Tensor:
-    return z.pow(3)
-
-
 _ACTIVATIONS: dict[SampleActivation, Callable[[Tensor], Tensor]] = {
-    "identity": _identity,
-    "cubic": _cubic,
+    "identity": lambda z: z,
+    "cubic": lambda z: z.pow(3),
     "relu": F.relu,
     "celu": F.celu,
     "gelu": F.gelu,

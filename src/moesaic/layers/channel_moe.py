@@ -22,7 +22,7 @@ from moesaic.ops import autocast_dtype
 from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm
 from moesaic.ops.channel.costs import ConvCosts, pieces_per_filter
 from moesaic.ops.channel.gathered_conv import BlockLayout, group_samples, memory_format, open_conv
-from moesaic.ops.channel.masked import channel_macs, open_channels
+from moesaic.ops.channel.masked import open_channels
 from moesaic.ops.dispatch import ChannelActivation, ChannelConv, run_channels
 from moesaic.routing_record import Routing
 
@@ -58,15 +58,11 @@ class _ChannelLayer(RoutedLayer):
         active_in: int | Tensor = self.in_channels
         if gate_in is not None:
             active_in = open_channels(gate_in, self.in_channels, self.block_in).sum(1)
-        macs = channel_macs(active_in, active_out, self.kernel_size, self.map_size(height, width))
-        assert isinstance(macs, Tensor)
-        return macs
+        return active_in * active_out * (self.kernel_size**2 * math.prod(self.map_size(height, width)))
 
     def extra_repr(self) -> str:
-        blocks = (
-            f"block={self.block}" if self.block == self.block_in else f"block={self.block}, block_in={self.block_in}"
-        )
-        return f"{self.in_channels}, {self.out_channels}, activation={self.activation!r}, {blocks}"
+        block_in = "" if self.block_in == self.block else f", block_in={self.block_in}"
+        return f"{self.in_channels}, {self.out_channels}, activation={self.activation!r}, block={self.block}{block_in}"
 
     def _check(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> None:
         check_feature_map("ChannelMoE", x, self.in_channels, 1)
@@ -149,23 +145,14 @@ class ChannelMoE(_ChannelLayer):
     ) -> None:
         super().__init__()
         block_in = block if block_in is None else block_in
-        check_positive(
-            "ChannelMoE",
-            in_channels=in_channels,
-            out_channels=out_channels,
-            kernel_size=kernel_size,
-            stride=stride,
-            block=block,
-            block_in=block_in,
-        )
+        check_positive("ChannelMoE", in_channels=in_channels, out_channels=out_channels, kernel_size=kernel_size)
+        check_positive("ChannelMoE", stride=stride, block=block, block_in=block_in)
         self.in_channels = in_channels
         self.out_channels = out_channels
         self.kernel_size = kernel_size
         self.stride = stride
         self.padding = _padding(padding, kernel_size)
-        self.activation: ChannelActivation = check_choice(
-            "ChannelMoE", "activation", activation, get_args(ChannelActivation)
-        )
+        self.activation = check_choice("ChannelMoE", "activation", activation, get_args(ChannelActivation))
         self.block = block
         self.block_in = block_in
         self.conv = nn.Conv2d(
@@ -190,15 +177,9 @@ class ChannelMoE(_ChannelLayer):
 
     def weights(self) -> ChannelConv:
         """The convolution and BatchNorm in the form that backends take."""
+        conv, norm = self.conv, None if self.norm is None else batch_norm_tensors(self.norm)
         return ChannelConv(
-            self.conv.weight,
-            self.conv.bias,
-            None if self.norm is None else batch_norm_tensors(self.norm),
-            self.stride,
-            self.padding,
-            self.activation,
-            self.block,
-            self.block_in,
+            conv.weight, conv.bias, norm, self.stride, self.padding, self.activation, self.block, self.block_in
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.ops.hooks import find_hooked_module
+from moesaic.ops.hooks import has_hooks
 
 __all__ = ["FrozenModule", "check_freezable"]
 
@@ -61,12 +61,12 @@ class FrozenModule(nn.Module):
 
 def check_freezable(model: nn.Module) -> torch.dtype:
     """Raise an error that says what to do if a model cannot be frozen; else return its dtype."""
-    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())  # torch types it in part
-    training = next((name for name, module in modules if module.training), None)
+    modules = dict(cast("Iterable[tuple[str, nn.Module]]", model.named_modules()))  # torch types it in part
+    training = next((name for name, module in modules.items() if module.training), None)
     if training is not None:
         which = f"module {training!r}" if training else "the model"
         raise ValueError(f"freeze: {which} is in training mode; call model.eval() first")
-    hooked = find_hooked_module(model)
+    hooked = next((name for name, module in modules.items() if has_hooks(module, include_global=False)), None)
     if hooked is not None:
         which = f"module {hooked!r}" if hooked else "the model"
         raise ValueError(

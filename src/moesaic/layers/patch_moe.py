@@ -221,15 +221,8 @@ class PatchMoE(RoutedLayer):
         patches = x.reshape(B, self.in_channels, rows, p, columns, p).movedim(4, 3).flatten(2, 3)
         slots = torch.einsum("bnes,bcnij->bciesj", routing.dispatch.to(x.dtype), patches).flatten(3)
         own = torch.arange(E * S, device=x.device).view(1, E, S).expand(B, E, S)
-        slot_routing = Routing(
-            "patch",
-            scores=routing.scores.new_zeros(B, E * S, E),
-            index=own,
-            gate=torch.ones_like(own, dtype=routing.gate.dtype),
-            chooser="expert",
-            grid=(1, E * S),
-            may_drop=False,
-        )
+        scores, gate = routing.scores.new_zeros(B, E * S, E), torch.ones_like(own, dtype=routing.gate.dtype)
+        slot_routing = Routing("patch", scores, own, gate, "expert", grid=(1, E * S), may_drop=False)
         y = self.experts(slots, slot_routing, PatchSpec(p, "output", "patch", "sum"))
         y = y.view(*y.shape[:3], E, S, p)
         axes = "eo" if self.combine == "concat" else "o"

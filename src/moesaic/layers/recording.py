@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Literal, cast
 
 import torch
@@ -60,19 +62,14 @@ def routing_hook(model: nn.Module, hook: RoutingHook) -> Generator[None]:
             f"routing_hook: {type(model).__name__} has no routed layer; "
             "build one with moesaic.PatchMoE, or convert a convolution into one"
         )
-    registered: list[tuple[RoutedLayer, Callable[[Routing], None]]] = []
-    for name, layer in layers.items():
-
-        def call(routing: Routing, name: str = name, layer: RoutedLayer = layer) -> None:
-            hook(name, layer, routing)
-
+    registered = [(layer, partial(hook, name, layer)) for name, layer in layers.items()]
+    for layer, call in registered:
         layer._routing_hooks.append(call)  # pyright: ignore[reportPrivateUsage]
-        registered.append((layer, call))
     try:
         yield
     finally:
-        for layer, registered_call in registered:
-            layer._routing_hooks.remove(registered_call)  # pyright: ignore[reportPrivateUsage]
+        for layer, call in registered:
+            layer._routing_hooks.remove(call)  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager
@@ -121,13 +118,11 @@ def _concatenate(name: str, parts: list[Routing]) -> Routing:
         present = [tensor for tensor in tensors if tensor is not None]
         return torch.cat(present) if present else None
 
-    return Routing(
-        unit=first.unit,
+    return replace(
+        first,
         scores=torch.cat([part.scores for part in parts]),
         index=cat([part.index for part in parts]),
         gate=torch.cat([part.gate for part in parts]),
-        chooser=first.chooser,
-        grid=first.grid,
         dispatch=cat([part.dispatch for part in parts]),
         may_drop=any(part.may_drop for part in parts),
     )

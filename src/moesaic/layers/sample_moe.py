@@ -16,8 +16,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import run_each
-from moesaic.routing.noise import Noise, sample_noise
-from moesaic.routing.router import stable_topk
+from moesaic.routing.router import Noise, sample_noise, stable_topk
 from moesaic.routing_record import Routing
 
 __all__ = ["SampleGate", "SampleMoE"]

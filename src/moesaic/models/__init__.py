@@ -14,12 +14,10 @@ from moesaic.models.resnet import ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.timm_registry import register_with_timm
 from moesaic.models.vgg import VGG16
-from moesaic.models.vgg_widths import WIDENINGS, Widening
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 
 __all__ = [
     "VGG16",
-    "WIDENINGS",
     "ConvNode",
     "DeepMoE",
     "DeepMoEOutput",
@@ -34,7 +32,6 @@ __all__ = [
     "SmallCNN",
     "WideResNet",
     "WideResNetPMoE",
-    "Widening",
     "applied_conversions",
     "build_channel_graph",
     "convert",

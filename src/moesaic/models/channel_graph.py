@@ -171,7 +171,8 @@ def _follow(model: nn.Module, node: fx.Node, uses: _Uses, flat: bool = False) ->
         elif user.op == "output":
             uses.reasons.append("is the network's output")
         else:
-            what = f"{user.target} ({type(layer).__name__})" if layer is not None else _function_name(user)
+            function = getattr(user.target, "__name__", str(user.target))
+            what = function if layer is None else f"{user.target} ({type(layer).__name__})"
             uses.reasons.append(f"is read by {what}, which may mix channels")
 
 
@@ -230,7 +231,3 @@ def _averages(node: fx.Node) -> bool:
         return False
     axes = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     return isinstance(axes, (tuple, list)) and {cast(int, axis) % 4 for axis in axes} == {2, 3}
-
-
-def _function_name(node: fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))

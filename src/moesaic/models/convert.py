@@ -110,12 +110,14 @@ def convert(
         made[name] = old, _replacement(name, old, options, init, seed)
         size = None if shape is None else list(shape)
         records.append({"layer": name, **options, "init": init, "seed": seed, "input_size": size})
-    _swap(model, {name: new for name, (_, new) in made.items()})
+    for name, (_, new) in made.items():
+        model.set_submodule(name, new)
     if shape is not None:
         try:
             _trace(model, shape, f"no longer runs with {', '.join(map(repr, made))} converted")
         except BaseException:
-            _swap(model, {name: old for name, (old, _) in made.items()})
+            for name, (old, _) in made.items():
+                model.set_submodule(name, old)
             raise
     model.__dict__.setdefault(_RECORD, []).extend(records)
     return model
@@ -199,14 +201,8 @@ def _replacement(name: str, old: nn.Conv2d | nn.Linear, options: dict[str, Any],
     with torch.random.fork_rng(devices=[]):  # new weights come from a separate generator
         router = None
         if init == "upcycle":
-            router = RescaledExpertChoice(
-                C,
-                E,
-                options["patches_per_expert"],
-                options["patch_size"],
-                gate=options["gate"],
-                summed=combine == "sum",
-            )
+            L, p = options["patches_per_expert"], options["patch_size"]
+            router = RescaledExpertChoice(C, E, L, p, gate=options["gate"], summed=combine == "sum")
         kind = ChannelsLastPatchMoE if linear else PatchMoE
         kernel = 1 if linear else old.kernel_size[0]
         new = kind(C, O, **options, kernel_size=kernel, bias=old.bias is not None, router=router)
@@ -287,12 +283,6 @@ def _trace(model: nn.Module, shape: tuple[int, int, int], failure: str) -> MapSi
         size = "×".join(map(str, shape))
         why = str(error).strip() or type(error).__name__
         raise ValueError(f"convert: {type(model).__name__} {failure} on an image of {size}: {why}") from error
-
-
-def _swap(model: nn.Module, layers: dict[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, layer)
 
 
 def _either(numbers: Sequence[int]) -> str:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_positive
-from moesaic.experts import ConvExperts, Experts, LinearExperts, MLPExperts, PatchNetExperts
+from moesaic.experts import MLPExperts, PatchNetExperts
 from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
@@ -97,13 +97,8 @@ class ModelCost:
             routed = ModelCost(tuple(layer for layer in self.layers if layer.routed), 0, 0)
             rows.append(_row("routed", "", self.routed_parameters, routed))
         widths = [max(len(row[column]) for row in rows) for column in range(5)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if column < 2 else cell.rjust(width) for column, (cell, width) in enumerate(cells)
-            )
-            for cells in (list(zip(row, widths, strict=True)) for row in rows)
-        ]
-        return "\n".join(line.rstrip() for line in lines)
+        line = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<<>>>", widths, strict=True))
+        return "\n".join(line.format(*row).rstrip() for row in rows)
 
     def __str__(self) -> str:
         return self.table()
@@ -140,13 +135,9 @@ def count_macs(model: nn.Module, shape: tuple[int, int, int]) -> ModelCost:
         except Exception as error:
             error.add_note(f"count_macs: while {type(model).__name__} ran on an image of shape {tuple(shape)}")
             raise
-    routed = {
-        id(weight): weight.numel()
-        for layer in model.modules()
-        if isinstance(layer, _ROUTED)
-        for weight in layer.parameters()
-    }
-    return ModelCost(tuple(rows), sum(weight.numel() for weight in model.parameters()), sum(routed.values()))
+    seen: set[int] = set()
+    routed = sum(_new_parameters(layer, seen) for layer in model.modules() if isinstance(layer, _ROUTED))
+    return ModelCost(tuple(rows), sum(weight.numel() for weight in model.parameters()), routed)
 
 
 def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) -> list[LayerCost]:
@@ -267,7 +258,7 @@ def _open_channel_count(routing: Routing, channels: int, block: int) -> int:
 def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCost:
     routing, experts = layer.route(x), layer.experts
     pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, whatever their memory format
-    dense = pixels * _pixel_macs(experts)
+    dense = pixels * _matrix_weights(experts)
     if isinstance(layer.router, Router):
         router = routing.batch * routing.units * layer.router.weight.numel()
     else:
@@ -283,15 +274,9 @@ def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerC
     return LayerCost(name, type(layer).__name__, parameters, macs + router, dense, True)
 
 
-def _pixel_macs(experts: Experts) -> int:
-    """Multiply-adds of all experts for one pixel."""
-    if isinstance(experts, ConvExperts):
-        return experts.weight.numel()
-    if isinstance(experts, MLPExperts):
-        return experts.weight_in.numel() + experts.weight_out.numel()
-    # a guess for custom experts: weights (E, O, C, …)
-    matrices = [weight for weight in experts.parameters() if weight.ndim > 2]
-    return sum(weight.numel() for weight in matrices)
+def _matrix_weights(experts: nn.Module) -> int:
+    """Weights (E, O, C, …) of stacked experts: multiply-adds of all experts for one pixel or vector."""
+    return sum(weight.numel() for weight in experts.parameters() if weight.ndim > 2)
 
 
 def _sample_rows(name: str, layer: SampleMoE, x: Tensor, seen: set[int]) -> list[LayerCost]:
@@ -311,16 +296,10 @@ def _sample_rows(name: str, layer: SampleMoE, x: Tensor, seen: set[int]) -> list
 
 def _stacked_macs(experts: nn.Module, x: Tensor) -> int:
     """Multiply-adds of all stacked experts on samples."""
-    if isinstance(experts, LinearExperts):
-        return experts.weight.numel() * x.shape[0]
-    if isinstance(experts, PatchNetExperts):
-        E, _, D = experts.weight.shape
-        if experts.activation == "identity":  # patches and filters are summed first
-            return E * experts.outputs * D * x.shape[0]
-        return experts.weight.numel() * x.shape[:-1].numel()
-    if isinstance(experts, MLPExperts):
-        return _pixel_macs(experts) * x.shape[:-1].numel()
-    return sum(weight.numel() for weight in experts.parameters() if weight.ndim > 2) * x.shape[0]
+    if isinstance(experts, PatchNetExperts) and experts.activation == "identity":
+        return len(experts) * experts.outputs * experts.dim * x.shape[0]  # patches and filters are summed first
+    each = isinstance(experts, (PatchNetExperts, MLPExperts))  # patch or token of a sample
+    return _matrix_weights(experts) * (x.shape[:-1].numel() if each else x.shape[0])
 
 
 @contextmanager

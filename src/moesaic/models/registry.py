@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -17,10 +17,8 @@ from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
-from moesaic.models.vgg import VGG16
-from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
+from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
-from moesaic.routing.channel_gate import ChannelMode
 
 __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 
@@ -29,60 +27,24 @@ _WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 _LISTED_WIDE_RESNETS = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
 
 
-def _resnet(depth: int) -> Callable[..., nn.Module]:
-    def network(num_classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0) -> nn.Module:
-        return ResNet(depth, num_classes, image_size=image_size, in_channels=in_channels, width=width)
-
-    return network
-
-
-def _vgg16(widths: Sequence[int]) -> Callable[..., nn.Module]:
-    def network(num_classes: int, *, image_size: int = 32, in_channels: int = 3, width: float = 1.0) -> nn.Module:
-        return VGG16(num_classes, widths, image_size=image_size, in_channels=in_channels, width=width)
-
-    return network
+def _deepmoe(backbone: Callable[..., nn.Module], num_classes: int, width: float = 1.0, **options: Any) -> nn.Module:
+    """A network with channel gates; the options are those of `deepmoe`, of which the backbone shares some."""
+    shared = {name: options[name] for name in ("image_size", "in_channels") if name in options}
+    return deepmoe(backbone(num_classes=num_classes, width=width, **shared), num_classes=num_classes, **options)
 
 
-def _deepmoe(backbone: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    def network(
-        num_classes: int,
-        *,
-        image_size: int = 32,
-        in_channels: int = 3,
-        width: float = 1.0,
-        block: int = 1,
-        mode: ChannelMode = "relu",
-        keep: float | None = None,
-        bias: float | None = 1.0,
-        bottleneck: Literal["a", "b"] = "a",
-        embedding_share: float = 0.02,
-    ) -> nn.Module:
-        return deepmoe(
-            backbone(num_classes, image_size=image_size, in_channels=in_channels, width=width),
-            num_classes=num_classes,
-            image_size=image_size,
-            in_channels=in_channels,
-            block=block,
-            mode=mode,
-            keep=keep,
-            bias=bias,
-            bottleneck=bottleneck,
-            embedding_share=embedding_share,
-        )
-
-    return network
-
-
+_VGG16 = {
+    "": partial(VGG16, widths=VGG16_WIDTHS),
+    **{f"_{name}": partial(VGG16, widths=widths) for name, widths in VGG16_WIDENINGS.items()},
+}
 _NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "cifar_cnn": SmallCNN,
     "cifar_mobilenetv2": MobileNetV2,
     "cifar_resnet18": ResNet18,
-    **{f"resnet{depth}": _resnet(depth) for depth in RESNET_DEPTHS},
-    **{f"resnet{depth}_deepmoe": _deepmoe(_resnet(depth)) for depth in RESNET_DEPTHS},
-    "vgg16": _vgg16(VGG16_WIDTHS),
-    "vgg16_deepmoe": _deepmoe(_vgg16(VGG16_WIDTHS)),
-    **{f"vgg16_{name}": _vgg16(widening.widths) for name, widening in WIDENINGS.items()},
-    **{f"vgg16_deepmoe_{name}": _deepmoe(_vgg16(widening.widths)) for name, widening in WIDENINGS.items()},
+    **{f"resnet{depth}": partial(ResNet, depth) for depth in RESNET_DEPTHS},
+    **{f"resnet{depth}_deepmoe": partial(_deepmoe, partial(ResNet, depth)) for depth in RESNET_DEPTHS},
+    **{f"vgg16{name}": vgg16 for name, vgg16 in _VGG16.items()},
+    **{f"vgg16_deepmoe{name}": partial(_deepmoe, vgg16) for name, vgg16 in _VGG16.items()},
 }
 
 
@@ -136,8 +98,15 @@ def model_options(name: str) -> tuple[str, ...]:
     """
     if name.startswith(_TIMM_PREFIX):
         return ("in_channels", "image_size")
-    parameters = inspect.signature(_constructor(name)).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "num_classes")
+    return _options(_constructor(name))
+
+
+def _options(constructor: Any) -> tuple[str, ...]:
+    if getattr(constructor, "func", None) is _deepmoe:  # a partial of it and its backbone
+        return tuple(dict.fromkeys([*_options(constructor.args[0]), *_options(deepmoe)]))
+    bound: Mapping[str, Any] = getattr(constructor, "keywords", {})
+    parameters = inspect.signature(constructor).parameters.values()
+    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("num_classes", *bound))
 
 
 def _constructor(name: str) -> Callable[..., nn.Module]:

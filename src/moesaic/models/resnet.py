@@ -85,15 +85,11 @@ class ResNet(ImageClassifier):
         layers: list[nn.Module] = [conv_bn(in_channels, previous, 7 if large else 3, 2 if large else 1), nn.ReLU()]
         if large:
             layers.append(nn.MaxPool2d(3, stride=2, padding=1))
+        kind, expansion = (_Bottleneck, _EXPANSION) if plan.bottleneck else (_BasicBlock, 1)
         for stage, (channels, blocks) in enumerate(zip(widths, plan.blocks, strict=True)):
             for block in range(blocks):
-                stride = 2 if stage > 0 and block == 0 else 1
-                if plan.bottleneck:
-                    layers.append(_Bottleneck(previous, channels, stride))
-                    previous = _EXPANSION * channels
-                else:
-                    layers.append(_BasicBlock(previous, channels, stride))
-                    previous = channels
+                layers.append(kind(previous, channels, 2 if stage > 0 and block == 0 else 1))
+                previous = expansion * channels
         super().__init__(nn.Sequential(*layers, GlobalAvgPool()), previous, num_classes)
 
 

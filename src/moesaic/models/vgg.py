@@ -15,9 +15,20 @@ from torch import nn
 from moesaic.checks import check_positive
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.resnet import LARGE_IMAGE, scale_width
-from moesaic.models.vgg_widths import VGG16_STAGES, VGG16_WIDTHS
 
-__all__ = ["VGG16"]
+__all__ = ["VGG16", "VGG16_STAGES", "VGG16_WIDENINGS", "VGG16_WIDTHS"]
+
+VGG16_STAGES = (2, 2, 3, 3, 3)
+"""Number of convolutions before each max-pooling."""
+VGG16_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
+"""Channels of VGG-16's convolutions (Simonyan and Zisserman 2015, configuration D)."""
+VGG16_WIDENINGS = {
+    "w1_high": (*VGG16_WIDTHS[:12], 2565),
+    "w1_mid": (*VGG16_WIDTHS[:4], 2990, *VGG16_WIDTHS[5:]),
+    "w4_low": (512, 512, 615, 615, *VGG16_WIDTHS[4:]),
+    "w13_all": (128, 128, 256, 256, *3 * (405,), *6 * (615,)),
+}
+"""Wider versions of equally many weights from Wang et al. 2019, Table 1 of the supplement."""
 
 _SMALLEST = 2 ** len(VGG16_STAGES)
 _LAST_SIDE = 7
@@ -29,7 +40,7 @@ class VGG16(ImageClassifier):
 
     Args:
         num_classes: number of logits.
-        widths: channels of the thirteen convolutions; `moesaic.models.vgg_widths.WIDENINGS` has some.
+        widths: channels of the thirteen convolutions; `moesaic.models.vgg.VGG16_WIDENINGS` has some.
         image_size: height and width of the images; from 128 on the network has the ImageNet form. The network also
             runs on images of other sizes.
         in_channels: channels of the images.

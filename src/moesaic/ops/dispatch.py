@@ -15,6 +15,7 @@ from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
@@ -23,6 +24,7 @@ from moesaic.routing_record import Routing
 __all__ = [
     "Activation",
     "Backend",
+    "BackendChoice",
     "ChannelActivation",
     "ChannelConv",
     "Combine",
@@ -38,6 +40,7 @@ __all__ = [
     "Softmax",
     "backend",
     "backends",
+    "explain_backend",
     "register_backend",
     "requested_backend",
     "run_channels",
@@ -83,6 +86,12 @@ class Norm:
     eps: float
     training: bool
 
+    def apply(self, y: Tensor) -> Tensor:
+        """BatchNorm of a map (B, O, H, W), for tensors (O,)."""
+        return F.batch_norm(
+            y, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
+
 
 @dataclass(frozen=True)
 class ConvWeights:
@@ -110,13 +119,8 @@ class MLPWeights:
 
     def to(self, dtype: torch.dtype) -> MLPWeights:
         """The weights in another dtype."""
-        return MLPWeights(
-            self.weight_in.to(dtype),
-            _to(self.bias_in, dtype),
-            self.weight_out.to(dtype),
-            _to(self.bias_out, dtype),
-            self.activation,
-        )
+        first, last = self.weight_in.to(dtype), self.weight_out.to(dtype)
+        return MLPWeights(first, _to(self.bias_in, dtype), last, _to(self.bias_out, dtype), self.activation)
 
 
 @dataclass(frozen=True)
@@ -290,6 +294,35 @@ def select_backend(x: Tensor, routing: Routing) -> Backend:
             return _registered[name]
     reasons = "; ".join(f"{name}: {known.refusal(x, routing)}" for name, known in _registered.items())
     raise ValueError(f"no backend can run this: {reasons}")
+
+
+@dataclass(frozen=True)
+class BackendChoice:
+    """The selected backend and the reason."""
+
+    name: str
+    why: str
+    refused: dict[str, str]
+    """Why each of the other backends cannot run this, by name."""
+
+
+def explain_backend(x: Tensor, routing: Routing) -> BackendChoice:
+    """Returns the backend that runs a routed map, and why.
+
+    >>> import torch, moesaic
+    >>> layer, x = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=3), torch.randn(1, 4, 5, 5)
+    >>> choice = explain_backend(x, layer.route(x))
+    >>> choice.name, "torch" in choice.refused
+    ('torch', False)
+    """
+    reasons = {name: known.refusal(x, routing) for name, known in _registered.items()}
+    refused = {name: reason for name, reason in reasons.items() if reason is not None}
+    name = select_backend(x, routing).name
+    if _requested is not None:
+        return BackendChoice(name, f"moesaic.backend({name!r}) asks for it", refused)
+    better = backends()[backends().index(name) + 1 :]
+    rejected = [f"{other} cannot run this: {refused[other]}" for other in better if other in refused]
+    return BackendChoice(name, "; ".join(["the preferred backend of those that fit", *rejected]), refused)
 
 
 def requested_backend() -> str | None:

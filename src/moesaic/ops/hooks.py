@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import cast
-
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-__all__ = ["find_hooked_module", "has_hooks"]
+__all__ = ["has_hooks"]
 
 _KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
@@ -26,16 +23,3 @@ def has_hooks(module: nn.Module, *, include_global: bool = True) -> bool:
     if any(getattr(module, f"_{kind}") for kind in _KINDS):
         return True
     return include_global and any(getattr(nn_module, f"_global_{kind}") for kind in _KINDS)
-
-
-def find_hooked_module(model: nn.Module) -> str | None:
-    """Returns the name of the first module of a model that has a hook of its own, "" for the model itself, or None.
-
-    >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
-    >>> find_hooked_module(model)
-    >>> handle = model[1].register_forward_hook(print)
-    >>> find_hooked_module(model)
-    '1'
-    """
-    modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())  # torch types it in part
-    return next((name for name, module in modules if has_hooks(module, include_global=False)), None)

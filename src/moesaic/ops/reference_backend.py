@@ -142,16 +142,8 @@ def _norm_relu(masked: Tensor, e: int, norm: Norm) -> Tensor:
     # statistics in float32 at least, whatever the dtype of the buffers
     acc_dtype = torch.promote_types(masked.dtype, torch.float32)
     mean, var = norm.running_mean[e].to(acc_dtype, copy=True), norm.running_var[e].to(acc_dtype, copy=True)
-    normed = F.batch_norm(
-        masked.to(acc_dtype),
-        mean,
-        var,
-        norm.weight[e].to(acc_dtype),
-        norm.bias[e].to(acc_dtype),
-        training=norm.training,
-        momentum=norm.momentum,
-        eps=norm.eps,
-    )
+    weight, bias = norm.weight[e].to(acc_dtype), norm.bias[e].to(acc_dtype)
+    normed = Norm(weight, bias, mean, var, norm.momentum, norm.eps, norm.training).apply(masked.to(acc_dtype))
     if norm.training:
         norm.running_mean[e].copy_(mean)
         norm.running_var[e].copy_(var)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from moesaic.bench.layer_benchmark import LayerTimes, Pass, fastest_dense
-from moesaic.ops.backend_choice import BackendChoice
+from moesaic.ops.dispatch import BackendChoice
 
 if TYPE_CHECKING:
     from rich.console import Console

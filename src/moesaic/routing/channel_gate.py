@@ -134,14 +134,8 @@ class ChannelGate(nn.Module):
             closed = noisy <= 0
             index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, UNASSIGNED)
             gate = F.relu(noisy)
-        routing = Routing(
-            "channel",
-            scores.unsqueeze(1),
-            index.unsqueeze(1),
-            gate.unsqueeze(1),
-            chooser="unit",
-            may_drop=self.mode == "relu",
-        )
+        may_drop = self.mode == "relu"
+        routing = Routing("channel", scores[:, None], index[:, None], gate[:, None], "unit", may_drop=may_drop)
         if not (self.training and self.straight_through):
             return routing
         would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the closed blocks

@@ -7,6 +7,7 @@ Section 3.1: g = ⟨w_s, x^(j)⟩). To write a router, subclass ``Router`` and i
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,11 @@ from moesaic.checks import check_feature_map, check_positive
 from moesaic.ops import autocast_off
 from moesaic.routing_record import Routing, Unit
 
-__all__ = ["Router", "batch_invariant_matmul", "stable_topk"]
+__all__ = ["Noise", "Router", "batch_invariant_matmul", "sample_noise", "stable_topk"]
+
+Noise = Literal["uniform", "gaussian", "gumbel"]
+"""Noise on scores for exploration: uniform as in Chen et al. 2022, Gaussian as in Riquelme et al. 2021, or Gumbel,
+which samples experts from the softmax."""
 
 
 class Router(nn.Module):
@@ -99,3 +104,20 @@ def stable_topk(scores: Tensor, k: int) -> Tensor:
         # ONNX has no stable sort, but its TopK prefers the lower index; torch.topk leaves ties undefined
         return scores.topk(k).indices
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def sample_noise(kind: Noise, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Returns noise for scores (…, E): Unif[0, 1], N(0, 1/E²) or standard Gumbel, in their shape and dtype.
+
+    >>> noise = sample_noise("uniform", torch.zeros(100, 4), torch.Generator().manual_seed(0))
+    >>> noise.shape, bool(noise.min() >= 0), bool(noise.max() <= 1)
+    (torch.Size([100, 4]), True, True)
+    """
+    shape, device, dtype = scores.shape, scores.device, scores.dtype
+    if kind == "gaussian":
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype) / shape[-1]
+    noise = torch.rand(shape, generator=generator, device=device, dtype=dtype)
+    if kind == "uniform":
+        return noise
+    tiny = torch.finfo(dtype).tiny
+    return -(-noise.clamp_min(tiny).log()).clamp_min(tiny).log()

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.routing.noise import Noise, sample_noise
-from moesaic.routing.router import Router, stable_topk
+from moesaic.routing.router import Noise, Router, sample_noise, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
 __all__ = ["TokenChoice", "TokenGate"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.data.datasets import RANDS_PER_IMAGE, ImageDataset
 
-__all__ = ["eval_batches", "generator_seed", "train_batches"]
+__all__ = ["eval_batches", "generator_seed", "split", "train_batches"]
 
 _PREPARED = 4096
 """Images prepared together, at most: few kernels, and batches do not depend on it."""
@@ -45,18 +45,17 @@ def train_batches(
         pixels = _pick(train.pixels, rows.to(place)).to(device, non_blocking=True)
         x = dataset.train_transform(pixels, rand[rows]).contiguous(memory_format=torch.channels_last)
         labels = train.labels[rows.to(place)].to(device, non_blocking=True)
-        yield from zip(_split(x, together), _split(labels, together), strict=True)
+        yield from zip(split(x, together), split(labels, together), strict=True)
 
 
 def eval_batches(
     dataset: ImageDataset, device: torch.device, size: int, rows: Tensor | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The images to test on, or some of them, and their labels; blur and the like are the same in every call."""
-    rand = keyed_random.uniform(keyed_random.keys(_TEST_KEY, [0]), "test", len(dataset.test), RANDS_PER_IMAGE)[
-        0
-    ].float()
+    key = keyed_random.keys(_TEST_KEY, [0])
+    rand = keyed_random.uniform(key, "test", len(dataset.test), RANDS_PER_IMAGE)[0].float()
     place = dataset.test.pixels.device
-    for some in _split(torch.arange(len(dataset.test)) if rows is None else rows, size):
+    for some in split(torch.arange(len(dataset.test)) if rows is None else rows, size):
         there = some.to(place)
         x = dataset.eval_transform(_pick(dataset.test.pixels, there).to(device), rand[some].to(device))
         yield x.contiguous(memory_format=torch.channels_last), dataset.test.labels[there].to(device)
@@ -86,5 +85,6 @@ def _groups(sizes: Sequence[int], most: int) -> Iterator[list[int]]:
         yield group
 
 
-def _split(values: Tensor, size: int | list[int]) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", values.split(size))  # torch types it in part
+def split(values: Tensor, size: int | list[int]) -> tuple[Tensor, ...]:
+    """`torch.split`, typed."""
+    return cast("tuple[Tensor, ...]", values.split(size))

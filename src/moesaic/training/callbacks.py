@@ -140,9 +140,7 @@ class CollapseCallback(Callback):
         return CollapseAlarm(trainer.model, every=window, on_collapse=report)
 
     def state_dict(self) -> dict[str, Any]:
-        """The layers that were reported."""
         return {"reported": list(self._reported)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores them."""
         self._reported = list(state["reported"])

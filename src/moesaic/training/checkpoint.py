@@ -9,7 +9,6 @@ written beside its place and then renamed: whatever exists is complete, and a fu
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset, Normalize
-from moesaic.files import write_atomic
+from moesaic.files import as_json, write_atomic
 from moesaic.models.registry import ModelSpec
 
 __all__ = [
@@ -75,17 +74,9 @@ class Metadata:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the metadata as JSON represents it."""
-        return {
-            "format": _FORMAT,
-            "spec": None if self.spec is None else self.spec.to_json(),
-            "class_names": list(self.class_names),
-            "cluster_names": list(self.cluster_names),
-            "scale": None if self.normalize is None else asdict(self.normalize),
-            "input_shape": list(self.input_shape),
-            "task_name": self.task_name,
-            "metrics": dict(self.metrics),
-            "tested": self.tested,
-        }
+        content = as_json(asdict(self))
+        content["scale"] = content.pop("normalize")
+        return {"format": _FORMAT, **content}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Metadata:
@@ -106,7 +97,7 @@ class Metadata:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A trained network and its metadata."""
+    """A trained network and its metadata, whose fields are attributes here too."""
 
     path: Path
     model: nn.Module
@@ -129,12 +120,10 @@ class Checkpoint:
 
     @property
     def normalize(self) -> Normalize | None:
-        """From bytes to what the network sees."""
         return self.metadata.normalize
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of the images it was trained on."""
         return self.metadata.input_shape
 
     @property
@@ -143,7 +132,6 @@ class Checkpoint:
 
     @property
     def metrics(self) -> Mapping[str, Any]:
-        """What was measured when it was written."""
         return self.metadata.metrics
 
 
@@ -159,9 +147,7 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
     >>> checkpoint.class_names, checkpoint.metrics["accuracy"], checkpoint.model(torch.zeros(1, 3, 32, 32)).shape
     (('cat', 'dog'), 97.0, torch.Size([1, 2]))
     """
-    path = _file(Path(path))
-    tensors, content = read_tensors(path)
-    metadata = _metadata(path, content)
+    path, tensors, metadata = _read_network(Path(path))
     if metadata.spec is None:
         raise CheckpointError(
             f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
@@ -188,9 +174,7 @@ def load_weights(path: str | Path, model: nn.Module) -> Metadata:
     moesaic.training.checkpoint.CheckpointError: load_weights: ... is of another network than the Linear given: 1 of
     another shape: weight (2, 3) in the file, (2, 4) in the network
     """
-    path = _file(Path(path))
-    tensors, content = read_tensors(path)
-    metadata = _metadata(path, content)
+    path, tensors, metadata = _read_network(Path(path))
     _fill(f"load_weights: {path} is of another network than the {type(model).__name__} given", model, tensors)
     return metadata
 
@@ -214,12 +198,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
     try:
         write_atomic(path, blob)
     except OSError as error:
-        remove_unfinished(path.parent, path.name)
         size = f"{len(blob) / 1e6:,.1f} MB"
-        if path.exists():
-            last = "the last one before it is still there"
-        else:
-            last = "there is none before it"
+        last = "the last one before it is still there" if path.exists() else "there is none before it"
         raise OSError(
             error.errno,
             f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. Free space on "
@@ -247,14 +227,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return tensors, cast("dict[str, Any]", content)
 
 
-def remove_unfinished(folder: Path, name: str = "*") -> None:
-    """Remove temporary files that an interrupted or failed write left behind."""
-    process = os.getpid() if name != "*" else "*"
-    for rest in folder.glob(f".{name}.{process}.unfinished"):
-        rest.unlink(missing_ok=True)
-
-
-def _file(path: Path) -> Path:
+def _read_network(path: Path) -> tuple[Path, dict[str, Tensor], Metadata]:
+    """The file of a network, or in the folder of a run; its tensors and metadata."""
     if path.is_dir():
         path = path / NETWORK
         if not path.exists():
@@ -264,38 +238,32 @@ def _file(path: Path) -> Path:
             )
     elif not path.exists():
         raise FileNotFoundError(f"{path} is not there; name the folder of a run, or its {NETWORK}")
-    return path
-
-
-def _metadata(path: Path, content: Mapping[str, Any]) -> Metadata:
+    tensors, content = read_tensors(path)
     if content.get("format") != _FORMAT:
         raise CheckpointError(
             f"{path} has format={content.get('format')!r}, this version of moesaic reads format={_FORMAT}; "
             f"{'name the ' + NETWORK + ' beside it' if 'format' not in content else 'use the version that wrote it'}"
         )
-    return Metadata.from_json(content)
+    return path, tensors, Metadata.from_json(content)
 
 
 def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load all tensors into the model, or none."""
-    faults = differences(model, tensors)
-    if faults:
-        raise CheckpointError(f"{refusal}: {faults}")
-    model.load_state_dict(dict(tensors))
-
-
-def differences(model: nn.Module, tensors: Mapping[str, Tensor]) -> str:
-    """Returns a text that lists the tensors in which a file and a network differ; empty where none does."""
+    """Load all tensors into the model, or none; an error lists those in which file and network differ."""
     own = cast("Mapping[str, Tensor]", model.state_dict())
-    missing = [name for name in own if name not in tensors]
-    unexpected = [name for name in tensors if name not in own]
     reshaped = [
         f"{name} {tuple(tensors[name].shape)} in the file, {tuple(own[name].shape)} in the network"
         for name in own
         if name in tensors and tensors[name].shape != own[name].shape
     ]
-    kinds = {"missing in the file": missing, "only in the file": unexpected, "of another shape": reshaped}
-    return "; ".join(f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names)
+    kinds = {
+        "missing in the file": [name for name in own if name not in tensors],
+        "only in the file": [name for name in tensors if name not in own],
+        "of another shape": reshaped,
+    }
+    faults = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
+    if faults:
+        raise CheckpointError(f"{refusal}: {'; '.join(faults)}")
+    model.load_state_dict(dict(tensors))
 
 
 def _few(names: list[str]) -> str:

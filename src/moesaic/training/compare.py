@@ -101,10 +101,6 @@ class _Contender:
     spec: ModelSpec
     sized: ComparedModel
 
-    @property
-    def label(self) -> str:
-        return self.sized.name
-
 
 def compare(
     dataset: ImageDataset,
@@ -134,7 +130,7 @@ def compare(
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(cells.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
-    runs = [cells.run(*each, progress=progress, keep=_keeps_network(each, grid)) for each in wanted]
+    runs = [cells.run(*each, progress=progress, keep=each[1:] == (grid.samples[-1], 0)) for each in wanted]
     progress.end()
     return Comparison(
         data=dataset.name,
@@ -185,7 +181,8 @@ class _Runs:
         return _run(who, samples, trial, cached.result)
 
     def _train(self, who: _Contender, samples: int, trial: int, folder: Path, progress: Progress) -> dict[str, Any]:
-        number = _seed(self.seed, trial)
+        key = keyed_random.keys(self.seed, [trial])
+        number = int(keyed_random.bits(key, "compare", 1)[0, 0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             model = who.spec.build()
@@ -236,19 +233,11 @@ def _cell_result(found: FitResult, samples: int, has_groups: bool) -> dict[str, 
 
 
 def _run(who: _Contender, samples: int, trial: int, result: Mapping[str, Any]) -> Run:
-    return run_from_json({"model": who.label, "samples": samples, "trial": trial, **result})
+    return run_from_json({"model": who.sized.name, "samples": samples, "trial": trial, **result})
 
 
 def _name(who: _Contender, samples: int, trial: int) -> str:
-    return f"{who.label}, {samples} samples, trial {trial + 1}"
-
-
-def _keeps_network(each: tuple[_Contender, int, int], grid: Grid) -> bool:
-    return each[1] == grid.samples[-1] and each[2] == 0
-
-
-def _seed(seed: int, trial: int) -> int:
-    return int(keyed_random.bits(keyed_random.keys(seed, [trial]), "compare", 1)[0, 0]) & ((1 << 62) - 1)
+    return f"{who.sized.name}, {samples} samples, trial {trial + 1}"
 
 
 def _parsed(label: str) -> tuple[str, dict[str, Any]]:

@@ -121,19 +121,14 @@ def read_comparison(path: Path) -> Comparison:
     """The comparison of a result.json."""
     try:
         loaded: Any = json.loads(path.read_text(encoding="utf-8"))
-        return _comparison(loaded)
+        made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
+        made |= {name: tuple(made[name]) for name in ("classes", "groups", "samples", "notes")}
+        made["recipe"] = rename_old_keys(made["recipe"])
+        made["models"] = tuple(ComparedModel(**model) for model in made["models"])
+        made["runs"] = tuple(run_from_json(run) for run in made["runs"])
+        return Comparison(**made)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: not the result of a comparison ({error!r}); run moesaic compare again") from error
-
-
-def _comparison(loaded: Mapping[str, Any]) -> Comparison:
-    made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
-    for name in ("classes", "groups", "samples", "notes"):
-        made[name] = tuple(made[name])
-    made["recipe"] = rename_old_keys(made["recipe"])
-    made["models"] = tuple(ComparedModel(**model) for model in made["models"])
-    made["runs"] = tuple(run_from_json(run) for run in made["runs"])
-    return Comparison(**made)
 
 
 def run_from_json(loaded: Mapping[str, Any]) -> Run:

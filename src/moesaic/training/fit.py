@@ -11,15 +11,15 @@ few seconds only. Networks and images are channels_last.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.checks import check_device, check_positive
 from moesaic.data.datasets import ImageDataset
 from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
@@ -33,7 +33,6 @@ from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
-from moesaic.training.thread_pool import check_device
 from moesaic.training.trackers import Tracker
 from moesaic.training.trainer import Trainer, evaluate
 
@@ -140,7 +139,10 @@ def fit(
             model.eval()
             progress.skip(recipe.epochs)
             return FitResult.from_json(complete)
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), _tracking(trackers, config):
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for tracker in trackers:
+                tracker.begin(config)
+                stack.callback(tracker.end)  # also after an error
             torch.manual_seed(generator_seed(seed, "fit"))
             trainer = Trainer(
                 model,
@@ -209,16 +211,6 @@ def _fingerprint(teacher: nn.Module) -> dict[str, str]:
     for tensor in cast("Mapping[str, Tensor]", teacher.state_dict()).values():
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return {"class": type(teacher).__name__, "weights": digest.hexdigest()[:16]}
-
-
-@contextmanager
-def _tracking(trackers: Sequence[Tracker], config: Mapping[str, Any]) -> Generator[None]:
-    """Begins a run of the trackers, and ends it, also after an error."""
-    with ExitStack() as stack:
-        for tracker in trackers:
-            tracker.begin(config)
-            stack.callback(tracker.end)
-        yield
 
 
 def _placed(dataset: ImageDataset, device: torch.device) -> ImageDataset:

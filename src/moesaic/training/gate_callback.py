@@ -39,16 +39,12 @@ class GateCallback(Callback):
         teacher: a trained network to distil from, in eval mode and on the model's device.
     """
 
+    gates: GateTraining
+    """The state of the gates' training; there is one from ``on_fit_start`` on."""
+
     def __init__(self, model: DeepMoE, teacher: nn.Module | None = None) -> None:
         self._model = model
         self._teacher = teacher
-        self._gates: GateTraining | None = None
-
-    @property
-    def gates(self) -> GateTraining:
-        """The state of the gates' training; there is one from ``on_fit_start`` on."""
-        assert self._gates is not None, "on_fit_start makes it"
-        return self._gates
 
     def train_forward(self, model: nn.Module) -> Callable[[Tensor], DeepMoEOutput]:
         """Training needs the gates and the embedding's own logits besides the network's."""
@@ -57,12 +53,12 @@ class GateCallback(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         """Prepares the gates."""
         steps = len(trainer.batch_sizes)
-        self._gates = GateTraining(self._model, trainer.recipe, steps, trainer.device, self._teacher)
+        self.gates = GateTraining(self._model, trainer.recipe, steps, trainer.device, self._teacher)
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Leaves the network as it came, apart from its weights."""
-        if self._gates is not None:
-            self._gates.restore_model()
+        if hasattr(self, "gates"):  # not where preparing them failed
+            self.gates.restore_model()
 
     def on_epoch_start(self, trainer: Trainer) -> None:
         """Frozen gates stay in eval mode."""
@@ -115,11 +111,9 @@ class GateCallback(Callback):
             return {"cost": float(gate_costs(self._model, self._embeddings(trainer, trainer.dataset)).mean())}
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next step depends on."""
         return self.gates.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what ``state_dict`` returned."""
         self.gates.load_state_dict(state)
 
     def _freeze(self, trainer: Trainer) -> None:

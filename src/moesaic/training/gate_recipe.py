@@ -88,9 +88,8 @@ class GateRecipe:
         weights = {"embedding_weight": self.embedding_weight, "noise": self.noise}
         weights |= {"distill_weight": self.distill_weight, "l1_weight": self.l1_weight}
         check_numbers("GateRecipe", "0 or more", lambda value: 0 <= value < math.inf, weights)
-        check_numbers(
-            "GateRecipe", "from 0 to 1", lambda value: 0 <= value <= 1, {"warmup_fraction": self.warmup_fraction}
-        )
+        warmup = {"warmup_fraction": self.warmup_fraction}
+        check_numbers("GateRecipe", "from 0 to 1", lambda value: 0 <= value <= 1, warmup)
         joint = {"joint_fraction": self.joint_fraction}
         check_numbers("GateRecipe", "above 0 and at most 1", lambda value: 0 < value <= 1, joint)
         check_numbers("GateRecipe", "from 0 to below 1", lambda value: 0 <= value < 1, {"min_open": self.min_open})

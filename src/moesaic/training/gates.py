@@ -114,12 +114,7 @@ class GateTraining:
     """The state of the gates' training, from the first step to the last."""
 
     def __init__(
-        self,
-        model: DeepMoE,
-        recipe: Recipe,
-        steps: int,
-        device: torch.device,
-        teacher: nn.Module | None = None,
+        self, model: DeepMoE, recipe: Recipe, steps: int, device: torch.device, teacher: nn.Module | None = None
     ) -> None:
         assert recipe.gates is not None, "resolve_gate_recipe gives one"
         self.recipe = recipe.gates
@@ -137,9 +132,7 @@ class GateTraining:
             max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _CHECKS, 1), _MAX_STEPS, steps
         )
         self._scores: dict[str, Tensor] = {}
-        self._dense_cost = _mean_cost(
-            model, {name: _first_blocks_open(head, head.blocks) for name, head in self._heads.items()}
-        )
+        self._dense_cost = _all_open_cost(model)
         self._reported: list[str] = []
         self._min_open = [max(self.recipe.min_open, 1 / head.blocks) for head in self._heads.values()]
         self._weights = _weights(model) if self.recipe.layer_weights == "cost" else [1.0] * len(self._heads)

@@ -7,6 +7,7 @@ fall behind because the router has not found it yet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, cast, get_args, overload
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moesaic.checks import check_choice
+from moesaic.checks import check_choice, check_numbers
 
 __all__ = ["GradientNorm", "NormalizedGD"]
 
@@ -227,12 +228,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    for name in ("lr", "momentum", "weight_decay"):
-        value = options[name]
-        if not isinstance(value, int | float):
-            raise TypeError(f"NormalizedGD: {name}={value!r} is a {type(value).__name__}; it must be a number")
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"NormalizedGD: {name}={value}; it must be 0 or more")
+    rates = {name: options[name] for name in ("lr", "momentum", "weight_decay")}
+    check_numbers("NormalizedGD", "0 or more", lambda value: 0 <= value < math.inf, rates)
     check_choice("NormalizedGD", "norm", options["norm"], get_args(GradientNorm))
     if options["nesterov"] and (not options["momentum"] or options["dampening"]):
         raise ValueError(

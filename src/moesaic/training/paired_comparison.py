@@ -164,21 +164,15 @@ def _work(found: Comparison, baseline: str, model: str, saving: Saving | None) -
     level = float(reached) if saving is None else min(saving.level, float(reached))
     if level <= found.guessing:
         return None, f"some run with {most:,} labels does not get beyond guessing, {found.guessing:.3g} %"
-    flops, seconds = (
-        [np.array([at(found, run, level) for run in runs]) for _, runs in pairs] for at in (_flops_to, _seconds_to)
-    )
-    efforts = [Effort(name, mean(flops[i]), mean(seconds[i])) for i, (name, _) in enumerate(pairs)]
-    work = Work(level, most, (efforts[0], efforts[1]), _ratio(flops[1], flops[0]), _ratio(seconds[1], seconds[0]))
-    return work, ""
+    theirs, ours = (np.array([_effort(found, run, level) for run in runs]).T for _, runs in pairs)
+    efforts = Effort(baseline, *map(mean, theirs)), Effort(model, *map(mean, ours))
+    return Work(level, most, efforts, *map(_ratio, ours, theirs)), ""
 
 
-def _flops_to(found: Comparison, run: Run, level: float) -> float:
-    images = next(point.images for point in run.curve if point.accuracy >= level)
-    return float(images) * FLOPS_PER_IMAGE * found.model(run.model).macs
-
-
-def _seconds_to(found: Comparison, run: Run, level: float) -> float:
-    return next(point.seconds for point in run.curve if point.accuracy >= level)
+def _effort(found: Comparison, run: Run, level: float) -> tuple[float, float]:
+    """Operations and seconds of a run until it reaches the level."""
+    point = next(point for point in run.curve if point.accuracy >= level)
+    return float(point.images) * FLOPS_PER_IMAGE * found.model(run.model).macs, point.seconds
 
 
 def _ratio(ours: Array, theirs: Array) -> Estimate:

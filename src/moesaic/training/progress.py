@@ -12,39 +12,19 @@ class Progress(Protocol):
 
     def begin(self, name: str, total: int, done: int = 0) -> None:
         """A piece of work of ``total`` epochs begins, of which ``done`` are done."""
-        ...
 
     def advance(self, amount: int, note: str = "") -> None:
         """``amount`` more are done."""
-        ...
 
     def skip(self, amount: int) -> None:
         """``amount`` more need no work: they count for the completed share, but not for the speed."""
-        ...
 
     def end(self) -> None:
         """The piece of work is complete."""
-        ...
 
     def log(self, message: str) -> None:
         """A message for the user."""
-        ...
 
 
-class NoProgress:
+class NoProgress(Progress):
     """Progress that is not reported."""
-
-    def begin(self, name: str, total: int, done: int = 0) -> None:
-        """Nothing."""
-
-    def advance(self, amount: int, note: str = "") -> None:
-        """Nothing."""
-
-    def skip(self, amount: int) -> None:
-        """Nothing."""
-
-    def end(self) -> None:
-        """Nothing."""
-
-    def log(self, message: str) -> None:
-        """Nothing."""

@@ -128,12 +128,8 @@ class Recipe:
         check_numbers("Recipe", "0 or more", lambda value: 0 <= value < math.inf, rates)
         fractions = {"momentum": self.momentum, "label_smoothing": self.label_smoothing}
         check_numbers("Recipe", "from 0 to below 1", lambda value: 0 <= value < 1, fractions)
-        check_numbers(
-            "Recipe",
-            "a fraction of the epochs, from 0 to 1",
-            lambda value: 0 <= value <= 1,
-            _numbered("milestones", self.milestones),
-        )
+        milestones = {f"milestones[{i}]": value for i, value in enumerate(self.milestones)}
+        check_numbers("Recipe", "a fraction of the epochs, from 0 to 1", lambda value: 0 <= value <= 1, milestones)
         if self.ema_decay is not None:
             check_numbers("Recipe", "above 0 and below 1", lambda value: 0 < value < 1, {"ema_decay": self.ema_decay})
         if self.clip_grad is not None:
@@ -245,7 +241,3 @@ def _even_parts(samples: int, parts: int) -> list[int]:
     """``samples`` shared out over ``parts`` as evenly as whole numbers allow."""
     least, over = divmod(samples, parts)
     return [least + (part < over) for part in range(parts)]
-
-
-def _numbered(name: str, values: tuple[float, ...]) -> dict[str, float]:
-    return {f"{name}[{i}]": value for i, value in enumerate(values)}

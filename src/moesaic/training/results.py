@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, cast
+from typing import Any
+
+from moesaic.files import as_json
 
 __all__ = ["Diverged", "Epoch", "FitResult"]
 
@@ -42,8 +44,8 @@ class Epoch:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the epoch as a line of metrics.jsonl; callbacks' metrics are keys beside the others."""
-        content = cast("dict[str, Any]", plain(asdict(self)))
-        return content | cast("dict[str, Any]", content.pop("metrics"))
+        content: dict[str, Any] = as_json(asdict(self))
+        return content | content.pop("metrics")
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Epoch:
@@ -92,8 +94,8 @@ class FitResult:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the result as result.json has it; callbacks' metrics are keys beside the others."""
-        content = cast("dict[str, Any]", plain(asdict(self)))
-        metrics = cast("dict[str, Any]", content.pop("metrics"))
+        content: dict[str, Any] = as_json(asdict(self))
+        metrics = content.pop("metrics")
         return {**content, "epochs": [epoch.to_json() for epoch in self.epochs], **metrics}
 
     @classmethod
@@ -106,14 +108,3 @@ class FitResult:
         for name in ("class_accuracy", "cluster_accuracy"):
             made[name] = tuple(math.nan if each is None else each for each in content[name])
         return cls(**made)
-
-
-def plain(value: Any) -> Any:
-    """Returns a value as JSON represents it: lists for tuples, null for numbers that are not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in cast("dict[str, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in cast("list[Any]", value)]
-    return value

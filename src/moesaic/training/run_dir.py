@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageDataset
 from moesaic.files import write_atomic, write_json
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors, remove_unfinished, write_tensors
+from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors, write_tensors
 from moesaic.training.migrations import migrate_config, migrate_state
 from moesaic.training.recipe import Recipe
 
@@ -36,6 +36,11 @@ class RunDir:
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self.folder = folder
+        self.network = folder / NETWORK
+        self.state = folder / "training.safetensors"
+        """Training in progress; gone when it is complete."""
+        self.result = folder / "result.json"
+        self.metrics = folder / "metrics.jsonl"
         self._lock: int | None = None
         try:
             self._make(config)
@@ -48,24 +53,6 @@ class RunDir:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    @property
-    def network(self) -> Path:
-        """The file of the network."""
-        return self.folder / NETWORK
-
-    @property
-    def state(self) -> Path:
-        """The file of training in progress; gone when it is complete."""
-        return self.folder / "training.safetensors"
-
-    @property
-    def result(self) -> Path:
-        return self.folder / "result.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
 
     def read_result(self) -> dict[str, Any] | None:
         """Returns the result of a complete run, else None."""
@@ -104,7 +91,8 @@ class RunDir:
                 f"fit: out={str(self.folder)!r} cannot be made a folder ({error.strerror}); name another one"
             ) from error
         self._lock = _lock_folder(self.folder)
-        remove_unfinished(self.folder)
+        for rest in self.folder.glob(".*.*.unfinished"):  # of a write that was interrupted
+            rest.unlink(missing_ok=True)
         path = self.folder / "config.json"
         if path.exists():
             _check_same(self.folder, migrate_config(_read(path)), json.loads(json.dumps(config)))
@@ -121,7 +109,6 @@ class RunDir:
         try:
             write()
         except OSError as error:
-            remove_unfinished(self.folder, path.name)
             raise OSError(
                 error.errno,
                 f"{path} could not be written ({error.strerror or error}); checkpoints in {self.folder} are whole. "

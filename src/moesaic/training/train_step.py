@@ -6,7 +6,7 @@ device, except once where float16 has to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Set
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -15,16 +15,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
-from moesaic.layers.recording import RoutedLayer, routed_layers
+from moesaic.layers.recording import routed_layers
 from moesaic.routing import ChannelGate
+from moesaic.training.batches import split
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
 
 __all__ = ["CompileError", "TrainStep", "build_optimizers"]
 
 T = TypeVar("T")
-
-_torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
 
 
 class CompileError(RuntimeError):
@@ -86,12 +85,10 @@ class TrainStep:
             optimizer.zero_grad()
         sizes = self.recipe.micro_batch_sizes(len(x))
         total, correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
-        for part, targets in zip(_split(x, sizes), _split(labels, sizes), strict=True):
+        for part, targets in zip(split(x, sizes), split(labels, sizes), strict=True):
             with self.autocast():
                 output = self._call(self._train_forward, part)
-            logits = self._float_logits(
-                output if isinstance(output, Tensor) else getattr(output, "logits", output), part
-            )
+            logits = self._float_logits(getattr(output, "logits", output), part)
             extra = 0.0 if self._extra_loss is None else self._extra_loss(output, part, targets, epoch)
             loss = F.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
             share = len(part) / len(x)
@@ -217,7 +214,7 @@ class TrainStep:
         if self._ema is not None and self.recipe.ema_decay is not None:
             decay = min(self.recipe.ema_decay, (1 + self.steps) / (10 + self.steps))
             with torch.no_grad():
-                _torch._foreach_lerp_(self._ema, self._averaged(), 1 - decay)
+                torch._foreach_lerp_(self._ema, self._averaged(), 1 - decay)  # pyright: ignore # as torch's optimizers do
 
     def _averaged(self) -> list[Tensor]:
         """Weights and floating-point buffers: all but counters."""
@@ -239,59 +236,40 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate."""
     # channels are experts without weights of their own, and what chooses them lies outside of their layer
     layers = [layer for layer in routed_layers(model).values() if hasattr(layer, "experts")]
-    if recipe.optimizer != "normalized_gd":
-        gates = (module for module in model.modules() if isinstance(module, ChannelGate))
-        heads = {id(weight) for gate in gates for weight in gate.parameters()}
-        routers, others = _parted(model, _router_parameters(layers))
-        return [_plain(recipe, routers, others, device, heads)]
-    options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": recipe.weight_decay}
-    if not layers:
-        alone = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        return [NormalizedGD([{"params": alone, "peak": recipe.lr}], recipe.lr, **options)]
+    left = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rate, decay = recipe.lr, recipe.weight_decay
     made: list[Optimizer] = []
-    taken: set[int] = set()
-    for layer in layers:
-        experts = cast("nn.Module", layer.experts)
-        expert_steps = NormalizedGD.per_expert(experts, recipe.lr, **options)
-        for group in expert_steps.param_groups:
-            group["peak"] = recipe.lr
-        made.append(expert_steps)
-        taken |= {id(parameter) for parameter in experts.parameters()}
-    routers, others = _parted(model, _router_parameters(layers), taken)
-    return [*made, _plain(recipe, routers, others, device)] if routers or others else made
-
-
-def _plain(
-    recipe: Recipe, routers: list[Tensor], others: list[Tensor], device: torch.device, heads: Set[int] = frozenset()
-) -> Optimizer:
-    """SGD, or AdamW where the recipe says so; ``heads`` are those of the others that make the gates of channels."""
-    rate = recipe.lr
-    own = rate / 10 if recipe.optimizer == "adamw" else rate
+    if recipe.optimizer == "normalized_gd":
+        options: dict[str, Any] = {"momentum": recipe.momentum, "weight_decay": decay}
+        if not layers:
+            return [NormalizedGD([{"params": left, "peak": rate}], rate, **options)]
+        stacks = [cast("nn.Module", layer.experts) for layer in layers]
+        made += [NormalizedGD.per_expert(experts, rate, **options) for experts in stacks]
+        for group in (group for optimizer in made for group in optimizer.param_groups):
+            group["peak"] = rate
+        taken = _parameter_ids(stacks)
+        left = [parameter for parameter in left if id(parameter) not in taken]
+    routers = _parameter_ids(cast("nn.Module", layer.router) for layer in layers)
+    gates = _parameter_ids(module for module in model.modules() if isinstance(module, ChannelGate)) - routers
+    router_rate = rate / 10 if recipe.optimizer == "adamw" else rate
     groups = [
-        {"params": [each for each in others if id(each) not in heads], "peak": rate},
-        {"params": routers, "peak": own if recipe.router_lr is None else recipe.router_lr},
-        {
-            "params": [each for each in others if id(each) in heads],
-            "peak": rate if recipe.router_lr is None else recipe.router_lr,
-        },
+        {"params": [each for each in left if id(each) not in routers | gates], "peak": rate},
+        {"params": [each for each in left if id(each) in routers], "peak": router_rate},
+        {"params": [each for each in left if id(each) in gates], "peak": rate},
     ]
+    if recipe.router_lr is not None:
+        groups[1]["peak"] = groups[2]["peak"] = recipe.router_lr
     groups = [group for group in groups if group["params"]]
+    if made and not groups:
+        return made
     fused = device.type == "cuda"
     if recipe.optimizer == "adamw":
-        return torch.optim.AdamW(groups, recipe.lr, weight_decay=recipe.weight_decay, fused=fused)
-    decay = recipe.weight_decay
-    return torch.optim.SGD(groups, recipe.lr, recipe.momentum, weight_decay=decay, fused=fused)
+        return [torch.optim.AdamW(groups, rate, weight_decay=decay, fused=fused)]
+    return [*made, torch.optim.SGD(groups, rate, recipe.momentum, weight_decay=decay, fused=fused)]
 
 
-def _router_parameters(layers: Iterable[RoutedLayer]) -> set[int]:
-    routers = (cast("nn.Module", layer.router) for layer in layers)
-    return {id(parameter) for router in routers for parameter in router.parameters()}
-
-
-def _parted(model: nn.Module, some: set[int], without: set[int] | None = None) -> tuple[list[Tensor], list[Tensor]]:
-    """The parameters that learn, some of them and the others; without those of ``without``."""
-    left = [each for each in model.parameters() if each.requires_grad and id(each) not in (without or set())]
-    return [each for each in left if id(each) in some], [each for each in left if id(each) not in some]
+def _parameter_ids(modules: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for module in modules for parameter in module.parameters()}
 
 
 def _restore_optimizer(
@@ -314,7 +292,3 @@ def _restore_optimizer(
 
 def _below(tensors: Mapping[str, Tensor], stem: str) -> dict[str, Tensor]:
     return {name.removeprefix(stem): tensor for name, tensor in tensors.items() if name.startswith(stem)}
-
-
-def _split(values: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    return cast("tuple[Tensor, ...]", values.split(sizes))  # torch types it in part

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset
+from moesaic.files import as_json
+from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import Metadata, save_network
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
-from moesaic.training.results import Diverged, Epoch, FitResult, plain
+from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir
-from moesaic.training.stopwatch import Stopwatch
 from moesaic.training.trackers import Tracker
 from moesaic.training.train_step import TrainStep
 
@@ -47,14 +48,9 @@ def evaluate(
         batch_size: samples per batch.
     """
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            batches = eval_batches(dataset, device, batch_size)
-            correct = [(outputs or model)(x).argmax(1) == labels for x, labels in batches]
-    finally:
-        model.train(was_training)
+    with torch.no_grad(), eval_mode(model):
+        batches = eval_batches(dataset, device, batch_size)
+        correct = [(outputs or model)(x).argmax(1) == labels for x, labels in batches]
     return torch.cat(correct).cpu()
 
 
@@ -87,7 +83,7 @@ class Trainer:
         )
         self.epochs: list[Epoch] = []
         """Complete epochs."""
-        self._stopwatch = Stopwatch()
+        self._stopwatch = _Stopwatch()
         # of the epoch in progress: steps done, and those among them done before a resume; loss and correct
         # classifications summed over its images; warnings
         self._done = self._resumed = 0
@@ -299,7 +295,7 @@ class Trainer:
             self._saved_at = time.monotonic()
 
     def _save(self, run_dir: RunDir, metrics: Mapping[str, Any]) -> None:
-        metadata = Metadata.of(self.dataset, self.spec, plain({"epochs": len(self.epochs), **metrics}))
+        metadata = Metadata.of(self.dataset, self.spec, as_json({"epochs": len(self.epochs), **metrics}))
         save_network(run_dir.network, self.model, metadata)
 
     def _resume(self) -> None:
@@ -331,6 +327,50 @@ class Trainer:
             f"fit: the loss or a weight is not a number ({self.position()}). {self.last_checkpoint()}. Lower "
             f"lr={self.recipe.lr}, or add warmup_epochs=1 or clip_grad=1.0, and train again in another folder"
         )
+
+
+class _Stopwatch:
+    """Counts seconds of work, without interruptions.
+
+    >>> watch = _Stopwatch()
+    >>> watch.start()
+    >>> with watch.paused():
+    ...     before = watch.lap
+    ...     unchanged = watch.lap == before
+    >>> unchanged, watch.stop() > 0
+    (True, True)
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        """Up to the last stop."""
+        self._since: float | None = None
+        self._start = 0.0
+
+    def start(self) -> None:
+        self._start = self.seconds
+        self._since = time.perf_counter()
+
+    def stop(self) -> float:
+        if self._since is not None:
+            self.seconds += time.perf_counter() - self._since
+        self._since = None
+        return self.seconds
+
+    @contextmanager
+    def paused(self) -> Generator[None]:
+        """Inside, no time is counted."""
+        was_running = self._since is not None
+        self.stop()
+        yield
+        if was_running:
+            self._since = time.perf_counter()
+
+    @property
+    def lap(self) -> float:
+        """Seconds since it was started."""
+        running = 0.0 if self._since is None else time.perf_counter() - self._since
+        return self.seconds - self._start + running
 
 
 def _percent(correct: Tensor) -> float:

@@ -13,7 +13,6 @@ import torch
 from moesaic.data import builtin_datasets, load
 from moesaic.models import create_model
 from moesaic.models.model_cost import count_macs
-from moesaic.models.vgg_widths import WIDENINGS
 from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.runner import Runner
@@ -37,6 +36,7 @@ from moesaic.papers.wang2019.experiments_gates import (
     widened_target,
 )
 from moesaic.papers.wang2019.paper import charts
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 from moesaic.training import NoProgress, ResultCache
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe

@@ -31,6 +31,8 @@ from moesaic.routing_record import Routing
 
 __all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]
 
+_UNGATED_ROLES = {"shared": "is read by several layers", "shortcut": "is a shortcut"}
+
 
 @dataclass(frozen=True, eq=False)
 class DeepMoEOutput:
@@ -207,13 +209,10 @@ def deepmoe(
     convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
     blocks = {name: min(block, convs[name].out_channels) for name in plan}
     gates = {name: math.ceil(convs[name].out_channels / blocks[name]) for name in plan}
-    sizes = {
-        "in_channels": in_channels,
-        "image_size": image_size,
-        "num_classes": num_classes,
-        "gates": sum(gates.values()),
-    }
-    widths = embedding_widths(embedding_share * sum(costs.values()), **sizes)
+    sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
+    sizes["gates"] = sum(gates.values())
+    dense_macs = sum(costs.values())
+    widths = embedding_widths(embedding_share * dense_macs, **sizes)
 
     like = convs[next(iter(plan))].weight
     embedding = EmbeddingNetwork(in_channels, widths, num_classes).to(like.device, like.dtype).train(backbone.training)
@@ -254,7 +253,8 @@ def deepmoe(
         outs = name if name in plan else conv.out_channels
         macs_per_pair = costs.pop(name) // (conv.in_channels * conv.out_channels)
         conv_costs.append(ConvCost(macs_per_pair, conv.in_channels if producer is None else producer, outs))
-    _replace_modules(backbone, replaced)
+    for name, module in replaced.items():
+        backbone.set_submodule(name, module)
     gate_macs = embedding_macs(widths, **sizes)
     return DeepMoE(
         backbone,
@@ -263,9 +263,9 @@ def deepmoe(
         active,
         conv_costs,
         ungated=ungated,
-        dense_macs=sum(costs.values()) + sum(_dense_macs(cost, heads) for cost in conv_costs),
+        dense_macs=dense_macs,
         gate_macs=gate_macs,
-        fixed_macs=gate_macs + sum(costs.values()),
+        fixed_macs=gate_macs + sum(costs.values()),  # of layers that are left
     )
 
 
@@ -295,7 +295,11 @@ def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str,
     plan: dict[str, ConvNode] = {}
     ungated: dict[str, str] = {}
     for node in graph:
-        reason = _reason_ungated(backbone, node, bottleneck, next_module, calls, wanted)
+        reason = node.reason or _UNGATED_ROLES.get(node.role)
+        if reason is None and node.conv not in wanted:
+            reason = f"is not gated in bottlenecks of form {bottleneck!r}"
+        reason = reason or _norm_refusal(backbone, node, next_module[node.conv], calls)
+        reason = reason or unsupported_conv(_conv(backbone, node.conv))
         if reason is None:
             plan[node.conv] = node
         else:
@@ -315,32 +319,15 @@ def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str,
     return plan, ungated
 
 
-def _reason_ungated(
-    backbone: nn.Module,
-    node: ConvNode,
-    bottleneck: str,
-    next_module: Mapping[str, str | None],
-    calls: Mapping[str, int],
-    wanted: set[str],
-) -> str | None:
-    """The reason why a convolution is not gated, or None where it is."""
-    if node.reason is not None:
-        return node.reason
-    if node.role == "shared":
-        return "is read by several layers"
-    if node.role == "shortcut":
-        return "is a shortcut"
-    if node.conv not in wanted:
-        return f"is not gated in bottlenecks of form {bottleneck!r}"
-    if node.norm is not None:
-        if next_module[node.conv] != node.norm:
-            return f"has other layers before its BatchNorm {node.norm}, or another one"
-        if calls[node.norm] > 1:
-            return f"shares its BatchNorm {node.norm}"
-        refusal = unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
-        if refusal is not None:
-            return refusal
-    return unsupported_conv(_conv(backbone, node.conv))
+def _norm_refusal(backbone: nn.Module, node: ConvNode, following: str | None, calls: Mapping[str, int]) -> str | None:
+    """Why the BatchNorm of a convolution cannot become part of a gated layer, or None; ``following`` reads the conv."""
+    if node.norm is None:
+        return None
+    if following != node.norm:
+        return f"has other layers before its BatchNorm {node.norm}, or another one"
+    if calls[node.norm] > 1:
+        return f"shares its BatchNorm {node.norm}"
+    return unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
 
 
 def _module_order(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
@@ -380,21 +367,10 @@ def _backbone_macs(backbone: nn.Module, num_classes: int, shape: tuple[int, int,
     return costs
 
 
-def _dense_macs(cost: ConvCost, heads: Mapping[str, ChannelGate]) -> int:
-    ins, outs = (heads[of].channels if isinstance(of, str) else of for of in (cost.ins, cost.outs))
-    return cost.macs_per_pair * ins * outs
-
-
 def _conv(backbone: nn.Module, name: str) -> nn.Conv2d:
     conv = backbone.get_submodule(name)
     assert isinstance(conv, nn.Conv2d)
     return conv
-
-
-def _replace_modules(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
-    for name, layer in layers.items():
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, layer)
 
 
 def _key(name: str) -> str:

@@ -268,16 +268,6 @@ class WideResNetPMoE(WideResNet):
         return next(module for module in self.modules() if isinstance(module, PatchMoE))
 
 
-@dataclass(frozen=True)
-class _PatchPlan:
-    """Patch grid and experts of a pMoE layer."""
-
-    experts: int
-    patches_per_expert: int
-    patch_size: int
-    kernel_size: int
-
-
 def _patch_plan(
     image_size: int,
     fidelity: Fidelity,
@@ -285,7 +275,8 @@ def _patch_plan(
     patches_per_expert: int | None,
     patch_size: int | None,
     kernel_size: int | None,
-) -> _PatchPlan:
+) -> dict[str, Any]:
+    """Patch grid and experts of a pMoE layer, as arguments of `PatchMoE`."""
     check_positive("WideResNetPMoE", image_size=image_size)
     side = -(-image_size // _SHRINK)  # halved twice, rounded up
     small = side <= _SMALL_MAP
@@ -303,7 +294,8 @@ def _patch_plan(
         patches_per_expert = max((side // patch_size) ** 2 // experts, 1)
     if kernel_size is None:
         kernel_size = 1 if small and fidelity != "print" else 3
-    return _PatchPlan(experts, patches_per_expert, patch_size, kernel_size)
+    plan = {"experts": experts, "patches_per_expert": patches_per_expert}
+    return {**plan, "patch_size": patch_size, "kernel_size": kernel_size}
 
 
 class _Block(nn.Module):
@@ -329,21 +321,15 @@ class _Block(nn.Module):
 class _RoutedBlock(nn.Module):
     """A block whose second convolution is a pMoE layer."""
 
-    def __init__(self, before: int, channels: int, stride: int, style: _Style, form: _Form, plan: _PatchPlan) -> None:
+    def __init__(
+        self, before: int, channels: int, stride: int, style: _Style, form: _Form, plan: dict[str, Any]
+    ) -> None:
         super().__init__()
         self.norm1 = style.norm(before)
         self.conv1 = style.conv(before, channels, 3, stride)
         self.norm2 = None if form.expert_norm else style.norm(channels)
         self.moe = PatchMoE(
-            channels,
-            channels,
-            experts=plan.experts,
-            patches_per_expert=plan.patches_per_expert,
-            patch_size=plan.patch_size,
-            kernel_size=plan.kernel_size,
-            gate=form.gate,
-            gate_on=form.gate_on,
-            expert_norm=form.expert_norm,
+            channels, channels, **plan, gate=form.gate, gate_on=form.gate_on, expert_norm=form.expert_norm
         )
         if style.keras_norm and self.moe.experts.norm is not None:
             self.moe.experts.norm.momentum, self.moe.experts.norm.eps = _KERAS["momentum"], _KERAS["eps"]

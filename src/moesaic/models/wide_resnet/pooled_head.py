@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
 from moesaic.ops import ConvWeights, Norm, PatchSelection, PatchSpec, autocast_dtype, autocast_off, select_backend
+from moesaic.ops.channel.bn_folding import batch_norm_tensors
 from moesaic.ops.triton_backend import TritonBackend, patch_operands
 from moesaic.routing import SoftRouter
 from moesaic.routing_record import Routing
@@ -51,7 +52,7 @@ def pooled_head(layer: PatchMoE, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
         if isinstance(backend, TritonBackend) and kernels_fit(x, routing, weights, layer.spec):
             return pooled_conv(x, routing, weights, expert_norm, layer.spec, output_norm, selection)
         y = backend.conv(x, routing, weights, expert_norm, layer.spec, selection)
-        return F.relu(_batch_norm(y, output_norm)).mean((2, 3))
+        return F.relu(output_norm.apply(y)).mean((2, 3))
 
 
 def kernels_fit(x: Tensor, routing: Routing, weights: ConvWeights, spec: PatchSpec) -> bool:
@@ -96,16 +97,8 @@ def pooled_conv(
     return pooled
 
 
-def _batch_norm(y: Tensor, norm: Norm) -> Tensor:
-    return F.batch_norm(
-        y, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.training, norm.momentum, norm.eps
-    )
-
-
 def _norm_tensors(norm: nn.BatchNorm2d) -> Norm | None:
     """Tensors of a BatchNorm that has weights and running statistics; None of others."""
     if type(norm) is not nn.BatchNorm2d or not norm.affine or norm.momentum is None:
         return None
-    if norm.running_mean is None or norm.running_var is None:
-        return None
-    return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.training)
+    return None if norm.running_mean is None else batch_norm_tensors(norm)

@@ -249,12 +249,7 @@ class BlockConv:
     """
 
     def __init__(
-        self,
-        conv: ChannelConv,
-        *,
-        gated_input: bool,
-        relu: bool = False,
-        pool: nn.MaxPool2d | None = None,
+        self, conv: ChannelConv, *, gated_input: bool, relu: bool = False, pool: nn.MaxPool2d | None = None
     ) -> None:
         self.conv = conv
         self.outs, self.ins, ks, _ = conv.weight.shape

@@ -1,4 +1,4 @@
-"""Masked execution of a convolution with gated channels: the definition, and its cost in multiply-adds.
+"""Masked execution of a convolution with gated channels: the definition.
 
     y = activation(g ⊙ BatchNorm(conv(x)))
 
@@ -16,20 +16,7 @@ from torch.nn import functional as F
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.routing_record import Routing
 
-__all__ = ["channel_gates", "channel_macs", "check_closed", "masked_conv", "open_channels"]
-
-
-def channel_macs(
-    active_in: int | Tensor, active_out: int | Tensor, kernel_size: int, map_size: tuple[int, int]
-) -> int | Tensor:
-    """Multiply-adds of a gated convolution per sample: active_in × active_out × ks² × output pixels.
-
-    Counts may be tensors (B,), one entry per sample.
-
-    >>> channel_macs(32, 16, 3, (8, 8))
-    294912
-    """
-    return active_in * active_out * (kernel_size**2 * map_size[0] * map_size[1])
+__all__ = ["channel_gates", "check_closed", "masked_conv", "open_channels"]
 
 
 def channel_gates(routing: Routing, channels: int, block: int) -> Tensor:
@@ -46,17 +33,7 @@ def masked_conv(x: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
     """The definition: a dense convolution, BatchNorm, and the gates as a mask."""
     y = F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
     if conv.norm is not None:
-        norm = conv.norm
-        y = F.batch_norm(
-            y,
-            norm.running_mean,
-            norm.running_var,
-            norm.weight,
-            norm.bias,
-            training=norm.training,
-            momentum=norm.momentum,
-            eps=norm.eps,
-        )
+        y = conv.norm.apply(y)
     y = y * channel_gates(gate_out, y.shape[1], conv.block_out).to(y.dtype)[:, :, None, None]
     return F.relu(y) if conv.activation == "relu" else y
 

@@ -14,10 +14,11 @@ Layouts: x (B, C, H, W) in channels_last, gathered values (E, M, C), y as rows (
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from operator import attrgetter, methodcaller
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +29,16 @@ from moesaic.ops.dispatch import ConvWeights, Norm, PatchSpec
 from moesaic.ops.eager import is_eager_cpu, no_grad_needed
 from moesaic.ops.patch.gather import patch_pixels, tap_targets
 from moesaic.ops.patch.scatter_conv import background_output, tap_matrix
-from moesaic.ops.weight_cache import CachedValue
 from moesaic.routing_record import Routing
 
-__all__ = ["can_run_inference", "conv_inference"]
+__all__ = ["CachedValue", "can_run_inference", "conv_inference"]
+
+T = TypeVar("T")
 
 _CHUNK_VALUES = 2**21
 """Gathered values or contributions of all experts per chunk of images: 8 MiB in float32."""
 
+_address, _version = methodcaller("data_ptr"), attrgetter("_version")
 _prepared_cache = cast("MutableMapping[Tensor, dict[object, CachedValue[_PreparedWeights]]]", WeakIdKeyDictionary())
 
 
@@ -176,6 +179,41 @@ class _IndexTables:
 def _index_tables(B: int, E: int, L: int, map_size: tuple[int, int], ks: int, spec: PatchSpec) -> _IndexTables:
     with torch.inference_mode(False):
         return _IndexTables(B, E, L, map_size, ks, spec)
+
+
+class CachedValue(Generic[T]):
+    """A value computed from tensors, and recomputed when one of them has changed.
+
+    A change is detected by the tensor's address and by torch's version counter: optimizer steps, ``load_state_dict``,
+    ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not, since torch does not count them.
+    Nothing is cached for tensors created in inference mode, which have no version counter.
+
+    >>> weight, cached = torch.ones(2), CachedValue[Tensor]()
+    >>> cached.get([weight], lambda: 2 * weight)
+    tensor([2., 2.])
+    >>> weight += 1
+    >>> cached.get([weight], lambda: 2 * weight)
+    tensor([4., 4.])
+    """
+
+    def __init__(self) -> None:
+        self._value: tuple[T] | None = None
+        self._key: list[int] = []
+        self._tensors: list[Tensor] = []
+
+    def get(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
+        """Returns the cached value, or that of ``compute()`` if one of the tensors has changed."""
+        try:
+            key = [*map(_address, tensors), *map(_version, tensors)]
+        except RuntimeError:  # inference tensors have no version counter
+            return compute()
+        if self._value is None or key != self._key:
+            with torch.inference_mode(False), torch.no_grad():
+                self._value = (compute(),)
+            self._key = key
+            # while these references live, no other tensor can get the same address
+            self._tensors = [tensor.detach() for tensor in tensors]
+        return self._value[0]
 
 
 @dataclass(frozen=True)

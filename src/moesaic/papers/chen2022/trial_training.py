@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic import keyed_random
-from moesaic.checks import check_choice, check_positive
+from moesaic.checks import check_choice, check_device, check_positive
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.mixture_networks import FilterActivation, Mixture, Mixtures, activate
+from moesaic.papers.engine.thread_pool import SharedProgress, check_trials, flushing_denormals, run_in_threads
 from moesaic.training.progress import NoProgress, Progress
-from moesaic.training.thread_pool import SharedProgress, check_device, check_trials, flushing_denormals, run_in_threads
 
 __all__ = ["MixtureSchedule", "StepCallback", "TrainedMixtures", "train_mixtures"]
 

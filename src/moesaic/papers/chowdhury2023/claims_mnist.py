@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.intervals import Curve, bootstrap, least_squares_slopes, mean, power_law_exponent, sample_ratio, samples_at
+from moesaic.intervals import Curve, bootstrap, mean, sample_ratio, samples_at
 from moesaic.papers.chowdhury2023.experiments_mnist import (
     LEVEL,
     ClaimCheck,
@@ -23,6 +23,7 @@ from moesaic.papers.chowdhury2023.experiments_mnist import (
 from moesaic.papers.chowdhury2023.theory.patches_per_expert import suggest_patches_per_expert
 from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_least_published, at_most, below
 from moesaic.papers.engine.findings import Claim
+from moesaic.papers.engine.power_law import least_squares_slopes, power_law_exponent
 
 __all__ = ["CHECKS", "OWN_CHECKS"]
 

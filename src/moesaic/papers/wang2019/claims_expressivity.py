@@ -16,15 +16,17 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from moesaic.intervals import Estimate, mean, power_law_exponent
-from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS
+from moesaic.intervals import Estimate, mean
+from moesaic.models.vgg import VGG16_WIDTHS
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.cells import CellArrays
 from moesaic.papers.engine.decision_rules import CheckResult, below
 from moesaic.papers.engine.findings import Claim
+from moesaic.papers.engine.power_law import power_law_exponent
 from moesaic.papers.wang2019.experiments_expressivity import BlindCell, CollisionCell, DistinctCell, RankCell, WidthCell
 from moesaic.papers.wang2019.theory.channel_masks import coin_collision, coin_confusion, subset_collision
 from moesaic.papers.wang2019.theory.channel_ranks import one_sided_rank
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 
 __all__ = ["CHECKS"]
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate, mean
-from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, Widening, conv_macs, conv_parameters
+from moesaic.models.vgg import VGG16_WIDTHS
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.decision_rules import CheckResult, above_zero, ahead_everywhere, at_least
 from moesaic.papers.engine.findings import Claim
@@ -33,6 +33,7 @@ from moesaic.papers.wang2019.experiments_gates import (
     GateResult,
     runs_of,
 )
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS, Widening, conv_macs, conv_parameters
 
 __all__ = ["CHECKS", "NOTE", "accuracies", "lead_at_equal_cost"]
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs
+from moesaic.models.vgg import VGG16_WIDTHS
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.cells import AnalyticCell, Cell, CellArrays
 from moesaic.papers.engine.runner import Runner
@@ -31,6 +31,7 @@ from moesaic.papers.wang2019.theory.channel_ranks import (
     numerical_rank,
     random_channel_network,
 )
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS, conv_macs
 
 __all__ = [
     "BlindCell",

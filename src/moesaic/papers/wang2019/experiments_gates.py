@@ -42,9 +42,10 @@ from moesaic.insight.channel_metrics import channel_usage, gate_distances
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
-from moesaic.models.vgg_widths import VGG16_WIDTHS, WIDENINGS, conv_macs
+from moesaic.models.vgg import VGG16_WIDTHS
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.runner import Runner
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS, conv_macs
 from moesaic.routing_record import Routing
 from moesaic.training.batches import eval_batches
 from moesaic.training.fit import fit

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from moesaic.intervals import mean
-from moesaic.models.vgg_widths import WIDENINGS
 from moesaic.papers.engine import claims
 from moesaic.papers.wang2019.claims_gates import accuracies, lead_at_equal_cost
 from moesaic.papers.wang2019.experiments_gates import COSTS, REMEDY_COST, REMEDY_TRIALS, GateResult, runs_of
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 from moesaic.report.chart import Chart, Panel, Series
 
 __all__ = ["charts"]

@@ -1,11 +1,8 @@
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
 
-from moesaic.ops.weight_cache import CachedValue
+from moesaic.ops.patch.inference import CachedValue
 
 
 class Doubled:
@@ -57,24 +54,6 @@ def test_the_value_is_computed_once_while_nothing_changes():
     doubled = Doubled(nn.Linear(2, 2))
     assert all(doubled() is doubled() for _ in range(3))
     assert doubled.computed == 1
-
-
-def test_clear_is_for_edits_that_torch_does_not_count():
-    doubled = Doubled(nn.Linear(2, 2))
-    doubled()
-    doubled.layer.weight.data.mul_(2)
-    doubled.cached.clear()
-    assert torch.equal(doubled(), 2 * doubled.layer.weight)
-
-
-def test_copies_start_with_an_empty_cache():
-    doubled = Doubled(nn.Linear(2, 2))
-    doubled()
-    for other in (copy.deepcopy(doubled), pickle.loads(pickle.dumps(doubled))):
-        with torch.no_grad():
-            other.layer.weight.zero_()
-        assert not other().any()
-    assert doubled().any()
 
 
 def test_nothing_is_cached_for_tensors_of_inference_mode():

@@ -2,14 +2,8 @@
 
 import pytest
 
-from moesaic.models.vgg_widths import (
-    VGG16_STAGES,
-    VGG16_WIDTHS,
-    WIDENINGS,
-    conv_parameters,
-    reconstruct,
-    solve_width,
-)
+from moesaic.models.vgg import VGG16_STAGES, VGG16_WIDTHS
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS, conv_parameters, reconstruct, solve_width
 
 PRINTED = {  # column by column, None where the cell is missing
     "w1_high": (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, None, None, None),

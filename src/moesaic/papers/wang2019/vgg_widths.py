@@ -1,4 +1,4 @@
-"""Channels of the thirteen convolutions of VGG-16, and of four wider versions from Wang et al. 2019 (DeepMoE).
+"""The four wider versions of VGG-16 of Wang et al. 2019 (DeepMoE): what is printed, and what is solved for.
 
 Table 1 of the supplement widens VGG-16 in four ways: the top layer (W1-High), one in the middle (W1-Mid), the lowest
 four (W4-Low) or all (W13-All). Five cells of the table are missing in the available copy. The two complete columns have
@@ -15,22 +15,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.models.vgg import VGG16_STAGES, VGG16_WIDENINGS, VGG16_WIDTHS
 
-__all__ = [
-    "VGG16_STAGES",
-    "VGG16_WIDTHS",
-    "WIDENINGS",
-    "Widening",
-    "conv_macs",
-    "conv_parameters",
-    "reconstruct",
-    "solve_width",
-]
-
-VGG16_STAGES = (2, 2, 3, 3, 3)
-"""Number of convolutions before each max-pooling."""
-VGG16_WIDTHS = (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 512)
-"""Channels of VGG-16's convolutions (Simonyan and Zisserman 2015, configuration D)."""
+__all__ = ["WIDENINGS", "Widening", "conv_macs", "conv_parameters", "reconstruct", "solve_width"]
 
 _KERNEL = 9
 _GRAIN = 5
@@ -66,10 +53,10 @@ class Widening:
 
 WIDENINGS: Mapping[str, Widening] = MappingProxyType(
     {
-        "w1_high": Widening("W1-High", (*VGG16_WIDTHS[:12], 2565), widened=(13,), reconstructed=(11, 12, 13)),
-        "w1_mid": Widening("W1-Mid", (*VGG16_WIDTHS[:4], 2990, *VGG16_WIDTHS[5:]), widened=(5,)),
-        "w4_low": Widening("W4-Low", (512, 512, 615, 615, *VGG16_WIDTHS[4:]), (1, 2, 3, 4), reconstructed=(3, 4)),
-        "w13_all": Widening("W13-All", (128, 128, 256, 256, *3 * (405,), *6 * (615,)), tuple(range(1, 14))),
+        "w1_high": Widening("W1-High", VGG16_WIDENINGS["w1_high"], widened=(13,), reconstructed=(11, 12, 13)),
+        "w1_mid": Widening("W1-Mid", VGG16_WIDENINGS["w1_mid"], widened=(5,)),
+        "w4_low": Widening("W4-Low", VGG16_WIDENINGS["w4_low"], widened=(1, 2, 3, 4), reconstructed=(3, 4)),
+        "w13_all": Widening("W13-All", VGG16_WIDENINGS["w13_all"], widened=tuple(range(1, 14))),
     }
 )
 """The columns by name; two of them are complete."""

@@ -13,7 +13,7 @@ import torch
 from moesaic.checks import check_positive
 from moesaic.training.progress import Progress
 
-__all__ = ["SharedProgress", "check_device", "check_trials", "flushing_denormals", "run_in_threads"]
+__all__ = ["SharedProgress", "check_trials", "flushing_denormals", "run_in_threads"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,11 +86,3 @@ def check_trials(owner: str, trials: Iterable[int], samples: int, chunk: int | N
     if not numbers:
         raise ValueError(f"{owner}: no trials to train; give at least one trial number")
     return numbers
-
-
-def check_device(owner: str, device: torch.device | str) -> torch.device:
-    """Returns the device; refuses one that is not available."""
-    found = torch.device(device)
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")
-    return found
