@@ -173,6 +173,7 @@ def test_unknown_options_of_timm_models_are_named(timm):
 def test_registered_networks_are_in_timms_registry(timm):
     ours = register_with_timm()
     assert ours == register_with_timm()
+    assert timm_registry.__all__ == ["register_with_timm", "timm_model"]  # entry points are timm's, not our API
     assert set(list_models()) - set(ours) == {"resnet18", "resnet34", "resnet50", "vgg16"}  # timm has its own
     assert set(timm.list_models("wrn10*")) >= {"wrn10_10", "wrn10_10_pmoe"}
     assert all(hasattr(timm_registry, name) for name in timm_registry.__all__)

@@ -65,11 +65,13 @@ def register_with_timm() -> tuple[str, ...]:
     >>> model = timm.create_model("wrn10_10_pmoe", num_classes=10, img_size=32)  # doctest: +SKIP
     """
     timm = _timm("register_with_timm")
+    public = list(__all__)
     for name in list_models():
         if not timm.is_model(name):
             # timm expects an entry point to be a member of its module
             globals()[name] = _entry_point(name)
             timm.models.register_model(globals()[name])
+    __all__[:] = public  # timm adds every entry point
     return tuple(name for name in list_models() if getattr(timm.model_entrypoint(name), "__module__", "") == __name__)
 
 
