@@ -94,6 +94,14 @@ class TestTokenChoice:
         assert drawn.mean().item() == pytest.approx(mean, abs=0.01)
         assert drawn.std().item() == pytest.approx(std, rel=0.01)
 
+    @pytest.mark.parametrize("noise", ["uniform", "gaussian", "gumbel"])
+    def test_noise_is_added_to_the_scores_before_the_choice(self, noise):
+        scores = torch.randn(4, 6, 5)
+        seeded = torch.Generator().manual_seed(3)
+        routing = moesaic.TokenChoice(1, 5, noise=noise, noise_scale=2.0, generator=seeded).choose(scores)
+        noisy = scores + 2.0 * sample_noise(noise, scores, torch.Generator().manual_seed(3))
+        assert routing.index.squeeze(-1).equal(noisy.argmax(-1))
+
     def test_noise_scale_multiplies_the_noise(self):
         scores = torch.tensor([0.0, 0.5]).expand(4, 50, 2)
         router = moesaic.TokenChoice(1, 2, noise="uniform", noise_scale=0.4)

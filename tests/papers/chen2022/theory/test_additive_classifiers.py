@@ -125,6 +125,7 @@ def test_the_limit_on_mistaken_noise_holds_in_few_dimensions():
     noise = torch.randn(100_000, 4, generator=torch.Generator().manual_seed(0))
     mistaken = (classifier.patch_scores(noise) != 0).float().mean().item()
     assert 0.2 * classifier.noise_limit < mistaken < classifier.noise_limit
+    assert classifier.noise_limit == pytest.approx(4 * 0.3**3)  # two lines for each of two clusters
     assert best(ClusterPatches()).noise_limit < 1e-90
 
 
