@@ -26,14 +26,14 @@ from moesaic.papers.engine import claims
 from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_most
 from moesaic.papers.engine.findings import Claim
 
-__all__ = ["CHECKS", "NOTE"]
+__all__ = ["CHECKS", "NOTE", "PUBLISHED"]
 
 ExperimentResults = claims.ExperimentResults[ImageResult]
 ClaimCheck = claims.ClaimCheck[ImageResult]
 Plan = claims.Plan[ImageResult]
 
 _PRINTED_EPOCHS: dict[TaskName, int] = {"cifar10": 200, "rotate": 50, "rotate-sharp": 50}
-_PUBLISHED: dict[tuple[TaskName, str], tuple[float, float]] = {
+PUBLISHED: dict[tuple[TaskName, str], tuple[float, float]] = {
     ("cifar10", "cnn"): (80.68, 80.31),
     ("cifar10", "mobilenetv2"): (92.45, 92.23),
     ("cifar10", "resnet18"): (95.51, 95.32),
@@ -95,7 +95,7 @@ def _length(task: TaskName, network: str, what: str) -> str:
 
 
 def _ahead(task: TaskName, network: str, id: str, statement: str) -> ClaimCheck:
-    single, mixture = _PUBLISHED["rotate", network]
+    single, mixture = PUBLISHED["rotate", network]
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         found = _lead(experiment, task, network)
@@ -135,7 +135,7 @@ def _why_low() -> ClaimCheck:
 
 
 def _level(network: str) -> ClaimCheck:
-    single, mixture = _PUBLISHED["cifar10", network]
+    single, mixture = PUBLISHED["cifar10", network]
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         found = _lead(experiment, "cifar10", network)
