@@ -18,7 +18,6 @@ from moesaic.report import comparison_text as text
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import to_svg
 from moesaic.report.formatting import number
-from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
 from moesaic.training.comparison_result import Comparison
 from moesaic.training.paired_comparison import PairedComparison, accuracies, group_accuracies, paired_comparisons
@@ -82,8 +81,6 @@ def write_comparison_report(
         recipe=_recipe(found),
         command=command,
         machine=machine or found.machine,
-        light=COLOURS,
-        dark=ON_DARK,
         number=number,
     )
     write_atomic(path, page.encode())

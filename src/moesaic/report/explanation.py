@@ -22,7 +22,6 @@ from moesaic.insight.overlays import overlay
 from moesaic.report.channel_section import GateFigures, channel_section, draw_gates
 from moesaic.report.expert_figures import MAX_CLASSES, draw_class_maps, draw_top_patches, mean_images
 from moesaic.report.formatting import listed, percent
-from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
 from moesaic.routing_record import Routing
 
@@ -233,8 +232,6 @@ def _page(
         left_out=max(0, len(present) - MAX_CLASSES),
         notes=(*about.notes, *_warnings(explanation)),
         gates=None if gates is None else channel_section(explanation, gates),
-        light=COLOURS,
-        dark=ON_DARK,
         embedded=embedded,
         percent=percent,
     )
