@@ -20,8 +20,8 @@ from torch import Tensor
 from moesaic.insight.channel_explanation import ChannelExplanation, ChannelLayer
 from moesaic.insight.image_cost import Costs
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
-from moesaic.report.channel_charts import printable
-from moesaic.report.expert_figures import MAX_CLASSES
+from moesaic.report.expert_figures import drawn_classes
+from moesaic.report.formatting import printable
 from moesaic.report.style import INK, LINE
 
 if TYPE_CHECKING:
@@ -59,10 +59,9 @@ def evenly(count: int, most: int) -> list[int]:
 def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], images: Sequence[int]) -> Figure:
     """A strip for each of at most `MAX_LAYERS` layers: how often each gate is open for each class.
 
-    ``images`` is the number of images of each class; the largest `MAX_CLASSES` classes are drawn.
+    ``images`` is the number of images of each class; those of `drawn_classes` are drawn.
     """
-    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MAX_CLASSES]
-    shown = sorted(largest)
+    shown = drawn_classes(images)
     names = [printable(class_names[k], 22) for k in shown]
     left = _MARGIN + max(6, *(len(name) for name in names)) * _LETTER + _GAP
     picked = evenly(len(channels.layers), MAX_LAYERS)
