@@ -7,12 +7,11 @@ columns of images and labels are found by their feature types. Images are decode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, decode_images
-from moesaic.data.file_sources import FileEntry, SkippedFile, UnreadableFile, printable
+from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
 from moesaic.data.image_folder import DEFAULT_SIZE
 from moesaic.data.splits import stratified_order
 
@@ -76,7 +75,7 @@ class HubDataset:
         return (self.train,) if self.test is None else (self.train, self.test)
 
 
-class HubSource:
+class HubSource(FileSource):
     """The images of a dataset as a `FileSource`, named ``train/0``, ``train/1`` and so on."""
 
     def __init__(self, hub: HubDataset) -> None:
@@ -102,14 +101,6 @@ class HubSource:
             return Path(path or "").read_bytes() if content is None else content
         except OSError as fault:
             raise UnreadableFile(f"cannot be read ({fault.strerror or fault})") from fault
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
 
 
 def load_hub(source: str, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
@@ -169,7 +160,7 @@ def open_hub(source: str) -> HubDataset:
         splits: Mapping[str, Any] = package.load_dataset(name, config or None)
     except Exception as failure:  # of many types: unknown dataset, no network, no permission, missing configuration
         raise ValueError(f"{source}: datasets could not load it: {failure}") from failure
-    train = _named(splits, _TRAIN) or (next(iter(splits)) if len(splits) == 1 else None)
+    train = next((split for split in _TRAIN if split in splits), next(iter(splits)) if len(splits) == 1 else None)
     if train is None:
         raise ValueError(
             f"{source}: has the splits {', '.join(splits)}, none of which is named train; "
@@ -199,10 +190,6 @@ class _Columns(NamedTuple):
     label: str
     named: bool
     """Whether labels are indices into the names of the feature; otherwise they are the names."""
-
-
-def _named(splits: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in splits), None)
 
 
 def _columns(source: str, package: Any, features: Mapping[str, Any]) -> _Columns:
@@ -252,5 +239,4 @@ def _part(source: str, package: Any, split: str, dataset: Any, columns: _Columns
             raise ValueError(f"{source}: {split} has the class {unknown!r}, which has no training images")
     stored = dataset.select_columns([columns.image]).cast_column(columns.image, package.Image(decode=False))
     rows = np.flatnonzero(labels >= 0)
-    fingerprint = str(getattr(dataset, "_fingerprint", ""))
-    return HubSplit(split, rows, labels[rows], fingerprint, stored, columns.image)
+    return HubSplit(split, rows, labels[rows], str(getattr(dataset, "_fingerprint", "")), stored, columns.image)
