@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import tarfile
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import IO, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,36 +105,25 @@ def find_cifar10(data_dir: str | Path) -> Path:
 def _contents(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]:
     """Path and content of each file of the split."""
     check_choice("load_cifar10", "split", split, get_args(Split))
-    place = find_cifar10(data_dir)
+    place, names = find_cifar10(data_dir), _FILES[split]
     if place.is_dir():
-        return [(str(place / name), _read_file(place / name)) for name in _FILES[split]]
+        _require(place, names, {path.name for path in place.iterdir() if path.is_file()})
+        return [(str(place / name), (place / name).read_bytes()) for name in names]
     try:
-        with tarfile.open(place) as archive:
-            read = _member_reader(place, archive)
-            return [(f"{place}:{name}", read(name)) for name in _FILES[split]]
+        with tarfile.open(place) as archive:  # read in place: nothing is extracted
+            members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
+            _require(place, names, members)
+            return [(f"{place}:{name}", cast("IO[bytes]", archive.extractfile(members[name])).read()) for name in names]
+    except FileNotFoundError:
+        raise
     except (tarfile.TarError, EOFError, OSError) as damage:
-        if isinstance(damage, FileNotFoundError):
-            raise
         raise ValueError(f"{place}: damaged archive ({damage}); download it again from {_SOURCE}") from damage
 
 
-def _read_file(path: Path) -> bytes:
-    if not path.is_file():
-        raise FileNotFoundError(f"load_cifar10: {path.parent} has no {path.name}; get all of CIFAR-10 from {_SOURCE}")
-    return path.read_bytes()
-
-
-def _member_reader(place: Path, archive: tarfile.TarFile) -> Callable[[str], bytes]:
-    """Returns a function that reads a file of the archive into memory; nothing is extracted."""
-    members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
-
-    def read(name: str) -> bytes:
-        opened = archive.extractfile(members[name]) if name in members else None
-        if opened is None:
+def _require(place: Path, names: Sequence[str], found: Collection[str]) -> None:
+    for name in names:
+        if name not in found:
             raise FileNotFoundError(f"load_cifar10: {place} has no {name}; get all of CIFAR-10 from {_SOURCE}")
-        return opened.read()
-
-    return read
 
 
 def _records(name: str, content: bytes, images: int) -> NDArray[np.uint8]:
