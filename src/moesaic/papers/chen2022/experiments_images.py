@@ -14,10 +14,10 @@ from torch import Tensor
 
 from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
-from moesaic.data.datasets import ImageDataset, cifar10_dataset
+from moesaic.data.datasets import ImageDataset
 from moesaic.fidelity import Fidelity
 from moesaic.insight.metrics import entropy_of_counts
-from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task
+from moesaic.papers.chen2022.data.rotated_cifar import cifar10_dataset, cifar10_rotate_task
 from moesaic.papers.chen2022.image_networks import image_mixture, image_network
 from moesaic.papers.chen2022.image_training import ImageSchedule, ImageTest, embed_images, train_images
 from moesaic.papers.engine import claims
