@@ -195,11 +195,7 @@ def collect_outputs(
             f"collect_outputs: this {type(model).__name__} has no routed layer; use a model that has one, "
             "such as wrn10_10_pmoe or vgg16_deepmoe, or add one with moesaic.convert"
         )
-    picked = (
-        [check_choice("collect_outputs", "layer", name, known) for name in layers]
-        if layers is not None
-        else list(known)
-    )
+    picked = known if layers is None else [check_choice("collect_outputs", "layer", name, known) for name in layers]
     training = model.training
     model = model.to(device).eval()
     probabilities: list[Tensor] = []
