@@ -101,9 +101,21 @@ def _need_onnx() -> None:
 
 def _run(done: Exported) -> tuple[Tensor, ...] | None:
     """The outputs of the file for the examples; None if it cannot be run here."""
+    import torch
+
+    from moesaic.training.export import load_exported
+
     if done.format == "safetensors":
         return None
-    return _run_pt2(done) if done.format == "pt2" else _run_onnx(done)
+    if done.format == "pt2":
+        network, _ = load_exported(done.path)
+        return tuple(cast("Tensor", network(images)) for images in done.examples)
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    session: Any = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
+    return tuple(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) for images in done.examples)
 
 
 def _comparison(done: Exported, found: tuple[Tensor, ...] | None) -> str:
@@ -114,21 +126,3 @@ def _comparison(done: Exported, found: tuple[Tensor, ...] | None) -> str:
     sizes = [str(len(images)) for images in done.examples]
     batches = f"batches of {', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else "a batch of 1"
     return f"verified on {batches}: logits differ by at most {done.difference(found):.1e}"
-
-
-def _run_pt2(done: Exported) -> tuple[Tensor, ...]:
-    from moesaic.training.export import load_exported
-
-    network, _ = load_exported(done.path)
-    return tuple(cast("Tensor", network(images)) for images in done.examples)
-
-
-def _run_onnx(done: Exported) -> tuple[Tensor, ...] | None:
-    import torch
-
-    try:
-        import onnxruntime
-    except ImportError:
-        return None
-    session: Any = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
-    return tuple(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) for images in done.examples)

@@ -100,7 +100,8 @@ def draw_class_maps(
     if kind == "gate":
         values_KEN = np.where(rate_KEN >= _MIN_RATE, layer.gate, 0)
     elif kind == "difference":
-        values_KEN = _differences(rate_KEN, shown)
+        # minus the mean of the other classes that have images
+        values_KEN = rate_KEN - (rate_KEN[shown].sum(0) - rate_KEN) / max(1, len(shown) - 1)
         if len(shown) == 2:  # the other row would be its negative
             others, shown = printable(class_names[shown[0]], 22), shown[1:]
         names = [f"{printable(class_names[k], 22)}\nminus\n{others}" for k in shown]
@@ -258,10 +259,3 @@ def _window(start: int, end: int, around: int, limit: int) -> tuple[int, int]:
     """Start and length of a window with a margin on both sides, shifted to lie within the image."""
     length = min(end - start + 2 * around, limit)
     return min(max(start - around, 0), limit - length), length
-
-
-def _differences(rate_KEN: Array, shown: Sequence[int]) -> Array:
-    """The selection rates of a class minus the mean of the other classes that have images."""
-    total = rate_KEN[list(shown)].sum(0)
-    others = max(1, len(shown) - 1)
-    return rate_KEN - (total - rate_KEN) / others

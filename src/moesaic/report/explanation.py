@@ -10,7 +10,7 @@ import base64
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -60,15 +60,8 @@ class Shown:
     """True class, if known."""
 
 
-@dataclass(frozen=True)
-class _LayerFigures:
-    """File names of the figures of one layer."""
-
-    overlays: tuple[str, ...]
-    share: str | None
-    difference: str | None
-    gate: str | None
-    top_patches: str | None
+_LayerFigures = dict[str, Any]
+"""File names of the figures of one layer: a list of overlays, the others a name or None."""
 
 
 def write_explanation(
@@ -84,17 +77,8 @@ def write_explanation(
 ) -> Path:
     """Writes PNG files, explanation.json and explanation.html into ``folder``; returns the path of the page.
 
-    Figures of an earlier explanation in the folder are replaced.
-
-    Args:
-        folder: an existing folder.
-        explanation: the explanation.
-        about: the network and the images.
-        pixels: images (B, C, H, W) of the explanation.
-        classes: their classes (B,).
-        shown: images whose routing is shown one by one.
-        shown_pixels: pixels of these images.
-        shown_pass: predictions and routing of these images.
+    Figures of an earlier explanation in the folder are replaced. ``pixels`` (B, C, H, W) and ``classes`` (B,) are those
+    of the explanation; ``shown`` are images whose routing is shown one by one, with their pixels and forward pass.
     """
     if (folder / "explanation.json").exists():
         for old in [path for names in _FIGURE_PATTERNS for path in folder.glob(names)]:
@@ -108,7 +92,7 @@ def write_explanation(
         "about": asdict(about),
         "explanation": asdict(explanation),
         "shown": [asdict(each) for each in shown],
-        "pictures": [asdict(each) for each in figures],
+        "pictures": figures,
         "gates": None if gates is None else asdict(gates),
     }
     write_json(folder / "explanation.json", record)
@@ -132,7 +116,7 @@ def _draw(
         return save_png(figure, folder / f"layer-{number}-{name}.png")
 
     if layer.grid is None:
-        return _LayerFigures((), None, None, None, None)
+        return {"overlays": [], "share": None, "difference": None, "gate": None, "top_patches": None}
     names, images = explanation.class_names, explanation.class_images
     backdrops = mean_images(pixels, classes, len(names))
     routing = shown_pass.routing[layer.name]
@@ -146,7 +130,7 @@ def _draw(
         for kind in (("share", "difference", "gate") if several else ("share", "gate"))
     }
     top_patches = saved(draw_top_patches(layer, names, _colours(pixels)), "top-patches")
-    return _LayerFigures(tuple(overlays), maps["share"], maps.get("difference"), maps["gate"], top_patches)
+    return {"overlays": overlays, "difference": None, **maps, "top_patches": top_patches}
 
 
 def title(image: Shown) -> str:
