@@ -115,8 +115,9 @@ def _draw(
     def saved(figure: Figure, name: str) -> str:
         return save_png(figure, folder / f"layer-{number}-{name}.png")
 
+    found: _LayerFigures = {"overlays": [], "share": None, "difference": None, "gate": None, "top_patches": None}
     if layer.grid is None:
-        return {"overlays": [], "share": None, "difference": None, "gate": None, "top_patches": None}
+        return found
     names, images = explanation.class_names, explanation.class_images
     backdrops = mean_images(pixels, classes, len(names))
     routing = shown_pass.routing[layer.name]
@@ -130,7 +131,7 @@ def _draw(
         for kind in (("share", "difference", "gate") if several else ("share", "gate"))
     }
     top_patches = saved(draw_top_patches(layer, names, _colours(pixels)), "top-patches")
-    return {"overlays": overlays, "difference": None, **maps, "top_patches": top_patches}
+    return found | maps | {"overlays": overlays, "top_patches": top_patches}
 
 
 def title(image: Shown) -> str:
