@@ -7,7 +7,6 @@ header, so that only the size of a file shows whether it is complete.
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,13 +19,10 @@ from numpy.typing import NDArray
 from moesaic.checks import check_choice
 from moesaic.data.splits import Split
 
-__all__ = ["CIFAR10_CLASSES", "CIFAR10_DIGEST", "Cifar10", "cifar10_digest", "find_cifar10", "load_cifar10"]
+__all__ = ["CIFAR10_CLASSES", "CIFAR10_FILE_IMAGES", "Cifar10", "cifar10_files", "find_cifar10", "load_cifar10"]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """The names of the classes 0 to 9, as ``batches.meta.txt`` lists them."""
-
-CIFAR10_DIGEST = "013ba16d14ecc482"
-"""`cifar10_digest` of the original files."""
 
 CIFAR10_FILE_IMAGES = 10_000
 """Images in each file."""
@@ -70,17 +66,10 @@ def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = CIFA
     >>> test.pixels.shape, [CIFAR10_CLASSES[label] for label in test.labels]
     ((2, 3, 32, 32), ['frog', 'frog'])
     """
-    rows = np.concatenate([_records(name, content, images_per_file) for name, content in _contents(split, data_dir)])
+    rows = np.concatenate(
+        [_records(name, content, images_per_file) for name, content in cifar10_files(split, data_dir)]
+    )
     return Cifar10(rows[:, 1:].reshape(-1, 3, _SIZE, _SIZE), rows[:, 0].astype(np.int64))
-
-
-def cifar10_digest(data_dir: str | Path) -> str:
-    """A hash of all images and labels under ``data_dir``; the same for a folder and an archive."""
-    content = hashlib.sha256()
-    for split in get_args(Split):
-        for _, some in _contents(split, data_dir):
-            content.update(some)
-    return content.hexdigest()[:16]
 
 
 def find_cifar10(data_dir: str | Path) -> Path:
@@ -104,7 +93,7 @@ def find_cifar10(data_dir: str | Path) -> Path:
     )
 
 
-def _contents(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]:
+def cifar10_files(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]:
     """Path and content of each file of the split."""
     check_choice("load_cifar10", "split", split, get_args(Split))
     place, names = find_cifar10(data_dir), _FILES[split]
