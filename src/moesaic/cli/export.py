@@ -67,7 +67,9 @@ class Export:
 
     def _out(self, checkpoint: Path) -> Path:
         """The output path; raises if it cannot be written."""
-        out = self.out or checkpoint.with_name(f"{_name(checkpoint)}.{self.format}")
+        run = checkpoint.resolve().parent.name  # names the file in place of model.safetensors
+        stem = checkpoint.stem if checkpoint.stem != "model" else run or "model"
+        out = self.out or checkpoint.with_name(f"{stem}.{self.format}")
         if out.is_dir():
             raise ValueError(f"--out={str(out)!r} is a directory; give a file name, such as {out / checkpoint.stem}")
         if not out.parent.is_dir():
@@ -81,11 +83,6 @@ class Export:
         if out.suffix != f".{self.format}":
             raise ValueError(f"--out={str(out)!r} ends in {out.suffix or 'nothing'}; the suffix must be .{self.format}")
         return out
-
-
-def _name(checkpoint: Path) -> str:
-    """The name of the file, or of the run directory for model.safetensors."""
-    return checkpoint.stem if checkpoint.stem != "model" else checkpoint.resolve().parent.name or "model"
 
 
 def _need_onnx() -> None:

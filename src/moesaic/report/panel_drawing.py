@@ -202,14 +202,11 @@ def _draw_regions(axes: Axes, regions: Regions, colours: Mapping[str, str]) -> N
     if regions.values:
         # transparent, for light and dark pages
         tints = np.array([*(to_rgba(colours[role], 0.25) for role in regions.roles), (0, 0, 0, 0)])
-        edges = [(ends[0] - step / 2, ends[-1] + step / 2) for ends in (x, y) for step in [_step(ends)]]
+        steps = [(ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 1.0 for ends in (x, y)]
+        edges = [(ends[0] - step / 2, ends[-1] + step / 2) for ends, step in zip((x, y), steps, strict=True)]
         look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "zorder": 0}
         axes.imshow(tints[np.array(regions.values)], extent=(*edges[0], *edges[1]), **look)
     if regions.scores is not None:
         scores = np.array(regions.scores)
         if np.nanmin(scores) < 0 < np.nanmax(scores):
             axes.contour(x, y, scores, levels=[0.0], colors=[INK], linewidths=1.3, zorder=1.5)
-
-
-def _step(middles: np.ndarray) -> float:
-    return float(middles[-1] - middles[0]) / (len(middles) - 1) if len(middles) > 1 else 1.0
