@@ -67,6 +67,7 @@ class Papers(ModuleType):
             )
             for id, (title, about) in texts.items()
         }
+        self.PRESETS = real_papers.PRESETS
         self.asked: dict[str, Any] = {}
         self.outcome = ReproduceResult(FINDINGS, CHARTS[2:], ("five trials instead of twenty",))
         self.trouble: BaseException | None = None

@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_digest, find_cifar10, load_cifar10
+from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10, load_cifar10
+from moesaic.papers.chen2022.experiments_images import cifar10_digest
 
 NAMES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
 IMAGES = 4

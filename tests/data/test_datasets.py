@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from moesaic.data.datasets import (
-    CIFAR10_NORMALIZE,
-    ImageDataset,
-    LabelledImages,
-    Normalize,
-    RandomFlipCrop,
-    cifar10_dataset,
-    flip_and_crop,
-)
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, RandomFlipCrop
 from moesaic.data.splits import stratified_order
-from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task, crop_and_resize, rotate
+from moesaic.papers.chen2022.data.rotated_cifar import (
+    CIFAR10_NORMALIZE,
+    FLIP_AND_CROP,
+    cifar10_dataset,
+    cifar10_rotate_task,
+    crop_and_resize,
+    rotate,
+)
 
 NAMES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
 
@@ -83,14 +82,14 @@ def test_a_low_random_number_flips():
     middle = torch.full((4, 3), 0.5)
     mirrored, same = middle.clone(), middle.clone()
     mirrored[:, 0], same[:, 0] = 0.1, 0.9
-    assert torch.equal(flip_and_crop(x, same), CIFAR10_NORMALIZE(x))
-    assert torch.equal(flip_and_crop(x, mirrored), CIFAR10_NORMALIZE(x).flip(3))
+    assert torch.equal(FLIP_AND_CROP(x, same), CIFAR10_NORMALIZE(x))
+    assert torch.equal(FLIP_AND_CROP(x, mirrored), CIFAR10_NORMALIZE(x).flip(3))
 
 
 @pytest.mark.parametrize(("rand", "down", "right"), [((0.0, 1.0), -4, 4), ((0.99, 0.45), 4, 0), ((0.56, 0.34), 1, -1)])
 def test_crops_move_by_up_to_four_pixels_over_black(rand, down, right):
     x = pixels(1)
-    found = flip_and_crop(x, torch.tensor([[1.0, *rand]]))
+    found = FLIP_AND_CROP(x, torch.tensor([[1.0, *rand]]))
     black = torch.zeros(1, 3, 40, 40, dtype=torch.uint8)
     black[..., 4:36, 4:36] = x
     assert torch.equal(found, CIFAR10_NORMALIZE(black[..., 4 + down : 36 + down, 4 + right : 36 + right]))
@@ -100,7 +99,7 @@ def test_crops_are_spread_evenly_over_the_nine_offsets():
     rand = torch.stack([torch.ones(900), (torch.arange(900) + 0.5) / 900, torch.full((900,), 0.5)], dim=1)
     column = torch.zeros(900, 3, 32, 32, dtype=torch.uint8)
     column[:, :, 16] = 255
-    rows = flip_and_crop(column, rand)[:, 0, :, 0].argmax(1)
+    rows = FLIP_AND_CROP(column, rand)[:, 0, :, 0].argmax(1)
     assert torch.bincount(rows).tolist()[12:] == [100] * 9
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from moesaic.data.cifar10 import CIFAR10_DIGEST
 from moesaic.papers import reproduce as reproduce_module
-from moesaic.papers.chen2022.experiments_images import ImageCell
+from moesaic.papers.chen2022.experiments_images import CIFAR10_DIGEST, ImageCell
 from moesaic.papers.chen2022.experiments_synthetic import MixtureCell
 from moesaic.papers.chen2022.mixture_networks import Mixture
 from moesaic.papers.chen2022.trial_training import MixtureSchedule

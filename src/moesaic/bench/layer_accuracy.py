@@ -92,8 +92,5 @@ def _results(layer: PatchMoE, x: Tensor, grad_output: Tensor) -> dict[str, Tenso
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    return _norm(found.double() - expected) / max(_norm(expected), _ZERO * math.sqrt(expected.numel()))
-
-
-def _norm(values: Tensor) -> float:
-    return math.sqrt(float(values.square().sum()))
+    wrong, right = (float(values.square().sum().sqrt()) for values in (found.double() - expected, expected))
+    return wrong / max(right, _ZERO * math.sqrt(expected.numel()))

@@ -124,12 +124,12 @@ def layer_times(
     if compiled:
         torch.compiler.reset()  # a graph per shape, not one with dynamic shapes
     maps = {label: random_inputs(shape, device, dtype, FORMATS[label]) for label in formats}
-    _time([_Ready(each, label, *maps[label]) for each in candidates for label in formats], passes, repetitions)
+    _time([_Ready(*each, label, *maps[label]) for each in candidates for label in formats], passes, repetitions)
     if torch.device(device).type == "cuda":
         del maps
         gc.collect()
         torch.cuda.empty_cache()
-    return [each.row for each in candidates]
+    return [row for row, _ in candidates]
 
 
 def run_once(
@@ -155,13 +155,13 @@ def run_once(
         torch.compiler.reset()  # as in layer_times, for the same graph
     x, grad_output = random_inputs(shape, device, dtype, torch.channels_last)
     ran: dict[str, list[str]] = {}
-    for candidate in candidates:
-        if candidate.row.left_out or not (candidate.row.backend or candidate.row.compiled):
+    for row, model in candidates:
+        if row.left_out or not (row.backend or row.compiled):
             continue
-        ready = _Ready(candidate, "channels_last", x, grad_output)
+        ready = _Ready(row, model, "channels_last", x, grad_output)
         for what in passes:
             ready.try_once(what)
-        ran[candidate.row.layer] = candidate.row.notes
+        ran[row.layer] = row.notes
     return ran
 
 
@@ -182,8 +182,8 @@ def tune_layer(
     hundredths of a second, the compilation before takes seconds.
     """
     x, grad_output = random_inputs(shape, device, dtype, torch.channels_last)
-    candidate = _Candidate(LayerTimes("PatchMoE, triton", "triton"), routed_layer(shape, options))
-    ready = _Ready(candidate, "channels_last", x, grad_output)
+    row, model = LayerTimes("PatchMoE, triton", "triton"), routed_layer(shape, options)
+    ready = _Ready(row, model, "channels_last", x, grad_output)
 
     def measure() -> float:
         run = capture_cuda_graph(ready.run_of(what), warm_up=2)  # the first of which compiles
@@ -192,12 +192,8 @@ def tune_layer(
     return tune(measure, log, seconds=seconds)
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A row of the table, and its layer in float32 on the CPU."""
-
-    row: LayerTimes
-    model: nn.Module
+_Candidate = tuple[LayerTimes, nn.Module]
+"""A row of the table, and its layer in float32 on the CPU."""
 
 
 def _candidates(
@@ -213,9 +209,9 @@ def _candidates(
     dense = dense_peers(shape, options)
     layer = routed_layer(shape, options)
     choice = choose_backend(shape, options, device, dtype)
-    found = [_Candidate(LayerTimes(name, None), model) for name, model in dense.items()]
+    found: list[_Candidate] = [(LayerTimes(name, None), model) for name, model in dense.items()]
     if compiled and options.expert_norm:  # a single convolution has nothing to fuse
-        found.append(_Candidate(LayerTimes("dense, compiled", None, compiled=True), dense["dense convolution"]))
+        found.append((LayerTimes("dense, compiled", None, compiled=True), dense["dense convolution"]))
     supported = [name for name in backends() if name not in choice.refused and name not in without]
     for name in sorted(supported, key=lambda name: (name != choice.name, name == "reference")):  # reference last
         title = "masked (reference)" if name == "reference" else f"PatchMoE, {name}"
@@ -223,22 +219,22 @@ def _candidates(
         if name == "reference" and shape.experts * shape.batch * shape.channels * shape.size**2 > MASKED_LIMIT:
             row.notes.append("not run: it copies the input for each expert, which is too large here")
             row.left_out = True
-        found.append(_Candidate(row, layer))
+        found.append((row, layer))
         if compiled and name == "torch" and not options.expert_norm:
-            found.append(_Candidate(LayerTimes("PatchMoE, torch, compiled", name, compiled=True), layer))
+            found.append((LayerTimes("PatchMoE, torch, compiled", name, compiled=True), layer))
     return found
 
 
 class _Ready:
     """A candidate on its device in a memory format, with an input and a gradient of the output."""
 
-    def __init__(self, candidate: _Candidate, label: str, x: Tensor, grad_output: Tensor) -> None:
-        self.row = candidate.row
+    def __init__(self, row: LayerTimes, model: nn.Module, label: str, x: Tensor, grad_output: Tensor) -> None:
+        self.row = row
         self.label = label
         self.on_gpu = x.is_cuda
         self._x = x.detach().requires_grad_()
         self._grad_output = grad_output
-        self._model: nn.Module = copy.deepcopy(candidate.model).to(x.device, x.dtype)
+        self._model: nn.Module = copy.deepcopy(model).to(x.device, x.dtype)
         self._model.to(memory_format=FORMATS[label])  # pyright: ignore[reportCallIssue]: torch types it in part
         self._called: Callable[[Tensor], Tensor] = self._model
         if self.row.compiled:

@@ -6,7 +6,7 @@ few times as possible, with all intermediate results on chip. Real kernels move 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -112,12 +112,7 @@ def routed_layer(shape: LayerShape, options: LayerOptions) -> PatchMoE:
         patches_per_expert=shape.patches_per_expert,
         patch_size=shape.patch_size,
         kernel_size=shape.kernel_size,
-        gate=options.gate,
-        gate_on=options.gate_on,
-        expert_norm=options.expert_norm,
-        context=options.context,
-        combine=options.combine,
-        bias=options.bias,
+        **asdict(options),
     )
 
 
@@ -198,12 +193,8 @@ def routed_work(shape: LayerShape, options: LayerOptions, dtype: torch.dtype, *,
 
 def _sizes(shape: LayerShape, filters: int) -> tuple[float, float, float]:
     """Elements of the input, the output and the weights."""
-    pixels = shape.batch * shape.size**2
-    return (
-        float(pixels * shape.channels),
-        float(pixels * shape.out_channels),
-        float(filters * shape.channels * shape.kernel_size**2),
-    )
+    pixels = float(shape.batch * shape.size**2)
+    return pixels * shape.channels, pixels * shape.out_channels, float(filters * shape.channels * shape.kernel_size**2)
 
 
 def _gradient_read(shape: LayerShape, options: LayerOptions) -> float:

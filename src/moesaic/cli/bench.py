@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from tyro.conf import Positional, arg
@@ -127,19 +127,8 @@ class Bench:
         from moesaic.bench.layer_shape import LayerShape
 
         out_channels = self.channels if self.out_channels is None else self.out_channels
-        counts = {
-            "--channels": self.channels,
-            "--out-channels": out_channels,
-            "--size": self.size,
-            "--experts": self.experts,
-            "--patches-per-expert": self.patches_per_expert,
-            "--patch-size": self.patch_size,
-            "--kernel-size": self.kernel_size,
-            "--batch-size": self.batch_size,
-            "--repetitions": self.repetitions,
-            "--tune-seconds": self.tune_seconds,
-        }
-        check_positive("bench", **counts)
+        given = {name: value for name, value in asdict(self).items() if type(value) is int}  # all of them are counts
+        check_positive("bench", **{f"--{name.replace('_', '-')}": value for name, value in given.items()})
         for what, numbers, smaller in (
             (
                 "the feature maps",

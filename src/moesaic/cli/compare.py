@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
 from moesaic.checks import check_choice
 from moesaic.cli.shared import (
     CommandError,
+    DatasetOptions,
     file_name,
-    is_plain,
-    load_dataset,
     log,
-    make_folder,
     program,
     resolve_device,
     user_errors,
-    versions,
+    write_config,
 )
 
 if TYPE_CHECKING:
@@ -33,15 +31,13 @@ __all__ = ["Compare"]
 
 
 @dataclass(frozen=True)
-class Compare:
+class Compare(DatasetOptions):
     """Train networks with different numbers of labelled images, and report which one needs fewer.
 
     Finished runs are stored in --out: the same command resumes where an interrupted one stopped, and with more
     models, samples or trials it runs only what is missing.
     """
 
-    data: Positional[Annotated[str, arg(metavar="DATA")]]
-    """Folder of images with a subfolder for each class, a zip file of one, or a dataset name such as cifar10."""
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
     """Networks, separated by commas; the first is the baseline. Options follow colons:
     wrn10_2_pmoe:patches_per_expert=8."""
@@ -58,38 +54,16 @@ class Compare:
     """Optimizer of all networks; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
     """Peak learning rate; it follows a cosine schedule down to 0."""
-    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
-    """Augmentation of the training images: none, random horizontal flips, or flips and random crops."""
-    img_size: Annotated[
-        int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the dataset, else 64)")
-    ] = None
-    """Side that images are resized to."""
-    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
-    """Folder with the files of a dataset that is given by name."""
-    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None
-    """Folder of the decoded-image cache."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
     """Output folder."""
-    device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
-    """Device; auto: a GPU if there is one."""
-    seed: int = 0
-    """Random seed; on one machine the same seed gives the same result.json but for `seconds`."""
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
-        from moesaic.files import write_json
-        from moesaic.report import describe_machine
-
         with user_errors("compare"):
             grid, recipe, device = self._checked()
             dataset = self._load(grid)
             out = self.out or Path("runs") / f"compare-{file_name(dataset.name)}"
-            machine = describe_machine(device)
-            command = shlex.join(["moesaic", *given])
-            make_folder(out)
-            arguments = {name: value if is_plain(value) else str(value) for name, value in asdict(self).items()}
-            content = {"command": command, "arguments": arguments, "versions": versions(), "machine": machine}
-            write_json(out / "config.json", content)
+            command, machine = write_config(out, self, given, device)
         try:
             self._compare(dataset, grid, recipe, out, device, command, machine)
         except KeyboardInterrupt:
@@ -120,7 +94,7 @@ class Compare:
         return grid, recipe, resolve_device("compare", self.device)
 
     def _load(self, grid: Grid) -> ImageDataset:
-        dataset = load_dataset(self)
+        dataset = self.load()
         grid.check(dataset)
         grid.contenders(dataset)  # refuses a network that does not fit the images
         return dataset

@@ -75,7 +75,8 @@ class Explain:
             device = self._checked()
             checkpoint = self._load(device)
             out = self.out or checkpoint.path.parent / "explanation"
-            _check_folder(out)
+            if out.is_dir() and any(out.iterdir()) and not (out / "explanation.json").exists():
+                raise ValueError(f"--out={str(out)!r} has other files in it; name another directory, or a new one")
             inputs = self._input_images(checkpoint) if self.images else None
             tested = None if self.data is None else self._test_images(checkpoint, self.data)
             make_folder(out)
@@ -249,11 +250,6 @@ class _Images:
             rows = sorted(int(row) for row in stratified_order(self.labels, self.labels, seed)[:count])
         names, known = tuple(self.names[row] for row in rows), tuple(self.known[row] for row in rows)
         return replace(self, pixels=self.pixels[rows], names=names, known=known)
-
-
-def _check_folder(out: Path) -> None:
-    if out.is_dir() and any(out.iterdir()) and not (out / "explanation.json").exists():
-        raise ValueError(f"--out={str(out)!r} has other files in it; name another directory, or a new one")
 
 
 def _summarise(explanation: Explanation, page: Path) -> None:

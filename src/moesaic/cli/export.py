@@ -67,7 +67,9 @@ class Export:
 
     def _out(self, checkpoint: Path) -> Path:
         """The output path; raises if it cannot be written."""
-        out = self.out or checkpoint.with_name(f"{_name(checkpoint)}.{self.format}")
+        run = checkpoint.resolve().parent.name  # names the file in place of model.safetensors
+        stem = checkpoint.stem if checkpoint.stem != "model" else run or "model"
+        out = self.out or checkpoint.with_name(f"{stem}.{self.format}")
         if out.is_dir():
             raise ValueError(f"--out={str(out)!r} is a directory; give a file name, such as {out / checkpoint.stem}")
         if not out.parent.is_dir():
@@ -83,11 +85,6 @@ class Export:
         return out
 
 
-def _name(checkpoint: Path) -> str:
-    """The name of the file, or of the run directory for model.safetensors."""
-    return checkpoint.stem if checkpoint.stem != "model" else checkpoint.resolve().parent.name or "model"
-
-
 def _need_onnx() -> None:
     from importlib.util import find_spec
 
@@ -101,9 +98,21 @@ def _need_onnx() -> None:
 
 def _run(done: Exported) -> tuple[Tensor, ...] | None:
     """The outputs of the file for the examples; None if it cannot be run here."""
+    import torch
+
+    from moesaic.training.export import load_exported
+
     if done.format == "safetensors":
         return None
-    return _run_pt2(done) if done.format == "pt2" else _run_onnx(done)
+    if done.format == "pt2":
+        network, _ = load_exported(done.path)
+        return tuple(cast("Tensor", network(images)) for images in done.examples)
+    try:
+        import onnxruntime
+    except ImportError:
+        return None
+    session: Any = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
+    return tuple(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) for images in done.examples)
 
 
 def _comparison(done: Exported, found: tuple[Tensor, ...] | None) -> str:
@@ -114,21 +123,3 @@ def _comparison(done: Exported, found: tuple[Tensor, ...] | None) -> str:
     sizes = [str(len(images)) for images in done.examples]
     batches = f"batches of {', '.join(sizes[:-1])} and {sizes[-1]}" if len(sizes) > 1 else "a batch of 1"
     return f"verified on {batches}: logits differ by at most {done.difference(found):.1e}"
-
-
-def _run_pt2(done: Exported) -> tuple[Tensor, ...]:
-    from moesaic.training.export import load_exported
-
-    network, _ = load_exported(done.path)
-    return tuple(cast("Tensor", network(images)) for images in done.examples)
-
-
-def _run_onnx(done: Exported) -> tuple[Tensor, ...] | None:
-    import torch
-
-    try:
-        import onnxruntime
-    except ImportError:
-        return None
-    session: Any = onnxruntime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
-    return tuple(torch.from_numpy(session.run(None, {"images": images.numpy()})[0]) for images in done.examples)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice
-from moesaic.cli.shared import is_plain, log, make_folder, program, resolve_device, user_errors, versions
+from moesaic.cli.shared import log, program, resolve_device, user_errors, write_config
 from moesaic.fidelity import Fidelity
-
-if TYPE_CHECKING:
-    from moesaic.report.chart import Chart
 
 __all__ = ["Reproduce"]
 
-PRESETS = ("quick", "full")
 FIDELITIES: dict[str, tuple[Fidelity, ...]] = {
     # our own settings always run
     "print": ("print", "best"),
@@ -58,30 +54,18 @@ class Reproduce:
         """Runs the command; ``given`` are its arguments, for the message how to resume."""
         with user_errors("reproduce"):
             plan = self._checked()
-        from moesaic.files import write_json
-        from moesaic.report import describe_machine
-
-        out, device = plan["out"], plan["device"]
-        machine = describe_machine(device)
-        command = shlex.join(["moesaic", *given])
-        with user_errors("reproduce"):
-            make_folder(out)
-            arguments = {name: value if is_plain(value) else str(value) for name, value in asdict(self).items()}
-            write_json(
-                out / "config.json",
-                {"command": command, "arguments": arguments, "versions": versions(), "machine": machine},
-            )
+            command, machine = write_config(plan["out"], self, given, plan["device"])
         try:
             self._reproduce(plan, command, machine)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            log(f"\nInterrupted. Finished results are in {out}. To resume:\n  {again}")
+            log(f"\nInterrupted. Finished results are in {plan['out']}. To resume:\n  {again}")
             return 130
         return 0
 
     def _checked(self) -> dict[str, Any]:
         """What `moesaic.papers.reproduce` takes, with everything the user can get wrong looked at first."""
-        from moesaic.papers.reproduce import PAPERS
+        from moesaic.papers.reproduce import PAPERS, PRESETS
 
         check_choice("reproduce", "--preset", self.preset, PRESETS)
         check_choice("reproduce", "--fidelity", self.fidelity, FIDELITIES)
@@ -113,27 +97,19 @@ class Reproduce:
     def _reproduce(self, plan: dict[str, Any], command: str, machine: str) -> None:
         from rich.console import Console
 
-        from moesaic import report
         from moesaic.papers.engine.claims_table import show_findings_table
-        from moesaic.papers.engine.findings import read_findings, write_findings
-        from moesaic.papers.engine.report import write_report
+        from moesaic.papers.engine.result_files import write_results
         from moesaic.papers.reproduce import PAPERS, reproduce
-        from moesaic.report.chart import write_charts
+        from moesaic.report import watch_progress
 
-        with report.watch_progress(Console(stderr=True)) as progress:
+        with watch_progress(Console(stderr=True)) as progress:
             result = reproduce(**plan, progress=progress)
         out: Path = plan["out"]
-        _remove_stale_figures(out, result.charts)
-        report.write_figures(out / "figures", result.charts)
-        write_charts(out / "charts.json", result.charts)
-        write_findings(out / "claims.json", result.findings)
-        # read back, so that the report shows exactly what claims.json has
-        findings = read_findings(out / "claims.json")
-        sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in findings)]
-        write_report(
-            out / "report.html",
-            findings=findings,
-            charts=result.charts,
+        sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in result.findings)]
+        findings = write_results(
+            out,
+            result.findings,
+            result.charts,
             papers=sources,
             notes=result.notes,
             command=command,
@@ -144,19 +120,3 @@ class Reproduce:
         for note in result.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _remove_stale_figures(out: Path, charts: Iterable[Chart]) -> None:
-    """Removes the figures of an earlier run in the same directory that this run does not draw."""
-    from moesaic.report.chart import read_charts
-
-    try:
-        earlier = {(chart.paper, chart.id) for chart in read_charts(out / "charts.json")}
-    except (OSError, ValueError):
-        return
-    for paper, name in earlier - {(chart.paper, chart.id) for chart in charts}:
-        folder = out / "figures" / Path(paper).name
-        for kind in ("png", "svg"):
-            (folder / f"{Path(name).name}.{kind}").unlink(missing_ok=True)
-        if folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()

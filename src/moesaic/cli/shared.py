@@ -1,31 +1,36 @@
-"""Shared by the commands: errors in one line, datasets, output folders, devices, versions."""
+"""Shared by the commands: errors in one line, dataset options, output folders, devices, versions."""
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
+
+from tyro.conf import Positional, arg
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from moesaic.data.datasets import ImageDataset
 
 __all__ = [
     "CommandError",
+    "DatasetOptions",
     "file_name",
-    "is_plain",
-    "load_dataset",
     "log",
     "make_folder",
     "program",
     "resolve_device",
     "user_errors",
     "version",
-    "versions",
+    "write_config",
 ]
 
 
@@ -81,17 +86,33 @@ def resolve_device(command: str, name: str) -> str:
     return name
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of the packages that results depend on."""
+def write_config(out: Path, command: DataclassInstance, given: Sequence[str], device: str) -> tuple[str, str]:
+    """Creates ``out`` and writes config.json: the options and the versions that results depend on.
+
+    Returns the command line and the machine.
+    """
     import numpy as np
     import torch
 
-    return {
-        "moesaic": version(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
+    from moesaic.files import write_json
+    from moesaic.report import describe_machine
+
+    make_folder(out)
+    line, machine = shlex.join(["moesaic", *given]), describe_machine(device)
+    options = asdict(command).items()
+    content = {
+        "command": line,
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in options},
+        "versions": {
+            "moesaic": version(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": machine,
     }
+    write_json(out / "config.json", content)
+    return line, machine
 
 
 def version() -> str:
@@ -100,45 +121,44 @@ def version() -> str:
     return sys.modules["moesaic"].__version__
 
 
-class DatasetOptions(Protocol):
-    """The options of a command that loads a dataset."""
+@dataclass(frozen=True)
+class DatasetOptions:
+    """Options of the commands that train on a dataset."""
 
-    @property
-    def data(self) -> str: ...
-    @property
-    def data_dir(self) -> Path | None: ...
-    @property
-    def img_size(self) -> int | None: ...
-    @property
-    def cache_dir(self) -> Path | None: ...
-    @property
-    def augment(self) -> str: ...
-    @property
-    def seed(self) -> int: ...
+    data: Positional[Annotated[str, arg(metavar="DATA")]]
+    """Folder of images with a subfolder for each class, a zip file of one, or a dataset name such as cifar10."""
+    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
+    """Augmentation of the training images: none, random horizontal flips, or flips and random crops."""
+    img_size: Annotated[
+        int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the dataset, else 64)")
+    ] = None
+    """Side that images are resized to."""
+    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
+    """Folder with the files of a dataset that is given by name."""
+    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None
+    """Folder of the decoded-image cache."""
+    device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
+    """Device; auto: a GPU if there is one."""
+    seed: int = 0
+    """Random seed of the sampled images, the initial weights and the order of the images; on one machine the same seed
+    gives the same numbers."""
 
+    def load(self) -> ImageDataset:
+        """Loads the dataset; files that are skipped are logged."""
+        from moesaic.data.load import load_images
+        from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
 
-def load_dataset(command: DatasetOptions) -> ImageDataset:
-    """Loads the dataset of a command; files that are skipped are logged."""
-    from moesaic.data.load import load_images
-    from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
-
-    cifar_mosaic_datasets.register()
-
-    augment: Any = command.augment  # load_images checks it
-    return load_images(
-        command.data,
-        data_dir=command.data_dir,
-        size=command.img_size,
-        cache_dir=command.cache_dir,
-        augment=augment,
-        seed=command.seed,
-        log=log,
-    )
-
-
-def is_plain(value: object) -> bool:
-    """Returns whether JSON can represent the value as it is."""
-    return value is None or isinstance(value, str | int | float | tuple)
+        cifar_mosaic_datasets.register()
+        augment: Any = self.augment  # load_images checks it
+        return load_images(
+            self.data,
+            data_dir=self.data_dir,
+            size=self.img_size,
+            cache_dir=self.cache_dir,
+            augment=augment,
+            seed=self.seed,
+            log=log,
+        )
 
 
 def program() -> list[str]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
-from tyro.conf import Positional, UseAppendAction, arg
+from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.cli.shared import (
     CommandError,
+    DatasetOptions,
     file_name,
-    load_dataset,
     log,
     make_folder,
     program,
@@ -39,15 +39,13 @@ _LISTED = 20
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(DatasetOptions):
     """Train a network on images and test it.
 
     The network, its metrics and its settings are written to --out. The same command resumes an interrupted run, with
     the same numbers as if it had not been interrupted.
     """
 
-    data: Positional[Annotated[str, arg(metavar="DATA")]]
-    """Folder of images with a subfolder for each class, a zip file of one, or a dataset name such as cifar10."""
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
     """Network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed."""
     samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
@@ -99,16 +97,6 @@ class Train:
     """Weight λ of the gates' L1 penalty; with --target-macs, its initial value."""
     joint_fraction: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: 0.6)")] = None
     """Fraction of the epochs in which channel gates learn before they are frozen."""
-    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
-    """Augmentation of the training images: none, random horizontal flips, or flips and random crops."""
-    img_size: Annotated[
-        int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the dataset, else 64)")
-    ] = None
-    """Side that images are resized to."""
-    data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
-    """Folder with the files of a dataset that is given by name."""
-    cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None
-    """Folder of the decoded-image cache."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
     """Output folder of the network and its metrics."""
     eval_every: Annotated[
@@ -117,10 +105,6 @@ class Train:
     """Epochs from one test to the next; the last epoch is always tested."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="tensorboard|wandb|trackio")] = ()
     """Experiment tracker to log metrics to; may be repeated; needs moesaic[track]."""
-    device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
-    """Device; auto: a GPU if there is one."""
-    seed: int = 0
-    """Random seed of the images of --samples, the initial weights and the order of the images."""
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
@@ -181,7 +165,7 @@ class Train:
         return {name: value for name, value in options.items() if value is not None}
 
     def _load(self) -> ImageDataset:
-        dataset = load_dataset(self)
+        dataset = self.load()
         return dataset if self.samples is None else dataset.subset(self.samples, self.seed)
 
     def _network(self, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:

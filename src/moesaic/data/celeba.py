@@ -15,7 +15,8 @@ colours, in CelebA's own shares.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -80,13 +81,9 @@ class CelebA:
 
     def take(self, rows: NDArray[np.int64]) -> CelebA:
         """The faces at ``rows``, which are ascending."""
-        return CelebA(
-            self.images,
-            tuple(self.files[int(row)] for row in rows),
-            int((rows < self.training).sum()),
-            {name: has[rows] for name, has in self.attributes.items()},
-            self.absent,
-        )
+        files = tuple(self.files[int(row)] for row in rows)
+        attributes = {name: has[rows] for name, has in self.attributes.items()}
+        return replace(self, files=files, training=int((rows < self.training).sum()), attributes=attributes)
 
     def rows(self, split: Split) -> NDArray[np.int64]:
         """Indices of the faces of a split."""
@@ -111,28 +108,12 @@ def celeba_smiling(data_dir: Path | None, size: int | None, cache: DecodedCache,
 
 def celeba_spurious(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
     """``celeba-spurious``: smiling or not, correlated with the hair colour in the training split only."""
-    return _load(
-        "celeba-spurious",
-        lambda celeba, split: spurious(celeba, split, seed),
-        SMILING,
-        HAIR_GROUPS,
-        data_dir,
-        size,
-        cache,
-    )
+    return _load("celeba-spurious", partial(spurious, seed=seed), SMILING, HAIR_GROUPS, data_dir, size, cache)
 
 
 def celeba_four_classes(data_dir: Path | None, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
     """``celeba-4class``: smiling × eyeglasses, with balanced classes."""
-    return _load(
-        "celeba-4class",
-        lambda celeba, split: four_classes(celeba, split, seed),
-        FOUR_CLASSES,
-        FOUR_CLASSES,
-        data_dir,
-        size,
-        cache,
-    )
+    return _load("celeba-4class", partial(four_classes, seed=seed), FOUR_CLASSES, FOUR_CLASSES, data_dir, size, cache)
 
 
 def _load(
@@ -271,12 +252,7 @@ def _groups(celeba: CelebA, split: Split, other: str, among: NDArray[np.bool_]) 
 
 
 def _draw(
-    groups: Sequence[NDArray[np.int64]],
-    parts: Sequence[int],
-    names: Sequence[str],
-    task: str,
-    split: Split,
-    seed: int,
+    groups: Sequence[NDArray[np.int64]], parts: Sequence[int], names: Sequence[str], task: str, split: Split, seed: int
 ) -> list[NDArray[np.int64]]:
     """The largest sample of all groups in the ratio ``parts``."""
     unit = min(len(group) // part for group, part in zip(groups, parts, strict=True))

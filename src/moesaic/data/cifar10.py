@@ -7,12 +7,11 @@ header, so that only the size of a file shows whether it is complete.
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import IO, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,17 +19,16 @@ from numpy.typing import NDArray
 from moesaic.checks import check_choice
 from moesaic.data.splits import Split
 
-__all__ = ["CIFAR10_CLASSES", "CIFAR10_DIGEST", "Cifar10", "cifar10_digest", "find_cifar10", "load_cifar10"]
+__all__ = ["CIFAR10_CLASSES", "CIFAR10_FILE_IMAGES", "Cifar10", "cifar10_files", "find_cifar10", "load_cifar10"]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 """The names of the classes 0 to 9, as ``batches.meta.txt`` lists them."""
 
-CIFAR10_DIGEST = "013ba16d14ecc482"
-"""`cifar10_digest` of the original files."""
+CIFAR10_FILE_IMAGES = 10_000
+"""Images in each file."""
 
 _SIZE = 32
 _RECORD_BYTES = 1 + 3 * _SIZE * _SIZE
-_IMAGES = 10_000
 _FOLDER = "cifar-10-batches-bin"
 _ARCHIVE = "cifar-10-binary.tar.gz"
 _FILES: dict[Split, tuple[str, ...]] = {
@@ -53,7 +51,7 @@ class Cifar10:
         return len(self.labels)
 
 
-def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = _IMAGES) -> Cifar10:
+def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = CIFAR10_FILE_IMAGES) -> Cifar10:
     """Loads a split from the binary files under ``data_dir``.
 
     The files may be in ``data_dir`` itself, in ``cifar-10-batches-bin`` below it, or in the archive
@@ -68,17 +66,10 @@ def load_cifar10(split: Split, data_dir: str | Path, images_per_file: int = _IMA
     >>> test.pixels.shape, [CIFAR10_CLASSES[label] for label in test.labels]
     ((2, 3, 32, 32), ['frog', 'frog'])
     """
-    rows = np.concatenate([_records(name, content, images_per_file) for name, content in _contents(split, data_dir)])
+    rows = np.concatenate(
+        [_records(name, content, images_per_file) for name, content in cifar10_files(split, data_dir)]
+    )
     return Cifar10(rows[:, 1:].reshape(-1, 3, _SIZE, _SIZE), rows[:, 0].astype(np.int64))
-
-
-def cifar10_digest(data_dir: str | Path) -> str:
-    """A hash of all images and labels under ``data_dir``; the same for a folder and an archive."""
-    content = hashlib.sha256()
-    for split in get_args(Split):
-        for _, some in _contents(split, data_dir):
-            content.update(some)
-    return content.hexdigest()[:16]
 
 
 def find_cifar10(data_dir: str | Path) -> Path:
@@ -102,39 +93,28 @@ def find_cifar10(data_dir: str | Path) -> Path:
     )
 
 
-def _contents(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]:
+def cifar10_files(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]:
     """Path and content of each file of the split."""
     check_choice("load_cifar10", "split", split, get_args(Split))
-    place = find_cifar10(data_dir)
+    place, names = find_cifar10(data_dir), _FILES[split]
     if place.is_dir():
-        return [(str(place / name), _read_file(place / name)) for name in _FILES[split]]
+        _require(place, names, {path.name for path in place.iterdir() if path.is_file()})
+        return [(str(place / name), (place / name).read_bytes()) for name in names]
     try:
-        with tarfile.open(place) as archive:
-            read = _member_reader(place, archive)
-            return [(f"{place}:{name}", read(name)) for name in _FILES[split]]
+        with tarfile.open(place) as archive:  # read in place: nothing is extracted
+            members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
+            _require(place, names, members)
+            return [(f"{place}:{name}", cast("IO[bytes]", archive.extractfile(members[name])).read()) for name in names]
+    except FileNotFoundError:
+        raise
     except (tarfile.TarError, EOFError, OSError) as damage:
-        if isinstance(damage, FileNotFoundError):
-            raise
         raise ValueError(f"{place}: damaged archive ({damage}); download it again from {_SOURCE}") from damage
 
 
-def _read_file(path: Path) -> bytes:
-    if not path.is_file():
-        raise FileNotFoundError(f"load_cifar10: {path.parent} has no {path.name}; get all of CIFAR-10 from {_SOURCE}")
-    return path.read_bytes()
-
-
-def _member_reader(place: Path, archive: tarfile.TarFile) -> Callable[[str], bytes]:
-    """Returns a function that reads a file of the archive into memory; nothing is extracted."""
-    members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
-
-    def read(name: str) -> bytes:
-        opened = archive.extractfile(members[name]) if name in members else None
-        if opened is None:
+def _require(place: Path, names: Sequence[str], found: Collection[str]) -> None:
+    for name in names:
+        if name not in found:
             raise FileNotFoundError(f"load_cifar10: {place} has no {name}; get all of CIFAR-10 from {_SOURCE}")
-        return opened.read()
-
-    return read
 
 
 def _records(name: str, content: bytes, images: int) -> NDArray[np.uint8]:

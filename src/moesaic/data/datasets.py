@@ -18,12 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.data.cifar10 import CIFAR10_CLASSES, load_cifar10
+from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.file_sources import SkippedFile
 from moesaic.data.splits import Split, stratified_order
 
 __all__ = [
-    "CIFAR10_NORMALIZE",
     "RANDS_PER_IMAGE",
     "Augment",
     "ImageDataset",
@@ -32,9 +31,7 @@ __all__ = [
     "Normalize",
     "RandomFlipCrop",
     "Transform",
-    "cifar10_dataset",
     "cifar10_tensors",
-    "flip_and_crop",
     "normalize_",
 ]
 
@@ -214,40 +211,6 @@ class ImageDataset:
         digest = hashlib.sha256(f"{self.digest} {samples} {seed}".encode()).hexdigest()[:16]
         train = self.train.take(order[:samples].sort().values)
         return replace(self, train=train, digest=digest if self.digest else "")
-
-
-def cifar10_dataset(data_dir: str | Path, images_per_file: int = 10_000) -> ImageDataset:
-    """CIFAR-10; the training transform is `flip_and_crop`, the test transform normalizes."""
-
-    def split(name: Split) -> LabelledImages:
-        pixels, classes = cifar10_tensors(name, data_dir, images_per_file)
-        return LabelledImages(pixels, classes, classes)
-
-    return ImageDataset(
-        split("train"),
-        split("test"),
-        CIFAR10_CLASSES,
-        CIFAR10_CLASSES,
-        flip_and_crop,
-        CIFAR10_NORMALIZE,
-        name="cifar10",
-        normalize=CIFAR10_NORMALIZE,
-    )
-
-
-CIFAR10_NORMALIZE = Normalize(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
-"""Normalization with the statistics of CIFAR-10's training images."""
-
-
-def flip_and_crop(pixels: Tensor, rand: Tensor) -> Tensor:
-    """CIFAR-10's usual augmentation: random flip, random crop with padding 4, normalization.
-
-    >>> pixels = torch.arange(3 * 16, dtype=torch.uint8).view(1, 3, 4, 4)
-    >>> centre = flip_and_crop(pixels, torch.tensor([[1.0, 0.5, 0.5]]))            # no flip, centre crop
-    >>> torch.equal(centre, CIFAR10_NORMALIZE(pixels))
-    True
-    """
-    return CIFAR10_NORMALIZE(_flipped_and_cropped(pixels, rand, flip=True, padding=4))
 
 
 def _flipped_and_cropped(pixels: Tensor, rand: Tensor, flip: bool, padding: int) -> Tensor:

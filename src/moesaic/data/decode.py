@@ -31,6 +31,8 @@ DECODING = 1
 # formats with a signature that need no external program
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "MPO")
 _ORIENTATION = 0x0112
+_TRANSPOSES = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
+"""Pillow's names of what undoes the EXIF orientations 2 to 8."""
 _HIGH_PRECISION = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 _MIN_DRAFT_SCALE = 2
 """A JPEG may be decoded at a reduced scale, but not below this many times the target size."""
@@ -159,17 +161,8 @@ def _grey_to_8_bit(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> Image.Transpose | None:
     from PIL import Image
 
-    transposes = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }
     try:
         tag: object = image.getexif().get(_ORIENTATION)
     except Exception:  # damaged EXIF data are ignored
         return None
-    return transposes.get(tag) if isinstance(tag, int) else None
+    return Image.Transpose[_TRANSPOSES[tag - 2]] if isinstance(tag, int) and 2 <= tag <= 8 else None

@@ -59,7 +59,7 @@ class DecodedCache:
 
 @dataclass(frozen=True, eq=False)
 class DecodedImages:
-    """DecodedImages images; made by `decode_images`."""
+    """Decoded images; made by `decode_images`."""
 
     pixels: Tensor
     """(B, 3, size, size) uint8: a channels_last view of the memory-mapped file."""
@@ -111,12 +111,9 @@ class _CacheEntry:
             header = cast("dict[str, Any]", json.loads(self.header.read_bytes()))
             skipped = [SkippedFile(path, reason) for path, reason in header["skipped"]]
             found = _decoded(self._mapped(), header["kept"], skipped)
-            expected = (requested - len(found.skipped), 3, size, size)
-            whole = found.pixels.dtype == torch.uint8 and found.pixels.shape == expected == (
-                len(found.rows),
-                *expected[1:],
-            )
-            if whole and _checksum(found.pixels) == header["checksum"]:
+            images = requested - len(found.skipped)
+            whole = found.pixels.dtype == torch.uint8 and found.pixels.shape == (images, 3, size, size)
+            if whole and len(found.rows) == images and _checksum(found.pixels) == header["checksum"]:
                 return found
         except (OSError, EOFError, ValueError, KeyError, TypeError):
             pass  # a damaged file can be wrong in any way

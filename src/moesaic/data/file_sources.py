@@ -12,7 +12,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 __all__ = [
@@ -57,10 +56,8 @@ class FileEntry:
 class FileSource(Protocol):
     """Files that can be listed and read; a context manager. `read` is thread-safe."""
 
-    @property
-    def path(self) -> Path:
-        """The folder or the archive."""
-        ...
+    path: Path
+    """The folder or the archive."""
 
     @property
     def identity(self) -> str:
@@ -75,11 +72,11 @@ class FileSource(Protocol):
         """Returns the content of a file; raises `UnreadableFile`."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        return
 
 
 def open_source(path: str | Path) -> FileSource:
@@ -100,7 +97,7 @@ def open_source(path: str | Path) -> FileSource:
     raise FileNotFoundError(f"{path}: there is no such folder or zip file; check the path")
 
 
-class FolderSource:
+class FolderSource(FileSource):
     """The files in a folder and its subfolders. Symbolic links are followed, cycles are not."""
 
     def __init__(self, path: Path) -> None:
@@ -120,16 +117,8 @@ class FolderSource:
         except OSError as fault:
             raise UnreadableFile(f"cannot be read ({fault.strerror or fault})") from fault
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
-
-
-class ZipSource:
+class ZipSource(FileSource):
     """The files in a zip archive, which stays open until the context exits."""
 
     def __init__(self, path: Path) -> None:
@@ -166,12 +155,7 @@ class ZipSource:
         except RuntimeError as fault:  # zipfile raises it for encryption and for unknown compression
             raise UnreadableFile("is encrypted, or compressed by an unknown method") from fault
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._archive.close()
 
 

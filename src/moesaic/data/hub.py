@@ -7,12 +7,11 @@ columns of images and labels are found by their feature types. Images are decode
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 
 from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, decode_images
-from moesaic.data.file_sources import FileEntry, SkippedFile, UnreadableFile, printable
+from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
 from moesaic.data.image_folder import DEFAULT_SIZE
 from moesaic.data.splits import stratified_order
 
@@ -66,17 +65,12 @@ class HubDataset:
     """A dataset of the hub; made by `open_hub`."""
 
     name: str
-    train: HubSplit
-    test: HubSplit | None
-    """None if no other split has labels."""
+    parts: tuple[HubSplit, ...]
+    """Training images, and test images if another split has labels."""
     class_names: tuple[str, ...]
 
-    @property
-    def parts(self) -> tuple[HubSplit, ...]:
-        return (self.train,) if self.test is None else (self.train, self.test)
 
-
-class HubSource:
+class HubSource(FileSource):
     """The images of a dataset as a `FileSource`, named ``train/0``, ``train/1`` and so on."""
 
     def __init__(self, hub: HubDataset) -> None:
@@ -103,14 +97,6 @@ class HubSource:
         except OSError as fault:
             raise UnreadableFile(f"cannot be read ({fault.strerror or fault})") from fault
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return
-
 
 def load_hub(source: str, size: int | None, cache: DecodedCache, seed: int) -> ImageSplits:
     """Loads ``hub:owner/name``; without a test split, a fifth of each class is held out by ``seed``."""
@@ -120,8 +106,8 @@ def load_hub(source: str, size: int | None, cache: DecodedCache, seed: int) -> I
         decoded = decode_images(files, names, size or DEFAULT_SIZE, cache)
     labels = torch.from_numpy(np.concatenate([part.labels for part in hub.parts]))[decoded.rows]
     images = LabelledImages(decoded.pixels, labels, labels)
-    training = int((decoded.rows < len(hub.train)).sum())
-    if hub.test is None:
+    training = int((decoded.rows < len(hub.parts[0])).sum())
+    if len(hub.parts) == 1:
         order = stratified_order(labels, labels, seed)
         border = len(order) - len(order) // _TEST_FRACTION
         train, test = (images.take(rows.sort().values) for rows in (order[:border], order[border:]))
@@ -169,7 +155,7 @@ def open_hub(source: str) -> HubDataset:
         splits: Mapping[str, Any] = package.load_dataset(name, config or None)
     except Exception as failure:  # of many types: unknown dataset, no network, no permission, missing configuration
         raise ValueError(f"{source}: datasets could not load it: {failure}") from failure
-    train = _named(splits, _TRAIN) or (next(iter(splits)) if len(splits) == 1 else None)
+    train = next((split for split in _TRAIN if split in splits), next(iter(splits)) if len(splits) == 1 else None)
     if train is None:
         raise ValueError(
             f"{source}: has the splits {', '.join(splits)}, none of which is named train; "
@@ -177,21 +163,18 @@ def open_hub(source: str) -> HubDataset:
         )
     columns = _columns(source, package, splits[train].features)
     names = _class_names(splits[train], columns)
-    part = _part(source, package, train, splits[train], columns, names)
-    if not len(part):
+    parts = (_part(source, package, train, splits[train], columns, names),)
+    if not len(parts[0]):
         raise ValueError(f"{source}: none of the {len(splits[train])} images of {train} has a label")
     for split in _TEST:
         if split in splits and split != train and {columns.image, columns.label} <= set(splits[split].features):
             test = _part(source, package, split, splits[split], columns, names)
             if len(test):
-                return _without_unused(HubDataset(name, part, test, names))
-    return _without_unused(HubDataset(name, part, None, names))
-
-
-def _without_unused(hub: HubDataset) -> HubDataset:
-    used: NDArray[np.int64] = np.unique(np.concatenate([part.labels for part in hub.parts]))
-    train, *rest = (replace(part, labels=np.searchsorted(used, part.labels)) for part in hub.parts)
-    return HubDataset(hub.name, train, rest[0] if rest else None, tuple(hub.class_names[int(label)] for label in used))
+                parts = (*parts, test)
+                break
+    used: NDArray[np.int64] = np.unique(np.concatenate([part.labels for part in parts]))
+    parts = tuple(replace(part, labels=np.searchsorted(used, part.labels)) for part in parts)
+    return HubDataset(name, parts, tuple(names[int(label)] for label in used))
 
 
 class _Columns(NamedTuple):
@@ -199,10 +182,6 @@ class _Columns(NamedTuple):
     label: str
     named: bool
     """Whether labels are indices into the names of the feature; otherwise they are the names."""
-
-
-def _named(splits: Mapping[str, Any], names: Sequence[str]) -> str | None:
-    return next((name for name in names if name in splits), None)
 
 
 def _columns(source: str, package: Any, features: Mapping[str, Any]) -> _Columns:
@@ -252,5 +231,4 @@ def _part(source: str, package: Any, split: str, dataset: Any, columns: _Columns
             raise ValueError(f"{source}: {split} has the class {unknown!r}, which has no training images")
     stored = dataset.select_columns([columns.image]).cast_column(columns.image, package.Image(decode=False))
     rows = np.flatnonzero(labels >= 0)
-    fingerprint = str(getattr(dataset, "_fingerprint", ""))
-    return HubSplit(split, rows, labels[rows], fingerprint, stored, columns.image)
+    return HubSplit(split, rows, labels[rows], str(getattr(dataset, "_fingerprint", "")), stored, columns.image)

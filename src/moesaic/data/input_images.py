@@ -70,7 +70,7 @@ def read_input_images(
         )
     files = [file for path in paths for file in _files(Path(path))]
     if not files:
-        raise ValueError(f"there is no file in {_listed(paths)}; give image files, or folders of them")
+        raise ValueError(f"there is no file in {', '.join(map(str, paths))}; give image files, or folders of them")
     if max_images is not None and len(files) > max_images:
         check_positive("read_input_images", max_images=max_images)
         order = keyed_random.permutations(keyed_random.keys(seed, [0]), "pictures", len(files))[0]
@@ -120,7 +120,3 @@ def _label(file: Path, label_of: dict[str, int]) -> int | None:
     """The label of the nearest parent folder that has the name of a class."""
     names = [printable(folder.name) for folder in file.absolute().parents]
     return next((label_of[name] for name in names if name in label_of), None)
-
-
-def _listed(paths: Sequence[str | Path]) -> str:
-    return ", ".join(str(path) for path in paths)

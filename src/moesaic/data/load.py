@@ -14,7 +14,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.data.builtin_datasets import DATASETS
 from moesaic.data.datasets import Augment, ImageDataset, ImageSplits, Normalize, RandomFlipCrop
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
-from moesaic.data.file_sources import SkippedFile, printable
+from moesaic.data.file_sources import printable
 from moesaic.data.hub import PREFIX, load_hub
 from moesaic.data.image_folder import load_folder
 
@@ -156,11 +156,7 @@ def _log_summary(splits: ImageSplits, name: str, log: Log) -> None:
         f"{'grey' if C == 1 else 'colour'}; {len(splits.class_names)} classes"
     )
     if splits.skipped:
-        log(_list_skipped(splits.skipped))
-
-
-def _list_skipped(skipped: tuple[SkippedFile, ...]) -> str:
-    listed = [f"  {each.path} {each.reason}" for each in skipped[:_MAX_LISTED]]
-    if len(skipped) > _MAX_LISTED:
-        listed.append(f"  and {len(skipped) - _MAX_LISTED} more")
-    return "\n".join([f"skipped {len(skipped)} {'file' if len(skipped) == 1 else 'files'}:", *listed])
+        count = len(splits.skipped)
+        lines = [f"skipped {count} {'file' if count == 1 else 'files'}:"]
+        lines += [f"  {each.path} {each.reason}" for each in splits.skipped[:_MAX_LISTED]]
+        log("\n".join([*lines, f"  and {count - _MAX_LISTED} more"] if count > _MAX_LISTED else lines))

@@ -86,9 +86,8 @@ def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:
     """Paths of the images and the labels of a split; the error lists the expected files."""
     base = Path(data_dir).resolve()
     stems = [f"{_PREFIX[split]}-images-idx3-ubyte", f"{_PREFIX[split]}-labels-idx1-ubyte"]
-    folders = [base / folder for folder in _FOLDERS]
     missing: list[str] = []
-    for folder in folders:
+    for folder in (base / name for name in _FOLDERS):
         found = [_plain_or_gzip(folder / stem) for stem in stems]
         images, labels = found
         if images and labels:
@@ -102,10 +101,7 @@ def find_digits(split: Split, data_dir: str | Path) -> tuple[Path, Path]:
 
 
 def _plain_or_gzip(path: Path) -> Path | None:
-    for candidate in (path, path.with_name(path.name + ".gz")):
-        if candidate.is_file():
-            return candidate
-    return None
+    return next((each for each in (path, path.with_name(f"{path.name}.gz")) if each.is_file()), None)
 
 
 @cache

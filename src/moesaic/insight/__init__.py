@@ -1,24 +1,12 @@
 """Metrics over routing records, overlays, the collapse alarm, and explanations of trained networks."""
 
-from moesaic.insight.channel_explanation import ChannelExplanation
-from moesaic.insight.channel_metrics import (
-    ChannelUsage,
-    GateDistances,
-    SpecificGate,
-    channel_usage,
-    class_shares,
-    gate_distances,
-    open_gates,
-    specific_gates,
-)
+from moesaic.insight.channel_metrics import channel_usage, class_shares, gate_distances, open_gates, specific_gates
 from moesaic.insight.cluster_dispatch import DispatchTable, dispatch_table
 from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseEvent, CollapseWarning, check_scores
-from moesaic.insight.embedding_map import EmbeddingMap, embedding_map
-from moesaic.insight.explain import Explanation, collect_outputs, explain
-from moesaic.insight.image_cost import Costs, MeanCost, image_costs
+from moesaic.insight.embedding_map import embedding_map
+from moesaic.insight.explain import collect_outputs, explain
+from moesaic.insight.image_cost import image_costs
 from moesaic.insight.metrics import (
-    Agreement,
-    Summary,
     agreement,
     coverage,
     dead_experts,
@@ -30,24 +18,13 @@ from moesaic.insight.metrics import (
     utilisation,
 )
 from moesaic.insight.overlays import overlay
-from moesaic.insight.training_history import MetricSeries, TrainingHistory, expert_accuracy, inner_products
+from moesaic.insight.training_history import TrainingHistory, expert_accuracy, inner_products
 
 __all__ = [
-    "Agreement",
-    "ChannelExplanation",
-    "ChannelUsage",
     "CollapseAlarm",
     "CollapseEvent",
     "CollapseWarning",
-    "Costs",
     "DispatchTable",
-    "EmbeddingMap",
-    "Explanation",
-    "GateDistances",
-    "MeanCost",
-    "MetricSeries",
-    "SpecificGate",
-    "Summary",
     "TrainingHistory",
     "agreement",
     "channel_usage",

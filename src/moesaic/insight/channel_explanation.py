@@ -119,7 +119,6 @@ def explain_channels(
     class_names: Sequence[str],
     probabilities: Tensor,
     correct: Tensor | None = None,
-    show: int = 10,
     seed: int = 0,
 ) -> ChannelExplanation:
     """Explains the gates of layers.
@@ -132,7 +131,6 @@ def explain_channels(
         class_names: one name for each class.
         probabilities: predictions (B, K) of the network.
         correct: whether each prediction is correct (B,), if labels are known.
-        show: number of least and most expensive images.
         seed: seed of shuffles, folds and the map.
 
     >>> import torch
@@ -155,7 +153,6 @@ def explain_channels(
             class_names=class_names,
             probabilities=probabilities,
             correct=correct,
-            show=show,
         )
     return ChannelExplanation(
         layers=tuple(

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Literal, Self, cast
 
 import torch
@@ -23,7 +22,6 @@ from moesaic.layers import RoutedLayer, RoutingHook, routing_hook
 from moesaic.routing_record import Routing
 
 __all__ = ["CollapseAlarm", "CollapseEvent", "CollapseWarning", "check_scores"]
-
 
 _ROUNDING = 1e-6
 
@@ -158,12 +156,10 @@ class CollapseAlarm:
         self._hooked = hooked
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._hooked is not None:
             hooked, self._hooked = self._hooked, None
-            hooked.__exit__(kind, error, trace)
+            hooked.__exit__(None, None, None)
 
     def _on_routing(self, name: str, layer: RoutedLayer, routing: Routing) -> None:
         if not layer.training or name in self._reported:

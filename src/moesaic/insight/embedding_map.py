@@ -7,18 +7,19 @@ embedding: how often the nearest neighbour of an image has its class.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from moesaic.insight.class_routing import check_labels
-from moesaic.insight.tsne import tsne
 
-__all__ = ["EmbeddingMap", "embedding_map"]
+__all__ = ["EmbeddingMap", "embedding_map", "tsne"]
 
+_PERPLEXITY = 30.0
+"""Number of neighbours that t-SNE aims at, if there are enough points; scikit-learn's default."""
 MIN_IMAGES = 10
 MAX_IMAGES = 2000
 """Only the first images are drawn: more would take minutes and overlap."""
@@ -93,3 +94,24 @@ def _tsne(points: Tensor, seed: int) -> NDArray[np.float64]:
     start *= torch.where(start.gather(0, start.abs().argmax(0, keepdim=True)) < 0, -1.0, 1.0)
     start = 1e-4 * start / start[:, 0].std()
     return tsne(points.float().numpy(), init=start.float().numpy(), seed=seed)
+
+
+def tsne(
+    points: ArrayLike, *, init: Literal["pca"] | NDArray[np.float32] = "pca", seed: int = 0
+) -> NDArray[np.float64]:
+    """Maps points (B, D) to (B, 2) so that neighbours stay neighbours; deterministic.
+
+    Args:
+        points: At least two points; computed in float32.
+        init: Initial positions: "pca" for the principal components, or an array (B, 2).
+        seed: Seed of scikit-learn's random numbers.
+
+    >>> tsne(np.random.default_rng(0).normal(size=(20, 5))).shape
+    (20, 2)
+    """
+    from sklearn.manifold import TSNE
+
+    values = np.asarray(points, dtype=np.float32)
+    start: Any = init  # scikit-learn types it as a name only
+    layout: Any = TSNE(perplexity=min(_PERPLEXITY, (len(values) - 1) / 3), init=start, random_state=seed % (1 << 32))
+    return np.asarray(layout.fit_transform(values), dtype=np.float64)

@@ -195,11 +195,7 @@ def collect_outputs(
             f"collect_outputs: this {type(model).__name__} has no routed layer; use a model that has one, "
             "such as wrn10_10_pmoe or vgg16_deepmoe, or add one with moesaic.convert"
         )
-    picked = (
-        [check_choice("collect_outputs", "layer", name, known) for name in layers]
-        if layers is not None
-        else list(known)
-    )
+    picked = known if layers is None else [check_choice("collect_outputs", "layer", name, known) for name in layers]
     training = model.training
     model = model.to(device).eval()
     probabilities: list[Tensor] = []
@@ -221,13 +217,17 @@ def collect_outputs(
         fields = {name: receptive_field(model, name, sample) for name in picked if routing[name].grid is not None}
     finally:
         model.train(training)
+    outputs = None
+    if isinstance(model, GatedNetwork):
+        embeddings, macs = zip(*gated, strict=True)
+        outputs = GatedOutputs(torch.cat(embeddings), torch.cat(macs), int(model.dense_macs), int(model.fixed_macs))
     own = {name: layer for name, layer in routed_layers(model).items() if name in picked}
     return ForwardPass(
         torch.cat(probabilities),
         {name: routing[name] for name in picked},
         {name: fields.get(name) for name in picked},
         {name: layer.block for name, layer in own.items() if isinstance(layer, ChannelMoE)},
-        _gated_outputs(model, gated),
+        outputs,
     )
 
 
@@ -299,13 +299,6 @@ def explain(
         if channels
         else None,
     )
-
-
-def _gated_outputs(model: nn.Module, batches: Sequence[tuple[Tensor, Tensor]]) -> GatedOutputs | None:
-    if not isinstance(model, GatedNetwork) or not batches:
-        return None
-    embeddings, macs = zip(*batches, strict=True)
-    return GatedOutputs(torch.cat(embeddings), torch.cat(macs), int(model.dense_macs), int(model.fixed_macs))
 
 
 def _accuracies(correct_B: Tensor | None, members_B: Tensor | None, names: Sequence[str]) -> tuple[Accuracy, ...]:

@@ -97,7 +97,7 @@ def overlay(
         raise ValueError(f"overlay: {len(titles)} titles for {routing.batch} images; give one for each, '' for none")
 
     drawn = _Drawn.of(routing, picked, len(pixels))
-    layout = _Layout(rows=len(pixels), panels=len(picked), aspect=pixels.shape[1] / pixels.shape[2])
+    layout = _Layout(len(pixels), len(picked), pixels.shape[1] / pixels.shape[2])
     legible = layout.fits_numbers(grid)
     figure = Figure(figsize=layout.size, facecolor="white")
     over_images, over_panels, over_numbers = _HEADERS[routing.chooser]
@@ -145,49 +145,24 @@ class _Drawn:
         return cls(selected(most_BNE), clear_BEN, weight_BEN, weight_BEN > 1 / routing.units, soft=True)
 
 
-@dataclass(frozen=True)
 class _Layout:
     """Positions of images and panels, in inches from the upper left corner."""
 
-    rows: int
-    panels: int
-    aspect: float
-    """Height of an image over its width."""
-
-    @property
-    def panel_rows(self) -> int:
-        return 1 if self.panels <= 3 else max(2, -(-self.panels // _MAX_COLUMNS))
-
-    @property
-    def panel_columns(self) -> int:
-        return -(-self.panels // self.panel_rows)
-
-    @property
-    def panel_width(self) -> float:
-        return _PANEL_IN_ONE_ROW if self.panel_rows == 1 else _PANEL
-
-    @property
-    def panel_height(self) -> float:
-        return self.panel_width * self.aspect
-
-    @property
-    def image_height(self) -> float:
-        """The height of the rows of panels beside it."""
-        return self.panel_rows * (self.panel_height + _TITLE) - _TITLE
-
-    @property
-    def image_width(self) -> float:
-        return self.image_height / self.aspect
+    def __init__(self, rows: int, panels: int, aspect: float) -> None:
+        """``aspect`` is the height of an image over its width."""
+        panel_rows = 1 if panels <= 3 else max(2, -(-panels // _MAX_COLUMNS))
+        self.panel_columns = -(-panels // panel_rows)
+        self.panel_width = _PANEL_IN_ONE_ROW if panel_rows == 1 else _PANEL
+        self.panel_height = self.panel_width * aspect
+        self.image_height = panel_rows * (self.panel_height + _TITLE) - _TITLE  # that of the panels beside it
+        self.image_width = self.image_height / aspect
+        self.size = (self._left(self.panel_columns) - _GAP + _MARGIN, self._top(rows) - _TITLE - _GAP + _MARGIN)
 
     def fits_numbers(self, grid: tuple[int, int]) -> bool:
         """Whether numbers on the patches of a panel are legible."""
         across, down = _NUMBER_PER_PATCH
         width, height = self.panel_width * _INCH / grid[1], self.panel_height * _INCH / grid[0]
         return min(width * across, height * down) >= _SMALLEST_NUMBER
-
-    @property
-    def size(self) -> tuple[float, float]:
-        return self._left(self.panel_columns) - _GAP + _MARGIN, self._top(self.rows) - _TITLE - _GAP + _MARGIN
 
     def add_header(self, figure: Figure, over_images: str, over_panels: str) -> None:
         width, height = self.size

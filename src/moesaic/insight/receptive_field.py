@@ -89,7 +89,8 @@ def _measured(x: Tensor, features: Tensor, grid: tuple[int, int] | None) -> Rece
     nonzero = power_HW.nonzero()
     if not len(nonzero):
         return None
-    (low_y, low_x), (high_y, high_x) = _pair(nonzero.min(0).values), _pair(nonzero.max(0).values + 1)
+    low_y, low_x = map(int, nonzero.min(0).values)
+    high_y, high_x = map(int, nonzero.max(0).values + 1)
     top, left = round(row * H / rows), round(column * W / columns)
     bottom, right = round((row + 1) * H / rows), round((column + 1) * W / columns)
     own_share = power_HW[top:bottom, left:right].sum() / power_HW.sum()
@@ -99,7 +100,3 @@ def _measured(x: Tensor, features: Tensor, grid: tuple[int, int] | None) -> Rece
         covers_image=(low_y, low_x, high_y, high_x) == (0, 0, H, W),
         own_share=float(own_share),
     )
-
-
-def _pair(values: Tensor) -> tuple[int, int]:
-    return int(values[0]), int(values[1])

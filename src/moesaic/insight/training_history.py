@@ -240,11 +240,9 @@ class TrainingHistory:
         return figure
 
     def _checked(self, name: str, step: int, value: ArrayLike | Tensor) -> NDArray[Any]:
-        plain = value.detach().cpu() if isinstance(value, Tensor) else value
-        if isinstance(plain, Tensor):
-            plain = plain.float() if plain.dtype == torch.bfloat16 else plain
-            plain = plain.numpy()
-        array = np.array(plain)  # a copy, as weights change in place
+        if isinstance(value, Tensor):
+            value = value.detach().to("cpu", torch.float32 if value.dtype == torch.bfloat16 else None).numpy()
+        array = np.array(value)  # a copy, as weights change in place
         if array.dtype.kind not in "biuf":
             raise TypeError(f"TrainingHistory: {name}={value!r} is not a number or an array of numbers")
         if not self._steps.get(name):

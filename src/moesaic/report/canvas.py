@@ -5,15 +5,19 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numpy.typing import NDArray
+
+from moesaic.files import write_atomic
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Rect", "draw_frame", "draw_image", "new_canvas"]
+__all__ = ["Rect", "draw_frame", "draw_image", "new_canvas", "save_png"]
 
 Rect: TypeAlias = tuple[float, float, float, float]
 """Left, top, width and height in inches."""
@@ -44,3 +48,11 @@ def draw_frame(axes: Axes, rect: Rect, colour: str, width: float, dash: Any = "s
     x, y, across, down = rect
     style: dict[str, Any] = {"edgecolor": colour, "linewidth": width, "linestyle": dash}
     axes.add_patch(Rectangle((x, y), across, down, fill=False, joinstyle="miter", **style))
+
+
+def save_png(figure: Figure, path: Path) -> str:
+    """Writes the figure atomically; returns the name of the file."""
+    file = io.BytesIO()
+    figure.savefig(file, dpi=140, format="png", metadata={"Software": None})
+    write_atomic(path, file.getvalue())
+    return path.name

@@ -14,9 +14,10 @@ from moesaic.insight.class_routing import MIN_CLASS_IMAGES
 from moesaic.insight.embedding_map import EmbeddingMap
 from moesaic.insight.image_cost import Costs
 from moesaic.report.chart import Chart, Group, Panel, Points, Series
+from moesaic.report.formatting import printable
 from moesaic.report.style import MAX_ROLES
 
-__all__ = ["FOLDER", "gate_charts", "printable"]
+__all__ = ["FOLDER", "gate_charts"]
 
 FOLDER = "gates"
 """Prefix of the names of the charts."""
@@ -34,16 +35,6 @@ def gate_charts(channels: ChannelExplanation, class_names: Sequence[str], classe
     if channels.costs is not None:
         charts.append(_costs(channels.costs))
     return [chart for chart in charts if chart is not None]
-
-
-def printable(name: str, longest: int = 24) -> str:
-    r"""A name for a drawing: shortened, and without characters that XML does not allow.
-
-    >>> printable("a\x08b"), printable("a name that is far too long")
-    ('a�b', 'a name that is far too …')
-    """
-    name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"
 
 
 def _distances(channels: ChannelExplanation) -> Chart | None:

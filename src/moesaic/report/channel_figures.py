@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from moesaic.insight.channel_explanation import ChannelExplanation, ChannelLayer
+from moesaic.insight.channel_explanation import ChannelExplanation
 from moesaic.insight.image_cost import Costs
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
-from moesaic.report.channel_charts import printable
-from moesaic.report.expert_figures import MAX_CLASSES
+from moesaic.report.expert_figures import drawn_classes
+from moesaic.report.formatting import printable
 from moesaic.report.style import INK, LINE
 
 if TYPE_CHECKING:
@@ -59,10 +59,9 @@ def evenly(count: int, most: int) -> list[int]:
 def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], images: Sequence[int]) -> Figure:
     """A strip for each of at most `MAX_LAYERS` layers: how often each gate is open for each class.
 
-    ``images`` is the number of images of each class; the largest `MAX_CLASSES` classes are drawn.
+    ``images`` is the number of images of each class; those of `drawn_classes` are drawn.
     """
-    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MAX_CLASSES]
-    shown = sorted(largest)
+    shown = drawn_classes(images)
     names = [printable(class_names[k], 22) for k in shown]
     left = _MARGIN + max(6, *(len(name) for name in names)) * _LETTER + _GAP
     picked = evenly(len(channels.layers), MAX_LAYERS)
@@ -74,7 +73,9 @@ def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], imag
         layer = channels.layers[number]
         title = f"{number + 1}  {printable(layer.name or 'the network itself', 60)}"
         axes.text(left, y + _HEAD / 2, title, fontsize=8, weight="bold", va="center", color=INK, parse_math=False)
-        _strip(axes, layer, shown, (left, y + _HEAD, _STRIP, tall))
+        share_KE = np.array(layer.share)[shown]
+        order = np.argsort(-share_KE.mean(0), kind="stable")
+        _framed(axes, 1 - share_KE[:, order, None] * (1 - np.array(_OPEN)), (left, y + _HEAD, _STRIP, tall))
         for row, name in enumerate(names):
             middle = y + _HEAD + (row + 0.5) * tall / len(names)
             axes.text(
@@ -115,13 +116,6 @@ def thumbnail(pixels: Tensor) -> bytes:
     file = io.BytesIO()
     image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST).save(file, "PNG")
     return file.getvalue()
-
-
-def _strip(axes: Axes, layer: ChannelLayer, shown: Sequence[int], rect: Rect) -> None:
-    share_KE = np.array(layer.share)[list(shown)]
-    order = np.argsort(-share_KE.mean(0), kind="stable")
-    strength = share_KE[:, order, None]
-    _framed(axes, 1 - strength * (1 - np.array(_OPEN)), rect)
 
 
 def _key(axes: Axes, left: float) -> None:

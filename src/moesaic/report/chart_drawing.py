@@ -76,7 +76,10 @@ def draw(chart: Chart, panel: int | Literal["legend"] | None = None) -> Figure:
         if handles and not (alone and chart.columns):
             legend_columns = _legend_columns(list(handles), wide)
             size += math.ceil(len(handles) / legend_columns) * _LEGEND_ROW
-            _legend(figure, handles, legend_columns, "center" if panel == "legend" else "outside lower center")
+            place = "center" if panel == "legend" else "outside lower center"
+            style: dict[str, Any] = {"ncols": legend_columns, "frameon": False, "handlelength": 2.6}
+            for text in figure.legend(list(handles.values()), list(handles), loc=place, **style).get_texts():
+                text.set_parse_math(False)
         figure.set_size_inches(wide, size)
     return figure
 
@@ -298,21 +301,6 @@ def _legend_columns(labels: Sequence[str], width: float) -> int:
     fitting = max(1, int(width * _LETTERS_PER_INCH / longest))
     rows = math.ceil(len(labels) / fitting)
     return math.ceil(len(labels) / rows) if rows else 1
-
-
-def _legend(
-    figure: Figure, handles: dict[str, Any], columns: int, place: Literal["center", "outside lower center"]
-) -> None:
-    legend = figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc=place,
-        ncols=columns,
-        frameon=False,
-        handlelength=2.6,
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)
 
 
 def _rendered(figure: Figure, chart: Chart, kind: str, *, transparent: bool = False) -> bytes:

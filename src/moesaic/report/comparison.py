@@ -8,9 +8,10 @@ escaped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from moesaic.files import write_atomic
 from moesaic.intervals import Estimate
@@ -18,7 +19,6 @@ from moesaic.report import comparison_text as text
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import to_svg
 from moesaic.report.formatting import number
-from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
 from moesaic.training.comparison_result import Comparison
 from moesaic.training.paired_comparison import PairedComparison, accuracies, group_accuracies, paired_comparisons
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["derived_from", "print_comparison", "write_comparison_report"]
+
+_Row: TypeAlias = tuple[str, list[str]]
+"""The head of a row of a table, and its cells."""
 
 
 def derived_from(found: Comparison) -> dict[str, Any]:
@@ -67,13 +70,22 @@ def write_comparison_report(
     ``command`` is the command line that reproduces it, ``machine`` the hardware of the last run.
     """
     compared = paired_comparisons(found)
-    verdicts = [_Verdict.of(found, pair) for pair in compared]
+    verdicts = [
+        {
+            "label": text.outcome(pair),
+            "decided": pair.saving is not None or pair.ahead is not None,
+            "sentence": text.verdict(found, pair),
+            "details": _details(found, pair),
+        }
+        for pair in compared
+    ]
     page = render(
         "comparison.html",
         found=found,
-        headline=next((each for each in verdicts if each.decided), verdicts[0]).sentence,
+        headline=next((each for each in verdicts if each["decided"]), verdicts[0])["sentence"],
         verdicts=verdicts,
-        drawings={chart.id: _Drawing.of(chart) for chart in charts},
+        charts={chart.id: chart for chart in charts},
+        svg=partial(to_svg, variables=True),
         accuracy=_accuracy_rows(found, compared),
         leads=[f"lead of {pair.model}" for pair in compared],
         costs=_cost_rows(found, compared),
@@ -82,45 +94,9 @@ def write_comparison_report(
         recipe=_recipe(found),
         command=command,
         machine=machine or found.machine,
-        light=COLOURS,
-        dark=ON_DARK,
         number=number,
     )
     write_atomic(path, page.encode())
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    label: str
-    decided: bool
-    sentence: str
-    details: list[str]
-
-    @classmethod
-    def of(cls, found: Comparison, pair: PairedComparison) -> _Verdict:
-        decided = pair.saving is not None or pair.ahead is not None
-        return cls(text.outcome(pair), decided, text.verdict(found, pair), _details(found, pair))
-
-
-@dataclass(frozen=True)
-class _Drawing:
-    title: str
-    caption: str
-    panels: list[str]
-    legend: str
-    columns: int
-
-    @classmethod
-    def of(cls, chart: Chart) -> _Drawing:
-        panels = [to_svg(chart, i, variables=True) for i in range(len(chart.panels))]
-        legend = to_svg(chart, "legend", variables=True) if chart.columns else ""
-        return cls(chart.title, chart.caption, panels, legend, chart.columns or 2)
-
-
-@dataclass(frozen=True)
-class _Row:
-    head: str
-    cells: list[str]
 
 
 def _details(found: Comparison, pair: PairedComparison) -> list[str]:
@@ -140,7 +116,7 @@ def _details(found: Comparison, pair: PairedComparison) -> list[str]:
 def _accuracy_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[_Row]:
     columns: list[Sequence[Estimate]] = [accuracies(found, model.name) for model in found.models]
     columns += [pair.leads for pair in compared]
-    return [_Row(f"{size:,}", [text.points(column[i]) for column in columns]) for i, size in enumerate(found.samples)]
+    return [(f"{size:,}", [text.points(column[i]) for column in columns]) for i, size in enumerate(found.samples)]
 
 
 def _cost_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[_Row]:
@@ -151,7 +127,7 @@ def _cost_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[
         effort = efforts.get(model.name)
         cells = [f"{model.parameters:,}", f"{model.routed_share:.0f} %", f"{model.macs / 1e6:,.1f} M"]
         cells += ["–", "–"] if effort is None else [text.flops(effort.flops.value), text.seconds(effort.seconds.value)]
-        rows.append(_Row(model.name, cells))
+        rows.append((model.name, cells))
     return rows
 
 
@@ -160,7 +136,7 @@ def _group_rows(found: Comparison) -> list[_Row]:
     if not found.groups:
         return []
     columns = [group_accuracies(found, model.name)[-1] for model in found.models]
-    return [_Row(group, [text.points(column[g]) for column in columns]) for g, group in enumerate(found.groups)]
+    return [(group, [text.points(column[g]) for column in columns]) for g, group in enumerate(found.groups)]
 
 
 def _recipe(found: Comparison) -> str:
@@ -184,15 +160,15 @@ def _table(found: Comparison, compared: Sequence[PairedComparison]) -> Table:
     if len(compared) == 1:
         for head in (*(model.name for model in found.models), "lead"):
             table.add_column(Text(head))
-        for row in _accuracy_rows(found, compared):
-            table.add_row(row.head, *map(Text, row.cells))
+        for head, cells in _accuracy_rows(found, compared):
+            table.add_row(head, *map(Text, cells))
         return table
     # with more models the columns would not fit
     for head in ("network", "accuracy", f"lead over {found.models[0].name}"):
         table.add_column(Text(head))
     names = [model.name for model in found.models]
-    for row in _accuracy_rows(found, compared):
-        leads = ["", *row.cells[len(names) :]]
+    for head, cells in _accuracy_rows(found, compared):
+        leads = ["", *cells[len(names) :]]
         for i, name in enumerate(names):
-            table.add_row("" if i else row.head, Text(name), Text(row.cells[i]), Text(leads[i]))
+            table.add_row("" if i else head, Text(name), Text(cells[i]), Text(leads[i]))
     return table

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from moesaic.intervals import Estimate
-from moesaic.report.formatting import number
+from moesaic.report.formatting import listed, number
 from moesaic.training.comparison_result import Comparison
 from moesaic.training.paired_comparison import PairedComparison, Saving, Work
 
@@ -68,8 +68,8 @@ def saved(pair: PairedComparison) -> str:
 
 def lead(found: Comparison, pair: PairedComparison) -> str:
     """The lead of the model with the same labels."""
-    listed = _listed(found.samples)
-    where = f"mean over {listed} labels" if len(found.samples) > 1 else f"with {listed} labels"
+    sizes = listed([f"{each:,}" for each in found.samples])
+    where = f"mean over {sizes} labels" if len(found.samples) > 1 else f"with {sizes} labels"
     note = "" if pair.ahead else "; the interval contains 0, so this may be chance"
     return f"With the same labels, the accuracy of {pair.model} is {_by(pair.lead)} ({where}{note})."
 
@@ -130,8 +130,3 @@ def _by(lead: Estimate) -> str:
     if lead.value >= 0:
         return f"{points(lead)} points higher"
     return f"{points(Estimate(-lead.value, -lead.high, -lead.low))} points lower"
-
-
-def _listed(samples: tuple[int, ...]) -> str:
-    *most, last = [f"{each:,}" for each in samples]
-    return f"{', '.join(most)} and {last}" if most else last

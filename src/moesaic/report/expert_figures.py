@@ -10,7 +10,6 @@ the mouth.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -20,13 +19,14 @@ from torch import Tensor
 from moesaic.insight.explain import LayerExplanation
 from moesaic.insight.overlays import expert_colour, expert_dash
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
+from moesaic.report.formatting import printable
 from moesaic.report.style import COLOURS, INK, LINE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MAX_CLASSES", "draw_class_maps", "draw_top_patches", "mean_images"]
+__all__ = ["MAX_CLASSES", "draw_class_maps", "draw_top_patches", "drawn_classes", "mean_images"]
 
 Kind = Literal["share", "difference", "gate"]
 Array = NDArray[np.float64]
@@ -43,7 +43,6 @@ _BLOCK = 256
 # inches
 _PANEL, _GAP, _HEADER, _MARGIN = 1.35, 0.1, 0.28, 0.1
 _LETTER = 0.075
-_LONGEST = 22
 _CROP, _CAPTION = 0.82, 0.2
 
 _INCH = 72
@@ -74,6 +73,11 @@ def mean_images(pixels: Tensor, classes: Tensor, count: int) -> Array:
     return grey
 
 
+def drawn_classes(images: Sequence[int]) -> list[int]:
+    """The largest `MAX_CLASSES` classes that have images, in ascending order."""
+    return sorted(sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MAX_CLASSES])
+
+
 def draw_class_maps(
     layer: LayerExplanation, class_names: Sequence[str], backdrops: Array, images: Sequence[int], kind: Kind
 ) -> Figure:
@@ -89,21 +93,20 @@ def draw_class_maps(
             at least 5 % of the images.
     """
     assert layer.grid is not None
-    shown = _shown(images)
+    shown = drawn_classes(images)
     rate_KEN = np.array(layer.selection_rate)
     values_KEN, others = rate_KEN, "the others"
-    names = [f"{_short(class_names[k])}\n{images[k]:,} {'image' if images[k] == 1 else 'images'}" for k in shown]
+    names = [f"{printable(class_names[k], 22)}\n{images[k]:,} {'image' if images[k] == 1 else 'images'}" for k in shown]
     if kind == "gate":
         values_KEN = np.where(rate_KEN >= _MIN_RATE, layer.gate, 0)
     elif kind == "difference":
-        values_KEN = _differences(rate_KEN, shown)
+        # minus the mean of the other classes that have images
+        values_KEN = rate_KEN - (rate_KEN[shown].sum(0) - rate_KEN) / max(1, len(shown) - 1)
         if len(shown) == 2:  # the other row would be its negative
-            others, shown = _short(class_names[shown[0]]), shown[1:]
-        names = [f"{_short(class_names[k])}\nminus\n{others}" for k in shown]
+            others, shown = printable(class_names[shown[0]], 22), shown[1:]
+        names = [f"{printable(class_names[k], 22)}\nminus\n{others}" for k in shown]
     strongest = float(np.abs(values_KEN[shown]).max()) or 1.0
-    layout = _Layout.of(
-        rows=len(shown), panels=layer.experts, aspect=backdrops.shape[1] / backdrops.shape[2], names=names
-    )
+    layout = _Layout(layer.experts, backdrops.shape[1] / backdrops.shape[2], names)
     figure, axes = layout.begin()
     for e in range(layer.experts):
         _name_expert(axes, *layout.header(e), e)
@@ -112,14 +115,8 @@ def draw_class_maps(
             _map(axes, (x, y, _PANEL, layout.height), backdrops[k], layer.grid, values_KEN[k, e], strongest, kind)
     most = f"{strongest:.2f}" if kind == "gate" else f"{'±' if kind == 'difference' else ''}{100 * strongest:.0f}"
     for block in range(layout.blocks):
-        axes.text(
-            _MARGIN,
-            layout.header(block * layout.columns)[1],
-            f"maximum: {most}",
-            fontsize=7,
-            va="center_baseline",
-            color=INK,
-        )
+        _, y = layout.header(block * layout.columns)
+        axes.text(_MARGIN, y, f"maximum: {most}", fontsize=7, va="center_baseline", color=INK)
         for row, name in enumerate(names):
             _, y = layout.corner(row, block * layout.columns)
             axes.text(_MARGIN, y + layout.height / 2, name, fontsize=8, va="center", color=INK, parse_math=False)
@@ -145,7 +142,7 @@ def draw_top_patches(layer: LayerExplanation, class_names: Sequence[str], pixels
             x = left + i * (_CROP + _GAP)
             image = pixels[patch.image].cpu().numpy()
             _crop(axes, (x, y, _CROP, tall), image, layer.grid, patch.patch, e)
-            name = _short(class_names[patch.label], 13)
+            name = printable(class_names[patch.label], 13)
             axes.text(
                 x + _CROP / 2, y + tall + 0.5 * _CAPTION, name, fontsize=6.5, ha="center", va="center", color=INK,
                 parse_math=False,
@@ -153,30 +150,16 @@ def draw_top_patches(layer: LayerExplanation, class_names: Sequence[str], pixels
     return figure
 
 
-@dataclass(frozen=True)
 class _Layout:
     """Panels in blocks of columns; each block has a row for each class."""
 
-    rows: int
-    panels: int
-    columns: int
-    height: float
-    left: float
-
-    @classmethod
-    def of(cls, rows: int, panels: int, aspect: float, names: Sequence[str]) -> _Layout:
+    def __init__(self, panels: int, aspect: float, names: Sequence[str]) -> None:
         longest = max(14, *(len(line) for name in names for line in name.split("\n")))
-        most = _FEW_COLUMNS if rows <= _FEW_ROWS else _MAX_COLUMNS
-        blocks = -(-panels // most)
-        return cls(rows, panels, -(-panels // blocks), _PANEL * aspect, _MARGIN + longest * _LETTER + 0.15)
-
-    @property
-    def blocks(self) -> int:
-        return -(-self.panels // self.columns)
-
-    @property
-    def block_height(self) -> float:
-        return _HEADER + self.rows * (self.height + _GAP)
+        self.blocks = -(-panels // (_FEW_COLUMNS if len(names) <= _FEW_ROWS else _MAX_COLUMNS))
+        self.columns = -(-panels // self.blocks)
+        self.height = _PANEL * aspect
+        self.left = _MARGIN + longest * _LETTER + 0.15
+        self.block_height = _HEADER + len(names) * (self.height + _GAP)
 
     def begin(self) -> tuple[Figure, Axes]:
         return new_canvas(self.left + self.columns * (_PANEL + _GAP) - _GAP + _MARGIN, self.blocks * self.block_height)
@@ -199,18 +182,14 @@ def _name_expert(axes: Axes, x: float, y: float, expert: int) -> None:
 
 
 def _map(
-    axes: Axes,
-    rect: Rect,
-    backdrop: Array,
-    grid: tuple[int, int],
-    value_N: Array,
-    strongest: float,
-    kind: Kind,
+    axes: Axes, rect: Rect, backdrop: Array, grid: tuple[int, int], value_N: Array, strongest: float, kind: Kind
 ) -> None:
+    from matplotlib.colors import to_rgb
+
     draw_image(axes, 0.25 + 0.7 * backdrop, rect, cmap="gray", vmin=0, vmax=1)
     tint = np.zeros((len(value_N), 4))
     colours = {"share": ("vermilion", "vermilion"), "difference": ("vermilion", "blue"), "gate": ("purple", "purple")}
-    more, less = (_rgb(COLOURS[name]) for name in colours[kind])
+    more, less = (to_rgb(COLOURS[name]) for name in colours[kind])
     tint[:, :3] = np.where(value_N[:, None] >= 0, more, less)
     tint[:, 3] = _STRONGEST * np.minimum(np.abs(value_N) / strongest, 1)
     draw_image(axes, tint.reshape(*grid, 4), rect)
@@ -257,14 +236,7 @@ def _number(value: float, kind: Kind) -> str:
     return f"{percent:+d}".replace("-", "−") if kind == "difference" else str(percent)
 
 
-def _crop(
-    axes: Axes,
-    rect: Rect,
-    image: NDArray[Any],
-    grid: tuple[int, int],
-    patch: int,
-    expert: int,
-) -> None:
+def _crop(axes: Axes, rect: Rect, image: NDArray[Any], grid: tuple[int, int], patch: int, expert: int) -> None:
     """The patch with its surroundings, which are paler."""
     C, H, W = image.shape
     tall, wide = H / grid[0], W / grid[1]
@@ -287,24 +259,3 @@ def _window(start: int, end: int, around: int, limit: int) -> tuple[int, int]:
     """Start and length of a window with a margin on both sides, shifted to lie within the image."""
     length = min(end - start + 2 * around, limit)
     return min(max(start - around, 0), limit - length), length
-
-
-def _shown(images: Sequence[int]) -> list[int]:
-    """The classes to draw, in ascending order."""
-    largest = sorted((k for k, count in enumerate(images) if count), key=lambda k: -images[k])[:MAX_CLASSES]
-    return sorted(largest)
-
-
-def _differences(rate_KEN: Array, shown: Sequence[int]) -> Array:
-    """The selection rates of a class minus the mean of the other classes that have images."""
-    total = rate_KEN[list(shown)].sum(0)
-    others = max(1, len(shown) - 1)
-    return rate_KEN - (total - rate_KEN) / others
-
-
-def _short(name: str, longest: int = _LONGEST) -> str:
-    return name if len(name) <= longest else f"{name[: longest - 1]}…"
-
-
-def _rgb(colour: str) -> tuple[float, ...]:
-    return tuple(int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))

@@ -7,22 +7,21 @@ files, classes and layers are escaped.
 from __future__ import annotations
 
 import base64
-import io
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from moesaic.files import write_atomic, write_json
 from moesaic.insight.class_routing import MIN_CLASS_IMAGES
-from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation
+from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation, TopPatch
 from moesaic.insight.overlays import overlay
+from moesaic.report.canvas import save_png
 from moesaic.report.channel_section import GateFigures, channel_section, draw_gates
 from moesaic.report.expert_figures import MAX_CLASSES, draw_class_maps, draw_top_patches, mean_images
 from moesaic.report.formatting import listed, percent
-from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
 from moesaic.routing_record import Routing
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["About", "Shown", "write_explanation"]
 
-_DPI = 140
 _MAX_LISTED = 5
 """Class names listed in a sentence, at most."""
 _FIGURE_PATTERNS = ("layer-*-*.png", "gates-*.png")
@@ -62,15 +60,8 @@ class Shown:
     """True class, if known."""
 
 
-@dataclass(frozen=True)
-class _LayerFigures:
-    """File names of the figures of one layer."""
-
-    overlays: tuple[str, ...]
-    share: str | None
-    difference: str | None
-    gate: str | None
-    top_patches: str | None
+_LayerFigures = dict[str, Any]
+"""File names of the figures of one layer: a list of overlays, the others a name or None."""
 
 
 def write_explanation(
@@ -86,17 +77,8 @@ def write_explanation(
 ) -> Path:
     """Writes PNG files, explanation.json and explanation.html into ``folder``; returns the path of the page.
 
-    Figures of an earlier explanation in the folder are replaced.
-
-    Args:
-        folder: an existing folder.
-        explanation: the explanation.
-        about: the network and the images.
-        pixels: images (B, C, H, W) of the explanation.
-        classes: their classes (B,).
-        shown: images whose routing is shown one by one.
-        shown_pixels: pixels of these images.
-        shown_pass: predictions and routing of these images.
+    Figures of an earlier explanation in the folder are replaced. ``pixels`` (B, C, H, W) and ``classes`` (B,) are those
+    of the explanation; ``shown`` are images whose routing is shown one by one, with their pixels and forward pass.
     """
     if (folder / "explanation.json").exists():
         for old in [path for names in _FIGURE_PATTERNS for path in folder.glob(names)]:
@@ -110,7 +92,7 @@ def write_explanation(
         "about": asdict(about),
         "explanation": asdict(explanation),
         "shown": [asdict(each) for each in shown],
-        "pictures": [asdict(each) for each in figures],
+        "pictures": figures,
         "gates": None if gates is None else asdict(gates),
     }
     write_json(folder / "explanation.json", record)
@@ -131,14 +113,11 @@ def _draw(
     shown_pass: ForwardPass,
 ) -> _LayerFigures:
     def saved(figure: Figure, name: str) -> str:
-        file = io.BytesIO()
-        figure.savefig(file, dpi=_DPI, format="png", metadata={"Software": None})
-        path = folder / f"layer-{number}-{name}.png"
-        write_atomic(path, file.getvalue())
-        return path.name
+        return save_png(figure, folder / f"layer-{number}-{name}.png")
 
+    found: _LayerFigures = {"overlays": [], "share": None, "difference": None, "gate": None, "top_patches": None}
     if layer.grid is None:
-        return _LayerFigures((), None, None, None, None)
+        return found
     names, images = explanation.class_names, explanation.class_images
     backdrops = mean_images(pixels, classes, len(names))
     routing = shown_pass.routing[layer.name]
@@ -152,7 +131,7 @@ def _draw(
         for kind in (("share", "difference", "gate") if several else ("share", "gate"))
     }
     top_patches = saved(draw_top_patches(layer, names, _colours(pixels)), "top-patches")
-    return _LayerFigures(tuple(overlays), maps["share"], maps.get("difference"), maps["gate"], top_patches)
+    return found | maps | {"overlays": overlays, "top_patches": top_patches}
 
 
 def title(image: Shown) -> str:
@@ -182,34 +161,6 @@ def _colours(pixels: Tensor) -> Tensor:
     return pixels[:, :3] if pixels.shape[1] > 3 else pixels[:, :1] if pixels.shape[1] == 2 else pixels
 
 
-@dataclass(frozen=True)
-class _Expert:
-    """A row of the table of experts."""
-
-    number: int
-    places: tuple[str, ...]
-    """The patch it selects most often, for each class."""
-    top_patches: str
-    """The most frequent class of its top patches."""
-    bits: str
-    significant: bool
-    load: str
-
-
-@dataclass(frozen=True)
-class _Layer:
-    name: str
-    anchor: str
-    summary: str
-    receptive_field: str
-    class_dependence: str
-    numbers: str
-    figures: _LayerFigures
-    experts: tuple[_Expert, ...]
-    loads: bool
-    """Whether the loads of experts may differ."""
-
-
 def _page(
     folder: Path,
     explanation: Explanation,
@@ -221,20 +172,29 @@ def _page(
     def embedded(name: str) -> str:
         return f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
 
-    pairs = zip(explanation.layers, figures, strict=True)
     present = [k for k, images in enumerate(explanation.class_images) if images]
     return render(
         "explanation.html",
         about=about,
         explanation=explanation,
         shown=[(image, title(image)) for image in shown],
-        layers=[_layer(i, layer, own, explanation) for i, (layer, own) in enumerate(pairs)],
-        classes=[explanation.class_names[k] for k in present][:MAX_CLASSES],
+        layers=[
+            {
+                "found": layer,
+                "figures": own,
+                "summary": _summary(layer),
+                "receptive_field": _receptive_field(layer),
+                "class_dependence": _class_dependence(layer, explanation),
+                "numbers": _numbers(layer),
+            }
+            for layer, own in zip(explanation.layers, figures, strict=True)
+        ],
+        classes=present[:MAX_CLASSES],
+        place=_place,
+        top_class=_top_class,
         left_out=max(0, len(present) - MAX_CLASSES),
         notes=(*about.notes, *_warnings(explanation)),
         gates=None if gates is None else channel_section(explanation, gates),
-        light=COLOURS,
-        dark=ON_DARK,
         embedded=embedded,
         percent=percent,
     )
@@ -256,20 +216,6 @@ def _warnings(explanation: Explanation) -> tuple[str, ...]:
             "Explain more images, for example with --data."
         )
     return tuple(notes)
-
-
-def _layer(number: int, layer: LayerExplanation, figures: _LayerFigures, explanation: Explanation) -> _Layer:
-    return _Layer(
-        name=layer.name or "the network itself",
-        anchor=f"layer-{number}",
-        summary=_summary(layer),
-        receptive_field=_receptive_field(layer),
-        class_dependence=_class_dependence(layer, explanation),
-        numbers=_numbers(layer),
-        figures=figures,
-        experts=tuple(_expert(layer, e, explanation) for e in range(layer.experts)),
-        loads=layer.chooser != "expert",
-    )
 
 
 def _summary(layer: LayerExplanation) -> str:
@@ -332,24 +278,10 @@ def _numbers(layer: LayerExplanation) -> str:
     return f"{'; '.join(parts)}.".capitalize() if parts else ""
 
 
-def _expert(layer: LayerExplanation, expert: int, explanation: Explanation) -> _Expert:
-    present = [k for k, images in enumerate(explanation.class_images) if images][:MAX_CLASSES]
-    found = layer.expert_information[expert]
-    return _Expert(
-        number=expert,
-        places=tuple(_place(layer, layer.selection_rate[k][expert]) for k in present)
-        if layer.grid
-        else tuple(percent(layer.selection_rate[k][expert][0]) for k in present),
-        top_patches=_top_class(layer, expert, explanation),
-        bits=f"{found.bits:.3f}",
-        significant=found.significant,
-        load=percent(layer.load_share[expert]),
-    )
-
-
 def _place(layer: LayerExplanation, rate_N: Sequence[float]) -> str:
-    """The patch that an expert selects most often."""
-    assert layer.grid is not None
+    """The patch that an expert selects most often; without a grid, its share of the images."""
+    if layer.grid is None:
+        return percent(rate_N[0])
     most = max(range(len(rate_N)), key=lambda n: rate_N[n])
     if not rate_N[most]:
         return "–"
@@ -357,10 +289,10 @@ def _place(layer: LayerExplanation, rate_N: Sequence[float]) -> str:
     return f"row {row + 1}, column {column + 1}: {percent(rate_N[most])}"
 
 
-def _top_class(layer: LayerExplanation, expert: int, explanation: Explanation) -> str:
-    """The most frequent class of its top patches: "11 of 12 smiling"."""
-    labels = [patch.label for patch in layer.top_patches[expert]]
+def _top_class(patches: Sequence[TopPatch], class_names: Sequence[str]) -> str:
+    """The most frequent class of the top patches of an expert: "11 of 12 smiling"."""
+    labels = [patch.label for patch in patches]
     if not labels:
         return "–"
     most = max(dict.fromkeys(labels), key=labels.count)
-    return f"{labels.count(most)} of {len(labels)} {explanation.class_names[most]}"
+    return f"{labels.count(most)} of {len(labels)} {class_names[most]}"

@@ -1,11 +1,11 @@
-"""Numbers, shares and lists as text, the same way on every page and in every table."""
+"""Numbers, shares, names and lists as text, the same way on every page and in every table."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-__all__ = ["listed", "number", "percent"]
+__all__ = ["listed", "number", "percent", "printable"]
 
 
 def number(value: float, *, near: Sequence[float] = ()) -> str:
@@ -53,3 +53,13 @@ def listed(names: Sequence[str]) -> str:
     'a, b and c'
     """
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def printable(name: str, longest: int = 24) -> str:
+    r"""A name for a drawing: shortened, and without characters that XML does not allow.
+
+    >>> printable("a\x08b"), printable("a name that is far too long")
+    ('a�b', 'a name that is far too …')
+    """
+    name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
+    return name if len(name) <= longest else f"{name[: longest - 1]}…"

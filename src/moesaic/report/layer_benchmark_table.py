@@ -80,18 +80,17 @@ def advice(rows: Sequence[LayerTimes], passes: Sequence[Pass]) -> list[str]:
     """
     sentences: list[str] = []
     for what in passes:
-        dense, ours = fastest_dense(rows, what), _picked(rows, what)
+        dense = fastest_dense(rows, what)
+        ours = next((row.best(what) for row in rows if row.picked and not row.compiled), None)
         if dense is None or ours is None:
             continue
         if ours > dense * _NOISE:
-            slower = f"a {_NAMES[what]} takes {ours / dense:.1f} times as long as that of the dense layer"
-            sentences.append(f"Routing is slower: {slower}.")
+            verdict, pace = "Routing is slower", f"takes {ours / dense:.1f} times as long"
         elif dense > ours * _NOISE:
-            sentences.append(
-                f"Routing is faster: a {_NAMES[what]} is {dense / ours:.1f} times as fast as that of the dense layer."
-            )
+            verdict, pace = "Routing is faster", f"is {dense / ours:.1f} times as fast"
         else:
-            sentences.append(f"No difference: a {_NAMES[what]} takes as long as that of the dense layer.")
+            verdict, pace = "No difference", "takes as long"
+        sentences.append(f"{verdict}: a {_NAMES[what]} {pace} as that of the dense layer.")
         others = {row.backend: row.best(what) for row in rows if row.backend and not row.picked and not row.compiled}
         for name, time in others.items():
             if time is not None and time * _NOISE < ours:
@@ -100,10 +99,6 @@ def advice(rows: Sequence[LayerTimes], passes: Sequence[Pass]) -> list[str]:
                     f"use it with moesaic.backend({name!r})."
                 )
     return sentences
-
-
-def _picked(rows: Sequence[LayerTimes], what: Pass) -> float | None:
-    return next((row.best(what) for row in rows if row.picked and not row.compiled), None)
 
 
 def _cells(row: LayerTimes, what: Pass, dense: float | None) -> tuple[str, str]:

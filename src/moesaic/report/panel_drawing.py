@@ -26,6 +26,7 @@ __all__ = ["draw_blocks", "draw_counts", "draw_lines", "draw_points"]
 _FULL, _ON_LIGHT, _ON_DARK, _ZERO = "#0B4F8A", "#222222", "#FEFEFE", "#8A8F96"
 """Colours of counts."""
 
+_ERROR_BARS: dict[str, Any] = {"linewidth": 1.6, "markersize": 5, "elinewidth": 1, "capsize": 2.5, "capthick": 1}
 _VECTORS = 300
 """More points are rasterised in an SVG, to limit its size."""
 
@@ -48,19 +49,8 @@ def draw_lines(axes: Axes, panel: Panel, shared: Sequence[Panel], styles: Mappin
                 y, spread = np.array(line.y), np.array(line.spread)
                 axes.fill_between(line.x, y - spread, y + spread, color=style.colour, alpha=0.18, linewidth=0)
             continue
-        handles[line.label] = axes.errorbar(
-            line.x,
-            line.y,
-            yerr=line.spread,
-            color=style.colour,
-            marker=style.marker,
-            linestyle=style.dash,
-            linewidth=1.6,
-            markersize=5,
-            elinewidth=1,
-            capsize=2.5,
-            capthick=1,
-        )
+        look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "linestyle": style.dash}
+        handles[line.label] = axes.errorbar(line.x, line.y, yerr=line.spread, **look, **_ERROR_BARS)
     _limit(axes, shared)
     if all(len(line.x) <= MANY_POINTS for line in panel.series):
         ticks = _ticks([x for line in panel.series for x in line.x], axes.get_xlim(), logarithmic=panel.log_x)
@@ -71,15 +61,8 @@ def draw_lines(axes: Axes, panel: Panel, shared: Sequence[Panel], styles: Mappin
         axes.locator_params("x", nbins=5)
     if panel.level is not None:
         axes.axhline(panel.level, color=INK, linestyle=(0, (1, 1.5)), linewidth=1, zorder=1)
-        axes.annotate(
-            number(panel.level),
-            (1, panel.level),
-            (2, 0),
-            ("axes fraction", "data"),
-            "offset points",
-            va="center",
-            fontsize=8,
-        )
+        edge = ("axes fraction", "data")
+        axes.annotate(number(panel.level), (1, panel.level), (2, 0), edge, "offset points", va="center", fontsize=8)
     return handles
 
 
@@ -145,8 +128,7 @@ def draw_blocks(axes: Axes, blocks: Blocks, *, bar: bool) -> None:
     axes.set_xticks(np.arange(len(blocks.x)) + 0.5, [f"{x:g}" for x in blocks.x])
     axes.set_yticks(np.arange(len(blocks.y)) + 0.5, [f"{y:g}" for y in blocks.y])
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(True)
+    axes.spines[:].set_visible(True)
     if bar:
         scale = axes.figure.colorbar(mesh, ax=axes, ticks=[0, 0.5, 1], fraction=0.06, pad=0.03)
         assert scale.solids is not None
@@ -172,8 +154,7 @@ def draw_counts(axes: Axes, counts: Counts) -> None:
     for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
         text.set_parse_math(False)
     axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     size = 8.5 if len(counts.columns) <= 8 else 7
     for (row, column), value in np.ndenumerate(values):
         share = 0.0 if np.ma.is_masked(shares[row, column]) else float(shares[row, column])
@@ -196,17 +177,11 @@ def draw_points(axes: Axes, panel: Panel, points: Points, colours: Mapping[str, 
     plain = not any(group.marker_label for group in points.groups)
     for group in points.groups:
         colour, marker = colours[group.role], "_" if group.marker == "-" else group.marker
-        axes.plot(
-            group.x,
-            group.y,
-            color=colour,
-            marker=marker,
-            linestyle="",
-            markersize=size if marker in "os^vD" else 1.5 * size,
-            markeredgewidth=0.3 if marker in "os^vD" else 1.1,
-            alpha=0.85,
-            rasterized=total > _VECTORS,
-        )
+        look: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "", "alpha": 0.85}
+        look |= {"markersize": size, "markeredgewidth": 0.3}
+        if marker not in "os^vD":
+            look |= {"markersize": 1.5 * size, "markeredgewidth": 1.1}
+        axes.plot(group.x, group.y, rasterized=total > _VECTORS, **look)
         groups.setdefault(group.label, Line2D([], [], color=colour, marker=marker if plain else "s", linestyle=""))
         if group.marker_label:
             markers.setdefault(group.marker_label, Line2D([], [], color=INK, marker=marker, linestyle=""))
@@ -216,8 +191,7 @@ def draw_points(axes: Axes, panel: Panel, points: Points, colours: Mapping[str, 
     if not panel.x_label and not panel.y_label:
         axes.set_xticks([])
         axes.set_yticks([])
-        for spine in axes.spines.values():
-            spine.set_visible(True)
+        axes.spines[:].set_visible(True)
     return groups | markers | lines
 
 
@@ -228,20 +202,11 @@ def _draw_regions(axes: Axes, regions: Regions, colours: Mapping[str, str]) -> N
     if regions.values:
         # transparent, for light and dark pages
         tints = np.array([*(to_rgba(colours[role], 0.25) for role in regions.roles), (0, 0, 0, 0)])
-        edges = [(ends[0] - step / 2, ends[-1] + step / 2) for ends in (x, y) for step in [_step(ends)]]
-        axes.imshow(
-            tints[np.array(regions.values)],
-            origin="lower",
-            extent=(*edges[0], *edges[1]),
-            aspect="auto",
-            interpolation="nearest",
-            zorder=0,
-        )
+        steps = [(ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else 1.0 for ends in (x, y)]
+        edges = [(ends[0] - step / 2, ends[-1] + step / 2) for ends, step in zip((x, y), steps, strict=True)]
+        look: dict[str, Any] = {"origin": "lower", "aspect": "auto", "interpolation": "nearest", "zorder": 0}
+        axes.imshow(tints[np.array(regions.values)], extent=(*edges[0], *edges[1]), **look)
     if regions.scores is not None:
         scores = np.array(regions.scores)
         if np.nanmin(scores) < 0 < np.nanmax(scores):
             axes.contour(x, y, scores, levels=[0.0], colors=[INK], linewidths=1.3, zorder=1.5)
-
-
-def _step(middles: np.ndarray) -> float:
-    return float(middles[-1] - middles[0]) / (len(middles) - 1) if len(middles) > 1 else 1.0

@@ -30,36 +30,24 @@ __all__ = [
 
 INK, LINE, NOT_RUN = "#333333", "#BBBBBB", "#D6E6F2"
 
-COLOURS = {
-    "ink": INK,
-    "line": LINE,
-    "vermilion": "#D55E00",
-    "blue": "#0072B2",
-    "green": "#009E73",
-    "purple": "#CC79A7",
-    "orange": "#E69F00",
-    "sky": "#56B4E9",
-    "grey": "#8C8C8C",
-    "indigo": "#332288",
-    "olive": "#999933",
-    "wine": "#882255",
+_PALETTE = {
+    "ink": (INK, "#d5d8dd"),
+    "line": (LINE, "#5a616b"),
+    "vermilion": ("#D55E00", "#f0873f"),
+    "blue": ("#0072B2", "#6aa5ff"),
+    "green": ("#009E73", "#2cc79a"),
+    "purple": ("#CC79A7", "#e29bc4"),
+    "orange": ("#E69F00", "#f2b632"),
+    "sky": ("#56B4E9", "#8fd0f7"),
+    "grey": ("#8C8C8C", "#a5a9af"),
+    "indigo": ("#332288", "#a99df2"),
+    "olive": ("#999933", "#c8c862"),
+    "wine": ("#882255", "#dd7fa8"),
 }
-"""The colours that a page may want to exchange, for a dark background say: name, colour in the drawing."""
 
-ON_DARK = {
-    "ink": "#d5d8dd",
-    "line": "#5a616b",
-    "vermilion": "#f0873f",
-    "blue": "#6aa5ff",
-    "green": "#2cc79a",
-    "purple": "#e29bc4",
-    "orange": "#f2b632",
-    "sky": "#8fd0f7",
-    "grey": "#a5a9af",
-    "indigo": "#a99df2",
-    "olive": "#c8c862",
-    "wine": "#dd7fa8",
-}
+COLOURS = {name: light for name, (light, _) in _PALETTE.items()}
+"""The colours that a page may want to exchange, for a dark background say: name, colour in the drawing."""
+ON_DARK = {name: dark for name, (_, dark) in _PALETTE.items()}
 """`COLOURS` for a dark page."""
 
 DATA_ID = "data-"

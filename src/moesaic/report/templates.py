@@ -4,22 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from moesaic.report.style import COLOURS, ON_DARK
+
 __all__ = ["render"]
 
 
 def render(template: str, *, package: str = "moesaic.report", **values: Any) -> str:
-    """Renders a template of a package. The only unescaped values are SVG drawings of matplotlib, which escapes text."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    """Renders a template of a package. The only unescaped values are SVG drawings of matplotlib, which escapes text.
+
+    Every template may include the shared stylesheet, page.css.
+    """
+    from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
-        loader=PackageLoader(package, ""),
+        loader=ChoiceLoader([PackageLoader(package, ""), PackageLoader("moesaic.report", "")]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters["prose"] = _prose
-    return environment.get_template(template).render(**values)
+    return environment.get_template(template).render(light=COLOURS, dark=ON_DARK, **values)
 
 
 def _prose(text: str) -> str:

@@ -8,9 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST
+from moesaic.data.cifar10 import CIFAR10_CLASSES
 from moesaic.papers.chen2022.claims_images import CHECKS
-from moesaic.papers.chen2022.experiments_images import CAR, FROG, SHIP, Embedding, ImageCell, ImageResult, plan
+from moesaic.papers.chen2022.experiments_images import (
+    CAR,
+    CIFAR10_DIGEST,
+    FROG,
+    SHIP,
+    Embedding,
+    ImageCell,
+    ImageResult,
+    plan,
+)
 from moesaic.papers.chen2022.figures_images import charts
 from moesaic.papers.chen2022.image_training import ImageSchedule
 from moesaic.papers.engine.claims import ExperimentResults

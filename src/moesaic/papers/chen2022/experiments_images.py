@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -13,11 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic import keyed_random
-from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_DIGEST, cifar10_digest, find_cifar10, load_cifar10
-from moesaic.data.datasets import ImageDataset, cifar10_dataset
+from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_files, find_cifar10, load_cifar10
+from moesaic.data.datasets import ImageDataset
+from moesaic.data.splits import Split
 from moesaic.fidelity import Fidelity
 from moesaic.insight.metrics import entropy_of_counts
-from moesaic.papers.chen2022.data.rotated_cifar import cifar10_rotate_task
+from moesaic.papers.chen2022.data.rotated_cifar import cifar10_dataset, cifar10_rotate_task
 from moesaic.papers.chen2022.image_networks import image_mixture, image_network
 from moesaic.papers.chen2022.image_training import ImageSchedule, ImageTest, embed_images, train_images
 from moesaic.papers.engine import claims
@@ -25,6 +27,7 @@ from moesaic.papers.engine.runner import Runner
 
 __all__ = [
     "CAR",
+    "CIFAR10_DIGEST",
     "EXPERTS",
     "FROG",
     "RUNS",
@@ -33,6 +36,7 @@ __all__ = [
     "ImageCell",
     "ImageResult",
     "TaskName",
+    "cifar10_digest",
     "plan",
     "runs_of",
 ]
@@ -47,6 +51,9 @@ ENGINE = 1
 
 EXPERTS = 4
 FROG, SHIP, CAR = (CIFAR10_CLASSES.index(name) for name in ("frog", "ship", "automobile"))
+
+CIFAR10_DIGEST = "013ba16d14ecc482"
+"""`cifar10_digest` of the original files."""
 
 _DIMENSIONS = 30
 _MANY, _FEW = 200, 50
@@ -189,9 +196,16 @@ def check_data(data_dir: Path) -> None:
             load_cifar10(split, data_dir)
 
 
-@cache
-def _digest(data_dir: Path) -> str:
-    return cifar10_digest(data_dir)
+def cifar10_digest(data_dir: Path) -> str:
+    """A hash of all images and labels under ``data_dir``; the same for a folder and an archive."""
+    content = hashlib.sha256()
+    for split in get_args(Split):
+        for _, some in cifar10_files(split, data_dir):
+            content.update(some)
+    return content.hexdigest()[:16]
+
+
+_digest = cache(cifar10_digest)
 
 
 @cache

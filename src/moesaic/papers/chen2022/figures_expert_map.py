@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from moesaic import keyed_random
-from moesaic.insight.tsne import tsne
+from moesaic.insight.embedding_map import tsne
 from moesaic.papers.chen2022.data.synthetic_clusters import ClusterData, ClusterPatches
 from moesaic.papers.chen2022.experiments_synthetic import ExperimentResults, MixtureCell
 from moesaic.papers.chen2022.mixture_networks import Mixtures

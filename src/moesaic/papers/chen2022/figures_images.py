@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
 from moesaic.fidelity import Fidelity
-from moesaic.insight.tsne import tsne
+from moesaic.insight.embedding_map import tsne
 from moesaic.papers.chen2022.experiments_images import EXPERTS, FROG, SHIP, Embedding, ImageResult, TaskName, runs_of
 from moesaic.papers.engine import claims
 from moesaic.report.chart import Chart, Counts, Group, Panel, Points, Series

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.fidelity import Fidelity
-from moesaic.insight.tsne import tsne
+from moesaic.insight.embedding_map import tsne
 from moesaic.papers.chen2022.claims_language import PUBLISHED
 from moesaic.papers.chen2022.experiments_language import (
     CELL,

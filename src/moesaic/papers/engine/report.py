@@ -35,7 +35,6 @@ from moesaic.papers.engine.verdict_text import (
 )
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import panel_width, to_svg
-from moesaic.report.style import COLOURS, ON_DARK
 from moesaic.report.templates import render
 
 __all__ = ["write_report"]
@@ -91,8 +90,6 @@ def write_report(
         notes=notes,
         command=command,
         machine=machine,
-        light=COLOURS,
-        dark=ON_DARK,
         css=_style_class,
     )
     write_atomic(path, text.encode())

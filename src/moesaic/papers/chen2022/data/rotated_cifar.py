@@ -1,4 +1,6 @@
-"""CIFAR-10-Rotate (Chen et al. 2022, Appendix A.3): images rotated by 30°, cropped, resized and blurred.
+"""CIFAR-10 and CIFAR-10-Rotate (Chen et al. 2022, Appendix A.3).
+
+An image of CIFAR-10-Rotate is rotated by 30°, cropped, resized and blurred:
 
     rotate by 30°  →  crop the middle 24×24  →  resize to 32×32  →  blur by a random amount
 
@@ -19,15 +21,37 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
-from moesaic.data.datasets import CIFAR10_NORMALIZE, ImageDataset, LabelledImages, cifar10_tensors, normalize_
+from moesaic.data.datasets import (
+    ImageDataset,
+    LabelledImages,
+    Normalize,
+    RandomFlipCrop,
+    cifar10_tensors,
+    normalize_,
+)
 from moesaic.data.splits import Split
 
-__all__ = ["ANGLE", "CROP", "blur", "cifar10_rotate_task", "crop_and_resize", "rotate"]
+__all__ = [
+    "ANGLE",
+    "CIFAR10_NORMALIZE",
+    "CROP",
+    "FLIP_AND_CROP",
+    "blur",
+    "cifar10_dataset",
+    "cifar10_rotate_task",
+    "crop_and_resize",
+    "rotate",
+]
 
 ANGLE = 30.0
 """Degrees, counterclockwise."""
 CROP = 24
 """Side of the cropped square, in pixels."""
+
+CIFAR10_NORMALIZE = Normalize(mean=(0.4914, 0.4822, 0.4465), std=(0.2023, 0.1994, 0.2010))
+"""Normalization with the statistics of CIFAR-10's training images."""
+FLIP_AND_CROP = RandomFlipCrop(CIFAR10_NORMALIZE, flip=True, padding=4)
+"""CIFAR-10's usual augmentation."""
 
 _SIGMA = (1.1, 2.2)
 _CHUNK = 8192
@@ -122,6 +146,25 @@ def _square(pixels: Tensor) -> tuple[int, int]:
     if pixels.ndim != 4 or pixels.shape[2] != pixels.shape[3]:
         raise ValueError(f"images are {tuple(pixels.shape)}; they must be square, (B, C, H, H)")
     return pixels.shape[2], pixels.shape[3]
+
+
+def cifar10_dataset(data_dir: str | Path, images_per_file: int = 10_000) -> ImageDataset:
+    """CIFAR-10; the training transform is `FLIP_AND_CROP`, the test transform normalizes."""
+
+    def split(name: Split) -> LabelledImages:
+        pixels, classes = cifar10_tensors(name, data_dir, images_per_file)
+        return LabelledImages(pixels, classes, classes)
+
+    return ImageDataset(
+        split("train"),
+        split("test"),
+        CIFAR10_CLASSES,
+        CIFAR10_CLASSES,
+        FLIP_AND_CROP,
+        CIFAR10_NORMALIZE,
+        name="cifar10",
+        normalize=CIFAR10_NORMALIZE,
+    )
 
 
 def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per_file: int = 10_000) -> ImageDataset:

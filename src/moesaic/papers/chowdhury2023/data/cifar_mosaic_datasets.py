@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import get_args
 
 from moesaic.data.builtin_datasets import (
-    CIFAR10_FILE_IMAGES,
     DATASETS,
     register_dataset,
     require_data_dir,
     resize_images,
 )
-from moesaic.data.cifar10 import CIFAR10_CLASSES, find_cifar10
+from moesaic.data.cifar10 import CIFAR10_CLASSES, CIFAR10_FILE_IMAGES, find_cifar10
 from moesaic.data.datasets import ImageSplits, LabelledImages, cifar10_tensors
 from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import open_source

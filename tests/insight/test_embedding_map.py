@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from moesaic.insight.tsne import tsne
+from moesaic.insight.embedding_map import tsne
 
 
 def test_neighbours_stay_neighbours_and_the_map_repeats():
