@@ -168,3 +168,8 @@ def test_data_of_other_classes_are_refused(run: Path, tmp_path: Path):
     command = Explain(run, data=str(tmp_path / "other"), cache_dir=tmp_path / "cache", out=tmp_path / "out")
     refused("has the classes 'cat', 'fish', but the network was trained on 'cat', 'dog'", command)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["cifar-vehicles", "cifar10-noise"])
+def test_datasets_of_the_papers_are_known_by_name(run: Path, name: str):
+    refused("it is made from files; name the folder that has them (--data-dir)", Explain(run, data=name))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.cli.shared import log, make_folder, resolve_device, user_errors
+from moesaic.cli.shared import log, make_folder, register_datasets, resolve_device, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,6 +169,7 @@ class Explain:
         from moesaic.data.load import load_images
         from moesaic.data.splits import stratified_order
 
+        register_datasets()
         C, H, W = checkpoint.input_shape
         dataset = load_images(data, data_dir=self.data_dir, size=H, cache_dir=self.cache_dir, seed=self.seed, log=log)
         if dataset.class_names != checkpoint.class_names:

@@ -27,6 +27,7 @@ __all__ = [
     "log",
     "make_folder",
     "program",
+    "register_datasets",
     "resolve_device",
     "user_errors",
     "version",
@@ -146,9 +147,8 @@ class DatasetOptions:
     def load(self) -> ImageDataset:
         """Loads the dataset; files that are skipped are logged."""
         from moesaic.data.load import load_images
-        from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
 
-        cifar_mosaic_datasets.register()
+        register_datasets()
         augment: Any = self.augment  # load_images checks it
         return load_images(
             self.data,
@@ -159,6 +159,13 @@ class DatasetOptions:
             seed=self.seed,
             log=log,
         )
+
+
+def register_datasets() -> None:
+    """Makes the papers' datasets known by name; the library itself does not import the papers."""
+    from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
+
+    cifar_mosaic_datasets.register()
 
 
 def program() -> list[str]:
