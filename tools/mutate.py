@@ -2,7 +2,8 @@
 
 A seed draws the places in src/moesaic (kernels for Triton aside: they need a GPU) and what is put there: another
 comparison or arithmetic operator, ``and`` for ``or``, a condition without its ``not``, a constant that is one more or
-less, ``max`` for ``min``, ``mean`` for ``sum``. Docstrings, annotations, ``__all__`` and the texts of errors stay.
+less, ``max`` for ``min``, ``mean`` for ``sum``. Docstrings, annotations, ``__all__``, the texts of errors and constants
+that only speed depends on (``SPEED_ONLY``) stay.
 
 Each mutant is made in a copy of the tree. The tests that run the changed line are started there, the nearest and
 quickest first; the first that fails kills the mutant. Which test runs which line is recorded once, in
@@ -62,6 +63,33 @@ NAMES |= {new: old for old, new in NAMES.items()}
 GPU_ONLY = ("triton", "tile_sizes")
 """Parts of the paths of modules that run on GPUs alone."""
 
+SPEED_ONLY = {
+    "data/decoded_cache.py": ("_BLOCK", "_LOG_INTERVAL", "_MAX_WORKERS"),
+    "cli/explain.py": ("_LOG_INTERVAL",),
+    "models/deepmoe/frozen_embedding.py": ("SMALL_MAP",),
+    "models/wide_resnet/thin_conv.py": ("_MAX_CHANNELS", "_MAX_OUT_CHANNELS"),
+    "ops/channel/block_conv.py": ("LARGE_MAP", "MANY_WEIGHTS", "MAX_UNFOLDED"),
+    "ops/channel/costs.py": ("CPU_COSTS",),
+    "ops/channel/gathered_conv.py": ("FEW_PIXELS", "LARGE_BLOCK", "MANY_PIXELS", "MANY_WEIGHTS", "MAX_UNFOLDED"),
+    "ops/channel/workspace.py": ("MAX_PLANS", "MAX_VALUES"),
+    "ops/patch/inference.py": ("_CHUNK_VALUES",),
+    "report/expert_figures.py": ("_BLOCK",),
+    "report/progress.py": ("_INTERVAL",),
+    "training/batches.py": ("_PREPARED", "_PREPARED_VALUES"),
+    "training/fit.py": ("_IMAGE_MEMORY",),
+    "training/trainer.py": ("_EVAL_BATCH_SIZE", "_LOG_SECONDS"),
+    "papers/engine/patch_sampling.py": ("_BLOCK",),
+    "papers/chen2022/data/rotated_cifar.py": ("_CHUNK",),
+    "papers/chen2022/image_training.py": ("_EVAL_BATCH_SIZE",),
+    "papers/chen2022/theory/smoothing.py": ("_BLOCK",),
+    "papers/chen2022/trial_training.py": ("_BLOCK", "_CHECK_EVERY", "_CPU_FLOATS", "_CPU_SAMPLES"),
+    "papers/chowdhury2023/data/cifar_mosaics.py": ("_CHUNK",),
+    "papers/chowdhury2023/trial_training.py": ("_CPU_WORK",),
+    "papers/chowdhury2023/two_layer_networks.py": ("_MAX_BYTES",),
+}
+"""Constants that are left alone: they set how much is computed at a time, which of several equal ways is taken, or how
+often progress is logged. No result depends on them, and no test may depend on speed."""
+
 _FILES = 40  # of tests run at a time to find out their lines, so that little is lost where this is interrupted
 
 QUIET_CALLS = {"log", "warn", "warning", "print", "print_help", "arg", "field", "TypeVar", "cast", "log_line"}
@@ -109,7 +137,8 @@ class MutantResult:
 class _Places(ast.NodeVisitor):
     """Collects the expressions that can be changed, each with its changed copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, skipped: Sequence[str]) -> None:
+        self.skipped = {"__all__", *skipped}
         self.found: list[tuple[ast.AST, ast.AST]] = []
         self._outer: list[ast.AST] = []  # outermost f-string, whose parts have no places of their own in the source
 
@@ -118,7 +147,8 @@ class _Places(ast.NodeVisitor):
             self.visit(node.value)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        if not any(isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets):
+        names = {name.id for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        if not names & self.skipped:
             self.visit(node.value)
 
     def visit_arg(self, node: ast.arg) -> None:
@@ -229,9 +259,12 @@ def _is_number(node: ast.AST) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
-def places_of(text: str) -> list[list[tuple[ast.AST, ast.AST]]]:
-    """What can be changed in a source: for every place the expression there and those that may stand for it."""
-    places = _Places()
+def places_of(text: str, skipped: Sequence[str] = ()) -> list[list[tuple[ast.AST, ast.AST]]]:
+    """What can be changed in a source: for every place the expression there and those that may stand for it.
+
+    Assignments to the ``skipped`` names stay.
+    """
+    places = _Places(skipped)
     places.visit(ast.parse(text))
     grouped: dict[Any, list[tuple[ast.AST, ast.AST]]] = {}
     for i, (old, new) in enumerate(places.found):
@@ -267,7 +300,11 @@ def draw_mutants(files: Sequence[str], count: int, seed: int, root: Path = ROOT)
     """``count`` places of the files, each with one of its possible changes."""
     rng = random.Random(seed)
     texts = {file: (root / file).read_text("utf-8") for file in files}
-    places = [(file, place) for file, text in texts.items() for place in places_of(text)]
+    places = [
+        (file, place)
+        for file, text in texts.items()
+        for place in places_of(text, SPEED_ONLY.get(file.removeprefix("src/moesaic/"), ()))
+    ]
     rng.shuffle(places)
     found = (mutate(file, texts[file], *rng.choice(place)) for file, place in places)
     return list(islice(filter(None, found), count))

@@ -1,0 +1,36 @@
+"""tools/mutate.py names constants that exist."""
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("mutate", ROOT / "tools" / "mutate.py")
+assert spec is not None
+assert spec.loader is not None
+mutate = importlib.util.module_from_spec(spec)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def loaded():
+    import sys
+
+    sys.modules["mutate"] = mutate  # its dataclasses look themselves up
+    spec.loader.exec_module(mutate)
+    yield
+    del sys.modules["mutate"]
+
+
+def test_constants_that_are_left_alone_exist():
+    for file, names in mutate.SPEED_ONLY.items():
+        tree = ast.parse((ROOT / "src" / "moesaic" / file).read_text("utf-8"))
+        targets = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+        defined = {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+        assert set(names) <= defined, file
+
+
+def test_only_the_skipped_assignments_stay():
+    found = mutate.places_of("_CHUNK = 5\nLIMIT = 7\n__all__ = [3]\n", ["_CHUNK"])
+    assert [old.value for place in found for old, _ in place] == [7, 7]
