@@ -34,3 +34,19 @@ def test_constants_that_are_left_alone_exist():
 def test_only_the_skipped_assignments_stay():
     found = mutate.places_of("_CHUNK = 5\nLIMIT = 7\n__all__ = [3]\n", ["_CHUNK"])
     assert [old.value for place in found for old, _ in place] == [7, 7]
+
+
+def test_a_mutant_knows_whether_it_runs_at_import():
+    text = "LIMIT = 7\n\n\ndef f(x=3):\n    return x + LIMIT\n\n\nclass A:\n    size: int = 5\n"
+    found = {}
+    for place in mutate.places_of(text):
+        made = mutate.mutate("a.py", text, *place[0])
+        found[made.line] = made.at_import
+    assert found == {1: True, 4: True, 5: False, 9: True}
+
+
+def test_files_that_import_from_a_file_are_found():
+    importers = mutate.find_importers(ROOT)
+    assert (
+        "src/moesaic/papers/chen2022/figures_language.py" in importers["src/moesaic/papers/chen2022/claims_language.py"]
+    )

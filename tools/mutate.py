@@ -105,6 +105,8 @@ class Mutant:
     last_line: int
     source: str
     """The whole file afterwards."""
+    at_import: bool
+    """Whether the place runs when the module is imported."""
 
     @property
     def place(self) -> str:
@@ -289,11 +291,14 @@ def mutate(file: str, text: str, old: ast.AST, new: ast.AST) -> Mutant | None:
     if isinstance(new, ast.BinOp | ast.BoolOp | ast.Compare | ast.UnaryOp):
         written = f"({written})"
     source = (data[:begin] + written.encode() + data[end:]).decode()
+    tree = ast.parse(text)
     try:
-        same = ast.dump(ast.parse(text)) == ast.dump(ast.parse(source))
+        same = ast.dump(tree) == ast.dump(ast.parse(source))
     except SyntaxError:
         return None
-    return None if same else Mutant(file, position.lineno, last, source)
+    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    called = any(each.body[0].lineno <= position.lineno <= (each.end_lineno or 0) for each in functions)
+    return None if same else Mutant(file, position.lineno, last, source, at_import=not called)
 
 
 def draw_mutants(files: Sequence[str], count: int, seed: int, root: Path = ROOT) -> list[Mutant]:
@@ -320,14 +325,16 @@ class TestMap:
     seconds: dict[str, float]
     by_line: dict[str, dict[int, list[str]]]
     starting_processes: list[str]
+    importers: dict[str, list[str]]
+    """Of each file, those that import from it."""
 
     def tests_for(self, mutant: Mutant) -> list[str]:
         """Those that run the line, the nearest and quickest first."""
         here = self.by_line.get(mutant.file, {})
         found = {test for line in range(mutant.line, mutant.last_line + 1) for test in here.get(line, ())}
-        if "" in found or not found:  # run when the module is imported: any test of the module may notice
-            found = {test for tests in here.values() for test in tests}
-        found.discard("")
+        if mutant.at_import or not found:  # any test of the module may notice, or of one that imports its constants
+            files = (mutant.file, *self.importers.get(mutant.file, ()))
+            found = {test for file in files for tests in self.by_line.get(file, {}).values() for test in tests}
         module = Path(mutant.file)
         folder = "/".join(module.parts[2:-1])
 
@@ -372,7 +379,23 @@ def map_tests(root: Path, jobs: int, cache: Path, below: Sequence[str]) -> TestM
             for line in lines:
                 by_line.setdefault(path, {}).setdefault(line, []).append(test)
     seconds = {test: each["seconds"] for test, each in tests.items()}
-    return TestMap(seconds, by_line, [test for test, each in tests.items() if each["subprocess"]])
+    processes = [test for test, each in tests.items() if each["subprocess"]]
+    return TestMap(seconds, by_line, processes, find_importers(root))
+
+
+def find_importers(root: Path) -> dict[str, list[str]]:
+    """Of each file of src, the files of src that import from it."""
+    paths = {".".join(path.relative_to(root / "src").with_suffix("").parts): path for path in root.glob("src/**/*.py")}
+    found: dict[str, list[str]] = {}
+    for path in paths.values():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module is not None:
+                names = (node.module, *(f"{node.module}.{each.name}" for each in node.names))
+                for name in names:
+                    if name in paths:
+                        imported = str(paths[name].relative_to(root))
+                        found.setdefault(imported, []).append(str(path.relative_to(root)))
+    return found
 
 
 def _lines_of_tests(root: Path, files: Sequence[str], jobs: int) -> dict[str, Any]:
