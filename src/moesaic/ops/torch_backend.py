@@ -126,9 +126,9 @@ def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, 
                 if spec.gate_on == "output":  # without the background pixels
                     sums = pixels.by_expert(sums)[:, :-1].flatten(0, 1)
             else:
-                products = tap_matmul(values, weight)
-                sums = scatter_add(products[:, :-1].flatten(0, 1), pixels.scatter_index(ks))
-                taps = products[:, -1]
+                contributions = tap_matmul(values, weight)
+                sums = scatter_add(contributions[:, :-1].flatten(0, 1), pixels.scatter_index(ks))
+                taps = contributions[:, -1]
         else:
             normed, background_input = _normed(values, scale, shift, pixels)
             deviation = (normed - pixels.broadcast_per_expert(background_input)).to(weight.dtype)
@@ -140,8 +140,8 @@ def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, 
 
 def _scatter_conv_ragged(values: Tensor, weight: Tensor, pixels: RoutedPixels) -> Tensor:
     O, ks = weight.shape[1], weight.shape[3]
-    products = pixels.matmul(values, tap_matrix(weight)).view(-1, ks * ks, O)
-    return scatter_add(products, pixels.scatter_index(ks))
+    contributions = pixels.matmul(values, tap_matrix(weight)).view(-1, ks * ks, O)
+    return scatter_add(contributions, pixels.scatter_index(ks))
 
 
 def _expert_inputs(x: Tensor, pixels: RoutedPixels) -> Tensor:

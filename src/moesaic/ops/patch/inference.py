@@ -78,8 +78,8 @@ def conv_inference(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm
                 own.zero_()
             else:
                 own.view(-1, *prepared.background.shape).copy_(prepared.background)
-            products = torch.bmm(values, prepared.matrix).view(-1, O)
-            y.index_add_(0, tables.scatter_rows(patch_P, first, B * tables.rows_per_image), products)
+            contributions = torch.bmm(values, prepared.matrix).view(-1, O)
+            y.index_add_(0, tables.scatter_rows(patch_P, first, B * tables.rows_per_image), contributions)
         else:
             sums = _conv_within_pixels(values, prepared.matrix, tables, patch_P).view(E, gates.shape[1], -1, O)
             if prepared.background is not None:
@@ -98,10 +98,10 @@ def _conv_within_pixels(values: Tensor, matrix: Tensor, tables: _IndexTables, pa
     if taps == 1:
         return torch.bmm(values, matrix)
     O = matrix.shape[2] // taps
-    products = values.new_empty(E * M * taps + 1, O)
-    products[-1] = 0  # what a pixel receives where no pixel contributes
-    torch.bmm(values, matrix, out=products[:-1].view(E, M, taps * O))
-    return F.embedding_bag(tables.sources(patch_P), products, mode="sum")
+    contributions = values.new_empty(E * M * taps + 1, O)
+    contributions[-1] = 0  # what a pixel receives where no pixel contributes
+    torch.bmm(values, matrix, out=contributions[:-1].view(E, M, taps * O))
+    return F.embedding_bag(tables.sources(patch_P), contributions, mode="sum")
 
 
 class _IndexTables:

@@ -48,8 +48,8 @@ def tap_matmul(values_EMC: Tensor, weight: Tensor) -> Tensor:
     [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0, 24.0]
     """
     E, O, _, ks, _ = weight.shape
-    products = torch.bmm(values_EMC, tap_matrix(weight).transpose(1, 2))
-    return products.view(E, values_EMC.shape[1], ks * ks, O)
+    contributions = torch.bmm(values_EMC, tap_matrix(weight).transpose(1, 2))
+    return contributions.view(E, values_EMC.shape[1], ks * ks, O)
 
 
 @dataclass(frozen=True)
@@ -136,31 +136,31 @@ def _taps_inside(size: int, kernel: int, like: Tensor) -> Tensor:
 
 
 def _scatter_conv_autograd(values: Tensor, weight: Tensor, index: ScatterIndex) -> tuple[Tensor, Tensor]:
-    products = tap_matmul(values, weight)
-    return scatter_add(products.flatten(0, 1), index), products[:, -1]
+    contributions = tap_matmul(values, weight)
+    return scatter_add(contributions.flatten(0, 1), index), contributions[:, -1]
 
 
 def _scatter_conv(values: Tensor, weight: Tensor, matrix: Tensor, index: ScatterIndex) -> tuple[Tensor, Tensor]:
     (E, M, _), (_, O, _, ks, _) = values.shape, weight.shape
     taps = values.new_empty(E * M * ks * ks + 1, O)
     taps[-1] = 0  # what a row receives where no pixel contributes
-    products = taps[:-1].view(E, M, ks * ks, O)
-    if _transpose_products(M, weight):
+    contributions = taps[:-1].view(E, M, ks * ks, O)
+    if _transpose_contributions(M, weight):
         transposed = torch.bmm(values, matrix.transpose(1, 2))
-        products.copy_(transposed.view(E, M, O, ks * ks).transpose(2, 3))
+        contributions.copy_(transposed.view(E, M, O, ks * ks).transpose(2, 3))
     else:
-        torch.bmm(values, matrix.transpose(1, 2), out=products.view(E, M, ks * ks * O))
+        torch.bmm(values, matrix.transpose(1, 2), out=contributions.view(E, M, ks * ks * O))
     if index.within_pixels:
         sums = F.embedding_bag(index.sources_Rk, taps, mode="sum")
     else:
-        sums = scatter_add(products.view(E * M, ks * ks, O), index)
-    return sums, products[:, -1].clone()
+        sums = scatter_add(contributions.view(E * M, ks * ks, O), index)
+    return sums, contributions[:, -1].clone()
 
 
 class _ScatterConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, index: ScatterIndex) -> tuple[Tensor, Tensor]:
-        matrix = _matrix(weight, _transpose_products(values.shape[1], weight))
+        matrix = _matrix(weight, _transpose_contributions(values.shape[1], weight))
         ctx.save_for_backward(values, weight, matrix)
         ctx.index = index
         return _scatter_conv(values, weight, matrix, index)
@@ -182,7 +182,7 @@ class _ScatterConv(torch.autograd.Function):
             grads = grad_sums.new_zeros(row.shape[0], O)
         grads = grads.view(E, M, ks * ks, O)
         grads[:, -1] += grad_background
-        transpose = _transpose_products(M, weight)
+        transpose = _transpose_contributions(M, weight)
         grads = (grads.transpose(2, 3) if transpose else grads).reshape(E, M, ks * ks * O)
         grad_values = grad_weight = None
         if ctx.needs_input_grad[0]:
@@ -240,8 +240,8 @@ def _double_backward(
     return tuple(next(grads) if need else None for _, need in zip(inputs, needed, strict=False))
 
 
-def _transpose_products(M: int, weight: Tensor) -> bool:
-    """Whether to use channels_last weights as they are and transpose the products, which are smaller."""
+def _transpose_contributions(M: int, weight: Tensor) -> bool:
+    """Whether to use channels_last weights as they are and transpose the contributions, which are smaller."""
     return weight.shape[2] > M and weight.permute(0, 1, 3, 4, 2).is_contiguous()
 
 
