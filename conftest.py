@@ -1,9 +1,11 @@
 """What every test shares, doctests in src included: seeds, the order of tests, and global state put back afterwards."""
 
+import importlib
 import os
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -57,6 +59,19 @@ hypothesis.settings.load_profile("fuzz" if FUZZ_UNTIL else "moesaic")
 def pytest_runtest_setup() -> None:
     if FUZZ_UNTIL and time.time() > FUZZ_UNTIL:
         pytest.skip("the time for fuzzing is over")
+
+
+SOURCE = Path(__file__).parent / "src"
+
+
+def pytest_collect_file(file_path: Path) -> None:
+    """Import a module of src by its name before pytest does so by its path.
+
+    Where nothing has imported the module's package yet, pytest would make a second copy of the module, with classes
+    of its own: its doctests then failed when they were collected first.
+    """
+    if file_path.suffix == ".py" and file_path.is_relative_to(SOURCE) and file_path.name != "__main__.py":
+        importlib.import_module(".".join(file_path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__"))
 
 
 def pytest_report_header() -> str:
