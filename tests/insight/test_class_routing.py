@@ -1,4 +1,4 @@
-"""Routing by class, against sums written out: information, its level by chance, naive Bayes, and who has enough images."""
+"""Routing by class, against sums written out: information, its level by chance, naive Bayes, receptive fields."""
 
 import math
 
@@ -47,7 +47,8 @@ def test_information_is_significant_above_chance_alone():
 
 @pytest.mark.parametrize(
     ("within", "between", "by_chance", "expected"),
-    [(0.25, 0.5, 0.25, False), (0.25, 0.5, 0.24, True), (None, 0.5, 0.1, False), (0.1, None, 0.1, False), (0.1, 0.5, None, False)],
+    [(0.25, 0.5, 0.25, False), (0.25, 0.5, 0.24, True), (None, 0.5, 0.1, False), (0.1, None, 0.1, False),
+     (0.1, 0.5, None, False)],
 )  # fmt: skip
 def test_gates_depend_on_the_class_where_the_difference_is_above_chance(within, between, by_chance, expected):
     assert GateDistances((), within, between, by_chance, None, 0.5).significant == expected

@@ -148,7 +148,10 @@ def fits(x: torch.Tensor, patches: int, **options) -> bool:
 def test_the_pooled_head_runs_where_patches_with_their_halos_are_no_larger_than_the_map():
     x = torch.zeros(1, 4, 8, 8)
     assert [fits(x, patches) for patches in (4, 5)] == [True, False]
-    assert [fits(torch.zeros(1, 4, 9, 8), patches, patch_size=6, gate_on="output") for patches in (2, 3)] == [True, False]
+    assert [fits(torch.zeros(1, 4, 9, 8), patches, patch_size=6, gate_on="output") for patches in (2, 3)] == [
+        True,
+        False,
+    ]
     # with a halo of one pixel on each side, a patch of 4 × 4 covers 6 × 6
     assert [fits(x, patches, gate_on="input") for patches in (1, 2)] == [True, False]
     assert fits(x, 2, gate_on="input", context="patch")

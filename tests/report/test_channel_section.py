@@ -247,7 +247,9 @@ def test_a_difference_is_told_where_its_interval_is_on_one_side_of_zero(low: flo
     assert all(part in text for part in verdict)
     assert "39.0 % with a wrong prediction, 38.0 % with a correct prediction." in text
     assert "Within classes" not in text
-    within = costs(right=right, wrong=wrong, extra_cost_when_wrong=found, extra_cost_within_classes=Estimate(-0.5, -1.0, 0.125))
+    within = costs(
+        right=right, wrong=wrong, extra_cost_when_wrong=found, extra_cost_within_classes=Estimate(-0.5, -1.0, 0.125)
+    )
     assert "Within classes the difference is −0.50 percentage points (−1.00 to 0.12)." in within
     assert "prediction" not in costs(right=None, wrong=wrong, extra_cost_when_wrong=found)
 
@@ -263,7 +265,10 @@ def test_classes_are_compared_if_three_have_enough_images():
     assert "up to 25.00 percentage points" in chance
     assert "too few images" in section(distances=replace(DISTANCES, by_chance=None))["patterns"]
     probe = section(distances=replace(DISTANCES, probe_accuracy=0.75))["patterns"]
-    assert "reaches 75\u00a0% accuracy on held-out images; always predicting the most frequent class would reach 40\u00a0%" in probe
+    assert (
+        "reaches 75\u00a0% accuracy on held-out images; always predicting the most frequent class would reach 40\u00a0%"
+        in probe
+    )
 
 
 def gate_chart(id: str, **changes):

@@ -529,7 +529,15 @@ def test_numbers_in_a_table_are_whole_or_have_three_digits():
 
 def test_the_legend_shows_markers_where_they_mean_nothing_else():
     plain, marked = (
-        draw(chart(plane(Points(tuple(replace(group, marker_label=label) for group, label in zip(GROUPS, labels, strict=True))))))
+        draw(
+            chart(
+                plane(
+                    Points(
+                        tuple(replace(group, marker_label=label) for group, label in zip(GROUPS, labels, strict=True))
+                    )
+                )
+            )
+        )
         for labels in (("", "", ""), ("class +1", "", ""))
     )
     assert [handle.get_marker() for handle in plain.legends[0].legend_handles] == ["+", "+"]

@@ -7,7 +7,18 @@ import pytest
 from training.example_comparison import comparison
 
 from moesaic.intervals import Estimate
-from moesaic.report.comparison_text import flops, lead, outcome, points, prefix_of, saved, saving, seconds, times, verdict
+from moesaic.report.comparison_text import (
+    flops,
+    lead,
+    outcome,
+    points,
+    prefix_of,
+    saved,
+    saving,
+    seconds,
+    times,
+    verdict,
+)
 from moesaic.training.paired_comparison import PairedComparison, Saving
 
 FOUND = comparison((250, 1000), [[70.0, 71.0], [80.0, 81.0]], [[72.0, 73.0], [82.0, 83.0]])

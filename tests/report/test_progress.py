@@ -126,7 +126,12 @@ def test_without_anything_done_or_any_time_there_is_the_share_alone():
     progress.begin("empty", total=0)
     clock.now = 40.0
     progress.advance(0)
-    assert file.getvalue().splitlines() == ["nothing done: 25 %", "no time: 25 %", "one done: 25 %, 30 s left", "empty: 100 %"]
+    assert file.getvalue().splitlines() == [
+        "nothing done: 25 %",
+        "no time: 25 %",
+        "one done: 25 %, 30 s left",
+        "empty: 100 %",
+    ]
 
 
 def test_a_bar_begins_at_zero_and_without_a_rate():
