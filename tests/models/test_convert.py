@@ -380,3 +380,18 @@ def test_a_training_step_updates_router_and_experts_of_an_upcycled_layer():
     F.cross_entropy(model(torch.randn(8, 3, 32, 32)), torch.arange(8) % 5).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert all(not torch.equal(before[key], value) for key, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("returned", ["another shape", "a tuple", "an error"])
+def test_a_subclass_that_returns_something_else_is_refused(returned: str):
+    class Odd(nn.Conv2d):
+        def forward(self, input: torch.Tensor):
+            y = super().forward(input)
+            if not self.training and input.shape[-1] != 8:  # only when it is probed
+                if returned == "an error":
+                    raise TypeError("takes no map of this size")
+                return (y,) if returned == "a tuple" else y[..., 1:]
+            return y
+
+    with pytest.raises(ValueError, match="is a Odd, which does not compute the plain layer of its weights"):
+        convert(one(Odd(3, 4, 3, padding=1)), "0", experts=2, input_size=8)

@@ -439,3 +439,16 @@ def test_options_out_of_range_are_refused_and_the_network_stays_as_it_was(option
     with pytest.raises(error, match=message):
         deepmoe(network, **{"num_classes": CLASSES, **options})
     assert str(network) == before
+
+
+@pytest.mark.parametrize(
+    ("convs", "named", "more"), [(2, 2, ""), (3, 3, ""), (4, 3, "; and 1 more"), (5, 3, "; and 2 more")]
+)
+def test_of_convolutions_that_cannot_be_gated_three_are_named(convs: int, named: int, more: str):
+    layers = [nn.Conv2d(4, 4, 3, padding=1, groups=2) for _ in range(convs)]
+    backbone = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, CLASSES))
+    with pytest.raises(ValueError, match="no convolution of Sequential can drop channels: ") as refused:
+        deepmoe(backbone, num_classes=CLASSES, in_channels=4)
+    reasons = str(refused.value).split("can drop channels: ")[1].split(". It can")[0]
+    assert reasons.endswith(more)
+    assert len(reasons.removesuffix(more).split("; ")) == named

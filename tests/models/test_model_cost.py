@@ -217,3 +217,8 @@ def test_dense_macs_of_a_gated_network_equal_those_of_the_plain_one():
     assert rows["backbone.body.2.third.0"].routed  # it reads gated channels
     assert not rows["backbone.body.2.shortcut.0"].routed
     assert not rows["backbone.body.0.0"].routed
+
+
+def test_experts_of_tokens_run_on_each_and_experts_of_samples_once():
+    model = nn.Sequential(nn.Flatten(2), SampleMoE(SampleRouter(8, 4), MLPExperts(4, 8, 10, 2)))
+    assert count_macs(model, (3, 2, 4)).routed_dense_macs == 3 * 4 * (8 * 10 + 10 * 2)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from moesaic.models.model_cost import count_macs
-from moesaic.models.vgg import VGG16, VGG16_WIDTHS
+from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
 from moesaic.papers.wang2019.vgg_widths import WIDENINGS, conv_macs, conv_parameters
 
 
@@ -79,3 +79,12 @@ def test_the_width_multiplier_scales_all_layers():
 def test_invalid_arguments_are_refused_with_the_limit(options, message):
     with pytest.raises(ValueError, match=message):
         VGG16(2, **options)
+
+
+def test_widenings_have_the_printed_widths():
+    assert VGG16_WIDENINGS == {
+        "w1_high": (64, 64, 128, 128, 256, 256, 256, 512, 512, 512, 512, 512, 2565),
+        "w1_mid": (64, 64, 128, 128, 2990, 256, 256, 512, 512, 512, 512, 512, 512),
+        "w4_low": (512, 512, 615, 615, 256, 256, 256, 512, 512, 512, 512, 512, 512),
+        "w13_all": (128, 128, 256, 256, 405, 405, 405, 615, 615, 615, 615, 615, 615),
+    }

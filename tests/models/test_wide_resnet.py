@@ -180,3 +180,40 @@ def test_bad_shapes_are_refused_with_a_way_out():
         WideResNet(10, 1, 2, fidelity="release")
     with pytest.raises(ValueError, match="cannot be shared by experts=7"):
         WideResNetPMoE(10, 1, 2, experts=7)
+
+
+def test_maps_are_halved_at_the_start_of_the_second_and_third_group():
+    model, sizes = WideResNet(16, 1, 2), {}
+    for name in ("stem", "group1", "group2", "group3"):
+        model.body.get_submodule(name).register_forward_hook(
+            lambda _, __, y, name=name: sizes.__setitem__(name, tuple(y.shape[1:]))
+        )
+    model(torch.zeros(1, 3, 32, 32))
+    assert sizes == {"stem": (16, 32, 32), "group1": (16, 32, 32), "group2": (32, 16, 16), "group3": (64, 8, 8)}
+    strides = [block.conv1.stride[0] for group in (1, 2, 3) for block in model.body.get_submodule(f"group{group}")]
+    assert strides == [1, 1, 2, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "experts", "patches", "patch", "kernel"),
+    [(16, 4, 4, 1, 1), (32, 4, 16, 1, 1), (36, 8, 1, 3, 3), (64, 8, 2, 4, 3), (100, 8, 3, 5, 3), (4, 4, 1, 1, 1)],
+)
+def test_patches_follow_the_size_of_the_map(size, experts, patches, patch, kernel):
+    moe = WideResNetPMoE(10, 1, 2, image_size=size).moe
+    assert (len(moe.experts), moe.patches_per_expert, moe.patch_size, moe.kernel_size) == (
+        experts, patches, patch, kernel,
+    )  # fmt: skip
+    assert WideResNetPMoE(10, 1, 2, image_size=size, fidelity="print").moe.kernel_size == 3
+
+
+def test_a_gate_on_the_input_leaves_experts_without_a_bias():
+    experts = WideResNetPMoE(10, 1, 2, gate_on="input").moe.experts
+    assert isinstance(experts, ConvExperts)
+    assert (experts.bias, experts.has_bias) == (None, False)
+    assert WideResNetPMoE(10, 1, 2, gate_on="output").moe.experts.bias is not None
+
+
+@pytest.mark.parametrize(("depth", "near"), [(4, 10), (9, 10), (11, 10), (15, 16), (-3, 10)])
+def test_a_depth_that_no_blocks_give_is_refused_with_the_nearest(depth, near):
+    with pytest.raises(ValueError, match=f"depth={depth}; it must be 6n \\+ 4, such as {near}$"):
+        WideResNet(depth, 1, 2)

@@ -1,19 +1,26 @@
 """The page on gates is whole, escapes names, says what was measured, and can be made of very little."""
 
+import io
 import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
-from moesaic.insight.channel_explanation import GatedOutputs
+from moesaic.insight.channel_explanation import ChannelExplanation, ChannelLayer, GatedOutputs
+from moesaic.insight.channel_metrics import ChannelUsage, GateDistances
 from moesaic.insight.explain import Explanation, ForwardPass, explain
+from moesaic.insight.image_cost import Costs, MeanCost
+from moesaic.intervals import Estimate
 from moesaic.report.channel_charts import gate_charts
 from moesaic.report.channel_figures import draw_patterns, thumbnail
+from moesaic.report.channel_section import GateFigures, channel_section
 from moesaic.report.explanation import About, Shown, write_explanation
 from moesaic.routing.channel_gate import ChannelGate
 
@@ -179,3 +186,123 @@ def test_a_strip_is_sorted_by_how_often_gates_are_open_and_dark_where_they_are()
 @pytest.mark.parametrize("channels", [1, 2, 3, 5])
 def test_images_of_any_number_of_channels_have_a_thumbnail(channels: int):
     assert thumbnail(torch.zeros(channels, 8, 6, dtype=torch.uint8)).startswith(b"\x89PNG")
+
+
+MEAN = MeanCost("all", 60, 40.0, (39.0, 41.0), 30.0, 50.0)
+COSTS = Costs(2_000_000, 100_000, (30.0, 50.0), None, MEAN, (MEAN,), None, None, None, None, None, (0,), (1,))
+DISTANCES = GateDistances(((0.1, 0.2, 0.3), (0.2, 0.1, 0.4), (0.3, 0.4, 0.1)), 0.1, 0.3, 0.05, None, 0.4)
+
+
+def section(layers: int = 1, images: tuple[int, ...] = (20, 20, 20), block: int = 1, **changes) -> dict[str, str]:
+    """The sentences on a network of which these numbers are known."""
+    usage = ChannelUsage(60, 4, (0,), (1,), (2, 3), 0.5, 0.1, 3)
+    layer = ChannelLayer("conv", block, changes.pop("usage", usage), ((0.5,) * 4,) * 3, DISTANCES)
+    channels = replace(ChannelExplanation((layer,) * layers, DISTANCES, (), None, COSTS), **changes)
+    explanation = SimpleNamespace(channels=channels, by="label", class_names=NAMES, class_images=images)
+    return channel_section(explanation, GateFigures(None, None, (), ()))  # type: ignore[arg-type]
+
+
+def costs(**changes) -> str:
+    return section(costs=replace(COSTS, **changes))["costs"]
+
+
+def test_the_summary_counts_convolutions_gates_and_blocks():
+    assert "gates for 4 channels in one convolution." in section()["summary"]
+    assert "gates for 8 channels in 2 convolutions." in section(layers=2)["summary"]
+    assert "gates for 4 blocks of channels in one" in section(block=2)["summary"]
+    assert "50\u00a0% of the gates are open for an image, and it costs 40.0 %" in section()["summary"]
+    assert "(from 30.0 % to 50.0 %)" in section()["summary"]
+    assert section()["summary"].endswith("Dead channels could be removed from the network.")
+    alive = ChannelUsage(60, 4, (), (1,), (2, 3), 0.5, 0.1, 3)
+    assert section(usage=alive)["summary"].endswith("1 are always on and 0 are dead.")
+    few, many = section(layers=6), section(layers=7)
+    assert few["drawn_layers"] == ""
+    assert many["drawn_layers"].startswith("6 of 7 layers are shown")
+    assert [len(section(layers=count)["columns"]) for count in (16, 17)] == [16, 16]
+
+
+@pytest.mark.parametrize(
+    ("macs", "text"),
+    [(2_000_000_000, "2 billion"), (1_000_000_000, "1 billion"), (1_000_000, "1 million"), (999_999, "999,999")],
+)
+def test_multiply_adds_are_told_in_millions_and_billions(macs: int, text: str):
+    assert f"takes {text} multiply-adds per image" in costs(dense_macs=macs)
+    assert "with gates the mean cost is 40.0 % (39.0 to 41.0) of that; 5.0 % are fixed" in costs().lower()
+    assert costs(all=replace(MEAN, least=40.0, most=40.0)).endswith("Every image costs the same.")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.1, 2.0, ("are more expensive", "more certain about expensive images")),
+        (-2.0, -0.1, ("are cheaper", "more certain about cheap images")),
+        (0.0, 2.0, ("do not differ significantly", "not significantly correlated")),
+        (-2.0, 0.0, ("do not differ significantly", "not significantly correlated")),
+    ],
+)
+def test_a_difference_is_told_where_its_interval_is_on_one_side_of_zero(low: float, high: float, verdict):
+    found = Estimate((low + high) / 2, low, high)
+    right, wrong = replace(MEAN, mean=38.0, interval=None), replace(MEAN, mean=39.0, least=1.0, most=1.0)
+    text = costs(right=right, wrong=wrong, extra_cost_when_wrong=found, certainty=found)
+    assert all(part in text for part in verdict)
+    assert "39.0 % with a wrong prediction, 38.0 % with a correct prediction." in text
+    assert "Within classes" not in text
+    within = costs(
+        right=right, wrong=wrong, extra_cost_when_wrong=found, extra_cost_within_classes=Estimate(-0.5, -1.0, 0.125)
+    )
+    assert "Within classes the difference is −0.50 percentage points (−1.00 to 0.12)." in within
+    assert "prediction" not in costs(right=None, wrong=wrong, extra_cost_when_wrong=found)
+
+
+def test_classes_are_compared_if_three_have_enough_images():
+    text = section()["patterns"]
+    assert "same class differ in 10.0 % of all gates, two images of different classes in 30.0 %" in text
+    assert f"gates of “{NAMES[0]}” and “{NAMES[1]}” (20.0 %) are most similar" in text
+    assert f"those of “{NAMES[1]}” and “{NAMES[2]}” (40.0 %) least similar" in text
+    assert "most similar" not in section(images=(20, 20, 19))["patterns"]
+    chance = section(distances=replace(DISTANCES, by_chance=0.25))["patterns"]
+    assert "do not show that the gates depend on the class" in chance
+    assert "up to 25.00 percentage points" in chance
+    assert "too few images" in section(distances=replace(DISTANCES, by_chance=None))["patterns"]
+    probe = section(distances=replace(DISTANCES, probe_accuracy=0.75))["patterns"]
+    assert (
+        "reaches 75\u00a0% accuracy on held-out images; always predicting the most frequent class would reach 40\u00a0%"
+        in probe
+    )
+
+
+def gate_chart(id: str, **changes):
+    layer = ChannelLayer("conv", 1, ChannelUsage(60, 4, (), (), (), 0.5, 0.1, 3), (), DISTANCES)
+    unknown = replace(layer, distances=replace(DISTANCES, within=None))
+    made = replace(ChannelExplanation((unknown, layer, layer), DISTANCES, (), None, COSTS), **changes)
+    return next((chart for chart in gate_charts(made, NAMES, torch.zeros(2).long()) if chart.id == id), None)
+
+
+def test_distances_are_drawn_in_percent_by_the_number_of_the_layer_if_two_have_them():
+    between, within = gate_chart("distances").panels[0].series
+    assert (between.x, between.y) == ((2.0, 3.0), pytest.approx((30.0, 30.0)))
+    assert within.y == pytest.approx((10.0, 10.0))
+    alone = ChannelLayer("conv", 1, ChannelUsage(60, 4, (), (), (), 0.5, 0.1, 3), (), DISTANCES)
+    assert gate_chart("distances", layers=(alone,)) is None
+
+
+@pytest.mark.parametrize(("wrong", "lines"), [(19, ["all images"]), (20, ["correct prediction", "wrong prediction"])])
+def test_costs_are_drawn_apart_if_twenty_predictions_are_wrong(wrong: int, lines: list[str]):
+    cost = (30.0, *([50.0] * (59 + wrong)))
+    correct = (*([True] * 60), *([False] * wrong))
+    series = gate_chart("costs", costs=replace(COSTS, cost=cost, is_correct=correct)).panels[0].series
+    assert [line.label for line in series] == lines
+    first, images = series[0], 60 if len(lines) > 1 else 60 + wrong
+    assert (first.x[0], first.x[-1], len(first.x)) == (30.0, 50.0, 50)
+    one = 100 / images
+    assert (*first.y[:4], *first.y[-3:]) == pytest.approx((0.0, one, one, 0.0, 100 - one, 100 - one, 0.0))
+
+
+def test_a_thumbnail_is_enlarged_to_at_least_64_pixels():
+    def size(height: int, width: int) -> tuple[int, int]:
+        return Image.open(io.BytesIO(thumbnail(torch.zeros(3, height, width, dtype=torch.uint8)))).size
+
+    assert [size(8, 6), size(64, 70), size(63, 70)] == [(66, 88), (70, 64), (140, 126)]
+    pixels = torch.tensor([10, 128, 255], dtype=torch.uint8).view(3, 1, 1)
+    assert Image.open(io.BytesIO(thumbnail(pixels))).getpixel((0, 0)) == (10, 128, 255)
+    assert Image.open(io.BytesIO(thumbnail(pixels[:2]))).getpixel((63, 63)) == (10, 10, 10)

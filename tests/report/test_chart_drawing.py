@@ -17,7 +17,8 @@ from papers.engine.example_findings import CHARTS, SECOND_CHARTS
 
 from moesaic.report import draw, to_svg, write_figures
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
-from moesaic.report.style import COLOURS
+from moesaic.report.chart_drawing import panel_width
+from moesaic.report.style import COLOURS, MANY_POINTS, MAX_ROLES
 
 FIGURE_4, FIGURE_5, FIGURE_8 = CHARTS
 REGIONS, MULTIPLES, TABLE, _ = SECOND_CHARTS
@@ -459,3 +460,146 @@ def test_what_cannot_be_drawn_is_refused_with_the_reason(fault: Chart, complaint
     with pytest.raises(ValueError, match=complaint):
         write_figures(tmp_path, [fault])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_limits_leave_a_twentieth_of_the_range_on_each_side():
+    axes = draw(chart(lines(Series("a", "cnn", (0.0, 100.0), (10.0, 20.0))))).axes[0]
+    assert axes.get_xlim() == pytest.approx((-5.0, 105.0))
+    assert axes.get_ylim() == pytest.approx((9.5, 20.5))
+    logarithmic = draw(chart(lines(Series("a", "cnn", (1.0, 100.0), (1.0, 10.0)), log_x=True, log_y=True))).axes[0]
+    assert logarithmic.get_xlim() == pytest.approx((100**-0.05, 100**1.05))
+    assert logarithmic.get_ylim() == pytest.approx((10**-0.05, 10**1.05))
+
+
+def test_a_single_value_has_room_around_it():
+    axes = draw(chart(lines(Series("a", "cnn", (0.0,), (20.0,))))).axes[0]
+    assert axes.get_xlim() == (-1.0, 1.0)
+    assert axes.get_ylim() == (18.0, 22.0)
+    logarithmic = draw(chart(lines(Series("a", "cnn", (3.0,), (1.0,)), log_x=True))).axes[0]
+    assert logarithmic.get_xlim() == pytest.approx((2.0, 4.5))
+
+
+def test_a_level_beyond_the_lines_is_within_the_limits():
+    axes = draw(chart(lines(Series("a", "cnn", (1.0, 2.0), (1.0, 2.0)), level=12.0))).axes[0]
+    assert axes.get_ylim() == pytest.approx((0.45, 12.55))
+    (label,) = axes.texts
+    assert label.get_text() == "12"
+    assert label.xy == (1, 12.0)
+
+
+def test_ticks_are_at_least_seven_percent_of_the_axis_apart():
+    axes = draw(chart(lines(Series("a", "cnn", (0.0, 7.0, 8.0, 100.0), (1.0,) * 4)))).axes[0]
+    assert axes.get_xticks().tolist() == [0, 8, 100]  # 7.7 of the axis' 110
+
+
+def test_thirty_points_have_markers_and_more_have_none():
+    def drawn(points: int) -> Axes:
+        x = tuple(float(i) for i in range(points))
+        return draw(chart(lines(Series("a", "cnn", x, x)))).axes[0]
+
+    assert [bool(drawn(points).containers) for points in (MANY_POINTS, MANY_POINTS + 1)] == [True, False]
+
+
+def test_points_are_smaller_where_there_are_many():
+    def size(points: int) -> float:
+        x = tuple(float(i) for i in range(points))
+        (line,) = draw(chart(plane(Points((Group("a", "a", x, x),))))).axes[0].lines
+        return line.get_markersize()
+
+    assert [size(points) for points in (100, 101, 500, 501)] == [5.0, 3.8, 3.8, 2.8]
+
+
+def test_the_letters_of_a_table_are_smaller_where_it_has_more_than_eight_columns():
+    def size(columns: int) -> float:
+        names = tuple(str(i) for i in range(columns))
+        counts = Counts(("a",), names, ((1.0,) * columns,))
+        return draw(chart(Panel("", "", "", counts=counts))).axes[0].texts[0].get_fontsize()
+
+    assert [size(columns) for columns in (8, 9)] == [8.5, 7]
+
+
+def test_numbers_in_a_table_are_whole_or_have_three_digits():
+    counts = Counts(("a",), ("b", "c", "d"), ((2.5, 1234.0, 0.0),))
+    assert [text.get_text() for text in draw(chart(Panel("", "", "", counts=counts))).axes[0].texts] == [
+        "2.5", "1,234", "0",
+    ]  # fmt: skip
+    empty = draw(chart(Panel("", "", "", counts=Counts(("a",), ("b", "c"), ((0.0, 0.0),))))).axes[0]
+    assert np.asarray(empty.collections[0].get_array()).ravel().tolist() == [0, 0]
+
+
+def test_the_legend_shows_markers_where_they_mean_nothing_else():
+    plain, marked = (
+        draw(
+            chart(
+                plane(
+                    Points(
+                        tuple(replace(group, marker_label=label) for group, label in zip(GROUPS, labels, strict=True))
+                    )
+                )
+            )
+        )
+        for labels in (("", "", ""), ("class +1", "", ""))
+    )
+    assert [handle.get_marker() for handle in plain.legends[0].legend_handles] == ["+", "+"]
+    assert [handle.get_marker() for handle in marked.legends[0].legend_handles] == ["s", "s", "+"]
+
+
+def test_regions_reach_half_a_step_beyond_their_centres():
+    regions = Regions((1.0, 3.0, 5.0), (10.0,), ("expert-1",), ((0, 0, 0),))
+    (image,) = draw(chart(plane(Points((), regions)))).axes[0].images
+    assert list(image.get_extent()) == [0.0, 6.0, 9.5, 10.5]
+
+
+@pytest.mark.parametrize("scores", [(0.0, 2.0), (-2.0, 0.0)])
+def test_a_score_of_zero_is_no_boundary_alone(scores: tuple[float, float]):
+    regions = Regions((0.0, 1.0), (0.0, 1.0), scores=(scores, scores))
+    assert not draw(chart(plane(Points(GROUPS, regions)))).axes[0].collections
+    turning = Regions((0.0, 1.0), (0.0, 1.0), scores=((-0.5, 0.5),) * 2)
+    assert draw(chart(plane(Points(GROUPS, turning)))).axes[0].collections
+
+
+@pytest.mark.parametrize(
+    ("panels", "columns", "inches"),
+    [(1, None, (4.7, 3.3)), (3, None, (13.5, 3.3)), (4, None, (13.5, 6.4)), (3, 3, (10.2, 2.7)), (4, 4, (9.5, 1.95))],
+)
+def test_more_columns_have_smaller_panels(panels: int, columns: int | None, inches: tuple[float, float]):
+    each = Panel("", "x", "y", blocks=Blocks((1.0,), (1.0,), ((0.5,),)))  # no legend
+    figure = draw(replace(chart(*[each] * panels), columns=columns))
+    assert tuple(figure.get_size_inches()) == pytest.approx(inches)
+    assert panel_width(replace(chart(each), columns=columns)) == pytest.approx({None: 4.4, 3: 3.3, 4: 2.3}[columns])
+
+
+def test_a_table_is_as_high_as_its_rows_and_titles_and_legend_add_to_it():
+    table = Panel("", "", "", counts=Counts(("a", "b", "c"), ("d",), ((1.0,),) * 3))
+    assert draw(chart(table)).get_size_inches()[1] == pytest.approx(1.0 + 3 * 0.32 + 0.2)
+    titled = replace(chart(table, table), columns=1, row_titles=("one", "two"))
+    assert draw(titled).get_size_inches()[1] == pytest.approx(2 * (1.0 + 3 * 0.32 + 0.3) + 0.2)
+    line = lines(Series("a", "cnn", (1.0,), (1.0,)))
+    assert draw(chart(line)).get_size_inches()[1] == pytest.approx(3.1 + 0.2 + 0.19)
+    alone = replace(chart(line, line), columns=2)
+    assert draw(alone, 0).get_size_inches() == pytest.approx((4.4, 3.3))
+    assert draw(alone, "legend").get_size_inches() == pytest.approx((4.4, 0.1 + 0.19))
+    uneven = draw(chart(table, line))
+    assert uneven.get_size_inches()[1] == pytest.approx(3.1 + 0.2 + 0.19)
+
+
+def test_a_legend_has_as_many_columns_as_fit_and_even_rows():
+    def columns(label: str, count: int) -> int:
+        panel = lines(*(Series(f"{label}{i}", "cnn", (1.0,), (1.0,)) for i in range(count)))
+        return draw(chart(panel)).legends[0]._ncols  # type: ignore[attr-defined]
+
+    # 4.7 inches of 13 letters, each entry with 7 more than its label: 61 // 10 and 61 // 20 fit
+    assert columns("ab", 6) == 6
+    assert columns("ab", 7) == 4
+    assert columns("twelve chars", 3) == 3
+    assert columns("twelve chars", 4) == 2
+    assert columns("x" * 80, 2) == 1
+
+
+def test_a_role_too_many_is_refused_and_one_fewer_is_drawn():
+    def groups(count: int) -> Chart:
+        return chart(plane(Points(tuple(Group(str(i), str(i), (0.0,), (0.0,)) for i in range(count)))))
+
+    assert len({line.get_color() for line in draw(groups(MAX_ROLES)).axes[0].lines}) == MAX_ROLES
+    with pytest.raises(ValueError, match="more roles"):
+        draw(groups(MAX_ROLES + 1))

@@ -2,6 +2,7 @@
 
 import io
 
+import pytest
 from rich.console import Console
 
 from moesaic.report.progress import Bars, Lines, watch_progress
@@ -87,6 +88,59 @@ def test_long_times_are_told_in_minutes_and_hours():
     clock.now = 1100.0
     progress.advance(10)
     assert "other: 10 %, 15 min left" in file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("remaining", "shown"), [(89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (36_000, "10.0 h")]
+)
+def test_seconds_end_at_a_minute_and_a_half_and_minutes_at_an_hour_and_a_half(remaining: int, shown: str):
+    progress, clock, file = lines()
+    progress.begin("cell", total=10 + remaining)
+    clock.now = 10.0
+    progress.advance(10)
+    assert file.getvalue().endswith(f" %, 1 trial-epochs/s, {shown} left\n")
+
+
+def test_a_rate_below_one_per_second_is_not_shown_and_nothing_is_left_beyond_the_total():
+    progress, clock, file = lines()
+    progress.begin("cell", total=8)
+    clock.now = 10.0
+    progress.advance(9)
+    assert file.getvalue() == "cell: 112 %, 0 s left\n"
+
+
+def test_without_anything_done_or_any_time_there_is_the_share_alone():
+    progress, clock, file = lines()
+    progress.begin("nothing done", total=4, done=1)
+    clock.now = 10.0
+    progress.advance(0)
+    progress.end()
+    clock.now = 20.0
+    progress.begin("no time", total=4)
+    progress.advance(1)
+    progress.end()
+    progress.begin("one done", total=4)
+    clock.now = 30.0
+    progress.advance(1)
+    progress.end()
+    progress.begin("empty", total=0)
+    clock.now = 40.0
+    progress.advance(0)
+    assert file.getvalue().splitlines() == [
+        "nothing done: 25 %",
+        "no time: 25 %",
+        "one done: 25 %, 30 s left",
+        "empty: 100 %",
+    ]
+
+
+def test_a_bar_begins_at_zero_and_without_a_rate():
+    file = io.StringIO()
+    bars = Bars(Console(file=file, force_terminal=True, width=120, legacy_windows=False))
+    bars.begin("cell", total=100)
+    bars.display.refresh()
+    assert "trial-epochs/s" not in file.getvalue(), "no rate before anything is done"
+    assert bars.display.tasks[0].completed == 0
 
 
 def test_messages_are_shown_at_once_and_as_they_are():

@@ -56,3 +56,33 @@ def test_noise_falls_to_nothing_by_the_end_of_the_joint_stage():
 def test_settings_that_cannot_be(options, error, message):
     with pytest.raises(error, match=message):
         GateRecipe(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"embedding_weight": 0.0, "noise": 0.0, "distill_weight": 0.0, "l1_weight": 0.0},
+        {"warmup_fraction": 0.0, "min_open": 0.0},
+        {"warmup_fraction": 1.0, "joint_fraction": 1.0, "target_macs": 1.0},
+    ],
+)
+def test_settings_at_the_limits_are_taken(options):
+    GateRecipe(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"joint_fraction": 0.0}, {"joint_fraction": 1.01}, {"warmup_fraction": -0.01}, {"warmup_fraction": 1.01},
+        {"min_open": 1.0}, {"min_open": -0.01}, {"target_macs": 0.0}, {"target_macs": 1.01},
+        {"distill_temperature": 0.0}, {"embedding_weight": -0.01}, {"noise": float("inf")}, {"l1_weight": -0.01},
+    ],
+)  # fmt: skip
+def test_settings_beyond_the_limits_are_refused(options):
+    with pytest.raises(ValueError, match=f"GateRecipe: {next(iter(options))}="):
+        GateRecipe(**options)
+
+
+def test_a_warmup_that_lasts_until_the_target_is_due_keeps_gates_open_to_the_end():
+    gates = GateRecipe(target_macs=0.5, warmup_fraction=0.9)
+    assert [gates.cost_at(progress, 1.0) for progress in (0.0, 0.95, 1.0)] == [1.0, 1.0, 0.5]

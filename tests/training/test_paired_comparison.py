@@ -1,6 +1,7 @@
 """What runs say about two models: nothing that chance could have said, and everything the intervals allow."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -129,3 +130,47 @@ def test_every_other_model_is_compared_with_the_first():
     found = comparison(SIZES, noisy(70, 80, 90), noisy(80, 90, 95), noisy(60, 70, 80))
     assert [(each.baseline, each.model) for each in paired_comparisons(found)] == [("cnn", "pmoe"), ("cnn", "third")]
     assert [each.saving.saver for each in paired_comparisons(found)] == ["pmoe", "cnn"]
+
+
+def test_the_level_of_a_model_that_is_always_ahead_is_what_it_reaches_with_the_fewest_labels():
+    saving = only(comparison(SIZES, noisy(60, 70, 80), noisy(85.6, 90, 95))).saving
+    assert saving.level == 85
+    # ahead by what may be chance, or no further than guessing
+    for tables, guessing in (((noisy(60, 70, 80), noisy(80.1, 90, 95, noise=(-3, 0, 3))), 40.0),
+                             ((noisy(50, 50, 50), noisy(60, 61, 62)), 60.0)):  # fmt: skip
+        saving = only(comparison(SIZES, *tables, guessing=guessing)).saving
+        assert saving is None or saving.share.high < math.inf
+
+
+def test_of_two_models_the_one_that_only_guesses_is_named():
+    # its best mean is the lower one, although a single trial of it has the highest accuracy
+    cnn, pmoe = [[50.0, 50.0], [44.0, 50.0]], [[48.0, 51.0], [47.0, 51.0]]
+    assert only(comparison((250, 500), cnn, pmoe, guessing=50.0)).open.startswith("pmoe does not get beyond guessing")
+    assert only(comparison((250, 500), pmoe, cnn, guessing=50.0)).open.startswith("cnn does not get beyond guessing")
+
+
+def test_models_at_the_level_with_the_fewest_labels_have_nothing_to_save_and_one_below_does():
+    both = only(comparison(SIZES, noisy(90.0, 90.0, 90.0, noise=(0, 0)), noisy(90.0, 90.0, 90.0, noise=(0, 0))))
+    assert both.open == "both are at 90 % with the fewest labels tried, 250; try fewer"
+    level = only(comparison(SIZES, noisy(80.0, 85.0, 90.0, noise=(0, 0)), noisy(90.0, 90.0, 90.0, noise=(0, 0)))).saving
+    assert (level.saver, level.level, level.at_least) == ("pmoe", 90, True)
+
+
+def test_a_level_has_a_decimal_where_whole_percents_are_below_the_start():
+    tables = noisy(80.15, 80.3, 80.55, noise=(0, 0)), noisy(80.25, 80.5, 80.75, noise=(0, 0))
+    assert only(comparison(SIZES, *tables)).saving.level == 80.5
+
+
+def test_an_open_saving_tells_its_interval():
+    pair = only(comparison(SIZES, noisy(70, 80, 90, noise=(-3, 0, 3)), noisy(71, 81, 91, noise=(3, 0, -3))))
+    low, high = re.search(r"anything from (−?[\d∞]+) to (−?[\d∞]+) %; more trials", pair.open).groups()
+    assert low.startswith("−")
+    assert not high.startswith("−")
+
+
+def test_work_is_told_to_an_accuracy_above_guessing_alone():
+    tables = noisy(60.0, 70.0, noise=(0, 0)), noisy(65.0, 71.0, noise=(0, 0))
+    assert only(comparison((250, 500), *tables, guessing=69.0)).work.level == 70
+    pair = only(comparison((250, 500), *tables, guessing=70.0))
+    assert pair.work is None
+    assert pair.no_work == "some run with 500 labels does not get beyond guessing, 70 %"

@@ -96,3 +96,31 @@ def test_values_that_make_no_sense_are_refused(options, fault):
 def test_a_rate_that_is_no_number_is_refused():
     with pytest.raises(TypeError, match="lr='fast' is a str"):
         Recipe(epochs=1, lr="fast")  # pyright: ignore[reportArgumentType]
+
+
+def test_without_a_number_the_warmup_takes_a_twentieth_of_the_epochs():
+    assert [Recipe(epochs=40, lr=1.0).lr_at(epoch) for epoch in (0.5, 1.0, 2.0)] == [0.25, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.0, "weight_decay": 0.0, "balance_weight": 0.0, "router_lr": 0.0, "momentum": 0.0},
+        {"label_smoothing": 0.0, "milestones": (0.0, 1.0), "warmup_epochs": 5},
+        {"grad_accum": 128, "ema_decay": 0.001, "clip_grad": 1e-6},
+    ],
+)
+def test_values_at_the_limits_are_taken(options):
+    Recipe(**{"epochs": 5, **options})
+
+
+def test_images_that_fill_one_batch_are_enough_where_the_rest_is_left_out():
+    recipe = Recipe(epochs=1, batch_size=4, drop_last=True)
+    assert recipe.batch_sizes(4) == [4]
+    assert recipe.batch_sizes(11) == [4, 4]
+    with pytest.raises(ValueError, match="batch_size=4, but there are 3 images"):
+        recipe.batch_sizes(3)
+
+
+def test_a_cosine_is_halfway_at_the_middle_of_what_follows_the_warmup():
+    assert Recipe(epochs=12, lr=2.0, warmup_epochs=4).lr_at(8) == pytest.approx(1.0)

@@ -126,3 +126,12 @@ def test_names_make_safe_file_names(tmp_path: Path):
     path = ResultCache(tmp_path).path("../l = 4 / N: 300\n" + "x" * 300, SPEC)
     assert path.parent == tmp_path
     assert len(path.name) < 100
+
+
+def test_a_cell_keeps_the_seconds_of_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    now = iter([100.0, 107.5])
+    monkeypatch.setattr("moesaic.training.result_cache.time.perf_counter", lambda: next(now))
+    ResultCache(tmp_path).get_or_run("a cell", SPEC, Work())
+    found = ResultCache(tmp_path).find("a cell", SPEC)
+    assert found is not None
+    assert found.seconds == 7.5

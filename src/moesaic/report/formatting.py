@@ -23,7 +23,7 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
     finite = [each for each in (value, *near) if math.isfinite(each)]
     largest = max(abs(each) for each in finite)
     digits = 2 - math.floor(math.log10(largest)) if largest else 0
-    if near and largest >= 1:
+    if near and largest:
         width = max(finite) - min(finite)
         # 99.6 and 100.0, not 100 and 100; 99.46 and 99.61, not 99.5 and 99.6
         digits = max(digits, 2 if 0 < width < 0.5 else 1 if width < 5 else 0)
@@ -35,13 +35,13 @@ def number(value: float, *, near: Sequence[float] = ()) -> str:
 
 
 def percent(share: float) -> str:
-    r"""A share in percent without decimals, but never 100 for less than 1.
+    r"""A share in percent without decimals, but never 0 for more than 0 and never 100 for less than 1.
 
     >>> percent(0.5), percent(0.9996), percent(1.0), percent(0.001)
     ('50\xa0%', '99.9\xa0%', '100\xa0%', '0.1\xa0%')
     """
     value = 100 * share
-    if 0.5 <= value < 99.5 or value in (0.0, 100.0):
+    if 0.5 < value < 99.5 or value in (0.0, 100.0):
         return f"{value:.0f}\u00a0%"
     return f"{min(value, 99.9):.1f}\u00a0%" if value >= 0.1 else "below 0.1\u00a0%"
 
