@@ -218,6 +218,10 @@ class _Places(ast.NodeVisitor):
             for value in {node.value + 1, node.value - 1 if node.value else 1}:
                 self._add(node, value=value)
 
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":  # an assertion that iterables are equally long
+            self.generic_visit(node)
+
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
         if name in QUIET_CALLS:
