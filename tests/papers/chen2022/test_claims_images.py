@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
+from moesaic.insight.metrics import entropy_of_counts
 from moesaic.papers.chen2022.claims_images import CHECKS
 from moesaic.papers.chen2022.experiments_images import (
     CAR,
@@ -58,6 +60,8 @@ def test_a_cell_counts_every_test_image_once(measured):
     assert measured.dispatch.shape == (2, 10, 4)
     assert (measured.dispatch.sum(2) == 2).all()  # two of each class, upright and turned
     assert len(measured.accuracies) == len(measured.losses) == len(measured.entropies) == 2
+    by_class = torch.from_numpy(measured.dispatch.sum(0))  # (classes, experts), turned or not
+    assert measured.entropies[-1] == pytest.approx(entropy_of_counts(by_class), abs=1e-5)
     assert measured.accuracy == measured.accuracies[-1]
 
 
