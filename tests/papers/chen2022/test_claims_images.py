@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
+from moesaic.insight.metrics import entropy_of_counts
 from moesaic.papers.chen2022.claims_images import CHECKS
 from moesaic.papers.chen2022.experiments_images import (
     CAR,
@@ -58,6 +60,8 @@ def test_a_cell_counts_every_test_image_once(measured):
     assert measured.dispatch.shape == (2, 10, 4)
     assert (measured.dispatch.sum(2) == 2).all()  # two of each class, upright and turned
     assert len(measured.accuracies) == len(measured.losses) == len(measured.entropies) == 2
+    by_class = torch.from_numpy(measured.dispatch.sum(0))  # (classes, experts), turned or not
+    assert measured.entropies[-1] == pytest.approx(entropy_of_counts(by_class), abs=1e-5)
     assert measured.accuracy == measured.accuracies[-1]
 
 
@@ -278,6 +282,7 @@ def test_two_trials_on_the_same_images_are_known_no_better_than_one():
     one = evaluate("table2-rotate-resnet18", leads("rotate", "resnet18", 1.0)).interval
     two = evaluate("table2-rotate-resnet18", leads("rotate", "resnet18", 1.0, 1.0)).interval
     assert one == pytest.approx(two)
+    assert evaluate("table2-rotate-resnet18", leads("rotate", "resnet18", 1.0, 1.0, 1.0)).interval == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +292,11 @@ def test_two_trials_on_the_same_images_are_known_no_better_than_one():
         ((2.0, 2.1, 1.9, 2.2, 2.0), "fails: the mixture is ahead"),
         ((-2.0, -2.1, -1.9, -2.2, -2.0), "fails: the mixture is behind"),
         ((1.0, 0.8, 1.1, 0.9, 1.2), "partly"),
+        ((-1.0, -0.8, -1.1, -0.9, -1.2), "partly"),
+        ((1.0, 1.0, 1.0), "holds"),
+        ((-1.0, -1.0, -1.0), "holds"),
+        ((1.125, 1.125, 1.125), "fails: the mixture is ahead"),
+        ((-1.125, -1.125, -1.125), "fails: the mixture is behind"),
     ],
 )
 def test_level_is_within_a_point(points, verdict):
@@ -338,6 +348,14 @@ def test_frogs_and_ships_must_be_many_and_apart(frogs, ships, verdict):
     assert found.verdict.startswith(verdict)
 
 
+def test_the_class_with_the_smaller_share_counts_with_its_own_sampling():
+    spread = dispatch((450, 25, 15, 10), (100, 700, 100, 100))
+    found = evaluate("fig7-frog-ship", experiment(rotate_resnet18_mixture=[run(dispatch=spread)]))
+    assert found.measured == pytest.approx(70)
+    assert found.interval is not None
+    assert found.interval[1] - 70 == pytest.approx(1.96 * math.sqrt(70 * 30 / 500))  # of the fewer images, 500
+
+
 def test_frogs_and_ships_apart_in_one_trial_of_two_is_partly():
     apart, together = dispatch((900, 50, 30, 20), (20, 900, 50, 30)), dispatch((900, 50, 30, 20), (900, 50, 30, 20))
     found = evaluate(
@@ -364,13 +382,22 @@ def test_charts_show_curves_points_and_counts():
     assert [(chart.paper, chart.where) for chart in found] == [("chen2022", "Table 2"), ("chen2022", "Figure 7")]
     (accuracy,) = found[0].panels
     assert [series.y[-1] for series in accuracy.series] == [81.0, 82.0]
+    assert [series.x for series in accuracy.series] == [(1.0, 2.0)] * 2
+    assert accuracy.series[0].spread is None  # one trial
+    assert accuracy.series[1].spread == pytest.approx((0, 8**0.5))
+    assert (found[0].columns, found[1].columns) == (None, 2)
     turned, two, table = found[1].panels
     assert turned.points is not None
     assert two.points is not None
     assert sum(len(group.x) for group in turned.points.groups) == 60
     assert {(group.label, len(group.x)) for group in two.points.groups} == {("frog", 20), ("ship", 20)}
     assert table.counts is not None
+    assert [(group.label, group.role) for group in turned.points.groups] == [
+        ("expert 1", "expert-1"),
+        ("expert 3", "expert-3"),
+    ]
     assert table.counts.rows == CIFAR10_CLASSES
+    assert table.counts.columns == ("expert 1", "expert 2", "expert 3", "expert 4")
     assert table.counts.values[FROG] == (9, 0, 0, 0)
 
 

@@ -234,6 +234,8 @@ def test_the_plane_has_every_test_sample_once_with_its_class(really: dict[str, C
         assert panel.points is not None
         of_class = {mark: sum(len(g.x) for g in panel.points.groups if g.marker == mark) for mark in "+-"}
         assert of_class == {"+": int(labels.sum()), "-": 60 - int(labels.sum())}
+        assert {g.label for g in panel.points.groups} <= {f"expert {number}" for number in range(1, 5)}
+        assert all(g.role == g.label.replace(" ", "-") for g in panel.points.groups)
         regions = panel.points.regions
         assert regions is not None
         assert regions.scores is not None

@@ -391,6 +391,13 @@ def test_groups_tell_whether_routing_avoids_the_spurious_feature(wrn, pmoe, verd
         assert found.measured == pytest.approx(sign * (pmoe[1] - wrn[1]))
 
 
+@pytest.mark.parametrize(("other", "verdict"), [(50.5, "holds"), (49.5, "fails")])
+def test_a_clear_lead_on_groups_decides_however_small(other: float, verdict: str):
+    results = by_group((95, 50), (95, other), spread=0.01)
+    assert evaluated("fig11-worst-group", results).verdict == verdict
+    assert evaluated("fig11-gap", results).verdict == verdict
+
+
 FOUR = {1250: 60.0, 2500: 70.0, 5000: 80.0}
 
 

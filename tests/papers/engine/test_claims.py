@@ -3,7 +3,15 @@
 import pytest
 
 from moesaic.intervals import Estimate
-from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_least_published, at_most, below
+from moesaic.papers.engine.decision_rules import (
+    CheckResult,
+    above_zero,
+    ahead_everywhere,
+    at_least,
+    at_least_published,
+    at_most,
+    below,
+)
 
 
 def decided(result: CheckResult) -> str:
@@ -35,3 +43,41 @@ def test_a_limit_of_three(low: float, high: float, least: str, most: str, less: 
 def test_a_published_value_is_reached_within_its_margin(low: float, verdict: str):
     assert decided(at_least_published(Estimate(93.0, low, 94.0), 95.0, 3.0)) == verdict
     assert decided(at_least_published(Estimate(90.0, 88.0, 91.9), 95.0, 3.0)) == "fails"
+
+
+def test_an_undecided_verdict_names_its_limit():
+    estimate = Estimate(93.0, 91.0, 94.0)
+    reason = "partly: undecided, the interval lies on both sides of 92"
+    assert at_most(estimate, 92.0).verdict == below(estimate, 92.0).verdict == reason
+    assert at_least_published(estimate, 95.0, 3.0).verdict == f"{reason}, 95 less 3"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "verdict"),
+    [
+        (0.1, 2.0, "holds"),
+        (0.0, 2.0, "partly: undecided, 0 is in the interval"),
+        (-1.0, 0.0, "partly: undecided, 0 is in the interval"),
+        (-1.0, -0.1, "fails"),
+    ],
+)
+def test_above_zero_is_strictly_above(low: float, high: float, verdict: str):
+    assert above_zero(Estimate(0.05, low, high)) == CheckResult(verdict, 0.05, (low, high))
+
+
+@pytest.mark.parametrize(
+    ("leads", "verdict", "shown"),
+    [
+        ([(1, 0.5), (2, 0.1), (3, 1)], "holds", 1),
+        ([(1, 0.5), (2, 2.0), (3, 1)], "partly: clearly ahead at 2 of 3 sizes", 1),  # 2 from 0 on
+        ([(1, 0.5), (0, 0.1), (3, 1)], "partly: clearly ahead at 2 of 3 sizes", 0),
+        ([(1, 0.5), (0, 0.1), (3, 1), (-1, 5)], "fails", -1),  # no lead at half of them
+        ([(1, 2), (2, 3)], "partly: clearly ahead at 0 of 2 sizes", 1),
+        ([(1, 2)], "partly: undecided, 0 is in the interval", 1),
+        ([(-1, 2)], "fails", -1),
+    ],
+)
+def test_ahead_everywhere_needs_a_clear_lead_at_each(leads: list[tuple[float, float]], verdict: str, shown: float):
+    found = ahead_everywhere([Estimate(value, value - half, value + half) for value, half in leads], "sizes")
+    assert (found.verdict, found.measured) == (verdict, shown)
+    assert found.interval == next((value - half, value + half) for value, half in leads if value == shown)

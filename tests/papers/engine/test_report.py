@@ -352,6 +352,12 @@ def test_different_rules_say_whose_they_are(tmp_path: Path):
     assert "as printed: one with our settings: another" in words(Page(html).text)
 
 
+def test_one_form_and_one_rule_need_no_mention(tmp_path: Path):
+    text = words(Page(written(tmp_path, findings=[finding(rule="the only one")])).text)
+    assert "1 claim was tested, with the preset quick. Of 1 verdict, 1 holds." in text
+    assert "as printed: the only one" not in text
+
+
 def test_a_run_without_findings_is_a_report_too(tmp_path: Path):
     assert "No claim was tested." in Page(written(tmp_path, findings=[])).text
 

@@ -14,10 +14,12 @@ from moesaic.papers.engine.claims import ExperimentResults
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.reproduce import PAPERS
+from moesaic.papers.wang2019 import claims_expressivity
 from moesaic.papers.wang2019.claims_expressivity import CHECKS
 from moesaic.papers.wang2019.experiments_expressivity import CollisionCell, RankCell, plan
 from moesaic.papers.wang2019.paper import PAPER, charts
 from moesaic.papers.wang2019.theory.channel_masks import all_distinct_probability, coin_confusion
+from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 from moesaic.training import NoProgress, ResultCache
 
 CLAIMS = {test.claim.id: test for test in CHECKS}
@@ -135,20 +137,29 @@ def test_each_layer_that_counts_makes_the_rank_smaller(found: ExperimentResults[
     assert narrowed([1, 36], [1, 256, 256]) == "partly: only the first layer's width counts"
     assert narrowed([1, 6], [1, 256, 256]) == "partly: not that of every layer"
     assert narrowed([36, 36], [256, 256, 256]) == "fails"
+    assert narrowed([1, 36], [1, 2, 256]) == "partly: not that of every layer"
+    assert narrowed([36, 36], [1, 2, 256]) == "partly: not that of every layer"
+    made = {"widths/L=2": {"full": [36], "narrowed": [9, 18]}, "widths/L=3": {"full": [256], "narrowed": [1, 2, 192]}}
+    assert evaluated("rank-between", but(found, made)).measured == 0.75
 
 
 def test_masks_are_judged_by_the_ranks_they_leave(found: ExperimentResults[CellArrays]):
     first = found.results["ranks/L=2"]
-    assert decision("rank-static", but(found, {"ranks/L=2": {"static": first["static"] + 1}})) == "fails"
+    static = evaluated("rank-static", but(found, {"ranks/L=2": {"static": first["static"] + 1}}))
+    assert static == CheckResult("fails", 1.25)  # 5 over 4
     lower = first["dense"] - [1, 0, 0, 0, 0]
     assert evaluated("rank-dynamic", but(found, {"ranks/L=2": {"dynamic": lower}})) == CheckResult("fails", 80.0)
     third = found.results["ranks/L=3"]
     assert decision("rank-one-sided", but(found, {"ranks/L=3": {"one_sided": third["dense"]}})) == "fails"
+    assert decision("rank-one-sided", but(found, {"ranks/L=3": {"one_sided": third["dense"] - 1}})) == "fails"
 
 
 def test_the_probability_of_a_rank_must_be_the_printed_one(found: ExperimentResults[CellArrays]):
     assert evaluated("rank-probability", but(found, {"maskings": {"restored": [0.5] * 5}})) == CheckResult("holds", 0.5)
     assert "less often" in evaluated("rank-probability", but(found, {"maskings": {"restored": [0.25] * 5}})).verdict
+    one = evaluated("rank-probability", but(found, {"maskings": {"restored": [0.5] * 4 + [0.75]}}))
+    assert one.verdict == "fails: more often; 0.5 is the probability for one pair of inputs"
+    assert one.measured == pytest.approx(0.55)
 
 
 def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: ExperimentResults[CellArrays]):
@@ -156,10 +167,20 @@ def test_collisions_are_judged_by_their_ratio_to_the_printed_probability(found: 
         return but(found, {"collisions/two": {kind: np.array(ratios) / 36}})
 
     assert decision("collision-subsets", share("subsets", [1.1, 1.101])) == "fails"
+    assert decision("collision-subsets", share("subsets", [0.9, 0.901])) == "fails"
     assert decision("collision-subsets", share("subsets", [1.0, 1.12])) == "partly"
+    for middle in (0.97, 1.03):  # two trials this far apart have the interval ± 0.057, so one end is outside
+        found_here = evaluated("collision-subsets", share("subsets", [middle - 0.0045, middle + 0.0045]))
+        assert found_here.verdict == "partly: undecided, the interval is not within 0.95 to 1.05"
     alike = {f"collisions/one/{n}": {"coins": [1 / comb(8, n)] * 2} for n in (1, 2, 3, 4)}
     few = but(share("coins", [1.0, 1.0]), alike)
     assert evaluated("collision-coins", few).verdict == "partly: not for 1 of 6 layers"
+    two = but(few, {"collisions/one/1": {"coins": [1.06 / 8] * 2}})
+    assert evaluated("collision-coins", two).verdict == "partly: not for 2 of 6 layers"
+    three = but(two, {"collisions/one/2": {"coins": [0.94 / 28] * 2}})
+    assert evaluated("collision-coins", three).verdict == "fails"  # half of them
+    rare = but(few, {"collisions/one/1": {"coins": [1e-20] * 2}})
+    assert evaluated("collision-coins", rare).measured == pytest.approx(8e-20)  # farthest on the log scale
 
 
 def test_pairs_are_judged_by_how_many_stay_alike(found: ExperimentResults[CellArrays]):
@@ -167,9 +188,13 @@ def test_pairs_are_judged_by_how_many_stay_alike(found: ExperimentResults[CellAr
         return but(found, {"blind": {kind: np.array(ratios) / 9}})
 
     assert decision("pair-told-apart", alike("subsets", [2.0, 2.01])) == "fails"
+    assert decision("pair-told-apart", alike("subsets", [0.5, 0.51])) == "fails"
     assert decision("pair-told-apart", alike("subsets", [1.0, 1.1])) == "partly"
+    assert decision("pair-told-apart", alike("subsets", [1.19, 1.2])) == "partly"  # 1.13 to 1.26
+    assert decision("pair-told-apart", alike("subsets", [0.84, 0.85])) == "partly"  # 0.78 to 0.91
     assert decision("pair-closed", alike("coins", [0.5, 0.51])) == "fails"
-    assert evaluated("pair-closed", alike("coins", [5.0, 5.01])).verdict == "partly: more often, but not as calculated"
+    for ratios in ([5.0, 5.01], [1.1, 1.11]):  # about 2 is expected
+        assert evaluated("pair-closed", alike("coins", ratios)).verdict == "partly: more often, but not as calculated"
     assert evaluated("pair-closed", alike("coins", [0.5, 3.0])).verdict == "partly: undecided, 1 is in the interval"
 
 
@@ -181,6 +206,21 @@ def test_table_1_is_judged_by_weights_and_work(found: ExperimentResults[CellArra
     weights = but(found, {"table1": {"weights": [1, 100, 1, 102], "work": [1, 1.05, 1, 1]}})
     assert decision("table1-weights", weights) == "fails"
     assert decision("table1-work", weights) == "fails"
+    at_limits = but(found, {"table1": {"weights": [1, 100, 1, 101], "work": [1, 1.1, 1, 1]}})
+    assert evaluated("table1-weights", at_limits) == CheckResult("holds", 1.01)
+    assert evaluated("table1-work", at_limits) == CheckResult("fails", 1.1)
+    assert decision("table1-work", but(found, {"table1": {"work": [1, 1.11, 1, 1]}})) == "holds"
+
+
+def test_columns_of_table_1_count_where_they_widen_what_they_are_named_for(
+    found: ExperimentResults[CellArrays], monkeypatch: pytest.MonkeyPatch
+):
+    middle = WIDENINGS["w1_mid"]
+    elsewhere = replace(middle, widths=(*middle.widths[:5], 300, *middle.widths[6:]))
+    monkeypatch.setattr(claims_expressivity, "WIDENINGS", {**WIDENINGS, "w1_mid": elsewhere})
+    assert evaluated("table1-layers", found) == CheckResult("partly: 3 of 4 do", 3.0)
+    monkeypatch.setattr(claims_expressivity, "WIDENINGS", dict.fromkeys(WIDENINGS, elsewhere))
+    assert evaluated("table1-layers", found) == CheckResult("fails", 0.0)
 
 
 def test_the_chart_shows_ranks_and_collisions(found: ExperimentResults[CellArrays]):

@@ -121,6 +121,7 @@ def test_costs_are_those_that_the_network_counts_itself(folder: Path, tmp_path: 
             for image in task.test.pixels.split(1)
         ]
     assert found.macs == pytest.approx(np.mean(alone), rel=0.01)
+    assert found.spread == pytest.approx(np.std(alone), rel=0.02)
 
 
 def test_a_teacher_is_trained_first_and_learned_from(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -294,6 +295,11 @@ def test_gates_are_ahead_where_they_are_at_every_cost():
     assert decision("cost-ahead", experiment(cost_gated=-1.0)) == "fails"
 
 
+def test_no_lead_at_half_of_the_costs_or_more_is_none():
+    one = {f"cost/gated/{cost}/{trial}": made(60.0, cost) for cost in COSTS[:2] for trial in range(TRIALS)}
+    assert decision("cost-ahead", experiment(one, cost_gated=1.0)) == "fails"
+
+
 def test_half_of_the_work_may_cost_a_point():
     for lead, expected in ((3.0, "holds"), (0.0, "fails")):  # at half of the work static networks lose 3.5 points
         assert decision("cost-lossless", experiment(cost_gated=lead)) == expected
@@ -320,6 +326,10 @@ def test_patterns_depend_on_the_data_where_half_of_the_channels_do():
     assert evaluated("depends-on-data", used(40)).verdict == "fails"
     assert evaluated("depends-on-data", used(40, 50)).interval == pytest.approx((29.0, 57.7), abs=0.1)
     assert decision("depends-on-data", used(40, 50)) == "partly"
+    assert evaluated("depends-on-data", used(50)).verdict == "holds"
+    wide = evaluated("depends-on-data", used(5, 25)).interval
+    assert wide is not None
+    assert wide[0] == 0  # no share is below that
 
 
 def test_gates_follow_the_class_where_classes_are_further_apart_than_images_of_one():
@@ -338,12 +348,18 @@ def test_a_widening_is_judged_against_vgg16_of_the_same_cost():
         assert decision(id, experiment(worse)) == "fails"
         dearer = {key: replace(run, macs=1.2 * VGG16_MACS) for key, run in runs.items()}
         assert evaluated(id, experiment(dearer)).verdict == "partly: ahead, at 1.20 times VGG-16's cost"
+        slightly = {key: replace(run, macs=1.04 * VGG16_MACS) for key, run in runs.items()}
+        assert decision(id, experiment(slightly)) == "holds"
+        both = {key: replace(run, macs=1.2 * VGG16_MACS) for key, run in worse.items()}
+        assert decision(id, experiment(both)) == "fails"
 
 
 @pytest.mark.parametrize(("id", "kind"), [("wide-where", "gated"), ("wide-where-dense", "dense")])
 def test_where_channels_are_added_matters_if_the_best_widening_is_clearly_ahead(id: str, kind: str):
     runs = {f"wide/{kind}/w4_low/{trial}": made(92.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
-    assert evaluated(id, experiment(runs)).verdict.startswith("holds: W4-Low over ")
+    runs |= {f"wide/{kind}/w1_mid/{trial}": made(88.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
+    found = evaluated(id, experiment(runs))
+    assert (found.verdict, found.measured) == ("holds: W4-Low over W1-Mid", pytest.approx(4))
     assert decision(id, experiment()) == "partly"
 
 

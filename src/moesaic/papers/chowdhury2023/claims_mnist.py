@@ -21,7 +21,14 @@ from moesaic.papers.chowdhury2023.experiments_mnist import (
     digit_source,
 )
 from moesaic.papers.chowdhury2023.theory.patches_per_expert import suggest_patches_per_expert
-from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_least_published, at_most, below
+from moesaic.papers.engine.decision_rules import (
+    CheckResult,
+    ahead_everywhere,
+    at_least,
+    at_least_published,
+    at_most,
+    below,
+)
 from moesaic.papers.engine.findings import Claim
 from moesaic.papers.engine.power_law import least_squares_slopes, power_law_exponent
 
@@ -44,15 +51,7 @@ def _ahead(line: str, than: str = "fig4/cnn") -> ClaimCheck:
     def evaluate(experiment: ExperimentResults) -> CheckResult:
         _, ours = experiment.series(f"fig4/{line}")
         _, theirs = experiment.series(than)
-        leads = [mean(a.accuracy - b.accuracy) for a, b in zip(ours, theirs, strict=True)]
-        least = min(leads, key=lambda lead: lead.value)
-        above = sum(lead.low > 0 for lead in leads)
-        behind = sum(lead.value <= 0 for lead in leads)
-        if above == len(leads):
-            verdict = "holds"
-        else:
-            verdict = "fails" if 2 * behind >= len(leads) else f"partly: clearly ahead at {above} of {len(leads)} sizes"
-        return CheckResult(verdict, least.value, least.interval)
+        return ahead_everywhere([mean(a.accuracy - b.accuracy) for a, b in zip(ours, theirs, strict=True)], "sizes")
 
     claim = Claim(
         id=f"fig4-{line}-ahead",

@@ -127,6 +127,8 @@ def test_the_limit_on_mistaken_noise_holds_in_few_dimensions():
     assert 0.2 * classifier.noise_limit < mistaken < classifier.noise_limit
     assert classifier.noise_limit == pytest.approx(4 * 0.3**3)  # two lines for each of two clusters
     assert best(ClusterPatches()).noise_limit < 1e-90
+    wide = AdditiveClassifier(source.features, source.centres, tolerance=0.69)
+    assert wide.noise_limit == 1  # 4 · 0.69³ is more than all
 
 
 def numeric_bound(alpha: tuple[float, float], gamma: tuple[float, float]) -> float:

@@ -261,3 +261,12 @@ def test_bad_parameters_are_refused_with_the_condition_that_fails():
         numerical_rank(torch.full((2, 2), torch.nan))
     with pytest.raises(ValueError, match="0 ≤ tolerance < 1 fails"):
         numerical_rank(torch.ones(2, 2), tolerance=1.0)
+
+
+def test_rounding_errors_are_counted_by_the_longer_side():
+    matrix = torch.zeros(2, 5, dtype=torch.float64)
+    matrix[0, 0] = 1.0
+    matrix[1, 1] = 3 * torch.finfo(torch.float64).eps
+    assert numerical_rank(matrix).rank == numerical_rank(matrix.T).rank == 1
+    matrix[1, 1] = 6 * torch.finfo(torch.float64).eps
+    assert numerical_rank(matrix).rank == numerical_rank(matrix.T).rank == 2
