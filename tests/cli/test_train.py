@@ -15,6 +15,7 @@ from moesaic.models import registry
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.registry import create_model
 from moesaic.models.resnet import ResNet
+from moesaic.routing import registry as of_routers
 from moesaic.training import trainer
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.recipe import OPTIMIZER_DEFAULTS
@@ -186,6 +187,33 @@ def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
     assert load_checkpoint("out").spec.conversions[0]["layer"] == [layer]
 
 
+def test_a_router_is_named_for_a_network_and_for_a_conversion(pets):
+    assert train("pets", *SMALL, "--epochs", "1", "--router", "soft", "--out", "soft") == 0
+    assert load_checkpoint("soft").spec.arguments["router"] == "soft"
+    convert = ["--model", "wrn10_1", "--convert", "body.group3.0.conv2", "--experts", "4", "--router", "token-choice"]
+    assert train("pets", *SMALL, "--epochs", "1", *convert, "--out", "converted") == 0
+    assert load_checkpoint("converted").spec.conversions[0]["router"] == "token-choice"
+
+
+def test_a_router_of_ones_own_is_imported_where_it_is_named_and_nowhere_else(pets, capsys, monkeypatch):
+    monkeypatch.setattr(of_routers, "_REGISTERED", dict(of_routers._BUILT_IN))
+    Path("my_router.py").write_text("from moesaic.routing import TokenChoice\n\nclass Mine(TokenChoice): ...\n")
+    name = "my_router:Mine"
+    try:
+        assert train("pets", *SMALL, "--epochs", "1", "--router", name, "--out", "out") == 0
+        monkeypatch.setattr(of_routers, "_REGISTERED", dict(of_routers._BUILT_IN))
+        sys.modules.pop("my_router")
+        for command in (["explain", "out", "pets/cat/0.png"], ["export", "out", "--format", "safetensors"]):
+            capsys.readouterr()
+            assert main(command) == 2
+            assert "give a command --router my_router:Mine" in capsys.readouterr().err
+            assert "my_router" not in sys.modules
+        assert main(["explain", "out", "pets/cat/0.png", "--router", name]) == 0
+        assert main(["export", "out", "--format", "safetensors", "--router", name]) == 0
+    finally:
+        sys.modules.pop("my_router", None)
+
+
 def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch):
     steps = trainer.Trainer._test
     calls = 0
@@ -240,6 +268,9 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
         (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),
         (["pets", "--model", "wrn10_1", "--convert", "stem"], "--convert needs --experts"),
         (["pets", "--augment", "flop"], "augment='flop' is unknown"),
+        (["pets", "--router", "sofd"], "router='sofd' is unknown .did you mean 'soft'"),
+        (["pets", "--router", "no_module:Mine"], "'no_module' cannot be imported"),
+        (["pets", "--model", "wrn10_1", "--router", "soft"], "wrn10_1 has no option 'router'"),
         (["pets", "--track", "mlflow"], "--track: .*'mlflow' is unknown"),
         (["pets", "--out", "pets/cat/0.png"], "0.png is a file"),
     ],

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.cli.shared import log, make_folder, register_datasets, resolve_device, user_errors
+from moesaic.cli.shared import (
+    RouterOption,
+    load_run,
+    log,
+    make_folder,
+    register_datasets,
+    resolve_device,
+    user_errors,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,6 +67,8 @@ class Explain:
     """Maximum number of images shown individually."""
     top_patches: int = 12
     """Number of highest-scoring patches shown per expert."""
+    router: RouterOption = None
+    """Router class of your own that the network was trained with; it is imported."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: RUN/explanation)")] = None
     """Output directory. An existing explanation in it is replaced."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
@@ -132,9 +142,8 @@ class Explain:
 
     def _load(self, device: str) -> Checkpoint:
         from moesaic.layers.recording import routed_layers
-        from moesaic.training.checkpoint import load_checkpoint
 
-        checkpoint = load_checkpoint(self.checkpoint, device)
+        checkpoint = load_run(self.checkpoint, device, self.router)
         known = tuple(routed_layers(checkpoint.model))
         if not known:
             raise ValueError(
