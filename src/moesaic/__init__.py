@@ -17,7 +17,7 @@ from moesaic.routing_record import Routing
 
 if TYPE_CHECKING:
     from moesaic.models import convert, create_model, freeze, list_models, register_with_timm
-    from moesaic.training import NormalizedGD
+    from moesaic.training import NormalizedGD, load
 
 __version__ = "0.1.0.dev0"
 
@@ -37,13 +37,15 @@ __all__ = [
     "create_model",
     "freeze",
     "list_models",
+    "load",
     "record_routing",
     "register_with_timm",
 ]
 
 # imported on first use, so that `import moesaic` stays fast
 _OF_MODELS = ("convert", "create_model", "freeze", "list_models", "register_with_timm")
-_LATER = {"NormalizedGD": "moesaic.training", **dict.fromkeys(_OF_MODELS, "moesaic.models")}
+_OF_TRAINING = ("NormalizedGD", "load")
+_LATER = {**dict.fromkeys(_OF_TRAINING, "moesaic.training"), **dict.fromkeys(_OF_MODELS, "moesaic.models")}
 
 
 def __getattr__(name: str) -> Any:

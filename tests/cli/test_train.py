@@ -76,6 +76,13 @@ def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, ca
     assert found.normalize is not None
 
 
+def test_the_network_predicts_other_images(pets, capsys):
+    assert train("pets", *SMALL, "--out", "out") == 0
+    assert "  moesaic predict out IMAGE…" in capsys.readouterr().out
+    assert main(["predict", "out", "pets/cat", "--csv", "cats.csv"]) == 0
+    assert len(Path("cats.csv").read_text().splitlines()) == 16
+
+
 def test_a_dense_network_has_nothing_to_explain(pets, capsys):
     assert train("pets", *SMALL, "--model", "wrn10_1", "--epochs", "1", "--out", "a place") == 0
     said = capsys.readouterr().out

@@ -18,12 +18,25 @@ from moesaic.cli.claims import Claims
 from moesaic.cli.compare import Compare
 from moesaic.cli.explain import Explain
 from moesaic.cli.export import Export
+from moesaic.cli.predict import Predict
 from moesaic.cli.reproduce import Reproduce
 from moesaic.cli.shared import CommandError, log, version
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
 
-__all__ = ["Bench", "Claims", "CommandError", "Compare", "Explain", "Export", "Reproduce", "Theory", "Train", "main"]
+__all__ = [
+    "Bench",
+    "Claims",
+    "CommandError",
+    "Compare",
+    "Explain",
+    "Export",
+    "Predict",
+    "Reproduce",
+    "Theory",
+    "Train",
+    "main",
+]
 
 
 class Command(Protocol):
@@ -37,6 +50,7 @@ class Command(Protocol):
 COMMANDS: dict[str, type[Any]] = {
     "train": Train,
     "compare": Compare,
+    "predict": Predict,
     "explain": Explain,
     "export": Export,
     "reproduce": Reproduce,

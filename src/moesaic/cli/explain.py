@@ -52,7 +52,7 @@ class Explain:
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
     """Run directory, or its model.safetensors."""
     images: Positional[Annotated[tuple[Path, ...], arg(metavar="IMAGE", help_behavior_hint="(several)")]] = ()
-    """Image files or folders. Default: some images of --data."""
+    """Image files, or folders or zip files of them. Default: some images of --data."""
     data: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="(default: none)")] = None
     """Dataset whose test images are used for statistics: a folder with one subfolder per class, or a name."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None

@@ -265,6 +265,7 @@ def _show(
             say(f"note: in epoch {epoch.number}: {alarm}")
     here = shlex.quote(str(out))
     say(f"\nNetwork: {out / 'model.safetensors'}\nNext:")
+    say(f"  moesaic predict {here} IMAGE…      # classes of other images")
     if cost.routed_parameters:
         shown = "what its experts look at" if found.cost is None else "which channels images open"
         say(f"  moesaic explain {here} IMAGE…      # {shown}")
