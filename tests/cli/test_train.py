@@ -306,6 +306,15 @@ def test_a_folder_of_another_run_is_told_in_one_line(pets, capsys):
     assert output.startswith("moesaic train: out holds a run with other settings: recipe.epochs was 1, is 2")
 
 
+def test_a_tracker_that_is_not_there_is_told_before_images_are_decoded(pets, capsys, monkeypatch):
+    for name, fault in (("mlflow", "'mlflow' is unknown"), ("wandb", "needs a package that cannot be imported")):
+        monkeypatch.setitem(sys.modules, name, None)
+        assert train("pets", *SMALL, "--track", name) == 2
+        assert fault in capsys.readouterr().err
+    assert not Path("c").exists()
+    assert not Path("runs").exists()
+
+
 def test_a_run_that_diverges_is_told_in_one_line(pets, capsys):
     assert train("pets", *SMALL, "--lr", "1e30", "--schedule", "constant") == 2
     assert "moesaic train: the loss or a weight is not a number" in capsys.readouterr().err.splitlines()[-1]

@@ -135,6 +135,7 @@ class Train(DatasetOptions):
         from moesaic.routing.registry import import_router
         from moesaic.training.gate_recipe import GateRecipe
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
+        from moesaic.training.trackers import check_tracker
 
         check_choice("train", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS)
         defaults = OPTIMIZER_DEFAULTS[cast("Any", self.optimizer)]
@@ -162,6 +163,11 @@ class Train(DatasetOptions):
             raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
         if self.router is not None:
             import_router(self.router)
+        for name in self.track:
+            try:
+                check_tracker(name)
+            except (ImportError, ValueError) as error:
+                raise ValueError(f"train: --track: {error}") from error
         return recipe, resolve_device("train", self.device)
 
     def _gates(self) -> dict[str, Any]:
@@ -200,10 +206,7 @@ class Train(DatasetOptions):
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 
-        try:
-            trackers = [create_tracker(name, out) for name in self.track]
-        except (ImportError, ValueError) as error:
-            raise CommandError(f"moesaic train: --track: {error}") from error
+        trackers = [create_tracker(name, out) for name in self.track]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = spec.build()
