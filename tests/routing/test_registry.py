@@ -126,6 +126,8 @@ def test_what_is_no_router_is_refused():
         build_router(lambda c, e, p: (c, e, p), 8, 4, 2)
     with pytest.raises(TypeError, match="router=3 is a int; give a router class"):
         register_router("three", 3)
+    with pytest.raises(TypeError, match="is a TokenChoice; give a router class"):
+        register_router("one", TokenChoice(8, 4))
     with pytest.raises(ValueError, match="'soft' is one of moesaic's own routers; choose another name"):
         register_router("soft", InTurn)
 

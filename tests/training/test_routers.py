@@ -163,6 +163,13 @@ def test_options_that_a_router_does_not_have_are_refused(options: dict[str, Any]
         convert(create_model("wrn10_1", num_classes=2), "body.group3.0.conv2", experts=4, input_size=16, **options)
 
 
+def test_a_router_object_is_refused_since_each_layer_has_its_own():
+    model = create_model("wrn10_1", num_classes=2)
+    for given in (TokenChoice(64, 4), 3, None):
+        with pytest.raises(TypeError, match="give a name, a router class, or a factory"):
+            convert(model, "body.group3.0.conv2", experts=4, input_size=16, router=given)
+
+
 def test_a_soft_router_refuses_a_context_beyond_the_patch():
     model = create_model("wrn10_1", num_classes=2)
     with pytest.raises(ValueError, match="context='map' has no meaning under SoftRouter"):

@@ -70,7 +70,7 @@ def register_router(name: str, router: RouterFactory) -> None:
     >>> create_model("wrn10_1_pmoe", num_classes=2, router="top-2").moe.router.top_k
     2
     """
-    if not callable(router):
+    if not callable(router) or isinstance(router, nn.Module):
         raise TypeError(
             f"register_router: router={router!r} is a {type(router).__name__}; give a router class or a factory "
             "(in_channels, experts, patch_size) -> Router"
@@ -170,12 +170,7 @@ def build_router(
     >>> build_router("soft", 16, experts=4, patch_size=2, patches_per_expert=3).slots_per_expert
     3
     """
-    make = import_router(router) if isinstance(router, str) else router
-    if not callable(make):
-        raise TypeError(
-            f"router={router!r} is a {type(router).__name__}; give a name, a router class, or a factory (in_channels, "
-            "experts, patch_size) -> Router"
-        )
+    make = _factory(router)
     values = (in_channels, experts, patch_size)
     if _is_expert_choice(make):
         made = make(**dict(zip(_ARGUMENTS, values, strict=True)), patches_per_expert=patches_per_expert, **options)
@@ -193,7 +188,7 @@ def build_router(
 
 def has_patch_count(router: RouterLike) -> bool:
     """Whether a router takes a number of patches, or of slots, for each expert."""
-    make = import_router(router) if isinstance(router, str) else router
+    make = _factory(router)
     return _is_expert_choice(make) or bool(_count_parameters(make))
 
 
@@ -214,6 +209,16 @@ def join_router_names(parts: Sequence[str]) -> list[str]:
         else:
             joined.append(part)
     return joined
+
+
+def _factory(router: RouterLike) -> RouterFactory:
+    make = import_router(router) if isinstance(router, str) else router
+    if not callable(make) or isinstance(make, nn.Module):  # a router itself is callable, and fits one layer alone
+        raise TypeError(
+            f"router={router!r} is a {type(router).__name__}; give a name, a router class, or a factory (in_channels, "
+            "experts, patch_size) -> Router"
+        )
+    return make
 
 
 def _is_expert_choice(make: RouterFactory) -> bool:
