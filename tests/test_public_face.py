@@ -25,6 +25,7 @@ NAMES = [
     "create_model",
     "freeze",
     "list_models",
+    "load",
     "record_routing",
     "register_with_timm",
 ]

@@ -10,14 +10,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, record_routing
-from moesaic.ops import backend
-from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
-from moesaic.routing_record import Routing
-
 if TYPE_CHECKING:
+    from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, record_routing
     from moesaic.models import convert, create_model, freeze, list_models, register_with_timm
-    from moesaic.training import NormalizedGD
+    from moesaic.ops import backend
+    from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
+    from moesaic.routing_record import Routing
+    from moesaic.training import NormalizedGD, load
 
 __version__ = "0.1.0.dev0"
 
@@ -37,19 +36,34 @@ __all__ = [
     "create_model",
     "freeze",
     "list_models",
+    "load",
     "record_routing",
     "register_with_timm",
 ]
 
-# imported on first use, so that `import moesaic` stays fast
-_OF_MODELS = ("convert", "create_model", "freeze", "list_models", "register_with_timm")
-_LATER = {"NormalizedGD": "moesaic.training", **dict.fromkeys(_OF_MODELS, "moesaic.models")}
+# imported on first use, so that `import moesaic` and `moesaic --version` need not wait for torch
+_NAMES = {
+    "layers": ("ChannelMoE", "PatchMoE", "SampleMoE", "record_routing"),
+    "models": ("convert", "create_model", "freeze", "list_models", "register_with_timm"),
+    "ops": ("backend",),
+    "routing": ("ChannelGate", "ExpertChoice", "SoftRouter", "TokenChoice"),
+    "routing_record": ("Routing",),
+    "training": ("NormalizedGD", "load"),
+}
+_PACKAGE_OF = {name: package for package, names in _NAMES.items() for name in names}
+_PACKAGES = (*_NAMES, "bench", "data", "experts", "insight", "intervals", "keyed_random", "report")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        return getattr(import_module(_LATER[name]), name)
+    if name in _PACKAGE_OF:
+        return getattr(import_module(f"{__name__}.{_PACKAGE_OF[name]}"), name)
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_PACKAGES})
 
 
 if sys.modules.get("timm"):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # commands import this module, and print their help without waiting for torch
+    import torch
+    from torch import Tensor
 
 __all__ = ["check_choice", "check_device", "check_feature_map", "check_numbers", "check_positive"]
 
@@ -61,6 +62,8 @@ def check_numbers(owner: str, limit: str, fits: Callable[[float], bool], values:
 
 def check_device(owner: str, device: torch.device | str) -> torch.device:
     """Returns the device; refuses one that is not available."""
+    import torch
+
     found = torch.device(device)
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")

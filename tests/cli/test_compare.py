@@ -182,6 +182,8 @@ def test_with_more_asked_for_only_what_is_missing_is_run(mosaics, finished, runs
     ("given", "message"),
     [
         (["--models", "wrn10_1,wrn10_1pmoe"], r"'wrn10_1pmoe' is unknown; .*did you mean 'wrn10_1_pmoe'"),
+        (["--models", "wrn10_1,wrn10_1_pmoe:router=sofd"], r"router='sofd' is unknown .did you mean 'soft'"),
+        (["--models", "wrn10_1,wrn10_1_pmoe:router=no_module:Mine"], "'no_module' cannot be imported"),
         (["--models", "wrn10_1"], "has 1 of the at least 2 models"),
         (["--models", "wrn10_1,wrn10_1"], "models names 'wrn10_1' twice"),
         (["--samples", "8,25"], "samples=25, but there are 24 images to train on in mosaics; use at most 24"),

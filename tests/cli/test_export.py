@@ -42,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_file_is_written_run_and_verified(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("moesaic.training.checkpoint.load_checkpoint", lambda path: nothing())
+    monkeypatch.setattr("moesaic.training.checkpoint.load_checkpoint", lambda path, device, router: nothing())
     assert Export(run, "pt2", out=tmp_path / "pets.pt2").run([]) == 0
     printed = capsys.readouterr().out
     found = re.search(r"verified on batches of 1, 2 and 5: logits differ by at most (\S+)", printed)
@@ -65,7 +65,7 @@ def test_what_differs_by_more_than_rounding_is_a_failure(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(cli, "_run", lambda done: (torch.ones(1, 2),))
-    monkeypatch.setattr("moesaic.training.checkpoint.load_checkpoint", lambda path: nothing())
+    monkeypatch.setattr("moesaic.training.checkpoint.load_checkpoint", lambda path, device, router: nothing())
     assert Export(run, "pt2", out=tmp_path / "pets.pt2", batch_size="1").run([]) == 1
     assert "larger than rounding errors" in capsys.readouterr().err
 

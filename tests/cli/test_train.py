@@ -15,6 +15,7 @@ from moesaic.models import registry
 from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.registry import create_model
 from moesaic.models.resnet import ResNet
+from moesaic.routing import registry as of_routers
 from moesaic.training import trainer
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.recipe import OPTIMIZER_DEFAULTS
@@ -73,6 +74,13 @@ def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, ca
     assert found.spec.arguments == {"num_classes": 2, "in_channels": 3, "image_size": 16}
     assert found.input_shape == (3, 16, 16)
     assert found.normalize is not None
+
+
+def test_the_network_predicts_other_images(pets, capsys):
+    assert train("pets", *SMALL, "--out", "out") == 0
+    assert "  moesaic predict out IMAGE…" in capsys.readouterr().out
+    assert main(["predict", "out", "pets/cat", "--csv", "cats.csv"]) == 0
+    assert len(Path("cats.csv").read_text().splitlines()) == 16
 
 
 def test_a_dense_network_has_nothing_to_explain(pets, capsys):
@@ -186,6 +194,33 @@ def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
     assert load_checkpoint("out").spec.conversions[0]["layer"] == [layer]
 
 
+def test_a_router_is_named_for_a_network_and_for_a_conversion(pets):
+    assert train("pets", *SMALL, "--epochs", "1", "--router", "soft", "--out", "soft") == 0
+    assert load_checkpoint("soft").spec.arguments["router"] == "soft"
+    convert = ["--model", "wrn10_1", "--convert", "body.group3.0.conv2", "--experts", "4", "--router", "token-choice"]
+    assert train("pets", *SMALL, "--epochs", "1", *convert, "--out", "converted") == 0
+    assert load_checkpoint("converted").spec.conversions[0]["router"] == "token-choice"
+
+
+def test_a_router_of_ones_own_is_imported_where_it_is_named_and_nowhere_else(pets, capsys, monkeypatch):
+    monkeypatch.setattr(of_routers, "_REGISTERED", dict(of_routers._BUILT_IN))
+    Path("my_router.py").write_text("from moesaic.routing import TokenChoice\n\nclass Mine(TokenChoice): ...\n")
+    name = "my_router:Mine"
+    try:
+        assert train("pets", *SMALL, "--epochs", "1", "--router", name, "--out", "out") == 0
+        monkeypatch.setattr(of_routers, "_REGISTERED", dict(of_routers._BUILT_IN))
+        sys.modules.pop("my_router")
+        for command in (["explain", "out", "pets/cat/0.png"], ["export", "out", "--format", "safetensors"]):
+            capsys.readouterr()
+            assert main(command) == 2
+            assert "give a command --router my_router:Mine" in capsys.readouterr().err
+            assert "my_router" not in sys.modules
+        assert main(["explain", "out", "pets/cat/0.png", "--router", name]) == 0
+        assert main(["export", "out", "--format", "safetensors", "--router", name]) == 0
+    finally:
+        sys.modules.pop("my_router", None)
+
+
 def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch):
     steps = trainer.Trainer._test
     calls = 0
@@ -240,6 +275,9 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
         (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),
         (["pets", "--model", "wrn10_1", "--convert", "stem"], "--convert needs --experts"),
         (["pets", "--augment", "flop"], "augment='flop' is unknown"),
+        (["pets", "--router", "sofd"], "router='sofd' is unknown .did you mean 'soft'"),
+        (["pets", "--router", "no_module:Mine"], "'no_module' cannot be imported"),
+        (["pets", "--model", "wrn10_1", "--router", "soft"], "wrn10_1 has no option 'router'"),
         (["pets", "--track", "mlflow"], "--track: .*'mlflow' is unknown"),
         (["pets", "--out", "pets/cat/0.png"], "0.png is a file"),
     ],
@@ -266,6 +304,15 @@ def test_a_folder_of_another_run_is_told_in_one_line(pets, capsys):
     assert train("pets", *SMALL, "--out", "out") == 2
     output = capsys.readouterr().err.splitlines()[-1]
     assert output.startswith("moesaic train: out holds a run with other settings: recipe.epochs was 1, is 2")
+
+
+def test_a_tracker_that_is_not_there_is_told_before_images_are_decoded(pets, capsys, monkeypatch):
+    for name, fault in (("mlflow", "'mlflow' is unknown"), ("wandb", "needs a package that cannot be imported")):
+        monkeypatch.setitem(sys.modules, name, None)
+        assert train("pets", *SMALL, "--track", name) == 2
+        assert fault in capsys.readouterr().err
+    assert not Path("c").exists()
+    assert not Path("runs").exists()
 
 
 def test_a_run_that_diverges_is_told_in_one_line(pets, capsys):

@@ -1,5 +1,6 @@
 """Images that someone names become what the network takes, and what is no image is message."""
 
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -78,3 +79,17 @@ def test_that_nothing_can_be_read_is_an_error(folder: Path):
 def test_a_network_that_takes_no_squares_is_refused(folder: Path):
     with pytest.raises(ValueError, match="of 3 channels and 4×6 pixels; image files become squares"):
         read_input_images([folder], (3, 4, 6))
+
+
+def test_zip_files_are_read_like_folders(folder: Path):
+    with zipfile.ZipFile(folder / "pets.zip", "w") as archive:
+        for name in ("cat/a.png", "dog/deep/b.png"):
+            archive.write(folder / name, name)
+        archive.writestr("notes.txt", "no image")
+    found = read_input_images([folder / "pets.zip"], (3, 4, 4), ["cat", "dog"])
+    assert found.names == (f"{folder}/pets.zip/cat/a.png", f"{folder}/pets.zip/dog/deep/b.png")
+    assert found.labels == (0, 1)
+    assert [each.path for each in found.skipped] == [f"{folder}/pets.zip/notes.txt"]
+    (folder / "bad.zip").write_bytes(b"PK")
+    with pytest.raises(ValueError, match=r"bad\.zip: is not a complete zip file"):
+        read_input_images([folder / "bad.zip"], (3, 4, 4))

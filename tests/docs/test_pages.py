@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
-from moesaic.cli import COMMANDS
+from moesaic.cli.commands import COMMANDS
 from moesaic.papers.engine.findings import read_findings, write_findings
 from moesaic.report import write_figures
 from moesaic.report.chart import read_charts, write_charts

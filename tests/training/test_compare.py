@@ -307,3 +307,21 @@ def test_a_run_that_diverges_says_which(tmp_path):
 def test_a_task_without_a_digest_is_refused(tmp_path):
     with pytest.raises(ValueError, match="the dataset has no digest"):
         compare(replace(TASK, digest=""), Grid(MODELS, (8,), 2), RECIPE, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("wrn10_1_pmoe:router=soft", {"router": "soft"}),
+        ("wrn10_1_pmoe:router=token-choice:experts=2", {"router": "token-choice", "experts": 2}),
+        (
+            "wrn10_1_pmoe:router=moesaic.routing.soft:SoftRouter:experts=2",
+            {"router": "moesaic.routing.soft:SoftRouter", "experts": 2},
+        ),
+    ],
+)
+def test_routers_are_options_of_models(model, options):
+    grid = Grid(("wrn10_1", model), (8,), 2)
+    grid.check_names()
+    _, contender = grid.contenders(TASK)
+    assert contender.spec.arguments == {"num_classes": 2, "in_channels": 3, "image_size": 8, **options}

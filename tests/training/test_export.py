@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
+from training.trained import save_run
 
 import moesaic
 from moesaic.data.datasets import Normalize
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import Checkpoint, Metadata, load_checkpoint
 from moesaic.training.export import ServingModel, export, load_exported
+from moesaic.training.load import load
+from moesaic.training.predict import predict
 
 SCALE = Normalize((0.5, 0.4, 0.3), (0.2, 0.25, 0.3))
 NAMES = ("Äpfel", 'b "quoted"')
@@ -64,6 +68,23 @@ def test_an_onnx_file_computes_what_the_network_computes(tmp_path: Path):
     assert json.loads(metadata["class_names"]) == list(NAMES)
     assert json.loads(metadata["moesaic"])["scale"]["mean"] == [0.5, 0.4, 0.3]
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
+
+
+def test_an_onnx_file_equals_predict_from_the_jpeg_on(tmp_path: Path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    run = save_run(tmp_path / "run")
+    image = torch.randint(0, 256, (50, 70, 3), dtype=torch.uint8)
+    Image.fromarray(image.numpy()).resize((400, 300)).save(tmp_path / "a.jpg")
+    done = export(load_checkpoint(run), tmp_path / "a.onnx", "onnx")
+    session = runtime.InferenceSession(str(done.path), providers=["CPUExecutionProvider"])
+    about = json.loads(session.get_modelmeta().custom_metadata_map["moesaic"])
+    assert about["preprocessing"]["resize"] == [16, 16]
+    model = load(run)
+    pixels = model.transform.pixels(tmp_path / "a.jpg").float() * about["preprocessing"]["scale"]
+    (logits,) = session.run(None, {"images": pixels.numpy()})
+    (prediction,) = predict(model, tmp_path / "a.jpg")
+    assert torch.tensor(logits).softmax(-1)[0].tolist() == pytest.approx(prediction.probabilities, abs=1e-5)
 
 
 def test_a_difference_is_the_largest_one():

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.cli.shared import log, make_folder, register_datasets, resolve_device, user_errors
+from moesaic.cli.shared import (
+    RouterOption,
+    load_run,
+    log,
+    make_folder,
+    register_datasets,
+    resolve_device,
+    user_errors,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +52,7 @@ class Explain:
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
     """Run directory, or its model.safetensors."""
     images: Positional[Annotated[tuple[Path, ...], arg(metavar="IMAGE", help_behavior_hint="(several)")]] = ()
-    """Image files or folders. Default: some images of --data."""
+    """Image files, or folders or zip files of them. Default: some images of --data."""
     data: Annotated[str | None, arg(metavar="DATA", help_behavior_hint="(default: none)")] = None
     """Dataset whose test images are used for statistics: a folder with one subfolder per class, or a name."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
@@ -59,6 +67,8 @@ class Explain:
     """Maximum number of images shown individually."""
     top_patches: int = 12
     """Number of highest-scoring patches shown per expert."""
+    router: RouterOption = None
+    """Router class of your own that the network was trained with; it is imported."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: RUN/explanation)")] = None
     """Output directory. An existing explanation in it is replaced."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
@@ -132,9 +142,8 @@ class Explain:
 
     def _load(self, device: str) -> Checkpoint:
         from moesaic.layers.recording import routed_layers
-        from moesaic.training.checkpoint import load_checkpoint
 
-        checkpoint = load_checkpoint(self.checkpoint, device)
+        checkpoint = load_run(self.checkpoint, device, self.router)
         known = tuple(routed_layers(checkpoint.model))
         if not known:
             raise ValueError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 from tyro.conf import Positional, arg
 
 from moesaic.checks import check_choice
-from moesaic.cli.shared import log, user_errors
+from moesaic.cli.shared import RouterOption, load_run, log, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,12 +40,13 @@ class Export:
     """Output file; its suffix is the format."""
     batch_size: Annotated[str, arg(metavar="dynamic|1")] = "dynamic"
     """Batch size of the exported network: dynamic, or fixed to 1."""
+    router: RouterOption = None
+    """Router class of your own that the network was trained with; it is imported."""
     overwrite: bool = False
     """Overwrite an existing file."""
 
     def run(self, given: Sequence[str]) -> int:
         """Writes the file, runs it, and prints the largest difference of logits."""
-        from moesaic.training.checkpoint import load_checkpoint
         from moesaic.training.export import Batch, Format, export
 
         with user_errors("export"):
@@ -53,7 +54,7 @@ class Export:
             batch: Any = check_choice("export", "--batch-size", self.batch_size, get_args(Batch))
             if format == "onnx":
                 _need_onnx()
-            checkpoint = load_checkpoint(self.checkpoint)
+            checkpoint = load_run(self.checkpoint, "cpu", self.router)
             out = self._out(checkpoint.path)
             done = export(checkpoint, out, format, batch=batch)
         found = _run(done)

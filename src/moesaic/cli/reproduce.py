@@ -34,7 +34,9 @@ class Reproduce:
     paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
     """Paper to check, such as chen2022. Default: all papers."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
-    """Claim to check, as listed by `moesaic claims`. Default: all claims."""
+    """Claims to check, as listed by `moesaic claims`: an id, its beginning (fig4) or a pattern (*-ahead)."""
+    figure: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="N")] = ()
+    """Figure whose claims are checked. Default: all claims."""
     preset: Annotated[str, arg(metavar="quick|full")] = "quick"
     """quick: minutes on two cores. full: the papers' sizes and trials, or fewer if a claim's rule says so."""
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
@@ -65,15 +67,15 @@ class Reproduce:
 
     def _checked(self) -> dict[str, Any]:
         """What `moesaic.papers.reproduce` takes, with everything the user can get wrong looked at first."""
+        from moesaic.papers.engine.claim_selection import select_claims
         from moesaic.papers.reproduce import PAPERS, PRESETS
 
         check_choice("reproduce", "--preset", self.preset, PRESETS)
         check_choice("reproduce", "--fidelity", self.fidelity, FIDELITIES)
         for paper in self.paper:
             check_choice("reproduce", "--paper", paper, PAPERS)
-        known = [claim.id for paper in self.paper or PAPERS for claim in PAPERS[paper].claims]
-        for claim in self.claim:
-            check_choice("reproduce", "--claim", claim, known)
+        known = [claim for paper in self.paper or PAPERS for claim in PAPERS[paper].claims]
+        selected = select_claims("reproduce", known, self.claim, self.figure)
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.data_dir is not None and not self.data_dir.is_dir():
@@ -81,11 +83,11 @@ class Reproduce:
                 f"--data-dir={str(self.data_dir)!r} is no directory; name one that exists, or leave it out"
             )
         for paper in (PAPERS[name] for name in self.paper or PAPERS):
-            if not self.claim or any(claim.id in self.claim for claim in paper.claims):
+            if not selected or any(claim.id in selected for claim in paper.claims):
                 paper.check_data(self.data_dir)  # so that damaged files are found before anything runs
         return {
             "papers": tuple(dict.fromkeys(self.paper)) or None,
-            "claims": self.claim or None,
+            "claims": tuple(selected) or None,
             "preset": self.preset,
             "fidelities": FIDELITIES[self.fidelity],
             "data_dir": self.data_dir,

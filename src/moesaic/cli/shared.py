@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from moesaic.data.datasets import ImageDataset
+    from moesaic.training.checkpoint import Checkpoint
 
 __all__ = [
     "CommandError",
     "DatasetOptions",
+    "RouterOption",
     "file_name",
+    "load_run",
     "log",
     "make_folder",
     "program",
@@ -33,6 +36,9 @@ __all__ = [
     "version",
     "write_config",
 ]
+
+
+RouterOption = Annotated[str | None, arg(metavar="MODULE:CLASS", help_behavior_hint="(default: none)")]
 
 
 class CommandError(Exception):
@@ -47,6 +53,14 @@ def user_errors(command: str) -> Generator[None]:
     except (ValueError, TypeError, OSError, ImportError) as error:
         message = " ".join(str(error).split()).removeprefix(f"{command}: ").removeprefix("fit: ")
         raise CommandError(f"moesaic {command}: {message}") from error
+
+
+def load_run(path: Path, device: str, router: str | None) -> Checkpoint:
+    """Loads the network of a run; ``router`` is that of --router."""
+    from moesaic.routing.registry import import_router
+    from moesaic.training.checkpoint import load_checkpoint
+
+    return load_checkpoint(path, device, router=None if router is None else import_router(router))
 
 
 def make_folder(out: Path) -> None:

@@ -88,6 +88,8 @@ class Train(DatasetOptions):
     """Number of patches of an image that each expert takes."""
     patch_size: Annotated[int | None, arg(metavar="PIXELS", help_behavior_hint="(default: the network's)")] = None
     """Side of a patch on the feature map that is routed."""
+    router: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: expert-choice)")] = None
+    """Router: expert-choice, token-choice, soft, or module:Class of your own, which is imported."""
     convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
     """Convolution to convert into a mixture of experts, such as layer4.1.conv2 of timm/resnet18; may be repeated."""
     target_macs: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: none)")] = None
@@ -130,8 +132,10 @@ class Train(DatasetOptions):
 
     def _checked(self) -> tuple[Recipe, str]:
         """Checks the options that do not depend on the images."""
+        from moesaic.routing.registry import import_router
         from moesaic.training.gate_recipe import GateRecipe
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
+        from moesaic.training.trackers import check_tracker
 
         check_choice("train", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS)
         defaults = OPTIMIZER_DEFAULTS[cast("Any", self.optimizer)]
@@ -157,6 +161,13 @@ class Train(DatasetOptions):
             check_positive("train", eval_every=self.eval_every)
         if self.convert and self.experts is None:
             raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
+        if self.router is not None:
+            import_router(self.router)
+        for name in self.track:
+            try:
+                check_tracker(name)
+            except (ImportError, ValueError) as error:
+                raise ValueError(f"train: --track: {error}") from error
         return recipe, resolve_device("train", self.device)
 
     def _gates(self) -> dict[str, Any]:
@@ -171,8 +182,13 @@ class Train(DatasetOptions):
     def _network(self, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
         from moesaic.training.model_for_dataset import spec_for_dataset
 
-        asked = {"patches_per_expert": self.patches_per_expert, "patch_size": self.patch_size}
-        mixture = {name: value for name, value in {"experts": self.experts, **asked}.items() if value is not None}
+        asked = {
+            "experts": self.experts,
+            "patches_per_expert": self.patches_per_expert,
+            "patch_size": self.patch_size,
+            "router": self.router,
+        }
+        mixture = {name: value for name, value in asked.items() if value is not None}
         options: dict[str, Any] = {} if self.fidelity is None else {"fidelity": self.fidelity}
         if not self.convert:
             return spec_for_dataset(self.model, dataset, {**options, **mixture})
@@ -190,10 +206,7 @@ class Train(DatasetOptions):
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 
-        try:
-            trackers = [create_tracker(name, out) for name in self.track]
-        except (ImportError, ValueError) as error:
-            raise CommandError(f"moesaic train: --track: {error}") from error
+        trackers = [create_tracker(name, out) for name in self.track]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = spec.build()
@@ -255,6 +268,7 @@ def _show(
             say(f"note: in epoch {epoch.number}: {alarm}")
     here = shlex.quote(str(out))
     say(f"\nNetwork: {out / 'model.safetensors'}\nNext:")
+    say(f"  moesaic predict {here} IMAGE…      # classes of other images")
     if cost.routed_parameters:
         shown = "what its experts look at" if found.cost is None else "which channels images open"
         say(f"  moesaic explain {here} IMAGE…      # {shown}")

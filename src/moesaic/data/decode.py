@@ -23,13 +23,14 @@ from moesaic.checks import check_positive
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["DECODING", "InvalidImage", "decode_image", "pixel_limit", "read_image"]
+__all__ = ["DECODING", "InvalidImage", "decode_image", "pixel_limit", "read_image", "square_image"]
 
 DECODING = 1
 """Version of the decoder: part of cache keys, to be raised when decoded pixels change."""
 
 # formats with a signature that need no external program
 _FORMATS = ("JPEG", "PNG", "GIF", "BMP", "WEBP", "TIFF", "PPM", "JPEG2000", "AVIF", "ICO", "MPO")
+_JPEG = ("JPEG", "MPO")
 _ORIENTATION = 0x0112
 _TRANSPOSES = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 """Pillow's names of what undoes the EXIF orientations 2 to 8."""
@@ -67,14 +68,45 @@ def decode_image(content: bytes, size: int) -> NDArray[np.uint8]:
 
     Call it inside `pixel_limit`.
     """
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     if not content:
         raise InvalidImage("is empty")
+    with _decoding_errors(), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
+        _check_pixels(image.size, Image.MAX_IMAGE_PIXELS)
+        return _square(image, size)
+
+
+def square_image(image: Image.Image, size: int) -> NDArray[np.uint8]:
+    """Brings an image of Pillow to uint8 (size, size, 3) as `decode_image` does the file; raises `InvalidImage`.
+
+    A JPEG that is open but not yet loaded has the same pixels as its file: `decode_image` may read it at a reduced
+    scale, which is impossible once all of it is loaded.
+
+    >>> from PIL import Image
+    >>> square_image(Image.new("L", (30, 20), 51), 4)[0, 0]
+    array([51, 51, 51], dtype=uint8)
+    """
+    check_positive("square_image", size=size)
+    file = getattr(image, "fp", None)
+    with _decoding_errors(), pixel_limit():
+        if image.format in _JPEG and file is not None and getattr(image, "tile", None):
+            place = file.tell()
+            file.seek(0)
+            content = file.read()
+            file.seek(place)
+            return decode_image(content, size)
+        _check_pixels(image.size, None)
+        return _square(image.copy(), size)
+
+
+@contextmanager
+def _decoding_errors() -> Generator[None, None, None]:
+    """Turns whatever Pillow raises on damaged files into `InvalidImage`."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
-        with Image.open(io.BytesIO(content), formats=_known_formats()) as image:
-            _check_pixels(image.size, Image.MAX_IMAGE_PIXELS)
-            return _square(image, size)
+        yield
     except InvalidImage:
         raise
     except UnidentifiedImageError as fault:

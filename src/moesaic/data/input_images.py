@@ -1,4 +1,4 @@
-"""Images to run a trained network on: files and folders given by a user, decoded like training images.
+"""Images to run a trained network on: files, folders and zip files of a user, decoded like training images.
 
 An image in a folder that has the name of a class gets that label; other images have none.
 """
@@ -6,6 +6,7 @@ An image in a folder that has the name of a class gets that label; other images 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,9 +18,9 @@ from torch import Tensor
 from moesaic import keyed_random
 from moesaic.checks import check_positive
 from moesaic.data.decode import InvalidImage, decode_image, pixel_limit
-from moesaic.data.file_sources import FolderSource, SkippedFile, UnreadableFile, printable
+from moesaic.data.file_sources import FileSource, FolderSource, SkippedFile, UnreadableFile, open_source, printable
 
-__all__ = ["InputImages", "read_input_images"]
+__all__ = ["InputFile", "InputImages", "check_readable", "find_input_files", "read_input_images", "to_channels"]
 
 _GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 """Luma of red, green and blue (ITU-R BT.601)."""
@@ -47,7 +48,7 @@ def read_input_images(
     max_images: int | None = None,
     seed: int = 0,
 ) -> InputImages:
-    """Reads image files, and all files below folders, for a network whose input is ``shape`` (C, H, W).
+    """Reads image files, and all files in folders and zip files, for a network whose input is ``shape`` (C, H, W).
 
     If there are more than ``max_images`` files, so many are drawn by ``seed``. Files that are not images are
     skipped; it is an error if no image is left.
@@ -62,30 +63,22 @@ def read_input_images(
     >>> tuple(found.pixels.shape), found.labels, found.skipped[0].reason
     ((1, 3, 8, 8), (0,), 'is not an image, or its format is unknown')
     """
-    C, H, W = shape
-    if C not in (1, 3) or H != W:
-        raise ValueError(
-            f"the network takes images of {C} channels and {H}×{W} pixels; image files become squares of 1 or 3 "
-            "channels: make a tensor of your images and use moesaic.insight.collect_outputs"
-        )
-    files = [file for path in paths for file in _files(Path(path))]
-    if not files:
-        raise ValueError(f"there is no file in {', '.join(map(str, paths))}; give image files, or folders of them")
-    if max_images is not None and len(files) > max_images:
-        check_positive("read_input_images", max_images=max_images)
-        order = keyed_random.permutations(keyed_random.keys(seed, [0]), "pictures", len(files))[0]
-        files = [files[int(row)] for row in order[:max_images].sort().values]
+    check_readable(shape)
     pixels: list[Tensor] = []
     read: list[Path] = []
     skipped: list[SkippedFile] = []
-    with pixel_limit():
+    with ExitStack() as stack:
+        files = find_input_files(paths, stack)
+        if max_images is not None and len(files) > max_images:
+            check_positive("read_input_images", max_images=max_images)
+            order = keyed_random.permutations(keyed_random.keys(seed, [0]), "pictures", len(files))[0]
+            files = [files[int(row)] for row in order[:max_images].sort().values]
         for file in files:
             try:
-                content = FolderSource(file.parent).read(file.name)
-                pixels.append(torch.from_numpy(_to_channels(decode_image(content, H), C)))
-                read.append(file)
+                pixels.append(file.read(shape))
+                read.append(file.path)
             except (InvalidImage, UnreadableFile) as fault:
-                skipped.append(SkippedFile(printable(str(file)), printable(str(fault))))
+                skipped.append(SkippedFile(printable(str(file.path)), printable(str(fault))))
     if not read:
         raise ValueError(
             f"none of the {len(skipped)} files is an image that can be read, for example: {skipped[0].path} "
@@ -101,19 +94,58 @@ def read_input_images(
     )
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        return [path / entry.name for entry in FolderSource(path).entries()]
-    if not path.exists():
-        raise FileNotFoundError(f"there is no file or folder {path}; check the path")
-    return [path]
+@dataclass(frozen=True)
+class InputFile:
+    """A file that may be an image; found by `find_input_files`."""
+
+    path: Path
+    """Where it is; in a zip file, below the path of that file."""
+    source: FileSource
+    name: str
+    """Its name in the source."""
+
+    def read(self, shape: tuple[int, int, int]) -> Tensor:
+        """Returns the image as uint8 (C, H, W); raises `InvalidImage` or `UnreadableFile`."""
+        C, H, _ = shape
+        content = self.source.read(self.name)
+        with pixel_limit():
+            return torch.from_numpy(to_channels(decode_image(content, H), C))
 
 
-def _to_channels(image: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
-    """(C, H, W) in grey or RGB."""
+def find_input_files(paths: Sequence[str | Path], stack: ExitStack) -> list[InputFile]:
+    """Lists files, and all files in folders and zip files, which stay open in ``stack``; refuses to find none."""
+    files = [file for path in paths for file in _files(Path(path), stack)]
+    if not files:
+        raise ValueError(
+            f"there is no file in {', '.join(map(str, paths))}; give image files, or folders or zip files of them"
+        )
+    return files
+
+
+def check_readable(shape: tuple[int, int, int]) -> None:
+    """Refuses the input shape of a network that image files cannot be brought to."""
+    C, H, W = shape
+    if C not in (1, 3) or H != W:
+        raise ValueError(
+            f"the network takes images of {C} channels and {H}×{W} pixels; image files become squares of 1 or 3 "
+            "channels: make a tensor of your images and use moesaic.insight.collect_outputs"
+        )
+
+
+def to_channels(image: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:
+    """Returns an image (H, W, 3) as (C, H, W) in grey or RGB."""
     if channels == 1:
         return np.rint(image.astype(np.float32) @ _GREY).astype(np.uint8)[None]
     return np.ascontiguousarray(image.transpose(2, 0, 1))
+
+
+def _files(path: Path, stack: ExitStack) -> list[InputFile]:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no file or folder {path}; check the path")
+    if path.is_dir() or path.suffix.lower() == ".zip":
+        source = stack.enter_context(open_source(path))
+        return [InputFile(path / entry.name, source, entry.name) for entry in source.entries()]
+    return [InputFile(path, FolderSource(path.parent), path.name)]
 
 
 def _label(file: Path, label_of: dict[str, int]) -> int | None:

@@ -20,8 +20,9 @@ from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
 from moesaic.models.convert_candidates import MapSizes, find_layers, input_shape, trace_map_sizes
 from moesaic.ops import Combine, Context, GateOn
-from moesaic.routing import ExpertChoice
+from moesaic.routing import ExpertChoice, RouterLike, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
+from moesaic.routing.registry import DEFAULT_ROUTER, build_router, has_patch_count, router_name
 from moesaic.routing_record import Routing, Unit
 
 __all__ = ["ChannelsLastPatchMoE", "Init", "RescaledExpertChoice", "applied_conversions", "convert"]
@@ -30,6 +31,7 @@ Init = Literal["scratch", "upcycle"]
 Model = TypeVar("Model", bound=nn.Module)
 
 _RECORD = "_moesaic_conversions"
+_DEFAULT = (DEFAULT_ROUTER, ExpertChoice)
 
 
 def convert(
@@ -41,9 +43,10 @@ def convert(
     patch_size: int | Literal["auto"] = "auto",
     gate: ExpertGate = "softmax_selected",
     gate_on: GateOn = "output",
-    context: Context = "map",
+    context: Context | None = None,
     expert_norm: bool = False,
     combine: Combine = "concat",
+    router: RouterLike = DEFAULT_ROUTER,
     init: Init = "scratch",
     seed: int = 0,
     input_size: int | Sequence[int] | None = None,
@@ -51,8 +54,8 @@ def convert(
     """Replaces convolutions of ``model`` by `PatchMoE`, in place, and returns the model.
 
     Each expert owns out_channels / experts of the convolution's filters, so the experts have as many parameters as the
-    convolution; the router adds E·C·p². The layer keeps its name. Linear layers on maps (B, H, W, C) are converted as
-    1×1 convolutions.
+    convolution; the default router adds E·C·p². The layer keeps its name. Linear layers on maps (B, H, W, C) are
+    converted as 1×1 convolutions.
 
     Args:
         model: any network; it is unchanged if an error is raised.
@@ -60,17 +63,22 @@ def convert(
             of them. `moesaic.models.convertible_layers` lists the layers that can be converted.
         experts: number of experts E.
         patches_per_expert: patches per expert L; None: N / E, at least 1, so that all experts together compute one map.
+            Slots per expert of a soft router; routers without such a number, as token choice, take None alone.
         patch_size: patch size p, a divisor of the sides of the layer's maps; ``"auto"``: the one that gives the number
             of patches closest to 32 (16 to 64 if possible), the larger one of two.
         gate: as in `PatchMoE`.
         gate_on: as in `PatchMoE`.
-        context: as in `PatchMoE`.
+        context: as in `PatchMoE`; None: ``"map"``, under a soft router ``"patch"``.
         expert_norm: as in `PatchMoE`.
         combine: as in `PatchMoE`; ``"sum"`` gives every expert all of the filters, E times as many parameters.
+        router: ``"expert-choice"``, ``"token-choice"``, ``"soft"``, ``"module:Class"``, a registered name
+            (`moesaic.routing.register_router`), a router class, or a factory ``(in_channels, experts, patch_size) ->
+            Router``. Each layer gets a router of its own, with gates of its own unless it is expert choice.
         init: ``"scratch"``: new random weights; ``"upcycle"``: the weights of the convolution, with the gates of
-            `RescaledExpertChoice`, which preserve the mean output. With ``gate="one"`` and L = N the converted model
-            computes exactly what the original did. With L < N it is an approximation, which improves once BatchNorm
-            statistics are updated (``torch.optim.swa_utils.update_bn``); then fine-tune it.
+            `RescaledExpertChoice`, which preserve the mean output; other routers have their own gates. With
+            ``gate="one"`` and L = N the converted model computes exactly what the original did. With L < N it is an
+            approximation, which improves once BatchNorm statistics are updated (``torch.optim.swa_utils.update_bn``);
+            then fine-tune it.
         seed: seed of new weights, those of routers included; every layer has its own random numbers.
         input_size: height and width of the images, or (C, H, W), for a forward pass before and after the conversion.
             Required for ``patch_size="auto"`` and ``patches_per_expert=None``. Models of timm know their own size.
@@ -94,11 +102,16 @@ def convert(
     maps = None if shape is None else _trace(model, shape, "does not run")
     records: list[dict[str, Any]] = []
     made: dict[str, tuple[nn.Module, nn.Module]] = {}
+    counted = has_patch_count(router)
+    if not counted and patches_per_expert is not None:
+        raise ValueError(
+            f"convert: patches_per_expert={patches_per_expert}, but router={router!r} has no such number; leave it out"
+        )
     for name, old in find_layers(model, layer, maps).items():
-        p, L = _patches(name, experts, patch_size, patches_per_expert, maps)
+        p, L = _patches(name, experts, patch_size, patches_per_expert if counted else 1, maps)
         options: dict[str, Any] = {
             "experts": experts,
-            "patches_per_expert": L,
+            "patches_per_expert": L if counted else None,
             "patch_size": p,
             "gate": gate,
             "gate_on": gate_on,
@@ -107,9 +120,12 @@ def convert(
             "combine": combine,
         }
         assert isinstance(old, (nn.Conv2d, nn.Linear))
-        made[name] = old, _replacement(name, old, options, init, seed)
+        new = _replacement(name, old, options, router, init, seed)
+        made[name] = old, new
         size = None if shape is None else list(shape)
-        records.append({"layer": name, **options, "init": init, "seed": seed, "input_size": size})
+        record = {"layer": name, **options, "context": new.context, "init": init, "seed": seed, "input_size": size}
+        # earlier versions have no such option
+        records.append(record if router in _DEFAULT else {**record, "router": router})
     for name, (_, new) in made.items():
         model.set_submodule(name, new)
     if shape is not None:
@@ -126,7 +142,7 @@ def convert(
 def applied_conversions(model: nn.Module) -> tuple[dict[str, Any], ...]:
     """Returns the conversions of a model as arguments of `convert` in plain JSON, to repeat them on a new model.
 
-    Layers are given by their names, patch sizes and counts by numbers.
+    Layers and routers are given by their names, patch sizes and counts by numbers.
 
     >>> from torch import nn
     >>> model = convert(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1)), "0", experts=4, input_size=16)
@@ -137,7 +153,11 @@ def applied_conversions(model: nn.Module) -> tuple[dict[str, Any], ...]:
     """
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
     return tuple(
-        {**record, "layer": f"{name}.{record['layer']}".lstrip(".")}
+        {
+            **record,
+            "layer": f"{name}.{record['layer']}".lstrip("."),
+            **({"router": router_name(record["router"])} if "router" in record else {}),
+        }
         for name, module in modules
         for record in module.__dict__.get(_RECORD, ())
     )
@@ -188,7 +208,9 @@ class ChannelsLastPatchMoE(PatchMoE):
         return x.permute(0, 3, 1, 2)
 
 
-def _replacement(name: str, old: nn.Conv2d | nn.Linear, options: dict[str, Any], init: Init, seed: int) -> PatchMoE:
+def _replacement(
+    name: str, old: nn.Conv2d | nn.Linear, options: dict[str, Any], router: RouterLike, init: Init, seed: int
+) -> PatchMoE:
     linear = isinstance(old, nn.Linear)
     C, O = (old.in_features, old.out_features) if linear else (old.in_channels, old.out_channels)
     E, combine = options["experts"], options["combine"]
@@ -198,22 +220,39 @@ def _replacement(name: str, old: nn.Conv2d | nn.Linear, options: dict[str, Any],
             f"convert: {name!r} has {O} output channels, which {E} experts cannot share under combine='concat'; "
             f"use {_either(sorted(near))} experts, or combine='sum'"
         )
+    key = zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF)
     with torch.random.fork_rng(devices=[]):  # new weights come from a separate generator
-        router = None
-        if init == "upcycle":
-            L, p = options["patches_per_expert"], options["patch_size"]
-            router = RescaledExpertChoice(C, E, L, p, gate=options["gate"], summed=combine == "sum")
+        torch.default_generator.manual_seed(key)
+        made = _router(router, C, options, init)
+        own: dict[str, Any] = {
+            **options,
+            "context": options["context"] or ("patch" if isinstance(made, SoftRouter) else "map"),
+        }
+        if made is not None:
+            own["patches_per_expert"] = None
         kind = ChannelsLastPatchMoE if linear else PatchMoE
         kernel = 1 if linear else old.kernel_size[0]
-        new = kind(C, O, **options, kernel_size=kernel, bias=old.bias is not None, router=router)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed & 0xFFFFFFFF))
-    assert isinstance(new.experts, ConvExperts) and isinstance(new.router, ExpertChoice)
+        new = kind(C, O, **own, kernel_size=kernel, bias=old.bias is not None, router=made)
+    generator = torch.Generator().manual_seed(key)
+    assert isinstance(new.experts, ConvExperts)
     new.experts.reset_parameters(generator)
-    new.router.reset_parameters(generator)
+    if router in _DEFAULT:
+        assert isinstance(new.router, ExpertChoice)
+        new.router.reset_parameters(generator)
     new.to(old.weight.device, old.weight.dtype).train(old.training)
     if init == "upcycle":
         _copy_weights(old, new.experts, options)
     return new
+
+
+def _router(router: RouterLike, in_channels: int, options: dict[str, Any], init: Init) -> nn.Module | None:
+    """A router for a layer; None for the one that `PatchMoE` has by default."""
+    E, L, p = options["experts"], options["patches_per_expert"], options["patch_size"]
+    if router not in _DEFAULT:
+        return build_router(router, in_channels, E, p, L, gate=options["gate"])
+    if init == "upcycle":
+        return RescaledExpertChoice(in_channels, E, L, p, gate=options["gate"], summed=options["combine"] == "sum")
+    return None
 
 
 def _copy_weights(old: nn.Conv2d | nn.Linear, experts: ConvExperts, options: dict[str, Any]) -> None:

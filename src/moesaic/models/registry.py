@@ -19,6 +19,7 @@ from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
+from moesaic.routing.registry import RouterLike, is_built_in, registered_router
 
 __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 
@@ -63,9 +64,9 @@ def list_models(pattern: str = "*") -> list[str]:
 def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
     """Creates a network by name, initialised from torch's default generator.
 
-    ``wrn10_10`` is a wide residual network of depth 10 and widening factor 10, ``wrn10_10_pmoe`` the same with a
-    pMoE layer for its last convolution; both take ``fidelity="best"``, ``"released"`` or ``"print"``, and the
-    second ``image_size``, ``experts`` and more: see `WideResNet` and `WideResNetPMoE`. ``resnet18`` and ``vgg16``,
+    ``wrn10_10`` is a wide residual network of depth 10 and widening factor 10, ``wrn10_10_pmoe`` the same with a pMoE
+    layer for its last convolution; both take ``fidelity="best"``, ``"released"`` or ``"print"``, and the second
+    ``image_size``, ``experts``, ``router`` and more: see `WideResNet` and `WideResNetPMoE`. ``resnet18`` and ``vgg16``,
     and their like, take ``image_size``, ``in_channels`` and ``width``, which multiplies their channels: see `ResNet`
     and `VGG16`; ``vgg16_w4_low`` is a widening of Wang et al. ``vgg16_deepmoe``, ``vgg16_deepmoe_w4_low`` and
     ``resnet18_deepmoe`` are the same networks with channels that are gated by the image; they take ``block``, ``mode``,
@@ -129,19 +130,49 @@ class ModelSpec:
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Arguments of `create_model` besides the name; plain JSON."""
+    """Arguments of `create_model` besides the name; plain JSON, routers by their names."""
     conversions: tuple[Mapping[str, Any], ...] = ()
-    """Arguments of each call of `convert` besides the model; plain JSON."""
+    """Arguments of each call of `convert` besides the model; plain JSON, routers by their names."""
 
-    def build(self) -> nn.Module:
-        """Builds the network, initialised from torch's default generator."""
-        model = create_model(self.name, **self.arguments)
-        if self.conversions:
+    def build(self, router: RouterLike | None = None) -> nn.Module:
+        """Builds the network, initialised from torch's default generator.
+
+        A specification may come from a file of someone else, so it never imports a router ``"module:Class"``: give
+        ``router``, the class, or call `moesaic.routing.register_router` first.
+        """
+        arguments, *conversions = (self._with_router(each, router) for each in (self.arguments, *self.conversions))
+        model = create_model(self.name, **arguments)
+        if conversions:
             from moesaic.models.convert import convert
 
-            for conversion in self.conversions:
+            for conversion in conversions:
                 model = convert(model, **conversion)
         return model
+
+    @property
+    def own_routers(self) -> tuple[str, ...]:
+        """Names of routers that are not moesaic's."""
+        named = (each.get("router") for each in (self.arguments, *self.conversions))
+        return tuple(dict.fromkeys(name for name in named if isinstance(name, str) and not is_built_in(name)))
+
+    def _with_router(self, options: Mapping[str, Any], router: RouterLike | None) -> Mapping[str, Any]:
+        name = options.get("router")
+        if name is None:
+            return options
+        if not isinstance(name, str):
+            raise TypeError(
+                f"ModelSpec: router={name!r} is a {type(name).__name__}; a specification has names alone: give its "
+                "name to moesaic.routing.register_router, and here"
+            )
+        if router is None or is_built_in(name):
+            registered_router(name)
+            return options
+        if len(self.own_routers) > 1:
+            raise ValueError(
+                f"{self.name} has the routers {' and '.join(self.own_routers)}, but one was given; register each with "
+                "moesaic.routing.register_router"
+            )
+        return {**options, "router": router}
 
     def without_weights(self) -> ModelSpec:
         """Returns the specification without timm's pretrained weights, for networks whose weights are loaded later."""

@@ -3,6 +3,7 @@
 from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.routing.expert_choice import ExpertChoice
+from moesaic.routing.registry import RouterLike, list_routers, register_router
 from moesaic.routing.router import Router
 from moesaic.routing.sample_router import SampleRouter
 from moesaic.routing.soft import SoftRouter
@@ -14,6 +15,7 @@ __all__ = [
     "ChannelGate",
     "ExpertChoice",
     "Router",
+    "RouterLike",
     "Routing",
     "SampleRouter",
     "SoftRouter",
@@ -21,6 +23,8 @@ __all__ = [
     "entropy_loss",
     "gate_l1",
     "importance_loss",
+    "list_routers",
     "load_balance_loss",
+    "register_router",
     "z_loss",
 ]

@@ -7,7 +7,9 @@ from moesaic.training.comparison_result import Comparison, read_comparison
 from moesaic.training.export import export, load_exported
 from moesaic.training.fit import Diverged, Epoch, FitResult, GatesClosed, evaluate, fit
 from moesaic.training.gate_recipe import GateRecipe
+from moesaic.training.load import TrainedNetwork, load
 from moesaic.training.optim import NormalizedGD
+from moesaic.training.predict import Prediction, SelectedPatches, predict
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 from moesaic.training.result_cache import CachedResult, ResultCache
@@ -27,17 +29,22 @@ __all__ = [
     "Grid",
     "NoProgress",
     "NormalizedGD",
+    "Prediction",
     "Progress",
     "Recipe",
     "ResultCache",
+    "SelectedPatches",
     "Tracker",
+    "TrainedNetwork",
     "compare",
     "create_tracker",
     "evaluate",
     "export",
     "fit",
+    "load",
     "load_checkpoint",
     "load_exported",
     "load_weights",
+    "predict",
     "read_comparison",
 ]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageDataset, Normalize
 from moesaic.files import as_json, write_atomic
 from moesaic.models.registry import ModelSpec
+from moesaic.routing import RouterLike
 
 __all__ = [
     "Checkpoint",
@@ -135,8 +136,13 @@ class Checkpoint:
         return self.metadata.metrics
 
 
-def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Checkpoint:
+def load_checkpoint(
+    path: str | Path, device: torch.device | str = "cpu", *, router: RouterLike | None = None
+) -> Checkpoint:
     """The network of a run, made anew and with its weights; ``path`` is the folder of the run or the file itself.
+
+    A router that is not moesaic's is never imported by its name in the file: give the class as ``router``, or call
+    `moesaic.routing.register_router` first.
 
     >>> import tempfile
     >>> spec = ModelSpec("wrn10_1", {"num_classes": 2})
@@ -153,8 +159,12 @@ def load_checkpoint(path: str | Path, device: torch.device | str = "cpu") -> Che
             f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
             "moesaic.training.load_weights(path, model), or give fit a spec"
         )
+    if router is not None and not metadata.spec.own_routers:
+        raise CheckpointError(
+            f"load_checkpoint: router={router!r}, but {path} has no router that is not moesaic's; leave router out"
+        )
     with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
-        model = metadata.spec.without_weights().build()
+        model = metadata.spec.without_weights().build(router)
     _fill(f"load_checkpoint: {path} is of another network than {metadata.spec.name} as it is made here", model, tensors)
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     return Checkpoint(path, model.eval(), metadata)

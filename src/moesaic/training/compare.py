@@ -20,6 +20,7 @@ import torch
 from moesaic import keyed_random
 from moesaic.data.datasets import ImageDataset
 from moesaic.models.registry import ModelSpec, create_model
+from moesaic.routing.registry import join_router_names
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
 from moesaic.training.fit import Diverged, FitResult, fit
 from moesaic.training.model_for_dataset import spec_for_dataset
@@ -68,7 +69,7 @@ class Grid:
             try:
                 with torch.device("meta"):
                     create_model(name, num_classes=2, **options)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, ImportError) as error:
                 raise ValueError(f"compare: models: {str(error).removeprefix('create_model: ')}") from error
 
     def check(self, dataset: ImageDataset) -> None:
@@ -244,7 +245,7 @@ def _parsed(label: str) -> tuple[str, dict[str, Any]]:
     """Name and options of "name:option=value:option=value"; values are numbers, true, false or words."""
     name, *given = label.split(":")
     options: dict[str, Any] = {}
-    for each in given:
+    for each in join_router_names(given):
         option, equals, value = each.partition("=")
         if not equals or not option or not value:
             raise ValueError(f"compare: models: {label!r} has {each!r} where option=value belongs; use name:experts=4")

@@ -142,6 +142,13 @@ def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         **checkpoint.metadata.to_json(),
         "input": f"{INPUT}: (batch, {C}, {H}, {W}) float32, pixels / 255; the scale is part of the network",
+        "preprocessing": {
+            "crop": "the largest centred square",
+            "resize": [H, W],
+            "resample": "bicubic",
+            "antialias": True,
+            "scale": 1 / 255,
+        },
         "output": f"{OUTPUT}: (batch, {len(checkpoint.class_names)}) float32, a score for each of class_names; their "
         "softmax is the probabilities",
     }

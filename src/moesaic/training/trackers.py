@@ -12,9 +12,12 @@ from typing import Any, Literal, Protocol, get_args
 
 from moesaic.checks import check_choice
 
-__all__ = ["Tracker", "TrackerName", "create_tracker"]
+__all__ = ["Tracker", "TrackerName", "check_tracker", "create_tracker"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
+
+_MODULES = {"tensorboard": "torch.utils.tensorboard"}
+"""Modules of trackers whose names differ."""
 
 
 class Tracker(Protocol):
@@ -33,6 +36,12 @@ class Tracker(Protocol):
         ...
 
 
+def check_tracker(name: str) -> None:
+    """Refuses an unknown tracker, and one whose package cannot be imported."""
+    check_choice("create_tracker", "name", name, get_args(TrackerName))
+    _package(_MODULES.get(name, name), name)
+
+
 def create_tracker(name: str, out: Path, *, project: str = "moesaic") -> Tracker:
     """Returns a tracker by name, for a run whose folder is ``out``.
 
@@ -45,7 +54,7 @@ def create_tracker(name: str, out: Path, *, project: str = "moesaic") -> Tracker
     """
     check_choice("create_tracker", "name", name, get_args(TrackerName))
     if name == "tensorboard":
-        return _TensorBoard(_package("torch.utils.tensorboard", "tensorboard"), out)
+        return _TensorBoard(_package(_MODULES[name], name), out)
     return _Project(_package(name, name), out, project, more={"dir": str(out)} if name == "wandb" else {})
 
 

@@ -24,7 +24,7 @@ Each network exists in three forms:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
@@ -40,7 +40,9 @@ from moesaic.models.wide_resnet.pooled_head import pooled_head
 from moesaic.models.wide_resnet.thin_conv import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
 from moesaic.ops import GateOn, kernels_available
 from moesaic.ops.hooks import has_hooks
+from moesaic.routing import ExpertChoice, RouterLike, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
+from moesaic.routing.registry import DEFAULT_ROUTER, build_router, has_patch_count
 
 __all__ = ["WideResNet", "WideResNetPMoE"]
 
@@ -208,6 +210,11 @@ class WideResNetPMoE(WideResNet):
         gate_on: see `PatchMoE`.
         expert_norm: see `PatchMoE`; without it BatchNorm and ReLU are taken once, in front of the router.
         residual: Whether the block's input is added to the pMoE layer's output.
+        router: ``"expert-choice"``, ``"token-choice"``, ``"soft"``, ``"module:Class"``, a registered name
+            (`moesaic.routing.register_router`), a router class, or a factory ``(in_channels, experts, patch_size) ->
+            Router``. Under another router than expert choice, gates are its own; ``patches_per_expert`` are the slots
+            of each expert of a soft router, which takes ``gate_on="output"``, ``expert_norm=False`` and each patch
+            alone.
 
     Arguments that are left out follow the fidelity, and patches the size of the map as in the paper: maps of 8×8 and
     below are divided into single pixels, of which each of 4 experts selects a quarter; larger ones into a grid of about
@@ -237,14 +244,23 @@ class WideResNetPMoE(WideResNet):
         gate_on: GateOn | None = None,
         expert_norm: bool | None = None,
         residual: bool | None = None,
+        router: RouterLike = DEFAULT_ROUTER,
     ) -> None:
         style = _Style.of(fidelity, keras_norm)
         given = {"gate": gate, "gate_on": gate_on, "expert_norm": expert_norm, "residual": residual}
         form = replace(_FORMS[fidelity], **{name: value for name, value in given.items() if value is not None})
         plan = _patch_plan(image_size, fidelity, experts, patches_per_expert, patch_size, kernel_size)
+        chosen = None if router in (DEFAULT_ROUTER, ExpertChoice) else router
+        if chosen is not None and patches_per_expert is not None and not has_patch_count(chosen):
+            raise ValueError(
+                f"WideResNetPMoE: patches_per_expert={patches_per_expert}, but router={router!r} has no such number; "
+                "leave it out"
+            )
 
         def last_block(before: int, channels: int, stride: int) -> nn.Module:
-            return _RoutedBlock(before, channels, stride, style, form, plan)
+            if chosen is None:
+                return _RoutedBlock(before, channels, stride, style, form, plan)
+            return _RoutedBlock(before, channels, stride, style, *_with_router(chosen, channels, form, plan, given))
 
         self._assemble(depth, width, num_classes, in_channels, style, last_block)
 
@@ -296,6 +312,23 @@ def _patch_plan(
         kernel_size = 1 if small and fidelity != "print" else 3
     plan = {"experts": experts, "patches_per_expert": patches_per_expert}
     return {**plan, "patch_size": patch_size, "kernel_size": kernel_size}
+
+
+def _with_router(
+    router: RouterLike, channels: int, form: _Form, plan: dict[str, Any], given: Mapping[str, Any]
+) -> tuple[_Form, dict[str, Any]]:
+    """Form and plan of a pMoE layer with another router; ``given`` are the options that the user set."""
+    plan = dict(plan)
+    experts, patch_size, patches = plan["experts"], plan["patch_size"], plan.pop("patches_per_expert")
+    made = build_router(router, channels, experts, patch_size, patches, gate=form.gate)
+    form = replace(form, router_std=None)  # the router has its own initial weights
+    if not isinstance(made, ExpertChoice):
+        form = replace(form, gate=given["gate"] or "softmax_selected")  # and its own gates, which `PatchMoE` compares
+    if isinstance(made, SoftRouter):
+        plan["context"] = "patch"
+        needed: dict[str, Any] = {"gate_on": "output", "expert_norm": False}
+        form = replace(form, **{name: value for name, value in needed.items() if given[name] is None})
+    return form, {**plan, "router": made}
 
 
 class _Block(nn.Module):
@@ -378,6 +411,8 @@ def _can_pool(body: nn.Sequential) -> bool:
     *_, last, norm, relu, mean = body
     block = last[-1] if isinstance(last, nn.Sequential) else None
     if not isinstance(block, _RoutedBlock) or block.residual or type(block.moe) is not PatchMoE:
+        return False
+    if not isinstance(block.moe.router, ExpertChoice):
         return False
     if not (isinstance(norm, nn.BatchNorm2d) and type(relu) is nn.ReLU and type(mean) is GlobalAvgPool):
         return False

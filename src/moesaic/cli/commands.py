@@ -1,0 +1,127 @@
+"""The commands by name: finds the one that is asked for, parses its options and runs it."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import tyro
+
+from moesaic.cli.bench import Bench
+from moesaic.cli.claims import Claims
+from moesaic.cli.compare import Compare
+from moesaic.cli.completion import Completion
+from moesaic.cli.explain import Explain
+from moesaic.cli.export import Export
+from moesaic.cli.predict import Predict
+from moesaic.cli.reproduce import Reproduce
+from moesaic.cli.shared import CommandError, log
+from moesaic.cli.theory import Theory
+from moesaic.cli.train import Train
+
+__all__ = ["COMMANDS", "Command", "run_command"]
+
+_WIDTH = 80
+
+
+class Command(Protocol):
+    """A command; its fields are the options."""
+
+    def run(self, given: Sequence[str]) -> int:
+        """Runs the command; ``given`` are its arguments. Returns the exit code."""
+        ...
+
+
+COMMANDS: dict[str, type[Any]] = {
+    "train": Train,
+    "compare": Compare,
+    "predict": Predict,
+    "explain": Explain,
+    "export": Export,
+    "reproduce": Reproduce,
+    "claims": Claims,
+    "theory": Theory,
+    "bench": Bench,
+    "completion": Completion,
+}
+
+
+def run_command(given: Sequence[str]) -> int:
+    """Parses the arguments, runs the command and returns its exit code; exits if there is no such command."""
+    try:
+        code = _run(_parse(given), given)
+        sys.stdout.flush()  # here rather than at exit, where a closed pipe cannot be handled
+        return code
+    except BrokenPipeError:
+        return _reader_left()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # as rich ends
+            return _reader_left()
+        raise
+
+
+def _parse(given: Sequence[str]) -> Command:
+    if not given or given[0] in ("-h", "--help"):
+        (sys.stdout if given else sys.stderr).write(_overview())
+        raise SystemExit(0 if given else 2)
+    name = given[0]
+    if name not in COMMANDS:
+        near = get_close_matches(name, [*COMMANDS, "--help", "--version"], n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        log(f"moesaic: {name!r} is no command; {hint}The commands are {', '.join(COMMANDS)}")
+        raise SystemExit(2)
+    command = COMMANDS[name]
+    return tyro.cli(command, prog=f"moesaic {name}", description=_description(command), args=list(given[1:]))
+
+
+def _run(command: Command, given: Sequence[str]) -> int:
+    try:
+        return command.run(given)
+    except CommandError as error:
+        if os.environ.get("MOESAIC_DEBUG"):
+            raise
+        log(str(error))
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _reader_left() -> int:
+    """The reader of a pipe has closed it, as ``moesaic claims | head`` does: nothing has gone wrong."""
+    with suppress(OSError, ValueError):  # where stdout is no file
+        # what is still buffered would raise again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _overview() -> str:
+    lines = ["usage: moesaic COMMAND …", "", "Mixtures of experts for vision.", "", "commands:"]
+    for name, command in COMMANDS.items():
+        summary = (inspect.getdoc(command) or "").partition("\n\n")[0]
+        lines += textwrap.wrap(
+            " ".join(summary.split()), _width(), initial_indent=f"  {name:12}", subsequent_indent=" " * 14
+        )
+    lines += ["", "moesaic COMMAND --help lists the options, moesaic --version prints the version.", ""]
+    return "\n".join(lines)
+
+
+def _description(command: type[Any]) -> str:
+    """The docstring in lines that fit; tyro wraps only options, and leaves indented lines as they are."""
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    indent = "  "
+    filled = (
+        textwrap.fill(" ".join(each.split()), _width(), initial_indent=indent, subsequent_indent=indent)
+        for each in paragraphs
+    )
+    return "\n\n".join(filled)
+
+
+def _width() -> int:
+    return min(_WIDTH, shutil.get_terminal_size().columns)
