@@ -118,3 +118,7 @@ def test_coarse_numbers_are_uniform_and_go_by_trial():
     assert torch.equal(
         keyed_random.coarse_uniform(keyed_random.keys(0, [7]), "noise", 10, 100)[0], drawn[7].view(10, 100)
     )
+
+
+def test_the_largest_seed_is_accepted():
+    assert keyed_random.keys((1 << 63) - 1, [0]).shape == (1,)

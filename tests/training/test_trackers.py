@@ -43,6 +43,7 @@ def test_a_project_gets_a_run_named_like_its_folder(name, monkeypatch):
     assert recorder.names() == ["init", "log", "finish"]
     options = recorder.calls[0][2]
     assert (options["project"], options["name"], options["config"]) == ("vets", "pets", CONFIG)
+    assert options.get("dir") == (str(Path("runs/pets")) if name == "wandb" else None)
     assert recorder.calls[1] == ("log", ({"loss": 0.5},), {"step": 1})
 
 

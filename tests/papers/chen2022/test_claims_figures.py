@@ -159,7 +159,11 @@ def test_many_signals_means_many_features_and_centres(
 
 @pytest.mark.parametrize(
     ("ratios", "verdict"),
-    [((1.1, 1.2, 0.3), "holds"), ((1.5, 0.9, 0.9), "partly: in 1 of 3 trials"), ((1.0, 0.9, 0.2), "fails")],
+    [
+        ((1.1, 1.2, 0.3), "holds"),
+        ((1.5, 0.9, 0.9), "partly: in 1 of 3 trials"),
+        ((1.0, 0.9, 0.2), "fails"),
+    ],
 )
 def test_the_linear_router_turns_to_features_in_more_than_half_of_the_trials(ratios: tuple[float, ...], verdict: str):
     result = products(np.array(ratios), over="router_feature", under="router_centre")
