@@ -40,7 +40,7 @@ class Compare(DatasetOptions):
 
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
     """Networks, separated by commas; the first is the baseline. Options follow colons:
-    wrn10_2_pmoe:patches_per_expert=8."""
+    wrn10_2_pmoe:patches_per_expert=8, timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8."""
     samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
     """Numbers of labelled training images, separated by commas."""
     trials: int = 3

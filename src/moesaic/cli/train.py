@@ -47,7 +47,8 @@ class Train(DatasetOptions):
     """
 
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
-    """Network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed."""
+    """Network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed. Options
+    follow colons: timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8."""
     samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
     """Number of training images, sampled by --seed with every class in its share."""
     epochs: int = 50
@@ -110,10 +111,13 @@ class Train(DatasetOptions):
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         from rich.console import Console
 
+        from moesaic.training.model_for_dataset import spec_for_dataset
+
         with user_errors("train"):
             recipe, device = self._checked()
+            asked = self._spec()
             dataset = self._load()
-            spec, cost = self._network(dataset)
+            spec, cost = spec_for_dataset(asked, dataset)
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{file_name(self.model)}"
             make_folder(out)
         try:
@@ -168,16 +172,24 @@ class Train(DatasetOptions):
         dataset = self.load()
         return dataset if self.samples is None else dataset.subset(self.samples, self.seed)
 
-    def _network(self, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
-        from moesaic.training.model_for_dataset import spec_for_dataset
+    def _spec(self) -> ModelSpec:
+        """The network as --model and the flags beside it ask for it."""
+        from moesaic.models.registry import ModelSpec
 
-        asked = {"patches_per_expert": self.patches_per_expert, "patch_size": self.patch_size}
-        mixture = {name: value for name, value in {"experts": self.experts, **asked}.items() if value is not None}
+        asked = ModelSpec.parse(self.model)
+        mixture = {
+            "experts": self.experts,
+            "patches_per_expert": self.patches_per_expert,
+            "patch_size": self.patch_size,
+        }
+        mixture = {name: value for name, value in mixture.items() if value is not None}
         options: dict[str, Any] = {} if self.fidelity is None else {"fidelity": self.fidelity}
-        if not self.convert:
-            return spec_for_dataset(self.model, dataset, {**options, **mixture})
-        conversion = {"layer": list(self.convert), "seed": self.seed, **mixture}
-        return spec_for_dataset(self.model, dataset, options, conversion)
+        conversions = asked.conversions
+        if self.convert:
+            conversions = (*conversions, {"layer": list(self.convert), **mixture})
+        else:
+            options |= mixture
+        return ModelSpec(asked.name, {**asked.arguments, **options}, conversions).with_seed(self.seed)
 
     def _train(self, dataset: ImageDataset, spec: ModelSpec, recipe: Recipe, device: str, out: Path) -> FitResult:
         import torch

@@ -17,6 +17,7 @@ from moesaic.models.deepmoe.network import deepmoe
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
+from moesaic.models.spelling import conversion_options, parse_spelling
 from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 
@@ -132,6 +133,32 @@ class ModelSpec:
     """Arguments of `create_model` besides the name; plain JSON."""
     conversions: tuple[Mapping[str, Any], ...] = ()
     """Arguments of each call of `convert` besides the model; plain JSON."""
+
+    @classmethod
+    def parse(cls, text: str) -> ModelSpec:
+        """Returns the specification of a network as the command line spells it, without ``num_classes``.
+
+        A name that `create_model` knows, with options behind colons: a bare option is ``=True``; ``convert=`` names
+        layers to convert, joined by ``+``, and the options of `convert` follow it.
+
+        >>> ModelSpec.parse("wrn10_2_pmoe:experts=8").arguments
+        {'experts': 8}
+        >>> ModelSpec.parse("timm/resnet18:pretrained:convert=layer4.0.conv2+layer4.1.conv2:experts=8").conversions
+        ({'layer': ['layer4.0.conv2', 'layer4.1.conv2'], 'experts': 8},)
+        """
+        name, options, conversions = parse_spelling(text)
+        known = () if name.startswith(_TIMM_PREFIX) else model_options(name)
+        unknown = next((option for option in options if option not in known), None)
+        if conversions and known and unknown is not None:
+            raise TypeError(
+                f"{name} has no option {unknown!r}; it takes {', '.join(known)}, and after convert=: "
+                f"{', '.join(conversion_options())}"
+            )
+        return cls(name, options, tuple(conversions))
+
+    def with_seed(self, seed: int) -> ModelSpec:
+        """Returns the specification with the seed of conversions that have none."""
+        return replace(self, conversions=tuple({"seed": seed, **conversion} for conversion in self.conversions))
 
     def build(self) -> nn.Module:
         """Builds the network, initialised from torch's default generator."""

@@ -47,7 +47,7 @@ def timm_model(
             raise
         raise TypeError(
             f"create_model: timm's {name} has no option {unknown!r}, got {unknown}={options[unknown]!r}; leave it out "
-            "(to turn one of its convolutions into a mixture, use convert)"
+            "(to turn one of its convolutions into a mixture, use convert, on the command line convert=LAYER:experts=8)"
         ) from error
     if image_size is not None and isinstance(getattr(model, "pretrained_cfg", None), dict):
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (in_channels, image_size, image_size)}

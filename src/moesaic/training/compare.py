@@ -7,7 +7,6 @@ run is a cell (`cells`) and never done again; one that was interrupted goes on f
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Iterator, Mapping
@@ -40,8 +39,8 @@ class Grid:
     """What to run: every model with every number of samples, ``trials`` times."""
 
     models: tuple[str, ...]
-    """Names that `create_model` knows, with options behind colons: "wrn10_2_pmoe:patches_per_expert=8". Others are
-    compared with the first."""
+    """Networks as `ModelSpec.parse` reads them, such as "wrn10_2_pmoe:patches_per_expert=8". Others are compared with
+    the first."""
     samples: tuple[int, ...]
     trials: int
 
@@ -64,10 +63,10 @@ class Grid:
     def check_names(self) -> None:
         """Whether the models exist; an error names near ones. It takes no memory."""
         for label in self.models:
-            name, options = _parsed(label)
             try:
+                spec = ModelSpec.parse(label).without_weights()
                 with torch.device("meta"):
-                    create_model(name, num_classes=2, **options)
+                    create_model(spec.name, num_classes=2, **spec.arguments)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"compare: models: {str(error).removeprefix('create_model: ')}") from error
 
@@ -89,8 +88,7 @@ class Grid:
         """The models, made for images of the dataset, and what they cost."""
         found: list[_Contender] = []
         for label in self.models:
-            name, options = _parsed(label)
-            spec, cost = spec_for_dataset(name, dataset, options)
+            spec, cost = spec_for_dataset(label, dataset)
             share = 100 * cost.routed_parameters / cost.parameters
             found.append(_Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share)))
         return found
@@ -185,7 +183,8 @@ class _Runs:
         number = int(keyed_random.bits(key, "compare", 1)[0, 0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            model = who.spec.build()
+            spec = who.spec.with_seed(number)
+            model = spec.build()
         try:
             found = fit(
                 model,
@@ -194,7 +193,7 @@ class _Runs:
                 seed=number,
                 device=self.device,
                 out=folder,
-                spec=who.spec,
+                spec=spec,
                 progress=progress,
                 eval_every=-(-self.recipe.epochs // MOST_TESTS),
             )
@@ -238,21 +237,6 @@ def _run(who: _Contender, samples: int, trial: int, result: Mapping[str, Any]) -
 
 def _name(who: _Contender, samples: int, trial: int) -> str:
     return f"{who.sized.name}, {samples} samples, trial {trial + 1}"
-
-
-def _parsed(label: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of "name:option=value:option=value"; values are numbers, true, false or words."""
-    name, *given = label.split(":")
-    options: dict[str, Any] = {}
-    for each in given:
-        option, equals, value = each.partition("=")
-        if not equals or not option or not value:
-            raise ValueError(f"compare: models: {label!r} has {each!r} where option=value belongs; use name:experts=4")
-        try:
-            options[option] = json.loads(value)
-        except ValueError:
-            options[option] = value
-    return name, options
 
 
 def _has_groups(dataset: ImageDataset) -> bool:
