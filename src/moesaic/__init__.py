@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, record_routing
+from moesaic.layers import ChannelMoE, PatchMoE, RoutedHead, SampleMoE, record_routing
 from moesaic.ops import backend
 from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
 from moesaic.routing_record import Routing
@@ -27,6 +27,7 @@ __all__ = [
     "ExpertChoice",
     "NormalizedGD",
     "PatchMoE",
+    "RoutedHead",
     "Routing",
     "SampleMoE",
     "SoftRouter",
