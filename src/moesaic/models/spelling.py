@@ -34,7 +34,7 @@ def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]
     name, *given = text.split(":")
     options: dict[str, Any] = {}
     conversions: list[dict[str, Any]] = []
-    owner = options
+    owner: dict[str, Any] = options
     for each in given:
         option, equals, value = each.partition("=")
         if not option or (equals and not value):

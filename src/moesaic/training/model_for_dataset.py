@@ -35,7 +35,7 @@ def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[Mod
     known = {option: value for option, value in about.items() if option in model_options(asked.name)}
     arguments = {"num_classes": dataset.num_classes, **known, **asked.arguments}
     conversions = tuple({"input_size": [C, H, W], **conversion} for conversion in asked.conversions)
-    spec = ModelSpec(asked.name, arguments, conversions)
+    spec = ModelSpec(asked.name, arguments, conversions).with_digest()
     with torch.random.fork_rng(devices=[]):
         model = spec.build()
     try:
