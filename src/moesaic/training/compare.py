@@ -10,16 +10,17 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moesaic import keyed_random
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.datasets import ImageDataset, Normalize
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
+from moesaic.training.features import add_features, refuses_features
 from moesaic.training.fit import Diverged, FitResult, fit
 from moesaic.training.model_for_dataset import spec_for_dataset
 from moesaic.training.progress import NoProgress, Progress
@@ -70,6 +71,18 @@ class Grid:
             except (ValueError, TypeError) as error:
                 raise ValueError(f"compare: models: {str(error).removeprefix('create_model: ')}") from error
 
+    def image_size(self) -> int | None:
+        """The image size of the pretrained models, which must agree; None without such."""
+        sizes: dict[int, str] = {}
+        for label in self.models:
+            size = ModelSpec.parse(label).pretrained_config().image_size
+            if size is not None:
+                sizes.setdefault(size, label)
+        if len(sizes) > 1:
+            each = " and ".join(f"{size} pixels ({label})" for size, label in sizes.items())
+            raise ValueError(f"compare: models were pretrained on images of {each}; choose one size with --img-size")
+        return next(iter(sizes), None)
+
     def check(self, dataset: ImageDataset) -> None:
         """Whether the dataset has images enough; an error says how many there are."""
         fewest, most, there = self.samples[0], self.samples[-1], len(dataset.train)
@@ -111,8 +124,13 @@ def compare(
     machine: str = "",
     settings: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    cache_dir: Path | None = None,
 ) -> Comparison:
     """Run what is missing of the grid, and put everything together.
+
+    ``recipe.trainable`` and ``recipe.layer_decay`` apply to pretrained models; others are trained as a whole. Where
+    only heads are trained, the features of a backbone are computed once for all runs and cached in ``cache_dir``, or
+    in memory. Pretrained models have their own normalization.
 
     ``settings`` is what runs depend on beside images, labels and the other arguments: the augmentation.
     Runs are stored in ``out``/cells; ``out``/networks has the trained networks of the first trial with the most
@@ -124,7 +142,8 @@ def compare(
     progress = progress or NoProgress()
     device = torch.device(device)
     contenders = grid.contenders(dataset)
-    cells = _Runs(dataset, recipe, out, seed, device, dict(settings or {}), ResultCache(out / "cells", progress.log))
+    results = ResultCache(out / "cells", progress.log)
+    cells = _Runs(dataset, recipe, out, seed, device, dict(settings or {}), results, cache_dir, {})
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(cells.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
@@ -160,6 +179,9 @@ class _Runs:
     device: torch.device
     settings: dict[str, Any]
     cells: ResultCache
+    cache_dir: Path | None
+    images: dict[str, ImageDataset]
+    """The images as each model takes them, with features where these stand for them."""
 
     def find(self, who: _Contender, samples: int, trial: int) -> Run | None:
         cached = self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
@@ -188,28 +210,48 @@ class _Runs:
         try:
             found = fit(
                 model,
-                self.dataset.subset(samples, number),
-                self.recipe,
+                self._images(who, progress).subset(samples, number),
+                self._recipe(who),
                 seed=number,
                 device=self.device,
                 out=folder,
                 spec=spec,
                 progress=progress,
                 eval_every=-(-self.recipe.epochs // MOST_TESTS),
+                test_features=True,
             )
         except Diverged as error:
             raise Diverged(f"{_name(who, samples, trial)}: {error}") from error
         return _cell_result(found, samples, _has_groups(self.dataset))
 
+    def _images(self, who: _Contender, progress: Progress) -> ImageDataset:
+        if who.sized.name not in self.images:
+            config, dataset = who.spec.pretrained_config(), self.dataset
+            if config.mean and config.std:
+                dataset = dataset.with_normalize(Normalize(config.mean, config.std))
+            if self._recipe(who).trainable == "head":
+                with torch.random.fork_rng(devices=[]):
+                    model = who.spec.build()
+                if not refuses_features(model, dataset):
+                    options: dict[str, Any] = {"cache_dir": self.cache_dir, "device": self.device}
+                    dataset = add_features(dataset, model, **options, log=progress.log)
+            self.images[who.sized.name] = dataset
+        return self.images[who.sized.name]
+
+    def _recipe(self, who: _Contender) -> Recipe:
+        return self.recipe if who.spec.is_pretrained else replace(self.recipe, trainable="all", layer_decay=None)
+
     def _content(self, who: _Contender, samples: int, trial: int) -> dict[str, Any]:
-        """Everything the run depends on."""
+        """Everything the run depends on; of a file of weights, its digest."""
+        model = who.spec.to_json()
+        model["arguments"].pop("weights", None)
         return {
-            "model": who.spec.to_json(),
+            "model": model,
             "images": self.dataset.digest,
             "samples": samples,
             "trial": trial,
             "seed": self.seed,
-            "recipe": self.recipe.cell_spec(),
+            "recipe": self._recipe(who).cell_spec(),
             "device": self.device.type,
             **self.settings,
         }
