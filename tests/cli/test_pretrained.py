@@ -161,9 +161,11 @@ def test_heads_on_one_backbone_are_compared_by_their_features(pets, monkeypatch)
     assert {each.normalize for each in networks} == {SCALE}
     assert {each.input_shape for each in networks} == {(3, 160, 160)}
     Path("weights.safetensors").rename("moved.safetensors")
-    moved = [each.replace("weights.safetensors", "moved.safetensors") for each in models]
+    moved = [each.replace("weights.safetensors", str(Path.cwd() / "moved.safetensors")) for each in models]
     assert main(["compare", "pets", *moved, *grid, *SHORT]) == 0
     assert len(sizes) == 8, "the file is known by its digest"
+    names = [model.name for model in read_comparison(Path("out/result.json")).models]
+    assert names[0] == "timm/test_resnet:weights=moved.safetensors:head=mean", "without folders"
 
 
 def test_a_network_is_compared_with_itself_converted(pets, monkeypatch):

@@ -49,21 +49,22 @@ def timm_model(
         options["img_size"] = image_size
     try:
         model: Any = timm.create_model(name, num_classes=num_classes, in_chans=in_channels, **options)
-    except (OSError, RuntimeError, ImportError) as error:
-        if not options.get("pretrained"):
-            raise
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise OSError(
-            f"create_model: the pretrained weights of timm's {name} cannot be downloaded ({why}); give a file that you "
-            "have with weights=FILE (--weights FILE)"
-        ) from error
     except TypeError as error:
         unknown = next((option for option in options if f"'{option}'" in str(error)), None)
         if unknown is None:
             raise
         raise TypeError(
             f"create_model: timm's {name} has no option {unknown!r}, got {unknown}={options[unknown]!r}; leave it out "
-            "(to turn one of its convolutions into a mixture, use convert, on the command line convert=LAYER:experts=8)"
+            "(it takes pretrained, weights, in_channels, image_size and timm's own; experts are an option of "
+            "head='routed' and of convert, on the command line convert=LAYER:experts=8)"
+        ) from error
+    except Exception as error:  # the hub fails in ways of its own
+        if not options.get("pretrained"):
+            raise
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(
+            f"create_model: the pretrained weights of timm's {name} cannot be downloaded ({why}); give a file that you "
+            "have with weights=FILE (--weights FILE)"
         ) from error
     if options.get("pretrained") and num_classes != getattr(config, "num_classes", num_classes):
         reset_classifier(model)

@@ -8,6 +8,7 @@ run is a cell (`cells`) and never done again; one that was interrupted goes on f
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -100,8 +101,10 @@ class Grid:
     def contenders(self, dataset: ImageDataset) -> list[_Contender]:
         """The models, made for images of the dataset, and what they cost."""
         found: list[_Contender] = []
-        for label in self.models:
-            spec, cost = spec_for_dataset(label, dataset)
+        shorter = [re.sub(r"(:weights=)[^:]*/", r"\1", model) for model in self.models]  # without folders
+        labels = shorter if len(set(shorter)) == len(shorter) else self.models
+        for model, label in zip(self.models, labels, strict=True):
+            spec, cost = spec_for_dataset(model, dataset)
             share = 100 * cost.routed_parameters / cost.parameters
             found.append(_Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share)))
         return found
