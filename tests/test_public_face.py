@@ -15,6 +15,7 @@ NAMES = [
     "ExpertChoice",
     "NormalizedGD",
     "PatchMoE",
+    "RoutedHead",
     "Routing",
     "SampleMoE",
     "SoftRouter",

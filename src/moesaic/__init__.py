@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, record_routing
+    from moesaic.layers import ChannelMoE, PatchMoE, RoutedHead, SampleMoE, record_routing
     from moesaic.models import convert, create_model, freeze, list_models, register_with_timm
     from moesaic.ops import backend
     from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
@@ -26,6 +26,7 @@ __all__ = [
     "ExpertChoice",
     "NormalizedGD",
     "PatchMoE",
+    "RoutedHead",
     "Routing",
     "SampleMoE",
     "SoftRouter",
@@ -43,7 +44,7 @@ __all__ = [
 
 # imported on first use, so that `import moesaic` and `moesaic --version` need not wait for torch
 _NAMES = {
-    "layers": ("ChannelMoE", "PatchMoE", "SampleMoE", "record_routing"),
+    "layers": ("ChannelMoE", "PatchMoE", "RoutedHead", "SampleMoE", "record_routing"),
     "models": ("convert", "create_model", "freeze", "list_models", "register_with_timm"),
     "ops": ("backend",),
     "routing": ("ChannelGate", "ExpertChoice", "SoftRouter", "TokenChoice"),

@@ -191,6 +191,9 @@ def test_a_convolution_of_any_network_becomes_a_mixture(pets, capsys):
     convert = ["--model", "wrn10_1", "--convert", layer, "--experts", "4"]
     assert train("pets", *SMALL, "--epochs", "1", *convert, "--out", "out") == 0
     assert "% of them in the mixture" in capsys.readouterr().out
+    spelled = ["--model", f"wrn10_1:convert={layer}:experts=4"]
+    assert train("pets", *SMALL, "--epochs", "1", *spelled, "--out", "spelled") == 0
+    assert Path("out/model.safetensors").read_bytes() == Path("spelled/model.safetensors").read_bytes()
     assert load_checkpoint("out").spec.conversions[0]["layer"] == [layer]
 
 
@@ -274,6 +277,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
         (["pets", "--device", "tpu"], "--device='tpu' is unknown"),
         (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),
         (["pets", "--model", "wrn10_1", "--convert", "stem"], "--convert needs --experts"),
+        (["pets", "--model", "wrn10_1:convert=stem"], "convert=stem without experts="),
         (["pets", "--augment", "flop"], "augment='flop' is unknown"),
         (["pets", "--router", "sofd"], "router='sofd' is unknown .did you mean 'soft'"),
         (["pets", "--router", "no_module:Mine"], "'no_module' cannot be imported"),

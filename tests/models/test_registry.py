@@ -1,10 +1,12 @@
 """Networks by name."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from moesaic import PatchMoE
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec, create_model, list_models
 
@@ -91,3 +93,63 @@ def test_unknown_names_and_options_are_refused():
         create_model("cifar_cnn", num_classes=2, fidelity="best")
     with pytest.raises(ValueError, match="num_classes=0"):
         create_model("wrn10_1", num_classes=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "spec"),
+    [
+        ("wrn10_1", ModelSpec("wrn10_1")),
+        ("timm/resnet18:pretrained", ModelSpec("timm/resnet18", {"pretrained": True})),
+        ("timm/resnet18:pretrained=True", ModelSpec("timm/resnet18", {"pretrained": True})),
+        ("timm/resnet18:pretrained=false", ModelSpec("timm/resnet18", {"pretrained": False})),
+        (
+            "wrn10_2_pmoe:experts=8:gate=one:bias=1e-1:name=null",
+            ModelSpec("wrn10_2_pmoe", {"experts": 8, "gate": "one", "bias": 0.1, "name": "null"}),
+        ),
+        (
+            "timm/resnet18:convert=layer4.1.conv2:experts=8:init=upcycle:pretrained",
+            ModelSpec(
+                "timm/resnet18",
+                {"pretrained": True},
+                ({"layer": ["layer4.1.conv2"], "experts": 8, "init": "upcycle"},),
+            ),
+        ),
+        (
+            "timm/x:convert=a+b.*:experts=8:convert=c:experts=2:head=routed:experts=4",
+            ModelSpec(
+                "timm/x",
+                {"head": "routed", "experts": 4},
+                ({"layer": ["a", "b.*"], "experts": 8}, {"layer": ["c"], "experts": 2}),
+            ),
+        ),
+    ],
+)
+def test_a_spelling_is_read_as_name_options_and_conversions(text, spec):
+    assert ModelSpec.parse(text) == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("wrn10_1:", "has '' where option or option=value belongs"),
+        ("wrn10_1:=3", "has '=3' where"),
+        ("wrn10_1:convert:experts=3", "has convert without a layer; use convert=LAYER"),
+        ("wrn10_1:convert=+", "has convert without a layer"),
+        ("wrn10_1:convert=a:patch_size=2", r"convert=a without experts=.*\(after it: patches_per_expert, "),
+        ("wrn10_1:convert=a:experts=2:experts=2", "the option 'experts' twice"),
+        ("wrn10_1:fidelity=best:fidelity=best", "the option 'fidelity' twice"),
+    ],
+)
+def test_a_spelling_that_cannot_be_read_says_why(text, message):
+    with pytest.raises(ValueError, match=message):
+        ModelSpec.parse(text)
+
+
+def test_a_spelled_conversion_is_built_with_the_seed_it_is_given():
+    spec = ModelSpec.parse("wrn10_1:convert=body.group3.0.conv2:experts=4:input_size=32")
+    spec = replace(spec, arguments={"num_classes": 2})
+    layers = [spec.with_seed(seed).build().get_submodule("body.group3.0.conv2") for seed in (3, 3, 4)]
+    assert isinstance(layers[0], PatchMoE)
+    assert torch.equal(layers[0].experts.weight, layers[1].experts.weight)
+    assert not torch.equal(layers[0].experts.weight, layers[2].experts.weight)
+    assert spec.with_seed(3).with_seed(4) == spec.with_seed(3)

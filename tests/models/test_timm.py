@@ -30,23 +30,6 @@ LAYERS = {
     "efficientnet_b0": "blocks.4.2.conv_pwl",
 }
 each_network = pytest.mark.parametrize("name", LAYERS)
-OPERATORS: list[torch.library.Library] = []
-
-
-@pytest.fixture(scope="module")
-def timm():
-    """timm, which imports torchvision, whose compiled operators do not load beside every build of torch."""
-    try:
-        return importlib.import_module("timm")
-    except RuntimeError as error:
-        if "torchvision::" not in str(error):
-            raise
-    for name in [name for name in sys.modules if name.split(".")[0] in ("timm", "torchvision")]:
-        del sys.modules[name]
-    OPERATORS.append(torch.library.Library("torchvision", "DEF"))
-    for name in ("nms", "qnms"):
-        OPERATORS[0].define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    return importlib.import_module("timm")
 
 
 def lively(name: str) -> nn.Module:
@@ -175,7 +158,11 @@ def test_unknown_options_of_timm_models_are_named(timm):
 def test_registered_networks_are_in_timms_registry(timm):
     ours = register_with_timm()
     assert ours == register_with_timm()
-    assert timm_registry.__all__ == ["register_with_timm", "timm_model"]  # entry points are timm's, not our API
+    assert timm_registry.__all__ == [
+        "register_with_timm",
+        "timm_config",
+        "timm_model",
+    ]  # entry points are timm's, not our API
     assert set(list_models()) - set(ours) == {"resnet18", "resnet34", "resnet50", "vgg16"}  # timm has its own
     assert set(timm.list_models("wrn10*")) >= {"wrn10_10", "wrn10_10_pmoe"}
     assert all(hasattr(timm_registry, name) for name in timm_registry.__all__)

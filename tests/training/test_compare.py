@@ -274,7 +274,11 @@ def test_a_grid_that_compares_nothing_is_refused(models, samples, trials, messag
         ("wrn10_2pmoe", r"compare: models: name='wrn10_2pmoe' is unknown; .*did you mean 'wrn10_2_pmoe'"),
         ("wrn11_1", "depth=11; it must be 6n"),
         ("wrn10_1_pmoe:expert=3", "has no option 'expert'; it takes .*experts"),
-        ("wrn10_1_pmoe:experts", "has 'experts' where option=value belongs"),
+        ("wrn10_1_pmoe:experts", "experts=True is a bool; it must be a whole number"),
+        ("wrn10_1_pmoe:experts=", "has 'experts=' where option or option=value belongs"),
+        ("wrn10_1_pmoe:experts=2:experts=4", "has the option 'experts' twice"),
+        ("wrn10_1:convert=stem", "convert=stem without experts="),
+        ("wrn10_1:convert=stem:experts=2:expert=2", "wrn10_1 has no option 'expert'; .*after convert=: experts"),
     ],
 )
 def test_unknown_models_are_told_before_anything_is_loaded(model, message):
@@ -297,6 +301,16 @@ def test_samples_that_the_images_do_not_give_are_refused(tmp_path, samples, mess
 def test_a_model_that_cannot_take_the_images_is_told(tmp_path):
     with pytest.raises(ValueError, match="cifar_cnn cannot take images of 3 channels and 8×8 pixels"):
         run(tmp_path, models=("wrn10_1", "cifar_cnn"))
+
+
+def test_a_network_is_compared_with_itself_converted(tmp_path):
+    converted = "wrn10_1:convert=body.group3.0.conv2:experts=4"
+    found = run(tmp_path, models=("wrn10_1", converted), samples=(8,))
+    assert [model.name for model in found.models] == ["wrn10_1", converted]
+    assert found.models[0].routed_share == 0 < found.models[1].routed_share
+    networks = [load_checkpoint(folder) for folder in (tmp_path / "networks").iterdir()]
+    (routed,) = [each for each in networks if each.spec.conversions]
+    assert routed.spec.conversions[0]["seed"] != 0, "every trial has initial weights of its own"
 
 
 def test_a_run_that_diverges_says_which(tmp_path):

@@ -40,7 +40,7 @@ class Compare(DatasetOptions):
 
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
     """Networks, separated by commas; the first is the baseline. Options follow colons:
-    wrn10_2_pmoe:patches_per_expert=8."""
+    wrn10_2_pmoe:patches_per_expert=8, timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8."""
     samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
     """Numbers of labelled training images, separated by commas."""
     trials: int = 3
@@ -53,7 +53,18 @@ class Compare(DatasetOptions):
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """Optimizer of all networks; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate; it follows a cosine schedule down to 0."""
+    """Peak learning rate; it follows a cosine schedule down to 0. By default a tenth of the optimizer's where all
+    networks are pretrained and fine-tuned."""
+    trainable: Annotated[
+        str | None,
+        arg(
+            metavar="all|head|last-N",
+            help_behavior_hint="(default: head with pretrained weights and under 5000 images, else all)",
+        ),
+    ] = None
+    """Layers of pretrained networks to train: all, the head alone, or the head and the N layers before it."""
+    layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
+    """Layer-wise learning-rate decay of pretrained networks: each layer has FACTOR times the rate of the next one."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
     """Output folder."""
 
@@ -61,7 +72,7 @@ class Compare(DatasetOptions):
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         with user_errors("compare"):
             grid, recipe, device = self._checked()
-            dataset = self._load(grid)
+            dataset = self._load(grid, recipe)
             out = self.out or Path("runs") / f"compare-{file_name(dataset.name)}"
             command, machine = write_config(out, self, given, device)
         try:
@@ -74,7 +85,9 @@ class Compare(DatasetOptions):
 
     def _checked(self) -> tuple[Grid, Recipe, str]:
         """Checks the options that do not depend on the images."""
+        from moesaic.models.registry import ModelSpec
         from moesaic.training.compare import Grid
+        from moesaic.training.freezing import default_trainable
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 
         names = tuple(name.strip() for name in self.models.split(",") if name.strip())
@@ -84,19 +97,28 @@ class Compare(DatasetOptions):
             raise ValueError(f"compare: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         check_choice("compare", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS)
         defaults = OPTIMIZER_DEFAULTS[cast("Any", self.optimizer)]
+        specs = [ModelSpec.parse(name) for name in names]
+        trainable = self.trainable or default_trainable(specs, grid.samples[-1])
+        tuned = trainable != "head" and all(spec.is_pretrained for spec in specs)
         recipe = Recipe(
             epochs=self.epochs,
             batch_size=self.batch_size,
             optimizer=cast("Any", self.optimizer),
-            lr=defaults.lr if self.lr is None else self.lr,
+            lr=(defaults.lr / 10 if tuned else defaults.lr) if self.lr is None else self.lr,
             weight_decay=defaults.weight_decay,
+            trainable=trainable,
+            layer_decay=self.layer_decay,
         )
         return grid, recipe, resolve_device("compare", self.device)
 
-    def _load(self, grid: Grid) -> ImageDataset:
-        dataset = self.load()
+    def _load(self, grid: Grid, recipe: Recipe) -> ImageDataset:
+        from moesaic.training.freezing import frozen_parameters
+
+        dataset = self.load(None if self.img_size else grid.image_size())
         grid.check(dataset)
-        grid.contenders(dataset)  # refuses a network that does not fit the images
+        for each in grid.contenders(dataset):  # refuses a network that does not fit the images
+            if each.spec.is_pretrained:
+                frozen_parameters(each.spec.without_weights().build(), recipe.trainable)
         return dataset
 
     def _compare(
@@ -106,6 +128,7 @@ class Compare(DatasetOptions):
         from rich.console import Console
 
         from moesaic import report
+        from moesaic.cache_dir import default_cache_dir
         from moesaic.report.chart import read_charts, write_charts
         from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
         from moesaic.report.comparison_charts import comparison_charts
@@ -127,6 +150,7 @@ class Compare(DatasetOptions):
                     machine=machine,
                     settings={"augment": self.augment},
                     progress=progress,
+                    cache_dir=self.cache_dir or default_cache_dir(),
                 )
         except torch.OutOfMemoryError as error:
             raise CommandError(

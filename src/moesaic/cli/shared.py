@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
     from moesaic.data.datasets import ImageDataset
+    from moesaic.models.pretrained import PretrainedConfig
     from moesaic.training.checkpoint import Checkpoint
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "load_run",
     "log",
     "make_folder",
+    "normalized",
     "program",
     "register_datasets",
     "resolve_device",
@@ -145,21 +147,22 @@ class DatasetOptions:
     augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
     """Augmentation of the training images: none, random horizontal flips, or flips and random crops."""
     img_size: Annotated[
-        int | None, arg(metavar="PIXELS", help_behavior_hint="(default: that of the dataset, else 64)")
+        int | None,
+        arg(metavar="PIXELS", help_behavior_hint="(default: the pretrained network's or the dataset's, else 64)"),
     ] = None
     """Side that images are resized to."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: none)")] = None
     """Folder with the files of a dataset that is given by name."""
     cache_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: the user's cache)")] = None
-    """Folder of the decoded-image cache."""
+    """Folder of the cache of decoded images and features."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
     """Device; auto: a GPU if there is one."""
     seed: int = 0
     """Random seed of the sampled images, the initial weights and the order of the images; on one machine the same seed
     gives the same numbers."""
 
-    def load(self) -> ImageDataset:
-        """Loads the dataset; files that are skipped are logged."""
+    def load(self, image_size: int | None = None) -> ImageDataset:
+        """Loads the dataset, by default with images of ``image_size``; files that are skipped are logged."""
         from moesaic.data.load import load_images
 
         register_datasets()
@@ -167,7 +170,7 @@ class DatasetOptions:
         return load_images(
             self.data,
             data_dir=self.data_dir,
-            size=self.img_size,
+            size=self.img_size or image_size,
             cache_dir=self.cache_dir,
             augment=augment,
             seed=self.seed,
@@ -180,6 +183,13 @@ def register_datasets() -> None:
     from moesaic.papers.chowdhury2023.data import cifar_mosaic_datasets
 
     cifar_mosaic_datasets.register()
+
+
+def normalized(dataset: ImageDataset, config: PretrainedConfig) -> ImageDataset:
+    """Returns the dataset with the normalization of a pretrained network, where it is known."""
+    from moesaic.data.datasets import Normalize
+
+    return dataset.with_normalize(Normalize(config.mean, config.std)) if config.mean and config.std else dataset
 
 
 def program() -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -17,6 +17,7 @@ from moesaic.cli.shared import (
     file_name,
     log,
     make_folder,
+    normalized,
     program,
     resolve_device,
     user_errors,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from moesaic.data.datasets import ImageDataset
     from moesaic.models.model_cost import ModelCost
+    from moesaic.models.pretrained import PretrainedConfig
     from moesaic.models.registry import ModelSpec
     from moesaic.training.fit import FitResult
     from moesaic.training.recipe import Recipe
@@ -47,7 +49,27 @@ class Train(DatasetOptions):
     """
 
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
-    """Network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed."""
+    """Network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed. Options
+    follow colons: timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8."""
+    pretrained: bool = False
+    """Start with timm's pretrained weights, downloaded from the hub."""
+    weights: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
+    """File of pretrained weights: safetensors, or what torch.load(weights_only=True) reads."""
+    head: Annotated[
+        str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
+    ] = None
+    """Head in place of the pooling and classifier of timm's networks; routed: experts select patches of the last map
+    (--experts, --patches-per-expert)."""
+    trainable: Annotated[
+        str | None,
+        arg(
+            metavar="all|head|last-N",
+            help_behavior_hint="(default: head with pretrained weights and under 5000 images, else all)",
+        ),
+    ] = None
+    """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
+    layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
+    """Layer-wise learning-rate decay: each layer has FACTOR times the rate of the layer after it."""
     samples: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: all)")] = None
     """Number of training images, sampled by --seed with every class in its share."""
     epochs: int = 50
@@ -55,7 +77,7 @@ class Train(DatasetOptions):
     batch_size: int = 32
     """Samples per step."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate."""
+    """Peak learning rate; by default a tenth of the optimizer's where a pretrained network is fine-tuned."""
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """Optimizer; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     schedule: Annotated[str, arg(metavar="cosine|step|constant")] = "cosine"
@@ -112,10 +134,14 @@ class Train(DatasetOptions):
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         from rich.console import Console
 
+        from moesaic.training.model_for_dataset import spec_for_dataset
+
         with user_errors("train"):
             recipe, device = self._checked()
-            dataset = self._load()
-            spec, cost = self._network(dataset)
+            asked = self._spec()
+            dataset = self._load(asked.pretrained_config())
+            recipe = self._pretrained_recipe(recipe, asked, dataset)
+            spec, cost = spec_for_dataset(asked, dataset)
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{file_name(self.model)}"
             make_folder(out)
         try:
@@ -152,6 +178,8 @@ class Train(DatasetOptions):
             label_smoothing=self.label_smoothing,
             stop_at_zero_error=self.stop_at_zero_error,
             compile=self.compile,
+            trainable=self.trainable or "all",
+            layer_decay=self.layer_decay,
             gates=GateRecipe(**self._gates()) if self._gates() else None,
             **names,
         )
@@ -175,25 +203,46 @@ class Train(DatasetOptions):
         options = {"target_macs": self.target_macs, "l1_weight": self.gate_l1, "joint_fraction": self.joint_fraction}
         return {name: value for name, value in options.items() if value is not None}
 
-    def _load(self) -> ImageDataset:
-        dataset = self.load()
+    def _load(self, config: PretrainedConfig) -> ImageDataset:
+        dataset = normalized(self.load(config.image_size), config)
         return dataset if self.samples is None else dataset.subset(self.samples, self.seed)
 
-    def _network(self, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
-        from moesaic.training.model_for_dataset import spec_for_dataset
+    def _pretrained_recipe(self, recipe: Recipe, spec: ModelSpec, dataset: ImageDataset) -> Recipe:
+        """The recipe with the defaults of a pretrained network."""
+        from moesaic.training.freezing import default_trainable
 
-        asked = {
+        if not spec.is_pretrained:
+            return recipe
+        trainable = self.trainable or default_trainable([spec], len(dataset.train))
+        rate = recipe.lr if self.lr is not None or trainable == "head" else recipe.lr / 10
+        return replace(recipe, trainable=trainable, lr=rate)
+
+    def _spec(self) -> ModelSpec:
+        """The network as --model and the flags beside it ask for it."""
+        from moesaic.models.registry import ModelSpec
+
+        asked = ModelSpec.parse(self.model)
+        mixture = {
             "experts": self.experts,
             "patches_per_expert": self.patches_per_expert,
             "patch_size": self.patch_size,
             "router": self.router,
         }
-        mixture = {name: value for name, value in asked.items() if value is not None}
-        options: dict[str, Any] = {} if self.fidelity is None else {"fidelity": self.fidelity}
-        if not self.convert:
-            return spec_for_dataset(self.model, dataset, {**options, **mixture})
-        conversion = {"layer": list(self.convert), "seed": self.seed, **mixture}
-        return spec_for_dataset(self.model, dataset, options, conversion)
+        mixture = {name: value for name, value in mixture.items() if value is not None}
+        own = {"fidelity": self.fidelity, "pretrained": self.pretrained or None, "head": self.head}
+        own["weights"] = None if self.weights is None else str(self.weights)
+        options: dict[str, Any] = {name: value for name, value in own.items() if value is not None}
+        conversions = asked.conversions
+        if self.pretrained and not asked.name.startswith("timm/"):
+            raise ValueError(
+                f"train: --pretrained downloads timm's weights, and {asked.name} is not timm's; use --weights FILE, or "
+                "a network such as --model timm/resnet18"
+            )
+        if self.convert:
+            conversions = (*conversions, {"layer": list(self.convert), **mixture})
+        else:
+            options |= mixture
+        return ModelSpec(asked.name, {**asked.arguments, **options}, conversions).with_seed(self.seed)
 
     def _train(self, dataset: ImageDataset, spec: ModelSpec, recipe: Recipe, device: str, out: Path) -> FitResult:
         import torch
@@ -202,15 +251,18 @@ class Train(DatasetOptions):
         from moesaic import report
         from moesaic.training.checkpoint import CheckpointError
         from moesaic.training.fit import Diverged, fit
+        from moesaic.training.freezing import frozen_parameters
         from moesaic.training.gates import resolve_gate_recipe
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 
         trackers = [create_tracker(name, out) for name in self.track]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model = spec.build()
         with user_errors("train"):
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.seed)
+                model = spec.build()
+            frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
+            dataset = self._with_features(dataset, model, recipe, device)
             _check_gated(self.model, model, self._gates())
             resolve_gate_recipe(model, recipe)
         try:
@@ -238,6 +290,19 @@ class Train(DatasetOptions):
             message = " ".join(str(error).split())
             raise CommandError(f"moesaic train: {message.removeprefix('fit: ')}") from error
         return found
+
+    def _with_features(self, dataset: ImageDataset, model: nn.Module, recipe: Recipe, device: str) -> ImageDataset:
+        """The dataset with the features of a frozen backbone, which the head learns from."""
+        from moesaic.cache_dir import default_cache_dir
+        from moesaic.training.features import add_features, refuses_features
+
+        if recipe.trainable != "head":
+            return dataset
+        refusal = refuses_features(model, dataset)
+        if refusal:
+            log(f"the frozen backbone runs in every step: {refusal}")
+            return dataset
+        return add_features(dataset, model, cache_dir=self.cache_dir or default_cache_dir(), device=device, log=log)
 
 
 def _show(

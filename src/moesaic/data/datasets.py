@@ -115,12 +115,15 @@ class LabelledImages:
     """(B,) int64."""
     clusters: Tensor
     """(B,) int64: a finer grouping than the labels. In CIFAR-10-Rotate, the class of CIFAR-10."""
+    features: Tensor | None = None
+    """(B, …) float: the last maps or tokens of a frozen backbone for these images, where they were computed."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> LabelledImages:
-        return LabelledImages(self.pixels.to(device), self.labels.to(device), self.clusters.to(device))
+        features = None if self.features is None else self.features.to(device)
+        return LabelledImages(self.pixels.to(device), self.labels.to(device), self.clusters.to(device), features)
 
     def fingerprint(self) -> str:
         """A hash of all labels and a sample of the images; the same on every device."""
@@ -135,11 +138,13 @@ class LabelledImages:
         first = int(rows[0]) if len(rows) else 0
         if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
             part = slice(first, first + len(rows))
-            return LabelledImages(self.pixels[part], self.labels[part], self.clusters[part])
+            features = None if self.features is None else self.features[part]
+            return LabelledImages(self.pixels[part], self.labels[part], self.clusters[part], features)
         # channels_last pixels are indexed as (B, H, W, C): each image is then one contiguous copy
         last = self.pixels.is_contiguous(memory_format=torch.channels_last)
         picked = self.pixels.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2) if last else self.pixels[rows]
-        return LabelledImages(picked, self.labels[rows], self.clusters[rows])
+        features = None if self.features is None else self.features[rows]
+        return LabelledImages(picked, self.labels[rows], self.clusters[rows], features)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,6 +177,8 @@ class ImageDataset:
     """The normalization, if ``eval_transform`` does nothing else."""
     skipped: tuple[SkippedFile, ...] = ()
     """Files that could not be read."""
+    backbone: str = ""
+    """The digest of the frozen backbone that computed the features of both splits; empty: there are none."""
 
     @property
     def num_classes(self) -> int:
@@ -181,6 +188,35 @@ class ImageDataset:
     def to(self, device: torch.device | str) -> ImageDataset:
         """Returns the dataset with its images on ``device``."""
         return replace(self, train=self.train.to(device), test=self.test.to(device))
+
+    @property
+    def augmented(self) -> bool:
+        """Whether a training image may differ from one step to the next."""
+        plain = RandomFlipCrop(self.normalize) if self.normalize is not None else None
+        return self.train_transform not in (self.eval_transform, plain)
+
+    def with_normalize(self, normalize: Normalize) -> ImageDataset:
+        """Returns the dataset with another normalization: that of a pretrained network, say.
+
+        Grey images take the mean over colours. A dataset whose transforms do more than normalize stays as it is.
+
+        >>> grey = LabelledImages(torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.arange(2), torch.arange(2))
+        >>> own = Normalize((0.5,), (0.5,))
+        >>> flip = RandomFlipCrop(own, flip=True)
+        >>> dataset = ImageDataset(grey, grey, ("a", "b"), ("a", "b"), flip, own, normalize=own)
+        >>> dataset.with_normalize(Normalize((0.4, 0.5, 0.6), (0.2, 0.2, 0.2))).normalize
+        Normalize(mean=(0.5,), std=(0.2,))
+        """
+        if self.normalize is None or not isinstance(self.train_transform, Normalize | RandomFlipCrop):
+            return self
+        C = self.train.pixels.shape[1]
+        if C == 1 < len(normalize.mean):
+            mean, std = (round(sum(values) / len(values), 6) for values in (normalize.mean, normalize.std))
+            normalize = Normalize((mean,), (std,))
+        train: Transform = normalize
+        if isinstance(self.train_transform, RandomFlipCrop):
+            train = replace(self.train_transform, normalize=normalize)
+        return replace(self, train_transform=train, eval_transform=normalize, normalize=normalize)
 
     def subset(self, samples: int, seed: int) -> ImageDataset:
         """Returns the dataset with ``samples`` training images, drawn by ``seed``; the test images stay.

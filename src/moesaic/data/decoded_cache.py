@@ -32,7 +32,7 @@ from moesaic.checks import check_positive
 from moesaic.data.decode import DECODING, InvalidImage, decode_image, pixel_limit
 from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
 
-__all__ = ["DecodedCache", "DecodedImages", "Log", "decode_images", "no_log"]
+__all__ = ["DecodedCache", "DecodedImages", "Log", "decode_images", "no_log", "remove_stale", "write_error"]
 
 Log = Callable[[str], None]
 
@@ -125,7 +125,7 @@ class _CacheEntry:
         unfinished = self.pixels.with_name(f".{self.pixels.stem}.{uuid4().hex}.unfinished")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            _remove_stale(self.folder)
+            remove_stale(self.folder)
             with open(unfinished, "wb") as file:
                 rows, skipped, checksum = _write_pixels(file, source, names, size, self.log)
             if not rows:
@@ -136,7 +136,7 @@ class _CacheEntry:
             unfinished.replace(self.header)
             return _decoded(self._mapped(), rows, skipped)
         except OSError as fault:
-            raise self._explained(fault, len(names) * size * size * 3) from fault
+            raise write_error(fault, self.folder, "decoded images", len(names) * size * size * 3) from fault
         finally:
             with suppress(OSError):
                 unfinished.unlink()
@@ -144,20 +144,6 @@ class _CacheEntry:
     def _mapped(self) -> NDArray[np.uint8]:
         """Copy-on-write: changes of the array do not reach the file."""
         return np.load(self.pixels, mmap_mode="c", allow_pickle=False)
-
-    def _explained(self, fault: OSError, needed: int) -> OSError:
-        if fault.errno in (errno.ENOSPC, errno.EDQUOT):
-            explained = OSError(
-                f"no space left in {self.folder} for decoded images, which take {needed / 1e6:.0f} MB; free some, "
-                f"or choose a folder on another disk with --cache-dir or in {CACHE_ENV_VAR}"
-            )
-        else:
-            explained = OSError(
-                f"decoded images cannot be written to {self.folder} ({fault.strerror or fault}); choose a writable "
-                f"folder with --cache-dir or in {CACHE_ENV_VAR}"
-            )
-        explained.errno = fault.errno
-        return explained
 
 
 def _write_pixels(
@@ -219,7 +205,23 @@ def _checksum(pixels: Tensor) -> int:
     return checksum
 
 
-def _remove_stale(folder: Path) -> None:
+def write_error(fault: OSError, folder: Path, what: str, needed: int) -> OSError:
+    """Returns an error that says why ``what`` cannot be written to the cache, and what to do."""
+    if fault.errno in (errno.ENOSPC, errno.EDQUOT):
+        explained = OSError(
+            f"no space left in {folder} for {what}, which take {needed / 1e6:.0f} MB; free some, "
+            f"or choose a folder on another disk with --cache-dir or in {CACHE_ENV_VAR}"
+        )
+    else:
+        explained = OSError(
+            f"{what} cannot be written to {folder} ({fault.strerror or fault}); choose a writable "
+            f"folder with --cache-dir or in {CACHE_ENV_VAR}"
+        )
+    explained.errno = fault.errno
+    return explained
+
+
+def remove_stale(folder: Path) -> None:
     """Removes unfinished files of processes that were killed."""
     for unfinished in folder.glob(".*.unfinished"):
         with suppress(OSError):  # another process may remove it first

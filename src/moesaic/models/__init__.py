@@ -6,9 +6,12 @@ from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.frozen import FrozenDeepMoE, freeze
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput, deepmoe
+from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.image_classifier import ImageClassifier
+from moesaic.models.layer_groups import layer_groups
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.model_cost import ModelCost, count_macs
+from moesaic.models.pretrained import PretrainedConfig, load_pretrained
 from moesaic.models.registry import ModelSpec, create_model, list_models, model_options
 from moesaic.models.resnet import ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
@@ -23,10 +26,12 @@ __all__ = [
     "DeepMoEOutput",
     "EmbeddingNetwork",
     "FrozenDeepMoE",
+    "HeadedNetwork",
     "ImageClassifier",
     "MobileNetV2",
     "ModelCost",
     "ModelSpec",
+    "PretrainedConfig",
     "ResNet",
     "ResNet18",
     "SmallCNN",
@@ -40,7 +45,9 @@ __all__ = [
     "create_model",
     "deepmoe",
     "freeze",
+    "layer_groups",
     "list_models",
+    "load_pretrained",
     "model_options",
     "nodes_to_gate",
     "register_with_timm",

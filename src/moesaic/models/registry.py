@@ -8,22 +8,28 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.models.deepmoe.network import deepmoe
+from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.mobilenet import MobileNetV2
+from moesaic.models.pretrained import PretrainedConfig, file_sha256, load_pretrained, read_config
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
+from moesaic.models.spelling import conversion_options, parse_spelling
 from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
-from moesaic.routing.registry import RouterLike, is_built_in, registered_router
+from moesaic.routing.registry import RouterLike, import_router, is_built_in, registered_router
 
 __all__ = ["ModelSpec", "create_model", "list_models", "model_options"]
 
 _TIMM_PREFIX = "timm/"
+_WEIGHTS = ("pretrained", "weights", "weights_sha256")
+"""Arguments of `create_model` that say where weights come from."""
 _WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 _LISTED_WIDE_RESNETS = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", "wrn16_8", "wrn28_10")
 
@@ -61,7 +67,14 @@ def list_models(pattern: str = "*") -> list[str]:
     return sorted(name for name in (*wide, *_NETWORKS) if fnmatchcase(name, pattern))
 
 
-def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
+def create_model(
+    name: str,
+    *,
+    num_classes: int,
+    weights: str | Path | None = None,
+    weights_sha256: str | None = None,
+    **options: Any,
+) -> nn.Module:
     """Creates a network by name, initialised from torch's default generator.
 
     ``wrn10_10`` is a wide residual network of depth 10 and widening factor 10, ``wrn10_10_pmoe`` the same with a pMoE
@@ -71,13 +84,25 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
     and `VGG16`; ``vgg16_w4_low`` is a widening of Wang et al. ``vgg16_deepmoe``, ``vgg16_deepmoe_w4_low`` and
     ``resnet18_deepmoe`` are the same networks with channels that are gated by the image; they take ``block``, ``mode``,
     ``keep``, ``bias``, ``bottleneck`` and ``embedding_share`` as well: see `deepmoe`. ``timm/resnet18`` is timm's
-    network of that name, where timm is installed.
+    network of that name, where timm is installed; ``pretrained=True`` downloads its weights, and ``head="routed"``,
+    ``"attention"``, ``"mean"`` or ``"max"`` gives it another head: see `RoutedHead`.
+
+    ``weights`` is a file of pretrained weights for any of these networks: safetensors, or what
+    ``torch.load(weights_only=True)`` reads. Names and shapes must be those of the network; a classifier of another
+    shape is left out. ``weights_sha256`` is the digest that the file must have.
 
     >>> model = create_model("wrn10_10_pmoe", num_classes=10)
     >>> len(model.moe.experts), model.moe.patches_per_expert
     (4, 16)
     """
     check_positive("create_model", num_classes=num_classes)
+    model = _create(name, num_classes, options)
+    if weights is not None:
+        load_pretrained(model.backbone if isinstance(model, HeadedNetwork) else model, weights, weights_sha256)
+    return model
+
+
+def _create(name: str, num_classes: int, options: Mapping[str, Any]) -> nn.Module:
     if name.startswith(_TIMM_PREFIX):
         from moesaic.models.timm_registry import timm_model
 
@@ -92,13 +117,15 @@ def create_model(name: str, *, num_classes: int, **options: Any) -> nn.Module:
 
 
 def model_options(name: str) -> tuple[str, ...]:
-    """Returns the options that `create_model` takes for a network besides ``num_classes``; for timm's, only our own.
+    """Returns the options that `create_model` takes for a network besides ``num_classes`` and ``weights``.
+
+    For networks of timm, these are our own.
 
     >>> model_options("resnet18")
     ('image_size', 'in_channels', 'width')
     """
     if name.startswith(_TIMM_PREFIX):
-        return ("in_channels", "image_size")
+        return ("in_channels", "image_size", "head")
     return _options(_constructor(name))
 
 
@@ -134,6 +161,35 @@ class ModelSpec:
     conversions: tuple[Mapping[str, Any], ...] = ()
     """Arguments of each call of `convert` besides the model; plain JSON, routers by their names."""
 
+    @classmethod
+    def parse(cls, text: str) -> ModelSpec:
+        """Returns the specification of a network as the command line spells it, without ``num_classes``.
+
+        A name that `create_model` knows, with options behind colons: a bare option is ``=True``; ``convert=`` names
+        layers to convert, joined by ``+``, and the options of `convert` follow it.
+
+        >>> ModelSpec.parse("wrn10_2_pmoe:experts=8").arguments
+        {'experts': 8}
+        >>> ModelSpec.parse("timm/resnet18:pretrained:convert=layer4.0.conv2+layer4.1.conv2:experts=8").conversions
+        ({'layer': ['layer4.0.conv2', 'layer4.1.conv2'], 'experts': 8},)
+        """
+        name, options, conversions = parse_spelling(text)
+        for each in (options, *conversions):
+            if isinstance(each.get("router"), str):
+                import_router(each["router"])  # the user's own words; build looks names up and imports nothing
+        known = () if name.startswith(_TIMM_PREFIX) else (*model_options(name), "weights")
+        unknown = next((option for option in options if option not in known), None)
+        if conversions and known and unknown is not None:
+            raise TypeError(
+                f"{name} has no option {unknown!r}; it takes {', '.join(known)}, and after convert=: "
+                f"{', '.join(conversion_options())}"
+            )
+        return cls(name, options, tuple(conversions))
+
+    def with_seed(self, seed: int) -> ModelSpec:
+        """Returns the specification with the seed of conversions that have none."""
+        return replace(self, conversions=tuple({"seed": seed, **conversion} for conversion in self.conversions))
+
     def build(self, router: RouterLike | None = None) -> nn.Module:
         """Builds the network, initialised from torch's default generator.
 
@@ -148,6 +204,33 @@ class ModelSpec:
             for conversion in conversions:
                 model = convert(model, **conversion)
         return model
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether the network begins with pretrained weights, of a file or of timm."""
+        return bool(self.arguments.get("pretrained")) or "weights" in self.arguments
+
+    def pretrained_config(self) -> PretrainedConfig:
+        """Returns the image size and normalisation of the pretrained network.
+
+        They come from the metadata of the file of weights, else from timm; of a network that is trained from scratch
+        nothing is known.
+        """
+        found = PretrainedConfig()
+        if "weights" in self.arguments:
+            found = read_config(self.arguments["weights"])
+        if self.is_pretrained and self.name.startswith(_TIMM_PREFIX):
+            from moesaic.models.timm_registry import timm_config
+
+            found = found.or_else(timm_config(self.name.removeprefix(_TIMM_PREFIX)))
+        return found
+
+    def with_digest(self) -> ModelSpec:
+        """Returns the specification with the SHA-256 of its file of weights, if it has one."""
+        if "weights" not in self.arguments:
+            return self
+        digest = file_sha256(self.arguments["weights"])
+        return replace(self, arguments={**self.arguments, "weights_sha256": digest})
 
     @property
     def own_routers(self) -> tuple[str, ...]:
@@ -175,8 +258,8 @@ class ModelSpec:
         return {**options, "router": router}
 
     def without_weights(self) -> ModelSpec:
-        """Returns the specification without timm's pretrained weights, for networks whose weights are loaded later."""
-        return replace(self, arguments={name: value for name, value in self.arguments.items() if name != "pretrained"})
+        """Returns the specification without pretrained weights, for networks whose weights are loaded later."""
+        return replace(self, arguments={name: self.arguments[name] for name in self.arguments if name not in _WEIGHTS})
 
     def to_json(self) -> dict[str, Any]:
         """Returns the specification as plain JSON."""

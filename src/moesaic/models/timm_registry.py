@@ -13,9 +13,12 @@ from typing import Any
 
 from torch import nn
 
+from moesaic.layers.heads import HEAD_OPTIONS, Pooling, create_head
+from moesaic.models.headed_network import HeadedNetwork
+from moesaic.models.pretrained import PretrainedConfig, reset_classifier
 from moesaic.models.registry import create_model, list_models, model_options
 
-__all__ = ["register_with_timm", "timm_model"]
+__all__ = ["register_with_timm", "timm_config", "timm_model"]
 
 _WEIGHT_OPTIONS = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
 _DROP_OPTIONS = ("drop_rate", "drop_path_rate")
@@ -23,20 +26,25 @@ _DROP_OPTIONS = ("drop_rate", "drop_path_rate")
 
 
 def timm_model(
-    name: str, num_classes: int, *, in_channels: int = 3, image_size: int | None = None, **options: Any
+    name: str,
+    num_classes: int,
+    *,
+    in_channels: int = 3,
+    image_size: int | None = None,
+    head: Pooling | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Creates a network of timm; `create_model` calls it for ``"timm/<name>"``.
 
     ``image_size`` is passed to networks with a fixed input size (vision transformers), and is the input size that
-    `convert` reads; ``pretrained=True`` and all other options are timm's.
+    `convert` reads; ``head`` replaces pooling and classifier by a head of ours, whose ``experts``,
+    ``patches_per_expert`` and ``gate`` follow; ``pretrained=True`` and all other options are timm's.
     """
-    timm = _timm("create_model")
-    if not timm.is_model(name):
-        known: list[str] = timm.list_models()
-        near = get_close_matches(name, known, n=3)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"create_model: timm {timm.__version__} has no model {name!r}{hint}")
-    config: Any = timm.get_pretrained_cfg(name)
+    timm, config = _known(name)
+    if head is not None:
+        own = {option: options.pop(option) for option in HEAD_OPTIONS if option in options}
+        backbone: Any = timm_model(name, 0, in_channels=in_channels, image_size=image_size, **options)
+        return HeadedNetwork(backbone, create_head(head, backbone.num_features, num_classes, **own))
     if image_size is not None and getattr(config, "fixed_input_size", False):
         options["img_size"] = image_size
     try:
@@ -47,11 +55,29 @@ def timm_model(
             raise
         raise TypeError(
             f"create_model: timm's {name} has no option {unknown!r}, got {unknown}={options[unknown]!r}; leave it out "
-            "(to turn one of its convolutions into a mixture, use convert)"
+            "(it takes pretrained, weights, in_channels, image_size and timm's own; experts are an option of "
+            "head='routed' and of convert, on the command line convert=LAYER:experts=8)"
         ) from error
+    except Exception as error:  # the hub fails in ways of its own
+        if not options.get("pretrained"):
+            raise
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise OSError(
+            f"create_model: the pretrained weights of timm's {name} cannot be downloaded ({why}); give a file that you "
+            "have with weights=FILE (--weights FILE)"
+        ) from error
+    if options.get("pretrained") and num_classes != getattr(config, "num_classes", num_classes):
+        reset_classifier(model)
     if image_size is not None and isinstance(getattr(model, "pretrained_cfg", None), dict):
         model.pretrained_cfg = {**model.pretrained_cfg, "input_size": (in_channels, image_size, image_size)}
     return model
+
+
+def timm_config(name: str) -> PretrainedConfig:
+    """Returns the image size and normalisation of timm's pretrained weights, as its ``pretrained_cfg`` has them."""
+    _, config = _known(name)
+    size, mean, std = (getattr(config, field, None) for field in ("input_size", "mean", "std"))
+    return PretrainedConfig(size[-1] if size else None, tuple(mean) if mean else None, tuple(std) if std else None)
 
 
 def register_with_timm() -> tuple[str, ...]:
@@ -103,6 +129,17 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
 
     entry_point.__name__ = entry_point.__qualname__ = name
     return entry_point
+
+
+def _known(name: str) -> tuple[Any, Any]:
+    """Returns timm and its configuration of a network; refuses unknown names."""
+    timm = _timm("create_model")
+    if not timm.is_model(name):
+        known: list[str] = timm.list_models()
+        near = get_close_matches(name, known, n=3)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"create_model: timm {timm.__version__} has no model {name!r}{hint}")
+    return timm, timm.get_pretrained_cfg(name)
 
 
 def _timm(owner: str) -> Any:

@@ -5,6 +5,7 @@ from moesaic.training.checkpoint import Checkpoint, load_checkpoint, load_weight
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison_result import Comparison, read_comparison
 from moesaic.training.export import export, load_exported
+from moesaic.training.features import add_features
 from moesaic.training.fit import Diverged, Epoch, FitResult, GatesClosed, evaluate, fit
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.load import TrainedNetwork, load
@@ -36,6 +37,7 @@ __all__ = [
     "SelectedPatches",
     "Tracker",
     "TrainedNetwork",
+    "add_features",
     "compare",
     "create_tracker",
     "evaluate",

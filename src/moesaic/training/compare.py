@@ -7,21 +7,21 @@ run is a cell (`cells`) and never done again; one that was interrupted goes on f
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moesaic import keyed_random
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.datasets import ImageDataset, Normalize
 from moesaic.models.registry import ModelSpec, create_model
-from moesaic.routing.registry import join_router_names
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
+from moesaic.training.features import add_features, refuses_features
 from moesaic.training.fit import Diverged, FitResult, fit
 from moesaic.training.model_for_dataset import spec_for_dataset
 from moesaic.training.progress import NoProgress, Progress
@@ -41,8 +41,8 @@ class Grid:
     """What to run: every model with every number of samples, ``trials`` times."""
 
     models: tuple[str, ...]
-    """Names that `create_model` knows, with options behind colons: "wrn10_2_pmoe:patches_per_expert=8". Others are
-    compared with the first."""
+    """Networks as `ModelSpec.parse` reads them, such as "wrn10_2_pmoe:patches_per_expert=8". Others are compared with
+    the first."""
     samples: tuple[int, ...]
     trials: int
 
@@ -65,12 +65,24 @@ class Grid:
     def check_names(self) -> None:
         """Whether the models exist; an error names near ones. It takes no memory."""
         for label in self.models:
-            name, options = _parsed(label)
             try:
+                spec = ModelSpec.parse(label).without_weights()
                 with torch.device("meta"):
-                    create_model(name, num_classes=2, **options)
+                    create_model(spec.name, num_classes=2, **spec.arguments)
             except (ValueError, TypeError, ImportError) as error:
                 raise ValueError(f"compare: models: {str(error).removeprefix('create_model: ')}") from error
+
+    def image_size(self) -> int | None:
+        """The image size of the pretrained models, which must agree; None without such."""
+        sizes: dict[int, str] = {}
+        for label in self.models:
+            size = ModelSpec.parse(label).pretrained_config().image_size
+            if size is not None:
+                sizes.setdefault(size, label)
+        if len(sizes) > 1:
+            each = " and ".join(f"{size} pixels ({label})" for size, label in sizes.items())
+            raise ValueError(f"compare: models were pretrained on images of {each}; choose one size with --img-size")
+        return next(iter(sizes), None)
 
     def check(self, dataset: ImageDataset) -> None:
         """Whether the dataset has images enough; an error says how many there are."""
@@ -89,9 +101,10 @@ class Grid:
     def contenders(self, dataset: ImageDataset) -> list[_Contender]:
         """The models, made for images of the dataset, and what they cost."""
         found: list[_Contender] = []
-        for label in self.models:
-            name, options = _parsed(label)
-            spec, cost = spec_for_dataset(name, dataset, options)
+        shorter = [re.sub(r"(:weights=)[^:]*/", r"\1", model) for model in self.models]  # without folders
+        labels = shorter if len(set(shorter)) == len(shorter) else self.models
+        for model, label in zip(self.models, labels, strict=True):
+            spec, cost = spec_for_dataset(model, dataset)
             share = 100 * cost.routed_parameters / cost.parameters
             found.append(_Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share)))
         return found
@@ -114,8 +127,13 @@ def compare(
     machine: str = "",
     settings: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
+    cache_dir: Path | None = None,
 ) -> Comparison:
     """Run what is missing of the grid, and put everything together.
+
+    ``recipe.trainable`` and ``recipe.layer_decay`` apply to pretrained models; others are trained as a whole. Where
+    only heads are trained, the features of a backbone are computed once for all runs and cached in ``cache_dir``, or
+    in memory. Pretrained models have their own normalization.
 
     ``settings`` is what runs depend on beside images, labels and the other arguments: the augmentation.
     Runs are stored in ``out``/cells; ``out``/networks has the trained networks of the first trial with the most
@@ -127,7 +145,8 @@ def compare(
     progress = progress or NoProgress()
     device = torch.device(device)
     contenders = grid.contenders(dataset)
-    cells = _Runs(dataset, recipe, out, seed, device, dict(settings or {}), ResultCache(out / "cells", progress.log))
+    results = ResultCache(out / "cells", progress.log)
+    cells = _Runs(dataset, recipe, out, seed, device, dict(settings or {}), results, cache_dir, {})
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(cells.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
@@ -163,6 +182,9 @@ class _Runs:
     device: torch.device
     settings: dict[str, Any]
     cells: ResultCache
+    cache_dir: Path | None
+    images: dict[str, ImageDataset]
+    """The images as each model takes them, with features where these stand for them."""
 
     def find(self, who: _Contender, samples: int, trial: int) -> Run | None:
         cached = self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
@@ -186,32 +208,53 @@ class _Runs:
         number = int(keyed_random.bits(key, "compare", 1)[0, 0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            model = who.spec.build()
+            spec = who.spec.with_seed(number)
+            model = spec.build()
         try:
             found = fit(
                 model,
-                self.dataset.subset(samples, number),
-                self.recipe,
+                self._images(who, progress).subset(samples, number),
+                self._recipe(who),
                 seed=number,
                 device=self.device,
                 out=folder,
-                spec=who.spec,
+                spec=spec,
                 progress=progress,
                 eval_every=-(-self.recipe.epochs // MOST_TESTS),
+                test_features=True,
             )
         except Diverged as error:
             raise Diverged(f"{_name(who, samples, trial)}: {error}") from error
         return _cell_result(found, samples, _has_groups(self.dataset))
 
+    def _images(self, who: _Contender, progress: Progress) -> ImageDataset:
+        if who.sized.name not in self.images:
+            config, dataset = who.spec.pretrained_config(), self.dataset
+            if config.mean and config.std:
+                dataset = dataset.with_normalize(Normalize(config.mean, config.std))
+            if self._recipe(who).trainable == "head":
+                with torch.random.fork_rng(devices=[]):
+                    model = who.spec.build()
+                if not refuses_features(model, dataset):
+                    options: dict[str, Any] = {"cache_dir": self.cache_dir, "device": self.device}
+                    dataset = add_features(dataset, model, **options, log=progress.log)
+            self.images[who.sized.name] = dataset
+        return self.images[who.sized.name]
+
+    def _recipe(self, who: _Contender) -> Recipe:
+        return self.recipe if who.spec.is_pretrained else replace(self.recipe, trainable="all", layer_decay=None)
+
     def _content(self, who: _Contender, samples: int, trial: int) -> dict[str, Any]:
-        """Everything the run depends on."""
+        """Everything the run depends on; of a file of weights, its digest."""
+        model = who.spec.to_json()
+        model["arguments"].pop("weights", None)
         return {
-            "model": who.spec.to_json(),
+            "model": model,
             "images": self.dataset.digest,
             "samples": samples,
             "trial": trial,
             "seed": self.seed,
-            "recipe": self.recipe.cell_spec(),
+            "recipe": self._recipe(who).cell_spec(),
             "device": self.device.type,
             **self.settings,
         }
@@ -239,21 +282,6 @@ def _run(who: _Contender, samples: int, trial: int, result: Mapping[str, Any]) -
 
 def _name(who: _Contender, samples: int, trial: int) -> str:
     return f"{who.sized.name}, {samples} samples, trial {trial + 1}"
-
-
-def _parsed(label: str) -> tuple[str, dict[str, Any]]:
-    """Name and options of "name:option=value:option=value"; values are numbers, true, false or words."""
-    name, *given = label.split(":")
-    options: dict[str, Any] = {}
-    for each in join_router_names(given):
-        option, equals, value = each.partition("=")
-        if not equals or not option or not value:
-            raise ValueError(f"compare: models: {label!r} has {each!r} where option=value belongs; use name:experts=4")
-        try:
-            options[option] = json.loads(value)
-        except ValueError:
-            options[option] = value
-    return name, options
 
 
 def _has_groups(dataset: ImageDataset) -> bool:

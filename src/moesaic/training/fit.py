@@ -27,6 +27,8 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
 from moesaic.training.checkpoint import load_weights
+from moesaic.training.features import check_features
+from moesaic.training.freezing import freeze_layers, frozen_parameters
 from moesaic.training.gate_callback import GateCallback, GatesClosed
 from moesaic.training.gates import resolve_gate_recipe
 from moesaic.training.progress import NoProgress, Progress
@@ -58,6 +60,7 @@ def fit(
     teacher: nn.Module | None = None,
     callbacks: Sequence[Callback] = (),
     collapse_alarm: bool = True,
+    test_features: bool = False,
 ) -> FitResult:
     """Train the model in place, and test it; the model moves to the device.
 
@@ -68,7 +71,9 @@ def fit(
     Args:
         model: a network from images (B, C, H, W) to logits (B, classes), with its initial weights. In the end it is
             in eval mode and has the weights that were tested: their EMA where the recipe asks for one.
-        dataset: the images to train and to test on.
+        dataset: the images to train and to test on. Where it has the features of the model's backbone
+            (`add_features`), ``Recipe(trainable="head")`` trains on these, in a fraction of the time; the final test
+            runs the whole network on the images.
         recipe: the hyperparameters.
         seed: of all random numbers apart from the initial weights.
         device: where to compute.
@@ -85,6 +90,8 @@ def fit(
         callbacks: your own callbacks, called after those of `default_callbacks`. Their state is saved with the
             checkpoints.
         collapse_alarm: whether to report experts that collapse.
+        test_features: whether the final test may use features as well, where training does: many short runs on one
+            backbone then never run it.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
@@ -121,6 +128,9 @@ def fit(
     progress = progress or NoProgress()
     recipe = resolve_gate_recipe(model, recipe)
     _check_teacher(recipe, teacher)
+    frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
+    if dataset.backbone and recipe.trainable == "head":
+        check_features(dataset, model)
     everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm), *callbacks]
     _check_names(everyone)
     config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
@@ -144,6 +154,7 @@ def fit(
                 tracker.begin(config)
                 stack.callback(tracker.end)  # also after an error
             torch.manual_seed(generator_seed(seed, "fit"))
+            stack.enter_context(freeze_layers(model, recipe.trainable))
             trainer = Trainer(
                 model,
                 _placed(dataset, device),
@@ -157,6 +168,7 @@ def fit(
                 eval_every,
                 checkpoint_seconds,
                 everyone,
+                test_features,
             )
             return trainer.train()
 
@@ -216,7 +228,8 @@ def _fingerprint(teacher: nn.Module) -> dict[str, str]:
 def _placed(dataset: ImageDataset, device: torch.device) -> ImageDataset:
     """The dataset with its images on the device, where they leave memory enough for the network."""
     if device.type == "cuda":
-        size = dataset.train.pixels.nbytes + dataset.test.pixels.nbytes
+        splits = (dataset.train, dataset.test)
+        size = sum(each.pixels.nbytes + (0 if each.features is None else each.features.nbytes) for each in splits)
         if size > _IMAGE_MEMORY * torch.cuda.mem_get_info(device)[0]:
             return dataset
     return dataset.to(device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,16 +13,11 @@ from moesaic.models.registry import ModelSpec, model_options
 __all__ = ["spec_for_dataset"]
 
 
-def spec_for_dataset(
-    name: str,
-    dataset: ImageDataset,
-    options: Mapping[str, Any] | None = None,
-    conversion: Mapping[str, Any] | None = None,
-) -> tuple[ModelSpec, ModelCost]:
+def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
     """Returns the specification of a network for a dataset's images and classes, and its cost for one image.
 
-    ``options`` are further ones of `create_model`; ``conversion`` are those of `convert`, where layers are to be
-    converted. The network is built and run on one image, so that a network that does not fit is refused at once.
+    ``asked`` is a specification without what follows from the dataset, or its spelling (`ModelSpec.parse`). The
+    network is built and run on one image, so that a network that does not fit is refused at once.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> labels, scale = torch.arange(4), Normalize((0.5,), (0.5,))
@@ -35,12 +29,13 @@ def spec_for_dataset(
     >>> round(cost.routed_macs / cost.routed_dense_macs, 2)
     0.14
     """
+    asked = ModelSpec.parse(asked) if isinstance(asked, str) else asked
     C, H, W = dataset.train.pixels.shape[1:]
     about: dict[str, Any] = {"in_channels": C, "image_size": H}
-    known = {option: value for option, value in about.items() if option in model_options(name)}
-    arguments = {"num_classes": dataset.num_classes, **known, **(options or {})}
-    conversions = () if conversion is None else ({"input_size": [C, H, W], **conversion},)
-    spec = ModelSpec(name, arguments, conversions)
+    known = {option: value for option, value in about.items() if option in model_options(asked.name)}
+    arguments = {"num_classes": dataset.num_classes, **known, **asked.arguments}
+    conversions = tuple({"input_size": [C, H, W], **conversion} for conversion in asked.conversions)
+    spec = ModelSpec(asked.name, arguments, conversions).with_digest()
     with torch.random.fork_rng(devices=[]):
         model = spec.build()
     try:
@@ -48,6 +43,6 @@ def spec_for_dataset(
     except RuntimeError as error:
         why = " ".join(str(error).split())
         raise ValueError(
-            f"{name} cannot take images of {C} channels and {H}×{W} pixels ({why}); bring them to another size, or use "
-            "another network"
+            f"{spec.name} cannot take images of {C} channels and {H}×{W} pixels ({why}); bring them to another size, "
+            "or use another network"
         ) from error

@@ -6,6 +6,7 @@ A recipe is plain data, so that a run can be written down, compared with another
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -51,6 +52,8 @@ _CELL_KEYS = {
     "balance_weight": "balance",
 }
 """Fields that have another name in specifications of cells, and in the files of earlier versions."""
+_LATER_FIELDS = {"trainable": "all", "layer_decay": None}
+_TRAINABLE = re.compile(r"all|head|last-[1-9]\d*")
 _OLD_KEYS = {old: new for new, old in _CELL_KEYS.items()}
 
 
@@ -117,6 +120,13 @@ class Recipe:
     """Hyperparameters of channel gates, in networks that have them; None: the defaults of `GateRecipe`."""
     drop_last: bool = False
     """Whether all batches have ``batch_size`` samples, and images that do not fill one are left out of the epoch."""
+    trainable: str = "all"
+    """Layers that are trained: ``"all"``; ``"head"``, the classifier alone; or ``"last-N"``, the classifier and the N
+    layers before it (`moesaic.models.layer_groups`). All others are frozen: their weights do not change, and their
+    BatchNorm and dropout are in eval mode."""
+    layer_decay: float | None = None
+    """Layer-wise learning rates: each layer has so many times the rate of the layer after it, and the classifier
+    ``lr``; 0.75, say. None: one rate for all."""
 
     def __post_init__(self) -> None:
         check_positive("Recipe", epochs=self.epochs, batch_size=self.batch_size, grad_accum=self.grad_accum)
@@ -134,6 +144,18 @@ class Recipe:
             check_numbers("Recipe", "above 0 and below 1", lambda value: 0 < value < 1, {"ema_decay": self.ema_decay})
         if self.clip_grad is not None:
             check_numbers("Recipe", "above 0", lambda value: 0 < value < math.inf, {"clip_grad": self.clip_grad})
+        if not _TRAINABLE.fullmatch(self.trainable):
+            raise ValueError(
+                f"Recipe: trainable={self.trainable!r} is unknown; use 'all', 'head' or 'last-N', as in 'last-2'"
+            )
+        if self.layer_decay is not None:
+            limits = {"layer_decay": self.layer_decay}
+            check_numbers("Recipe", "above 0 and at most 1", lambda value: 0 < value <= 1, limits)
+            if self.optimizer == "normalized_gd":
+                raise ValueError(
+                    "Recipe: layer_decay is for optimizers whose steps have one rate for all layers, and the steps of "
+                    "normalized_gd have one length for each expert; use adamw or sgd, or no layer_decay"
+                )
         if self._warmup > self.epochs:
             raise ValueError(
                 f"Recipe: warmup_epochs={self.warmup_epochs} is longer than epochs={self.epochs}; use fewer or none"
@@ -208,6 +230,9 @@ class Recipe:
         content = {**asdict(self), "milestones": list(self.milestones)}
         if self.gates is None:
             del content["gates"]
+        for name, default in _LATER_FIELDS.items():  # absent at their defaults, as in the files of earlier versions
+            if content[name] == default:
+                del content[name]
         return content
 
     @classmethod

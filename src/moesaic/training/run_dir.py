@@ -25,8 +25,8 @@ from moesaic.training.recipe import Recipe
 
 __all__ = ["RunDir", "describe_run"]
 
-_MAY_DIFFER = ("versions", "device", "data.name")
-"""Parts of a configuration that may differ between a run and its continuation."""
+_MAY_DIFFER = ("versions", "device", "data.name", "model.arguments.weights")
+"""Parts of a configuration that may differ between a run and its continuation; weights have a digest beside them."""
 _SHOWN = 6
 """Differences that an error lists."""
 
@@ -176,7 +176,8 @@ def _described(transform: object) -> str:
 
 def _check_same(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     was, is_now = _flat(before), _flat(now)
-    names = [name for name in dict.fromkeys([*was, *is_now]) if not name.startswith(_MAY_DIFFER)]
+    parts = tuple(f"{part}." for part in _MAY_DIFFER)
+    names = [name for name in dict.fromkeys([*was, *is_now]) if not f"{name}.".startswith(parts)]
     faults = [
         f"{name} was {was.get(name, 'not set')!r}, is {is_now.get(name, 'not set')!r}"
         for name in names

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from moesaic.layers.recording import routed_layers
 from moesaic.routing import ChannelGate
 from moesaic.training.batches import split
+from moesaic.training.freezing import layer_factors
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
 
@@ -244,6 +245,7 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
         if not layers:
             return [NormalizedGD([{"params": left, "peak": rate}], rate, **options)]
         stacks = [cast("nn.Module", layer.experts) for layer in layers]
+        stacks = [stack for stack in stacks if all(each.requires_grad for each in stack.parameters())]
         made += [NormalizedGD.per_expert(experts, rate, **options) for experts in stacks]
         for group in (group for optimizer in made for group in optimizer.param_groups):
             group["peak"] = rate
@@ -252,20 +254,29 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     routers = _parameter_ids(cast("nn.Module", layer.router) for layer in layers)
     gates = _parameter_ids(module for module in model.modules() if isinstance(module, ChannelGate)) - routers
     router_rate = rate / 10 if recipe.optimizer == "adamw" else rate
-    groups = [
-        {"params": [each for each in left if id(each) not in routers | gates], "peak": rate},
-        {"params": [each for each in left if id(each) in routers], "peak": router_rate},
-        {"params": [each for each in left if id(each) in gates], "peak": rate},
-    ]
+    gate_rate = rate
+    factors = layer_factors(model, recipe.layer_decay)
     if recipe.router_lr is not None:
-        groups[1]["peak"] = groups[2]["peak"] = recipe.router_lr
-    groups = [group for group in groups if group["params"]]
+        router_rate = gate_rate = recipe.router_lr
+    groups = [
+        *_by_factor([each for each in left if id(each) not in routers | gates], rate, factors),
+        *_by_factor([each for each in left if id(each) in routers], router_rate, factors),
+        *_by_factor([each for each in left if id(each) in gates], gate_rate, factors),
+    ]
     if made and not groups:
         return made
     fused = device.type == "cuda"
     if recipe.optimizer == "adamw":
         return [torch.optim.AdamW(groups, rate, weight_decay=decay, fused=fused)]
     return [*made, torch.optim.SGD(groups, rate, recipe.momentum, weight_decay=decay, fused=fused)]
+
+
+def _by_factor(parameters: Iterable[nn.Parameter], rate: float, factors: Mapping[int, float]) -> list[dict[str, Any]]:
+    """Parameter groups, one for each layer-wise factor of the peak learning rate."""
+    groups: dict[float, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
+    return [{"params": group, "peak": rate * factor} for factor, group in groups.items()]
 
 
 def _parameter_ids(modules: Iterable[nn.Module]) -> set[int]:

@@ -19,6 +19,8 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import Metadata, save_network
+from moesaic.training.features import FeatureBatches
+from moesaic.training.freezing import eval_frozen
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
@@ -70,6 +72,7 @@ class Trainer:
     eval_every: int
     checkpoint_seconds: float
     callbacks: Sequence[Callback] = ()
+    test_features: bool = False
 
     def __post_init__(self) -> None:
         self.batch_sizes = self.recipe.batch_sizes(len(self.dataset.train))
@@ -78,6 +81,10 @@ class Trainer:
         self.eval_batch_size = max(_EVAL_BATCH_SIZE, self.recipe.micro_batch_sizes(self.batch_sizes[0])[0])
         forwards = (callback.train_forward(self.model) for callback in self.callbacks)
         forward = next((each for each in forwards if each is not None), None)
+        self._features: FeatureBatches | None = None
+        if self.dataset.backbone and self.recipe.trainable == "head":
+            self._features = FeatureBatches.of(self.model, self.dataset)
+            forward = self._features.logits
         self.train_step = TrainStep(
             self.model, self.recipe, self.device, self.dataset.num_classes, forward, self._extra_loss
         )
@@ -181,10 +188,13 @@ class Trainer:
 
     def _run_steps(self) -> None:
         self.model.train()
+        if self.recipe.trainable != "all":
+            eval_frozen(self.model)
         for callback in self.callbacks:
             callback.on_epoch_start(self)
         epoch, steps = len(self.epochs), len(self.batch_sizes)
-        batches = train_batches(self.dataset, self.batch_sizes, self.seed, epoch, self.device, skip=self._done)
+        source = self.dataset if self._features is None else self._features.dataset
+        batches = train_batches(source, self.batch_sizes, self.seed, epoch, self.device, skip=self._done)
         with ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback.epoch_context(self))
@@ -234,7 +244,11 @@ class Trainer:
         self.progress.advance(1, f"loss {epoch.loss:.3f}, train {epoch.train_accuracy:.1f} %{test}{more}, {speed}")
 
     def _test(self) -> Tensor:
+        """Which test images are correct; in the end by the whole network, unless features may stand for images."""
         with self.train_step.ema_weights():
+            if self._features is not None and (self.test_features or not self._stop_reason()):
+                with self.train_step.autocast():
+                    return evaluate(self.model, self._features.dataset, self._features.logits, self.eval_batch_size)
             return evaluate(self.model, self.dataset, self.train_step.outputs, self.eval_batch_size)
 
     def _finish(self, correct: Tensor) -> FitResult:

@@ -1,0 +1,45 @@
+"""``HeadedNetwork``: a backbone of timm without its pooling and classifier, and a head of ours."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+__all__ = ["HeadedNetwork"]
+
+
+class HeadedNetwork(nn.Module):
+    """Maps images (B, C, H, W) to logits: ``head(features)``, with the last map or tokens of the backbone as features.
+
+    Args:
+        backbone: a network of timm; its ``forward_features`` is used.
+        head: maps a map (B, C, H, W) or tokens (B, N, C) to logits, such as `RoutedHead`.
+    """
+
+    def __init__(self, backbone: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.head = head
+        config: Any = getattr(backbone, "pretrained_cfg", None)
+        if isinstance(config, dict):
+            self.pretrained_cfg = {**cast("dict[str, Any]", config), "classifier": "head"}
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Returns the last map (B, C, H, W), or the last tokens (B, N, C) without class and register tokens."""
+        features: Tensor = cast("Any", self.backbone).forward_features(x)
+        if features.ndim == 3:
+            return features[:, getattr(self.backbone, "num_prefix_tokens", 0) :]
+        nhwc = getattr(self.backbone, "output_fmt", "NCHW") == "NHWC"  # Swin and its like
+        return features.permute(0, 3, 1, 2) if nhwc else features
+
+    def forward_head(self, features: Tensor) -> Tensor:
+        """Returns the logits of features."""
+        return self.head(features)
+
+    def get_classifier(self) -> nn.Module:
+        """Returns the head."""
+        return self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))

@@ -1,0 +1,77 @@
+"""The spelling of networks on the command line: ``name:option:option=value:convert=layer+layer:experts=8``.
+
+A bare option is ``=True``; values are numbers, true, false or strings. An option after ``convert=`` that `convert`
+takes belongs to the conversion, until the next ``convert=`` or ``head=``; all others belong to the network.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from typing import Any
+
+from moesaic.routing.registry import join_router_names
+
+__all__ = ["conversion_options", "parse_spelling"]
+
+
+def conversion_options() -> tuple[str, ...]:
+    """Returns the options of `convert` that a spelling may give.
+
+    >>> conversion_options()[:3]
+    ('experts', 'patches_per_expert', 'patch_size')
+    """
+    from moesaic.models.convert import convert  # it needs the layers, which a spelling without conversion does not
+
+    parameters = inspect.signature(convert).parameters.values()
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+
+
+def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+    """Returns the name, the options of the network and those of each conversion.
+
+    >>> parse_spelling("timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8")
+    ('timm/resnet18', {'pretrained': True}, [{'layer': ['layer4.1.conv2'], 'experts': 8}])
+    """
+    name, *given = text.split(":")
+    options: dict[str, Any] = {}
+    conversions: list[dict[str, Any]] = []
+    owner: dict[str, Any] = options
+    for each in join_router_names(given):
+        option, equals, value = each.partition("=")
+        if not option or (equals and not value):
+            raise ValueError(f"{text!r} has {each!r} where option or option=value belongs; use name:experts=4")
+        if option == "convert":
+            owner = {"layer": _layers(text, value)}
+            conversions.append(owner)
+            continue
+        if option == "head":
+            owner = options
+        belongs = owner if owner is options or option in conversion_options() else options
+        if option in belongs:
+            raise ValueError(f"{text!r} has the option {option!r} twice; leave one out")
+        belongs[option] = _value(value) if equals else True
+    for conversion in conversions:
+        if "experts" not in conversion:
+            others = ", ".join(conversion_options()[1:])
+            raise ValueError(
+                f"{text!r} has convert={'+'.join(conversion['layer'])} without experts=, the number of experts to make "
+                f"of the layer; use convert=LAYER:experts=8 (after it: {others})"
+            )
+    return name, options, conversions
+
+
+def _layers(text: str, value: str) -> list[str]:
+    layers = [layer for layer in value.split("+") if layer]
+    if not layers:
+        raise ValueError(f"{text!r} has convert without a layer; use convert=LAYER, or convert=LAYER+LAYER for several")
+    return layers
+
+
+def _value(text: str) -> float | bool | str:
+    """A number or a boolean, else the text itself."""
+    try:
+        value: Any = json.loads(text.lower() if text in ("True", "False") else text)
+    except ValueError:
+        return text
+    return value if isinstance(value, bool | int | float) else text
