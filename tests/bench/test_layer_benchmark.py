@@ -236,3 +236,10 @@ def test_running_once_ahead_runs_every_pass_of_what_is_compiled_and_tells_what_f
     ran = run_once(SHAPE, LayerOptions(), device="cpu", dtype=torch.float32, without=["reference"])
     assert ran == {"PatchMoE, torch": ["step failed: RuntimeError: no room"]}  # and not the dense layer
     assert modes == [(False, False), (True, True)]
+
+
+def test_a_training_step_of_the_routed_layer_counts_experts_thrice_and_scores_of_selected_pixels():
+    shape = LayerShape(1, 8, 8, 4, experts=2, patches_per_expert=1, patch_size=2, kernel_size=3)
+    forward, step = (routed_work(shape, LayerOptions(), torch.float32, step=each).flops for each in (False, True))
+    experts, scores, gradient = 2 * 8 * 9 * 8 * 4, 2 * 16 * 8 * 2, 2 * 2 * 8 * 8  # 8 of 16 pixels, 8 channels
+    assert (forward, step) == (experts + scores, 3 * experts + scores + gradient)

@@ -4,6 +4,7 @@ import torch
 import moesaic
 from moesaic import ops
 from moesaic.ops import dispatch
+from moesaic.ops.dispatch import PatchSelection
 from moesaic.ops.torch_backend import TorchBackend
 
 
@@ -89,3 +90,47 @@ def test_a_backend_that_registers_later_is_preferred_where_it_can_run(layer, plu
 def test_a_requested_backend_that_cannot_run_raises_with_the_reason(layer, plugged_in):
     with moesaic.backend("loud"), pytest.raises(ValueError, match="backend 'loud' cannot run this: it is too small"):
         layer(torch.randn(1, 4, 3, 3))
+
+
+class ChoosingBackend(TorchBackend):
+    """Makes the expert choice itself, or leaves it to the router."""
+
+    name = "choosing"
+
+    def __init__(self, chooses: bool) -> None:
+        super().__init__()
+        self.chooses, self.calls = chooses, 0
+
+    def choose(self, x: torch.Tensor, router: torch.Tensor, patches: int, gate: str) -> PatchSelection | None:
+        self.calls += 1
+        if not self.chooses:
+            return None
+        E, C, p, _ = router.shape
+        plain = moesaic.ExpertChoice(C, E, patches, p, gate=gate)
+        plain.weight.data.copy_(router)
+        routing = plain.choose(plain.scores(x), grid=(x.shape[2] // p, x.shape[3] // p))
+        return PatchSelection(x, routing, router, gate, torch.empty(0))
+
+
+class ReversedScores(moesaic.ExpertChoice):
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return -super().scores(x)
+
+
+@pytest.mark.parametrize("chooses", [True, False])
+def test_a_backend_with_kernels_for_expert_choice_is_asked_first(monkeypatch, chooses):
+    backend = ChoosingBackend(chooses)
+    monkeypatch.setitem(dispatch._registered, backend.name, backend)
+    router, x = moesaic.ExpertChoice(3, 2, 1, 2), torch.randn(2, 3, 4, 4)
+    routing, selection = router.select(x)
+    assert backend.calls == 1
+    assert (selection is not None) == chooses
+    assert routing.index.equal(router.choose(router.scores(x)).index)
+
+
+def test_a_router_with_scores_of_its_own_chooses_itself(monkeypatch):
+    backend = ChoosingBackend(True)
+    monkeypatch.setitem(dispatch._registered, backend.name, backend)
+    _, selection = ReversedScores(3, 2, 1, 2).select(torch.randn(2, 3, 4, 4))
+    assert selection is None
+    assert backend.calls == 0

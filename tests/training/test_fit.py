@@ -392,3 +392,8 @@ def test_trackers_hear_every_epoch_and_the_end_however_it_comes():
 def test_it_learns_on_a_gpu(make, precision, tmp_path):
     recipe = replace(SHORT, epochs=12, precision=precision, ema_decay=0.5)
     assert fit(make(), TASK, recipe, device="cuda", out=tmp_path, checkpoint_seconds=0).accuracy > 85
+
+
+def test_images_per_second_are_the_images_of_an_epoch_over_its_seconds():
+    first = fit(routed(), TASK, SHORT).epochs[0]
+    assert first.images_per_second * first.seconds == pytest.approx(len(TASK.train))
