@@ -39,13 +39,11 @@ class Compare(DatasetOptions):
     """
 
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
-    """Networks, separated by commas; the first is the baseline. Options follow colons:
-    wrn10_2_pmoe:patches_per_expert=8, timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8."""
+    """Networks, the first the baseline; options follow colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
     samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
     """Numbers of labelled training images, separated by commas."""
     trials: int = 3
-    """Runs of each network and number of samples, each with other images; at least 2. More trials narrow the
-    intervals."""
+    """Runs of each network and number of samples, with other images each; at least 2, more narrow the intervals."""
     epochs: int = 50
     """Passes over the training images."""
     batch_size: int = 32
@@ -53,8 +51,7 @@ class Compare(DatasetOptions):
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """Optimizer of all networks; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate; it follows a cosine schedule down to 0. By default a tenth of the optimizer's where all
-    networks are pretrained and fine-tuned."""
+    """Peak learning rate of the cosine schedule; a tenth of the default where pretrained networks are fine-tuned."""
     trainable: Annotated[
         str | None,
         arg(

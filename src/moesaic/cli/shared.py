@@ -158,8 +158,7 @@ class DatasetOptions:
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
     """Device; auto: a GPU if there is one."""
     seed: int = 0
-    """Random seed of the sampled images, the initial weights and the order of the images; on one machine the same seed
-    gives the same numbers."""
+    """Random seed of the sampled images, the initial weights and the order of the images."""
 
     def load(self, image_size: int | None = None) -> ImageDataset:
         """Loads the dataset, by default with images of ``image_size``; files that are skipped are logged."""

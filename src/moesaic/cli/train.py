@@ -49,8 +49,7 @@ class Train(DatasetOptions):
     """
 
     model: Annotated[str, arg(metavar="NAME")] = "wrn10_2_pmoe"
-    """Network: wrn10_2, wrn10_10_pmoe, vgg16_deepmoe and the like, or timm/resnet18 where timm is installed. Options
-    follow colons: timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8."""
+    """Network: wrn10_2_pmoe, timm/resnet18; options after colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
     pretrained: bool = False
     """Start with timm's pretrained weights, downloaded from the hub."""
     weights: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: none)")] = None
@@ -58,8 +57,7 @@ class Train(DatasetOptions):
     head: Annotated[
         str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
     ] = None
-    """Head in place of the pooling and classifier of timm's networks; routed: experts select patches of the last map
-    (--experts, --patches-per-expert)."""
+    """Head of timm's networks; routed: experts select positions of the last map (--experts, --patches-per-expert)."""
     trainable: Annotated[
         str | None,
         arg(
@@ -115,8 +113,7 @@ class Train(DatasetOptions):
     convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
     """Convolution to convert into a mixture of experts, such as layer4.1.conv2 of timm/resnet18; may be repeated."""
     target_macs: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: none)")] = None
-    """Target for the mean multiply-adds of an image, as a fraction of the network without channel gates: 0.5, say. For
-    networks with channel gates, such as vgg16_deepmoe."""
+    """Target for the mean multiply-adds, relative to the network without channel gates: 0.5; for vgg16_deepmoe, …"""
     gate_l1: Annotated[float | None, arg(metavar="LAMBDA", help_behavior_hint="(default: 0.1)")] = None
     """Weight λ of the gates' L1 penalty; with --target-macs, its initial value."""
     joint_fraction: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: 0.6)")] = None
