@@ -237,7 +237,9 @@ def test_a_model_that_is_itself_the_layer_has_no_name_to_tell():
 
 def test_routing_is_watched_with_its_graph_intact():
     layer = expert_choice(experts=2, patches_per_expert=1)
-    scores = torch.randn(2, 4, 2, requires_grad=True)
+    scores = torch.zeros(2, 4, 2)
+    scores[:, 0, 0] = scores[:, 1, 1] = 1  # experts that choose the same patch would be reported
+    scores.requires_grad_()
     seen: list[Routing] = []
     layer._routing_hooks.append(seen.append)
     with CollapseAlarm(layer, every=1), check_scores(layer):
