@@ -14,6 +14,7 @@ from moesaic.checks import check_choice
 from moesaic.cli.shared import (
     CommandError,
     DatasetOptions,
+    TrainableOption,
     file_name,
     log,
     program,
@@ -52,13 +53,7 @@ class Compare(DatasetOptions):
     """Optimizer of all networks; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
     """Peak learning rate of the cosine schedule; a tenth of the default where pretrained networks are fine-tuned."""
-    trainable: Annotated[
-        str | None,
-        arg(
-            metavar="all|head|last-N",
-            help_behavior_hint="(default: head with pretrained weights and under 5000 images, else all)",
-        ),
-    ] = None
+    trainable: TrainableOption = None
     """Layers of pretrained networks to train: all, the head alone, or the head and the N layers before it."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
     """Layer-wise learning-rate decay of pretrained networks: each layer has FACTOR times the rate of the next one."""

@@ -26,6 +26,7 @@ __all__ = [
     "CommandError",
     "DatasetOptions",
     "RouterOption",
+    "TrainableOption",
     "file_name",
     "load_run",
     "log",
@@ -40,6 +41,13 @@ __all__ = [
 ]
 
 
+TrainableOption = Annotated[
+    str | None,
+    arg(
+        metavar="all|head|last-N",
+        help_behavior_hint="(default: head with pretrained weights and under 5000 images, else all)",
+    ),
+]
 RouterOption = Annotated[str | None, arg(metavar="MODULE:CLASS", help_behavior_hint="(default: none)")]
 
 

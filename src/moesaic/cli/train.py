@@ -14,6 +14,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.cli.shared import (
     CommandError,
     DatasetOptions,
+    TrainableOption,
     file_name,
     log,
     make_folder,
@@ -58,13 +59,7 @@ class Train(DatasetOptions):
         str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
     ] = None
     """Head of timm's networks; routed: experts select positions of the last map (--experts, --patches-per-expert)."""
-    trainable: Annotated[
-        str | None,
-        arg(
-            metavar="all|head|last-N",
-            help_behavior_hint="(default: head with pretrained weights and under 5000 images, else all)",
-        ),
-    ] = None
+    trainable: TrainableOption = None
     """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
     """Layer-wise learning-rate decay: each layer has FACTOR times the rate of the layer after it."""
