@@ -138,6 +138,20 @@ def test_the_digest_is_of_everything_but_the_head():
         assert backbone_digest(model) != before
 
 
+def test_a_network_and_its_backbone_under_a_head_of_ours_share_features():
+    own = Backbone()
+    own.head = nn.Linear(8, 2)  # the network's own classifier
+    backbone = Backbone()
+    backbone.load_state_dict(own.state_dict(), strict=False)
+    under = HeadedNetwork(backbone, create_head("mean", 8, 2))
+    assert backbone_digest(own) == backbone_digest(under)
+    backbone.output_fmt = "NHWC"  # a head of ours gets these maps with other axes
+    assert backbone_digest(own) != backbone_digest(under)
+    del backbone.output_fmt
+    backbone.num_prefix_tokens = 1
+    assert backbone_digest(own) != backbone_digest(under)
+
+
 def test_features_of_another_backbone_are_refused():
     dataset = add_features(PLAIN, network())
     with pytest.raises(ValueError, match="fit: the features of the dataset are of another backbone than that of this"):

@@ -29,9 +29,21 @@ class HeadedNetwork(nn.Module):
         """Returns the last map (B, C, H, W), or the last tokens (B, N, C) without class and register tokens."""
         features: Tensor = cast("Any", self.backbone).forward_features(x)
         if features.ndim == 3:
-            return features[:, getattr(self.backbone, "num_prefix_tokens", 0) :]
-        nhwc = getattr(self.backbone, "output_fmt", "NCHW") == "NHWC"  # Swin and its like
-        return features.permute(0, 3, 1, 2) if nhwc else features
+            return features[:, self._prefix_tokens :]
+        return features.permute(0, 3, 1, 2) if self._nhwc else features
+
+    @property
+    def reshapes_features(self) -> bool:
+        """Whether `forward_features` returns other features than the backbone's: fewer tokens, or other axes."""
+        return self._prefix_tokens > 0 or self._nhwc
+
+    @property
+    def _prefix_tokens(self) -> int:
+        return getattr(self.backbone, "num_prefix_tokens", 0)
+
+    @property
+    def _nhwc(self) -> bool:
+        return getattr(self.backbone, "output_fmt", "NCHW") == "NHWC"  # Swin and its like
 
     def forward_head(self, features: Tensor) -> Tensor:
         """Returns the logits of features."""

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageDataset, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
 from moesaic.data.feature_cache import cached_features
+from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.layer_groups import classifier_names
 from moesaic.models.model_cost import eval_mode
 
@@ -107,12 +108,15 @@ def check_features(dataset: ImageDataset, model: nn.Module) -> None:
 
 
 def backbone_digest(model: nn.Module) -> str:
-    """Returns a hash of the weights of everything but the classifier."""
+    """Returns a hash of the weights of everything but the classifier, the same under every head."""
     heads = tuple(f"{name}." for name in classifier_names(model))
-    digest = hashlib.sha256(type(getattr(model, "backbone", model)).__name__.encode())
+    headed = isinstance(model, HeadedNetwork)
+    digest = hashlib.sha256(type(model.backbone if headed else model).__name__.encode())
+    if headed and model.reshapes_features:
+        digest.update(b"headed")  # a head of ours gets other features than the network's own head
     for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items():
         if not name.startswith(heads):
-            digest.update(json.dumps([name, list(tensor.shape)]).encode())
+            digest.update(json.dumps([name.removeprefix("backbone.") if headed else name, list(tensor.shape)]).encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:24]
 
