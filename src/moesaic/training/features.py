@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,7 @@ from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.layer_groups import classifier_names
 from moesaic.models.model_cost import eval_mode
 
-__all__ = ["FeatureBatches", "add_features", "check_features", "refuses_features"]
+__all__ = ["FeatureBatches", "add_features", "check_features", "one_thread", "refuses_features"]
 
 _VERSION = 1
 """Part of cache keys, to be raised when features change."""
@@ -145,6 +146,21 @@ class FeatureBatches:
         train, test = in_place(dataset.train), in_place(dataset.test)
         made = replace(dataset, train=train, test=test, train_transform=_as_they_are, eval_transform=_as_they_are)
         return cls(made, logits)
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Runs operations on the CPU in one thread while the context is open.
+
+    Those of a head are too small to share: with more threads than idle cores, most of the time would go into waiting
+    for each other. The numbers also become those of any number of threads.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _as_they_are(features: Tensor, rand: Tensor) -> Tensor:
