@@ -85,13 +85,13 @@ def page(tmp_path: Path) -> Path:
 def test_filters_show_the_claims_that_match_and_hide_empty_sections(page: Path):
     count = """
         const all_of = (selector) => [...document.querySelectorAll(selector)];
-        const shown = (selector) => all_of(selector).filter((part) => !part.closest("[hidden]"));
-        const visible = () => shown("[data-claim]");
+        const unhidden = (selector) => all_of(selector).filter((part) => !part.closest("[hidden]"));
+        const visible = () => unhidden("[data-claim]");
         const pick = (name, value) => document.querySelector(`input[name=${name}][value="${value}"]`).click();
         const all = visible().length;
         pick("verdict", "fails");
         const fails = visible().map((claim) => claim.dataset.claim);
-        const places = shown("main section[aria-labelledby]");
+        const places = unhidden("main section[aria-labelledby]");
         pick("paper", "chen2022");
         const both = visible().map((claim) => claim.dataset.claim);
         const said = document.querySelector("output").textContent;
