@@ -1,12 +1,13 @@
 """Gated convolutions inside any network, which calls them with a map and passes no gates.
 
 The gates of the current batch are in one `ActiveGates`, which the network's layers share: `DeepMoE` sets them before it
-calls the network and clears them afterwards. So the network's own ``forward`` runs unchanged, with its training and
+calls the network and resets them afterwards. So the network's own ``forward`` runs unchanged, with its training and
 eval modes, which a traced copy would have fixed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import cast
 
@@ -18,11 +19,18 @@ from moesaic.routing_record import Routing
 __all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "unsupported_conv", "unsupported_norm"]
 
 
-class ActiveGates:
-    """The gates of the current batch, by the name of the layer whose channels they gate."""
+class ActiveGates(threading.local):
+    """The gates of the batch that the current thread runs, by the name of the layer whose channels they gate.
+
+    A forward pass begins and ends in one thread without yielding to an asyncio task, so a value per thread is a value
+    per call; `torch.compile` cannot set a context variable.
+    """
 
     def __init__(self) -> None:
         self.routing: Mapping[str, Routing] | None = None
+
+    def __reduce__(self) -> tuple[type[ActiveGates], tuple[()]]:
+        return ActiveGates, ()  # copies start without gates, and layers that share one share its copy
 
     def of(self, name: str) -> Routing:
         if self.routing is None:
