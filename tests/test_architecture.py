@@ -22,7 +22,7 @@ LAYERS = (
     {"routing", "experts"},
     {"ops"},
     {"routing_record", "files"},
-    {"cache_dir", "checks", "context_stacks", "fidelity", "intervals", "keyed_random"},
+    {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random"},
 )
 
 HEIGHT = {package: -level for level, packages in enumerate(LAYERS) for package in packages}
@@ -41,6 +41,7 @@ CORE = {
     "checks",
     "context_stacks",
     "fidelity",
+    "input_checks",
     "intervals",
     "keyed_random",
 }
