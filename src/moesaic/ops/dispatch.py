@@ -8,9 +8,9 @@ registered by name. Layers call the ``run_`` functions, which select a backend.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import _GeneratorContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from moesaic import context_stacks
 from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
 from moesaic.routing_record import Routing
+
+if TYPE_CHECKING:
+    from contextlib import _GeneratorContextManager  # pyright: ignore[reportPrivateUsage]
 
 __all__ = [
     "Activation",
