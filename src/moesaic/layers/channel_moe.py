@@ -175,10 +175,11 @@ class ChannelMoE(_ChannelLayer):
         return self.conv.bias is not None
 
     def forward(self, x: Tensor, gate_out: Routing, gate_in: Routing | None = None) -> Tensor:
-        self._check(x, gate_out, gate_in, self.conv.weight)
-        if x.dtype != self.conv.weight.dtype and autocast_dtype(x) is None:
+        weight = self.conv.weight
+        self._check(x, gate_out, gate_in, weight)
+        if x.dtype != weight.dtype and autocast_dtype(x) is None:
             raise TypeError(
-                f"ChannelMoE: the map is {x.dtype}, the weights are {self.conv.weight.dtype}; convert one of them with "
+                f"ChannelMoE: the map is {x.dtype}, the weights are {weight.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
         if self.norm is not None and self.norm.training and self.norm.num_batches_tracked is not None:
