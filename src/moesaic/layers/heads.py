@@ -43,7 +43,7 @@ class PooledHead(nn.Module):
         self.classifier = nn.Linear(in_channels, num_classes, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = as_map("PooledHead", x).flatten(2)
+        positions = as_map("PooledHead", x, self.classifier.in_features, self.classifier.weight).flatten(2)
         return self.classifier(positions.mean(2) if self.pooling == "mean" else positions.amax(2))
 
     def extra_repr(self) -> str:
@@ -76,7 +76,9 @@ class AttentionHead(nn.Module):
         self.classifier = nn.Linear(in_channels, num_classes, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions_BNC = as_map("AttentionHead", x).flatten(2).transpose(1, 2)
+        positions_BNC = (
+            as_map("AttentionHead", x, self.classifier.in_features, self.classifier.weight).flatten(2).transpose(1, 2)
+        )
         attention_BN1 = self.query(positions_BNC).softmax(1)
         return self.classifier((attention_BN1 * positions_BNC).sum(1))
 

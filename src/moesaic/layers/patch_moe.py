@@ -11,8 +11,9 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_feature_map, check_positive
+from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts, Experts
+from moesaic.input_checks import check_feature_map, check_tensor
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
 from moesaic.ops.hooks import has_hooks
@@ -151,6 +152,7 @@ class PatchMoE(RoutedLayer):
         return self.experts.has_bias
 
     def forward(self, x: Tensor) -> Tensor:
+        check_tensor("PatchMoE", x, "maps (B, C, H, W)")
         memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
         x, routing, selection = self.prepare(x)
         if routing.chooser == "soft":
@@ -261,10 +263,11 @@ class PatchMoE(RoutedLayer):
                 raise ValueError(f"PatchMoE: {option}={value!r} has no meaning under SoftRouter: {why}; use {needed!r}")
 
     def _check_input(self, x: Tensor) -> None:
-        check_feature_map("PatchMoE", x, self.in_channels, self.patch_size)
-        if x.dtype != self.experts.dtype and autocast_dtype(x) is None:
+        weight = next(self.experts.parameters())
+        check_feature_map("PatchMoE", x, self.in_channels, self.patch_size, weight)
+        if x.dtype != weight.dtype and autocast_dtype(x) is None:
             raise TypeError(
-                f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
+                f"PatchMoE: the map is {x.dtype}, the weights are {weight.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
 

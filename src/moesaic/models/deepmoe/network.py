@@ -123,11 +123,11 @@ class DeepMoE(nn.Module):
         """Returns the logits, the embedding with its own logits, and the gates of every layer."""
         embedding, embedding_logits = self.embedding(x)
         routing = {name: gate(embedding) for name, gate in self.heads().items()}
-        self._active.routing = routing
+        before = self._active.replace(routing)
         try:
             logits = self.backbone(x)
         finally:
-            self._active.routing = None
+            self._active.replace(before)
         return DeepMoEOutput(logits, embedding, embedding_logits, routing)
 
     def macs(self, routing: Mapping[str, Routing]) -> Tensor:
