@@ -15,6 +15,7 @@ from torch import nn
 
 from moesaic.layers.heads import HEAD_OPTIONS, Pooling, create_head
 from moesaic.models.headed_network import HeadedNetwork
+from moesaic.models.layer_groups import classifier_names
 from moesaic.models.pretrained import PretrainedConfig, reset_classifier
 from moesaic.models.registry import create_model, list_models, model_options
 
@@ -84,7 +85,8 @@ def register_with_timm() -> tuple[str, ...]:
     """Registers the networks of `list_models` with timm under the same names, and returns the names.
 
     ``import moesaic`` does it if timm is already imported. Names that timm already uses remain timm's. The networks
-    take timm's ``num_classes``, ``in_chans`` and ``img_size`` besides our options; they have no pretrained weights.
+    take timm's ``num_classes``, ``in_chans``, ``img_size``, ``global_pool``, ``features_only`` and ``out_indices``
+    besides our options; they have no pretrained weights.
 
     >>> import timm, moesaic  # doctest: +SKIP
     >>> names = moesaic.register_with_timm()  # doctest: +SKIP
@@ -103,7 +105,12 @@ def register_with_timm() -> tuple[str, ...]:
 
 def _entry_point(name: str) -> Callable[..., nn.Module]:
     def entry_point(
-        pretrained: bool = False, num_classes: int = 1000, in_chans: int = 3, img_size: int = 32, **options: Any
+        pretrained: bool = False,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        img_size: int = 32,
+        global_pool: str | None = None,
+        **options: Any,
     ) -> nn.Module:
         if pretrained:
             raise ValueError(f"timm: {name} of moesaic has no pretrained weights; use pretrained=False")
@@ -117,14 +124,18 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         if "image_size" in model_options(name):  # other networks take images of any size
             options["image_size"] = img_size
         model: Any = create_model(name, num_classes=num_classes, **options)
+        if global_pool is not None:
+            model.reset_classifier(num_classes, global_pool)
+        convs = (each for each, module in model.named_modules() if isinstance(module, nn.Conv2d))
         # timm's scripts read the input size from it
         model.pretrained_cfg = model.default_cfg = {
             "architecture": name,
             "num_classes": num_classes,
             "input_size": (in_chans, img_size, img_size),
             "crop_pct": 1.0,
+            "first_conv": next(convs),
+            "classifier": classifier_names(model),
         }
-        model.num_classes = num_classes
         return model
 
     entry_point.__name__ = entry_point.__qualname__ = name

@@ -35,6 +35,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.fidelity import Fidelity
 from moesaic.layers import PatchMoE
+from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.wide_resnet.pooled_head import pooled_head
 from moesaic.models.wide_resnet.thin_conv import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
@@ -164,6 +165,7 @@ class WideResNet(ImageClassifier):
         check_positive(type(self).__name__, width=width, in_channels=in_channels)
         parts: OrderedDict[str, nn.Module] = OrderedDict(stem=style.conv(in_channels, _GROUP_WIDTHS[0], 3))
         before = _GROUP_WIDTHS[0]
+        maps: list[FeatureDict] = [{"num_chs": before, "reduction": 1, "module": "body.stem"}]
         for group, base in enumerate(_GROUP_WIDTHS, start=1):
             channels = base * width
             made: list[nn.Module] = []
@@ -176,8 +178,11 @@ class WideResNet(ImageClassifier):
                     made.append(_Block(before, channels, stride, style))
                 before = channels
             parts[f"group{group}"] = nn.Sequential(*made)
+            # BatchNorm and ReLU belong to the last map
+            module = f"body.group{group}" if group < len(_GROUP_WIDTHS) else "body.relu"
+            maps.append({"num_chs": channels, "reduction": 2 ** (group - 1), "module": module})
         parts |= {"norm": style.norm(before), "relu": nn.ReLU(), "mean": GlobalAvgPool()}
-        super().__init__(nn.Sequential(parts), before, num_classes)
+        super().__init__(nn.Sequential(parts), before, num_classes, feature_info=maps)
         style.initialise(self)
 
     def features(self, x: Tensor) -> Tensor:
@@ -188,6 +193,9 @@ class WideResNet(ImageClassifier):
         for part in body:
             x = _apply_module(part, x)
         return x
+
+    def _run_part(self, part: nn.Module, x: Tensor) -> Tensor:
+        return _apply_module(part, x)
 
 
 class WideResNetPMoE(WideResNet):
@@ -408,6 +416,8 @@ def _kernels_available(x: Tensor) -> bool:
 
 def _can_pool(body: nn.Sequential) -> bool:
     """Whether routed layer, BatchNorm, ReLU and mean follow each other, and none of them has hooks."""
+    if len(body) < 4:
+        return False
     *_, last, norm, relu, mean = body
     block = last[-1] if isinstance(last, nn.Sequential) else None
     if not isinstance(block, _RoutedBlock) or block.residual or type(block.moe) is not PatchMoE:
