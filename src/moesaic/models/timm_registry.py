@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
@@ -157,8 +159,39 @@ def _timm(owner: str) -> Any:
     try:
         return import_module("timm")
     except ModuleNotFoundError as error:
-        if error.name != "timm":
+        if error.name == "timm":
+            raise ModuleNotFoundError(
+                f"{owner}: timm is not installed; pip install 'moesaic[timm]'", name="timm"
+            ) from error
+        if (error.name or "").partition(".")[0] != "torchvision":
             raise
         raise ModuleNotFoundError(
-            f"{owner}: timm is not installed; pip install 'moesaic[timm]'", name="timm"
+            f"{owner}: timm needs torchvision, which is not installed; pip install torchvision", name="torchvision"
         ) from error
+    except (RuntimeError, ImportError, OSError, AttributeError) as error:
+        if not _is_of_torchvision(error):
+            raise
+        torchvision, torch = (_version_of(package) for package in ("torchvision", "torch"))
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ImportError(
+            f"{owner}: timm imports torchvision {torchvision}, which does not match torch {torch} ({why}); reinstall "
+            "both from one index: pip install --force-reinstall torch torchvision",
+            name="torchvision",
+        ) from error
+
+
+def _is_of_torchvision(error: BaseException) -> bool:
+    """Whether an error names torchvision, or was raised while torchvision was imported.
+
+    Its compiled operators are made for one version of torch; with another one they are missing
+    (``operator torchvision::nms does not exist``), or their library does not load.
+    """
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return "torchvision" in str(error) or any(name.partition(".")[0] == "torchvision" for name in frames)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(unknown version)"
