@@ -17,6 +17,7 @@ from moesaic.checks import check_choice, check_feature_map, check_positive
 from moesaic.experts import ConvExperts, Experts
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
+from moesaic.ops.eager import in_vmap
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
@@ -158,7 +159,8 @@ class PatchMoE(RoutedLayer):
         return self.experts.has_bias
 
     def forward(self, x: Tensor) -> Tensor:
-        memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
+        plain = x.is_contiguous() or in_vmap()  # which knows no other memory format
+        memory_format = torch.contiguous_format if plain else torch.channels_last
         padded, routing, selection = self.prepare(x)
         if routing.chooser == "soft":
             y = self._run_soft(padded, routing)
@@ -175,7 +177,9 @@ class PatchMoE(RoutedLayer):
             The map as the experts read it, its routing, and the state of the choice where kernels made it.
         """
         self._check_input(x)
-        padded = self._padded(x).contiguous(memory_format=torch.channels_last)
+        padded = self._padded(x)
+        if not in_vmap():
+            padded = padded.contiguous(memory_format=torch.channels_last)
         routing, selection = self._route(padded, (x.shape[2], x.shape[3]))
         self._call_routing_hooks(routing)
         return padded, routing, selection

@@ -21,6 +21,7 @@ from moesaic.experts import Experts
 from moesaic.experts.stacked_experts import ExpertNorm
 from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.grad_checkpointing import checkpoint_segment
+from moesaic.ops.eager import check_vmap, in_transform, in_vmap
 
 __all__ = ["GlobalAvgPool", "GlobalMaxPool", "ImageClassifier", "ImageNetwork", "check_classes"]
 
@@ -104,6 +105,14 @@ class ImageNetwork(nn.Module):
             if isinstance(module, ExpertNorm) or (isinstance(module, Experts) and name.startswith("bias"))
         }
 
+    def _check_vmap(self) -> None:
+        """Refuses per-sample gradients in training mode with a clearer error than that of torch."""
+        if not self.training or not in_vmap():
+            return
+        for module in cast("Iterable[nn.Module]", self.modules()):
+            if isinstance(module, nn.BatchNorm2d) and module.running_mean is not None:
+                check_vmap(type(self).__name__, module)
+
 
 class ImageClassifier(ImageNetwork):
     """Maps images (B, C, H, W) to logits (B, num_classes): ``head(body(x))``.
@@ -135,7 +144,8 @@ class ImageClassifier(ImageNetwork):
         return self.body(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.grad_checkpointing and torch.is_grad_enabled():
+        self._check_vmap()
+        if self._checkpoints():
             return self.forward_head(self.forward_features(x))
         return self.head(self.features(x))
 
@@ -191,12 +201,16 @@ class ImageClassifier(ImageNetwork):
         self._sequence()
         self.grad_checkpointing = enable
 
+    def _checkpoints(self) -> bool:
+        # torch.func knows no checkpoints
+        return self.grad_checkpointing and torch.is_grad_enabled() and not in_transform()
+
     def _run_part(self, part: nn.Module, x: Tensor) -> Tensor:
         """Runs a child of the body; networks may run some children by kernels."""
         return part(x)
 
     def _run_stage(self, stage: Sequence[nn.Module], x: Tensor) -> Tensor:
-        if not (self.grad_checkpointing and torch.is_grad_enabled()):
+        if not self._checkpoints():
             for part in stage:
                 x = self._run_part(part, x)
             return x

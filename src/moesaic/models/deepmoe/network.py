@@ -124,6 +124,7 @@ class DeepMoE(ImageNetwork):
 
     def forward_with_routing(self, x: Tensor) -> DeepMoEOutput:
         """Returns the logits, the embedding with its own logits, and the gates of every layer."""
+        self._check_vmap()
         embedding, embedding_logits = self.embedding(x)
         routing = {name: gate(embedding) for name, gate in self.heads().items()}
         with self._gated_by(routing):
