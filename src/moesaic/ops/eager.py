@@ -52,10 +52,11 @@ def in_vmap() -> bool:
 def has_vmap_axis(tensor: Tensor) -> bool:
     """Whether a tensor has an axis of its own for a surrounding ``torch.vmap``."""
     functorch: Any = torch._C._functorch  # pyright: ignore
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if functorch.is_batchedtensor(tensor):
+    wrapped: Any = tensor
+    while functorch.is_functorch_wrapped_tensor(wrapped):
+        if functorch.is_batchedtensor(wrapped):
             return True
-        tensor = functorch.get_unwrapped(tensor)
+        wrapped = functorch.get_unwrapped(wrapped)
     return False
 
 

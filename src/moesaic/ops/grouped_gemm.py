@@ -84,7 +84,7 @@ def _masked_matmul(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:
     row_R = torch.arange(rows.shape[0], device=rows.device)
     expert_R = (ends_E <= row_R.unsqueeze(1)).sum(1).view(-1, *[1] * (rows.ndim - 1))
     y = rows.new_zeros(*rows.shape[:-1], weight_ECO.shape[2])
-    for e, matrix in enumerate(cast("tuple[Tensor, ...]", weight_ECO.unbind())):
+    for e, matrix in enumerate(weight_ECO.unbind()):
         y = torch.where(expert_R == e, rows @ matrix, y)
     return y
 
