@@ -407,3 +407,13 @@ def test_the_pooled_fast_path_of_a_wide_network_is_left_to_forward(monkeypatch):
         assert called == [1]
         torch.testing.assert_close(model.forward_head(model.forward_features(x)), logits)
     assert called == [1]
+
+
+def test_statistics_move_once_a_step_where_those_of_timm_move_twice(timm):
+    def moved(model: nn.Module) -> int:
+        model.train().set_grad_checkpointing()
+        model(torch.randn(4, 3, 32, 32)).sum().backward()
+        return max(int(each) for name, each in model.named_buffers() if name.endswith("num_batches_tracked"))
+
+    assert moved(timm.create_model("test_resnet", num_classes=2)) == 2
+    assert moved(narrow("resnet18")) == 1

@@ -45,14 +45,14 @@ def in_vmap() -> bool:
     """
     if not in_transform():
         return False
-    stack: Any = torch._C._functorch.get_interpreter_stack()  # pyright: ignore
-    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)  # pyright: ignore
+    functorch = cast("Any", torch)._C._functorch
+    return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack())
 
 
 def has_vmap_axis(tensor: Tensor) -> bool:
     """Whether a tensor has an axis of its own for a surrounding ``torch.vmap``."""
-    functorch: Any = torch._C._functorch  # pyright: ignore
-    wrapped: Any = tensor
+    functorch = cast("Any", torch)._C._functorch
+    wrapped = cast("Any", tensor)
     while functorch.is_functorch_wrapped_tensor(wrapped):
         if functorch.is_batchedtensor(wrapped):
             return True
