@@ -27,10 +27,13 @@ def check_tensor(owner: str, x: object, shape: str, weight: Tensor | None = None
         )
 
 
-def check_feature_map(owner: str, x: Tensor, channels: int, patch_size: int, weight: Tensor | None = None) -> None:
+def check_feature_map(
+    owner: str, x: Tensor, channels: int, patch_size: int, weight: Tensor | None = None, *, pad: bool | None = None
+) -> None:
     """Raises unless ``x`` is a floating-point feature map (B, C, H, W) that divides into patches.
 
-    It must be on the device of ``weight``.
+    It must be on the device of ``weight``. ``pad`` is the owner's option of that name: if it is true, a map of any
+    size is accepted; None: it has none.
 
     >>> import torch
     >>> check_feature_map("PatchMoE", torch.zeros(1, 3, 15, 15), channels=3, patch_size=4)
@@ -52,8 +55,10 @@ def check_feature_map(owner: str, x: Tensor, channels: int, patch_size: int, wei
     if not x.is_floating_point():
         raise TypeError(f"{owner}: takes floating-point maps, got {x.dtype}; convert with x.float() / 255 or so")
     H, W, p = x.shape[2], x.shape[3], patch_size
-    if H % p or W % p or not H or not W:
-        raise ValueError(f"{owner}: a {H}×{W} map is not divisible into {p}×{p} patches; {_way_out(H, W, p)}")
+    if not H or not W or (not pad and (H % p or W % p)):
+        raise ValueError(
+            f"{owner}: a {H}×{W} map is not divisible into {p}×{p} patches; {_way_out(H, W, p, pad is not None)}"
+        )
 
 
 def _described(x: object) -> str:
@@ -68,8 +73,8 @@ def _described(x: object) -> str:
     return f"a {kind.__name__}; convert it to a tensor first"
 
 
-def _way_out(H: int, W: int, p: int) -> str:
-    pad = f"pad it to {max(math.ceil(H / p), 1) * p}×{max(math.ceil(W / p), 1) * p}"
+def _way_out(H: int, W: int, p: int, has_pad: bool) -> str:
+    pad = f"pad it to {max(math.ceil(H / p), 1) * p}×{max(math.ceil(W / p), 1) * p}{' with pad=True' * has_pad}"
     common = math.gcd(H, W)
     divisors = [d for d in range(1, common + 1) if common % d == 0]
     near = [max((d for d in divisors if d < p), default=0), min((d for d in divisors if d > p), default=0)]

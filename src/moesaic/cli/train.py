@@ -58,7 +58,7 @@ class Train(DatasetOptions):
     head: Annotated[
         str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
     ] = None
-    """Head of timm's networks; routed: experts select positions of the last map (--experts, --patches-per-expert)."""
+    """Head on the last map; routed: experts select positions of the map (--experts, --patches-per-expert)."""
     trainable: TrainableOption = None
     """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None

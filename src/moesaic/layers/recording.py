@@ -129,7 +129,7 @@ def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> G
 def _concatenate(name: str, parts: list[Routing]) -> Routing:
     first = parts[0]
     for part in parts:
-        if part.scores.shape[1:] != first.scores.shape[1:] or part.grid != first.grid:
+        if part.scores.shape[1:] != first.scores.shape[1:] or (part.grid, part.extent) != (first.grid, first.extent):
             raise ValueError(
                 f"record_routing: {name} routed {first.units} units in one pass and {part.units} in another; "
                 "keep='all' concatenates passes over maps of one size; use keep='last' for maps of several sizes"

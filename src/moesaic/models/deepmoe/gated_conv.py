@@ -92,6 +92,11 @@ class GatedConv(ChannelMoE):
         self._active = active
         self.train(conv.training)
 
+    @property
+    def active(self) -> ActiveGates:
+        """The gates of the current batch."""
+        return self._active
+
     def gates(self) -> tuple[Routing, Routing | None]:
         """The gates of its output and of its input channels, while a batch runs."""
         return self._active.of(self.name), None if self.producer is None else self._active.of(self.producer)
@@ -124,6 +129,11 @@ class ConsumerConv(nn.Conv2d):
         self.block_in = block_in
         self._active = active
         self.train(conv.training)
+
+    @property
+    def active(self) -> ActiveGates:
+        """The gates of the current batch."""
+        return self._active
 
     def gate_in(self) -> Routing:
         """The gates of its input channels, while a batch runs."""
