@@ -67,17 +67,19 @@ class _ChannelLayer(RoutedLayer):
 
     def _check(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, weight: Tensor) -> None:
         check_feature_map("ChannelMoE", x, self.in_channels, 1, weight)
-        (H, W), ks = x.shape[2:], self.kernel_size
+        (B, _, H, W), ks = x.shape, self.kernel_size
         if min(self.map_size(H, W)) < 1:
             raise ValueError(
                 f"ChannelMoE: a {H}×{W} map with padding={self.padding} is smaller than kernel_size={ks}; "
                 f"use padding={math.ceil((ks - min(H, W)) / 2)} or more, or larger maps"
             )
-        self._check_gates("gate_out", gate_out, x, self.out_channels, self.block)
+        self._check_gates("gate_out", gate_out, B, x.device, self.out_channels, self.block)
         if gate_in is not None:
-            self._check_gates("gate_in", gate_in, x, self.in_channels, self.block_in)
+            self._check_gates("gate_in", gate_in, B, x.device, self.in_channels, self.block_in)
 
-    def _check_gates(self, name: str, routing: Routing, x: Tensor, channels: int, block: int) -> None:
+    def _check_gates(
+        self, name: str, routing: Routing, batch: int, device: torch.device, channels: int, block: int
+    ) -> None:
         if not isinstance(routing, Routing):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise TypeError(
                 f"ChannelMoE: {name} is a {type(routing).__name__}; give what a ChannelGate returns, a Routing"
@@ -86,12 +88,12 @@ class _ChannelLayer(RoutedLayer):
             raise ValueError(
                 f"ChannelMoE: {name} routes by {routing.unit}; give what a ChannelGate returns, which routes by channel"
             )
-        if routing.batch != x.shape[0]:
-            raise ValueError(f"ChannelMoE: {name} has gates for {routing.batch} samples, the map has {x.shape[0]}")
-        if routing.gate.device != x.device:
+        if routing.batch != batch:
+            raise ValueError(f"ChannelMoE: {name} has gates for {routing.batch} samples, the map has {batch}")
+        if routing.gate.device != device:
             raise ValueError(
-                f"ChannelMoE: {name} is on {routing.gate.device}, the map is on {x.device}; move the ChannelGate that "
-                f"computes it with .to('{x.device}')"
+                f"ChannelMoE: {name} is on {routing.gate.device}, the map is on {device}; move the ChannelGate that "
+                f"computes it with .to('{device}')"
             )
         blocks = math.ceil(channels / block)
         if routing.experts != blocks:
