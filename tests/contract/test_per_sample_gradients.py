@@ -117,6 +117,7 @@ def test_networks(backend, name, options):
         (lambda: moesaic.PatchMoE(3, 8, experts=2, patches_per_expert=2, expert_norm=True), "ExpertNorm"),
         (lambda: moesaic.create_model("wrn10_1_pmoe", num_classes=2), "WideResNetPMoE"),
         (lambda: moesaic.create_model("vgg16_deepmoe", num_classes=2, width=0.1), "DeepMoE"),
+        (lambda: moesaic.create_model("wrn10_1", num_classes=2, head="routed"), "WideResNet"),
     ],
 )
 def test_training_mode_is_refused_in_one_line(make, owner):

@@ -266,7 +266,7 @@ class _ImageAxes:
         """(patches, 4, 2): the corners of squares that lie ``inset`` points inside the patches."""
         place = np.stack([patches % self.columns, patches // self.columns], -1)
         low = place + inset[:, None] / self.patch
-        size = np.minimum(1, self.filled - place) - 2 * inset[:, None] / self.patch
+        size = np.maximum(np.minimum(1, self.filled - place) - 2 * inset[:, None] / self.patch, 0)
         return low[:, None] + size[:, None] * np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 
     def _outline(self, corners: NDArray[np.float64], colour: str, width: float, dash: Any) -> None:

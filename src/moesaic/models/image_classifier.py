@@ -150,6 +150,7 @@ class ImageClassifier(ImageNetwork):
         return self.head(self.features(x))
 
     def forward_features(self, x: Tensor) -> Tensor:
+        self._check_vmap()
         for stage in self._stages():
             x = self._run_stage(stage, x)
         return x

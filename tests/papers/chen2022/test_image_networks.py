@@ -44,5 +44,5 @@ def test_unknown_names_are_refused_with_a_suggestion():
 
 
 def test_zero_classes_are_refused():
-    with pytest.raises(ValueError, match="SmallCNN: num_classes=0"):
+    with pytest.raises(ValueError, match="image_network: num_classes=0"):
         image_network("cnn", 0)

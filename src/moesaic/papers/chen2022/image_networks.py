@@ -26,6 +26,7 @@ def image_network(name: str, num_classes: int) -> ImageClassifier:
     >>> type(image_network("resnet18", 10)).__name__
     'ResNet18'
     """
+    check_positive("image_network", num_classes=num_classes)
     return IMAGE_NETWORKS[check_choice("image_network", "name", name, IMAGE_NETWORKS)](num_classes)
 
 
