@@ -20,9 +20,9 @@ from moesaic.cli.compare import Compare
 from moesaic.cli.completion import Completion
 from moesaic.cli.explain import Explain
 from moesaic.cli.export import Export
+from moesaic.cli.faults import log, run_guarded
 from moesaic.cli.predict import Predict
 from moesaic.cli.reproduce import Reproduce
-from moesaic.cli.shared import CommandError, log
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
 
@@ -82,15 +82,10 @@ def _parse(given: Sequence[str]) -> Command:
 
 
 def _run(command: Command, given: Sequence[str]) -> int:
-    try:
-        return command.run(given)
-    except CommandError as error:
-        if os.environ.get("MOESAIC_DEBUG"):
-            raise
-        log(str(error))
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if given[0] != "completion":
+        import torch  # noqa: F401  # the slow import, before there is anything that a signal could interrupt
+
+    return run_guarded(given[0], given, lambda: command.run(given))
 
 
 def _reader_left() -> int:

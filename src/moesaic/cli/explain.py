@@ -15,6 +15,7 @@ from tyro.conf import Positional, UseAppendAction, arg
 from moesaic.checks import check_choice, check_positive
 from moesaic.cli.shared import (
     RouterOption,
+    check_folder,
     load_run,
     log,
     make_folder,
@@ -83,6 +84,7 @@ class Explain:
 
         with user_errors("explain"):
             device = self._checked()
+            check_folder(self.out)
             checkpoint = self._load(device)
             out = self.out or checkpoint.path.parent / "explanation"
             if out.is_dir() and any(out.iterdir()) and not (out / "explanation.json").exists():

@@ -15,6 +15,7 @@ from moesaic.cli.shared import (
     CommandError,
     DatasetOptions,
     TrainableOption,
+    check_folder,
     file_name,
     log,
     make_folder,
@@ -131,6 +132,7 @@ class Train(DatasetOptions):
         with user_errors("train"):
             recipe, device = self._checked()
             asked = self._spec()
+            check_folder(self.out)
             dataset = self._load(asked.pretrained_config())
             recipe = self._pretrained_recipe(recipe, asked, dataset)
             spec, cost = spec_for_dataset(asked, dataset)
@@ -273,11 +275,6 @@ class Train(DatasetOptions):
                     eval_every=self.eval_every or _default_eval_every(dataset),
                 )
                 progress.end()
-        except torch.OutOfMemoryError as error:
-            raise CommandError(
-                f"moesaic train: {device} has too little memory for --batch-size {self.batch_size}; use a smaller one, "
-                "or --grad-accum 2, which computes each batch in two parts"
-            ) from error
         except (CheckpointError, Diverged, CompileError, OSError) as error:
             message = " ".join(str(error).split())
             raise CommandError(f"moesaic train: {message.removeprefix('fit: ')}") from error
