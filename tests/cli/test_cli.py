@@ -1,5 +1,6 @@
 """The commands: what they write, what they say, and how they fail."""
 
+import errno
 import inspect
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 import torch
 from mnist_files import forget_digits
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
+from rich.cells import cell_len
 
 import moesaic
 from moesaic.cli import main
@@ -291,6 +293,16 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
     assert not Path("out/report.html").exists()
 
 
+def test_a_full_disk_is_one_line(papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write, which does not name the file
+
+    monkeypatch.setattr("moesaic.papers.engine.report.write_report", full)
+    assert main(["reproduce", "--out", "out"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("moesaic reproduce: No space left on device. Free space on that disk and run the same again")
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
@@ -443,6 +455,8 @@ def test_theory_takes_every_letter(capsys: pytest.CaptureFixture[str]):
         (["--delta-d", "1.5"], "−1 < δ_d < 1 fails"),
         (["--eps", "0.7"], "0 < ε < 1/2 fails"),
         (["--m", "41"], "m=41, k=8"),
+        (["--p", "10000000000000"], "is 10 to the power 350, which no number here holds; use a smaller p"),
+        (["--eps", "1e-300"], "use a larger ε"),
         (["--data", "mnist-patch"], "(did you mean 'mnist-patches'?)"),
         (["--data", "mnist-patches", "--samples", "3"], "samples=3"),
         (["--data", "mnist-patches", "--samples", "1000000"], "--samples=1000000; it must be at most 20000"),
@@ -468,8 +482,9 @@ def test_theory_measures_the_data_models_constants(capsys: pytest.CaptureFixture
         assert re.search(rf"^{name} +[\d.]+  \S", printed, re.MULTILINE), name
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("given", [["--version"], ["--version", "train"]])
+def test_the_version_is_told(given: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(given) == 0
     assert capsys.readouterr().out == f"moesaic {moesaic.__version__}\n"
 
 
@@ -484,6 +499,15 @@ def test_help_explains_and_ends_well_within_80_columns(
     printed = capsys.readouterr().out
     assert "usage: moesaic" in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    "given", ["claims", "claims --figure 6", "theory", "theory --data mnist-patches --samples 100"]
+)
+def test_tables_fit_80_columns(given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(given.split()) == 0
+    assert max(cell_len(line) for line in capsys.readouterr().out.splitlines()) <= 80
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ This module imports nothing slow: handlers are in place before torch is imported
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shlex
@@ -21,6 +22,7 @@ from types import FrameType
 from unicodedata import category
 
 __all__ = [
+    "DISK_FAULTS",
     "CommandError",
     "Interrupted",
     "escaped",
@@ -32,6 +34,7 @@ __all__ = [
 ]
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories that a terminal may act on: control, format, surrogate, line and paragraph separator."""
 _MEMORY_ADVICE = {
@@ -165,10 +168,12 @@ def _explained(name: str, error: BaseException) -> str | None:
         from moesaic.write_errors import way_out
 
         path = error.filename2 or error.filename
-        if path is None:
-            return f"moesaic {name}: {_first_line(error)}"
-        fault = f"moesaic {name}: {_text(path)} could not be used ({error.strerror})"
-        return f"{fault}. {way_out(error, _text(path))} and run the same again: finished results are kept"
+        if path is None and error.strerror != os.strerror(error.errno):  # a message of our own says it all
+            return f"moesaic {name}: {error.strerror}"
+        # a write that fails does not know its file
+        fault = f"{_text(path)} could not be used ({error.strerror})" if path else f"{error.strerror}"
+        advice = way_out(error, "file" if path is None else _text(path))
+        return f"moesaic {name}: {fault}. {advice} and run the same again: finished results are kept"
     return None
 
 

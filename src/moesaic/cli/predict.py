@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from moesaic.checks import check_positive
+from moesaic.cli.faults import escaped
 from moesaic.cli.shared import RouterOption, log, resolve_device, user_errors
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Predict:
                 model = self._load(device)
             table, done = PredictionCSV(model.classes), 0
             for file, prediction in self._predictions(model, files):
-                sys.stdout.write(f"{printable(str(file.path))}: {_line(model.classes, prediction, self.top)}\n")
+                line = f"{printable(str(file.path))}: {_line(model.classes, prediction, self.top)}"
+                sys.stdout.write(f"{escaped(line)}\n")
                 table.add(str(file.path), prediction)
                 done += 1
         with user_errors("predict"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
 
-from moesaic.cli.faults import CommandError, log, work_begins
+from moesaic.cli.faults import DISK_FAULTS, CommandError, log, work_begins
 from moesaic.cli.program import program
 
 if TYPE_CHECKING:
@@ -61,7 +61,11 @@ def user_errors(command: str) -> Generator[None]:
     work_begins()
     try:
         yield
+    except BrokenPipeError:  # the reader of the output has left
+        raise
     except (ValueError, TypeError, OSError, ImportError) as error:
+        if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+            raise  # no bad input: `run_guarded` says what to do
         message = " ".join(str(error).split()).removeprefix(f"{command}: ").removeprefix("fit: ")
         raise CommandError(f"moesaic {command}: {message}") from error
 

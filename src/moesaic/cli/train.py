@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
     CommandError,
     DatasetOptions,
@@ -300,7 +301,7 @@ def _show(
     """Prints the accuracy, the cost and the next commands."""
 
     def say(line: str = "") -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(escaped(line), markup=False, highlight=False, soft_wrap=True)
 
     often = 100 * int(dataset.test.labels.bincount().max()) / len(dataset.test)
     ended = "" if found.stopped == "all epochs" else f" ({found.stopped})"
@@ -345,7 +346,7 @@ def _show_groups(
     table = Table(kind, "test images", "accuracy", box=None, pad_edge=False, header_style="bright_black")
     table.columns[1].justify = table.columns[2].justify = "right"
     for name, count, accuracy in rows:
-        table.add_row(Text(name), f"{count}", f"{accuracy:.1f} %")
+        table.add_row(Text(escaped(name)), f"{count}", f"{accuracy:.1f} %")
     console.print(table)
 
 
