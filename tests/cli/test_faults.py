@@ -15,7 +15,7 @@ from PIL import Image
 
 from moesaic.cli import faults, main
 from moesaic.cli.faults import escaped, run_guarded, signal_handlers, work_begins
-from moesaic.cli.shared import make_folder, write_config
+from moesaic.cli.shared import check_writable, make_folder, write_config
 from moesaic.training import interruption, trainer
 from moesaic.training.checkpoint import read_tensors
 from moesaic.training.train_step import TrainStep
@@ -189,6 +189,11 @@ NO_MEMORY = (
         ("explain", MemoryError(), "the memory is too small: MemoryError; use fewer --samples"),
         ("reproduce", OSError(errno.ENOSPC, "No space", "out/a.json"), "out/a.json could not be used (No space). Free"),
         ("compare", OSError(errno.EROFS, "Read-only", "out/a.json"), "Make the folder out writable and run the same"),
+        (
+            "predict",
+            OSError(errno.EROFS, "Read-only", "out/.a.csv.123.unfinished"),
+            "predict: out/a.csv could not be used",
+        ),
         ("export", OSError(errno.ENOENT, "No such file", "gone/a.json"), "The folder gone is gone: it was removed or"),
     ],
 )
@@ -301,6 +306,13 @@ def test_other_numbers_of_threads_are_told_where_cells_are_kept(tmp_path: Path, 
     assert "were computed with 2 CPU threads, and the rest will be with 1" in begin(1)
     assert "were computed with 1 CPU threads" in begin(2), "some results are of one thread now"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["threads"] == [2, 1]
+
+
+def test_a_file_in_a_folder_that_is_read_only_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    check_writable("--csv", tmp_path / "a.csv")
+    monkeypatch.setattr("os.access", lambda *_: False)  # a folder that even root cannot write to is hard to come by
+    with pytest.raises(ValueError, match="cannot be written to; name a file in another one"):
+        check_writable("--csv", tmp_path / "a.csv")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_images_are_read(pets: Path, capsys: pytest.CaptureFixture[str]):

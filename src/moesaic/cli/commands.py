@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, Protocol
 
 import tyro
@@ -83,8 +84,7 @@ def _parse(given: Sequence[str]) -> Command:
 
 def _run(command: Command, given: Sequence[str]) -> int:
     if given[0] != "completion":
-        import torch  # noqa: F401  # the slow import, before there is anything that a signal could interrupt
-
+        import_module("torch")  # the slow import, before there is anything that a signal could interrupt
     return run_guarded(given[0], given, lambda: command.run(given))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import shlex
 import signal
 import sys
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_RESUMABLE = ("train", "compare", "reproduce")
 DISK_FAULTS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories that a terminal may act on: control, format, surrogate, line and paragraph separator."""
@@ -131,7 +133,7 @@ def run_guarded(name: str, given: Sequence[str], run: Callable[[], int]) -> int:
     except CommandError as error:
         if os.environ.get("MOESAIC_DEBUG"):
             raise
-        log(str(error))
+        log(re.sub(r"\[Errno \d+\] ", "", str(error)))
         return 2
     except BaseException as error:
         # rich and others may raise something else on the way out
@@ -167,13 +169,14 @@ def _explained(name: str, error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno is not None:
         from moesaic.write_errors import way_out
 
-        path = error.filename2 or error.filename
+        path: str | bytes | None = error.filename2 or error.filename
         if path is None and error.strerror != os.strerror(error.errno):  # a message of our own says it all
             return f"moesaic {name}: {error.strerror}"
         # a write that fails does not know its file
         fault = f"{_text(path)} could not be used ({error.strerror})" if path else f"{error.strerror}"
         advice = way_out(error, "file" if path is None else _text(path))
-        return f"moesaic {name}: {fault}. {advice} and run the same again: finished results are kept"
+        kept = ": finished results are kept" if name in _RESUMABLE else ""
+        return f"moesaic {name}: {fault}. {advice} and run the same again{kept}"
     return None
 
 
@@ -192,8 +195,11 @@ def _first_line(error: BaseException) -> str:
     return (text.partition(". Error code")[0] or type(error).__name__)[:200]
 
 
-def _text(path: object) -> str:
-    return os.fsdecode(path) if isinstance(path, bytes | os.PathLike) else str(path)
+def _text(path: str | bytes) -> str:
+    """Returns the path of a file; of a temporary one, that of the file which it was to become."""
+    text = os.fsdecode(path)
+    folder, name = os.path.split(text)
+    return os.path.join(folder, re.sub(r"^\.(.+)\.[^.]+\.unfinished$", r"\1", name))
 
 
 def _again(given: Sequence[str]) -> str:

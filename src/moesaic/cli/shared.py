@@ -31,6 +31,7 @@ __all__ = [
     "RouterOption",
     "TrainableOption",
     "check_folder",
+    "check_writable",
     "file_name",
     "load_run",
     "log",
@@ -89,6 +90,18 @@ def check_folder(out: Path | None) -> None:
         )
     if not os.access(existing, os.W_OK | os.X_OK):
         raise OSError(f"--out={str(out)!r} cannot be written to; name another directory")
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raises if the folder of a file is not there or cannot be written to."""
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"{option}={str(file)!r}: there is no directory {file.parent}; create it, or name another file"
+        )
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{option}={str(file)!r}: the directory {file.parent} cannot be written to; name a file in another one"
+        )
 
 
 def make_folder(out: Path) -> None:

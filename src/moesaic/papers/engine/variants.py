@@ -252,8 +252,7 @@ def _leaves(record: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def _hints(record: Any) -> dict[str, Any]:
-    kind: type[Any] = type(record)
-    return get_type_hints(kind)
+    return get_type_hints(record.__class__)
 
 
 def _options(kind: Any) -> tuple[Any, ...]:
