@@ -22,7 +22,7 @@ LAYERS = (
     {"routing", "experts"},
     {"ops"},
     {"routing_record", "files"},
-    {"cache_dir", "checks", "fidelity", "intervals", "keyed_random"},
+    {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random"},
 )
 
 HEIGHT = {package: -level for level, packages in enumerate(LAYERS) for package in packages}
@@ -39,7 +39,9 @@ CORE = {
     "files",
     "cache_dir",
     "checks",
+    "context_stacks",
     "fidelity",
+    "input_checks",
     "intervals",
     "keyed_random",
 }

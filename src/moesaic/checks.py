@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # commands import this module, and print their help without waiting for torch
     import torch
-    from torch import Tensor
 
-__all__ = ["check_choice", "check_device", "check_feature_map", "check_numbers", "check_positive"]
+__all__ = ["check_choice", "check_device", "check_numbers", "check_positive"]
 
 T = TypeVar("T")
 
@@ -68,38 +66,3 @@ def check_device(owner: str, device: torch.device | str) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")
     return found
-
-
-def check_feature_map(owner: str, x: Tensor, channels: int, patch_size: int) -> None:
-    """Raises unless ``x`` is a floating-point feature map (B, C, H, W) that divides into patches.
-
-    >>> import torch
-    >>> check_feature_map("PatchMoE", torch.zeros(1, 3, 15, 15), channels=3, patch_size=4)
-    Traceback (most recent call last):
-    ValueError: PatchMoE: a 15×15 map is not divisible into 4×4 patches; pad it to 16×16 or use patch_size=3 or 5
-    """
-    if x.ndim != 4:
-        raise ValueError(
-            f"{owner}: takes maps (B, C, H, W), got {x.ndim} axes {tuple(x.shape)}; "
-            "give a single image a batch axis with x[None], and tokens (B, N, C) a grid with "
-            "x.transpose(1, 2).unflatten(2, (H, W))"
-        )
-    if x.shape[1] != channels:
-        raise ValueError(
-            f"{owner}: in_channels={channels}, got a map of {x.shape[1]} channels {tuple(x.shape)}; "
-            "axes are (B, C, H, W)"
-        )
-    if not x.is_floating_point():
-        raise TypeError(f"{owner}: takes floating-point maps, got {x.dtype}; convert with x.float() / 255 or so")
-    H, W, p = x.shape[2], x.shape[3], patch_size
-    if H % p or W % p or not H or not W:
-        raise ValueError(f"{owner}: a {H}×{W} map is not divisible into {p}×{p} patches; {_way_out(H, W, p)}")
-
-
-def _way_out(H: int, W: int, p: int) -> str:
-    pad = f"pad it to {max(math.ceil(H / p), 1) * p}×{max(math.ceil(W / p), 1) * p}"
-    common = math.gcd(H, W)
-    divisors = [d for d in range(1, common + 1) if common % d == 0]
-    near = [max((d for d in divisors if d < p), default=0), min((d for d in divisors if d > p), default=0)]
-    fits = " or ".join(str(d) for d in near if d)
-    return f"{pad} or use patch_size={fits}" if fits else pad

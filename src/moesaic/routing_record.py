@@ -63,6 +63,8 @@ class Routing:
     dispatch: Tensor | None = None
     may_drop: bool = True
     """Whether ``index`` may contain -1. False saves computing a mask."""
+    extent: tuple[float, float] | None = None
+    """Rows and columns of patches that the map fills if it was padded, as (3.75, 3.75) of a 4×4 grid; None: all."""
 
     def __post_init__(self) -> None:
         check_choice("Routing", "unit", self.unit, get_args(Unit))
@@ -80,6 +82,11 @@ class Routing:
     @property
     def experts(self) -> int:
         return self.scores.shape[2]
+
+    @property
+    def filled(self) -> tuple[float, float] | None:
+        """Rows and columns of patches that the map fills; None for units without a position."""
+        return self.grid if self.extent is None else self.extent
 
     @property
     def used(self) -> Tensor:

@@ -63,8 +63,60 @@ def test_nothing_outside_the_file_is_asked_for(dom: str):
 
 
 def test_markup_in_what_was_given_stays_text(dom: str):
-    assert "<script" not in dom
+    assert dom.count("<script") == 1, "the page's own"
     assert "A &lt;b&gt;paper&lt;/b&gt;" in dom
+
+
+def driven(page: Path, script: str) -> str:
+    """The title of the page after the script ran in it; the page itself allows no script but its own."""
+    html = re.sub("<meta http-equiv[^>]*>", "", page.read_text("utf-8"))
+    copy = page.with_name("driven.html")
+    copy.write_text(html.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
+    (title,) = re.findall("<title>(.*?)</title>", browse(copy, "--dump-dom"))
+    return title
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Path:
+    write_report(tmp_path / "report.html", findings=ALL_FINDINGS, charts=ALL_CHARTS, papers=PAPERS)
+    return tmp_path / "report.html"
+
+
+def test_filters_show_the_claims_that_match_and_hide_empty_sections(page: Path):
+    count = """
+        const all_of = (selector) => [...document.querySelectorAll(selector)];
+        const unhidden = (selector) => all_of(selector).filter((part) => !part.closest("[hidden]"));
+        const visible = () => unhidden("[data-claim]");
+        const pick = (name, value) => document.querySelector(`input[name=${name}][value="${value}"]`).click();
+        const all = visible().length;
+        pick("verdict", "fails");
+        const fails = visible().map((claim) => claim.dataset.claim);
+        const places = unhidden("main section[aria-labelledby]");
+        pick("paper", "chen2022");
+        const both = visible().map((claim) => claim.dataset.claim);
+        const said = document.querySelector("output").textContent;
+        document.querySelector(".filters button").click();
+        document.title = [all, fails.join(" "), places.length, both.join(" "), said, visible().length].join(";");
+    """
+    claims = {(each.paper, each.id) for each in ALL_FINDINGS}
+    failing = [(each.paper, each.id) for each in ALL_FINDINGS if each.decision == "fails"]
+    chen = [name for paper, name in failing if paper == "chen2022"]
+    shown = driven(page, count).split(";")
+    assert shown[0] == shown[5] == str(len(claims))
+    assert sorted(shown[1].split()) == sorted(name for _, name in failing)
+    assert int(shown[2]) == len({(each.paper, each.where) for each in ALL_FINDINGS if each.decision == "fails"})
+    assert shown[3].split() == chen
+    assert shown[4] == f"{len(chen)} of {len(claims)} claims"
+
+
+def test_a_link_to_a_claim_opens_it(page: Path):
+    look = """
+        const fold = document.querySelector('details[data-claim="samples"]');
+        const before = fold.open;
+        location.hash = "#claim-chowdhury2023-samples";
+        addEventListener("hashchange", () => { document.title = `${before} ${fold.open}`; });
+    """
+    assert driven(page, look) == "false true"
 
 
 def test_a_dark_page_shows_the_same_cells(tmp_path: Path):

@@ -1,6 +1,7 @@
 """Invariant 5: compiled, exported and ONNX models compute what eager computes."""
 
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -86,6 +87,55 @@ def test_a_compiled_layer_uses_the_requested_backend(x):
         with moesaic.backend(backend), torch.no_grad():
             compiled(x)
     assert ran == [True, False]
+
+
+def test_a_compiled_layer_uses_the_backend_of_the_thread_that_calls_it(x):
+    torch.compiler.reset()
+    graphs: list[bool] = []
+    compiled = torch.compile(
+        moesaic.PatchMoE(8, 8, experts=4, patches_per_expert=2),
+        backend=lambda graph, _: graphs.append("index_add" in graph.code) or graph.forward,
+    )
+
+    def run() -> None:
+        with torch.no_grad():
+            compiled(x)
+
+    with moesaic.backend("reference"), ThreadPoolExecutor(1) as threads:
+        run()
+        threads.submit(run).result()
+        assert graphs == [False, True]
+        run()
+        threads.submit(run).result()
+    assert graphs == [False, True], "both graphs are used again"
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "graph break"])
+@pytest.mark.parametrize("decorated", [False, True])
+def test_compiled_code_may_choose_the_backend(x, breaks, decorated):
+    torch.compiler.reset()
+    layer, graphs = moesaic.PatchMoE(8, 8, experts=4, patches_per_expert=2).eval(), []
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = layer(x)
+        if breaks:
+            torch._dynamo.graph_break()
+        return y + 1
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        with moesaic.backend("reference"):
+            return run(x)
+
+    compiled = torch.compile(
+        moesaic.backend("reference")(run) if decorated else inside,
+        fullgraph=not breaks,
+        backend=lambda graph, _: graphs.append("index_add" in graph.code) or graph.forward,
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), layer(x) + 1)
+    assert graphs
+    assert not any(graphs), "the reference backend runs"
+    assert moesaic.ops.requested_backend() is None
 
 
 def test_an_exported_layer_runs_all_experts_for_any_batch_size(layer, x):

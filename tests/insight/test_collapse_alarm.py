@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from moesaic.insight import CollapseAlarm, CollapseEvent, CollapseWarning, check_scores
-from moesaic.layers import RoutedLayer
+from moesaic.layers import RoutedLayer, routing_hook
 from moesaic.routing import ExpertChoice, SoftRouter, TokenChoice
 from moesaic.routing_record import Routing
 
@@ -241,8 +241,11 @@ def test_routing_is_watched_with_its_graph_intact():
     scores[:, 0, 0] = scores[:, 1, 1] = 1  # experts that choose the same patch would be reported
     scores.requires_grad_()
     seen: list[Routing] = []
-    layer._routing_hooks.append(seen.append)
-    with CollapseAlarm(layer, every=1), check_scores(layer):
+    with (
+        routing_hook(layer, lambda name, layer, routing: seen.append(routing)),
+        CollapseAlarm(layer, every=1),
+        check_scores(layer),
+    ):
         layer(scores)
     seen[0].gate.sum().backward()
     assert scores.grad is not None

@@ -266,9 +266,17 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("size", "p", "way_out"),
         [
-            ((15, 15), 4, "a 15×15 map is not divisible into 4×4 patches; pad it to 16×16 or use patch_size=3 or 5"),
-            ((7, 7), 2, "a 7×7 map is not divisible into 2×2 patches; pad it to 8×8 or use patch_size=1 or 7"),
-            ((8, 12), 8, "pad it to 8×16 or use patch_size=4"),
+            (
+                (15, 15),
+                4,
+                "15×15 map is not divisible into 4×4 patches; pad it to 16×16 with pad=True or use patch_size=3 or 5",
+            ),
+            (
+                (7, 7),
+                2,
+                "7×7 map is not divisible into 2×2 patches; pad it to 8×8 with pad=True or use patch_size=1 or 7",
+            ),
+            ((8, 12), 8, "pad it to 8×16 with pad=True or use patch_size=4"),
         ],
     )
     def test_a_map_that_does_not_divide_is_told_what_would(self, size, p, way_out):

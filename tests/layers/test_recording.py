@@ -1,3 +1,8 @@
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
 import pytest
 import torch
 from torch import nn
@@ -70,9 +75,14 @@ def test_keep_all_refuses_maps_of_two_sizes(model):
 
 
 def test_hooks_are_removed_after_the_block_even_on_error(model):
-    with pytest.raises(RuntimeError), moesaic.record_routing(model):
-        raise RuntimeError
-    assert all(layer._routing_hooks == [] for layer in routed_layers(model).values())
+    def fail() -> None:
+        with moesaic.record_routing(model):
+            assert all(layer.has_routing_hooks for layer in routed_layers(model).values())
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert not any(layer.has_routing_hooks for layer in routed_layers(model).values())
 
 
 def test_a_compiled_model_keeps_the_names_of_its_layers(model):
@@ -103,3 +113,94 @@ def test_a_routing_hook_is_called_for_every_layer_with_its_name(model):
     with routing_hook(model, lambda name, layer, routing: seen.append((name, layer, routing.experts))):
         model(torch.randn(1, 3, 8, 8))
     assert seen == [("0", model[0], 2), ("1.1", model[1][1], 4)]
+
+
+def test_recorders_of_two_threads_record_their_own_passes(model):
+    both = threading.Barrier(2, timeout=60)
+
+    def record(batch: int) -> dict[str, int]:
+        with moesaic.record_routing(model, keep="all") as routing:
+            both.wait()
+            for _ in range(3):
+                model(torch.randn(batch, 3, 8, 8))
+            both.wait()
+        return {name: each.batch for name, each in routing.items()}
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(record, (1, 5))) == [{"0": 3, "1.1": 3}, {"0": 15, "1.1": 15}]
+
+
+def test_passes_of_another_thread_are_recorded_in_a_copy_of_the_context_alone(model):
+    x = torch.randn(2, 3, 8, 8)
+    with ThreadPoolExecutor(1) as threads, moesaic.record_routing(model) as routing:
+        threads.submit(model, x).result()
+        assert routing == {}
+        threads.submit(copy_context().run, model, x).result()
+        assert list(routing) == ["0", "1.1"]
+
+
+def test_a_recorder_that_another_thread_opens_hears_nothing_of_this_one(model):
+    opened, called = threading.Event(), threading.Event()
+
+    def record() -> dict[str, moesaic.Routing]:
+        with moesaic.record_routing(model) as routing:
+            opened.set()
+            assert called.wait(60)
+        return routing
+
+    with ThreadPoolExecutor(1) as threads:
+        recorded = threads.submit(record)
+        assert opened.wait(60)
+        model(torch.randn(1, 3, 8, 8))
+        called.set()
+        assert recorded.result() == {}
+
+
+def test_recorders_of_asyncio_tasks_that_take_turns_record_their_own_passes(model):
+    async def record(batch: int) -> list[int]:
+        with moesaic.record_routing(model, keep="all") as routing:
+            for _ in range(2):
+                await asyncio.sleep(0)
+                model(torch.randn(batch, 3, 8, 8))
+        return [each.batch for each in routing.values()]
+
+    async def record_both() -> list[list[int]]:
+        return await asyncio.gather(record(1), record(5))
+
+    assert asyncio.run(record_both()) == [[2, 2], [10, 10]]
+
+
+def test_recorders_nest_and_may_overlap(model):
+    x = torch.randn(1, 3, 8, 8)
+    first, second = moesaic.record_routing(model, keep="all"), moesaic.record_routing(model[1])
+    outer = first.__enter__()
+    model(x)
+    inner = second.__enter__()
+    model(x)
+    first.__exit__(None, None, None)
+    assert {name: routing.batch for name, routing in outer.items()} == {"0": 2, "1.1": 2}
+    inner.clear()
+    model(x)
+    second.__exit__(None, None, None)
+    assert list(inner) == ["1"]
+    model(x)
+    assert outer["0"].batch == 2
+
+
+def test_new_recorders_do_not_recompile_a_model(model):
+    torch.compiler.reset()
+    graphs = []
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    x, sizes = torch.randn(2, 3, 8, 8), []
+    with torch.no_grad():
+        for _ in range(4):
+            with moesaic.record_routing(compiled) as routing:
+                compiled(x)
+                compiled(x)
+            sizes.append(len(graphs))
+            assert list(routing) == ["0", "1.1"]
+        recorded = len(graphs)
+        compiled(x)
+        compiled(x)
+    assert sizes == 4 * [recorded]
+    assert len(graphs) == recorded + 1, "without recorder it is another graph, without hooks"

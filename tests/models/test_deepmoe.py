@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -285,6 +287,51 @@ def test_it_compiles_whole_in_training(options):
         expected.sum().backward()
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_threads_have_their_own_gates_in_a_compiled_network_with_a_graph_break():
+    torch.compiler.reset()
+    model = deepmoe(small(), num_classes=CLASSES, image_size=16).eval()
+    for gate in model.gates.values():
+        nn.init.normal_(gate.weight, std=10)
+    inputs = torch.randn(2, 1, 3, 16, 16)
+    with torch.no_grad():
+        expected = [model(x) for x in inputs]
+    assert not torch.allclose(*expected, rtol=1e-2)
+    inside = threading.Barrier(2, timeout=60)
+
+    @torch.compiler.disable
+    def meet(*_: object) -> None:
+        inside.wait()
+
+    model.backbone.get_submodule(model.gated[1]).register_forward_pre_hook(meet)
+    compiled = torch.compile(model, backend="eager")
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return compiled(x)
+
+    with ThreadPoolExecutor(2) as threads:
+        torch.testing.assert_close(list(threads.map(run, inputs)), expected)
+
+
+def test_a_network_may_call_itself():
+    """As with a teacher in a hook: the inner call must not take the gates of the outer one with it."""
+    _, model = build("vgg")
+    outer, inner = images(1), images(1)
+    with torch.no_grad():
+        expected = model(outer)
+        calls = []
+
+        def call(*_: object) -> None:
+            if not calls:
+                calls.append(inner)
+                calls.append(model(inner))
+
+        hook = model.backbone.get_submodule(model.gated[2]).register_forward_pre_hook(call)
+        torch.testing.assert_close(model(outer), expected)
+        hook.remove()
+        torch.testing.assert_close(calls[1], model(inner))
 
 
 @pytest.mark.parametrize("name", ["vgg", "basic blocks"])

@@ -89,10 +89,12 @@ def test_unknown_names_and_options_are_refused():
         create_model("vgg16", num_classes=2, experts=4)
     with pytest.raises(TypeError, match="wrn10_1 has no option 'width'"):
         create_model("wrn10_1", num_classes=2, width=2)
-    with pytest.raises(TypeError, match="takes no option but num_classes"):
+    with pytest.raises(TypeError, match="cifar_cnn has no option 'fidelity'; it takes head"):
         create_model("cifar_cnn", num_classes=2, fidelity="best")
-    with pytest.raises(ValueError, match="num_classes=0"):
-        create_model("wrn10_1", num_classes=0)
+    with pytest.raises(TypeError, match="vgg16_deepmoe has no option 'head'"):
+        create_model("vgg16_deepmoe", num_classes=2, head="routed")
+    with pytest.raises(ValueError, match="num_classes=-1; it must be 1 or more, or 0 for a network without classifier"):
+        create_model("wrn10_1", num_classes=-1)
 
 
 @pytest.mark.parametrize(

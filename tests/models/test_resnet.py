@@ -97,7 +97,7 @@ def test_images_of_one_channel_are_accepted():
         ),
         ({"depth": 18, "width": 0.0}, "width=0.0; it must be above 0"),
         ({"depth": 18, "in_channels": 0}, "in_channels=0; it must be at least 1"),
-        ({"depth": 18, "num_classes": 0}, "ResNet: num_classes=0"),
+        ({"depth": 18, "num_classes": -1}, "ResNet: num_classes=-1"),
     ],
 )
 def test_invalid_arguments_are_refused_with_the_limit(arguments, message):

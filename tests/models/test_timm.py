@@ -6,12 +6,15 @@ import importlib
 import importlib.util
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from moesaic import PatchMoE
+from moesaic.cli import main
 from moesaic.models import timm_registry
 from moesaic.models.convert import ChannelsLastPatchMoE, applied_conversions, convert
 from moesaic.models.convert_candidates import convertible_layers
@@ -192,3 +195,63 @@ def test_without_timm_the_error_names_the_extra(monkeypatch):
         create_model("timm/resnet18", num_classes=2)
     with pytest.raises(ModuleNotFoundError, match="register_with_timm: timm is not installed"):
         register_with_timm()
+
+
+def stand_in(monkeypatch, tmp_path, torchvision: str | None) -> None:
+    """A timm that imports a torchvision of this source; None: there is no torchvision."""
+    for name in [name for name in sys.modules if name.split(".")[0] in ("timm", "torchvision")]:
+        monkeypatch.delitem(sys.modules, name)
+    (tmp_path / "timm").mkdir()
+    (tmp_path / "timm" / "__init__.py").write_text("import torchvision.ops\n")
+    if torchvision is None:
+        monkeypatch.setitem(sys.modules, "torchvision", None)
+    else:
+        (tmp_path / "torchvision").mkdir()
+        (tmp_path / "torchvision" / "__init__.py").write_text(torchvision)
+        (tmp_path / "torchvision" / "ops.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("import torch\ntorch.library.register_fake('torchvision::gone')(print)", "torchvision::gone does not exist"),
+        ("raise OSError('libcudart.so: cannot open shared object file')", "libcudart.so: cannot open"),
+        ("raise ImportError('_C.so: undefined symbol: _ZN3c10\\nmore')", "undefined symbol: _ZN3c10"),
+        ("import torch\ntorch.ops.gone.thing", "has no attribute"),
+    ],
+)  # fmt: skip
+def test_a_torchvision_that_does_not_match_is_told_in_one_line(monkeypatch, tmp_path, source, why, capsys):
+    monkeypatch.setattr(timm_registry, "version", {"torch": "2.13.0", "torchvision": "0.19.1"}.__getitem__)
+    stand_in(monkeypatch, tmp_path, source)
+    for call in (lambda: create_model("timm/resnet18", num_classes=2), register_with_timm):
+        with pytest.raises(ImportError) as caught:
+            call()
+        message = str(caught.value)
+        assert "timm imports torchvision 0.19.1, which does not match torch 2.13.0 (" in message
+        assert message.endswith("reinstall both from one index: pip install --force-reinstall torch torchvision")
+        assert len(message.splitlines()) == 1
+    assert why in message
+    Path(tmp_path, "pets", "cat").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "pets" / "cat" / "0.png")
+    pets = str(tmp_path / "pets")
+    for command in (
+        ["train", pets, "--model", "timm/resnet18"],
+        ["compare", pets, "--models", "wrn10_1,timm/resnet18"],
+    ):
+        assert main(command) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if "torchvision" in line]
+        assert line.startswith(f"moesaic {command[0]}: ")
+
+
+def test_a_missing_torchvision_is_told_in_one_line(monkeypatch, tmp_path):
+    stand_in(monkeypatch, tmp_path, None)
+    with pytest.raises(ModuleNotFoundError, match="timm needs torchvision, which is not installed; pip install torchv"):
+        create_model("timm/resnet18", num_classes=2)
+
+
+def test_other_errors_of_timm_are_its_own(monkeypatch, tmp_path):
+    stand_in(monkeypatch, tmp_path, "")
+    (tmp_path / "timm" / "__init__.py").write_text("raise RuntimeError('of its own')\n")
+    with pytest.raises(RuntimeError, match="of its own"):
+        create_model("timm/resnet18", num_classes=2)

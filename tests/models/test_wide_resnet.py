@@ -173,7 +173,7 @@ def test_bad_shapes_are_refused_with_a_way_out():
     with pytest.raises(ValueError, match=r"depth=12; it must be 6n \+ 4, such as 10"):
         WideResNet(12, 1, 2)
     with pytest.raises(
-        ValueError, match=r"a 15×15 map, which is not divisible into 4×4 patches; use patch_size=3, or images"
+        ValueError, match=r"a 15×15 map, which is not divisible into 4×4 patches; use patch_size=3, pad=True, or images"
     ):
         WideResNetPMoE(10, 1, 2, image_size=60, patch_size=4)
     with pytest.raises(ValueError, match="did you mean 'released'"):

@@ -1,3 +1,8 @@
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+
 import pytest
 import torch
 
@@ -78,6 +83,82 @@ def test_backend_decorates_a_function(layer):
         return ops.select_backend(x, layer.route(x)).name
 
     assert [chosen(), chosen()] == ["reference", "reference"]
+
+
+def test_overlapping_blocks_of_threads_do_not_touch_each_other():
+    first_in, second_in, first_out = threading.Event(), threading.Event(), threading.Event()
+    seen: list[str | None] = []
+
+    def first() -> None:
+        with moesaic.backend("reference"):
+            first_in.set()
+            assert second_in.wait(60)
+            seen.append(ops.requested_backend())
+        seen.append(ops.requested_backend())
+        first_out.set()
+
+    def second() -> None:
+        assert first_in.wait(60)
+        with moesaic.backend("torch"):
+            second_in.set()
+            assert first_out.wait(60)
+            seen.append(ops.requested_backend())
+        seen.append(ops.requested_backend())
+
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(first), threads.submit(second)]:
+            done.result()
+    assert seen == ["reference", None, "torch", None]
+    assert ops.requested_backend() is None
+
+
+def test_a_new_thread_has_no_requested_backend_and_a_copied_context_has():
+    with moesaic.backend("reference"), ThreadPoolExecutor(1) as threads:
+        assert threads.submit(ops.requested_backend).result() is None
+        assert threads.submit(copy_context().run, ops.requested_backend).result() == "reference"
+        assert asyncio.run(asyncio.to_thread(ops.requested_backend)) == "reference"
+
+
+def test_asyncio_tasks_that_take_turns_have_their_own_choice():
+    async def task(name: str) -> list[str | None]:
+        seen = []
+        with moesaic.backend(name):
+            for _ in range(2):
+                await asyncio.sleep(0)
+                seen.append(ops.requested_backend())
+        await asyncio.sleep(0)
+        return [*seen, ops.requested_backend()]
+
+    async def both() -> list[list[str | None]]:
+        return await asyncio.gather(task("reference"), task("torch"))
+
+    assert asyncio.run(both()) == [["reference", "reference", None], ["torch", "torch", None]]
+
+
+def test_blocks_of_one_thread_may_overlap():
+    first, second = moesaic.backend("reference"), moesaic.backend("torch")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert ops.requested_backend() == "torch"
+    second.__exit__(None, None, None)
+    assert ops.requested_backend() is None
+
+
+def test_a_decorated_function_may_run_in_several_threads_at_once():
+    both = threading.Barrier(2, timeout=60)
+
+    @moesaic.backend("reference")
+    def chosen() -> str | None:
+        both.wait()
+        return ops.requested_backend()
+
+    def run() -> tuple[str | None, str | None]:
+        return chosen(), ops.requested_backend()
+
+    with ThreadPoolExecutor(2) as threads:
+        done = [threads.submit(run) for _ in range(2)]
+        assert [each.result() for each in done] == 2 * [("reference", None)]
 
 
 def test_a_backend_that_registers_later_is_preferred_where_it_can_run(layer, plugged_in):

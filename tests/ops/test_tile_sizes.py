@@ -134,8 +134,26 @@ def test_a_measurement_that_fails_leaves_no_tile_in_use():
     assert not tile_sizes._trial
 
 
-def test_a_damaged_file_is_warned_about_and_the_default_applies():
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"tiles": {"scatter 64 80": "wide"',
+        '{"tiles": {"scatter 64 80": [Infinity, 16, 1]}}',
+        '{"tiles": {"scatter 64 80": [16, NaN, 1]}}',
+        '{"tiles": {"scatter 64 80": [16, 1.5, 1]}}',
+        '{"tiles": {"scatter 64 80": [16, true, 1]}}',
+        '{"tiles": {"scatter 64 80": [16, 0, 1]}}',
+        '{"tiles": {"scatter 64 80": [16, 65537, 1]}}',
+        '{"tiles": {"scatter 64 80": null}}',
+        '{"tiles": []}',
+        "[" * 100_000,
+    ],
+    ids=lambda content: content[:50],
+)
+def test_a_damaged_file_is_warned_about_and_the_default_applies(content):
     tile_sizes.tile_file().parent.mkdir(parents=True)
-    tile_sizes.tile_file().write_text('{"tiles": {"scatter 64 80": "wide"', "utf-8")
-    with pytest.warns(UserWarning, match="cannot be read"):
+    tile_sizes.tile_file().write_text(content, "utf-8")
+    with pytest.warns(UserWarning, match="cannot be read") as warned:
         assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
+    assert len(warned) == 1
+    assert "\n" not in str(warned[0].message)

@@ -1,6 +1,6 @@
 """Pages and figures made of planted data, which tests compare with those in tests/report/recorded.
 
-    python tests/report/record.py
+    PYTHONPATH=tests python tests/report/record.py
 
 Records them anew. Look at what changed before it is committed: `git diff` shows the texts, and the differences of
 figures are named by tests/report/test_recorded_pages.py.

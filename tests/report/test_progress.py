@@ -18,7 +18,7 @@ class Clock:
 
 def lines() -> tuple[Lines, Clock, io.StringIO]:
     file, clock = io.StringIO(), Clock()
-    return Lines(Console(file=file, width=40), clock), clock, file
+    return Lines(Console(file=file, width=40), clock=clock), clock, file
 
 
 def test_what_is_no_terminal_gets_lines_and_a_terminal_bars():
@@ -36,8 +36,8 @@ def test_a_line_comes_every_ten_seconds_with_share_rate_and_time_left():
         progress.advance(20, note="trial 3")
     progress.end()
     assert file.getvalue().splitlines() == [
-        "joint training, 300 samples: 20 %, 20 trial-epochs/s, 40 s left; trial 3",
-        "joint training, 300 samples: 40 %, 20 trial-epochs/s, 30 s left; trial 3",
+        "joint training, 300 samples: 20 %, 20 epochs/s, 40 s left; trial 3",
+        "joint training, 300 samples: 40 %, 20 epochs/s, 30 s left; trial 3",
     ]
 
 
@@ -46,7 +46,7 @@ def test_what_was_done_before_counts_for_the_share_and_not_for_the_rate():
     progress.begin("cell", total=1000, done=500)
     clock.now = 10.0
     progress.advance(100)
-    assert file.getvalue() == "cell: 60 %, 10 trial-epochs/s, 40 s left\n"
+    assert file.getvalue() == "cell: 60 %, 10 epochs/s, 40 s left\n"
 
 
 def test_what_is_skipped_counts_for_the_share_and_not_for_the_rate():
@@ -56,9 +56,7 @@ def test_what_is_skipped_counts_for_the_share_and_not_for_the_rate():
     progress.skip(500)
     clock.now = 10.0
     progress.advance(100)
-    assert file.getvalue() == (
-        "compare: 30 %, 10 trial-epochs/s, 2 min left; network: 60 %, 10 trial-epochs/s, 40 s left\n"
-    )
+    assert file.getvalue() == "compare: 30 %, 10 epochs/s, 2 min left; network: 60 %, 10 epochs/s, 40 s left\n"
 
 
 def test_what_advances_a_cell_advances_the_run_around_it():
@@ -72,8 +70,8 @@ def test_what_advances_a_cell_advances_the_run_around_it():
     clock.now = 20.0
     progress.advance(100)
     assert file.getvalue().splitlines() == [
-        "figure 4: 25 %, 10 trial-epochs/s, 30 s left; cell: 100 %, 10 trial-epochs/s, 0 s left",
-        "figure 4: 50 %, 10 trial-epochs/s, 20 s left; next cell: 33 %, 10 trial-epochs/s, 20 s left",
+        "figure 4: 25 %, 10 epochs/s, 30 s left; cell: 100 %, 10 epochs/s, 0 s left",
+        "figure 4: 50 %, 10 epochs/s, 20 s left; next cell: 33 %, 10 epochs/s, 20 s left",
     ]
 
 
@@ -98,7 +96,7 @@ def test_seconds_end_at_a_minute_and_a_half_and_minutes_at_an_hour_and_a_half(re
     progress.begin("cell", total=10 + remaining)
     clock.now = 10.0
     progress.advance(10)
-    assert file.getvalue().endswith(f" %, 1 trial-epochs/s, {shown} left\n")
+    assert file.getvalue().endswith(f" %, 1 epochs/s, {shown} left\n")
 
 
 def test_a_rate_below_one_per_second_is_not_shown_and_nothing_is_left_beyond_the_total():
@@ -139,7 +137,7 @@ def test_a_bar_begins_at_zero_and_without_a_rate():
     bars = Bars(Console(file=file, force_terminal=True, width=120, legacy_windows=False))
     bars.begin("cell", total=100)
     bars.display.refresh()
-    assert "trial-epochs/s" not in file.getvalue(), "no rate before anything is done"
+    assert "epochs/s" not in file.getvalue(), "no rate before anything is done"
     assert bars.display.tasks[0].completed == 0
 
 

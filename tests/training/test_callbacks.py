@@ -213,4 +213,4 @@ def test_the_balance_loss_is_that_of_the_batch():
     fit(plain, TASK, TWO_STEPS)
     fit(balanced, TASK, replace(TWO_STEPS, balance_weight=10.0))
     assert not same(plain, balanced)
-    assert not balanced.moe._routing_hooks, "nothing is left behind"
+    assert not balanced.moe.has_routing_hooks, "nothing is left behind"

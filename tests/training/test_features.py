@@ -138,6 +138,37 @@ def test_the_digest_is_of_everything_but_the_head():
         assert backbone_digest(model) != before
 
 
+def test_a_network_and_its_backbone_under_a_head_of_ours_share_features():
+    own = Backbone()
+    own.head = nn.Linear(8, 2)  # the network's own classifier
+    backbone = Backbone()
+    backbone.load_state_dict(own.state_dict(), strict=False)
+    under = HeadedNetwork(backbone, create_head("mean", 8, 2))
+    assert backbone_digest(own) == backbone_digest(under)
+    backbone.output_fmt = "NHWC"  # a head of ours gets these maps with other axes
+    assert backbone_digest(own) != backbone_digest(under)
+    del backbone.output_fmt
+    backbone.num_prefix_tokens = 1
+    assert backbone_digest(own) != backbone_digest(under)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_head_trains_in_one_thread_and_the_backbone_in_all(threads, monkeypatch):
+    torch.set_num_threads(threads)  # each test gets its own back
+    model, seen = network(), {"head": set(), "backbone": set()}
+    dataset = add_features(PLAIN, model)
+    model.head.register_forward_pre_hook(
+        lambda *_: seen["head"].add(torch.get_num_threads()) if model.training else None
+    )
+    plain = Backbone.forward_features
+    monkeypatch.setattr(
+        Backbone, "forward_features", lambda *x: seen["backbone"].add(torch.get_num_threads()) or plain(*x)
+    )
+    fit(model, dataset, replace(RECIPE, epochs=1))
+    assert seen == {"head": {1}, "backbone": {threads}}
+    assert torch.get_num_threads() == threads
+
+
 def test_features_of_another_backbone_are_refused():
     dataset = add_features(PLAIN, network())
     with pytest.raises(ValueError, match="fit: the features of the dataset are of another backbone than that of this"):

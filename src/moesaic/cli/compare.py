@@ -44,6 +44,8 @@ class Compare(DatasetOptions):
     """Networks, the first the baseline; options follow colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
     samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
     """Numbers of labelled training images, separated by commas."""
+    router: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: expert-choice)")] = None
+    """Router of networks that name none: expert-choice, token-choice, soft, or module:Class of your own."""
     trials: int = 3
     """Runs of each network and number of samples, with other images each; at least 2, more narrow the intervals."""
     epochs: int = 50
@@ -84,7 +86,7 @@ class Compare(DatasetOptions):
         from moesaic.training.freezing import default_trainable
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
 
-        names = tuple(name.strip() for name in self.models.split(",") if name.strip())
+        names = self._with_router(tuple(name.strip() for name in self.models.split(",") if name.strip()))
         grid = Grid(names, _whole_numbers("--samples", self.samples), self.trials)
         grid.check_names()
         if not 0 <= self.seed < 1 << 63:
@@ -104,6 +106,23 @@ class Compare(DatasetOptions):
             layer_decay=self.layer_decay,
         )
         return grid, recipe, resolve_device("compare", self.device)
+
+    def _with_router(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The spellings of the networks with --router."""
+        from moesaic.models.registry import ModelSpec, model_options
+        from moesaic.models.spelling import spell_router
+
+        if self.router is None:
+            return names
+        specs = [ModelSpec.parse(name) for name in names]
+        takes = ["router" in model_options(spec.name) for spec in specs]
+        made = tuple(spell_router(name, self.router, in_network=own) for name, own in zip(names, takes, strict=True))
+        if made == names:
+            raise ValueError(
+                f"compare: --router={self.router!r}, but none of {', '.join(names)} lacks one; use a network such as "
+                "wrn10_2_pmoe, or convert=LAYER:experts=8"
+            )
+        return made
 
     def _load(self, grid: Grid, recipe: Recipe) -> ImageDataset:
         from moesaic.training.freezing import frozen_parameters

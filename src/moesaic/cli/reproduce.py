@@ -115,7 +115,7 @@ class Reproduce:
         from moesaic.papers.reproduce import PAPERS, reproduce
         from moesaic.report import watch_progress
 
-        with watch_progress(Console(stderr=True)) as progress:
+        with watch_progress(Console(stderr=True), "trial-epochs") as progress:
             result = reproduce(**plan, progress=progress)
         out: Path = plan["out"]
         sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in result.findings)]

@@ -60,7 +60,7 @@ class Train(DatasetOptions):
     head: Annotated[
         str | None, arg(metavar="routed|attention|mean|max", help_behavior_hint="(default: the network's)")
     ] = None
-    """Head of timm's networks; routed: experts select positions of the last map (--experts, --patches-per-expert)."""
+    """Head on the last map; routed: experts select positions of the map (--experts, --patches-per-expert)."""
     trainable: TrainableOption = None
     """Layers to train: all, the head alone, or the head and the N layers before it; all others are frozen."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
@@ -137,7 +137,7 @@ class Train(DatasetOptions):
             dataset = self._load(asked.pretrained_config())
             recipe = self._pretrained_recipe(recipe, asked, dataset)
             spec, cost = spec_for_dataset(asked, dataset)
-            out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{file_name(self.model)}"
+            out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{_run_name(asked)}"
             make_folder(out)
         try:
             found = self._train(dataset, spec, recipe, device, out)
@@ -293,6 +293,21 @@ class Train(DatasetOptions):
             log(f"the frozen backbone runs in every step: {refusal}")
             return dataset
         return add_features(dataset, model, cache_dir=self.cache_dir or default_cache_dir(), device=device, log=log)
+
+
+def _run_name(spec: ModelSpec) -> str:
+    """Returns the network and the options that make it another one, as part of a folder's name.
+
+    >>> from moesaic.models.registry import ModelSpec
+    >>> _run_name(ModelSpec.parse("timm/resnet18:pretrained:head=routed:experts=4"))
+    'timm-resnet18-head-routed-experts-4'
+    """
+    sources = ("pretrained", "weights")  # of the same network; a folder of a file would only lengthen the name
+    options = [f"{name}-{value}" for name, value in spec.arguments.items() if name not in sources]
+    for conversion in spec.conversions:
+        others = (f"{name}-{value}" for name, value in conversion.items() if name not in ("layer", "seed"))
+        options += ["convert-" + "-".join(conversion["layer"]), *others]
+    return file_name("-".join([spec.name, *options]))
 
 
 def _show(

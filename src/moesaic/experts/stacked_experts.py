@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.ops import Norm, PatchSelection, PatchSpec
+from moesaic.ops.eager import check_vmap
 from moesaic.routing_record import Routing
 
 __all__ = ["ExpertNorm", "Experts"]
@@ -54,6 +55,7 @@ class ExpertNorm(nn.Module):
             raise ValueError(
                 "ExpertNorm: one value per channel has no variance to train on; use a larger batch or map, or eval mode"
             )
+        check_vmap("ExpertNorm", self)
         return Norm(self.weight, self.bias, self.running_mean, self.running_var, self.momentum, self.eps, self.training)
 
     def extra_repr(self) -> str:

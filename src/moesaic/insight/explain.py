@@ -129,6 +129,13 @@ class LayerExplanation:
     """Share of patches that at least one expert selects."""
     overlap: float
     """Mean Jaccard similarity of the patches of two experts: 1 the same patches, 0 disjoint."""
+    extent: tuple[float, float] | None = None
+    """Rows and columns of patches that the map fills if it was padded; None: all of the grid."""
+
+    @property
+    def filled(self) -> tuple[float, float] | None:
+        """Rows and columns of patches that the map fills; None if units have no position."""
+        return self.grid if self.extent is None else self.extent
 
 
 @dataclass(frozen=True)
@@ -337,6 +344,7 @@ def _layer(
         routing_entropy=totals.routing_entropy,
         coverage=totals.coverage,
         overlap=totals.overlap,
+        extent=routing.extent,
     )
 
 

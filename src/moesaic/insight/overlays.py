@@ -74,7 +74,8 @@ def overlay(
 
     Args:
         images: (B, C, H, W) with 1 or 3 channels, uint8 or float; floats outside of [0, 1] are rescaled per image.
-        routing: the routing of these images; its grid of patches covers the whole image.
+        routing: the routing of these images; its grid of patches covers the whole image, and beyond its bottom and
+            right what was padded, which is cut off.
         experts: the experts to draw; all of them by default.
         max_images: images to draw, at most.
         titles: a title for each image of the batch, such as its label.
@@ -90,7 +91,7 @@ def overlay(
     from matplotlib.figure import Figure
 
     check_positive("overlay", max_images=max_images)
-    grid = _grid(routing)
+    grid, filled = _grid(routing)
     picked = _picked_experts(routing, experts)
     pixels = _pixels(images, routing)[:max_images]
     if titles is not None and len(titles) != routing.batch:
@@ -98,18 +99,18 @@ def overlay(
 
     drawn = _Drawn.of(routing, picked, len(pixels))
     layout = _Layout(len(pixels), len(picked), pixels.shape[1] / pixels.shape[2])
-    legible = layout.fits_numbers(grid)
+    legible = layout.fits_numbers(filled)
     figure = Figure(figsize=layout.size, facecolor="white")
     over_images, over_panels, over_numbers = _HEADERS[routing.chooser]
     layout.add_header(figure, over_images, over_numbers if legible else over_panels)
     for b, image in enumerate(pixels):
-        whole = _ImageAxes(layout.add_image(figure, b), image, grid, layout.image_width)
+        whole = _ImageAxes(layout.add_image(figure, b), image, grid, filled, layout.image_width)
         whole.fade(np.where(drawn.framed[b].any(0), 0.0, _FADE / 2))
         whole.frames(drawn.framed[b], picked)
         if titles is not None:
             whole.title(titles[b])
         for i, expert in enumerate(picked):
-            panel = _ImageAxes(layout.add_panel(figure, b, i), image, grid, layout.panel_width)
+            panel = _ImageAxes(layout.add_panel(figure, b, i), image, grid, filled, layout.panel_width)
             panel.name(expert, idle=not drawn.clear[b, i].any())
             panel.fade(_FADE * (1 - drawn.clear[b, i]))
             if not drawn.soft:
@@ -158,10 +159,10 @@ class _Layout:
         self.image_width = self.image_height / aspect
         self.size = (self._left(self.panel_columns) - _GAP + _MARGIN, self._top(rows) - _TITLE - _GAP + _MARGIN)
 
-    def fits_numbers(self, grid: tuple[int, int]) -> bool:
+    def fits_numbers(self, filled: tuple[float, float]) -> bool:
         """Whether numbers on the patches of a panel are legible."""
         across, down = _NUMBER_PER_PATCH
-        width, height = self.panel_width * _INCH / grid[1], self.panel_height * _INCH / grid[0]
+        width, height = self.panel_width * _INCH / filled[1], self.panel_height * _INCH / filled[0]
         return min(width * across, height * down) >= _SMALLEST_NUMBER
 
     def add_header(self, figure: Figure, over_images: str, over_panels: str) -> None:
@@ -192,13 +193,22 @@ class _Layout:
 class _ImageAxes:
     """Axes with an image and a grid of patches: coordinates are in patches, sizes in points."""
 
-    def __init__(self, axes: Axes, image: NDArray[Any], grid: tuple[int, int], width_in_inches: float) -> None:
+    def __init__(
+        self,
+        axes: Axes,
+        image: NDArray[Any],
+        grid: tuple[int, int],
+        filled: tuple[float, float],
+        width_in_inches: float,
+    ) -> None:
+        """``filled`` are the rows and columns of patches in the image, which the grid may exceed."""
         self.axes = axes
         self.rows, self.columns = grid
+        self.filled = np.array([filled[1], filled[0]])
         self.width = width_in_inches * _INCH
         self.height = self.width * image.shape[0] / image.shape[1]
-        self.patch = np.array([self.width / self.columns, self.height / self.rows])
-        self._show(image)
+        self.patch = np.array([self.width, self.height]) / self.filled
+        self._show(image, *filled)
         axes.set(xticks=[], yticks=[])
         for spine in axes.spines.values():
             spine.set(color=_LINE, linewidth=0.6)
@@ -220,7 +230,7 @@ class _ImageAxes:
         """Covers each patch with white of this opacity."""
         cover = np.ones((self.rows, self.columns, 4))
         cover[..., 3] = alpha_N.reshape(self.rows, self.columns)
-        self._show(cover)
+        self._show(cover, self.rows, self.columns)
 
     def frames(self, framed_EN: NDArray[np.bool_], experts: Sequence[int]) -> None:
         """Nested frames, one for each expert that has the patch."""
@@ -244,16 +254,19 @@ class _ImageAxes:
         style: dict[str, Any] = {"fontsize": size, "ha": "center", "va": "bottom", "color": _ink(expert), "bbox": box}
         for n in np.flatnonzero(shown_N):
             row, column = divmod(int(n), self.columns)
-            foot = row + 1 - (0.2 * size + 1) / self.patch[1]
-            self.axes.text(column + 0.5, foot, _brief(value_N[n]), **style)
+            right, bottom = np.minimum((column + 1, row + 1), self.filled)
+            foot = bottom - (0.2 * size + 1) / self.patch[1]
+            self.axes.text((column + right) / 2, foot, _brief(value_N[n]), **style)
 
-    def _show(self, image: NDArray[Any]) -> None:
-        self.axes.imshow(image, extent=(0, self.columns, self.rows, 0), aspect="auto", interpolation="nearest")
+    def _show(self, image: NDArray[Any], rows: float, columns: float) -> None:
+        self.axes.imshow(image, extent=(0, columns, rows, 0), aspect="auto", interpolation="nearest")
+        self.axes.set(xlim=(0, self.filled[0]), ylim=(self.filled[1], 0))
 
     def _corners(self, patches: NDArray[Any], inset: NDArray[Any]) -> NDArray[np.float64]:
         """(patches, 4, 2): the corners of squares that lie ``inset`` points inside the patches."""
-        low = np.stack([patches % self.columns, patches // self.columns], -1) + inset[:, None] / self.patch
-        size = 1 - 2 * inset[:, None] / self.patch
+        place = np.stack([patches % self.columns, patches // self.columns], -1)
+        low = place + inset[:, None] / self.patch
+        size = np.minimum(1, self.filled - place) - 2 * inset[:, None] / self.patch
         return low[:, None] + size[:, None] * np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
 
     def _outline(self, corners: NDArray[np.float64], colour: str, width: float, dash: Any) -> None:
@@ -284,13 +297,14 @@ def _brief(value: float) -> str:
     return f"{value:.2f}" if abs(value) >= 0.01 or value == 0 else f"{value:.0e}".replace("e-0", "e-")
 
 
-def _grid(routing: Routing) -> tuple[int, int]:
-    if routing.grid is None:
+def _grid(routing: Routing) -> tuple[tuple[int, int], tuple[float, float]]:
+    """Rows and columns of patches, and how many of them the image fills."""
+    if routing.grid is None or routing.filled is None:
         raise ValueError(
             f"overlay: this routing of {routing.unit}s has no grid, so its units have no position in the image; "
             "only patches can be drawn: give Routing(..., grid=(rows, columns))"
         )
-    return routing.grid
+    return routing.grid, routing.filled
 
 
 def _picked_experts(routing: Routing, experts: Sequence[int] | None) -> list[int]:

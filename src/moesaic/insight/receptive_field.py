@@ -51,14 +51,14 @@ def receptive_field(model: nn.Module, layer: str, images: Tensor) -> ReceptiveFi
     """
     layers = routed_layers(model)
     inputs: list[Tensor] = []
-    grids: list[tuple[int, int] | None] = []
+    routings: list[Routing] = []
 
     def record_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         inputs.append(args[0])
 
-    def record_grid(name: str, module: RoutedLayer, routing: Routing) -> None:
+    def record_routing(name: str, module: RoutedLayer, routing: Routing) -> None:
         if name == layer:
-            grids.append(routing.grid)
+            routings.append(routing)
 
     # the input of the router is (B, C, H, W) even if that of the layer is channels-last
     router = cast("nn.Module", layers[check_choice("receptive_field", "layer", layer, tuple(layers))].router)
@@ -66,19 +66,20 @@ def receptive_field(model: nn.Module, layer: str, images: Tensor) -> ReceptiveFi
     training = model.training
     try:
         model.eval()
-        with torch.enable_grad(), routing_hook(model, record_grid):
+        with torch.enable_grad(), routing_hook(model, record_routing):
             x = images.detach().clone().requires_grad_()
             model(x)
-            return _measured(x, inputs[-1], grids[-1]) if inputs and grids else None
+            return _measured(x, inputs[-1], routings[-1]) if inputs and routings else None
     finally:
         model.train(training)
         hook.remove()
 
 
-def _measured(x: Tensor, features: Tensor, grid: tuple[int, int] | None) -> ReceptiveField | None:
-    if grid is None or features.ndim != 4 or not features.requires_grad:
+def _measured(x: Tensor, features: Tensor, routing: Routing) -> ReceptiveField | None:
+    if routing.grid is None or routing.filled is None or features.ndim != 4 or not features.requires_grad:
         return None
-    (H, W), (rows, columns) = x.shape[2:], grid
+    (H, W), (rows, columns) = x.shape[2:], routing.grid
+    tall, wide = H / routing.filled[0], W / routing.filled[1]
     row, column = rows // 2, columns // 2
     h, w = features.shape[2] // rows, features.shape[3] // columns
     patch = features[:, :, row * h : (row + 1) * h, column * w : (column + 1) * w]
@@ -91,11 +92,11 @@ def _measured(x: Tensor, features: Tensor, grid: tuple[int, int] | None) -> Rece
         return None
     low_y, low_x = map(int, nonzero.min(0).values)
     high_y, high_x = map(int, nonzero.max(0).values + 1)
-    top, left = round(row * H / rows), round(column * W / columns)
-    bottom, right = round((row + 1) * H / rows), round((column + 1) * W / columns)
+    top, left = round(row * tall), round(column * wide)
+    bottom, right = min(round((row + 1) * tall), H), min(round((column + 1) * wide), W)
     own_share = power_HW[top:bottom, left:right].sum() / power_HW.sum()
     return ReceptiveField(
-        patch_size=(H / rows, W / columns),
+        patch_size=(tall, wide),
         margin=max(0, top - low_y, left - low_x, high_y - bottom, high_x - right),
         covers_image=(low_y, low_x, high_y, high_x) == (0, 0, H, W),
         own_share=float(own_share),

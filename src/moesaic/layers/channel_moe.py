@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from moesaic.checks import check_choice, check_feature_map, check_positive
+from moesaic.checks import check_choice, check_positive
+from moesaic.input_checks import check_feature_map
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import autocast_dtype
@@ -64,25 +65,34 @@ class _ChannelLayer(RoutedLayer):
         block_in = "" if self.block_in == self.block else f", block_in={self.block_in}"
         return f"{self.in_channels}, {self.out_channels}, activation={self.activation!r}, block={self.block}{block_in}"
 
-    def _check(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> None:
-        check_feature_map("ChannelMoE", x, self.in_channels, 1)
+    def _check(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, weight: Tensor) -> None:
+        check_feature_map("ChannelMoE", x, self.in_channels, 1, weight)
         (H, W), ks = x.shape[2:], self.kernel_size
         if min(self.map_size(H, W)) < 1:
             raise ValueError(
                 f"ChannelMoE: a {H}×{W} map with padding={self.padding} is smaller than kernel_size={ks}; "
                 f"use padding={math.ceil((ks - min(H, W)) / 2)} or more, or larger maps"
             )
-        self._check_gates("gate_out", gate_out, x.shape[0], self.out_channels, self.block)
+        self._check_gates("gate_out", gate_out, x, self.out_channels, self.block)
         if gate_in is not None:
-            self._check_gates("gate_in", gate_in, x.shape[0], self.in_channels, self.block_in)
+            self._check_gates("gate_in", gate_in, x, self.in_channels, self.block_in)
 
-    def _check_gates(self, name: str, routing: Routing, batch: int, channels: int, block: int) -> None:
+    def _check_gates(self, name: str, routing: Routing, x: Tensor, channels: int, block: int) -> None:
+        if not isinstance(routing, Routing):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"ChannelMoE: {name} is a {type(routing).__name__}; give what a ChannelGate returns, a Routing"
+            )
         if routing.unit != "channel":
             raise ValueError(
                 f"ChannelMoE: {name} routes by {routing.unit}; give what a ChannelGate returns, which routes by channel"
             )
-        if routing.batch != batch:
-            raise ValueError(f"ChannelMoE: {name} has gates for {routing.batch} samples, the map has {batch}")
+        if routing.batch != x.shape[0]:
+            raise ValueError(f"ChannelMoE: {name} has gates for {routing.batch} samples, the map has {x.shape[0]}")
+        if routing.gate.device != x.device:
+            raise ValueError(
+                f"ChannelMoE: {name} is on {routing.gate.device}, the map is on {x.device}; move the ChannelGate that "
+                f"computes it with .to('{x.device}')"
+            )
         blocks = math.ceil(channels / block)
         if routing.experts != blocks:
             option = "block" if name == "gate_out" else "block_in"
@@ -165,10 +175,11 @@ class ChannelMoE(_ChannelLayer):
         return self.conv.bias is not None
 
     def forward(self, x: Tensor, gate_out: Routing, gate_in: Routing | None = None) -> Tensor:
-        self._check(x, gate_out, gate_in)
-        if x.dtype != self.conv.weight.dtype and autocast_dtype(x) is None:
+        weight = self.conv.weight
+        self._check(x, gate_out, gate_in, weight)
+        if x.dtype != weight.dtype and autocast_dtype(x) is None:
             raise TypeError(
-                f"ChannelMoE: the map is {x.dtype}, the weights are {self.conv.weight.dtype}; convert one of them with "
+                f"ChannelMoE: the map is {x.dtype}, the weights are {weight.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
         if self.norm is not None and self.norm.training and self.norm.num_batches_tracked is not None:
@@ -209,7 +220,7 @@ class FrozenChannelMoE(FrozenModule, _ChannelLayer):
 
     def forward(self, x: Tensor, gate_out: Routing, gate_in: Routing | None = None) -> Tensor:
         self._check_input(x, self.in_channels)
-        self._check(x, gate_out, gate_in)
+        self._check(x, gate_out, gate_in, self._conv.weight)
         self._call_routing_hooks(gate_out)
         with torch.inference_mode():
             y = self._run(x, gate_out, gate_in)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor, nn
 
+from moesaic.input_checks import check_tensor
 from moesaic.ops.hooks import has_hooks
 
 __all__ = ["FrozenModule", "check_freezable"]
@@ -48,6 +49,7 @@ class FrozenModule(nn.Module):
         name = type(self).__name__
         if torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
             raise RuntimeError(f"{name}: a frozen module cannot be compiled or exported; use the original model")
+        check_tensor(name, x, f"maps (B, {in_channels}, H, W)")
         if x.ndim != 4 or x.shape[1] != in_channels:
             raise ValueError(f"{name}: takes (B, {in_channels}, H, W), got {tuple(x.shape)}")
         if x.device.type != "cpu":

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from moesaic.checks import check_choice, check_positive
 from moesaic.layers.routed_head import RoutedHead, as_map
 
-__all__ = ["HEAD_OPTIONS", "AttentionHead", "PooledHead", "Pooling", "create_head"]
+__all__ = ["HEAD_OPTIONS", "AttentionHead", "PooledHead", "Pooling", "create_head", "resize_head"]
 
 Pooling = Literal["routed", "attention", "mean", "max"]
 
@@ -39,11 +39,11 @@ class PooledHead(nn.Module):
     ) -> None:
         super().__init__()
         check_positive("PooledHead", in_channels=in_channels, num_classes=num_classes)
-        self.pooling = check_choice("PooledHead", "pooling", pooling, ("mean", "max"))
+        self.pooling: Literal["mean", "max"] = check_choice("PooledHead", "pooling", pooling, ("mean", "max"))
         self.classifier = nn.Linear(in_channels, num_classes, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions = as_map("PooledHead", x).flatten(2)
+        positions = as_map("PooledHead", x, self.classifier.in_features, self.classifier.weight).flatten(2)
         return self.classifier(positions.mean(2) if self.pooling == "mean" else positions.amax(2))
 
     def extra_repr(self) -> str:
@@ -76,7 +76,9 @@ class AttentionHead(nn.Module):
         self.classifier = nn.Linear(in_channels, num_classes, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        positions_BNC = as_map("AttentionHead", x).flatten(2).transpose(1, 2)
+        positions_BNC = (
+            as_map("AttentionHead", x, self.classifier.in_features, self.classifier.weight).flatten(2).transpose(1, 2)
+        )
         attention_BN1 = self.query(positions_BNC).softmax(1)
         return self.classifier((attention_BN1 * positions_BNC).sum(1))
 
@@ -101,3 +103,23 @@ def create_head(pooling: Pooling, in_channels: int, num_classes: int, **options:
     if pooling == "attention":
         return AttentionHead(in_channels, num_classes)
     return PooledHead(in_channels, num_classes, pooling=pooling)
+
+
+def resize_head(head: nn.Module, num_classes: int) -> nn.Module:
+    """Returns a new head of the same kind and options for another number of classes.
+
+    >>> resize_head(create_head("routed", 64, 10, experts=4), 3)(torch.zeros(2, 64, 7, 7)).shape
+    torch.Size([2, 3])
+    """
+    if isinstance(head, RoutedHead):
+        own = head.moe
+        options = {"experts": len(own.experts), "patches_per_expert": own.patches_per_expert, "gate": own.gate}
+        made = create_head("routed", own.in_channels, num_classes, **options)
+    elif isinstance(head, AttentionHead):
+        made = create_head("attention", head.classifier.in_features, num_classes)
+    elif isinstance(head, PooledHead):
+        made = create_head(head.pooling, head.classifier.in_features, num_classes)
+    else:
+        raise TypeError(f"resize_head: {type(head).__name__} is not a head of create_head; replace it by one of yours")
+    weight = next(head.parameters())
+    return made.to(weight.device, weight.dtype).train(head.training)

@@ -6,15 +6,19 @@ Chowdhury et al. 2023, Section 3, for feature maps of any depth; the released WR
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_feature_map, check_positive
+from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts, Experts
+from moesaic.input_checks import check_feature_map, check_tensor
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
+from moesaic.ops.eager import in_vmap
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
@@ -51,6 +55,9 @@ class PatchMoE(RoutedLayer):
         combine: ``"concat"``: each expert owns out_channels / experts channels; ``"sum"``: each
             gives all of them.
         bias: Whether the experts have one.
+        pad: Whether a map whose sides p does not divide is padded with zeros, at its bottom and right, to the next
+            multiples of p, and the output cut to the size of the map. Padded pixels are part of the last patches; with
+            ``expert_norm`` they count in the statistics. False: an error.
         router: Another router in place of expert choice, with its own gate, patch size and number of patches.
 
     >>> import torch, moesaic
@@ -77,6 +84,7 @@ class PatchMoE(RoutedLayer):
         expert_norm: bool = False,
         combine: Combine = "concat",
         bias: bool = True,
+        pad: bool = False,
         router: Router | nn.Module | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -88,6 +96,7 @@ class PatchMoE(RoutedLayer):
         self.gate_on: GateOn = check_choice("PatchMoE", "gate_on", gate_on, get_args(GateOn))
         self.context: Context = check_choice("PatchMoE", "context", context, get_args(Context))
         self.combine: Combine = check_choice("PatchMoE", "combine", combine, get_args(Combine))
+        self.pad = pad
         if isinstance(experts, Experts):
             self.experts = experts
             _check_agreement(
@@ -151,30 +160,40 @@ class PatchMoE(RoutedLayer):
         return self.experts.has_bias
 
     def forward(self, x: Tensor) -> Tensor:
-        memory_format = torch.contiguous_format if x.is_contiguous() else torch.channels_last
-        x, routing, selection = self.prepare(x)
+        check_tensor("PatchMoE", x, "maps (B, C, H, W)")
+        plain = x.is_contiguous() or in_vmap()  # which knows no other memory format
+        memory_format = torch.contiguous_format if plain else torch.channels_last
+        padded, routing, selection = self.prepare(x)
         if routing.chooser == "soft":
-            y = self._run_soft(x, routing)
+            y = self._run_soft(padded, routing)
         else:
-            y = self.experts(x, routing, self.spec, selection)
+            y = self.experts(padded, routing, self.spec, selection)
+        if padded.shape != x.shape:
+            y = y[..., : x.shape[2], : x.shape[3]]
         return y.contiguous(memory_format=memory_format)
 
     def prepare(self, x: Tensor) -> tuple[Tensor, Routing, PatchSelection | None]:
-        """Checks a map, puts it in channels_last, routes it and calls the routing hooks.
+        """Checks a map, pads it, puts it in channels_last, routes it and calls the routing hooks.
 
         Returns:
             The map as the experts read it, its routing, and the state of the choice where kernels made it.
         """
         self._check_input(x)
-        x = x.contiguous(memory_format=torch.channels_last)
-        routing, selection = self._route(x)
+        padded = self._padded(x)
+        if not in_vmap():
+            padded = padded.contiguous(memory_format=torch.channels_last)
+        routing, selection = self._route(padded, (x.shape[2], x.shape[3]))
         self._call_routing_hooks(routing)
-        return x, routing, selection
+        return padded, routing, selection
+
+    def pads(self, x: Tensor) -> bool:
+        """Whether a map (B, C, H, W) is padded."""
+        return self.pad and bool(x.shape[2] % self.patch_size or x.shape[3] % self.patch_size)
 
     def route(self, x: Tensor) -> Routing:
         """The routing of a map, without running the experts."""
         self._check_input(x)
-        routing, _ = self._route(x)
+        routing, _ = self._route(self._padded(x), (x.shape[2], x.shape[3]))
         return routing
 
     @property
@@ -185,10 +204,15 @@ class PatchMoE(RoutedLayer):
     def extra_repr(self) -> str:
         return (
             f"{self.in_channels}, {self.out_channels}, gate_on={self.gate_on!r}, context={self.context!r}, "
-            f"combine={self.combine!r}"
+            f"combine={self.combine!r}{', pad=True' * self.pad}"
         )
 
-    def _route(self, x: Tensor) -> tuple[Routing, PatchSelection | None]:
+    def _padded(self, x: Tensor) -> Tensor:
+        H, W, p = x.shape[2], x.shape[3], self.patch_size
+        return F.pad(x, (0, -W % p, 0, -H % p)) if self.pads(x) else x
+
+    def _route(self, x: Tensor, size: tuple[int, int]) -> tuple[Routing, PatchSelection | None]:
+        """The routing of a map that had this size before it was padded."""
         selection = None
         router = self.router
         # a router that has hooks, or a forward of its own (of its class or set on it), is called as a module
@@ -210,6 +234,8 @@ class PatchMoE(RoutedLayer):
                 f"PatchMoE: the router returned a grid of {routing.grid} for a map of {grid[0]}×{grid[1]} patches; "
                 f"its patch_size must be the layer's, {self.patch_size}"
             )
+        if size != (x.shape[2], x.shape[3]):
+            routing = replace(routing, extent=(size[0] / self.patch_size, size[1] / self.patch_size))
         return routing, selection
 
     def _run_soft(self, x: Tensor, routing: Routing) -> Tensor:
@@ -261,10 +287,11 @@ class PatchMoE(RoutedLayer):
                 raise ValueError(f"PatchMoE: {option}={value!r} has no meaning under SoftRouter: {why}; use {needed!r}")
 
     def _check_input(self, x: Tensor) -> None:
-        check_feature_map("PatchMoE", x, self.in_channels, self.patch_size)
-        if x.dtype != self.experts.dtype and autocast_dtype(x) is None:
+        weight = next(self.experts.parameters())
+        check_feature_map("PatchMoE", x, self.in_channels, self.patch_size, weight, pad=self.pad)
+        if x.dtype != weight.dtype and autocast_dtype(x) is None:
             raise TypeError(
-                f"PatchMoE: the map is {x.dtype}, the weights are {self.experts.dtype}; convert one of them with "
+                f"PatchMoE: the map is {x.dtype}, the weights are {weight.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
 

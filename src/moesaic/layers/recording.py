@@ -1,19 +1,21 @@
 """Routing hooks: callables that receive the ``Routing`` of every forward pass of a routed layer.
 
-A layer without hooks pays nothing for them: no copies, no synchronisation with the device.
+Hooks belong to the context that registered them (`moesaic.context_stacks`): a thread or an asyncio task gets the
+routing of its own forward passes, whoever else runs the same model at the same time. Layers keep no hooks, and without
+one they pay a lookup: no copies, no synchronisation with the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
+from moesaic import context_stacks
 from moesaic.checks import check_choice
 from moesaic.routing_record import Routing
 
@@ -26,14 +28,27 @@ RoutingHook = Callable[[str, "RoutedLayer", Routing], None]
 class RoutedLayer(nn.Module):
     """Base class of the routed layers; ``forward`` passes each ``Routing`` to ``_call_routing_hooks``."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._routing_hooks: list[Callable[[Routing], None]] = []
+    @property
+    def has_routing_hooks(self) -> bool:
+        """Whether the current context has a routing hook on this layer."""
+        return any(id(self) in hook.layers for hook in context_stacks.routing_hooks)
 
     def _call_routing_hooks(self, routing: Routing) -> Routing:
-        for hook in self._routing_hooks:
-            hook(routing)
+        for hook in context_stacks.routing_hooks:
+            found = hook.layers.get(id(self))
+            if found is not None:
+                name, layer = found
+                hook.call(name, layer, routing)
         return routing
+
+
+class _RegisteredHook:
+    """A routing hook on the layers of a model."""
+
+    def __init__(self, layers: Mapping[str, RoutedLayer], call: RoutingHook) -> None:
+        self.layers = {id(layer): (name, layer) for name, layer in layers.items()}
+        """Name and layer, by the layer's ``id``; the references keep the ids from being reused."""
+        self.call = call
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
@@ -55,26 +70,32 @@ def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:
 
 @contextmanager
 def routing_hook(model: nn.Module, hook: RoutingHook) -> Generator[None]:
-    """Calls ``hook(name, layer, routing)`` whenever a routed layer of ``model`` runs inside the block."""
+    """Calls ``hook(name, layer, routing)`` whenever a routed layer of ``model`` runs inside the block.
+
+    Forward passes of other threads and asyncio tasks do not call it, unless they run in a copy of this context
+    (``contextvars.copy_context().run``, `asyncio.to_thread`); the hook is then called in their thread.
+    """
     layers = routed_layers(model)
     if not layers:
         raise ValueError(
             f"routing_hook: {type(model).__name__} has no routed layer; "
             "build one with moesaic.PatchMoE, or convert a convolution into one"
         )
-    registered = [(layer, partial(hook, name, layer)) for name, layer in layers.items()]
-    for layer, call in registered:
-        layer._routing_hooks.append(call)  # pyright: ignore[reportPrivateUsage]
+    registered = _RegisteredHook(layers, hook)
+    context_stacks.push("routing_hooks", registered)
     try:
         yield
     finally:
-        for layer, call in registered:
-            layer._routing_hooks.remove(call)  # pyright: ignore[reportPrivateUsage]
+        context_stacks.pop("routing_hooks", registered)
 
 
 @contextmanager
 def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> Generator[dict[str, Routing]]:
     """Collects the routing of every routed layer of ``model``: ``{module name: Routing}``.
+
+    Forward passes of the current thread or asyncio task are recorded. A worker thread that runs the model has its own
+    recorder, or none; to record it here, run it in a copy of this context:
+    ``executor.submit(contextvars.copy_context().run, model, x)``.
 
     Args:
         model: any model that contains routed layers.
@@ -108,7 +129,7 @@ def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> G
 def _concatenate(name: str, parts: list[Routing]) -> Routing:
     first = parts[0]
     for part in parts:
-        if part.scores.shape[1:] != first.scores.shape[1:] or part.grid != first.grid:
+        if part.scores.shape[1:] != first.scores.shape[1:] or (part.grid, part.extent) != (first.grid, first.extent):
             raise ValueError(
                 f"record_routing: {name} routed {first.units} units in one pass and {part.units} in another; "
                 "keep='all' concatenates passes over maps of one size; use keep='last' for maps of several sizes"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_positive
+from moesaic.input_checks import check_tensor
 from moesaic.layers.patch_moe import PatchMoE
 from moesaic.routing.expert_choice import ExpertGate
 
@@ -70,18 +71,30 @@ class RoutedHead(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.moe(as_map("RoutedHead", x)).sum((2, 3)) / len(self.moe.experts)
+        return self.moe(as_map("RoutedHead", x, self.moe.in_channels)).sum((2, 3)) / len(self.moe.experts)
 
 
-def as_map(owner: str, x: Tensor) -> Tensor:
-    """Returns a map (B, C, H, W) as it is, and tokens (B, N, C) as a map: a square one where N is a square."""
-    if x.ndim == 4:
-        return x
-    if x.ndim != 3:
+def as_map(owner: str, x: Tensor, channels: int, weight: Tensor | None = None) -> Tensor:
+    """Returns a map (B, C, H, W) as it is, and tokens (B, N, C) as a map: a square one where N is a square.
+
+    Raises unless it has that number of channels, and is on the device of ``weight``.
+    """
+    check_tensor(owner, x, "a map (B, C, H, W) or tokens (B, N, C)", weight)
+    if x.ndim not in (3, 4):
         raise ValueError(
             f"{owner}: takes a map (B, C, H, W) or tokens (B, N, C), got {x.ndim} axes {tuple(x.shape)}; give it the "
             "output of a backbone before pooling"
         )
+    found = x.shape[1 if x.ndim == 4 else 2]
+    if found != channels:
+        raise ValueError(
+            f"{owner}: in_channels={channels}, got {found} channels {tuple(x.shape)}; axes are (B, C, H, W), or "
+            "(B, N, C) for tokens"
+        )
+    if not x.is_floating_point():
+        raise TypeError(f"{owner}: takes floating-point features, got {x.dtype}; convert with x.float()")
+    if x.ndim == 4:
+        return x
     side = math.isqrt(x.shape[1])
     grid = (side, side) if side * side == x.shape[1] else (1, x.shape[1])
     return x.transpose(1, 2).reshape(x.shape[0], x.shape[2], *grid)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
+from moesaic.input_checks import check_tensor
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import run_each
 from moesaic.routing.router import Noise, sample_noise, stable_topk
@@ -99,6 +100,11 @@ class SampleMoE(RoutedLayer):
 
     def route(self, x: Tensor) -> Routing:
         """Returns the routing of a batch without running the experts."""
+        check_tensor("SampleMoE", x, "samples (B, …)", next(self.router.parameters(), None))
+        if not x.ndim:
+            raise ValueError(
+                "SampleMoE: takes samples (B, …), got a tensor without axes; give it a batch axis: x[None]"
+            )
         scores = self.router(x)
         if not isinstance(scores, Tensor) or scores.shape != (x.shape[0], self._count):
             returned = f"{tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"

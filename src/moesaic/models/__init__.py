@@ -6,8 +6,9 @@ from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.frozen import FrozenDeepMoE, freeze
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput, deepmoe
+from moesaic.models.feature_maps import FeatureInfo, FeatureMaps
 from moesaic.models.headed_network import HeadedNetwork
-from moesaic.models.image_classifier import ImageClassifier
+from moesaic.models.image_classifier import ImageClassifier, ImageNetwork
 from moesaic.models.layer_groups import layer_groups
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.model_cost import ModelCost, count_macs
@@ -25,9 +26,12 @@ __all__ = [
     "DeepMoE",
     "DeepMoEOutput",
     "EmbeddingNetwork",
+    "FeatureInfo",
+    "FeatureMaps",
     "FrozenDeepMoE",
     "HeadedNetwork",
     "ImageClassifier",
+    "ImageNetwork",
     "MobileNetV2",
     "ModelCost",
     "ModelSpec",

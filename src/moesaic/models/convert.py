@@ -40,7 +40,8 @@ def convert(
     *,
     experts: int,
     patches_per_expert: int | None = None,
-    patch_size: int | Literal["auto"] = "auto",
+    patch_size: int | str = "auto",
+    pad: bool = False,
     gate: ExpertGate = "softmax_selected",
     gate_on: GateOn = "output",
     context: Context | None = None,
@@ -65,7 +66,9 @@ def convert(
         patches_per_expert: patches per expert L; None: N / E, at least 1, so that all experts together compute one map.
             Slots per expert of a soft router; routers without such a number, as token choice, take None alone.
         patch_size: patch size p, a divisor of the sides of the layer's maps; ``"auto"``: the one that gives the number
-            of patches closest to 32 (16 to 64 if possible), the larger one of two.
+            of patches closest to 32 (16 to 64 if possible), the larger one of two; ``"nearest-4"``: the one closest to
+            4, the larger one of two.
+        pad: pad maps with zeros, as in `PatchMoE`, so that p need not divide their sides.
         gate: as in `PatchMoE`.
         gate_on: as in `PatchMoE`.
         context: as in `PatchMoE`; None: ``"map"``, under a soft router ``"patch"``.
@@ -108,7 +111,7 @@ def convert(
             f"convert: patches_per_expert={patches_per_expert}, but router={router!r} has no such number; leave it out"
         )
     for name, old in find_layers(model, layer, maps).items():
-        p, L = _patches(name, experts, patch_size, patches_per_expert if counted else 1, maps)
+        p, L = _patches(name, experts, patch_size, pad, patches_per_expert if counted else 1, maps)
         options: dict[str, Any] = {
             "experts": experts,
             "patches_per_expert": L if counted else None,
@@ -118,6 +121,7 @@ def convert(
             "context": context,
             "expert_norm": expert_norm,
             "combine": combine,
+            **({"pad": True} if pad else {}),  # earlier versions have no such option
         }
         assert isinstance(old, (nn.Conv2d, nn.Linear))
         new = _replacement(name, old, options, router, init, seed)
@@ -272,13 +276,19 @@ def _copy_weights(old: nn.Conv2d | nn.Linear, experts: ConvExperts, options: dic
 
 
 def _patches(
-    name: str, experts: int, patch_size: int | Literal["auto"], patches_per_expert: int | None, maps: MapSizes | None
+    name: str,
+    experts: int,
+    patch_size: int | str,
+    pad: bool,
+    patches_per_expert: int | None,
+    maps: MapSizes | None,
 ) -> tuple[int, int]:
     """Returns patch size and patches per expert, checked against the sizes of the layer's maps."""
+    near = _near(patch_size)
     if maps is None:
         missing = [
             option
-            for option, given in (("patch_size", patch_size != "auto"), ("patches_per_expert", patches_per_expert))
+            for option, given in (("patch_size", near is None), ("patches_per_expert", patches_per_expert))
             if not given
         ]
         if missing:
@@ -289,19 +299,30 @@ def _patches(
     sizes = [] if maps is None else list(dict.fromkeys(maps[name]))
     common = math.gcd(*(side for size in sizes for side in size))  # 0 if no sizes are known
     divisors = [d for d in range(1, common + 1) if common % d == 0]
+
+    def patches(H: int, W: int, p: int) -> int:
+        return -(-H // p) * -(-W // p)
+
+    def misfit(p: int) -> float:
+        """Distance of the number of patches from 32, as a power of 2."""
+        return abs(sum(math.log2(patches(*size, p)) for size in sizes) / len(sizes) - 5)
+
     if patch_size == "auto":
-        area = sum(math.log2(H * W) for H, W in sizes) / len(sizes)
-        p = min(divisors, key=lambda d: (abs(area - 2 * math.log2(d) - 5), -d))
+        # with padding any size will do; of equal ones that with the least padding
+        sides = range(1, max(side for size in sizes for side in size) + 1) if pad else divisors
+        p = min(sides, key=lambda p: (misfit(p), sum(-side % p for size in sizes for side in size), -p))
+    elif near is not None:
+        p = min(divisors, key=lambda d: (abs(d - near), -d))
     else:
-        check_positive("convert", patch_size=patch_size)
+        assert isinstance(patch_size, int)
         p = patch_size
     for H, W in sizes:
-        if H % p or W % p:
+        if (H % p or W % p) and not pad:
             raise ValueError(
-                f"convert: {name!r} runs on a {H}×{W} map, which {p}×{p} patches do not divide; "
-                f"use patch_size={_either(divisors)}, or patch_size='auto'"
+                f"convert: {name!r} runs on a {H}×{W} map, which {p}×{p} patches do not divide; use "
+                f"patch_size={_either(divisors)}, patch_size='auto', patch_size='nearest-{p}', or pad=True"
             )
-    fewest = min((H * W // p**2 for H, W in sizes), default=None)
+    fewest = min((patches(H, W, p) for H, W in sizes), default=None)
     if patches_per_expert is None:
         assert fewest is not None
         return p, max(1, fewest // experts)
@@ -313,6 +334,19 @@ def _patches(
             f"patches of {p}×{p}; take at most {fewest}, a smaller patch_size, or larger images"
         )
     return p, patches_per_expert
+
+
+def _near(patch_size: int | str) -> int | None:
+    """N of ``"nearest-N"``, 0 of ``"auto"``, None of a number; refuses all else."""
+    if not isinstance(patch_size, str):
+        check_positive("convert", patch_size=patch_size)
+        return None
+    if patch_size == "auto":
+        return 0
+    number = patch_size.removeprefix("nearest-")
+    if number == patch_size or not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"convert: patch_size={patch_size!r} is unknown; use a number, 'auto' or 'nearest-4'")
+    return int(number)
 
 
 def _trace(model: nn.Module, shape: tuple[int, int, int], failure: str) -> MapSizes:

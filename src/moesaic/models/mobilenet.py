@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.resnet import conv_bn
 
@@ -35,12 +36,18 @@ class MobileNetV2(ImageClassifier):
             (6, 160, 3, 2),
             (6, 320, 1, 1),
         )
+        maps: list[FeatureDict] = []
+        reduction = 1
         for expansion, channels, blocks, stride in stages:
+            if stride > 1:  # the last map of a resolution
+                maps.append({"num_chs": in_channels, "reduction": reduction, "module": f"body.{len(layers) - 1}"})
+                reduction *= stride
             for block in range(blocks):
                 layers.append(_InvertedResidual(in_channels, channels, expansion, stride if block == 0 else 1))
                 in_channels = channels
-        layers += [conv_bn(in_channels, 1280, 1), nn.ReLU(), GlobalAvgPool()]
-        super().__init__(nn.Sequential(*layers), 1280, num_classes)
+        layers += [conv_bn(in_channels, 1280, 1), nn.ReLU()]
+        maps.append({"num_chs": 1280, "reduction": reduction, "module": f"body.{len(layers) - 1}"})
+        super().__init__(nn.Sequential(*layers, GlobalAvgPool()), 1280, num_classes, feature_info=maps)
 
 
 class _InvertedResidual(nn.Module):

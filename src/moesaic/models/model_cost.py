@@ -257,8 +257,9 @@ def _open_channel_count(routing: Routing, channels: int, block: int) -> int:
 
 def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCost:
     routing, experts = layer.route(x), layer.experts
-    pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, whatever their memory format
-    dense = pixels * _matrix_weights(experts)
+    pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, padded, whatever their memory format
+    weights = _matrix_weights(experts)
+    dense, padded = x.numel() // layer.in_channels * weights, pixels * weights
     if isinstance(layer.router, Router):
         router = routing.batch * routing.units * layer.router.weight.numel()
     else:
@@ -267,10 +268,10 @@ def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerC
     if routing.dispatch is not None:  # slots in place of patches, with dispatch and combine over all patches
         slots = routing.experts * routing.dispatch.shape[3]
         mixing = slots * pixels * (layer.in_channels + experts.out_channels)
-        macs = dense * slots * routing.batch // places + mixing
+        macs = padded * slots * routing.batch // places + mixing
     else:
         taken = routing.index.numel() if routing.index is not None and not routing.may_drop else int(routing.load.sum())
-        macs = dense * taken // places
+        macs = padded * taken // places
     return LayerCost(name, type(layer).__name__, parameters, macs + router, dense, True)
 
 

@@ -13,9 +13,12 @@ from typing import Any
 
 from torch import nn
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.checks import check_choice
+from moesaic.layers.heads import HEAD_OPTIONS, create_head
 from moesaic.models.deepmoe.network import deepmoe
+from moesaic.models.feature_maps import FeatureMaps, OutIndices
 from moesaic.models.headed_network import HeadedNetwork
+from moesaic.models.image_classifier import ImageNetwork, check_classes
 from moesaic.models.mobilenet import MobileNetV2
 from moesaic.models.pretrained import PretrainedConfig, file_sha256, load_pretrained, read_config
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
@@ -37,7 +40,11 @@ _LISTED_WIDE_RESNETS = ("wrn10_1", "wrn10_2", "wrn10_4", "wrn10_10", "wrn16_4", 
 def _deepmoe(backbone: Callable[..., nn.Module], num_classes: int, width: float = 1.0, **options: Any) -> nn.Module:
     """A network with channel gates; the options are those of `deepmoe`, of which the backbone shares some."""
     shared = {name: options[name] for name in ("image_size", "in_channels") if name in options}
-    return deepmoe(backbone(num_classes=num_classes, width=width, **shared), num_classes=num_classes, **options)
+    classes = max(num_classes, 1)
+    model = deepmoe(backbone(num_classes=classes, width=width, **shared), num_classes=classes, **options)
+    if not num_classes:
+        model.reset_classifier(0)
+    return model
 
 
 _VGG16 = {
@@ -73,6 +80,8 @@ def create_model(
     num_classes: int,
     weights: str | Path | None = None,
     weights_sha256: str | None = None,
+    features_only: bool = False,
+    out_indices: OutIndices = None,
     **options: Any,
 ) -> nn.Module:
     """Creates a network by name, initialised from torch's default generator.
@@ -84,8 +93,12 @@ def create_model(
     and `VGG16`; ``vgg16_w4_low`` is a widening of Wang et al. ``vgg16_deepmoe``, ``vgg16_deepmoe_w4_low`` and
     ``resnet18_deepmoe`` are the same networks with channels that are gated by the image; they take ``block``, ``mode``,
     ``keep``, ``bias``, ``bottleneck`` and ``embedding_share`` as well: see `deepmoe`. ``timm/resnet18`` is timm's
-    network of that name, where timm is installed; ``pretrained=True`` downloads its weights, and ``head="routed"``,
-    ``"attention"``, ``"mean"`` or ``"max"`` gives it another head: see `RoutedHead`.
+    network of that name, where timm is installed; ``pretrained=True`` downloads its weights.
+
+    ``head="routed"``, ``"attention"``, ``"mean"`` or ``"max"`` gives a network without channel gates another head on
+    its last map: see `RoutedHead`, whose ``experts``, ``patches_per_expert`` and ``gate`` then are options too.
+    ``num_classes=0`` leaves the classifier out, and ``features_only=True`` returns the maps of the network instead, all
+    or those of ``out_indices``: see `FeatureMaps`.
 
     ``weights`` is a file of pretrained weights for any of these networks: safetensors, or what
     ``torch.load(weights_only=True)`` reads. Names and shapes must be those of the network; a classifier of another
@@ -95,11 +108,23 @@ def create_model(
     >>> len(model.moe.experts), model.moe.patches_per_expert
     (4, 16)
     """
-    check_positive("create_model", num_classes=num_classes)
-    model = _create(name, num_classes, options)
+    check_classes("create_model", num_classes)
+    if features_only and options.get("head") is not None:
+        raise ValueError(f"create_model: features_only=True has no head, got head={options['head']!r}; leave one out")
+    if out_indices is not None and not features_only:
+        raise ValueError(f"create_model: out_indices={out_indices} needs features_only=True")
+    model = _create(name, 0 if features_only else num_classes, options)
     if weights is not None:
         load_pretrained(model.backbone if isinstance(model, HeadedNetwork) else model, weights, weights_sha256)
-    return model
+    if isinstance(model, HeadedNetwork) and isinstance(model.backbone, ImageNetwork):
+        model.backbone.prune_intermediate_layers()  # its own pooling, once the file of weights is compared
+    if not features_only:
+        return model
+    if name.startswith(_TIMM_PREFIX):  # timm has a wrapper of its own for each of its networks
+        loaded = {} if weights is None else {"pretrained": True, "pretrained_cfg_overlay": {"file": str(weights)}}
+        indices = {} if out_indices is None else {"out_indices": out_indices}
+        return _create(name, 0, {**options, **loaded, **indices, "features_only": True})
+    return FeatureMaps(model, out_indices)
 
 
 def _create(name: str, num_classes: int, options: Mapping[str, Any]) -> nn.Module:
@@ -107,10 +132,15 @@ def _create(name: str, num_classes: int, options: Mapping[str, Any]) -> nn.Modul
         from moesaic.models.timm_registry import timm_model
 
         return timm_model(name.removeprefix(_TIMM_PREFIX), num_classes, **options)
+    if options.get("head") is not None and "_deepmoe" not in name:
+        head = {option: options[option] for option in HEAD_OPTIONS if option in options}
+        others = {option: value for option, value in options.items() if option not in ("head", *HEAD_OPTIONS)}
+        backbone = _create(name, 0, others)
+        assert isinstance(backbone, ImageNetwork)
+        return HeadedNetwork(backbone, create_head(options["head"], backbone.num_features, num_classes, **head))
+    options = {option: value for option, value in options.items() if (option, value) != ("head", None)}
     known = model_options(name)
     for option in options:
-        if not known:
-            raise TypeError(f"create_model: {name} takes no option but num_classes, got {option}={options[option]!r}")
         if option not in known:
             raise TypeError(f"create_model: {name} has no option {option!r}; it takes {', '.join(known)}")
     return _constructor(name)(num_classes=num_classes, **options)
@@ -122,11 +152,12 @@ def model_options(name: str) -> tuple[str, ...]:
     For networks of timm, these are our own.
 
     >>> model_options("resnet18")
-    ('image_size', 'in_channels', 'width')
+    ('image_size', 'in_channels', 'width', 'head')
     """
     if name.startswith(_TIMM_PREFIX):
         return ("in_channels", "image_size", "head")
-    return _options(_constructor(name))
+    own = _options(_constructor(name))
+    return own if "_deepmoe" in name else (*own, "head")
 
 
 def _options(constructor: Any) -> tuple[str, ...]:

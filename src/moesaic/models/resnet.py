@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 
 __all__ = ["LARGE_IMAGE", "RESNET_DEPTHS", "ResNet", "ResNet18", "conv_bn", "scale_width"]
@@ -83,14 +84,19 @@ class ResNet(ImageClassifier):
         widths = [scale_width("ResNet", channels, width) for channels in plan.widths]
         previous = widths[0]
         layers: list[nn.Module] = [conv_bn(in_channels, previous, 7 if large else 3, 2 if large else 1), nn.ReLU()]
+        reduction = 2 if large else 1
+        maps: list[FeatureDict] = [{"num_chs": previous, "reduction": reduction, "module": "body.1"}]
         if large:
+            reduction *= 2
             layers.append(nn.MaxPool2d(3, stride=2, padding=1))
         kind, expansion = (_Bottleneck, _EXPANSION) if plan.bottleneck else (_BasicBlock, 1)
         for stage, (channels, blocks) in enumerate(zip(widths, plan.blocks, strict=True)):
             for block in range(blocks):
                 layers.append(kind(previous, channels, 2 if stage > 0 and block == 0 else 1))
                 previous = expansion * channels
-        super().__init__(nn.Sequential(*layers, GlobalAvgPool()), previous, num_classes)
+            reduction *= 2 if stage > 0 else 1
+            maps.append({"num_chs": previous, "reduction": reduction, "module": f"body.{len(layers) - 1}"})
+        super().__init__(nn.Sequential(*layers, GlobalAvgPool()), previous, num_classes, feature_info=maps)
 
 
 class ResNet18(ResNet):

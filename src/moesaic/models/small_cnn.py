@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import ImageClassifier
 
 __all__ = ["SmallCNN"]
@@ -34,4 +35,9 @@ class SmallCNN(ImageClassifier):
             nn.Flatten(),
         )
         last_side = ((side - 2) // 2 - 2) // 2
-        super().__init__(body, second * last_side * last_side, num_classes)
+        maps: list[FeatureDict] = [
+            {"num_chs": first, "reduction": 1, "module": "body.1"},
+            {"num_chs": second, "reduction": 2, "module": "body.4"},
+            {"num_chs": second, "reduction": 4, "module": "body.5"},
+        ]
+        super().__init__(body, second * last_side * last_side, num_classes, feature_info=maps)

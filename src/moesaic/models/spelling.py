@@ -12,7 +12,7 @@ from typing import Any
 
 from moesaic.routing.registry import join_router_names
 
-__all__ = ["conversion_options", "parse_spelling"]
+__all__ = ["conversion_options", "parse_spelling", "spell_router"]
 
 
 def conversion_options() -> tuple[str, ...]:
@@ -59,6 +59,30 @@ def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]
                 f"of the layer; use convert=LAYER:experts=8 (after it: {others})"
             )
     return name, options, conversions
+
+
+def spell_router(text: str, router: str, *, in_network: bool) -> str:
+    """Returns a spelling with a router for every conversion that names none, or for a network that takes one.
+
+    Args:
+        text: the spelling.
+        router: the name of the router.
+        in_network: whether the network itself takes a router.
+
+    >>> spell_router("timm/resnet18:convert=layer4.1.conv2:experts=8", "soft", in_network=False)
+    'timm/resnet18:convert=layer4.1.conv2:router=soft:experts=8'
+    >>> spell_router("wrn10_2_pmoe:experts=8", "soft", in_network=True)
+    'wrn10_2_pmoe:router=soft:experts=8'
+    >>> spell_router("wrn10_2", "soft", in_network=False)
+    'wrn10_2'
+    """
+    network, *conversions = text.split(":convert=")
+
+    def with_router(part: str) -> str:
+        first, colon, rest = part.partition(":")
+        return part if ":router=" in part else f"{first}:router={router}{colon}{rest}"
+
+    return ":convert=".join([with_router(network) if in_network else network, *map(with_router, conversions)])
 
 
 def _layers(text: str, value: str) -> list[str]:

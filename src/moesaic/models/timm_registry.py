@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from difflib import get_close_matches
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from traceback import walk_tb
 from typing import Any
 
 from torch import nn
 
 from moesaic.layers.heads import HEAD_OPTIONS, Pooling, create_head
 from moesaic.models.headed_network import HeadedNetwork
+from moesaic.models.layer_groups import classifier_names
 from moesaic.models.pretrained import PretrainedConfig, reset_classifier
 from moesaic.models.registry import create_model, list_models, model_options
 
@@ -84,7 +87,8 @@ def register_with_timm() -> tuple[str, ...]:
     """Registers the networks of `list_models` with timm under the same names, and returns the names.
 
     ``import moesaic`` does it if timm is already imported. Names that timm already uses remain timm's. The networks
-    take timm's ``num_classes``, ``in_chans`` and ``img_size`` besides our options; they have no pretrained weights.
+    take timm's ``num_classes``, ``in_chans``, ``img_size``, ``global_pool``, ``features_only`` and ``out_indices``
+    besides our options; they have no pretrained weights.
 
     >>> import timm, moesaic  # doctest: +SKIP
     >>> names = moesaic.register_with_timm()  # doctest: +SKIP
@@ -103,7 +107,12 @@ def register_with_timm() -> tuple[str, ...]:
 
 def _entry_point(name: str) -> Callable[..., nn.Module]:
     def entry_point(
-        pretrained: bool = False, num_classes: int = 1000, in_chans: int = 3, img_size: int = 32, **options: Any
+        pretrained: bool = False,
+        num_classes: int = 1000,
+        in_chans: int = 3,
+        img_size: int = 32,
+        global_pool: str | None = None,
+        **options: Any,
     ) -> nn.Module:
         if pretrained:
             raise ValueError(f"timm: {name} of moesaic has no pretrained weights; use pretrained=False")
@@ -117,14 +126,18 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
         if "image_size" in model_options(name):  # other networks take images of any size
             options["image_size"] = img_size
         model: Any = create_model(name, num_classes=num_classes, **options)
+        if global_pool is not None:
+            model.reset_classifier(num_classes, global_pool)
+        convs = (each for each, module in model.named_modules() if isinstance(module, nn.Conv2d))
         # timm's scripts read the input size from it
         model.pretrained_cfg = model.default_cfg = {
             "architecture": name,
             "num_classes": num_classes,
             "input_size": (in_chans, img_size, img_size),
             "crop_pct": 1.0,
+            "first_conv": next(convs),
+            "classifier": classifier_names(model),
         }
-        model.num_classes = num_classes
         return model
 
     entry_point.__name__ = entry_point.__qualname__ = name
@@ -146,8 +159,39 @@ def _timm(owner: str) -> Any:
     try:
         return import_module("timm")
     except ModuleNotFoundError as error:
-        if error.name != "timm":
+        if error.name == "timm":
+            raise ModuleNotFoundError(
+                f"{owner}: timm is not installed; pip install 'moesaic[timm]'", name="timm"
+            ) from error
+        if (error.name or "").partition(".")[0] != "torchvision":
             raise
         raise ModuleNotFoundError(
-            f"{owner}: timm is not installed; pip install 'moesaic[timm]'", name="timm"
+            f"{owner}: timm needs torchvision, which is not installed; pip install torchvision", name="torchvision"
         ) from error
+    except (RuntimeError, ImportError, OSError, AttributeError) as error:
+        if not _is_of_torchvision(error):
+            raise
+        torchvision, torch = (_version_of(package) for package in ("torchvision", "torch"))
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ImportError(
+            f"{owner}: timm imports torchvision {torchvision}, which does not match torch {torch} ({why}); reinstall "
+            "both from one index: pip install --force-reinstall torch torchvision",
+            name="torchvision",
+        ) from error
+
+
+def _is_of_torchvision(error: BaseException) -> bool:
+    """Whether an error names torchvision, or was raised while torchvision was imported.
+
+    Its compiled operators are made for one version of torch; with another one they are missing
+    (``operator torchvision::nms does not exist``), or their library does not load.
+    """
+    frames = (frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__))
+    return "torchvision" in str(error) or any(name.partition(".")[0] == "torchvision" for name in frames)
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(unknown version)"

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from moesaic.checks import check_positive
+from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.resnet import LARGE_IMAGE, scale_width
 
@@ -70,6 +71,7 @@ class VGG16(ImageClassifier):
                 f"least {_SMALLEST}; enlarge the images, or use a residual network"
             )
         parts: OrderedDict[str, nn.Module] = OrderedDict()
+        maps: list[FeatureDict] = []
         previous, number = in_channels, 0
         for stage, convs in enumerate(VGG16_STAGES, start=1):
             for _ in range(convs):
@@ -79,7 +81,9 @@ class VGG16(ImageClassifier):
                 parts[f"norm{number}"] = nn.BatchNorm2d(channels)
                 parts[f"relu{number}"] = nn.ReLU()
                 previous = channels
+            maps.append({"num_chs": previous, "reduction": 2 ** (stage - 1), "module": f"body.relu{number}"})
             parts[f"pool{stage}"] = nn.MaxPool2d(2)
+        maps.append({"num_chs": previous, "reduction": _SMALLEST, "module": f"body.pool{len(VGG16_STAGES)}"})
         if image_size < LARGE_IMAGE:
             parts["mean"] = GlobalAvgPool()
         else:
@@ -87,4 +91,4 @@ class VGG16(ImageClassifier):
             for name, inputs in (("hidden1", previous * _LAST_SIDE**2), ("hidden2", _HIDDEN)):
                 parts[name] = nn.Sequential(nn.Linear(inputs, _HIDDEN), nn.ReLU(), nn.Dropout())
             previous = _HIDDEN
-        super().__init__(nn.Sequential(parts), previous, num_classes)
+        super().__init__(nn.Sequential(parts), previous, num_classes, feature_info=maps)

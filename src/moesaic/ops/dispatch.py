@@ -7,19 +7,22 @@ registered by name. Layers call the ``run_`` functions, which select a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic import context_stacks
 from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
 from moesaic.routing_record import Routing
+
+if TYPE_CHECKING:
+    from contextlib import _GeneratorContextManager  # pyright: ignore[reportPrivateUsage]
 
 __all__ = [
     "Activation",
@@ -234,7 +237,11 @@ class ExpertChoiceBackend(Protocol):
 
 
 _registered: dict[str, Backend] = {}
-_requested: str | None = None
+
+
+_traced: list[str] = []
+"""Backends of the blocks inside of code that `torch.compile` traces, which cannot set a context variable; empty when
+that code runs: a block opens and closes within one trace."""
 
 
 def register_backend(candidate: Backend) -> None:
@@ -251,10 +258,12 @@ def backends() -> list[str]:
     return list(_registered)
 
 
-class backend(ContextDecorator):
+def backend(name: str) -> _GeneratorContextManager[None]:
     """Run everything inside the block on the backend of that name, instead of the preferred one.
 
-    Works as a decorator too. The choice holds for the whole process, not for one thread.
+    Works as a decorator too. The choice holds for the current thread or asyncio task alone. A thread that is started
+    inside the block has no requested backend, as it has gradients inside of ``torch.no_grad()``; to pass the choice on,
+    run its function with ``contextvars.copy_context().run`` or `asyncio.to_thread`.
 
     >>> import torch, moesaic
     >>> layer, x = moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=3), torch.randn(1, 4, 5, 5)
@@ -263,28 +272,37 @@ class backend(ContextDecorator):
     >>> torch.allclose(y, layer(x), atol=1e-6)
     True
     """
+    return _request(check_choice("backend", "name", name, list(_registered)))
 
-    def __init__(self, name: str) -> None:
-        self.name = check_choice("backend", "name", name, list(_registered))
-        self._before: list[str | None] = []
 
-    def __enter__(self) -> backend:
-        global _requested
-        self._before.append(_requested)
-        _requested = self.name
-        return self
+@contextmanager
+def _request(name: str) -> Generator[None]:
+    # a generator: torch.compile traces it as part of its caller or not at all, never one half alone
+    if torch.compiler.is_dynamo_compiling():
+        _traced.append(name)
+        try:
+            yield
+        finally:
+            _traced.pop()
+    else:
+        context_stacks.push("backends", name)
+        try:
+            yield
+        finally:
+            context_stacks.pop("backends", name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        global _requested
-        _requested = self._before.pop()
+
+def requested_backend() -> str | None:
+    """The name given to the innermost ``backend(...)`` block of the current context, or None outside of any."""
+    names = _traced or context_stacks.backends
+    return names[-1] if names else None
 
 
 def select_backend(x: Tensor, routing: Routing) -> Backend:
     """The backend requested with ``backend(...)``, or else the preferred one that can run this."""
-    if _requested is not None:
-        requested = _registered[_requested]
+    name = requested_backend()
+    if name is not None:
+        requested = _registered[name]
         refusal = requested.refusal(x, routing)
         if refusal is not None:
             raise ValueError(f"backend {requested.name!r} cannot run this: {refusal}; leave the choice to moesaic")
@@ -318,21 +336,17 @@ def explain_backend(x: Tensor, routing: Routing) -> BackendChoice:
     reasons = {name: known.refusal(x, routing) for name, known in _registered.items()}
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     name = select_backend(x, routing).name
-    if _requested is not None:
+    if requested_backend() is not None:
         return BackendChoice(name, f"moesaic.backend({name!r}) asks for it", refused)
     better = backends()[backends().index(name) + 1 :]
     rejected = [f"{other} cannot run this: {refused[other]}" for other in better if other in refused]
     return BackendChoice(name, "; ".join(["the preferred backend of those that fit", *rejected]), refused)
 
 
-def requested_backend() -> str | None:
-    """The name given to the innermost ``backend(...)`` block, or None outside of any."""
-    return _requested
-
-
 def run_expert_choice(x: Tensor, router: Tensor, patches: int, gate: Softmax) -> PatchSelection | None:
     """Every expert's top patches of a map (B, C, H, W) and their gates, or None if no backend has kernels for that."""
-    names = [_requested] if _requested is not None else reversed(_registered)
+    requested = requested_backend()
+    names = reversed(_registered) if requested is None else [requested]
     for name in names:
         candidate = _registered[name]
         if isinstance(candidate, ExpertChoiceBackend):

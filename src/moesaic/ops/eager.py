@@ -1,12 +1,18 @@
-"""Conditions under which fast eager code with in-place updates and hand-written gradients may run."""
+"""Conditions under which fast eager code with in-place updates and hand-written gradients may run.
+
+Under ``torch.vmap`` there are no memory formats but the contiguous one, no values on the host, and no updates in place
+of tensors that have no such axis.
+"""
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["is_eager_cpu", "no_grad_needed"]
+__all__ = ["check_vmap", "has_vmap_axis", "in_transform", "in_vmap", "is_eager_cpu", "no_grad_needed"]
 
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
@@ -14,8 +20,7 @@ def is_eager_cpu(*tensors: Tensor) -> bool:
     traced = torch._C._get_tracing_state() is not None  # pyright: ignore
     if traced or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
         return False
-    transformed = torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
-    if transformed or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
+    if in_transform() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return False
     return all(
         type(tensor) in (Tensor, nn.Parameter)
@@ -23,6 +28,45 @@ def is_eager_cpu(*tensors: Tensor) -> bool:
         and tensor.dtype in (torch.float32, torch.float64)
         for tensor in tensors
     )
+
+
+def in_transform() -> bool:
+    """Whether eager code runs under a transform of ``torch.func``, such as ``grad`` or ``vmap``."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore
+
+
+def in_vmap() -> bool:
+    """Whether code runs under ``torch.vmap``, outside or inside of other transforms.
+
+    >>> in_vmap(), bool(torch.vmap(lambda x: x * in_vmap())(torch.ones(2)).all())
+    (False, True)
+    """
+    if not in_transform():
+        return False
+    functorch = cast("Any", torch)._C._functorch
+    return any(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack())
+
+
+def has_vmap_axis(tensor: Tensor) -> bool:
+    """Whether a tensor has an axis of its own for a surrounding ``torch.vmap``."""
+    functorch = cast("Any", torch)._C._functorch
+    wrapped = cast("Any", tensor)
+    while functorch.is_functorch_wrapped_tensor(wrapped):
+        if functorch.is_batchedtensor(wrapped):
+            return True
+        wrapped = functorch.get_unwrapped(wrapped)
+    return False
+
+
+def check_vmap(owner: str, norm: nn.Module) -> None:
+    """Raises if a BatchNorm would update statistics that the samples or networks under ``torch.vmap`` share."""
+    if norm.training and in_vmap() and not has_vmap_axis(cast("Tensor", norm.running_mean)):
+        raise RuntimeError(
+            f"{owner}: BatchNorm in training mode updates running statistics that all samples under vmap share; call "
+            "eval() on the network for per-sample gradients"
+        )
 
 
 def no_grad_needed(*tensors: Tensor) -> bool:

@@ -2,9 +2,10 @@
 
     y[r] = rows[r] · weight[e]        for the rows r of expert e
 
-Rows are (R, …, C), weights (E, C, O). Three implementations: ``F.grouped_mm`` for bfloat16, on every device and without
-a host sync; a loop of matmuls on a CPU, which has no sync to wait for; and padded blocks of static shape for other
-dtypes on a GPU and under a compiler, where no shape may depend on the group sizes.
+Rows are (R, …, C), weights (E, C, O). Four implementations: ``F.grouped_mm`` for bfloat16, on every device and without
+a host sync; a loop of matmuls on a CPU, which has no sync to wait for; padded blocks of static shape for other dtypes
+on a GPU and under a compiler, where no shape may depend on the group sizes; and under ``torch.vmap``, where group sizes
+differ from sample to sample, the matmuls of all rows with all experts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["group_sizes", "grouped_matmul"]
+from moesaic.ops.eager import in_vmap
+
+__all__ = ["group_ends", "group_sizes", "grouped_matmul"]
 
 
 def grouped_matmul(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:
@@ -27,11 +30,25 @@ def grouped_matmul(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:
     >>> grouped_matmul(rows, weight, torch.tensor([1, 1, 3])).flatten().tolist()     # expert 1 has no row
     [2.0, 200.0, 200.0]
     """
+    if in_vmap():
+        return _masked_matmul(rows, weight_ECO, ends_E)
     if rows.shape[0] and rows.dtype == torch.bfloat16:
         return _grouped_mm(rows, weight_ECO, ends_E)
     if rows.device.type == "cpu" and not torch.compiler.is_compiling():
         return _matmul_loop(rows, weight_ECO, ends_E)
     return _blocked_bmm(rows, weight_ECO, ends_E)
+
+
+def group_ends(expert_R: Tensor, experts: int) -> Tensor:
+    """Returns the row before which each expert's rows end, for rows that are sorted by expert.
+
+    >>> group_ends(torch.tensor([0, 2, 2]), 3).tolist()
+    [1, 1, 3]
+    """
+    each_expert = torch.arange(experts, device=expert_R.device)
+    if in_vmap():
+        return (expert_R.unsqueeze(1) <= each_expert).sum(0)
+    return torch.searchsorted(expert_R, each_expert, right=True)
 
 
 def group_sizes(ends_E: Tensor) -> list[int]:
@@ -61,6 +78,15 @@ def _matmul_loop(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:
     matrices: tuple[Tensor, ...] = weight_ECO.unbind()
     parts = cast("tuple[Tensor, ...]", rows.split(sizes))
     return torch.cat([part @ matrix for part, matrix in zip(parts, matrices, strict=True)])
+
+
+def _masked_matmul(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:
+    row_R = torch.arange(rows.shape[0], device=rows.device)
+    expert_R = (ends_E <= row_R.unsqueeze(1)).sum(1).view(-1, *[1] * (rows.ndim - 1))
+    y = rows.new_zeros(*rows.shape[:-1], weight_ECO.shape[2])
+    for e, matrix in enumerate(weight_ECO.unbind()):
+        y = torch.where(expert_R == e, rows @ matrix, y)
+    return y
 
 
 def _blocked_bmm(rows: Tensor, weight_ECO: Tensor, ends_E: Tensor) -> Tensor:

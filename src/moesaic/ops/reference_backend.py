@@ -26,7 +26,8 @@ from torch.nn import functional as F
 
 from moesaic.ops.channel.masked import check_closed, masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
-from moesaic.ops.sample_dispatch import check_outputs, gated_sum
+from moesaic.ops.eager import in_vmap
+from moesaic.ops.sample_dispatch import check_outputs, gated_sum, run_all
 from moesaic.routing_record import Routing
 
 __all__ = ["ReferenceBackend"]
@@ -84,6 +85,8 @@ class ReferenceBackend:
         return gated_sum(outputs.movedim(0, 1), routing.weights[:, 0])
 
     def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+        if in_vmap():
+            return run_all(x, routing, call)
         samples_of = {e: routing.mask[:, 0, e].nonzero().flatten() for e in range(routing.experts)}
         samples_of = {e: samples for e, samples in samples_of.items() if len(samples)} or {0: samples_of[0]}
         outputs = {e: call(e, x[samples]) for e, samples in samples_of.items()}

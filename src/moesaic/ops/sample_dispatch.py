@@ -15,10 +15,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from moesaic.ops.grouped_gemm import group_sizes, grouped_matmul
+from moesaic.ops.eager import in_vmap
+from moesaic.ops.grouped_gemm import group_ends, group_sizes, grouped_matmul
 from moesaic.routing_record import Routing
 
-__all__ = ["SortedSamples", "check_outputs", "gated_sum", "run_each"]
+__all__ = ["SortedSamples", "check_outputs", "gated_sum", "run_all", "run_each"]
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,7 @@ class SortedSamples:
     def from_routing(routing: Routing) -> SortedSamples:
         assert routing.index is not None
         expert_R, order_R = routing.index.flatten().sort(stable=True)
-        experts_E = torch.arange(routing.experts, device=expert_R.device)
-        ends_E = torch.searchsorted(expert_R, experts_E, right=True)
-        return SortedSamples(order_R, expert_R, ends_E, routing.gate.flatten(1))
+        return SortedSamples(order_R, expert_R, group_ends(expert_R, routing.experts), routing.gate.flatten(1))
 
     def gather(self, x: Tensor) -> Tensor:
         """Gathers the sample of every row from a batch (B, …)."""
@@ -60,12 +59,15 @@ class SortedSamples:
         if _is_channels_last(outputs):
             return self.combine(outputs.movedim(1, 3)).movedim(3, 1)
         B, K = self.gate_BK.shape
-        inverse = torch.empty_like(self.order_R).scatter_(0, self.order_R, torch.arange(B * K, device=outputs.device))
+        row_R = torch.arange(B * K, device=outputs.device)
+        inverse = torch.zeros_like(self.order_R).scatter(0, self.order_R, row_R)
         return gated_sum(outputs.index_select(0, inverse).view(B, K, *outputs.shape[1:]), self.gate_BK)
 
 
 def _is_channels_last(x: Tensor) -> bool:
-    return x.ndim == 4 and not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    if x.ndim != 4 or in_vmap():
+        return False
+    return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
 
 
 def gated_sum(outputs_BK: Tensor, gate_BK: Tensor) -> Tensor:
@@ -80,6 +82,8 @@ def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor])
 
     An empty batch goes to expert 0, whose output gives the shape of the result.
     """
+    if in_vmap():
+        return run_all(x, routing, call)
     samples = SortedSamples.from_routing(routing)
     sizes = group_sizes(samples.ends_E)
     parts = cast("tuple[Tensor, ...]", samples.gather(x).split(sizes))
@@ -87,6 +91,16 @@ def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor])
     outputs = {e: call(e, parts[e]) for e in used}
     check_outputs(outputs)
     return samples.combine(torch.cat(list(outputs.values())))
+
+
+def run_all(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Calls every expert on all samples: under ``torch.vmap`` the experts of a sample are not known on the host."""
+    outputs = {e: call(e, x) for e in range(routing.experts)}
+    check_outputs(outputs)
+    stacked = torch.stack(list(outputs.values()), 1)
+    mask_BE = routing.mask[:, 0]
+    mask = mask_BE.view(*mask_BE.shape, *[1] * (stacked.ndim - 2))
+    return gated_sum(torch.where(mask, stacked, 0), routing.weights[:, 0])
 
 
 def check_outputs(outputs: dict[int, Tensor]) -> None:

@@ -61,6 +61,8 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
 }
 """By kernel: sides of a tile and warps; of pipelined kernels also stages, of split sums also splits or programs."""
 
+_MAX_SIDE = 2**16
+"""No side, number of warps or stages of a tile is larger."""
 _GAIN = 0.99
 """A tile replaces the best one so far if the measured time falls below this share of its time."""
 
@@ -184,16 +186,23 @@ def _read_cache(file: str) -> dict[str, Tile]:
     """Tiles of a cache file; none, and a warning, if it cannot be read."""
     try:
         cached: Any = json.loads(Path(file).read_text("utf-8"))
-        return {str(name): tuple(int(side) for side in sides) for name, sides in cached["tiles"].items()}
+        return {str(name): _checked_tile(name, sides) for name, sides in cached["tiles"].items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         warnings.warn(
-            f"the measured tiles in {file} cannot be read ({error}); the defaults apply. Delete the file, or measure "
-            "again with moesaic bench layer --tune",
+            f"the measured tiles in {file} cannot be read ({type(error).__name__}: {error}); the defaults apply. "
+            "Delete the file, or measure again with moesaic bench layer --tune",
             stacklevel=2,
         )
         return {}
+
+
+def _checked_tile(name: str, sides: list[Any]) -> Tile:
+    for side in sides:
+        if type(side) is not int or not 1 <= side <= _MAX_SIDE:
+            raise ValueError(f"the tile of {name!r} has {side!r}, not a whole number from 1 to {_MAX_SIDE}")
+    return tuple(sides)
 
 
 def _write_cache(file: Path, found: dict[str, Tile]) -> None:

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.channel.masked import masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
-from moesaic.ops.eager import is_eager_cpu, no_grad_needed
+from moesaic.ops.eager import in_vmap, is_eager_cpu, no_grad_needed
 from moesaic.ops.patch.gather import RoutedPixels
 from moesaic.ops.patch.inference import can_run_inference, conv_inference
 from moesaic.ops.patch.scatter_conv import (
@@ -186,9 +186,17 @@ def _masked_statistics(values: Tensor, pixels: RoutedPixels, count: int, norm: N
     if count > 0:
         with torch.no_grad():
             unbiased = var * (count / max(count - 1, 1))
-            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), norm.momentum)
-            norm.running_var.lerp_(unbiased.to(norm.running_var.dtype), norm.momentum)
+            _move(norm.running_mean, mean, norm.momentum)
+            _move(norm.running_var, unbiased, norm.momentum)
     return mean, var
+
+
+def _move(running: Tensor, value: Tensor, momentum: float) -> None:
+    value = value.to(running.dtype)
+    if in_vmap():  # which has no rule for lerp_
+        running.add_(momentum * (value - running))
+    else:
+        running.lerp_(value, momentum)
 
 
 def _mlp(values: Tensor, experts: MLPWeights, pixels: RoutedPixels | None) -> Tensor:

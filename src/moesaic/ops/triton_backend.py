@@ -22,6 +22,7 @@ from moesaic.ops.dispatch import (
     Softmax,
     requested_backend,
 )
+from moesaic.ops.eager import in_transform
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.routing_record import Routing
 
@@ -42,7 +43,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class TritonBackend(TorchBackend):
     """Gather, batched GEMM and combine in a few passes over memory, gradients included.
 
-    No second derivatives, no ``torch.func``: use ``moesaic.backend("torch")`` there.
+    No second derivatives: use ``moesaic.backend("torch")`` there. Under ``torch.func`` the ``torch`` backend runs.
     """
 
     name = "triton"
@@ -155,6 +156,8 @@ def patch_operands(
 
 def kernel_refusal(x: Tensor) -> str | None:
     """Why the kernels cannot run on such a tensor, or None if they can."""
+    if in_transform():
+        return "its kernels have no rules for the transforms of torch.func, such as vmap"
     if x.device.type != "cuda":
         return f"the map is on {x.device.type}; its kernels run on cuda"
     if not _INSTALLED:

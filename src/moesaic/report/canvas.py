@@ -35,10 +35,14 @@ def new_canvas(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def draw_image(axes: Axes, image: NDArray[Any], rect: Rect, **style: Any) -> None:
-    """Draws an image that fills the rectangle."""
+def draw_image(axes: Axes, image: NDArray[Any], rect: Rect, *, clip: Rect | None = None, **style: Any) -> None:
+    """Draws an image that fills the rectangle; what lies outside of ``clip`` is cut off."""
+    from matplotlib.patches import Rectangle
+
     x, y, width, height = rect
-    axes.imshow(image, extent=(x, x + width, y + height, y), aspect="auto", interpolation="nearest", **style)
+    drawn = axes.imshow(image, extent=(x, x + width, y + height, y), aspect="auto", interpolation="nearest", **style)
+    if clip is not None:
+        drawn.set_clip_path(Rectangle(clip[:2], *clip[2:], transform=axes.transData))
 
 
 def draw_frame(axes: Axes, rect: Rect, colour: str, width: float, dash: Any = "solid") -> None:

@@ -10,6 +10,7 @@ the mouth.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -92,7 +93,6 @@ def draw_class_maps(
             of that share to the mean of the other classes, "gate" for the mean gate of patches that are selected in
             at least 5 % of the images.
     """
-    assert layer.grid is not None
     shown = drawn_classes(images)
     rate_KEN = np.array(layer.selection_rate)
     values_KEN, others = rate_KEN, "the others"
@@ -112,7 +112,8 @@ def draw_class_maps(
         _name_expert(axes, *layout.header(e), e)
         for row, k in enumerate(shown):
             x, y = layout.corner(row, e)
-            _map(axes, (x, y, _PANEL, layout.height), backdrops[k], layer.grid, values_KEN[k, e], strongest, kind)
+            rect = (x, y, _PANEL, layout.height)
+            _map(axes, rect, backdrops[k], _Grid.of(layer), values_KEN[k, e], strongest, kind)
     most = f"{strongest:.2f}" if kind == "gate" else f"{'±' if kind == 'difference' else ''}{100 * strongest:.0f}"
     for block in range(layout.blocks):
         _, y = layout.header(block * layout.columns)
@@ -125,10 +126,10 @@ def draw_class_maps(
 
 def draw_top_patches(layer: LayerExplanation, class_names: Sequence[str], pixels: Tensor) -> Figure:
     """A row for each expert: the patches with its highest scores, framed within their surroundings."""
-    assert layer.grid is not None
+    grid = _Grid.of(layer)
     most = max(1, *(len(each) for each in layer.top_patches))
     H, W = pixels.shape[2:]
-    tall = _CROP * (H / layer.grid[0]) / (W / layer.grid[1])
+    tall = _CROP * (H / grid.filled[0]) / (W / grid.filled[1])
     left = _MARGIN + 0.85
     width = left + most * (_CROP + _GAP) - _GAP + _MARGIN
     height = layer.experts * (tall + _CAPTION + _GAP) + _MARGIN
@@ -141,13 +142,32 @@ def draw_top_patches(layer: LayerExplanation, class_names: Sequence[str], pixels
         for i, patch in enumerate(top_patches):
             x = left + i * (_CROP + _GAP)
             image = pixels[patch.image].cpu().numpy()
-            _crop(axes, (x, y, _CROP, tall), image, layer.grid, patch.patch, e)
+            _crop(axes, (x, y, _CROP, tall), image, grid, patch.patch, e)
             name = printable(class_names[patch.label], 13)
             axes.text(
                 x + _CROP / 2, y + tall + 0.5 * _CAPTION, name, fontsize=6.5, ha="center", va="center", color=INK,
                 parse_math=False,
             )  # fmt: skip
     return figure
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """Rows and columns of patches; the image fills fewer if its map was padded."""
+
+    rows: int
+    columns: int
+    filled: tuple[float, float]
+
+    @classmethod
+    def of(cls, layer: LayerExplanation) -> _Grid:
+        assert layer.grid is not None and layer.filled is not None
+        return cls(*layer.grid, layer.filled)
+
+    def around(self, rect: Rect) -> Rect:
+        """The rectangle of the whole grid, if that of the image is ``rect``."""
+        x, y, width, height = rect
+        return x, y, width * self.columns / self.filled[1], height * self.rows / self.filled[0]
 
 
 class _Layout:
@@ -181,9 +201,7 @@ def _name_expert(axes: Axes, x: float, y: float, expert: int) -> None:
     axes.text(x + 0.24, y, f"expert {expert}", fontsize=8, va="center_baseline", color=INK)
 
 
-def _map(
-    axes: Axes, rect: Rect, backdrop: Array, grid: tuple[int, int], value_N: Array, strongest: float, kind: Kind
-) -> None:
+def _map(axes: Axes, rect: Rect, backdrop: Array, grid: _Grid, value_N: Array, strongest: float, kind: Kind) -> None:
     from matplotlib.colors import to_rgb
 
     draw_image(axes, 0.25 + 0.7 * backdrop, rect, cmap="gray", vmin=0, vmax=1)
@@ -192,25 +210,25 @@ def _map(
     more, less = (to_rgb(COLOURS[name]) for name in colours[kind])
     tint[:, :3] = np.where(value_N[:, None] >= 0, more, less)
     tint[:, 3] = _STRONGEST * np.minimum(np.abs(value_N) / strongest, 1)
-    draw_image(axes, tint.reshape(*grid, 4), rect)
+    draw_image(axes, tint.reshape(grid.rows, grid.columns, 4), grid.around(rect), clip=rect)
     _rule(axes, rect, grid)
     _numbers(axes, rect, grid, value_N, kind)
 
 
-def _rule(axes: Axes, rect: Rect, grid: tuple[int, int]) -> None:
+def _rule(axes: Axes, rect: Rect, grid: _Grid) -> None:
     """Thin lines between patches."""
     x, y, width, height = rect
     style: dict[str, Any] = {"color": "white", "linewidth": 0.3, "alpha": 0.6}
-    for column in range(1, grid[1]):
-        axes.plot((x + column * width / grid[1],) * 2, (y, y + height), **style)
-    for row in range(1, grid[0]):
-        axes.plot((x, x + width), (y + row * height / grid[0],) * 2, **style)
+    for column in range(1, grid.columns):
+        axes.plot((x + column * width / grid.filled[1],) * 2, (y, y + height), **style)
+    for row in range(1, grid.rows):
+        axes.plot((x, x + width), (y + row * height / grid.filled[0],) * 2, **style)
     draw_frame(axes, rect, LINE, 0.6)
 
 
-def _numbers(axes: Axes, rect: Rect, grid: tuple[int, int], value_N: Array, kind: Kind) -> None:
+def _numbers(axes: Axes, rect: Rect, grid: _Grid, value_N: Array, kind: Kind) -> None:
     x, y, width, height = rect
-    wide, tall = width / grid[1], height / grid[0]
+    wide, tall = width / grid.filled[1], height / grid.filled[0]
     size = min(7.0, 0.3 * wide * _INCH, 0.5 * tall * _INCH)
     if size < _SMALLEST_NUMBER:
         return
@@ -219,10 +237,11 @@ def _numbers(axes: Axes, rect: Rect, grid: tuple[int, int], value_N: Array, kind
     for n, value in enumerate(value_N):
         text = _number(float(value), kind)
         if text:
-            row, column = divmod(n, grid[1])
+            row, column = divmod(n, grid.columns)
+            right, bottom = min(column + 1, grid.filled[1]), min(row + 1, grid.filled[0])
             axes.text(
-                x + (column + 0.5) * wide, y + (row + 0.95) * tall, text, fontsize=size, ha="center", va="bottom",
-                color="black", path_effects=[withStroke(linewidth=1.2, foreground="white", alpha=0.8)],
+                x + (column + right) / 2 * wide, y + (bottom - 0.05) * tall, text, fontsize=size, ha="center",
+                va="bottom", color="black", path_effects=[withStroke(linewidth=1.2, foreground="white", alpha=0.8)],
             )  # fmt: skip
 
 
@@ -236,13 +255,14 @@ def _number(value: float, kind: Kind) -> str:
     return f"{percent:+d}".replace("-", "−") if kind == "difference" else str(percent)
 
 
-def _crop(axes: Axes, rect: Rect, image: NDArray[Any], grid: tuple[int, int], patch: int, expert: int) -> None:
+def _crop(axes: Axes, rect: Rect, image: NDArray[Any], grid: _Grid, patch: int, expert: int) -> None:
     """The patch with its surroundings, which are paler."""
     C, H, W = image.shape
-    tall, wide = H / grid[0], W / grid[1]
+    tall, wide = H / grid.filled[0], W / grid.filled[1]
     around = round(max(tall / 2, wide / 2, min(H, W) / 8))
-    row, column = divmod(patch, grid[1])
-    rows, columns = (round(row * tall), round((row + 1) * tall)), (round(column * wide), round((column + 1) * wide))
+    row, column = divmod(patch, grid.columns)
+    bottom, right = min((row + 1) * tall, H), min((column + 1) * wide, W)
+    rows, columns = (round(row * tall), round(bottom)), (round(column * wide), round(right))
     (top, height), (left, width) = _window(*rows, around, H), _window(*columns, around, W)
     seen = image[:, top : top + height, left : left + width].transpose(1, 2, 0) / 255
     pale = 0.6 * seen + 0.4
@@ -250,7 +270,12 @@ def _crop(axes: Axes, rect: Rect, image: NDArray[Any], grid: tuple[int, int], pa
     pale[inside] = seen[inside]
     draw_image(axes, np.broadcast_to(pale, (height, width, 3)) if C == 1 else pale[..., :3], rect)
     x, y, across, down = rect[0], rect[1], rect[2] / width, rect[3] / height
-    inner = (x + (column * wide - left) * across, y + (row * tall - top) * down, wide * across, tall * down)
+    inner = (
+        x + (column * wide - left) * across,
+        y + (row * tall - top) * down,
+        (right - column * wide) * across,
+        (bottom - row * tall) * down,
+    )
     draw_frame(axes, inner, "white", 2.4)
     draw_frame(axes, inner, expert_colour(expert), 1.6, expert_dash(expert))
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from moesaic.report.chart import Blocks, Counts, Panel, Points, Regions
+from moesaic.report.chart import Blocks, Counts, Panel, Points, Regions, Series
 from moesaic.report.formatting import number
 from moesaic.report.style import DATA_ID, INK, LINE, MANY_POINTS, NOT_RUN, LineStyle
 
@@ -46,11 +47,12 @@ def draw_lines(axes: Axes, panel: Panel, shared: Sequence[Panel], styles: Mappin
                 line.x, line.y, color=style.colour, linestyle=style.dash, linewidth=1.4, solid_joinstyle="round"
             )
             if line.spread is not None:
-                y, spread = np.array(line.y), np.array(line.spread)
-                axes.fill_between(line.x, y - spread, y + spread, color=style.colour, alpha=0.18, linewidth=0)
+                axes.fill_between(line.x, *_ends(panel, line), color=style.colour, alpha=0.18, linewidth=0)
             continue
         look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "linestyle": style.dash}
-        handles[line.label] = axes.errorbar(line.x, line.y, yerr=line.spread, **look, **_ERROR_BARS)
+        low, high = _ends(panel, line)
+        bars = None if line.spread is None else np.maximum([np.array(line.y) - low, high - np.array(line.y)], 0)
+        handles[line.label] = axes.errorbar(line.x, line.y, yerr=bars, **look, **_ERROR_BARS)
     _limit(axes, shared)
     if all(len(line.x) <= MANY_POINTS for line in panel.series):
         ticks = _ticks([x for line in panel.series for x in line.x], axes.get_xlim(), logarithmic=panel.log_x)
@@ -75,21 +77,20 @@ def _limit(axes: Axes, shared: Sequence[Panel]) -> None:
     """Sets limits that contain the lines of all panels with shared axes."""
     lines = [line for panel in shared for line in panel.series]
     levels = [panel.level for panel in shared if panel.level is not None]
-    spreads = [line.spread or (0.0,) * len(line.y) for line in lines]
-    ends = [
-        y + sign * s
-        for line, spread in zip(lines, spreads, strict=True)
-        for y, s in zip(line.y, spread, strict=True)
-        for sign in (-1, 1)
-    ]
-    if shared[0].y_label.endswith("(%)"):
-        ends = [min(max(end, 0.0), 100.0) for end in ends]  # an error bar may exceed 0 to 100 %
+    ends = [float(end) for line in lines for side in _ends(shared[0], line) for end in side]
     x = _span([each for line in lines for each in line.x], logarithmic=shared[0].log_x)
     y = _span([*ends, *levels], logarithmic=shared[0].log_y)
     if x:
         axes.set_xlim(x)
     if y:
         axes.set_ylim(y)
+
+
+def _ends(panel: Panel, line: Series) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Lower and upper ends of the error bars; those of percentages end at 0 and 100."""
+    y, spread = np.array(line.y, dtype=np.float64), np.array(line.spread or 0.0, dtype=np.float64)
+    low, high = y - spread, y + spread
+    return (low.clip(0, 100), high.clip(0, 100)) if panel.y_label.endswith("(%)") else (low, high)
 
 
 def _span(values: Iterable[float], *, logarithmic: bool = False) -> tuple[float, float] | None:

@@ -21,12 +21,10 @@ __all__ = ["Bars", "Lines", "watch_progress"]
 _INTERVAL = 10.0
 """Seconds between lines."""
 
-_UNIT = "trial-epochs"
-
 
 @contextmanager
-def watch_progress(console: Console) -> Generator[Bars | Lines]:
-    """Progress bars if the console is a terminal, lines otherwise.
+def watch_progress(console: Console, unit: str = "epochs") -> Generator[Bars | Lines]:
+    """Progress bars if the console is a terminal, lines otherwise; rates are in ``unit`` per second.
 
     >>> from rich.console import Console
     >>> with watch_progress(Console()) as progress:
@@ -35,9 +33,9 @@ def watch_progress(console: Console) -> Generator[Bars | Lines]:
     ...     progress.end()
     """
     if not console.is_terminal:
-        yield Lines(console)
+        yield Lines(console, unit)
         return
-    bars = Bars(console)
+    bars = Bars(console, unit)
     with bars.display:
         yield bars
 
@@ -45,13 +43,13 @@ def watch_progress(console: Console) -> Generator[Bars | Lines]:
 class Bars:
     """A progress bar for each open task."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, unit: str = "epochs") -> None:
         from rich import progress
         from rich.text import Text
 
         class Rate(progress.ProgressColumn):
             def render(self, task: progress.Task) -> Text:
-                return Text(_speed(task.speed or 0.0), style="bright_black")
+                return Text(_speed(task.speed or 0.0, unit), style="bright_black")
 
         self.display = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
@@ -99,8 +97,9 @@ class _Task:
 class Lines:
     """Prints a line every ten seconds."""
 
-    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Console, unit: str = "epochs", clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._unit = unit
         self._clock = clock
         self._last = clock()
         self._open: list[_Task] = []
@@ -114,7 +113,7 @@ class Lines:
         now = self._clock()
         if self._open and now - self._last >= _INTERVAL:
             self._last = now
-            self.log("; ".join(_line(task, now) for task in self._open) + (f"; {note}" if note else ""))
+            self.log("; ".join(_line(task, now, self._unit) for task in self._open) + (f"; {note}" if note else ""))
 
     def skip(self, amount: int) -> None:
         for task in self._open:
@@ -129,19 +128,19 @@ class Lines:
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)
 
 
-def _line(task: _Task, now: float) -> str:
+def _line(task: _Task, now: float, unit: str) -> str:
     share = f"{task.name}: {100 * task.done // task.total if task.total else 100} %"
     seconds, processed = now - task.since, task.done - task.already
     if seconds <= 0 or processed <= 0:
         return share
     rate = processed / seconds
-    parts = [share, _speed(rate), f"{_duration(max(task.total - task.done, 0) / rate)} left"]
+    parts = [share, _speed(rate, unit), f"{_duration(max(task.total - task.done, 0) / rate)} left"]
     return ", ".join(filter(None, parts))
 
 
-def _speed(rate: float) -> str:
+def _speed(rate: float, unit: str) -> str:
     """Empty below one per second: training of a single network reports images per second instead."""
-    return f"{rate:,.0f} {_UNIT}/s" if rate >= 1 else ""
+    return f"{rate:,.0f} {unit}/s" if rate >= 1 else ""
 
 
 def _duration(seconds: float) -> str:

@@ -1,8 +1,8 @@
 """Colours, markers and line styles of charts; the role of a line decides its style, the same in every figure.
 
-The CNN, separate training, joint training, our settings and the experts have fixed styles; any other role
-gets one that is not used in its chart. The first colours are the colour-blind-safe palette of Okabe and
-Ito; markers and dashes distinguish lines without colour.
+The CNN, separate training, joint training, our settings, published numbers and the experts have fixed styles; any
+other role gets one that is not used in its chart. The first colours are the colour-blind-safe palette of Okabe and Ito;
+markers and dashes distinguish lines without colour.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ _ROLES = {
     "separate": (COLOURS["blue"], "o"),
     "joint": (COLOURS["green"], "^"),
     "best": (COLOURS["purple"], "D"),
+    "published": (COLOURS["ink"], "*"),
     **{
         f"expert-{i}": (COLOURS[name], marker)
         for i, (name, marker) in enumerate(zip(_EXPERTS, "os^DvPXp", strict=True), start=1)

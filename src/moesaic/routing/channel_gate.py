@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.input_checks import check_tensor
 from moesaic.ops import autocast_off
 from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
@@ -108,13 +109,16 @@ class ChannelGate(nn.Module):
             nn.init.constant_(self.bias, self._start)
 
     def forward(self, embedding: Tensor) -> Routing:
+        check_tensor("ChannelGate", embedding, "embeddings (B, D)", self.weight)
         if embedding.ndim != 2 or embedding.shape[1] != self.embedding:
             raise ValueError(
                 f"ChannelGate: takes embeddings (B, {self.embedding}), got {tuple(embedding.shape)}; "
                 "pool maps to vectors first, or build the gate for this width"
             )
         if not embedding.is_floating_point():
-            raise TypeError(f"ChannelGate: takes floating-point embeddings, got {embedding.dtype}")
+            raise TypeError(
+                f"ChannelGate: takes floating-point embeddings, got {embedding.dtype}; convert with embedding.float()"
+            )
         dtype = torch.promote_types(embedding.dtype, torch.float32)
         with autocast_off(embedding):
             scores = batch_invariant_matmul(embedding.to(dtype), self.weight.to(dtype).T)

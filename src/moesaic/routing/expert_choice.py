@@ -12,7 +12,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_choice, check_feature_map, check_positive
+from moesaic.checks import check_choice, check_positive
+from moesaic.input_checks import check_feature_map
 from moesaic.ops import PatchSelection, Softmax, run_expert_choice
 from moesaic.routing.router import Router, stable_topk
 from moesaic.routing_record import Routing, Unit
@@ -62,7 +63,7 @@ class ExpertChoice(Router):
         """Returns the routing of a map and the state of the backend's kernels, if they computed it, for reuse."""
         selection = None
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
-            check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size)
+            check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size, self.weight)
             selection = run_expert_choice(x, self.weight, self.patches_per_expert, self.gate)
         return (super().forward(x), None) if selection is None else (selection.routing, selection)
 

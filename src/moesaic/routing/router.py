@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_feature_map, check_positive
+from moesaic.checks import check_positive
+from moesaic.input_checks import check_feature_map
 from moesaic.ops import autocast_off
 from moesaic.routing_record import Routing, Unit
 
@@ -72,7 +73,7 @@ class Router(nn.Module):
         raise TypeError(f"{type(self).__name__} does not implement choose(scores, unit, grid)")
 
     def forward(self, x: Tensor) -> Routing:
-        check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size)
+        check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size, self.weight)
         grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
         return self.choose(self.scores(x), unit="patch", grid=grid)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_feature_map, check_positive
+from moesaic.checks import check_positive
+from moesaic.input_checks import check_feature_map, check_tensor
 from moesaic.ops import autocast_off
 from moesaic.routing.router import batch_invariant_matmul
 
@@ -86,14 +87,16 @@ class SampleRouter(nn.Module):
 
     def _check(self, x: Tensor) -> None:
         if self.patch_size is not None:
-            check_feature_map("SampleRouter", x, self.dim, self.patch_size)
-        elif x.ndim not in (2, 3) or x.shape[-1] != self.dim:
+            check_feature_map("SampleRouter", x, self.dim, self.patch_size, self.weight)
+            return
+        check_tensor("SampleRouter", x, "samples", self.weight)
+        if x.ndim not in (2, 3) or x.shape[-1] != self.dim:
             images = "; for images (B, C, H, W) set patch_size" if x.ndim == 4 else ""
             raise ValueError(
                 f"SampleRouter: takes patches (B, P, {self.dim}) or vectors (B, {self.dim}), "
                 f"got {tuple(x.shape)}{images}"
             )
-        elif not x.is_floating_point():
+        if not x.is_floating_point():
             raise TypeError(f"SampleRouter: takes floating-point samples, got {x.dtype}; convert with x.float()")
 
     def extra_repr(self) -> str:

@@ -106,8 +106,8 @@ class TokenChoice(Router):
         choice_KU = index_BNK.reshape(B * N, K)[order].T
         one_hot = (choice_KU.reshape(-1, 1) == torch.arange(self.experts, device=order.device)).long()
         position_KU = ((one_hot.cumsum(0) - 1) * one_hot).sum(-1).view(K, B * N)
-        within = torch.empty_like(position_KU, dtype=torch.bool)
-        within[:, order] = position_KU < self.capacity(B * N)
+        within = torch.zeros_like(position_KU, dtype=torch.bool)
+        within = within.scatter(1, order.expand(K, B * N), position_KU < self.capacity(B * N))
         return within.T.reshape(B, N, K)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +24,11 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageDataset, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
 from moesaic.data.feature_cache import cached_features
+from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.layer_groups import classifier_names
 from moesaic.models.model_cost import eval_mode
 
-__all__ = ["FeatureBatches", "add_features", "check_features", "refuses_features"]
+__all__ = ["FeatureBatches", "add_features", "check_features", "one_thread", "refuses_features"]
 
 _VERSION = 1
 """Part of cache keys, to be raised when features change."""
@@ -107,12 +109,15 @@ def check_features(dataset: ImageDataset, model: nn.Module) -> None:
 
 
 def backbone_digest(model: nn.Module) -> str:
-    """Returns a hash of the weights of everything but the classifier."""
+    """Returns a hash of the weights of everything but the classifier, the same under every head."""
     heads = tuple(f"{name}." for name in classifier_names(model))
-    digest = hashlib.sha256(type(getattr(model, "backbone", model)).__name__.encode())
+    headed = isinstance(model, HeadedNetwork)
+    digest = hashlib.sha256(type(model.backbone if headed else model).__name__.encode())
+    if headed and model.reshapes_features:
+        digest.update(b"headed")  # a head of ours gets other features than the network's own head
     for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items():
         if not name.startswith(heads):
-            digest.update(json.dumps([name, list(tensor.shape)]).encode())
+            digest.update(json.dumps([name.removeprefix("backbone.") if headed else name, list(tensor.shape)]).encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:24]
 
@@ -141,6 +146,21 @@ class FeatureBatches:
         train, test = in_place(dataset.train), in_place(dataset.test)
         made = replace(dataset, train=train, test=test, train_transform=_as_they_are, eval_transform=_as_they_are)
         return cls(made, logits)
+
+
+@contextmanager
+def one_thread() -> Generator[None]:
+    """Runs operations on the CPU in one thread while the context is open.
+
+    Those of a head are too small to share: with more threads than idle cores, most of the time would go into waiting
+    for each other. The numbers also become those of any number of threads.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _as_they_are(features: Tensor, rand: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -156,7 +157,8 @@ class Predictor:
         dense = {layer.name: layer.dense_macs for layer in cost.layers}
         for name, routing in found.items():
             if routing.may_drop and routing.index is not None and name in dense:
-                each = dense[name] // (routing.units * routing.experts)
+                units = math.prod(routing.filled) if routing.filled else routing.units  # in the map without padding
+                each = round(dense[name] / (units * routing.experts))
                 self._droppable[name] = each, int(routing.load.sum())
 
     def _macs(self, routing: Mapping[str, Routing], images: int) -> Tensor:

@@ -19,7 +19,7 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import Metadata, save_network
-from moesaic.training.features import FeatureBatches
+from moesaic.training.features import FeatureBatches, one_thread
 from moesaic.training.freezing import eval_frozen
 from moesaic.training.interruption import stop_requested, stoppable
 from moesaic.training.progress import Progress
@@ -201,6 +201,8 @@ class Trainer:
         source = self.dataset if self._features is None else self._features.dataset
         batches = train_batches(source, self.batch_sizes, self.seed, epoch, self.device, skip=self._done)
         with ExitStack() as stack:
+            if self._features is not None:
+                stack.enter_context(one_thread())
             for callback in self.callbacks:
                 stack.enter_context(callback.epoch_context(self))
             self._stopwatch.start()
@@ -255,7 +257,7 @@ class Trainer:
         """Which test images are correct; in the end by the whole network, unless features may stand for images."""
         with self.train_step.ema_weights():
             if self._features is not None and (self.test_features or not self._stop_reason()):
-                with self.train_step.autocast():
+                with self.train_step.autocast(), one_thread():
                     return evaluate(self.model, self._features.dataset, self._features.logits, self.eval_batch_size)
             return evaluate(self.model, self.dataset, self.train_step.outputs, self.eval_batch_size)
 

@@ -102,6 +102,24 @@ def test_maps_of_other_sizes_equal_the_reference():
         torch.testing.assert_close(made(x), by_reference(made, x), rtol=1e-10, atol=1e-10)
 
 
+class Contended(dict):
+    """A layer's cache, cleared after each entry: a thread with maps of another size may do so at any moment."""
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        self.clear()
+
+
+@torch.no_grad()
+def test_another_thread_may_clear_the_cache_at_any_moment(inference_runs, monkeypatch):
+    made = layer(gate_on="input", expert_norm=True)
+    monkeypatch.setitem(inference._prepared_cache, made.experts.weight, Contended())
+    x = torch.randn(1, 5, 4, 4, dtype=torch.float64)
+    for _ in range(2):
+        torch.testing.assert_close(made(x), by_reference(made, x), rtol=1e-10, atol=1e-10)
+    assert len(inference_runs) == 2
+
+
 @torch.no_grad()
 def test_the_cache_does_not_outlive_the_layer():
     gc.collect()

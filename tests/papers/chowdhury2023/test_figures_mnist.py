@@ -27,7 +27,8 @@ def test_without_results_there_are_no_figures():
 def test_curves_are_means_with_standard_deviations_in_the_order_of_samples():
     results = {f"fig4/cnn/{n}": result([80 + n / 100, 90 + n / 100]) for n in (1000, 100, 300)}
     (panel,) = drawn(results)["figure-4"].panels
-    (line,) = panel.series
+    line, published = panel.series
+    assert (published.role, published.x, published.y) == ("published", (600,), (95.0,)), "60 % of the CNN's samples"
     assert (panel.title, panel.level, line.role) == ("as printed", 95.0, "cnn")
     assert line.x == (100, 300, 1000)
     assert line.y == pytest.approx((86, 88, 95))
@@ -70,5 +71,7 @@ def test_our_own_network_is_drawn_beside_theirs():
     own = {"best/pmoe/100": result([94, 96]), "sweep/l/4": result([95, 97])}
     best = ExperimentResults(dict.fromkeys(own, cell), own, runner=None)  # type: ignore[arg-type]
     figures = drawn({"fig4/cnn/100": result([80, 82])}, best=best)
-    assert [(line.role, line.y) for line in figures["figure-4"].panels[0].series] == [("cnn", (81,)), ("best", (95,))]
+    lines = {line.role: line for line in figures["figure-4"].panels[0].series}
+    assert [(role, line.y) for role, line in lines.items()] == [("cnn", (81,)), ("published", (95,)), ("best", (95,))]
+    assert lines["published"].x == (60,), "of the largest N, as the CNN does not get to 95 %"
     assert [panel.series[0].y for panel in figures["our-own-l"].panels] == [(96,)]

@@ -47,7 +47,7 @@ class EmbeddingNetwork(nn.Module):
         check_positive("EmbeddingNetwork", in_channels=in_channels, num_classes=num_classes, **given)
         convs = [conv_bn(before, width, 3, stride=2) for before, width in pairwise((in_channels, *widths))]
         self.body = nn.Sequential(*(layer for conv in convs for layer in (*conv, nn.ReLU())))
-        self.head = nn.Linear(widths[-1], num_classes)
+        self.head: nn.Module = nn.Linear(widths[-1], num_classes)
         self.dimension = widths[-1]
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

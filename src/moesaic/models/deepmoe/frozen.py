@@ -18,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, fx, nn
 
+from moesaic import context_stacks
 from moesaic.layers.channel_moe import ChannelMoE, FrozenChannelMoE
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
 from moesaic.models.deepmoe.frozen_embedding import FrozenEmbedding
@@ -137,7 +138,7 @@ class FrozenDeepMoE(FrozenModule):
         return group_samples((self._heads.gates(scores) != 0).numpy(), cost)
 
     def _call_routing_hooks(self, scores: Tensor) -> None:
-        if not any(layer.has_routing_hooks for layer in self._gated):
+        if not context_stacks.routing_hooks or not any(layer.has_routing_hooks for layer in self._gated):
             return
         with torch.inference_mode(False):
             for layer, routing in zip(self._gated, self._heads.routings(scores.clone()), strict=True):

@@ -59,10 +59,6 @@ class FrozenConv(RoutedLayer):
         y = open_conv(x, self.conv, ins, outs)
         return y if self.compact else outs.scatter(y, memory_format(x))
 
-    @property
-    def has_routing_hooks(self) -> bool:
-        return bool(self._routing_hooks)
-
     def call_routing_hooks(self, routing: Routing) -> None:
         """Report the gates of a batch."""
         self._call_routing_hooks(routing)

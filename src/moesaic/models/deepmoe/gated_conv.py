@@ -1,12 +1,13 @@
 """Gated convolutions inside any network, which calls them with a map and passes no gates.
 
 The gates of the current batch are in one `ActiveGates`, which the network's layers share: `DeepMoE` sets them before it
-calls the network and clears them afterwards. So the network's own ``forward`` runs unchanged, with its training and
+calls the network and resets them afterwards. So the network's own ``forward`` runs unchanged, with its training and
 eval modes, which a traced copy would have fixed.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import cast
 
@@ -19,17 +20,32 @@ __all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "unsupported_conv", "unsu
 
 
 class ActiveGates:
-    """The gates of the current batch, by the name of the layer whose channels they gate."""
+    """The gates of the batch that the current thread runs, by the name of the layer whose channels they gate.
+
+    A forward pass begins and ends in one thread without yielding to an asyncio task, so a value per thread is a value
+    per call. A context variable would be one too, but `torch.compile` cannot set it.
+    """
 
     def __init__(self) -> None:
-        self.routing: Mapping[str, Routing] | None = None
+        self._thread = threading.local()
+
+    def replace(self, routing: Mapping[str, Routing] | None) -> Mapping[str, Routing] | None:
+        """Sets the gates and returns those that were set before; None for none."""
+        before: Mapping[str, Routing] | None = getattr(self._thread, "routing", None)
+        self._thread.routing = routing
+        return before
 
     def of(self, name: str) -> Routing:
-        if self.routing is None:
+        """The gates of a layer, while a batch runs."""
+        routing: Mapping[str, Routing] | None = getattr(self._thread, "routing", None)
+        if routing is None:
             raise RuntimeError(
                 f"DeepMoE: {name} has no gates outside of its DeepMoE; call the DeepMoE, not its backbone"
             )
-        return self.routing[name]
+        return routing[name]
+
+    def __reduce__(self) -> tuple[type[ActiveGates], tuple[()]]:
+        return ActiveGates, ()  # copies start without gates, and layers that share one share its copy
 
 
 class GatedConv(ChannelMoE):
@@ -76,6 +92,11 @@ class GatedConv(ChannelMoE):
         self._active = active
         self.train(conv.training)
 
+    @property
+    def active(self) -> ActiveGates:
+        """The gates of the current batch."""
+        return self._active
+
     def gates(self) -> tuple[Routing, Routing | None]:
         """The gates of its output and of its input channels, while a batch runs."""
         return self._active.of(self.name), None if self.producer is None else self._active.of(self.producer)
@@ -108,6 +129,11 @@ class ConsumerConv(nn.Conv2d):
         self.block_in = block_in
         self._active = active
         self.train(conv.training)
+
+    @property
+    def active(self) -> ActiveGates:
+        """The gates of the current batch."""
+        return self._active
 
     def gate_in(self) -> Routing:
         """The gates of its input channels, while a batch runs."""

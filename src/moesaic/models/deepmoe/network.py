@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -24,6 +25,8 @@ from moesaic.checks import check_positive
 from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
 from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv, unsupported_conv, unsupported_norm
+from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
+from moesaic.models.image_classifier import ImageNetwork
 from moesaic.models.model_cost import count_macs
 from moesaic.ops.channel.masked import open_channels
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
@@ -60,7 +63,7 @@ class ConvCost:
     """The same for its output channels."""
 
 
-class DeepMoE(nn.Module):
+class DeepMoE(ImageNetwork):
     """A backbone whose convolutions are gated by an embedding of the image; `deepmoe` makes one.
 
     Calling it returns the backbone's logits; `forward_with_routing` returns the embedding and the gates as well.
@@ -121,14 +124,94 @@ class DeepMoE(nn.Module):
 
     def forward_with_routing(self, x: Tensor) -> DeepMoEOutput:
         """Returns the logits, the embedding with its own logits, and the gates of every layer."""
+        self._check_vmap()
         embedding, embedding_logits = self.embedding(x)
         routing = {name: gate(embedding) for name, gate in self.heads().items()}
-        self._active.routing = routing
-        try:
+        with self._gated_by(routing):
             logits = self.backbone(x)
-        finally:
-            self._active.routing = None
         return DeepMoEOutput(logits, embedding, embedding_logits, routing)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        with self._gated(x) as backbone:
+            return backbone.forward_features(x)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        return self._network().forward_head(x, pre_logits)
+
+    def forward_intermediates(
+        self, x: Tensor, indices: OutIndices = None, *, intermediates_only: bool = False
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        with self._gated(x) as backbone:
+            return backbone.forward_intermediates(x, indices, intermediates_only=intermediates_only)
+
+    def prune_intermediate_layers(self, indices: OutIndices = None) -> tuple[int, ...]:
+        """Drops both classifiers; costs of layers and gates are of the whole network, so that these stay."""
+        wanted = take_indices(len(self.feature_info), indices)
+        self.reset_classifier(0)
+        return wanted
+
+    def get_classifier(self) -> nn.Module:
+        """Returns the classifier of the backbone; that of the embedding is ``embedding.head``."""
+        if isinstance(self.backbone, ImageNetwork):
+            return self.backbone.get_classifier()
+        linear = [each for each in self.backbone.modules() if isinstance(each, nn.Linear)]
+        return linear[-1] if linear else nn.Identity()
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        network, head = self._network(), self.embedding.head
+        before = network.num_classes
+        network.reset_classifier(num_classes, global_pool)
+        weight = next(self.embedding.parameters())
+        made = nn.Linear(self.embedding.dimension, num_classes) if num_classes else nn.Identity()
+        self.embedding.head = made.to(weight.device, weight.dtype).train(head.training)
+        backbone_macs = network.head_hidden_size * (num_classes - before)
+        gate_macs = self.embedding.dimension * (num_classes - before)
+        self.dense_macs += backbone_macs
+        self.gate_macs += gate_macs
+        self.fixed_macs += backbone_macs + gate_macs
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        self._network().set_grad_checkpointing(enable)
+
+    @property
+    def num_features(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._network().num_features
+
+    @property
+    def head_hidden_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._network().head_hidden_size
+
+    @property
+    def num_classes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._network().num_classes
+
+    @property
+    def feature_info(self) -> list[FeatureDict]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return [{**each, "module": f"backbone.{each['module']}"} for each in self._network().feature_info]
+
+    def _network(self) -> ImageNetwork:
+        if not isinstance(self.backbone, ImageNetwork):
+            raise TypeError(
+                f"DeepMoE: its backbone is a {type(self.backbone).__name__}, whose maps and classifier it does not "
+                "know; use a backbone of create_model, such as resnet18"
+            )
+        return self.backbone
+
+    @contextmanager
+    def _gated(self, x: Tensor) -> Generator[ImageNetwork]:
+        """Inside, the backbone runs with the gates of these images."""
+        network = self._network()
+        embedding, _ = self.embedding(x)
+        with self._gated_by({name: gate(embedding) for name, gate in self.heads().items()}):
+            yield network
+
+    @contextmanager
+    def _gated_by(self, routing: Mapping[str, Routing]) -> Generator[None]:
+        before = self._active.replace(routing)
+        try:
+            yield
+        finally:
+            self._active.replace(before)
 
     def macs(self, routing: Mapping[str, Routing]) -> Tensor:
         """(B,): multiply-adds of each image with these gates, for the size of image that the network was built for.

@@ -35,6 +35,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.fidelity import Fidelity
 from moesaic.layers import PatchMoE
+from moesaic.models.feature_maps import FeatureDict
 from moesaic.models.image_classifier import GlobalAvgPool, ImageClassifier
 from moesaic.models.wide_resnet.pooled_head import pooled_head
 from moesaic.models.wide_resnet.thin_conv import fits_thin, fits_thin_add, plus_thin_conv2d, thin_conv2d
@@ -164,6 +165,7 @@ class WideResNet(ImageClassifier):
         check_positive(type(self).__name__, width=width, in_channels=in_channels)
         parts: OrderedDict[str, nn.Module] = OrderedDict(stem=style.conv(in_channels, _GROUP_WIDTHS[0], 3))
         before = _GROUP_WIDTHS[0]
+        maps: list[FeatureDict] = [{"num_chs": before, "reduction": 1, "module": "body.stem"}]
         for group, base in enumerate(_GROUP_WIDTHS, start=1):
             channels = base * width
             made: list[nn.Module] = []
@@ -176,8 +178,11 @@ class WideResNet(ImageClassifier):
                     made.append(_Block(before, channels, stride, style))
                 before = channels
             parts[f"group{group}"] = nn.Sequential(*made)
+            # BatchNorm and ReLU belong to the last map
+            module = f"body.group{group}" if group < len(_GROUP_WIDTHS) else "body.relu"
+            maps.append({"num_chs": channels, "reduction": 2 ** (group - 1), "module": module})
         parts |= {"norm": style.norm(before), "relu": nn.ReLU(), "mean": GlobalAvgPool()}
-        super().__init__(nn.Sequential(parts), before, num_classes)
+        super().__init__(nn.Sequential(parts), before, num_classes, feature_info=maps)
         style.initialise(self)
 
     def features(self, x: Tensor) -> Tensor:
@@ -188,6 +193,9 @@ class WideResNet(ImageClassifier):
         for part in body:
             x = _apply_module(part, x)
         return x
+
+    def _run_part(self, part: nn.Module, x: Tensor) -> Tensor:
+        return _apply_module(part, x)
 
 
 class WideResNetPMoE(WideResNet):
@@ -206,6 +214,7 @@ class WideResNetPMoE(WideResNet):
         patches_per_expert: Patches of an image that each expert selects.
         patch_size: Side of a patch on the map.
         kernel_size: Kernel size of the experts.
+        pad: see `PatchMoE`.
         gate: see `PatchMoE`, as for ``gate_on`` and ``expert_norm``.
         gate_on: see `PatchMoE`.
         expert_norm: see `PatchMoE`; without it BatchNorm and ReLU are taken once, in front of the router.
@@ -240,6 +249,7 @@ class WideResNetPMoE(WideResNet):
         patches_per_expert: int | None = None,
         patch_size: int | None = None,
         kernel_size: int | None = None,
+        pad: bool = False,
         gate: ExpertGate | None = None,
         gate_on: GateOn | None = None,
         expert_norm: bool | None = None,
@@ -249,7 +259,7 @@ class WideResNetPMoE(WideResNet):
         style = _Style.of(fidelity, keras_norm)
         given = {"gate": gate, "gate_on": gate_on, "expert_norm": expert_norm, "residual": residual}
         form = replace(_FORMS[fidelity], **{name: value for name, value in given.items() if value is not None})
-        plan = _patch_plan(image_size, fidelity, experts, patches_per_expert, patch_size, kernel_size)
+        plan = _patch_plan(image_size, fidelity, experts, patches_per_expert, patch_size, kernel_size, pad)
         chosen = None if router in (DEFAULT_ROUTER, ExpertChoice) else router
         if chosen is not None and patches_per_expert is not None and not has_patch_count(chosen):
             raise ValueError(
@@ -291,6 +301,7 @@ def _patch_plan(
     patches_per_expert: int | None,
     patch_size: int | None,
     kernel_size: int | None,
+    pad: bool,
 ) -> dict[str, Any]:
     """Patch grid and experts of a pMoE layer, as arguments of `PatchMoE`."""
     check_positive("WideResNetPMoE", image_size=image_size)
@@ -298,20 +309,20 @@ def _patch_plan(
     small = side <= _SMALL_MAP
     if patch_size is None:
         patch_size = 1 if small else _divisor(side, side / 4)
-    if side % patch_size:
+    if side % patch_size and not pad:
         raise ValueError(
             f"WideResNetPMoE: image_size={image_size} gives a {side}×{side} map, which is not divisible into "
-            f"{patch_size}×{patch_size} patches; use patch_size={_divisor(side, patch_size)}, or images of "
+            f"{patch_size}×{patch_size} patches; use patch_size={_divisor(side, patch_size)}, pad=True, or images of "
             f"{_SHRINK * patch_size * (side // patch_size + 1)}×{_SHRINK * patch_size * (side // patch_size + 1)}"
         )
     if experts is None:
         experts = 4 if small else 8
     if patches_per_expert is None:
-        patches_per_expert = max((side // patch_size) ** 2 // experts, 1)
+        patches_per_expert = max((-(-side // patch_size)) ** 2 // experts, 1)
     if kernel_size is None:
         kernel_size = 1 if small and fidelity != "print" else 3
     plan = {"experts": experts, "patches_per_expert": patches_per_expert}
-    return {**plan, "patch_size": patch_size, "kernel_size": kernel_size}
+    return {**plan, "patch_size": patch_size, "kernel_size": kernel_size, "pad": pad}
 
 
 def _with_router(
@@ -408,6 +419,8 @@ def _kernels_available(x: Tensor) -> bool:
 
 def _can_pool(body: nn.Sequential) -> bool:
     """Whether routed layer, BatchNorm, ReLU and mean follow each other, and none of them has hooks."""
+    if len(body) < 4:
+        return False
     *_, last, norm, relu, mean = body
     block = last[-1] if isinstance(last, nn.Sequential) else None
     if not isinstance(block, _RoutedBlock) or block.residual or type(block.moe) is not PatchMoE:

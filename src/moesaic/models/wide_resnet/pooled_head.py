@@ -40,7 +40,8 @@ def pooled_head(layer: PatchMoE, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     torch.Size([5, 6])
     """
     experts, output_norm = layer.experts, _norm_tensors(norm)
-    if output_norm is None or not isinstance(experts, ConvExperts) or isinstance(layer.router, SoftRouter):
+    unfit = layer.pads(x) or isinstance(layer.router, SoftRouter)
+    if output_norm is None or unfit or not isinstance(experts, ConvExperts):
         return norm(layer(x)).relu().mean((2, 3))
     x, routing, selection = layer.prepare(x)
     if norm.training and norm.num_batches_tracked is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.ops.dispatch import ChannelConv
+from moesaic.ops.eager import in_vmap
 from moesaic.routing_record import Routing
 
 __all__ = ["channel_gates", "check_closed", "masked_conv", "open_channels"]
@@ -40,7 +41,7 @@ def masked_conv(x: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
 
 def check_closed(x: Tensor, gate_in: Routing, conv: ChannelConv) -> None:
     """Raise if a map is nonzero in a channel that ``gate_in`` closes: a frozen layer would not read it."""
-    if x.is_meta or torch.compiler.is_compiling():
+    if x.is_meta or torch.compiler.is_compiling() or in_vmap():
         return
     nonzero = (x.detach() != 0).flatten(2).any(2)
     wrong = nonzero & ~open_channels(gate_in, x.shape[1], conv.block_in)

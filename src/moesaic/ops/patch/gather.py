@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.ops.dispatch import Context, PatchSpec
-from moesaic.ops.grouped_gemm import grouped_matmul
+from moesaic.ops.grouped_gemm import group_ends, grouped_matmul
 from moesaic.ops.patch.scatter_conv import ScatterIndex
 from moesaic.routing_record import UNASSIGNED, Routing
 
@@ -69,7 +69,7 @@ class RoutedPixels:
             image_P, patch_P = order // (N * K), order // K % N
             gate_P = routing.gate.flatten().index_select(0, order)
             used_P = (choice != UNASSIGNED).index_select(0, order) if routing.may_drop else None
-            ends_E = torch.searchsorted(expert_P, each_expert, right=True) * area
+            ends_E = group_ends(expert_P, E) * area
         if used_P is not None:
             patch_P = patch_P.clamp_min(0)
         patch_id_P = (image_P * routing.units + patch_P) * E + expert_P

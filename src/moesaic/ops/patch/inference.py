@@ -186,7 +186,8 @@ class CachedValue(Generic[T]):
 
     A change is detected by the tensor's address and by torch's version counter: optimizer steps, ``load_state_dict``,
     ``to`` and edits under ``no_grad`` are noticed. Edits of ``tensor.data`` are not, since torch does not count them.
-    Nothing is cached for tensors created in inference mode, which have no version counter.
+    Nothing is cached for tensors created in inference mode, which have no version counter. Threads may call it at once;
+    those that find nothing compute the value each.
 
     >>> weight, cached = torch.ones(2), CachedValue[Tensor]()
     >>> cached.get([weight], lambda: 2 * weight)
@@ -197,9 +198,8 @@ class CachedValue(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._value: tuple[T] | None = None
-        self._key: list[int] = []
-        self._tensors: list[Tensor] = []
+        self._cached: tuple[list[int], T, list[Tensor]] | None = None
+        """Key, value and tensors; set as one, so that a thread never reads the value of another key."""
 
     def get(self, tensors: Sequence[Tensor], compute: Callable[[], T]) -> T:
         """Returns the cached value, or that of ``compute()`` if one of the tensors has changed."""
@@ -207,13 +207,14 @@ class CachedValue(Generic[T]):
             key = [*map(_address, tensors), *map(_version, tensors)]
         except RuntimeError:  # inference tensors have no version counter
             return compute()
-        if self._value is None or key != self._key:
-            with torch.inference_mode(False), torch.no_grad():
-                self._value = (compute(),)
-            self._key = key
-            # while these references live, no other tensor can get the same address
-            self._tensors = [tensor.detach() for tensor in tensors]
-        return self._value[0]
+        cached = self._cached
+        if cached is not None and cached[0] == key:
+            return cached[1]
+        with torch.inference_mode(False), torch.no_grad():
+            value = compute()
+        # while these references live, no other tensor can get the same address
+        self._cached = key, value, [tensor.detach() for tensor in tensors]
+        return value
 
 
 @dataclass(frozen=True)
@@ -255,10 +256,11 @@ def _prepared(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size
         return make()
     cache = _prepared_cache.setdefault(experts.weight, {})
     key = (spec, map_size, None if norm is None else norm.eps)
-    if key not in cache:
-        cache.clear()  # one shape at a time
-        cache[key] = CachedValue()
-    return cache[key].get(_tensors(experts, norm), make)
+    cached = cache.get(key)
+    if cached is None:
+        cache.clear()  # one shape at a time; another thread may do so at any moment
+        cached = cache[key] = CachedValue()
+    return cached.get(_tensors(experts, norm), make)
 
 
 def _prepare(experts: ConvWeights, norm: Norm | None, spec: PatchSpec, map_size: tuple[int, int]) -> _PreparedWeights:

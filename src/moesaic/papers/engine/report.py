@@ -1,19 +1,22 @@
 """The report on claims: one self-contained HTML file, for readers who do not know the paper.
 
-It begins with the verdicts and definitions of the terms (`glossary`). Then each figure or theorem of the paper has a
-section with its charts, claims, measurements and rules. Several papers have a part each. All verdicts and numbers come
-from the findings, all charts from the chart records.
+It begins with one figure and a grid of verdicts, one square for each claim. Then each figure or theorem of the paper
+has a section with its claims; charts, measurements and rules unfold. Several papers have a part each, which ends with
+the claims that were not run. All verdicts and numbers come from the findings, all charts from the chart records.
 
-Styles and drawings are inline, and a Content-Security-Policy forbids the browser to load anything. Text from claims,
-labels and commands is escaped.
+Styles, drawings and the script of the filters are inline. A Content-Security-Policy forbids the browser to load
+anything, and to run any other script. Text from claims, labels and commands is escaped.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from moesaic.fidelity import Fidelity
@@ -39,6 +42,8 @@ from moesaic.report.templates import render
 
 __all__ = ["write_report"]
 
+NOT_RUN = VERDICTS[-1]
+
 _VERDICT_DESCRIPTIONS = {
     "holds": "the measurement meets the rule that was written down beforehand",
     "partly": "it meets a part of the rule, or the trials do not decide: the interval lies on both sides of the limit",
@@ -59,8 +64,8 @@ def write_report(
 ) -> None:
     """Writes the report atomically.
 
-    Claims are shown under the place in the paper where it makes them, in the order of ``findings``. The first claim of
-    a place is shown in the summary.
+    Claims are shown under the place in the paper where it makes them, in the order of ``findings``. The first chart
+    opens the page.
 
     Args:
         path: HTML file to write.
@@ -78,11 +83,17 @@ def write_report(
     ...     "2 &lt; 3" in Path(folder, "report.html").read_text("utf-8")
     True
     """
+    shown = _papers(findings, charts, papers)
+    script = files("moesaic.papers.engine").joinpath("report.js").read_text("utf-8")
     text = render(
         "report.html",
         package="moesaic.papers.engine",
-        papers=_papers(findings, charts, papers),
+        papers=shown,
+        headline=_headline(shown),
         summary=_summary(findings),
+        decided={each.decision for each in findings},
+        script=script,
+        script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         fidelity_descriptions=FIDELITY_DESCRIPTIONS,
         fidelity_labels=FIDELITY_LABELS,
         verdicts=_VERDICT_DESCRIPTIONS,
@@ -102,6 +113,9 @@ class _Mark:
     value: float
     low: float
     high: float
+    open_low: bool
+    """Whether the interval goes on beyond the scale."""
+    open_high: bool
 
 
 @dataclass(frozen=True)
@@ -117,15 +131,28 @@ class _FindingRow:
 @dataclass(frozen=True)
 class _Claim:
     id: str
+    anchor: str
     statement: str
     published: str
     published_mark: float | None
+    zero_mark: float | None
+    """Position of 0, where some numbers are above and others below it."""
     pills: list[tuple[str, str]]
     """Verdict, and its text, which names the fidelities if their verdicts differ."""
     sentence: str
     rows: list[_FindingRow]
     rules: list[tuple[str, str]]
     """Fidelities, and their rule."""
+
+    @property
+    def ran(self) -> bool:
+        """Whether there is a verdict in at least one form."""
+        return any(row.decision != NOT_RUN for row in self.rows)
+
+    @property
+    def label(self) -> str:
+        """The claim and its verdicts in one sentence, for a square of the grid."""
+        return f"{self.statement} {'; '.join(text for _, text in self.pills)}"
 
 
 @dataclass(frozen=True)
@@ -158,16 +185,53 @@ class _Section:
     drawings: list[_Drawing]
     claims: list[_Claim]
 
+    @property
+    def ran(self) -> list[_Claim]:
+        return [claim for claim in self.claims if claim.ran]
+
 
 @dataclass(frozen=True)
 class _Paper:
+    id: str
     title: str
+    short_title: str
     about: str
     anchor: str
     summary: str
     bars: list[_Bar]
     terms: dict[str, str]
     sections: list[_Section]
+
+    @property
+    def claims(self) -> list[_Claim]:
+        return [claim for section in self.sections for claim in section.claims]
+
+    @property
+    def not_run(self) -> dict[str, list[_Claim]]:
+        """The claims without any verdict, by the reason."""
+        found: dict[str, list[_Claim]] = {}
+        for claim in self.claims:
+            if not claim.ran:
+                found.setdefault(claim.rows[0].reason, []).append(claim)
+        return found
+
+
+@dataclass(frozen=True)
+class _Headline:
+    """What opens the page: a drawing, and the claim that it is about."""
+
+    paper: _Paper
+    section: _Section
+    drawing: _Drawing
+    claim: _Claim | None
+
+
+def _headline(papers: Sequence[_Paper]) -> _Headline | None:
+    for paper in papers:
+        for section in paper.sections:
+            if section.drawings:
+                return _Headline(paper, section, section.drawings[0], next(iter(section.ran), None))
+    return None
 
 
 @dataclass(frozen=True)
@@ -178,18 +242,22 @@ class _Bar:
 
 
 def _summary(findings: Sequence[Finding]) -> str:
-    claims = len(group_by_claim(findings))
-    if not claims:
-        return "No claim was tested."
+    claims = group_by_claim(findings)
+    decided = [each for each in findings if each.decision != NOT_RUN]
+    tested = group_by_claim(decided)
     presets = " and ".join(dict.fromkeys(finding.preset for finding in findings))
-    counts = list(verdict_counts(findings).values())
+    if not tested:
+        return f"No claim was tested with the preset {presets}." if claims else "No claim was tested."
+    counts = list(verdict_counts(decided).values())
     listed = f"{', '.join(counts[:-1])} and {counts[-1]}" if len(counts) > 1 else counts[0]
-    fidelities = len({finding.fidelity for finding in findings})
+    fidelities = len({finding.fidelity for finding in decided})
     forms = f", in up to {fidelities} forms each" if fidelities > 1 else ""
-    return (
-        f"{claims} {'claim was' if claims == 1 else 'claims were'} tested{forms}, with the preset {presets}. "
-        f"Of {len(findings)} {'verdict' if len(findings) == 1 else 'verdicts'}, {listed}."
+    text = (
+        f"{len(tested)} {'claim was' if len(tested) == 1 else 'claims were'} tested{forms}, with the preset {presets}. "
+        f"Of {len(decided)} {'verdict' if len(decided) == 1 else 'verdicts'}, {listed}."
     )
+    left = len(claims) - len(tested)
+    return f"{text} {left} {'claim was' if left == 1 else 'claims were'} not run here." if left else text
 
 
 def _bars(findings: Sequence[Finding]) -> list[_Bar]:
@@ -216,7 +284,9 @@ def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequen
         sections = _sections(paper.id, own, drawn, taken)
         shown.append(
             _Paper(
+                paper.id,
                 paper.title,
+                _short_title(paper),
                 paper.about,
                 anchor,
                 _summary(own),
@@ -228,6 +298,12 @@ def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequen
     return shown
 
 
+def _short_title(paper: Source) -> str:
+    """Authors and year, where a title has them in parentheses."""
+    found = re.search(r"\(([^()]+ \d{4})\)", paper.title)
+    return found[1] if found else paper.title
+
+
 def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], taken: set[str]) -> list[_Section]:
     places = group_by_place(findings)
     for chart in charts:
@@ -237,7 +313,7 @@ def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], 
             where,
             _anchor(paper, where, taken),
             [_drawing(chart) for chart in charts if chart.where == where],
-            [_claim(claim) for claim in claims],
+            [_claim(claim, _anchor(f"claim {paper}", claim[0].id, taken)) for claim in claims],
         )
         for where, claims in places.items()
     ]
@@ -269,7 +345,7 @@ def _anchor(paper: str, place: str, taken: set[str]) -> str:
     return name
 
 
-def _claim(claim: ClaimFindings) -> _Claim:
+def _claim(claim: ClaimFindings, anchor: str) -> _Claim:
     first = claim[0]
     scale = _Scale.of(claim)
     decided = fidelities_by_verdict(claim)
@@ -285,9 +361,11 @@ def _claim(claim: ClaimFindings) -> _Claim:
         rules.setdefault(each.rule, []).append(FIDELITY_LABELS[each.fidelity])
     return _Claim(
         id=first.id,
+        anchor=anchor,
         statement=first.statement,
         published=format_published(first),
         published_mark=scale.position(first.published) if scale and isinstance(first.published, float | int) else None,
+        zero_mark=scale.position(0.0) if scale and scale.low < 0 < scale.high else None,
         pills=pills,
         sentence=_sentence(claim),
         rows=[
@@ -354,7 +432,8 @@ class _Scale:
         if finding.measured is None:
             return None
         low, high = finding.interval or (finding.measured, finding.measured)
-        return _Mark(self.position(finding.measured), self.position(low), self.position(high))
+        ends = self.position(low), self.position(high)
+        return _Mark(self.position(finding.measured), *ends, low < self.low, high > self.high)
 
 
 def _style_class(decision: str) -> str:
