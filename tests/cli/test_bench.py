@@ -73,6 +73,7 @@ def test_the_released_block_is_measured_too(capsys: pytest.CaptureFixture[str]):
         (Bench("layer", device="tpu"), "--device='tpu' is unknown; use 'auto', 'cpu' or 'cuda'"),
         (Bench("layer", device="cpu", tune=True), "--tune needs the triton backend, but the backend is torch: "),
         (Bench("layer", tune_seconds=0), "--tune-seconds"),
+        (Bench("layer", patch_size=10**6), "--patch-size=1000000 is larger than the map of --size 16; use at most 16"),
         (
             Bench("layer", batch_size=10**9),
             r"the feature maps have .* elements; the maximum is 2,147,483,648: use a smaller --batch-size",

@@ -1,5 +1,6 @@
 """The commands: what they write, what they say, and how they fail."""
 
+import errno
 import inspect
 import json
 import os
@@ -17,12 +18,15 @@ import pytest
 import torch
 from mnist_files import forget_digits
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
+from rich.cells import cell_len
 
 import moesaic
 from moesaic.cli import main
 from moesaic.cli.commands import COMMANDS
 from moesaic.papers import reproduce as real_papers
 from moesaic.papers.engine.findings import Claim, Finding, Source, read_findings
+from moesaic.papers.engine.variant_findings import VariantCell, VariantFinding
+from moesaic.papers.engine.variants import RefusedVariant, parse_variation
 from moesaic.report.chart import Chart, read_charts
 
 
@@ -44,6 +48,7 @@ class ReproduceResult:
     findings: tuple[Finding, ...]
     charts: tuple[Chart, ...]
     notes: tuple[str, ...]
+    variants: tuple[VariantFinding, ...] = ()
 
 
 class Papers(ModuleType):
@@ -70,6 +75,8 @@ class Papers(ModuleType):
             for id, (title, about) in texts.items()
         }
         self.PRESETS = real_papers.PRESETS
+        self.check_variations = lambda vary, **_: [parse_variation(text) for text in vary]
+        self.claim_parameters = lambda paper, claims: {claim.id: "experts (k)=8" for claim in claims}
         self.asked: dict[str, Any] = {}
         self.outcome = ReproduceResult(FINDINGS, CHARTS[2:], ("five trials instead of twenty",))
         self.trouble: BaseException | None = None
@@ -131,8 +138,46 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
         "out": Path("here/there"),
         "device": "cpu",
         "seed": 7,
+        "vary": (),
     }
     assert Path("here/there/report.html").is_file()
+
+
+def test_variants_stand_beside_the_findings_and_change_none(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    cells = (VariantCell("fig6/<b>/4", True, 91.0, (90.0, 92.0)), VariantCell("fig6/<b>/8", False, None, None))
+    variant = VariantFinding(FINDINGS[0], "k=4 added", True, 1.5, (1.0, 2.0), "rule not met", cells, 2.0)
+    papers.outcome = replace(papers.outcome, variants=(variant, replace(variant, label="l=2", adds=False, cells=())))
+    assert main(["reproduce", "--out", "out", "--vary", "k=4", "--vary", "l=2"]) == 0
+    assert papers.asked["vary"] == ("k=4", "l=2")
+    assert tuple(read_findings(Path("out/claims.json"))) == FINDINGS
+    first, second = json.loads(Path("out/variants.json").read_text("utf-8"))
+    assert (first["variant"], first["measured"], first["outcome"]) == ("k=4 added", 1.5, "rule not met")
+    assert first["paper_setting"]["measured"] == FINDINGS[0].measured
+    assert first["cells"][0]["accuracy"] == 91.0
+    assert second["variant"] == "l=2"
+    page, printed = Path("out/variants.html").read_text("utf-8"), capsys.readouterr().out
+    assert "fig6/&lt;b&gt;/4" in page
+    assert "<b>" not in page
+    for text in ("no verdict on the paper", "k=4 added", "l=2"):
+        assert text in page
+        assert text in printed
+    assert "fig6/<b>/4  91.0 [90.0, 92.0]  variant" in printed
+    assert "k=4" not in Path("out/report.html").read_text("utf-8").replace("--vary k=4", "")
+
+
+def test_values_that_an_experiment_cannot_run_with_are_one_line(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    papers.trouble = RefusedVariant("--vary k=0 cannot run: experts=0")
+    assert main(["reproduce", "--out", "out", "--vary", "k=0"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "moesaic reproduce: --vary k=0 cannot run: experts=0"
+
+
+def test_selected_claims_list_the_parameters_of_their_experiments(capsys: pytest.CaptureFixture[str]):
+    assert main(["claims", "--figure", "6"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "experts (k)=2,4,8," in printed
+    assert "Parameters: as above" in printed
+    assert main(["claims", "--paper", "chowdhury2023"]) == 0
+    assert "Parameters" not in capsys.readouterr().out
 
 
 def test_several_papers_can_be_named_and_share_one_report(papers: Papers, capsys: pytest.CaptureFixture[str]):
@@ -248,6 +293,16 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
     assert not Path("out/report.html").exists()
 
 
+def test_a_full_disk_is_one_line(papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write, which does not name the file
+
+    monkeypatch.setattr("moesaic.papers.engine.report.write_report", full)
+    assert main(["reproduce", "--out", "out"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("moesaic reproduce: No space left on device. Free space on that disk and run the same again")
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
@@ -264,6 +319,7 @@ def test_an_interruption_during_writing_leaves_no_half_file(papers: Papers, monk
         (["reproduce", "--out", "file"], "--out='file' cannot be made a directory: file is a file; name another one"),
         (["reproduce", "--out", "file/below"], "file is a file; name another one"),
         (["claims", "--paper", "chen"], "(did you mean 'chen2022'?)"),
+        (["reproduce", "--vary", "k"], "--vary='k'; write it as NAME=VALUE,VALUE, such as k=4,8,16"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )
@@ -399,6 +455,8 @@ def test_theory_takes_every_letter(capsys: pytest.CaptureFixture[str]):
         (["--delta-d", "1.5"], "−1 < δ_d < 1 fails"),
         (["--eps", "0.7"], "0 < ε < 1/2 fails"),
         (["--m", "41"], "m=41, k=8"),
+        (["--p", "10000000000000"], "is 10 to the power 350, which no number here holds; use a smaller p"),
+        (["--eps", "1e-300"], "use a larger ε"),
         (["--data", "mnist-patch"], "(did you mean 'mnist-patches'?)"),
         (["--data", "mnist-patches", "--samples", "3"], "samples=3"),
         (["--data", "mnist-patches", "--samples", "1000000"], "--samples=1000000; it must be at most 20000"),
@@ -424,8 +482,9 @@ def test_theory_measures_the_data_models_constants(capsys: pytest.CaptureFixture
         assert re.search(rf"^{name} +[\d.]+  \S", printed, re.MULTILINE), name
 
 
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]):
-    assert main(["--version"]) == 0
+@pytest.mark.parametrize("given", [["--version"], ["--version", "train"]])
+def test_the_version_is_told(given: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(given) == 0
     assert capsys.readouterr().out == f"moesaic {moesaic.__version__}\n"
 
 
@@ -440,6 +499,15 @@ def test_help_explains_and_ends_well_within_80_columns(
     printed = capsys.readouterr().out
     assert "usage: moesaic" in printed
     assert max(len(line) for line in printed.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    "given", ["claims", "claims --figure 6", "theory", "theory --data mnist-patches --samples 100"]
+)
+def test_tables_fit_80_columns(given: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(given.split()) == 0
+    assert max(cell_len(line) for line in capsys.readouterr().out.splitlines()) <= 80
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,26 @@ def refused(message: str, command: Explain) -> None:
         command.run([])
 
 
+def test_an_interrupted_explanation_runs_again_in_its_folder(
+    run: Path, pets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "page"
+
+    def interrupted(*_: object) -> None:
+        (out / "layer-0-image-7.png").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moesaic.report.explanation.draw_gates", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            Explain(run, (pets,), max_images=1, top_patches=2, out=out).run(["explain"])
+    assert not (out / "explanation.json").exists()
+    assert Explain(run, (pets,), max_images=1, top_patches=2, out=out).run(["explain"]) == 0
+    assert read(out)["about"]["data"] == "30 of 31 input images"
+    assert not (out / "layer-0-image-7.png").exists()
+    assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
+
+
 def test_what_cannot_be_explained_is_refused(run: Path, pets: Path, tmp_path: Path):
     image = pets / "cat" / "03.png"
     refused("there are no images", Explain(run))

@@ -1,8 +1,10 @@
 """`moesaic export`: where it writes, what it says, and what it refuses."""
 
 import builtins
+import errno
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,15 @@ def test_what_differs_by_more_than_rounding_is_a_failure(
 def test_what_cannot_be_written_is_refused(run: Path, tmp_path: Path, format: str, out: str | None, message: str):
     with pytest.raises(CommandError, match=f"moesaic export: .*{re.escape(message)}"):
         Export(run, format, out=None if out is None else tmp_path / out).run([])
+
+
+def test_a_full_disk_is_not_blamed_on_shapes(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "net.pt2")
+
+    monkeypatch.setattr(sys.modules["moesaic.training.export"], "write_atomic", full)
+    with pytest.raises(OSError, match="No space left"):
+        Export(run, "pt2", tmp_path / "net.pt2").run([])
 
 
 def test_the_checkpoint_itself_is_not_overwritten(run: Path):

@@ -251,7 +251,11 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
     ("ends", "code", "output"),
     [
         (KeyboardInterrupt(), 130, "Interrupted before the first checkpoint. To begin again:"),
-        (torch.OutOfMemoryError("tried to allocate"), 2, "too little memory for --batch-size 8; use a smaller one"),
+        (
+            torch.OutOfMemoryError("tried to allocate"),
+            2,
+            "the memory is too small: tried to allocate; use a smaller --batc",
+        ),
     ],
     ids=["interrupted", "no memory"],
 )

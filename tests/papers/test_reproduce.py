@@ -132,6 +132,54 @@ def test_a_paper_of_which_nothing_was_asked_says_nothing(tmp_path: Path, monkeyp
     assert "a note of its own" not in result.notes
 
 
+def test_variants_run_beside_the_papers_setting_and_leave_its_findings(tmp_path: Path):
+    own = reproduce(out=tmp_path / "own", claims=["fig6-falls"], fidelities=("print",))
+    result = reproduce(out=tmp_path / "varied", claims=["fig6-falls"], fidelities=("print",), vary=["k=9,8"])
+    assert without_seconds(own) == without_seconds(result)
+    assert own.variants == ()
+    (variant,) = result.variants
+    assert (variant.label, variant.finding) == ("k=9,8 added", result.findings[0])
+    assert [(cell.name, cell.changed) for cell in variant.cells] == [
+        ("fig6/N=20/8", False),
+        ("fig6/N=20/9", True),
+        ("fig6/N=20/10", False),
+    ]
+    assert all(cell.accuracy is not None and 0 <= cell.accuracy <= 100 for cell in variant.cells)
+    assert variant.outcome.startswith("rule ")
+    assert len(list((tmp_path / "varied" / "cells").iterdir())) == len(TINY.fig6_k) + 1, "k=8 is the paper's own"
+
+
+def test_a_variant_measures_what_its_parameters_say(tmp_path: Path):
+    given = {"claims": ["fig4-joint-ahead"], "fidelities": ("print",), "vary": ["k=3", "l=2"]}
+    (variant,) = reproduce(out=tmp_path, **given).variants
+    assert {cell.name for cell in variant.cells} == {"fig4/joint/20", "fig4/joint/40"}, "the CNN has neither"
+    plan = shorter("quick", "print")
+    expected = []
+    for name in ("fig4/joint/20", "fig4/joint/40"):
+        cell = replace(plan[name], model=replace(plan[name].model, experts=3, patches_per_expert=2))
+        runner = Runner(ResultCache(tmp_path / "other"), None, device="cpu", seed=0, progress=NoProgress())
+        expected.append(sum(cell.measure(runner)["accuracy"]) / TINY.printed_trials)
+    assert [cell.accuracy for cell in variant.cells] == pytest.approx(expected)
+
+
+def test_finished_variants_do_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    first = reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",), vary=["k=9"])
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a finished cell was run again")
+
+    monkeypatch.setattr(chowdhury2023_cells, "train_trials", refuse)
+    assert reproduce(out=tmp_path, claims=["fig6-falls"], fidelities=("print",), vary=["k=9"]) == first
+
+
+def test_a_variant_that_this_machine_cannot_run_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with_mixtures(monkeypatch)
+    given = {"claims": ["table2-rotate-cnn"], "preset": "full", "fidelities": ("print",)}
+    (variant,) = reproduce(out=tmp_path, vary=["epochs=3"], **given).variants
+    assert variant.outcome == "not run here: needs CIFAR-10's binary files under --data-dir"
+    assert (variant.measured, variant.cells) == (None, ())
+
+
 class Listener:
     def __init__(self) -> None:
         self.messages: list[str] = []
@@ -281,6 +329,10 @@ def test_a_damaged_cell_is_logged_and_run_again(tmp_path: Path):
         ({"papers": ["chowdhury"]}, "did you mean 'chowdhury2023'"),
         ({"claims": ["fig4-joint"]}, "did you mean 'fig4-joint-"),
         ({"fidelities": ["printed"]}, "did you mean 'print'"),
+        ({"vary": ["experts"]}, "--vary='experts'; write it as NAME=VALUE,VALUE"),
+        ({"vary": ["exprts=4"], "claims": ["fig6-falls"]}, r"experiments of fig6-falls; .*did you mean 'experts'"),
+        ({"vary": ["l=17"], "claims": ["fig6-falls"]}, "l ≤ n fails: patches_per_expert=17"),
+        ({"vary": ["k=4"], "claims": ["fig6-falls"], "fidelities": ["released"]}, "do not run with --preset quick"),
     ],
 )
 def test_what_is_unknown_is_refused_before_anything_runs(tmp_path: Path, arguments: dict[str, object], message: str):

@@ -1,11 +1,13 @@
 """The command line; each command is a few lines over the library.
 
-Bad input ends with one line on stderr and exit code 2, an interruption with 130. With MOESAIC_DEBUG set in the
-environment bad input keeps its traceback, as everything unexpected always does.
+Bad input, and faults such as a full disk, end with one line on stderr and exit code 2, an interruption with 128 plus
+the number of the signal. With MOESAIC_DEBUG set in the environment they keep their traceback, as everything unexpected
+always does.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,10 +21,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     moesaic ...
     0
     """
+    if arguments is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ours is there: an end without traceback
     given = list(sys.argv[1:] if arguments is None else arguments)
-    if given == ["--version"]:  # before torch and tyro are imported, which takes seconds
+    if given[:1] == ["--version"]:  # before torch and tyro are imported, which takes seconds
         sys.stdout.write(f"moesaic {sys.modules['moesaic'].__version__}\n")
         return 0
+    from moesaic.cli.faults import replace_unencodable, signal_handlers
+
+    if arguments is not None:  # called from Python, whose signals are not ours
+        return _run(given)
+    replace_unencodable()
+    with signal_handlers(given):
+        return _run(given)
+
+
+def _run(given: list[str]) -> int:
     from moesaic.cli.commands import run_command
 
     return run_command(given)

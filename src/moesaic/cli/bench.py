@@ -129,6 +129,10 @@ class Bench:
         out_channels = self.channels if self.out_channels is None else self.out_channels
         given = {name: value for name, value in asdict(self).items() if type(value) is int}  # all of them are counts
         check_positive("bench", **{f"--{name.replace('_', '-')}": value for name, value in given.items()})
+        if self.patch_size > self.size:
+            raise ValueError(
+                f"--patch-size={self.patch_size} is larger than the map of --size {self.size}; use at most {self.size}"
+            )
         for what, numbers, smaller in (
             (
                 "the feature maps",

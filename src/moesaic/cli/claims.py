@@ -16,7 +16,10 @@ __all__ = ["Claims"]
 
 @dataclass(frozen=True)
 class Claims:
-    """List the papers' claims, with the rules that decide whether they hold."""
+    """List the papers' claims, with the rules that decide whether they hold.
+
+    Selected claims also list the parameters that `moesaic reproduce --vary` takes.
+    """
 
     paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
     """Paper to list, such as chen2022. Default: all papers."""
@@ -31,7 +34,7 @@ class Claims:
 
         from moesaic.papers.engine.claim_selection import select_claims
         from moesaic.papers.engine.claims_table import show_claim_rules
-        from moesaic.papers.reproduce import PAPERS
+        from moesaic.papers.reproduce import PAPERS, claim_parameters
 
         with user_errors("claims"):
             for paper in self.paper:
@@ -42,5 +45,6 @@ class Claims:
         for paper in self.paper or PAPERS:
             claims = [claim for claim in PAPERS[paper].claims if not selected or claim.id in selected]
             if claims:
-                show_claim_rules(f"{paper}: {PAPERS[paper].title}", claims, console)
+                listed = claim_parameters(PAPERS[paper], claims) if selected else {}
+                show_claim_rules(f"{paper}: {PAPERS[paper].title}", claims, console, listed)
         return 0

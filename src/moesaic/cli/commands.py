@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, Protocol
 
 import tyro
@@ -20,9 +21,9 @@ from moesaic.cli.compare import Compare
 from moesaic.cli.completion import Completion
 from moesaic.cli.explain import Explain
 from moesaic.cli.export import Export
+from moesaic.cli.faults import log, run_guarded
 from moesaic.cli.predict import Predict
 from moesaic.cli.reproduce import Reproduce
-from moesaic.cli.shared import CommandError, log
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
 
@@ -82,15 +83,9 @@ def _parse(given: Sequence[str]) -> Command:
 
 
 def _run(command: Command, given: Sequence[str]) -> int:
-    try:
-        return command.run(given)
-    except CommandError as error:
-        if os.environ.get("MOESAIC_DEBUG"):
-            raise
-        log(str(error))
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if given[0] != "completion":
+        import_module("torch")  # the slow import, before there is anything that a signal could interrupt
+    return run_guarded(given[0], given, lambda: command.run(given))
 
 
 def _reader_left() -> int:

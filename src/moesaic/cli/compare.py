@@ -15,6 +15,7 @@ from moesaic.cli.shared import (
     CommandError,
     DatasetOptions,
     TrainableOption,
+    check_folder,
     file_name,
     log,
     program,
@@ -66,6 +67,7 @@ class Compare(DatasetOptions):
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         with user_errors("compare"):
             grid, recipe, device = self._checked()
+            check_folder(self.out)
             dataset = self._load(grid, recipe)
             out = self.out or Path("runs") / f"compare-{file_name(dataset.name)}"
             command, machine = write_config(out, self, given, device)

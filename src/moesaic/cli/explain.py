@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
     RouterOption,
+    check_folder,
     load_run,
     log,
     make_folder,
@@ -79,17 +81,19 @@ class Explain:
     def run(self, given: Sequence[str]) -> int:
         """Writes the page and prints its path."""
         from moesaic.insight.explain import explain
-        from moesaic.report.explanation import About, Shown, write_explanation
+        from moesaic.report.explanation import About, Shown, begin_explanation, is_explanation, write_explanation
 
         with user_errors("explain"):
             device = self._checked()
+            check_folder(self.out)
             checkpoint = self._load(device)
             out = self.out or checkpoint.path.parent / "explanation"
-            if out.is_dir() and any(out.iterdir()) and not (out / "explanation.json").exists():
+            if out.is_dir() and any(out.iterdir()) and not is_explanation(out):
                 raise ValueError(f"--out={str(out)!r} has other files in it; name another directory, or a new one")
             inputs = self._input_images(checkpoint) if self.images else None
             tested = None if self.data is None else self._test_images(checkpoint, self.data)
             make_folder(out)
+            begin_explanation(out)
         explained, shown = tested or inputs, (inputs or tested)
         assert explained is not None and shown is not None
         shown = shown.some(self.max_images, self.seed)
@@ -275,7 +279,7 @@ def _summarise(explanation: Explanation, page: Path) -> None:
         lines.append(f"{name}: the routing to its {layer.experts} experts depends on the {kind}{probe}")
     if explanation.channels is not None:
         lines += _gates(explanation.channels, "class" if explanation.by == "label" else "predicted class")
-    sys.stdout.write("\n".join([*lines, f"Page: {page}", ""]))
+    sys.stdout.write(escaped("\n".join([*lines, f"Page: {page}", ""])))
 
 
 def _gates(channels: ChannelExplanation, kind: str) -> list[str]:

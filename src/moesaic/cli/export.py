@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 from tyro.conf import Positional, arg
 
 from moesaic.checks import check_choice
-from moesaic.cli.shared import RouterOption, load_run, log, user_errors
+from moesaic.cli.shared import RouterOption, check_writable, load_run, log, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,10 +73,7 @@ class Export:
         out = self.out or checkpoint.with_name(f"{stem}.{self.format}")
         if out.is_dir():
             raise ValueError(f"--out={str(out)!r} is a directory; give a file name, such as {out / checkpoint.stem}")
-        if not out.parent.is_dir():
-            raise ValueError(
-                f"--out={str(out)!r}: there is no directory {out.parent}; create it, or choose another file"
-            )
+        check_writable("--out", out)
         if out.exists() and out.samefile(checkpoint):
             raise ValueError(f"--out={str(out)!r} is the checkpoint itself; choose another file")
         if out.exists() and not self.overwrite:

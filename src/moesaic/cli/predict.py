@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from moesaic.checks import check_positive
-from moesaic.cli.shared import RouterOption, log, resolve_device, user_errors
+from moesaic.cli.faults import escaped
+from moesaic.cli.shared import RouterOption, check_writable, log, resolve_device, user_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,7 +66,8 @@ class Predict:
                 model = self._load(device)
             table, done = PredictionCSV(model.classes), 0
             for file, prediction in self._predictions(model, files):
-                sys.stdout.write(f"{printable(str(file.path))}: {_line(model.classes, prediction, self.top)}\n")
+                line = f"{printable(str(file.path))}: {_line(model.classes, prediction, self.top)}"
+                sys.stdout.write(f"{escaped(line)}\n")
                 table.add(str(file.path), prediction)
                 done += 1
         with user_errors("predict"):
@@ -87,10 +89,7 @@ class Predict:
         if self.csv is not None:
             if self.csv.suffix.lower() != ".csv" or self.csv.is_dir():
                 raise ValueError(f"--csv={str(self.csv)!r} is no name of a CSV file; give one that ends in .csv")
-            if not self.csv.parent.is_dir():
-                raise ValueError(
-                    f"--csv={str(self.csv)!r}: there is no directory {self.csv.parent}; create it, or name another file"
-                )
+            check_writable("--csv", self.csv)
         return resolve_device("predict", self.device)
 
     def _load(self, device: str) -> TrainedNetwork:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice
-from moesaic.cli.shared import log, program, resolve_device, user_errors, write_config
+from moesaic.cli.shared import CommandError, log, program, resolve_device, user_errors, write_config
 from moesaic.fidelity import Fidelity
 
 __all__ = ["Reproduce"]
@@ -37,6 +37,8 @@ class Reproduce:
     """Claims to check, as listed by `moesaic claims`: an id, its beginning (fig4) or a pattern (*-ahead)."""
     figure: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="N")] = ()
     """Figure whose claims are checked. Default: all claims."""
+    vary: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUES")] = ()
+    """Also run the experiments with other parameters, such as k=4,8,16 (`moesaic claims --figure 6` lists them)."""
     preset: Annotated[str, arg(metavar="quick|full")] = "quick"
     """quick: minutes on two cores. full: the papers' sizes and trials, or fewer if a claim's rule says so."""
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
@@ -52,11 +54,15 @@ class Reproduce:
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, for the message how to resume."""
+        from moesaic.papers.engine.variants import RefusedVariant
+
         with user_errors("reproduce"):
             plan = self._checked()
             command, machine = write_config(plan["out"], self, given, plan["device"])
         try:
             self._reproduce(plan, command, machine)
+        except RefusedVariant as error:
+            raise CommandError(f"moesaic reproduce: {error}") from error
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
             log(f"\nInterrupted. Finished results are in {plan['out']}. To resume:\n  {again}")
@@ -66,7 +72,7 @@ class Reproduce:
     def _checked(self) -> dict[str, Any]:
         """What `moesaic.papers.reproduce` takes, with everything the user can get wrong looked at first."""
         from moesaic.papers.engine.claim_selection import select_claims
-        from moesaic.papers.reproduce import PAPERS, PRESETS
+        from moesaic.papers.reproduce import PAPERS, PRESETS, check_variations
 
         check_choice("reproduce", "--preset", self.preset, PRESETS)
         check_choice("reproduce", "--fidelity", self.fidelity, FIDELITIES)
@@ -83,15 +89,21 @@ class Reproduce:
         for paper in (PAPERS[name] for name in self.paper or PAPERS):
             if not selected or any(claim.id in selected for claim in paper.claims):
                 paper.check_data(self.data_dir)  # so that damaged files are found before anything runs
-        return {
+        chosen: dict[str, Any] = {
             "papers": tuple(dict.fromkeys(self.paper)) or None,
             "claims": tuple(selected) or None,
             "preset": self.preset,
             "fidelities": FIDELITIES[self.fidelity],
+        }
+        if self.vary:
+            check_variations(self.vary, **chosen)
+        return {
+            **chosen,
             "data_dir": self.data_dir,
             "out": self.out or Path("runs") / f"reproduce-{self.preset}",
             "device": resolve_device("reproduce", self.device),
             "seed": self.seed,
+            "vary": self.vary,
         }
 
     def _reproduce(self, plan: dict[str, Any], command: str, machine: str) -> None:
@@ -99,6 +111,7 @@ class Reproduce:
 
         from moesaic.papers.engine.claims_table import show_findings_table
         from moesaic.papers.engine.result_files import write_results
+        from moesaic.papers.engine.variant_report import print_variants, write_variant_files
         from moesaic.papers.reproduce import PAPERS, reproduce
         from moesaic.report import watch_progress
 
@@ -119,4 +132,8 @@ class Reproduce:
         show_findings_table(findings, console, sources)
         for note in result.notes:
             console.print(f"note: {note}", markup=False, highlight=False)
+        if result.variants:
+            page = write_variant_files(out, result.variants, papers=sources, command=command, machine=machine)
+            print_variants(result.variants, console)
+            console.print(f"Variants: {page}", markup=False, highlight=False, soft_wrap=True)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)

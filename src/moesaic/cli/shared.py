@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
-import shutil
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import Positional, arg
+
+from moesaic.cli.faults import DISK_FAULTS, CommandError, log, work_begins
+from moesaic.cli.program import program
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -27,6 +30,8 @@ __all__ = [
     "DatasetOptions",
     "RouterOption",
     "TrainableOption",
+    "check_folder",
+    "check_writable",
     "file_name",
     "load_run",
     "log",
@@ -51,16 +56,17 @@ TrainableOption = Annotated[
 RouterOption = Annotated[str | None, arg(metavar="MODULE:CLASS", help_behavior_hint="(default: none)")]
 
 
-class CommandError(Exception):
-    """An option or input that cannot be used; the message says which, and what to do."""
-
-
 @contextmanager
 def user_errors(command: str) -> Generator[None]:
     """Turns errors inside into a `CommandError`: refused values, missing files, missing packages."""
+    work_begins()
     try:
         yield
+    except BrokenPipeError:  # the reader of the output has left
+        raise
     except (ValueError, TypeError, OSError, ImportError) as error:
+        if isinstance(error, OSError) and error.errno in DISK_FAULTS:
+            raise  # no bad input: `run_guarded` says what to do
         message = " ".join(str(error).split()).removeprefix(f"{command}: ").removeprefix("fit: ")
         raise CommandError(f"moesaic {command}: {message}") from error
 
@@ -73,16 +79,42 @@ def load_run(path: Path, device: str, router: str | None) -> Checkpoint:
     return load_checkpoint(path, device, router=None if router is None else import_router(router))
 
 
+def check_folder(out: Path | None) -> None:
+    """Raises if the folder of --out could not be made or written to, without making it; None is not checked."""
+    if out is None:
+        return
+    existing = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise OSError(
+            f"--out={str(out)!r} cannot be made a directory: {_relative(existing)} is a file; name another one"
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OSError(f"--out={str(out)!r} cannot be written to; name another directory")
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raises if the folder of a file is not there or cannot be written to."""
+    if not file.parent.is_dir():
+        raise ValueError(
+            f"{option}={str(file)!r}: there is no directory {file.parent}; create it, or name another file"
+        )
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{option}={str(file)!r}: the directory {file.parent} cannot be written to; name a file in another one"
+        )
+
+
 def make_folder(out: Path) -> None:
     """Creates the folder of --out; an error says why that is impossible."""
+    check_folder(out)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        in_the_way = next((path for path in (out, *out.parents) if path.exists() and not path.is_dir()), None)
-        why = f"{in_the_way} is a file" if in_the_way else error.strerror
-        raise OSError(f"--out={str(out)!r} cannot be made a directory: {why}; name another one") from error
-    if not os.access(out, os.W_OK | os.X_OK):
-        raise OSError(f"--out={str(out)!r} cannot be written to; name another directory")
+        raise OSError(f"--out={str(out)!r} cannot be made a directory: {error.strerror}; name another one") from error
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 def file_name(name: str) -> str:
@@ -123,6 +155,14 @@ def write_config(out: Path, command: DataclassInstance, given: Sequence[str], de
     from moesaic.report import describe_machine
 
     make_folder(out)
+    threads = torch.get_num_threads()
+    earlier = _earlier_threads(out / "config.json") if device == "cpu" else []
+    if any(count != threads for count in earlier):
+        others = ", ".join(str(count) for count in earlier if count != threads)
+        log(
+            f"results in {out} were computed with {others} CPU threads, and the rest will be with {threads}: they may "
+            f"differ from those with a single count; OMP_NUM_THREADS={earlier[0]} keeps them the same"
+        )
     line, machine = shlex.join(["moesaic", *given]), describe_machine(device)
     options = asdict(command).items()
     content = {
@@ -135,9 +175,19 @@ def write_config(out: Path, command: DataclassInstance, given: Sequence[str], de
             "numpy": np.__version__,
         },
         "machine": machine,
+        "threads": [*earlier, *([] if threads in earlier else [threads])],
     }
     write_json(out / "config.json", content)
     return line, machine
+
+
+def _earlier_threads(config: Path) -> list[int]:
+    """Returns the numbers of CPU threads that results in the folder were computed with."""
+    try:
+        counts = json.loads(config.read_text(encoding="utf-8"))["threads"]
+        return [int(count) for count in counts]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []  # none before, or of an earlier version
 
 
 def version() -> str:
@@ -197,16 +247,3 @@ def normalized(dataset: ImageDataset, config: PretrainedConfig) -> ImageDataset:
     from moesaic.data.datasets import Normalize
 
     return dataset.with_normalize(Normalize(config.mean, config.std)) if config.mean and config.std else dataset
-
-
-def program() -> list[str]:
-    """Returns the words by which this program was called."""
-    called = Path(sys.argv[0])
-    if called.suffix == ".py":
-        return [sys.executable, "-m", "moesaic"]
-    return [called.name if shutil.which(called.name) else sys.argv[0]]
-
-
-def log(message: str) -> None:
-    """Writes a line to stderr."""
-    sys.stderr.write(f"{message}\n")

@@ -79,7 +79,7 @@ class Theory:
                 m=self.m,
                 batch=self.B,
             )
-        show_complexity_table(setting)
+            show_complexity_table(setting)
         return 0
 
     def _measure(self, data: str) -> int:

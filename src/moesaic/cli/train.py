@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
     CommandError,
     DatasetOptions,
     TrainableOption,
+    check_folder,
     file_name,
     log,
     make_folder,
@@ -131,6 +133,7 @@ class Train(DatasetOptions):
         with user_errors("train"):
             recipe, device = self._checked()
             asked = self._spec()
+            check_folder(self.out)
             dataset = self._load(asked.pretrained_config())
             recipe = self._pretrained_recipe(recipe, asked, dataset)
             spec, cost = spec_for_dataset(asked, dataset)
@@ -273,11 +276,6 @@ class Train(DatasetOptions):
                     eval_every=self.eval_every or _default_eval_every(dataset),
                 )
                 progress.end()
-        except torch.OutOfMemoryError as error:
-            raise CommandError(
-                f"moesaic train: {device} has too little memory for --batch-size {self.batch_size}; use a smaller one, "
-                "or --grad-accum 2, which computes each batch in two parts"
-            ) from error
         except (CheckpointError, Diverged, CompileError, OSError) as error:
             message = " ".join(str(error).split())
             raise CommandError(f"moesaic train: {message.removeprefix('fit: ')}") from error
@@ -318,7 +316,7 @@ def _show(
     """Prints the accuracy, the cost and the next commands."""
 
     def say(line: str = "") -> None:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        console.print(escaped(line), markup=False, highlight=False, soft_wrap=True)
 
     often = 100 * int(dataset.test.labels.bincount().max()) / len(dataset.test)
     ended = "" if found.stopped == "all epochs" else f" ({found.stopped})"
@@ -363,7 +361,7 @@ def _show_groups(
     table = Table(kind, "test images", "accuracy", box=None, pad_edge=False, header_style="bright_black")
     table.columns[1].justify = table.columns[2].justify = "right"
     for name, count, accuracy in rows:
-        table.add_row(Text(name), f"{count}", f"{accuracy:.1f} %")
+        table.add_row(Text(escaped(name)), f"{count}", f"{accuracy:.1f} %")
     console.print(table)
 
 

@@ -15,13 +15,24 @@ from moesaic.papers.chowdhury2023.paper import PAPER as CHOWDHURY2023
 from moesaic.papers.engine.cells import Cell, CompletedCell
 from moesaic.papers.engine.claims import ClaimCheck, ExperimentResults, Paper, Plan
 from moesaic.papers.engine.decision_rules import CheckResult
-from moesaic.papers.engine.findings import Finding
+from moesaic.papers.engine.findings import Claim, Finding
 from moesaic.papers.engine.runner import Runner
+from moesaic.papers.engine.variant_findings import VariantFinding, variant_finding
+from moesaic.papers.engine.variants import (
+    Experiment,
+    Variant,
+    VariedCell,
+    cell_parameters,
+    check_known,
+    check_values,
+    make_variants,
+    parse_variation,
+)
 from moesaic.papers.wang2019.paper import PAPER as WANG2019
 from moesaic.report.chart import Chart
 from moesaic.training import NoProgress, Progress, ResultCache
 
-__all__ = ["PAPERS", "PRESETS", "ReproduceResult", "reproduce"]
+__all__ = ["PAPERS", "PRESETS", "ReproduceResult", "check_variations", "claim_parameters", "reproduce"]
 
 PAPERS: Mapping[str, Paper[Any]] = MappingProxyType({paper.id: paper for paper in (CHOWDHURY2023, CHEN2022, WANG2019)})
 
@@ -35,6 +46,8 @@ class ReproduceResult:
     findings: tuple[Finding, ...]
     charts: tuple[Chart, ...]
     notes: tuple[str, ...]
+    variants: tuple[VariantFinding, ...] = ()
+    """Claims measured with other parameters than the paper's, next to which ``findings`` stand."""
 
 
 def reproduce(
@@ -47,6 +60,7 @@ def reproduce(
     out: Path,
     device: str = "cpu",
     seed: int = 0,
+    vary: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> ReproduceResult:
     """Runs the experiments that the claims need and checks the claims.
@@ -62,10 +76,12 @@ def reproduce(
         out: Directory of the run.
         device: torch device.
         seed: Base seed of all random numbers.
+        vary: Parameters to run with other values, too, such as ``"k=4,8,16"`` (see `moesaic.papers.engine.variants`).
+            What they measure are variants beside the findings, never the paper's verdict.
         progress: Receives progress; None for none.
 
     Returns:
-        The findings in the order of the papers' claims, the charts and the notes.
+        The findings in the order of the papers' claims, the charts, the notes and the variants.
     """
     check_choice("reproduce", "preset", preset, PRESETS)
     for fidelity in fidelities:
@@ -73,6 +89,8 @@ def reproduce(
     chosen = [PAPERS[check_choice("reproduce", "paper", paper, PAPERS)] for paper in papers or PAPERS]
     known = [claim.id for paper in chosen for claim in paper.claims]
     wanted = {check_choice("reproduce", "claim", claim, known) for claim in claims or known}
+    if vary:
+        check_variations(vary, papers=papers, claims=claims, preset=preset, fidelities=fidelities)
     progress = progress or NoProgress()
     runner = Runner(ResultCache(out / "cells", progress.log), data_dir, device=device, seed=seed, progress=progress)
     paper_runs = [
@@ -80,8 +98,10 @@ def reproduce(
         for paper in chosen
         if (checks := [check for check in paper.checks if check.claim.id in wanted])
     ]
-    # all cells of all papers in one call, so that one progress bar covers everything
-    completed = runner.run({name: cell for paper_run in paper_runs for name, cell in paper_run.cells.items()})
+    # all cells of all papers and variants in one call, so that one progress bar covers everything
+    varied = [each for paper_run in paper_runs for each in paper_run.variants(vary)]
+    cells = {name: cell for part in (*paper_runs, *varied) for name, cell in part.cells.items()}
+    completed = runner.run(cells)
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []
@@ -96,7 +116,61 @@ def reproduce(
         places = {check.claim.where for check in paper_run.checks}
         charts += [chart for chart in paper_run.paper.charts(experiments) if chart.where in places]
         notes += paper_run.paper.notes(preset, runner)
-    return ReproduceResult(tuple(findings), tuple(charts), tuple(notes))
+    return ReproduceResult(
+        tuple(findings), tuple(charts), tuple(notes), tuple(each.finding(completed, findings) for each in varied)
+    )
+
+
+def claim_parameters(paper: Paper[Any], claims: Sequence[Claim]) -> dict[str, str]:
+    """Returns the parameters of each claim's experiments with their values, as text by the claim's id."""
+    by_letter = {name: letter for letter, name in paper.letters.items()}
+    plans = {fidelity: paper.plan("full", fidelity) for fidelity in get_args(Fidelity)}
+    listed: dict[str, str] = {}
+    for check in paper.checks:
+        if check.claim in claims:
+            cells = [cell for fidelity in check.fidelities for cell in check.cells(plans[fidelity]).values()]
+            listed[check.claim.id] = ", ".join(
+                f"{name}{f' ({by_letter[name]})' if name in by_letter else ''}={','.join(values)}"
+                for name, values in cell_parameters(cells).items()
+            )
+    return {id: text for id, text in listed.items() if text}
+
+
+def check_variations(
+    vary: Sequence[str],
+    *,
+    papers: Sequence[str] | None,
+    claims: Sequence[str] | None,
+    preset: str,
+    fidelities: Sequence[Fidelity],
+) -> None:
+    """Raises unless each parameter of ``vary`` is one of the claims' experiments, and its values can be tried."""
+    variations = [parse_variation(text) for text in vary]
+    checks = [
+        (PAPERS[paper], check)
+        for paper in papers or PAPERS
+        for check in PAPERS[paper].checks
+        if claims is None or check.claim.id in claims
+    ]
+    known: dict[str, Experiment] = {}
+    runnable: list[Experiment] = []
+    for paper, check in checks:
+        plans = {(of, fidelity): paper.plan(of, fidelity) for of in PRESETS for fidelity in check.fidelities}
+        everything = {f"{key} {name}": cell for key, plan in plans.items() for name, cell in check.cells(plan).items()}
+        known[check.claim.id] = (everything, paper.letters)
+        for fidelity in fidelities:
+            plan = plans.get((preset, fidelity))
+            if plan is not None and check.can_run(plan, preset):
+                runnable.append((check.cells(plan), paper.letters))
+    check_known(variations, known)
+    for each in variations:
+        if not any(letters.get(each.name, each.name) in cell_parameters(cells.values()) for cells, letters in runnable):
+            other = next(of for of in PRESETS if of != preset)
+            raise ValueError(
+                f"--vary {each}: the experiments that have it do not run with --preset {preset} and this --fidelity; "
+                f"use --preset {other} or another --fidelity"
+            )
+    check_values(variations, runnable)
 
 
 class _PaperRun:
@@ -110,11 +184,12 @@ class _PaperRun:
         fidelities: Sequence[Fidelity],
         runner: Runner,
     ) -> None:
-        self.paper, self.checks, self._runner = paper, checks, runner
+        self.paper, self.checks, self._preset, self._runner = paper, checks, preset, runner
+        self._whole_plans: dict[Fidelity, Plan[Any]] = {}
         self._plans: dict[Fidelity, Plan[Any]] = {}
         self._missing_requirements: dict[Fidelity, dict[str, str]] = {}
         for fidelity in fidelities:
-            plan = paper.plan(preset, fidelity)
+            plan = self._whole_plans[fidelity] = paper.plan(preset, fidelity)
             needed: set[str] = set()
             for check in checks:
                 if fidelity in check.fidelities and check.can_run(plan, preset):
@@ -146,8 +221,62 @@ class _PaperRun:
             for fidelity, plan in self._plans.items()
         }
 
+    def variants(self, vary: Sequence[str]) -> list[_VariantRun]:
+        """Returns the variants of each check that can run."""
+        variations = [parse_variation(text) for text in vary]
+        return [
+            _VariantRun(self.paper, check, fidelity, variant, self._runner)
+            for check in self.checks
+            for fidelity, plan in self._whole_plans.items()
+            if variations and fidelity in check.fidelities and check.can_run(plan, self._preset)
+            for variant in make_variants(check.cells(plan), variations, self.paper.letters)
+        ]
+
     def _name(self, fidelity: Fidelity, name: str) -> str:
         return f"{self.paper.id} {fidelity} {name}"
+
+
+class _VariantRun:
+    """The cells of a variant of a claim's experiment: those that can run here, and why the others cannot."""
+
+    def __init__(
+        self, paper: Paper[Any], check: ClaimCheck[Any], fidelity: Fidelity, variant: Variant, runner: Runner
+    ) -> None:
+        self._check, self._variant, self._runner = check, variant, runner
+        self._fidelity: Fidelity = fidelity
+        self._paper = paper.id
+        self._names = {
+            name: f"{paper.id} {fidelity} {f'{variant.label} ' if name in variant.changed else ''}{name}"
+            for name in variant.cells
+        }
+        reasons = {name: runner.missing_requirement(name, cell) for name, cell in variant.cells.items()}
+        self._missing = {name: reason for name, reason in reasons.items() if reason is not None}
+
+    @property
+    def cells(self) -> dict[str, Cell[Any]]:
+        """The cells by name; the paper's own are under the name that they have there."""
+        return {
+            self._names[name]: VariedCell(cell, self._variant.label) if name in self._variant.changed else cell
+            for name, cell in self._variant.cells.items()
+            if name not in self._missing
+        }
+
+    def finding(self, completed: Mapping[str, CompletedCell[Any]], findings: Sequence[Finding]) -> VariantFinding:
+        """Returns what the variant measured, beside the finding in the paper's own setting."""
+        claim = self._check.claim
+        own = next(
+            each for each in findings if (each.paper, each.id, each.fidelity) == (self._paper, claim.id, self._fidelity)
+        )
+        results = {name: completed[self._names[name]] for name in self._variant.cells if name not in self._missing}
+        experiment = ExperimentResults(
+            self._variant.cells,
+            {name: cell.result for name, cell in results.items()},
+            self._runner,
+            {name: cell.seconds for name, cell in results.items()},
+            self._missing,
+            self._fidelity,
+        )
+        return variant_finding(self._check, self._variant, experiment, own)
 
 
 def _check(check: ClaimCheck[Any], experiment: ExperimentResults[Any], fidelity: Fidelity, preset: str) -> Finding:

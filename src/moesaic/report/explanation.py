@@ -28,7 +28,7 @@ from moesaic.routing_record import Routing
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["About", "Shown", "write_explanation"]
+__all__ = ["About", "Shown", "begin_explanation", "is_explanation", "write_explanation"]
 
 _MAX_LISTED = 5
 """Class names listed in a sentence, at most."""
@@ -60,8 +60,20 @@ class Shown:
     """True class, if known."""
 
 
+_UNFINISHED = ".explanation.unfinished"
+
 _LayerFigures = dict[str, Any]
 """File names of the figures of one layer: a list of overlays, the others a name or None."""
+
+
+def begin_explanation(folder: Path) -> None:
+    """Marks a folder as one of ours, so that an interrupted explanation is replaced by the next."""
+    (folder / _UNFINISHED).touch()
+
+
+def is_explanation(folder: Path) -> bool:
+    """Whether the folder has an explanation, or the beginning of one that was interrupted."""
+    return any((folder / name).exists() for name in ("explanation.json", _UNFINISHED))
 
 
 def write_explanation(
@@ -80,7 +92,7 @@ def write_explanation(
     Figures of an earlier explanation in the folder are replaced. ``pixels`` (B, C, H, W) and ``classes`` (B,) are those
     of the explanation; ``shown`` are images whose routing is shown one by one, with their pixels and forward pass.
     """
-    if (folder / "explanation.json").exists():
+    if is_explanation(folder):
         for old in [path for names in _FIGURE_PATTERNS for path in folder.glob(names)]:
             old.unlink()
     figures = [
@@ -98,6 +110,7 @@ def write_explanation(
     write_json(folder / "explanation.json", record)
     page = folder / "explanation.html"
     write_atomic(page, _page(folder, explanation, about, shown, figures, gates).encode())
+    (folder / _UNFINISHED).unlink(missing_ok=True)
     return page
 
 

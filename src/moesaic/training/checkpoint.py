@@ -23,6 +23,7 @@ from moesaic.data.datasets import ImageDataset, Normalize
 from moesaic.files import as_json, write_atomic
 from moesaic.models.registry import ModelSpec
 from moesaic.routing import RouterLike
+from moesaic.write_errors import way_out
 
 __all__ = [
     "Checkpoint",
@@ -212,8 +213,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[st
         last = "the last one before it is still there" if path.exists() else "there is none before it"
         raise OSError(
             error.errno,
-            f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. Free space on "
-            "that disk and run the same again: it resumes from the last checkpoint",
+            f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. "
+            f"{way_out(error, path)} and run the same again: it resumes from the last checkpoint",
         ) from error
 
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice
 from moesaic.data.datasets import Normalize
+from moesaic.files import write_atomic
 from moesaic.training.checkpoint import Checkpoint, save_network
 
 __all__ = ["Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
@@ -167,12 +168,10 @@ def _shapes(batch: Batch) -> Any:
 
 def _write_pt2(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
     program = torch.export.export(served, (example,), dynamic_shapes=_shapes(batch))
-    unfinished = path.with_name(f".{path.stem}.unfinished.pt2")  # torch wants the ending
-    try:
-        torch.export.save(program, str(unfinished), extra_files={_METADATA: _json(metadata)})
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    # in memory first: torch aborts the process when it cannot write to a file
+    written = io.BytesIO()
+    torch.export.save(program, written, extra_files={_METADATA: _json(metadata)})
+    write_atomic(path, written.getvalue())
 
 
 def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:

@@ -22,10 +22,11 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors, write_tensors
 from moesaic.training.migrations import migrate_config, migrate_state
 from moesaic.training.recipe import Recipe
+from moesaic.write_errors import way_out
 
 __all__ = ["RunDir", "describe_run"]
 
-_MAY_DIFFER = ("versions", "device", "data.name", "model.arguments.weights")
+_MAY_DIFFER = ("versions", "device", "threads", "data.name", "model.arguments.weights")
 """Parts of a configuration that may differ between a run and its continuation; weights have a digest beside them."""
 _SHOWN = 6
 """Differences that an error lists."""
@@ -41,6 +42,8 @@ class RunDir:
         """Training in progress; gone when it is complete."""
         self.result = folder / "result.json"
         self.metrics = folder / "metrics.jsonl"
+        self.other_threads: int | None = None
+        """The number of CPU threads that the run began with, if it is another one now: sums are rounded differently."""
         self._lock: int | None = None
         try:
             self._make(config)
@@ -95,7 +98,11 @@ class RunDir:
             rest.unlink(missing_ok=True)
         path = self.folder / "config.json"
         if path.exists():
-            _check_same(self.folder, migrate_config(_read(path)), json.loads(json.dumps(config)))
+            before = migrate_config(_read(path))
+            _check_same(self.folder, before, json.loads(json.dumps(config)))
+            threads = before.get("threads")
+            if isinstance(threads, int) and config.get("threads") not in (None, threads):
+                self.other_threads = threads
         else:
             for stale in (self.result, self.state):
                 if stale.exists():
@@ -112,7 +119,7 @@ class RunDir:
             raise OSError(
                 error.errno,
                 f"{path} could not be written ({error.strerror or error}); checkpoints in {self.folder} are whole. "
-                "Free space on that disk and run the same again: it resumes from the last checkpoint",
+                f"{way_out(error, path)} and run the same again: it resumes from the last checkpoint",
             ) from error
 
 
@@ -164,6 +171,7 @@ def describe_run(
         "seed": seed,
         "eval_every": eval_every,
         "device": str(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
     }
 

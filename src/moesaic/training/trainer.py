@@ -21,6 +21,7 @@ from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import Metadata, save_network
 from moesaic.training.features import FeatureBatches, one_thread
 from moesaic.training.freezing import eval_frozen
+from moesaic.training.interruption import stop_requested, stoppable
 from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
@@ -108,6 +109,8 @@ class Trainer:
             self._resume()
             self.progress.skip(len(self.epochs))
             correct = None
+            if self.run_dir is not None:
+                stack.enter_context(stoppable())
             while not self._stop_reason():
                 correct = self._train_epoch()
             assert correct is not None, "the last epoch is tested, and no checkpoint is written after it"
@@ -182,8 +185,10 @@ class Trainer:
         self._log_epoch(epoch)
         if self._stop_reason():
             self.progress.skip(self.recipe.epochs - epoch.number)
-        elif epoch.number == 1 or self._checkpoint_due():
+        elif epoch.number == 1 or self._checkpoint_due() or stop_requested():
             self._write_checkpoint()
+        if stop_requested() and not self._stop_reason():
+            raise KeyboardInterrupt
         return correct
 
     def _run_steps(self) -> None:
@@ -214,6 +219,9 @@ class Trainer:
                     callback.on_step_end(self, now, loss)
                 if time.monotonic() - self._logged_at >= _LOG_SECONDS:
                     self._log_step()
+                if stop_requested() and self._done < steps:
+                    self._write_checkpoint()
+                    raise KeyboardInterrupt
                 if self._done % self.checkpoint_steps == 0 and self._done < steps and self._checkpoint_due():
                     self._write_checkpoint()
 
@@ -333,6 +341,11 @@ class Trainer:
             self._alarms = tuple(content["alarms"])
             self._stopwatch.seconds = content["seconds"]
             self.progress.log(f"continuing after epoch {len(self.epochs)} of {self.recipe.epochs}")
+            if (threads := self.run_dir.other_threads) is not None:
+                self.progress.log(
+                    f"the run began with {threads} CPU threads and continues with {torch.get_num_threads()}: its "
+                    f"result may differ from one with a single count; OMP_NUM_THREADS={threads} keeps it the same"
+                )
         self.run_dir.write_metrics(epoch.to_json() for epoch in self.epochs)
 
     def _refuse_divergence(self, loss: float, weights: bool = True) -> None:

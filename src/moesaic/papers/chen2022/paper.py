@@ -89,4 +89,5 @@ PAPER: Paper[Any] = Paper(
     notes=notes,
     check_data=check_data,
     glossary=GLOSSARY,
+    letters={"M": "experts", "J": "filters"},
 )

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic import keyed_random
+from moesaic.checks import check_positive
 from moesaic.data import load_digits
 from moesaic.data.mnist import has_digits
 from moesaic.fidelity import Fidelity
@@ -69,6 +70,14 @@ class TwoLayerCell:
     """Whether to record after every epoch the share of neurons with their initial activation pattern."""
 
     def __post_init__(self) -> None:
+        check_positive("TwoLayerCell", samples=self.samples, trials=self.trials, test_samples=self.test_samples)
+        source = self.patterns or DigitPatches()
+        self.model.selected(source.patches)
+        if self.model.kind == "separate" and self.model.experts != source.classes:
+            raise ValueError(
+                f"TwoLayerCell: separate training needs an expert for each of {source.classes} classes (Section M: "
+                f"k = c), got experts={self.model.experts}; use experts={source.classes}"
+            )
         if self.follow_patterns and self.schedule.stop_at_zero_error:
             raise ValueError(
                 "TwoLayerCell: follow_patterns=True measures all trials after every epoch, but with "

@@ -92,4 +92,5 @@ PAPER: Paper[Any] = Paper(
     charts=charts,
     notes=notes,
     check_data=check_data,
+    letters={"k": "experts", "l": "patches_per_expert", "N": "samples"},
 )

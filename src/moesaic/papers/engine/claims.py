@@ -115,6 +115,8 @@ class Paper(Generic[R]):
     """Raises if a dataset in the data directory is damaged or a package is missing, before any cell runs."""
     glossary: tuple[GlossaryEntry, ...] = ()
     """The paper's own definitions of terms, for the report."""
+    letters: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The paper's letters of parameters of its cells, by which variants may name them: {"k": "experts"}."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:

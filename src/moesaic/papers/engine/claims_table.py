@@ -7,7 +7,8 @@ left out if the output is not a terminal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from moesaic.papers.engine.findings import VERDICTS, Claim, Finding, Source
@@ -72,8 +73,13 @@ def show_findings_table(
     console.print(Text.assemble("in all: " if len(grouped) > 1 else "", _counts(findings)))
 
 
-def show_claim_rules(title: str, claims: Iterable[Claim], console: Console | None = None) -> None:
-    """Prints claims with the rules that decide them.
+def show_claim_rules(
+    title: str,
+    claims: Iterable[Claim],
+    console: Console | None = None,
+    parameters: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Prints claims with the rules that decide them, and the ``parameters`` of their experiments by id.
 
     >>> from rich.console import Console
     >>> claim = Claim("samples", "p", "Figure 4", "joint training needs fewer samples", 60.0, "holds below 70")
@@ -92,9 +98,14 @@ def show_claim_rules(title: str, claims: Iterable[Claim], console: Console | Non
 
     console = console or Console()
     console.print(Text(f"{title}\n", style="bold"))
+    before = ""
     for claim in claims:
         console.print(Text(claim.id, style="bold"))
-        for line in (f"{claim.where}: {claim.statement}", f"Paper: {format_published(claim)}", f"Rule: {claim.rule}"):
+        lines = [f"{claim.where}: {claim.statement}", f"Paper: {format_published(claim)}", f"Rule: {claim.rule}"]
+        if known := parameters.get(claim.id):
+            lines.append(f"Parameters: {'as above' if known == before else known}")
+            before = known
+        for line in lines:
             console.print(Padding(Text(line), (0, 0, 0, 2)))
         console.print()
 

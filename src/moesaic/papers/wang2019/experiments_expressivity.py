@@ -59,6 +59,9 @@ class RankCell(AnalyticCell):
     features: int
     trials: int = 5
 
+    def __post_init__(self) -> None:
+        _check_layers(self.widths, self.open_channels)
+
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "channel ranks", **asdict(self), "seed": runner.seed}
 
@@ -127,6 +130,9 @@ class CollisionCell(AnalyticCell):
     samples: int = 1500
     trials: int = 10
 
+    def __post_init__(self) -> None:
+        _check_layers(self.widths, self.open_channels)
+
     @property
     def probabilities(self) -> tuple[float, ...]:
         """Probability n/m that a channel of each layer is open, if channels are independent."""
@@ -156,6 +162,9 @@ class BlindCell(AnalyticCell):
     features: int
     pairs: int = 2000
     trials: int = 10
+
+    def __post_init__(self) -> None:
+        _check_layers(self.widths, self.open_channels)
 
     @property
     def probabilities(self) -> tuple[float, ...]:
@@ -193,6 +202,9 @@ class DistinctCell(AnalyticCell):
     samples: int = 16
     groups: int = 500
     trials: int = 10
+
+    def __post_init__(self) -> None:
+        _check_layers(self.widths, self.open_channels)
 
     def spec(self, runner: Runner) -> dict[str, Any]:
         return {"experiment": "distinct channels", **asdict(self), "seed": runner.seed}
@@ -242,6 +254,14 @@ def plan() -> claims.Plan[CellArrays]:
         "table1": TableCell(),
     }
     return cells | {f"collisions/one/{n}": CollisionCell((8,), (n,)) for n in (1, 2, 3, 4)}
+
+
+def _check_layers(widths: Sequence[int], open_channels: Sequence[int]) -> None:
+    if len(widths) != len(open_channels) or any(n > m for m, n in zip(widths, open_channels, strict=True)):
+        raise ValueError(
+            f"widths={tuple(widths)} and open_channels={tuple(open_channels)}; there must be one number for each "
+            "layer, and no more open channels than channels"
+        )
 
 
 def _rank(widths: Sequence[int], features: int, seed: int) -> int:

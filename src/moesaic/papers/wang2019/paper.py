@@ -67,4 +67,5 @@ PAPER: Paper[Any] = Paper(
     notes=notes,
     check_data=check_data,
     glossary=GLOSSARY,
+    letters={"L": "layers", "M": "features", "m": "widths", "n": "open_channels"},
 )

@@ -31,7 +31,9 @@ What does not fit together in print:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
@@ -175,11 +177,23 @@ class Order:
 
         >>> Order.of(n=8, l=-8).value(Setting(n=16, l=2))
         16777216.0
+        >>> Order.of(n=8, p=24).value(Setting(n=16, l=2, p=10**13))
+        Traceback (most recent call last):
+        ValueError: theory: n⁸p²⁴ is 10 to the power 322, which no number here holds; use a smaller p
         """
         result = 1.0
-        for letter, power in self.powers:
-            result *= setting.letters[letter] ** float(power)
-        return result
+        with suppress(OverflowError):
+            for letter, power in self.powers:
+                result *= setting.letters[letter] ** float(power)
+            if 0 < result < math.inf:
+                return result
+        sizes = {letter: float(power) * math.log10(setting.letters[letter]) for letter, power in self.powers}
+        total = sum(sizes.values())
+        worst = max(sizes, key=lambda letter: math.copysign(sizes[letter], sizes[letter] * total))
+        change = "smaller" if (sizes[worst] > 0) == (dict(self.powers)[worst] > 0) else "larger"
+        raise ValueError(
+            f"theory: {self} is 10 to the power {total:.0f}, which no number here holds; use a {change} {worst}"
+        )
 
     def without(self, *letters: str) -> Order:
         """The same with some letters left out."""

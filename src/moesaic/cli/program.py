@@ -1,0 +1,17 @@
+"""The words by which this program was called, for the commands that messages suggest."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+__all__ = ["program"]
+
+
+def program() -> list[str]:
+    """Returns the words by which this program was called."""
+    called = Path(sys.argv[0])
+    if called.suffix == ".py":
+        return [sys.executable, "-m", "moesaic"]
+    return [called.name if shutil.which(called.name) else sys.argv[0]]
