@@ -13,7 +13,7 @@ from training.example_comparison import comparison
 
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, SkippedFile
 from moesaic.training.checkpoint import load_checkpoint
-from moesaic.training.compare import Grid, compare
+from moesaic.training.compare import Grid, check_models, compare
 from moesaic.training.comparison_result import Comparison, read_comparison, run_from_json, write_comparison
 from moesaic.training.fit import Diverged
 from moesaic.training.progress import NoProgress
@@ -283,7 +283,7 @@ def test_a_grid_that_compares_nothing_is_refused(models, samples, trials, messag
 )
 def test_unknown_models_are_told_before_anything_is_loaded(model, message):
     with pytest.raises(ValueError, match=message):
-        Grid(("wrn10_1", model), (8,), 2).check_names()
+        check_models(("wrn10_1", model))
 
 
 @pytest.mark.parametrize(
@@ -336,6 +336,6 @@ def test_a_task_without_a_digest_is_refused(tmp_path):
 )
 def test_routers_are_options_of_models(model, options):
     grid = Grid(("wrn10_1", model), (8,), 2)
-    grid.check_names()
+    check_models(grid.models)
     _, contender = grid.contenders(TASK)
     assert contender.spec.arguments == {"num_classes": 2, "in_channels": 3, "image_size": 8, **options}

@@ -37,6 +37,7 @@ def derived_from(found: Comparison) -> dict[str, Any]:
     """Verdicts, accuracies and paired comparisons, for result.json."""
     compared = paired_comparisons(found)
     return {
+        "answers": [asdict(answer) for answer in text.answers(found, compared)],
         "verdicts": [text.verdict(found, pair) for pair in compared],
         "accuracies": {
             model.name: [asdict(estimate) for estimate in accuracies(found, model.name)] for model in found.models
@@ -53,7 +54,13 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     console = console or Console()
     compared = paired_comparisons(found)
     console.print(_table(found, compared))
-    console.print(Text(f"test accuracy in percent [95 % interval over {found.trials} trials]", style="bright_black"))
+    key = f"test accuracy in percent [95 % interval over {text.trial_count(found)} trials]"
+    console.print(Text(key, style="bright_black"))
+    if found.ended:
+        console.print(Text(f"no more trials were added because {found.ended}", style="bright_black"))
+    for answer in text.answers(found, compared):
+        console.print()
+        console.print(Text.assemble((answer.question, "bold"), " ", answer.answer))
     for pair in compared:
         console.print()
         colour = "yellow" if pair.saving is None and pair.ahead is None else "green"
@@ -83,6 +90,8 @@ def write_comparison_report(
         "comparison.html",
         found=found,
         headline=next((each for each in verdicts if each["decided"]), verdicts[0])["sentence"],
+        answers=text.answers(found, compared),
+        trials=text.trial_count(found),
         verdicts=verdicts,
         charts={chart.id: chart for chart in charts},
         svg=partial(to_svg, variables=True),
@@ -104,8 +113,6 @@ def _details(found: Comparison, pair: PairedComparison) -> list[str]:
     lines: list[str] = []
     if pair.saving is not None or pair.ahead is None:
         lines.append(text.lead(found, pair))
-    if pair.saving is None and pair.ahead is None:
-        lines.append(f"The number of saved labels is unknown: {pair.open}.")
     if pair.work is not None:
         lines.append(text.work(pair, pair.work))
     else:

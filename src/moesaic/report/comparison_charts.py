@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate
 from moesaic.report.chart import Chart, Panel, Series
-from moesaic.report.comparison_text import prefix_of
+from moesaic.report.comparison_text import prefix_of, trial_count
 from moesaic.report.style import MANY_POINTS
 from moesaic.training.comparison_result import Comparison, Run
 from moesaic.training.paired_comparison import FLOPS_PER_IMAGE, PairedComparison, accuracies, group_accuracies
@@ -52,7 +52,7 @@ def _labels(found: Comparison, paired_comparisons: Sequence[PairedComparison]) -
         "Labels",
         "Accuracy against labelled images",
         "Test accuracy of each network against the number of labelled training images. Higher is "
-        f"better; bars are 95 % intervals over {found.trials} trials.{dotted}",
+        f"better; bars are 95 % intervals over {trial_count(found)} trials.{dotted}",
         (Panel("", "labelled images", _ACCURACY, lines, level=level, log_x=len(found.samples) > 2),),
     )
 
@@ -124,7 +124,7 @@ def _groups(found: Comparison) -> Chart:
 
 
 def _line(label: str, role: str, x: Sequence[int], estimates: Sequence[Estimate]) -> Series:
-    """A line of means with symmetric error bars: the longer half of each interval."""
+    """A line of means with symmetric error bars, the longer half of each interval; drawings end them at 0 and 100 %."""
     spread = tuple(max(each.high - each.value, each.value - each.low) for each in estimates)
     return Series(label, role, tuple(map(float, x)), tuple(each.value for each in estimates), spread)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesaic.report.chart import Blocks, Counts, Panel, Points, Regions
+from moesaic.report.chart import Blocks, Counts, Panel, Points, Regions, Series
 from moesaic.report.formatting import number
 from moesaic.report.style import DATA_ID, INK, LINE, MANY_POINTS, NOT_RUN, LineStyle
 
@@ -27,6 +27,8 @@ _FULL, _ON_LIGHT, _ON_DARK, _ZERO = "#0B4F8A", "#222222", "#FEFEFE", "#8A8F96"
 """Colours of counts."""
 
 _ERROR_BARS: dict[str, Any] = {"linewidth": 1.6, "markersize": 5, "elinewidth": 1, "capsize": 2.5, "capthick": 1}
+_PERCENT = "(%)"
+"""Ends the label of an axis of percentages."""
 _VECTORS = 300
 """More points are rasterised in an SVG, to limit its size."""
 
@@ -50,7 +52,8 @@ def draw_lines(axes: Axes, panel: Panel, shared: Sequence[Panel], styles: Mappin
                 axes.fill_between(line.x, y - spread, y + spread, color=style.colour, alpha=0.18, linewidth=0)
             continue
         look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "linestyle": style.dash}
-        handles[line.label] = axes.errorbar(line.x, line.y, yerr=line.spread, **look, **_ERROR_BARS)
+        bars = _error_bars(line, percent=panel.y_label.endswith(_PERCENT))
+        handles[line.label] = axes.errorbar(line.x, line.y, yerr=bars, **look, **_ERROR_BARS)
     _limit(axes, shared)
     if all(len(line.x) <= MANY_POINTS for line in panel.series):
         ticks = _ticks([x for line in panel.series for x in line.x], axes.get_xlim(), logarithmic=panel.log_x)
@@ -64,6 +67,17 @@ def draw_lines(axes: Axes, panel: Panel, shared: Sequence[Panel], styles: Mappin
         edge = ("axes fraction", "data")
         axes.annotate(number(panel.level), (1, panel.level), (2, 0), edge, "offset points", va="center", fontsize=8)
     return handles
+
+
+def _error_bars(line: Series, *, percent: bool) -> list[list[float]] | None:
+    """The lengths of error bars below and above the points; percentages end at 0 and 100."""
+    if line.spread is None:
+        return None
+    if not percent:
+        return [list(line.spread), list(line.spread)]
+    pairs = list(zip(line.y, line.spread, strict=True))
+    below = [min(spread, y) if 0 <= y <= 100 else spread for y, spread in pairs]
+    return [below, [min(spread, 100 - y) if 0 <= y <= 100 else spread for y, spread in pairs]]
 
 
 def _data_id(axes: Axes) -> str:
@@ -82,8 +96,8 @@ def _limit(axes: Axes, shared: Sequence[Panel]) -> None:
         for y, s in zip(line.y, spread, strict=True)
         for sign in (-1, 1)
     ]
-    if shared[0].y_label.endswith("(%)"):
-        ends = [min(max(end, 0.0), 100.0) for end in ends]  # an error bar may exceed 0 to 100 %
+    if shared[0].y_label.endswith(_PERCENT):
+        ends = [min(max(end, 0.0), 100.0) for end in ends]
     x = _span([each for line in lines for each in line.x], logarithmic=shared[0].log_x)
     y = _span([*ends, *levels], logarithmic=shared[0].log_y)
     if x:

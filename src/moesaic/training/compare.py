@@ -207,12 +207,12 @@ def compare(
     while True:
         others = [who for who in others if not is_settled(found, who.sized.name)]
         if not others:
-            return replace(found, ended="every comparison is clear")
+            return replace(found, ended="every comparison is clear, or beyond what a hundred more would tell")
         if found.trials == grid.max_trials:
             return replace(found, ended=f"{grid.max_trials} trials are the most that were allowed")
         active, trial = [baseline, *others], found.trials
         if seconds_left is not None and cells.seconds(active, grid.samples, trial) > seconds_left():
-            return replace(found, ended="the time is used")
+            return replace(found, ended="the next would take longer than the time that is left")
         runs = run_trials(active, [trial], f"trial {trial + 1}")
         found = replace(found, trials=trial + 1, runs=(*found.runs, *runs))
 
@@ -272,15 +272,19 @@ class ComparisonRuns:
             return found
         name, content = _name(who, samples, trial), self._content(who, samples, trial)
         folder = self.out / "networks" / self.cells.path(name, content).stem
-        self.images_of(who, progress.log)  # features take a time that is not that of the run
+        images = self.images_of(who, progress.log)  # features take a time that is not that of the run
+        # on features a run takes seconds, and files of a whole network as long
+        network = folder if keep or not images.backbone else None
         progress.begin(name, self.recipe.epochs)
-        cached = self.cells.get_or_run(name, content, lambda: self._train(who, samples, trial, folder, progress))
+        cached = self.cells.get_or_run(name, content, lambda: self._train(who, samples, trial, network, progress))
         progress.end()
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
         return _run(who, samples, trial, cached.result)
 
-    def _train(self, who: Contender, samples: int, trial: int, folder: Path, progress: Progress) -> dict[str, Any]:
+    def _train(
+        self, who: Contender, samples: int, trial: int, folder: Path | None, progress: Progress
+    ) -> dict[str, Any]:
         key = keyed_random.keys(self.seed, [trial])
         number = int(keyed_random.bits(key, "compare", 1)[0, 0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):

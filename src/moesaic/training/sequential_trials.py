@@ -18,6 +18,7 @@ from moesaic.intervals import LEVEL, Estimate, difference, student_quantile
 __all__ = [
     "FIRST_LOOK",
     "LAST_LOOK",
+    "LEVEL_MARGIN",
     "LOOK_ERROR",
     "MANY_TRIALS",
     "is_clear",
