@@ -130,7 +130,7 @@ def plan_comparison(
             return replace(smallest, left_out=_left_out(full, smallest), full_seconds=full.seconds)
     names, trials = len(contenders), smallest.grid.trials
     raise OverBudget(
-        f"{budget / 60:.1f} minutes are left, and the smallest plan ({names} networks with {smallest.grid.samples[0]:,} "
+        f"{max(budget, 0) / 60:.1f} minutes are left, and the smallest plan ({names} networks with {smallest.grid.samples[0]:,} "
         f"labels, {trials} trials, {smallest.recipe.epochs} epochs) takes about {smallest.seconds / 60:.1f}; use "
         f"--minutes {-(-smallest.seconds // 60) + 1:.0f} or more, fewer networks or smaller images"
     )
