@@ -223,9 +223,14 @@ def test_a_diverging_run_is_told_by_name(mosaics):
 def test_a_dry_run_prints_the_plan_and_writes_nothing(mosaics, capsys):
     assert compare("mosaics", *SMALL, "--trials", "auto", "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert re.match(r"(About|From) .* on this machine: 2 networks × 2 label counts × 3 trials, up to 12 where", lines[0])
+    assert re.match(
+        r"(About|From) .* on this machine: 2 networks × 2 label counts × 3 trials, up to 12 where", lines[0]
+    )
     assert lines[1] == "  8 and 16 labels, 2 epochs"
-    assert [re.match(r"  (\S+): \d+ s; a step takes \d+ ms", line)[1] for line in lines[2:]] == ["wrn10_1", "wrn10_1_pmoe"]
+    assert [re.match(r"  (\S+): \d+ s; a step takes \d+ ms", line)[1] for line in lines[2:]] == [
+        "wrn10_1",
+        "wrn10_1_pmoe",
+    ]
     assert not Path("runs").exists()
 
 

@@ -37,7 +37,9 @@ def test_a_model_is_ahead_where_the_whole_interval_is_on_its_side(low: float, hi
     pair = replace(PAIR, lead=Estimate((low + high) / 2, low, high))
     assert pair.ahead == ahead
     assert outcome(pair) == ("level" if ahead is None else f"{ahead} is ahead")
-    assert outcome(replace(pair, lead=Estimate(0.0, 4 * low, 4 * high), more=3)) == ("undecided" if ahead is None else f"{ahead} is ahead")
+    assert outcome(replace(pair, lead=Estimate(0.0, 4 * low, 4 * high), more=3)) == (
+        "undecided" if ahead is None else f"{ahead} is ahead"
+    )
     note = "; the interval contains 0, so this may be chance" if ahead is None else ""
     assert lead(FOUND, pair).endswith(f"(mean over 250 and 1,000 labels{note}).")
 

@@ -181,7 +181,11 @@ def test_an_open_saving_says_what_is_possible(share, text, monkeypatch):
 
 def test_nothing_is_outside_what_is_possible():
     wild = [[10.0, 90.0], [20.0, 95.0], [90.0, 99.0]]
-    for tables in ((noisy(50, 60, 70, noise=(0, 0)), wild), (wild, wild[::-1]), (wild, noisy(98, 99, 99, noise=(0, 0)))):
+    for tables in (
+        (noisy(50, 60, 70, noise=(0, 0)), wild),
+        (wild, wild[::-1]),
+        (wild, noisy(98, 99, 99, noise=(0, 0))),
+    ):
         pair = only(comparison(SIZES, *tables))
         for lead in (pair.lead, *pair.leads):
             assert -100 <= lead.low <= lead.value <= lead.high <= 100

@@ -52,10 +52,12 @@ class Compare(DatasetOptions):
 
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
     """Networks, the first the baseline, with options after colons; one pretrained network: heads on its backbone."""
-    samples: Annotated[str | None, arg(metavar="N,N,…", help_behavior_hint="(default: three that fit the images)")] = None
+    samples: Annotated[str | None, arg(metavar="N,N,…", help_behavior_hint="(default: three that fit the images)")] = (
+        None
+    )
     """Numbers of labelled training images, separated by commas."""
     trials: Annotated[str, arg(metavar="N|auto")] = "auto"
-    """Runs of each network and number of samples, with other images each; auto: 3, and more until the answer is clear."""
+    """Runs of each network and number of samples, with other images each; auto: 3, then until the answer is clear."""
     max_trials: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 12)")] = None
     """Most trials of --trials auto, up to 24."""
     minutes: Annotated[float | None, arg(metavar="MINUTES", help_behavior_hint="(default: no limit)")] = None

@@ -128,11 +128,12 @@ def plan_comparison(
         smallest = _plan(replace(runs, recipe=recipe), contenders, smaller, costs)
         if smallest.seconds <= budget:
             return replace(smallest, left_out=_left_out(full, smallest), full_seconds=full.seconds)
-    names, trials = len(contenders), smallest.grid.trials
+    least = smallest.grid
     raise OverBudget(
-        f"{max(budget, 0) / 60:.1f} minutes are left, and the smallest plan ({names} networks with {smallest.grid.samples[0]:,} "
-        f"labels, {trials} trials, {smallest.recipe.epochs} epochs) takes about {smallest.seconds / 60:.1f}; use "
-        f"--minutes {-(-smallest.seconds // 60) + 1:.0f} or more, fewer networks or smaller images"
+        f"{max(budget, 0) / 60:.1f} minutes are left, and the smallest plan ({len(contenders)} networks with "
+        f"{least.samples[0]:,} labels, {least.trials} trials, {smallest.recipe.epochs} epochs) takes about "
+        f"{smallest.seconds / 60:.1f}; use --minutes {-(-smallest.seconds // 60) + 1:.0f} or more, fewer networks or "
+        "smaller images"
     )
 
 

@@ -82,7 +82,9 @@ def has_cached_features(dataset: ImageDataset, model: nn.Module, cache_dir: Path
     if cache_dir is None or not dataset.digest:
         return False
     backbone = backbone_digest(model)
-    keys = (_key(dataset, backbone, images, split) for images, split in ((dataset.train, "train"), (dataset.test, "test")))
+    keys = (
+        _key(dataset, backbone, images, split) for images, split in ((dataset.train, "train"), (dataset.test, "test"))
+    )
     return all(is_cached(cache_dir, key) for key in keys)
 
 

@@ -218,7 +218,11 @@ def _dominant(found: Comparison, saver: str, ours: Curve, other: str, theirs: Cu
     """With the fewest labels ahead of the other with the most: then a level that the other reaches says too little."""
     fewest, most = found.samples[0], found.samples[-1]
     start = mean(ours[1][0])
-    if fewest == most or start.low <= found.guessing or _lead(found, ours[1][0] - theirs[1][-1], len(found.samples)).low <= 0:
+    if (
+        fewest == most
+        or start.low <= found.guessing
+        or _lead(found, ours[1][0] - theirs[1][-1], len(found.samples)).low <= 0
+    ):
         return None
     bound = 100 * (1 - fewest / most)
     return Saving(saver, other, math.floor(start.value), Estimate(bound, bound, 100.0), at_least=True, beyond=True)
