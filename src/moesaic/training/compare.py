@@ -176,8 +176,11 @@ def compare(
 
     def run_trials(active: Sequence[Contender], trials: Sequence[int], name: str) -> list[Run]:
         wanted = [(who, size, trial) for trial in trials for size in grid.samples for who in active]
-        done = sum(cells.find(*each) is not None for each in wanted)
-        progress.begin(name, len(wanted) * recipe.epochs, done * recipe.epochs)
+        missing = [each for each in wanted if cells.find(*each) is None]
+        for who in active:  # features first: their time would spoil the estimate of the rest
+            if any(each[0] is who for each in missing):
+                cells.images_of(who, progress.log)
+        progress.begin(name, len(wanted) * recipe.epochs, (len(wanted) - len(missing)) * recipe.epochs)
         runs = [cells.run(*each, progress=progress, keep=each[1:] == (grid.samples[-1], 0)) for each in wanted]
         progress.end()
         return runs
