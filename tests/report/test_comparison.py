@@ -173,11 +173,21 @@ def test_each_of_several_models_has_a_verdict(tmp_path):
     assert "pmoe saves labels" in text
     assert "cnn and third are level within 0.4 points (3 trials)" in text
     assert "lead of third" in text
-    # what was decided is the headline, wherever its model stands
+    # the headline is the verdict on two networks, and the choice among more
     assert "<h1>On faces, pmoe reaches" in page_of(tmp_path, comparison(SIZES, CNN, AHEAD))
-    assert "<h1>On faces, cnn reaches" in page_of(
-        tmp_path, comparison(SIZES, CNN, LEVEL, [[60.0] * 3, [70.0] * 3, [80.0] * 3])
-    )
+    assert "<h1>On faces, use pmoe: it is 8.3 [" in page_of(tmp_path, found)
+    behind = comparison(SIZES, CNN, LEVEL, [[60.0] * 3, [70.0] * 3, [80.0] * 3])
+    assert "<h1>On faces, use cnn: no other network is more accurate.</h1>" in page_of(tmp_path, behind)
+
+
+def test_of_frozen_backbones_the_time_is_told_and_not_the_operations(tmp_path):
+    found = comparison(SIZES, CNN, AHEAD)
+    assert "FLOP" in words_of(page_of(tmp_path, found))
+    frozen = replace(found, recipe={**found.recipe, "trainable": "head"})
+    text = words_of(page_of(tmp_path, frozen))
+    assert "FLOP" not in text
+    assert "times the training time of cnn to reach" in text
+    assert "FLOP" not in printed(frozen)
 
 
 def test_what_follows_from_the_runs_is_in_result_json_and_does_not_depend_on_seconds(tmp_path):

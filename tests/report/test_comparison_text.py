@@ -94,8 +94,8 @@ def test_points_and_ratios_have_their_intervals():
     assert points(Estimate(-3.21, -5.38, 0.04)) == "−3.2 [−5.4, 0.0]"
     assert points(Estimate(math.nan, math.nan, math.nan)) == "–"
     assert times(Estimate(0.612, 0.5, 0.745)) == "0.612 [0.500, 0.745] times"
-    assert times(Estimate(6.25, 0.00004, 870_809.0)) == "about 6.25 times (uncertain)"
-    assert times(Estimate(1.0, 0.0, 2.0)) == "about 1 times (uncertain)"
+    assert times(Estimate(6.25, 0.00004, 870_809.0)) == "about 6.25 times"
+    assert times(Estimate(1.0, 0.0, 2.0)) == "about 1 times"
 
 
 UNDECIDED = replace(PAIR, lead=Estimate(2.0, -3.01, 7.0), trials=3)
@@ -145,7 +145,7 @@ def two_answers(*pairs: PairedComparison, found: Comparison = FOUND) -> list[str
 
 def test_the_answers_name_a_network_and_say_whether_routing_helps():
     assert two_answers(PAIR) == [
-        "pmoe: pmoe is 2.0 [1.0, 3.0] points more accurate than cnn with the same labels.",
+        "pmoe: it is 2.0 [1.0, 3.0] points more accurate than cnn with the same labels.",
         "Yes: pmoe is 2.0 [1.0, 3.0] points more accurate than cnn with the same labels.",
     ]
     assert two_answers(replace(PAIR, lead=Estimate(-2.0, -3.5, -1.0))) == [
@@ -173,7 +173,7 @@ def test_the_answers_name_a_network_and_say_whether_routing_helps():
 def test_of_several_networks_the_one_that_is_furthest_ahead_is_named():
     found = comparison((250,), [[70.0, 71.0]], [[72.0, 73.0]], [[75.0, 76.0]])
     third = replace(PAIR, model="third", lead=Estimate(5.0, 4.0, 6.0))
-    assert two_answers(PAIR, third, found=found)[0].startswith("third: third is 5.0 [4.0, 6.0] points more accurate")
+    assert two_answers(PAIR, third, found=found)[0].startswith("third: it is 5.0 [4.0, 6.0] points more accurate")
     behind = replace(PAIR, lead=Estimate(-5.0, -6.0, -4.0))
     assert two_answers(behind, replace(third, lead=behind.lead), found=found)[0] == (
         "cnn: it is more accurate than pmoe and third with the same labels."

@@ -16,7 +16,9 @@ __all__ = [
     "Answer",
     "answers",
     "flops",
+    "is_level",
     "lead",
+    "on_frozen_backbones",
     "outcome",
     "points",
     "prefix_of",
@@ -105,7 +107,7 @@ def _choice(found: Comparison, compared: Sequence[PairedComparison]) -> str:
     ahead = [pair for pair in compared if pair.ahead == pair.model]
     if ahead:
         best = max(ahead, key=lambda pair: pair.lead.value)
-        return f"{best.model}: {_gain(best)} than {baseline.name} with the same labels."
+        return f"{best.model}: it is {points(best.lead)} points more accurate than {baseline.name} with the same labels."
     cheap = [pair for pair in compared if is_level(pair) and found.model(pair.model).macs <= _CHEAPER * baseline.macs]
     if cheap:
         least = min(cheap, key=lambda pair: found.model(pair.model).macs)
@@ -137,18 +139,14 @@ def _routing(routed: Sequence[PairedComparison]) -> str:
         if pair.ahead == pair.model:
             best = pair
     if best.ahead == best.model:
-        return f"Yes: {_gain(best)} than {best.baseline} with the same labels."
+        gain = points(best.lead)
+        return f"Yes: {best.model} is {gain} points more accurate than {best.baseline} with the same labels."
     if best.ahead == best.baseline:
         loss = points(Estimate(-best.lead.value, -best.lead.high, -best.lead.low))
         return f"No: {best.model} is {loss} points less accurate than {best.baseline} with the same labels."
     if is_level(best):
         return f"It makes no difference of more than {_rounded_up(best.within)} points."
     return f"Not shown: {_undecided(best)}."
-
-
-def _gain(pair: PairedComparison) -> str:
-    """How far the model is ahead."""
-    return f"{pair.model} is {points(pair.lead)} points more accurate"
 
 
 def outcome(pair: PairedComparison) -> str:
@@ -203,8 +201,18 @@ def lead(found: Comparison, pair: PairedComparison) -> str:
     return f"With the same labels, the accuracy of {pair.model} is {_by(pair.lead)} ({where}{note})."
 
 
-def work(pair: PairedComparison, work: Work) -> str:
-    """Training cost to the same accuracy."""
+def on_frozen_backbones(found: Comparison) -> bool:
+    """Whether heads alone were trained: the operations of whole networks say nothing about the cost of that."""
+    return found.recipe.get("trainable") == "head"
+
+
+def work(pair: PairedComparison, work: Work, *, frozen: bool = False) -> str:
+    """Training cost to the same accuracy; on ``frozen`` backbones, the time alone."""
+    if frozen:
+        return (
+            f"With {work.samples:,} labels, {pair.model} takes {times(work.seconds)} the training time of "
+            f"{pair.baseline} to reach {number(work.level)} % accuracy."
+        )
     return (
         f"With {work.samples:,} labels, {pair.model} takes {times(work.flops)} the training FLOPs of {pair.baseline} "
         f"to reach {number(work.level)} % accuracy, and {times(work.seconds)} the time."
@@ -224,7 +232,7 @@ def points(estimate: Estimate) -> str:
 def times(ratio: Estimate) -> str:
     """A ratio with its interval: "0.61 [0.50, 0.74] times"."""
     if ratio.low <= 0 or ratio.high / ratio.low > _UNCERTAIN:
-        return f"about {number(ratio.value)} times (uncertain)"
+        return f"about {number(ratio.value)} times"
     value, low, high = (number(each, near=(ratio.value, ratio.low)) for each in (ratio.value, ratio.low, ratio.high))
     return f"{value} [{low}, {high}] times"
 

@@ -127,7 +127,7 @@ class Grid:
         for model, label in zip(self.models, short_names(self.models), strict=True):
             spec, cost = spec_for_dataset(model, dataset)
             share = 100 * cost.routed_parameters / cost.parameters
-            spelling = model if label != model else ""
+            spelling = re.sub(r"(:weights=)[^:]*/", r"\1", model) if label != model else ""  # without folders
             found.append(Contender(spec, ComparedModel(label, cost.parameters, cost.macs, share, spelling)))
         return found
 
@@ -210,7 +210,7 @@ def compare(
     while True:
         others = [who for who in others if not is_settled(found, who.sized.name)]
         if not others:
-            return replace(found, ended="every comparison is clear, or beyond what a hundred more would tell")
+            return replace(found, ended="more would hardly change the answers")
         if found.trials == grid.max_trials:
             return replace(found, ended=f"{grid.max_trials} trials are the most that were allowed")
         active, trial = [baseline, *others], found.trials
