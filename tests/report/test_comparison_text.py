@@ -156,6 +156,7 @@ def test_the_answers_name_a_network_and_say_whether_routing_helps():
         "cnn, for now: pmoe may be better or worse, which about 9 more trials would show.",
         "Not shown: 3 trials do not decide between cnn and pmoe; about 9 more would, if the difference stays as it is.",
     ]
+    assert two_answers(replace(UNDECIDED, more=1))[0].endswith("which about one more trial would show.")
     assert two_answers(UNDECIDED)[0] == (
         "cnn, for now: pmoe may be better or worse, by so little that trials hardly tell."
     )

@@ -63,13 +63,14 @@ def _undecided(pair: PairedComparison) -> str:
         return f"{baseline} and {model} are level within {_rounded_up(pair.within)} points ({so_far})"
     if pair.more is not None:
         return (
-            f"{so_far} do not decide between {baseline} and {model}; about {pair.more} more would, if the difference "
+            f"{so_far} do not decide between {baseline} and {model}; about {_more(pair.more)} would, if the difference "
             "stays as it is"
         )
-    narrow = f"about {pair.more_to_narrow}" if pair.more_to_narrow is not None else f"more than {MANY_TRIALS}"
+    more = pair.more_to_narrow
+    narrow = f"more than {MANY_TRIALS} more" if more is None else f"about {_more(more)}"
     close = "are level" if pair.within <= _WIDE else "cannot be told apart"
     return (
-        f"{baseline} and {model} {close} within {_rounded_up(pair.within)} points after {so_far}; {narrow} more would "
+        f"{baseline} and {model} {close} within {_rounded_up(pair.within)} points after {so_far}; {narrow} would "
         f"show whether they are within {NARROW:g}"
     )
 
@@ -107,7 +108,9 @@ def _choice(found: Comparison, compared: Sequence[PairedComparison]) -> str:
     ahead = [pair for pair in compared if pair.ahead == pair.model]
     if ahead:
         best = max(ahead, key=lambda pair: pair.lead.value)
-        return f"{best.model}: it is {points(best.lead)} points more accurate than {baseline.name} with the same labels."
+        return (
+            f"{best.model}: it is {points(best.lead)} points more accurate than {baseline.name} with the same labels."
+        )
     cheap = [pair for pair in compared if is_level(pair) and found.model(pair.model).macs <= _CHEAPER * baseline.macs]
     if cheap:
         least = min(cheap, key=lambda pair: found.model(pair.model).macs)
@@ -130,7 +133,7 @@ def _outlook(compared: Sequence[PairedComparison]) -> str:
     known = [each for each in more if each is not None]
     if len(known) < len(more):
         return "by so little that trials hardly tell"
-    return f"which about {max(known)} more trials would show"
+    return f"which about {_more(max(known))} {'trials' if max(known) > 1 else 'trial'} would show"
 
 
 def _routing(routed: Sequence[PairedComparison]) -> str:
@@ -262,6 +265,10 @@ def seconds(value: float) -> str:
         (each for each in ((3600, "h"), (60, "min")) if value >= 1.5 * each[0] or value == each[0]), (1, "s")
     )
     return f"{number(value / size)} {unit}"
+
+
+def _more(count: int) -> str:
+    return "one more" if count == 1 else f"{count} more"
 
 
 def _trials(count: int) -> str:
