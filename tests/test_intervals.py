@@ -7,6 +7,7 @@ from moesaic.intervals import (
     Curve,
     Estimate,
     bootstrap,
+    difference,
     mean,
     sample_ratio,
     samples_at,
@@ -135,3 +136,32 @@ def test_bootstrapped_intervals_cover_nearly_as_often_as_they_say(trials: int):
     rng = np.random.default_rng(trials)
     found = [bootstrap(lambda x: float(x.mean()), rng.normal(size=(1, trials))) for _ in range(50)]
     assert np.mean([each.low <= 0 <= each.high for each in found]) > 0.88
+
+
+def test_differences_end_at_100_points_and_spread_as_far_as_they_must():
+    assert difference([-50.0, 90.0]) == Estimate(20.0, -100.0, 100.0)
+    values = [1.0, 2.0, 4.0]
+    assert difference(values) == mean(values)
+    wider = difference(values, 0.99)
+    assert wider.low < mean(values).low < mean(values).high < wider.high
+    assert difference(values, least_spread=1.0) == mean(values)
+    assert difference([3.0] * 4, least_spread=2.0).high == pytest.approx(3 + 3.182 * 2 / 2, abs=1e-3)
+
+
+def test_labels_saved_in_few_trials_are_covered_as_often_as_the_interval_says():
+    # each trial of ours is ahead of theirs by its own factor, around a half
+    rng, level, sizes = np.random.default_rng(4), 85.0, [100, 200, 400, 800]
+    theirs = np.array([75.0, 80.0, 85.0, 90.0])[:, None]
+    for trials in (2, 3, 4):
+        shifts = 5 + rng.normal(0.0, 1.0, (400, trials))  # 5 points are a factor of 2
+        found = [saved_labels(level, (sizes, theirs + shift), (sizes, theirs.repeat(trials, 1))) for shift in shifts]
+        assert np.mean([each.low <= 0.5 <= each.high for each in found]) == pytest.approx(0.95, abs=0.03)
+        assert all(each.high <= 1 for each in found)
+
+
+def test_a_trial_of_few_that_never_gets_there_leaves_the_saving_open():
+    ours = (SIZES, np.array([[80.0, 70.0], [85.0, 75.0], [95.0, 80.0], [97.0, 84.0]]))
+    found = saved_labels(85.0, ours, curve(75, 80, 85, 90, trials=2))
+    assert (found.low, found.high) == (-np.inf, 1.0)
+    # the mean of ours is at 85 between 200 and 400 labels, that of theirs with 400
+    assert found.value == pytest.approx(1 - 2 ** (5 / 7.5 - 1))

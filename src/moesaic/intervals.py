@@ -1,11 +1,13 @@
 """Estimates with 95 % confidence intervals.
 
 The last axis of arrays is the trial. Means have Student's interval. Statistics that are not a mean over trials, such
-as the ratio of sample sizes at which two curves reach a level, are bootstrapped over trials with a fixed seed.
+as the ratio of sample sizes at which two curves reach a level, are bootstrapped over trials with a fixed seed; labels
+saved in fewer than five trials, which a bootstrap undercovers, have Student's interval of the logarithm of the ratio.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,6 +21,7 @@ __all__ = [
     "Curve",
     "Estimate",
     "bootstrap",
+    "difference",
     "mean",
     "percentage",
     "sample_ratio",
@@ -26,12 +29,15 @@ __all__ = [
     "samples_to_reach",
     "saved_labels",
     "shared_level",
+    "student_quantile",
 ]
 
 Array = NDArray[np.float64]
 
 LEVEL = 0.95
 RESAMPLES = 2000
+FEW_TRIALS = 5
+"""With fewer, a bootstrap over trials is too narrow."""
 
 Curve: TypeAlias = tuple[Sequence[float], Array]
 """Increasing sample sizes (S,) and the accuracy of each trial at each size (S, T)."""
@@ -59,9 +65,22 @@ def mean(values: Sequence[float] | Array) -> Estimate:
     trials = np.asarray(values, dtype=np.float64)
     if trials.size < 2:
         raise ValueError(f"mean: an interval needs at least 2 trials, got {trials.size}")
-    center = float(trials.mean())
-    half = _student_quantile(trials.size - 1) * float(trials.std(ddof=1)) / trials.size**0.5
+    center, half = _student(trials, LEVEL, 0.0)
     return Estimate(center, center - half, center + half)
+
+
+def difference(values: Sequence[float] | Array, confidence: float = LEVEL, least_spread: float = 0.0) -> Estimate:
+    """Returns the mean of differences of percentages, with Student's interval clipped to -100 and 100.
+
+    The standard deviation counts as at least ``least_spread``.
+
+    >>> difference([10.0, 30.0])
+    Estimate(value=20.0, low=-100.0, high=100.0)
+    >>> difference([1.0, 1.0, 1.0], least_spread=0.1)
+    Estimate(value=1.0, low=0.75..., high=1.24...)
+    """
+    center, half = _student(np.asarray(values, dtype=np.float64), confidence, least_spread)
+    return Estimate(center, max(center - half, -100.0), min(center + half, 100.0))
 
 
 def percentage(values: Sequence[float] | Array) -> Estimate:
@@ -74,11 +93,21 @@ def percentage(values: Sequence[float] | Array) -> Estimate:
     return Estimate(found.value, max(found.low, 0.0), min(found.high, 100.0))
 
 
-def _student_quantile(degrees_of_freedom: int) -> float:
-    """Returns the two-sided 95 % quantile of Student's t distribution."""
+def _student(trials: Array, confidence: float, least_spread: float) -> tuple[float, float]:
+    """The mean, and half of its interval."""
+    spread = max(float(trials.std(ddof=1)), least_spread)
+    return float(trials.mean()), student_quantile(trials.size - 1, confidence) * spread / trials.size**0.5
+
+
+def student_quantile(degrees_of_freedom: int, confidence: float = LEVEL) -> float:
+    """Returns the two-sided quantile of Student's t distribution.
+
+    >>> round(student_quantile(2), 3), round(student_quantile(2, 0.99), 3)
+    (4.303, 9.925)
+    """
     from scipy.special import stdtrit  # here, because the core imports without scipy
 
-    return float(stdtrit(degrees_of_freedom, (1 + LEVEL) / 2))
+    return float(stdtrit(degrees_of_freedom, (1 + confidence) / 2))
 
 
 def bootstrap(statistic: Callable[..., float], *groups: Array) -> Estimate:
@@ -95,7 +124,7 @@ def bootstrap(statistic: Callable[..., float], *groups: Array) -> Estimate:
         trials: dict[int, NDArray[np.int64]] = {count: rng.integers(count, size=count) for count in counts}
         resampled.append(statistic(*(group[..., trials[group.shape[-1]]] for group in groups)))
     fewest = min(counts)
-    tail = NormalDist().cdf(-((fewest / (fewest - 1)) ** 0.5) * _student_quantile(fewest - 1))
+    tail = NormalDist().cdf(-((fewest / (fewest - 1)) ** 0.5) * student_quantile(fewest - 1))
     # no interpolation between quantiles, since some values may be infinite
     low, high = np.quantile(resampled, [tail, 1 - tail], method="inverted_cdf")
     return Estimate(statistic(*groups), float(low), float(high))
@@ -167,15 +196,37 @@ def saved_labels(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool 
     """Returns the fraction of labels that ``ours`` saves at equal accuracy: 1 minus `sample_ratio`.
 
     0.6 means that 40 labels suffice in place of 100. The result is negative if ``ours`` needs more labels, and minus
-    infinity if it never reaches the level.
+    infinity if it never reaches the level. The curves have equally many trials. Fewer than five give Student's
+    interval of the mean logarithm of the ratio in each trial.
 
     >>> sizes = [100, 200, 400]
     >>> ours, theirs = np.array([[80.0], [90.0], [95.0]]), np.array([[70.0], [80.0], [90.0]])
     >>> saved_labels(90.0, (sizes, ours.repeat(3, axis=1)), (sizes, theirs.repeat(3, axis=1))).value
     0.5
     """
-    ratio = sample_ratio(level, ours, theirs, logarithmic=logarithmic)
+    few = _checked(ours)[1].shape[1] == _checked(theirs)[1].shape[1] < FEW_TRIALS
+    find = _ratio_of_few if few else sample_ratio
+    ratio = find(level, ours, theirs, logarithmic=logarithmic)
     return Estimate(1 - ratio.value, 1 - ratio.high, 1 - ratio.low)
+
+
+def _ratio_of_few(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool) -> Estimate:
+    """`sample_ratio` by the geometric mean over trials; without limit where a trial of ``ours`` never gets there."""
+    (our_sizes, our_accuracies), (their_sizes, their_accuracies) = ours, theirs
+    logs: list[float] = []
+    for ours_T, theirs_T in zip(our_accuracies.T, their_accuracies.T, strict=True):
+        needed = samples_at(level, our_sizes, ours_T, logarithmic=logarithmic)
+        in_place_of = samples_at(level, their_sizes, theirs_T, logarithmic=logarithmic)
+        logs.append(math.log(needed / min(in_place_of, float(their_sizes[-1]))))
+    if math.inf not in logs:
+        found = mean(logs)
+        return Estimate(*(math.exp(min(each, 700.0)) for each in (found.value, found.low, found.high)))
+    if all(map(math.isinf, logs)):
+        return Estimate(math.inf, math.inf, math.inf)
+    # trials that never get there leave all but the mean curve open
+    needed = samples_at(level, our_sizes, our_accuracies.mean(axis=1), logarithmic=logarithmic)
+    in_place_of = samples_at(level, their_sizes, their_accuracies.mean(axis=1), logarithmic=logarithmic)
+    return Estimate(needed / min(in_place_of, float(their_sizes[-1])), 0.0, math.inf)
 
 
 def shared_level(*curves: Curve) -> float | None:

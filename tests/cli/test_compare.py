@@ -197,6 +197,11 @@ def test_with_more_asked_for_only_what_is_missing_is_run(mosaics, finished, runs
         (["--augment", "flips"], r"augment='flips' is unknown; .*did you mean 'flip'"),
         (["--device", "gpu"], "--device='gpu' is unknown"),
         (["--seed", "-1"], "--seed=-1; it must be from 0"),
+        (["--trials", "some"], "--trials='some' is no whole number; give one such as 5, or auto"),
+        (["--max-trials", "9"], "--max-trials=9 with --trials=2; it is for --trials auto: leave one out"),
+        (["--trials", "auto", "--max-trials", "99"], "max_trials=99; it must be from 3 to 24"),
+        (["--minutes", "0"], "--minutes=0; it must be above 0"),
+        (["--minutes", "0.001"], r"--minutes 0.001 is too little: .* the smallest plan .* use --minutes .* or more"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_written(mosaics, given, message):
@@ -213,3 +218,53 @@ def test_data_that_is_not_there_is_told(mosaics):
 def test_a_diverging_run_is_told_by_name(mosaics):
     with pytest.raises(CommandError, match=r"moesaic compare: wrn10_1, 8 samples, trial 1: .*Lower lr"):
         compare("mosaics", *SMALL, "--lr", "1e30")
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(mosaics, capsys):
+    assert compare("mosaics", *SMALL, "--trials", "auto", "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(
+        r"(About|From) .* on this machine: 2 networks × 2 label counts × 3 trials, up to 12 where", lines[0]
+    )
+    assert lines[1] == "  8 and 16 labels, 2 epochs"
+    assert [re.match(r"  (\S+): \d+ s; a step takes \d+ ms", line)[1] for line in lines[2:]] == [
+        "wrn10_1",
+        "wrn10_1_pmoe",
+    ]
+    assert not Path("runs").exists()
+
+
+def test_samples_fit_the_folder_by_default(mosaics, capsys):
+    given = [each for each in SMALL if each not in ("--samples", "8,16")]
+    assert compare("mosaics", *given, "--dry-run") == 0
+    assert "  5 and 10 labels, 2 epochs" in capsys.readouterr().out
+
+
+def test_the_plan_comes_before_the_work_and_finished_runs_count_for_nothing(mosaics, finished, runs, capsys):
+    shutil.copytree(finished / OUT, OUT)
+    assert compare("mosaics", *SMALL) == 0
+    said = capsys.readouterr().err
+    assert "Nothing left to train: 2 networks × 2 label counts × 2 trials, all 8 runs are finished" in said
+    assert compare("mosaics", *SMALL, "--trials", "3") == 0
+    said = capsys.readouterr().err
+    assert "3 trials; 8 of 12 runs are finished" in said
+    assert len(runs) == 4
+
+
+def test_trials_are_added_within_the_budget(mosaics, capsys):
+    assert compare("mosaics", *SMALL, "--trials", "auto", "--max-trials", "4", "--minutes", "30") == 0
+    found = read_comparison(OUT / "result.json")
+    assert found.max_trials == 4
+    assert 3 <= found.trials <= 4
+    content = json.loads((OUT / "result.json").read_text("utf-8"))
+    assert content["answers"][0]["question"] == "Which network should I use?"
+    said = " ".join(capsys.readouterr().out.split())
+    assert content["answers"][0]["answer"] in said
+    page = re.sub(r"\s+", " ", (OUT / "report.html").read_text("utf-8").replace("\u00a0%", " %"))
+    assert content["answers"][0]["answer"] in page
+    assert "trials were added one by one, up to 4" in page
+
+
+def test_one_routed_network_is_compared_with_the_dense_one(mosaics, capsys):
+    assert compare("mosaics", *SMALL, "--models", "wrn10_1_pmoe", "--dry-run") == 0
+    assert "  wrn10_1: " in capsys.readouterr().out

@@ -165,7 +165,7 @@ def test_heads_on_one_backbone_are_compared_by_their_features(pets, monkeypatch)
     assert main(["compare", "pets", *moved, *grid, *SHORT]) == 0
     assert len(sizes) == 8, "the file is known by its digest"
     names = [model.name for model in read_comparison(Path("out/result.json")).models]
-    assert names[0] == "timm/test_resnet:weights=moved.safetensors:head=mean", "without folders"
+    assert names == ["head=mean", "head=routed:experts=2"], "without what they have in common"
 
 
 def test_a_network_is_compared_with_itself_converted(pets, monkeypatch):
@@ -192,3 +192,26 @@ def test_layers_that_a_compared_network_does_not_have_are_told(pets, capsys):
     given = ["--models", models, "--samples", "4", "--img-size", "32", "--trainable", "last-99"]
     assert main(["compare", "pets", *given, *SHORT]) == 2
     assert "trainable='last-99', but ResNet has 7 layers" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_one_pretrained_network_is_compared_with_other_heads(pets, capsys):
+    assert main(["train", "pets", *NETWORK, *SHORT, "--out", "trained"]) == 0
+    features = {path.name: path.stat().st_mtime_ns for path in Path("cache").glob("features-*")}
+    capsys.readouterr()
+    given = ["--models", "timm/test_resnet:weights=weights.safetensors", "--samples", "4,8", "--trials", "2"]
+    assert main(["compare", "pets", *given, *SHORT, "--out", "out", "--dry-run"]) == 0
+    assert "features" not in capsys.readouterr().out, "cached by train"
+    assert main(["compare", "pets", *given, *SHORT, "--out", "out"]) == 0
+    found = read_comparison(Path("out/result.json"))
+    assert [model.name for model in found.models] == ["head=mean", "head=attention", "head=routed"]
+    assert found.models[2].spelling == "timm/test_resnet:weights=weights.safetensors:head=routed"
+    now = {path.name: path.stat().st_mtime_ns for path in Path("cache").glob("features-*")}
+    assert now == features, "used as they are"
+    assert len(list(Path("out/networks").iterdir())) == 3, "of the first trial with the most samples"
+
+
+def test_features_that_are_not_cached_are_part_of_the_plan(pets, capsys):
+    given = ["--models", "timm/test_resnet:weights=weights.safetensors", "--samples", "4,8", "--trials", "2"]
+    assert main(["compare", "pets", *given, *SHORT, "--out", "out", "--dry-run"]) == 0
+    assert capsys.readouterr().out.count("features of the images: ") == 1
+    assert not list(Path("cache").glob("features-*")), "nothing is computed for all images"

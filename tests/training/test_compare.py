@@ -1,5 +1,6 @@
 """Runs of a comparison: paired, done once, continued where they stopped, and the same for the same seed."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from training.example_comparison import comparison
 
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, SkippedFile
 from moesaic.training.checkpoint import load_checkpoint
-from moesaic.training.compare import Grid, compare
+from moesaic.training.compare import HEADS, Grid, check_models, compare, default_samples, expand_models, short_names
 from moesaic.training.comparison_result import Comparison, read_comparison, run_from_json, write_comparison
 from moesaic.training.fit import Diverged
 from moesaic.training.progress import NoProgress
@@ -283,7 +284,7 @@ def test_a_grid_that_compares_nothing_is_refused(models, samples, trials, messag
 )
 def test_unknown_models_are_told_before_anything_is_loaded(model, message):
     with pytest.raises(ValueError, match=message):
-        Grid(("wrn10_1", model), (8,), 2).check_names()
+        check_models(("wrn10_1", model))
 
 
 @pytest.mark.parametrize(
@@ -336,6 +337,186 @@ def test_a_task_without_a_digest_is_refused(tmp_path):
 )
 def test_routers_are_options_of_models(model, options):
     grid = Grid(("wrn10_1", model), (8,), 2)
-    grid.check_names()
+    check_models(grid.models)
     _, contender = grid.contenders(TASK)
     assert contender.spec.arguments == {"num_classes": 2, "in_channels": 3, "image_size": 8, **options}
+
+
+class Scores(Trainer):
+    """Gives every run an accuracy: ``lead(name, trial)`` points above 50."""
+
+    def __init__(self, lead: Callable[[str, int], float]) -> None:
+        super().__init__()
+        self.lead, self.trials = lead, dict[int, int]()
+
+    def __call__(self, model: Any, dataset: ImageDataset, recipe: Recipe, **more: Any) -> FitResult:
+        trial = self.trials.setdefault(more["seed"], len(self.trials))
+        found = super().__call__(model, dataset, recipe, **more)
+        return replace(found, accuracy=50 + self.lead(str(more["spec"].arguments.get("experts", "")), trial))
+
+
+WOBBLE = (0.3, -0.2, 0.4, -0.5, 0.1, -0.1, 0.35, -0.3, 0.2, -0.25, 0.15, -0.15)
+SECOND, THIRD = "wrn10_1_pmoe:experts=2", "wrn10_1_pmoe:experts=4"
+MANY_TESTED = replace(TASK, test=TASK.test.take(torch.arange(2000) % len(TASK.test)))
+
+
+def grow(out: Path, models: tuple[str, ...] = ("wrn10_1", SECOND), most: int = 12, **more: Any) -> Comparison:
+    return compare(MANY_TESTED, Grid(models, (8,), 3, most), RECIPE, out=out, **more)
+
+
+def test_trials_are_added_until_the_answer_is_clear(tmp_path, monkeypatch):
+    clear = Scores(lambda experts, trial: 20 + WOBBLE[trial] if experts else 0.0)
+    monkeypatch.setattr(module, "fit", clear)
+    found = grow(tmp_path / "clear")
+    assert (found.trials, len(clear.asked)) == (3, 6)
+    assert found.ended == "more would hardly change the answers"
+    unclear = Scores(lambda experts, trial: 1.0 + 4 * WOBBLE[trial] if experts else 0.0)
+    monkeypatch.setattr(module, "fit", unclear)
+    found = grow(tmp_path / "unclear")
+    assert (found.trials, len(unclear.asked)) == (12, 24)
+    assert found.ended == "12 trials are the most that were allowed"
+    assert read_comparison(written(tmp_path, found)) == found
+
+
+def written(folder: Path, found: Comparison) -> Path:
+    write_comparison(folder / "result.json", found)
+    return folder / "result.json"
+
+
+def test_trials_are_added_where_the_comparison_is_open_alone(tmp_path, monkeypatch):
+    def lead(experts: str, trial: int) -> float:
+        return {"": 0.0, "2": 20 + WOBBLE[trial], "4": 2.0 + 3 * WOBBLE[trial]}[experts]
+
+    used = Scores(lead)
+    monkeypatch.setattr(module, "fit", used)
+    found = grow(tmp_path, ("wrn10_1", SECOND, THIRD))
+    assert found.trials_of(SECOND) == 3
+    assert 3 < found.trials_of(THIRD) == found.trials_of("wrn10_1") == found.trials < 12
+    assert len(used.asked) == len(found.runs) == 3 + 2 * found.trials
+    assert read_comparison(written(tmp_path, found)) == found
+    with pytest.raises(ValueError, match="1 of 15 runs are missing"):
+        replace(found, runs=[run for run in found.runs if (run.model, run.trial) != (THIRD, 1)], trials=found.trials)
+
+
+def test_a_growing_comparison_that_was_interrupted_ends_as_one_that_was_not(tmp_path, monkeypatch):
+    def lead(experts: str, trial: int) -> float:
+        return 2.0 + 3 * WOBBLE[trial] if experts else 0.0
+
+    monkeypatch.setattr(module, "fit", Scores(lead))
+    whole = grow(tmp_path / "whole")
+    assert whole.trials > 4
+    for stop_at in (1, 7):
+        interrupted = Scores(lead)
+        interrupted.stop_at = stop_at
+        monkeypatch.setattr(module, "fit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            grow(tmp_path / f"{stop_at}")
+        rest = Scores(lead)
+        rest.trials = dict(interrupted.trials)
+        monkeypatch.setattr(module, "fit", rest)
+        assert grow(tmp_path / f"{stop_at}") == whole
+        assert len(rest.asked) == len(whole.runs) - stop_at
+
+
+def test_no_trial_is_added_that_takes_longer_than_the_time_left(tmp_path, monkeypatch):
+    def lead(experts: str, trial: int) -> float:
+        return 1.0 + 4 * WOBBLE[trial] if experts else 0.0
+
+    monkeypatch.setattr(module, "fit", Scores(lead))
+    left = iter([1e6, 1e6, -1.0])
+    found = grow(tmp_path, seconds_left=lambda: next(left))
+    assert found.trials == 5
+    assert found.ended == "the next would take longer than the time that is left"
+    again = Scores(lead)
+    monkeypatch.setattr(module, "fit", again)
+    longer = grow(tmp_path, seconds_left=lambda: 1e6)
+    assert longer.trials == 12
+    assert len(again.asked) == 14, "what is finished is not done again"
+
+
+@pytest.mark.parametrize(
+    ("trials", "most", "message"),
+    [
+        (3, 2, "max_trials=2; it must be from 3 to 24"),
+        (3, 25, "max_trials=25; it must be from 3 to 24, .* use exactly trials=25"),
+        (2, 12, "trials=2 with max_trials=12; trials are added to at least 3"),
+    ],
+)
+def test_trials_that_cannot_be_added_are_refused(trials, most, message):
+    with pytest.raises(ValueError, match=message):
+        Grid(MODELS, (8,), trials, most)
+
+
+def test_files_of_earlier_versions_are_read(tmp_path):
+    found = comparison((8, 16), [[60.0, 61.0]] * 2, [[70.0, 72.5]] * 2)
+    write_comparison(tmp_path / "result.json", found)
+    content = json.loads((tmp_path / "result.json").read_text("utf-8"))
+    del content["max_trials"], content["ended"]
+    for model in content["models"]:
+        del model["spelling"]
+    (tmp_path / "result.json").write_text(json.dumps(content))
+    assert read_comparison(tmp_path / "result.json") == found
+    del content["seed"]
+    (tmp_path / "result.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="not the result of a comparison"):
+        read_comparison(tmp_path / "result.json")
+
+
+def test_finished_runs_are_found_by_the_digests_of_earlier_versions(tmp_path, trainer):
+    trainer()
+    run(tmp_path, models=MODELS, samples=(8,), trials=2, settings={"augment": "none"})
+    digests = {path.stem.rsplit("-", 1)[1] for path in (tmp_path / "cells").iterdir()}
+    assert digests == {"0b6b84268aca3a7e", "36f30b3e572831b0", "ab7a6ed67a187504", "bc8ff2847713327f"}
+
+
+STEM = "timm/resnet18:pretrained"
+
+
+@pytest.mark.parametrize(
+    ("models", "expanded"),
+    [
+        ((STEM,), tuple(f"{STEM}:head={head}" for head in HEADS)),
+        ((f"{STEM}:head=routed:experts=4",), (f"{STEM}:head=mean", f"{STEM}:head=routed:experts=4")),
+        ((f"{STEM}:head=mean",), (f"{STEM}:head=attention", f"{STEM}:head=mean")),
+        (
+            ("wrn10_1:convert=body.group3.0.conv2:experts=4",),
+            ("wrn10_1", "wrn10_1:convert=body.group3.0.conv2:experts=4"),
+        ),
+        (("wrn10_1_pmoe:experts=2",), ("wrn10_1", "wrn10_1_pmoe:experts=2")),
+        (("wrn10_1", "wrn10_2"), ("wrn10_1", "wrn10_2")),
+    ],
+)
+def test_one_network_stands_for_the_comparison_that_matters(models, expanded):
+    assert expand_models(models) == expanded
+
+
+@pytest.mark.parametrize("model", ["wrn10_1", "timm/resnet18", "wrn10_1:weights=file"])
+def test_one_network_without_a_natural_peer_is_told_what_to_do(model):
+    with pytest.raises(ValueError, match=r"has 1 of the at least 2 models .* 'timm/resnet18:weights=FILE'"):
+        expand_models((model,))
+
+
+@pytest.mark.parametrize(
+    ("models", "names"),
+    [
+        (("a:weights=x/w.pt:head=mean", "a:weights=x/w.pt:head=max"), ["head=mean", "head=max"]),
+        (("a:pretrained:head=mean", "b:pretrained:head=mean"), ["a:head=mean", "b:head=mean"]),
+        (("a:pretrained", "a:pretrained:convert=c:experts=2"), ["a", "a:convert=c:experts=2"]),
+        (("a:weights=x/1.pt", "a:weights=x/2.pt"), ["a:weights=1.pt", "a:weights=2.pt"]),
+        (("a:weights=x/1.pt", "a:weights=y/1.pt"), ["a:weights=x/1.pt", "a:weights=y/1.pt"]),
+        (("a:pretrained", "a"), ["a:pretrained", "a"]),
+        (("a:pretrained:head=mean", "a:head=max"), ["a:head=mean", "a:head=max"]),
+    ],
+)
+def test_names_tell_networks_apart_without_what_they_share(models, names):
+    assert short_names(models) == names
+
+
+@pytest.mark.parametrize("classes", [2, 4, 10, 102])
+@pytest.mark.parametrize("images", [102, 120, 209, 640, 1249, 1250, 60_000])
+def test_numbers_of_samples_fit_the_images(images, classes):
+    found = default_samples(images, classes)
+    assert list(found) == sorted(set(found))
+    assert classes <= found[0]
+    assert found[-1] <= max(0.8 * images, classes) or found == (images,)
+    assert images < 1250 or found == tuple(size for size in (250, 500, 1000))

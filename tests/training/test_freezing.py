@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from training.squares import TASK
 
 from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.fit import fit
-from moesaic.training.freezing import FEW_IMAGES, default_trainable, frozen_parameters
+from moesaic.training.freezing import FEW_IMAGES, default_trainable, eval_frozen, frozen_parameters
 from moesaic.training.recipe import Recipe
 from moesaic.training.train_step import build_optimizers
 
@@ -110,3 +111,19 @@ def test_bad_recipes_are_refused(options, message):
 )
 def test_by_default_the_backbone_is_frozen_where_it_is_pretrained_and_images_are_few(models, images, trainable):
     assert default_trainable(map(ModelSpec.parse, models), images) == trainable
+
+
+def test_frozen_modules_are_in_eval_mode_and_those_around_trained_ones_are_not():
+    model = nn.Sequential(
+        nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout()),
+        nn.Dropout(),
+        nn.Sequential(nn.BatchNorm2d(4), nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU())),
+    ).train()
+    for parameter in (*model[0].parameters(), *model[2][0].parameters()):
+        parameter.requires_grad_(False)
+    eval_frozen(model)
+    training = {name for name, module in model.named_modules() if module.training}
+    assert training == {"", "1", "2", "2.1", "2.1.0", "2.1.1"}
+    model.requires_grad_(False)
+    eval_frozen(model)
+    assert not any(module.training for module in model.modules())

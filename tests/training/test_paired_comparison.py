@@ -1,14 +1,14 @@
 """What runs say about two models: nothing that chance could have said, and everything the intervals allow."""
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from training.example_comparison import comparison
 
-from moesaic.training.paired_comparison import accuracies, group_accuracies, paired_comparisons
+from moesaic.intervals import Estimate
+from moesaic.training.paired_comparison import accuracies, group_accuracies, is_settled, paired_comparisons
 
 SIZES = (250, 500, 1000)
 NOISE = (-0.4, 0.1, 0.3)
@@ -54,7 +54,8 @@ def test_a_lead_that_may_be_chance_is_nobodys():
     pair = only(comparison(SIZES, noisy(70, 80, 90, noise=(-3, 0, 3)), noisy(71, 81, 91, noise=(3, 0, -3))))
     assert pair.ahead is None
     assert pair.saving is None
-    assert "may be anything from" in pair.open
+    assert pair.more is None, "the difference is small beside its spread"
+    assert pair.more_to_narrow == 35
 
 
 def test_two_trials_that_agree_by_chance_save_nothing():
@@ -62,14 +63,15 @@ def test_two_trials_that_agree_by_chance_save_nothing():
     pair = only(comparison(SIZES, noisy(70, 80, 90, noise=(0, 0)), noisy(71, 81, 91, noise=(0, 8))))
     assert pair.lead.low < 0 < pair.lead.value
     assert pair.saving is None
-    assert "differ by chance" in pair.open
+    assert pair.more == 6
 
 
 def test_a_model_ahead_with_the_fewest_labels_of_the_other_with_the_most_saves_at_least_their_ratio():
     saving = only(comparison(SIZES, noisy(60, 70, 80), noisy(85, 90, 95))).saving
     assert saving.at_least
     assert saving.share.value == saving.share.low == 75
-    assert math.isinf(saving.share.high)
+    assert saving.share.high == 100
+    assert saving.beyond
 
 
 def test_a_model_that_is_there_from_the_start_saves_at_least_what_the_lines_say():
@@ -139,7 +141,7 @@ def test_the_level_of_a_model_that_is_always_ahead_is_what_it_reaches_with_the_f
     for tables, guessing in (((noisy(60, 70, 80), noisy(80.1, 90, 95, noise=(-3, 0, 3))), 40.0),
                              ((noisy(50, 50, 50), noisy(60, 61, 62)), 60.0)):  # fmt: skip
         saving = only(comparison(SIZES, *tables, guessing=guessing)).saving
-        assert saving is None or saving.share.high < math.inf
+        assert saving is None or not saving.beyond
 
 
 def test_of_two_models_the_one_that_only_guesses_is_named():
@@ -161,11 +163,66 @@ def test_a_level_has_a_decimal_where_whole_percents_are_below_the_start():
     assert only(comparison(SIZES, *tables)).saving.level == 80.5
 
 
-def test_an_open_saving_tells_its_interval():
-    pair = only(comparison(SIZES, noisy(70, 80, 90, noise=(-3, 0, 3)), noisy(71, 81, 91, noise=(3, 0, -3))))
-    low, high = re.search(r"anything from (−?[\d∞]+) to (−?[\d∞]+) %; more trials", pair.open).groups()
-    assert low.startswith("−")
-    assert not high.startswith("−")
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (Estimate(2.0, -26.0, 31.0), "pmoe may need anything from 31 % fewer to 26 % more labels than cnn"),
+        (Estimate(2.0, -381.0, 31.0), "pmoe saves at most 31 % of the labels of cnn"),
+        (Estimate(-math.inf, -math.inf, 31.0), "pmoe saves at most 31 % of the labels of cnn"),
+        (Estimate(2.0, -381.0, 99.0), "the accuracies of the trials lie too far apart to give a number of labels"),
+    ],
+)
+def test_an_open_saving_says_what_is_possible(share, text, monkeypatch):
+    found = comparison(SIZES, noisy(70, 80, 90, noise=(-3, 0, 3)), noisy(71, 81, 91, noise=(3, 0, -3)))
+    part = Estimate(share.value / 100, share.low / 100, share.high / 100)
+    monkeypatch.setattr("moesaic.training.paired_comparison.saved_labels", lambda *given: part)
+    assert only(found).open == f"at 90 % {text}"
+
+
+def test_nothing_is_outside_what_is_possible():
+    wild = [[10.0, 90.0], [20.0, 95.0], [90.0, 99.0]]
+    for tables in (
+        (noisy(50, 60, 70, noise=(0, 0)), wild),
+        (wild, wild[::-1]),
+        (wild, noisy(98, 99, 99, noise=(0, 0))),
+    ):
+        pair = only(comparison(SIZES, *tables))
+        for lead in (pair.lead, *pair.leads):
+            assert -100 <= lead.low <= lead.value <= lead.high <= 100
+        for effort in () if pair.work is None else pair.work.efforts:
+            assert effort.flops.low >= 0 <= effort.seconds.low
+        assert pair.within <= 100
+        if pair.saving is not None:
+            assert pair.saving.share.high <= 100
+
+
+def sequential(found, fewer: int = 0):
+    """As if trials had been added one by one; the last model has ``fewer`` trials."""
+    last, kept = found.models[-1].name, found.trials - fewer
+    runs = tuple(run for run in found.runs if run.model != last or run.trial < kept)
+    return replace(found, max_trials=12, runs=runs)
+
+
+def test_trials_that_were_added_one_by_one_have_wider_intervals():
+    found = comparison(SIZES, noisy(70, 80, 90), noisy(72, 82, 92, noise=(0.2, -0.3, 0.1)))
+    fixed, added = only(found), only(sequential(found))
+    assert fixed.lead.value == added.lead.value
+    assert added.lead.low < fixed.lead.low
+    assert fixed.ahead == "pmoe"
+    assert added.ahead is None, "three trials that differ so much do not decide"
+    assert added.more == 1
+    assert not is_settled(sequential(found), "pmoe")
+
+
+def test_a_pair_is_over_the_trials_that_both_have():
+    noise = (-0.2, 0.1, 0.1, 30.0)
+    found = sequential(comparison(SIZES, noisy(50, 60, 70, noise=noise), noisy(60, 70, 80, noise=noise)), fewer=1)
+    pair = only(found)
+    assert pair.trials == 3
+    assert pair.lead.value == pytest.approx(10)
+    assert is_settled(found, "pmoe")
+    assert pair.work.efforts[0].flops.high < 1e13
+    assert accuracies(found, "cnn")[0].value == pytest.approx(57.5), "over all of its own"
 
 
 def test_work_is_told_to_an_accuracy_above_guessing_alone():

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -27,9 +31,16 @@ from moesaic.cli.shared import (
 if TYPE_CHECKING:
     from moesaic.data.datasets import ImageDataset
     from moesaic.training.compare import Grid
+    from moesaic.training.comparison_plan import ComparisonPlan
+    from moesaic.training.comparison_result import Comparison
     from moesaic.training.recipe import Recipe
 
 __all__ = ["Compare"]
+
+MAX_TRIALS = 12
+"""Most trials of ``--trials auto``, where --max-trials does not say."""
+_REPORT_SECONDS = 5.0
+"""What figures and report take."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +52,21 @@ class Compare(DatasetOptions):
     """
 
     models: Annotated[str, arg(metavar="A,B,…")] = "wrn10_2,wrn10_2_pmoe"
-    """Networks, the first the baseline; options follow colons: timm/resnet18:convert=layer4.1.conv2:experts=8."""
-    samples: Annotated[str, arg(metavar="N,N,…")] = "250,500,1000"
+    """Networks, the first the baseline, with options after colons; one pretrained network: heads on its backbone."""
+    samples: Annotated[str | None, arg(metavar="N,N,…", help_behavior_hint="(default: three that fit the images)")] = (
+        None
+    )
     """Numbers of labelled training images, separated by commas."""
     router: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: expert-choice)")] = None
     """Router of networks that name none: expert-choice, token-choice, soft, or module:Class of your own."""
-    trials: int = 3
-    """Runs of each network and number of samples, with other images each; at least 2, more narrow the intervals."""
+    trials: Annotated[str, arg(metavar="N|auto")] = "auto"
+    """Runs of each network and number of samples, with other images each; auto: 3, then until the answer is clear."""
+    max_trials: Annotated[int | None, arg(metavar="N", help_behavior_hint="(default: 12)")] = None
+    """Most trials of --trials auto, up to 24."""
+    minutes: Annotated[float | None, arg(metavar="MINUTES", help_behavior_hint="(default: no limit)")] = None
+    """Time budget: chooses what fits, fewer trials first, and adds trials while there is time."""
+    dry_run: bool = False
+    """Print what the comparison would take and exit."""
     epochs: int = 50
     """Passes over the training images."""
     batch_size: int = 32
@@ -65,38 +84,77 @@ class Compare(DatasetOptions):
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
+        from moesaic.report.comparison_plan import describe_plan
+
+        start = time.monotonic()
         with user_errors("compare"):
-            grid, recipe, device = self._checked()
+            models, device = self._checked()
             check_folder(self.out)
-            dataset = self._load(grid, recipe)
+            dataset, grid, recipe = self._load(models)
             out = self.out or Path("runs") / f"compare-{file_name(dataset.name)}"
+        with _told(self.batch_size, device, out):
+            plan = self._plan(dataset, grid, recipe, out, device, start)
+        if self.dry_run:
+            sys.stdout.write("".join(f"{line}\n" for line in describe_plan(plan, self.minutes)))
+            return 0
+        for line in describe_plan(plan, self.minutes):
+            log(line)
+        with user_errors("compare"):
             command, machine = write_config(out, self, given, device)
         try:
-            self._compare(dataset, grid, recipe, out, device, command, machine)
+            with _told(self.batch_size, device, out):
+                found = self._compare(dataset, plan, out, device, machine, start)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
             log(f"\nInterrupted. Finished runs are in {out}. To resume:\n  {again}")
             return 130
+        _write(found, out, command)
         return 0
 
-    def _checked(self) -> tuple[Grid, Recipe, str]:
-        """Checks the options that do not depend on the images."""
-        from moesaic.models.registry import ModelSpec
-        from moesaic.training.compare import Grid
-        from moesaic.training.freezing import default_trainable
-        from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
+    def _checked(self) -> tuple[tuple[str, ...], str]:
+        """Checks the options that do not depend on the images; the networks and the device."""
+        from moesaic.training.compare import check_models, expand_models
+        from moesaic.training.recipe import OPTIMIZER_DEFAULTS
 
-        names = self._with_router(tuple(name.strip() for name in self.models.split(",") if name.strip()))
-        grid = Grid(names, _whole_numbers("--samples", self.samples), self.trials)
-        grid.check_names()
+        named = self._with_router(tuple(name.strip() for name in self.models.split(",") if name.strip()))
+        check_models(named)
+        models = expand_models(named)
+        check_models(models)
+        self._grid(models, _whole_numbers("--samples", "2" if self.samples is None else self.samples))
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"compare: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         check_choice("compare", "--optimizer", self.optimizer, OPTIMIZER_DEFAULTS)
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise ValueError(f"compare: --minutes={self.minutes:g}; it must be above 0")
+        self._recipe(models, 1)
+        return models, resolve_device("compare", self.device)
+
+    def _grid(self, models: tuple[str, ...], samples: tuple[int, ...]) -> Grid:
+        from moesaic.training.compare import Grid
+        from moesaic.training.sequential_trials import FIRST_LOOK
+
+        if self.trials == "auto":
+            return Grid(models, samples, FIRST_LOOK, MAX_TRIALS if self.max_trials is None else self.max_trials)
+        if self.max_trials is not None:
+            raise ValueError(
+                f"compare: --max-trials={self.max_trials} with --trials={self.trials}; it is for --trials auto: leave "
+                "one out"
+            )
+        if not self.trials.lstrip("-").isdecimal():
+            raise ValueError(f"compare: --trials={self.trials!r} is no whole number; give one such as 5, or auto")
+        return Grid(models, samples, int(self.trials))
+
+    def _recipe(self, models: tuple[str, ...], images: int) -> Recipe:
+        """The recipe for so many training images."""
+        from moesaic.models.registry import ModelSpec
+        from moesaic.training.freezing import default_trainable
+        from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
+
         defaults = OPTIMIZER_DEFAULTS[cast("Any", self.optimizer)]
-        specs = [ModelSpec.parse(name) for name in names]
-        trainable = self.trainable or default_trainable(specs, grid.samples[-1])
+        specs = [ModelSpec.parse(name) for name in models]
+        trainable = self.trainable or default_trainable(specs, images)
         tuned = trainable != "head" and all(spec.is_pretrained for spec in specs)
-        recipe = Recipe(
+        return Recipe(
             epochs=self.epochs,
             batch_size=self.batch_size,
             optimizer=cast("Any", self.optimizer),
@@ -105,7 +163,6 @@ class Compare(DatasetOptions):
             trainable=trainable,
             layer_decay=self.layer_decay,
         )
-        return grid, recipe, resolve_device("compare", self.device)
 
     def _with_router(self, names: tuple[str, ...]) -> tuple[str, ...]:
         """The spellings of the networks with --router."""
@@ -124,66 +181,115 @@ class Compare(DatasetOptions):
             )
         return made
 
-    def _load(self, grid: Grid, recipe: Recipe) -> ImageDataset:
+    def _load(self, models: tuple[str, ...]) -> tuple[ImageDataset, Grid, Recipe]:
+        from moesaic.training.compare import default_samples, shared_image_size
         from moesaic.training.freezing import frozen_parameters
 
-        dataset = self.load(None if self.img_size else grid.image_size())
+        dataset = self.load(None if self.img_size else shared_image_size(models))
+        samples = (
+            default_samples(len(dataset.train), dataset.num_classes)
+            if self.samples is None
+            else _whole_numbers("--samples", self.samples)
+        )
+        grid = self._grid(models, samples)
         grid.check(dataset)
+        recipe = self._recipe(models, grid.samples[-1])
         for each in grid.contenders(dataset):  # refuses a network that does not fit the images
             if each.spec.is_pretrained:
                 frozen_parameters(each.spec.without_weights().build(), recipe.trainable)
-        return dataset
+        return dataset, grid, recipe
+
+    def _plan(
+        self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, start: float
+    ) -> ComparisonPlan:
+        from moesaic.cache_dir import default_cache_dir
+        from moesaic.training.compare import ComparisonRuns
+        from moesaic.training.comparison_plan import OverBudget, measure_costs, plan_comparison
+
+        cache_dir = self.cache_dir or default_cache_dir()
+        settings = {"augment": self.augment}
+        runs = ComparisonRuns.of(dataset, recipe, out, self.seed, device, settings, cache_dir, log)
+        contenders = grid.contenders(dataset)
+        costs = measure_costs(runs, contenders, grid, log)
+        try:
+            return plan_comparison(runs, contenders, grid, costs, self._seconds_left(start))
+        except OverBudget as error:
+            raise CommandError(f"moesaic compare: --minutes {self.minutes:g} is too little: {error}") from error
+
+    def _seconds_left(self, start: float) -> float | None:
+        """Of the budget, without the time that the report takes."""
+        return None if self.minutes is None else 60 * self.minutes - (time.monotonic() - start) - _REPORT_SECONDS
 
     def _compare(
-        self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, command: str, machine: str
-    ) -> None:
-        import torch
+        self, dataset: ImageDataset, plan: ComparisonPlan, out: Path, device: str, machine: str, start: float
+    ) -> Comparison:
         from rich.console import Console
 
         from moesaic import report
         from moesaic.cache_dir import default_cache_dir
-        from moesaic.report.chart import read_charts, write_charts
-        from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
-        from moesaic.report.comparison_charts import comparison_charts
-        from moesaic.training.checkpoint import CheckpointError
         from moesaic.training.compare import compare
-        from moesaic.training.comparison_result import read_comparison, write_comparison
-        from moesaic.training.fit import Diverged
-        from moesaic.training.paired_comparison import paired_comparisons
 
-        try:
-            with report.watch_progress(Console(stderr=True)) as progress:
-                measured = compare(
-                    dataset,
-                    grid,
-                    recipe,
-                    out=out,
-                    seed=self.seed,
-                    device=device,
-                    machine=machine,
-                    settings={"augment": self.augment},
-                    progress=progress,
-                    cache_dir=self.cache_dir or default_cache_dir(),
-                )
-        except torch.OutOfMemoryError as error:
-            raise CommandError(
-                f"moesaic compare: {device} has too little memory for --batch-size {self.batch_size}; use a smaller "
-                f"one. Finished runs are in {out}"
-            ) from error
-        except (Diverged, CheckpointError, OSError) as error:
-            raise CommandError(f"moesaic compare: {' '.join(str(error).split())}") from error
-        write_comparison(out / "result.json", measured, derived_from(measured))
-        # from the files, so that the report cannot say anything that they do not
-        found = read_comparison(out / "result.json")
-        write_charts(out / "charts.json", comparison_charts(found, paired_comparisons(found)))
-        charts = read_charts(out / "charts.json")
-        report.write_figures(out / "figures", charts)
-        write_comparison_report(out / "report.html", found, charts, command=command)
-        console = Console()
-        print_comparison(found, console)
-        for note in found.notes:
-            console.print(f"note: {note}", markup=False, highlight=False)
-        console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+        def seconds_left() -> float:
+            left = self._seconds_left(start)
+            return math.inf if left is None else left
+
+        with report.watch_progress(Console(stderr=True)) as progress:
+            return compare(
+                dataset,
+                plan.grid,
+                plan.recipe,
+                out=out,
+                seed=self.seed,
+                device=device,
+                machine=machine,
+                settings={"augment": self.augment},
+                progress=progress,
+                cache_dir=self.cache_dir or default_cache_dir(),
+                seconds_left=seconds_left,
+            )
+
+
+@contextmanager
+def _told(batch_size: int, device: str, out: Path) -> Generator[None]:
+    """Turns errors of training runs into a `CommandError`."""
+    import torch
+
+    from moesaic.training.checkpoint import CheckpointError
+    from moesaic.training.fit import Diverged
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise CommandError(
+            f"moesaic compare: {device} has too little memory for --batch-size {batch_size}; use a smaller "
+            f"one. Finished runs are in {out}"
+        ) from error
+    except (Diverged, CheckpointError, OSError) as error:
+        raise CommandError(f"moesaic compare: {' '.join(str(error).split())}") from error
+
+
+def _write(measured: Comparison, out: Path, command: str) -> None:
+    from rich.console import Console
+
+    from moesaic import report
+    from moesaic.report.chart import read_charts, write_charts
+    from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
+    from moesaic.report.comparison_charts import comparison_charts
+    from moesaic.training.comparison_result import read_comparison, write_comparison
+    from moesaic.training.paired_comparison import paired_comparisons
+
+    write_comparison(out / "result.json", measured, derived_from(measured))
+    # from the files, so that the report cannot say anything that they do not
+    found = read_comparison(out / "result.json")
+    write_charts(out / "charts.json", comparison_charts(found, paired_comparisons(found)))
+    charts = read_charts(out / "charts.json")
+    report.write_figures(out / "figures", charts)
+    write_comparison_report(out / "report.html", found, charts, command=command)
+    console = Console()
+    print_comparison(found, console)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moesaic.data.decoded_cache import DecodedCache, remove_stale, write_error
 
-__all__ = ["cached_features"]
+__all__ = ["cached_features", "is_cached"]
 
 Features = NDArray[np.float32]
 
@@ -41,13 +41,23 @@ def cached_features(cache: DecodedCache, key: str, rows: int, compute: Callable[
     >>> first.shape, bool((first == again).all())
     ((3, 3), True)
     """
-    values, header = (cache.folder / f"features-{key}{suffix}" for suffix in (".npy", ".json"))
+    values, header = _paths(cache.folder, key)
     if header.exists():
         found = _read(values, header, rows)
         if found is not None:
             return found
         cache.log(f"the features in {cache.folder} are damaged; computing them again")
     return _write(cache, values, header, rows, compute())
+
+
+def is_cached(folder: Path, key: str) -> bool:
+    """Returns whether there is an entry, without reading its features."""
+    return all(path.exists() for path in _paths(folder, key))
+
+
+def _paths(folder: Path, key: str) -> tuple[Path, Path]:
+    """The features and the header of an entry."""
+    return folder / f"features-{key}.npy", folder / f"features-{key}.json"
 
 
 def _read(values: Path, header: Path, rows: int) -> Features | None:

@@ -37,6 +37,7 @@ def derived_from(found: Comparison) -> dict[str, Any]:
     """Verdicts, accuracies and paired comparisons, for result.json."""
     compared = paired_comparisons(found)
     return {
+        "answers": [asdict(answer) for answer in text.answers(found, compared)],
         "verdicts": [text.verdict(found, pair) for pair in compared],
         "accuracies": {
             model.name: [asdict(estimate) for estimate in accuracies(found, model.name)] for model in found.models
@@ -53,7 +54,13 @@ def print_comparison(found: Comparison, console: Console | None = None) -> None:
     console = console or Console()
     compared = paired_comparisons(found)
     console.print(_table(found, compared))
-    console.print(Text(f"test accuracy in percent [95 % interval over {found.trials} trials]", style="bright_black"))
+    key = f"test accuracy in percent [95 % interval over {text.trial_count(found)} trials]"
+    console.print(Text(key, style="bright_black"))
+    if found.ended:
+        console.print(Text(f"no more trials were added because {found.ended}", style="bright_black"))
+    for answer in text.answers(found, compared):
+        console.print()
+        console.print(Text.assemble((answer.question, "bold"), " ", answer.answer))
     for pair in compared:
         console.print()
         colour = "yellow" if pair.saving is None and pair.ahead is None else "green"
@@ -70,6 +77,7 @@ def write_comparison_report(
     ``command`` is the command line that reproduces it, ``machine`` the hardware of the last run.
     """
     compared = paired_comparisons(found)
+    answers = text.answers(found, compared)
     verdicts = [
         {
             "label": text.outcome(pair),
@@ -82,7 +90,10 @@ def write_comparison_report(
     page = render(
         "comparison.html",
         found=found,
-        headline=next((each for each in verdicts if each["decided"]), verdicts[0])["sentence"],
+        headline=_headline(found, answers) if len(compared) > 1 else verdicts[0]["sentence"],
+        answers=answers[1:] if len(compared) > 1 else answers,
+        frozen=text.on_frozen_backbones(found),
+        trials=text.trial_count(found),
         verdicts=verdicts,
         charts={chart.id: chart for chart in charts},
         svg=partial(to_svg, variables=True),
@@ -99,15 +110,19 @@ def write_comparison_report(
     write_atomic(path, page.encode())
 
 
+def _headline(found: Comparison, answers: Sequence[text.Answer]) -> str:
+    """Which of several networks to use."""
+    use = answers[0].answer
+    return f"On {found.data or 'these images'}, use {use.replace('None of them', 'none of them')}"
+
+
 def _details(found: Comparison, pair: PairedComparison) -> list[str]:
     """Sentences that follow the verdict."""
     lines: list[str] = []
     if pair.saving is not None or pair.ahead is None:
         lines.append(text.lead(found, pair))
-    if pair.saving is None and pair.ahead is None:
-        lines.append(f"The number of saved labels is unknown: {pair.open}.")
     if pair.work is not None:
-        lines.append(text.work(pair, pair.work))
+        lines.append(text.work(pair, pair.work, frozen=text.on_frozen_backbones(found)))
     else:
         lines.append(f"The training cost to the same accuracy is unknown: {pair.no_work}.")
     return lines
@@ -126,7 +141,9 @@ def _cost_rows(found: Comparison, compared: Sequence[PairedComparison]) -> list[
     for model in found.models:
         effort = efforts.get(model.name)
         cells = [f"{model.parameters:,}", f"{model.routed_share:.0f} %", f"{model.macs / 1e6:,.1f} M"]
-        cells += ["–", "–"] if effort is None else [text.flops(effort.flops.value), text.seconds(effort.seconds.value)]
+        if not text.on_frozen_backbones(found):
+            cells.append("–" if effort is None else text.flops(effort.flops.value))
+        cells.append("–" if effort is None else text.seconds(effort.seconds.value))
         rows.append((model.name, cells))
     return rows
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from moesaic.intervals import Estimate
 from moesaic.report.chart import Chart, Panel, Series
-from moesaic.report.comparison_text import prefix_of
+from moesaic.report.comparison_text import on_frozen_backbones, prefix_of, trial_count
 from moesaic.report.style import MANY_POINTS
 from moesaic.training.comparison_result import Comparison, Run
 from moesaic.training.paired_comparison import FLOPS_PER_IMAGE, PairedComparison, accuracies, group_accuracies
@@ -52,7 +52,7 @@ def _labels(found: Comparison, paired_comparisons: Sequence[PairedComparison]) -
         "Labels",
         "Accuracy against labelled images",
         "Test accuracy of each network against the number of labelled training images. Higher is "
-        f"better; bars are 95 % intervals over {found.trials} trials.{dotted}",
+        f"better; bars are 95 % intervals over {trial_count(found)} trials.{dotted}",
         (Panel("", "labelled images", _ACCURACY, lines, level=level, log_x=len(found.samples) > 2),),
     )
 
@@ -67,17 +67,22 @@ def _work(found: Comparison) -> Chart:
         for i, each in enumerate(found.models)
     ]
     times = [_smooth(each.name, _role(found, i), *curves[each.name][1:]) for i, each in enumerate(found.models)]
+    in_flops = Panel("FLOPs", f"training {prefix}FLOPs", _ACCURACY, tuple(operations))
+    in_time = Panel("time", "seconds of training", _ACCURACY, tuple(times))
+    frozen = on_frozen_backbones(found)
+    against = (
+        "against the training time of the heads on the machine named below; backbones are frozen, and their features "
+        "were computed once"
+        if frozen
+        else "left against training FLOPs, right against training time on the machine named below"
+    )
     return Chart(
         "work",
         FOLDER,
         "Work",
         f"Accuracy while training with {most:,} labelled images",
-        "Test accuracy during training, mean over trials: left against training FLOPs, right against training time on "
-        "the machine named below. Further left is cheaper.",
-        (
-            Panel("FLOPs", f"training {prefix}FLOPs", _ACCURACY, tuple(operations)),
-            Panel("time", "seconds of training", _ACCURACY, tuple(times)),
-        ),
+        f"Test accuracy during training, mean over trials: {against}. Further left is cheaper.",
+        (in_time,) if frozen else (in_flops, in_time),
     )
 
 
@@ -124,7 +129,7 @@ def _groups(found: Comparison) -> Chart:
 
 
 def _line(label: str, role: str, x: Sequence[int], estimates: Sequence[Estimate]) -> Series:
-    """A line of means with symmetric error bars: the longer half of each interval."""
+    """A line of means with symmetric error bars, the longer half of each interval; drawings end them at 0 and 100 %."""
     spread = tuple(max(each.high - each.value, each.value - each.low) for each in estimates)
     return Series(label, role, tuple(map(float, x)), tuple(each.value for each in estimates), spread)
 

@@ -3,14 +3,40 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from moesaic.intervals import Estimate
 from moesaic.report.formatting import listed, number
 from moesaic.training.comparison_result import Comparison
-from moesaic.training.paired_comparison import PairedComparison, Saving, Work
+from moesaic.training.paired_comparison import NARROW, PairedComparison, Saving, Work, accuracies
+from moesaic.training.sequential_trials import LEVEL_MARGIN, MANY_TRIALS
 
-__all__ = ["flops", "lead", "outcome", "points", "prefix_of", "saved", "saving", "seconds", "times", "verdict", "work"]
+__all__ = [
+    "Answer",
+    "answers",
+    "flops",
+    "is_level",
+    "lead",
+    "on_frozen_backbones",
+    "outcome",
+    "points",
+    "prefix_of",
+    "saved",
+    "saving",
+    "seconds",
+    "times",
+    "trial_count",
+    "verdict",
+    "work",
+]
 
+_WIDE = 10.0
+"""Points of accuracy: models that may differ by more are not called level."""
+_CHEAPER = 0.9
+"""Of models that are level, one is preferred that has at most so many of the other's multiply-adds."""
+_UNCERTAIN = 100.0
+"""A ratio whose interval spans more than this factor is given without it."""
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -21,7 +47,7 @@ def verdict(found: Comparison, pair: PairedComparison) -> str:
     if pair.saving is not None:
         return f"{on}, {saving(found, pair.saving)}."
     if pair.ahead is None:
-        return f"{on}, {found.trials} trials show no significant difference between {baseline} and {model}."
+        return f"{on}, {_undecided(pair)}."
     ahead, behind = (model, baseline) if pair.ahead == model else (baseline, model)
     gain = lead if ahead == model else Estimate(-lead.value, -lead.high, -lead.low)
     return (
@@ -30,17 +56,121 @@ def verdict(found: Comparison, pair: PairedComparison) -> str:
     )
 
 
+def _undecided(pair: PairedComparison) -> str:
+    """What two models have in common, or how many more trials would tell them apart."""
+    model, baseline, so_far = pair.model, pair.baseline, _trials(pair.trials)
+    if is_level(pair):
+        return f"{baseline} and {model} are level within {_rounded_up(pair.within)} points ({so_far})"
+    if pair.more is not None:
+        return (
+            f"{so_far} do not decide between {baseline} and {model}; about {_more(pair.more)} would, if the difference "
+            "stays as it is"
+        )
+    more = pair.more_to_narrow
+    narrow = f"more than {MANY_TRIALS} more" if more is None else f"about {_more(more)}"
+    close = "are level" if pair.within <= _WIDE else "cannot be told apart"
+    return (
+        f"{baseline} and {model} {close} within {_rounded_up(pair.within)} points after {so_far}; {narrow} would "
+        f"show whether they are within {NARROW:g}"
+    )
+
+
+def is_level(pair: PairedComparison) -> bool:
+    """Whether the models differ by little, if at all."""
+    return pair.ahead is None and pair.within <= (NARROW if pair.more is None else LEVEL_MARGIN)
+
+
+def answers(found: Comparison, compared: Sequence[PairedComparison]) -> list[Answer]:
+    """What a reader wants to know first: which network to use, and whether routing helps."""
+    made = [Answer("Which network should I use?", _choice(found, compared))]
+    routed = [pair for pair in compared if found.model(pair.model).routed_share > 0]
+    if routed and found.models[0].routed_share == 0 and not made[0].answer.startswith("None"):
+        made.append(Answer("Does routing help on these images?", _routing(routed)))
+    return made
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question and its answer, a sentence each."""
+
+    question: str
+    answer: str
+
+
+def _choice(found: Comparison, compared: Sequence[PairedComparison]) -> str:
+    baseline = found.models[0]
+    best_mean = max(each.value for model in found.models for each in accuracies(found, model.name))
+    if best_mean <= found.guessing:
+        return (
+            f"None of them: no network gets beyond guessing, {number(found.guessing)} %. Train with more labels or "
+            "more epochs, or begin with a pretrained network."
+        )
+    ahead = [pair for pair in compared if pair.ahead == pair.model]
+    if ahead:
+        best = max(ahead, key=lambda pair: pair.lead.value)
+        return (
+            f"{best.model}: it is {points(best.lead)} points more accurate than {baseline.name} with the same labels."
+        )
+    cheap = [pair for pair in compared if is_level(pair) and found.model(pair.model).macs <= _CHEAPER * baseline.macs]
+    if cheap:
+        least = min(cheap, key=lambda pair: found.model(pair.model).macs)
+        share = 100 * found.model(least.model).macs / baseline.macs
+        return (
+            f"{least.model}: it is level with {baseline.name} within {_rounded_up(least.within)} points and has "
+            f"{share:.0f} % of its multiply-adds."
+        )
+    if all(pair.ahead == baseline.name for pair in compared):
+        others = listed([pair.model for pair in compared])
+        return f"{baseline.name}: it is more accurate than {others} with the same labels."
+    undecided = [pair.model for pair in compared if pair.ahead is None and not is_level(pair)]
+    if undecided:
+        return f"{baseline.name}, for now: {listed(undecided)} may be better or worse, {_outlook(compared)}."
+    return f"{baseline.name}: no other network is more accurate."
+
+
+def _outlook(compared: Sequence[PairedComparison]) -> str:
+    more = [pair.more for pair in compared if pair.ahead is None]
+    known = [each for each in more if each is not None]
+    if len(known) < len(more):
+        return "by so little that trials hardly tell"
+    return f"which about {_more(max(known))} {'trials' if max(known) > 1 else 'trial'} would show"
+
+
+def _routing(routed: Sequence[PairedComparison]) -> str:
+    best = max(routed, key=lambda pair: pair.lead.value)
+    for pair in routed:
+        if pair.ahead == pair.model:
+            best = pair
+    if best.ahead == best.model:
+        gain = points(best.lead)
+        return f"Yes: {best.model} is {gain} points more accurate than {best.baseline} with the same labels."
+    if best.ahead == best.baseline:
+        loss = points(Estimate(-best.lead.value, -best.lead.high, -best.lead.low))
+        return f"No: {best.model} is {loss} points less accurate than {best.baseline} with the same labels."
+    if is_level(best):
+        return f"It makes no difference of more than {_rounded_up(best.within)} points."
+    return f"Not shown: {_undecided(best)}."
+
+
 def outcome(pair: PairedComparison) -> str:
     """A short label of the verdict."""
     if pair.saving is not None:
         return f"{pair.saving.saver} saves labels"
+    if is_level(pair):
+        return "level"
     return "undecided" if pair.ahead is None else f"{pair.ahead} is ahead"
+
+
+def trial_count(found: Comparison) -> str:
+    """The number of trials, or from the fewest to the most of a network."""
+    counts = {found.trials_of(model.name) for model in found.models}
+    return f"{min(counts)} to {max(counts)}" if len(counts) > 1 else f"{found.trials}"
 
 
 def saving(found: Comparison, saving: Saving) -> str:
     """Which model saves how many labels."""
     level, share = number(saving.level), saving.share
-    if saving.at_least and math.isinf(share.high):
+    if saving.beyond:
         return (
             f"{saving.saver} with {found.samples[0]:,} labels is more accurate than {saving.other} with "
             f"{found.samples[-1]:,}: it saves at least {share.value:.0f} % of the labels"
@@ -62,7 +192,7 @@ def saved(pair: PairedComparison) -> str:
         return "–"
     share = pair.saving.share
     if pair.saving.at_least:
-        return f"at least {share.low if math.isfinite(share.low) else share.value:.0f} %"
+        return f"at least {share.low:.0f} %"
     return f"{share.value:.0f} % [{share.low:.0f}, {share.high:.0f}]"
 
 
@@ -74,8 +204,18 @@ def lead(found: Comparison, pair: PairedComparison) -> str:
     return f"With the same labels, the accuracy of {pair.model} is {_by(pair.lead)} ({where}{note})."
 
 
-def work(pair: PairedComparison, work: Work) -> str:
-    """Training cost to the same accuracy."""
+def on_frozen_backbones(found: Comparison) -> bool:
+    """Whether heads alone were trained: the operations of whole networks say nothing about the cost of that."""
+    return found.recipe.get("trainable") == "head"
+
+
+def work(pair: PairedComparison, work: Work, *, frozen: bool = False) -> str:
+    """Training cost to the same accuracy; on ``frozen`` backbones, the time alone."""
+    if frozen:
+        return (
+            f"With {work.samples:,} labels, {pair.model} takes {times(work.seconds)} the training time of "
+            f"{pair.baseline} to reach {number(work.level)} % accuracy."
+        )
     return (
         f"With {work.samples:,} labels, {pair.model} takes {times(work.flops)} the training FLOPs of {pair.baseline} "
         f"to reach {number(work.level)} % accuracy, and {times(work.seconds)} the time."
@@ -94,6 +234,8 @@ def points(estimate: Estimate) -> str:
 
 def times(ratio: Estimate) -> str:
     """A ratio with its interval: "0.61 [0.50, 0.74] times"."""
+    if ratio.low <= 0 or ratio.high / ratio.low > _UNCERTAIN:
+        return f"about {number(ratio.value)} times"
     value, low, high = (number(each, near=(ratio.value, ratio.low)) for each in (ratio.value, ratio.low, ratio.high))
     return f"{value} [{low}, {high}] times"
 
@@ -123,6 +265,19 @@ def seconds(value: float) -> str:
         (each for each in ((3600, "h"), (60, "min")) if value >= 1.5 * each[0] or value == each[0]), (1, "s")
     )
     return f"{number(value / size)} {unit}"
+
+
+def _more(count: int) -> str:
+    return "one more" if count == 1 else f"{count} more"
+
+
+def _trials(count: int) -> str:
+    return f"{count} trials"
+
+
+def _rounded_up(value: float) -> str:
+    """With one decimal, never less than the value."""
+    return number(max(math.ceil(10 * value - 1e-9), 1) / 10)
 
 
 def _by(lead: Estimate) -> str:

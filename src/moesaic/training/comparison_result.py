@@ -18,6 +18,9 @@ from moesaic.training.recipe import rename_old_keys
 
 __all__ = ["ComparedModel", "Comparison", "CurvePoint", "Run", "read_comparison", "run_from_json", "write_comparison"]
 
+_LATER_FIELDS = ("max_trials", "ended")
+"""Absent in the files of earlier versions."""
+
 
 @dataclass(frozen=True)
 class CurvePoint:
@@ -59,11 +62,17 @@ class ComparedModel:
     """Multiply-adds of one image, as executed."""
     routed_share: float
     """Percent of the parameters in routed layers."""
+    spelling: str = ""
+    """The network as `ModelSpec.parse` reads it, where its name is shorter."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything measured, complete: a run for each of ``trials`` of each model with each number of samples."""
+    """Everything measured, complete: a run for each trial of each model with each number of samples.
+
+    All models have ``trials`` trials. Where trials were added one by one, the first model has so many, and another one
+    has fewer where fewer decided.
+    """
 
     data: str
     """What the images are called."""
@@ -91,9 +100,15 @@ class Comparison:
     runs: tuple[Run, ...]
     notes: tuple[str, ...] = ()
     """What a reader should know, such as images that were skipped."""
+    max_trials: int | None = None
+    """Where trials were added one by one (`sequential_trials`): how many there could have been. None: ``trials`` were
+    asked for."""
+    ended: str = ""
+    """Why no more trials were added, where they were added one by one."""
 
     def __post_init__(self) -> None:
-        wanted = {(m.name, n, t) for m in self.models for n in self.samples for t in range(self.trials)}
+        trials = {model.name: self.trials_of(model.name) for model in self.models}
+        wanted = {(m.name, n, t) for m in self.models for n in self.samples for t in range(trials[m.name])}
         missing = wanted - {(run.model, run.samples, run.trial) for run in self.runs}
         if missing:
             model, samples, trial = min(missing)
@@ -101,6 +116,12 @@ class Comparison:
                 f"Comparison: {len(missing)} of {len(wanted)} runs are missing, "
                 f"such as trial {trial} of {model} with {samples} samples; finish them first"
             )
+
+    def trials_of(self, model: str) -> int:
+        """The number of trials of a model."""
+        if self.max_trials is None or model == self.models[0].name:
+            return self.trials
+        return max((run.trial + 1 for run in self.runs if run.model == model), default=self.trials)
 
     def model(self, name: str) -> ComparedModel:
         """The model of that name."""
@@ -121,7 +142,8 @@ def read_comparison(path: Path) -> Comparison:
     """The comparison of a result.json."""
     try:
         loaded: Any = json.loads(path.read_text(encoding="utf-8"))
-        made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
+        known = [each.name for each in fields(Comparison)]
+        made: dict[str, Any] = {name: loaded[name] for name in known if name in loaded or name not in _LATER_FIELDS}
         made |= {name: tuple(made[name]) for name in ("classes", "groups", "samples", "notes")}
         made["recipe"] = rename_old_keys(made["recipe"])
         made["models"] = tuple(ComparedModel(**model) for model in made["models"])

@@ -23,12 +23,19 @@ from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
-from moesaic.data.feature_cache import cached_features
+from moesaic.data.feature_cache import cached_features, is_cached
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.layer_groups import classifier_names
 from moesaic.models.model_cost import eval_mode
 
-__all__ = ["FeatureBatches", "add_features", "check_features", "one_thread", "refuses_features"]
+__all__ = [
+    "FeatureBatches",
+    "add_features",
+    "check_features",
+    "has_cached_features",
+    "one_thread",
+    "refuses_features",
+]
 
 _VERSION = 1
 """Part of cache keys, to be raised when features change."""
@@ -70,21 +77,23 @@ def add_features(
         if cache_dir is None or not dataset.digest:
             found = np.concatenate(list(compute()))
         else:
-            about = [
-                _VERSION,
-                backbone,
-                dataset.digest,
-                split,
-                *images.pixels.shape,
-                repr(dataset.normalize),
-                "float32",
-            ]
-            key = hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
+            key = _key(dataset, backbone, images, split)
             found = cached_features(DecodedCache(cache_dir, log), key, len(images), compute)
         features = torch.from_numpy(found)
         return replace(images, features=features.permute(0, 3, 1, 2) if features.ndim == 4 else features)
 
     return replace(dataset, train=of(dataset.train, "train"), test=of(dataset.test, "test"), backbone=backbone)
+
+
+def has_cached_features(dataset: ImageDataset, model: nn.Module, cache_dir: Path | None) -> bool:
+    """Returns whether `add_features` would find the features of a dataset in the cache."""
+    if cache_dir is None or not dataset.digest:
+        return False
+    backbone = backbone_digest(model)
+    keys = (
+        _key(dataset, backbone, images, split) for images, split in ((dataset.train, "train"), (dataset.test, "test"))
+    )
+    return all(is_cached(cache_dir, key) for key in keys)
 
 
 def refuses_features(model: nn.Module, dataset: ImageDataset) -> str:
@@ -106,6 +115,11 @@ def check_features(dataset: ImageDataset, model: nn.Module) -> None:
             f"fit: the features of the dataset are of another backbone than that of this {type(model).__name__}; "
             "compute them with add_features(dataset, model)"
         )
+
+
+def _key(dataset: ImageDataset, backbone: str, images: LabelledImages, split: str) -> str:
+    about = [_VERSION, backbone, dataset.digest, split, *images.pixels.shape, repr(dataset.normalize), "float32"]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]
 
 
 def backbone_digest(model: nn.Module) -> str:

@@ -76,10 +76,20 @@ def freeze_layers(model: nn.Module, trainable: str) -> Generator[None]:
 
 def eval_frozen(model: nn.Module) -> None:
     """Puts modules whose parameters are all frozen into eval mode: BatchNorm keeps its statistics."""
-    for module in cast("Iterable[nn.Module]", model.modules()):
-        parameters = list(module.parameters())
-        if parameters and not any(each.requires_grad for each in parameters):
-            module.eval()
+    trained: set[str] = set()  # names of modules with a parameter to train somewhere inside
+    for name, parameter in cast("Iterable[tuple[str, nn.Parameter]]", model.named_parameters()):
+        if parameter.requires_grad:
+            parts = name.split(".")
+            trained.update(".".join(parts[:depth]) for depth in range(len(parts)))
+    _eval_frozen(model, "", trained)
+
+
+def _eval_frozen(module: nn.Module, name: str, trained: set[str]) -> None:
+    if name in trained:
+        for part, child in module.named_children():
+            _eval_frozen(child, f"{name}.{part}" if name else part, trained)
+    elif next(module.parameters(), None) is not None:
+        module.eval()
 
 
 def layer_factors(model: nn.Module, layer_decay: float | None) -> dict[int, float]:

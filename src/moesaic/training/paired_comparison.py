@@ -8,20 +8,32 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.intervals import Curve, Estimate, mean, percentage, saved_labels
+from moesaic.intervals import Curve, Estimate, difference, mean, percentage, saved_labels
 from moesaic.training.comparison_result import Comparison, Run
+from moesaic.training.sequential_trials import is_clear, more_trials, sequential_difference, trials_to_width
 
-__all__ = ["Effort", "PairedComparison", "Saving", "Work", "accuracies", "group_accuracies", "paired_comparisons"]
+__all__ = [
+    "Effort",
+    "PairedComparison",
+    "Saving",
+    "Work",
+    "accuracies",
+    "group_accuracies",
+    "is_settled",
+    "paired_comparisons",
+]
 
 Array = NDArray[np.float64]
 
 FLOPS_PER_IMAGE = 2 * 3
 """Operations for each multiply-add of the forward pass: two, and the backward pass does twice the forward's work."""
+NARROW = 2.0
+"""Points of accuracy: models that differ by less are as good as level, where no number of trials tells them apart."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +45,11 @@ class Saving:
     level: float
     """The accuracy, in percent, that both are asked for."""
     share: Estimate
-    """Percent of the other's labels."""
+    """Percent of the other's labels, at most 100."""
     at_least: bool
     """Whether ``share`` is a lower bound: the saver is there with the fewest labels tried, or the other never is."""
+    beyond: bool = False
+    """Whether the saver with the fewest labels is ahead of the other with the most."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +91,17 @@ class PairedComparison:
     """Why there is no saving; empty where there is one."""
     no_work: str
     """Why there is no work to compare; empty where there is."""
+    trials: int = 0
+    """Trials that both have."""
+    more: int | None = None
+    """If undecided: about so many more trials would decide, if differences stay as they are; None: over 100."""
+    more_to_narrow: int | None = None
+    """If undecided: about so many more trials would tell whether both are within `NARROW` points; None: over 100."""
+
+    @property
+    def within(self) -> float:
+        """Points of accuracy by which the models differ at most."""
+        return max(abs(self.lead.low), abs(self.lead.high))
 
     @property
     def ahead(self) -> str | None:
@@ -105,18 +130,60 @@ def paired_comparisons(found: Comparison) -> tuple[PairedComparison, ...]:
     return tuple(_contrast(found, baseline, other) for other in others)
 
 
+def is_settled(found: Comparison, model: str) -> bool:
+    """Whether no trial of a model should be added to its comparison with the first one."""
+    ours, theirs = _paired_curves(found, found.models[0].name, model)
+    values = (ours[1] - theirs[1]).mean(axis=0)
+    return is_clear(sequential_difference(values, _quantum(found)), values.size, _spread(found, values))
+
+
 def _contrast(found: Comparison, baseline: str, model: str) -> PairedComparison:
-    theirs, ours = _curve(found, baseline), _curve(found, model)
-    difference = ours[1] - theirs[1]
-    saving, why = _saving(found, (baseline, theirs), (model, ours))
+    ours, theirs = _paired_curves(found, baseline, model)
+    differences = ours[1] - theirs[1]
+    values = differences.mean(axis=0)
+    lead, trials, spread = _lead(found, values), values.size, _spread(found, values)
+    saving, why = _saving(found, lead, (baseline, theirs), (model, ours))
     work, no_work = _work(found, baseline, model, saving)
-    leads = tuple(mean(values) for values in difference)
-    return PairedComparison(baseline, model, leads, mean(difference.mean(axis=0)), saving, work, why, no_work)
+    leads = tuple(_lead(found, each, len(found.samples)) for each in differences)
+    pair = PairedComparison(baseline, model, leads, lead, saving, work, why, no_work, trials)
+    if pair.ahead is not None:
+        return pair
+    sequential = found.max_trials is not None
+    more = more_trials(lead.value, spread, trials, sequential=sequential)
+    narrow = None if pair.within <= NARROW else trials_to_width(NARROW, spread, trials, sequential=sequential)
+    return replace(pair, more=more, more_to_narrow=narrow)
 
 
-def _saving(found: Comparison, one: tuple[str, Curve], two: tuple[str, Curve]) -> tuple[Saving | None, str]:
+def _paired_curves(found: Comparison, baseline: str, model: str) -> tuple[Curve, Curve]:
+    """Curves of the model and of the baseline, over the trials that both have."""
+    ours, (sizes, accuracies) = _curve(found, model), _curve(found, baseline)
+    return ours, (sizes, accuracies[:, : ours[1].shape[1]])
+
+
+def _lead(found: Comparison, values: Array, counts: int = 1) -> Estimate:
+    """The mean of differences; ``counts`` is how many numbers of samples a mean over all would have."""
+    if found.max_trials is None:
+        return difference(values)
+    return sequential_difference(values, counts * _quantum(found))
+
+
+def _quantum(found: Comparison) -> float:
+    """How far one test image of one run changes the mean difference of a trial, in points."""
+    return 100 / found.tested / len(found.samples)
+
+
+def _spread(found: Comparison, values: Array) -> float:
+    least = 0.0 if found.max_trials is None else _quantum(found) / values.size**0.5
+    return max(float(values.std(ddof=1)), least)
+
+
+def _saving(
+    found: Comparison, lead: Estimate, one: tuple[str, Curve], two: tuple[str, Curve]
+) -> tuple[Saving | None, str]:
+    """The labels that one saves, or why that is unknown; ``lead`` is that of the second."""
+    ahead = {two[0]: lead.low > 0, one[0]: lead.high < 0}
     for (saver, ours), (other, theirs) in ((two, one), (one, two)):
-        dominant = _dominant(found, saver, ours, other, theirs)
+        dominant = _dominant(found, saver, ours, other, theirs) if ahead[saver] else None
         if dominant is not None:
             return dominant, ""
     level = _common_level(one[1], two[1])
@@ -128,25 +195,37 @@ def _saving(found: Comparison, one: tuple[str, Curve], two: tuple[str, Curve]) -
         return None, f"both are at {named} with the fewest labels tried, {found.samples[0]:,}; try fewer"
     for (saver, ours), (other, theirs) in ((two, one), (one, two)):
         share = saved_labels(level, ours, theirs)
-        # few trials resampled spread too little; Student's interval knows how few they are
-        if share.low > 0 and mean((ours[1] - theirs[1]).mean(axis=0)).low > 0:
+        if share.low > 0 and ahead[saver]:
             at_least = float(ours[1][0].mean()) >= level
             return Saving(saver, other, level, _percent(share), at_least), ""
     share = _percent(saved_labels(level, two[1], one[1]))
     if share.low > 0 or share.high < 0:
-        return None, f"with {found.trials} trials the accuracies may differ by chance; more trials tell"
-    spread = f"from {_bound(share.low)} to {_bound(share.high)}"
-    return None, f"at {named} the labels that {two[0]} saves may be anything {spread} %; more trials narrow that down"
+        return None, f"{two[1][1].shape[1]} trials may agree on that by chance; more trials tell"
+    return None, f"at {named} {_open_saving(two[0], one[0], share)}"
+
+
+def _open_saving(model: str, baseline: str, share: Estimate) -> str:
+    """What an interval of labels saved with 0 in it says."""
+    fewer, more = f"{share.high:.0f} %", f"{-share.low:.0f} %" if math.isfinite(share.low) else ""
+    if share.low >= -100:
+        return f"{model} may need anything from {fewer} fewer to {more} more labels than {baseline}"
+    if share.high <= 90:
+        return f"{model} saves at most {fewer} of the labels of {baseline}"
+    return "the accuracies of the trials lie too far apart to give a number of labels"
 
 
 def _dominant(found: Comparison, saver: str, ours: Curve, other: str, theirs: Curve) -> Saving | None:
     """With the fewest labels ahead of the other with the most: then a level that the other reaches says too little."""
     fewest, most = found.samples[0], found.samples[-1]
     start = mean(ours[1][0])
-    if fewest == most or start.low <= found.guessing or mean(ours[1][0] - theirs[1][-1]).low <= 0:
+    if (
+        fewest == most
+        or start.low <= found.guessing
+        or _lead(found, ours[1][0] - theirs[1][-1], len(found.samples)).low <= 0
+    ):
         return None
     bound = 100 * (1 - fewest / most)
-    return Saving(saver, other, math.floor(start.value), Estimate(bound, bound, math.inf), at_least=True)
+    return Saving(saver, other, math.floor(start.value), Estimate(bound, bound, 100.0), at_least=True, beyond=True)
 
 
 def _common_level(*curves: Curve) -> float:
@@ -159,13 +238,14 @@ def _common_level(*curves: Curve) -> float:
 def _work(found: Comparison, baseline: str, model: str, saving: Saving | None) -> tuple[Work | None, str]:
     """What both take with the most labels; to the saving's level, or to a lower one that every run gets to."""
     most = found.samples[-1]
-    pairs = [(name, found.runs_of(name, most)) for name in (baseline, model)]
+    trials = min(found.trials_of(baseline), found.trials_of(model))
+    pairs = [(name, found.runs_of(name, most)[:trials]) for name in (baseline, model)]
     reached = math.floor(min(max(point.accuracy for point in run.curve) for _, runs in pairs for run in runs))
     level = float(reached) if saving is None else min(saving.level, float(reached))
     if level <= found.guessing:
         return None, f"some run with {most:,} labels does not get beyond guessing, {found.guessing:.3g} %"
     theirs, ours = (np.array([_effort(found, run, level) for run in runs]).T for _, runs in pairs)
-    efforts = Effort(baseline, *map(mean, theirs)), Effort(model, *map(mean, ours))
+    efforts = Effort(baseline, *map(_amount, theirs)), Effort(model, *map(_amount, ours))
     return Work(level, most, efforts, *map(_ratio, ours, theirs)), ""
 
 
@@ -173,6 +253,11 @@ def _effort(found: Comparison, run: Run, level: float) -> tuple[float, float]:
     """Operations and seconds of a run until it reaches the level."""
     point = next(point for point in run.curve if point.accuracy >= level)
     return float(point.images) * FLOPS_PER_IMAGE * found.model(run.model).macs, point.seconds
+
+
+def _amount(values: Array) -> Estimate:
+    found = mean(values)
+    return Estimate(found.value, max(found.low, 0.0), found.high)
 
 
 def _ratio(ours: Array, theirs: Array) -> Estimate:
@@ -188,10 +273,6 @@ def _curve(found: Comparison, model: str) -> Curve:
 
 def _percent(share: Estimate) -> Estimate:
     return Estimate(100 * share.value, 100 * share.low, 100 * share.high)
-
-
-def _bound(value: float) -> str:
-    return f"{value:.0f}".replace("-", "−") if math.isfinite(value) else "−∞" if value < 0 else "∞"
 
 
 def _known_percentage(values: Sequence[float]) -> Estimate:
