@@ -1,0 +1,291 @@
+"""Which head on a frozen backbone needs fewer labels: the routed head, or mean, max, convolution or attention?
+
+    python benchmarks/heads.py --data-dir DIR --weights FILE [--tune] [--trials 10] [--cache DIR] [--out FILE.json]
+
+``docs/heads.md`` has the question, the rule (`head_verdicts`), the tasks (`head_tasks`) and the result. The features of
+each trial are computed once and cached; finished runs are read from the cache too, so that an interrupted study goes
+on where it stopped. Heads of a trial are trained on the same batches by the steps of `fit`, with the recipe of
+``moesaic train --head``; ``tests/benchmarks/test_heads.py`` checks that `fit` finds the same.
+
+``--tune`` runs the variants that defaults were chosen from, on tasks that are not reported.
+
+DIR has photos/photos.zip, celeba/, mnist/ and cifar-10-batches-bin/. FILE has the weights of timm's mobilenetv2_100.
+"""
+
+import argparse
+import json
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from head_tasks import REPORTED, TASKS, TUNING, Part, Task, draw_images
+from head_verdicts import verdicts
+from measure import RESULTS, machine, show
+from torch import Tensor, nn
+
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
+from moesaic.layers.heads import create_head
+from moesaic.models.pretrained import read_config
+from moesaic.models.registry import create_model
+from moesaic.training.batches import generator_seed, train_batches
+from moesaic.training.recipe import Recipe
+from moesaic.training.train_step import TrainStep
+from moesaic.training.trainer import evaluate
+
+COUNTS = (5, 10, 20, 50, 100)
+"""Labels in all, not of each class."""
+TRIALS = 10
+TEST = 60
+"""Test images of a trial, which no other trial has."""
+TUNING_COUNTS, TUNING_TRIALS = (10, 50), 4
+BLOCK = 4
+"""Images per forward pass of the backbone."""
+RECIPE = Recipe(epochs=50, batch_size=32)
+
+Features = Callable[[Task, int], ImageDataset]
+"""The features of a task and trial in place of images, with all labels."""
+
+
+class ConvHead(nn.Module):
+    """A 1×1 convolution, ReLU, mean over all positions and a linear layer; about as many weights as the routed head."""
+
+    def __init__(self, in_channels: int, num_classes: int, experts: int = 8) -> None:
+        super().__init__()
+        hidden = experts * (num_classes + 1)
+        self.conv = nn.Conv2d(in_channels, hidden, 1)
+        self.classifier = nn.Linear(hidden, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.conv(x).relu().mean((2, 3)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A head and how it is trained."""
+
+    head: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recipe: Recipe = RECIPE
+
+    def create(self, channels: int, classes: int, seed: int) -> nn.Module:
+        """The head with the initial weights of a seed."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            if self.head == "conv":
+                return ConvHead(channels, classes)
+            return create_head(cast("Any", self.head), channels, classes, **self.options)
+
+
+HEADS = {name: Variant(name) for name in ("mean", "max", "conv", "attention", "routed")}
+
+
+def tuning_stages() -> dict[str, dict[str, Variant]]:
+    """Variants of the recipe, for all heads, then of the routed head."""
+    recipes: dict[str, Variant] = {}
+    for epochs in (50, 150):
+        for lr in (3e-4, 1e-3, 3e-3, 1e-2):
+            recipe = replace(RECIPE, epochs=epochs, lr=lr)
+            recipes |= {f"{name}, {epochs} epochs, lr {lr:g}": Variant(name, {}, recipe) for name in HEADS}
+            fast = replace(recipe, router_lr=lr)
+            recipes[f"routed with router_lr = lr, {epochs} epochs, lr {lr:g}"] = Variant("routed", {}, fast)
+    return {"recipe": recipes}
+
+
+def split(task: Task, trial: int, part: Part, count: int, data_dir: Path, backbone: Any, scale: Normalize) -> Tensor:
+    """(count, C, H, W) float16: features of one part of a trial."""
+    pixels, _ = draw_images(task, trial, part, count, data_dir)
+    found: list[Tensor] = []
+    with torch.no_grad():
+        for block in torch.from_numpy(pixels).split(BLOCK):
+            x = scale(block).contiguous(memory_format=torch.channels_last)
+            found.append(backbone.forward_features(x).half())
+    return torch.cat(found)
+
+
+def as_images(features: Tensor, classes: int) -> LabelledImages:
+    """Features in place of pixels, with the labels in turn."""
+    labels = torch.arange(len(features)) % classes
+    return LabelledImages(features.float().contiguous(memory_format=torch.channels_last), labels, labels)
+
+
+def unchanged(features: Tensor, rand: Tensor) -> Tensor:
+    return features
+
+
+def as_dataset(train: LabelledImages, test: LabelledImages, classes: Sequence[str]) -> ImageDataset:
+    return ImageDataset(train, test, tuple(classes), tuple(classes), unchanged, unchanged)
+
+
+def cached_features(data_dir: Path, weights: Path, cache: Path) -> Features:
+    """Computes the features of a trial at the first call, and reads them from the cache at others."""
+    built: list[Any] = []
+
+    def backbone() -> Any:
+        if not built:
+            model = create_model("timm/mobilenetv2_100", num_classes=2, weights=weights, head="mean")
+            built.append(model.to(memory_format=torch.channels_last).eval())  # pyright: ignore
+        return built[0]
+
+    def features(task: Task, trial: int) -> ImageDataset:
+        path = cache / f"{re.sub(r'[^a-z0-9]+', '-', task.name.lower())}-{trial}.npz"
+        if not path.exists():
+            config = read_config(weights)
+            assert config.mean is not None and config.std is not None
+            scale, made = Normalize(config.mean, config.std), {}
+            parts: tuple[tuple[Part, int], ...] = (("train", COUNTS[-1]), ("test", TEST))
+            for part, count in parts:
+                maps = split(task, trial, part, count, data_dir, backbone(), scale)
+                made[part] = maps.permute(0, 2, 3, 1).contiguous().numpy()
+            with tempfile.NamedTemporaryFile(dir=cache, suffix=".npz", delete=False) as file:
+                cast("Any", np.savez)(file, **made)
+            Path(file.name).replace(path)
+        with np.load(path) as stored:
+            train, test = (torch.from_numpy(stored[part]).permute(0, 3, 1, 2) for part in ("train", "test"))
+        classes = len(task.classes)
+        return as_dataset(as_images(train, classes), as_images(test, classes), task.classes)
+
+    return features
+
+
+def train_heads(dataset: ImageDataset, labels: int, variants: Mapping[str, Variant], seed: int) -> dict[str, float]:
+    """Test accuracy of each head, trained with the first ``labels`` images; all see the same batches."""
+    few = replace(dataset, train=dataset.train.take(torch.arange(labels)))
+    device, channels, classes = torch.device("cpu"), int(few.train.pixels.shape[1]), dataset.num_classes
+    found: dict[str, float] = {}
+    plans = {(each.recipe.epochs, each.recipe.batch_size) for each in variants.values()}
+    for epochs, batch_size in sorted(plans):
+        plan = {
+            name: v for name, v in variants.items() if (v.recipe.epochs, v.recipe.batch_size) == (epochs, batch_size)
+        }
+        sizes = next(iter(plan.values())).recipe.batch_sizes(labels)
+        heads = {name: variant.create(channels, classes, seed) for name, variant in plan.items()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(generator_seed(seed, "fit"))
+            steps = [
+                TrainStep(heads[name].to(memory_format=torch.channels_last), plan[name].recipe, device, classes)  # pyright: ignore
+                for name in plan
+            ]
+            for epoch in range(epochs):
+                for done, (x, targets) in enumerate(train_batches(few, sizes, seed, epoch, device)):
+                    now = epoch + (done + 0.5) / len(sizes)
+                    for step in steps:
+                        step.set_learning_rates(now)
+                        step.step(x, targets, now)
+        found |= {name: 100 * float(evaluate(head, few).float().mean()) for name, head in heads.items()}
+    return found
+
+
+@dataclass
+class Study:
+    """Runs and their cache: accuracies by task, labels, variant and trial."""
+
+    features: Features
+    path: Path
+    accuracies: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        if self.path.exists():
+            self.accuracies = json.loads(self.path.read_text("utf-8"))
+
+    def run(self, tasks: Sequence[Task], counts: Sequence[int], trials: int, variants: Mapping[str, Variant]) -> None:
+        """Run what is missing."""
+        for trial in range(trials):
+            for task in tasks:
+                of_task = self.accuracies.setdefault(task.name, {str(count): {} for count in counts})
+                missing = {
+                    count: {
+                        name: each for name, each in variants.items() if len(of_task[str(count)].get(name, [])) <= trial
+                    }
+                    for count in counts
+                }
+                if not any(missing.values()):
+                    continue
+                start = time.monotonic()
+                dataset = self.features(task, trial)
+                for count in counts:
+                    found = train_heads(dataset, count, missing[count], seed=trial) if missing[count] else {}
+                    for name, accuracy in found.items():
+                        of_task[str(count)].setdefault(name, []).append(round(accuracy, 2))
+                self.path.write_text(json.dumps(self.accuracies), "utf-8")
+                print(f"trial {trial + 1} of {trials}, {task.name}: {time.monotonic() - start:.0f} s", flush=True)
+
+    def mean(self, task: str, count: int, name: str) -> float:
+        return float(np.mean(self.accuracies[task][str(count)][name]))
+
+
+def tune(study: Study, stages: Sequence[str]) -> dict[str, Any]:
+    """Runs variants on the tuning tasks; mean accuracies, of each task and of all."""
+    found: dict[str, Any] = {}
+    for stage, variants in tuning_stages().items():
+        if stages and stage not in stages:
+            continue
+        study.run(TUNING, TUNING_COUNTS, TUNING_TRIALS, variants)
+        rows: list[dict[str, Any]] = []
+        for name in variants:
+            cells = {
+                f"{task.name}, {count}": study.mean(task.name, count, name)
+                for task in TUNING
+                for count in TUNING_COUNTS
+            }
+            rows.append({"variant": name, "mean": float(np.mean(list(cells.values()))), **cells})
+        show(stage, rows)
+        found[stage] = rows
+    return found
+
+
+def compact(content: Any) -> str:
+    """JSON with a list of numbers on one line."""
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    return re.sub(
+        r"\[[^\[\]{}]*\]", lambda each: re.sub(r"\s+", " ", each[0]).replace("[ ", "[").replace(" ]", "]"), text
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--weights", type=Path, required=True)
+    parser.add_argument("--tune", nargs="*", metavar="STAGE", default=None, help="run the tuning tasks instead")
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=[task.name for task in REPORTED])
+    parser.add_argument("--trials", type=int, default=TRIALS)
+    parser.add_argument("--features", action="store_true", help="compute the features alone")
+    parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "moesaic-heads")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS / "heads.json")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.cache.mkdir(parents=True, exist_ok=True)
+    features = cached_features(options.data_dir, options.weights, options.cache)
+    tasks = [TASKS[name] for name in options.tasks]
+    if options.features:
+        for trial in range(options.trials):
+            for task in tasks:
+                features(task, trial)
+        return
+    content = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
+    if options.tune is not None:
+        tuned = tune(Study(features, options.cache / "tuning.json"), options.tune)
+        content["tuning"] = {**content.get("tuning", {}), **tuned}
+    else:
+        study = Study(features, options.cache / "study.json")
+        study.run(tasks, COUNTS, options.trials, HEADS)
+        content |= {
+            "machine": machine(),
+            "recipe": RECIPE.to_json(),
+            "test images": TEST,
+            "shares": {task.name: task.share for task in tasks},
+            "accuracies": {task.name: study.accuracies[task.name] for task in tasks},
+        }
+        content |= verdicts(content["accuracies"], content["shares"])
+        show("routed against its peers, points over all label counts", content["leads"])
+    options.out.write_text(compact(content) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
