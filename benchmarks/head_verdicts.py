@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.intervals import mean, saved_labels, shared_level
+from moesaic.intervals import Estimate, mean, saved_labels, shared_level
 
 __all__ = ["FEW", "LEVEL", "MARGIN", "PEERS", "holm", "verdicts"]
 
@@ -44,7 +44,7 @@ def _leads(accuracies: Accuracies, counts: Sequence[int]) -> list[dict[str, Any]
             rows.append({"task": task, "peer": peer, **_tested((ours - theirs).mean(0))})
             level = shared_level((counts, ours), (counts, theirs))
             saving = None if level is None else saved_labels(level, (counts, ours), (counts, theirs))
-            rows[-1] |= {"level": level, "saved": None if saving is None else [saving.value, saving.low, saving.high]}
+            rows[-1] |= {"level": level, "saved": None if saving is None else _finite(saving)}
     for row, adjusted in zip(rows, holm([row["p"] for row in rows]), strict=True):
         row["verdict"] = _verdict(row, adjusted)
     return rows
@@ -98,6 +98,11 @@ def _tested(differences: Array) -> dict[str, float]:
     error = float(differences.std(ddof=1)) / trials**0.5
     t = abs(found.value) / error if error else (np.inf if found.value else 0.0)
     return {"lead": found.value, "low": found.low, "high": found.high, "p": float(2 * stdtr(trials - 1, -t))}
+
+
+def _finite(found: Estimate) -> list[float | None]:
+    """Value, low and high; None where a curve never gets there."""
+    return [value if np.isfinite(value) else None for value in (found.value, found.low, found.high)]
 
 
 def _curve(found: Mapping[str, Mapping[str, Sequence[float]]], head: str, counts: Sequence[int]) -> Array:

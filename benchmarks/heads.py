@@ -43,7 +43,7 @@ COUNTS = (5, 10, 20, 50, 100)
 TRIALS = 10
 TEST = 60
 """Test images of a trial, which no other trial has."""
-TUNING_COUNTS, TUNING_TRIALS = (10, 50), 4
+TUNING_COUNTS, TUNING_TRIALS = (20, 100), 4
 BLOCK = 4
 """Images per forward pass of the backbone."""
 RECIPE = Recipe(epochs=50, batch_size=32)
@@ -86,15 +86,18 @@ HEADS = {name: Variant(name) for name in ("mean", "max", "conv", "attention", "r
 
 
 def tuning_stages() -> dict[str, dict[str, Variant]]:
-    """Variants of the recipe, for all heads, then of the routed head."""
+    """Variants of the recipe, for all heads; then of the routed head."""
     recipes: dict[str, Variant] = {}
-    for epochs in (50, 150):
-        for lr in (3e-4, 1e-3, 3e-3, 1e-2):
-            recipe = replace(RECIPE, epochs=epochs, lr=lr)
-            recipes |= {f"{name}, {epochs} epochs, lr {lr:g}": Variant(name, {}, recipe) for name in HEADS}
-            fast = replace(recipe, router_lr=lr)
-            recipes[f"routed with router_lr = lr, {epochs} epochs, lr {lr:g}"] = Variant("routed", {}, fast)
-    return {"recipe": recipes}
+    for lr in (3e-4, 1e-3, 3e-3, 1e-2):
+        recipes |= {f"{name}, lr {lr:g}": Variant(name, {}, replace(RECIPE, lr=lr)) for name in HEADS}
+    routed: dict[str, Variant] = {}
+    for patches in (1, 2, 4, 8, 16):
+        for gate in ("softmax_selected", "softmax_all"):
+            for factor in (0.1, 1.0):
+                name = f"8 experts, {patches} patches, {gate}, router_lr {factor:g} lr"
+                options = {"experts": 8, "patches_per_expert": patches, "gate": gate}
+                routed[name] = Variant("routed", options, replace(RECIPE, router_lr=factor * RECIPE.lr))
+    return {"recipe": recipes, "routed": routed}
 
 
 def split(task: Task, trial: int, part: Part, count: int, data_dir: Path, backbone: Any, scale: Normalize) -> Tensor:
@@ -219,12 +222,13 @@ class Study:
         return float(np.mean(self.accuracies[task][str(count)][name]))
 
 
-def tune(study: Study, stages: Sequence[str]) -> dict[str, Any]:
+def tune(features: Features, cache: Path, stages: Sequence[str]) -> dict[str, Any]:
     """Runs variants on the tuning tasks; mean accuracies, of each task and of all."""
     found: dict[str, Any] = {}
     for stage, variants in tuning_stages().items():
         if stages and stage not in stages:
             continue
+        study = Study(features, cache / f"tuning-{stage}.json")
         study.run(TUNING, TUNING_COUNTS, TUNING_TRIALS, variants)
         rows: list[dict[str, Any]] = []
         for name in variants:
@@ -270,7 +274,7 @@ def main() -> None:
         return
     content = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
     if options.tune is not None:
-        tuned = tune(Study(features, options.cache / "tuning.json"), options.tune)
+        tuned = tune(features, options.cache, options.tune)
         content["tuning"] = {**content.get("tuning", {}), **tuned}
     else:
         study = Study(features, options.cache / "study.json")
