@@ -143,7 +143,7 @@ def _tile(image: Pixels, side: int, rng: np.random.Generator) -> Pixels:
     from PIL import Image
 
     whole = image.shape[0]
-    crop = int(round(whole * rng.uniform(CROP, 1)))
+    crop = round(whole * rng.uniform(CROP, 1))
     top, left = rng.integers(whole - crop + 1, size=2)
     cut = image[top : top + crop, left : left + crop]
     cut = cut[:, ::-1] if rng.integers(2) else cut

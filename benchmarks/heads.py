@@ -1,6 +1,6 @@
 """Which head on a frozen backbone needs fewer labels: the routed head, or mean, max, convolution or attention?
 
-    python benchmarks/heads.py --data-dir DIR --weights FILE [--tune] [--trials 10] [--cache DIR] [--out FILE.json]
+    python benchmarks/heads.py --data-dir DIR --weights FILE [--tune] [--heads NAME ...] [--cache DIR]
 
 ``docs/heads.md`` has the question, the rule (`head_verdicts`), the tasks (`head_tasks`) and the result. The features of
 each trial are computed once and cached; finished runs are read from the cache too, so that an interrupted study goes
@@ -17,7 +17,7 @@ import json
 import re
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
@@ -43,10 +43,10 @@ COUNTS = (5, 10, 20, 50, 100)
 TRIALS = 10
 TEST = 60
 """Test images of a trial, which no other trial has."""
-TUNING_COUNTS, TUNING_TRIALS = (20, 100), 4
+TUNING_COUNTS, TUNING_TRIALS = (20, 100), 3
 BLOCK = 4
 """Images per forward pass of the backbone."""
-RECIPE = Recipe(epochs=50, batch_size=32)
+RECIPE = Recipe(epochs=50, batch_size=32, lr=3e-3)
 
 Features = Callable[[Task, int], ImageDataset]
 """The features of a task and trial in place of images, with all labels."""
@@ -82,21 +82,32 @@ class Variant:
             return create_head(cast("Any", self.head), channels, classes, **self.options)
 
 
-HEADS = {name: Variant(name) for name in ("mean", "max", "conv", "attention", "routed")}
+NAMES = ("mean", "max", "conv", "attention", "routed")
+FIRST = {"experts": 8, "patches_per_expert": 2}
+"""Options of the routed head before they were chosen."""
+HEADS = {name: Variant(name) for name in NAMES}
+HEADS["attention"] = Variant("attention", {}, replace(RECIPE, lr=1e-2))
+HEADS["attention, common recipe"] = Variant("attention")
 
 
 def tuning_stages() -> dict[str, dict[str, Variant]]:
     """Variants of the recipe, for all heads; then of the routed head."""
     recipes: dict[str, Variant] = {}
     for lr in (3e-4, 1e-3, 3e-3, 1e-2):
-        recipes |= {f"{name}, lr {lr:g}": Variant(name, {}, replace(RECIPE, lr=lr)) for name in HEADS}
+        recipe = replace(RECIPE, lr=lr)
+        recipes |= {f"{name}, lr {lr:g}": Variant(name, FIRST if name == "routed" else {}, recipe) for name in NAMES}
     routed: dict[str, Variant] = {}
-    for patches in (1, 2, 4, 8, 16):
-        for gate in ("softmax_selected", "softmax_all"):
-            for factor in (0.1, 1.0):
-                name = f"8 experts, {patches} patches, {gate}, router_lr {factor:g} lr"
-                options = {"experts": 8, "patches_per_expert": patches, "gate": gate}
-                routed[name] = Variant("routed", options, replace(RECIPE, router_lr=factor * RECIPE.lr))
+    for experts, patches, factor, lr in (
+        (8, 2, 0.1, 3e-3),
+        (8, 2, 1.0, 3e-3),
+        (8, 8, 1.0, 3e-3),
+        (8, 16, 1.0, 3e-3),
+        (16, 16, 0.1, 3e-3),
+        (8, 8, 1.0, 1e-2),
+    ):
+        options = {"experts": experts, "patches_per_expert": patches}
+        name = f"{experts} experts, {patches} patches, router_lr {factor:g} lr, lr {lr:g}"
+        routed[name] = Variant("routed", options, replace(RECIPE, lr=lr, router_lr=factor * lr))
     return {"recipe": recipes, "routed": routed}
 
 
@@ -139,7 +150,8 @@ def cached_features(data_dir: Path, weights: Path, cache: Path) -> Features:
         path = cache / f"{re.sub(r'[^a-z0-9]+', '-', task.name.lower())}-{trial}.npz"
         if not path.exists():
             config = read_config(weights)
-            assert config.mean is not None and config.std is not None
+            assert config.mean is not None
+            assert config.std is not None
             scale, made = Normalize(config.mean, config.std), {}
             parts: tuple[tuple[Part, int], ...] = (("train", COUNTS[-1]), ("test", TEST))
             for part, count in parts:
@@ -218,6 +230,12 @@ class Study:
                 self.path.write_text(json.dumps(self.accuracies), "utf-8")
                 print(f"trial {trial + 1} of {trials}, {task.name}: {time.monotonic() - start:.0f} s", flush=True)
 
+    def has(self, tasks: Sequence[Task], trials: int) -> bool:
+        """Whether all trials of the tasks are there."""
+        of_tasks = [self.accuracies.get(task.name, {}) for task in tasks]
+        runs = [found for of_task in of_tasks for count in of_task.values() for found in count.values()]
+        return all(of_tasks) and all(len(found) >= trials for found in runs)
+
     def mean(self, task: str, count: int, name: str) -> float:
         return float(np.mean(self.accuracies[task][str(count)][name]))
 
@@ -243,6 +261,17 @@ def tune(features: Features, cache: Path, stages: Sequence[str]) -> dict[str, An
     return found
 
 
+def merged(studies: Iterable[Study], tasks: Sequence[Task]) -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Accuracies by task, labels and head."""
+    found: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for task in tasks:
+        of_task = found.setdefault(task.name, {str(count): {} for count in COUNTS})
+        for study in studies:
+            for count, heads in study.accuracies[task.name].items():
+                of_task[count] |= heads
+    return found
+
+
 def compact(content: Any) -> str:
     """JSON with a list of numbers on one line."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -257,6 +286,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True)
     parser.add_argument("--tune", nargs="*", metavar="STAGE", default=None, help="run the tuning tasks instead")
     parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=[task.name for task in REPORTED])
+    parser.add_argument("--heads", nargs="*", choices=list(HEADS), default=list(HEADS), help="run these alone")
     parser.add_argument("--trials", type=int, default=TRIALS)
     parser.add_argument("--features", action="store_true", help="compute the features alone")
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "moesaic-heads")
@@ -277,16 +307,22 @@ def main() -> None:
         tuned = tune(features, options.cache, options.tune)
         content["tuning"] = {**content.get("tuning", {}), **tuned}
     else:
-        study = Study(features, options.cache / "study.json")
-        study.run(tasks, COUNTS, options.trials, HEADS)
+        studies = {name: Study(features, options.cache / f"study-{name}.json") for name in HEADS}
+        for name in options.heads:
+            studies[name].run(tasks, COUNTS, options.trials, {name: HEADS[name]})
+        missing = [name for name, study in studies.items() if not study.has(tasks, options.trials)]
+        if missing:
+            print(f"to be run for the verdicts: --heads {' '.join(missing)}")
+            return
+        found = merged(studies.values(), tasks)
         content |= {
             "machine": machine(),
             "recipe": RECIPE.to_json(),
             "test images": TEST,
             "shares": {task.name: task.share for task in tasks},
-            "accuracies": {task.name: study.accuracies[task.name] for task in tasks},
+            "accuracies": found,
         }
-        content |= verdicts(content["accuracies"], content["shares"])
+        content |= verdicts(found, content["shares"])
         show("routed against its peers, points over all label counts", content["leads"])
     options.out.write_text(compact(content) + "\n", "utf-8")
 

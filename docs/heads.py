@@ -60,9 +60,7 @@ def accuracy_table(content: Result) -> str:
     rows: list[list[str]] = []
     counts = list(next(iter(content["accuracies"].values())))
     for task, found in content["accuracies"].items():
-        means = {
-            head: [sum(found[count][head]) / len(found[count][head]) for count in counts] for head in HEADS
-        }
+        means = {head: [sum(found[count][head]) / len(found[count][head]) for count in counts] for head in HEADS}
         best = [max(round(means[head][i], 1) for head in HEADS) for i in range(len(counts))]
         for head in HEADS:
             cells = [
@@ -79,7 +77,10 @@ def leads_table(name: str) -> Callable[[Result], str]:
 
     def table(content: Result) -> str:
         rows = [
-            [f"{task} ({share(content['shares'][task])})", *(lead_cell(row_of(content[name], task, peer)) for peer in PEERS)]
+            [
+                f"{task} ({share(content['shares'][task])})",
+                *(lead_cell(row_of(content[name], task, peer)) for peer in PEERS),
+            ]
             for task in content["accuracies"]
         ]
         return markdown(["task (share)", *(f"against {peer}" for peer in PEERS)], rows)
@@ -152,7 +153,9 @@ def tuning_table(stage: str) -> Callable[[Result], str]:
     def table(content: Result) -> str:
         rows = sorted(content["tuning"][stage], key=lambda row: -row["mean"])
         header = [name for name in rows[0] if name != "variant"]
-        return markdown(["variant", *header], [[row["variant"], *(f"{row[name]:.1f}" for name in header)] for row in rows])
+        return markdown(
+            ["variant", *header], [[row["variant"], *(f"{row[name]:.1f}" for name in header)] for row in rows]
+        )
 
     return table
 
