@@ -34,6 +34,7 @@ from moesaic.layers.heads import create_head
 from moesaic.models.pretrained import read_config
 from moesaic.models.registry import create_model
 from moesaic.training.batches import generator_seed, train_batches
+from moesaic.training.head_recipe import head_recipe
 from moesaic.training.recipe import Recipe
 from moesaic.training.train_step import TrainStep
 from moesaic.training.trainer import evaluate
@@ -46,8 +47,11 @@ TEST = 60
 TUNING_COUNTS, TUNING_TRIALS = (20, 100), 3
 BLOCK = 4
 """Images per forward pass of the backbone."""
-RECIPE = Recipe(epochs=50, batch_size=32, lr=3e-3)
+RECIPE = Recipe(epochs=50, batch_size=32)
+"""Of ``moesaic train``, before the learning rates of a head."""
 
+Accuracies = dict[str, dict[str, dict[str, list[float]]]]
+"""By task, labels and head: the accuracy of each trial."""
 Features = Callable[[Task, int], ImageDataset]
 """The features of a task and trial in place of images, with all labels."""
 
@@ -85,9 +89,14 @@ class Variant:
 NAMES = ("mean", "max", "conv", "attention", "routed")
 FIRST = {"experts": 8, "patches_per_expert": 2}
 """Options of the routed head before they were chosen."""
-HEADS = {name: Variant(name) for name in NAMES}
-HEADS["attention"] = Variant("attention", {}, replace(RECIPE, lr=1e-2))
-HEADS["attention, common recipe"] = Variant("attention")
+
+
+def with_head_lrs(head: str) -> Recipe:
+    """The recipe of ``moesaic train --head``; the head is the whole network here, so that all of it is trainable."""
+    return replace(head_recipe(replace(RECIPE, trainable="head"), head), trainable="all")
+
+
+HEADS = {name: Variant(name, {}, with_head_lrs(name)) for name in NAMES}
 
 
 def tuning_stages() -> dict[str, dict[str, Variant]]:
@@ -98,12 +107,13 @@ def tuning_stages() -> dict[str, dict[str, Variant]]:
         recipes |= {f"{name}, lr {lr:g}": Variant(name, FIRST if name == "routed" else {}, recipe) for name in NAMES}
     routed: dict[str, Variant] = {}
     for experts, patches, factor, lr in (
-        (8, 2, 0.1, 3e-3),
-        (8, 2, 1.0, 3e-3),
+        (8, 2, 1.0, 1e-2),
+        (8, 8, 0.1, 1e-2),
         (8, 8, 1.0, 3e-3),
-        (8, 16, 1.0, 3e-3),
-        (16, 16, 0.1, 3e-3),
         (8, 8, 1.0, 1e-2),
+        (8, 8, 1.0, 3e-2),
+        (8, 16, 1.0, 1e-2),
+        (16, 8, 1.0, 1e-2),
     ):
         options = {"experts": experts, "patches_per_expert": patches}
         name = f"{experts} experts, {patches} patches, router_lr {factor:g} lr, lr {lr:g}"
@@ -202,7 +212,7 @@ class Study:
 
     features: Features
     path: Path
-    accuracies: dict[str, dict[str, dict[str, list[float]]]] = field(default_factory=dict[str, Any])
+    accuracies: Accuracies = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         if self.path.exists():
@@ -230,12 +240,6 @@ class Study:
                 self.path.write_text(json.dumps(self.accuracies), "utf-8")
                 print(f"trial {trial + 1} of {trials}, {task.name}: {time.monotonic() - start:.0f} s", flush=True)
 
-    def has(self, tasks: Sequence[Task], trials: int) -> bool:
-        """Whether all trials of the tasks are there."""
-        of_tasks = [self.accuracies.get(task.name, {}) for task in tasks]
-        runs = [found for of_task in of_tasks for count in of_task.values() for found in count.values()]
-        return all(of_tasks) and all(len(found) >= trials for found in runs)
-
     def mean(self, task: str, count: int, name: str) -> float:
         return float(np.mean(self.accuracies[task][str(count)][name]))
 
@@ -261,15 +265,20 @@ def tune(features: Features, cache: Path, stages: Sequence[str]) -> dict[str, An
     return found
 
 
-def merged(studies: Iterable[Study], tasks: Sequence[Task]) -> dict[str, dict[str, dict[str, list[float]]]]:
-    """Accuracies by task, labels and head."""
-    found: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for task in tasks:
-        of_task = found.setdefault(task.name, {str(count): {} for count in COUNTS})
-        for study in studies:
-            for count, heads in study.accuracies[task.name].items():
-                of_task[count] |= heads
+def merged(files: Iterable[Path], tasks: Sequence[Task]) -> Accuracies:
+    """What the runs of several processes found, for these tasks."""
+    found: Accuracies = {task.name: {str(count): {} for count in COUNTS} for task in tasks}
+    for file in files:
+        content: Accuracies = json.loads(file.read_text("utf-8"))
+        for task in found.keys() & content.keys():
+            for count in found[task]:
+                found[task][count] |= content[task].get(count, {})
     return found
+
+
+def complete(found: Accuracies, head: str, trials: int) -> bool:
+    """Whether all trials of a head are there."""
+    return all(len(runs.get(head, [])) >= trials for counts in found.values() for runs in counts.values())
 
 
 def compact(content: Any) -> str:
@@ -307,17 +316,16 @@ def main() -> None:
         tuned = tune(features, options.cache, options.tune)
         content["tuning"] = {**content.get("tuning", {}), **tuned}
     else:
-        studies = {name: Study(features, options.cache / f"study-{name}.json") for name in HEADS}
-        for name in options.heads:
-            studies[name].run(tasks, COUNTS, options.trials, {name: HEADS[name]})
-        missing = [name for name, study in studies.items() if not study.has(tasks, options.trials)]
+        own = Study(features, options.cache / f"study-{'+'.join(options.heads)}.json")
+        own.run(tasks, COUNTS, options.trials, {name: HEADS[name] for name in options.heads})
+        found = merged(sorted(options.cache.glob("study-*.json")), tasks)
+        missing = [name for name in HEADS if not complete(found, name, options.trials)]
         if missing:
-            print(f"to be run for the verdicts: --heads {' '.join(missing)}")
+            print(f"to be run for the verdicts: --heads {' '.join(map(repr, missing))}")
             return
-        found = merged(studies.values(), tasks)
         content |= {
             "machine": machine(),
-            "recipe": RECIPE.to_json(),
+            "recipes": {name: variant.recipe.to_json() for name, variant in HEADS.items()},
             "test images": TEST,
             "shares": {task.name: task.share for task in tasks},
             "accuracies": found,

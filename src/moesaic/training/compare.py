@@ -23,6 +23,7 @@ from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
 from moesaic.training.features import add_features, refuses_features
 from moesaic.training.fit import Diverged, FitResult, fit
+from moesaic.training.head_recipe import HEAD_LRS, head_recipe
 from moesaic.training.model_for_dataset import spec_for_dataset
 from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
@@ -128,6 +129,7 @@ def compare(
     settings: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
     cache_dir: Path | None = None,
+    head_lrs: bool = False,
 ) -> Comparison:
     """Run what is missing of the grid, and put everything together.
 
@@ -136,6 +138,7 @@ def compare(
     in memory. Pretrained models have their own normalization.
 
     ``settings`` is what runs depend on beside images, labels and the other arguments: the augmentation.
+    ``head_lrs`` gives heads on frozen backbones their own learning rates (`head_recipe`) in place of ``recipe.lr``.
     Runs are stored in ``out``/cells; ``out``/networks has the trained networks of the first trial with the most
     samples, one for each model.
     """
@@ -146,7 +149,8 @@ def compare(
     device = torch.device(device)
     contenders = grid.contenders(dataset)
     results = ResultCache(out / "cells", progress.log)
-    cells = _Runs(dataset, recipe, out, seed, device, dict(settings or {}), results, cache_dir, {})
+    heads = {"head_lrs": dict(HEAD_LRS)} if head_lrs and recipe.trainable == "head" else {}
+    cells = _Runs(dataset, recipe, out, seed, device, dict(settings or {}), results, cache_dir, head_lrs, {})
     wanted = [(who, size, trial) for trial in range(grid.trials) for size in grid.samples for who in contenders]
     done = sum(cells.find(*each) is not None for each in wanted)
     progress.begin(f"{len(wanted)} runs", len(wanted) * recipe.epochs, done * recipe.epochs)
@@ -164,7 +168,7 @@ def compare(
         samples=grid.samples,
         trials=grid.trials,
         seed=seed,
-        recipe={**recipe.to_json(), **(settings or {})},
+        recipe={**recipe.to_json(), **heads, **(settings or {})},
         machine=machine,
         runs=tuple(runs),
         notes=tuple(_notes(dataset, grid)),
@@ -183,6 +187,7 @@ class _Runs:
     settings: dict[str, Any]
     cells: ResultCache
     cache_dir: Path | None
+    head_lrs: bool
     images: dict[str, ImageDataset]
     """The images as each model takes them, with features where these stand for them."""
 
@@ -242,7 +247,9 @@ class _Runs:
         return self.images[who.sized.name]
 
     def _recipe(self, who: _Contender) -> Recipe:
-        return self.recipe if who.spec.is_pretrained else replace(self.recipe, trainable="all", layer_decay=None)
+        if not who.spec.is_pretrained:
+            return replace(self.recipe, trainable="all", layer_decay=None)
+        return head_recipe(self.recipe, who.spec.arguments.get("head")) if self.head_lrs else self.recipe
 
     def _content(self, who: _Contender, samples: int, trial: int) -> dict[str, Any]:
         """Everything the run depends on; of a file of weights, its digest."""
