@@ -102,7 +102,7 @@ HEADS = {name: Variant(name, {}, with_head_lrs(name)) for name in NAMES}
 def tuning_stages() -> dict[str, dict[str, Variant]]:
     """Variants of the recipe, for all heads; then of the routed head."""
     recipes: dict[str, Variant] = {}
-    for lr in (3e-4, 1e-3, 3e-3, 1e-2):
+    for lr in (3e-4, 1e-3, 3e-3, 1e-2, 3e-2):
         recipe = replace(RECIPE, lr=lr)
         recipes |= {f"{name}, lr {lr:g}": Variant(name, FIRST if name == "routed" else {}, recipe) for name in NAMES}
     routed: dict[str, Variant] = {}
@@ -112,8 +112,21 @@ def tuning_stages() -> dict[str, dict[str, Variant]]:
         (8, 8, 1.0, 3e-3),
         (8, 8, 1.0, 1e-2),
         (8, 8, 1.0, 3e-2),
+        (8, 8, 1.0, 1e-1),
+        (8, 8, 0.1, 3e-2),
         (8, 16, 1.0, 1e-2),
+        (8, 16, 1.0, 3e-2),
         (16, 8, 1.0, 1e-2),
+        (16, 16, 1.0, 3e-2),
+        (4, 8, 1.0, 3e-2),
+        (4, 16, 1.0, 3e-2),
+        (8, 2, 0.1, 3e-2),
+        (8, 4, 0.1, 3e-2),
+        (8, 16, 0.1, 3e-2),
+        (16, 8, 0.1, 3e-2),
+        (16, 16, 0.1, 3e-2),
+        (8, 8, 0.3, 3e-2),
+        (8, 8, 0.1, 1e-1),
     ):
         options = {"experts": experts, "patches_per_expert": patches}
         name = f"{experts} experts, {patches} patches, router_lr {factor:g} lr, lr {lr:g}"
@@ -240,8 +253,8 @@ class Study:
                 self.path.write_text(json.dumps(self.accuracies), "utf-8")
                 print(f"trial {trial + 1} of {trials}, {task.name}: {time.monotonic() - start:.0f} s", flush=True)
 
-    def mean(self, task: str, count: int, name: str) -> float:
-        return float(np.mean(self.accuracies[task][str(count)][name]))
+    def mean(self, task: str, count: int, name: str, trials: int) -> float:
+        return float(np.mean(self.accuracies[task][str(count)][name][:trials]))
 
 
 def tune(features: Features, cache: Path, stages: Sequence[str]) -> dict[str, Any]:
@@ -255,11 +268,11 @@ def tune(features: Features, cache: Path, stages: Sequence[str]) -> dict[str, An
         rows: list[dict[str, Any]] = []
         for name in variants:
             cells = {
-                f"{task.name}, {count}": study.mean(task.name, count, name)
+                f"{task.name}, {count}": study.mean(task.name, count, name, TUNING_TRIALS)
                 for task in TUNING
                 for count in TUNING_COUNTS
             }
-            rows.append({"variant": name, "mean": float(np.mean(list(cells.values()))), **cells})
+            rows.append({"variant": name, "mean": round(float(np.mean(list(cells.values()))), 2), **cells})
         show(stage, rows)
         found[stage] = rows
     return found

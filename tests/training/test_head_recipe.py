@@ -19,12 +19,7 @@ def test_every_head_has_a_learning_rate() -> None:
 def test_a_head_gets_its_learning_rate(head: str) -> None:
     found = head_recipe(RECIPE, head)
     assert found.lr == HEAD_LRS[head]
-    assert found == replace(RECIPE, lr=found.lr, router_lr=found.router_lr)
-
-
-def test_routers_learn_as_fast_as_experts() -> None:
-    assert head_recipe(RECIPE, "routed").router_lr == head_recipe(RECIPE, "routed").lr
-    assert head_recipe(RECIPE, "mean").router_lr is None
+    assert found == replace(RECIPE, lr=found.lr)
 
 
 def test_the_classifier_of_a_network_counts_as_mean_pooling() -> None:
