@@ -31,7 +31,7 @@ def verdicts(accuracies: Accuracies, shares: Mapping[str, float]) -> dict[str, A
     counts = [int(count) for count in next(iter(accuracies.values()))]
     return {
         "leads": _leads(accuracies, counts),
-        "few": _leads(accuracies, [count for count in counts if count in FEW]),
+        "few": _leads(accuracies, [count for count in counts if count in FEW] or counts),
         "slopes": _slopes(accuracies, shares, counts),
     }
 

@@ -24,9 +24,10 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from head_tasks import REPORTED, TASKS, TUNING, Part, Task, draw_images
+from head_tasks import REPORTED, TASKS, TUNING, Task, draw_images
 from head_verdicts import verdicts
 from measure import RESULTS, machine, show
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
@@ -44,6 +45,8 @@ COUNTS = (5, 10, 20, 50, 100)
 TRIALS = 10
 TEST = 60
 """Test images of a trial, which no other trial has."""
+MORE_COUNTS = (200, 400)
+MORE_TASKS = ("dog or bird, 1 of 9", "dog or bird, 1 of 16", "food or reptile, 1 of 16")
 TUNING_COUNTS, TUNING_TRIALS = (20, 100), 3
 BLOCK = 4
 """Images per forward pass of the backbone."""
@@ -134,13 +137,12 @@ def tuning_stages() -> dict[str, dict[str, Variant]]:
     return {"recipe": recipes, "routed": routed}
 
 
-def split(task: Task, trial: int, part: Part, count: int, data_dir: Path, backbone: Any, scale: Normalize) -> Tensor:
-    """(count, C, H, W) float16: features of one part of a trial."""
-    pixels, _ = draw_images(task, trial, part, count, data_dir)
+def map_features(pixels: NDArray[np.uint8], backbone: Any, scale: Normalize) -> Tensor:
+    """(B, C, H, W) float16: the last maps of the backbone."""
     found: list[Tensor] = []
     with torch.no_grad():
-        for block in torch.from_numpy(pixels).split(BLOCK):
-            x = scale(block).contiguous(memory_format=torch.channels_last)
+        for first in range(0, len(pixels), BLOCK):
+            x = scale(torch.from_numpy(pixels[first : first + BLOCK])).contiguous(memory_format=torch.channels_last)
             found.append(backbone.forward_features(x).half())
     return torch.cat(found)
 
@@ -159,7 +161,7 @@ def as_dataset(train: LabelledImages, test: LabelledImages, classes: Sequence[st
     return ImageDataset(train, test, tuple(classes), tuple(classes), unchanged, unchanged)
 
 
-def cached_features(data_dir: Path, weights: Path, cache: Path) -> Features:
+def cached_features(data_dir: Path, weights: Path, cache: Path, most: int = COUNTS[-1]) -> Features:
     """Computes the features of a trial at the first call, and reads them from the cache at others."""
     built: list[Any] = []
 
@@ -169,23 +171,25 @@ def cached_features(data_dir: Path, weights: Path, cache: Path) -> Features:
             built.append(model.to(memory_format=torch.channels_last).eval())  # pyright: ignore
         return built[0]
 
-    def features(task: Task, trial: int) -> ImageDataset:
-        path = cache / f"{re.sub(r'[^a-z0-9]+', '-', task.name.lower())}-{trial}.npz"
+    def part(task: Task, trial: int, name: str, images: Callable[[], NDArray[np.uint8]]) -> Tensor:
+        path = cache / f"{re.sub(r'[^a-z0-9]+', '-', task.name.lower())}-{trial}-{name}.npy"
         if not path.exists():
             config = read_config(weights)
             assert config.mean is not None
             assert config.std is not None
-            scale, made = Normalize(config.mean, config.std), {}
-            parts: tuple[tuple[Part, int], ...] = (("train", COUNTS[-1]), ("test", TEST))
-            for part, count in parts:
-                maps = split(task, trial, part, count, data_dir, backbone(), scale)
-                made[part] = maps.permute(0, 2, 3, 1).contiguous().numpy()
-            with tempfile.NamedTemporaryFile(dir=cache, suffix=".npz", delete=False) as file:
-                cast("Any", np.savez)(file, **made)
+            maps = map_features(images(), backbone(), Normalize(config.mean, config.std))
+            with tempfile.NamedTemporaryFile(dir=cache, suffix=".npy", delete=False) as file:
+                np.save(file, maps.permute(0, 2, 3, 1).contiguous().numpy())
             Path(file.name).replace(path)
-        with np.load(path) as stored:
-            train, test = (torch.from_numpy(stored[part]).permute(0, 3, 1, 2) for part in ("train", "test"))
-        classes = len(task.classes)
+        return torch.from_numpy(np.load(path)).permute(0, 3, 1, 2)
+
+    def features(task: Task, trial: int) -> ImageDataset:
+        fewer, classes = COUNTS[-1], len(task.classes)
+        train = part(task, trial, "train", lambda: draw_images(task, trial, "train", fewer, data_dir)[0])
+        test = part(task, trial, "test", lambda: draw_images(task, trial, "test", TEST, data_dir)[0])
+        if most > fewer:  # the images of fewer labels come first
+            rest = part(task, trial, "rest", lambda: draw_images(task, trial, "train", most, data_dir)[0][fewer:])
+            train = torch.cat([train, rest])
         return as_dataset(as_images(train, classes), as_images(test, classes), task.classes)
 
     return features
@@ -278,9 +282,9 @@ def tune(features: Features, cache: Path, stages: Sequence[str]) -> dict[str, An
     return found
 
 
-def merged(files: Iterable[Path], tasks: Sequence[Task]) -> Accuracies:
+def merged(files: Iterable[Path], tasks: Sequence[Task], counts: Sequence[int]) -> Accuracies:
     """What the runs of several processes found, for these tasks."""
-    found: Accuracies = {task.name: {str(count): {} for count in COUNTS} for task in tasks}
+    found: Accuracies = {task.name: {str(count): {} for count in counts} for task in tasks}
     for file in files:
         content: Accuracies = json.loads(file.read_text("utf-8"))
         for task in found.keys() & content.keys():
@@ -314,11 +318,13 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path(tempfile.gettempdir()) / "moesaic-heads")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=RESULTS / "heads.json")
+    parser.add_argument("--more", action="store_true", help=f"run {MORE_COUNTS} labels on tasks with small objects")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.cache.mkdir(parents=True, exist_ok=True)
-    features = cached_features(options.data_dir, options.weights, options.cache)
-    tasks = [TASKS[name] for name in options.tasks]
+    counts, names = (MORE_COUNTS, MORE_TASKS) if options.more else (COUNTS, options.tasks)
+    features = cached_features(options.data_dir, options.weights, options.cache, max(COUNTS[-1], counts[-1]))
+    tasks = [TASKS[name] for name in names]
     if options.features:
         for trial in range(options.trials):
             for task in tasks:
@@ -326,25 +332,24 @@ def main() -> None:
         return
     content = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
     if options.tune is not None:
-        tuned = tune(features, options.cache, options.tune)
-        content["tuning"] = {**content.get("tuning", {}), **tuned}
+        content["tuning"] = {**content.get("tuning", {}), **tune(features, options.cache, options.tune)}
     else:
-        own = Study(features, options.cache / f"study-{'+'.join(options.heads)}.json")
-        own.run(tasks, COUNTS, options.trials, {name: HEADS[name] for name in options.heads})
-        found = merged(sorted(options.cache.glob("study-*.json")), tasks)
+        kind = "more" if options.more else "study"
+        own = Study(features, options.cache / f"{kind}-{'+'.join(options.heads)}.json")
+        own.run(tasks, counts, options.trials, {name: HEADS[name] for name in options.heads})
+        found = merged(sorted(options.cache.glob(f"{kind}-*.json")), tasks, counts)
         missing = [name for name in HEADS if not complete(found, name, options.trials)]
         if missing:
             print(f"to be run for the verdicts: --heads {' '.join(map(repr, missing))}")
             return
-        content |= {
-            "machine": machine(),
-            "recipes": {name: variant.recipe.to_json() for name, variant in HEADS.items()},
-            "test images": TEST,
-            "shares": {task.name: task.share for task in tasks},
-            "accuracies": found,
-        }
-        content |= verdicts(found, content["shares"])
-        show("routed against its peers, points over all label counts", content["leads"])
+        shares = {task.name: task.share for task in tasks}
+        made = {"accuracies": found, **verdicts(found, shares)}
+        if options.more:
+            content["more"] = {"accuracies": found, "leads": made["leads"]}
+        else:
+            recipes = {name: variant.recipe.to_json() for name, variant in HEADS.items()}
+            content |= {"machine": machine(), "recipes": recipes, "test images": TEST, "shares": shares, **made}
+        show("routed against its peers, points over all label counts", made["leads"])
     options.out.write_text(compact(content) + "\n", "utf-8")
 
 
