@@ -298,6 +298,11 @@ def complete(found: Accuracies, head: str, trials: int) -> bool:
     return all(len(runs.get(head, [])) >= trials for counts in found.values() for runs in counts.values())
 
 
+def written(out: Path) -> dict[str, Any]:
+    """What other parts of the study have written so far."""
+    return json.loads(out.read_text("utf-8")) if out.exists() else {}
+
+
 def compact(content: Any) -> str:
     """JSON with a list of numbers on one line."""
     text = json.dumps(content, indent=1, ensure_ascii=False)
@@ -330,9 +335,10 @@ def main() -> None:
             for task in tasks:
                 features(task, trial)
         return
-    content = json.loads(options.out.read_text("utf-8")) if options.out.exists() else {}
     if options.tune is not None:
-        content["tuning"] = {**content.get("tuning", {}), **tune(features, options.cache, options.tune)}
+        tuned = tune(features, options.cache, options.tune)
+        content = written(options.out)
+        content["tuning"] = {**content.get("tuning", {}), **tuned}
     else:
         kind = "more" if options.more else "study"
         own = Study(features, options.cache / f"{kind}-{'+'.join(options.heads)}.json")
@@ -343,7 +349,7 @@ def main() -> None:
             print(f"to be run for the verdicts: --heads {' '.join(map(repr, missing))}")
             return
         shares = {task.name: task.share for task in tasks}
-        made = {"accuracies": found, **verdicts(found, shares)}
+        content, made = written(options.out), {"accuracies": found, **verdicts(found, shares)}
         if options.more:
             content["more"] = {"accuracies": found, "leads": made["leads"]}
         else:

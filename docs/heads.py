@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from moesaic.intervals import percentage
+from moesaic.intervals import mean, percentage
 from moesaic.report.style import COLOURS, INK, RC_PARAMS
 
 DOCS = Path(__file__).parent
@@ -58,31 +58,60 @@ def share(value: float) -> str:
 def accuracy_table(content: Result) -> str:
     """Mean accuracy of each head with each number of labels; the best in bold."""
     rows: list[list[str]] = []
-    counts = list(next(iter(content["accuracies"].values())))
-    for task, found in content["accuracies"].items():
-        means = {head: [sum(found[count][head]) / len(found[count][head]) for count in counts] for head in HEADS}
-        best = [max(round(means[head][i], 1) for head in HEADS) for i in range(len(counts))]
+    counts = list(next(iter(content["accuracies"].values()))) + list(next(iter(content["more"]["accuracies"].values())))
+    for task in content["accuracies"]:
+        found = all_counts(content, task)
+        means = {head: {count: sum(found[count][head]) / len(found[count][head]) for count in found} for head in HEADS}
+        best = {count: max(round(means[head][count], 1) for head in HEADS) for count in found}
         for head in HEADS:
+            cells = ["" if count not in found else f"{means[head][count]:.1f}" for count in counts]
             cells = [
-                f"**{value:.1f}**" if round(value, 1) == top else f"{value:.1f}"
-                for value, top in zip(means[head], best, strict=True)
+                f"**{cell}**" if cell and float(cell) == best[count] else cell
+                for cell, count in zip(cells, counts, strict=True)
             ]
-            first = f"{task} ({share(content['shares'][task])})" if head == "mean" else ""
-            rows.append([first, head, *cells])
+            rows.append([titled(content, task) if head == "mean" else "", head, *cells])
     return markdown(["task (share)", "head", *(f"{count} labels" for count in counts)], rows)
 
 
-def leads_table(name: str) -> Callable[[Result], str]:
+def all_counts(content: Result, task: str) -> dict[str, dict[str, list[float]]]:
+    """Accuracies of a task with each number of labels, by head."""
+    return {**content["accuracies"][task], **content["more"]["accuracies"].get(task, {})}
+
+
+def titled(content: Result, task: str) -> str:
+    """The task with its share."""
+    return f"{task} ({share(content['shares'][task])})"
+
+
+def counts_table(peer: str) -> Callable[[Result], str]:
+    """The lead over a peer with each number of labels."""
+
+    def table(content: Result) -> str:
+        rows: list[list[str]] = []
+        counts = list(next(iter(content["accuracies"].values())))
+        counts += list(next(iter(content["more"]["accuracies"].values())))
+        for task in content["accuracies"]:
+            found, cells = all_counts(content, task), list[str]()
+            for count in counts:
+                if count not in found:
+                    cells.append("")
+                    continue
+                trials = zip(found[count]["routed"], found[count][peer], strict=True)
+                lead = mean([ours - theirs for ours, theirs in trials])
+                cells.append(f"{signed(lead.value)} [{signed(lead.low)}, {signed(lead.high)}]")
+            rows.append([titled(content, task), *cells])
+        return markdown(["task (share)", *(f"{count} labels" for count in counts)], rows)
+
+    return table
+
+
+def leads_table(read: Callable[[Result], Sequence[Result]]) -> Callable[[Result], str]:
     """The lead over each peer with its interval, and the verdict."""
 
     def table(content: Result) -> str:
-        rows = [
-            [
-                f"{task} ({share(content['shares'][task])})",
-                *(lead_cell(row_of(content[name], task, peer)) for peer in PEERS),
-            ]
-            for task in content["accuracies"]
-        ]
+        leads = read(content)
+        tasks = list(dict.fromkeys(row["task"] for row in leads))
+        rows = [[titled(content, task), *(lead_cell(row_of(leads, task, peer)) for peer in PEERS)] for task in tasks]
         return markdown(["task (share)", *(f"against {peer}" for peer in PEERS)], rows)
 
     return table
@@ -102,7 +131,7 @@ def lead_cell(row: Mapping[str, Any]) -> str:
 def saved_table(content: Result) -> str:
     """Labels saved where a verdict was reached."""
     rows: list[list[str]] = []
-    for row in content["leads"]:
+    for row in (*content["leads"], *content["more"]["leads"]):
         if row["verdict"] in ("fewer labels", "more labels"):
             level = "–" if row["level"] is None else f"{row['level']:.1f} %"
             rows.append([row["task"], row["peer"], row["verdict"], level, saved(row["saved"])])
@@ -112,7 +141,7 @@ def saved_table(content: Result) -> str:
 def saved(found: Sequence[float | None] | None) -> str:
     """A saving with its interval, in per cent."""
     if found is None or found[0] is None:
-        return "the curves do not overlap" if found is None else "never reaches it"
+        return "no accuracy that both reach" if found is None else "never reaches it"
     low, high = ("−∞" if value is None else f"{100 * value:.0f}".replace("-", "−") for value in found[1:])
     return f"{100 * found[0]:.0f} % [{low}, {high}]".replace("-", "−")
 
@@ -175,8 +204,11 @@ def recipe_table(content: Result) -> str:
 
 TABLES: dict[str, Callable[[Result], str]] = {
     "accuracies": accuracy_table,
-    "leads": leads_table("leads"),
-    "few": leads_table("few"),
+    "leads": leads_table(lambda content: content["leads"]),
+    "few": leads_table(lambda content: content["few"]),
+    "more": leads_table(lambda content: content["more"]["leads"]),
+    "by-count-mean": counts_table("mean"),
+    "by-count-attention": counts_table("attention"),
     "saved": saved_table,
     "slopes": slopes_table,
     "overall": overall_table,
@@ -218,7 +250,7 @@ def draw(content: Result) -> Any:
 
 def draw_task(axes: Any, content: Result, task: str) -> None:
     """Curves of all heads with 95 % intervals."""
-    found = content["accuracies"][task]
+    found = all_counts(content, task)
     counts = [int(count) for count in found]
     for i, (head, (colour, marker)) in enumerate(HEADS.items()):
         estimates = [percentage(found[str(count)][head]) for count in counts]
@@ -236,6 +268,7 @@ def draw_task(axes: Any, content: Result, task: str) -> None:
         )
     axes.set(xscale="log", ylim=(20 if task == "four classes" else 40, 101))
     axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_xlim(4.3, 470 if counts[-1] > 100 else 118)
     axes.minorticks_off()
     axes.set_title(f"{task} ({share(content['shares'][task])})", fontsize=9)
     axes.set_xlabel("labels")
