@@ -199,7 +199,7 @@ def recipe_table(content: Result) -> str:
         [recipe, *(f"{each[head]:.1f}" for head in HEADS), f"{sum(each.values()) / len(each):.1f}"]
         for recipe, each in found.items()
     ]
-    return markdown(["recipe", *HEADS, "mean"], rows)
+    return markdown(["recipe", *HEADS, "all heads"], rows)
 
 
 TABLES: dict[str, Callable[[Result], str]] = {
