@@ -16,6 +16,7 @@ from moesaic.models.pretrained import file_sha256
 from moesaic.models.registry import create_model
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.comparison_result import read_comparison
+from moesaic.training.head_recipe import HEAD_LRS
 
 SHORT = ["--epochs", "2", "--batch-size", "8", "--device", "cpu", "--cache-dir", "cache"]
 NETWORK = ["--model", "timm/test_resnet", "--weights", "weights.safetensors"]
@@ -43,7 +44,7 @@ def test_the_head_learns_from_features_by_default(pets, capsys):
     assert "timm/test_resnet on pets: 16 images to train on" in capsys.readouterr().out
     config = json.loads(Path("out/config.json").read_text())
     assert config["recipe"]["trainable"] == "head"
-    assert config["recipe"]["lr"] == 1e-3
+    assert config["recipe"]["lr"] == HEAD_LRS["mean"]
     assert config["data"]["shape"] == [3, 160, 160], "the network's size"
     assert len(list(Path("cache").glob("features-*.npy"))) == 2
     digest = file_sha256("weights.safetensors")
@@ -88,6 +89,12 @@ def test_a_converted_network_is_trained_as_a_whole(pets):
     given = ["--convert", layer, "--experts", "4", "--img-size", "64", "--epochs", "1"]
     assert main(["train", "pets", *NETWORK, *SHORT, *given, "--out", "out"]) == 0
     assert "trainable" not in json.loads(Path("out/config.json").read_text())["recipe"]
+
+
+def test_a_learning_rate_that_is_given_is_that_of_any_head(pets):
+    head = ["--head", "routed", "--lr", "0.02"]
+    assert main(["train", "pets", *NETWORK, *SHORT, *head, "--out", "out"]) == 0
+    assert json.loads(Path("out/config.json").read_text())["recipe"]["lr"] == 0.02
 
 
 def test_augmented_images_run_through_the_frozen_backbone(pets, capsys):
@@ -140,12 +147,13 @@ def test_weights_that_cannot_be_downloaded_are_told_in_one_line(pets, timm, caps
 
 
 def test_heads_on_one_backbone_are_compared_by_their_features(pets, monkeypatch):
-    sizes: list[tuple[str, tuple[int, ...]]] = []
+    recipes: list[tuple[str, float]] = []
     comparing = import_module("moesaic.training.compare")
     fit = comparing.fit
 
     def noted(model, dataset, recipe, **more):
-        sizes.append((recipe.trainable, tuple(dataset.train.features.shape)))
+        assert dataset.train.features is not None
+        recipes.append((recipe.trainable, recipe.lr))
         return fit(model, dataset, recipe, **more)
 
     monkeypatch.setattr(comparing, "fit", noted)
@@ -153,8 +161,8 @@ def test_heads_on_one_backbone_are_compared_by_their_features(pets, monkeypatch)
     models = ["--models", f"{stem}mean,{stem}routed:experts=2"]
     grid = ["--samples", "4,8", "--trials", "2", "--out", "out"]
     assert main(["compare", "pets", *models, *grid, *SHORT]) == 0
-    assert len(sizes) == 8
-    assert {each for each, _ in sizes} == {"head"}
+    assert len(recipes) == 8
+    assert set(recipes) == {("head", HEAD_LRS["mean"]), ("head", HEAD_LRS["routed"])}
     assert len(list(Path("cache").glob("features-*.npy"))) == 2, "one backbone, two splits"
     assert len(read_comparison(Path("out/result.json")).runs) == 8
     networks = [load_checkpoint(folder) for folder in Path("out/networks").iterdir()]
@@ -163,7 +171,7 @@ def test_heads_on_one_backbone_are_compared_by_their_features(pets, monkeypatch)
     Path("weights.safetensors").rename("moved.safetensors")
     moved = [each.replace("weights.safetensors", str(Path.cwd() / "moved.safetensors")) for each in models]
     assert main(["compare", "pets", *moved, *grid, *SHORT]) == 0
-    assert len(sizes) == 8, "the file is known by its digest"
+    assert len(recipes) == 8, "the file is known by its digest"
     names = [model.name for model in read_comparison(Path("out/result.json")).models]
     assert names == ["head=mean", "head=routed:experts=2"], "without what they have in common"
 

@@ -74,7 +74,7 @@ class Compare(DatasetOptions):
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """Optimizer of all networks; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate of the cosine schedule; a tenth of the default where pretrained networks are fine-tuned."""
+    """Peak learning rate of the cosine schedule; a tenth for fine-tuning; each head has its own."""
     trainable: TrainableOption = None
     """Layers of pretrained networks to train: all, the head alone, or the head and the N layers before it."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
@@ -208,7 +208,7 @@ class Compare(DatasetOptions):
 
         cache_dir = self.cache_dir or default_cache_dir()
         settings = {"augment": self.augment}
-        runs = ComparisonRuns.of(dataset, recipe, out, self.seed, device, settings, cache_dir, log)
+        runs = ComparisonRuns.of(dataset, recipe, out, self.seed, device, settings, cache_dir, log, self.lr is None)
         contenders = grid.contenders(dataset)
         costs = measure_costs(runs, contenders, grid, log)
         try:
@@ -246,6 +246,7 @@ class Compare(DatasetOptions):
                 progress=progress,
                 cache_dir=self.cache_dir or default_cache_dir(),
                 seconds_left=seconds_left,
+                head_lrs=self.lr is None,
             )
 
 

@@ -72,7 +72,7 @@ class Train(DatasetOptions):
     batch_size: int = 32
     """Samples per step."""
     lr: Annotated[float | None, arg(metavar="LR", help_behavior_hint="(default: the optimizer's)")] = None
-    """Peak learning rate; by default a tenth of the optimizer's where a pretrained network is fine-tuned."""
+    """Peak learning rate; by default a tenth of the optimizer's for fine-tuning, and each head's own for heads."""
     optimizer: Annotated[str, arg(metavar="adamw|sgd|normalized_gd")] = "adamw"
     """Optimizer; normalized_gd: steps of equal length for each expert, SGD for all other weights."""
     schedule: Annotated[str, arg(metavar="cosine|step|constant")] = "cosine"
@@ -205,12 +205,16 @@ class Train(DatasetOptions):
     def _pretrained_recipe(self, recipe: Recipe, spec: ModelSpec, dataset: ImageDataset) -> Recipe:
         """The recipe with the defaults of a pretrained network."""
         from moesaic.training.freezing import default_trainable
+        from moesaic.training.head_recipe import head_recipe
 
         if not spec.is_pretrained:
             return recipe
-        trainable = self.trainable or default_trainable([spec], len(dataset.train))
-        rate = recipe.lr if self.lr is not None or trainable == "head" else recipe.lr / 10
-        return replace(recipe, trainable=trainable, lr=rate)
+        recipe = replace(recipe, trainable=self.trainable or default_trainable([spec], len(dataset.train)))
+        if self.lr is not None:
+            return recipe
+        if recipe.trainable == "head":
+            return head_recipe(recipe, spec.arguments.get("head"))
+        return replace(recipe, lr=recipe.lr / 10)
 
     def _spec(self) -> ModelSpec:
         """The network as --model and the flags beside it ask for it."""

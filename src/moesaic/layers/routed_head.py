@@ -52,7 +52,7 @@ class RoutedHead(nn.Module):
         num_classes: int,
         *,
         experts: int = 8,
-        patches_per_expert: int = 2,
+        patches_per_expert: int = 8,
         gate: ExpertGate = "softmax_selected",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,

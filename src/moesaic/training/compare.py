@@ -30,6 +30,7 @@ from moesaic.models.registry import ModelSpec, create_model
 from moesaic.training.comparison_result import ComparedModel, Comparison, Run, run_from_json
 from moesaic.training.features import add_features, refuses_features
 from moesaic.training.fit import Diverged, FitResult, fit
+from moesaic.training.head_recipe import HEAD_LRS, head_recipe
 from moesaic.training.model_for_dataset import spec_for_dataset
 from moesaic.training.paired_comparison import is_settled
 from moesaic.training.progress import NoProgress, Progress
@@ -153,6 +154,7 @@ def compare(
     progress: Progress | None = None,
     cache_dir: Path | None = None,
     seconds_left: Callable[[], float] | None = None,
+    head_lrs: bool = False,
 ) -> Comparison:
     """Run what is missing of the grid, and put everything together.
 
@@ -161,6 +163,7 @@ def compare(
     in memory. Pretrained models have their own normalization.
 
     ``settings`` is what runs depend on beside images, labels and the other arguments: the augmentation.
+    ``head_lrs`` gives heads on frozen backbones their own learning rates (`head_recipe`) in place of ``recipe.lr``.
     Runs are stored in ``out``/cells; ``out``/networks has the trained networks of the first trial with the most
     samples, one for each model.
 
@@ -172,7 +175,8 @@ def compare(
         raise ValueError("compare: the dataset has no digest, by which finished runs are found again; give it one")
     progress = progress or NoProgress()
     contenders = grid.contenders(dataset)
-    cells = ComparisonRuns.of(dataset, recipe, out, seed, device, settings, cache_dir, progress.log)
+    heads = {"head_lrs": dict(HEAD_LRS)} if head_lrs and recipe.trainable == "head" else {}
+    cells = ComparisonRuns.of(dataset, recipe, out, seed, device, settings, cache_dir, progress.log, head_lrs)
 
     def run_trials(active: Sequence[Contender], trials: Sequence[int], name: str) -> list[Run]:
         wanted = [(who, size, trial) for trial in trials for size in grid.samples for who in active]
@@ -198,7 +202,7 @@ def compare(
         samples=grid.samples,
         trials=grid.trials,
         seed=seed,
-        recipe={**recipe.to_json(), **(settings or {})},
+        recipe={**recipe.to_json(), **heads, **(settings or {})},
         machine=machine,
         runs=tuple(run_trials(contenders, range(grid.trials), planned)),
         notes=tuple(_notes(dataset, grid)),
@@ -232,6 +236,7 @@ class ComparisonRuns:
     settings: dict[str, Any]
     cells: ResultCache
     cache_dir: Path | None
+    head_lrs: bool
     images: dict[str, ImageDataset]
     """The images as each model takes them, with features where these stand for them."""
 
@@ -246,10 +251,11 @@ class ComparisonRuns:
         settings: Mapping[str, Any] | None,
         cache_dir: Path | None,
         log: Callable[[str], None],
+        head_lrs: bool = False,
     ) -> ComparisonRuns:
         """Those in a folder."""
-        cells = ResultCache(out / "cells", log)
-        return cls(dataset, recipe, out, seed, torch.device(device), dict(settings or {}), cells, cache_dir, {})
+        cells, about = ResultCache(out / "cells", log), dict(settings or {})
+        return cls(dataset, recipe, out, seed, torch.device(device), about, cells, cache_dir, head_lrs, {})
 
     def seconds(self, models: Sequence[Contender], samples: Sequence[int], trial: int) -> float:
         """How long the missing runs of a trial will take, by the median of the same runs of earlier trials."""
@@ -339,7 +345,9 @@ class ComparisonRuns:
 
     def recipe_of(self, who: Contender) -> Recipe:
         """The recipe of a model: layers are frozen in pretrained ones alone."""
-        return self.recipe if who.spec.is_pretrained else replace(self.recipe, trainable="all", layer_decay=None)
+        if not who.spec.is_pretrained:
+            return replace(self.recipe, trainable="all", layer_decay=None)
+        return head_recipe(self.recipe, who.spec.arguments.get("head")) if self.head_lrs else self.recipe
 
     def _content(self, who: Contender, samples: int, trial: int) -> dict[str, Any]:
         """Everything the run depends on; of a file of weights, its digest."""
