@@ -22,7 +22,7 @@ LAYERS = (
     {"routing", "experts"},
     {"ops"},
     {"routing_record", "files"},
-    {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random"},
+    {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random", "write_errors"},
 )
 
 HEIGHT = {package: -level for level, packages in enumerate(LAYERS) for package in packages}
@@ -44,6 +44,7 @@ CORE = {
     "input_checks",
     "intervals",
     "keyed_random",
+    "write_errors",
 }
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "moesaic"} | sys.stdlib_module_names
 ALSO = {
