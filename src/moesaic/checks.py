@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # commands import this module, and print their help without w
     import torch
     from torch import Tensor
 
-__all__ = ["check_choice", "check_device", "check_feature_map", "check_numbers", "check_positive"]
+__all__ = ["check_choice", "check_device", "check_feature_map", "check_numbers", "check_positive", "printable"]
 
 T = TypeVar("T")
 
@@ -94,6 +94,15 @@ def check_feature_map(owner: str, x: Tensor, channels: int, patch_size: int) -> 
     H, W, p = x.shape[2], x.shape[3], patch_size
     if H % p or W % p or not H or not W:
         raise ValueError(f"{owner}: a {H}×{W} map is not divisible into {p}×{p} patches; {_way_out(H, W, p)}")
+
+
+def printable(name: str) -> str:
+    """Returns ``name`` with every character that cannot be printed replaced by �.
+
+    >>> printable("Äpfel & Birnen"), printable("two" + chr(10) + "lines")
+    ('Äpfel & Birnen', 'two�lines')
+    """
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
 
 
 def _way_out(H: int, W: int, p: int) -> str:

@@ -29,7 +29,8 @@ from training.squares import (
     weights,
 )
 
-from moesaic.training import trainer
+from moesaic import tensor_files
+from moesaic.training import run_dir, trainer
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.fit import Diverged, fit
 
@@ -148,17 +149,17 @@ def test_two_runs_cannot_use_a_folder_at_a_time(tmp_path):
 
 def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_there(tmp_path, monkeypatch):
     writes: list[Path] = []
-    write = Path.write_bytes
+    write = tensor_files.write_atomic
 
-    def fill(self: Path, content: bytes) -> int:
-        writes.append(self)
+    def fill(path: Path, content: bytes) -> None:
+        writes.append(path)
         if sum("training" in each.name for each in writes) > 2:
-            write(self, content[:100])
+            path.with_name(".half.unfinished").write_bytes(content[:100])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, content)
+        write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fill)
+        patch.setattr(tensor_files, "write_atomic", fill)
         with pytest.raises(OSError, match=r"training.safetensors of .* MB could not be written .*still there"):
             fit(routed(), TASK, LONG, out=tmp_path / "full", checkpoint_seconds=0)
     assert load_weights(tmp_path / "full", routed()).metrics["epochs"] == 2
@@ -172,14 +173,10 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_
 
 
 def test_metrics_that_cannot_be_written_say_so(tmp_path, monkeypatch):
-    opened = Path.open
+    def full(path: Path):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full(self: Path, *args: Any, **options: Any):
-        if self.name == "metrics.jsonl":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(self, *args, **options)
-
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(run_dir, "open_append", full)
     with pytest.raises(OSError, match=r"metrics.jsonl could not be written \(No space left on device\)"):
         fit(routed(), TASK, LONG, out=tmp_path)
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+from moesaic.checks import printable
+
 __all__ = [
     "FileEntry",
     "FileSource",
@@ -157,15 +159,6 @@ class ZipSource(FileSource):
 
     def __exit__(self, *error: object) -> None:
         self._archive.close()
-
-
-def printable(name: str) -> str:
-    """Returns ``name`` with every character that cannot be printed replaced by �.
-
-    >>> printable("Äpfel & Birnen"), printable("two" + chr(10) + "lines")
-    ('Äpfel & Birnen', 'two�lines')
-    """
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
 
 
 def _walk(folder: Path, prefix: str, above: frozenset[str]) -> Iterator[FileEntry]:

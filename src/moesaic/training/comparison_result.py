@@ -6,15 +6,14 @@ follow from it.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moesaic.files import write_json
 from moesaic.training.recipe import rename_old_keys
+from moesaic.validated_json import InvalidFile, decode, read_json
 
 __all__ = ["ComparedModel", "Comparison", "CurvePoint", "Run", "read_comparison", "run_from_json", "write_comparison"]
 
@@ -120,7 +119,7 @@ def write_comparison(path: Path, found: Comparison, derived: Mapping[str, Any] |
 def read_comparison(path: Path) -> Comparison:
     """The comparison of a result.json."""
     try:
-        loaded: Any = json.loads(path.read_text(encoding="utf-8"))
+        loaded: Any = read_json(path)
         made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
         made |= {name: tuple(made[name]) for name in ("classes", "groups", "samples", "notes")}
         made["recipe"] = rename_old_keys(made["recipe"])
@@ -128,12 +127,9 @@ def read_comparison(path: Path) -> Comparison:
         made["runs"] = tuple(run_from_json(run) for run in made["runs"])
         return Comparison(**made)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not the result of a comparison ({error!r}); run moesaic compare again") from error
+        raise InvalidFile(f"{path}: not the result of a comparison ({error!r}); run moesaic compare again") from error
 
 
 def run_from_json(loaded: Mapping[str, Any]) -> Run:
     """A run, as a result.json or a finished cell has it; null stands for no number."""
-    made: dict[str, Any] = dict(loaded)
-    made["groups"] = tuple(math.nan if each is None else float(each) for each in made["groups"])
-    made["curve"] = tuple(CurvePoint(**moment) for moment in made["curve"])
-    return Run(**made)
+    return cast("Run", decode(Run, loaded, "a run", more=True))

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice
 from moesaic.data.datasets import Normalize
+from moesaic.files import atomic_path
 from moesaic.training.checkpoint import Checkpoint, save_network
 
 __all__ = ["Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
@@ -167,12 +168,8 @@ def _shapes(batch: Batch) -> Any:
 
 def _write_pt2(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
     program = torch.export.export(served, (example,), dynamic_shapes=_shapes(batch))
-    unfinished = path.with_name(f".{path.stem}.unfinished.pt2")  # torch wants the ending
-    try:
+    with atomic_path(path) as unfinished:
         torch.export.save(program, str(unfinished), extra_files={_METADATA: _json(metadata)})
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
@@ -194,12 +191,8 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
     assert program is not None
     model = cast(Any, program).model
     model.metadata_props.update({"moesaic": _json(metadata), "class_names": _json(metadata["class_names"])})
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
+    with atomic_path(path) as unfinished:
         program.save(str(unfinished), external_data=False)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _json(content: object) -> str:
