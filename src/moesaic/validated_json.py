@@ -83,9 +83,7 @@ def read_bytes(path: str | Path, limit: int = MAX_FILE_BYTES) -> bytes:
         if not stat.S_ISREG(about.st_mode):
             raise InvalidFile(f"{printable(str(path))}: is not a file but {_kind(about.st_mode)}")
         if about.st_size > limit:
-            raise InvalidFile(
-                f"{printable(str(path))}: has {about.st_size} bytes, more than the {limit} that are read"
-            )
+            raise InvalidFile(f"{printable(str(path))}: has {about.st_size} bytes, more than the {limit} that are read")
         # files of /proc and the like have size 0, and a file may grow meanwhile
         content = file.read(about.st_size)
         return content + read_stream(file, limit - len(content), str(path))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.checks import check_positive
+from moesaic.validated_json import InvalidFile, read_bytes
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -39,7 +40,7 @@ _MIN_DRAFT_SCALE = 2
 """A JPEG may be decoded at a reduced scale, but not below this many times the target size."""
 
 
-class InvalidImage(ValueError):
+class InvalidImage(InvalidFile):
     """A file cannot be decoded. The message continues a sentence that starts with the file name."""
 
 
@@ -55,7 +56,7 @@ def read_image(path: str | Path, size: int) -> NDArray[np.uint8]:
     ((4, 4, 3), array([255,   0,   0], dtype=uint8))
     """
     check_positive("read_image", size=size)
-    content = Path(path).read_bytes()
+    content = read_bytes(path)
     try:
         with pixel_limit():
             return decode_image(content, size)

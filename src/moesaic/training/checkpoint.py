@@ -91,11 +91,11 @@ class Metadata:
         spec, scale = header.spec, header.scale
         made = cls(
             None if spec is None else ModelSpec(spec.name, dict(spec.arguments), tuple(map(dict, spec.conversions))),
-            header.class_names,
-            header.cluster_names,
+            tuple(map(printable, header.class_names)),  # they are printed and shown on pages
+            tuple(map(printable, header.cluster_names)),
             None if scale is None else Normalize(scale.mean, scale.std),
             header.input_shape,
-            header.task_name,
+            printable(header.task_name),
             header.metrics,
             header.tested,
         )
@@ -286,10 +286,10 @@ def _open_network(path: Path) -> Generator[_Network]:
             file = stack.enter_context(open_tensors(path))
             content = file.content()
             if content.get("format") != _FORMAT:
+                found = printable(repr(content.get("format"))[:40])
+                way_out = "use the version that wrote it" if "format" in content else f"name the {NETWORK} beside it"
                 raise CheckpointError(
-                    f"{path} has format={printable(repr(content.get('format'))[:40])}, this version of moesaic reads "
-                    f"format={_FORMAT}; "
-                    f"{'name the ' + NETWORK + ' beside it' if 'format' not in content else 'use the version that wrote it'}"
+                    f"{path} has format={found}, this version of moesaic reads format={_FORMAT}; {way_out}"
                 )
             metadata = Metadata.from_json(content, f"{path}: header")
 

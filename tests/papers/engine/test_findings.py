@@ -1,8 +1,8 @@
 """Findings and charts survive the way through a file, and a damaged file says what is wrong with it."""
 
 import json
-import os
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
