@@ -146,5 +146,5 @@ def _digest(tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> str:
     digest = hashlib.sha256(json_digest(content).encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode())
-        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

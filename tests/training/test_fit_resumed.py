@@ -190,6 +190,48 @@ def test_a_damaged_checkpoint_is_not_taken_for_a_good_one(tmp_path):
         fit(routed(), TASK, LONG, out=tmp_path)
 
 
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_the_weights_or_the_result_is_noticed(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(12), checkpoint_seconds=0)
+    state = tmp_path / "training.safetensors"
+    whole = state.read_bytes()
+    for place in (-5, -500, -2000):
+        flip(state, place)
+        with pytest.raises(ValueError, match=r"training.safetensors is not whole: .* checksum; use a copy"):
+            fit(routed(), TASK, LONG, out=tmp_path)
+        state.write_bytes(whole)
+    first = fit(routed(), TASK, LONG, out=tmp_path)
+    network = tmp_path / "model.safetensors"
+    whole = network.read_bytes()
+    flip(network, -5)
+    with pytest.raises(ValueError, match=r"model.safetensors is not whole"):
+        fit(routed(), TASK, LONG, out=tmp_path)
+    network.write_bytes(whole)
+    result = tmp_path / "result.json"
+    text = result.read_text()
+    result.write_text(text.replace('"accuracy": ', '"accuracy": 1', 1))
+    with pytest.raises(ValueError, match=r"result.json does not match its checksum"):
+        fit(routed(), TASK, LONG, out=tmp_path)
+    result.write_text(text)
+    assert fit(routed(), TASK, LONG, out=tmp_path) == first
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "{}", '{"data": 7, "epochs": 3}', "1e999"])
+def test_files_of_a_run_that_are_something_else_are_refused_in_one_line(tmp_path, name, text):
+    fit(routed(), TASK, replace(LONG, epochs=1), out=tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=str(tmp_path)) as error:
+        fit(routed(), TASK, replace(LONG, epochs=1), out=tmp_path)
+    assert "\n" not in str(error.value)
+
+
 # what goes wrong
 
 

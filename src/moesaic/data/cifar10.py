@@ -10,9 +10,10 @@ from __future__ import annotations
 import gzip
 import tarfile
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast, get_args
+from typing import IO, Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,7 +117,9 @@ def cifar10_files(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]
 def _members(place: Path, names: Sequence[str]) -> dict[str, bytes]:
     """The content of the named files, read in place and in one pass: nothing is extracted, and a bomb is noticed."""
     found: dict[str, bytes] = {}
-    with gzip.open(place) as unpacked, tarfile.open(fileobj=_Bounded(unpacked, place), mode="r|") as archive:
+    with ExitStack() as stack:
+        bounded: Any = _Bounded(stack.enter_context(gzip.open(place)), place)  # tarfile calls its `read` alone
+        archive = stack.enter_context(tarfile.open(fileobj=bounded, mode="r|"))
         for member in archive:
             name = Path(member.name).name
             if member.isfile() and name in names:
@@ -127,7 +130,7 @@ def _members(place: Path, names: Sequence[str]) -> dict[str, bytes]:
 class _Bounded:
     """A stream that ends in an error after the most bytes that an archive of CIFAR-10 may have."""
 
-    def __init__(self, file: IO[bytes], place: Path) -> None:
+    def __init__(self, file: gzip.GzipFile, place: Path) -> None:
         self._file, self._place, self._left = file, place, MAX_FILE_BYTES
 
     def read(self, size: int = -1, /) -> bytes:

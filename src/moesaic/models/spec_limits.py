@@ -73,7 +73,7 @@ def check_spec(spec: ModelSpec, where: str) -> None:
         except ValueError as unknown:
             raise InvalidFile(f"{where}: {printable(str(unknown))}") from unknown
     _check_arguments(spec.name, spec.arguments, known, where)
-    if "num_classes" not in spec.arguments:
+    if spec.arguments.get("num_classes") is None:
         raise InvalidFile(f"{where}: {spec.name} is given without num_classes; {_BY_HAND}")
     if len(spec.conversions) > _MAX_CONVERSIONS:
         raise InvalidFile(f"{where}: {len(spec.conversions)} conversions, at most {_MAX_CONVERSIONS} are made")
@@ -103,7 +103,9 @@ def _check_arguments(owner: str, arguments: Mapping[str, Any], known: Collection
             )
         fault = _fault(name, value)
         if fault:
-            raise InvalidFile(f"{where}: {name}={printable(repr(value)[:60])} of {owner} {fault}; {_BY_HAND}")
+            raise InvalidFile(
+                f"{where}: {name}={printable(repr(cast('object', value))[:60])} of {owner} {fault}; {_BY_HAND}"
+            )
 
 
 def _fault(name: str, value: Any) -> str:
@@ -115,7 +117,7 @@ def _fault(name: str, value: Any) -> str:
         if any(isinstance(item, list) for item in items):
             return "has lists in it"
         return next((fault for fault in (_fault(name, item) for item in items) if fault), "")
-    if name in _SIZES and not (value is None or value == "auto" or type(value) is int):
+    if name in _SIZES and not (value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool))):
         return "is not a whole number"
     if isinstance(value, bool) or value is None:
         return ""
@@ -127,4 +129,4 @@ def _fault(name: str, value: Any) -> str:
         return "" if math.isfinite(value) and abs(value) <= _MAX_NUMBER else f"is beyond {_MAX_NUMBER}"
     if isinstance(value, str):
         return "" if len(value) <= _MAX_TEXT else f"has {len(value)} characters, more than {_MAX_TEXT}"
-    return f"is a {type(value).__name__}"
+    return f"is a {type(cast('object', value)).__name__}"
