@@ -198,7 +198,7 @@ def flip(path: Path, place: int) -> None:
 
 def test_a_flipped_bit_of_the_weights_or_the_result_is_noticed(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(12), checkpoint_seconds=0)
+        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(2), checkpoint_seconds=0)
     state = tmp_path / "training.safetensors"
     whole = state.read_bytes()
     for place in (-5, -500, -2000):

@@ -89,11 +89,13 @@ class Metadata:
         """Reads what ``to_json`` returned, and refuses anything else; ``where`` begins the message of an error."""
         header = cast("_Header", decode(_Header, content, where, more=True))
         spec, scale = header.spec, header.scale
+        with refused_as(f"{where}.scale cannot be used"):
+            normalize = None if scale is None else Normalize(scale.mean, scale.std)
         made = cls(
             None if spec is None else ModelSpec(spec.name, dict(spec.arguments), tuple(map(dict, spec.conversions))),
             tuple(map(printable, header.class_names)),  # they are printed and shown on pages
             tuple(map(printable, header.cluster_names)),
-            None if scale is None else Normalize(scale.mean, scale.std),
+            normalize,
             header.input_shape,
             printable(header.task_name),
             header.metrics,
@@ -112,8 +114,8 @@ class Metadata:
             )
         if self.normalize is not None:
             mean, std = self.normalize.mean, self.normalize.std
-            if len(mean) != C or len(std) != C or not all(math.isfinite(x) for x in (*mean, *std)) or min(std) <= 0:
-                raise InvalidFile(f"{where}.scale: needs a mean and a std above 0 for each of {C} channels")
+            if len(mean) != C or not all(math.isfinite(number) for number in (*mean, *std)):
+                raise InvalidFile(f"{where}.scale: needs a finite mean and std for each of {C} channels")
         if max(len(self.class_names), len(self.cluster_names)) > MAX_CLASSES:
             raise InvalidFile(f"{where}.class_names: {len(self.class_names)} names, at most {MAX_CLASSES} are read")
         if self.spec is not None:
