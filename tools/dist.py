@@ -31,7 +31,7 @@ def git(*arguments: str) -> bytes:
     return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
 
 
-def build(folder: Path, environment: dict[str, str]) -> dict[str, bytes]:
+def build(folder: Path, environment: dict[str, str], *targets: str) -> dict[str, bytes]:
     """The files that a build of the last commit makes, by name."""
     source, made = folder / "source", folder / "made"
     archive = folder / "source.tar"
@@ -39,7 +39,8 @@ def build(folder: Path, environment: dict[str, str]) -> dict[str, bytes]:
     with tarfile.open(archive) as packed:
         packed.extractall(source, filter="data")
     command = [sys.executable, "-m", "hatchling", "build", "-d", str(made)]
-    subprocess.run(command, cwd=source, env=environment, check=True, stdout=subprocess.DEVNULL, stderr=None)
+    command += [word for target in targets for word in ("-t", target)]  # both, if none is named
+    subprocess.run(command, cwd=source, env=environment, check=True, capture_output=True)
     return {path.name: path.read_bytes() for path in sorted(made.iterdir())}
 
 

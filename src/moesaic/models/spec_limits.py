@@ -117,9 +117,11 @@ def _fault(name: str, value: Any) -> str:
         if any(isinstance(item, list) for item in items):
             return "has lists in it"
         return next((fault for fault in (_fault(name, item) for item in items) if fault), "")
-    if name in _SIZES and not (value is None or value == "auto" or (isinstance(value, int) and not isinstance(value, bool))):
+    if value is None or (name, value) == ("patch_size", "auto"):
+        return ""
+    if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int)):
         return "is not a whole number"
-    if isinstance(value, bool) or value is None:
+    if isinstance(value, bool):
         return ""
     if isinstance(value, int):
         limit = _SIZES.get(name, _MAX_NUMBER)

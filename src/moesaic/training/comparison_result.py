@@ -7,7 +7,7 @@ follow from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,13 +92,18 @@ class Comparison:
     """What a reader should know, such as images that were skipped."""
 
     def __post_init__(self) -> None:
-        wanted = {(m.name, n, t) for m in self.models for n in self.samples for t in range(self.trials)}
-        missing = wanted - {(run.model, run.samples, run.trial) for run in self.runs}
-        if missing:
-            model, samples, trial = min(missing)
+        runs = {(run.model, run.samples, run.trial) for run in self.runs}
+        names, samples = sorted(model.name for model in self.models), sorted(self.samples)
+        # one by one: a file may announce any number of trials
+        wanted = ((model, n, trial) for model in names for n in samples for trial in range(self.trials))
+        missing = next((run for run in wanted if run not in runs), None)
+        if missing is not None:
+            total = len(names) * len(samples) * self.trials
+            there = sum(model in names and n in samples and 0 <= trial < self.trials for model, n, trial in runs)
+            model, n, trial = missing
             raise ValueError(
-                f"Comparison: {len(missing)} of {len(wanted)} runs are missing, "
-                f"such as trial {trial} of {model} with {samples} samples; finish them first"
+                f"Comparison: {total - there} of {total} runs are missing, such as trial {trial} of {model} with {n} "
+                "samples; finish them first"
             )
 
     def model(self, name: str) -> ComparedModel:
@@ -120,12 +125,8 @@ def read_comparison(path: Path) -> Comparison:
     """The comparison of a result.json."""
     try:
         loaded: Any = read_json(path)
-        made: dict[str, Any] = {each.name: loaded[each.name] for each in fields(Comparison)}
-        made |= {name: tuple(made[name]) for name in ("classes", "groups", "samples", "notes")}
-        made["recipe"] = rename_old_keys(made["recipe"])
-        made["models"] = tuple(ComparedModel(**model) for model in made["models"])
-        made["runs"] = tuple(run_from_json(run) for run in made["runs"])
-        return Comparison(**made)
+        made = {**loaded, "recipe": rename_old_keys(loaded["recipe"])}
+        return cast("Comparison", decode(Comparison, made, "comparison", more=True))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidFile(f"{path}: not the result of a comparison ({error!r}); run moesaic compare again") from error
 
