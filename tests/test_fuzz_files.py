@@ -42,7 +42,7 @@ def test_a_failure_is_kept_and_run_again(tool, tmp_path, monkeypatch):
             raise ZeroDivisionError("1 / 0")
 
     monkeypatch.setattr(tool, "all_targets", lambda folder: {"broken": tool.Target(b"valid", broken)})
-    found = tool.fuzz(SEED, 0, None, tmp_path, inputs=3)
+    found = tool.fuzz(SEED, 0, None, tmp_path, inputs=30)
     assert found["counts"].get("broken failed", 0) >= 1
     kept = [path for path in tmp_path.iterdir() if path.suffix != ".txt"]
     assert "1 / 0" in kept[0].with_name(f"{kept[0].name}.txt").read_text()
