@@ -1,6 +1,6 @@
-"""Random bit flips in the files of runs: each must be noticed, or change nothing.
+"""Random bit flips in the files of runs, and SIGKILLs of commands: noticed, or without effect.
 
-    python benchmarks/faults.py [--flips 1000] [--seed 0] [--out FILE.json]
+    python benchmarks/faults.py [--flips 1000] [--kills 100] [--seed 0] [--out FILE.json]
 
 A small network is trained twice: to the end, and until an interruption. Finished cells and decoded images are cached.
 Each trial copies these files, flips one bit of one of them, and uses them as a user would: training is continued, the
@@ -11,6 +11,8 @@ finished run is called again and its checkpoint loaded, the cell is asked for, t
     silent     otherwise: a fault of moesaic
 
 Half of the trials choose a file and then a bit, so that small files count; the other half choose among all bits.
+
+`kill_campaign` describes the kills; after them a command that is called again must end with the same results.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from kill_campaign import COMMANDS, kill_campaign
 from measure import machine, show, write
 from PIL import Image
 
@@ -202,16 +205,28 @@ def campaign(flips: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--flips", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--commands", default=",".join(COMMANDS), help="that are killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     start = time.monotonic()
+    killed, faults = Counter[tuple[str, str]](), list[str]()
+    commands = given.commands.split(",")
+    if given.kills:  # first: a process that has computed cannot be forked safely
+        with tempfile.TemporaryDirectory() as temporary:
+            killed, faults = kill_campaign(given.kills, given.seed, Path(temporary), commands)
+        rows = [{"command": name, **{kind: killed[name, kind] for kind in ("identical", "other")}} for name in commands]
+        show(f"{killed['all', 'kills']} kills: runs that ended with the same results as without", rows)
+        for each in faults:
+            print(f"fault: {each}")
     counts, silent = campaign(given.flips, given.seed)
     kinds = ("noticed", "harmless", "silent")
     names = sorted({name for name, _ in counts})
     rows = [{"file": name, **{kind: counts[name, kind] for kind in kinds}} for name in names]
     total = {kind: sum(row[kind] for row in rows) for kind in kinds}
-    show(f"{given.flips} flipped bits", [*rows, {"file": "all", **total}])
+    if rows:
+        show(f"{given.flips} flipped bits", [*rows, {"file": "all", **total}])
     for each in silent:
         print(f"silent: {each}")
     content = {
@@ -222,9 +237,14 @@ def main() -> int:
         "total": total,
         "files": rows,
         "silent": silent,
+        "kills": {
+            "count": killed["all", "kills"],
+            "faults": faults,
+            "runs": {name: {kind: killed[name, kind] for kind in ("identical", "other")} for name in commands},
+        },
     }
     print(f"\n{write('faults', content, given.out)}")
-    return 1 if silent else 0
+    return 1 if silent or faults else 0
 
 
 if __name__ == "__main__":
