@@ -140,6 +140,19 @@ def test_a_full_disk_leaves_nothing_and_the_file_of_before(tmp_path: Path, monke
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"of before"]
 
 
+def test_planted_links_are_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    secret = tmp_path / "secret"
+    secret.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in (".a.unfinished.pt2", ".a.pt2.unfinished", ".a.onnx.unfinished", "a.pt2"):
+        (folder / name).symlink_to(secret)
+    export(checkpoint(moe=nn.Conv2d(3, 4, 1)), folder / "a.pt2", "pt2")
+    assert secret.read_text() == "mine"
+    assert (folder / "a.pt2").is_file()
+    assert not (folder / "a.pt2").is_symlink()
+
+
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def missing(*_: object, **__: object) -> None:
         raise ModuleNotFoundError("No module named 'onnxscript'", name="onnxscript")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice
 from moesaic.data.datasets import Normalize
-from moesaic.files import write_atomic
+from moesaic.files import atomic_path, write_atomic
 from moesaic.training.checkpoint import Checkpoint, save_network
 
 __all__ = ["Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
@@ -193,12 +193,8 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
     assert program is not None
     model = cast(Any, program).model
     model.metadata_props.update({"moesaic": _json(metadata), "class_names": _json(metadata["class_names"])})
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
+    with atomic_path(path) as unfinished:
         program.save(str(unfinished), external_data=False)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _json(content: object) -> str:
