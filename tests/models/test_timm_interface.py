@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moesaic import ExpertChoice, TokenChoice, record_routing
+from moesaic.layers.recording import RoutedLayer
 from moesaic.models import (
     VGG16,
     FeatureMaps,
@@ -159,7 +160,7 @@ def steps(model: nn.Module, batches: list[torch.Tensor]) -> tuple[list[torch.Ten
 
 
 def has_routing(model: nn.Module) -> bool:
-    return any(hasattr(module, "_routing_hooks") for module in model.modules())
+    return any(isinstance(module, RoutedLayer) for module in model.modules())
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -62,12 +62,10 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
 }
 """By kernel: sides of a tile and warps; of pipelined kernels also stages, of split sums also splits or programs."""
 
-_MAX_SIDE = 2**16
-"""No side, number of warps or stages of a tile is larger."""
 _GAIN = 0.99
 """A tile replaces the best one so far if the measured time falls below this share of its time."""
 
-_MAX_SIDE = 4096
+_MAX_SIDE = 2**16
 """Of a tile in a file: no side, and no number of warps, stages or programs, is larger."""
 
 _trial: dict[str, Tile] = {}
