@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from timm_fixture import timm  # noqa: F401  a fixture
+from training.squares import TASK
 from training.trained import save_run
 
 from moesaic.models.registry import ModelSpec
 from moesaic.training.checkpoint import load_checkpoint, load_weights
 from moesaic.training.load import load
+from moesaic.training.model_for_dataset import spec_for_dataset
 
 SPEC = ModelSpec("wrn10_1", {"num_classes": 3})
 HEADER: dict[str, Any] = {
@@ -89,6 +91,16 @@ def test_a_timm_network_still_comes_back(timm, tmp_path):  # noqa: F811
     assert load_checkpoint(tmp_path / "run").spec.arguments["drop_rate"] == 0.1
     save_run(tmp_path / "head", "timm/resnet18", head="routed", experts=2, patches_per_expert=1)
     assert type(load_checkpoint(tmp_path / "head").model).__name__ == "HeadedNetwork"
+
+
+def test_a_network_whose_checkpoint_could_not_be_loaded_is_refused_before_it_is_trained(timm):  # noqa: F811
+    spelling = "timm/resnet18:zero_init_last=false"
+    with pytest.raises(ValueError, match="checkpoint could not be loaded again: 'zero_init_last' is no argument"):
+        spec_for_dataset(spelling, TASK)
+
+
+def test_a_spelling_that_nests_too_deep_is_text():
+    assert ModelSpec.parse("timm/resnet18:drop_rate=" + "[" * 100_000).arguments["drop_rate"] == "[" * 100_000
 
 
 @pytest.mark.parametrize("name", ["timm/hf-hub:someone/net", "timm/local-dir:/tmp", "timm/../x", "os", "wrn10_1;x"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from moesaic.files import write_json
+from moesaic.training.checkpoint import CheckpointError
 from moesaic.training.recipe import rename_old_keys
 from moesaic.validated_json import InvalidFile, decode, read_json
 
@@ -150,4 +151,7 @@ def read_comparison(path: Path) -> Comparison:
 
 def run_from_json(loaded: Mapping[str, Any]) -> Run:
     """A run, as a result.json or a finished cell has it; null stands for no number."""
-    return cast("Run", decode(Run, loaded, "a run", more=True))
+    try:
+        return cast("Run", decode(Run, loaded, "a run", more=True))
+    except InvalidFile as error:
+        raise CheckpointError(f"{error}; remove its file from cells in the output folder, and run it again") from error
