@@ -8,7 +8,6 @@ left out if the output is not a terminal.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from moesaic.papers.engine.findings import VERDICTS, Claim, Finding, Source
@@ -77,7 +76,7 @@ def show_claim_rules(
     title: str,
     claims: Iterable[Claim],
     console: Console | None = None,
-    parameters: Mapping[str, str] = MappingProxyType({}),
+    parameters: Mapping[str, str] | None = None,
 ) -> None:
     """Prints claims with the rules that decide them, and the ``parameters`` of their experiments by id.
 
@@ -102,7 +101,7 @@ def show_claim_rules(
     for claim in claims:
         console.print(Text(claim.id, style="bold"))
         lines = [f"{claim.where}: {claim.statement}", f"Paper: {format_published(claim)}", f"Rule: {claim.rule}"]
-        if known := parameters.get(claim.id):
+        if known := (parameters or {}).get(claim.id):
             lines.append(f"Parameters: {'as above' if known == before else known}")
             before = known
         for line in lines:
