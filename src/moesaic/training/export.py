@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice
 from moesaic.data.datasets import Normalize
+from moesaic.models.deepmoe.exportable import exportable_deepmoe
+from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.training.checkpoint import Checkpoint, save_network
 
 __all__ = ["Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
@@ -111,6 +113,8 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     examples = _examples(checkpoint, batch)
     with torch.no_grad():
         expected = tuple(cast(Tensor, served(images)) for images in examples)
+    if isinstance(checkpoint.model, DeepMoE):
+        served = ServingModel(exportable_deepmoe(checkpoint.model, one_image=batch == "1"), checkpoint.normalize)
     write = _write_onnx if format == "onnx" else _write_pt2
     try:
         with _quiet():

@@ -1,12 +1,17 @@
 """A DeepMoE in the form in which it is exported: only the open channels are computed, one image at a time.
 
-Everything is plain torch, so that `torch.export` and ONNX can express it. BatchNorm is folded. A layer's weights are
-stored in pieces, all weights of a filter for one block of input channels; the pieces of the open blocks are gathered
-into the kernel of an ordinary convolution, and maps between gated layers have only the open channels. Blocks that are
-shorter than the others are filled up with zeros.
+Everything is plain torch, so that `torch.export` and ONNX can express it. BatchNorm is folded. Of a layer's weights the
+pieces of the open blocks, all weights of a filter for one block of input channels, are gathered into the kernel of an
+ordinary convolution, and maps between gated layers have only the open channels. Blocks that are shorter than the others
+are filled up with zeros.
 
-Under ``mode="relu"`` the number of open channels depends on the image, so that shapes inside are dynamic. A layer that
-is all closed computes its first block with a gate of 0, since operations may refuse maps without channels.
+A runtime lays constant kernels out in advance and gathered ones not, so a gathered multiply-add takes `GATHERED` times
+as long. Where gathering would take longer in all, the convolutions are dense and closed channels multiplied by zero:
+under ``mode="topk"`` that is known at export, and the network is exported as it is; under ``"relu"`` it is decided for
+each image.
+
+Under ``"relu"`` the number of open channels depends on the image, so that shapes inside are dynamic. A layer that is
+all closed computes its first block with a gate of 0, since operations may refuse maps without channels.
 
 The images of a batch open different channels. A scan runs them one after another, so that a batch takes the time of its
 images.
@@ -14,7 +19,7 @@ images.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -28,14 +33,25 @@ from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.routing.router import stable_topk
 
-__all__ = ["ExportableDeepMoE", "OpenBlocks", "SparseConv"]
+__all__ = ["ExportableDeepMoE", "OpenBlocks", "SparseConv", "exportable_deepmoe"]
+
+GATHERED = 3.0
+"""Time of a gathered multiply-add, relative to one of a dense convolution (VGG-16 in ONNX Runtime)."""
+GATHERED_PIECE = 7.0
+"""The same for copying a piece, which a block of input channels shares."""
+
+
+def exportable_deepmoe(model: DeepMoE, *, one_image: bool = False) -> nn.Module:
+    """A network that computes what ``model`` computes in eval mode, in the form that is fastest when exported."""
+    exportable = ExportableDeepMoE(model, one_image=one_image)
+    return exportable if exportable.gains() else model
 
 
 class OpenBlocks(NamedTuple):
     """The open blocks of a layer for one image."""
 
-    index: Tensor
-    """(n,): block numbers."""
+    index: Tensor | None
+    """(n,): block numbers; None for all of them in order."""
     gates: Tensor
     """(n,)"""
 
@@ -52,7 +68,7 @@ class SparseConv(nn.Module):
     """
 
     weight: Tensor
-    """(filters, pieces of a filter, channels of a block · ks²)"""
+    """(filters, channels, ks, ks), filled up to whole blocks."""
     bias: Tensor
     """(blocks, channels of a block)"""
     first_piece: Tensor
@@ -68,39 +84,40 @@ class SparseConv(nn.Module):
         self.compact = compact
         self.compact_in = compact_in
         self.stride, self.padding, self.activation = conv.stride, conv.padding, conv.activation
-        self.outs, self.ins, self.kernel_size, _ = conv.weight.shape
+        self.outs, self.ins = conv.weight.shape[:2]
         self.block, self.block_in = (conv.block_out if name else self.outs), (conv.block_in if producer else self.ins)
         fill = (-self.outs % self.block, -self.ins % self.block_in)
-        weight = F.pad(conv.weight, (0, 0, 0, 0, 0, fill[1], 0, fill[0]))
-        filters, pieces = weight.shape[0], weight.shape[1] // self.block_in
-        self.register_buffer("weight", weight.reshape(filters, pieces, -1))
+        self.register_buffer("weight", F.pad(conv.weight, (0, 0, 0, 0, 0, fill[1], 0, fill[0])).contiguous())
         self.register_buffer("bias", F.pad(conv.bias, (0, fill[0])).view(-1, self.block))
-        self.register_buffer("first_piece", (torch.arange(filters) * pieces).view(-1, self.block, 1))
+        filters, channels = self.weight.shape[:2]
+        first_piece = torch.arange(filters) * (channels // self.block_in)
+        self.register_buffer("first_piece", first_piece.view(-1, self.block, 1))
 
     def forward(self, x: Tensor, opened: Mapping[str, OpenBlocks]) -> Tensor:
         ins = None if self.producer is None else opened[self.producer].index
+        outs, gates = (None, None) if self.name is None else opened[self.name]
         if ins is not None and not self.compact_in:
             x = F.pad(x, (0, 0, 0, 0, 0, -self.ins % self.block_in))
             x = x.view(-1, self.block_in, *x.shape[2:]).index_select(0, ins).flatten(0, 1).unsqueeze(0)
-        if self.name is None:
-            y = F.conv2d(x, self._kernel(None, ins), self.bias.flatten(), self.stride, self.padding)
-            return self._activate(y)
-        outs, gates = opened[self.name]
-        bias = self.bias.index_select(0, outs).flatten()
+        bias = self.bias.flatten()[: self.outs] if outs is None else self.bias.index_select(0, outs).flatten()
         y = F.conv2d(x, self._kernel(outs, ins), bias, self.stride, self.padding)
-        y = self._activate(y * gates.unsqueeze(1).expand(-1, self.block).reshape(1, -1, 1, 1))
-        return y if self.compact else self._scatter(y, outs)
+        if gates is not None:
+            gates = gates.unsqueeze(1).expand(-1, self.block).reshape(-1)
+            y = y * (gates[: self.outs] if outs is None else gates).view(1, -1, 1, 1)
+        y = F.relu(y) if self.activation == "relu" else y
+        return y if outs is None or self.compact else self._scatter(y, outs)
 
     def _kernel(self, outs: Tensor | None, ins: Tensor | None) -> Tensor:
         """(open outs, open ins, ks, ks)"""
-        ks = self.kernel_size
+        weight, (ks, _) = self.weight, self.weight.shape[2:]
         if ins is None:
-            kernel = self.weight if outs is None else self.weight.view(*self.bias.shape, -1).index_select(0, outs)
-            return kernel.reshape(-1, self.ins, ks, ks)
-        first = self.first_piece if outs is None else self.first_piece.index_select(0, outs)
+            if outs is None:
+                return weight[: self.outs, : self.ins]
+            return weight.view(*self.bias.shape, -1).index_select(0, outs).view(-1, self.ins, ks, ks)
+        first = self.first_piece.flatten(0, 1)[: self.outs] if outs is None else self.first_piece.index_select(0, outs)
         # one list of pieces, so that every weight is copied once
         pieces = (first + ins).flatten()
-        kernel = self.weight.flatten(0, 1).index_select(0, pieces)
+        kernel = weight.view(-1, self.block_in * ks * ks).index_select(0, pieces)
         return kernel.view(-1, self.block_in * ins.shape[0], ks, ks)
 
     def _scatter(self, y: Tensor, outs: Tensor) -> Tensor:
@@ -109,9 +126,6 @@ class SparseConv(nn.Module):
         full = y.new_zeros(self.bias.shape[0], self.block, H, W)
         full = full.index_put((outs,), y.view(-1, self.block, H, W))
         return full.view(1, -1, H, W)[:, : self.outs]
-
-    def _activate(self, y: Tensor) -> Tensor:
-        return F.relu(y) if self.activation == "relu" else y
 
 
 class ExportableDeepMoE(nn.Module):
@@ -129,7 +143,18 @@ class ExportableDeepMoE(nn.Module):
     """
 
     weight: Tensor
+    """(all blocks, D): the heads of all layers."""
     bias: Tensor
+    channels_of: Tensor
+    """(all blocks, layers): the channels that a block adds to its layer."""
+    constant: Tensor
+    """Channels of convolutions that are not gated, numbered after the layers."""
+    ins: Tensor
+    """(convolutions,): which number of channels a convolution reads."""
+    outs: Tensor
+    """(convolutions,): which number of channels it computes."""
+    cost: Tensor
+    """(convolutions,): of a pair of open channels, in multiply-adds of a dense convolution."""
 
     def __init__(self, model: DeepMoE, *, one_image: bool = False) -> None:
         super().__init__()
@@ -140,6 +165,10 @@ class ExportableDeepMoE(nn.Module):
         self._topk = heads[0].mode == "topk"
         self._blocks = [head.blocks for head in heads]
         self._open = [head.keep or 0 for head in heads]
+        biases = [head.weight.new_zeros(head.blocks) if head.bias is None else head.bias for head in heads]
+        self.register_buffer("weight", torch.cat([head.weight.detach() for head in heads]))
+        self.register_buffer("bias", torch.cat([bias.detach() for bias in biases]))
+        self._set_costs(model)
         graph = trace_layers(model.backbone)
         compact_maps = bool(compact_layers(model.backbone))
 
@@ -147,42 +176,89 @@ class ExportableDeepMoE(nn.Module):
             return SparseConv(conv, name, producer, compact=compact, compact_in=compact_maps)
 
         self.backbone = with_open_channels(graph, sparse_modules(model.backbone, graph, make), SparseConv)
-        biases = [head.weight.new_zeros(head.blocks) if head.bias is None else head.bias for head in heads]
-        self.register_buffer("weight", torch.cat([head.weight.detach() for head in heads]))
-        self.register_buffer("bias", torch.cat([bias.detach() for bias in biases]))
         self.eval().requires_grad_(False)
+
+    def _set_costs(self, model: DeepMoE) -> None:
+        heads = list(model.heads().values())
+        names: dict[str | int, int] = {name: number for number, name in enumerate(self.gated)}
+        channels = [
+            torch.full((head.blocks,), head.block).clamp_max(head.channels - head.block * torch.arange(head.blocks))
+            for head in heads
+        ]
+        self.register_buffer("channels_of", torch.block_diag(*(each.float().unsqueeze(1) for each in channels)))
+        constant: list[int] = []
+        for cost in model.conv_costs:
+            for width in (cost.ins, cost.outs):
+                if isinstance(width, int) and width not in names:
+                    names[width] = len(names)
+                    constant.append(width)
+        blocks = {name: head.block for name, head in zip(self.gated, heads, strict=True)}
+        factors = [
+            GATHERED + (GATHERED_PIECE / blocks[cost.ins] if isinstance(cost.ins, str) else 0.0)
+            for cost in model.conv_costs
+        ]
+        self.register_buffer("constant", torch.tensor(constant, dtype=torch.float32))
+        self.register_buffer("ins", torch.tensor([names[cost.ins] for cost in model.conv_costs]))
+        self.register_buffer("outs", torch.tensor([names[cost.outs] for cost in model.conv_costs]))
+        costs = [cost.macs_per_pair * factor for cost, factor in zip(model.conv_costs, factors, strict=True)]
+        all_open = self._channels(torch.ones(len(self.channels_of)))
+        macs = torch.tensor([float(cost.macs_per_pair) for cost in model.conv_costs])
+        dense = (macs * all_open[self.ins] * all_open[self.outs]).sum()
+        self.register_buffer("cost", torch.tensor(costs) / dense)
+
+    def _channels(self, is_open: Tensor) -> Tensor:
+        """The open channels of all layers, followed by ``constant``."""
+        return torch.cat([is_open @ self.channels_of, self.constant])
+
+    def _is_cheaper(self, is_open: Tensor) -> Tensor:
+        """Whether gathering takes less time than dense convolutions, from which blocks are open (all blocks,)."""
+        channels = self._channels(is_open.float())
+        return (self.cost * channels[self.ins] * channels[self.outs]).sum() < 1
+
+    def gains(self) -> bool:
+        """Whether gathering can be faster than dense convolutions."""
+        if not self._topk:
+            return True
+        is_open = [torch.arange(blocks) < keep for blocks, keep in zip(self._blocks, self._open, strict=True)]
+        return bool(self._is_cheaper(torch.cat(is_open)))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = F.linear(self.embedding(x).mean((2, 3)), self.weight, self.bias)
-        index, gates = self._best(scores) if self._topk else (None, F.relu(scores))
-        choices = (gates, scores if index is None else index)
+        choices = self._best(scores) if self._topk else (F.relu(scores), scores)
         if self.one_image:
             return self._run(x, *(choice[0] for choice in choices))
         from torch._higher_order_ops.scan import scan
 
         def step(carry: Tensor, sample: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-            image, *choices = sample
-            return carry.clone(), self._run(image.unsqueeze(0), *choices).squeeze(0)
+            image, gates, choice = sample
+            return carry.clone(), self._run(image.unsqueeze(0), gates, choice).squeeze(0)
 
         _, logits = scan(step, x.new_zeros(1), (x, *choices))
         return logits
 
     def _best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The open blocks of all layers under ``mode="topk"``, each layer's counted from 0, and their gates."""
-        parts = scores.split(self._blocks, 1)
+        """The gates of the open blocks of all layers under ``"topk"``, and the blocks, numbered from 0 in a layer."""
+        parts = _split(scores, self._blocks, 1)
         index = [stable_topk(part, keep) for part, keep in zip(parts, self._open, strict=True)]
         best = [part.gather(1, each) for part, each in zip(parts, index, strict=True)]
-        return torch.cat(index, 1), F.softplus(torch.cat(best, 1))
+        return F.softplus(torch.cat(best, 1)), torch.cat(index, 1)
 
     def _run(self, x: Tensor, gates: Tensor, choice: Tensor) -> Tensor:
         """The logits of one image: ``choice`` has the open blocks of all layers, or under ``"relu"`` the scores."""
         if self._topk:
-            pairs = zip(choice.split(self._open), gates.split(self._open), strict=True)
-            opened = [OpenBlocks(index, gate) for index, gate in pairs]
-        else:
-            pairs = zip(choice.split(self._blocks), gates.split(self._blocks), strict=True)
-            opened = [_positive(scores, gate) for scores, gate in pairs]
-        return self.backbone(x, dict(zip(self.gated, opened, strict=True)))
+            return self._run_gathered(x, gates, choice)
+        cheaper = self._is_cheaper(~(choice <= 0))
+        return torch.cond(cheaper, self._run_gathered, self._run_dense, (x, gates, choice))
+
+    def _run_dense(self, x: Tensor, gates: Tensor, scores: Tensor) -> Tensor:
+        parts = zip(self.gated, _split(gates, self._blocks), strict=True)
+        return self.backbone(x, {name: OpenBlocks(None, gate) for name, gate in parts})
+
+    def _run_gathered(self, x: Tensor, gates: Tensor, choice: Tensor) -> Tensor:
+        sizes = self._open if self._topk else self._blocks
+        pairs = zip(_split(choice, sizes), _split(gates, sizes), strict=True)
+        make = OpenBlocks if self._topk else _positive
+        return self.backbone(x, {name: make(*pair) for name, pair in zip(self.gated, pairs, strict=True)})
 
 
 def _positive(scores_E: Tensor, gates_E: Tensor) -> OpenBlocks:
@@ -191,6 +267,10 @@ def _positive(scores_E: Tensor, gates_E: Tensor) -> OpenBlocks:
     first = is_open[:1] | ~is_open.any()  # at least one
     index = torch.cat([first, is_open[1:]]).nonzero()[:, 0]
     return OpenBlocks(index, gates_E.index_select(0, index))
+
+
+def _split(values: Tensor, sizes: Sequence[int], axis: int = 0) -> tuple[Tensor, ...]:
+    return cast("tuple[Tensor, ...]", values.split(list(sizes), axis))
 
 
 def _folded(embedding: EmbeddingNetwork) -> nn.Sequential:
