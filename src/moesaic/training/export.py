@@ -117,7 +117,7 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
         served = ServingModel(exportable_deepmoe(checkpoint.model, one_image=batch == "1"), checkpoint.normalize)
     write = _write_onnx if format == "onnx" else _write_pt2
     try:
-        with _quiet():
+        with _quiet(), torch.no_grad():
             write(path, served, examples[-1], batch, metadata)
     except (OSError, ValueError):
         raise
@@ -197,6 +197,7 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
         ) from error
     assert program is not None
     model = cast(Any, program).model
+    _move_weights_into_branches(model.graph)
     model.metadata_props.update({"moesaic": _json(metadata), "class_names": _json(metadata["class_names"])})
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -204,6 +205,16 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _move_weights_into_branches(graph: Any) -> None:
+    """Move weights that only one branch of the graph reads into it: ONNX Runtime lays out no weights from outside."""
+    for name, value in list(graph.initializers.items()):
+        readers = {use.node.graph for use in value.uses()}
+        reader = readers.pop() if len(readers) == 1 else graph
+        if reader is not graph:
+            del graph.initializers[name]
+            reader.initializers[name] = value
 
 
 def _json(content: object) -> str:
