@@ -1,9 +1,12 @@
-"""A trained network as one file that serves elsewhere: ONNX, torch's .pt2, or safetensors.
+"""A trained network as one file that serves elsewhere: ONNX, torch's .pt2 (traced or compiled), or safetensors.
 
 What is exported takes images (B, C, H, W) as floats from 0 to 1, pixels / 255, and gives logits
 (B, K): the scale that the network was trained with is part of it, so that users need not know it. The
 names of the classes, and all else that the checkpoint says about the network, travel in the file's
 metadata. A safetensors file holds the weights alone, and `load_checkpoint` reads it.
+
+Files keep the saving of routing: patches are gathered, experts of a mixture of networks are branches that run for their
+samples only, and gated networks compute open channels only (`moesaic.models.deepmoe.exportable`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +30,18 @@ from moesaic.models.deepmoe.exportable import exportable_deepmoe
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.training.checkpoint import Checkpoint, save_network
 
-__all__ = ["Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
+__all__ = ["SUFFIXES", "Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
 
-Format = Literal["onnx", "pt2", "safetensors"]
+Format = Literal["onnx", "pt2", "aoti", "safetensors"]
 Batch = Literal["dynamic", "1"]
+
+SUFFIXES: dict[Format, str] = {
+    "onnx": ".onnx",
+    "pt2": ".pt2",
+    "aoti": ".aoti.pt2",
+    "safetensors": ".safetensors",
+}
+"""How the names of files end."""
 
 INPUT, OUTPUT = "images", "logits"
 
@@ -83,7 +94,7 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     """Write the network of a checkpoint to a file, whole or not at all.
 
     ``batch`` is "dynamic" for any number of images at a time, or "1" for one. For ONNX the packages
-    onnx and onnxscript are needed, the extra ``moesaic[onnx]``.
+    onnx and onnxscript are needed, the extra ``moesaic[onnx]``; for AOTInductor a C++ compiler.
 
     >>> import tempfile
     >>> from moesaic.models.registry import ModelSpec
@@ -115,7 +126,7 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
         expected = tuple(cast(Tensor, served(images)) for images in examples)
     if isinstance(checkpoint.model, DeepMoE):
         served = ServingModel(exportable_deepmoe(checkpoint.model, one_image=batch == "1"), checkpoint.normalize)
-    write = _write_onnx if format == "onnx" else _write_pt2
+    write = {"onnx": _write_onnx, "pt2": _write_pt2, "aoti": _write_aoti}[format]
     try:
         with _quiet(), torch.no_grad():
             write(path, served, examples[-1], batch, metadata)
@@ -123,22 +134,26 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
         raise
     except Exception as error:  # what tracing can raise is of every kind
         raise ValueError(
-            f"export: torch cannot export {type(checkpoint.model).__name__} as {format} ({_reason(error)}); networks "
-            "whose patches or samples choose their experts have no fixed shapes: use format='safetensors'"
+            f"export: torch cannot export {type(checkpoint.model).__name__} as {format} ({_reason(error)}); its "
+            "shapes or its control flow may depend on the images: use format='safetensors'"
         ) from error
     return Exported(path, format, path.stat().st_size, metadata, examples, expected)
 
 
-def load_exported(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The network of a .pt2 file, and its metadata.
+def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    """The network of a .pt2 or .aoti.pt2 file, and its metadata.
 
-    Only of a file that you trust: torch unpickles parts of it, and a pickle can run anything. Checkpoints and
-    safetensors have none.
+    Only of a file that you trust: torch unpickles parts of a .pt2, and a pickle can run anything; a .aoti.pt2 is
+    compiled code. Checkpoints and safetensors have neither.
     """
+    if str(path).endswith(SUFFIXES["aoti"]):
+        with _quiet():
+            package = torch._inductor.aoti_load_package(str(path))
+        return cast("Callable[[Tensor], Tensor]", package), json.loads(package.get_metadata()[_METADATA])
     extra = {_METADATA: ""}
     with _quiet():
         program = torch.export.load(str(path), extra_files=extra)
-    return cast(nn.Module, program.module()), json.loads(extra[_METADATA])
+    return cast("Callable[[Tensor], Tensor]", program.module()), json.loads(extra[_METADATA])
 
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -167,6 +182,28 @@ def _examples(checkpoint: Checkpoint, batch: Batch) -> tuple[Tensor, ...]:
 
 def _shapes(batch: Batch) -> Any:
     return ({0: torch.export.Dim("batch", min=1)},) if batch == "dynamic" else None
+
+
+def _write_aoti(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        raise ValueError(
+            "export: format='aoti' compiles the network, and there is no C++ compiler; install g++, or use format='pt2'"
+        ) from error
+    program = torch.export.export(served, (example,), dynamic_shapes=_shapes(batch))
+    unfinished = path.with_name(f".{path.stem}.unfinished.pt2")
+    try:
+        torch._inductor.aoti_compile_and_package(
+            program,
+            package_path=str(unfinished),
+            inductor_configs={"aot_inductor.metadata": {_METADATA: _json(metadata)}},
+        )
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def _write_pt2(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
