@@ -12,8 +12,9 @@ remains. Images alternate, so that nothing is gained from running one twice.
 
 Peers are the plain VGG-16 in eval mode without gradients, contiguous or channels_last, whichever is faster, and the
 same with BatchNorm folded into its convolutions; and, where it is installed, the plain VGG-16 in ONNX Runtime, which
-lays its weights out in advance as ours does (`benchmarks/export.py` has ours there). Networks alternate after one image, and after six: in the first case
-every network finds the caches full of the others' weights, in the second of its own.
+lays its weights out in advance as ours does (`benchmarks/export.py` has ours there). Networks alternate after one
+image, and after six: in the first case every network finds the caches full of the others' weights, in the second of its
+own.
 
 A layer is its convolution with BatchNorm, ReLU and the pooling after it. The plain network (in the format in which it
 is faster end to end) and ours alternate after one image, the clock is read between layers, and a network's layers are

@@ -83,7 +83,15 @@ def wrn(name: str, **options: Any) -> Callable[[], nn.Module]:
 
 IMAGE, MAP = (3, SIZE, SIZE), (1280, 7, 7)
 CASES = [
-    Case("PatchMoE", patch_layer, lambda: nn.Conv2d(640, 640, 3, padding=1), "3×3 convolution", (640, 16, 16), (8, 1), 3.5),
+    Case(
+        "PatchMoE",
+        patch_layer,
+        lambda: nn.Conv2d(640, 640, 3, padding=1),
+        "3×3 convolution",
+        (640, 16, 16),
+        (8, 1),
+        3.5,
+    ),
     Case("WRN-pMoE", wrn("wrn10_10_pmoe", image_size=64), wrn("wrn10_10"), "WRN", (3, 64, 64), (1,), 1.2),
     Case("VGG-16, 25 % open, blocks of 32", lambda: gated_vgg(32, 0.25), plain_vgg, "VGG-16", IMAGE, (1, 8), 1.5),
     Case("VGG-16, 50 % open, blocks of 32", lambda: gated_vgg(32, 0.5), plain_vgg, "VGG-16", IMAGE, (1,)),

@@ -148,8 +148,10 @@ def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[st
     compiled code. Checkpoints and safetensors have neither.
     """
     if str(path).endswith(SUFFIXES["aoti"]):
+        from torch._inductor import aoti_load_package
+
         with _quiet():
-            package = torch._inductor.aoti_load_package(str(path))
+            package = aoti_load_package(str(path))
         return cast("Callable[[Tensor], Tensor]", package), json.loads(package.get_metadata()[_METADATA])
     extra = {_METADATA: ""}
     with _quiet():
@@ -188,6 +190,7 @@ def _shapes(batch: Batch) -> Any:
 def _write_aoti(
     path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any], expected: Tensor
 ) -> None:
+    from torch._inductor import aoti_compile_and_package, aoti_load_package
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
@@ -199,12 +202,12 @@ def _write_aoti(
     program = torch.export.export(served, (example,), dynamic_shapes=_shapes(batch))
     unfinished = path.with_name(f".{path.stem}.unfinished.pt2")
     try:
-        torch._inductor.aoti_compile_and_package(
+        aoti_compile_and_package(
             program,
             package_path=str(unfinished),
             inductor_configs={"aot_inductor.metadata": {_METADATA: _json(metadata)}},
         )
-        found = torch._inductor.aoti_load_package(str(unfinished))(example)
+        found = aoti_load_package(str(unfinished))(example)
         # torch 2.13 compiles mixtures of networks without an error, and wrongly
         if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
@@ -244,7 +247,7 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
         ) from error
     assert program is not None
     model = cast(Any, program).model
-    _move_weights_into_branches(model.graph)
+    _place_weights(model.graph)
     model.metadata_props.update({"moesaic": _json(metadata), "class_names": _json(metadata["class_names"])})
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
@@ -254,14 +257,19 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
         unfinished.unlink(missing_ok=True)
 
 
-def _move_weights_into_branches(graph: Any) -> None:
-    """Move weights that only one branch of the graph reads into it: ONNX Runtime lays out no weights from outside."""
-    for name, value in list(graph.initializers.items()):
-        readers = {use.node.graph for use in value.uses()}
-        reader = readers.pop() if len(readers) == 1 else graph
-        if reader is not graph:
-            del graph.initializers[name]
-            reader.initializers[name] = value
+def _place_weights(graph: Any) -> None:
+    """Move weights that only one branch reads into it, as ONNX Runtime lays out no weights from outside; drop others.
+
+    Others are those that nothing reads any more, since the exporter has computed something from them.
+    """
+    for owner in (graph, *graph.subgraphs()):
+        for name, value in list(owner.initializers.items()):
+            readers = {use.node.graph for use in value.uses()}
+            if not readers and not value.is_graph_output():
+                del owner.initializers[name]
+            elif owner is graph and len(readers) == 1 and graph not in readers:
+                del owner.initializers[name]
+                readers.pop().initializers[name] = value
 
 
 def _json(content: object) -> str:

@@ -32,7 +32,7 @@ def trace_layers(backbone: nn.Module) -> fx.Graph:
 
 
 def sparse_modules(backbone: nn.Module, graph: fx.Graph, make: MakeConv) -> dict[str, Any]:
-    """The modules and tensors that a trace refers to, by name: convolutions as ``make`` returns them, the rest copied."""
+    """The modules and tensors that a trace refers to, by name: ``make``'s convolutions, and copies of the rest."""
     compact = compact_layers(backbone)
     copies: dict[int, Any] = {}
     found: dict[str, Any] = {}

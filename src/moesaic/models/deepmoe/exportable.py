@@ -50,7 +50,7 @@ def exportable_deepmoe(model: DeepMoE, *, one_image: bool = False) -> nn.Module:
 class OpenBlocks(NamedTuple):
     """The open blocks of a layer for one image."""
 
-    index: Tensor | None
+    blocks: Tensor | None
     """(n,): block numbers; None for all of them in order."""
     gates: Tensor
     """(n,)"""
@@ -94,7 +94,7 @@ class SparseConv(nn.Module):
         self.register_buffer("first_piece", first_piece.view(-1, self.block, 1))
 
     def forward(self, x: Tensor, opened: Mapping[str, OpenBlocks]) -> Tensor:
-        ins = None if self.producer is None else opened[self.producer].index
+        ins = None if self.producer is None else opened[self.producer].blocks
         outs, gates = (None, None) if self.name is None else opened[self.name]
         if ins is not None and not self.compact_in:
             x = F.pad(x, (0, 0, 0, 0, 0, -self.ins % self.block_in))
@@ -108,7 +108,7 @@ class SparseConv(nn.Module):
         return y if outs is None or self.compact else self._scatter(y, outs)
 
     def _kernel(self, outs: Tensor | None, ins: Tensor | None) -> Tensor:
-        """(open outs, open ins, ks, ks)"""
+        """Returns (open outs, open ins, ks, ks)."""
         weight, (ks, _) = self.weight, self.weight.shape[2:]
         if ins is None:
             if outs is None:
@@ -185,7 +185,8 @@ class ExportableDeepMoE(nn.Module):
             torch.full((head.blocks,), head.block).clamp_max(head.channels - head.block * torch.arange(head.blocks))
             for head in heads
         ]
-        self.register_buffer("channels_of", torch.block_diag(*(each.float().unsqueeze(1) for each in channels)))
+        channels_of = cast(Tensor, torch.block_diag(*(each.float().unsqueeze(1) for each in channels)))
+        self.register_buffer("channels_of", channels_of)
         constant: list[int] = []
         for cost in model.conv_costs:
             for width in (cost.ins, cost.outs):
