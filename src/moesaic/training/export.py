@@ -190,7 +190,7 @@ def _shapes(batch: Batch) -> Any:
 def _write_aoti(
     path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any], expected: Tensor
 ) -> None:
-    from torch._inductor import aoti_compile_and_package, aoti_load_package
+    from torch._inductor import aoti_compile_and_package, aoti_load_package  # pyright: ignore[reportUnknownVariableType]
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
