@@ -319,7 +319,9 @@ def test_every_network_without_channel_gates_takes_a_head_of_ours(name, tmp_path
     side = 64 if name == "vgg16" else 32  # a map of more than one position
     source, x = narrow(name, num_classes=5).eval(), torch.randn(2, 3, side, side)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")
-    model = narrow(name, head="routed", experts=2, weights=tmp_path / "weights.safetensors").eval()
+    model = narrow(
+        name, head="routed", experts=2, patches_per_expert=2, weights=tmp_path / "weights.safetensors"
+    ).eval()
     assert isinstance(model, HeadedNetwork)
     with torch.no_grad():
         assert torch.equal(model.forward_features(x), source.forward_features(x))
