@@ -146,6 +146,13 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
+def test_a_signal_after_the_work_does_not_change_the_exit_code():
+    code = "import atexit; atexit.register(os.kill, os.getpid(), signal.SIGTERM)"
+    done = run_process(code, "completion", "bash")
+    assert done.returncode == 0
+    assert "reproduce" in done.stdout
+
+
 def test_a_request_to_stop_waits_for_training_only():
     assert not interruption.request_stop(), "nothing trains"
     with interruption.stoppable():

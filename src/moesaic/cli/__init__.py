@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is not None:  # called from Python, whose signals are not ours
         return _run(given)
     replace_unencodable()
-    with signal_handlers(given):
+    with signal_handlers(given, process_ends=True):
         return _run(given)
 
 

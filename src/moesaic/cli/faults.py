@@ -71,11 +71,12 @@ _signals = _Signals()
 
 
 @contextmanager
-def signal_handlers(given: Sequence[str]) -> Generator[None]:
+def signal_handlers(given: Sequence[str], *, process_ends: bool = False) -> Generator[None]:
     """Handles SIGINT, SIGTERM and SIGHUP; a signal that is ignored, as by nohup, stays ignored.
 
     While torch is imported, a signal ends the process at once, for an exception could be lost in an import. Later it
     raises `Interrupted`, in training after the step. A second signal ends the process: whatever is on disk is whole.
+    Afterwards the handlers are those of before; or, if the process ends, signals come too late to change its exit code.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -103,7 +104,7 @@ def signal_handlers(given: Sequence[str]) -> Generator[None]:
         yield
     finally:
         for number in handled:
-            signal.signal(number, before[number])
+            signal.signal(number, signal.SIG_IGN if process_ends else before[number])
         _reset()
 
 
