@@ -88,6 +88,11 @@ def mutate_bytes(content: bytes, rng: random.Random) -> bytes:
     return bytes(made)
 
 
+def copied(value: Any) -> Any:
+    """A copy, as the next mutation changes it in place."""
+    return json.loads(json.dumps(value))
+
+
 def mutate_json(content: bytes, rng: random.Random) -> bytes:
     """Replaces, removes or adds values, or spells one in a way that is not plain JSON."""
     tree = [json.loads(content)]
@@ -104,14 +109,16 @@ def mutate_json(content: bytes, rng: random.Random) -> bytes:
             case 0 if isinstance(owner, dict):
                 del owner[key]
             case 1 if isinstance(owner, dict):
-                owner[rng.choice(("checkpoint_path", "", "x", "sha256", str(key) + "x"))] = rng.choice(ODD_VALUES)
+                owner[rng.choice(("checkpoint_path", "", "x", "sha256", str(key) + "x"))] = copied(
+                    rng.choice(ODD_VALUES)
+                )
             case 2:
                 owner[key] = "\0odd\0"
             case 3:
                 other, name = rng.choice(places)
-                owner[key] = json.loads(json.dumps(other[name]))
+                owner[key] = copied(other[name])
             case _:
-                owner[key] = json.loads(json.dumps(rng.choice(ODD_VALUES)))
+                owner[key] = copied(rng.choice(ODD_VALUES))
         if not tree:
             return b""
     return json.dumps(tree[0]).replace(json.dumps("\0odd\0"), rng.choice(ODD_TEXTS)).encode()
