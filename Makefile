@@ -25,7 +25,7 @@ MINUTES ?= 5
 COUNT ?= 200
 JOBS ?= 2
 
-.PHONY: help demo test lint fuzz mutate docs bench clean
+.PHONY: help demo test lint fuzz mutate docs dist bench clean
 # two pips must not write to one environment
 .NOTPARALLEL:
 
@@ -33,9 +33,10 @@ help:
 	@echo 'make demo    re-run the headline claims of three papers and report which hold (runs/reproduce-quick)'
 	@echo 'make test    lint, then all tests and the examples in the documentation; SEED=n: other numbers and order'
 	@echo 'make lint    ruff and basedpyright'
-	@echo 'make fuzz    property tests with fresh examples, for MINUTES=5; SEED=n repeats a run'
+	@echo 'make fuzz    property tests with fresh examples and mutated files, for MINUTES=5; SEED=n repeats a run'
 	@echo 'make mutate  change COUNT=200 places of the code, one at a time, and list what no test notices; SEED=n, JOBS=2'
 	@echo 'make docs    build the documentation site (site/index.html)'
+	@echo 'make dist    build wheel, sdist and bill of materials into dist/, twice, and compare'
 	@echo 'make bench   time the layer against the dense convolution, and trials at once'
 	@echo 'make clean   remove the environment, caches and the built site; runs/ stays'
 	@echo
@@ -60,6 +61,9 @@ mutate: $(DEV)
 
 docs: $(DOCS)
 	$(VPY) -m zensical build --clean --strict
+
+dist: $(DEV)
+	$(VPY) tools/dist.py
 
 bench: $(PAPERS)
 	$(VPY) benchmarks/layer.py

@@ -11,8 +11,10 @@ channels. A layer of 64 channels has one block of 64, so more is open there; the
 remains. Images alternate, so that nothing is gained from running one twice.
 
 Peers are the plain VGG-16 in eval mode without gradients, contiguous or channels_last, whichever is faster, and the
-same with BatchNorm folded into its convolutions. Networks alternate after one image, and after six: in the first case
-every network finds the caches full of the others' weights, in the second of its own.
+same with BatchNorm folded into its convolutions; and, where it is installed, the plain VGG-16 in ONNX Runtime, which
+lays its weights out in advance as ours does (`benchmarks/export.py` has ours there). Networks alternate after one
+image, and after six: in the first case every network finds the caches full of the others' weights, in the second of its
+own.
 
 A layer is its convolution with BatchNorm, ReLU and the pooling after it. The plain network (in the format in which it
 is faster end to end) and ours alternate after one image, the clock is read between layers, and a network's layers are
@@ -28,6 +30,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,24 @@ def folded(model: VGG16) -> VGG16:
         setattr(model.body, f"conv{number}", fuse_conv_bn_eval(conv, norm))
         setattr(model.body, f"norm{number}", nn.Identity())
     return model
+
+
+def in_onnx_runtime(model: VGG16, threads: int) -> Callable[[Tensor], object] | None:
+    """The network in ONNX Runtime, for any batch; None where it is not installed."""
+    if find_spec("onnxruntime") is None or find_spec("onnxscript") is None:
+        return None
+    import onnxruntime
+
+    batch = ({0: torch.export.Dim("batch", min=1)},)
+    program: Any = torch.onnx.export(
+        model, (torch.randn(2, 3, SIZE, SIZE),), dynamo=True, verbose=False, dynamic_shapes=batch
+    )
+    options: Any = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+    content = program.model_proto.SerializeToString()
+    session: Any = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: session.run(None, {name: x.numpy()})
 
 
 @torch.no_grad()
@@ -206,6 +227,7 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
     torch.manual_seed(1)
     images = [torch.randn(1, 3, SIZE, SIZE) for _ in range(IMAGES)]
     plain = plain_vgg()
+    runtime = in_onnx_runtime(plain, torch.get_num_threads())
     peers: dict[str, VGG16] = {}
     timings: dict[str, Timing] = {}
     for label, memory_format in FORMATS.items():
@@ -223,6 +245,8 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
                 for name, peer in peers.items()
             }
             runs["ours"] = partial(in_order, moesaic.freeze(model), images)
+            if runtime is not None:
+                runs["ONNX Runtime"] = partial(in_order, runtime, images)
             row: dict[str, Any] = {
                 "gates": "single channels" if block == 1 else f"blocks of {block}",
                 "open": f"{share:.0%}",
@@ -241,10 +265,12 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
                 ours = timings["ours"].median
                 row |= {f"{turn}: ours, ms": ours, f"{turn}: VGG-16, ms": best[False]}
                 row |= {f"{turn}: × VGG-16": best[False] / ours, f"{turn}: × folded": best[True] / ours}
+                if runtime is not None:
+                    row[f"{turn}: × ONNX Runtime"] = timings["ONNX Runtime"].median / ours
                 details[f"{row['gates']}, {row['open']}, {turn}"] = timings
             rows.append(row)
     show("one image at a time, end to end", rows)
-    batches = in_batches(peers, formats, repetitions)
+    batches = in_batches(peers, formats, runtime, repetitions)
     show("in batches, blocks of 32", batches)
     layers: dict[str, Any] = {}
     fastest = min((each.median, name) for name, each in timings.items() if name in peers and "folded" not in name)[1]
@@ -276,7 +302,10 @@ def on_cpu(repetitions: int) -> dict[str, Any]:
 
 
 def in_batches(
-    peers: dict[str, VGG16], formats: dict[str, torch.memory_format], repetitions: int
+    peers: dict[str, VGG16],
+    formats: dict[str, torch.memory_format],
+    runtime: Callable[[Tensor], object] | None,
+    repetitions: int,
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for share in SHARES:
@@ -288,6 +317,8 @@ def in_batches(
                 for name, peer in peers.items()
             }
             runs["ours"] = in_order(frozen, batches)
+            if runtime is not None:
+                runs["ONNX Runtime"] = in_order(runtime, batches)
             found = time_interleaved(runs, max(repetitions // 4, 4))
             ours = found["ours"].median
             best = {
@@ -295,7 +326,10 @@ def in_batches(
                 for folded_too in (False, True)
             }
             row = {"open": f"{share:.0%}", "batch size": batch_size, "ours, ms": ours, "VGG-16, ms": best[False]}
-            rows.append({**row, "× VGG-16": best[False] / ours, "× folded": best[True] / ours})
+            row |= {"× VGG-16": best[False] / ours, "× folded": best[True] / ours}
+            if runtime is not None:
+                row["× ONNX Runtime"] = found["ONNX Runtime"].median / ours
+            rows.append(row)
     return rows
 
 

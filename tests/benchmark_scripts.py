@@ -26,4 +26,5 @@ def loaded_script(name: str) -> Generator[ModuleType]:
         patch.setitem(sys.modules, spec.name, module)
         spec.loader.exec_module(module)
         yield module
-    sys.modules.pop("measure", None)
+    for each in ("measure", "kill_campaign"):
+        sys.modules.pop(each, None)

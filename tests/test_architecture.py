@@ -21,7 +21,8 @@ LAYERS = (
     {"layers"},
     {"routing", "experts"},
     {"ops"},
-    {"routing_record", "files"},
+    {"routing_record", "tensor_files"},
+    {"files", "validated_json"},
     {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random", "write_errors"},
 )
 
@@ -36,7 +37,9 @@ CORE = {
     "models",
     "training",
     "routing_record",
+    "tensor_files",
     "files",
+    "validated_json",
     "cache_dir",
     "checks",
     "context_stacks",
@@ -138,7 +141,7 @@ def test_imports_that_are_allowed(path: str, source: str):
         ("ops/torch.py", "def late():\n    from ..layers import PatchMoE", "ops/torch.py:2:"),
         ("ops/torch.py", "if TYPE_CHECKING:\n    from ..layers import PatchMoE", "ops/torch.py:2:"),
         ("routing/soft.py", "from ..experts import ConvExperts", "`experts` is not below"),
-        ("routing_record.py", "from .files import write_json", "`files` is not below"),
+        ("routing_record.py", "from .tensor_files import write_tensors", "`tensor_files` is not below"),
         ("checks.py", "from .routing_record import Routing", "`routing_record` is not below"),
         ("data/load.py", "from moesaic.papers import engine", "`papers` is not below"),
         ("report/charts.py", "from moesaic.papers.engine.findings import Finding", "`papers` is not below"),

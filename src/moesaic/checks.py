@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:  # commands import this module, and print their help without waiting for torch
     import torch
 
-__all__ = ["check_choice", "check_device", "check_numbers", "check_positive"]
+__all__ = ["check_choice", "check_device", "check_numbers", "check_positive", "printable"]
 
 T = TypeVar("T")
 
@@ -66,3 +66,12 @@ def check_device(owner: str, device: torch.device | str) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{owner}: device={str(found)!r}, but torch finds no GPU here; use device='cpu'")
     return found
+
+
+def printable(name: str) -> str:
+    """Returns ``name`` with every character that cannot be printed replaced by �.
+
+    >>> printable("Äpfel & Birnen"), printable("two" + chr(10) + "lines")
+    ('Äpfel & Birnen', 'two�lines')
+    """
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in name)

@@ -1,19 +1,36 @@
-"""Atomic writes of JSON and other files, and typed reading of JSON records as dataclasses."""
+"""Atomic writes: a file is whole or not there, also after a loss of power, and no planted link is followed.
+
+Content goes to a new file with a random name in the same folder, which is flushed to disk and then renamed; a link at
+the path itself is replaced, not followed.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import re
-from dataclasses import fields, is_dataclass
+import secrets
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, BinaryIO, cast
 
-__all__ = ["as_json", "read_records", "write_atomic", "write_json"]
+__all__ = [
+    "as_json",
+    "atomic_file",
+    "atomic_path",
+    "check_json_digest",
+    "json_digest",
+    "open_append",
+    "remove_unfinished",
+    "write_atomic",
+    "write_json",
+]
 
-Record = TypeVar("Record")
+_UNFINISHED = ".unfinished"
+_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 
 
 def write_json(path: Path, content: object) -> None:
@@ -25,14 +42,52 @@ def write_json(path: Path, content: object) -> None:
 
 
 def write_atomic(path: Path, content: bytes) -> None:
-    """Writes a file atomically: to a temporary name that is unique to the process, then renamed."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    """Writes a file atomically."""
+    with atomic_file(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Generator[BinaryIO]:
+    """A new file that takes the place of ``path`` at the end of the block; after an error it is removed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     with atomic_file(Path(folder, "a.txt")) as file:
+    ...         _ = file.write(b"some ")
+    ...         _ = file.write(b"text")
+    ...     Path(folder, "a.txt").read_text(), len(list(Path(folder).iterdir()))
+    ('some text', 1)
+    """
+    with _new_file(path, "") as (unfinished, file):
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()  # an open file cannot be renamed on Windows
+        _rename(unfinished, path)
+
+
+@contextmanager
+def atomic_path(path: Path) -> Generator[Path]:
+    """As `atomic_file`, for libraries that open a file by its name, which has the suffix of ``path``."""
+    with _new_file(path, path.suffix) as (unfinished, file):
+        file.close()
+        yield unfinished
+        with open(unfinished, "rb+") as written:
+            os.fsync(written.fileno())
+        _rename(unfinished, path)
+
+
+def open_append(path: Path) -> BinaryIO:
+    """Opens a file at its end, which is created if it is not there; a link is refused."""
+    return open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NOFOLLOW, 0o666), "ab")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Removes the unfinished files of processes that were killed; call it only if no other process writes there."""
+    for unfinished in folder.glob(f".*{_UNFINISHED}*"):
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def as_json(value: Any) -> Any:
@@ -46,58 +101,51 @@ def as_json(value: Any) -> Any:
     return value
 
 
-def read_records(path: Path, kind: type[Record]) -> list[Record]:
-    """Reads the records of a dataclass from a JSON file; errors contain the path within the file."""
-    try:
-        loaded = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not a JSON file ({error}); write it again") from error
-    return list(_decoded(tuple[kind, ...], loaded, str(path)))
+def json_digest(content: Any) -> str:
+    """Returns the SHA-256 of plain JSON, whatever the order of its keys.
+
+    >>> json_digest({"a": 1, "b": [2]}) == json_digest({"b": [2], "a": 1})
+    True
+    """
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_json_digest(content: Mapping[str, Any], key: str = "sha256") -> tuple[dict[str, Any], bool]:
+    """Returns an object without its checksum, and whether that is right or, as in older files, missing.
+
+    >>> check_json_digest({"a": 1, "sha256": json_digest({"a": 2})})
+    ({'a': 1}, False)
+    """
+    rest = {name: value for name, value in content.items() if name != key}
+    return rest, key not in content or content[key] == json_digest(rest)
 
 
 _NUMBERS = re.compile(r"\[\n\s*(?:(?:[-+.\deE]+|null),\n\s*)*(?:[-+.\deE]+|null)\n\s*\]")
 
 
-def _decoded(kind: Any, value: Any, where: str) -> Any:
-    """Converts a JSON value to the type ``kind`` of an annotation."""
-    options = get_args(kind)
-    if get_origin(kind) is UnionType:
-        # None first: null may also stand for a float that is not finite
-        if value is None and NoneType in options:
-            return None
-        accepts = [option for option in options if option is not NoneType and _fits(option, value)]
-        return _decoded(accepts[0] if accepts else options[0], value, where)
-    if not _fits(kind, value):
-        raise ValueError(f"{where}: {value!r}; expected {_type_name(kind)}")
-    if get_origin(kind) is tuple:
-        kinds = [options[0]] * len(value) if options[-1] is ... else options
-        if len(kinds) != len(value):
-            raise ValueError(f"{where}: {len(value)} values; expected {len(kinds)}")
-        pairs = zip(kinds, value, strict=True)
-        return tuple(_decoded(each, item, f"{where}[{i}]") for i, (each, item) in enumerate(pairs))
-    if is_dataclass(kind):
-        names = [each.name for each in fields(kind)]
-        if set(value) != set(names):
-            raise ValueError(f"{where}: has the keys {sorted(value)}; it must have {sorted(names)}")
-        hints = get_type_hints(kind)
-        made = {name: _decoded(hints[name], value[name], f"{where}.{name}") for name in names}
-        return cast("type[Any]", kind)(**made)
-    return math.nan if kind is float and value is None else value
+@contextmanager
+def _new_file(path: Path, suffix: str) -> Generator[tuple[Path, BinaryIO]]:
+    """A new file beside ``path``, with the rights of any new file; removed at the end if it is still there."""
+    while True:
+        unfinished = path.with_name(f".{path.name[:40]}.{secrets.token_hex(8)}{_UNFINISHED}{suffix}")
+        try:
+            descriptor = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o666)
+        except FileExistsError:
+            continue
+        break
+    try:
+        with open(descriptor, "rb+") as file:
+            yield unfinished, file
+    finally:
+        with suppress(OSError):  # it was renamed
+            unfinished.unlink()
 
 
-def _fits(kind: Any, value: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, list)
-    if is_dataclass(kind):
-        return isinstance(value, dict)
-    if kind is float:
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-    return isinstance(value, kind)
-
-
-def _type_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return f"one of {get_args(kind)}"
-    return "a list" if get_origin(kind) is tuple else "an object" if is_dataclass(kind) else f"a {kind.__name__}"
+def _rename(unfinished: Path, path: Path) -> None:
+    unfinished.replace(path)
+    with suppress(OSError):  # not every system opens folders, not every file system flushes them
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

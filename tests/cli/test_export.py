@@ -75,8 +75,9 @@ def test_what_differs_by_more_than_rounding_is_a_failure(
 @pytest.mark.parametrize(
     ("format", "out", "message"),
     [
-        ("tflite", None, "--format='tflite' is unknown; use 'onnx', 'pt2' or 'safetensors'"),
+        ("tflite", None, "--format='tflite' is unknown; use 'onnx', 'pt2', 'aoti' or 'safetensors'"),
         ("pt2", "pets.onnx", "the suffix must be .pt2"),
+        ("aoti", "pets.pt2", "the suffix must be .aoti.pt2"),
         ("pt2", ".", "is a directory; give a file name"),
         ("pt2", "nowhere/pets.pt2", "there is no directory"),
     ],

@@ -5,6 +5,7 @@ import json
 import zipfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -61,6 +62,31 @@ def test_every_row_is_what_the_network_says(pets: Path, capsys: pytest.CaptureFi
     assert "two\N{REPLACEMENT CHARACTER}lines.png: " in printed.out
     assert "skipped: pets/notes.txt is not an image, or its format is unknown" in printed.err
     assert "10 of 11 files: out.csv" in printed.err
+
+
+def test_an_exported_file_gives_the_same_rows_without_moesaic(pets: Path):
+    pytest.importorskip("onnxscript")
+    runtime = pytest.importorskip("onnxruntime")
+    assert main(["predict", "run", "pets", "--csv", "out.csv"]) == 0
+    assert main(["export", "run", "--format", "onnx"]) == 0
+    session = runtime.InferenceSession("run/run.onnx", providers=["CPUExecutionProvider"])
+    metadata = session.get_modelmeta().custom_metadata_map
+    how, classes = json.loads(metadata["moesaic"])["preprocessing"], json.loads(metadata["class_names"])
+    assert (how["crop"], how["resample"], how["antialias"]) == ("the largest centred square", "bicubic", True)
+    found = rows("out.csv")
+    assert len(found) == 5
+    images: list[np.ndarray] = []
+    for row in found:
+        image = Image.open(row["path"]).convert("RGB")
+        side, (height, width) = min(image.size), how["resize"]
+        left, top = (image.width - side) / 2, (image.height - side) / 2
+        image = image.resize((width, height), Image.Resampling.BICUBIC, (left, top, left + side, top + side))
+        images.append(np.asarray(image, np.float32).transpose(2, 0, 1) * np.float32(how["scale"]))
+    (logits,) = session.run(None, {"images": np.stack(images)})
+    for row, probabilities in zip(found, torch.from_numpy(logits).softmax(-1), strict=True):
+        expected = [float(row[f"probability {name}"]) for name in classes]
+        assert probabilities.tolist() == pytest.approx(expected, abs=1e-4)
+        assert row["class"] == classes[int(probabilities.argmax())]
 
 
 def test_batches_and_zip_files_give_the_same_rows(pets: Path):

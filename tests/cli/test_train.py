@@ -76,6 +76,20 @@ def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, ca
     assert found.normalize is not None
 
 
+def test_inside_the_folder_of_images_its_own_output_is_no_class(pets, capsys, monkeypatch):
+    monkeypatch.chdir(pets)
+    assert train(".", *SMALL) == 0
+    first = capsys.readouterr().out
+    assert main(["explain", "runs/train-pets-wrn10_1_pmoe", "cat", "--out", "shown", "--device", "cpu"]) == 0
+    capsys.readouterr()
+    assert train(".", *SMALL) == 0, "the command that is printed to continue"
+    said = capsys.readouterr()
+    assert first.partition("Test accuracy")[2] == said.out.partition("Test accuracy")[2]
+    assert "runs/train-pets-wrn10_1_pmoe was written by moesaic; its files are ignored" in said.err
+    assert "shown was written by moesaic; its files are ignored" in said.err
+    assert load_checkpoint("runs/train-pets-wrn10_1_pmoe").class_names == ("[bold]dog", "cat")
+
+
 def test_the_network_predicts_other_images(pets, capsys):
     assert train("pets", *SMALL, "--out", "out") == 0
     assert "  moesaic predict out IMAGE…" in capsys.readouterr().out

@@ -159,3 +159,17 @@ def test_onnx_output_equals_torch(layer, x, tmp_path):
     for other in (x, torch.randn(5, 8, 6, 6), torch.randn(1, 8, 6, 6), ties):
         (y,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
         torch.testing.assert_close(torch.from_numpy(y), layer(other).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_a_routed_head_is_exported_without_a_map_of_logits(tmp_path):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    onnx = pytest.importorskip("onnx")
+    head, x = moesaic.RoutedHead(8, 3, experts=4).eval(), torch.randn(3, 8, 5, 4)
+    torch.onnx.export(head, (x,), dynamo=True, verbose=False, dynamic_shapes=BATCH).save(tmp_path / "head.onnx")
+    assert "ScatterND" not in {node.op_type for node in onnx.load(tmp_path / "head.onnx").graph.node}
+    session = onnxruntime.InferenceSession(tmp_path / "head.onnx")
+    for other in (x, torch.randn(1, 8, 5, 4)):
+        (y,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), head(other).detach(), rtol=1e-4, atol=1e-5)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,6 +26,29 @@ def test_where_patches_go_draws_a_picture_and_tells_its_numbers(tmp_path: Path, 
     with Image.open(picture) as image:
         assert min(image.size) > 500
         assert len(image.convert("RGB").getcolors(1 << 24)) > 100
+
+
+def test_your_photos_goes_from_a_folder_to_three_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str], timm):
+    example = runpy.run_path(str(EXAMPLES / "your_photos.py"))
+    for kind, colour in (("cats", 0), ("dogs", 2)):
+        (tmp_path / "pets" / kind).mkdir(parents=True)
+        for number in range(12):
+            pixels = torch.randint(0, 120, (40, 40, 3), dtype=torch.uint8)
+            pixels[8:24, 8:24, colour] += 120
+            Image.fromarray(pixels.numpy()).save(tmp_path / "pets" / kind / f"{number}.png")
+    weights = timm.create_model("test_resnet", num_classes=0).state_dict()
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, tmp_path / "weights.safetensors")
+    out = tmp_path / "runs"
+    seconds = example["main"](
+        [str(tmp_path / "pets"), "--model", "timm/test_resnet", "--weights", str(tmp_path / "weights.safetensors")]
+        + ["--epochs", "2", "--minutes", "5", "--cache-dir", str(tmp_path / "cache"), "--out", str(out)]
+    )
+    assert list(seconds) == ["compare", "train", "train routed", "explain"]
+    assert (out / "pets-comparison" / "report.html").exists()
+    assert (out / "pets-network" / "model.safetensors").exists()
+    assert (out / "pets-routed" / "explanation" / "explanation.html").exists()
+    assert len(list((tmp_path / "cache").glob("features-*.npy"))) == 2, "features are computed once, for both heads"
+    assert "together" in capsys.readouterr().out
 
 
 def test_photo_mosaics_draws_a_figure_and_reports_its_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moesaic import ExpertChoice, TokenChoice, record_routing
+from moesaic.layers.recording import RoutedLayer
 from moesaic.models import (
     VGG16,
     FeatureMaps,
@@ -159,7 +160,7 @@ def steps(model: nn.Module, batches: list[torch.Tensor]) -> tuple[list[torch.Ten
 
 
 def has_routing(model: nn.Module) -> bool:
-    return any(hasattr(module, "_routing_hooks") for module in model.modules())
+    return any(isinstance(module, RoutedLayer) for module in model.modules())
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -318,7 +319,9 @@ def test_every_network_without_channel_gates_takes_a_head_of_ours(name, tmp_path
     side = 64 if name == "vgg16" else 32  # a map of more than one position
     source, x = narrow(name, num_classes=5).eval(), torch.randn(2, 3, side, side)
     save_file(source.state_dict(), tmp_path / "weights.safetensors")
-    model = narrow(name, head="routed", experts=2, weights=tmp_path / "weights.safetensors").eval()
+    model = narrow(
+        name, head="routed", experts=2, patches_per_expert=2, weights=tmp_path / "weights.safetensors"
+    ).eval()
     assert isinstance(model, HeadedNetwork)
     with torch.no_grad():
         assert torch.equal(model.forward_features(x), source.forward_features(x))

@@ -157,3 +157,22 @@ def test_a_damaged_file_is_warned_about_and_the_default_applies(content):
         assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
     assert len(warned) == 1
     assert "\n" not in str(warned[0].message)
+
+
+@pytest.mark.parametrize(
+    "tiles", ["[Infinity, 16, 1]", "[1e999, 16, 1]", "[0, 16, 1]", "[-8, 16, 1]", "[true, 16, 1]", "[9999999, 1, 1]"]
+)
+def test_tiles_that_no_kernel_has_are_not_used(cache, tiles):
+    file = tile_sizes.tile_file()
+    file.parent.mkdir(parents=True)
+    file.write_text(f'{{"tiles": {{"scatter 64 80": {tiles}}}}}')
+    with pytest.warns(UserWarning, match="the measured tiles in .* cannot be read"):
+        assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
+
+
+def test_a_cache_that_nests_too_deep_is_not_used(cache):
+    file = tile_sizes.tile_file()
+    file.parent.mkdir(parents=True)
+    file.write_text('{"tiles": ' + "[" * 100_000)
+    with pytest.warns(UserWarning, match="the measured tiles in .* cannot be read"):
+        assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)

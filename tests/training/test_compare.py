@@ -250,7 +250,7 @@ def test_a_comparison_with_a_run_missing_is_none():
 
 
 def test_a_run_needs_all_its_parts():
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match=r"a run: has the keys .* it must have"):
         run_from_json({"model": "cnn"})
 
 

@@ -29,7 +29,8 @@ from training.squares import (
     weights,
 )
 
-from moesaic.training import trainer
+from moesaic import tensor_files
+from moesaic.training import run_dir, trainer
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.fit import Diverged, fit
 
@@ -148,17 +149,17 @@ def test_two_runs_cannot_use_a_folder_at_a_time(tmp_path):
 
 def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_there(tmp_path, monkeypatch):
     writes: list[Path] = []
-    write = Path.write_bytes
+    write = tensor_files.write_atomic
 
-    def fill(self: Path, content: bytes) -> int:
-        writes.append(self)
+    def fill(path: Path, content: bytes) -> None:
+        writes.append(path)
         if sum("training" in each.name for each in writes) > 2:
-            write(self, content[:100])
+            path.with_name(".half.unfinished").write_bytes(content[:100])
             raise OSError(errno.ENOSPC, "No space left on device")
-        return write(self, content)
+        write(path, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", fill)
+        patch.setattr(tensor_files, "write_atomic", fill)
         with pytest.raises(OSError, match=r"training.safetensors of .* MB could not be written .*still there"):
             fit(routed(), TASK, LONG, out=tmp_path / "full", checkpoint_seconds=0)
     assert load_weights(tmp_path / "full", routed()).metrics["epochs"] == 2
@@ -172,14 +173,10 @@ def test_a_full_disk_stops_the_run_with_its_last_checkpoint_and_it_goes_on_from_
 
 
 def test_metrics_that_cannot_be_written_say_so(tmp_path, monkeypatch):
-    opened = Path.open
+    def full(path: Path):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    def full(self: Path, *args: Any, **options: Any):
-        if self.name == "metrics.jsonl":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return opened(self, *args, **options)
-
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(run_dir, "open_append", full)
     with pytest.raises(OSError, match=r"metrics.jsonl could not be written \(No space left on device\)"):
         fit(routed(), TASK, LONG, out=tmp_path)
 
@@ -191,6 +188,48 @@ def test_a_damaged_checkpoint_is_not_taken_for_a_good_one(tmp_path):
     state.write_bytes(state.read_bytes()[:-50])
     with pytest.raises(ValueError, match=r"training.safetensors is not a whole safetensors file"):
         fit(routed(), TASK, LONG, out=tmp_path)
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_of_the_weights_or_the_result_is_noticed(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fit(routed(), TASK, LONG, out=tmp_path, progress=Notes(2), checkpoint_seconds=0)
+    state = tmp_path / "training.safetensors"
+    whole = state.read_bytes()
+    for place in (-5, -500, -2000):
+        flip(state, place)
+        with pytest.raises(ValueError, match=r"training.safetensors is not whole: .* checksum; use a copy"):
+            fit(routed(), TASK, LONG, out=tmp_path)
+        state.write_bytes(whole)
+    first = fit(routed(), TASK, LONG, out=tmp_path)
+    network = tmp_path / "model.safetensors"
+    whole = network.read_bytes()
+    flip(network, -5)
+    with pytest.raises(ValueError, match=r"model.safetensors is not whole"):
+        fit(routed(), TASK, LONG, out=tmp_path)
+    network.write_bytes(whole)
+    result = tmp_path / "result.json"
+    text = result.read_text()
+    result.write_text(text.replace('"accuracy": ', '"accuracy": 1', 1))
+    with pytest.raises(ValueError, match=r"result.json does not match its checksum"):
+        fit(routed(), TASK, LONG, out=tmp_path)
+    result.write_text(text)
+    assert fit(routed(), TASK, LONG, out=tmp_path) == first
+
+
+@pytest.mark.parametrize("name", ["config.json", "result.json"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "null", "{}", '{"data": 7, "epochs": 3}', "1e999"])
+def test_files_of_a_run_that_are_something_else_are_refused_in_one_line(tmp_path, name, text):
+    fit(routed(), TASK, replace(LONG, epochs=1), out=tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=str(tmp_path)) as error:
+        fit(routed(), TASK, replace(LONG, epochs=1), out=tmp_path)
+    assert "\n" not in str(error.value)
 
 
 # what goes wrong

@@ -1,5 +1,6 @@
 """Cells on disk: never done twice, never half there, damage noticed."""
 
+import hashlib
 import json
 from pathlib import Path
 
@@ -59,6 +60,13 @@ def corrupt(path: Path, how: str) -> None:
         content = json.loads(text)
         content["spec"]["samples"] = 500
         path.write_text(json.dumps(content))
+    elif how == "nested too deep":
+        path.write_text("[" * 100_000)
+    elif how == "a result that is none":
+        content = {**json.loads(text), "result": 7}
+        del content["digest"]
+        canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        path.write_text(json.dumps({**content, "digest": hashlib.sha256(canonical).hexdigest()}))
     elif how == "not text":
         path.write_bytes(b"\xff\xfe\x00")
     else:
@@ -66,7 +74,17 @@ def corrupt(path: Path, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "how", ["half a file", "empty", "a changed number", "another cell's content", "not text", "no cell"]
+    "how",
+    [
+        "half a file",
+        "empty",
+        "a changed number",
+        "another cell's content",
+        "nested too deep",
+        "a result that is none",
+        "not text",
+        "no cell",
+    ],
 )
 def test_a_damaged_cell_is_reported_set_aside_and_done_again(tmp_path: Path, how: str):
     work, messages = Work(), []

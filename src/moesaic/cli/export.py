@@ -1,4 +1,4 @@
-"""`moesaic export`: write a trained network as ONNX, torch.export (pt2) or safetensors file."""
+"""`moesaic export`: write a trained network as ONNX, torch.export (pt2), AOTInductor or safetensors file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from moesaic.cli.shared import RouterOption, check_writable, load_run, log, user
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from moesaic.training.export import Exported
+    from moesaic.training.export import Exported, Format
 
 __all__ = ["Export"]
 
@@ -34,10 +34,11 @@ class Export:
 
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
     """Run directory, or its model.safetensors."""
-    format: Annotated[str, arg(metavar="onnx|pt2|safetensors")]
-    """onnx: for ONNX runtimes; pt2: torch.export, runs without moesaic; safetensors: weights for moesaic."""
+    format: Annotated[str, arg(metavar="onnx|pt2|aoti|safetensors")]
+    """onnx: for ONNX runtimes; pt2: torch.export, runs without moesaic; aoti: pt2 compiled for this machine's
+    processor; safetensors: weights for moesaic."""
     out: Annotated[Path | None, arg(metavar="FILE", help_behavior_hint="(default: next to the checkpoint)")] = None
-    """Output file; its suffix is the format."""
+    """Output file; its suffix is the format (.aoti.pt2 for aoti)."""
     batch_size: Annotated[str, arg(metavar="dynamic|1")] = "dynamic"
     """Batch size of the exported network: dynamic, or fixed to 1."""
     router: RouterOption = None
@@ -68,9 +69,12 @@ class Export:
 
     def _out(self, checkpoint: Path) -> Path:
         """The output path; raises if it cannot be written."""
+        from moesaic.training.export import SUFFIXES
+
         run = checkpoint.resolve().parent.name  # names the file in place of model.safetensors
         stem = checkpoint.stem if checkpoint.stem != "model" else run or "model"
-        out = self.out or checkpoint.with_name(f"{stem}.{self.format}")
+        suffix = SUFFIXES[cast("Format", self.format)]
+        out = self.out or checkpoint.with_name(f"{stem}{suffix}")
         if out.is_dir():
             raise ValueError(f"--out={str(out)!r} is a directory; give a file name, such as {out / checkpoint.stem}")
         check_writable("--out", out)
@@ -78,8 +82,8 @@ class Export:
             raise ValueError(f"--out={str(out)!r} is the checkpoint itself; choose another file")
         if out.exists() and not self.overwrite:
             raise ValueError(f"--out={str(out)!r} exists; choose another file, or use --overwrite")
-        if out.suffix != f".{self.format}":
-            raise ValueError(f"--out={str(out)!r} ends in {out.suffix or 'nothing'}; the suffix must be .{self.format}")
+        if not out.name.endswith(suffix):
+            raise ValueError(f"--out={str(out)!r} ends in {out.suffix or 'nothing'}; the suffix must be {suffix}")
         return out
 
 
@@ -102,9 +106,9 @@ def _run(done: Exported) -> tuple[Tensor, ...] | None:
 
     if done.format == "safetensors":
         return None
-    if done.format == "pt2":
+    if done.format in ("pt2", "aoti"):
         network, _ = load_exported(done.path)
-        return tuple(cast("Tensor", network(images)) for images in done.examples)
+        return tuple(network(images) for images in done.examples)
     try:
         import onnxruntime
     except ImportError:

@@ -55,7 +55,7 @@ class Predict:
     def run(self, given: Sequence[str]) -> int:
         """Prints a line for each image and writes the CSV file."""
         from moesaic.data.file_sources import printable
-        from moesaic.data.input_images import find_input_files
+        from moesaic.data.input_images import find_input_files, ignored_folders
         from moesaic.files import write_atomic
         from moesaic.report.prediction_csv import PredictionCSV
 
@@ -63,6 +63,8 @@ class Predict:
             with user_errors("predict"):
                 device = self._checked()
                 files = find_input_files(self.images, stack)
+                for folder in ignored_folders(files):
+                    log(f"skipped: {folder.path} {folder.reason}")
                 model = self._load(device)
             table, done = PredictionCSV(model.classes), 0
             for file, prediction in self._predictions(model, files):

@@ -28,6 +28,7 @@ from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import open_source
 from moesaic.data.splits import Split
+from moesaic.validated_json import InvalidFile, read_bytes
 
 __all__ = [
     "FOUR_CLASSES",
@@ -127,7 +128,7 @@ def _load(
 ) -> ImageSplits:
     """Decodes all faces once for all three datasets; faces that cannot be decoded are not sampled."""
     if data_dir is None:
-        raise ValueError(f"{name}: CelebA is read from files; give the folder with its files (--data-dir)")
+        raise InvalidFile(f"{name}: CelebA is read from files; give the folder with its files (--data-dir)")
     celeba = read_celeba(data_dir)
     if celeba.absent:
         everyone = len(celeba) + celeba.absent
@@ -138,7 +139,7 @@ def _load(
         decoded = decode_images(source, celeba.files, size or _SIDE, cache)
     good = celeba.take(decoded.rows.numpy())
     if not 0 < good.training < len(good):
-        raise ValueError(
+        raise InvalidFile(
             f"{name}: of the faces in {celeba.images} only {good.training} for training and "
             f"{len(good) - good.training} for testing can be read (the first that cannot: {decoded.skipped[0].path} "
             f"{decoded.skipped[0].reason}); get them again from {_SOURCE}"
@@ -194,14 +195,14 @@ def read_celeba(data_dir: str | Path) -> CelebA:
     attributes = _attributes(attribute_list)
     unlisted = next((face for face in attributes if face not in partition), None)
     if unlisted is not None:
-        raise ValueError(
+        raise InvalidFile(
             f"{partition_list}: does not list {unlisted}, which is in {attribute_list.name}; "
             f"get both lists again from {_SOURCE}"
         )
     parts = [[face for face in attributes if partition[face] == _NUMBER[split]] for split in ("train", "test")]
     train, test = ([face for face in part if face in known] for part in parts)
     if not train or not test:
-        raise ValueError(
+        raise InvalidFile(
             f"{images}: has {len(train)} of the {len(parts[0])} faces for training and {len(test)} of the "
             f"{len(parts[1])} for testing on CelebA's lists; get img_align_celeba.zip again from {_SOURCE}"
         )
@@ -258,7 +259,7 @@ def _draw(
     unit = min(len(group) // part for group, part in zip(groups, parts, strict=True))
     if not unit:
         counts = ", ".join(f"{name}: {len(group)}" for name, group in zip(names, groups, strict=True))
-        raise ValueError(
+        raise InvalidFile(
             f"{task}: the {split} faces cannot be taken in the ratio {':'.join(map(str, parts))} ({counts}); "
             "give more of CelebA's faces"
         )
@@ -290,19 +291,19 @@ def _attributes(path: Path) -> dict[str, list[bool]]:
     announced, names = (lines[0].strip(), lines[1].split()) if len(lines) > 1 else ("", [])
     absent = [name for name in _USED if name not in names]
     if not announced.isdecimal() or absent:
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: is not CelebA's list of attributes: it starts with a count and a line of names, among which "
             f"must be {', '.join(_USED)}; get it again from {_SOURCE}"
         )
     rows = [line.split() for line in lines[2:] if line.strip()]
     if len(rows) != int(announced):
-        raise ValueError(f"{path}: announces {announced} faces, {len(rows)} follow; get it again from {_SOURCE}")
+        raise InvalidFile(f"{path}: announces {announced} faces, {len(rows)} follow; get it again from {_SOURCE}")
     columns = [1 + names.index(name) for name in _USED]
     value = {"1": True, "-1": False}
     faces: dict[str, list[bool]] = {}
     for number, row in enumerate(rows, start=3):
         if len(row) != 1 + len(names) or any(row[column] not in value for column in columns):
-            raise ValueError(
+            raise InvalidFile(
                 f"{path}: line {number} has {len(row)} columns, expected a file name and {len(names)} times 1 or -1; "
                 f"get it again from {_SOURCE}"
             )
@@ -315,7 +316,7 @@ def _partition(path: Path) -> dict[str, int]:
     for number, line in enumerate(_lines(path), start=1):
         row = line.split()
         if len(row) != 2 or row[1] not in ("0", "1", "2"):
-            raise ValueError(
+            raise InvalidFile(
                 f"{path}: line {number} is {line[:40]!r}, expected a file name and 0 (training), 1 (validation) or "
                 f"2 (testing); get it again from {_SOURCE}"
             )
@@ -325,6 +326,6 @@ def _partition(path: Path) -> dict[str, int]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").splitlines()
+        return read_bytes(path).decode().splitlines()
     except UnicodeDecodeError as damage:
-        raise ValueError(f"{path}: is not text ({damage}); get it again from {_SOURCE}") from damage
+        raise InvalidFile(f"{path}: is not text ({damage}); get it again from {_SOURCE}") from damage

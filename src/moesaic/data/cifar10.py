@@ -7,17 +7,20 @@ header, so that only the size of a file shows whether it is complete.
 
 from __future__ import annotations
 
+import gzip
 import tarfile
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, cast, get_args
+from typing import IO, Any, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from moesaic.checks import check_choice
+from moesaic.checks import check_choice, printable
 from moesaic.data.splits import Split
+from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_stream
 
 __all__ = ["CIFAR10_CLASSES", "CIFAR10_FILE_IMAGES", "Cifar10", "cifar10_files", "find_cifar10", "load_cifar10"]
 
@@ -99,16 +102,43 @@ def cifar10_files(split: Split, data_dir: str | Path) -> list[tuple[str, bytes]]
     place, names = find_cifar10(data_dir), _FILES[split]
     if place.is_dir():
         _require(place, names, {path.name for path in place.iterdir() if path.is_file()})
-        return [(str(place / name), (place / name).read_bytes()) for name in names]
+        return [(str(place / name), read_bytes(place / name)) for name in names]
     try:
-        with tarfile.open(place) as archive:  # read in place: nothing is extracted
-            members = {Path(member.name).name: member for member in archive.getmembers() if member.isfile()}
-            _require(place, names, members)
-            return [(f"{place}:{name}", cast("IO[bytes]", archive.extractfile(members[name])).read()) for name in names]
-    except FileNotFoundError:
+        found = _members(place, names)
+    except (PermissionError, InvalidFile):
         raise
-    except (tarfile.TarError, EOFError, OSError) as damage:
-        raise ValueError(f"{place}: damaged archive ({damage}); download it again from {_SOURCE}") from damage
+    except Exception as damage:  # gzip, zlib, lzma, bz2 and tarfile have exceptions of their own
+        why = printable(str(damage) or type(damage).__name__)
+        raise InvalidFile(f"{place}: damaged archive ({why}); download it again from {_SOURCE}") from damage
+    _require(place, names, found)
+    return [(f"{place}:{name}", found[name]) for name in names]
+
+
+def _members(place: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """The content of the named files, read in place and in one pass: nothing is extracted, and a bomb is noticed."""
+    found: dict[str, bytes] = {}
+    with ExitStack() as stack:
+        bounded: Any = _Bounded(stack.enter_context(gzip.open(place)), place)  # tarfile calls its `read` alone
+        archive = stack.enter_context(tarfile.open(fileobj=bounded, mode="r|"))
+        for member in archive:
+            name = Path(member.name).name
+            if member.isfile() and name in names:
+                found[name] = read_stream(cast("IO[bytes]", archive.extractfile(member)), MAX_FILE_BYTES, str(place))
+    return found
+
+
+class _Bounded:
+    """A stream that ends in an error after the most bytes that an archive of CIFAR-10 may have."""
+
+    def __init__(self, file: gzip.GzipFile, place: Path) -> None:
+        self._file, self._place, self._left = file, place, MAX_FILE_BYTES
+
+    def read(self, size: int = -1, /) -> bytes:
+        content = self._file.read(size)
+        self._left -= len(content)
+        if self._left < 0:
+            raise InvalidFile(f"{self._place}: unpacks to more than {MAX_FILE_BYTES} bytes; get it from {_SOURCE}")
+        return content
 
 
 def _require(place: Path, names: Sequence[str], found: Collection[str]) -> None:
@@ -120,7 +150,7 @@ def _require(place: Path, names: Sequence[str], found: Collection[str]) -> None:
 def _records(name: str, content: bytes, images: int) -> NDArray[np.uint8]:
     expected = images * _RECORD_BYTES
     if len(content) != expected:
-        raise ValueError(
+        raise InvalidFile(
             f"{name}: has {len(content)} bytes, expected {images} images of {_RECORD_BYTES} bytes = {expected}; "
             f"download it again from {_SOURCE}"
         )
@@ -128,7 +158,7 @@ def _records(name: str, content: bytes, images: int) -> NDArray[np.uint8]:
     highest = int(rows[:, 0].max(initial=0))
     if highest >= len(CIFAR10_CLASSES):
         at = int((rows[:, 0] >= len(CIFAR10_CLASSES)).argmax())
-        raise ValueError(
+        raise InvalidFile(
             f"{name}: image {at} has label {rows[at, 0]}, labels go from 0 to {len(CIFAR10_CLASSES) - 1}; "
             "is it CIFAR-100, which has two bytes of labels, or another file?"
         )

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.checks import check_positive
+from moesaic.validated_json import InvalidFile, read_bytes
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -34,12 +35,13 @@ _JPEG = ("JPEG", "MPO")
 _ORIENTATION = 0x0112
 _TRANSPOSES = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_270", "TRANSVERSE", "ROTATE_90"]
 """Pillow's names of what undoes the EXIF orientations 2 to 8."""
+_ROWS = 64
 _HIGH_PRECISION = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
 _MIN_DRAFT_SCALE = 2
 """A JPEG may be decoded at a reduced scale, but not below this many times the target size."""
 
 
-class InvalidImage(ValueError):
+class InvalidImage(InvalidFile):
     """A file cannot be decoded. The message continues a sentence that starts with the file name."""
 
 
@@ -55,7 +57,7 @@ def read_image(path: str | Path, size: int) -> NDArray[np.uint8]:
     ((4, 4, 3), array([255,   0,   0], dtype=uint8))
     """
     check_positive("read_image", size=size)
-    content = Path(path).read_bytes()
+    content = read_bytes(path)
     try:
         with pixel_limit():
             return decode_image(content, size)
@@ -182,12 +184,15 @@ def _grey_to_8_bit(image: Image.Image) -> Image.Image:
     """Rescales 16-bit grey, or float grey in [0, 1], to 8 bits."""
     from PIL import Image
 
-    values = np.asarray(image).astype(np.float64)
+    values = np.asarray(image)
     limit = 1.0 if image.mode == "F" else 65535.0
     low, high = float(values.min()), float(values.max())
     if not 0 <= low <= high <= limit:
         raise InvalidImage(f"has values from {low:g} to {high:g}, beyond 0 to {limit:g}; save it with 8 or 16 bits")
-    return Image.fromarray(np.rint(values * (255 / limit)).astype(np.uint8))
+    scaled = np.empty(values.shape, np.uint8)
+    for row in range(0, len(values), _ROWS):  # in parts: float64 takes eight times the memory of the result
+        scaled[row : row + _ROWS] = np.rint(values[row : row + _ROWS].astype(np.float64) * (255 / limit))
+    return Image.fromarray(scaled)
 
 
 def _orientation(image: Image.Image) -> Image.Transpose | None:

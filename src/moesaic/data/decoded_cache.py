@@ -2,8 +2,9 @@
 
 An entry is two files named after a digest of the file names, sizes and stamps, and of the decoder's
 version. ``DIGEST.npy`` has the pixels (B, H, W, C); ``DIGEST.json``, written last, lists which files were
-decoded, which were skipped and why, and a checksum. Damaged or incomplete entries are rebuilt. The cache
-may be deleted at any time.
+decoded, which were skipped and why, a checksum of the pixels and one of itself. Damaged or incomplete
+entries are rebuilt, as are those of an archive with skipped files that has changed since. The cache may
+be deleted at any time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, cast
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ from moesaic.cache_dir import CACHE_ENV_VAR, default_cache_dir
 from moesaic.checks import check_positive
 from moesaic.data.decode import DECODING, InvalidImage, decode_image, pixel_limit
 from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
+from moesaic.data.npy_files import map_npy, write_npy_header
+from moesaic.files import atomic_file, check_json_digest, json_digest, write_atomic
+from moesaic.validated_json import InvalidFile, JsonLimits, decode, read_json
 
 __all__ = ["DecodedCache", "DecodedImages", "Log", "decode_images", "no_log", "remove_stale", "write_error"]
 
@@ -43,6 +47,9 @@ _LOG_INTERVAL = 5.0
 _STALE = 24 * 3600.0
 """Seconds after which an unfinished file counts as abandoned."""
 _MAX_WORKERS = 16
+_UINT8 = "|u1"
+_HEADER_LIMITS = JsonLimits(bytes=1 << 29, values=20_000_000)
+"""A header has a number for every image."""
 
 
 def no_log(message: str) -> None:
@@ -86,7 +93,7 @@ def decode_images(source: FileSource, names: Sequence[str], size: int, cache: De
     known = {entry.name: entry for entry in source.entries()}
     # a file that was removed meanwhile is reported when it is read
     entry = _CacheEntry(cache, _digest(source, [known.get(name, FileEntry(name, 0, 0)) for name in names], size))
-    return entry.read(len(names), size) or entry.write(source, names, size)
+    return entry.read(source, len(names), size) or entry.write(source, names, size)
 
 
 def _digest(source: FileSource, entries: list[FileEntry], size: int) -> str:
@@ -96,6 +103,28 @@ def _digest(source: FileSource, entries: list[FileEntry], size: int) -> str:
     return content.hexdigest()[:24]
 
 
+@dataclass(frozen=True)
+class _Header:
+    """What DIGEST.json says about the pixels, besides its own checksum."""
+
+    kept: tuple[int, ...]
+    """Rows of the requested files that were decoded, ascending."""
+    skipped: tuple[tuple[str, str], ...]
+    """Path and reason of the others."""
+    checksum: int
+    """CRC of the pixels."""
+    stamp: str
+    """`FileSource.stamp` when the files were read."""
+
+
+class _NoImages(Exception):
+    """There is nothing to cache."""
+
+    def __init__(self, skipped: list[SkippedFile]) -> None:
+        super().__init__()
+        self.skipped = skipped
+
+
 class _CacheEntry:
     """The two files of a digest."""
 
@@ -103,47 +132,55 @@ class _CacheEntry:
         self.folder, self.log = cache.folder, cache.log
         self.pixels, self.header = (cache.folder / f"{digest}{suffix}" for suffix in (".npy", ".json"))
 
-    def read(self, requested: int, size: int) -> DecodedImages | None:
+    def read(self, source: FileSource, requested: int, size: int) -> DecodedImages | None:
         """Returns the cached images, or None if they are missing or damaged."""
         if not self.header.exists():
             return None
         try:
-            header = cast("dict[str, Any]", json.loads(self.header.read_bytes()))
-            skipped = [SkippedFile(path, reason) for path, reason in header["skipped"]]
-            found = _decoded(self._mapped(), header["kept"], skipped)
-            images = requested - len(found.skipped)
-            whole = found.pixels.dtype == torch.uint8 and found.pixels.shape == (images, 3, size, size)
-            if whole and len(found.rows) == images and _checksum(found.pixels) == header["checksum"]:
+            header = self._read_header(requested)
+            if header.skipped and header.stamp != source.stamp:
+                self.log(f"{source.path} has changed: files that could not be read are tried again")
+                return None
+            pixels = map_npy(self.pixels, (len(header.kept), size, size, 3), _UINT8)
+            found = _decoded(pixels, list(header.kept), [SkippedFile(*each) for each in header.skipped])
+            if _checksum(found.pixels) == header.checksum:
                 return found
-        except (OSError, EOFError, ValueError, KeyError, TypeError):
-            pass  # a damaged file can be wrong in any way
-        self.log(f"the decoded images in {self.folder} are damaged; decoding them again")
+        except (OSError, InvalidFile):
+            pass
+        self.log(f"the decoded images in {self.folder} are damaged, or of an earlier version; decoding them again")
         return None
+
+    def _read_header(self, requested: int) -> _Header:
+        content = read_json(self.header, limits=_HEADER_LIMITS)
+        if not isinstance(content, dict) or "sha256" not in content:
+            raise InvalidFile("no checksum")
+        fields, whole = check_json_digest(cast("dict[str, Any]", content))
+        header = cast("_Header", decode(_Header, fields, "header"))
+        rows = header.kept
+        in_order = all(a < b for a, b in pairwise(rows)) and all(0 <= row < requested for row in rows)
+        if not (whole and in_order and len(rows) + len(header.skipped) == requested):
+            raise InvalidFile("damaged")
+        return header
 
     def write(self, source: FileSource, names: Sequence[str], size: int) -> DecodedImages:
         """Decodes the images into the two files."""
-        unfinished = self.pixels.with_name(f".{self.pixels.stem}.{uuid4().hex}.unfinished")
+        stamp = source.stamp
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_stale(self.folder)
-            with open(unfinished, "wb") as file:
-                rows, skipped, checksum = _write_pixels(file, source, names, size, self.log)
-            if not rows:
-                return _decoded(np.zeros((0, size, size, 3), np.uint8), rows, skipped)
-            unfinished.replace(self.pixels)
-            header = {"kept": rows, "skipped": [[each.path, each.reason] for each in skipped], "checksum": checksum}
-            unfinished.write_text(json.dumps(header))
-            unfinished.replace(self.header)
-            return _decoded(self._mapped(), rows, skipped)
+            try:
+                with atomic_file(self.pixels) as file:
+                    rows, skipped, checksum = _write_pixels(file, source, names, size, self.log)
+                    if not rows:
+                        raise _NoImages(skipped)
+            except _NoImages as none:
+                return _decoded(np.zeros((0, size, size, 3), np.uint8), [], none.skipped)
+            header = asdict(_Header(tuple(rows), tuple((each.path, each.reason) for each in skipped), checksum, stamp))
+            plain: dict[str, Any] = json.loads(json.dumps(header))
+            write_atomic(self.header, json.dumps({**plain, "sha256": json_digest(plain)}).encode())
+            return _decoded(map_npy(self.pixels, (len(rows), size, size, 3), _UINT8), rows, skipped)
         except OSError as fault:
             raise write_error(fault, self.folder, "decoded images", len(names) * size * size * 3) from fault
-        finally:
-            with suppress(OSError):
-                unfinished.unlink()
-
-    def _mapped(self) -> NDArray[np.uint8]:
-        """Copy-on-write: changes of the array do not reach the file."""
-        return np.load(self.pixels, mmap_mode="c", allow_pickle=False)
 
 
 def _write_pixels(
@@ -160,7 +197,7 @@ def _write_pixels(
         except (InvalidImage, UnreadableFile) as fault:
             return SkippedFile(printable(str(source.path / name)), printable(str(fault)))
 
-    _write_header(file, (len(names), size, size, 3))
+    write_npy_header(file, (len(names), size, size, 3), _UINT8)
     start = logged = time.monotonic()
     # in threads: Pillow releases the GIL while it decodes
     with pixel_limit(), ThreadPoolExecutor(min(_cpu_count(), _MAX_WORKERS)) as pool:
@@ -177,15 +214,8 @@ def _write_pixels(
                 logged, left = now, (now - start) * (len(names) / done - 1)
                 log(f"decoded {done} of {len(names)} images, about {left:.0f} s left")
     file.seek(0)
-    _write_header(file, (len(rows), size, size, 3))
-    file.flush()
-    os.fsync(file.fileno())
+    write_npy_header(file, (len(rows), size, size, 3), _UINT8)
     return rows, skipped, checksum
-
-
-def _write_header(file: BinaryIO, shape: tuple[int, ...]) -> None:
-    """Writes the header of the .npy format, whose padded length is the same for fewer rows."""
-    np.lib.format.write_array_header_1_0(file, {"shape": shape, "fortran_order": False, "descr": "|u1"})
 
 
 def _cpu_count() -> int:

@@ -8,24 +8,26 @@ again. The cache may be deleted at any time.
 from __future__ import annotations
 
 import json
-import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
-from uuid import uuid4
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from moesaic.data.decoded_cache import DecodedCache, remove_stale, write_error
+from moesaic.data.npy_files import map_npy, write_npy_header
+from moesaic.files import atomic_file, write_atomic
+from moesaic.validated_json import InvalidFile, decode, read_json
 
 __all__ = ["cached_features", "is_cached"]
 
 Features = NDArray[np.float32]
 
+_FLOAT32 = "<f4"
 _BLOCK = 64
 """Rows that a checksum reads at a time."""
 
@@ -60,43 +62,40 @@ def _paths(folder: Path, key: str) -> tuple[Path, Path]:
     return folder / f"features-{key}.npy", folder / f"features-{key}.json"
 
 
+@dataclass(frozen=True)
+class _Header:
+    shape: tuple[int, ...]
+    checksum: int
+
+
 def _read(values: Path, header: Path, rows: int) -> Features | None:
     try:
-        content = cast("dict[str, Any]", json.loads(header.read_bytes()))
-        found: Features = np.load(values, mmap_mode="c", allow_pickle=False)  # changes do not reach the file
-        whole = found.dtype == np.float32 and found.flags["C_CONTIGUOUS"] and list(found.shape) == content["shape"]
-        if whole and len(found) == rows and _checksum(found) == content["checksum"]:
-            return found
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
-        pass  # a damaged file can be wrong in any way
-    return None
+        content = cast("_Header", decode(_Header, read_json(header), "header"))
+        if len(content.shape) < 2 or content.shape[0] != rows or min(content.shape) < 1:
+            return None
+        found = cast("Features", map_npy(values, content.shape, _FLOAT32))
+        return found if _checksum(found) == content.checksum else None
+    except (OSError, InvalidFile, OverflowError, MemoryError):
+        return None
 
 
 def _write(cache: DecodedCache, values: Path, header: Path, rows: int, blocks: Iterator[Features]) -> Features:
     first = next(blocks)
     shape = (rows, *first.shape[1:])
-    unfinished = values.with_name(f".{values.stem}.{uuid4().hex}.unfinished")
     checksum = 0
     try:
         cache.folder.mkdir(parents=True, exist_ok=True)
         remove_stale(cache.folder)
-        with open(unfinished, "wb") as file:
-            np.lib.format.write_array_header_1_0(file, {"shape": shape, "fortran_order": False, "descr": "<f4"})
+        with atomic_file(values) as file:
+            write_npy_header(file, shape, _FLOAT32)
             for block in chain([first], blocks):
-                content = np.ascontiguousarray(block, dtype="<f4").tobytes()
+                content = np.ascontiguousarray(block, dtype=_FLOAT32).tobytes()
                 checksum = zlib.crc32(content, checksum)
                 file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(values)
-        unfinished.write_text(json.dumps({"shape": list(shape), "checksum": checksum}))
-        unfinished.replace(header)
+        write_atomic(header, json.dumps({"shape": list(shape), "checksum": checksum}).encode())
     except OSError as fault:
         raise write_error(fault, cache.folder, "features", 4 * rows * first[0].size) from fault
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
-    return np.load(values, mmap_mode="c", allow_pickle=False)
+    return cast("Features", map_npy(values, shape, _FLOAT32))
 
 
 def _checksum(values: Features) -> int:

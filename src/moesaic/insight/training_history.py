@@ -19,10 +19,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from moesaic.checks import check_positive
+from moesaic.checks import check_positive, printable
 from moesaic.files import write_atomic
 from moesaic.insight.metrics import Labels, dispatch_entropy, load_share
 from moesaic.routing_record import Routing
+from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -200,13 +201,18 @@ class TrainingHistory:
     @classmethod
     def load(cls, path: str | Path) -> TrainingHistory:
         """Reads a file written by `save`."""
-        content = Path(path).read_bytes()
+        content = read_bytes(path)
         try:
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                unpacked = sum(member.file_size for member in archive.infolist())
+            if unpacked > MAX_FILE_BYTES:
+                raise InvalidFile(f"it unpacks to {unpacked} bytes, at most {MAX_FILE_BYTES} are read")
             with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
                 return cls.from_arrays(dict(arrays))
-        except (ValueError, EOFError, AttributeError, TypeError, OSError, zipfile.BadZipFile) as damage:
-            raise ValueError(
-                f"{path}: not a readable training history ({damage}); save it again with TrainingHistory.save"
+        except Exception as damage:  # zipfile, zlib and numpy's parser of headers have exceptions of their own
+            raise InvalidFile(
+                f"{path}: not a readable training history ({printable(str(damage))}); save it again with "
+                "TrainingHistory.save"
             ) from damage
 
     def plot(self, names: Sequence[str] | None = None) -> Figure:

@@ -7,6 +7,7 @@ highest (expert choice of 1×1 patches, as in `PatchMoE`), and the logits are th
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from moesaic.checks import check_positive
 from moesaic.input_checks import check_tensor
 from moesaic.layers.patch_moe import PatchMoE
-from moesaic.routing.expert_choice import ExpertGate
+from moesaic.routing.expert_choice import ExpertChoice, ExpertGate
 
 __all__ = ["RoutedHead", "as_map"]
 
@@ -71,7 +72,19 @@ class RoutedHead(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.moe(as_map("RoutedHead", x, self.moe.in_channels)).sum((2, 3)) / len(self.moe.experts)
+        x = as_map("RoutedHead", x, self.moe.in_channels)
+        if torch.compiler.is_exporting() and isinstance(self.moe.router, ExpertChoice):
+            return self._pooled(x) / len(self.moe.experts)
+        return self.moe(x).sum((2, 3)) / len(self.moe.experts)
+
+    def _pooled(self, x: Tensor) -> Tensor:
+        """The sum over the map without the map: experts are linear, so positions are summed before two matmuls."""
+        x, routing, _ = self.moe.prepare(x)
+        weight, bias = cast(Tensor, self.moe.experts.weight), cast("Tensor | None", self.moe.experts.bias)
+        gates_BEN = routing.weights.transpose(1, 2).to(x.dtype)
+        values_BEC = gates_BEN @ x.flatten(2).transpose(1, 2)
+        logits = values_BEC.flatten(1) @ weight.flatten(2).transpose(1, 2).flatten(0, 1)
+        return logits if bias is None else logits + gates_BEN.sum(2) @ bias
 
 
 def as_map(owner: str, x: Tensor, channels: int, weight: Tensor | None = None) -> Tensor:

@@ -9,7 +9,7 @@ all buffers, with the generators as they were, without routing hooks, and with t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from moesaic.layers.recording import RoutedLayer
-from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
+from moesaic import context_stacks
+from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv
+from moesaic.routing_record import Routing
 
 __all__ = ["checkpoint_segment"]
 
@@ -48,7 +49,7 @@ def checkpoint_segment(modules: Sequence[nn.Module], run: Callable[[Tensor], Ten
         if isinstance(made := getattr(each, "generator", None), torch.Generator)
     }
     gates = {
-        id(active): (active, active.routing)
+        id(active): (active, active.current())
         for each in inside
         if isinstance(each, (GatedConv, ConsumerConv))
         for active in [each.active]
@@ -62,7 +63,9 @@ def checkpoint_segment(modules: Sequence[nn.Module], run: Callable[[Tensor], Ten
 
 @contextmanager
 def _second_pass(
-    modules: Sequence[nn.Module], generators: Sequence[tuple[torch.Generator, Tensor]], gates: Sequence[tuple[Any, Any]]
+    modules: Sequence[nn.Module],
+    generators: Sequence[tuple[torch.Generator, Tensor]],
+    gates: Sequence[tuple[ActiveGates, Mapping[str, Routing] | None]],
 ) -> Generator[None]:
     """Inside, the modules have copies of their buffers, and the generators and gates of the first pass."""
     # the buffers themselves stay as they are, as autograd refuses saved tensors that have changed
@@ -72,29 +75,21 @@ def _second_pass(
         for name, buffer in module._buffers.items()  # pyright: ignore[reportPrivateUsage]
         if buffer is not None
     ]
-    hooks = [
-        (module, module._routing_hooks)  # pyright: ignore[reportPrivateUsage]
-        for module in modules
-        if isinstance(module, RoutedLayer)
-    ]
     states = [(generator, generator.get_state()) for generator, _ in generators]
-    current = [(active, active.routing) for active, _ in gates]
+    current = [(active, active.current()) for active, _ in gates]
     try:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.clone()  # pyright: ignore[reportPrivateUsage]
-        for module, _ in hooks:
-            module._routing_hooks = []  # pyright: ignore[reportPrivateUsage]
         for generator, state in generators:
             generator.set_state(state)
         for active, routing in gates:
-            active.routing = routing
-        yield
+            active.replace(routing)
+        with context_stacks.emptied("routing_hooks"):
+            yield
     finally:
         for module, name, buffer in buffers:
             module._buffers[name] = buffer  # pyright: ignore[reportPrivateUsage]
-        for module, own in hooks:
-            module._routing_hooks = own  # pyright: ignore[reportPrivateUsage]
         for generator, state in states:
             generator.set_state(state)
         for active, routing in current:
-            active.routing = routing
+            active.replace(routing)

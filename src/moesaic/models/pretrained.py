@@ -7,19 +7,20 @@ anything is loaded; a classifier for other classes is left out.
 from __future__ import annotations
 
 import hashlib
-import json
-import pickle
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from moesaic.checks import printable
 from moesaic.models.layer_groups import classifier_names
+from moesaic.tensor_files import METADATA_KEY, is_safetensors, open_tensors, parse_header
+from moesaic.validated_json import InvalidFile, decode
 
 __all__ = ["PretrainedConfig", "file_sha256", "load_pretrained", "read_config", "reset_classifier"]
 
@@ -29,6 +30,24 @@ _COUNTER = "num_batches_tracked"
 """BatchNorm's counter, which files may lack."""
 _SHOWN = 3
 """Names of tensors that an error lists of each kind."""
+_MAX_TEXT = 1000
+"""Characters of metadata that numbers are looked for in."""
+_MAX_IMAGE_SIZE = 4096
+"""Pixels along the side of an image that a file may ask for."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Header:
+    """What a checkpoint of ours says about images."""
+
+    scale: _Scale | None = None
+    input_shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +99,7 @@ def load_pretrained(model: nn.Module, path: str | Path, sha256: str | None = Non
     }
     faults = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
     if faults:
-        raise ValueError(
+        raise InvalidFile(
             f"weights={str(path)!r} is of another network than this {type(model).__name__}: {'; '.join(faults)}; name "
             "the network that the file was made for"
         )
@@ -106,21 +125,21 @@ def read_config(path: str | Path) -> PretrainedConfig:
     Checkpoints of moesaic have them too.
     """
     path = _existing(path)
-    if not _is_safetensors(path):
+    if not is_safetensors(path):
         return PretrainedConfig()
     try:
-        with cast("Any", safe_open)(path, framework="pt") as file:
-            metadata = cast("dict[str, str]", file.metadata() or {})
-    except SafetensorError as error:
+        with open_tensors(path) as file:
+            metadata = file.metadata
+    except InvalidFile as error:
         raise _unreadable(path, error) from error
-    if "moesaic" in metadata:
-        content: Any = json.loads(metadata["moesaic"])
-        scale: Any = content.get("scale") or {}
-        mean, std = (tuple(scale[name]) if name in scale else None for name in ("mean", "std"))
-        return PretrainedConfig(content.get("input_shape", [None])[-1], mean, std)
+    if METADATA_KEY in metadata:
+        header = cast("_Header", decode(_Header, parse_header(path, metadata[METADATA_KEY]), str(path), more=True))
+        scale = header.scale or _Scale()
+        size = header.input_shape[-1] if header.input_shape else None
+        return _checked(path, PretrainedConfig(size, scale.mean, scale.std))
     mean, std = (_numbers(metadata.get(name, "")) or None for name in ("mean", "std"))
     sizes = _numbers(metadata.get("input_size", ""))
-    return PretrainedConfig(int(sizes[-1]) if sizes else None, mean, std)
+    return _checked(path, PretrainedConfig(int(min(sizes[-1], 1e9)) if sizes else None, mean, std))
 
 
 def file_sha256(path: str | Path) -> str:
@@ -139,11 +158,11 @@ def _existing(path: str | Path) -> Path:
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
-        if _is_safetensors(path):
-            with cast("Any", safe_open)(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in cast("Iterable[str]", file.keys())}
+        if is_safetensors(path):
+            with open_tensors(path) as file:
+                return file.tensors()
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # torch's unpickler raises exceptions of every type on damaged files
         raise _unreadable(path, error) from error
     for wrapper in _WRAPPERS:
         if isinstance(content, dict) and isinstance(cast("dict[Any, Any]", content).get(wrapper), dict):
@@ -151,31 +170,36 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
             break
     tensors = cast("dict[Any, Any]", content) if isinstance(content, dict) else {}
     if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise ValueError(
+        raise InvalidFile(
             f"weights={str(path)!r} has no dictionary of tensors; save the weights with "
             "safetensors.torch.save_file(model.state_dict(), path)"
         )
     return {str(name).removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 
-def _unreadable(path: Path, error: Exception) -> ValueError:
-    why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return ValueError(
+def _unreadable(path: Path, error: Exception) -> InvalidFile:
+    why = printable((str(error).strip().splitlines() or [type(error).__name__])[0])
+    return InvalidFile(
         f"weights={str(path)!r} is neither whole safetensors nor a file that torch.load(weights_only=True) reads "
         f"({why}); save the weights with safetensors.torch.save_file"
     )
 
 
-def _is_safetensors(path: Path) -> bool:
-    """Whether a file begins as safetensors do: the length of the header, then its JSON."""
-    with path.open("rb") as file:
-        return file.read(9)[8:] == b"{"
+def _checked(path: Path, config: PretrainedConfig) -> PretrainedConfig:
+    """Refuses values that no images have."""
+    numbers = (*(config.mean or ()), *(config.std or ()))
+    size = config.image_size
+    if not all(math.isfinite(number) for number in numbers) or min(config.std or (1.0,)) <= 0:
+        raise InvalidFile(f"weights={str(path)!r} has mean={config.mean} and std={config.std}; std must be above 0")
+    if size is not None and not 1 <= size <= _MAX_IMAGE_SIZE:
+        raise InvalidFile(f"weights={str(path)!r} is for images of {size} pixels; give --img-size and another file")
+    return config
 
 
 def _numbers(text: str) -> tuple[float, ...]:
-    return tuple(float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", text))
+    return tuple(float(number) for number in re.findall(r"-?\d+(?:\.\d+)?(?:[eE]-?\d+)?", text[:_MAX_TEXT]))
 
 
 def _few(names: list[str]) -> str:
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(printable(name) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -96,6 +96,6 @@ def _value(text: str) -> float | bool | str:
     """A number or a boolean, else the text itself."""
     try:
         value: Any = json.loads(text.lower() if text in ("True", "False") else text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, bool | int | float) else text

@@ -84,6 +84,8 @@ def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor])
     """
     if in_vmap():
         return run_all(x, routing, call)
+    if torch.compiler.is_exporting():
+        return _run_each_exported(x, routing, call)
     samples = SortedSamples.from_routing(routing)
     sizes = group_sizes(samples.ends_E)
     parts = cast("tuple[Tensor, ...]", samples.gather(x).split(sizes))
@@ -101,6 +103,34 @@ def run_all(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) 
     mask_BE = routing.mask[:, 0]
     mask = mask_BE.view(*mask_BE.shape, *[1] * (stacked.ndim - 2))
     return gated_sum(torch.where(mask, stacked, 0), routing.weights[:, 0])
+
+
+def _run_each_exported(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """`run_each` without a host sync: every expert is a branch of the graph that runs if it has samples."""
+    assert routing.index is not None
+    shapes = {e: call(e, x[:1]) for e in range(routing.experts)}  # unused otherwise, so that the export drops it
+    check_outputs(shapes)
+    weights_BE = routing.weights[:, 0]
+    like = shapes[0]
+
+    def zeros(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        return x.new_zeros(x.shape[0], *like.shape[1:], dtype=like.dtype)
+
+    total = None
+    for e in range(routing.experts):
+
+        def run(x: Tensor, chosen: Tensor, weights: Tensor, e: int = e) -> Tensor:
+            sample_n = chosen.nonzero()[:, 0]
+            torch._check(sample_n.shape[0] > 0)  # pyright: ignore[reportPrivateUsage]
+            outputs = call(e, x.index_select(0, sample_n))
+            gated = gated_sum(outputs.unsqueeze(1), weights.index_select(0, sample_n).unsqueeze(1))
+            return zeros(x, chosen, weights).index_put((sample_n,), gated)
+
+        chosen_B = (routing.index[:, 0] == e).any(1)
+        output = torch.cond(chosen_B.any(), run, zeros, (x, chosen_B, weights_BE[:, e]))
+        total = output if total is None else total + output
+    assert total is not None
+    return total
 
 
 def check_outputs(outputs: dict[int, Tensor]) -> None:

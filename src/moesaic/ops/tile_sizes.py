@@ -7,20 +7,21 @@ runs, so that the first step costs no more than the others and runs are reproduc
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from moesaic.cache_dir import default_cache_dir
+from moesaic.files import write_json
+from moesaic.validated_json import InvalidFile, decode, read_json
 
 __all__ = ["CANDIDATES", "Tile", "tile", "tile_file", "tune"]
 
@@ -61,10 +62,11 @@ CANDIDATES: dict[str, tuple[Tile, ...]] = {
 }
 """By kernel: sides of a tile and warps; of pipelined kernels also stages, of split sums also splits or programs."""
 
-_MAX_SIDE = 2**16
-"""No side, number of warps or stages of a tile is larger."""
 _GAIN = 0.99
 """A tile replaces the best one so far if the measured time falls below this share of its time."""
+
+_MAX_SIDE = 2**16
+"""Of a tile in a file: no side, and no number of warps, stages or programs, is larger."""
 
 _trial: dict[str, Tile] = {}
 _requested: dict[str, tuple[str, Tile]] | None = None
@@ -181,15 +183,26 @@ def _cached_or_default(name: str, default: Tile) -> Tile:
     return cached if len(cached) == len(default) else default
 
 
+@dataclass(frozen=True)
+class _Cache:
+    tiles: Mapping[str, Any]
+
+
+def _checked(sides: Tile) -> Tile:
+    if not all(1 <= side <= _MAX_SIDE for side in sides):
+        raise InvalidFile(f"the tile {sides} has a side that is not from 1 to {_MAX_SIDE}")
+    return sides
+
+
 @lru_cache(maxsize=8)
 def _read_cache(file: str) -> dict[str, Tile]:
     """Tiles of a cache file; none, and a warning, if it cannot be read."""
     try:
-        cached: Any = json.loads(Path(file).read_text("utf-8"))
-        return {str(name): _checked_tile(name, sides) for name, sides in cached["tiles"].items()}
+        cached = cast("_Cache", decode(_Cache, read_json(file, advice="measure again"), file, more=True))
+        return {name: _checked(decode(Tile, sides, name)) for name, sides in cached.tiles.items()}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, InvalidFile) as error:
         warnings.warn(
             f"the measured tiles in {file} cannot be read ({type(error).__name__}: {error}); the defaults apply. "
             "Delete the file, or measure again with moesaic bench layer --tune",
@@ -198,17 +211,8 @@ def _read_cache(file: str) -> dict[str, Tile]:
         return {}
 
 
-def _checked_tile(name: str, sides: list[Any]) -> Tile:
-    for side in sides:
-        if type(side) is not int or not 1 <= side <= _MAX_SIDE:
-            raise ValueError(f"the tile of {name!r} has {side!r}, not a whole number from 1 to {_MAX_SIDE}")
-    return tuple(sides)
-
-
 def _write_cache(file: Path, found: dict[str, Tile]) -> None:
     tiles = _read_cache(str(file)) | found
     file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps({"tiles": {name: list(tiles[name]) for name in sorted(tiles)}}, indent=1), "utf-8")
-    unfinished.replace(file)
+    write_json(file, {"tiles": {name: list(tiles[name]) for name in sorted(tiles)}})
     _read_cache.cache_clear()

@@ -230,7 +230,8 @@ def _as_map(sums: Tensor, background: Tensor | None, pixels: RoutedPixels, dtype
             per_expert = background.ndim == 2
             sums = sums + (pixels.expand_per_expert if per_expert else pixels.gather_by_expert)(background)
         sums = sums * pixels.gate_R.to(sums.dtype).unsqueeze(1)
-        index = ScatterIndex(pixels.output_index().unsqueeze(1), pixels.rows, pixels.dummy_rows, within_pixels=False)
+        dummy_rows = 0 if pixels.used_R is None else pixels.dummy_rows
+        index = ScatterIndex(pixels.output_index().unsqueeze(1), pixels.rows, dummy_rows, within_pixels=False)
         y = scatter_add(sums.unsqueeze(1), index).view(B, H, W, groups * O)
     else:
         y = sums.view(B, H, W, groups * O)

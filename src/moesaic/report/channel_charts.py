@@ -14,7 +14,7 @@ from moesaic.insight.class_routing import MIN_CLASS_IMAGES
 from moesaic.insight.embedding_map import EmbeddingMap
 from moesaic.insight.image_cost import Costs
 from moesaic.report.chart import Chart, Group, Panel, Points, Series
-from moesaic.report.formatting import printable
+from moesaic.report.formatting import short_name
 from moesaic.report.style import MAX_ROLES
 
 __all__ = ["FOLDER", "gate_charts"]
@@ -75,7 +75,7 @@ def _map(found: EmbeddingMap, class_names: Sequence[str], classes: Tensor) -> Ch
         own = members.numpy()
         return Group(label, role, tuple(map(float, x[own])), tuple(map(float, y[own])))
 
-    groups = [group(printable(class_names[k], 16), f"class {k}", labels == k) for k in named]
+    groups = [group(short_name(class_names[k], 16), f"class {k}", labels == k) for k in named]
     if len(named) < len(present):
         rest = ~torch.isin(labels, torch.tensor(named))
         groups.insert(0, group(f"{len(present) - len(named)} other classes", "others", rest))

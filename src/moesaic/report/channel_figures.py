@@ -21,7 +21,7 @@ from moesaic.insight.channel_explanation import ChannelExplanation
 from moesaic.insight.image_cost import Costs
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
 from moesaic.report.expert_figures import drawn_classes
-from moesaic.report.formatting import printable
+from moesaic.report.formatting import short_name
 from moesaic.report.style import INK, LINE
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], imag
     ``images`` is the number of images of each class; those of `drawn_classes` are drawn.
     """
     shown = drawn_classes(images)
-    names = [printable(class_names[k], 22) for k in shown]
+    names = [short_name(class_names[k], 22) for k in shown]
     left = _MARGIN + max(6, *(len(name) for name in names)) * _LETTER + _GAP
     picked = evenly(len(channels.layers), MAX_LAYERS)
     tall = max(len(shown) * _ROW, 0.3)
@@ -71,7 +71,7 @@ def draw_patterns(channels: ChannelExplanation, class_names: Sequence[str], imag
     for i, number in enumerate(picked):
         y = _KEY + i * (_HEAD + tall + _GAP)
         layer = channels.layers[number]
-        title = f"{number + 1}  {printable(layer.name or 'the network itself', 60)}"
+        title = f"{number + 1}  {short_name(layer.name or 'the network itself', 60)}"
         axes.text(left, y + _HEAD / 2, title, fontsize=8, weight="bold", va="center", color=INK, parse_math=False)
         share_KE = np.array(layer.share)[shown]
         order = np.argsort(-share_KE.mean(0), kind="stable")
@@ -99,7 +99,7 @@ def draw_cost_extremes(costs: Costs, class_names: Sequence[str], classes: Tensor
         for j, b in enumerate(which):
             x = left + j * (_THUMB + _GAP)
             _framed(axes, _colours(pixels[b]), (x, y, _THUMB, tall))
-            caption = f"{costs.cost[b]:.1f} %\n{printable(class_names[int(classes[b])], 13)}"
+            caption = f"{costs.cost[b]:.1f} %\n{short_name(class_names[int(classes[b])], 13)}"
             axes.text(
                 x + _THUMB / 2, y + tall + 0.04, caption, fontsize=6.5, ha="center", va="top", color=INK,
                 parse_math=False,

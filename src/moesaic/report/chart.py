@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from moesaic.files import read_records, write_json
+from moesaic.files import write_json
+from moesaic.validated_json import read_records
 
 __all__ = [
     "Blocks",

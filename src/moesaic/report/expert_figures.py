@@ -20,7 +20,7 @@ from torch import Tensor
 from moesaic.insight.explain import LayerExplanation
 from moesaic.insight.overlays import expert_colour, expert_dash
 from moesaic.report.canvas import Rect, draw_frame, draw_image, new_canvas
-from moesaic.report.formatting import printable
+from moesaic.report.formatting import short_name
 from moesaic.report.style import COLOURS, INK, LINE
 
 if TYPE_CHECKING:
@@ -96,15 +96,17 @@ def draw_class_maps(
     shown = drawn_classes(images)
     rate_KEN = np.array(layer.selection_rate)
     values_KEN, others = rate_KEN, "the others"
-    names = [f"{printable(class_names[k], 22)}\n{images[k]:,} {'image' if images[k] == 1 else 'images'}" for k in shown]
+    names = [
+        f"{short_name(class_names[k], 22)}\n{images[k]:,} {'image' if images[k] == 1 else 'images'}" for k in shown
+    ]
     if kind == "gate":
         values_KEN = np.where(rate_KEN >= _MIN_RATE, layer.gate, 0)
     elif kind == "difference":
         # minus the mean of the other classes that have images
         values_KEN = rate_KEN - (rate_KEN[shown].sum(0) - rate_KEN) / max(1, len(shown) - 1)
         if len(shown) == 2:  # the other row would be its negative
-            others, shown = printable(class_names[shown[0]], 22), shown[1:]
-        names = [f"{printable(class_names[k], 22)}\nminus\n{others}" for k in shown]
+            others, shown = short_name(class_names[shown[0]], 22), shown[1:]
+        names = [f"{short_name(class_names[k], 22)}\nminus\n{others}" for k in shown]
     strongest = float(np.abs(values_KEN[shown]).max()) or 1.0
     layout = _Layout(layer.experts, backdrops.shape[1] / backdrops.shape[2], names)
     figure, axes = layout.begin()
@@ -143,7 +145,7 @@ def draw_top_patches(layer: LayerExplanation, class_names: Sequence[str], pixels
             x = left + i * (_CROP + _GAP)
             image = pixels[patch.image].cpu().numpy()
             _crop(axes, (x, y, _CROP, tall), image, grid, patch.patch, e)
-            name = printable(class_names[patch.label], 13)
+            name = short_name(class_names[patch.label], 13)
             axes.text(
                 x + _CROP / 2, y + tall + 0.5 * _CAPTION, name, fontsize=6.5, ha="center", va="center", color=INK,
                 parse_math=False,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["listed", "number", "percent", "printable"]
+from moesaic.checks import printable
+
+__all__ = ["listed", "number", "percent", "short_name"]
 
 
 def number(value: float, *, near: Sequence[float] = ()) -> str:
@@ -55,11 +57,11 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def printable(name: str, longest: int = 24) -> str:
+def short_name(name: str, longest: int = 24) -> str:
     r"""A name for a drawing: shortened, and without characters that XML does not allow.
 
-    >>> printable("a\x08b"), printable("a name that is far too long")
+    >>> short_name("a\x08b"), short_name("a name that is far too long")
     ('a�b', 'a name that is far too …')
     """
-    name = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in name)
+    name = printable(name)
     return name if len(name) <= longest else f"{name[: longest - 1]}…"

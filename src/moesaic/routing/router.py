@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from moesaic.checks import check_positive
@@ -89,8 +90,8 @@ def batch_invariant_matmul(rows: Tensor, columns: Tensor) -> Tensor:
     on the batch size.
     """
     M, E = rows.shape[0], columns.shape[1]
-    # F.pad copies even if it adds nothing; under a compiler the test would be a guard on the batch size
-    aligned = not torch.compiler.is_compiling() and M % 16 == 0
+    # F.pad copies even if it adds nothing; under a compiler a plain test would be a guard on the batch size
+    aligned = statically_known_true(M % 16 == 0) if torch.compiler.is_compiling() else M % 16 == 0
     rows = rows if aligned else F.pad(rows, (0, 0, 0, -M % 16))
     return (rows @ F.pad(columns, (0, -E % 16)))[:M, :E]
 

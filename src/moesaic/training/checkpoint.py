@@ -2,28 +2,32 @@
 
 A network is one safetensors file, with what is needed to use it in its header: how the network was made, the
 names of its classes, how bytes become its input. Training in progress is another, which has everything that the
-next step depends on and is enough by itself. There is no pickle in either, so nothing in a file runs. A file is
-written beside its place and then renamed: whatever exists is complete, and a full disk leaves the last one.
+next step depends on and is enough by itself. There is no pickle in either, so nothing in a file runs, and both have a
+checksum that is verified on loading. A file is written beside its place and then renamed: whatever exists is complete,
+and a full disk leaves the last one. A file may be a stranger's: its header is validated, its specification passes
+`check_spec`, and shapes are compared on the meta device before any memory is taken for the network.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor, nn
 
+from moesaic.checks import printable
 from moesaic.data.datasets import ImageDataset, Normalize
-from moesaic.files import as_json, write_atomic
+from moesaic.files import as_json
 from moesaic.models.registry import ModelSpec
+from moesaic.models.spec_limits import MAX_CLASSES, MAX_IMAGE_SIZE, check_spec
 from moesaic.routing import RouterLike
-from moesaic.write_errors import way_out
+from moesaic.tensor_files import open_tensors, write_tensors
+from moesaic.validated_json import InvalidFile, decode, refused_as
 
 __all__ = [
     "Checkpoint",
@@ -39,13 +43,13 @@ __all__ = [
 NETWORK = "model.safetensors"
 """The network in the folder of a run."""
 
-_KEY = "moesaic"
 _FORMAT = 1
+_MAX_CHANNELS = 4096
 _SHOWN = 3
 """Names of tensors that an error lists of each kind."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InvalidFile):
     """A file or folder of a run is damaged, or belongs to another network or run."""
 
 
@@ -81,20 +85,71 @@ class Metadata:
         return {"format": _FORMAT, **content}
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Metadata:
-        """Reads what ``to_json`` returned."""
-        spec, scale = content["spec"], content["scale"]
-        C, H, W = content["input_shape"]
-        return cls(
-            None if spec is None else ModelSpec.from_json(spec),
-            tuple(content["class_names"]),
-            tuple(content["cluster_names"]),
-            None if scale is None else Normalize(tuple(scale["mean"]), tuple(scale["std"])),
-            (C, H, W),
-            content["task_name"],
-            content["metrics"],
-            content.get("tested", ""),
+    def from_json(cls, content: Mapping[str, Any], where: str = "Metadata") -> Metadata:
+        """Reads what ``to_json`` returned, and refuses anything else; ``where`` begins the message of an error."""
+        header = cast("_Header", decode(_Header, content, where, more=True))
+        spec, scale = header.spec, header.scale
+        with refused_as(f"{where}.scale cannot be used"):
+            normalize = None if scale is None else Normalize(scale.mean, scale.std)
+        made = cls(
+            None if spec is None else ModelSpec(spec.name, dict(spec.arguments), tuple(map(dict, spec.conversions))),
+            tuple(map(printable, header.class_names)),  # they are printed and shown on pages
+            tuple(map(printable, header.cluster_names)),
+            normalize,
+            header.input_shape,
+            printable(header.task_name),
+            header.metrics,
+            header.tested,
         )
+        made._check(where)
+        return made
+
+    def _check(self, where: str) -> None:
+        """Refuses values that no training writes: from a file, they would be asked of memory, or shown."""
+        C, H, W = self.input_shape
+        if not (1 <= C <= _MAX_CHANNELS and 1 <= H <= MAX_IMAGE_SIZE and 1 <= W <= MAX_IMAGE_SIZE):
+            raise InvalidFile(
+                f"{where}.input_shape: {C}×{H}×{W}; up to {_MAX_CHANNELS} channels and {MAX_IMAGE_SIZE}×"
+                f"{MAX_IMAGE_SIZE} pixels are read"
+            )
+        if self.normalize is not None:
+            mean, std = self.normalize.mean, self.normalize.std
+            if len(mean) != C or not all(math.isfinite(number) for number in (*mean, *std)):
+                raise InvalidFile(f"{where}.scale: needs a finite mean and std for each of {C} channels")
+        if max(len(self.class_names), len(self.cluster_names)) > MAX_CLASSES:
+            raise InvalidFile(f"{where}.class_names: {len(self.class_names)} names, at most {MAX_CLASSES} are read")
+        if self.spec is not None:
+            check_spec(self.spec, f"{where}.spec")
+            outputs = self.spec.arguments["num_classes"]
+            if len(self.class_names) > outputs:
+                raise InvalidFile(f"{where}.class_names: {len(self.class_names)} names, but num_classes={outputs}")
+
+
+@dataclass(frozen=True)
+class _SpecHeader:
+    name: str
+    arguments: Mapping[str, Any]
+    conversions: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class _ScaleHeader:
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class _Header:
+    """The metadata as a file has it; ``scale`` is the normalization."""
+
+    spec: _SpecHeader | None
+    class_names: tuple[str, ...]
+    cluster_names: tuple[str, ...]
+    scale: _ScaleHeader | None
+    input_shape: tuple[int, int, int]
+    task_name: str
+    metrics: Mapping[str, Any]
+    tested: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,19 +209,20 @@ def load_checkpoint(
     >>> checkpoint.class_names, checkpoint.metrics["accuracy"], checkpoint.model(torch.zeros(1, 3, 32, 32)).shape
     (('cat', 'dog'), 97.0, torch.Size([1, 2]))
     """
-    path, tensors, metadata = _read_network(Path(path))
-    if metadata.spec is None:
-        raise CheckpointError(
-            f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
-            "moesaic.training.load_weights(path, model), or give fit a spec"
-        )
-    if router is not None and not metadata.spec.own_routers:
-        raise CheckpointError(
-            f"load_checkpoint: router={router!r}, but {path} has no router that is not moesaic's; leave router out"
-        )
-    with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
-        model = metadata.spec.without_weights().build(router)
-    _fill(f"load_checkpoint: {path} is of another network than {metadata.spec.name} as it is made here", model, tensors)
+    with _open_network(Path(path)) as network:
+        path, metadata, spec = network.path, network.metadata, network.metadata.spec
+        if spec is None:
+            raise CheckpointError(
+                f"load_checkpoint: {path} does not say how its network was made; build the network yourself and use "
+                "moesaic.training.load_weights(path, model), or give fit a spec"
+            )
+        if router is not None and not spec.own_routers:
+            raise CheckpointError(
+                f"load_checkpoint: router={router!r}, but {path} has no router that is not moesaic's; leave router out"
+            )
+        refusal = f"load_checkpoint: {path} is of another network than {spec.name} as it is made here"
+        model = _build(spec.without_weights(), router, network, refusal)
+        _fill(refusal, model, network.tensors())
     model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
     return Checkpoint(path, model.eval(), metadata)
 
@@ -185,9 +241,11 @@ def load_weights(path: str | Path, model: nn.Module) -> Metadata:
     moesaic.training.checkpoint.CheckpointError: load_weights: ... is of another network than the Linear given: 1 of
     another shape: weight (2, 3) in the file, (2, 4) in the network
     """
-    path, tensors, metadata = _read_network(Path(path))
-    _fill(f"load_weights: {path} is of another network than the {type(model).__name__} given", model, tensors)
-    return metadata
+    with _open_network(Path(path)) as network:
+        refusal = f"load_weights: {network.path} is of another network than the {type(model).__name__} given"
+        _refuse_differences(refusal, model, network.shapes)
+        _fill(refusal, model, network.tensors())
+        return network.metadata
 
 
 def save_network(path: Path, model: nn.Module, metadata: Metadata) -> None:
@@ -195,51 +253,27 @@ def save_network(path: Path, model: nn.Module, metadata: Metadata) -> None:
     write_tensors(path, cast("Mapping[str, Tensor]", model.state_dict()), metadata.to_json())
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
-    """Write tensors, and JSON in the header, to a safetensors file: whole or not at all, same bytes for same values."""
-    flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    seen: set[int] = set()
-    for name, tensor in flat.items():  # tensors with two names are written twice
-        if tensor.data_ptr() in seen:
-            flat[name] = tensor.clone()
-        seen.add(tensor.data_ptr())
-    # one key, for the order of several is not settled
-    described = json.dumps(content, ensure_ascii=False, sort_keys=True)
-    blob = save(flat, metadata={_KEY: described})
-    try:
-        write_atomic(path, blob)
-    except OSError as error:
-        size = f"{len(blob) / 1e6:,.1f} MB"
-        last = "the last one before it is still there" if path.exists() else "there is none before it"
-        raise OSError(
-            error.errno,
-            f"the checkpoint {path} of {size} could not be written ({error.strerror or error}); {last}. "
-            f"{way_out(error, path)} and run the same again: it resumes from the last checkpoint",
-        ) from error
-
-
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file that `write_tensors` wrote, on the CPU, and the JSON of its header."""
-    try:
-        with cast("Any", safe_open)(path, framework="pt") as file:
-            metadata = cast("dict[str, str]", file.metadata() or {})
-            tensors = {name: cast("Tensor", file.get_tensor(name)) for name in cast("list[str]", file.keys())}
-        content: Any = json.loads(metadata.get(_KEY, "null"))
-    except (SafetensorError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not a whole safetensors file ({error}); it is damaged or something else: name another, or "
-            "train again"
-        ) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"{path} is a safetensors file, but not one that moesaic wrote: its header has no {_KEY!r}; load its "
-            "tensors with safetensors.torch.load_file"
-        )
-    return tensors, cast("dict[str, Any]", content)
+    with refused_as(f"{path} cannot be read", CheckpointError), open_tensors(path) as file:
+        return file.tensors(), file.content()
 
 
-def _read_network(path: Path) -> tuple[Path, dict[str, Tensor], Metadata]:
-    """The file of a network, or in the folder of a run; its tensors and metadata."""
+@dataclass(frozen=True)
+class _Network:
+    """The open file of a network."""
+
+    path: Path
+    metadata: Metadata
+    shapes: Mapping[str, tuple[int, ...]]
+    """Of its tensors."""
+    tensors: Callable[[], dict[str, Tensor]]
+    """Reads the tensors, and verifies the checksum."""
+
+
+@contextmanager
+def _open_network(path: Path) -> Generator[_Network]:
+    """Opens the file of a network, or that in the folder of a run."""
     if path.is_dir():
         path = path / NETWORK
         if not path.exists():
@@ -249,34 +283,70 @@ def _read_network(path: Path) -> tuple[Path, dict[str, Tensor], Metadata]:
             )
     elif not path.exists():
         raise FileNotFoundError(f"{path} is not there; name the folder of a run, or its {NETWORK}")
-    tensors, content = read_tensors(path)
-    if content.get("format") != _FORMAT:
-        raise CheckpointError(
-            f"{path} has format={content.get('format')!r}, this version of moesaic reads format={_FORMAT}; "
-            f"{'name the ' + NETWORK + ' beside it' if 'format' not in content else 'use the version that wrote it'}"
-        )
-    return path, tensors, Metadata.from_json(content)
+    with ExitStack() as stack:
+        with refused_as(f"{path} cannot be read", CheckpointError):
+            file = stack.enter_context(open_tensors(path))
+            content = file.content()
+            if content.get("format") != _FORMAT:
+                found = printable(repr(content.get("format"))[:40])
+                way_out = "use the version that wrote it" if "format" in content else f"name the {NETWORK} beside it"
+                raise CheckpointError(
+                    f"{path} has format={found}, this version of moesaic reads format={_FORMAT}; {way_out}"
+                )
+            metadata = Metadata.from_json(content, f"{path}: header")
+
+        def tensors() -> dict[str, Tensor]:
+            with refused_as(f"{path} cannot be read", CheckpointError):
+                return file.tensors()
+
+        yield _Network(path, metadata, file.shapes, tensors)
 
 
-def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Load all tensors into the model, or none; an error lists those in which file and network differ."""
-    own = cast("Mapping[str, Tensor]", model.state_dict())
+def _build(spec: ModelSpec, router: RouterLike | None, network: _Network, refusal: str) -> nn.Module:
+    """Builds a network if its tensors have the shapes in the file, so that a header cannot ask for more memory."""
+    # registered by name, or not at all: the messages of both say what to do
+    with torch.random.fork_rng(devices=[]):  # what the weights were before does not count
+        try:
+            with torch.device("meta"), refused_as(f"{network.path}: {spec.name} cannot be made", CheckpointError):
+                empty = spec.build(router)
+        except CheckpointError:
+            # of a network that is not ours, some cannot be made on the meta device: the limits of arguments hold
+            if not (spec.name.startswith("timm/") or spec.own_routers):
+                raise
+            sizes = {size for shape in network.shapes.values() for size in shape}
+            if spec.arguments["num_classes"] not in sizes:
+                raise
+        else:
+            _refuse_differences(refusal, empty, network.shapes)
+        with refused_as(f"{network.path}: {spec.name} cannot be made", CheckpointError):
+            return spec.build(router)
+
+
+def _refuse_differences(refusal: str, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Lists the tensors in which file and network differ."""
+    own = {name: tuple(tensor.shape) for name, tensor in cast("Mapping[str, Tensor]", model.state_dict()).items()}
     reshaped = [
-        f"{name} {tuple(tensors[name].shape)} in the file, {tuple(own[name].shape)} in the network"
+        f"{name} {shapes[name]} in the file, {own[name]} in the network"
         for name in own
-        if name in tensors and tensors[name].shape != own[name].shape
+        if name in shapes and shapes[name] != own[name]
     ]
     kinds = {
-        "missing in the file": [name for name in own if name not in tensors],
-        "only in the file": [name for name in tensors if name not in own],
+        "missing in the file": [name for name in own if name not in shapes],
+        "only in the file": [name for name in shapes if name not in own],
         "of another shape": reshaped,
     }
     faults = [f"{len(names)} {kind}: {_few(names)}" for kind, names in kinds.items() if names]
     if faults:
         raise CheckpointError(f"{refusal}: {'; '.join(faults)}")
-    model.load_state_dict(dict(tensors))
+
+
+def _fill(refusal: str, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Load all tensors into the model, or none."""
+    _refuse_differences(refusal, model, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    with refused_as(refusal, CheckpointError):
+        model.load_state_dict(dict(tensors))
 
 
 def _few(names: list[str]) -> str:
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return ", ".join(printable(name) for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

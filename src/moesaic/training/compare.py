@@ -58,7 +58,7 @@ _MARGIN = 3.0
 """Points of accuracy: a larger margin of error of the test images is noted in the result."""
 
 
-HEADS = ("mean", "attention", "routed")
+HEADS = ("mean", "routed")
 """Heads that one pretrained network is compared with, the first the baseline; follows docs/heads.md."""
 
 

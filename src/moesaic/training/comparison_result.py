@@ -6,20 +6,17 @@ follow from it.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from moesaic.files import write_json
+from moesaic.training.checkpoint import CheckpointError
 from moesaic.training.recipe import rename_old_keys
+from moesaic.validated_json import InvalidFile, decode, read_json
 
 __all__ = ["ComparedModel", "Comparison", "CurvePoint", "Run", "read_comparison", "run_from_json", "write_comparison"]
-
-_LATER_FIELDS = ("max_trials", "ended")
-"""Absent in the files of earlier versions."""
 
 
 @dataclass(frozen=True)
@@ -107,14 +104,18 @@ class Comparison:
     """Why no more trials were added, where they were added one by one."""
 
     def __post_init__(self) -> None:
-        trials = {model.name: self.trials_of(model.name) for model in self.models}
-        wanted = {(m.name, n, t) for m in self.models for n in self.samples for t in range(trials[m.name])}
-        missing = wanted - {(run.model, run.samples, run.trial) for run in self.runs}
-        if missing:
-            model, samples, trial = min(missing)
+        runs = {(run.model, run.samples, run.trial) for run in self.runs}
+        trials, samples = {model.name: self.trials_of(model.name) for model in self.models}, sorted(self.samples)
+        # one by one: a file may announce any number of trials
+        wanted = ((model, n, trial) for model in sorted(trials) for n in samples for trial in range(trials[model]))
+        missing = next((run for run in wanted if run not in runs), None)
+        if missing is not None:
+            total = len(samples) * sum(trials.values())
+            there = sum(n in samples and 0 <= trial < trials.get(model, 0) for model, n, trial in runs)
+            model, n, trial = missing
             raise ValueError(
-                f"Comparison: {len(missing)} of {len(wanted)} runs are missing, "
-                f"such as trial {trial} of {model} with {samples} samples; finish them first"
+                f"Comparison: {total - there} of {total} runs are missing, such as trial {trial} of {model} with {n} "
+                "samples; finish them first"
             )
 
     def trials_of(self, model: str) -> int:
@@ -141,21 +142,16 @@ def write_comparison(path: Path, found: Comparison, derived: Mapping[str, Any] |
 def read_comparison(path: Path) -> Comparison:
     """The comparison of a result.json."""
     try:
-        loaded: Any = json.loads(path.read_text(encoding="utf-8"))
-        known = [each.name for each in fields(Comparison)]
-        made: dict[str, Any] = {name: loaded[name] for name in known if name in loaded or name not in _LATER_FIELDS}
-        made |= {name: tuple(made[name]) for name in ("classes", "groups", "samples", "notes")}
-        made["recipe"] = rename_old_keys(made["recipe"])
-        made["models"] = tuple(ComparedModel(**model) for model in made["models"])
-        made["runs"] = tuple(run_from_json(run) for run in made["runs"])
-        return Comparison(**made)
+        loaded: Any = read_json(path)
+        made = {**loaded, "recipe": rename_old_keys(loaded["recipe"])}
+        return cast("Comparison", decode(Comparison, made, "comparison", more=True))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: not the result of a comparison ({error!r}); run moesaic compare again") from error
+        raise InvalidFile(f"{path}: not the result of a comparison ({error!r}); run moesaic compare again") from error
 
 
 def run_from_json(loaded: Mapping[str, Any]) -> Run:
     """A run, as a result.json or a finished cell has it; null stands for no number."""
-    made: dict[str, Any] = dict(loaded)
-    made["groups"] = tuple(math.nan if each is None else float(each) for each in made["groups"])
-    made["curve"] = tuple(CurvePoint(**moment) for moment in made["curve"])
-    return Run(**made)
+    try:
+        return cast("Run", decode(Run, loaded, "a run", more=True))
+    except InvalidFile as error:
+        raise CheckpointError(f"{error}; remove its file from cells in the output folder, and run it again") from error

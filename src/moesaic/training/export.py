@@ -1,9 +1,12 @@
-"""A trained network as one file that serves elsewhere: ONNX, torch's .pt2, or safetensors.
+"""A trained network as one file that serves elsewhere: ONNX, torch's .pt2 (traced or compiled), or safetensors.
 
 What is exported takes images (B, C, H, W) as floats from 0 to 1, pixels / 255, and gives logits
 (B, K): the scale that the network was trained with is part of it, so that users need not know it. The
 names of the classes, and all else that the checkpoint says about the network, travel in the file's
 metadata. A safetensors file holds the weights alone, and `load_checkpoint` reads it.
+
+Files keep the saving of routing: patches are gathered, experts of a mixture of networks are branches that run for their
+samples only, and gated networks compute open channels only (`moesaic.models.deepmoe.exportable`).
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -23,13 +27,23 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice
 from moesaic.data.datasets import Normalize
-from moesaic.files import write_atomic
+from moesaic.files import atomic_path, write_atomic
+from moesaic.models.deepmoe.exportable import exportable_deepmoe
+from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.training.checkpoint import Checkpoint, save_network
 
-__all__ = ["Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
+__all__ = ["SUFFIXES", "Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
 
-Format = Literal["onnx", "pt2", "safetensors"]
+Format = Literal["onnx", "pt2", "aoti", "safetensors"]
 Batch = Literal["dynamic", "1"]
+
+SUFFIXES: dict[Format, str] = {
+    "onnx": ".onnx",
+    "pt2": ".pt2",
+    "aoti": ".aoti.pt2",
+    "safetensors": ".safetensors",
+}
+"""How the names of files end."""
 
 INPUT, OUTPUT = "images", "logits"
 
@@ -82,7 +96,7 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     """Write the network of a checkpoint to a file, whole or not at all.
 
     ``batch`` is "dynamic" for any number of images at a time, or "1" for one. For ONNX the packages
-    onnx and onnxscript are needed, the extra ``moesaic[onnx]``.
+    onnx and onnxscript are needed, the extra ``moesaic[onnx]``; for AOTInductor a C++ compiler.
 
     >>> import tempfile
     >>> from moesaic.models.registry import ModelSpec
@@ -112,30 +126,38 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
     examples = _examples(checkpoint, batch)
     with torch.no_grad():
         expected = tuple(cast(Tensor, served(images)) for images in examples)
-    write = _write_onnx if format == "onnx" else _write_pt2
+    if isinstance(checkpoint.model, DeepMoE):
+        served = ServingModel(exportable_deepmoe(checkpoint.model, one_image=batch == "1"), checkpoint.normalize)
+    write = {"onnx": _write_onnx, "pt2": _write_pt2, "aoti": partial(_write_aoti, expected=expected[-1])}[format]
     try:
-        with _quiet():
+        with _quiet(), torch.no_grad():
             write(path, served, examples[-1], batch, metadata)
     except (OSError, ValueError):
         raise
     except Exception as error:  # what tracing can raise is of every kind
         raise ValueError(
-            f"export: torch cannot export {type(checkpoint.model).__name__} as {format} ({_reason(error)}); networks "
-            "whose patches or samples choose their experts have no fixed shapes: use format='safetensors'"
+            f"export: torch cannot export {type(checkpoint.model).__name__} as {format} ({_reason(error)}); its "
+            "shapes or its control flow may depend on the images: use format='safetensors'"
         ) from error
     return Exported(path, format, path.stat().st_size, metadata, examples, expected)
 
 
-def load_exported(path: str | Path) -> tuple[nn.Module, dict[str, Any]]:
-    """The network of a .pt2 file, and its metadata.
+def load_exported(path: str | Path) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
+    """The network of a .pt2 or .aoti.pt2 file, and its metadata.
 
-    Only of a file that you trust: torch unpickles parts of it, and a pickle can run anything. Checkpoints and
-    safetensors have none.
+    Only of a file that you trust: torch unpickles parts of a .pt2, and a pickle can run anything; a .aoti.pt2 is
+    compiled code. Checkpoints and safetensors have neither.
     """
+    if str(path).endswith(SUFFIXES["aoti"]):
+        from torch._inductor import aoti_load_package
+
+        with _quiet():
+            package = aoti_load_package(str(path))
+        return cast("Callable[[Tensor], Tensor]", package), json.loads(package.get_metadata()[_METADATA])
     extra = {_METADATA: ""}
     with _quiet():
         program = torch.export.load(str(path), extra_files=extra)
-    return cast(nn.Module, program.module()), json.loads(extra[_METADATA])
+    return cast("Callable[[Tensor], Tensor]", program.module()), json.loads(extra[_METADATA])
 
 
 def _metadata(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -166,6 +188,34 @@ def _shapes(batch: Batch) -> Any:
     return ({0: torch.export.Dim("batch", min=1)},) if batch == "dynamic" else None
 
 
+def _write_aoti(
+    path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any], expected: Tensor
+) -> None:
+    from torch._inductor import aoti_compile_and_package, aoti_load_package  # pyright: ignore[reportUnknownVariableType]
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        raise ValueError(
+            "export: format='aoti' compiles the network, and there is no C++ compiler; install g++, or use format='pt2'"
+        ) from error
+    program = torch.export.export(served, (example,), dynamic_shapes=_shapes(batch))
+    with atomic_path(path) as unfinished:
+        aoti_compile_and_package(
+            program,
+            package_path=str(unfinished),
+            inductor_configs={"aot_inductor.metadata": {_METADATA: _json(metadata)}},
+        )
+        found = aoti_load_package(str(unfinished))(example)
+        # torch 2.13 compiles mixtures of networks without an error, and wrongly
+        if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
+            raise ValueError(
+                f"export: compiled by AOTInductor the network gives other logits, by up to "
+                f"{float((found - expected).abs().max()):.1e}; use format='pt2' or 'onnx'"
+            )
+
+
 def _write_pt2(path: Path, served: nn.Module, example: Tensor, batch: Batch, metadata: Mapping[str, Any]) -> None:
     program = torch.export.export(served, (example,), dynamic_shapes=_shapes(batch))
     # in memory first: torch aborts the process when it cannot write to a file
@@ -192,13 +242,25 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
         ) from error
     assert program is not None
     model = cast(Any, program).model
+    _place_weights(model.graph)
     model.metadata_props.update({"moesaic": _json(metadata), "class_names": _json(metadata["class_names"])})
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
+    with atomic_path(path) as unfinished:
         program.save(str(unfinished), external_data=False)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+
+
+def _place_weights(graph: Any) -> None:
+    """Move weights that only one branch reads into it, as ONNX Runtime lays out no weights from outside; drop others.
+
+    Others are those that nothing reads any more, since the exporter has computed something from them.
+    """
+    for owner in (graph, *graph.subgraphs()):
+        for name, value in list(owner.initializers.items()):
+            readers = {use.node.graph for use in value.uses()}
+            if not readers and not value.is_graph_output():
+                del owner.initializers[name]
+            elif owner is graph and len(readers) == 1 and graph not in readers:
+                del owner.initializers[name]
+                readers.pop().initializers[name] = value
 
 
 def _json(content: object) -> str:

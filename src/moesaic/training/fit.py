@@ -148,7 +148,7 @@ def fit(
             load_weights(run_dir.network, model)
             model.eval()
             progress.skip(recipe.epochs)
-            return FitResult.from_json(complete)
+            return complete
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             for tracker in trackers:
                 tracker.begin(config)

@@ -9,6 +9,7 @@ import torch
 from moesaic.data.datasets import ImageDataset
 from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.registry import ModelSpec, model_options
+from moesaic.models.spec_limits import check_spec
 
 __all__ = ["spec_for_dataset"]
 
@@ -38,6 +39,7 @@ def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[Mod
     spec = ModelSpec(asked.name, arguments, conversions).with_digest()
     with torch.random.fork_rng(devices=[]):
         model = spec.build()
+    check_spec(spec, f"{spec.name}: its checkpoint could not be loaded again")
     try:
         return spec, count_macs(model, (C, H, W))
     except RuntimeError as error:

@@ -9,16 +9,16 @@ digest, set aside and done again.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from moesaic.files import write_json
+from moesaic.files import check_json_digest, json_digest, write_json
+from moesaic.validated_json import InvalidFile, decode, read_json
 
 __all__ = ["CachedResult", "ResultCache"]
 
@@ -51,15 +51,15 @@ class ResultCache:
     def path(self, name: str, spec: Mapping[str, Any]) -> Path:
         """Where the cell is, or would be."""
         readable = re.sub(r"[^A-Za-z0-9=.]+", "-", name).strip("-")[:60]
-        return self.folder / f"{readable}-{_digest(spec)[:16]}.json"
+        return self.folder / f"{readable}-{json_digest(spec)[:16]}.json"
 
     def find(self, name: str, spec: Mapping[str, Any]) -> CachedResult | None:
         """The cell if it is finished. A damaged file is set aside, and its cell counts as not finished."""
         # the name is for people: the same work under another name is the same cell
-        for path in sorted(self.folder.glob(f"*-{_digest(spec)[:16]}.json")):
+        for path in sorted(self.folder.glob(f"*-{json_digest(spec)[:16]}.json")):
             try:
                 return _read(path, spec)
-            except ValueError as damage:
+            except InvalidFile as damage:
                 aside = path.with_name(f"{path.name}.damaged")
                 path.replace(aside)
                 self._log(f"{path.name} is damaged ({damage}); it was set aside as {aside.name} and is done again")
@@ -74,29 +74,28 @@ class ResultCache:
         result = json.loads(json.dumps(dict(work()), allow_nan=False))
         seconds = time.perf_counter() - start
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = {"spec": dict(spec), "result": result, "seconds": seconds}
-        write_json(self.path(name, spec), {**content, "digest": _digest(content)})
+        content = json.loads(json.dumps({"spec": dict(spec), "result": result, "seconds": seconds}))
+        write_json(self.path(name, spec), {**content, "digest": json_digest(content)})
         return CachedResult(result, seconds)
 
 
+@dataclass(frozen=True)
+class _Cell:
+    """A cell as its file has it, without the digest."""
+
+    spec: Mapping[str, Any]
+    result: Mapping[str, Any]
+    seconds: float
+
+
 def _read(path: Path, spec: Mapping[str, Any]) -> CachedResult:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"not JSON: {error}") from error
+    content = read_json(path, advice="the cell is done again")
     if not isinstance(content, dict) or "digest" not in content:
-        raise ValueError("not a cell")
-    written: dict[str, Any] = dict(content)  # pyright: ignore[reportUnknownArgumentType]
-    if written.pop("digest") != _digest(written):
-        raise ValueError("its content does not match its digest")
-    if _canonical(written["spec"]) != _canonical(spec):
-        raise ValueError("it belongs to another specification")
-    return CachedResult(written["result"], written["seconds"])
-
-
-def _canonical(content: Any) -> str:
-    return json.dumps(content, sort_keys=True, separators=(",", ":"))
-
-
-def _digest(content: Any) -> str:
-    return hashlib.sha256(_canonical(content).encode()).hexdigest()
+        raise InvalidFile("not a cell")
+    written, whole = check_json_digest(cast("dict[str, Any]", content), "digest")
+    if not whole:
+        raise InvalidFile("its content does not match its digest")
+    cell = cast("_Cell", decode(_Cell, written, "cell"))
+    if json_digest(cell.spec) != json_digest(spec):
+        raise InvalidFile("it belongs to another specification")
+    return CachedResult(dict(cell.result), cell.seconds)

@@ -104,7 +104,7 @@ class FitResult:
         own = {each.name for each in fields(cls)}
         made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
         made["epochs"] = tuple(Epoch.from_json(each) for each in content["epochs"])
-        made["metrics"] = {name: value for name, value in content.items() if name not in own}
+        made["metrics"] = {name: value for name, value in content.items() if name not in {*own, "sha256"}}
         for name in ("class_accuracy", "cluster_accuracy"):
             made[name] = tuple(math.nan if each is None else each for each in content[name])
         return cls(**made)

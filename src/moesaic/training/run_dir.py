@@ -9,7 +9,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,11 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset
-from moesaic.files import write_atomic, write_json
+from moesaic.files import (
+    as_json,
+    check_json_digest,
+    json_digest,
+    open_append,
+    remove_unfinished,
+    write_atomic,
+    write_json,
+)
 from moesaic.models.registry import ModelSpec
-from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors, write_tensors
+from moesaic.tensor_files import write_tensors
+from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors
 from moesaic.training.migrations import migrate_config, migrate_state
 from moesaic.training.recipe import Recipe
+from moesaic.training.results import Epoch, FitResult
+from moesaic.validated_json import decode, read_json, refused_as
 from moesaic.write_errors import way_out
 
 __all__ = ["RunDir", "describe_run"]
@@ -30,6 +41,18 @@ _MAY_DIFFER = ("versions", "device", "threads", "data.name", "model.arguments.we
 """Parts of a configuration that may differ between a run and its continuation; weights have a digest beside them."""
 _SHOWN = 6
 """Differences that an error lists."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """The JSON of training in progress."""
+
+    train_step: Mapping[str, Any]
+    callbacks: Mapping[str, Any]
+    epochs: tuple[Mapping[str, Any], ...]
+    batches: int
+    alarms: tuple[str, ...]
+    seconds: float
 
 
 class RunDir:
@@ -57,13 +80,30 @@ class RunDir:
             os.close(self._lock)
             self._lock = None
 
-    def read_result(self) -> dict[str, Any] | None:
-        """Returns the result of a complete run, else None."""
-        return _read(self.result) if self.result.exists() else None
+    def read_result(self) -> FitResult | None:
+        """Returns the result of a complete run, else None; files of earlier versions have no checksum."""
+        if not self.result.exists():
+            return None
+        content, whole = check_json_digest(_read(self.result))
+        if not whole:
+            raise CheckpointError(
+                f"fit: the content of {self.result} does not match its checksum; restore it from a copy, or remove the "
+                "folder and train again"
+            )
+        with refused_as(f"fit: {self.result} is not what a run writes", CheckpointError):
+            return FitResult.from_json(content)
 
     def read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Returns the state of the last checkpoint, else None."""
-        return migrate_state(*read_tensors(self.state)) if self.state.exists() else None
+        if not self.state.exists():
+            return None
+        tensors, content = read_tensors(self.state)
+        with refused_as(f"fit: {self.state} is not the state of a run", CheckpointError):
+            tensors, content = migrate_state(tensors, content)
+            decode(_State, content, f"fit: {self.state}", more=True)
+            for epoch in content["epochs"]:
+                Epoch.from_json(epoch)
+            return tensors, content
 
     def write_state(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
         write_tensors(self.state, tensors, content)
@@ -76,14 +116,15 @@ class RunDir:
         """Add a line to metrics.jsonl."""
 
         def add() -> None:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(_line(line))
+            with open_append(self.metrics) as file:
+                file.write(_line(line).encode())
 
         self._guarded(self.metrics, add)
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """The run is complete."""
-        self._guarded(self.result, lambda: write_json(self.result, result))
+        content: dict[str, Any] = json.loads(json.dumps(as_json(result)))  # as it will be read
+        self._guarded(self.result, lambda: write_json(self.result, {**content, "sha256": json_digest(content)}))
         self.state.unlink(missing_ok=True)
 
     def _make(self, config: Mapping[str, Any]) -> None:
@@ -94,11 +135,11 @@ class RunDir:
                 f"fit: out={str(self.folder)!r} cannot be made a folder ({error.strerror}); name another one"
             ) from error
         self._lock = _lock_folder(self.folder)
-        for rest in self.folder.glob(".*.*.unfinished"):  # of a write that was interrupted
-            rest.unlink(missing_ok=True)
+        remove_unfinished(self.folder)  # of writes that were interrupted
         path = self.folder / "config.json"
         if path.exists():
-            before = migrate_config(_read(path))
+            with refused_as(f"fit: {path} is not what a run writes", CheckpointError):
+                before = migrate_config(_read(path))
             _check_same(self.folder, before, json.loads(json.dumps(config)))
             threads = before.get("threads")
             if isinstance(threads, int) and config.get("threads") not in (None, threads):
@@ -211,12 +252,11 @@ def _flat(content: Mapping[str, Any], stem: str = "") -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"fit: {path} is not JSON ({error}); name another folder, or remove this one") from error
+    advice = "name another folder, or remove this one"
+    with refused_as(f"fit: {path} cannot be read", CheckpointError):
+        content = read_json(path, advice=advice)
     if not isinstance(content, dict):
-        raise CheckpointError(f"fit: {path} is not what a run writes; name another folder, or remove this one")
+        raise CheckpointError(f"fit: {path} is not what a run writes; {advice}")
     return cast("dict[str, Any]", content)
 
 

@@ -18,7 +18,7 @@ from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
-from moesaic.training.checkpoint import Metadata, save_network
+from moesaic.training.checkpoint import CheckpointError, Metadata, save_network
 from moesaic.training.features import FeatureBatches, one_thread
 from moesaic.training.freezing import eval_frozen
 from moesaic.training.interruption import stop_requested, stoppable
@@ -28,6 +28,7 @@ from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir
 from moesaic.training.trackers import Tracker
 from moesaic.training.train_step import TrainStep
+from moesaic.validated_json import refused_as
 
 __all__ = ["Trainer", "evaluate"]
 
@@ -327,19 +328,8 @@ class Trainer:
             return
         found = self.run_dir.read_state()
         if found is not None:
-            tensors, content = found
-            self.train_step.restore(tensors, content["train_step"])
-            for callback in self.callbacks:
-                if callback.name in content["callbacks"]:
-                    stem = f"callback.{callback.name}."
-                    own = {name.removeprefix(stem): tensors[name] for name in tensors if name.startswith(stem)}
-                    callback.load_state_dict({**content["callbacks"][callback.name], **own})
-            self._loss.copy_(tensors["loss"])
-            self._correct.copy_(tensors["correct"])
-            self.epochs = [Epoch.from_json(each) for each in content["epochs"]]
-            self._done = self._resumed = content["batches"]
-            self._alarms = tuple(content["alarms"])
-            self._stopwatch.seconds = content["seconds"]
+            with refused_as(f"fit: {self.run_dir.state} is of another run, or damaged", CheckpointError):
+                self._restore(*found)
             self.progress.log(f"continuing after epoch {len(self.epochs)} of {self.recipe.epochs}")
             if (threads := self.run_dir.other_threads) is not None:
                 self.progress.log(
@@ -347,6 +337,20 @@ class Trainer:
                     f"result may differ from one with a single count; OMP_NUM_THREADS={threads} keeps it the same"
                 )
         self.run_dir.write_metrics(epoch.to_json() for epoch in self.epochs)
+
+    def _restore(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
+        self.train_step.restore(tensors, content["train_step"])
+        for callback in self.callbacks:
+            if callback.name in content["callbacks"]:
+                stem = f"callback.{callback.name}."
+                own = {name.removeprefix(stem): tensors[name] for name in tensors if name.startswith(stem)}
+                callback.load_state_dict({**content["callbacks"][callback.name], **own})
+        self._loss.copy_(tensors["loss"])
+        self._correct.copy_(tensors["correct"])
+        self.epochs = [Epoch.from_json(each) for each in content["epochs"]]
+        self._done = self._resumed = content["batches"]
+        self._alarms = tuple(content["alarms"])
+        self._stopwatch.seconds = content["seconds"]
 
     def _refuse_divergence(self, loss: float, weights: bool = True) -> None:
         """Stop where the loss is not a number, or a weight, if these are to be checked."""

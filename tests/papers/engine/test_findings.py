@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,7 +160,7 @@ def test_a_finding_that_is_none_is_refused_with_its_place(tmp_path: Path, change
     assert complaint in str(error.value)
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("[{", "not a JSON file"), ("{}", "expected a list")])
+@pytest.mark.parametrize(("text", "complaint"), [("[{", "is not JSON"), ("{}", "expected a list")])
 def test_a_damaged_file_says_so(tmp_path: Path, text: str, complaint: str):
     (tmp_path / "charts.json").write_text(text, "utf-8")
     with pytest.raises(ValueError, match=complaint):
@@ -170,12 +171,10 @@ def test_a_write_that_fails_leaves_the_file_of_before_and_nothing_else(tmp_path,
     path = tmp_path / "result.json"
     write_atomic(path, b"before")
 
-    def full(self: Path, content: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(content[:2])
+    def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
         write_atomic(path, b"after")
     assert path.read_bytes() == b"before"

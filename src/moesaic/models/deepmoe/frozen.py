@@ -10,24 +10,22 @@ channels can be gathered without asking whether a weight has changed, a hook is 
 
 from __future__ import annotations
 
-from copy import deepcopy
-from typing import Any, cast, overload
+from typing import cast, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from moesaic import context_stacks
 from moesaic.layers.channel_moe import ChannelMoE, FrozenChannelMoE
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
+from moesaic.models.deepmoe.backbone_trace import sparse_modules, trace_layers, with_open_channels
 from moesaic.models.deepmoe.frozen_embedding import FrozenEmbedding
 from moesaic.models.deepmoe.frozen_sequence import FrozenConv, FrozenSequence
-from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.ops import autocast_off
 from moesaic.ops.channel import costs
-from moesaic.ops.channel.bn_folding import fold_norm
 from moesaic.ops.channel.costs import ConvCosts
 from moesaic.ops.channel.gathered_conv import BlockLayout, group_samples
 from moesaic.ops.channel.workspace import Workspace, WorkspacePool
@@ -82,10 +80,10 @@ class FrozenDeepMoE(FrozenModule):
         self.in_channels: int = cast(nn.Conv2d, model.embedding.body[0]).in_channels
         self._embedding = FrozenEmbedding(model.embedding)
         self._heads = FrozenHeads(list(model.heads().values()))
-        graph = _LayerTracer().trace(model.backbone)
-        modules = _frozen_modules(model.backbone, graph)
+        graph = trace_layers(model.backbone)
+        modules = sparse_modules(model.backbone, graph, _frozen_conv)
         self._sequence = FrozenSequence.of(graph, modules, model.gated)
-        self.backbone = _with_open_channels(graph, modules)
+        self.backbone = with_open_channels(graph, modules, FrozenConv)
         self._gated = [cast(FrozenConv, modules[name]) for name in model.gated]
         self._layout = BlockLayout.of(layer.conv for layer in self._gated)
         self._producers = [None if of.producer is None else model.gated.index(of.producer) for of in self._gated]
@@ -145,58 +143,5 @@ class FrozenDeepMoE(FrozenModule):
                 layer.call_routing_hooks(routing)
 
 
-class _LayerTracer(fx.Tracer):
-    """Treats gated convolutions and their consumers as leaves."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (GatedConv, ConsumerConv)) or super().is_leaf_module(m, module_qualified_name)
-
-
-def _frozen_modules(backbone: nn.Module, graph: fx.Graph) -> dict[str, Any]:
-    """Frozen copies of the modules and tensors that a trace refers to, by name."""
-    compact = _compact_layers(backbone)
-    copies: dict[int, Any] = {}
-    found: dict[str, Any] = {}
-    for node in graph.nodes:
-        if node.op not in ("call_module", "get_attr"):
-            continue
-        name = str(node.target)
-        parent, _, attribute = name.rpartition(".")
-        module = getattr(backbone.get_submodule(parent), attribute)
-        if isinstance(module, GatedConv):
-            conv = fold_norm(module.weights())
-            found[name] = FrozenConv(conv, module.name, module.producer, compact=module.name in compact).eval()
-        elif isinstance(module, ConsumerConv):
-            conv = fold_norm(_channel_conv(module))
-            found[name] = FrozenConv(conv, None, module.producer, compact=False).eval()
-        else:
-            found[name] = deepcopy(module, copies)
-            found[name].requires_grad_(False)
-    return found
-
-
-def _compact_layers(backbone: nn.Module) -> set[str]:
-    """The gated layers whose consumers read maps of only the open channels."""
-    if any(isinstance(module, nn.PReLU) and module.num_parameters > 1 for module in backbone.modules()):
-        return set()  # it has a weight per channel
-    consumers = [module for module in backbone.modules() if isinstance(module, (GatedConv, ConsumerConv))]
-    return {consumer.producer for consumer in consumers if consumer.producer is not None}
-
-
-def _channel_conv(conv: ConsumerConv) -> ChannelConv:
-    padding = cast("tuple[int, int]", conv.padding)[0]
-    return ChannelConv(
-        conv.weight, conv.bias, None, conv.stride[0], padding, "identity", conv.out_channels, conv.block_in
-    )
-
-
-def _with_open_channels(graph: fx.Graph, modules: dict[str, Any]) -> fx.GraphModule:
-    """The traced network, with the open channels of all gated layers as a second argument."""
-    image = next(node for node in graph.nodes if node.op == "placeholder")
-    with graph.inserting_after(image):
-        opened = graph.placeholder("opened")
-    for node in graph.nodes:
-        node.type = None  # annotations that are strings cannot be pickled
-        if node.op == "call_module" and isinstance(modules[str(node.target)], FrozenConv):
-            node.args = (*node.args, opened)
-    return fx.GraphModule(modules, graph)
+def _frozen_conv(conv: ChannelConv, name: str | None, producer: str | None, compact: bool) -> FrozenConv:
+    return FrozenConv(conv, name, producer, compact=compact)

@@ -31,13 +31,17 @@ class ActiveGates:
 
     def replace(self, routing: Mapping[str, Routing] | None) -> Mapping[str, Routing] | None:
         """Sets the gates and returns those that were set before; None for none."""
-        before: Mapping[str, Routing] | None = getattr(self._thread, "routing", None)
+        before = self.current()
         self._thread.routing = routing
         return before
 
+    def current(self) -> Mapping[str, Routing] | None:
+        """The gates that are set; None for none."""
+        return getattr(self._thread, "routing", None)
+
     def of(self, name: str) -> Routing:
         """The gates of a layer, while a batch runs."""
-        routing: Mapping[str, Routing] | None = getattr(self._thread, "routing", None)
+        routing = self.current()
         if routing is None:
             raise RuntimeError(
                 f"DeepMoE: {name} has no gates outside of its DeepMoE; call the DeepMoE, not its backbone"

@@ -86,7 +86,7 @@ class RoutedPixels:
             map_size=(H, W),
             image_R=per_pixel(image_P),
             expert_R=per_pixel(expert_P),
-            position_R=patch_pixels(patch_P, W, spec.patch_size).flatten(),
+            position_R=_pixels(patch_P, (H, W), spec.patch_size).flatten(),
             gate_R=per_pixel(gate_P),
             used_R=None if used_P is None else per_pixel(used_P),
             ends_E=ends_E,
@@ -239,9 +239,9 @@ class RoutedPixels:
         """Returns the tables of `tap_targets`, and a function that looks a table up for the R pixels.
 
         Tables cover all positions of one map, which are few. Under torch.compile they are computed for the R pixels
-        themselves, because Inductor fails on the index arithmetic of the lookup.
+        themselves, because Inductor fails on the index arithmetic of the lookup. ONNX runtimes compute tables once.
         """
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_compiling() and not torch.onnx.is_in_onnx_export()
         positions = self.position_R if compiling else torch.arange(self.area, device=self.position_R.device)
         tables = tap_targets(positions, self.map_size, kernel, self.spec.patch_size, self.spec.context)
 
@@ -276,6 +276,14 @@ def _shift(coordinate_Q: Tensor, offset_k: Tensor, size: int, extent: int) -> tu
     shifted = coordinate + offset_k
     inside = shifted.div(extent, rounding_mode="floor") == coordinate // extent
     return shifted.clamp(0, size - 1), inside
+
+
+def _pixels(patch_P: Tensor, map_size: tuple[int, int], p: int) -> Tensor:
+    """`patch_pixels`, looked up in ONNX, where an integer division is seven operations."""
+    H, W = map_size
+    if not torch.onnx.is_in_onnx_export():
+        return patch_pixels(patch_P, W, p)
+    return patch_pixels(torch.arange((H // p) * (W // p)), W, p).index_select(0, patch_P)
 
 
 def patch_pixels(patch_P: Tensor, W: int, p: int) -> Tensor:

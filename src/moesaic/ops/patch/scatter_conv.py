@@ -95,7 +95,8 @@ def scatter_conv_with_background(values: Tensor, weight: Tensor, index: ScatterI
 def scatter_add(taps_RkO: Tensor, index: ScatterIndex) -> Tensor:
     """Adds contributions (R, ks·ks, O) to their rows: (rows, O)."""
     y = taps_RkO.new_zeros(index.rows + index.dummy_rows, taps_RkO.shape[2])
-    return y.index_add_(0, index.row_Rk.flatten(), taps_RkO.flatten(0, 1))[: index.rows]
+    y = y.index_add_(0, index.row_Rk.flatten(), taps_RkO.flatten(0, 1))
+    return y[: index.rows] if index.dummy_rows else y
 
 
 def bn_relu_minus_background(values: Tensor, scale_EC: Tensor, shift_EC: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from moesaic.fidelity import Fidelity
-from moesaic.files import read_records, write_json
+from moesaic.files import write_json
+from moesaic.validated_json import read_records
 
 __all__ = ["VERDICTS", "Claim", "Finding", "GlossaryEntry", "Source", "read_findings", "write_findings"]
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from moesaic import keyed_random
 from moesaic.checks import check_choice, check_positive
+from moesaic.validated_json import MAX_FILE_BYTES, InvalidFile, read_bytes, read_stream
 
 __all__ = ["SOURCES", "SentenceSource", "Sentences", "find_sentences", "load_sentences", "read_sentences"]
 
@@ -161,18 +162,18 @@ def read_sentences(path: str | Path, source: SentenceSource) -> dict[str, int]:
     for column in (source.text, source.label):
         if column not in header:
             there = ", ".join(map(repr, header)) or "none"
-            raise ValueError(f"{path}: has no column {column!r}; there is {there}: name yours in a SentenceSource")
+            raise InvalidFile(f"{path}: has no column {column!r}; there is {there}: name yours in a SentenceSource")
     text_at, label_at = header.index(source.text), header.index(source.label)
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
-            raise ValueError(
+            raise InvalidFile(
                 f"{path}: row {number} has {len(row)} fields, the header {len(header)}; put quotes around a text "
                 "that contains commas or line ends"
             )
         label = row[label_at].strip()
         if label not in source.labels:
             known = ", ".join(map(repr, source.labels))
-            raise ValueError(
+            raise InvalidFile(
                 f"{path}: row {number} has the label {label!r}; for {source.language} the labels {known} are known: "
                 "correct the row, or say in SentenceSource(labels=...) what it means"
             )
@@ -183,16 +184,16 @@ def read_sentences(path: str | Path, source: SentenceSource) -> dict[str, int]:
 
 
 def _rows(path: Path) -> Iterator[list[str]]:
-    content = path.read_bytes()
+    content = read_bytes(path)
     if content[:2] == _GZIP_MAGIC:
         try:
-            content = gzip.decompress(content)
+            content = read_stream(gzip.GzipFile(fileobj=io.BytesIO(content)), MAX_FILE_BYTES, str(path))
         except (OSError, EOFError, zlib.error) as damage:
-            raise ValueError(f"{path}: damaged gzip file ({damage}); fetch it again") from damage
+            raise InvalidFile(f"{path}: damaged gzip file ({damage}); fetch it again") from damage
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as odd:
-        raise ValueError(
+        raise InvalidFile(
             f"{path}: byte {odd.start} is not UTF-8 ({odd.reason}); save the file in that encoding"
         ) from odd
     if "\n" in text:
@@ -203,7 +204,7 @@ def _rows(path: Path) -> Iterator[list[str]]:
         try:
             row = next(rows, None)
         except csv.Error as fault:
-            raise ValueError(f"{path}: line {rows.line_num} is no CSV ({fault}); look for a quote too many") from fault
+            raise InvalidFile(f"{path}: line {rows.line_num} is no CSV ({fault}); look for a quote too many") from fault
         if row is None:
             return
         if row:
