@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -134,6 +135,22 @@ def test_a_signal_outside_training_interrupts_at_once(signals: None, name: str, 
 
     assert run_guarded("theory", ["theory", "--n", "16"], run) == 128 + number
     assert capsys.readouterr().err.endswith("theory --n 16\n")
+
+
+def test_a_signal_in_a_destructor_is_not_lost(signals: None, capsys: pytest.CaptureFixture[str]):
+    class Signalled:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run() -> int:
+        work_begins()
+        Signalled()
+        never = threading.Event()
+        while True:
+            never.wait(1)
+
+    assert run_guarded("theory", ["theory"], run) == 128 + signal.SIGTERM
+    assert "Exception ignored" not in capsys.readouterr().err
 
 
 def test_an_ignored_signal_stays_ignored():

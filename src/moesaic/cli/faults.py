@@ -100,12 +100,30 @@ def signal_handlers(given: Sequence[str], *, process_ends: bool = False) -> Gene
     handled = [number for number, handler in before.items() if handler not in (signal.SIG_IGN, None)]
     for number in handled:
         signal.signal(number, handle)
+    hook_before, sys.unraisablehook = sys.unraisablehook, _raise_again
     try:
         yield
     finally:
+        sys.unraisablehook = hook_before
         for number in handled:
             signal.signal(number, signal.SIG_IGN if process_ends else before[number])
         _reset()
+
+
+def _raise_again(lost: sys.UnraisableHookArgs) -> None:
+    """Repeats an interruption that came in a destructor, where Python drops exceptions."""
+    if not isinstance(lost.exc_value, Interrupted):
+        sys.__unraisablehook__(lost)
+        return
+
+    def repeat() -> None:
+        if _signals.working and _signals.received is not None:
+            os.kill(os.getpid(), _signals.received)
+
+    _signals.raised = False
+    timer = threading.Timer(0.02, repeat)
+    timer.daemon = True
+    timer.start()
 
 
 def _reset() -> None:
