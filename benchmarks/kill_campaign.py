@@ -59,6 +59,11 @@ COMMANDS = {
         lambda at: read(at / "out" / "result.json")["runs"],
         "out/**/*.json",
     ),
+    "reproduce": Command(
+        ["reproduce", "--preset", "quick", "--claim", "fig8", "--device", "cpu", "--out", "out"],
+        lambda at: (read(at / "out" / "claims.json"), read(at / "out" / "charts.json")),
+        "out/cells/*.json",
+    ),
     "explain": Command(
         ["explain", "trained", "pets", "--device", "cpu", "--out", "out"],
         lambda at: read(at / "out" / "explanation.json"),

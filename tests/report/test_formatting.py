@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from moesaic.report.formatting import listed, number, percent, printable
+from moesaic.report.formatting import listed, number, percent, short_name
 
 
 @pytest.mark.parametrize(
@@ -65,6 +65,6 @@ def test_names_are_joined_with_commas_and_one_and():
 
 
 def test_a_name_is_shortened_beyond_its_limit_and_not_at_it():
-    assert printable("x" * 24) == "x" * 24
-    assert printable("x" * 25) == "x" * 23 + "…"
-    assert printable("abcdef", 5) == "abcd…"
+    assert short_name("x" * 24) == "x" * 24
+    assert short_name("x" * 25) == "x" * 23 + "…"
+    assert short_name("abcdef", 5) == "abcd…"
