@@ -14,9 +14,11 @@ from training.squares import TASK
 from training.trained import save_run
 
 from moesaic.models.registry import ModelSpec
+from moesaic.models.spec_limits import check_spec
 from moesaic.training.checkpoint import load_checkpoint, load_weights
 from moesaic.training.load import load
 from moesaic.training.model_for_dataset import spec_for_dataset
+from moesaic.validated_json import InvalidFile
 
 SPEC = ModelSpec("wrn10_1", {"num_classes": 3})
 HEADER: dict[str, Any] = {
@@ -220,3 +222,27 @@ def test_names_cannot_send_escapes_to_a_terminal(tmp_path):
 def test_a_fifo_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     refusal(tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "conversion"),
+    [
+        ("wrn10_1", {"head": "routed", "experts": 2, "patches_per_expert": 2}, None),
+        ("wrn10_1", {}, {"layer": ["body.group2.0.conv2"], "experts": 2, "patch_size": "nearest-4", "pad": True}),
+        ("wrn10_1", {}, {"layer": ["body.group2.0.conv2"], "experts": 2, "patch_size": "auto"}),
+    ],
+)
+def test_what_the_command_line_can_spell_passes(name, arguments, conversion):
+    conversions = () if conversion is None else (conversion,)
+    check_spec(ModelSpec(name, {"num_classes": 2, **arguments}, conversions), "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "conversion"),
+    [({"experts": 2}, None), ({}, {"layer": ["a"], "experts": 2, "patch_size": "nearest-x"})],
+    ids=["head options without a head", "no such patch size"],
+)
+def test_what_no_command_spells_is_refused(arguments, conversion):
+    conversions = () if conversion is None else (conversion,)
+    with pytest.raises(InvalidFile):
+        check_spec(ModelSpec("wrn10_1", {"num_classes": 2, **arguments}, conversions), "model.safetensors")

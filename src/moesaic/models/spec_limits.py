@@ -52,6 +52,7 @@ TIMM_OPTIONS = (
 )
 """Arguments of timm's networks that a file may give."""
 _TIMM_NAME = re.compile(r"timm/[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)?")
+_CHOSEN_PATCH_SIZE = re.compile(r"auto|nearest-\d{1,4}")
 _WIDE_RESNET_NAME = re.compile(r"wrn(\d+)_(\d+)(_pmoe)?")
 
 
@@ -69,7 +70,8 @@ def check_spec(spec: ModelSpec, where: str) -> None:
         known: Collection[str] = TIMM_OPTIONS
     else:
         try:
-            known = ("num_classes", *model_options(spec.name), *_WEIGHTS)
+            head = HEAD_OPTIONS if "head" in spec.arguments else ()
+            known = ("num_classes", *model_options(spec.name), *head, *_WEIGHTS)
         except ValueError as unknown:
             raise InvalidFile(f"{where}: {printable(str(unknown))}") from unknown
     _check_arguments(spec.name, spec.arguments, known, where)
@@ -117,7 +119,7 @@ def _fault(name: str, value: Any) -> str:
         if any(isinstance(item, list) for item in items):
             return "has lists in it"
         return next((fault for fault in (_fault(name, item) for item in items) if fault), "")
-    if value is None or (name, value) == ("patch_size", "auto"):
+    if value is None or (name == "patch_size" and isinstance(value, str) and _CHOSEN_PATCH_SIZE.fullmatch(value)):
         return ""
     if name in _SIZES and (isinstance(value, bool) or not isinstance(value, int)):
         return "is not a whole number"
