@@ -118,7 +118,13 @@ def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, 
             sums = _scatter_conv_ragged(values, weight, pixels)
     else:
         scale, shift = _scale_and_shift(values, pixels, x, norm)
-        if pixels.ends_E is None:
+        if torch.compiler.is_exporting() and pixels.ends_E is None:
+            # a background apart from the values depends on weights alone: whoever runs the graph computes it once
+            background_input = shift.relu().unsqueeze(1)
+            values = (values.to(scale.dtype) * scale.unsqueeze(1) + shift.unsqueeze(1)).relu() - background_input
+            sums = scatter_conv(values.to(weight.dtype), weight, pixels.scatter_index(ks))
+            taps = tap_matmul(background_input.to(weight.dtype), weight).squeeze(1)
+        elif pixels.ends_E is None:
             values = bn_relu_minus_background(values.to(scale.dtype), scale, shift).to(weight.dtype)
             if is_eager_cpu(values, weight):
                 index = pixels.scatter_index(ks, background=True)

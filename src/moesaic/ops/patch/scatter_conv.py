@@ -48,7 +48,13 @@ def tap_matmul(values_EMC: Tensor, weight: Tensor) -> Tensor:
     [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0, 24.0]
     """
     E, O, _, ks, _ = weight.shape
-    contributions = torch.bmm(values_EMC, tap_matrix(weight).transpose(1, 2))
+    matrices = tap_matrix(weight).transpose(1, 2)
+    if torch.compiler.is_exporting():
+        # ONNX Runtime packs the weights of a matmul once if they are a matrix, and in every run if they are a batch
+        each = [values @ matrix for values, matrix in zip(values_EMC.unbind(), matrices.unbind(), strict=True)]
+        contributions = torch.stack(each)
+    else:
+        contributions = torch.bmm(values_EMC, matrices)
     return contributions.view(E, values_EMC.shape[1], ks * ks, O)
 
 
