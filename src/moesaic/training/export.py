@@ -208,7 +208,7 @@ def _write_aoti(
             inductor_configs={"aot_inductor.metadata": {_METADATA: _json(metadata)}},
         )
         found = aoti_load_package(str(unfinished))(example)
-        # torch 2.13 compiles mixtures of networks without an error, and wrongly
+        # mixtures of networks compile under torch 2.13 without an error, and give other logits
         if not torch.allclose(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max())):
             raise ValueError(
                 f"export: compiled by AOTInductor the network gives other logits, by up to "
