@@ -477,7 +477,7 @@ STEM = "timm/resnet18:pretrained"
     [
         ((STEM,), tuple(f"{STEM}:head={head}" for head in HEADS)),
         ((f"{STEM}:head=routed:experts=4",), (f"{STEM}:head=mean", f"{STEM}:head=routed:experts=4")),
-        ((f"{STEM}:head=mean",), (f"{STEM}:head=attention", f"{STEM}:head=mean")),
+        ((f"{STEM}:head=mean",), (f"{STEM}:head=mean", f"{STEM}:head=routed")),
         (
             ("wrn10_1:convert=body.group3.0.conv2:experts=4",),
             ("wrn10_1", "wrn10_1:convert=body.group3.0.conv2:experts=4"),

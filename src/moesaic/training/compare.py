@@ -393,11 +393,11 @@ def expand_models(models: Sequence[str]) -> tuple[str, ...]:
     """Returns the comparison that naming a single network stands for; several stay as they are.
 
     A converted network is compared with itself before the conversion, a routed wide residual network with the dense
-    one, and a pretrained network of timm with other heads on its backbone (`HEADS`), or its own head with the first of
-    them.
+    one. Of a pretrained network of timm, the heads in `HEADS` are compared on its backbone, or the head that it names
+    with the first of the others; mean pooling is the baseline.
 
-    >>> expand_models(["timm/resnet18:pretrained"])[1:]
-    ('timm/resnet18:pretrained:head=attention', 'timm/resnet18:pretrained:head=routed')
+    >>> expand_models(["timm/resnet18:pretrained"])
+    ('timm/resnet18:pretrained:head=mean', 'timm/resnet18:pretrained:head=routed')
     >>> expand_models(["wrn10_2_pmoe:experts=8"])
     ('wrn10_2', 'wrn10_2_pmoe:experts=8')
     """
@@ -421,7 +421,8 @@ def expand_models(models: Sequence[str]) -> tuple[str, ...]:
         return tuple(f"{model}:head={each}" for each in HEADS)
     other = next(each for each in HEADS if each != own[1])
     stem = ":".join(part for part in model.split(":") if part.split("=")[0] not in ("head", *HEAD_OPTIONS))
-    return f"{stem}:head={other}", model
+    pair = f"{stem}:head={other}", model
+    return pair if other == HEADS[0] else pair[::-1]
 
 
 def short_names(models: Sequence[str]) -> list[str]:
