@@ -15,6 +15,7 @@ NAMES = [
     "plain",
     'a,b;c"d',
     "two\nlines",
+    "two\rlines",
     "=cmd|' /C calc'!A0",
     "+1",
     "-1",

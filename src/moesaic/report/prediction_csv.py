@@ -6,8 +6,6 @@ like a formula gets "./" in front, which names the same file; any other cell get
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Sequence
 
@@ -44,25 +42,29 @@ class PredictionCSV:
 
     def encode(self) -> bytes:
         """Returns the file in UTF-8; bytes of a file name that are not UTF-8 stay what they are."""
-        text = io.StringIO(newline="")
-        writer = csv.writer(text, lineterminator="\n")
         patches = [
             f"patches {name} {rows}x{columns}".replace("  ", " ") for name, (rows, columns) in self._layers.items()
         ]
         header = ["path", "class", "probability", *(f"probability {name}" for name in self._classes), "macs", *patches]
-        writer.writerow(header)
+        lines = [header]
         for path, prediction in self._rows:
             (best,) = prediction.top(1)
-            writer.writerow(
+            lines.append(
                 [
                     _inert_path(path),
                     _inert(self._classes[best]),
                     *(f"{share:.9g}" for share in (prediction.probabilities[best], *prediction.probabilities)),
-                    prediction.macs,
+                    str(prediction.macs),
                     *(_patches(prediction.patches.get(name)) for name in self._layers),
                 ]
             )
-        return text.getvalue().encode("utf-8", "surrogateescape")
+        text = "".join(",".join(map(_quoted, line)) + "\n" for line in lines)
+        return text.encode("utf-8", "surrogateescape")
+
+
+def _quoted(cell: str) -> str:
+    """Quotes a cell where a reader would end it; Python's writer leaves a lone carriage return as it is."""
+    return '"' + cell.replace('"', '""') + '"' if any(mark in cell for mark in ',"\r\n') else cell
 
 
 def _patches(selected: SelectedPatches | None) -> str:
