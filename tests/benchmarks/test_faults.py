@@ -1,7 +1,11 @@
-"""The bit flips of benchmarks/faults.py, a few of them: noticed or harmless."""
+"""A few of the bit flips and kills of benchmarks/faults.py: noticed or harmless, and without effect."""
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -29,3 +33,15 @@ def test_a_change_that_is_used_would_be_reported(faults: ModuleType, tmp_path):
     assert faults.outcome(subject, tmp_path) == "harmless"
     faults.flip(tmp_path / "a", 3)
     assert faults.outcome(subject, tmp_path) == "silent"
+
+
+def test_commands_that_were_killed_end_like_undisturbed_ones(tmp_path):
+    script, out = Path(__file__).parents[2] / "benchmarks" / "faults.py", tmp_path / "faults.json"
+    given = ["--flips", "0", "--kills", "3", "--commands", "train,compare", "--seed", str(SEED), "--out", str(out)]
+    # a process of its own: one that has computed in several threads cannot be forked
+    ran = subprocess.run([sys.executable, str(script), *given], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    kills = json.loads(out.read_text())["kills"]
+    assert kills["count"] >= 3
+    assert kills["faults"] == []
+    assert sum(each["identical"] for each in kills["runs"].values()) >= 1
