@@ -405,7 +405,7 @@ def run_one(target: Target, content: bytes, folder: Path) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             target.read(content, folder)
-    except InvalidFile as error:
+    except (InvalidFile, ImportError) as error:  # a header may name a network of timm, which may be missing here
         return "refused" if "\n" not in str(error) else f"a message of several lines: {error}"
     except KeyboardInterrupt:
         raise
