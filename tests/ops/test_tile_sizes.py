@@ -10,9 +10,9 @@ from moesaic.ops import tile_sizes
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MOESAIC_CACHE", str(tmp_path))
-    tile_sizes._read_cache.cache_clear()
+    tile_sizes.forget_tiles()
     yield tmp_path
-    tile_sizes._read_cache.cache_clear()
+    tile_sizes.forget_tiles()
 
 
 def times(spent):
@@ -176,3 +176,17 @@ def test_a_cache_that_nests_too_deep_is_not_used(cache):
     file.write_text('{"tiles": ' + "[" * 100_000)
     with pytest.warns(UserWarning, match="the measured tiles in .* cannot be read"):
         assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
+
+
+def test_a_launch_looks_up_its_tile_once(monkeypatch):
+    asked = []
+    monkeypatch.setattr(tile_sizes, "_cached_or_default", lambda name, default: asked.append(name) or default)
+    for _ in range(3):
+        assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 81) == (16, 16, 1)
+    assert asked == ["scatter 64 80", "scatter 64 81"]
+
+
+def test_a_default_that_depends_on_more_than_the_sizes_is_respected():
+    assert tile_sizes.tile("scatter", (16, 16, 1), 64, 80) == (16, 16, 1)
+    assert tile_sizes.tile("scatter", (32, 16, 1), 64, 80) == (32, 16, 1)

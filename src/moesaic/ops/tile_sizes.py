@@ -23,7 +23,7 @@ from moesaic.cache_dir import default_cache_dir
 from moesaic.files import write_json
 from moesaic.validated_json import InvalidFile, decode, read_json
 
-__all__ = ["CANDIDATES", "Tile", "tile", "tile_file", "tune"]
+__all__ = ["CANDIDATES", "Tile", "forget_tiles", "tile", "tile_file", "tune"]
 
 Tile = tuple[int, ...]
 
@@ -70,16 +70,29 @@ _MAX_SIDE = 2**16
 
 _trial: dict[str, Tile] = {}
 _requested: dict[str, tuple[str, Tile]] | None = None
+_resolved: dict[tuple[Any, ...], Tile] = {}
+"""Tiles that were looked up before: a launch must not spend time on paths and names."""
 
 
 def tile(kernel: str, default: Tile, *sizes: int) -> Tile:
-    """The tile for a kernel and sizes: the one being timed, the one measured fastest on this GPU, or the default."""
+    """The tile for a kernel and sizes: the one being timed, the one measured fastest on this GPU, or the default.
+
+    The cache file is read once per process and GPU: tiles that another process measures apply from the next start on.
+    """
+    tuning = _requested is not None or bool(_trial)
+    key = (_current_gpu(), kernel, default, sizes)
+    known = None if tuning else _resolved.get(key)
+    if known is not None:
+        return known
     name = f"{kernel} {' '.join(map(str, sizes))}"
     if _requested is not None:
         _requested.setdefault(name, (kernel, default))
     if name in _trial:
         return _trial[name]
-    return _cached_or_default(name, default)
+    found = _cached_or_default(name, default)
+    if not tuning:
+        _resolved[key] = found
+    return found
 
 
 def tile_file() -> Path:
@@ -167,6 +180,11 @@ class _Trials:
         return self.best
 
 
+def _current_gpu() -> int:
+    """The index of the current GPU, -1 where CUDA is not in use."""
+    return torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+
+
 @contextmanager
 def _recording() -> Generator[dict[str, tuple[str, Tile]]]:
     global _requested
@@ -215,4 +233,10 @@ def _write_cache(file: Path, found: dict[str, Tile]) -> None:
     tiles = _read_cache(str(file)) | found
     file.parent.mkdir(parents=True, exist_ok=True)
     write_json(file, {"tiles": {name: list(tiles[name]) for name in sorted(tiles)}})
+    forget_tiles()
+
+
+def forget_tiles() -> None:
+    """Read the cache file anew at the next launch."""
     _read_cache.cache_clear()
+    _resolved.clear()

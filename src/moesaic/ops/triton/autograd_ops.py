@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
+from moesaic.ops.direct_operator import direct_operator
 from moesaic.ops.triton import expert_choice, mlp, pointwise
 from moesaic.ops.triton.activation import ACTIVATIONS
 from moesaic.ops.triton.background import background_gradients
@@ -74,7 +74,7 @@ __all__ = ["patch_conv", "patch_mlp", "patch_route", "patch_slots", "patch_stati
 # expert choice -------------------------------------------------------------------------------------------------------
 
 
-@custom_op("moesaic::patch_route", mutates_args=())
+@direct_operator("moesaic::patch_route")
 def patch_route(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Scores (B, N, E) of x under kernels (E, C, p, p), each expert's top patches (B, E, L), gates and slots."""
     return expert_choice.choose_patches(to_nhwc(x), router_by_pixel(router), patches, router.shape[2], gate_kind)
@@ -91,7 +91,7 @@ def _(x: Tensor, router: Tensor, patches: int, gate_kind: int) -> tuple[Tensor, 
     return x.new_empty(B, N, E, dtype=acc_type), index, gate, x.new_empty(B, E, N, dtype=torch.int32)
 
 
-@custom_op("moesaic::patch_route_backward", mutates_args=())
+@direct_operator("moesaic::patch_route_backward")
 def patch_route_backward(
     grad_scores: Tensor, grad_gate: Tensor, x: Tensor, router: Tensor, scores: Tensor, gate: Tensor, slots: Tensor,
     gate_kind: int,
@@ -131,7 +131,7 @@ def _route_backward(ctx: Any, grad_scores: Tensor | None, _index: None, grad_gat
 patch_route.register_autograd(_route_backward, setup_context=_route_setup)
 
 
-@custom_op("moesaic::patch_slots", mutates_args=())
+@direct_operator("moesaic::patch_slots")
 def patch_slots(index: Tensor, patches: int) -> Tensor:
     """Slots (B, E, N) of an index (B, E, L)."""
     return expert_choice.slots_from_index(index.contiguous(), patches)
@@ -142,7 +142,7 @@ def _(index: Tensor, patches: int) -> Tensor:
     return index.new_empty(index.shape[0], index.shape[1], patches, dtype=torch.int32)
 
 
-@custom_op("moesaic::patch_statistics", mutates_args={"running_mean", "running_var"})
+@direct_operator("moesaic::patch_statistics", mutates=("running_mean", "running_var"))
 def patch_statistics(
     x: Tensor, index: Tensor, gate: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
     patch_size: int,
@@ -162,7 +162,7 @@ def _(x, index, gate, running_mean, running_var, momentum, patch_size):
 # convolutions --------------------------------------------------------------------------------------------------------
 
 
-@custom_op("moesaic::patch_conv", mutates_args=())
+@direct_operator("moesaic::patch_conv")
 def patch_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, router: Tensor | None, norm_weight: Tensor | None,
     norm_bias: Tensor | None, constants: Sequence[Tensor | None], options: Sequence[int], eps: float,
@@ -210,7 +210,7 @@ def _(x, weight, bias, gate, router, norm_weight, norm_bias, constants, options,
     return y, values, ungated
 
 
-@custom_op("moesaic::patch_conv_backward", mutates_args=())
+@direct_operator("moesaic::patch_conv_backward")
 def patch_conv_backward(
     grad: Tensor, saved: Sequence[Tensor], inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None],
     options: Sequence[int], eps: float, need_input: bool, need_weight: bool,
@@ -361,7 +361,7 @@ patch_conv.register_autograd(_conv_backward, setup_context=_conv_setup)
 # MLPs ----------------------------------------------------------------------------------------------------------------
 
 
-@custom_op("moesaic::patch_mlp", mutates_args=())
+@direct_operator("moesaic::patch_mlp")
 def patch_mlp(
     x: Tensor, weight_in: Tensor, bias_in: Tensor | None, weight_out: Tensor, bias_out: Tensor | None, gate: Tensor,
     router: Tensor | None, norm_weight: Tensor | None, norm_bias: Tensor | None, constants: Sequence[Tensor | None],
@@ -413,7 +413,7 @@ def _(
     return y, weight_in.new_empty(E, M, C), weight_in.new_empty(E, M, J), weight_in.new_empty(E, M, J), outputs
 
 
-@custom_op("moesaic::patch_mlp_backward", mutates_args=())
+@direct_operator("moesaic::patch_mlp_backward")
 def patch_mlp_backward(
     grad: Tensor, saved: Sequence[Tensor], inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None],
     options: Sequence[int], eps: float, need_input: bool,

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
 from moesaic.models.wide_resnet.triton import pooled_kernels, pooled_line_kernels
+from moesaic.ops.direct_operator import direct_operator
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.launch import (
     PatchDims,
@@ -428,7 +428,7 @@ def _tap_gradient(
     return out
 
 
-@custom_op("moesaic::patch_conv_pooled", mutates_args=())
+@direct_operator("moesaic::patch_conv_pooled")
 def patch_conv_pooled(
     x: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor, router: Tensor | None, norm_weight: Tensor | None,
     norm_bias: Tensor | None, output_weight: Tensor, output_bias: Tensor, constants: Sequence[Tensor | None],
@@ -483,7 +483,7 @@ def _(
     )
 
 
-@custom_op("moesaic::patch_conv_pooled_backward", mutates_args=())
+@direct_operator("moesaic::patch_conv_pooled_backward")
 def patch_conv_pooled_backward(
     grad: Tensor, saved: Sequence[Tensor], inputs: Sequence[Tensor | None], constants: Sequence[Tensor | None],
     options: Sequence[int], eps: Sequence[float], need_input: bool, need_weight: bool,

@@ -18,9 +18,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
 from moesaic.models.wide_resnet.triton.thin_conv import two_tiles
+from moesaic.ops.direct_operator import direct_operator
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.launch import (
     acc_dtype,
@@ -109,7 +109,7 @@ def backward_kernel(
         tl.store(to + o2[None, :] * C, acc2, mask=(k < C)[:, None] & (o2 < O)[None, :])
 
 
-@custom_op("moesaic::thin_add", mutates_args=())
+@direct_operator("moesaic::thin_add")
 def thin_add(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Maps y (B, O, H, W) plus maps x (B, C, H, W) times kernels (O, C, 1, 1), all in channels_last."""
     O, C = weight.shape[:2]
@@ -131,7 +131,7 @@ def _(y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     return empty_map_like(y, weight.shape[0])
 
 
-@custom_op("moesaic::thin_add_backward", mutates_args=())
+@direct_operator("moesaic::thin_add_backward")
 def thin_add_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight; that of y is ``grad`` itself."""
     O, C = weight.shape[:2]

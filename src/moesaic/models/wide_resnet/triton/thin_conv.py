@@ -29,8 +29,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import custom_op
 
+from moesaic.ops.direct_operator import direct_operator
 from moesaic.ops.tile_sizes import tile
 from moesaic.ops.triton.launch import (
     acc_dtype,
@@ -222,7 +222,7 @@ def input_backward_kernel(
     tl.store(to, acc.to(out.dtype.element_ty), mask=live[:, None] & (c < C)[None, :])
 
 
-@custom_op("moesaic::thin_conv", mutates_args=())
+@direct_operator("moesaic::thin_conv")
 def thin_conv(x: Tensor, weight: Tensor) -> Tensor:
     """Maps (B, C, H, W) with a pixel of zeros all around, times kernels (O, C, 3, 3): maps (B, O, H, W)."""
     x = to_nhwc(x)
@@ -244,7 +244,7 @@ def _(x: Tensor, weight: Tensor) -> Tensor:
     return empty_map_like(x, weight.shape[0])
 
 
-@custom_op("moesaic::thin_conv_backward", mutates_args=())
+@direct_operator("moesaic::thin_conv_backward")
 def thin_conv_backward(
     grad: Tensor, x: Tensor, weight: Tensor, need_map: bool, need_weight: bool
 ) -> tuple[Tensor, Tensor]:

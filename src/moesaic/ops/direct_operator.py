@@ -1,0 +1,114 @@
+"""Custom operators that eager code calls without torch's dispatcher.
+
+A call of a ``torch.library.custom_op`` takes the host tens of microseconds, as long as several kernels: the schema is
+matched, arguments are flattened, outputs are checked for aliases. Tracing and dispatch modes need that. Eager code does
+not: there a `DirectOperator` runs the same implementation, with the same gradient in a `torch.autograd.Function`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.library import custom_op
+
+__all__ = ["DirectOperator", "direct_operator"]
+
+_PLAIN = (Tensor, nn.Parameter)
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
+_VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+
+
+class DirectOperator:
+    """An operator: called directly on plain tensors in eager mode, through the dispatcher otherwise.
+
+    Args:
+        name: Qualified name, such as ``"moesaic::patch_conv"``.
+        implementation: Computes the outputs; its annotations give the schema.
+        mutates: Names of the arguments that it changes in place.
+    """
+
+    def __init__(self, name: str, implementation: Callable[..., Any], mutates: Sequence[str] = ()) -> None:
+        self.operator: Any = custom_op(name, implementation, mutates_args=tuple(mutates))
+        self.__doc__ = implementation.__doc__
+        self._implementation = implementation
+        self._function: type[torch.autograd.Function] | None = None
+        parameters = implementation.__code__.co_varnames[: implementation.__code__.co_argcount]
+        self._mutated = tuple(parameters.index(each) for each in mutates)
+
+    def run(self, arguments: tuple[Any, ...]) -> Any:
+        """Computes the outputs below autograd, as the dispatcher does.
+
+        Without views: a permuted output would count as a view made inside of a function, which autograd does not let
+        the next layer change in place.
+        """
+        with _C._ExcludeDispatchKeyGuard(_VIEWS):
+            return self._implementation(*arguments)
+
+    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
+        """Registers the implementation for tracing, as ``torch.library`` does."""
+        return self.operator.register_fake(fake)
+
+    def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Registers the gradient, as ``torch.library`` does, for both ways of calling."""
+        self.operator.register_autograd(backward, setup_context=setup_context)
+        run = self.run
+
+        # setup_context inside of forward: given apart, torch binds the arguments by the signature at every call
+        class Direct(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *arguments: Any) -> Any:
+                output = run(arguments)
+                setup_context(ctx, arguments, output)
+                return output
+
+            @staticmethod
+            def backward(ctx: Any, *gradients: Any) -> Any:
+                found = backward(ctx, *gradients)
+                # a list of tensors has a list of gradients in an operator, None in a function
+                return tuple(None if isinstance(each, list) else each for each in found)
+
+        self._function = Direct
+
+    def __call__(self, *arguments: Any) -> Any:
+        if _needs_dispatch(arguments):
+            return self.operator(*arguments)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments)):
+            if self._function is None:  # has no gradient: the dispatcher says so when one is asked for
+                return self.operator(*arguments)
+            return cast("Any", self._function).apply(*arguments)
+        output = self.run(arguments)
+        if self._mutated:
+            torch.autograd.graph.increment_version([arguments[place] for place in self._mutated])
+        return output
+
+
+def direct_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], DirectOperator]:
+    """Makes a function a `DirectOperator`."""
+
+    def decorate(implementation: Callable[..., Any]) -> DirectOperator:
+        return DirectOperator(name, implementation, mutates)
+
+    return decorate
+
+
+def _needs_dispatch(arguments: tuple[Any, ...]) -> bool:
+    """Whether something watches or replaces operators: a compiler, a mode, a transform, a subclass of tensors."""
+    if torch.compiler.is_compiling():
+        return True
+    if _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active() or _C._get_tracing_state() is not None:
+        return True
+    return any(type(tensor) not in _PLAIN for tensor in _tensors(arguments))
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors among the arguments, and in their lists."""
+    found: list[Tensor] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            found.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            found += [each for each in cast("Sequence[Any]", argument) if isinstance(each, Tensor)]
+    return found
