@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
 from moesaic.training.checkpoint import load_weights
+from moesaic.training.distributed import ParallelName, Ranks, attached, create_parallel, local_device
 from moesaic.training.features import check_features
 from moesaic.training.freezing import freeze_layers, frozen_parameters
 from moesaic.training.gate_callback import GateCallback, GatesClosed
@@ -61,12 +62,17 @@ def fit(
     callbacks: Sequence[Callback] = (),
     collapse_alarm: bool = True,
     test_features: bool = False,
+    parallel: ParallelName = "ddp",
 ) -> FitResult:
     """Train the model in place, and test it; the model moves to the device.
 
     With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors, and
     result.json in the end. The same call resumes an interrupted run from its last checkpoint, whatever the model's
     weights are, and returns the result of a complete one.
+
+    In a process that ``torchrun`` has started, or that has a process group, all ranks train one model, with the result
+    of one process: every rank calls ``fit`` with the same arguments, and computes its part of every batch. The first
+    rank writes the folder and reports progress, and all return the result.
 
     Args:
         model: a network from images (B, C, H, W) to logits (B, classes), with its initial weights. In the end it is
@@ -92,6 +98,8 @@ def fit(
         collapse_alarm: whether to report experts that collapse.
         test_features: whether the final test may use features as well, where training does: many short runs on one
             backbone then never run it.
+        parallel: on several ranks, ``"ddp"``: every rank has all weights; ``"fsdp"``: every rank has a part of the
+            weights, gradients and optimizer states (``fully_shard``); ``"none"``: every rank trains on its own.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
@@ -125,14 +133,19 @@ def fit(
         raise ValueError(
             f"fit: {len(dataset.train)} training images and {len(dataset.test)} test images; use at least one of each"
         )
+    shared = create_parallel(parallel, device := local_device(device))
+    if shared.ranks is not None:
+        _check_parallel(recipe, shared.ranks, parallel)
+        if not shared.ranks.is_first:
+            progress, trackers = None, ()
     progress = progress or NoProgress()
     recipe = resolve_gate_recipe(model, recipe)
     _check_teacher(recipe, teacher)
     frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
     if dataset.backbone and recipe.trainable == "head":
         check_features(dataset, model)
-    everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm), *callbacks]
-    _check_names(everyone)
+    options: dict[str, Any] = {"teacher": teacher, "collapse_alarm": collapse_alarm}
+    _check_names([*default_callbacks(model, recipe, **options), *callbacks])
     config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
     if callbacks:
         config["callbacks"] = [callback.name for callback in callbacks]
@@ -140,12 +153,18 @@ def fit(
         config["teacher"] = _fingerprint(teacher)
         teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
         teacher.eval()
+    if shared.ranks is not None:
+        shared.ranks.check_same({name: value for name, value in config.items() if name not in ("device", "threads")})
+        config["ranks"] = {"count": shared.ranks.size, "parallel": parallel}
     with ExitStack() as stack:
-        run_dir = None if out is None else stack.enter_context(closing(RunDir(Path(out), config)))
+        run_dir = None if out is None else stack.enter_context(closing(RunDir(Path(out), config, shared.ranks)))
         model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
         complete = None if run_dir is None else run_dir.read_result()
         if run_dir is not None and complete is not None:
-            load_weights(run_dir.network, model)
+            if run_dir.writes:
+                load_weights(run_dir.network, model)
+            if shared.ranks is not None:
+                shared.ranks.copy_first(model)
             model.eval()
             progress.skip(recipe.epochs)
             return complete
@@ -154,9 +173,10 @@ def fit(
                 tracker.begin(config)
                 stack.callback(tracker.end)  # also after an error
             torch.manual_seed(generator_seed(seed, "fit"))
-            stack.enter_context(freeze_layers(model, recipe.trainable))
+            trained = stack.enter_context(attached(model, shared))
+            stack.enter_context(freeze_layers(trained, recipe.trainable))
             trainer = Trainer(
-                model,
+                trained,
                 _placed(dataset, device),
                 recipe,
                 seed,
@@ -167,8 +187,9 @@ def fit(
                 trackers,
                 eval_every,
                 checkpoint_seconds,
-                everyone,
+                [*default_callbacks(trained, recipe, **options), *callbacks],
                 test_features,
+                shared,
             )
             return trainer.train()
 
@@ -201,6 +222,25 @@ def _check_names(callbacks: Sequence[Callback]) -> None:
     if twice is not None:
         raise ValueError(
             f"fit: two callbacks have the name {twice!r}, under which their state is saved; override `name` of one"
+        )
+
+
+def _check_parallel(recipe: Recipe, ranks: Ranks, parallel: ParallelName) -> None:
+    """Refuses what several processes cannot do."""
+    if recipe.compile:
+        raise ValueError(
+            f"fit: compile=True is for one process, and there are {ranks.size} ranks, whose norms exchange statistics; "
+            "use compile=False"
+        )
+    if parallel == "fsdp" and recipe.precision == "float16":
+        raise ValueError(
+            "fit: precision='float16' with parallel='fsdp': ranks would scale the loss of their shards differently; "
+            "use 'bfloat16', or parallel='ddp'"
+        )
+    if parallel == "fsdp" and recipe.optimizer == "normalized_gd":
+        raise ValueError(
+            "fit: optimizer='normalized_gd' with parallel='fsdp': the norm of an expert's gradient needs all of it, "
+            "and a rank has a shard; use 'adamw' or 'sgd', or parallel='ddp'"
         )
 
 
