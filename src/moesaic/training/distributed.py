@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 import torch
 from torch import Tensor, nn
 
+from moesaic import launcher
 from moesaic.checks import check_choice
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops.dispatch import Norm
@@ -157,7 +158,7 @@ class _Joined:
     ranks: Ranks | None = None
 
 
-def join_job(device: torch.device) -> Ranks | None:
+def join_job(device: torch.device | str) -> Ranks | None:
     """Returns the ranks of the job that this process belongs to, or None if it is on its own.
 
     A job is what ``torchrun`` starts, or whoever calls ``torch.distributed.init_process_group``. The process group is
@@ -165,9 +166,11 @@ def join_job(device: torch.device) -> Ranks | None:
     """
     if not _dist.is_available():
         return None
+    device = torch.device(device)
     if not _dist.is_initialized():
-        if not started_by_torchrun():
+        if not launcher.in_job():
             return None
+        _share_cores()
         if device.type == "cuda":
             torch.cuda.set_device(device)
             _dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
@@ -180,17 +183,40 @@ def join_job(device: torch.device) -> Ranks | None:
     return _Joined.ranks
 
 
-def started_by_torchrun() -> bool:
-    """Whether torchrun, or something like it, has started this process and others."""
-    named = all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    return named and os.environ["WORLD_SIZE"].isdecimal() and int(os.environ["WORLD_SIZE"]) > 1
+def _share_cores() -> None:
+    """Sets the number of CPU threads: the ranks of a machine share its cores.
+
+    Without OMP_NUM_THREADS in its environment torchrun sets it to 1, so that 1 is nobody's choice.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        affinity: Any = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        torch.set_num_threads(max(cores // launcher.local_ranks(), 1))
+
+
+def one_per_machine_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
+    """Returns what ``work`` returns; the first rank of every machine runs it before the others, and fills caches."""
+    if ranks is None:
+        return work()
+    first, result, error = launcher.local_rank() == 0, None, None
+    if first:
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+    (failed,) = ranks.any(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise RankError("the first rank of a machine has stopped, and its message says why")
+    return cast("T", result) if first else work()
 
 
 def local_device(device: torch.device) -> torch.device:
     """Returns the device of this rank: GPUs are numbered by the local rank."""
     if device.type != "cuda" or device.index is not None:
         return device
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", launcher.local_rank()) if launcher.in_job() else device
 
 
 # batches that are spread over ranks

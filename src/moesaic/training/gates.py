@@ -175,13 +175,13 @@ class GateTraining:
         if self._teacher is None:
             return None
         with torch.no_grad():
-            return cast("Tensor", self._teacher(x)).float()
+            return _float(cast("Tensor", self._teacher(x)))
 
     def loss(self, output: DeepMoEOutput, labels: Tensor, teacher_logits: Tensor | None, epoch: float) -> Tensor:
         """Returns what is added to the cross-entropy of the network's logits."""
         total = torch.zeros((), device=labels.device)
         if self.joint and self.recipe.embedding_weight:
-            own_logits = output.embedding_logits.float()
+            own_logits = _float(output.embedding_logits)
             own = F.cross_entropy(own_logits, labels, label_smoothing=self._smoothing) if len(labels) else own_logits
             total = total + self.recipe.embedding_weight * own.sum()
         pressure = self.l1_weight_at(epoch)
@@ -190,7 +190,7 @@ class GateTraining:
             total = total + pressure * (self._penalty_L * mean_L).sum()
         if teacher_logits is not None and len(labels):
             T = self.recipe.distill_temperature
-            student, teacher = F.log_softmax(output.logits.float() / T, 1), F.log_softmax(teacher_logits / T, 1)
+            student, teacher = F.log_softmax(_float(output.logits) / T, 1), F.log_softmax(teacher_logits / T, 1)
             total = total + self.recipe.distill_weight * T**2 * F.kl_div(
                 student, teacher, reduction="batchmean", log_target=True
             )
@@ -373,6 +373,11 @@ class GateTraining:
     def _set_head_noise(self, noise: float) -> None:
         for head in self._heads.values():
             head.noise = noise
+
+
+def _float(values: Tensor) -> Tensor:
+    """The values as float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _is_topk(model: DeepMoE) -> bool:
