@@ -87,7 +87,7 @@ def _parse(given: Sequence[str]) -> Command:
 def _run(command: Command, given: Sequence[str]) -> int:
     if launcher.in_job() and given[0] not in _ON_MANY_RANKS:
         log(f"moesaic {given[0]}: every rank would do the same; torchrun is for moesaic train, so start it without")
-        return 2
+        raise SystemExit(2)
     if given[0] != "completion":
         import_module("torch")  # the slow import, before there is anything that a signal could interrupt
     return run_guarded(given[0], given, lambda: command.run(given))

@@ -193,8 +193,8 @@ def _explained(name: str, error: BaseException) -> str | None:
     """Returns a fault of the surroundings in one line; None for an error of moesaic."""
     if _lost_rank(error):
         return (
-            f"moesaic {name}: another rank has ended ({_first_line(error)}); torchrun says which, and the same command "
-            "resumes from the last checkpoint"
+            f"moesaic {name}: another rank has ended; torchrun says which, and the same command resumes from the last "
+            "checkpoint"
         )
     if _out_of_memory(error):
         advice = _MEMORY_ADVICE.get(name, "use a machine with more memory")

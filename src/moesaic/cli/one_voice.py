@@ -36,8 +36,9 @@ def first_rank_speaks() -> Generator[None]:
     sys.stdout = io.StringIO()
     try:
         yield
-    except Exception:
-        _wait()
+    except (Exception, SystemExit) as error:
+        if not isinstance(error, SystemExit) or error.code:
+            _wait()
         raise  # with its traceback
     finally:
         sys.stdout, sys.stderr = streams

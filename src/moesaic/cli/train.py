@@ -131,8 +131,8 @@ class Train(DatasetOptions):
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         from rich.console import Console
 
-        from moesaic.training.distributed import join_job, one_per_machine_first
         from moesaic.training.model_for_dataset import spec_for_dataset
+        from moesaic.training.ranks import join_job, one_per_machine_first
 
         with user_errors("train"):
             recipe, device = self._checked()
@@ -163,8 +163,9 @@ class Train(DatasetOptions):
         import torch
 
         from moesaic.routing.registry import import_router
-        from moesaic.training.distributed import local_device
+        from moesaic.training.distributed import check_parallel
         from moesaic.training.gate_recipe import GateRecipe
+        from moesaic.training.ranks import local_device
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
         from moesaic.training.trackers import check_tracker
 
@@ -202,6 +203,8 @@ class Train(DatasetOptions):
             except (ImportError, ValueError) as error:
                 raise ValueError(f"train: --track: {error}") from error
         check_choice("train", "--parallel", self.parallel, ("ddp", "fsdp"))
+        if launcher.in_job():
+            check_parallel(recipe, cast("Any", self.parallel), launcher.ranks())
         return recipe, str(local_device(torch.device(resolve_device("train", self.device))))
 
     def _gates(self) -> dict[str, Any]:
@@ -260,10 +263,10 @@ class Train(DatasetOptions):
 
         from moesaic import report
         from moesaic.training.checkpoint import CheckpointError
-        from moesaic.training.distributed import join_job, one_per_machine_first
         from moesaic.training.fit import Diverged, fit
         from moesaic.training.freezing import frozen_parameters
         from moesaic.training.gates import resolve_gate_recipe
+        from moesaic.training.ranks import join_job, one_per_machine_first
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 

@@ -7,7 +7,7 @@ and π is the softmax of the scores. The released code's gate is ``gate="raw"``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -103,20 +103,21 @@ class SampleMoE(RoutedLayer):
         routing = self._call_routing_hooks(self.route(x))
         if self._stacked:
             return self.experts(x, routing)
-        if self.global_batch is not None:
-            # an expert runs on all ranks or on none: its norms exchange statistics, and a gradient is None everywhere
-            loads = self.global_batch.sum(routing.load).tolist()
-            with self.global_batch.subset():
-                return run_each(x, routing, self._run_expert, [e for e, load in enumerate(loads) if load])
-        if not grad_sync_expected(self):
-            return run_each(x, routing, self._run_expert)
         idle = set(range(self._count))
 
         def run_expert(e: int, samples: Tensor) -> Tensor:
             idle.discard(e)
             return self._run_expert(e, samples)
 
-        y = run_each(x, routing, run_expert)
+        if self.global_batch is None:
+            y = run_each(x, routing, run_expert)
+        else:
+            # an expert runs on all ranks or on none: its norms exchange statistics, and a gradient is None everywhere
+            loads = cast("list[int]", self.global_batch.sum(routing.load).tolist())
+            with self.global_batch.subset():
+                y = run_each(x, routing, run_expert, [e for e, load in enumerate(loads) if load])
+        if not idle or not grad_sync_expected(self) or (self.global_batch is not None and self.global_batch.has_part):
+            return y
         assert isinstance(self.experts, nn.ModuleList)
         unused = (parameter for e in sorted(idle) for parameter in self.experts[e].parameters())
         return with_zero_gradients(y, [parameter for parameter in unused if parameter.requires_grad])

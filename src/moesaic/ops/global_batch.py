@@ -48,6 +48,11 @@ class GlobalBatch:
         self._part: tuple[int, int, int] | None = None
 
     @property
+    def has_part(self) -> bool:
+        """Whether the part of this rank is known, as in `fit`, which keeps gradients of None."""
+        return self._part is not None
+
+    @property
     def size(self) -> int:
         """Samples of the whole batch, inside of `part`."""
         assert self._part is not None
@@ -82,7 +87,7 @@ class GlobalBatch:
 
     def gather(self, samples: Tensor) -> Tensor:
         """Returns the samples (B, …) of all ranks, in the order of ranks, without gradients."""
-        sizes = self.stack(torch.tensor(len(samples), device=samples.device)).tolist()
+        sizes = cast("list[int]", self.stack(torch.tensor(len(samples), device=samples.device)).tolist())
         padded = samples.new_zeros(max(sizes), *samples.shape[1:])
         padded[: len(samples)] = samples.detach()
         parts = self.stack(padded)
@@ -236,7 +241,7 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *others: Tensor) -> Tensor:
         ctx.save_for_backward(*others)
-        return y.view_as(y)
+        return y.clone()  # a view, changed in place, would lose the hooks of fully_shard
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -27,12 +27,13 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
 from moesaic.training.checkpoint import load_weights
-from moesaic.training.distributed import ParallelName, Ranks, attached, create_parallel, local_device
+from moesaic.training.distributed import ParallelName, attached, check_parallel, create_parallel
 from moesaic.training.features import check_features
 from moesaic.training.freezing import freeze_layers, frozen_parameters
 from moesaic.training.gate_callback import GateCallback, GatesClosed
 from moesaic.training.gates import resolve_gate_recipe
 from moesaic.training.progress import NoProgress, Progress
+from moesaic.training.ranks import local_device
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
@@ -135,7 +136,7 @@ def fit(
         )
     shared = create_parallel(parallel, device := local_device(device))
     if shared.ranks is not None:
-        _check_parallel(recipe, shared.ranks, parallel)
+        check_parallel(recipe, parallel, shared.ranks.size)
         if not shared.ranks.is_first:
             progress, trackers = None, ()
     progress = progress or NoProgress()
@@ -222,25 +223,6 @@ def _check_names(callbacks: Sequence[Callback]) -> None:
     if twice is not None:
         raise ValueError(
             f"fit: two callbacks have the name {twice!r}, under which their state is saved; override `name` of one"
-        )
-
-
-def _check_parallel(recipe: Recipe, ranks: Ranks, parallel: ParallelName) -> None:
-    """Refuses what several processes cannot do."""
-    if recipe.compile:
-        raise ValueError(
-            f"fit: compile=True is for one process, and there are {ranks.size} ranks, whose norms exchange statistics; "
-            "use compile=False"
-        )
-    if parallel == "fsdp" and recipe.precision == "float16":
-        raise ValueError(
-            "fit: precision='float16' with parallel='fsdp': ranks would scale the loss of their shards differently; "
-            "use 'bfloat16', or parallel='ddp'"
-        )
-    if parallel == "fsdp" and recipe.optimizer == "normalized_gd":
-        raise ValueError(
-            "fit: optimizer='normalized_gd' with parallel='fsdp': the norm of an expert's gradient needs all of it, "
-            "and a rank has a shard; use 'adamw' or 'sgd', or parallel='ddp'"
         )
 
 
