@@ -55,6 +55,10 @@ class OneProcess:
     loss_factor = 1.0
     """Of the loss in the backward pass."""
 
+    def place(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model to where it is trained."""
+        model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
+
     def share(self, samples: int) -> slice:
         """Returns the part of this process of so many samples."""
         return slice(0, samples)
@@ -137,14 +141,17 @@ class DataParallel(OneProcess):
 class ShardedDataParallel(DataParallel):
     """A part of the weights, gradients and optimizer states on every rank (``fully_shard``, FSDP2).
 
-    Weights of a block are gathered when it runs. The model to train is a sharded copy; the weights of the original are
-    set in the end.
+    Weights of a block are gathered when it runs. The model to train is a sharded copy, which moves to the device block
+    by block; the original stays where it is, and gets its weights in the end.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(ranks)
         self.loss_factor = float(ranks.size)  # fully_shard averages gradients
         self._parameters: list[nn.Parameter] = []
+
+    def place(self, model: nn.Module, device: torch.device) -> None:
+        pass
 
     def attach(self, model: nn.Module) -> nn.Module:
         from torch.distributed.device_mesh import DeviceMesh
@@ -154,12 +161,12 @@ class ShardedDataParallel(DataParallel):
         model = copy.deepcopy(model)
         for parameter in model.parameters():
             parameter.data = parameter.data.contiguous()  # fully_shard takes no other memory format
-        mesh = DeviceMesh.from_group(self._job.world, self._job.device.type)
+        mesh = DeviceMesh.from_group(self._job.world, self._job.device.type)  # to which fully_shard moves the weights
         for block in _blocks(model):
             block.register_forward_hook(_own_memory)
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh, reshard_after_forward=True)
-        for name in ("forward_with_routing", "forward_features", "forward_head"):
+        for name in ("forward_with_routing", "forward_head"):
             if hasattr(model, name):
                 register_fsdp_forward_method(model, name)
         self._parameters = list(model.parameters())

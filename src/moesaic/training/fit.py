@@ -100,7 +100,8 @@ def fit(
         test_features: whether the final test may use features as well, where training does: many short runs on one
             backbone then never run it.
         parallel: on several ranks, ``"ddp"``: every rank has all weights; ``"fsdp"``: every rank has a part of the
-            weights, gradients and optimizer states (``fully_shard``); ``"none"``: every rank trains on its own.
+            weights, gradients and optimizer states (``fully_shard``), and the model itself stays where it is;
+            ``"none"``: every rank trains on its own.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
@@ -159,7 +160,7 @@ def fit(
         config["ranks"] = {"count": shared.ranks.size, "parallel": parallel}
     with ExitStack() as stack:
         run_dir = None if out is None else stack.enter_context(closing(RunDir(Path(out), config, shared.ranks)))
-        model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
+        shared.place(model, device)
         complete = None if run_dir is None else run_dir.read_result()
         if run_dir is not None and complete is not None:
             if run_dir.writes:

@@ -47,6 +47,14 @@ def sync_batch_norm(model: nn.Module, group: Any = None) -> nn.Module:
     Args:
         model: the model, which is changed in place.
         group: the process group; None: the default one.
+
+    >>> import torch
+    >>> from torch import distributed
+    >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    >>> model = sync_batch_norm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
+    >>> model(torch.randn(4, 3, 8, 8)).mean().abs() < 1e-6
+    tensor(True)
+    >>> distributed.destroy_process_group()
     """
     return _bind(model, GlobalBatch(group), random=False)
 

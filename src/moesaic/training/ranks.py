@@ -108,7 +108,7 @@ class Ranks:
         """Give the model of every rank the weights and buffers of the first."""
         for tensor in tensors_of(model):
             value = tensor.detach().contiguous()
-            _dist.broadcast(value, 0)
+            _dist.broadcast(value, 0, group=self.decisions if value.device.type == "cpu" else None)
             tensor.data.copy_(value)
 
     def check_same(self, settings: Mapping[str, Any]) -> None:

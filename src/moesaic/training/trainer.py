@@ -19,7 +19,7 @@ from moesaic.models.registry import ModelSpec
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
-from moesaic.training.checkpoint import CheckpointError, Metadata, write_tensors
+from moesaic.training.checkpoint import CheckpointError, Metadata, save_network
 from moesaic.training.distributed import OneProcess
 from moesaic.training.features import FeatureBatches, one_thread
 from moesaic.training.freezing import eval_frozen
@@ -358,7 +358,7 @@ class Trainer:
         weights = self.parallel.gathered(cast("Mapping[str, Tensor]", self.model.state_dict()))
         if run_dir.writes:
             metadata = Metadata.of(self.dataset, self.spec, as_json({"epochs": len(self.epochs), **metrics}))
-            write_tensors(run_dir.network, weights, metadata.to_json())
+            save_network(run_dir.network, weights, metadata)
 
     def _resume(self) -> None:
         if self.run_dir is None:
