@@ -23,7 +23,17 @@ LAYERS = (
     {"ops"},
     {"routing_record", "tensor_files"},
     {"files", "validated_json"},
-    {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random", "launcher", "write_errors"},
+    {
+        "cache_dir",
+        "checks",
+        "context_stacks",
+        "fidelity",
+        "input_checks",
+        "intervals",
+        "keyed_random",
+        "launcher",
+        "write_errors",
+    },
 )
 
 HEIGHT = {package: -level for level, packages in enumerate(LAYERS) for package in packages}
