@@ -23,7 +23,17 @@ LAYERS = (
     {"ops"},
     {"routing_record", "tensor_files"},
     {"files", "validated_json"},
-    {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random", "write_errors"},
+    {
+        "cache_dir",
+        "checks",
+        "context_stacks",
+        "fidelity",
+        "input_checks",
+        "intervals",
+        "keyed_random",
+        "launcher",
+        "write_errors",
+    },
 )
 
 HEIGHT = {package: -level for level, packages in enumerate(LAYERS) for package in packages}
@@ -47,6 +57,7 @@ CORE = {
     "input_checks",
     "intervals",
     "keyed_random",
+    "launcher",
     "write_errors",
 }
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "moesaic"} | sys.stdlib_module_names

@@ -25,8 +25,8 @@ def test_after_the_joint_stage_gates_and_embedding_stay_and_the_rest_goes_on(cha
     frozen, weights, model = [], [], gated()
     freeze = GateTraining.freeze
 
-    def note(self, embeddings):
-        cost = freeze(self, embeddings)
+    def note(self, embeddings, *more):
+        cost = freeze(self, embeddings, *more)
         frozen.extend(gate_state(model))
         weights.extend(weight.detach().clone() for weight in model.backbone.parameters())
         return cost

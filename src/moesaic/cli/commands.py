@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import tyro
 
+from moesaic import launcher
 from moesaic.cli.bench import Bench
 from moesaic.cli.claims import Claims
 from moesaic.cli.compare import Compare
@@ -30,6 +31,7 @@ from moesaic.cli.train import Train
 __all__ = ["COMMANDS", "Command", "run_command"]
 
 _WIDTH = 80
+_ON_MANY_RANKS = ("train",)
 
 
 class Command(Protocol):
@@ -83,6 +85,9 @@ def _parse(given: Sequence[str]) -> Command:
 
 
 def _run(command: Command, given: Sequence[str]) -> int:
+    if launcher.in_job() and given[0] not in _ON_MANY_RANKS:
+        log(f"moesaic {given[0]}: every rank would do the same; torchrun is for moesaic train, so start it without")
+        raise SystemExit(2)
     if given[0] != "completion":
         import_module("torch")  # the slow import, before there is anything that a signal could interrupt
     return run_guarded(given[0], given, lambda: command.run(given))

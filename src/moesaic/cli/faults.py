@@ -22,6 +22,9 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from unicodedata import category
 
+from moesaic import launcher
+from moesaic.cli.one_voice import report_failure
+
 __all__ = [
     "DISK_FAULTS",
     "CommandError",
@@ -86,6 +89,8 @@ def signal_handlers(given: Sequence[str], *, process_ends: bool = False) -> Gene
         if not _signals.working:
             _write_line(f"\nInterrupted before anything was done. To run it:\n  {_again(given)}")
             os._exit(128 + number)
+        if launcher.in_job() and _signals.received is not None:
+            return  # torchrun passes on what its ranks have got themselves, and kills them if they do not end
         if _signals.raised:
             os._exit(128 + number)
         _signals.received = number
@@ -152,8 +157,7 @@ def run_guarded(name: str, given: Sequence[str], run: Callable[[], int]) -> int:
     except CommandError as error:
         if os.environ.get("MOESAIC_DEBUG"):
             raise
-        log(re.sub(r"\[Errno \d+\] ", "", str(error)))
-        return 2
+        return _failed(re.sub(r"\[Errno \d+\] ", "", str(error)))
     except BaseException as error:
         # rich and others may raise something else on the way out
         if any(isinstance(each, KeyboardInterrupt) for each in _chain(error)):
@@ -162,9 +166,14 @@ def run_guarded(name: str, given: Sequence[str], run: Callable[[], int]) -> int:
         line = _explained(name, error)
         if line is None or os.environ.get("MOESAIC_DEBUG"):
             raise
-        log(line)
-        return 2
+        return _failed(line)
     return _stopped() if code == 128 + signal.SIGINT else code
+
+
+def _failed(line: str) -> int:
+    log(line)
+    report_failure(escaped(line))
+    return 2
 
 
 def _stopped() -> int:
@@ -182,6 +191,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 def _explained(name: str, error: BaseException) -> str | None:
     """Returns a fault of the surroundings in one line; None for an error of moesaic."""
+    if _lost_rank(error):
+        return (
+            f"moesaic {name}: another rank has ended; torchrun says which, and the same command resumes from the last "
+            "checkpoint"
+        )
     if _out_of_memory(error):
         advice = _MEMORY_ADVICE.get(name, "use a machine with more memory")
         return f"moesaic {name}: the memory is too small: {_first_line(error)}; {advice}"
@@ -204,6 +218,14 @@ def _out_of_memory(error: BaseException) -> bool:
         return True
     texts = ("can't allocate memory", "out of memory", "bad_alloc", "can't start new thread")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def _lost_rank(error: BaseException) -> bool:
+    """Whether a rank is gone: torch has errors of its own for that on a GPU, and messages of gloo on a CPU."""
+    if type(error).__name__ in ("RankError", "DistBackendError", "DistNetworkError"):
+        return True
+    texts = ("onnection closed by peer", "onnection reset by peer", "gloo", "Timed out waiting")
+    return launcher.in_job() and isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _first_line(error: BaseException) -> str:

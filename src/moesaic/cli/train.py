@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import UseAppendAction, arg
 
+from moesaic import launcher
 from moesaic.checks import check_choice, check_positive
 from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
@@ -115,6 +116,8 @@ class Train(DatasetOptions):
     """Weight λ of the gates' L1 penalty; with --target-macs, its initial value."""
     joint_fraction: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: 0.6)")] = None
     """Fraction of the epochs in which channel gates learn before they are frozen."""
+    parallel: Annotated[str, arg(metavar="ddp|fsdp")] = "ddp"
+    """Under torchrun, ddp: every process has all weights; fsdp: weights and optimizer states are sharded (FSDP2)."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/train-DATA-MODEL)")] = None
     """Output folder of the network and its metrics."""
     eval_every: Annotated[
@@ -129,16 +132,19 @@ class Train(DatasetOptions):
         from rich.console import Console
 
         from moesaic.training.model_for_dataset import spec_for_dataset
+        from moesaic.training.ranks import join_job, one_per_machine_first
 
         with user_errors("train"):
             recipe, device = self._checked()
             asked = self._spec()
             check_folder(self.out)
-            dataset = self._load(asked.pretrained_config())
+            ranks = join_job(device)
+            dataset = one_per_machine_first(ranks, lambda: self._load(asked.pretrained_config()))
             recipe = self._pretrained_recipe(recipe, asked, dataset)
             spec, cost = spec_for_dataset(asked, dataset)
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{_run_name(asked)}"
-            make_folder(out)
+            if launcher.rank() == 0:
+                make_folder(out)
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
@@ -148,13 +154,18 @@ class Train(DatasetOptions):
             else:
                 log(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
-        _show(Console(), dataset, spec, cost, found, out)
+        if launcher.rank() == 0:
+            _show(Console(), dataset, spec, cost, found, out)
         return 0
 
     def _checked(self) -> tuple[Recipe, str]:
         """Checks the options that do not depend on the images."""
+        import torch
+
         from moesaic.routing.registry import import_router
+        from moesaic.training.distributed import check_parallel
         from moesaic.training.gate_recipe import GateRecipe
+        from moesaic.training.ranks import local_device
         from moesaic.training.recipe import OPTIMIZER_DEFAULTS, Recipe
         from moesaic.training.trackers import check_tracker
 
@@ -191,7 +202,10 @@ class Train(DatasetOptions):
                 check_tracker(name)
             except (ImportError, ValueError) as error:
                 raise ValueError(f"train: --track: {error}") from error
-        return recipe, resolve_device("train", self.device)
+        check_choice("train", "--parallel", self.parallel, ("ddp", "fsdp"))
+        if launcher.in_job():
+            check_parallel(recipe, cast("Any", self.parallel), launcher.ranks())
+        return recipe, str(local_device(torch.device(resolve_device("train", self.device))))
 
     def _gates(self) -> dict[str, Any]:
         """Returns the options of channel gates that were given."""
@@ -252,16 +266,19 @@ class Train(DatasetOptions):
         from moesaic.training.fit import Diverged, fit
         from moesaic.training.freezing import frozen_parameters
         from moesaic.training.gates import resolve_gate_recipe
+        from moesaic.training.ranks import join_job, one_per_machine_first
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 
-        trackers = [create_tracker(name, out) for name in self.track]
+        trackers = [create_tracker(name, out) for name in self.track if launcher.rank() == 0]
+        ranks = join_job(device)
         with user_errors("train"):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
-                model = spec.build()
+                model = one_per_machine_first(ranks, spec.build)  # which may download weights
             frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
-            dataset = self._with_features(dataset, model, recipe, device)
+            images = dataset
+            dataset = one_per_machine_first(ranks, lambda: self._with_features(images, model, recipe, device))
             _check_gated(self.model, model, self._gates())
             resolve_gate_recipe(model, recipe)
         try:
@@ -278,6 +295,7 @@ class Train(DatasetOptions):
                     progress=progress,
                     trackers=trackers,
                     eval_every=self.eval_every or _default_eval_every(dataset),
+                    parallel=cast("Any", self.parallel),
                 )
                 progress.end()
         except (CheckpointError, Diverged, CompileError, OSError) as error:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moesaic.checks import check_positive
 from moesaic.ops import Norm, PatchSelection, PatchSpec
 from moesaic.ops.eager import check_vmap
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
 
 __all__ = ["ExpertNorm", "Experts"]
@@ -24,6 +25,8 @@ class ExpertNorm(nn.Module):
     bias: Tensor
     running_mean: Tensor
     running_var: Tensor
+    global_batch: GlobalBatch | None = None
+    """The batch of which the maps are a part, in training on several processes."""
 
     def __init__(
         self,
@@ -51,12 +54,14 @@ class ExpertNorm(nn.Module):
 
     def tensors(self, values_per_channel: int) -> Norm:
         """Returns the tensors for a backend; raises an error if there are too few values for a variance."""
-        if self.training and values_per_channel == 1:
+        if self.training and values_per_channel == 1 and self.global_batch is None:
             raise ValueError(
                 "ExpertNorm: one value per channel has no variance to train on; use a larger batch or map, or eval mode"
             )
         check_vmap("ExpertNorm", self)
-        return Norm(self.weight, self.bias, self.running_mean, self.running_var, self.momentum, self.eps, self.training)
+        statistics = (self.running_mean, self.running_var)
+        settings = (self.momentum, self.eps, self.training, self.global_batch)
+        return Norm(self.weight, self.bias, *statistics, *settings)
 
     def extra_repr(self) -> str:
         experts, channels = self.weight.shape

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from moesaic.checks import check_positive
 from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, starved
 from moesaic.layers import RoutedLayer, RoutingHook, routing_hook
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
 
 __all__ = ["CollapseAlarm", "CollapseEvent", "CollapseWarning", "check_scores"]
@@ -112,6 +113,7 @@ class CollapseAlarm:
         threshold: share of the equal load below which an expert is dead.
         copies: from 0, random choices, to 1, identical ones: the overlap from which experts are copies.
         on_collapse: is called with each event; by default it is a `CollapseWarning`.
+        batch: the batch whose images are spread over processes; its ranks then check what happened on all of them.
 
     >>> import torch
     >>> from moesaic import PatchMoE
@@ -134,6 +136,7 @@ class CollapseAlarm:
         threshold: float = 0.1,
         copies: float = 0.9,
         on_collapse: Callable[[CollapseEvent], None] | None = None,
+        batch: GlobalBatch | None = None,
     ) -> None:
         check_positive("CollapseAlarm", every=every)
         check_fraction("CollapseAlarm", "threshold", threshold)
@@ -143,6 +146,7 @@ class CollapseAlarm:
         self.threshold = threshold
         self.copies = copies
         self.on_collapse = on_collapse or _warn
+        self._batch = batch
         self._passes: dict[str, int] = {}
         self._windows: dict[str, _Window] = {}
         self._reported: set[str] = set()
@@ -183,6 +187,8 @@ class CollapseAlarm:
             window.overlap_by_chance = window.overlap_by_chance + _overlap_by_chance(routing)
 
     def _check(self, name: str, window: _Window) -> None:
+        if self._batch is not None:
+            window = _sum_over_ranks(window, self._batch)
         if window.images == 0:
             return
         event = self._find(name, window)
@@ -207,6 +213,12 @@ class CollapseAlarm:
             return None
         experts = tuple(range(len(load)))
         return CollapseEvent(name, "copies", experts, shares, mean, chance, limit, self.every, self._passes[name])
+
+
+def _sum_over_ranks(window: _Window, batch: GlobalBatch) -> _Window:
+    load = window.load.double()
+    sums = batch.sum(torch.cat([load, torch.stack([window.overlap, window.overlap_by_chance]).to(load)]))
+    return _Window(sums[:-2], sums[-2], sums[-1], int(batch.sum(torch.tensor(window.images, device=load.device))))
 
 
 def _warn(event: CollapseEvent) -> None:

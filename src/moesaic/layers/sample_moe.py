@@ -7,7 +7,7 @@ and π is the softmax of the scores. The released code's gate is ``gate="raw"``.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from moesaic.experts import ConvExperts
 from moesaic.input_checks import check_tensor
 from moesaic.layers.recording import RoutedLayer
 from moesaic.ops import run_each
+from moesaic.ops.global_batch import GlobalBatch, grad_sync_expected, with_zero_gradients
 from moesaic.routing.router import Noise, sample_noise, stable_topk
 from moesaic.routing_record import Routing
 
@@ -32,8 +33,9 @@ class SampleMoE(RoutedLayer):
     need one host sync per forward pass, for the number of samples of each. Stacked experts run as grouped GEMMs without
     a host sync.
 
-    An expert without samples does not run: in a list its gradient is ``None``, in a stack it is zero. BatchNorm in an
-    expert of a list sees the samples of that expert only; in training it needs two values per channel, and fails on a
+    An expert without samples does not run: in a list its gradient is ``None``, in a stack it is zero. On several
+    ranks it is zero in a list too, because DistributedDataParallel and fully_shard wait for it. BatchNorm in an expert
+    of a list sees the samples of that expert only; in training it needs two values per channel, and fails on a
     1×1 map of a single sample.
 
     Args:
@@ -60,6 +62,9 @@ class SampleMoE(RoutedLayer):
     >>> y.shape, routing[""].index.shape, int(routing[""].load.sum())
     (torch.Size([6, 10]), torch.Size([6, 1, 1]), 6)
     """
+
+    global_batch: GlobalBatch | None = None
+    """The batch of which the samples are a part, in training on several processes."""
 
     def __init__(
         self,
@@ -96,7 +101,26 @@ class SampleMoE(RoutedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self._call_routing_hooks(self.route(x))
-        return self.experts(x, routing) if self._stacked else run_each(x, routing, self._run_expert)
+        if self._stacked:
+            return self.experts(x, routing)
+        idle = set(range(self._count))
+
+        def run_expert(e: int, samples: Tensor) -> Tensor:
+            idle.discard(e)
+            return self._run_expert(e, samples)
+
+        if self.global_batch is None:
+            y = run_each(x, routing, run_expert)
+        else:
+            # an expert runs on all ranks or on none: its norms exchange statistics, and a gradient is None everywhere
+            loads = cast("list[int]", self.global_batch.sum(routing.load).tolist())
+            with self.global_batch.subset():
+                y = run_each(x, routing, run_expert, [e for e, load in enumerate(loads) if load])
+        if not idle or not grad_sync_expected(self) or (self.global_batch is not None and self.global_batch.has_part):
+            return y
+        assert isinstance(self.experts, nn.ModuleList)
+        unused = (parameter for e in sorted(idle) for parameter in self.experts[e].parameters())
+        return with_zero_gradients(y, [parameter for parameter in unused if parameter.requires_grad])
 
     def route(self, x: Tensor) -> Routing:
         """Returns the routing of a batch without running the experts."""
@@ -119,7 +143,7 @@ class SampleMoE(RoutedLayer):
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).unsqueeze(1)
         noisy = scores
         if self.noise is not None and (self.training or self.noise_in_eval):
-            noisy = scores + self.noise_scale * sample_noise(self.noise, scores, self.generator)
+            noisy = scores + self.noise_scale * sample_noise(self.noise, scores, self.generator, self.global_batch)
         index = stable_topk(noisy, self.top_k)
         gate = (scores.softmax(-1) if self.gate == "softmax" else noisy).gather(-1, index)
         return Routing("sample", scores, index, gate, chooser="unit", may_drop=False)

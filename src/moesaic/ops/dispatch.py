@@ -7,7 +7,7 @@ registered by name. Layers call the ``run_`` functions, which select a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol, cast
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from moesaic import context_stacks
 from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
+from moesaic.ops.global_batch import GlobalBatch, global_batch_norm
 from moesaic.routing_record import Routing
 
 if TYPE_CHECKING:
@@ -88,9 +89,13 @@ class Norm:
     momentum: float
     eps: float
     training: bool
+    batch: GlobalBatch | None = None
+    """The batch over which statistics are taken in training, if it is spread over processes."""
 
     def apply(self, y: Tensor) -> Tensor:
         """BatchNorm of a map (B, O, H, W), for tensors (O,)."""
+        if self.training and self.batch is not None:
+            return global_batch_norm(y, self)
         return F.batch_norm(
             y, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum, self.eps
         )
@@ -187,7 +192,7 @@ class Backend(Protocol):
     ``stacked`` and ``each`` take a batch of samples (B, …), of which sample b goes to the experts
     ``routing.index[b, 0]``, and return the gated sum of their outputs. ``stacked`` arranges the samples
     and calls ``run`` on them once; ``each`` calls ``call(e, samples)`` for experts
-    that have samples.
+    that have samples, and for those in ``also``.
 
     ``channels`` takes a map (B, C, H, W), an open block of ``gate_out`` for every block of channels to
     compute, and of ``gate_in`` for every block of the map's channels that is not zero (None: any may
@@ -222,7 +227,9 @@ class Backend(Protocol):
 
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor: ...
 
-    def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor: ...
+    def each(
+        self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor], also: Collection[int] = ()
+    ) -> Tensor: ...
 
     def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor: ...
 
@@ -390,9 +397,12 @@ def run_stacked(x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Te
         return select_backend(x, routing).stacked(x, routing, run)
 
 
-def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """Run experts of any kind over routed samples (B, …): ``call(e, samples)`` returns expert e's outputs."""
-    return select_backend(x, routing).each(x, routing, call)
+def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor], also: Collection[int] = ()) -> Tensor:
+    """Run experts of any kind over routed samples (B, …): ``call(e, samples)`` returns expert e's outputs.
+
+    Experts without samples are not called, but for those in ``also``.
+    """
+    return select_backend(x, routing).each(x, routing, call, also)
 
 
 def run_channels(x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:

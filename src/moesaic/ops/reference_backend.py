@@ -18,7 +18,8 @@ over all of x, after a check that closed channels are zero. It saves nothing; ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -84,11 +85,15 @@ class ReferenceBackend:
         outputs = torch.where(_append_axes(mask_EB, outputs.ndim), outputs, 0)
         return gated_sum(outputs.movedim(0, 1), routing.weights[:, 0])
 
-    def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+    def each(
+        self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor], also: Collection[int] = ()
+    ) -> Tensor:
         if in_vmap():
             return run_all(x, routing, call)
         samples_of = {e: routing.mask[:, 0, e].nonzero().flatten() for e in range(routing.experts)}
-        samples_of = {e: samples for e, samples in samples_of.items() if len(samples)} or {0: samples_of[0]}
+        samples_of = {e: samples for e, samples in samples_of.items() if len(samples) or e in also} or {
+            0: samples_of[0]
+        }
         outputs = {e: call(e, x[samples]) for e, samples in samples_of.items()}
         check_outputs(outputs)
         first = next(iter(outputs.values()))
@@ -146,7 +151,8 @@ def _norm_relu(masked: Tensor, e: int, norm: Norm) -> Tensor:
     acc_dtype = torch.promote_types(masked.dtype, torch.float32)
     mean, var = norm.running_mean[e].to(acc_dtype, copy=True), norm.running_var[e].to(acc_dtype, copy=True)
     weight, bias = norm.weight[e].to(acc_dtype), norm.bias[e].to(acc_dtype)
-    normed = Norm(weight, bias, mean, var, norm.momentum, norm.eps, norm.training).apply(masked.to(acc_dtype))
+    stacked = replace(norm, weight=weight, bias=bias, running_mean=mean, running_var=var)
+    normed = stacked.apply(masked.to(acc_dtype))
     if norm.training:
         norm.running_mean[e].copy_(mean)
         norm.running_var[e].copy_(var)

@@ -8,7 +8,7 @@ the gated sum over K is taken in float32 at least. Results do not depend on the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import cast
 
@@ -77,10 +77,11 @@ def gated_sum(outputs_BK: Tensor, gate_BK: Tensor) -> Tensor:
     return (outputs_BK.to(acc_dtype) * gate).sum(1).to(outputs_BK.dtype)
 
 
-def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
+def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor], also: Collection[int] = ()) -> Tensor:
     """Calls every expert that has samples once, on all of its samples; needs one host sync for the group sizes.
 
-    An empty batch goes to expert 0, whose output gives the shape of the result.
+    Experts in ``also`` are called without samples too. An empty batch goes to expert 0, whose output gives the shape of
+    the result.
     """
     if in_vmap():
         return run_all(x, routing, call)
@@ -89,7 +90,7 @@ def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor])
     samples = SortedSamples.from_routing(routing)
     sizes = group_sizes(samples.ends_E)
     parts = cast("tuple[Tensor, ...]", samples.gather(x).split(sizes))
-    used = [e for e, size in enumerate(sizes) if size] or [0]
+    used = [e for e, size in enumerate(sizes) if size or e in also] or [0]
     outputs = {e: call(e, parts[e]) for e in used}
     check_outputs(outputs)
     return samples.combine(torch.cat(list(outputs.values())))

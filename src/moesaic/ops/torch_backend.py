@@ -20,7 +20,7 @@ are ragged: pixels and samples are sorted by expert for a grouped GEMM. Gated ch
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from moesaic.ops.channel.masked import masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
 from moesaic.ops.eager import in_vmap, is_eager_cpu, no_grad_needed
+from moesaic.ops.global_batch import global_moments
 from moesaic.ops.patch.gather import RoutedPixels
 from moesaic.ops.patch.inference import can_run_inference, conv_inference
 from moesaic.ops.patch.scatter_conv import (
@@ -98,8 +99,10 @@ class TorchBackend:
         samples = SortedSamples.from_routing(routing)
         return samples.combine(run(samples.gather(x), samples))
 
-    def each(self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor]) -> Tensor:
-        return run_each(x, routing, call)
+    def each(
+        self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor], also: Collection[int] = ()
+    ) -> Tensor:
+        return run_each(x, routing, call, also)
 
     def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
         return masked_conv(x, gate_out, conv)
@@ -185,13 +188,20 @@ def _normed(values: Tensor, scale: Tensor, shift: Tensor, pixels: RoutedPixels) 
 def _masked_statistics(values: Tensor, pixels: RoutedPixels, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
     """Mean and variance (E, C) over the whole masked map of ``count`` positions: routed values, zeros elsewhere."""
     routed, mean_routed, var_routed = pixels.moments(values)
-    share = routed / max(count, 1)
+    unbiasing: float | Tensor
+    if norm.batch is None:
+        share, unbiasing = routed / max(count, 1), count / max(count - 1, 1)
+    else:
+        squares = routed * var_routed
+        routed, mean_routed, squares, positions = global_moments(routed, mean_routed, squares, count, norm.batch)
+        var_routed = squares / routed.clamp_min(1)
+        share, unbiasing = routed / positions.clamp_min(1), positions / (positions - 1).clamp_min(1)
     mean = share * mean_routed
     # variance within the routed values, plus variance between them and the zeros
     var = share * var_routed + share * (1 - share) * mean_routed.square()
-    if count > 0:
+    if count > 0 or norm.batch is not None:
         with torch.no_grad():
-            unbiased = var * (count / max(count - 1, 1))
+            unbiased = var * unbiasing
             _move(norm.running_mean, mean, norm.momentum)
             _move(norm.running_var, unbiased, norm.momentum)
     return mean, var

@@ -74,6 +74,8 @@ class TritonBackend(TorchBackend):
         spec: PatchSpec,
         selection: PatchSelection | None = None,
     ) -> Tensor:
+        if _is_global(norm):
+            return super().conv(x, routing, experts, norm, spec)
         from moesaic.ops.triton.autograd_ops import patch_conv
 
         weights = experts.weight, experts.bias
@@ -91,7 +93,7 @@ class TritonBackend(TorchBackend):
         selection: PatchSelection | None = None,
     ) -> Tensor:
         activation = _activation_name(experts.activation)
-        if activation is None:
+        if activation is None or _is_global(norm):
             return super().mlp(x, routing, experts, norm, spec)
         from moesaic.ops.triton.activation import ACTIVATIONS
         from moesaic.ops.triton.autograd_ops import patch_mlp
@@ -101,6 +103,11 @@ class TritonBackend(TorchBackend):
         operands = operands._replace(options=operands.options._replace(activation=ACTIVATIONS.index(activation)))
         y, *_ = patch_mlp(x, *weights, *operands.flatten())
         return y
+
+
+def _is_global(norm: Norm | None) -> bool:
+    """Whether statistics are those of a batch on several processes, which the kernels do not exchange."""
+    return norm is not None and norm.training and norm.batch is not None
 
 
 def kernels_available(x: Tensor) -> bool:

@@ -10,8 +10,10 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moesaic.checks import check_choice
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
 
 __all__ = ["BalanceProxy", "entropy_loss", "importance_loss", "load_balance_loss", "z_loss"]
@@ -19,7 +21,7 @@ __all__ = ["BalanceProxy", "entropy_loss", "importance_loss", "load_balance_loss
 BalanceProxy = Literal["softmax", "scores"]
 
 
-def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax") -> Tensor:
+def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax", batch: GlobalBatch | None = None) -> Tensor:
     """E · Σ_e f_e · P_e (Fedus et al. 2022, eq. 4): 1 when balanced, up to E when one expert takes all.
 
     f_e is the fraction of assignments to expert e, P_e the mean softmax probability of expert e; the gradient flows
@@ -28,6 +30,9 @@ def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax") -> Tens
     With ``proxy="scores"`` P_e is the mean score, as in the released code of Chen et al. 2022. That loss has no lower
     bound, because scores can decrease together. The released code adds the router noise to it, which changes its value
     and not its gradient.
+
+    With a ``batch`` that is spread over processes, f_e and P_e are of the whole batch, and the result is the share of
+    this process: the sum over processes is the loss.
 
     >>> import torch
     >>> from moesaic import TokenChoice
@@ -38,8 +43,12 @@ def load_balance_loss(routing: Routing, proxy: BalanceProxy = "softmax") -> Tens
     check_choice("load_balance_loss", "proxy", proxy, get_args(BalanceProxy))
     scores_BNE = _scores_BNE(routing)
     proxy_BNE = scores_BNE.softmax(-1) if proxy == "softmax" else scores_BNE
-    proxy_E = proxy_BNE.sum((0, 1)) / max(routing.batch * routing.units, 1)
-    load_E = routing.load.detach().to(proxy_E.dtype)
+    sum_E, load_E = proxy_BNE.sum((0, 1)), routing.load.detach().to(proxy_BNE.dtype)
+    units: float | Tensor = max(routing.batch * routing.units, 1)
+    if batch is not None:
+        *_, units = sums = batch.sum(F.pad(load_E, (0, 1), value=routing.batch * routing.units))
+        load_E = sums[:-1]
+    proxy_E = sum_E / units
     share_E = load_E / load_E.sum().clamp_min(1)
     return routing.experts * (share_E * proxy_E).sum()
 

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from moesaic.checks import check_choice, check_positive
 from moesaic.input_checks import check_tensor
 from moesaic.ops import autocast_off
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
 
@@ -63,6 +64,9 @@ class ChannelGate(nn.Module):
     >>> ChannelGate(8, 64, block=16, mode="topk", keep=1)(torch.randn(5, 8)).mask.sum(-1).flatten().tolist()
     [1, 1, 1, 1, 1]
     """
+
+    global_batch: GlobalBatch | None = None
+    """The batch of which the embeddings are a part, in training on several processes."""
 
     def __init__(
         self,
@@ -128,7 +132,9 @@ class ChannelGate(nn.Module):
         """Select the open blocks by their scores (B, E)."""
         noisy = scores
         if self.training and self.noise:
-            noisy = scores + self.noise * torch.randn_like(scores)
+            random = torch.randn_like
+            noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
+            noisy = scores + self.noise * noise
         if self.mode == "topk":
             assert self.keep is not None
             index = stable_topk(noisy, self.keep)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from moesaic.checks import check_positive
 from moesaic.input_checks import check_feature_map
 from moesaic.ops import autocast_off
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing, Unit
 
 __all__ = ["Noise", "Router", "batch_invariant_matmul", "sample_noise", "stable_topk"]
@@ -108,13 +109,19 @@ def stable_topk(scores: Tensor, k: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def sample_noise(kind: Noise, scores: Tensor, generator: torch.Generator | None = None) -> Tensor:
+def sample_noise(
+    kind: Noise, scores: Tensor, generator: torch.Generator | None = None, batch: GlobalBatch | None = None
+) -> Tensor:
     """Returns noise for scores (…, E): Unif[0, 1], N(0, 1/E²) or standard Gumbel, in their shape and dtype.
+
+    Scores of a part of a ``batch`` get their part of the noise for the whole batch.
 
     >>> noise = sample_noise("uniform", torch.zeros(100, 4), torch.Generator().manual_seed(0))
     >>> noise.shape, bool(noise.min() >= 0), bool(noise.max() <= 1)
     (torch.Size([100, 4]), True, True)
     """
+    if batch is not None:
+        return batch.draw(scores, lambda whole: sample_noise(kind, whole, generator))
     shape, device, dtype = scores.shape, scores.device, scores.dtype
     if kind == "gaussian":
         return torch.randn(shape, generator=generator, device=device, dtype=dtype) / shape[-1]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.router import Noise, Router, sample_noise, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
@@ -41,6 +42,9 @@ class TokenChoice(Router):
     >>> routing.index.shape, int(routing.load.sum())
     (torch.Size([5, 16, 1]), 80)
     """
+
+    global_batch: GlobalBatch | None = None
+    """The batch of which the maps are a part, in training on several processes."""
 
     def __init__(
         self,
@@ -78,7 +82,7 @@ class TokenChoice(Router):
         active = self.training or self.in_eval
         noisy = scores
         if self.noise is not None and active:
-            noisy = scores + self.noise_scale * sample_noise(self.noise, scores, self.generator)
+            noisy = scores + self.noise_scale * sample_noise(self.noise, scores, self.generator, self.global_batch)
         index_BNK = stable_topk(noisy, self.top_k)
         if self.gate == "softmax_all":
             gate_BNK = scores.softmax(-1).gather(-1, index_BNK)
@@ -87,7 +91,12 @@ class TokenChoice(Router):
             gate_BNK = gate_BNK.softmax(-1) if self.gate == "softmax_selected" else torch.ones_like(gate_BNK)
         dropping = self.capacity_factor is not None and active
         if dropping:
-            within = self._within_capacity(index_BNK, scores.detach().softmax(-1).gather(-1, index_BNK[..., :1]))
+            probability_BN1 = scores.detach().softmax(-1).gather(-1, index_BNK[..., :1])
+            if self.global_batch is None:
+                within = self._within_capacity(index_BNK, probability_BN1)
+            else:  # all images of the batch share the capacity
+                gather = self.global_batch.gather
+                within = self.global_batch.own(self._within_capacity(gather(index_BNK), gather(probability_BN1)))
             index_BNK = index_BNK.where(within, UNASSIGNED)
             gate_BNK = gate_BNK.where(within, 0.0)
         return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=dropping)

@@ -6,7 +6,7 @@ epoch alone (`moesaic.keyed_random`): a run that is continued within an epoch se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import torch
@@ -26,11 +26,18 @@ _TEST_KEY = 10
 
 
 def train_batches(
-    dataset: ImageDataset, sizes: Sequence[int], seed: int, epoch: int, device: torch.device, skip: int = 0
+    dataset: ImageDataset,
+    sizes: Sequence[int],
+    seed: int,
+    epoch: int,
+    device: torch.device,
+    skip: int = 0,
+    parts: Callable[[int], Sequence[slice]] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """An epoch's batches of the given sizes, in an order of their own; images (B, C, H, W) and labels (B,).
 
-    Images that the sizes have no room for are left out; the first ``skip`` batches are passed over.
+    Images that the sizes have no room for are left out; the first ``skip`` batches are passed over. ``parts`` returns
+    the parts of a batch of so many images that are wanted; by default all of it.
     """
     train = dataset.train
     place = train.pixels.device
@@ -42,20 +49,32 @@ def train_batches(
     for together in _groups(sizes[skip:], most):
         rows = order[start : start + sum(together)]
         start += sum(together)
+        own = together
+        if parts is not None:
+            wanted = [torch.cat([batch[each] for each in parts(len(batch))]) for batch in split(rows, together)]
+            rows, own = torch.cat(wanted), [len(each) for each in wanted]
         pixels = _pick(train.pixels, rows.to(place)).to(device, non_blocking=True)
         x = dataset.train_transform(pixels, rand[rows]).contiguous(memory_format=torch.channels_last)
         labels = train.labels[rows.to(place)].to(device, non_blocking=True)
-        yield from zip(split(x, together), split(labels, together), strict=True)
+        yield from zip(split(x, own), split(labels, own), strict=True)
 
 
 def eval_batches(
-    dataset: ImageDataset, device: torch.device, size: int, rows: Tensor | None = None
+    dataset: ImageDataset,
+    device: torch.device,
+    size: int,
+    rows: Tensor | None = None,
+    part: Callable[[int], slice] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """The images to test on, or some of them, and their labels; blur and the like are the same in every call."""
+    """The images to test on, or some of them, and their labels; blur and the like are the same in every call.
+
+    ``part`` returns the part of a batch of so many images that is wanted; by default all of it.
+    """
     key = keyed_random.keys(_TEST_KEY, [0])
     rand = keyed_random.uniform(key, "test", len(dataset.test), RANDS_PER_IMAGE)[0].float()
     place = dataset.test.pixels.device
     for some in split(torch.arange(len(dataset.test)) if rows is None else rows, size):
+        some = some if part is None else some[part(len(some))]
         there = some.to(place)
         x = dataset.eval_transform(_pick(dataset.test.pixels, there).to(device), rand[some].to(device))
         yield x.contiguous(memory_format=torch.channels_last), dataset.test.labels[there].to(device)

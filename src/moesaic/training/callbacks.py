@@ -68,7 +68,11 @@ class Callback:
         """Called before a step, with the learning rates set; ``epoch`` counts epochs, with fractions."""
 
     def extra_loss(self, trainer: Trainer, output: Any, x: Tensor, labels: Tensor, epoch: float) -> Tensor | float:
-        """Returns what is added to the cross-entropy of a micro-batch."""
+        """Returns what is added to the cross-entropy of a micro-batch.
+
+        In training on several processes ``x`` are the samples of this one, of which there may be none, and what is
+        returned should be a mean over them.
+        """
         return 0.0
 
     def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
@@ -116,9 +120,11 @@ class BalanceLossCallback(Callback):
         """The sum over layers; where experts choose, loads are equal anyway."""
         every = self._routing.values()
         chosen = [routing for routing in every if routing.chooser != "expert" and routing.unit != "channel"]
-        return trainer.recipe.balance_weight * cast(
-            "Tensor | float", sum(load_balance_loss(routing) for routing in chosen)
-        )
+        batch = trainer.global_batch
+        total = cast("Tensor | float", sum(load_balance_loss(routing, batch=batch) for routing in chosen))
+        # of several processes each has a share of it, and what is returned will be weighted as a mean over samples
+        per_sample = 1.0 if batch is None else batch.size / max(len(x), 1)
+        return trainer.recipe.balance_weight * per_sample * total
 
 
 class CollapseCallback(Callback):
@@ -137,7 +143,7 @@ class CollapseCallback(Callback):
 
         passes = len(trainer.recipe.micro_batch_sizes(trainer.batch_sizes[0]))
         window = passes * min(trainer.checkpoint_steps, len(trainer.batch_sizes))
-        return CollapseAlarm(trainer.model, every=window, on_collapse=report)
+        return CollapseAlarm(trainer.model, every=window, on_collapse=report, batch=trainer.global_batch)
 
     def state_dict(self) -> dict[str, Any]:
         return {"reported": list(self._reported)}

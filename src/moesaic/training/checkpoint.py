@@ -248,9 +248,10 @@ def load_weights(path: str | Path, model: nn.Module) -> Metadata:
         return network.metadata
 
 
-def save_network(path: Path, model: nn.Module, metadata: Metadata) -> None:
-    """Write a network to a file, whole or not at all."""
-    write_tensors(path, cast("Mapping[str, Tensor]", model.state_dict()), metadata.to_json())
+def save_network(path: Path, model: nn.Module | Mapping[str, Tensor], metadata: Metadata) -> None:
+    """Write a network, or its state dict, to a file, whole or not at all."""
+    weights = cast("Mapping[str, Tensor]", model.state_dict()) if isinstance(model, nn.Module) else model
+    write_tensors(path, weights, metadata.to_json())
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
 from moesaic.training.checkpoint import load_weights
+from moesaic.training.distributed import ParallelName, attached, check_parallel, create_parallel
 from moesaic.training.features import check_features
 from moesaic.training.freezing import freeze_layers, frozen_parameters
 from moesaic.training.gate_callback import GateCallback, GatesClosed
 from moesaic.training.gates import resolve_gate_recipe
 from moesaic.training.progress import NoProgress, Progress
+from moesaic.training.ranks import local_device
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
@@ -61,12 +63,17 @@ def fit(
     callbacks: Sequence[Callback] = (),
     collapse_alarm: bool = True,
     test_features: bool = False,
+    parallel: ParallelName = "ddp",
 ) -> FitResult:
     """Train the model in place, and test it; the model moves to the device.
 
     With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors, and
     result.json in the end. The same call resumes an interrupted run from its last checkpoint, whatever the model's
     weights are, and returns the result of a complete one.
+
+    In a process that ``torchrun`` has started, or that has a process group, all ranks train one model, with the result
+    of one process: every rank calls ``fit`` with the same arguments, and computes its part of every batch. The first
+    rank writes the folder and reports progress, and all return the result.
 
     Args:
         model: a network from images (B, C, H, W) to logits (B, classes), with its initial weights. In the end it is
@@ -92,6 +99,9 @@ def fit(
         collapse_alarm: whether to report experts that collapse.
         test_features: whether the final test may use features as well, where training does: many short runs on one
             backbone then never run it.
+        parallel: on several ranks, ``"ddp"``: every rank has all weights; ``"fsdp"``: every rank has a part of the
+            weights, gradients and optimizer states (``fully_shard``), and the model itself stays where it is;
+            ``"none"``: every rank trains on its own.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
@@ -125,14 +135,19 @@ def fit(
         raise ValueError(
             f"fit: {len(dataset.train)} training images and {len(dataset.test)} test images; use at least one of each"
         )
+    shared = create_parallel(parallel, device := local_device(device))
+    if shared.ranks is not None:
+        check_parallel(recipe, parallel, shared.ranks.size)
+        if not shared.ranks.is_first:
+            progress, trackers = None, ()
     progress = progress or NoProgress()
     recipe = resolve_gate_recipe(model, recipe)
     _check_teacher(recipe, teacher)
     frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
     if dataset.backbone and recipe.trainable == "head":
         check_features(dataset, model)
-    everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm), *callbacks]
-    _check_names(everyone)
+    options: dict[str, Any] = {"teacher": teacher, "collapse_alarm": collapse_alarm}
+    _check_names([*default_callbacks(model, recipe, **options), *callbacks])
     config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
     if callbacks:
         config["callbacks"] = [callback.name for callback in callbacks]
@@ -140,12 +155,18 @@ def fit(
         config["teacher"] = _fingerprint(teacher)
         teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
         teacher.eval()
+    if shared.ranks is not None:
+        shared.ranks.check_same({name: value for name, value in config.items() if name not in ("device", "threads")})
+        config["ranks"] = {"count": shared.ranks.size, "parallel": parallel}
     with ExitStack() as stack:
-        run_dir = None if out is None else stack.enter_context(closing(RunDir(Path(out), config)))
-        model.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
+        run_dir = None if out is None else stack.enter_context(closing(RunDir(Path(out), config, shared.ranks)))
+        shared.place(model, device)
         complete = None if run_dir is None else run_dir.read_result()
         if run_dir is not None and complete is not None:
-            load_weights(run_dir.network, model)
+            if run_dir.writes:
+                load_weights(run_dir.network, model)
+            if shared.ranks is not None:
+                shared.ranks.copy_first(model)
             model.eval()
             progress.skip(recipe.epochs)
             return complete
@@ -154,9 +175,10 @@ def fit(
                 tracker.begin(config)
                 stack.callback(tracker.end)  # also after an error
             torch.manual_seed(generator_seed(seed, "fit"))
-            stack.enter_context(freeze_layers(model, recipe.trainable))
+            trained = stack.enter_context(attached(model, shared))
+            stack.enter_context(freeze_layers(trained, recipe.trainable))
             trainer = Trainer(
-                model,
+                trained,
                 _placed(dataset, device),
                 recipe,
                 seed,
@@ -167,8 +189,9 @@ def fit(
                 trackers,
                 eval_every,
                 checkpoint_seconds,
-                everyone,
+                [*default_callbacks(trained, recipe, **options), *callbacks],
                 test_features,
+                shared,
             )
             return trainer.train()
 

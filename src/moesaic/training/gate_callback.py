@@ -53,7 +53,9 @@ class GateCallback(Callback):
     def on_fit_start(self, trainer: Trainer) -> None:
         """Prepares the gates."""
         steps = len(trainer.batch_sizes)
-        self.gates = GateTraining(self._model, trainer.recipe, steps, trainer.device, self._teacher)
+        self.gates = GateTraining(
+            self._model, trainer.recipe, steps, trainer.device, self._teacher, trainer.global_batch
+        )
 
     def on_fit_end(self, trainer: Trainer) -> None:
         """Leaves the network as it came, apart from its weights."""
@@ -107,8 +109,9 @@ class GateCallback(Callback):
 
     def final_metrics(self, trainer: Trainer) -> Mapping[str, float]:
         """The mean cost of a test image."""
-        with torch.no_grad():
-            return {"cost": float(gate_costs(self._model, self._embeddings(trainer, trainer.dataset)).mean())}
+        embeddings = self._embeddings(trainer, trainer.dataset)
+        with torch.no_grad(), trainer.full_weights():
+            return {"cost": float(gate_costs(self._model, embeddings).mean())}
 
     def state_dict(self) -> dict[str, Any]:
         return self.gates.state_dict()
@@ -124,7 +127,7 @@ class GateCallback(Callback):
             count = len(trainer.dataset.train)
             rows = torch.linspace(0, count - 1, min(count, _CALIBRATION_IMAGES)).long()
             embeddings = self._embeddings(trainer, replace(trainer.dataset, test=trainer.dataset.train), rows)
-        cost = self.gates.freeze(embeddings)
+        cost = self.gates.freeze(embeddings, trainer.full_weights)
         frozen = (self._model.embedding, self._model.gates)
         trainer.train_step.reset_ema(tensor for part in frozen for tensor in (*part.parameters(), *part.buffers()))
         if cost is not None:
@@ -135,7 +138,7 @@ class GateCallback(Callback):
     def _embeddings(self, trainer: Trainer, dataset: ImageDataset, rows: Tensor | None = None) -> Tensor:
         """(n, D): embeddings of the test images, or of some of them, in eval mode."""
         network = self._model.embedding
-        with torch.no_grad(), eval_mode(network), trainer.train_step.autocast():
+        with torch.no_grad(), eval_mode(network), trainer.train_step.autocast(), trainer.full_weights():
             batches = eval_batches(dataset, trainer.device, trainer.eval_batch_size, rows)
             return torch.cat([network(x)[0] for x, _ in batches])
 

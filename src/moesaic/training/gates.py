@@ -8,7 +8,8 @@ nearly closed is relaxed, and a layer that has closed for all images stops the r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,12 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.routing_record import UNASSIGNED, Routing
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
 __all__ = ["ClosedLayer", "GateTraining", "gate_costs", "resolve_gate_recipe", "shift_gates"]
+
+FullWeights = Callable[[], AbstractContextManager[None]]
+"""A context in which modules of a network can be called one by one, also if its weights are sharded."""
 
 _CHECKS = 100
 """Checks in the joint stage, if it has so many steps: control is the same for long and for short runs."""
@@ -85,12 +90,13 @@ def resolve_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
     return replace(recipe, gates=gates)
 
 
-def shift_gates(model: DeepMoE, embeddings: Tensor, target: float) -> float:
+def shift_gates(model: DeepMoE, embeddings: Tensor, target: float, full_weights: FullWeights = nullcontext) -> float:
     """Shift the biases of all gates so that images with these embeddings (B, D) cost the target on average.
 
     The biases of a layer are shifted by the same amount, such that the number of its open gates changes by a factor
     that is the same for all layers; at least one gate of each layer stays open on average. Returns the cost that was
-    reached, as a fraction of the dense network's: gates are countable, so it may miss the target by a little.
+    reached, as a fraction of the dense network's: gates are countable, so it may miss the target by a little. Heads are
+    called inside of ``full_weights()``.
 
     >>> from moesaic.models import VGG16
     >>> from moesaic.models.deepmoe.network import deepmoe
@@ -100,9 +106,11 @@ def shift_gates(model: DeepMoE, embeddings: Tensor, target: float) -> float:
     0.5
     """
     with torch.no_grad():
-        scores = {name: head(embeddings).scores[:, 0] for name, head in model.heads().items()}
+        with full_weights():
+            scores = {name: head(embeddings).scores[:, 0] for name, head in model.heads().items()}
         _shift(model, scores, target)
-        return float(gate_costs(model, embeddings).mean())
+        with full_weights():
+            return float(gate_costs(model, embeddings).mean())
 
 
 def gate_costs(model: DeepMoE, embeddings: Tensor) -> Tensor:
@@ -114,7 +122,13 @@ class GateTraining:
     """The state of the gates' training, from the first step to the last."""
 
     def __init__(
-        self, model: DeepMoE, recipe: Recipe, steps: int, device: torch.device, teacher: nn.Module | None = None
+        self,
+        model: DeepMoE,
+        recipe: Recipe,
+        steps: int,
+        device: torch.device,
+        teacher: nn.Module | None = None,
+        batch: GlobalBatch | None = None,
     ) -> None:
         assert recipe.gates is not None, "resolve_gate_recipe gives one"
         self.recipe = recipe.gates
@@ -126,6 +140,7 @@ class GateTraining:
         self._epochs = recipe.epochs
         self._smoothing = recipe.label_smoothing
         self._teacher = teacher
+        self._batch = batch
         self._heads = model.heads()
         self._penalised = self.recipe.l1_weight > 0 and not _is_topk(model)
         self._check_every = min(
@@ -160,21 +175,22 @@ class GateTraining:
         if self._teacher is None:
             return None
         with torch.no_grad():
-            return cast("Tensor", self._teacher(x)).float()
+            return _float(cast("Tensor", self._teacher(x)))
 
     def loss(self, output: DeepMoEOutput, labels: Tensor, teacher_logits: Tensor | None, epoch: float) -> Tensor:
         """Returns what is added to the cross-entropy of the network's logits."""
         total = torch.zeros((), device=labels.device)
         if self.joint and self.recipe.embedding_weight:
-            own = F.cross_entropy(output.embedding_logits.float(), labels, label_smoothing=self._smoothing)
-            total = total + self.recipe.embedding_weight * own
+            own_logits = _float(output.embedding_logits)
+            own = F.cross_entropy(own_logits, labels, label_smoothing=self._smoothing) if len(labels) else own_logits
+            total = total + self.recipe.embedding_weight * own.sum()
         pressure = self.l1_weight_at(epoch)
         if pressure:
             mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
             total = total + pressure * (self._penalty_L * mean_L).sum()
-        if teacher_logits is not None:
+        if teacher_logits is not None and len(labels):
             T = self.recipe.distill_temperature
-            student, teacher = F.log_softmax(output.logits.float() / T, 1), F.log_softmax(teacher_logits / T, 1)
+            student, teacher = F.log_softmax(_float(output.logits) / T, 1), F.log_softmax(teacher_logits / T, 1)
             total = total + self.recipe.distill_weight * T**2 * F.kl_div(
                 student, teacher, reduction="batchmean", log_target=True
             )
@@ -194,10 +210,13 @@ class GateTraining:
         mean_L = torch.stack([gate_l1(each) for each in routing.values()])
         seen = torch.cat([cost_B.sum()[None], open_LB.sum(1), mean_L * len(cost_B), (open_LB == 0).sum(1)])
         self._scores = {name: each.scores[:, 0] for name, each in routing.items()}
+        images = len(cost_B)
+        if self._batch is not None:
+            seen, images = self._batch.sum(seen), self._batch.size
         self._recent += seen
         self._epoch += seen
-        self._recent_images += len(cost_B)
-        self._epoch_images += len(cost_B)
+        self._recent_images += images
+        self._epoch_images += images
 
     # for the training loop
 
@@ -249,14 +268,14 @@ class GateTraining:
         """Returns whether gates still learn although the joint stage is over at this time."""
         return self.joint and self.recipe.joint_progress(epoch, self._epochs) >= 1
 
-    def freeze(self, embeddings: Tensor | None) -> float | None:
+    def freeze(self, embeddings: Tensor | None, full_weights: FullWeights = nullcontext) -> float | None:
         """End the joint stage. With embeddings of training images, the target is met on them; returns their cost."""
         cost = None
         self._set_head_noise(0.0)
         self.joint = False
         self.set_mode()
         if embeddings is not None and self.recipe.target_macs is not None:
-            cost = shift_gates(self._model, embeddings, self.recipe.target_macs)
+            cost = shift_gates(self._model, embeddings, self.recipe.target_macs, full_weights)
         self._freeze_parameters()
         return cost
 
@@ -310,9 +329,12 @@ class GateTraining:
         self.l1_weight = min(max(self.l1_weight * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
         if abs(error) > _TOLERANCE or closed:
             with torch.no_grad():
-                patterns = {name: _routing_of(scores > 0, self._heads[name]) for name, scores in self._scores.items()}
+                all_scores = self._scores
+                if self._batch is not None:
+                    all_scores = {name: self._batch.gather(scores) for name, scores in all_scores.items()}
+                patterns = {name: _routing_of(scores > 0, self._heads[name]) for name, scores in all_scores.items()}
                 now = _mean_cost(self._model, patterns)
-                _shift(self._model, self._scores, now * math.exp(-_CORRECTION * error), _BISECTIONS)
+                _shift(self._model, all_scores, now * math.exp(-_CORRECTION * error), _BISECTIONS)
 
     def _relax_penalty(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
         """Relax the penalty of layers that are nearly closed, or whose gates have shrunk; returns new warnings.
@@ -351,6 +373,11 @@ class GateTraining:
     def _set_head_noise(self, noise: float) -> None:
         for head in self._heads.values():
             head.noise = noise
+
+
+def _float(values: Tensor) -> Tensor:
+    """The values as float32 at least."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 def _is_topk(model: DeepMoE) -> bool:

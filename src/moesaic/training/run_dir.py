@@ -11,7 +11,7 @@ import platform
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from moesaic.models.registry import ModelSpec
 from moesaic.tensor_files import write_tensors
 from moesaic.training.checkpoint import NETWORK, CheckpointError, read_tensors
 from moesaic.training.migrations import migrate_config, migrate_state
+from moesaic.training.ranks import Ranks
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Epoch, FitResult
 from moesaic.validated_json import decode, read_json, refused_as
@@ -37,7 +38,9 @@ from moesaic.write_errors import way_out
 
 __all__ = ["RunDir", "describe_run"]
 
-_MAY_DIFFER = ("versions", "device", "threads", "data.name", "model.arguments.weights")
+T = TypeVar("T")
+
+_MAY_DIFFER = ("versions", "device", "threads", "ranks", "data.name", "model.arguments.weights")
 """Parts of a configuration that may differ between a run and its continuation; weights have a digest beside them."""
 _SHOWN = 6
 """Differences that an error lists."""
@@ -56,9 +59,12 @@ class _State:
 
 
 class RunDir:
-    """The folder of a run: settings, metrics and checkpoints. It is locked against other runs until it is closed."""
+    """The folder of a run: settings, metrics and checkpoints. It is locked against other runs until it is closed.
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    Of several ranks the first reads and writes; the others get what it has read.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], ranks: Ranks | None = None) -> None:
         self.folder = folder
         self.network = folder / NETWORK
         self.state = folder / "training.safetensors"
@@ -68,8 +74,11 @@ class RunDir:
         self.other_threads: int | None = None
         """The number of CPU threads that the run began with, if it is another one now: sums are rounded differently."""
         self._lock: int | None = None
+        self._ranks = ranks
+        self.writes = ranks is None or ranks.is_first
+        """Whether this process writes the files."""
         try:
-            self._make(config)
+            self._first(lambda: self._make(config))
         except BaseException:
             self.close()
             raise
@@ -82,6 +91,15 @@ class RunDir:
 
     def read_result(self) -> FitResult | None:
         """Returns the result of a complete run, else None; files of earlier versions have no checksum."""
+        content = self._first(self._read_result)
+        if self._ranks is not None:
+            content = self._ranks.from_first(content)
+        if content is None:
+            return None
+        with refused_as(f"fit: {self.result} is not what a run writes", CheckpointError):
+            return FitResult.from_json(content)
+
+    def _read_result(self) -> dict[str, Any] | None:
         if not self.result.exists():
             return None
         content, whole = check_json_digest(_read(self.result))
@@ -90,11 +108,18 @@ class RunDir:
                 f"fit: the content of {self.result} does not match its checksum; restore it from a copy, or remove the "
                 "folder and train again"
             )
-        with refused_as(f"fit: {self.result} is not what a run writes", CheckpointError):
-            return FitResult.from_json(content)
+        return content
 
     def read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Returns the state of the last checkpoint, else None."""
+        found = self._first(self._read_state)
+        if self._ranks is None:
+            return found
+        tensors, content = found or ({}, None)
+        content = self._ranks.from_first(content)
+        return None if content is None else (self._ranks.tensors_from_first(tensors), content)
+
+    def _read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         if not self.state.exists():
             return None
         tensors, content = read_tensors(self.state)
@@ -106,7 +131,8 @@ class RunDir:
             return tensors, content
 
     def write_state(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
-        write_tensors(self.state, tensors, content)
+        if self.writes:
+            write_tensors(self.state, tensors, content)
 
     def write_metrics(self, lines: Iterable[Mapping[str, Any]]) -> None:
         """Rewrite metrics.jsonl with the lines of a checkpoint, without those of epochs that were lost."""
@@ -123,6 +149,8 @@ class RunDir:
 
     def finish(self, result: Mapping[str, Any]) -> None:
         """The run is complete."""
+        if not self.writes:
+            return
         content: dict[str, Any] = json.loads(json.dumps(as_json(result)))  # as it will be read
         self._guarded(self.result, lambda: write_json(self.result, {**content, "sha256": json_digest(content)}))
         self.state.unlink(missing_ok=True)
@@ -153,7 +181,12 @@ class RunDir:
                     )
             self._guarded(path, lambda: write_json(path, config))
 
+    def _first(self, work: Callable[[], T]) -> T | None:
+        return work() if self._ranks is None else self._ranks.run_first(work)
+
     def _guarded(self, path: Path, write: Callable[[], None]) -> None:
+        if not self.writes:
+            return
         try:
             write()
         except OSError as error:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from moesaic.layers.recording import routed_layers
 from moesaic.routing import ChannelGate
 from moesaic.training.batches import split
+from moesaic.training.distributed import OneProcess, assign, local, shard_like
 from moesaic.training.freezing import layer_factors
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
@@ -45,6 +46,7 @@ class TrainStep:
         classes: number of classes.
         forward: computes the outputs of training in place of ``model``: logits, or an object that has ``logits``.
         extra_loss: computes what is added to the cross-entropy.
+        parallel: how a step is shared with other processes; by default it is not.
     """
 
     def __init__(
@@ -55,8 +57,11 @@ class TrainStep:
         classes: int,
         forward: Callable[[Tensor], Any] | None = None,
         extra_loss: ExtraLoss | None = None,
+        parallel: OneProcess | None = None,
     ) -> None:
         self.model = model
+        self.parallel = parallel or OneProcess()
+        """How a step is shared with other processes."""
         self.recipe = recipe
         self.device = device
         self.optimizers = build_optimizers(model, recipe, device)
@@ -80,24 +85,55 @@ class TrainStep:
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * self.recipe.lr_factor(epoch)
 
-    def step(self, x: Tensor, labels: Tensor, epoch: float) -> tuple[Tensor, Tensor]:
-        """Train on a batch; its mean loss, and how many samples were classified correctly before the step."""
+    def parts(self, samples: int) -> list[slice]:
+        """Returns the parts of a batch of so many samples that this process computes, one for each micro-batch."""
+        found: list[slice] = []
+        start = 0
+        for size in self.recipe.micro_batch_sizes(samples):
+            own = self.parallel.share(size)
+            found.append(slice(start + own.start, start + own.stop))
+            start += size
+        return found
+
+    def step(self, x: Tensor, labels: Tensor, epoch: float, samples: int | None = None) -> tuple[Tensor, Tensor]:
+        """Train on a batch; its mean loss, and how many samples were classified correctly before the step.
+
+        ``samples`` is the size of the whole batch where ``x`` has the `parts` of this process.
+        """
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        sizes = self.recipe.micro_batch_sizes(len(x))
+        samples = len(x) if samples is None else samples
+        sizes = self.recipe.micro_batch_sizes(samples)
+        own = [part.stop - part.start for part in self.parts(samples)]
         total, correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
-        for part, targets in zip(split(x, sizes), split(labels, sizes), strict=True):
-            with self.autocast():
-                output = self._call(self._train_forward, part)
-            logits = self._float_logits(getattr(output, "logits", output), part)
-            extra = 0.0 if self._extra_loss is None else self._extra_loss(output, part, targets, epoch)
-            loss = F.cross_entropy(logits, targets, label_smoothing=self.recipe.label_smoothing)
-            share = len(part) / len(x)
-            self._scaler.scale(share * (loss + extra)).backward()
-            total += share * loss.detach()
+        for number, (part, targets) in enumerate(zip(split(x, own), split(labels, own), strict=True), 1):
+            size = sizes[number - 1]
+            with self.parallel.part(size, last=number == len(sizes)):
+                loss, logits = self._backward(part, targets, epoch, size, samples)
+            total += size / samples * loss.detach()
             correct += (logits.detach().argmax(1) == targets).sum()
+        self.parallel.finish_gradients()
+        if self.parallel.ranks is not None:
+            total, correct = self.parallel.sum(torch.stack([total.double(), correct.double()])).unbind()
+            total, correct = total.float(), correct.long()
         self._update()
         return total, correct
+
+    def _backward(self, x: Tensor, labels: Tensor, epoch: float, size: int, samples: int) -> tuple[Tensor, Tensor]:
+        """Forward and backward pass over this process' part of a micro-batch of ``size``; its share of the loss."""
+        with self.autocast():
+            output = self._call(self._train_forward, x)
+        logits = self._float_logits(getattr(output, "logits", output), x)
+        extra = 0.0 if self._extra_loss is None else self._extra_loss(output, x, labels, epoch)
+        if self.parallel.ranks is None:
+            loss = F.cross_entropy(logits, labels, label_smoothing=self.recipe.label_smoothing)
+        else:  # shares of ranks add up to the mean
+            smoothing = self.recipe.label_smoothing
+            loss = F.cross_entropy(logits, labels, reduction="sum", label_smoothing=smoothing) / size
+            extra = len(x) / size * extra
+        factor = self.parallel.loss_factor * size / samples
+        self._scaler.scale(factor * (loss + extra)).backward()
+        return loss, logits
 
     def outputs(self, x: Tensor) -> Tensor:
         """(B, classes): the logits of images, as float32 at least."""
@@ -132,8 +168,7 @@ class TrainStep:
 
     def finite(self) -> bool:
         """Whether all weights and statistics are numbers; waits for the device."""
-        tensors = [tensor.detach() for tensor in self._averaged()]
-        return bool(torch.nn.utils.get_total_norm(tensors).isfinite())
+        return self.parallel.all_finite(self._averaged())
 
     @contextmanager
     def ema_weights(self) -> Generator[None]:
@@ -161,10 +196,10 @@ class TrainStep:
         with torch.no_grad():
             for mean, tensor in zip(self._ema, self._averaged(), strict=True):
                 if id(tensor) in some:
-                    mean.copy_(tensor)
+                    local(mean).copy_(local(tensor))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Returns all that the next step depends on, as tensors and JSON."""
+        """Returns all that the next step depends on, as tensors and JSON; tensors where a file of them is written."""
         weights = cast("Mapping[str, Tensor]", self.model.state_dict())
         tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
         tensors |= {f"ema.{i}": tensor for i, tensor in enumerate(self._ema or [])}
@@ -182,15 +217,15 @@ class TrainStep:
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
         tensors |= {f"rng.layer.{name}": each.get_state() for name, each in self._generators().items()}
         content = {"steps": self.steps, "numbers": numbers, "scaler": self._scaler.state_dict()}
-        return tensors, content
+        return self.parallel.gathered(tensors), content
 
     def restore(self, tensors: Mapping[str, Tensor], content: Mapping[str, Any]) -> None:
         """Restores what ``state`` returned."""
         self.steps = content["steps"]
-        self.model.load_state_dict(_below(tensors, "model."))
+        self.parallel.load(self.model, _below(tensors, "model."))
         if self._ema is not None:
             for i, mean in enumerate(self._ema):
-                mean.copy_(tensors[f"ema.{i}"])
+                assign(mean, tensors[f"ema.{i}"])
         for k, optimizer in enumerate(self.optimizers):
             _restore_optimizer(optimizer, k, tensors, content["numbers"])
         if self._scaler.is_enabled():
@@ -215,7 +250,8 @@ class TrainStep:
         if self._ema is not None and self.recipe.ema_decay is not None:
             decay = min(self.recipe.ema_decay, (1 + self.steps) / (10 + self.steps))
             with torch.no_grad():
-                torch._foreach_lerp_(self._ema, self._averaged(), 1 - decay)  # pyright: ignore # as torch's optimizers do
+                means, tensors = [local(each) for each in self._ema], [local(each) for each in self._averaged()]
+                torch._foreach_lerp_(means, tensors, 1 - decay)  # pyright: ignore # as torch's optimizers do
 
     def _averaged(self) -> list[Tensor]:
         """Weights and floating-point buffers: all but counters."""
@@ -224,7 +260,7 @@ class TrainStep:
     def _load(self, values: Iterable[Tensor]) -> None:
         with torch.no_grad():
             for tensor, value in zip(self._averaged(), values, strict=True):
-                tensor.copy_(value)
+                local(tensor).copy_(local(value))
 
     def _generators(self) -> dict[str, torch.Generator]:
         """Generators of layers; layers without one use torch's global generator."""
@@ -292,7 +328,7 @@ def _restore_optimizer(
         i, _, name = place.partition(".")
         parameter = parameters[int(i)]
         if tensor.shape == parameter.shape:  # in the layout of its parameter, with which it is combined
-            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+            tensor = shard_like(parameter, tensor)
         state.setdefault(int(i), {})[name] = tensor
     for place, number in numbers.items():
         owner, i, name = place.split(".", 2)

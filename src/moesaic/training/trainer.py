@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +16,11 @@ from moesaic.data.datasets import ImageDataset
 from moesaic.files import as_json
 from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.training.batches import eval_batches, train_batches
 from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import CheckpointError, Metadata, save_network
+from moesaic.training.distributed import OneProcess
 from moesaic.training.features import FeatureBatches, one_thread
 from moesaic.training.freezing import eval_frozen
 from moesaic.training.interruption import stop_requested, stoppable
@@ -75,6 +77,8 @@ class Trainer:
     checkpoint_seconds: float
     callbacks: Sequence[Callback] = ()
     test_features: bool = False
+    parallel: OneProcess = field(default_factory=OneProcess)
+    """How steps are shared with other processes."""
 
     def __post_init__(self) -> None:
         self.batch_sizes = self.recipe.batch_sizes(len(self.dataset.train))
@@ -88,7 +92,7 @@ class Trainer:
             self._features = FeatureBatches.of(self.model, self.dataset)
             forward = self._features.logits
         self.train_step = TrainStep(
-            self.model, self.recipe, self.device, self.dataset.num_classes, forward, self._extra_loss
+            self.model, self.recipe, self.device, self.dataset.num_classes, forward, self._extra_loss, self.parallel
         )
         self.epochs: list[Epoch] = []
         """Complete epochs."""
@@ -118,6 +122,15 @@ class Trainer:
             return self._finish(correct)
 
     # for callbacks
+
+    @property
+    def global_batch(self) -> GlobalBatch | None:
+        """The batch whose samples are spread over processes; None in one process."""
+        return None if self.parallel.ranks is None else self.parallel.ranks.batch
+
+    def full_weights(self) -> AbstractContextManager[None]:
+        """Returns a context in which modules of the model can be called one by one, also if weights are sharded."""
+        return self.parallel.full_weights(self.model)
 
     def warn(self, message: str) -> None:
         """Report a message to the user now, and among the alarms of the epoch."""
@@ -186,11 +199,17 @@ class Trainer:
         self._log_epoch(epoch)
         if self._stop_reason():
             self.progress.skip(self.recipe.epochs - epoch.number)
-        elif epoch.number == 1 or self._checkpoint_due() or stop_requested():
+            return correct
+        stop, due = self._agree(stop_requested(), self._checkpoint_due())
+        if epoch.number == 1 or due or stop:
             self._write_checkpoint()
-        if stop_requested() and not self._stop_reason():
+        if stop:
             raise KeyboardInterrupt
         return correct
+
+    def _agree(self, *flags: bool) -> tuple[bool, ...]:
+        """Returns flags that are the same on all ranks: set where they are on any."""
+        return flags if self.parallel.ranks is None else self.parallel.ranks.any(*flags)
 
     def _run_steps(self) -> None:
         self.model.train()
@@ -200,7 +219,8 @@ class Trainer:
             callback.on_epoch_start(self)
         epoch, steps = len(self.epochs), len(self.batch_sizes)
         source = self.dataset if self._features is None else self._features.dataset
-        batches = train_batches(source, self.batch_sizes, self.seed, epoch, self.device, skip=self._done)
+        parts = None if self.parallel.ranks is None else self.train_step.parts
+        batches = train_batches(source, self.batch_sizes, self.seed, epoch, self.device, self._done, parts)
         with ExitStack() as stack:
             if self._features is not None:
                 stack.enter_context(one_thread())
@@ -212,19 +232,21 @@ class Trainer:
                 self.train_step.set_learning_rates(now)
                 for callback in self.callbacks:
                     callback.on_step_start(self, now)
-                loss, correct = self.train_step.step(x, labels, now)
-                self._loss += loss * len(x)
+                samples = self.batch_sizes[self._done]
+                loss, correct = self.train_step.step(x, labels, now, samples)
+                self._loss += loss * samples
                 self._correct += correct
                 self._done += 1
                 for callback in self.callbacks:
                     callback.on_step_end(self, now, loss)
                 if time.monotonic() - self._logged_at >= _LOG_SECONDS:
                     self._log_step()
-                if stop_requested() and self._done < steps:
+                due = self._done % self.checkpoint_steps == 0 and self._checkpoint_due()
+                stop, due = self._agree(stop_requested(), due)
+                if self._done < steps and (stop or due):
                     self._write_checkpoint()
+                if self._done < steps and stop:
                     raise KeyboardInterrupt
-                if self._done % self.checkpoint_steps == 0 and self._done < steps and self._checkpoint_due():
-                    self._write_checkpoint()
 
     def _extra_loss(self, output: Any, x: Tensor, labels: Tensor, epoch: float) -> Tensor | float:
         total: Tensor | float = 0.0
@@ -259,8 +281,21 @@ class Trainer:
         with self.train_step.ema_weights():
             if self._features is not None and (self.test_features or not self._stop_reason()):
                 with self.train_step.autocast(), one_thread():
-                    return evaluate(self.model, self._features.dataset, self._features.logits, self.eval_batch_size)
-            return evaluate(self.model, self.dataset, self.train_step.outputs, self.eval_batch_size)
+                    return self._evaluate(self._features.dataset, self._features.logits)
+            return self._evaluate(self.dataset, self.train_step.outputs)
+
+    def _evaluate(self, dataset: ImageDataset, outputs: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.parallel.ranks is None:
+            return evaluate(self.model, dataset, outputs, self.eval_batch_size)
+        share, size, first = self.parallel.share, self.eval_batch_size, 0
+        correct = torch.zeros(len(dataset.test), dtype=torch.uint8, device=self.device)
+        with torch.no_grad(), eval_mode(self.model):
+            for x, labels in eval_batches(dataset, self.device, size, part=share):
+                samples = min(size, len(correct) - first)
+                with self.parallel.part(samples, last=False):
+                    correct[first : first + samples][share(samples)] = (outputs(x).argmax(1) == labels).to(correct)
+                first += samples
+        return self.parallel.sum(correct).bool().cpu()
 
     def _finish(self, correct: Tensor) -> FitResult:
         self.train_step.load_ema()
@@ -320,8 +355,10 @@ class Trainer:
             self._saved_at = time.monotonic()
 
     def _save(self, run_dir: RunDir, metrics: Mapping[str, Any]) -> None:
-        metadata = Metadata.of(self.dataset, self.spec, as_json({"epochs": len(self.epochs), **metrics}))
-        save_network(run_dir.network, self.model, metadata)
+        weights = self.parallel.gathered(cast("Mapping[str, Tensor]", self.model.state_dict()))
+        if run_dir.writes:
+            metadata = Metadata.of(self.dataset, self.spec, as_json({"epochs": len(self.epochs), **metrics}))
+            save_network(run_dir.network, weights, metadata)
 
     def _resume(self) -> None:
         if self.run_dir is None:

@@ -29,6 +29,7 @@ from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.image_classifier import ImageNetwork
 from moesaic.models.model_cost import count_macs
 from moesaic.ops.channel.masked import open_channels
+from moesaic.ops.global_batch import grad_sync_expected, with_zero_gradients
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
 from moesaic.routing_record import Routing
 
@@ -120,7 +121,10 @@ class DeepMoE(ImageNetwork):
         self.training = self.gates.training = backbone.training
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.forward_with_routing(x).logits
+        output = self.forward_with_routing(x)
+        if grad_sync_expected(self):  # these logits are for a loss of their own, which this caller does not use
+            return with_zero_gradients(output.logits, [output.embedding_logits])
+        return output.logits
 
     def forward_with_routing(self, x: Tensor) -> DeepMoEOutput:
         """Returns the logits, the embedding with its own logits, and the gates of every layer."""

@@ -15,7 +15,9 @@ __all__ = ["batch_norm_tensors", "fold_norm"]
 def batch_norm_tensors(norm: nn.BatchNorm2d) -> Norm:
     """Returns weights, statistics and settings of a BatchNorm module."""
     assert norm.running_mean is not None and norm.running_var is not None and norm.momentum is not None
-    return Norm(norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.momentum, norm.eps, norm.training)
+    batch = getattr(norm, "global_batch", None)
+    statistics = (norm.running_mean, norm.running_var)
+    return Norm(norm.weight, norm.bias, *statistics, norm.momentum, norm.eps, norm.training, batch)
 
 
 @torch.no_grad()

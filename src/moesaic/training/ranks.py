@@ -1,0 +1,195 @@
+"""The ranks of a job that ``torchrun`` has started: who they are, and what they decide together.
+
+Ranks talk over three groups: of norms and losses, of gradients, which may come in another order relative to those, and
+of decisions on the CPU, for which no GPU has to be waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic import launcher
+from moesaic.ops.global_batch import GlobalBatch
+
+__all__ = ["RankError", "Ranks", "join_job", "local_device", "one_per_machine_first", "tensors_of"]
+
+T = TypeVar("T")
+
+_WAIT = timedelta(hours=12)
+"""How long ranks wait for a decision of the first, which may have a dataset to decode."""
+
+_dist: Any = torch.distributed  # torch types it in part
+
+
+class RankError(RuntimeError):
+    """Another rank of the job has failed."""
+
+
+class Ranks:
+    """The ranks of a job, one of which is this process; all call its methods in the same order.
+
+    Args:
+        device: where this rank computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.world: Any = _dist.group.WORLD
+        self.rank: int = _dist.get_rank()
+        self.size: int = _dist.get_world_size()
+        self.device = device
+        self.batch = GlobalBatch()
+        """The batch whose samples are spread over the ranks."""
+        self.gradients: Any = _dist.new_group()
+        self.decisions: Any = _dist.new_group(backend="gloo", timeout=_WAIT)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the one that writes files and reports progress."""
+        return self.rank == 0
+
+    def share(self, samples: int) -> slice:
+        """Returns the part of this rank of so many samples.
+
+        Parts differ by one sample at most; with fewer samples than ranks, some are empty.
+        """
+        least, over = divmod(samples, self.size)
+        first = self.rank * least + min(self.rank, over)
+        return slice(first, first + least + (self.rank < over))
+
+    def any(self, *flags: bool) -> tuple[bool, ...]:
+        """Returns, for each flag, whether it is set on any rank."""
+        values = torch.tensor(flags, dtype=torch.uint8)
+        _dist.all_reduce(values, _dist.ReduceOp.MAX, group=self.decisions)
+        return tuple(bool(value) for value in cast("list[int]", values.tolist()))
+
+    def run_first(self, work: Callable[[], T]) -> T | None:
+        """Run something on the first rank; if it fails there, all ranks raise an error."""
+        result, error = None, None
+        if self.is_first:
+            try:
+                result = work()
+            except BaseException as raised:
+                error = raised
+        (failed,) = self.any(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise RankError("fit: the first rank has stopped, and its message says why")
+        return result
+
+    def from_first(self, content: T) -> T:
+        """Returns the JSON value that the first rank has."""
+        blob = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+        size = torch.tensor(len(blob))
+        _dist.broadcast(size, 0, group=self.decisions)
+        if not self.is_first:
+            blob = torch.empty(int(size), dtype=torch.uint8)
+        _dist.broadcast(blob, 0, group=self.decisions)
+        return json.loads(blob.numpy().tobytes())
+
+    def tensors_from_first(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the CPU tensors that the first rank has."""
+        described = {name: (str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()}
+        found: dict[str, Tensor] = {}
+        for name, (dtype, shape) in self.from_first(described).items():
+            tensor = tensors[name].contiguous() if self.is_first else torch.empty(shape, dtype=getattr(torch, dtype))
+            _dist.broadcast(tensor.view(-1).view(torch.uint8), 0, group=self.decisions)
+            found[name] = tensor
+        return found
+
+    def copy_first(self, model: nn.Module) -> None:
+        """Give the model of every rank the weights and buffers of the first."""
+        for tensor in tensors_of(model):
+            value = tensor.detach().contiguous()
+            _dist.broadcast(value, 0, group=self.decisions if value.device.type == "cpu" else None)
+            tensor.data.copy_(value)
+
+    def check_same(self, settings: Mapping[str, Any]) -> None:
+        """Refuse ranks that were called with other settings than the first."""
+        own = json.loads(json.dumps(settings))
+        first = self.from_first(own)
+        other = next((name for name in {**own, **first} if own.get(name) != first.get(name)), None)
+        if self.any(other is not None)[0]:
+            differ = f"{other}={own.get(str(other))!r} here and {first.get(str(other))!r} on rank 0" if other else ""
+            raise ValueError(
+                f"fit: ranks have different settings ({differ or 'another rank says which'}); call fit with the same "
+                "arguments on every rank"
+            )
+
+
+class _Joined:
+    ranks: Ranks | None = None
+
+
+def join_job(device: torch.device | str) -> Ranks | None:
+    """Returns the ranks of the job that this process belongs to, or None if it is on its own.
+
+    A job is what ``torchrun`` starts, or whoever calls ``torch.distributed.init_process_group``. The process group is
+    made here unless there is one.
+    """
+    if not _dist.is_available():
+        return None
+    device = torch.device(device)
+    if not _dist.is_initialized():
+        if not launcher.in_job():
+            return None
+        _share_cores()
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            _dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        else:
+            _dist.init_process_group("gloo")
+    if _dist.get_world_size() == 1:
+        return None
+    if _Joined.ranks is None or _Joined.ranks.world is not _dist.group.WORLD:
+        _Joined.ranks = Ranks(device)
+    return _Joined.ranks
+
+
+def _share_cores() -> None:
+    """Sets the number of CPU threads: the ranks of a machine share its cores.
+
+    Without OMP_NUM_THREADS in its environment torchrun sets it to 1, so that 1 is nobody's choice.
+    """
+    if os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        affinity: Any = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity else os.cpu_count() or 1
+        torch.set_num_threads(max(cores // launcher.local_ranks(), 1))
+
+
+def one_per_machine_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
+    """Returns what ``work`` returns; the first rank of every machine runs it before the others, and fills caches."""
+    if ranks is None:
+        return work()
+    first, result, error = launcher.local_rank() == 0, None, None
+    if first:
+        try:
+            result = work()
+        except BaseException as raised:
+            error = raised
+    (failed,) = ranks.any(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise RankError("the first rank of a machine has stopped, and its message says why")
+    return cast("T", result) if first else work()
+
+
+def local_device(device: torch.device) -> torch.device:
+    """Returns the device of this rank: GPUs are numbered by the local rank."""
+    numbered = ":" in str(device)
+    if device.type != "cuda" or numbered or not launcher.in_job():
+        return device
+    return torch.device("cuda", launcher.local_rank())
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Returns all parameters and buffers of a model."""
+    return [*model.parameters(), *model.buffers()]
