@@ -21,7 +21,7 @@ LAYERS = (
     {"layers"},
     {"routing", "experts"},
     {"ops"},
-    {"routing_record", "tensor_files"},
+    {"leases", "routing_record", "tensor_files"},
     {"files", "validated_json"},
     {"cache_dir", "checks", "context_stacks", "fidelity", "input_checks", "intervals", "keyed_random", "write_errors"},
 )
@@ -36,6 +36,7 @@ CORE = {
     "layers",
     "models",
     "training",
+    "leases",
     "routing_record",
     "tensor_files",
     "files",
