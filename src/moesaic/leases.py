@@ -140,6 +140,12 @@ class Leases:
             return None
         return lease
 
+    def hold(self, key: str) -> Lease:
+        """Returns the lease of a key, after waiting for others."""
+        while (lease := self.acquire(key)) is None:
+            self.wait()
+        return lease
+
     def holder(self, key: str) -> Holder | None:
         """Returns the process that has the lease of a key, if it can be read; it may be dead."""
         generations = self._generations(key)

@@ -40,6 +40,7 @@ from moesaic.training.recipe import Recipe
 from moesaic.training.result_cache import CachedResult, ResultCache
 from moesaic.training.sequential_trials import FIRST_LOOK, LAST_LOOK
 from moesaic.training.sweep import CellWork, run_cells
+from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
 __all__ = [
     "HEADS",
@@ -189,10 +190,13 @@ def compare(
                 cells.images_of(who, progress.log)
         progress.begin(name, len(wanted) * recipe.epochs, (len(wanted) - len(missing)) * recipe.epochs)
         work = [cells.work(*each, keep=each[1:] == (grid.samples[-1], 0)) for each in wanted]
+        planned = tuple(PlannedCell(each.name, each.digest) for each in work)
+        add_to_plan(out, asked, SweepPlan(f"compare {dataset.name}: {', '.join(grid.models)}", planned))
         results = run_cells(cells.cells, work, progress)
         progress.end()
         return [_run(*each, result.result) for each, result in zip(wanted, results, strict=True)]
 
+    asked = [dataset.digest, grid.models, grid.samples, grid.trials, grid.max_trials, seed, recipe.to_json(), settings]
     planned = f"{grid.trials * len(grid.samples) * len(contenders)} runs"
     found = Comparison(
         data=dataset.name,

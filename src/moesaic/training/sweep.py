@@ -47,7 +47,6 @@ def run_cells(cache: ResultCache, cells: Sequence[CellWork], progress: Progress)
         by_digest.setdefault(cell.digest, cell)
     found = {digest: result for digest, cell in by_digest.items() if (result := _find(cache, cell)) is not None}
     left = [cell for digest, cell in by_digest.items() if digest not in found]
-    waiting = False
     while left:
         there = cache.digests()
         for cell in left:
@@ -63,14 +62,11 @@ def run_cells(cache: ResultCache, cells: Sequence[CellWork], progress: Progress)
             if result is not None:
                 found[cell.digest] = result
                 left.remove(cell)
-                waiting = False
                 break
         else:
             if not left:
                 break
-            if not waiting:
-                progress.log(_waiting(cache, left))
-                waiting = True
+            progress.advance(0, _waiting(cache, left))
             cache.leases.wait()
     cache.leases.remove(by_digest.keys())  # of workers that were killed between storing a cell and releasing it
     return [found[cell.digest] for cell in cells]
