@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import tyro
 
 from moesaic.cli.bench import Bench
+from moesaic.cli.cells import Cells
 from moesaic.cli.claims import Claims
 from moesaic.cli.compare import Compare
 from moesaic.cli.completion import Completion
@@ -47,6 +48,7 @@ COMMANDS: dict[str, type[Any]] = {
     "explain": Explain,
     "export": Export,
     "reproduce": Reproduce,
+    "cells": Cells,
     "claims": Claims,
     "theory": Theory,
     "bench": Bench,

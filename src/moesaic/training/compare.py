@@ -191,12 +191,14 @@ def compare(
         progress.begin(name, len(wanted) * recipe.epochs, (len(wanted) - len(missing)) * recipe.epochs)
         work = [cells.work(*each, keep=each[1:] == (grid.samples[-1], 0)) for each in wanted]
         planned = tuple(PlannedCell(each.name, each.digest) for each in work)
-        add_to_plan(out, asked, SweepPlan(f"compare {dataset.name}: {', '.join(grid.models)}", planned))
+        add_to_plan(out, asked, SweepPlan(title, planned))
         results = run_cells(cells.cells, work, progress)
         progress.end()
         return [_run(*each, result.result) for each, result in zip(wanted, results, strict=True)]
 
     asked = [dataset.digest, grid.models, grid.samples, grid.trials, grid.max_trials, seed, recipe.to_json(), settings]
+    sizes = ", ".join(map(str, grid.samples))
+    title = f"compare {dataset.name}: {', '.join(grid.models)}; {sizes} samples, {recipe.epochs} epochs"
     planned = f"{grid.trials * len(grid.samples) * len(contenders)} runs"
     found = Comparison(
         data=dataset.name,

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from moesaic.files import json_digest, write_json
-from moesaic.validated_json import InvalidFile, decode, read_json
+from moesaic.validated_json import InvalidFile, JsonLimits, decode, parse_json, read_bytes
 
-__all__ = ["PLANS", "PlannedCell", "SweepPlan", "add_to_plan", "read_plan", "read_plans", "write_plan"]
+__all__ = ["PLANS", "PlannedCell", "SweepPlan", "add_to_plan", "parse_plan", "read_plan", "read_plans", "write_plan"]
 
 PLANS = "plans"
 """The subfolder of the plans."""
@@ -77,8 +77,13 @@ def write_plan(path: Path, plan: SweepPlan) -> None:
 
 def read_plan(path: Path) -> SweepPlan:
     """Reads a plan."""
+    return parse_plan(read_bytes(path, JsonLimits().bytes), str(path))
+
+
+def parse_plan(content: bytes, where: str) -> SweepPlan:
+    """Returns the plan that a file of this content has."""
     advice = "remove it; the command that made it writes it again"
-    return cast("SweepPlan", decode(SweepPlan, read_json(path, advice=advice), str(path)))
+    return cast("SweepPlan", decode(SweepPlan, parse_json(content, where, advice=advice), where))
 
 
 def read_plans(out: Path) -> list[SweepPlan]:
