@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -72,11 +71,12 @@ class Cells:
     def _status(self) -> None:
         from rich.console import Console
 
+        from moesaic.files import json_bytes
         from moesaic.training.cell_status import folder_status
 
         plans = folder_status(self.folders[0])
         if self.json:
-            sys.stdout.write(json.dumps([asdict(plan) for plan in plans], indent=1, ensure_ascii=False) + "\n")
+            sys.stdout.write(json_bytes([asdict(plan) for plan in plans]).decode())
             return
         console = Console()
         for plan in plans:
@@ -131,9 +131,16 @@ def _print_plan(plan: PlanStatus, console: Console) -> None:
 
 def _row(cell: CellStatus) -> tuple[str, str, str, str, str]:
     worker = f"{cell.host}, process {cell.pid}" if cell.host else ""
-    since = "" if cell.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(cell.started))
+    since = "" if cell.started is None else _time(cell.started)
     beat = "" if cell.heartbeat_age is None else f"{cell.heartbeat_age:.0f} s ago"
     return cell.name, f"{cell.state}: {cell.needs}" if cell.needs else cell.state, worker, since, beat
+
+
+def _time(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):  # from a file of anyone's making
+        return "?"
 
 
 def _counted(count: int, thing: str) -> str:

@@ -38,6 +38,8 @@ _START = (
     "from moesaic.cli import main; sys.exit(main())"
 )
 _MOST_JOBS = 1024
+_SIGNALLED = 128
+"""Exit codes of commands that a signal ended are this and its number."""
 _FAULT = 2
 """Exit code of bad input and of faults, which are told in one line."""
 _POLL_SECONDS = 0.5
@@ -143,7 +145,7 @@ def run_workers(given: Sequence[str], jobs: int, threads: int, device: str, disp
             worker.stop()
         for worker in workers:
             worker.process.wait()
-    killed = sum(worker.process.returncode < 0 for worker in workers)
+    killed = sum(worker.was_killed for worker in workers)
     if killed:
         log(f"{killed} of {jobs} workers were killed; what they left is done by the others, or now by this process")
 
@@ -177,14 +179,19 @@ class _Worker:
         )
         threading.Thread(target=self._read, args=(events,), daemon=True).start()
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended it: by itself, or after the worker had saved a checkpoint."""
+        return self.process.returncode < 0 or self.process.returncode > _SIGNALLED
+
     def stop(self) -> None:
         with suppress(OSError):
             self.process.terminate()
 
     def check_end(self) -> None:
-        """Raises with the worker's message if it failed; one that was killed has none."""
+        """Raises with the worker's message if it failed; one that a signal ended did not."""
         code = self.process.returncode
-        if code <= 0:
+        if code == 0 or self.was_killed:
             return
         self._errors.seek(0)
         text = self._errors.read().decode(errors="replace").strip()
