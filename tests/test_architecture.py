@@ -21,7 +21,7 @@ LAYERS = (
     {"layers"},
     {"routing", "experts"},
     {"ops"},
-    {"routing_record", "tensor_files"},
+    {"leases", "routing_record", "tensor_files"},
     {"files", "validated_json"},
     {
         "cache_dir",
@@ -46,6 +46,7 @@ CORE = {
     "layers",
     "models",
     "training",
+    "leases",
     "routing_record",
     "tensor_files",
     "files",

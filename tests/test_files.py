@@ -1,12 +1,14 @@
 """Writes are whole or nothing, reach the disk before their name does, and follow no link."""
 
+import errno
 import os
 import stat
+from pathlib import Path
 
 import pytest
 
 from moesaic import files
-from moesaic.files import atomic_file, atomic_path, open_append, remove_unfinished, write_atomic, write_json
+from moesaic.files import atomic_file, atomic_path, open_append, remove_unfinished, write_atomic, write_json, write_new
 
 
 def test_content_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
@@ -79,3 +81,38 @@ def test_lines_are_added_at_the_end(tmp_path):
         with open_append(tmp_path / "log") as file:
             file.write(line)
     assert (tmp_path / "log").read_bytes() == b"a\nb\n"
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_several_writers_of_a_new_file_the_first_wins(tmp_path: Path, monkeypatch, links):
+    def refuse(*given: object) -> None:
+        raise OSError(errno.EPERM, "no hard links here")
+
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "a.txt"
+    assert write_new(path, b"first")
+    assert not write_new(path, b"second")
+    assert path.read_bytes() == b"first"
+    assert [each.name for each in tmp_path.iterdir()] == ["a.txt"]
+
+
+def test_a_new_file_that_cannot_be_written_is_an_error(tmp_path: Path, monkeypatch):
+    def full(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_new(tmp_path / "a.txt", b"first")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_that_a_network_file_system_made_and_then_denied_counts(tmp_path: Path, monkeypatch):
+    link = os.link
+
+    def repeated(*given: str) -> None:
+        link(*given)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    monkeypatch.setattr(os, "link", repeated)
+    assert write_new(tmp_path / "a.txt", b"first")

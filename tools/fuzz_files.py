@@ -16,6 +16,7 @@ import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ import warnings
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -191,13 +192,18 @@ def parsed_object(content: bytes) -> dict[str, Any]:
 
 def run_targets(folder: Path) -> Mapping[str, Target]:
     from moesaic.files import json_digest, write_json
+    from moesaic.leases import Holder, Leases
     from moesaic.ops import tile_sizes
     from moesaic.report.chart import Chart, Panel, Series, read_charts, write_charts
+    from moesaic.training.cell_status import folder_status
+    from moesaic.training.cell_transfer import merge_cells, pack_cells
     from moesaic.training.comparison_result import read_comparison
     from moesaic.training.recipe import Recipe
     from moesaic.training.result_cache import ResultCache
     from moesaic.training.results import Epoch, FitResult
     from moesaic.training.run_dir import RunDir
+    from moesaic.training.shared_budget import BudgetPlan, SharedBudget
+    from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
     from moesaic.validated_json import parse_json
 
     config = {"model": {"class": "x"}, "data": {"name": "pets"}, "recipe": Recipe(epochs=2).to_json(), "seed": 0}
@@ -234,6 +240,36 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
         written(cells.path("cell", cell_spec), content)
         return cells.find("cell", cell_spec)
 
+    def a_lease(content: bytes, at: Path) -> object:
+        leases = Leases(at / "leases")
+        written(leases.folder / "a.0.lease", content)
+        lease = leases.acquire("a")
+        if lease is not None:
+            lease.release()
+        return leases.holders(), leases.has_live()
+
+    def a_sweep(content: bytes, at: Path) -> object:
+        written(at / "sweep" / "plans" / "0123456789abcdef.json", content)
+        (at / "sweep" / "cells").mkdir(exist_ok=True)
+        return folder_status(at / "sweep")
+
+    def a_budget(content: bytes, at: Path) -> object:
+        budget = SharedBudget(at / "budget", "asked", Leases(at / "budget"))
+        written(at / "budget" / "plans" / "budget" / f"{json_digest('asked')[:16]}.json", content)
+        found = budget.join()
+        budget.close()
+        return found
+
+    def packed_cells(content: bytes, at: Path) -> object:
+        shutil.rmtree(at / "merged", ignore_errors=True)
+        return merge_cells([written(at / "cells.zip", content)], at / "merged")
+
+    plan = SweepPlan("compare pets", (PlannedCell("wrn10_1, 8 samples, trial 1", "0123456789abcdef"),))
+    ResultCache(folder / "out" / "cells").get_or_run("cell", cell_spec, lambda: {"accuracy": [0.5]})
+    add_to_plan(folder / "out", "asked", plan)
+    pack_cells(folder / "out", folder / "cells.zip")
+    budget_plan = asdict(BudgetPlan((8, 16), 3, 20, 2, 1e9, "0123"))
+
     def tiles(content: bytes, at: Path) -> object:
         tile_sizes._read_cache.cache_clear()
         return tile_sizes._read_cache(str(written(at / "tiles.json", content)))
@@ -243,6 +279,10 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
         "config": Target(json.dumps(config).encode(), a_run("config.json"), is_json=True),
         "result": Target(json.dumps(result).encode(), a_run("result.json"), is_json=True),
         "cell": Target(json.dumps({**cell, "digest": json_digest(cell)}).encode(), a_cell, is_json=True),
+        "lease": Target(Holder.of_this_process().to_bytes(), a_lease, is_json=True),
+        "sweep-plan": Target(json.dumps(asdict(plan)).encode(), a_sweep, is_json=True),
+        "budget": Target(json.dumps(budget_plan).encode(), a_budget, is_json=True),
+        "packed-cells": Target((folder / "cells.zip").read_bytes(), packed_cells),
         "charts": Target(
             (folder / "charts.json").read_bytes(),
             lambda content, at: read_charts(written(at / "charts.json", content)),

@@ -1,11 +1,12 @@
 """Atomic writes: a file is whole or not there, also after a loss of power, and no planted link is followed.
 
 Content goes to a new file with a random name in the same folder, which is flushed to disk and then renamed; a link at
-the path itself is replaced, not followed.
+the path itself is replaced, not followed. `write_new` never replaces a file: of several writers the first one wins.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -22,23 +23,32 @@ __all__ = [
     "atomic_file",
     "atomic_path",
     "check_json_digest",
+    "json_bytes",
     "json_digest",
     "open_append",
     "remove_unfinished",
     "write_atomic",
     "write_json",
+    "write_new",
 ]
 
 _UNFINISHED = ".unfinished"
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+_NO_LINKS = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL, errno.EMLINK)
+"""Errors of file systems that have no hard links, as those over buckets."""
 
 
 def write_json(path: Path, content: object) -> None:
     """Writes a JSON file atomically; NaN and infinity become null."""
+    write_atomic(path, json_bytes(content))
+
+
+def json_bytes(content: object) -> bytes:
+    """Returns the text of a JSON file; NaN and infinity become null."""
     text = json.dumps(as_json(content), indent=1, ensure_ascii=False, allow_nan=False)
     # lists of numbers on one line; strings are not affected, as JSON escapes their line breaks
     text = _NUMBERS.sub(lambda found: re.sub(r"\s+", " ", found[0]).replace("[ ", "[").replace(" ]", "]"), text)
-    write_atomic(path, f"{text}\n".encode())
+    return f"{text}\n".encode()
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -65,6 +75,47 @@ def atomic_file(path: Path) -> Generator[BinaryIO]:
         os.fsync(file.fileno())
         file.close()  # an open file cannot be renamed on Windows
         _rename(unfinished, path)
+
+
+def write_new(path: Path, content: bytes) -> bool:
+    """Writes a file unless there is one; returns whether it did.
+
+    Of several processes, on one machine or on several that share the folder, exactly one succeeds. The file appears
+    whole; on file systems without hard links it appears empty and is then filled.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = Path(folder, "a.txt")
+    ...     write_new(path, b"first"), write_new(path, b"second"), path.read_text()
+    (True, False, 'first')
+    """
+    with _new_file(path, "") as (unfinished, file):
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+        try:
+            os.link(unfinished, path)
+        except FileExistsError:
+            # a network file system may have repeated a call that had succeeded
+            return os.fstat(file.fileno()).st_nlink > 1
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return _create(path, content)
+        _flush_folder(path.parent)
+        return True
+
+
+def _create(path: Path, content: bytes) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW, 0o666)
+    except FileExistsError:
+        return False
+    with open(descriptor, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return True
 
 
 @contextmanager
@@ -143,9 +194,13 @@ def _new_file(path: Path, suffix: str) -> Generator[tuple[Path, BinaryIO]]:
 
 def _rename(unfinished: Path, path: Path) -> None:
     unfinished.replace(path)
+    _flush_folder(path.parent)
+
+
+def _flush_folder(folder: Path) -> None:
     with suppress(OSError):  # not every system opens folders, not every file system flushes them
-        folder = os.open(path.parent, os.O_RDONLY)
+        descriptor = os.open(folder, os.O_RDONLY)
         try:
-            os.fsync(folder)
+            os.fsync(descriptor)
         finally:
-            os.close(folder)
+            os.close(descriptor)

@@ -139,6 +139,7 @@ def test_it_writes_everything_a_reader_needs_and_the_page_is_made_of_the_files(f
         "config.json",
         "figures",
         "networks",
+        "plans",
         "report.html",
         "result.json",
     }

@@ -108,7 +108,9 @@ def test_a_cell_under_the_name_of_another_is_not_taken_for_it(tmp_path: Path):
     cells.get_or_run("a", SPEC, Work({"accuracy": [0.1]}))
     other = SPEC | {"samples": 500}
     cells.path("a", SPEC).replace(cells.path("a", other))  # whole, but in the wrong place
-    assert ResultCache(tmp_path, messages.append).find("a", other) is None
+    later = ResultCache(tmp_path, messages.append)
+    assert later.find("a", other) is None
+    assert later.get_or_run("a", other, Work()).result == Work().result
     assert "another specification" in messages[0]
 
 

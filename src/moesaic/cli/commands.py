@@ -17,6 +17,7 @@ import tyro
 
 from moesaic import launcher
 from moesaic.cli.bench import Bench
+from moesaic.cli.cells import Cells
 from moesaic.cli.claims import Claims
 from moesaic.cli.compare import Compare
 from moesaic.cli.completion import Completion
@@ -49,6 +50,7 @@ COMMANDS: dict[str, type[Any]] = {
     "explain": Explain,
     "export": Export,
     "reproduce": Reproduce,
+    "cells": Cells,
     "claims": Claims,
     "theory": Theory,
     "bench": Bench,

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -18,22 +18,27 @@ from moesaic.checks import check_choice
 from moesaic.cli.shared import (
     CommandError,
     DatasetOptions,
+    JobsOption,
     TrainableOption,
     check_folder,
     file_name,
     log,
     program,
     resolve_device,
+    use_threads,
     user_errors,
     write_config,
 )
+from moesaic.cli.workers import WorkerProgress, is_worker, job_count, run_workers
 
 if TYPE_CHECKING:
     from moesaic.data.datasets import ImageDataset
     from moesaic.training.compare import Grid
     from moesaic.training.comparison_plan import ComparisonPlan
     from moesaic.training.comparison_result import Comparison
+    from moesaic.training.progress import Progress
     from moesaic.training.recipe import Recipe
+    from moesaic.training.shared_budget import SharedBudget
 
 __all__ = ["Compare"]
 
@@ -79,37 +84,101 @@ class Compare(DatasetOptions):
     """Layers of pretrained networks to train: all, the head alone, or the head and the N layers before it."""
     layer_decay: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: none)")] = None
     """Layer-wise learning-rate decay of pretrained networks: each layer has FACTOR times the rate of the next one."""
+    jobs: JobsOption = "1"
+    """Worker processes; auto: one for each GPU or core. More join by running the same command again, anywhere."""
     out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: runs/compare-DATA)")] = None
     """Output folder."""
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
-        from moesaic.report.comparison_plan import describe_plan
-
         start = time.monotonic()
         with user_errors("compare"):
             models, device = self._checked()
+            jobs = 1 if is_worker() else job_count("compare", self.jobs, device)
             check_folder(self.out)
             dataset, grid, recipe = self._load(models)
             out = self.out or Path("runs") / f"compare-{file_name(dataset.name)}"
-        with _told(self.batch_size, device, out):
-            plan = self._plan(dataset, grid, recipe, out, device, start)
+            threads = use_threads(out, jobs, device)
         if self.dry_run:
-            sys.stdout.write("".join(f"{line}\n" for line in describe_plan(plan, self.minutes)))
+            self._print_plan(dataset, grid, recipe, out, device, start, jobs)
             return 0
-        for line in describe_plan(plan, self.minutes):
-            log(line)
-        with user_errors("compare"):
-            command, machine = write_config(out, self, given, device)
+        budget = None if self.minutes is None else self._budget(out, dataset)
         try:
             with _told(self.batch_size, device, out):
-                found = self._compare(dataset, plan, out, device, machine, start)
+                grid, recipe = self._chosen(dataset, grid, recipe, out, device, start, jobs, budget)
+            with user_errors("compare"):
+                command, machine = ("", "") if is_worker() else write_config(out, self, given, device)
+            with _told(self.batch_size, device, out):
+                if jobs > 1:
+                    self._run_workers(given, jobs, threads, device)
+                found = self._compare(dataset, grid, recipe, out, device, machine, budget)
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
             log(f"\nInterrupted. Finished runs are in {out}. To resume:\n  {again}")
             return 130
-        _write(found, out, command)
+        finally:
+            if budget is not None:
+                budget.close()
+        if not is_worker():
+            _write(found, out, command)
         return 0
+
+    def _run_workers(self, given: Sequence[str], jobs: int, threads: int, device: str) -> None:
+        from rich.console import Console
+
+        from moesaic import report
+
+        with report.watch_progress(Console(stderr=True)) as progress:
+            run_workers(given, jobs, threads, device, progress)
+
+    def _budget(self, out: Path, dataset: ImageDataset) -> SharedBudget:
+        from moesaic.leases import Leases
+        from moesaic.training.shared_budget import SharedBudget
+
+        elsewhere = ("out", "device", "data", "data_dir", "cache_dir", "jobs", "dry_run")
+        options = {name: value for name, value in asdict(self).items() if name not in elsewhere}
+        return SharedBudget(out, [dataset.digest, options], Leases(out / "cells"))
+
+    def _print_plan(
+        self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, start: float, jobs: int
+    ) -> None:
+        from moesaic.report.comparison_plan import describe_plan
+
+        with _told(self.batch_size, device, out):
+            plan = self._plan(dataset, grid, recipe, out, device, start, jobs)
+        sys.stdout.write("".join(f"{line}\n" for line in describe_plan(plan, self.minutes)))
+
+    def _chosen(
+        self,
+        dataset: ImageDataset,
+        grid: Grid,
+        recipe: Recipe,
+        out: Path,
+        device: str,
+        start: float,
+        jobs: int,
+        budget: SharedBudget | None,
+    ) -> tuple[Grid, Recipe]:
+        """The grid and the recipe: as asked for, or what fits the budget; measured by the first worker alone."""
+        from moesaic.leases import Leases
+        from moesaic.report.comparison_plan import describe_plan
+
+        if budget is not None:
+            found = budget.join()
+            if found is not None:
+                log(f"joining the workers in {out}: {found.trials} trials, {found.epochs} epochs, as the first planned")
+                return replace(grid, samples=found.samples, trials=found.trials), replace(recipe, epochs=found.epochs)
+        elif is_worker() or Leases(out / "cells").has_live():
+            log(f"joining the workers in {out}")
+            return grid, recipe
+        plan = self._plan(dataset, grid, recipe, out, device, start, jobs)
+        for line in describe_plan(plan, self.minutes):
+            log(line)
+        if budget is not None:
+            seconds = self._seconds_left(start)
+            assert seconds is not None
+            budget.publish(plan.grid.samples, plan.grid.trials, plan.recipe.epochs, jobs, seconds)
+        return plan.grid, plan.recipe
 
     def _checked(self) -> tuple[tuple[str, ...], str]:
         """Checks the options that do not depend on the images; the networks and the device."""
@@ -200,7 +269,7 @@ class Compare(DatasetOptions):
         return dataset, grid, recipe
 
     def _plan(
-        self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, start: float
+        self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, start: float, jobs: int
     ) -> ComparisonPlan:
         from moesaic.cache_dir import default_cache_dir
         from moesaic.training.compare import ComparisonRuns
@@ -212,7 +281,7 @@ class Compare(DatasetOptions):
         contenders = grid.contenders(dataset)
         costs = measure_costs(runs, contenders, grid, log)
         try:
-            return plan_comparison(runs, contenders, grid, costs, self._seconds_left(start))
+            return plan_comparison(runs, contenders, grid, costs, self._seconds_left(start), jobs)
         except OverBudget as error:
             raise CommandError(f"moesaic compare: --minutes {self.minutes:g} is too little: {error}") from error
 
@@ -221,23 +290,23 @@ class Compare(DatasetOptions):
         return None if self.minutes is None else 60 * self.minutes - (time.monotonic() - start) - _REPORT_SECONDS
 
     def _compare(
-        self, dataset: ImageDataset, plan: ComparisonPlan, out: Path, device: str, machine: str, start: float
+        self,
+        dataset: ImageDataset,
+        grid: Grid,
+        recipe: Recipe,
+        out: Path,
+        device: str,
+        machine: str,
+        budget: SharedBudget | None,
     ) -> Comparison:
-        from rich.console import Console
-
-        from moesaic import report
         from moesaic.cache_dir import default_cache_dir
         from moesaic.training.compare import compare
 
-        def seconds_left() -> float:
-            left = self._seconds_left(start)
-            return math.inf if left is None else left
-
-        with report.watch_progress(Console(stderr=True)) as progress:
+        with _progress() as progress:
             return compare(
                 dataset,
-                plan.grid,
-                plan.recipe,
+                grid,
+                recipe,
                 out=out,
                 seed=self.seed,
                 device=device,
@@ -245,9 +314,23 @@ class Compare(DatasetOptions):
                 settings={"augment": self.augment},
                 progress=progress,
                 cache_dir=self.cache_dir or default_cache_dir(),
-                seconds_left=seconds_left,
+                seconds_left=None if budget is None else budget.seconds_left,
                 head_lrs=self.lr is None,
             )
+
+
+@contextmanager
+def _progress() -> Generator[Progress]:
+    """Progress for the user, or for the parent of a worker."""
+    from rich.console import Console
+
+    from moesaic import report
+
+    if is_worker():
+        yield WorkerProgress()
+        return
+    with report.watch_progress(Console(stderr=True)) as progress:
+        yield progress
 
 
 @contextmanager
@@ -272,9 +355,22 @@ def _told(batch_size: int, device: str, out: Path) -> Generator[None]:
 def _write(measured: Comparison, out: Path, command: str) -> None:
     from rich.console import Console
 
+    from moesaic.leases import Leases
+    from moesaic.report.comparison import print_comparison
+
+    with Leases(out).hold("report"):  # of workers that end together, one writes at a time
+        found = _write_files(measured, out, command)
+    console = Console()
+    print_comparison(found, console)
+    for note in found.notes:
+        console.print(f"note: {note}", markup=False, highlight=False)
+    console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _write_files(measured: Comparison, out: Path, command: str) -> Comparison:
     from moesaic import report
     from moesaic.report.chart import read_charts, write_charts
-    from moesaic.report.comparison import derived_from, print_comparison, write_comparison_report
+    from moesaic.report.comparison import derived_from, write_comparison_report
     from moesaic.report.comparison_charts import comparison_charts
     from moesaic.training.comparison_result import read_comparison, write_comparison
     from moesaic.training.paired_comparison import paired_comparisons
@@ -286,11 +382,7 @@ def _write(measured: Comparison, out: Path, command: str) -> None:
     charts = read_charts(out / "charts.json")
     report.write_figures(out / "figures", charts)
     write_comparison_report(out / "report.html", found, charts, command=command)
-    console = Console()
-    print_comparison(found, console)
-    for note in found.notes:
-        console.print(f"note: {note}", markup=False, highlight=False)
-    console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+    return found
 
 
 def _whole_numbers(option: str, text: str) -> tuple[int, ...]:

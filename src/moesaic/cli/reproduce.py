@@ -11,7 +11,17 @@ from typing import Annotated, Any
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice
-from moesaic.cli.shared import CommandError, log, program, resolve_device, user_errors, write_config
+from moesaic.cli.shared import (
+    CommandError,
+    JobsOption,
+    log,
+    program,
+    resolve_device,
+    use_threads,
+    user_errors,
+    write_config,
+)
+from moesaic.cli.workers import WorkerProgress, is_worker, job_count, run_workers
 from moesaic.fidelity import Fidelity
 
 __all__ = ["Reproduce"]
@@ -22,6 +32,7 @@ FIDELITIES: dict[str, tuple[Fidelity, ...]] = {
     "released": ("released", "best"),
     "both": ("print", "released", "best"),
 }
+_UNIT = "trial-epochs"
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,8 @@ class Reproduce:
     """Output directory."""
     device: Annotated[str, arg(metavar="auto|cpu|cuda")] = "auto"
     """Device to run on. auto: a GPU if there is one."""
+    jobs: JobsOption = "1"
+    """Worker processes; auto: one for each GPU or core. More join by running the same command again, anywhere."""
     seed: int = 0
     """Seed of all random numbers. On one machine the same seed gives the same claims.json except for `seconds`."""
 
@@ -58,9 +71,16 @@ class Reproduce:
 
         with user_errors("reproduce"):
             plan = self._checked()
-            command, machine = write_config(plan["out"], self, given, plan["device"])
+            jobs = 1 if is_worker() else job_count("reproduce", self.jobs, plan["device"])
+            threads = use_threads(plan["out"], jobs, plan["device"])
+            command, machine = ("", "") if is_worker() else write_config(plan["out"], self, given, plan["device"])
         try:
-            self._reproduce(plan, command, machine)
+            if is_worker():
+                _work(plan)
+            else:
+                if jobs > 1:
+                    _run_workers(given, jobs, threads, plan["device"])
+                self._reproduce(plan, command, machine)
         except RefusedVariant as error:
             raise CommandError(f"moesaic reproduce: {error}") from error
         except KeyboardInterrupt:
@@ -109,25 +129,29 @@ class Reproduce:
     def _reproduce(self, plan: dict[str, Any], command: str, machine: str) -> None:
         from rich.console import Console
 
+        from moesaic.leases import Leases
         from moesaic.papers.engine.claims_table import show_findings_table
         from moesaic.papers.engine.result_files import write_results
         from moesaic.papers.engine.variant_report import print_variants, write_variant_files
         from moesaic.papers.reproduce import PAPERS, reproduce
         from moesaic.report import watch_progress
 
-        with watch_progress(Console(stderr=True), "trial-epochs") as progress:
+        with watch_progress(Console(stderr=True), _UNIT) as progress:
             result = reproduce(**plan, progress=progress)
         out: Path = plan["out"]
         sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in result.findings)]
-        findings = write_results(
-            out,
-            result.findings,
-            result.charts,
-            papers=sources,
-            notes=result.notes,
-            command=command,
-            machine=machine,
-        )
+        with Leases(out).hold("report"):  # of workers that end together, one writes at a time
+            if any(finding.decision == "not run here" for finding in result.findings):
+                result = reproduce(**plan)  # another machine may have run it meanwhile
+            findings = write_results(
+                out,
+                result.findings,
+                result.charts,
+                papers=sources,
+                notes=result.notes,
+                command=command,
+                machine=machine,
+            )
         console = Console()
         show_findings_table(findings, console, sources)
         for note in result.notes:
@@ -137,3 +161,19 @@ class Reproduce:
             print_variants(result.variants, console)
             console.print(f"Variants: {page}", markup=False, highlight=False, soft_wrap=True)
         console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _work(plan: dict[str, Any]) -> None:
+    """What a worker does: the cells, without the report."""
+    from moesaic.papers.reproduce import reproduce
+
+    reproduce(**plan, progress=WorkerProgress())
+
+
+def _run_workers(given: Sequence[str], jobs: int, threads: int, device: str) -> None:
+    from rich.console import Console
+
+    from moesaic.report import watch_progress
+
+    with watch_progress(Console(stderr=True), _UNIT) as progress:
+        run_workers(given, jobs, threads, device, progress)

@@ -28,10 +28,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CommandError",
     "DatasetOptions",
+    "JobsOption",
     "RouterOption",
     "TrainableOption",
     "check_folder",
     "check_writable",
+    "earlier_threads",
     "file_name",
     "load_run",
     "log",
@@ -40,6 +42,7 @@ __all__ = [
     "program",
     "register_datasets",
     "resolve_device",
+    "use_threads",
     "user_errors",
     "version",
     "write_config",
@@ -53,6 +56,7 @@ TrainableOption = Annotated[
         help_behavior_hint="(default: head with pretrained weights and under 5000 images, else all)",
     ),
 ]
+JobsOption = Annotated[str, arg(metavar="N|auto")]
 RouterOption = Annotated[str | None, arg(metavar="MODULE:CLASS", help_behavior_hint="(default: none)")]
 
 
@@ -156,7 +160,7 @@ def write_config(out: Path, command: DataclassInstance, given: Sequence[str], de
 
     make_folder(out)
     threads = torch.get_num_threads()
-    earlier = _earlier_threads(out / "config.json") if device == "cpu" else []
+    earlier = earlier_threads(out) if device == "cpu" else []
     if any(count != threads for count in earlier):
         others = ", ".join(str(count) for count in earlier if count != threads)
         log(
@@ -181,13 +185,31 @@ def write_config(out: Path, command: DataclassInstance, given: Sequence[str], de
     return line, machine
 
 
-def _earlier_threads(config: Path) -> list[int]:
+def earlier_threads(out: Path) -> list[int]:
     """Returns the numbers of CPU threads that results in the folder were computed with."""
     try:
-        counts = json.loads(config.read_text(encoding="utf-8"))["threads"]
+        counts = json.loads((out / "config.json").read_text(encoding="utf-8"))["threads"]
         return [int(count) for count in counts]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []  # none before, or of an earlier version
+
+
+def use_threads(out: Path, jobs: int, device: str) -> int:
+    """Sets the CPU threads of this process to those of each of its workers, and returns how many.
+
+    Results of another number of threads are rounded differently: the number that those in the folder were computed
+    with is used again, unless OMP_NUM_THREADS says otherwise or there are fewer cores.
+    """
+    import torch
+
+    from moesaic.cli.workers import cpu_threads
+
+    threads = cpu_threads(jobs, earlier_threads(out) if device == "cpu" else [])
+    if threads != torch.get_num_threads():
+        torch.set_num_threads(threads)
+        if jobs == 1:
+            log(f"computing with {threads} CPU threads, as the results in {out} were; OMP_NUM_THREADS changes that")
+    return threads
 
 
 def version() -> str:

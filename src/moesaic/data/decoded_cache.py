@@ -3,8 +3,8 @@
 An entry is two files named after a digest of the file names, sizes and stamps, and of the decoder's
 version. ``DIGEST.npy`` has the pixels (B, H, W, C); ``DIGEST.json``, written last, lists which files were
 decoded, which were skipped and why, a checksum of the pixels and one of itself. Damaged or incomplete
-entries are rebuilt, as are those of an archive with skipped files that has changed since. The cache may
-be deleted at any time.
+entries are rebuilt, as are those of an archive with skipped files that has changed since. Processes that
+need the same entry at a time decode it once. The cache may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from moesaic.data.decode import DECODING, InvalidImage, decode_image, pixel_limi
 from moesaic.data.file_sources import FileEntry, FileSource, SkippedFile, UnreadableFile, printable
 from moesaic.data.npy_files import map_npy, write_npy_header
 from moesaic.files import atomic_file, check_json_digest, json_digest, write_atomic
+from moesaic.leases import Leases, make_once
 from moesaic.validated_json import InvalidFile, JsonLimits, decode, read_json
 
 __all__ = ["DecodedCache", "DecodedImages", "Log", "decode_images", "no_log", "remove_stale", "write_error"]
@@ -93,7 +94,16 @@ def decode_images(source: FileSource, names: Sequence[str], size: int, cache: De
     known = {entry.name: entry for entry in source.entries()}
     # a file that was removed meanwhile is reported when it is read
     entry = _CacheEntry(cache, _digest(source, [known.get(name, FileEntry(name, 0, 0)) for name in names], size))
-    return entry.read(source, len(names), size) or entry.write(source, names, size)
+    try:
+        return make_once(
+            Leases(cache.folder),
+            entry.digest,
+            lambda: entry.read(source, len(names), size),
+            lambda: entry.write(source, names, size),
+            lambda holder: cache.log(f"waiting for the images that another worker decodes ({holder})"),
+        )
+    except OSError as fault:
+        raise write_error(fault, cache.folder, "decoded images", len(names) * size * size * 3) from fault
 
 
 def _digest(source: FileSource, entries: list[FileEntry], size: int) -> str:
@@ -129,7 +139,8 @@ class _CacheEntry:
     """The two files of a digest."""
 
     def __init__(self, cache: DecodedCache, digest: str) -> None:
-        self.folder, self.log = cache.folder, cache.log
+        self.folder, self.log, self.digest = cache.folder, cache.log, digest
+        self._damage_logged = False
         self.pixels, self.header = (cache.folder / f"{digest}{suffix}" for suffix in (".npy", ".json"))
 
     def read(self, source: FileSource, requested: int, size: int) -> DecodedImages | None:
@@ -139,7 +150,7 @@ class _CacheEntry:
         try:
             header = self._read_header(requested)
             if header.skipped and header.stamp != source.stamp:
-                self.log(f"{source.path} has changed: files that could not be read are tried again")
+                self._log_once(f"{source.path} has changed: files that could not be read are tried again")
                 return None
             pixels = map_npy(self.pixels, (len(header.kept), size, size, 3), _UINT8)
             found = _decoded(pixels, list(header.kept), [SkippedFile(*each) for each in header.skipped])
@@ -147,8 +158,16 @@ class _CacheEntry:
                 return found
         except (OSError, InvalidFile):
             pass
-        self.log(f"the decoded images in {self.folder} are damaged, or of an earlier version; decoding them again")
+        self._log_once(
+            f"the decoded images in {self.folder} are damaged, or of an earlier version; decoding them again"
+        )
         return None
+
+    def _log_once(self, message: str) -> None:
+        """An entry is looked at again before it is written, for another process may have written it."""
+        if not self._damage_logged:
+            self._damage_logged = True
+            self.log(message)
 
     def _read_header(self, requested: int) -> _Header:
         content = read_json(self.header, limits=_HEADER_LIMITS)
@@ -165,22 +184,18 @@ class _CacheEntry:
     def write(self, source: FileSource, names: Sequence[str], size: int) -> DecodedImages:
         """Decodes the images into the two files."""
         stamp = source.stamp
+        remove_stale(self.folder)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            remove_stale(self.folder)
-            try:
-                with atomic_file(self.pixels) as file:
-                    rows, skipped, checksum = _write_pixels(file, source, names, size, self.log)
-                    if not rows:
-                        raise _NoImages(skipped)
-            except _NoImages as none:
-                return _decoded(np.zeros((0, size, size, 3), np.uint8), [], none.skipped)
-            header = asdict(_Header(tuple(rows), tuple((each.path, each.reason) for each in skipped), checksum, stamp))
-            plain: dict[str, Any] = json.loads(json.dumps(header))
-            write_atomic(self.header, json.dumps({**plain, "sha256": json_digest(plain)}).encode())
-            return _decoded(map_npy(self.pixels, (len(rows), size, size, 3), _UINT8), rows, skipped)
-        except OSError as fault:
-            raise write_error(fault, self.folder, "decoded images", len(names) * size * size * 3) from fault
+            with atomic_file(self.pixels) as file:
+                rows, skipped, checksum = _write_pixels(file, source, names, size, self.log)
+                if not rows:
+                    raise _NoImages(skipped)
+        except _NoImages as none:
+            return _decoded(np.zeros((0, size, size, 3), np.uint8), [], none.skipped)
+        header = asdict(_Header(tuple(rows), tuple((each.path, each.reason) for each in skipped), checksum, stamp))
+        plain: dict[str, Any] = json.loads(json.dumps(header))
+        write_atomic(self.header, json.dumps({**plain, "sha256": json_digest(plain)}).encode())
+        return _decoded(map_npy(self.pixels, (len(rows), size, size, 3), _UINT8), rows, skipped)
 
 
 def _write_pixels(

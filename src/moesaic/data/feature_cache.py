@@ -2,14 +2,14 @@
 
 An entry lies beside the decoded images and is two files named after its key. ``features-KEY.npy`` has the features;
 ``features-KEY.json``, written last, their shape and a checksum. Damaged, incomplete or foreign entries are computed
-again. The cache may be deleted at any time.
+again. Processes that need the same entry at a time compute it once. The cache may be deleted at any time.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from moesaic.data.decoded_cache import DecodedCache, remove_stale, write_error
 from moesaic.data.npy_files import map_npy, write_npy_header
 from moesaic.files import atomic_file, write_atomic
+from moesaic.leases import Leases, make_once
 from moesaic.validated_json import InvalidFile, decode, read_json
 
 __all__ = ["cached_features", "is_cached"]
@@ -44,12 +45,32 @@ def cached_features(cache: DecodedCache, key: str, rows: int, compute: Callable[
     ((3, 3), True)
     """
     values, header = _paths(cache.folder, key)
-    if header.exists():
+    logged, needed = False, 0
+
+    def find() -> Features | None:
+        nonlocal logged
+        if not header.exists():
+            return None
         found = _read(values, header, rows)
-        if found is not None:
-            return found
-        cache.log(f"the features in {cache.folder} are damaged; computing them again")
-    return _write(cache, values, header, rows, compute())
+        if found is None and not logged:  # it is looked at again before it is written
+            logged = True
+            cache.log(f"the features in {cache.folder} are damaged; computing them again")
+        return found
+
+    def make() -> Features:
+        nonlocal needed
+        blocks = compute()
+        first = next(blocks)
+        needed = 4 * rows * first[0].size
+        return _write(values, header, (rows, *first.shape[1:]), chain([first], blocks))
+
+    def waiting(holder: str) -> None:
+        cache.log(f"waiting for the features that another worker computes ({holder})")
+
+    try:
+        return make_once(Leases(cache.folder), f"features-{key}", find, make, waiting)
+    except OSError as fault:
+        raise write_error(fault, cache.folder, "features", needed) from fault
 
 
 def is_cached(folder: Path, key: str) -> bool:
@@ -79,22 +100,16 @@ def _read(values: Path, header: Path, rows: int) -> Features | None:
         return None
 
 
-def _write(cache: DecodedCache, values: Path, header: Path, rows: int, blocks: Iterator[Features]) -> Features:
-    first = next(blocks)
-    shape = (rows, *first.shape[1:])
+def _write(values: Path, header: Path, shape: tuple[int, ...], blocks: Iterable[Features]) -> Features:
     checksum = 0
-    try:
-        cache.folder.mkdir(parents=True, exist_ok=True)
-        remove_stale(cache.folder)
-        with atomic_file(values) as file:
-            write_npy_header(file, shape, _FLOAT32)
-            for block in chain([first], blocks):
-                content = np.ascontiguousarray(block, dtype=_FLOAT32).tobytes()
-                checksum = zlib.crc32(content, checksum)
-                file.write(content)
-        write_atomic(header, json.dumps({"shape": list(shape), "checksum": checksum}).encode())
-    except OSError as fault:
-        raise write_error(fault, cache.folder, "features", 4 * rows * first[0].size) from fault
+    remove_stale(values.parent)
+    with atomic_file(values) as file:
+        write_npy_header(file, shape, _FLOAT32)
+        for block in blocks:
+            content = np.ascontiguousarray(block, dtype=_FLOAT32).tobytes()
+            checksum = zlib.crc32(content, checksum)
+            file.write(content)
+    write_atomic(header, json.dumps({"shape": list(shape), "checksum": checksum}).encode())
     return cast("Features", map_npy(values, shape, _FLOAT32))
 
 

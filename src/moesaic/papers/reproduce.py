@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +31,8 @@ from moesaic.papers.engine.variants import (
 from moesaic.papers.wang2019.paper import PAPER as WANG2019
 from moesaic.report.chart import Chart
 from moesaic.training import NoProgress, Progress, ResultCache
+from moesaic.training.result_cache import cell_digest
+from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
 __all__ = ["PAPERS", "PRESETS", "ReproduceResult", "check_variations", "claim_parameters", "reproduce"]
 
@@ -101,6 +103,11 @@ def reproduce(
     # all cells of all papers and variants in one call, so that one progress bar covers everything
     varied = [each for paper_run in paper_runs for each in paper_run.variants(vary)]
     cells = {name: cell for part in (*paper_runs, *varied) for name, cell in part.cells.items()}
+    asked = [[paper.id for paper in chosen], sorted(wanted), preset, list(fidelities), list(vary), seed]
+    title = f"reproduce {', '.join(paper.id for paper in chosen)}, {preset}"
+    planned = [PlannedCell(name, cell_digest(cell.spec(runner))) for name, cell in cells.items()]
+    planned += [each for part in paper_runs for each in part.cells_for_others()]
+    add_to_plan(out, asked, SweepPlan(title, tuple(planned)))
     completed = runner.run(cells)
     findings: list[Finding] = []
     charts: list[Chart] = []
@@ -206,6 +213,13 @@ class _PaperRun:
         return {
             self._name(fidelity, name): cell for fidelity, plan in self._plans.items() for name, cell in plan.items()
         }
+
+    def cells_for_others(self) -> Iterator[PlannedCell]:
+        """Yields the cells that this machine cannot run."""
+        for fidelity, missing in self._missing_requirements.items():
+            for name, reason in missing.items():
+                spec = self._whole_plans[fidelity][name].spec(self._runner)
+                yield PlannedCell(self._name(fidelity, name), cell_digest(spec), reason)
 
     def experiments(self, completed: Mapping[str, CompletedCell[Any]]) -> dict[Fidelity, ExperimentResults[Any]]:
         """Returns the results of the completed cells by fidelity."""

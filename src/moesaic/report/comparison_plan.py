@@ -24,7 +24,8 @@ def describe_plan(plan: ComparisonPlan, minutes: float | None = None) -> list[st
     takes = f"About {least}" if not further or least == most else f"From {least} to {most}"
     done = f"; {plan.finished} of {plan.runs} runs are finished" if plan.finished else ""
     long = "; --minutes 10 chooses what fits" if minutes is None and plan.seconds >= _LONG else ""
-    lines = [f"{takes} on this machine: {size}{further}{done}{long}"]
+    where = "on this machine" if plan.workers == 1 else f"on this machine with {plan.workers} workers"
+    lines = [f"{takes} {where}: {size}{further}{done}{long}"]
     lines.append(f"  {listed([f'{each:,}' for each in grid.samples])} labels, {_counted(recipe.epochs, 'epoch')}")
     if plan.features:
         lines.append(f"  features of the images: {duration(plan.features)}, once for all runs")

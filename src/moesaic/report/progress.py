@@ -1,7 +1,7 @@
 """Progress of a run: bars with rates and remaining time in a terminal, a line every ten seconds elsewhere.
 
 Both implement `moesaic.training.Progress`. Tasks may be nested: advancing the inner one advances the outer
-ones, so that a run and its cells are shown at once.
+ones, so that a run and its cells are shown at once. Rows are for work of other processes, beside the tasks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as RichProgress
     from rich.progress import TaskID
 
-__all__ = ["Bars", "Lines", "watch_progress"]
+__all__ = ["Bars", "Lines", "Row", "watch_progress"]
 
 _INTERVAL = 10.0
 """Seconds between lines."""
@@ -74,14 +75,35 @@ class Bars:
 
     def skip(self, amount: int) -> None:
         for task in self.display.tasks:  # not `advance`, which would change the rate
-            task.completed += amount
+            if task.id in self._open:
+                task.completed += amount
 
     def end(self) -> None:
         if self._open:
             self.display.remove_task(self._open.pop())
 
+    def row(self, name: str, total: int) -> Row:
+        """A bar beside the tasks."""
+        return Row(self.display, self.display.add_task(name, total=total, note=""))
+
     def log(self, message: str) -> None:
         self.display.console.print(message, markup=False, highlight=False)
+
+
+class Row:
+    """A bar beside the tasks, of another process; nothing where there are lines."""
+
+    def __init__(self, display: RichProgress | None = None, task: TaskID | None = None) -> None:
+        self._display, self._task = display, task
+
+    def advance(self, amount: int, note: str = "") -> None:
+        if self._display is not None and self._task is not None:
+            self._display.advance(self._task, amount)
+            self._display.update(self._task, note=note)
+
+    def end(self) -> None:
+        if self._display is not None and self._task is not None:
+            self._display.remove_task(self._task)
 
 
 @dataclass
@@ -123,6 +145,10 @@ class Lines:
     def end(self) -> None:
         if self._open:
             self._open.pop()
+
+    def row(self, name: str, total: int) -> Row:
+        """Nothing: a line has no room for the work of other processes."""
+        return Row()
 
     def log(self, message: str) -> None:
         self._console.print(message, markup=False, highlight=False, soft_wrap=True)

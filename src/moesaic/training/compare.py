@@ -2,10 +2,12 @@
 
 A run is a model, a number of samples and a trial. Within a trial every model gets the same images, fewer
 images are among more, and the order of the images is the same: models are compared pair by pair. A finished
-run is a cell (`cells`) and never done again; one that was interrupted goes on from its last checkpoint.
+run is a cell (`result_cache`) and never done again; one that was interrupted goes on from its last checkpoint. Any
+number of processes may run one comparison together (`sweep`).
 
 With ``Grid(max_trials=…)`` trials are added one by one, to the models whose comparison is still open
-(`sequential_trials`). Which these are depends on results alone, so that an interrupted comparison ends as any other.
+(`sequential_trials`). Which these are depends on results alone, so that an interrupted comparison ends as any other:
+every worker decides after all runs of a trial are finished, and therefore decides the same.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.result_cache import CachedResult, ResultCache
 from moesaic.training.sequential_trials import FIRST_LOOK, LAST_LOOK
+from moesaic.training.sweep import CellWork, run_cells
+from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
 __all__ = [
     "HEADS",
@@ -185,10 +189,16 @@ def compare(
             if any(each[0] is who for each in missing):
                 cells.images_of(who, progress.log)
         progress.begin(name, len(wanted) * recipe.epochs, (len(wanted) - len(missing)) * recipe.epochs)
-        runs = [cells.run(*each, progress=progress, keep=each[1:] == (grid.samples[-1], 0)) for each in wanted]
+        work = [cells.work(*each, keep=each[1:] == (grid.samples[-1], 0)) for each in wanted]
+        planned = tuple(PlannedCell(each.name, each.digest) for each in work)
+        add_to_plan(out, asked, SweepPlan(title, planned))
+        results = run_cells(cells.cells, work, progress)
         progress.end()
-        return runs
+        return [_run(*each, result.result) for each, result in zip(wanted, results, strict=True)]
 
+    asked = [dataset.digest, grid.models, grid.samples, grid.trials, grid.max_trials, seed, recipe.to_json(), settings]
+    sizes = ", ".join(map(str, grid.samples))
+    title = f"compare {dataset.name}: {', '.join(grid.models)}; {sizes} samples, {recipe.epochs} epochs"
     planned = f"{grid.trials * len(grid.samples) * len(contenders)} runs"
     found = Comparison(
         data=dataset.name,
@@ -274,22 +284,24 @@ class ComparisonRuns:
     def _cached(self, who: Contender, samples: int, trial: int) -> CachedResult | None:
         return self.cells.find(_name(who, samples, trial), self._content(who, samples, trial))
 
-    def run(self, who: Contender, samples: int, trial: int, *, progress: Progress, keep: bool) -> Run:
-        """Trains, unless the run is finished; ``keep`` is whether the trained network is kept."""
-        found = self.find(who, samples, trial)
-        if found is not None:
-            return found
+    def work(self, who: Contender, samples: int, trial: int, *, keep: bool) -> CellWork:
+        """Returns the run as work to be done; ``keep`` is whether the trained network is kept."""
         name, content = _name(who, samples, trial), self._content(who, samples, trial)
         folder = self.out / "networks" / self.cells.path(name, content).stem
-        images = self.images_of(who, progress.log)  # features take a time that is not that of the run
-        # on features a run takes seconds, and files of a whole network as long
-        network = folder if keep or not images.backbone else None
-        progress.begin(name, self.recipe.epochs)
-        cached = self.cells.get_or_run(name, content, lambda: self._train(who, samples, trial, network, progress))
-        progress.end()
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-        return _run(who, samples, trial, cached.result)
+
+        def train(progress: Progress) -> dict[str, Any]:
+            images = self.images_of(who, progress.log)
+            progress.begin(name, self.recipe.epochs)
+            # on features a run takes seconds, and files of a whole network as long
+            found = self._train(who, samples, trial, folder if keep or not images.backbone else None, progress)
+            progress.end()
+            return found
+
+        def remove() -> None:
+            if not keep:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        return CellWork(name, content, self.recipe.epochs, train, remove)
 
     def _train(
         self, who: Contender, samples: int, trial: int, folder: Path | None, progress: Progress

@@ -96,11 +96,13 @@ class ComparisonPlan:
     """What does not fit the budget."""
     full_seconds: float = 0.0
     """Of the first trials with nothing left out."""
+    workers: int = 1
+    """Processes that share the runs; what they take is divided among them, as if no run had to wait for others."""
 
     @property
     def seconds(self) -> float:
         """Of the first trials, features included."""
-        return self.features + sum(model.seconds for model in self.models)
+        return self.features + sum(model.seconds for model in self.models) / self.workers
 
     @property
     def runs(self) -> int:
@@ -114,18 +116,19 @@ def plan_comparison(
     grid: Grid,
     costs: Mapping[str, RunCost],
     budget: float | None = None,
+    workers: int = 1,
 ) -> ComparisonPlan:
-    """Returns the largest plan that fits a budget in seconds, or that of the whole grid.
+    """Returns the largest plan that fits a budget in seconds, or that of the whole grid, for so many workers.
 
     Raises:
         OverBudget: not even the smallest plan fits; the message says what it takes.
     """
-    full = _plan(runs, contenders, grid, costs)
+    full = _plan(runs, contenders, grid, costs, workers)
     if budget is None or full.seconds <= budget:
         return full
     smallest = full
     for smaller, recipe in _smaller(grid, runs.recipe):
-        smallest = _plan(replace(runs, recipe=recipe), contenders, smaller, costs)
+        smallest = _plan(replace(runs, recipe=recipe), contenders, smaller, costs, workers)
         if smallest.seconds <= budget:
             return replace(smallest, left_out=_left_out(full, smallest), full_seconds=full.seconds)
     least = smallest.grid
@@ -138,7 +141,7 @@ def plan_comparison(
 
 
 def _plan(
-    runs: ComparisonRuns, contenders: Sequence[Contender], grid: Grid, costs: Mapping[str, RunCost]
+    runs: ComparisonRuns, contenders: Sequence[Contender], grid: Grid, costs: Mapping[str, RunCost], workers: int
 ) -> ComparisonPlan:
     def missing(who: Contender, trials: range) -> list[int]:
         """The number of samples of each run that is left to do."""
@@ -160,7 +163,8 @@ def _plan(
         features += cost.features if cost and first + later else 0.0
         most += first_seconds + later_seconds
         finished += grid.trials * len(grid.samples) - len(first)
-    return ComparisonPlan(grid, runs.recipe, tuple(models), features, most + features, finished)
+    longest = most / workers + features
+    return ComparisonPlan(grid, runs.recipe, tuple(models), features, longest, finished, workers=workers)
 
 
 def _smaller(grid: Grid, recipe: Recipe) -> Iterator[tuple[Grid, Recipe]]:

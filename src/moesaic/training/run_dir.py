@@ -36,7 +36,7 @@ from moesaic.training.results import Epoch, FitResult
 from moesaic.validated_json import decode, read_json, refused_as
 from moesaic.write_errors import way_out
 
-__all__ = ["RunDir", "describe_run"]
+__all__ = ["FolderInUse", "RunDir", "describe_run"]
 
 T = TypeVar("T")
 
@@ -44,6 +44,10 @@ _MAY_DIFFER = ("versions", "device", "threads", "ranks", "data.name", "model.arg
 """Parts of a configuration that may differ between a run and its continuation; weights have a digest beside them."""
 _SHOWN = 6
 """Differences that an error lists."""
+
+
+class FolderInUse(CheckpointError):
+    """Another process is at work in the folder of a run."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +212,7 @@ def _lock_folder(folder: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise CheckpointError(
+        raise FolderInUse(
             f"fit: another run is at work in {folder}; wait until it has ended, or name another folder"
         ) from error
     except OSError:  # some network file systems have no locks

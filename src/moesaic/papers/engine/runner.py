@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from moesaic.papers.engine.cells import Cell, CompletedCell
 from moesaic.training import Progress, ResultCache
+from moesaic.training.sweep import CellWork, run_cells
 
 __all__ = ["Runner"]
 
@@ -45,20 +46,26 @@ class Runner:
         """Returns the results of the cells by name; runs those that the cache does not have."""
         todo = {cell for name, cell in named.items() if self._cache.find(name, cell.spec(self)) is None}
         self.progress.begin("all experiments", sum(cell.steps for cell in todo))
-        completed: dict[Cell[R], CompletedCell[R]] = {}
+        distinct: dict[Cell[R], str] = {}
         for name, cell in named.items():
-            if cell not in completed:
-                stored = self._cache.get_or_run(name, cell.spec(self), self._work(name, cell))
-                completed[cell] = CompletedCell(cell.result(stored.result), stored.seconds)
+            distinct.setdefault(cell, name)
+        work = [CellWork(name, cell.spec(self), cell.steps, self._work(name, cell)) for cell, name in distinct.items()]
+        stored = run_cells(self._cache, work, self.progress)
         self.progress.end()
+        completed = {
+            cell: CompletedCell(cell.result(each.result), each.seconds)
+            for cell, each in zip(distinct, stored, strict=True)
+        }
         return {name: completed[cell] for name, cell in named.items()}
 
-    def _work(self, name: str, cell: Cell[Any]) -> Callable[[], dict[str, Any]]:
-        def work() -> dict[str, Any]:
-            self.progress.begin(name, cell.steps)
+    def _work(self, name: str, cell: Cell[Any]) -> Callable[[Progress], dict[str, Any]]:
+        def work(progress: Progress) -> dict[str, Any]:
+            before, self.progress = self.progress, progress  # cells report to that of their runner
+            progress.begin(name, cell.steps)
             try:
                 return cell.measure(self)
             finally:
-                self.progress.end()
+                progress.end()
+                self.progress = before
 
         return work

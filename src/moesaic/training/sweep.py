@@ -1,0 +1,140 @@
+"""Runs cells together with other workers: processes, on one machine or on several, that share the folder of the cells.
+
+A worker takes the first cell that is neither finished nor under the lease of another worker, runs and stores it, and
+looks again. When every cell that is left is under a lease, it waits: for the results of the others, or for the leases
+that dead workers leave. All workers end with the same results, whoever computed them and in whatever order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from moesaic.leases import Lease
+from moesaic.training.progress import Progress
+from moesaic.training.result_cache import CachedResult, ResultCache, cell_digest
+from moesaic.training.run_dir import FolderInUse
+
+__all__ = ["CellWork", "run_cells"]
+
+
+@dataclass(frozen=True)
+class CellWork:
+    """A cell, and how it is computed."""
+
+    name: str
+    spec: Mapping[str, Any]
+    steps: int
+    """Amount of work, as progress counts it."""
+    work: Callable[[Progress], Mapping[str, Any]]
+    """Computes the result; begins and ends its part of the progress."""
+    stored: Callable[[], None] = lambda: None
+    """Is called when this worker has stored the result."""
+
+    @property
+    def digest(self) -> str:
+        return cell_digest(self.spec)
+
+
+def run_cells(cache: ResultCache, cells: Sequence[CellWork], progress: Progress) -> list[CachedResult]:
+    """Returns the results of the cells, in their order, after running those that no other worker runs.
+
+    Cells that are finished at the start count for nothing in the progress; what others finish later is skipped there.
+    """
+    by_digest: dict[str, CellWork] = {}
+    for cell in cells:
+        by_digest.setdefault(cell.digest, cell)
+    found = {digest: result for digest, cell in by_digest.items() if (result := _find(cache, cell)) is not None}
+    left = [cell for digest, cell in by_digest.items() if digest not in found]
+    while left:
+        there = cache.digests()
+        for cell in left:
+            result = _find(cache, cell) if cell.digest in there else None
+            if result is not None:  # another worker has finished it
+                found[cell.digest] = result
+                progress.begin(cell.name, cell.steps)
+                progress.skip(cell.steps)
+                progress.end()
+        left = [cell for cell in left if cell.digest not in found]
+        for cell in left:
+            result = _run(cache, cell, progress)
+            if result is not None:
+                found[cell.digest] = result
+                left.remove(cell)
+                break
+        else:
+            if not left:
+                break
+            progress.advance(0, _waiting(cache, left))
+            cache.leases.wait()
+    cache.leases.remove(by_digest.keys())  # of workers that were killed between storing a cell and releasing it
+    return [found[cell.digest] for cell in cells]
+
+
+def _find(cache: ResultCache, cell: CellWork) -> CachedResult | None:
+    return cache.find(cell.name, cell.spec)
+
+
+def _run(cache: ResultCache, cell: CellWork, progress: Progress) -> CachedResult | None:
+    """Runs the cell; None if another worker has it, or took it over."""
+    lease = cache.leases.acquire(cell.digest)
+    if lease is None:
+        return None
+    with lease:
+        found = _find(cache, cell)  # finished between the look and the lease
+        if found is not None:
+            progress.skip(cell.steps)
+            return found
+        leased = _LeasedProgress(progress, lease)
+        try:
+            made = cache.run(cell.name, cell.spec, lambda: cell.work(leased))
+        except Exception as error:
+            # lost: the files of the cell belong to another worker now; in use: a suspended one has locked them
+            if lease.lost or isinstance(error, FolderInUse):
+                leased.close()
+                return None
+            raise
+        cell.stored()
+        return made
+
+
+def _waiting(cache: ResultCache, left: Sequence[CellWork]) -> str:
+    holders = [cache.leases.holder(cell.digest) for cell in left]
+    names = sorted({f"{each.host}, process {each.pid}" for each in holders if each is not None})
+    return f"waiting for {len(left)} {'cell' if len(left) == 1 else 'cells'} of other workers ({'; '.join(names)})"
+
+
+class _LeaseLost(Exception):
+    """Another worker runs the cell."""
+
+
+class _LeasedProgress(Progress):
+    """Progress of a cell, which ends the work when the lease is lost."""
+
+    def __init__(self, progress: Progress, lease: Lease) -> None:
+        self._progress, self._lease, self._open = progress, lease, 0
+
+    def close(self) -> None:
+        """Ends what the work began."""
+        while self._open:
+            self.end()
+
+    def begin(self, name: str, total: int, done: int = 0) -> None:
+        self._open += 1
+        self._progress.begin(name, total, done)
+
+    def advance(self, amount: int, note: str = "") -> None:
+        if self._lease.lost:
+            raise _LeaseLost
+        self._progress.advance(amount, note)
+
+    def skip(self, amount: int) -> None:
+        self._progress.skip(amount)
+
+    def end(self) -> None:
+        self._open -= 1
+        self._progress.end()
+
+    def log(self, message: str) -> None:
+        self._progress.log(message)
