@@ -25,10 +25,14 @@ def names(model: nn.Module, recipe: Recipe = LONG, **options: bool) -> list[str]
 def test_a_model_gets_the_callbacks_of_its_layers():
     assert names(dense()) == []
     assert names(dense(), replace(LONG, balance_weight=0.1)) == []
-    assert names(routed()) == ["CollapseCallback"]
+    assert names(routed()) == ["CollapseCallback", "RoutingCallback"]
     assert names(routed(), collapse_alarm=False) == []
     assert names(routed(), replace(LONG, compile=True)) == [], "hooks would break the graph"
-    assert names(mixture(), replace(LONG, balance_weight=0.1)) == ["BalanceLossCallback", "CollapseCallback"]
+    assert names(mixture(), replace(LONG, balance_weight=0.1)) == [
+        "BalanceLossCallback",
+        "CollapseCallback",
+        "RoutingCallback",
+    ]
     assert names(gated(), replace(LONG, balance_weight=0.1)) == ["GateCallback"]
 
 

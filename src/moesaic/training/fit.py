@@ -25,7 +25,7 @@ from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
-from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
+from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback, RoutingCallback
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.features import check_features
 from moesaic.training.freezing import freeze_layers, frozen_parameters
@@ -35,6 +35,7 @@ from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
+from moesaic.training.saved_predictions import PredictionsCallback
 from moesaic.training.trackers import Tracker
 from moesaic.training.trainer import Trainer, evaluate
 
@@ -64,9 +65,10 @@ def fit(
 ) -> FitResult:
     """Train the model in place, and test it; the model moves to the device.
 
-    With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors, and
-    result.json in the end. The same call resumes an interrupted run from its last checkpoint, whatever the model's
-    weights are, and returns the result of a complete one.
+    With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors,
+    predictions.safetensors with those of the last test, and result.json in the end. The same call resumes an
+    interrupted run from its last checkpoint, whatever the model's weights are, and returns the result of a complete
+    one.
 
     Args:
         model: a network from images (B, C, H, W) to logits (B, classes), with its initial weights. In the end it is
@@ -89,7 +91,7 @@ def fit(
             the weight ``recipe.gates.distill_weight``. It moves to the device and to eval mode.
         callbacks: your own callbacks, called after those of `default_callbacks`. Their state is saved with the
             checkpoints.
-        collapse_alarm: whether to report experts that collapse.
+        collapse_alarm: whether to report experts that collapse, and to record the mean routing of each epoch.
         test_features: whether the final test may use features as well, where training does: many short runs on one
             backbone then never run it.
 
@@ -131,7 +133,10 @@ def fit(
     frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
     if dataset.backbone and recipe.trainable == "head":
         check_features(dataset, model)
-    everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm), *callbacks]
+    everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm)]
+    if out is not None:
+        everyone.append(PredictionsCallback())
+    everyone += callbacks
     _check_names(everyone)
     config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
     if callbacks:
@@ -181,7 +186,7 @@ def default_callbacks(
     >>> from moesaic import create_model
     >>> model = create_model("wrn10_1_pmoe", num_classes=2)
     >>> [callback.name for callback in default_callbacks(model, Recipe(epochs=1))]
-    ['CollapseCallback']
+    ['CollapseCallback', 'RoutingCallback']
     """
     if isinstance(model, DeepMoE):
         return [GateCallback(model, teacher)]  # no alarm: closing channels for good is what is wanted
@@ -191,7 +196,7 @@ def default_callbacks(
     if recipe.balance_weight:
         found.append(BalanceLossCallback())
     if collapse_alarm and not recipe.compile:  # a routing hook breaks the compiled graph
-        found.append(CollapseCallback())
+        found += [CollapseCallback(), RoutingCallback()]
     return found
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset
 from moesaic.files import as_json
+from moesaic.insight.routing_average import LayerRouting
 from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import eval_batches, train_batches
@@ -41,7 +42,11 @@ _EVAL_BATCH_SIZE = 64
 
 
 def evaluate(
-    model: nn.Module, dataset: ImageDataset, outputs: Callable[[Tensor], Tensor] | None = None, batch_size: int = 256
+    model: nn.Module,
+    dataset: ImageDataset,
+    outputs: Callable[[Tensor], Tensor] | None = None,
+    batch_size: int = 256,
+    on_batch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """(B,) bool: which of the test images the model classifies correctly, in eval mode and on its device.
 
@@ -50,11 +55,16 @@ def evaluate(
         dataset: its test images are used.
         outputs: computes the logits in another way than by calling the model.
         batch_size: samples per batch.
+        on_batch: is called with the logits and the labels of each batch, in the order of the images.
     """
     device = next(model.parameters()).device
+    correct: list[Tensor] = []
     with torch.no_grad(), eval_mode(model):
-        batches = eval_batches(dataset, device, batch_size)
-        correct = [(outputs or model)(x).argmax(1) == labels for x, labels in batches]
+        for x, labels in eval_batches(dataset, device, batch_size):
+            logits = (outputs or model)(x)
+            correct.append(logits.argmax(1) == labels)
+            if on_batch is not None:
+                on_batch(logits, labels)
     return torch.cat(correct).cpu()
 
 
@@ -159,8 +169,10 @@ class Trainer:
         self._refuse_divergence(loss)
         images = sum(self.batch_sizes)
         metrics: dict[str, float] = {}
+        routing: dict[str, LayerRouting] = {}
         for callback in self.callbacks:
             metrics |= callback.on_epoch_end(self)
+            routing |= callback.epoch_routing(self)
         epoch = Epoch(
             number=len(self.epochs) + 1,
             loss=loss / images,
@@ -171,6 +183,7 @@ class Trainer:
             lr=self.recipe.lr_at(self.last_epoch_time()),
             alarms=self._alarms,
             metrics=metrics,
+            routing=routing,
         )
         self.epochs.append(epoch)
         correct = None
@@ -256,11 +269,21 @@ class Trainer:
 
     def _test(self) -> Tensor:
         """Which test images are correct; in the end by the whole network, unless features may stand for images."""
+
+        def on_batch(logits: Tensor, labels: Tensor) -> None:
+            for callback in self.callbacks:
+                callback.on_test_batch(self, logits, labels)
+
+        size = self.eval_batch_size
         with self.train_step.ema_weights():
             if self._features is not None and (self.test_features or not self._stop_reason()):
                 with self.train_step.autocast(), one_thread():
-                    return evaluate(self.model, self._features.dataset, self._features.logits, self.eval_batch_size)
-            return evaluate(self.model, self.dataset, self.train_step.outputs, self.eval_batch_size)
+                    correct = evaluate(self.model, self._features.dataset, self._features.logits, size, on_batch)
+            else:
+                correct = evaluate(self.model, self.dataset, self.train_step.outputs, size, on_batch)
+        for callback in self.callbacks:
+            callback.on_test_end(self)
+        return correct
 
     def _finish(self, correct: Tensor) -> FitResult:
         self.train_step.load_ema()
