@@ -26,6 +26,7 @@ from moesaic.cli.predict import Predict
 from moesaic.cli.reproduce import Reproduce
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
+from moesaic.cli.view import View
 
 __all__ = ["COMMANDS", "Command", "run_command"]
 
@@ -42,6 +43,7 @@ class Command(Protocol):
 
 COMMANDS: dict[str, type[Any]] = {
     "train": Train,
+    "view": View,
     "compare": Compare,
     "predict": Predict,
     "explain": Explain,

@@ -106,7 +106,6 @@ def training_page(run: RunRecord, *, stopped: str = "", live: Mapping[str, str] 
         stopped: why training is not complete; empty where it is, or where that is not known.
         live: the script of a page that updates itself, its digest, and the version of what the page shows.
     """
-    counts = None if run.predictions is None else run.predictions.confusion(len(run.data.classes))
     return render(
         "training.html",
         run=run,
@@ -114,14 +113,14 @@ def training_page(run: RunRecord, *, stopped: str = "", live: Mapping[str, str] 
         status=_status(run, stopped),
         done=run.result is not None,
         headline=_headline(run),
-        facts=_facts(run, counts),
+        facts=_facts(run),
         curves=_curves(run),
         layers=_layers(run.epochs),
         layers_open=_LAYERS,
         alarms=[(epoch.number, printable(alarm)) for epoch in run.epochs for alarm in epoch.alarms],
-        matrix=None if counts is None or len(counts) > _MATRIX_CLASSES else _matrix(run.data.classes, counts),
-        confusions=[] if counts is None else _confusions(run.data.classes, counts),
-        classes=_class_rows(run, counts),
+        matrix=_matrix(run.data.classes, run.predictions),
+        confusions=_confusions(run.data.classes, run.predictions),
+        classes=_class_rows(run.data.classes, run.predictions),
         class_rows=_CLASS_ROWS,
         tested_epoch=0 if run.predictions is None else run.predictions.epoch,
         mistakes=_mistakes(run.data.classes, run.predictions),
@@ -150,14 +149,14 @@ def _last_test(epochs: Sequence[Epoch]) -> float | None:
     return next((epoch.test_accuracy for epoch in reversed(epochs) if epoch.test_accuracy is not None), None)
 
 
-def _facts(run: RunRecord, counts: Tensor | None) -> list[tuple[str, str]]:
+def _facts(run: RunRecord) -> list[tuple[str, str]]:
     """The numbers at the top."""
     facts: list[tuple[str, str]] = []
     accuracy = run.result.accuracy if run.result is not None else _last_test(run.epochs)
     if accuracy is not None:
         facts.append(("test accuracy", f"{accuracy:.1f} %"))
-    if counts is not None and counts.sum():
-        often = 100 * int(counts.sum(1).max()) / int(counts.sum())
+    if run.predictions is not None and len(run.predictions.labels):
+        often = 100 * int(run.predictions.labels.bincount().max()) / len(run.predictions.labels)
         facts.append(("most frequent class", f"{often:.1f} %"))
     tested = [epoch for epoch in run.epochs if epoch.test_accuracy is not None]
     if len(tested) > 1:
@@ -293,39 +292,35 @@ def _layer_summary(last: Any, experts: int) -> str:
     return f"{', '.join(parts)}."
 
 
-def _matrix(names: Sequence[str], counts: Tensor) -> _Matrix:
-    rows = cast("list[list[int]]", counts.tolist())
+def _matrix(names: Sequence[str], predictions: SavedPredictions | None) -> _Matrix | None:
+    if predictions is None or len(names) > _MATRIX_CLASSES:
+        return None
+    rows = cast("list[list[int]]", predictions.confusion(len(names)).tolist())
     return _Matrix(
         tuple(map(printable, names)),
         tuple(tuple((count, count / max(sum(row), 1)) for count in row) for row in rows),
     )
 
 
-def _confusions(names: Sequence[str], counts: Tensor) -> list[tuple[str, str, int, str]]:
+def _confusions(names: Sequence[str], predictions: SavedPredictions | None) -> list[tuple[str, str, int, str]]:
     """The most frequent ones: true class, predicted class, images, share of the class."""
-    totals = counts.sum(1)
-    wrong = counts.clone()
-    wrong.fill_diagonal_(0)
-    order = wrong.flatten().argsort(descending=True, stable=True)[:_CONFUSIONS]
-    found: list[tuple[str, str, int, str]] = []
-    for place in cast("list[int]", order.tolist()):
-        row, column = divmod(place, len(names))
-        count = int(wrong[row, column])
-        if count:
-            share = percent(count / int(totals[row]))
-            found.append((printable(names[row]), printable(names[column]), count, share))
-    return found
-
-
-def _class_rows(run: RunRecord, counts: Tensor | None) -> list[_ClassRow]:
-    """All classes, the worst first."""
-    if counts is None:
+    if predictions is None:
         return []
-    totals = cast("list[int]", counts.sum(1).tolist())
-    right = cast("list[int]", counts.diagonal().tolist())
+    totals = predictions.class_counts(len(names))[0]
+    return [
+        (printable(names[label]), printable(names[guess]), count, percent(count / int(totals[label])))
+        for label, guess, count in predictions.confusions(_CONFUSIONS)
+    ]
+
+
+def _class_rows(names: Sequence[str], predictions: SavedPredictions | None) -> list[_ClassRow]:
+    """All classes, the worst first."""
+    if predictions is None:
+        return []
+    totals, right = (cast("list[int]", each.tolist()) for each in predictions.class_counts(len(names)))
     rows = [
         _ClassRow(printable(name), total, 100 * hits / total if total else None)
-        for name, total, hits in zip(run.data.classes, totals, right, strict=True)
+        for name, total, hits in zip(names, totals, right, strict=True)
     ]
     return sorted(rows, key=lambda row: 101.0 if row.accuracy is None else row.accuracy)
 

@@ -20,7 +20,10 @@ from moesaic.training.results import Epoch, FitResult
 from moesaic.training.saved_predictions import PREDICTIONS, SavedPredictions, read_predictions
 from moesaic.validated_json import InvalidFile, JsonLimits, decode, parse_json, read_bytes, read_json, refused_as
 
-__all__ = ["RunRecord", "is_run", "read_run"]
+__all__ = ["RUN_FILES", "RunRecord", "is_run", "read_run"]
+
+RUN_FILES = ("config.json", "metrics.jsonl", "result.json", PREDICTIONS)
+"""The files that `read_run` reads."""
 
 _LINE_LIMITS = JsonLimits(bytes=1 << 22, depth=8, values=100_000)
 _LARGEST = 1e15

@@ -7,6 +7,7 @@ needs: it is made without the dataset, and without running the network again.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -80,6 +81,19 @@ class SavedPredictions:
     def confusion(self, classes: int) -> Tensor:
         """(classes, classes): test images of each class (row) by predicted class (column)."""
         return (self.labels.long() * classes + self.predicted.long()).bincount(minlength=classes**2).view(classes, -1)
+
+    def class_counts(self, classes: int) -> tuple[Tensor, Tensor]:
+        """(classes,) each: the test images of each class, and those among them that were classified correctly."""
+        right = self.labels[self.labels == self.predicted]
+        return self.labels.bincount(minlength=classes), right.bincount(minlength=classes)
+
+    def confusions(self, most: int) -> list[tuple[int, int, int]]:
+        """The most frequent confusions: true class, predicted class, number of test images."""
+        wrong = self.labels != self.predicted
+        pairs = (cast("list[int]", each[wrong].tolist()) for each in (self.labels, self.predicted))
+        counts = Counter(zip(*pairs, strict=True))
+        order = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+        return [(label, guess, count) for (label, guess), count in order[:most]]
 
 
 @dataclass(frozen=True)
