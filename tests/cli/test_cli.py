@@ -88,6 +88,9 @@ class Papers(ModuleType):
         if self.trouble is not None:
             raise self.trouble
         asked["progress"].log("damaged cell set aside")
+        for finding in self.outcome.findings:
+            if finding.decision != "not run here":
+                asked["on_finding"](finding)
         asked["progress"].end()
         return self.outcome
 
@@ -109,6 +112,7 @@ def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers,
         "config.json",
         "claims.json",
         "charts.json",
+        "notes.json",
         "report.html",
         "figures/chowdhury2023/figure-8.png",
         "figures/chowdhury2023/figure-8.svg",
@@ -121,14 +125,14 @@ def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers,
     printed, output = capsys.readouterr()
     assert "52.0 [48.3, 57.9]" in printed
     assert "note: five trials instead of twenty" in printed
-    assert printed.splitlines()[-1] == f"Report: {out / 'report.html'}"
+    assert printed.splitlines()[-1] == f"Report: {(out / 'report.html').resolve().as_uri()}"
     assert "damaged cell set aside" in output
 
 
 def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
     given = ["--claim", "samples", "--claim", "phase", "--preset", "full", "--fidelity", "print", "--seed", "7"]
     assert main(["reproduce", "--paper", "chowdhury2023", *given, "--out", "here/there", "--device", "cpu"]) == 0
-    asked = {name: value for name, value in papers.asked.items() if name != "progress"}
+    asked = {name: value for name, value in papers.asked.items() if name not in ("progress", "on_finding")}
     assert asked == {
         "papers": ("chowdhury2023",),
         "claims": ("samples", "phase"),

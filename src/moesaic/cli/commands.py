@@ -43,8 +43,8 @@ class Command(Protocol):
 
 COMMANDS: dict[str, type[Any]] = {
     "train": Train,
-    "view": View,
     "compare": Compare,
+    "view": View,
     "predict": Predict,
     "explain": Explain,
     "export": Export,

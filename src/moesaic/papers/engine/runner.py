@@ -41,15 +41,22 @@ class Runner:
             return None
         return reason
 
-    def run(self, named: Mapping[str, Cell[R]]) -> dict[str, CompletedCell[R]]:
-        """Returns the results of the cells by name; runs those that the cache does not have."""
+    def run(
+        self, named: Mapping[str, Cell[R]], on_completed: Callable[[str, CompletedCell[R]], None] | None = None
+    ) -> dict[str, CompletedCell[R]]:
+        """Returns the results of the cells by name; runs those that the cache does not have, in the order of ``named``.
+
+        ``on_completed`` is called with each name and result as soon as it is there, first with those of the cache.
+        """
         todo = {cell for name, cell in named.items() if self._cache.find(name, cell.spec(self)) is None}
         self.progress.begin("all experiments", sum(cell.steps for cell in todo))
         completed: dict[Cell[R], CompletedCell[R]] = {}
-        for name, cell in named.items():
+        for name, cell in sorted(named.items(), key=lambda item: item[1] in todo):
             if cell not in completed:
                 stored = self._cache.get_or_run(name, cell.spec(self), self._work(name, cell))
                 completed[cell] = CompletedCell(cell.result(stored.result), stored.seconds)
+            if on_completed is not None:
+                on_completed(name, completed[cell])
         self.progress.end()
         return {name: completed[cell] for name, cell in named.items()}
 
