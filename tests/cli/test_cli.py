@@ -147,6 +147,43 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
     assert Path("here/there/report.html").is_file()
 
 
+def test_the_last_lines_say_what_was_found_and_what_was_not_run(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    papers.outcome = ReproduceResult((*FINDINGS, *SECOND_FINDINGS), (), ())
+    assert main(["reproduce", "--out", "out"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert lines[0].split() == ["verdict", "measured", "[95", "%]", "claim"]
+    words = " ".join(" ".join(lines).split())
+    assert "not run here: 1 claim, needs --preset full" in words
+    sentences = words.partition("Patch-level Routing: of ")[2]
+    assert " claims tested, " in sentences
+    assert "Towards Understanding Mixture of Experts: of " in sentences
+
+
+def test_the_report_is_opened_unless_it_is_not_wanted(papers: Papers, capsys, monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    monkeypatch.setattr("moesaic.cli.reproduce.open_browser", lambda url: opened.append(url) or True)
+    assert main(["reproduce", "--out", "out", "--no-open"]) == 0
+    assert opened == []
+    capsys.readouterr()
+    assert main(["reproduce", "--out", "out"]) == 0
+    assert opened == [Path("out/report.html").resolve().as_uri()]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("report.html (opened in the browser)")
+
+
+def test_an_interruption_says_how_many_verdicts_there_are(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    def interrupted(**asked: Any) -> ReproduceResult:
+        for finding in FINDINGS[:2]:
+            asked["on_finding"](finding)
+        raise KeyboardInterrupt
+
+    papers.reproduce = interrupted
+    assert main(["reproduce", "--out", "out"]) == 130
+    printed, said = capsys.readouterr()
+    assert printed.count("Figure") == 2
+    assert "2 verdicts so far are in the table above. Finished results are in out." in said
+
+
 def test_variants_stand_beside_the_findings_and_change_none(papers: Papers, capsys: pytest.CaptureFixture[str]):
     cells = (VariantCell("fig6/<b>/4", True, 91.0, (90.0, 92.0)), VariantCell("fig6/<b>/8", False, None, None))
     variant = VariantFinding(FINDINGS[0], "k=4 added", True, 1.5, (1.0, 2.0), "rule not met", cells, 2.0)
