@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 CORPUS = Path(__file__).resolve().parents[1] / ".cache" / "fuzz"
@@ -191,10 +192,15 @@ def parsed_object(content: bytes) -> dict[str, Any]:
 
 
 def run_targets(folder: Path) -> Mapping[str, Target]:
+    import torch
+
+    from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
     from moesaic.files import json_digest, write_json
+    from moesaic.insight.routing_average import LayerRouting
     from moesaic.leases import Holder, Leases
     from moesaic.ops import tile_sizes
     from moesaic.report.chart import Chart, Panel, Series, read_charts, write_charts
+    from moesaic.report.training_page import training_page
     from moesaic.training.cell_status import folder_status
     from moesaic.training.cell_transfer import merge_cells, pack_cells
     from moesaic.training.comparison_result import read_comparison
@@ -202,6 +208,8 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
     from moesaic.training.result_cache import ResultCache
     from moesaic.training.results import Epoch, FitResult
     from moesaic.training.run_dir import RunDir
+    from moesaic.training.run_record import read_run
+    from moesaic.training.saved_predictions import PREDICTIONS, PredictionsCallback
     from moesaic.training.shared_budget import BudgetPlan, SharedBudget
     from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
     from moesaic.validated_json import parse_json
@@ -234,6 +242,43 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
                 opened.close()
 
         return read
+
+    run_config = {
+        **config,
+        "data": {"name": "pets", "train": 4, "test": 4, "shape": [3, 2, 2], "classes": ["cat", "dog"]},
+        "device": "cpu",
+    }
+    routing = {"moe": asdict(LayerRouting("unit", (0.25, 0.75), 0.5, 1.0, None, None, 0.5))}
+    line = json.dumps({**epoch.to_json(), "routing": routing, "cost": 0.5}).encode() + b"\n"
+    labels, guesses = torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 1, 1])
+    logits = torch.nn.functional.one_hot(guesses, 2).float()
+    dataset = LabelledImages(torch.zeros(4, 3, 2, 2, dtype=torch.uint8), labels, labels, names=("a", "b", "c", "d"))
+    callback = PredictionsCallback()
+    callback.on_test_batch(None, logits, labels)
+    scale = Normalize((0.5,) * 3, (0.2,) * 3)
+    two = ("cat", "dog")
+    callback.on_test_end(
+        SimpleNamespace(
+            dataset=ImageDataset(dataset, dataset, two, two, scale, scale),
+            epochs=[epoch],
+            run_dir=SimpleNamespace(folder=folder),
+        )
+    )
+    pages = {
+        "config.json": json.dumps(run_config).encode(),
+        "metrics.jsonl": line,
+        "result.json": json.dumps(result).encode(),
+        PREDICTIONS: (folder / PREDICTIONS).read_bytes(),
+    }
+
+    def a_page(name: str) -> Target:
+        def read(content: bytes, at: Path) -> object:
+            at = at / f"page-{name}"
+            for each, whole in pages.items():
+                written(at / each, content if each == name else whole)
+            return training_page(read_run(at))
+
+        return Target(pages[name], read, is_json=name != PREDICTIONS)
 
     def a_cell(content: bytes, at: Path) -> object:
         cells = ResultCache(at / "cells")
@@ -293,6 +338,7 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
             lambda content, at: read_comparison(written(at / "result.json", content)),
             is_json=True,
         ),
+        **{f"page-{Path(name).stem}": a_page(name) for name in pages},
         "tiles": Target(b'{"tiles": {"scatter 64 80": [16, 16, 1]}}', tiles, is_json=True),
     }
 

@@ -88,6 +88,9 @@ class Papers(ModuleType):
         if self.trouble is not None:
             raise self.trouble
         asked["progress"].log("damaged cell set aside")
+        for finding in self.outcome.findings:
+            if finding.decision != "not run here":
+                asked["on_finding"](finding)
         asked["progress"].end()
         return self.outcome
 
@@ -109,6 +112,7 @@ def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers,
         "config.json",
         "claims.json",
         "charts.json",
+        "notes.json",
         "report.html",
         "figures/chowdhury2023/figure-8.png",
         "figures/chowdhury2023/figure-8.svg",
@@ -121,14 +125,14 @@ def test_reproduce_leaves_everything_behind_and_names_the_report(papers: Papers,
     printed, output = capsys.readouterr()
     assert "52.0 [48.3, 57.9]" in printed
     assert "note: five trials instead of twenty" in printed
-    assert printed.splitlines()[-1] == f"Report: {out / 'report.html'}"
+    assert printed.splitlines()[-1] == f"Report: {(out / 'report.html').resolve().as_uri()}"
     assert "damaged cell set aside" in output
 
 
 def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
     given = ["--claim", "samples", "--claim", "phase", "--preset", "full", "--fidelity", "print", "--seed", "7"]
     assert main(["reproduce", "--paper", "chowdhury2023", *given, "--out", "here/there", "--device", "cpu"]) == 0
-    asked = {name: value for name, value in papers.asked.items() if name != "progress"}
+    asked = {name: value for name, value in papers.asked.items() if name not in ("progress", "on_finding")}
     assert asked == {
         "papers": ("chowdhury2023",),
         "claims": ("samples", "phase"),
@@ -141,6 +145,43 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
         "vary": (),
     }
     assert Path("here/there/report.html").is_file()
+
+
+def test_the_last_lines_say_what_was_found_and_what_was_not_run(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    papers.outcome = ReproduceResult((*FINDINGS, *SECOND_FINDINGS), (), ())
+    assert main(["reproduce", "--out", "out"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80
+    assert lines[0].split() == ["verdict", "measured", "[95", "%]", "claim"]
+    words = " ".join(" ".join(lines).split())
+    assert "not run here: 1 claim, needs --preset full" in words
+    sentences = words.partition("Patch-level Routing: of ")[2]
+    assert " claims tested, " in sentences
+    assert "Towards Understanding Mixture of Experts: of " in sentences
+
+
+def test_the_report_is_opened_unless_it_is_not_wanted(papers: Papers, capsys, monkeypatch: pytest.MonkeyPatch):
+    opened: list[str] = []
+    monkeypatch.setattr("moesaic.cli.reproduce.open_browser", lambda url: opened.append(url) or True)
+    assert main(["reproduce", "--out", "out", "--no-open"]) == 0
+    assert opened == []
+    capsys.readouterr()
+    assert main(["reproduce", "--out", "out"]) == 0
+    assert opened == [Path("out/report.html").resolve().as_uri()]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("report.html (opened in the browser)")
+
+
+def test_an_interruption_says_how_many_verdicts_there_are(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    def interrupted(**asked: Any) -> ReproduceResult:
+        for finding in FINDINGS[:2]:
+            asked["on_finding"](finding)
+        raise KeyboardInterrupt
+
+    papers.reproduce = interrupted
+    assert main(["reproduce", "--out", "out"]) == 130
+    printed, said = capsys.readouterr()
+    assert printed.count("Figure") == 2
+    assert "2 verdicts so far are in the table above. Finished results are in out." in said
 
 
 def test_variants_stand_beside_the_findings_and_change_none(papers: Papers, capsys: pytest.CaptureFixture[str]):

@@ -69,6 +69,12 @@ def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, ca
     assert re.search(r"[\d,]+ parameters, [\d.]+ % of them in the mixture; [\d.]+ M multiply-adds for an image", said)
     assert f"moesaic explain {out} IMAGE…" in said
     assert f"moesaic export {out} --format onnx" in said
+    assert said.splitlines()[-1] == f"Page: {out / 'report.html'}"
+    page = (out / "report.html").read_text("utf-8")
+    assert f"{result['accuracy']:.1f}\u00a0% test accuracy" in page
+    assert "body.group3.0.moe" in page
+    wrong = json.loads((out / "result.json").read_text())["accuracy"] < 100
+    assert wrong == ("Worst mistakes" in page and '<li class="card">' in page)
     found = load_checkpoint(out)
     assert found.class_names == ("[bold]dog", "cat")
     assert found.spec.arguments == {"num_classes": 2, "in_channels": 3, "image_size": 16}
@@ -255,8 +261,10 @@ def test_an_interrupted_run_says_how_to_go_on_and_does(pets, capsys, monkeypatch
     output = capsys.readouterr().err
     assert "Interrupted. The last checkpoint is in a place" in output
     assert re.search(r"train pets .*--out 'a place'$", output, re.MULTILINE)
+    assert "stopped after epoch 1 of 2" in Path("a place/report.html").read_text("utf-8")
     assert train("pets", *SMALL, "--out", "a place") == 0
     assert "continuing after epoch 1 of 2" in capsys.readouterr().err
+    assert ">complete<" in Path("a place/report.html").read_text("utf-8")
     assert train("pets", *SMALL, "--out", "whole") == 0
     assert Path("a place/model.safetensors").read_bytes() == Path("whole/model.safetensors").read_bytes()
 
@@ -340,6 +348,18 @@ def test_a_tracker_that_is_not_there_is_told_before_images_are_decoded(pets, cap
 def test_a_run_that_diverges_is_told_in_one_line(pets, capsys):
     assert train("pets", *SMALL, "--lr", "1e30", "--schedule", "constant") == 2
     assert "moesaic train: the loss or a weight is not a number" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_page_that_cannot_be_written_does_not_spoil_the_run(pets, capsys, monkeypatch):
+    def full(*_, **__):
+        raise OSError("no space")
+
+    monkeypatch.setattr("moesaic.report.write_training_page", full)
+    assert train("pets", *SMALL, "--model", "wrn10_1") == 0
+    said = capsys.readouterr()
+    assert "the page about the run could not be written: no space" in said.err
+    assert "Test accuracy" in said.out
+    assert "Page:" not in said.out
 
 
 def test_many_classes_are_shown_by_the_worst(pets, capsys):

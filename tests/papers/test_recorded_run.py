@@ -3,13 +3,15 @@
 import json
 import zipfile
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 from papers.record import RUN, SPECS, cell_specs
 
-from moesaic.papers.reproduce import ReproduceResult, reproduce
+from moesaic.papers.engine.findings import Finding
+from moesaic.papers.reproduce import PAPERS, ReproduceResult, reproduce
 from moesaic.training import NoProgress
 
 
@@ -27,8 +29,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def repeated(recorded: Path) -> ReproduceResult:
-    return reproduce(out=recorded, progress=NoTraining())
+def early() -> list[Finding]:
+    """Findings in the order in which they were known."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def repeated(recorded: Path, early: list[Finding]) -> ReproduceResult:
+    return reproduce(out=recorded, progress=NoTraining(), on_finding=early.append)
 
 
 def same(actual: Any, expected: Any) -> bool:
@@ -59,6 +67,23 @@ def test_recorded_results_give_the_recorded_verdicts(recorded, repeated):
     for ours, theirs in zip(found, expected, strict=True):
         ours["seconds"] = theirs["seconds"]
         assert same(ours, theirs), (ours, theirs)
+
+
+def test_verdicts_that_come_early_are_those_of_the_end(repeated, early):
+    final = [finding for finding in repeated.findings if finding.decision != "not run here"]
+    key = attrgetter("paper", "id", "fidelity")
+    assert sorted(early, key=key) == sorted(final, key=key)
+
+
+def test_the_main_claim_of_each_paper_comes_before_the_others(repeated, early):
+    """In one form at least, apart from claims that come of the same cells."""
+    first = {}
+    for place, finding in enumerate(early):
+        if finding.id == PAPERS[finding.paper].headline:
+            first.setdefault(finding.paper, place)
+    assert first.keys() == PAPERS.keys()
+    assert early[0].id == PAPERS[early[0].paper].headline
+    assert max(first.values()) < len(early) / 2
 
 
 def test_recorded_results_give_the_recorded_charts(recorded, repeated):

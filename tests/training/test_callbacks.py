@@ -10,6 +10,7 @@ from training.gated import TASK as GATED_TASK
 from training.gated import gated
 from training.squares import LONG, TASK, Notes, Routed, dense, lines, mixture, routed, same, seeded
 
+from moesaic import context_stacks
 from moesaic.routing import TokenChoice
 from moesaic.training import Callback, fit, trainer
 from moesaic.training.fit import default_callbacks
@@ -25,10 +26,14 @@ def names(model: nn.Module, recipe: Recipe = LONG, **options: bool) -> list[str]
 def test_a_model_gets_the_callbacks_of_its_layers():
     assert names(dense()) == []
     assert names(dense(), replace(LONG, balance_weight=0.1)) == []
-    assert names(routed()) == ["CollapseCallback"]
+    assert names(routed()) == ["CollapseCallback", "RoutingCallback"]
     assert names(routed(), collapse_alarm=False) == []
     assert names(routed(), replace(LONG, compile=True)) == [], "hooks would break the graph"
-    assert names(mixture(), replace(LONG, balance_weight=0.1)) == ["BalanceLossCallback", "CollapseCallback"]
+    assert names(mixture(), replace(LONG, balance_weight=0.1)) == [
+        "BalanceLossCallback",
+        "CollapseCallback",
+        "RoutingCallback",
+    ]
     assert names(gated(), replace(LONG, balance_weight=0.1)) == ["GateCallback"]
 
 
@@ -214,3 +219,44 @@ def test_the_balance_loss_is_that_of_the_batch():
     fit(balanced, TASK, replace(TWO_STEPS, balance_weight=10.0))
     assert not same(plain, balanced)
     assert not balanced.moe.has_routing_hooks, "nothing is left behind"
+
+
+def test_the_routing_of_each_epoch_is_recorded_and_written(tmp_path):
+    found = fit(routed(), TASK, TWO_STEPS, out=tmp_path)
+    for epoch, line in zip(found.epochs, lines(tmp_path), strict=True):
+        (layer,) = epoch.routing.values()
+        assert (layer.chooser, layer.load) == ("expert", (0.5, 0.5))
+        assert 0 < layer.coverage <= 1
+        assert layer.overlap is not None
+        assert line["routing"]["moe"]["load"] == [0.5, 0.5]
+    fit(dense(), TASK, TWO_STEPS, out=tmp_path / "dense")
+    assert "routing" not in lines(tmp_path / "dense")[0]
+
+
+class HooksSeen(Callback):
+    """Counts the steps in which routing is recorded besides the alarm."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def extra_loss(self, trainer, output, x, labels, epoch):
+        if len(context_stacks.routing_hooks) > 1:
+            self.steps.append(round(epoch * len(trainer.batch_sizes) - 0.5))
+        return 0.0
+
+
+def test_a_few_steps_of_an_epoch_are_recorded_and_the_others_pay_nothing():
+    seen = HooksSeen()
+    fit(routed(), TASK, replace(TWO_STEPS, batch_size=7), callbacks=[seen])
+    assert seen.steps == [1, 3, 6, 8, 11, 13, 16, 18], "four of ten in each epoch"
+    assert context_stacks.routing_hooks == ()
+
+
+def test_a_step_that_fails_leaves_no_hook():
+    class Failing(Callback):
+        def extra_loss(self, trainer, output, x, labels, epoch):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fit(routed(), TASK, TWO_STEPS, callbacks=[Failing()])
+    assert context_stacks.routing_hooks == ()

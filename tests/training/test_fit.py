@@ -283,7 +283,8 @@ def test_compile_is_asked_for_once_and_the_weights_keep_their_names(tmp_path, mo
 def test_a_run_leaves_its_configuration_its_metrics_its_network_and_its_result(tmp_path):
     found = fit(routed(), TASK, SHORT, seed=5, out=tmp_path / "deep" / "run")
     folder = tmp_path / "deep" / "run"
-    assert run_files(folder)[0] == ["config.json", "metrics.jsonl", "model.safetensors", "result.json"]
+    written = ["config.json", "metrics.jsonl", "model.safetensors", "predictions.safetensors", "result.json"]
+    assert run_files(folder)[0] == written
     config = json.loads((folder / "config.json").read_text())
     assert (config["seed"], config["recipe"]["epochs"], config["data"]["name"]) == (5, 3, "squares")
     assert [line["loss"] for line in lines(folder)] == [epoch.loss for epoch in found.epochs]

@@ -88,6 +88,7 @@ def test_an_interrupted_run_of_the_previous_version_ends_with_the_same_numbers(r
     [_, expected, _], [_, found, _] = run_files(tmp_path / "whole"), run_files(tmp_path / "cut")
     for each in (*expected, *found):
         each["alarms"] = len(each["alarms"])
+        each.pop("routing", None)  # which earlier versions did not record
     assert found == expected
 
 

@@ -28,6 +28,7 @@ from moesaic.cli.predict import Predict
 from moesaic.cli.reproduce import Reproduce
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
+from moesaic.cli.view import View
 
 __all__ = ["COMMANDS", "Command", "run_command"]
 
@@ -46,6 +47,7 @@ class Command(Protocol):
 COMMANDS: dict[str, type[Any]] = {
     "train": Train,
     "compare": Compare,
+    "view": View,
     "predict": Predict,
     "explain": Explain,
     "export": Export,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice
+from moesaic.cli.browser import open_browser
 from moesaic.cli.shared import (
     CommandError,
     JobsOption,
@@ -23,6 +25,12 @@ from moesaic.cli.shared import (
 )
 from moesaic.cli.workers import WorkerProgress, is_worker, job_count, run_workers
 from moesaic.fidelity import Fidelity
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from moesaic.papers.engine.claims_table import GrowingTable
+    from moesaic.papers.engine.findings import Finding, Source
 
 __all__ = ["Reproduce"]
 
@@ -62,30 +70,39 @@ class Reproduce:
     """Device to run on. auto: a GPU if there is one."""
     jobs: JobsOption = "1"
     """Worker processes; auto: one for each GPU or core. More join by running the same command again, anywhere."""
+    open: bool = True
+    """Open the report in the browser, where there is a terminal and a display."""
     seed: int = 0
     """Seed of all random numbers. On one machine the same seed gives the same claims.json except for `seconds`."""
 
     def run(self, given: Sequence[str]) -> int:
         """Runs the command; ``given`` are its arguments, for the message how to resume."""
+        from rich.console import Console
+
+        from moesaic.papers.engine.claims_table import GrowingTable
         from moesaic.papers.engine.variants import RefusedVariant
+        from moesaic.papers.reproduce import PAPERS
 
         with user_errors("reproduce"):
             plan = self._checked()
             jobs = 1 if is_worker() else job_count("reproduce", self.jobs, plan["device"])
             threads = use_threads(plan["out"], jobs, plan["device"])
             command, machine = ("", "") if is_worker() else write_config(plan["out"], self, given, plan["device"])
+        # of the stream itself: progress bars redirect what is printed to sys.stdout
+        table = GrowingTable(Console(file=sys.stdout), [paper.source for paper in PAPERS.values()])
         try:
             if is_worker():
                 _work(plan)
             else:
                 if jobs > 1:
                     _run_workers(given, jobs, threads, plan["device"])
-                self._reproduce(plan, command, machine)
+                self._reproduce(plan, command, machine, table)
         except RefusedVariant as error:
             raise CommandError(f"moesaic reproduce: {error}") from error
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            log(f"\nInterrupted. Finished results are in {plan['out']}. To resume:\n  {again}")
+            so_far = f"{table.rows} verdicts so far are in the table above. " if table.rows else ""
+            log(f"\nInterrupted. {so_far}Finished results are in {plan['out']}. To resume:\n  {again}")
             return 130
         return 0
 
@@ -126,18 +143,21 @@ class Reproduce:
             "vary": self.vary,
         }
 
-    def _reproduce(self, plan: dict[str, Any], command: str, machine: str) -> None:
+    def _reproduce(self, plan: dict[str, Any], command: str, machine: str, table: GrowingTable) -> None:
         from rich.console import Console
 
         from moesaic.leases import Leases
-        from moesaic.papers.engine.claims_table import show_findings_table
         from moesaic.papers.engine.result_files import write_results
         from moesaic.papers.engine.variant_report import print_variants, write_variant_files
         from moesaic.papers.reproduce import PAPERS, reproduce
         from moesaic.report import watch_progress
+        from moesaic.report.progress import Bars
 
+        console = table.console
         with watch_progress(Console(stderr=True), _UNIT) as progress:
-            result = reproduce(**plan, progress=progress)
+            if isinstance(progress, Bars) and console.is_terminal:
+                table.console = progress.display.console  # so that rows and bars do not overwrite each other
+            result = reproduce(**plan, progress=progress, on_finding=table.add)
         out: Path = plan["out"]
         sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in result.findings)]
         with Leases(out).hold("report"):  # of workers that end together, one writes at a time
@@ -152,15 +172,31 @@ class Reproduce:
                 command=command,
                 machine=machine,
             )
-        console = Console()
-        show_findings_table(findings, console, sources)
-        for note in result.notes:
-            console.print(f"note: {note}", markup=False, highlight=False)
         if result.variants:
             page = write_variant_files(out, result.variants, papers=sources, command=command, machine=machine)
             print_variants(result.variants, console)
             console.print(f"Variants: {page}", markup=False, highlight=False, soft_wrap=True)
-        console.print(f"\nReport: {out / 'report.html'}", markup=False, highlight=False, soft_wrap=True)
+        self._conclude(findings, sources, result.notes, out / "report.html", console)
+
+    def _conclude(
+        self, findings: Sequence[Finding], papers: Sequence[Source], notes: Sequence[str], page: Path, console: Console
+    ) -> None:
+        """Prints what was not run, the notes, a sentence on each paper and the report's address; opens the report."""
+        from moesaic.papers.engine.findings_summary import not_run_lines, summary_sentences
+
+        def say(line: str, style: str = "") -> None:
+            console.print(line, markup=False, highlight=False, style=style)
+
+        say("")
+        for line in (*not_run_lines(findings), *(f"note: {note}" for note in notes)):
+            say(line, "bright_black")
+        say("")
+        for sentence in summary_sentences(findings, papers):
+            say(sentence)
+        address = page.resolve().as_uri()
+        opened = self.open and open_browser(address)
+        ending = " (opened in the browser)" if opened else ""
+        console.print(f"\nReport: {address}{ending}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _work(plan: dict[str, Any]) -> None:

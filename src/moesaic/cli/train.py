@@ -148,6 +148,8 @@ class Train(DatasetOptions):
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
+            if launcher.rank() == 0:
+                _write_page(out, "stopped")
             again = shlex.join([*program(), *given])
             if (out / "model.safetensors").exists():
                 log(f"\nInterrupted. The last checkpoint is in {out}. To resume:\n  {again}")
@@ -155,7 +157,10 @@ class Train(DatasetOptions):
                 log(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
         if launcher.rank() == 0:
+            page = _write_page(out)
             _show(Console(), dataset, spec, cost, found, out)
+            if page is not None:
+                Console().print(f"Page: {escaped(str(page))}", markup=False, highlight=False, soft_wrap=True)
         return 0
 
     def _checked(self) -> tuple[Recipe, str]:
@@ -299,6 +304,8 @@ class Train(DatasetOptions):
                 )
                 progress.end()
         except (CheckpointError, Diverged, CompileError, OSError) as error:
+            if isinstance(error, Diverged):
+                _write_page(out, "diverged")
             message = " ".join(str(error).split())
             raise CommandError(f"moesaic train: {message.removeprefix('fit: ')}") from error
         return found
@@ -315,6 +322,19 @@ class Train(DatasetOptions):
             log(f"the frozen backbone runs in every step: {refusal}")
             return dataset
         return add_features(dataset, model, cache_dir=self.cache_dir or default_cache_dir(), device=device, log=log)
+
+
+def _write_page(out: Path, stopped: str = "") -> Path | None:
+    """Writes the page about the run; a fault is logged, for the run itself is whole."""
+    from moesaic.report import write_training_page
+
+    if not (out / "metrics.jsonl").exists():
+        return None
+    try:
+        return write_training_page(out, stopped=stopped)
+    except (OSError, ValueError) as error:
+        log(f"the page about the run could not be written: {error}")
+        return None
 
 
 def _run_name(spec: ModelSpec) -> str:

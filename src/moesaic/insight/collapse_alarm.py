@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_positive
-from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, starved
+from moesaic.insight.metrics import check_fraction, floats, mean_of_pairs, overlap, overlap_by_chance, starved
 from moesaic.layers import RoutedLayer, RoutingHook, routing_hook
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
@@ -184,7 +184,7 @@ class CollapseAlarm:
         window.images += routing.batch
         if routing.chooser == "expert":
             window.overlap = window.overlap + routing.batch * mean_of_pairs(overlap(routing))
-            window.overlap_by_chance = window.overlap_by_chance + _overlap_by_chance(routing)
+            window.overlap_by_chance = window.overlap_by_chance + overlap_by_chance(routing)
 
     def _check(self, name: str, window: _Window) -> None:
         if self._batch is not None:
@@ -225,15 +225,6 @@ def _warn(event: CollapseEvent) -> None:
     when = f"last {event.window} of {event.passes} training passes"
     text = f"CollapseAlarm: {_place(event.layer)}, {when}: {event.finding}"
     warnings.warn(CollapseWarning(text, event), stacklevel=2)
-
-
-def _overlap_by_chance(routing: Routing) -> Tensor:
-    """The sum over images of the mean overlap that random choices of the same sizes would have."""
-    size_BE = routing.mask.sum(1).float()
-    size_BEE, other_BEE = size_BE[:, :, None], size_BE[:, None, :]
-    both_BEE = size_BEE * other_BEE / max(1, routing.units)
-    overlap_BEE = both_BEE / (size_BEE + other_BEE - both_BEE).clamp(min=1)
-    return mean_of_pairs(overlap_BEE.sum(0))
 
 
 @contextmanager

@@ -112,8 +112,7 @@ def routing_entropy(routing: Routing, *, normalised: bool = False) -> float:
     """
     if routing.batch * routing.units == 0:
         return 0.0
-    scores = routing.scores.detach()
-    options = scores.transpose(1, 2) if routing.chooser == "expert" else scores.flatten(2)
+    options = _options(routing)
     highest = math.log(options.shape[-1])
     # rounding may exceed the maximum; min in this order propagates NaN
     entropy = min(_entropy(options.softmax(-1), -1).mean().item(), highest)
@@ -333,6 +332,22 @@ def entropy_of_counts(count_KE: Tensor) -> float:
     return (count_E / total @ entropy_E).item()
 
 
+def score_entropy(routing: Routing) -> Tensor:
+    """`routing_entropy`, normalised, as a tensor on the device."""
+    options = _options(routing)
+    highest = math.log(options.shape[-1])
+    return _entropy(options.softmax(-1), -1).mean().clamp(max=highest) / (highest or 1.0)
+
+
+def overlap_by_chance(routing: Routing) -> Tensor:
+    """The sum over images of the mean overlap that random choices of the same sizes would have."""
+    size_BE = routing.mask.sum(1).float()
+    size_BEE, other_BEE = size_BE[:, :, None], size_BE[:, None, :]
+    both_BEE = size_BEE * other_BEE / max(1, routing.units)
+    overlap_BEE = both_BEE / (size_BEE + other_BEE - both_BEE).clamp(min=1)
+    return mean_of_pairs(overlap_BEE.sum(0))
+
+
 def floats(values_E: Tensor) -> list[float]:
     return [float(value) for value in values_E.cpu()]
 
@@ -352,6 +367,12 @@ def mean_of_pairs(matrix_EE: Tensor) -> Tensor:
 def check_fraction(who: str, name: str, value: float) -> None:
     if not 0 < value <= 1:
         raise ValueError(f"{who}: {name}={value} is out of range; use a number above 0 and at most 1")
+
+
+def _options(routing: Routing) -> Tensor:
+    """The scores with the options of each chooser on the last axis."""
+    scores = routing.scores.detach()
+    return scores.transpose(1, 2) if routing.chooser == "expert" else scores.flatten(2)
 
 
 def _entropy(share: Tensor, axis: int) -> Tensor:

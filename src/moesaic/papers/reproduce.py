@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from moesaic.papers.engine.cells import Cell, CompletedCell
 from moesaic.papers.engine.claims import ClaimCheck, ExperimentResults, Paper, Plan
 from moesaic.papers.engine.decision_rules import CheckResult
 from moesaic.papers.engine.findings import Claim, Finding
+from moesaic.papers.engine.run_order import CellGroup, run_order
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.engine.variant_findings import VariantFinding, variant_finding
 from moesaic.papers.engine.variants import (
@@ -64,6 +65,7 @@ def reproduce(
     seed: int = 0,
     vary: Sequence[str] = (),
     progress: Progress | None = None,
+    on_finding: Callable[[Finding], None] | None = None,
 ) -> ReproduceResult:
     """Runs the experiments that the claims need and checks the claims.
 
@@ -81,6 +83,8 @@ def reproduce(
         vary: Parameters to run with other values, too, such as ``"k=4,8,16"`` (see `moesaic.papers.engine.variants`).
             What they measure are variants beside the findings, never the paper's verdict.
         progress: Receives progress; None for none.
+        on_finding: Is called with each verdict as soon as the cells that it needs are complete. Cells run in an order
+            that gives the verdicts on main claims first, then those that need the least work.
 
     Returns:
         The findings in the order of the papers' claims, the charts, the notes and the variants.
@@ -108,7 +112,11 @@ def reproduce(
     planned = [PlannedCell(name, cell_digest(cell.spec(runner))) for name, cell in cells.items()]
     planned += [each for part in paper_runs for each in part.cells_for_others()]
     add_to_plan(out, asked, SweepPlan(title, tuple(planned)))
-    completed = runner.run(cells)
+    pending = [each for paper_run in paper_runs for each in paper_run.pending()]
+    order = run_order([CellGroup(each.cells, each.headline) for each in pending])
+    early = _EarlyFindings(pending, on_finding)
+    completed = runner.run({name: cells[name] for name in dict.fromkeys([*order, *cells])}, early.add)
+    early.end()
     findings: list[Finding] = []
     charts: list[Chart] = []
     notes: list[str] = []
@@ -235,6 +243,34 @@ class _PaperRun:
             for fidelity, plan in self._plans.items()
         }
 
+    def pending(self) -> list[_Pending]:
+        """Returns the verdicts that cells of this run decide."""
+        found: list[_Pending] = []
+        for check in self.checks:
+            for fidelity, plan in self._plans.items():
+                cells = check.cells(self._whole_plans[fidelity])
+                runs = fidelity in check.fidelities and check.can_run(self._whole_plans[fidelity], self._preset)
+                if runs and cells.keys() <= plan.keys():
+                    named = {self._name(fidelity, name): cell for name, cell in cells.items()}
+                    headline = check.claim.id == self.paper.headline
+                    found.append(_Pending(self, check, fidelity, named, headline))
+        return found
+
+    def finding(
+        self, check: ClaimCheck[Any], fidelity: Fidelity, completed: Mapping[str, CompletedCell[Any]]
+    ) -> Finding:
+        """Returns the verdict on a claim from its own cells, while others may be missing."""
+        own = {name: completed[self._name(fidelity, name)] for name in check.cells(self._plans[fidelity])}
+        experiment = ExperimentResults(
+            self._plans[fidelity],
+            {name: cell.result for name, cell in own.items()},
+            self._runner,
+            {name: cell.seconds for name, cell in own.items()},
+            self._missing_requirements[fidelity],
+            fidelity,
+        )
+        return _check(check, experiment, fidelity, self._preset)
+
     def variants(self, vary: Sequence[str]) -> list[_VariantRun]:
         """Returns the variants of each check that can run."""
         variations = [parse_variation(text) for text in vary]
@@ -248,6 +284,47 @@ class _PaperRun:
 
     def _name(self, fidelity: Fidelity, name: str) -> str:
         return f"{self.paper.id} {fidelity} {name}"
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A verdict that waits for its cells."""
+
+    paper_run: _PaperRun
+    check: ClaimCheck[Any]
+    fidelity: Fidelity
+    cells: Mapping[str, Cell[Any]]
+    """By names that are unique among all papers."""
+    headline: bool
+
+
+class _EarlyFindings:
+    """Reports findings while other cells still run."""
+
+    def __init__(self, pending: Sequence[_Pending], on_finding: Callable[[Finding], None] | None) -> None:
+        self._pending = sorted(pending, key=lambda each: not each.headline)
+        self._on_finding = on_finding
+        self._completed: dict[str, CompletedCell[Any]] = {}
+
+    def add(self, name: str, cell: CompletedCell[Any]) -> None:
+        """Reports the verdicts for which this was the last cell."""
+        self._completed[name] = cell
+        self._report(lambda each: name in each.cells)
+
+    def end(self) -> None:
+        """Reports the verdicts that need no cells."""
+        self._report(lambda each: True)
+
+    def _report(self, may_be_ready: Callable[[_Pending], bool]) -> None:
+        if self._on_finding is None:
+            return
+        waiting: list[_Pending] = []
+        for each in self._pending:
+            if may_be_ready(each) and each.cells.keys() <= self._completed.keys():
+                self._on_finding(each.paper_run.finding(each.check, each.fidelity, self._completed))
+            else:
+                waiting.append(each)
+        self._pending = waiting
 
 
 class _VariantRun:

@@ -6,6 +6,7 @@ from moesaic.report.explanation import write_explanation
 from moesaic.report.layer_benchmark_table import print_layer_times
 from moesaic.report.machine import describe_machine
 from moesaic.report.progress import watch_progress
+from moesaic.report.training_page import write_training_page
 
 __all__ = [
     "describe_machine",
@@ -18,4 +19,5 @@ __all__ = [
     "write_comparison_report",
     "write_explanation",
     "write_figures",
+    "write_training_page",
 ]

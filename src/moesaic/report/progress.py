@@ -21,6 +21,8 @@ __all__ = ["Bars", "Lines", "Row", "watch_progress"]
 
 _INTERVAL = 10.0
 """Seconds between lines."""
+_WIDE = 100
+"""Columns of a terminal with room for long bars."""
 
 
 @contextmanager
@@ -54,7 +56,7 @@ class Bars:
 
         self.display = progress.Progress(
             progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=20),
+            progress.BarColumn(bar_width=20 if console.width >= _WIDE else 12),
             progress.TaskProgressColumn(),
             progress.TimeRemainingColumn(compact=True),
             Rate(),

@@ -1,20 +1,21 @@
 """Callbacks: objects that take part in a training run of `fit`.
 
 A callback can add to the loss, change the model or the learning rates between steps, report metrics, stop a run by
-raising an error, and save state with the checkpoints. Channel gates (`gate_callback`), the balance loss and the
-collapse alarm are callbacks; `moesaic.training.fit.default_callbacks` chooses those of a model, and
+raising an error, and save state with the checkpoints. Channel gates (`gate_callback`), the balance loss, the collapse
+alarm and the recorded routing are callbacks; `moesaic.training.fit.default_callbacks` chooses those of a model, and
 ``fit(..., callbacks=[...])`` adds your own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
 from moesaic.insight.collapse_alarm import CollapseAlarm, CollapseEvent
+from moesaic.insight.routing_average import LayerRouting, RoutingSums
 from moesaic.layers.recording import record_routing
 from moesaic.routing import load_balance_loss
 
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
     from moesaic.routing_record import Routing
     from moesaic.training.trainer import Trainer
 
-__all__ = ["BalanceLossCallback", "Callback", "CollapseCallback"]
+__all__ = ["BalanceLossCallback", "Callback", "CollapseCallback", "RoutingCallback"]
+
+_RECORDED_STEPS = 4
+"""Steps of an epoch whose routing is recorded, at most: reading it takes about as long as a small routed layer."""
 
 
 class Callback:
@@ -32,7 +36,8 @@ class Callback:
 
     The hooks are called in this order: ``on_fit_start``, ``load_state_dict`` where a run is resumed; in each epoch
     ``on_epoch_start``, then for each step ``on_step_start``, ``extra_loss`` and ``on_step_end``, then
-    ``on_epoch_end``; after the last epoch ``on_train_end`` and ``final_metrics``; and ``on_fit_end`` whatever happens.
+    ``on_epoch_end`` and ``epoch_routing``; in each test ``on_test_batch`` and ``on_test_end``; before the last test
+    ``on_train_end``, after it ``final_metrics``; and ``on_fit_end`` whatever happens.
 
     >>> class WeightNorm(Callback):
     ...     def on_epoch_end(self, trainer):
@@ -81,6 +86,16 @@ class Callback:
     def on_epoch_end(self, trainer: Trainer) -> Mapping[str, float]:
         """Called after the steps of an epoch and before its test; returns metrics of the epoch."""
         return {}
+
+    def epoch_routing(self, trainer: Trainer) -> Mapping[str, LayerRouting]:
+        """Called after ``on_epoch_end``; returns the routing of the epoch, by layer."""
+        return {}
+
+    def on_test_batch(self, trainer: Trainer, logits: Tensor, labels: Tensor) -> None:
+        """Called for each batch of a test, in the order of the test images."""
+
+    def on_test_end(self, trainer: Trainer) -> None:
+        """Called after a test."""
 
     def on_checkpoint(self, trainer: Trainer) -> None:
         """Called before a checkpoint is written."""
@@ -150,3 +165,62 @@ class CollapseCallback(Callback):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._reported = list(state["reported"])
+
+
+class RoutingCallback(Callback):
+    """Records the mean routing of each epoch (`LayerRouting`) over a few of its training batches."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, RoutingSums] = {}
+        self._routing: Mapping[str, Routing] = {}
+        self._recording = ExitStack()
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Remembers where sums are restored to."""
+        self._device = trainer.device
+
+    @contextmanager
+    def epoch_context(self, trainer: Trainer) -> Generator[None]:
+        """Ends the recording also where a step fails."""
+        with self._recording:
+            yield
+
+    def on_step_start(self, trainer: Trainer, epoch: float) -> None:
+        """Records a few steps at equal distances, the same ones whether or not a run was resumed."""
+        steps = len(trainer.batch_sizes)
+        step, recorded = int(epoch % 1 * steps), min(_RECORDED_STEPS, steps)
+        if step in {(2 * i + 1) * steps // (2 * recorded) for i in range(recorded)}:
+            self._routing = self._recording.enter_context(record_routing(trainer.model))
+
+    def extra_loss(self, trainer: Trainer, output: Any, x: Tensor, labels: Tensor, epoch: float) -> float:
+        """Adds nothing to the loss: reads the routing of a micro-batch where its labels are known."""
+        for name, routing in self._routing.items():
+            if len(labels) == routing.batch:
+                if name not in self._sums:
+                    self._sums[name] = RoutingSums.empty(routing, trainer.dataset.num_classes)
+                self._sums[name].add(routing, labels, trainer.global_batch)
+        return 0.0
+
+    def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
+        """Ends the recording, so that other steps pay nothing."""
+        self._routing = {}
+        self._recording.close()
+
+    def epoch_routing(self, trainer: Trainer) -> Mapping[str, LayerRouting]:
+        """The means of the epoch."""
+        means = {name: sums.mean() for name, sums in self._sums.items()}
+        self._sums = {}
+        return means
+
+    def state_dict(self) -> dict[str, Any]:
+        choosers = {name: sums.chooser for name, sums in self._sums.items()}
+        tensors = {
+            f"{kind}/{name}": tensor for name, sums in self._sums.items() for kind, tensor in sums.state_dict().items()
+        }
+        return {"choosers": choosers, **tensors}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sums = {}
+        for name, chooser in state["choosers"].items():
+            tensors = {kind: state[f"{kind}/{name}"] for kind in ("sums", "class_load")}
+            self._sums[name] = RoutingSums.from_state(chooser, tensors, self._device)

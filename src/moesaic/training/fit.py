@@ -25,7 +25,7 @@ from moesaic.layers.recording import routed_layers
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
-from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback
+from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback, RoutingCallback
 from moesaic.training.checkpoint import load_weights
 from moesaic.training.distributed import ParallelName, attached, check_parallel, create_parallel
 from moesaic.training.features import check_features
@@ -37,6 +37,7 @@ from moesaic.training.ranks import local_device
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
+from moesaic.training.saved_predictions import PredictionsCallback
 from moesaic.training.trackers import Tracker
 from moesaic.training.trainer import Trainer, evaluate
 
@@ -67,9 +68,10 @@ def fit(
 ) -> FitResult:
     """Train the model in place, and test it; the model moves to the device.
 
-    With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors, and
-    result.json in the end. The same call resumes an interrupted run from its last checkpoint, whatever the model's
-    weights are, and returns the result of a complete one.
+    With ``out``, the folder gets config.json, metrics.jsonl with a line for each epoch, model.safetensors,
+    predictions.safetensors with those of the last test, and result.json in the end. The same call resumes an
+    interrupted run from its last checkpoint, whatever the model's weights are, and returns the result of a complete
+    one.
 
     In a process that ``torchrun`` has started, or that has a process group, all ranks train one model, with the result
     of one process: every rank calls ``fit`` with the same arguments, and computes its part of every batch. The first
@@ -96,7 +98,7 @@ def fit(
             the weight ``recipe.gates.distill_weight``. It moves to the device and to eval mode.
         callbacks: your own callbacks, called after those of `default_callbacks`. Their state is saved with the
             checkpoints.
-        collapse_alarm: whether to report experts that collapse.
+        collapse_alarm: whether to report experts that collapse, and to record the mean routing of each epoch.
         test_features: whether the final test may use features as well, where training does: many short runs on one
             backbone then never run it.
         parallel: on several ranks, ``"ddp"``: every rank has all weights; ``"fsdp"``: every rank has a part of the
@@ -147,7 +149,8 @@ def fit(
     if dataset.backbone and recipe.trainable == "head":
         check_features(dataset, model)
     options: dict[str, Any] = {"teacher": teacher, "collapse_alarm": collapse_alarm}
-    _check_names([*default_callbacks(model, recipe, **options), *callbacks])
+    more = [*([] if out is None else [PredictionsCallback()]), *callbacks]
+    _check_names([*default_callbacks(model, recipe, **options), *more])
     config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
     if callbacks:
         config["callbacks"] = [callback.name for callback in callbacks]
@@ -189,7 +192,7 @@ def fit(
                 trackers,
                 eval_every,
                 checkpoint_seconds,
-                [*default_callbacks(trained, recipe, **options), *callbacks],
+                [*default_callbacks(trained, recipe, **options), *more],
                 test_features,
                 shared,
             )
@@ -204,7 +207,7 @@ def default_callbacks(
     >>> from moesaic import create_model
     >>> model = create_model("wrn10_1_pmoe", num_classes=2)
     >>> [callback.name for callback in default_callbacks(model, Recipe(epochs=1))]
-    ['CollapseCallback']
+    ['CollapseCallback', 'RoutingCallback']
     """
     if isinstance(model, DeepMoE):
         return [GateCallback(model, teacher)]  # no alarm: closing channels for good is what is wanted
@@ -214,7 +217,7 @@ def default_callbacks(
     if recipe.balance_weight:
         found.append(BalanceLossCallback())
     if collapse_alarm and not recipe.compile:  # a routing hook breaks the compiled graph
-        found.append(CollapseCallback())
+        found += [CollapseCallback(), RoutingCallback()]
     return found
 
 

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from moesaic.files import as_json
+from moesaic.insight.routing_average import LayerRouting
+from moesaic.validated_json import decode
 
 __all__ = ["Diverged", "Epoch", "FitResult"]
 
@@ -41,10 +43,14 @@ class Epoch:
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     """Metrics of callbacks. Channel gates have ``cost``, the mean multiply-adds of a training image as a share of the
     network without gates, ``open_share``, the share of gates that were open, and ``gate_l1``, λ at the last step."""
+    routing: Mapping[str, LayerRouting] = field(default_factory=dict[str, LayerRouting])
+    """The mean routing over some training batches, by layer."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the epoch as a line of metrics.jsonl; callbacks' metrics are keys beside the others."""
         content: dict[str, Any] = as_json(asdict(self))
+        if not self.routing:
+            del content["routing"]
         return content | content.pop("metrics")
 
     @classmethod
@@ -55,6 +61,10 @@ class Epoch:
         made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
         made["alarms"] = tuple(content["alarms"])
         made["metrics"] = {name: value for name, value in content.items() if name not in own}
+        made["routing"] = {
+            name: decode(LayerRouting, value, f"the routing of {name!r}")
+            for name, value in content.get("routing", {}).items()
+        }
         return cls(**made)
 
 

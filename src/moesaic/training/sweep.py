@@ -37,22 +37,37 @@ class CellWork:
         return cell_digest(self.spec)
 
 
-def run_cells(cache: ResultCache, cells: Sequence[CellWork], progress: Progress) -> list[CachedResult]:
+def run_cells(
+    cache: ResultCache,
+    cells: Sequence[CellWork],
+    progress: Progress,
+    on_result: Callable[[str, CachedResult], None] = lambda digest, result: None,
+) -> list[CachedResult]:
     """Returns the results of the cells, in their order, after running those that no other worker runs.
 
     Cells that are finished at the start count for nothing in the progress; what others finish later is skipped there.
+    ``on_result`` is called with the digest and the result of each cell as soon as it is there, whoever computed it.
     """
     by_digest: dict[str, CellWork] = {}
     for cell in cells:
         by_digest.setdefault(cell.digest, cell)
-    found = {digest: result for digest, cell in by_digest.items() if (result := _find(cache, cell)) is not None}
+    found: dict[str, CachedResult] = {}
+
+    def add(digest: str, result: CachedResult) -> None:
+        found[digest] = result
+        on_result(digest, result)
+
+    for digest, cell in by_digest.items():
+        result = _find(cache, cell)
+        if result is not None:
+            add(digest, result)
     left = [cell for digest, cell in by_digest.items() if digest not in found]
     while left:
         there = cache.digests()
         for cell in left:
             result = _find(cache, cell) if cell.digest in there else None
             if result is not None:  # another worker has finished it
-                found[cell.digest] = result
+                add(cell.digest, result)
                 progress.begin(cell.name, cell.steps)
                 progress.skip(cell.steps)
                 progress.end()
@@ -60,7 +75,7 @@ def run_cells(cache: ResultCache, cells: Sequence[CellWork], progress: Progress)
         for cell in left:
             result = _run(cache, cell, progress)
             if result is not None:
-                found[cell.digest] = result
+                add(cell.digest, result)
                 left.remove(cell)
                 break
         else:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset
 from moesaic.files import as_json
+from moesaic.insight.routing_average import LayerRouting
 from moesaic.models.model_cost import eval_mode
 from moesaic.models.registry import ModelSpec
 from moesaic.ops.global_batch import GlobalBatch
@@ -43,7 +44,11 @@ _EVAL_BATCH_SIZE = 64
 
 
 def evaluate(
-    model: nn.Module, dataset: ImageDataset, outputs: Callable[[Tensor], Tensor] | None = None, batch_size: int = 256
+    model: nn.Module,
+    dataset: ImageDataset,
+    outputs: Callable[[Tensor], Tensor] | None = None,
+    batch_size: int = 256,
+    on_batch: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Tensor:
     """(B,) bool: which of the test images the model classifies correctly, in eval mode and on its device.
 
@@ -52,11 +57,16 @@ def evaluate(
         dataset: its test images are used.
         outputs: computes the logits in another way than by calling the model.
         batch_size: samples per batch.
+        on_batch: is called with the logits and the labels of each batch, in the order of the images.
     """
     device = next(model.parameters()).device
+    correct: list[Tensor] = []
     with torch.no_grad(), eval_mode(model):
-        batches = eval_batches(dataset, device, batch_size)
-        correct = [(outputs or model)(x).argmax(1) == labels for x, labels in batches]
+        for x, labels in eval_batches(dataset, device, batch_size):
+            logits = (outputs or model)(x)
+            correct.append(logits.argmax(1) == labels)
+            if on_batch is not None:
+                on_batch(logits, labels)
     return torch.cat(correct).cpu()
 
 
@@ -172,8 +182,10 @@ class Trainer:
         self._refuse_divergence(loss)
         images = sum(self.batch_sizes)
         metrics: dict[str, float] = {}
+        routing: dict[str, LayerRouting] = {}
         for callback in self.callbacks:
             metrics |= callback.on_epoch_end(self)
+            routing |= callback.epoch_routing(self)
         epoch = Epoch(
             number=len(self.epochs) + 1,
             loss=loss / images,
@@ -184,6 +196,7 @@ class Trainer:
             lr=self.recipe.lr_at(self.last_epoch_time()),
             alarms=self._alarms,
             metrics=metrics,
+            routing=routing,
         )
         self.epochs.append(epoch)
         correct = None
@@ -278,24 +291,41 @@ class Trainer:
 
     def _test(self) -> Tensor:
         """Which test images are correct; in the end by the whole network, unless features may stand for images."""
+
+        def on_batch(logits: Tensor, labels: Tensor) -> None:
+            for callback in self.callbacks:
+                callback.on_test_batch(self, logits, labels)
+
         with self.train_step.ema_weights():
             if self._features is not None and (self.test_features or not self._stop_reason()):
                 with self.train_step.autocast(), one_thread():
-                    return self._evaluate(self._features.dataset, self._features.logits)
-            return self._evaluate(self.dataset, self.train_step.outputs)
+                    correct = self._evaluate(self._features.dataset, self._features.logits, on_batch)
+            else:
+                correct = self._evaluate(self.dataset, self.train_step.outputs, on_batch)
+        for callback in self.callbacks:
+            callback.on_test_end(self)
+        return correct
 
-    def _evaluate(self, dataset: ImageDataset, outputs: Callable[[Tensor], Tensor]) -> Tensor:
-        if self.parallel.ranks is None:
-            return evaluate(self.model, dataset, outputs, self.eval_batch_size)
-        share, size, first = self.parallel.share, self.eval_batch_size, 0
-        correct = torch.zeros(len(dataset.test), dtype=torch.uint8, device=self.device)
+    def _evaluate(
+        self,
+        dataset: ImageDataset,
+        outputs: Callable[[Tensor], Tensor],
+        on_batch: Callable[[Tensor, Tensor], None],
+    ) -> Tensor:
+        ranks = self.parallel.ranks
+        if ranks is None:
+            return evaluate(self.model, dataset, outputs, self.eval_batch_size, on_batch)
+        correct: list[Tensor] = []
+        left, size = len(dataset.test), self.eval_batch_size
         with torch.no_grad(), eval_mode(self.model):
-            for x, labels in eval_batches(dataset, self.device, size, part=share):
-                samples = min(size, len(correct) - first)
-                with self.parallel.part(samples, last=False):
-                    correct[first : first + samples][share(samples)] = (outputs(x).argmax(1) == labels).to(correct)
-                first += samples
-        return self.parallel.sum(correct).bool().cpu()
+            for x, labels in eval_batches(dataset, self.device, size, part=self.parallel.share):
+                with self.parallel.part(min(size, left), last=False):
+                    logits = outputs(x)
+                left -= size
+                logits, labels = ranks.batch.gather(logits), ranks.batch.gather(labels)
+                correct.append(logits.argmax(1) == labels)
+                on_batch(logits, labels)
+        return torch.cat(correct).cpu()
 
     def _finish(self, correct: Tensor) -> FitResult:
         self.train_step.load_ema()

@@ -7,8 +7,8 @@ from papers.engine.example_findings import FINDINGS, PAPERS, SECOND_FINDINGS, fi
 from rich.console import Console
 
 from moesaic.papers.engine.claims_markdown import markdown_table
-from moesaic.papers.engine.claims_table import show_findings_table, verdict_counts
-from moesaic.papers.engine.verdict_text import format_measured
+from moesaic.papers.engine.claims_table import GrowingTable, show_findings_table, verdict_counts
+from moesaic.papers.engine.verdict_text import format_measured, verdict_reason
 
 
 def printed(width: int, terminal: bool = False, findings=FINDINGS) -> str:
@@ -98,3 +98,43 @@ def test_each_paper_has_a_markdown_table_with_the_fidelities_that_ran():
 
 def test_no_findings_are_no_crash():
     assert printed(80, findings=()).strip() == "no claims"
+
+
+def grown(width: int, findings, terminal: bool = False) -> str:
+    file = io.StringIO()
+    table = GrowingTable(Console(file=file, width=width, force_terminal=terminal), PAPERS)
+    for each in findings:
+        table.add(each)
+    assert table.rows == len(findings)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_growing_table_has_a_row_for_each_finding_in_aligned_columns(width: int):
+    text = grown(width, FINDINGS)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert [line for line in lines if line != line.rstrip()] == []
+    for each in FINDINGS:
+        start = "not run" if each.decision == "not run here" else each.decision
+        assert any(line.startswith(start) for line in lines)
+        assert verdict_reason(each) in " ".join(line[31:] for line in lines)
+    assert text.count("verdict  measured") == 1
+    assert "Paper: 60" in text
+
+
+def test_a_row_is_printed_when_its_finding_is_added():
+    file = io.StringIO()
+    table = GrowingTable(Console(file=file, width=80), PAPERS)
+    table.add(FINDINGS[0])
+    first = file.getvalue()
+    table.add(FINDINGS[1])
+    assert file.getvalue().startswith(first)
+    assert len(file.getvalue()) > len(first)
+
+
+def test_a_growing_table_has_colours_in_terminals_and_no_markup():
+    odd = finding(statement="[red]x[/red]")
+    assert "[red]x[/red]" in grown(80, [odd])
+    assert "\x1b[" not in grown(80, [odd])
+    assert "\x1b[" in grown(80, [odd], terminal=True)

@@ -88,6 +88,7 @@ PAPER: Paper[Any] = Paper(
     charts=charts,
     notes=notes,
     check_data=check_data,
+    headline="table1-nonlinear-ahead",
     glossary=GLOSSARY,
     letters={"M": "experts", "J": "filters"},
 )

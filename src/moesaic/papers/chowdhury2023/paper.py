@@ -92,5 +92,6 @@ PAPER: Paper[Any] = Paper(
     charts=charts,
     notes=notes,
     check_data=check_data,
+    headline="fig4-joint-samples",
     letters={"k": "experts", "l": "patches_per_expert", "N": "samples"},
 )

@@ -115,6 +115,8 @@ class Paper(Generic[R]):
     """Raises if a dataset in the data directory is damaged or a package is missing, before any cell runs."""
     glossary: tuple[GlossaryEntry, ...] = ()
     """The paper's own definitions of terms, for the report."""
+    headline: str = ""
+    """Id of the main claim: its cells run first."""
     letters: Mapping[str, str] = field(default_factory=dict[str, str])
     """The paper's letters of parameters of its cells, by which variants may name them: {"k": "experts"}."""
 
@@ -125,4 +127,4 @@ class Paper(Generic[R]):
     @property
     def source(self) -> Source:
         """The paper as reports introduce it."""
-        return Source(self.id, self.title, self.about, self.glossary)
+        return Source(self.id, self.title, self.about, self.glossary, self.headline)

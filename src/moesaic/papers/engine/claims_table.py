@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from moesaic.papers.engine.findings import VERDICTS, Claim, Finding, Source
 from moesaic.papers.engine.verdict_text import (
     FIDELITY_DESCRIPTIONS,
+    FIDELITY_LABELS,
     format_measured,
     format_published,
     group_by_claim,
@@ -26,10 +27,66 @@ if TYPE_CHECKING:
 
     from moesaic.papers.engine.verdict_text import ClaimFindings
 
-__all__ = ["show_claim_rules", "show_findings_table", "verdict_counts"]
+__all__ = ["GrowingTable", "show_claim_rules", "show_findings_table", "verdict_counts"]
 
 _COLOURS = {"holds": "green", "partly": "yellow", "fails": "red", "not run here": "bright_black"}
 _WIDE = 100
+_VERDICT_WIDTH, _MEASURED_WIDTH = 7, 20
+"""Of the columns of a growing table; the claim has the rest."""
+
+
+class GrowingTable:
+    """A table that gets a row for each finding as soon as it is known.
+
+    >>> from rich.console import Console
+    >>> finding = Finding(
+    ...     "samples", "p", "Figure 4", "Routing needs 60 % of the CNN's samples.", "print", "quick", 60.0, 52.04,
+    ...     (48.3, 57.9), "holds below 70", "holds", 1.0,
+    ... )
+    >>> table = GrowingTable(Console(width=80), [Source("p", "A paper (Doe et al. 2023)")])
+    >>> table.add(finding)
+    verdict  measured [95 %]       claim
+    holds    52.0 [48.3, 57.9]     Doe et al. 2023, Figure 4, as printed: Routing
+                                   needs 60 % of the CNN's samples. Paper: 60
+    """
+
+    def __init__(self, console: Console, papers: Iterable[Source]) -> None:
+        self.console = console
+        """Where rows are printed."""
+        self._papers = {paper.id: paper for paper in papers}
+        self.rows = 0
+        """Findings so far."""
+
+    def add(self, finding: Finding) -> None:
+        """Prints a row."""
+        from rich.text import Text
+
+        if not self.rows:
+            self._print(*(Text(name, style="bright_black") for name in ("verdict", "measured [95 %]", "claim")))
+        self.rows += 1
+        paper = self._papers.get(finding.paper) or Source(finding.paper, finding.paper)
+        where = "our own claim" if finding.where == "Our own" else f"{finding.where}"
+        place = f"{paper.short_title}, {where}, {FIDELITY_LABELS[finding.fidelity]}: "
+        published = f" Paper: {format_published(finding)}" if finding.published is not None else ""
+        reason = f" ({verdict_reason(finding)})" if verdict_reason(finding) else ""
+        claim = Text.assemble((place, "bold"), finding.statement, published, (reason, "bright_black"))
+        self._print(_verdict(finding), Text(format_measured(finding)), claim)
+
+    def _print(self, verdict: Text, measured: Text, claim: Text) -> None:
+        from rich.text import Text
+
+        gap, left = 2, _VERDICT_WIDTH + _MEASURED_WIDTH + 4
+        widths = (_VERDICT_WIDTH, _MEASURED_WIDTH, max(self.console.width - left, _MEASURED_WIDTH))
+        cells = [text.wrap(self.console, width) for text, width in zip((verdict, measured, claim), widths, strict=True)]
+        for i in range(max(map(len, cells))):
+            line = Text(end="")
+            for lines, width in zip(cells, widths, strict=True):
+                part = lines[i].copy() if i < len(lines) else Text()
+                part.rstrip()
+                part.pad_right(width + gap - part.cell_len)
+                line.append_text(part)
+            line.rstrip()
+            self.console.print(line, soft_wrap=True)
 
 
 def show_findings_table(

@@ -6,6 +6,7 @@ claims.json is a list of findings. Tables and reports are made from it.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,6 +35,14 @@ class Source:
     """Summary of the experiments for readers who do not know the paper."""
     glossary: tuple[GlossaryEntry, ...] = ()
     """The paper's own definitions of terms."""
+    headline: str = ""
+    """Id of the paper's main claim."""
+
+    @property
+    def short_title(self) -> str:
+        """Authors and year, where the title has them in parentheses."""
+        found = re.search(r"\(([^()]+ \d{4})\)", self.title)
+        return found[1] if found else self.title
 
 
 @dataclass(frozen=True)

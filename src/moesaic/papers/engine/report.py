@@ -286,7 +286,7 @@ def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequen
             _Paper(
                 paper.id,
                 paper.title,
-                _short_title(paper),
+                paper.short_title,
                 paper.about,
                 anchor,
                 _summary(own),
@@ -296,12 +296,6 @@ def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequen
             )
         )
     return shown
-
-
-def _short_title(paper: Source) -> str:
-    """Authors and year, where a title has them in parentheses."""
-    found = re.search(r"\(([^()]+ \d{4})\)", paper.title)
-    return found[1] if found else paper.title
 
 
 def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], taken: set[str]) -> list[_Section]:

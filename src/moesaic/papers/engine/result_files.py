@@ -1,10 +1,11 @@
-"""Writes the results of a run into its directory: figures, charts.json, claims.json and the report."""
+"""Writes the results of a run into its directory: figures, charts.json, notes.json, claims.json and the report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from moesaic.files import write_json
 from moesaic.papers.engine import report
 from moesaic.papers.engine.findings import Finding, Source, read_findings, write_findings
 from moesaic.report.chart import Chart, read_charts, write_charts
@@ -30,6 +31,7 @@ def write_results(
     _remove_stale_figures(out, charts)
     write_figures(out / "figures", charts)
     write_charts(out / "charts.json", charts)
+    write_json(out / "notes.json", list(notes))
     write_findings(out / "claims.json", findings)
     # read back, so that the report shows exactly what claims.json has
     written = read_findings(out / "claims.json")

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from moesaic.papers.engine.cells import Cell, CompletedCell
 from moesaic.training import Progress, ResultCache
+from moesaic.training.result_cache import CachedResult
 from moesaic.training.sweep import CellWork, run_cells
 
 __all__ = ["Runner"]
@@ -42,20 +43,35 @@ class Runner:
             return None
         return reason
 
-    def run(self, named: Mapping[str, Cell[R]]) -> dict[str, CompletedCell[R]]:
-        """Returns the results of the cells by name; runs those that the cache does not have."""
+    def run(
+        self, named: Mapping[str, Cell[R]], on_completed: Callable[[str, CompletedCell[R]], None] | None = None
+    ) -> dict[str, CompletedCell[R]]:
+        """Returns the results of the cells by name; runs those that the cache does not have, in the order of ``named``.
+
+        ``on_completed`` is called with each name and result as soon as it is there, first with those of the cache.
+        """
         todo = {cell for name, cell in named.items() if self._cache.find(name, cell.spec(self)) is None}
         self.progress.begin("all experiments", sum(cell.steps for cell in todo))
-        distinct: dict[Cell[R], str] = {}
+        names_of: dict[Cell[R], list[str]] = {}
         for name, cell in named.items():
-            distinct.setdefault(cell, name)
-        work = [CellWork(name, cell.spec(self), cell.steps, self._work(name, cell)) for cell, name in distinct.items()]
-        stored = run_cells(self._cache, work, self.progress)
+            names_of.setdefault(cell, []).append(name)
+        work = [
+            CellWork(names[0], cell.spec(self), cell.steps, self._work(names[0], cell))
+            for cell, names in names_of.items()
+        ]
+        cells_of: dict[str, list[Cell[R]]] = {}
+        for cell, each in zip(names_of, work, strict=True):
+            cells_of.setdefault(each.digest, []).append(cell)
+        completed: dict[Cell[R], CompletedCell[R]] = {}
+
+        def add(digest: str, stored: CachedResult) -> None:
+            for cell in cells_of[digest]:
+                completed[cell] = CompletedCell(cell.result(stored.result), stored.seconds)
+                for name in names_of[cell] if on_completed is not None else ():
+                    on_completed(name, completed[cell])
+
+        run_cells(self._cache, work, self.progress, add)
         self.progress.end()
-        completed = {
-            cell: CompletedCell(cell.result(each.result), each.seconds)
-            for cell, each in zip(distinct, stored, strict=True)
-        }
         return {name: completed[cell] for name, cell in named.items()}
 
     def _work(self, name: str, cell: Cell[Any]) -> Callable[[Progress], dict[str, Any]]:

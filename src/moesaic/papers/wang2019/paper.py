@@ -66,6 +66,7 @@ PAPER: Paper[Any] = Paper(
     charts=charts,
     notes=notes,
     check_data=check_data,
+    headline="rank-dynamic",
     glossary=GLOSSARY,
     letters={"L": "layers", "M": "features", "m": "widths", "n": "open_channels"},
 )

@@ -1,0 +1,193 @@
+"""Reads the folder of a training run, complete or in progress, without taking part in it.
+
+`RunDir` belongs to the run itself and locks the folder; this reads it from outside, as a page about the run needs it.
+The folder may be a stranger's: everything is checked, and what is wrong raises `InvalidFile`. Files that are not there
+yet are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, cast
+
+from moesaic.checks import printable
+from moesaic.files import check_json_digest
+from moesaic.insight.routing_average import LayerRouting
+from moesaic.training.migrations import migrate_config
+from moesaic.training.results import Epoch, FitResult
+from moesaic.training.saved_predictions import PREDICTIONS, SavedPredictions, read_predictions
+from moesaic.validated_json import InvalidFile, JsonLimits, decode, parse_json, read_bytes, read_json, refused_as
+
+__all__ = ["RUN_FILES", "RunRecord", "is_run", "read_run"]
+
+RUN_FILES = ("config.json", "metrics.jsonl", "result.json", PREDICTIONS)
+"""The files that `read_run` reads."""
+
+_LINE_LIMITS = JsonLimits(bytes=1 << 22, depth=8, values=100_000)
+_LARGEST = 1e15
+"""Numbers beyond are not those of a run."""
+_ADVICE = "name the folder of a run of moesaic train"
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The dataset of a run."""
+
+    name: str
+    train: int
+    """Number of training images."""
+    test: int
+    """Number of test images."""
+    shape: tuple[int, ...]
+    classes: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class RunRecord:
+    """What is in the folder of a run."""
+
+    folder: Path
+    model: Mapping[str, Any]
+    """As config.json has it: its name and arguments, or its class."""
+    data: RunData
+    recipe: Mapping[str, Any]
+    seed: int
+    device: str
+    epochs: tuple[Epoch, ...]
+    result: FitResult | None
+    """None while the run is not complete."""
+    predictions: SavedPredictions | None
+    """Of the last test; None where there was none."""
+
+    @property
+    def model_name(self) -> str:
+        """The name under which the model was made, else its class."""
+        return printable(str(self.model.get("name", self.model.get("class", "a network"))))
+
+    @property
+    def total_epochs(self) -> int:
+        """Epochs that were asked for."""
+        total = self.recipe.get("epochs")
+        return total if isinstance(total, int) and total > 0 else len(self.epochs)
+
+
+@dataclass(frozen=True)
+class _Config:
+    model: Mapping[str, Any]
+    data: RunData
+    recipe: Mapping[str, Any]
+    seed: int
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class _EpochFields:
+    """The fields of `Epoch` whose types a file decides."""
+
+    number: int
+    loss: float
+    train_accuracy: float
+    test_accuracy: float | None
+    seconds: float
+    images_per_second: float
+    lr: float
+    alarms: tuple[str, ...] = ()
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder has the config.json of a training run."""
+    try:
+        content = read_json(folder / "config.json")
+    except (OSError, InvalidFile):
+        return False
+    return isinstance(content, dict) and {"model", "data", "recipe"} <= cast("dict[str, Any]", content).keys()
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Reads the folder of a run.
+
+    >>> read_run(Path("nowhere"))
+    Traceback (most recent call last):
+    FileNotFoundError: [Errno 2] No such file or directory: 'nowhere/config.json'
+    """
+    path = folder / "config.json"
+    content = read_json(path, advice=_ADVICE)
+    with refused_as(f"{path} is not what a run writes"):
+        config = cast("_Config", decode(_Config, migrate_config(content), str(path), more=True))
+    if not config.data.classes or not all(0 <= count < _LARGEST for count in (config.data.train, config.data.test)):
+        raise InvalidFile(f"{path}: has no classes, or a number of images that is none; {_ADVICE}")
+    result = _read_result(folder / "result.json", len(config.data.classes))
+    epochs = _read_metrics(folder / "metrics.jsonl")
+    predictions = folder / PREDICTIONS
+    return RunRecord(
+        folder,
+        config.model,
+        config.data,
+        config.recipe,
+        config.seed,
+        config.device,
+        epochs or (() if result is None else result.epochs),
+        result,
+        read_predictions(predictions, len(config.data.classes)) if predictions.exists() else None,
+    )
+
+
+def _read_result(path: Path, classes: int) -> FitResult | None:
+    if not path.exists():
+        return None
+    content = read_json(path, advice=_ADVICE)
+    with refused_as(f"{path} is not what a run writes"):
+        whole, right = check_json_digest(content)
+        if not right:
+            raise InvalidFile(f"{path}: its content does not match its checksum; restore it from a copy")
+        made = FitResult.from_json({**whole, "epochs": []})
+        numbers = (made.accuracy, made.seconds, *made.class_accuracy, *made.cluster_accuracy)
+        if not all(_is_number(each) for each in numbers) or len(made.class_accuracy) != classes:
+            raise InvalidFile(f"{path}: accuracies are not numbers, or not one for each of {classes} classes")
+        metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
+        epochs = tuple(_epoch(each, f"{path}.epochs") for each in whole["epochs"])
+        return FitResult(
+            epochs,
+            made.accuracy,
+            made.class_accuracy,
+            made.cluster_accuracy,
+            made.seconds,
+            int(made.images),
+            str(made.stopped),
+            metrics,
+        )
+
+
+def _read_metrics(path: Path) -> tuple[Epoch, ...]:
+    """The epochs of metrics.jsonl; the last line may be half written."""
+    if not path.exists():
+        return ()
+    lines = read_bytes(path).split(b"\n")[:-1]
+    epochs: list[Epoch] = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        content = parse_json(line, where, advice=_ADVICE, limits=_LINE_LIMITS)
+        with refused_as(f"{where} is not an epoch"):
+            epochs.append(_epoch(content, where))
+    return tuple(epochs)
+
+
+def _epoch(content: Mapping[str, Any], where: str) -> Epoch:
+    made = Epoch.from_json(content)
+    own = {each.name: getattr(made, each.name) for each in fields(_EpochFields)}
+    own["alarms"] = list(made.alarms)
+    checked = cast("_EpochFields", decode(_EpochFields, own, where))
+    metrics = {name: value for name, value in made.metrics.items() if _is_number(value)}
+    routing: dict[str, LayerRouting] = {name: each for name, each in made.routing.items() if each.load}
+    numbers = [value for value in vars(checked).values() if isinstance(value, int | float)]
+    numbers += [value for each in routing.values() for value in (*each.load, each.entropy, each.class_entropy)]
+    if not all(map(_is_number, numbers)) or checked.number < 1:
+        raise InvalidFile(f"{where}: has numbers that are not those of an epoch; {_ADVICE}")
+    return replace(made, **vars(checked), metrics=metrics, routing=routing)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a number that a page can show; NaN is."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) > _LARGEST
