@@ -3,7 +3,7 @@
 from moesaic.experts.conv_experts import ConvExperts
 from moesaic.experts.mlp_experts import MLPExperts
 from moesaic.experts.sample_experts import LinearExperts, PatchNetExperts, SampleExperts
-from moesaic.experts.sharding import expert_parameters, shard_experts, unshard_experts
+from moesaic.experts.sharding import clip_grad_norm_, expert_parameters, shard_experts, unshard_experts
 from moesaic.experts.stacked_experts import ExpertNorm, Experts
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "MLPExperts",
     "PatchNetExperts",
     "SampleExperts",
+    "clip_grad_norm_",
     "expert_parameters",
     "shard_experts",
     "unshard_experts",

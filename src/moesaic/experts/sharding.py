@@ -6,7 +6,7 @@ expert norms; everything else of the model stays replicated. `moesaic.ops.expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from moesaic.ops.expert_parallel import ExpertDispatcher
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["expert_parameters", "shard_experts", "unshard_experts"]
+__all__ = ["clip_grad_norm_", "expert_parameters", "shard_experts", "unshard_experts"]
 
 
 def shard_experts(
@@ -124,6 +124,31 @@ def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     ]
 
 
+def clip_grad_norm_(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    """Scales gradients in place so that their norm is at most ``max_norm``; returns the norm before.
+
+    As ``torch.nn.utils.clip_grad_norm_``, which takes neither DTensors together with plain tensors, nor DTensors of
+    several meshes. Every rank gets the norm over all experts.
+
+    >>> weight = torch.ones(4, requires_grad=True)
+    >>> weight.sum().backward()
+    >>> clip_grad_norm_([weight], 1.0), weight.grad
+    (tensor(2.), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
+    """
+    by_mesh: dict[object, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+    norms = [nn.utils.get_total_norm(grads) for grads in by_mesh.values()]
+    total = nn.utils.get_total_norm([getattr(norm, "full_tensor", lambda norm=norm: norm)() for norm in norms])
+    factor = (max_norm / (total + 1e-6)).clamp_max(1.0)
+    for grads in by_mesh.values():
+        for grad in grads:
+            local = cast(Tensor, cast("Any", grad).to_local()) if hasattr(grad, "to_local") else grad
+            local.mul_(factor.to(local.device, local.dtype))
+    return total
+
+
 Stack = Experts | SampleExperts
 
 
@@ -156,8 +181,8 @@ def _check(name: str, stack: Stack, dispatcher: ExpertDispatcher, dim: str) -> N
         ranks = max(n for n in range(1, G) if E % n == 0)
         fits = " or ".join(str(n) for n in (E // G * G, (E // G + 1) * G) if n)
         raise ValueError(
-            f"shard_experts: {name or 'the model'} has {E} experts, which the {G} ranks of axis {dim!r} cannot share "
-            f"equally; use {ranks} rank{'s' * (ranks > 1)} for that axis, or {fits} experts"
+            f"shard_experts: {name or 'the model'} has {E} expert{'s' * (E > 1)}, which the {G} ranks of axis {dim!r} "
+            f"cannot share equally; use {ranks} rank{'s' * (ranks > 1)} for that axis, or {fits} experts"
         )
     for _, tensor_name, tensor in _tensors(stack):
         if tensor.ndim == 0 or tensor.shape[0] != E:

@@ -172,14 +172,9 @@ class ExpertDispatcher:
         """The norm of this rank's experts, with the batch's statistics in training."""
         if norm is None:
             return None
-        running = tuple(cast(Tensor, cast("Any", each).to_local()) for each in (norm.running_mean, norm.running_var))
-        local = replace(
-            norm,
-            weight=self.local(norm.weight),
-            bias=self.local(norm.bias),
-            running_mean=running[0],
-            running_var=running[1],
-        )
+        mean, var = (cast(Tensor, cast("Any", each).to_local()) for each in (norm.running_mean, norm.running_var))
+        weight, bias = self.local(norm.weight), self.local(norm.bias)
+        local = Norm(weight, bias, mean, var, norm.momentum, norm.eps, norm.training)
         if not norm.training:
             return local
         count = self._batch_of_replicas(exchange.pixels.routing.batch, x) * x.shape[2] * x.shape[3]
