@@ -21,6 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import moesaic
+from moesaic.bench.expert_parallel_cost import ExpertLayer, exchanged_values
 from moesaic.experts import (
     LinearExperts,
     MLPExperts,
@@ -262,6 +263,23 @@ def low_precision(mesh: DeviceMesh) -> float:
     return (part(expected).float() - y.float()).abs().max().item()
 
 
+def sent_values(mesh: DeviceMesh, layer: moesaic.PatchMoE, shape: ExpertLayer) -> float:
+    """Values that all-to-alls send in a training step, as a multiple of what the cost model counts."""
+    moesaic.shard_experts(layer.double(), mesh)
+    x = torch.randn(2, *SHAPE, dtype=torch.float64, requires_grad=True)
+    sent = [0]
+    original = dist.all_to_all_single
+
+    def counted(output: Tensor, values: Tensor, *arguments: Any) -> object:
+        sent[0] += values.numel() * values.is_floating_point()
+        return original(output, values, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        layer(x).sum().backward()
+    return sent[0] / (2 * len(x) * sum(exchanged_values(shape)))
+
+
 def message(call: Callable[[], object]) -> str:
     try:
         call()
@@ -291,6 +309,15 @@ def two_rank_checks() -> dict[str, Check]:
         "clip_grad_norm_": partial(clipped, mesh),
         "records and eval": partial(records_and_eval, mesh),
         "low precision": partial(low_precision, mesh),
+        "sent, halo": partial(
+            sent_values, mesh, patch_moe(), ExpertLayer(4, 3, 2, 2, patch_size=2, kernel_size=3, halo=True)
+        ),
+        "sent, gated output": partial(
+            sent_values, mesh, patch_moe(gate_on="output"), ExpertLayer(4, 3, 2, 2, patch_size=2, kernel_size=3)
+        ),
+        "sent, MLP": partial(
+            sent_values, mesh, mlp_moe("sum", "output"), ExpertLayer(4, 3, 8, 3, patch_size=2, hidden_channels=5)
+        ),
         **refused,
     }
 
@@ -311,6 +338,11 @@ def test_two_ranks_equal_one_process(two_ranks, name):
 
 def test_two_ranks_equal_one_process_to_the_rounding_of_bfloat16(two_ranks):
     assert 0 < max(two_ranks["low precision"]) < 0.05
+
+
+@pytest.mark.parametrize("name", ["sent, halo", "sent, gated output", "sent, MLP"])
+def test_ranks_send_what_the_cost_model_counts(two_ranks, name):
+    assert two_ranks[name] == [1, 1]
 
 
 def test_experts_that_ranks_cannot_share_are_refused(two_ranks):
