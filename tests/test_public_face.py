@@ -29,6 +29,7 @@ NAMES = [
     "load",
     "record_routing",
     "register_with_timm",
+    "shard_experts",
 ]
 
 LATE = {

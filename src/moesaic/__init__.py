@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moesaic.experts import shard_experts
     from moesaic.layers import ChannelMoE, PatchMoE, RoutedHead, SampleMoE, record_routing
     from moesaic.models import convert, create_model, freeze, list_models, register_with_timm
     from moesaic.ops import backend
@@ -40,10 +41,12 @@ __all__ = [
     "load",
     "record_routing",
     "register_with_timm",
+    "shard_experts",
 ]
 
 # imported on first use, so that `import moesaic` and `moesaic --version` need not wait for torch
 _NAMES = {
+    "experts": ("shard_experts",),
     "layers": ("ChannelMoE", "PatchMoE", "RoutedHead", "SampleMoE", "record_routing"),
     "models": ("convert", "create_model", "freeze", "list_models", "register_with_timm"),
     "ops": ("backend",),
@@ -52,7 +55,7 @@ _NAMES = {
     "training": ("NormalizedGD", "load"),
 }
 _PACKAGE_OF = {name: package for package, names in _NAMES.items() for name in names}
-_PACKAGES = (*_NAMES, "bench", "data", "experts", "insight", "intervals", "keyed_random", "report")
+_PACKAGES = (*_NAMES, "bench", "data", "insight", "intervals", "keyed_random", "report")
 
 
 def __getattr__(name: str) -> Any:

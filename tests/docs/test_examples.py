@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -78,3 +78,15 @@ def test_photo_mosaics_have_one_deciding_tile_unless_the_class_is_neither():
     assert torch.equal(tiles // 10 < len(example["DECIDING"]), mosaics.deciding)
     assert mosaics.deciding.sum(1).tolist() == [int(label < 2) for label in mosaics.labels]
     assert torch.equal((tiles // 10)[mosaics.deciding].long(), mosaics.labels[mosaics.labels < 2])
+
+
+def test_expert_parallel_trains_without_torchrun_and_saves_all_experts(tmp_path: Path, monkeypatch, capsys):
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    example = runpy.run_path(str(EXAMPLES / "expert_parallel.py"))
+    accuracy = example["main"](["--steps", "60", "--out", str(tmp_path / "weights.safetensors")])
+    assert accuracy > 0.8
+    assert "1 rank, 8 of 8 experts on each" in capsys.readouterr().out
+    model = example["build"]()
+    model.load_state_dict(load_file(tmp_path / "weights.safetensors"))

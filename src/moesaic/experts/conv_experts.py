@@ -62,7 +62,7 @@ class ConvExperts(Experts):
             nn.init.uniform_(self.bias, -bound, bound, generator=generator)
 
     def forward(self, x: Tensor, routing: Routing, spec: PatchSpec, selection: PatchSelection | None = None) -> Tensor:
-        return run_conv(x, routing, self.weights, self.norm_tensors(x), spec, selection)
+        return run_conv(x, routing, self.weights, self.norm_tensors(x), spec, selection, self.dispatcher)
 
     @property
     def weights(self) -> ConvWeights:

@@ -85,7 +85,7 @@ class MLPExperts(Experts):
         weights = MLPWeights(
             self.weight_in, self.bias_in, self.weight_out, self.bias_out, _ACTIVATIONS[self.activation]
         )
-        return run_mlp(x, routing, weights, self.norm_tensors(x), spec, selection)
+        return run_mlp(x, routing, weights, self.norm_tensors(x), spec, selection, self.dispatcher)
 
     def _forward_samples(self, x: Tensor, routing: Routing) -> Tensor:
         check_samples("MLPExperts", x, self.weight_in, f"(B, …, {self.in_channels})", axes=max(x.ndim, 2))
@@ -99,7 +99,7 @@ class MLPExperts(Experts):
             hidden = _ACTIVATIONS[self.activation](samples.linear(values, self.weight_in, self.bias_in))
             return samples.linear(hidden, self.weight_out, self.bias_out)
 
-        return run_stacked(x, routing, expert_forward)
+        return run_stacked(x, routing, expert_forward, self.dispatcher)
 
     def extra_repr(self) -> str:
         return (

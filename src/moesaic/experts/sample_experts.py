@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.ops import Samples, autocast_dtype, run_stacked
+from moesaic.ops.expert_parallel import ExpertDispatcher
 from moesaic.routing_record import Routing
 
 __all__ = ["LinearExperts", "PatchNetExperts", "SampleActivation", "SampleExperts", "check_samples"]
@@ -43,6 +44,9 @@ class SampleExperts(nn.Module):
     Subclasses implement ``expert_forward`` with ``samples.linear`` in place of ``F.linear``.
     """
 
+    dispatcher: ExpertDispatcher | None = None
+    """Set by `shard_experts`, which makes ranks share the experts."""
+
     def __init__(self, experts: int, activation: SampleActivation) -> None:
         super().__init__()
         owner = type(self).__name__
@@ -55,7 +59,7 @@ class SampleExperts(nn.Module):
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
         """Returns the gated sum of the experts' outputs for each sample."""
-        return run_stacked(x, routing, self.expert_forward)
+        return run_stacked(x, routing, self.expert_forward, self.dispatcher)
 
     def expert_forward(self, values: Tensor, samples: Samples) -> Tensor:
         """Returns the experts' outputs for values (…, C), laid out and assigned to experts by the backend."""
@@ -187,7 +191,7 @@ class PatchNetExperts(SampleExperts):
         def expert_forward(values: Tensor, samples: Samples) -> Tensor:
             return samples.linear(values, weight_EOD, bias_EO)
 
-        return run_stacked(x.sum(1), routing, expert_forward)
+        return run_stacked(x.sum(1), routing, expert_forward, self.dispatcher)
 
     def expert_forward(self, values: Tensor, samples: Samples) -> Tensor:
         hidden = self._activate(samples.linear(values, self.weight, self.bias)).sum(-2)

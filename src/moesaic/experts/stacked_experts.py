@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from moesaic.checks import check_positive
 from moesaic.ops import Norm, PatchSelection, PatchSpec
 from moesaic.ops.eager import check_vmap
+from moesaic.ops.expert_parallel import ExpertDispatcher
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
 
@@ -74,6 +75,8 @@ class Experts(nn.Module):
     norm: ExpertNorm | None
     kernel_size: int = 1
     has_bias: bool
+    dispatcher: ExpertDispatcher | None = None
+    """Set by `shard_experts`, which makes ranks share the experts; for the ``run_`` functions of `moesaic.ops`."""
 
     def __init__(
         self,
@@ -103,10 +106,14 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, routing: Routing, spec: PatchSpec, selection: PatchSelection | None = None) -> Tensor:
         """Runs the experts on the routed patches of a map (B, C, H, W).
 
-        ``selection`` is the state of an expert choice by kernels, for the ``run_`` functions of `moesaic.ops`.
+        ``selection`` is the state of an expert choice by kernels; implementations pass it and ``self.dispatcher`` on to
+        the ``run_`` functions of `moesaic.ops`.
         """
         raise TypeError(f"{type(self).__name__} does not implement forward(x, routing, spec, selection)")
 
     def norm_tensors(self, x: Tensor) -> Norm | None:
         """The experts' norm as backends take it, or None."""
-        return None if self.norm is None else self.norm.tensors(x.shape[0] * x.shape[2] * x.shape[3])
+        if self.norm is None:
+            return None
+        ranks = 1 if self.dispatcher is None else self.dispatcher.ranks * self.dispatcher.replica_count
+        return self.norm.tensors(ranks * x.shape[0] * x.shape[2] * x.shape[3])

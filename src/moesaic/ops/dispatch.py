@@ -42,6 +42,7 @@ __all__ = [
     "PatchSpec",
     "Samples",
     "Softmax",
+    "StackedExecutor",
     "backend",
     "backends",
     "explain_backend",
@@ -181,29 +182,8 @@ class Samples(Protocol):
         ...
 
 
-class Backend(Protocol):
-    """The operations of a backend.
-
-    ``conv`` and ``mlp`` take a map (B, C, H, W) and return (B, O', H, W). O' is E·O for
-    ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype and any memory
-    format. Maps come in channels_last, so that a pixel's channels are adjacent in memory. ``selection`` is what this
-    or another backend's ``choose`` returned for the map, or None; a backend may ignore it.
-
-    ``stacked`` and ``each`` take a batch of samples (B, …), of which sample b goes to the experts
-    ``routing.index[b, 0]``, and return the gated sum of their outputs. ``stacked`` arranges the samples
-    and calls ``run`` on them once; ``each`` calls ``call(e, samples)`` for experts
-    that have samples, and for those in ``also``.
-
-    ``channels`` takes a map (B, C, H, W), an open block of ``gate_out`` for every block of channels to
-    compute, and of ``gate_in`` for every block of the map's channels that is not zero (None: any may
-    be other than zero), and returns (B, O, H', W'), zero in closed channels.
-    """
-
-    name: str
-
-    def refusal(self, x: Tensor, routing: Routing) -> str | None:
-        """Why this backend cannot run here, or None if it can."""
-        ...
+class StackedExecutor(Protocol):
+    """What runs stacked experts: a backend, or an `ExpertDispatcher` where ranks share the experts."""
 
     def conv(
         self,
@@ -226,6 +206,31 @@ class Backend(Protocol):
     ) -> Tensor: ...
 
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor: ...
+
+
+class Backend(StackedExecutor, Protocol):
+    """The operations of a backend.
+
+    ``conv`` and ``mlp`` take a map (B, C, H, W) and return (B, O', H, W). O' is E·O for
+    ``combine="concat"`` and O for ``"sum"``; the result has the weights' dtype and any memory
+    format. Maps come in channels_last, so that a pixel's channels are adjacent in memory. ``selection`` is what this
+    or another backend's ``choose`` returned for the map, or None; a backend may ignore it.
+
+    ``stacked`` and ``each`` take a batch of samples (B, …), of which sample b goes to the experts
+    ``routing.index[b, 0]``, and return the gated sum of their outputs. ``stacked`` arranges the samples
+    and calls ``run`` on them once; ``each`` calls ``call(e, samples)`` for experts
+    that have samples, and for those in ``also``.
+
+    ``channels`` takes a map (B, C, H, W), an open block of ``gate_out`` for every block of channels to
+    compute, and of ``gate_in`` for every block of the map's channels that is not zero (None: any may
+    be other than zero), and returns (B, O, H', W'), zero in closed channels.
+    """
+
+    name: str
+
+    def refusal(self, x: Tensor, routing: Routing) -> str | None:
+        """Why this backend cannot run here, or None if it can."""
+        ...
 
     def each(
         self, x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor], also: Collection[int] = ()
@@ -369,11 +374,13 @@ def run_conv(
     norm: Norm | None,
     spec: PatchSpec,
     selection: PatchSelection | None = None,
+    dispatcher: StackedExecutor | None = None,
 ) -> Tensor:
-    """Run stacked convolutions over the routed patches of a map."""
+    """Run stacked convolutions over the routed patches of a map, on a backend or by a dispatcher."""
     cast = experts.to(autocast_dtype(x) or x.dtype)
     with autocast_off(x):
-        return select_backend(x, routing).conv(x, routing, cast, norm, spec, selection)
+        executor = dispatcher or select_backend(x, routing)
+        return executor.conv(x, routing, cast, norm, spec, selection)
 
 
 def run_mlp(
@@ -383,18 +390,25 @@ def run_mlp(
     norm: Norm | None,
     spec: PatchSpec,
     selection: PatchSelection | None = None,
+    dispatcher: StackedExecutor | None = None,
 ) -> Tensor:
-    """Run stacked MLPs over the routed patches of a map, pixel by pixel."""
+    """Run stacked MLPs over the routed patches of a map, pixel by pixel, on a backend or by a dispatcher."""
     cast = experts.to(autocast_dtype(x) or x.dtype)
     with autocast_off(x):
-        return select_backend(x, routing).mlp(x, routing, cast, norm, spec, selection)
+        executor = dispatcher or select_backend(x, routing)
+        return executor.mlp(x, routing, cast, norm, spec, selection)
 
 
-def run_stacked(x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
+def run_stacked(
+    x: Tensor,
+    routing: Routing,
+    run: Callable[[Tensor, Samples], Tensor],
+    dispatcher: StackedExecutor | None = None,
+) -> Tensor:
     """Run stacked experts over routed samples (B, …): ``run`` computes the experts' outputs."""
     x = x.to(autocast_dtype(x) or x.dtype)
     with autocast_off(x):
-        return select_backend(x, routing).stacked(x, routing, run)
+        return (dispatcher or select_backend(x, routing)).stacked(x, routing, run)
 
 
 def run_each(x: Tensor, routing: Routing, call: Callable[[int, Tensor], Tensor], also: Collection[int] = ()) -> Tensor:

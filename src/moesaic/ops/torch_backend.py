@@ -20,6 +20,7 @@ are ragged: pixels and samples are sorted by expert for a grouped GEMM. Gated ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 
 import torch
@@ -45,7 +46,16 @@ from moesaic.ops.patch.scatter_conv import (
 from moesaic.ops.sample_dispatch import SortedSamples, run_each
 from moesaic.routing_record import Routing
 
-__all__ = ["TorchBackend"]
+__all__ = [
+    "TorchBackend",
+    "add_background",
+    "combine_as_map",
+    "conv_background",
+    "conv_pixels",
+    "expert_inputs",
+    "masked_statistics",
+    "mlp_pixels",
+]
 
 
 class TorchBackend:
@@ -78,22 +88,11 @@ class TorchBackend:
         spec: PatchSpec,
         selection: PatchSelection | None = None,
     ) -> Tensor:
-        dtype = experts.weight_in.dtype
         pixels = RoutedPixels.from_routing(routing, x, spec)
-        values, background_input = _expert_inputs(x, pixels), None
-        if norm is not None:
-            values, background_input = _normed(values, *_scale_and_shift(values, pixels, x, norm), pixels)
-        y = _mlp(values.to(dtype), experts, pixels)
-        background = None
-        if spec.gate_on == "input":
-            if background_input is None:
-                background_input = x.new_zeros(routing.experts, x.shape[1])
-            background = _mlp(background_input.to(dtype).unsqueeze(1), experts, None).squeeze(1)
-            y = y - pixels.broadcast_per_expert(background)
-        y = y.reshape(-1, y.shape[-1])
+        y, background = mlp_pixels(x, expert_inputs(x, pixels), pixels, experts, norm)
         if spec.gate_on == "input":
             y = scatter_add(y.unsqueeze(1), pixels.scatter_to_map(1))
-        return _as_map(y, background, pixels, dtype)
+        return combine_as_map(y, background, pixels, experts.weight_in.dtype)
 
     def stacked(self, x: Tensor, routing: Routing, run: Callable[[Tensor, Samples], Tensor]) -> Tensor:
         samples = SortedSamples.from_routing(routing)
@@ -109,42 +108,80 @@ class TorchBackend:
 
 
 def _conv(x: Tensor, routing: Routing, experts: ConvWeights, norm: Norm | None, spec: PatchSpec) -> Tensor:
-    weight, bias = experts.weight, experts.bias
-    ks = weight.shape[3]
     pixels = RoutedPixels.from_routing(routing, x, spec)
-    values = _expert_inputs(x, pixels)
+    sums, taps = conv_pixels(x, expert_inputs(x, pixels), pixels, experts, norm)
+    background = conv_background(taps, experts.bias, pixels)
+    return combine_as_map(sums, background, pixels, experts.weight.dtype)
+
+
+def conv_pixels(
+    x: Tensor, values: Tensor, pixels: RoutedPixels, experts: ConvWeights, norm: Norm | None
+) -> tuple[Tensor, Tensor | None]:
+    """Convolves the values of the routed pixels of a map; ``x`` counts for the number of its positions only.
+
+    Returns:
+        The sums of contributions in the rows of ``pixels.scatter_index``, without bias and background; and with a norm
+        the contribution (E, ks·ks, O) of each expert's background at each tap.
+    """
+    weight = experts.weight
+    ks = weight.shape[3]
     if norm is None:
-        values, background = values.to(weight.dtype), bias
+        values = values.to(weight.dtype)
         if pixels.ends_E is None:
-            sums = scatter_conv(values, weight, pixels.scatter_index(ks))
+            return scatter_conv(values, weight, pixels.scatter_index(ks)), None
+        return _scatter_conv_ragged(values, weight, pixels), None
+    scale, shift = _scale_and_shift(values, pixels, x, norm)
+    if torch.compiler.is_exporting() and pixels.ends_E is None:
+        # a background apart from the values depends on weights alone: whoever runs the graph computes it once
+        background_input = shift.relu().unsqueeze(1)
+        values = (values.to(scale.dtype) * scale.unsqueeze(1) + shift.unsqueeze(1)).relu() - background_input
+        sums = scatter_conv(values.to(weight.dtype), weight, pixels.scatter_index(ks))
+        taps = tap_matmul(background_input.to(weight.dtype), weight).squeeze(1)
+    elif pixels.ends_E is None:
+        values = bn_relu_minus_background(values.to(scale.dtype), scale, shift).to(weight.dtype)
+        if is_eager_cpu(values, weight):
+            index = pixels.scatter_index(ks, background=True)
+            sums, taps = scatter_conv_with_background(values, weight, index)
+            if pixels.spec.gate_on == "output":  # without the background pixels
+                sums = pixels.by_expert(sums)[:, :-1].flatten(0, 1)
         else:
-            sums = _scatter_conv_ragged(values, weight, pixels)
+            contributions = tap_matmul(values, weight)
+            sums = scatter_add(contributions[:, :-1].flatten(0, 1), pixels.scatter_index(ks))
+            taps = contributions[:, -1]
     else:
-        scale, shift = _scale_and_shift(values, pixels, x, norm)
-        if torch.compiler.is_exporting() and pixels.ends_E is None:
-            # a background apart from the values depends on weights alone: whoever runs the graph computes it once
-            background_input = shift.relu().unsqueeze(1)
-            values = (values.to(scale.dtype) * scale.unsqueeze(1) + shift.unsqueeze(1)).relu() - background_input
-            sums = scatter_conv(values.to(weight.dtype), weight, pixels.scatter_index(ks))
-            taps = tap_matmul(background_input.to(weight.dtype), weight).squeeze(1)
-        elif pixels.ends_E is None:
-            values = bn_relu_minus_background(values.to(scale.dtype), scale, shift).to(weight.dtype)
-            if is_eager_cpu(values, weight):
-                index = pixels.scatter_index(ks, background=True)
-                sums, taps = scatter_conv_with_background(values, weight, index)
-                if spec.gate_on == "output":  # without the background pixels
-                    sums = pixels.by_expert(sums)[:, :-1].flatten(0, 1)
-            else:
-                contributions = tap_matmul(values, weight)
-                sums = scatter_add(contributions[:, :-1].flatten(0, 1), pixels.scatter_index(ks))
-                taps = contributions[:, -1]
-        else:
-            normed, background_input = _normed(values, scale, shift, pixels)
-            deviation = (normed - pixels.broadcast_per_expert(background_input)).to(weight.dtype)
-            sums = _scatter_conv_ragged(deviation, weight, pixels)
-            taps = tap_matmul(background_input.to(weight.dtype).unsqueeze(1), weight).squeeze(1)
-        background = background_output(taps.view(-1, ks, ks, weight.shape[1]), bias, pixels.map_size, spec)
-    return _as_map(sums, background, pixels, weight.dtype)
+        normed, background_input = _normed(values, scale, shift, pixels)
+        deviation = (normed - pixels.broadcast_per_expert(background_input)).to(weight.dtype)
+        sums = _scatter_conv_ragged(deviation, weight, pixels)
+        taps = tap_matmul(background_input.to(weight.dtype).unsqueeze(1), weight).squeeze(1)
+    return sums, taps
+
+
+def conv_background(taps: Tensor | None, bias: Tensor | None, pixels: RoutedPixels) -> Tensor | None:
+    """The experts' output on zero input, (E, O) or (E, H, W, O): the bias, and with a norm the background's taps."""
+    if taps is None:
+        return bias
+    ks = math.isqrt(taps.shape[1])
+    return background_output(taps.view(-1, ks, ks, taps.shape[2]), bias, pixels.map_size, pixels.spec)
+
+
+def mlp_pixels(
+    x: Tensor, values: Tensor, pixels: RoutedPixels, experts: MLPWeights, norm: Norm | None
+) -> tuple[Tensor, Tensor | None]:
+    """Runs MLPs on the values of the routed pixels of a map: outputs (R, O) and the background (E, O).
+
+    Under ``gate_on="input"`` outputs are those beyond the background, the output on zero input; else it is None.
+    """
+    dtype, background_input = experts.weight_in.dtype, None
+    if norm is not None:
+        values, background_input = _normed(values, *_scale_and_shift(values, pixels, x, norm), pixels)
+    y = _mlp(values.to(dtype), experts, pixels)
+    background = None
+    if pixels.spec.gate_on == "input":
+        if background_input is None:
+            background_input = x.new_zeros(pixels.routing.experts, x.shape[1])
+        background = _mlp(background_input.to(dtype).unsqueeze(1), experts, None).squeeze(1)
+        y = y - pixels.broadcast_per_expert(background)
+    return y.reshape(-1, y.shape[-1]), background
 
 
 def _scatter_conv_ragged(values: Tensor, weight: Tensor, pixels: RoutedPixels) -> Tensor:
@@ -153,7 +190,7 @@ def _scatter_conv_ragged(values: Tensor, weight: Tensor, pixels: RoutedPixels) -
     return scatter_add(contributions, pixels.scatter_index(ks))
 
 
-def _expert_inputs(x: Tensor, pixels: RoutedPixels) -> Tensor:
+def expert_inputs(x: Tensor, pixels: RoutedPixels) -> Tensor:
     """Gathers the map at the routed pixels, gated under ``gate_on="input"``."""
     B, C, H, W = x.shape
     values = pixels.gather(x.permute(0, 2, 3, 1).reshape(B * H * W, C))
@@ -171,7 +208,7 @@ def _scale_and_shift(values: Tensor, pixels: RoutedPixels, x: Tensor, norm: Norm
     """BatchNorm of each expert's masked map as scale · value + shift, both (E, C) and in float32 at least."""
     acc_dtype = torch.promote_types(values.dtype, torch.float32)
     if norm.training:
-        mean, var = _masked_statistics(values.to(acc_dtype), pixels, x.shape[0] * x.shape[2] * x.shape[3], norm)
+        mean, var = masked_statistics(values.to(acc_dtype), pixels, x.shape[0] * x.shape[2] * x.shape[3], norm)
     else:
         mean, var = norm.running_mean.to(acc_dtype), norm.running_var.to(acc_dtype)
     scale = norm.weight.to(acc_dtype) * torch.rsqrt(var + norm.eps)
@@ -185,7 +222,7 @@ def _normed(values: Tensor, scale: Tensor, shift: Tensor, pixels: RoutedPixels) 
     return F.relu(normed), F.relu(shift)
 
 
-def _masked_statistics(values: Tensor, pixels: RoutedPixels, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
+def masked_statistics(values: Tensor, pixels: RoutedPixels, count: int, norm: Norm) -> tuple[Tensor, Tensor]:
     """Mean and variance (E, C) over the whole masked map of ``count`` positions: routed values, zeros elsewhere."""
     routed, mean_routed, var_routed = pixels.moments(values)
     unbiasing: float | Tensor
@@ -228,7 +265,7 @@ def _mlp(values: Tensor, experts: MLPWeights, pixels: RoutedPixels | None) -> Te
     return layer(hidden, experts.weight_out, experts.bias_out)
 
 
-def _as_map(sums: Tensor, background: Tensor | None, pixels: RoutedPixels, dtype: torch.dtype) -> Tensor:
+def combine_as_map(sums: Tensor, background: Tensor | None, pixels: RoutedPixels, dtype: torch.dtype) -> Tensor:
     """Returns the output map (B, O', H, W).
 
     Args:
@@ -242,9 +279,7 @@ def _as_map(sums: Tensor, background: Tensor | None, pixels: RoutedPixels, dtype
     sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
     background = None if background is None else background.to(sums.dtype)
     if pixels.spec.gate_on == "output":
-        if background is not None:
-            per_expert = background.ndim == 2
-            sums = sums + (pixels.expand_per_expert if per_expert else pixels.gather_by_expert)(background)
+        sums = add_background(sums, background, pixels)
         sums = sums * pixels.gate_R.to(sums.dtype).unsqueeze(1)
         dummy_rows = 0 if pixels.used_R is None else pixels.dummy_rows
         index = ScatterIndex(pixels.output_index().unsqueeze(1), pixels.rows, dummy_rows, within_pixels=False)
@@ -256,3 +291,10 @@ def _as_map(sums: Tensor, background: Tensor | None, pixels: RoutedPixels, dtype
             everywhere = everywhere.flatten(-2) if pixels.spec.combine == "concat" else everywhere.sum(-2)
             y = y.add_(everywhere) if is_eager_cpu(y, everywhere) and no_grad_needed(y, everywhere) else y + everywhere
     return y.to(dtype).permute(0, 3, 1, 2)
+
+
+def add_background(sums: Tensor, background: Tensor | None, pixels: RoutedPixels) -> Tensor:
+    """Adds the experts' background, (E, O) or (E, H, W, O), to the sums (R, O) at their pixels."""
+    if background is None:
+        return sums
+    return sums + (pixels.expand_per_expert if background.ndim == 2 else pixels.gather_by_expert)(background)

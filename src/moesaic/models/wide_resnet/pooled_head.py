@@ -40,7 +40,7 @@ def pooled_head(layer: PatchMoE, x: Tensor, norm: nn.BatchNorm2d) -> Tensor:
     torch.Size([5, 6])
     """
     experts, output_norm = layer.experts, _norm_tensors(norm)
-    unfit = layer.pads(x) or isinstance(layer.router, SoftRouter)
+    unfit = layer.pads(x) or isinstance(layer.router, SoftRouter) or experts.dispatcher is not None
     if output_norm is None or unfit or not isinstance(experts, ConvExperts):
         return norm(layer(x)).relu().mean((2, 3))
     x, routing, selection = layer.prepare(x)

@@ -143,18 +143,18 @@ class RoutedPixels:
 
     def moments(self, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the number of used pixels (E, 1) of each expert, and the mean and variance (E, C) of their values."""
-        used = None if self.used_R is None else self.by_expert(self.used_R.unsqueeze(1))
-
-        def sum_per_expert(terms: Tensor) -> Tensor:
-            terms = terms if used is None else terms.where(used, 0)
-            if self.ends_E is None:
-                return terms.sum(1)
-            return terms.new_zeros(self.routing.experts, terms.shape[1]).index_add(0, self.expert_R, terms)
-
-        count = sum_per_expert(torch.ones_like(values[..., :1]))
-        mean = sum_per_expert(values) / count.clamp_min(1)
+        count = self.sum_per_expert(torch.ones_like(values[..., :1]))
+        mean = self.sum_per_expert(values) / count.clamp_min(1)
         squares = (values - self.broadcast_per_expert(mean)).square()
-        return count, mean, sum_per_expert(squares) / count.clamp_min(1)
+        return count, mean, self.sum_per_expert(squares) / count.clamp_min(1)
+
+    def sum_per_expert(self, terms: Tensor) -> Tensor:
+        """Returns the sum (E, C) of each expert's used pixels."""
+        if self.used_R is not None:
+            terms = terms.where(self.by_expert(self.used_R.unsqueeze(1)), 0)
+        if self.ends_E is None:
+            return terms.sum(1)
+        return terms.new_zeros(self.routing.experts, terms.shape[1]).index_add(0, self.expert_R, terms)
 
     def matmul(self, values: Tensor, weight_EOC: Tensor) -> Tensor:
         """Multiplies each expert's pixels by its matrix."""
@@ -163,8 +163,8 @@ class RoutedPixels:
 
     def output_index(self) -> Tensor:
         """Returns the output row (R,) of each pixel itself; a dummy row for unused pixels."""
-        own_R = self._map_start_R + self.position_R * self.groups
-        return own_R if self.used_R is None else torch.where(self.used_R, own_R, self._dummy_row_R)
+        own_R = self.map_start_R + self.position_R * self.groups
+        return own_R if self.used_R is None else torch.where(self.used_R, own_R, self.dummy_row_R)
 
     def scatter_index(self, kernel: int, *, background: bool = False) -> ScatterIndex:
         """`scatter_to_pixels` under ``gate_on="output"``, where all other pixels have gate 0; else `scatter_to_map`."""
@@ -181,8 +181,8 @@ class RoutedPixels:
         inside_Rk = per_pixel(inside)
         if self.used_R is not None:
             inside_Rk = inside_Rk & self.used_R.unsqueeze(1)
-        row_Rk = per_pixel(target * self.groups) + self._map_start_R.unsqueeze(1)
-        row_Rk = torch.where(inside_Rk, row_Rk, self._dummy_row_R.unsqueeze(1))
+        row_Rk = per_pixel(target * self.groups) + self.map_start_R.unsqueeze(1)
+        row_Rk = torch.where(inside_Rk, row_Rk, self.dummy_row_R.unsqueeze(1))
         if background:
             row_Rk = self._append_background(row_Rk, self.rows)
         return ScatterIndex(row_Rk, self.rows, self.dummy_rows, within_pixels=False)
@@ -225,13 +225,14 @@ class RoutedPixels:
         return self.position_R.shape[0] // self.routing.experts
 
     @property
-    def _map_start_R(self) -> Tensor:
-        """Output row of position 0 of a pixel's map, in the group of its expert."""
+    def map_start_R(self) -> Tensor:
+        """Output row (R,) of position 0 of each pixel's map, in the group of its expert."""
         group_R = self.expert_R if self.groups > 1 else 0
         return self.image_R * (self.area * self.groups) + group_R
 
     @property
-    def _dummy_row_R(self) -> Tensor:
+    def dummy_row_R(self) -> Tensor:
+        """Row (R,) after the output for contributions of each pixel that are dropped."""
         group_R = self.expert_R if self.groups > 1 else 0
         return self.image_R * self.groups + (group_R + self.routing.batch * self.area * self.groups)
 
