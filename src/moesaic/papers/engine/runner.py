@@ -67,8 +67,9 @@ class Runner:
         def add(digest: str, stored: CachedResult) -> None:
             for cell in cells_of[digest]:
                 completed[cell] = CompletedCell(cell.result(stored.result), stored.seconds)
-                for name in names_of[cell] if on_completed is not None else ():
-                    on_completed(name, completed[cell])
+                for name in names_of[cell]:
+                    if on_completed is not None:
+                        on_completed(name, completed[cell])
 
         run_cells(self._cache, work, self.progress, add)
         self.progress.end()
