@@ -72,7 +72,13 @@ def test_data_gives_the_statistics_and_images_are_shown(run: Path, pets: Path, t
     assert command.run([]) == 0
     record = read(tmp_path / "out")
     assert record["about"]["data"] == f"the 6 test images of {pets.name}"  # a fifth of each class
-    assert [each["name"] for each in record["shown"]] == [str(image)]
+    names = [each["name"] for each in record["shown"]]
+    assert names[0] == str(image), "those of the user come first"
+    assert len(names) == 7
+    assert {name.split("/")[0] for name in names[1:]} == set(CLASSES), "the others by the names of their files"
+    note = (tmp_path / "out" / "explanation.html").read_text("utf-8")
+    assert "These are all test images of the data." in note
+    assert "with --data" not in note
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -149,7 +155,7 @@ def test_an_interrupted_explanation_runs_again_in_its_folder(
     out = tmp_path / "page"
 
     def interrupted(*_: object) -> None:
-        (out / "layer-0-image-7.png").write_bytes(b"half")
+        (out / "layer-7-share.png").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -159,7 +165,7 @@ def test_an_interrupted_explanation_runs_again_in_its_folder(
     assert not (out / "explanation.json").exists()
     assert Explain(run, (pets,), max_images=1, top_patches=2, out=out).run(["explain"]) == 0
     assert read(out)["about"]["data"] == "30 of 31 input images"
-    assert not (out / "layer-0-image-7.png").exists()
+    assert not (out / "layer-7-share.png").exists()
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 

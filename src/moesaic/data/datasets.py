@@ -117,13 +117,21 @@ class LabelledImages:
     """(B,) int64: a finer grouping than the labels. In CIFAR-10-Rotate, the class of CIFAR-10."""
     features: Tensor | None = None
     """(B, …) float: the last maps or tokens of a frozen backbone for these images, where they were computed."""
+    names: tuple[str, ...] = ()
+    """Names of the files in their folder or archive; empty if the images do not come from files."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> LabelledImages:
         features = None if self.features is None else self.features.to(device)
-        return LabelledImages(self.pixels.to(device), self.labels.to(device), self.clusters.to(device), features)
+        return replace(
+            self,
+            pixels=self.pixels.to(device),
+            labels=self.labels.to(device),
+            clusters=self.clusters.to(device),
+            features=features,
+        )
 
     def fingerprint(self) -> str:
         """A hash of all labels and a sample of the images; the same on every device."""
@@ -139,12 +147,14 @@ class LabelledImages:
         if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
             part = slice(first, first + len(rows))
             features = None if self.features is None else self.features[part]
-            return LabelledImages(self.pixels[part], self.labels[part], self.clusters[part], features)
+            names = self.names[part]
+            return LabelledImages(self.pixels[part], self.labels[part], self.clusters[part], features, names)
         # channels_last pixels are indexed as (B, H, W, C): each image is then one contiguous copy
         last = self.pixels.is_contiguous(memory_format=torch.channels_last)
         picked = self.pixels.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2) if last else self.pixels[rows]
         features = None if self.features is None else self.features[rows]
-        return LabelledImages(picked, self.labels[rows], self.clusters[rows], features)
+        names = tuple(self.names[int(row)] for row in rows) if self.names else ()
+        return LabelledImages(picked, self.labels[rows], self.clusters[rows], features, names)
 
 
 @dataclass(frozen=True, eq=False)

@@ -35,6 +35,7 @@ from moesaic.training.progress import NoProgress, Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
+from moesaic.training.snapshots import SnapshotCallback
 from moesaic.training.trackers import Tracker
 from moesaic.training.trainer import Trainer, evaluate
 
@@ -134,8 +135,9 @@ def fit(
     everyone = [*default_callbacks(model, recipe, teacher=teacher, collapse_alarm=collapse_alarm), *callbacks]
     _check_names(everyone)
     config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
-    if callbacks:
-        config["callbacks"] = [callback.name for callback in callbacks]
+    named = [callback.name for callback in callbacks if not isinstance(callback, SnapshotCallback)]
+    if named:  # snapshots change nothing: a run may be continued with others
+        config["callbacks"] = named
     if teacher is not None:
         config["teacher"] = _fingerprint(teacher)
         teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part
