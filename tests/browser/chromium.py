@@ -11,18 +11,28 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-_TIMEOUT = 120.0
+_TIMEOUT = 30.0
 """Seconds without any answer after which the browser counts as hung."""
 _KEYS = {
     "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36,
     "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40,
 }  # fmt: skip
+_START = """
+import fcntl, os, sys
+first, second = (fcntl.fcntl(int(each), fcntl.F_DUPFD, 10) for each in sys.argv[1:3])
+os.dup2(first, 3)
+os.dup2(second, 4)
+os.closerange(5, 20)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+"""The protocol is spoken on the descriptors 3 and 4."""
 _TEXTS = {"Enter": "\r", " ": " "}
 
 
@@ -43,10 +53,8 @@ class Chromium:
             # the browser itself likes to call home
             "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={profile}", "about:blank",
         )  # fmt: skip
-        # the protocol is spoken on the descriptors 3 and 4
-        redirect = f'exec "$0" "$@" 3<&{to_read} 4>&{to_write}'
         self._process = subprocess.Popen(
-            ["sh", "-c", redirect, CHROMIUM, *options],
+            [sys.executable, "-ISc", _START, str(to_read), str(to_write), CHROMIUM, *options],
             pass_fds=(to_read, to_write),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -56,7 +64,11 @@ class Chromium:
         self._buffer = b""
         self._count = 0
         self.pages: dict[str, Page] = {}
-        self.version: str = self.send("Browser.getVersion")["product"]
+        try:
+            self.version: str = self.send("Browser.getVersion")["product"]
+        except BrowserError:
+            self._end()
+            raise
 
     def __enter__(self) -> Chromium:
         return self
@@ -66,8 +78,13 @@ class Chromium:
             self.send("Browser.close")
             self._process.wait(10)
         except (BrowserError, subprocess.TimeoutExpired):
+            pass
+        self._end()
+
+    def _end(self) -> None:
+        if self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+        self._process.wait()
         os.close(self._write)
         os.close(self._read)
 
@@ -145,6 +162,7 @@ class Page:
 
     def go(self, page: Path) -> None:
         self._loaded = False
+        self.send("Page.bringToFront")  # a tab behind another one draws nothing
         self.send("Page.navigate", url=page.resolve().as_uri())
         while not self._loaded:
             self._browser.receive()

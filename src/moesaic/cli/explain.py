@@ -210,15 +210,8 @@ class Explain:
         """The outputs of an earlier checkpoint, which must be of the same network."""
         with user_errors("explain"):
             other = self._load(path, device)
-            if other.class_names != checkpoint.class_names or other.input_shape != checkpoint.input_shape:
-                raise ValueError(
-                    f"--checkpoints: {path} has {len(other.class_names)} classes and takes images of "
-                    f"{other.input_shape}, but {checkpoint.path} has {len(checkpoint.class_names)} and takes "
-                    f"{checkpoint.input_shape}; name checkpoints of one run"
-                )
+            _check_network(other, checkpoint)
         found = self._collect(other, pixels, device)
-        with user_errors("explain"):
-            _check_layers(path, found, other, checkpoint)
         return _CheckpointOutputs(other, found.images(0, count), found.images(first, len(pixels)))
 
     def _input_images(self, checkpoint: Checkpoint, stack: ExitStack) -> _Images:
@@ -366,21 +359,25 @@ def _named(passes: Sequence[_CheckpointOutputs]) -> list[CheckpointPass]:
     """The outputs with the epochs of their checkpoints, if these differ, else with their paths."""
     from moesaic.report.explorer_data import CheckpointPass
 
-    epochs = [each.checkpoint.metrics.get("epochs") for each in passes]
-    counted = len(set(epochs)) == len(epochs) and all(isinstance(epoch, int) for epoch in epochs)
-    paths = [str(each.checkpoint.path.with_suffix("")) for each in passes]
-    names = [f"epoch {epoch}" for epoch in epochs] if counted else paths
-    order = sorted(range(len(passes)), key=lambda i: epochs[i]) if counted else range(len(passes))
-    return [CheckpointPass(names[i], passes[i].shown, passes[i].statistics) for i in order]
+    known = [each.checkpoint.metrics.get("epochs") for each in passes]
+    epochs = [epoch for epoch in known if isinstance(epoch, int)]
+    if len(set(epochs)) < len(passes):
+        paths = [str(each.checkpoint.path.with_suffix("")) for each in passes]
+        return [CheckpointPass(path, each.shown, each.statistics) for path, each in zip(paths, passes, strict=True)]
+    return [
+        CheckpointPass(f"epoch {epochs[i]}", passes[i].shown, passes[i].statistics)
+        for i in sorted(range(len(passes)), key=lambda i: epochs[i])
+    ]
 
 
-def _check_layers(path: Path, found: ForwardPass, other: Checkpoint, checkpoint: Checkpoint) -> None:
-    """Refuses a checkpoint of another network: the pages compare layers of the same shape."""
-    if other.spec.name != checkpoint.spec.name or other.spec.arguments != checkpoint.spec.arguments:
-        raise ValueError(
-            f"--checkpoints: {path} is {other.spec.name} with other settings than {checkpoint.path}; name checkpoints "
-            "of one run"
-        )
+def _check_network(other: Checkpoint, checkpoint: Checkpoint) -> None:
+    """Refuses an earlier checkpoint of another network, whose layers or classes would not be the same."""
+    for what in ("class_names", "input_shape", "spec"):
+        if getattr(other, what) != getattr(checkpoint, what):
+            raise ValueError(
+                f"--checkpoints: {other.path} has another {what.replace('_', ' ')} than {checkpoint.path}; name "
+                "checkpoints of one run"
+            )
 
 
 def _joined(first: Tensor, second: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -81,7 +81,7 @@ def draw_gates(
     if costs is not None and not costs.constant:
         cost_extremes = saved(draw_cost_extremes(costs, names, classes, pixels), "cost-extremes")
     masks = [shown.routing[layer.name].mask for layer in channels.layers]
-    share_BL = torch.stack([mask.flatten(1).double().mean(1) for mask in masks], 1).tolist()
+    share_BL = cast("list[list[float]]", torch.stack([mask.flatten(1).double().mean(1) for mask in masks], 1).tolist())
     images = tuple(
         ShownGates(_cost(shown, b), tuple(round(share, 4) for share in each)) for b, each in enumerate(share_BL)
     )

@@ -151,10 +151,12 @@ function rectangle(n, { x, y, side }, { grid, filled }) {
 
 const colour = (expert) => data.colours[expert % data.colours.length];
 const dash = (expert) => data.dashes[Math.floor(expert / data.colours.length) % data.dashes.length];
-const ink = (hex) => {
-  const [red, green, blue] = [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
-  return 0.3 * red + 0.59 * green + 0.11 * blue > 120 ? "#000000" : "#ffffff";
+// black or white, whichever is legible on a colour (WCAG's relative luminance)
+const ink = (rgb) => {
+  const [red, green, blue] = rgb.map((part) => (part <= 10 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.179 ? "#000000" : "#ffffff";
 };
+const parts = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16));
 
 // a patch with its surroundings, which are veiled
 function crop({ image, patch, expert }, size) {
@@ -439,7 +441,7 @@ function drawNumber(overlay, at, { expert, gate }, side) {
   const [left, top] = [at.x + (at.width - wide) / 2, at.y + at.height - tall];
   overlay.append(shape("rect", { x: left, y: top, width: wide, height: tall, fill: colour(expert) }));
   overlay.append(shape("text", {
-    x: left + wide / 2, y: top + 0.74 * tall, "font-size": size, "text-anchor": "middle", fill: ink(colour(expert)),
+    x: left + wide / 2, y: top + 0.74 * tall, "font-size": size, "text-anchor": "middle", fill: ink(parts(colour(expert))),
   }, text));
 }
 
@@ -705,8 +707,7 @@ function dispatchTable(c, caption) {
 // the colour of a share is the same in both themes
 function heat(share) {
   const mix = CLOSED.map((low, i) => Math.round(low + share * (OPEN[i] - low)));
-  const text = share > 0.45 ? "#ffffff" : "#14171a";
-  return element("td", { class: "cell", style: `background:rgb(${mix.join(",")});color:${text}`, "data-value": share.toFixed(4) }, String(Math.round(100 * share)));
+  return element("td", { class: "cell", style: `background:rgb(${mix.join(",")});color:${ink(mix)}`, "data-value": share.toFixed(4) }, String(Math.round(100 * share)));
 }
 
 function drawDispatch() {
@@ -738,7 +739,8 @@ function gateOrder(l) {
   const key = `${l} ${state.checkpoint}`;
   if (!orders.has(key)) {
     const mean = Array.from({ length: data.layers[l].experts }, (_, e) => data.present.reduce((sum, k, r) => sum + data.present_share[r] * classShare(l, k, e), 0));
-    orders.set(key, { mean, order: mean.map((_, e) => e).sort((a, b) => mean[b] - mean[a] || a - b) });
+    const rank = mean.map((share) => Math.round(1e4 * share));  // numbers are packed: equal shares may differ a little
+    orders.set(key, { mean, order: mean.map((_, e) => e).sort((a, b) => rank[b] - rank[a] || a - b) });
   }
   return orders.get(key);
 }

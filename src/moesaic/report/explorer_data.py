@@ -183,13 +183,14 @@ def _checkpoint(
 ) -> dict[str, Any]:
     probabilities = each.shown.probabilities
     best = probabilities.topk(min(_TOP_CLASSES, probabilities.shape[1]), dim=1)
-    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    indices, values = cast("list[list[int]]", best.indices.tolist()), cast("list[list[float]]", best.values.tolist())
+    pairs = [list(zip(*each, strict=True)) for each in zip(indices, values, strict=True)]
     predicted = probabilities.argmax(1)
     gated = each.shown.gated
     K = len(explanation.class_names)
     return {
         "name": each.name,
-        "top": [[[k, round(value, 4)] for k, value in zip(*pair, strict=True)] for pair in pairs],
+        "top": [[[k, round(value, 4)] for k, value in own] for own in pairs],
         "cost": None if gated is None else [round(100 * float(macs) / gated.dense_macs, 3) for macs in gated.macs],
         "layers": [
             _gates(routing, each.statistics.routing[name], classes, K, present)
