@@ -36,6 +36,9 @@ os.execv(sys.argv[3], sys.argv[3:])
 _TEXTS = {"Enter": "\r", " ": " "}
 
 
+_FAULTS = Path(__file__).with_name("faults.js").read_text("utf-8").partition("\n")[2].strip()
+
+
 class BrowserError(Exception):
     """The browser does not start, or refuses a command."""
 
@@ -226,6 +229,20 @@ class Page:
             value,
         )
         self.settle()
+
+    def faults(self) -> tuple[list[str], int]:
+        """Controls without a name, images without a text, texts without contrast; and how many texts there are."""
+        return self.run(_FAULTS)
+
+    def violations(self, axe: str) -> list[str]:
+        """Serious faults of accessibility that axe-core finds; ``axe`` is its script."""
+        if not self.run("() => typeof axe === 'object'"):
+            self.send("Runtime.evaluate", expression=axe)
+        return self.run(
+            """() => axe.run(document, { resultTypes: ["violations"] }).then((found) => found.violations
+                .filter((each) => ["serious", "critical"].includes(each.impact))
+                .map((each) => `${each.id}: ${each.nodes.slice(0, 3).map((node) => node.html.slice(0, 200))}`))"""
+        )
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Writes a PNG file of the window, or of the whole page."""

@@ -59,6 +59,15 @@ def views(page: Page) -> list[str]:
     return page.run("() => [...document.querySelectorAll('[role=tab]:not([hidden])')].map((tab) => tab.dataset.view)")
 
 
+def values(page: Page, selector: str) -> list[list[float]]:
+    """The numbers behind the marks of each drawing."""
+    return page.run(
+        """(selector) => [...document.querySelectorAll(selector)].map((drawing) =>
+            [...drawing.querySelectorAll("[data-value]")].map((each) => Number(each.dataset.value)))""",
+        selector,
+    )
+
+
 def frames(page: Page) -> set[tuple[int, int, float]]:
     """Expert, patch and gate of every frame on the image."""
     found = page.run(
@@ -83,7 +92,7 @@ def same(ours: set[tuple[int, int, float]], theirs: set[tuple[int, int, float]])
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_page_opens_from_a_file_without_a_complaint_or_a_request(name: str, opened: Opened):
-    example, page = fresh(opened, name)
+    _, page = fresh(opened, name)
     for view in views(page):
         page.click(f"#tab-{view}")
         assert page.run("(view) => !document.getElementById(`view-${view}`).hidden", view)
@@ -161,17 +170,16 @@ def test_a_patch_shows_what_its_expert_likes_best_elsewhere(patches: tuple[Examp
 
 def test_a_page_works_by_keyboard_alone(patches: tuple[ExamplePage, Page]):
     example, page = patches
-    focused = "() => document.activeElement.dataset.view ?? document.activeElement.dataset.part ?? document.activeElement.className"
+    focused = """() => {
+        const { dataset, className } = document.activeElement;
+        return dataset.view ?? dataset.part ?? className;
+    }"""
     page.run("() => document.querySelector('#tab-images').focus()")
     page.press("ArrowRight")
     assert page.run(focused) == "classes"
     assert page.run("() => !document.getElementById('view-classes').hidden")
     page.press("End")
-    assert (
-        page.run(focused) == "dispatch"
-        if page.run("() => !document.getElementById('tab-dispatch').hidden")
-        else "experts"
-    )
+    assert page.run(focused) == "experts", "where experts choose, there is no dispatch"
     page.press("Home")
     seen = []
     for _ in range(24):
@@ -179,7 +187,7 @@ def test_a_page_works_by_keyboard_alone(patches: tuple[ExamplePage, Page]):
         seen.append(page.run(focused).split()[0])
         if seen[-1] == "target":
             break
-    expected = ["layer", "checkpoint", "order", "filter", "verdict", "source", "search", "reset", "thumbnail", "target"]
+    expected = "layer checkpoint order filter verdict source search reset thumbnail target".split()
     assert seen == expected, "each list is one stop"
     first = page.run("() => Number(document.activeElement.dataset.patch)")
     assert f"row {first // 3 + 1}, column {first % 3 + 1}" in page.text(part("patch"))
@@ -194,32 +202,34 @@ def test_a_page_works_by_keyboard_alone(patches: tuple[ExamplePage, Page]):
     assert shown(example, page) == before
 
 
+def order(page: Page) -> list[int]:
+    """The images of the list."""
+    return page.run("() => [...document.querySelectorAll('.thumbnail')].map((each) => Number(each.dataset.image))")
+
+
 def test_mistakes_come_first_and_filters_leave_what_matches(patches: tuple[ExamplePage, Page]):
     example, page = patches
-    order = lambda: page.run(
-        "() => [...document.querySelectorAll('.thumbnail')].map((each) => Number(each.dataset.image))"
-    )
     predicted = example.passes[-1].probabilities.argmax(1)
     wrong = {b for b in range(len(example.labels)) if b != 1 and int(predicted[b]) != int(example.labels[b])}
-    assert set(order()[:2]) == {0, 1}, "the user's own images"
-    others = order()[2:]
+    assert set(order(page)[:2]) == {0, 1}, "the user's own images"
+    others = order(page)[2:]
     assert set(others[: len(wrong - {0})]) == wrong - {0}
     page.choose(part("verdict"), "wrong")
-    assert set(order()) == wrong
+    assert set(order(page)) == wrong
     assert page.text(part("count")) == f"{len(wrong)} of {len(example.labels)} images, {len(wrong)} wrong"
     page.choose(part("verdict"), "")
     page.choose(part("filter"), "1")
-    assert set(order()) == {
+    assert set(order(page)) == {
         b for b in range(len(example.labels)) if int(predicted[b] if b == 1 else example.labels[b]) == 1
     }
     page.click(part("reset"))
     page.choose(part("source"), "1")
-    assert set(order()) == {0, 1}
+    assert set(order(page)) == {0, 1}
     page.click(part("reset"))
     page.choose(part("search"), "photo 7")
-    assert order() == [7]
+    assert order(page) == [7]
     page.click(part("reset"))
-    assert len(order()) == len(example.labels)
+    assert len(order(page)) == len(example.labels)
     page.choose(part("search"), "nothing has this name")
     assert page.run(f"() => document.querySelector('{part('viewer')}').hidden")
 
@@ -228,15 +238,11 @@ def test_maps_of_a_class_are_its_selection_rates(patches: tuple[ExamplePage, Pag
     example, page = patches
     page.click("#tab-classes")
     page.choose(part("which-class"), "2")
-    found = page.run(
-        "() => [...document.querySelectorAll('.maps svg[role=img]')].map((map) => [...map.querySelectorAll('[data-value]')].map((each) => Number(each.dataset.value)))"
-    )
+    found = values(page, ".maps svg[role=img]")
     mask = example.passes[-1].routing["0"].mask[example.labels == 2].double().mean(0).T
     np.testing.assert_allclose(found, mask, atol=1e-3)
     page.choose(part("map"), "difference")
-    found = page.run(
-        "() => [...document.querySelectorAll('.maps svg[role=img]')].map((map) => [...map.querySelectorAll('[data-value]')].map((each) => Number(each.dataset.value)))"
-    )
+    found = values(page, ".maps svg[role=img]")
     others = [example.passes[-1].routing["0"].mask[example.labels == k].double().mean(0).T for k in (0, 1)]
     np.testing.assert_allclose(found, mask - (others[0] + others[1]) / 2, atol=1e-3)
 
@@ -244,9 +250,7 @@ def test_maps_of_a_class_are_its_selection_rates(patches: tuple[ExamplePage, Pag
 def test_the_dispatch_of_images_is_shown_over_training(samples: tuple[ExamplePage, Page]):
     example, page = samples
     page.click("#tab-dispatch")
-    tables = page.run(
-        "() => [...document.querySelectorAll('table.dispatch')].map((table) => [...table.querySelectorAll('tbody tr')].map((row) => [...row.querySelectorAll('[data-value]')].map((each) => Number(each.dataset.value))))"
-    )
+    tables = np.reshape(values(page, "table.dispatch"), (4, 3, 2))
     expected = [
         [each.routing[""].mask[example.labels == k][:, 0].double().mean(0).tolist() for k in range(3)]
         for each in example.passes
@@ -275,8 +279,10 @@ def test_gates_of_an_image_stand_beside_the_mean_of_its_class(gates: tuple[Examp
     assert f"{cost:.1f}\u00a0%" in page.text(part("cost"))
 
 
-MARKS = """() => [...document.querySelectorAll("#explorer [data-value], #explorer [data-gate], #explorer [data-veil]")].map(
-    (each) => [{ ...each.dataset }, ["fill", "stroke", "fillOpacity"].map((name) => getComputedStyle(each)[name]).join()])"""
+MARKS = """() => [...document.querySelectorAll("#explorer :is([data-value], [data-gate], [data-veil])")].map((each) => {
+    const style = getComputedStyle(each);
+    return [{ ...each.dataset }, style.fill, style.stroke, style.fillOpacity];
+})"""
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -317,7 +323,7 @@ def test_a_page_can_be_printed(patches: tuple[ExamplePage, Page]):
 def test_large_images_keep_their_shape_and_the_square_the_network_sees(gates: tuple[ExamplePage, Page]):
     _, page = gates
     width, height = page.run(
-        "() => { const box = document.querySelector('.stage').getBoundingClientRect(); return [box.width, box.height]; }"
+        "() => (({ width, height }) => [width, height])(document.querySelector('.stage').getBoundingClientRect())"
     )
     assert width / height == pytest.approx(36 / 24, rel=0.02)
 
@@ -325,44 +331,12 @@ def test_large_images_keep_their_shape_and_the_square_the_network_sees(gates: tu
 @pytest.mark.parametrize("name", KINDS)
 def test_a_page_is_accessible(name: str, opened: Opened, axe: str):
     _, page = fresh(opened, name)
-    page.send("Runtime.evaluate", expression=axe)
-    script = """() => axe.run(document, { resultTypes: ["violations"] }).then((found) => found.violations
-        .filter((each) => ["serious", "critical"].includes(each.impact))
-        .map((each) => `${each.id}: ${each.nodes.slice(0, 3).map((node) => node.html.slice(0, 200)).join(" | ")}`))"""
     for dark in (False, True):
         page.look(dark=dark)
         for view in views(page):
             page.click(f"#tab-{view}")
-            assert page.run(script) == []
+            assert page.violations(axe) == []
     page.look()
-
-
-FAULTS = """() => {
-    const visible = (each) => each.checkVisibility({ visibilityProperty: true });
-    const named = (each) => (each.labels?.[0]?.innerText ?? each.ariaLabel ?? each.getAttribute("aria-labelledby") ?? each.innerText).trim();
-    const controls = [...document.querySelectorAll("button, select, input, [role=option], [role=tab]")].filter(visible);
-    const faults = controls.filter((each) => !named(each)).map((each) => `no name: ${each.outerHTML.slice(0, 80)}`);
-    faults.push(...[...document.images].filter((each) => visible(each) && !each.hasAttribute("alt")).map((each) => `no alt: ${each.outerHTML.slice(0, 80)}`));
-    faults.push(...[...document.querySelectorAll("[role=img]")].filter((each) => !each.ariaLabel).map((each) => `no label: ${each.outerHTML.slice(0, 80)}`));
-    const luminance = (colour) => {
-        const [r, g, b] = colour.match(/[\\d.]+/g).map(Number).map((part) => (part <= 10 ? part / 3294.6 : ((part / 255 + 0.055) / 1.055) ** 2.4));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const ground = (each) => {
-        for (let box = each; box; box = box.parentElement) {
-            const colour = getComputedStyle(box).backgroundColor;
-            if (!/, 0\\)$/.test(colour)) return colour;
-        }
-        return "rgb(255, 255, 255)";
-    };
-    const texts = [...document.querySelectorAll("main *")].filter((each) => visible(each) && !each.closest("svg") &&
-        [...each.childNodes].some((node) => node.nodeType === 3 && node.data.trim()));
-    for (const each of texts) {
-        const [a, b] = [luminance(getComputedStyle(each).color), luminance(ground(each))].sort();
-        if ((b + 0.05) / (a + 0.05) < 4.5) faults.push(`contrast: ${each.outerHTML.slice(0, 80)}`);
-    }
-    return [faults, texts.length];
-}"""
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -372,7 +346,7 @@ def test_controls_have_names_images_have_texts_and_texts_have_contrast(name: str
         page.look(dark=dark)
         for view in views(page):
             page.click(f"#tab-{view}")
-            faults, texts = page.run(FAULTS)
+            faults, texts = page.faults()
             assert faults == []
             assert texts > 30
     page.look()
