@@ -18,7 +18,7 @@ from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-_TIMEOUT = 30.0
+_TIMEOUT = 300.0
 """Seconds without any answer after which the browser counts as hung."""
 _KEYS = {
     "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36,

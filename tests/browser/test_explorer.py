@@ -187,7 +187,7 @@ def test_a_page_works_by_keyboard_alone(patches: tuple[ExamplePage, Page]):
         seen.append(page.run(focused).split()[0])
         if seen[-1] == "target":
             break
-    expected = "layer checkpoint order filter verdict source search reset thumbnail target".split()
+    expected = ["layer", "checkpoint", "order", "filter", "verdict", "source", "search", "reset", "thumbnail", "target"]
     assert seen == expected, "each list is one stop"
     first = page.run("() => Number(document.activeElement.dataset.patch)")
     assert f"row {first // 3 + 1}, column {first % 3 + 1}" in page.text(part("patch"))
