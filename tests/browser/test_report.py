@@ -106,7 +106,8 @@ def test_a_link_to_a_claim_opens_it_and_a_fold_opens_by_keyboard(page: Page):
 def test_the_same_text_and_drawings_are_in_both_themes(page: Page):
     shapes = """() => {
         const drawn = [...document.querySelectorAll("svg :is(path, use, image)")];
-        return [document.querySelector("main").innerText, ...drawn.map((each) => each.getAttribute("d") ?? each.outerHTML)];
+        const shape = (each) => each.getAttribute("d") ?? each.outerHTML;
+        return [document.querySelector("main").innerText, ...drawn.map(shape)];
     }"""
     light = page.run(shapes)
     page.look(dark=True)

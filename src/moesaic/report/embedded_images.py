@@ -1,7 +1,7 @@
 """Image files for a page: as large as their number allows, since all of them are in the page.
 
 Images keep their own resolution up to `LONGEST_SIDE`; of many images each gets fewer pixels, so that all together fit
-into a number of bytes. Small images, such as those of CIFAR-10, keep their exact pixels.
+into a number of bytes. Small images, such as those of CIFAR-10, keep their exact pixels where there is room.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIDES = (LONGEST_SIDE, 896, 768, 640, 512, 448, 384, 320, 288, 256, 224, 192, 1
 _SAMPLE = 16
 """Images that the size of all is estimated from."""
 _EXACT_SIDE = 100
-"""Images up to this side are encoded without loss."""
+"""Images up to this side are encoded without loss, unless that takes too much."""
 _QUALITY = 78
 
 
@@ -71,8 +71,8 @@ def reduced(image: NDArray[np.uint8], longest: int) -> NDArray[np.uint8]:
     return np.asarray(Image.fromarray(image).resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0))
 
 
-def encode_image(image: NDArray[np.uint8], *, side: int | None = None) -> EmbeddedImage:
-    """Encodes an image (H, W, 3), which was reduced if its long side is ``side``.
+def encode_image(image: NDArray[np.uint8], *, side: int | None = None, exact: bool = False) -> EmbeddedImage:
+    """Encodes an image (H, W, 3), which was reduced if its long side is ``side``; ``exact``: without loss if small.
 
     >>> encode_image(np.zeros((2, 3, 3), np.uint8)).width
     3
@@ -81,8 +81,8 @@ def encode_image(image: NDArray[np.uint8], *, side: int | None = None) -> Embedd
 
     file = io.BytesIO()
     height, width = image.shape[:2]
-    exact = max(height, width) <= _EXACT_SIDE
-    Image.fromarray(np.ascontiguousarray(image)).save(file, "WEBP", lossless=exact, quality=_QUALITY, method=2)
+    lossless = exact and max(height, width) <= _EXACT_SIDE
+    Image.fromarray(np.ascontiguousarray(image)).save(file, "WEBP", lossless=lossless, quality=_QUALITY, method=2)
     return EmbeddedImage(base64.b64encode(file.getvalue()).decode(), width, height, max(height, width) == side)
 
 
@@ -97,33 +97,35 @@ def embed_images(pictures: Sequence[Picture], most_bytes: int) -> list[EmbeddedI
     True
     """
     check_positive("embed_images", most_bytes=most_bytes)
-    side = _SIDES[0]
+    side, exact = _SIDES[0], True
     while True:
         smallest = side == _SIDES[-1]
-        expected = _expected_bytes(pictures, side)
+        expected = _expected_bytes(pictures, side, exact)
         if expected <= most_bytes or smallest:
-            made = _encoded(pictures, side, None if smallest else most_bytes)
+            made = _encoded(pictures, side, exact, None if smallest else most_bytes)
             if made is not None:
                 return made
             expected = 1.2 * most_bytes  # the sample had smaller files than the others
-        # files grow a little slower than the number of pixels
-        guess = 1.05 * side * (most_bytes / expected) ** 0.5
-        side = next((each for each in _SIDES if each < side and each <= guess), _SIDES[-1])
+        if not exact or max(pictures[0](side).shape) > _EXACT_SIDE:
+            # files grow a little slower than the number of pixels
+            guess = 1.05 * side * (most_bytes / expected) ** 0.5
+            side = next((each for each in _SIDES if each < side and each <= guess), _SIDES[-1])
+        exact = False
 
 
-def _encoded(pictures: Sequence[Picture], side: int, most_bytes: int | None) -> list[EmbeddedImage] | None:
+def _encoded(pictures: Sequence[Picture], side: int, exact: bool, most_bytes: int | None) -> list[EmbeddedImage] | None:
     """All images at this size; None as soon as they are too large."""
     made: list[EmbeddedImage] = []
     total = 0
     for picture in pictures:
-        made.append(encode_image(picture(side), side=side))
+        made.append(encode_image(picture(side), side=side, exact=exact))
         total += len(made[-1].text)
         if most_bytes is not None and total > most_bytes:
             return None
     return made
 
 
-def _expected_bytes(pictures: Sequence[Picture], side: int) -> float:
+def _expected_bytes(pictures: Sequence[Picture], side: int, exact: bool) -> float:
     """Bytes of all images at this size, from a sample."""
     sample = [pictures[i] for i in evenly(len(pictures), _SAMPLE)]
-    return len(pictures) / len(sample) * sum(len(encode_image(picture(side)).text) for picture in sample)
+    return len(pictures) / len(sample) * sum(len(encode_image(each(side), exact=exact).text) for each in sample)
