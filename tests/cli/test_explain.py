@@ -72,7 +72,13 @@ def test_data_gives_the_statistics_and_images_are_shown(run: Path, pets: Path, t
     assert command.run([]) == 0
     record = read(tmp_path / "out")
     assert record["about"]["data"] == f"the 6 test images of {pets.name}"  # a fifth of each class
-    assert [each["name"] for each in record["shown"]] == [str(image)]
+    names = [each["name"] for each in record["shown"]]
+    assert names[0] == str(image), "those of the user come first"
+    assert len(names) == 7
+    assert {name.split("/")[0] for name in names[1:]} == set(CLASSES), "the others by the names of their files"
+    note = (tmp_path / "out" / "explanation.html").read_text("utf-8")
+    assert "These are all test images of the data." in note
+    assert "with --data" not in note
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -128,6 +134,46 @@ def test_of_a_network_with_gated_channels_the_gates_are_shown(
     assert record["explanation"]["layers"] == []
 
 
+def block(page: Path) -> dict:
+    (found,) = re.findall(r'id="explorer-data">(.*?)</script>', page.read_text("utf-8"))
+    return json.loads(found)
+
+
+def test_snapshots_of_a_run_make_a_slider(pets: Path, tmp_path: Path):
+    run = save(tmp_path / "run")
+    for epoch in (10, 2):
+        (run / "snapshots").mkdir(exist_ok=True)
+        torch.manual_seed(epoch)
+        spec = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})
+        metadata = Metadata(
+            spec, CLASSES, CLASSES, Normalize((0.5,) * 3, (0.2,) * 3), (3, 16, 16), "", {"epochs": epoch}
+        )
+        save_network(run / "snapshots" / f"epoch-{epoch:04}.safetensors", spec.build(), metadata)
+    assert Explain(run, (pets / "cat",), top_patches=1, max_images=3).run([]) == 0
+    data = block(run / "explanation" / "explanation.html")
+    names = [each["name"] for each in data["checkpoints"]]
+    assert [name.split("/")[-1] for name in names] == ["epoch-0002", "epoch-0010", "model"]
+    assert len(data["images"]["name"]) == 3
+    probabilities = [[top[0][1] for top in each["top"]] for each in data["checkpoints"]]
+    assert probabilities[0] != probabilities[1] != probabilities[2]
+    other = save(tmp_path / "other", "wrn10_2_pmoe")
+    refused("has another spec than", Explain(run, (pets / "cat",), checkpoints=(other / "model.safetensors",)))
+    refused("has no checkpoint; name a safetensors file", Explain(run, (pets / "cat",), checkpoints=(pets,)))
+
+
+def test_images_are_embedded_whole_and_at_their_own_resolution(run: Path, pets: Path, tmp_path: Path):
+    folder = tmp_path / "large" / "cat"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (1500, 300), (9, 9, 9)).save(folder / "wide.png")
+    Image.new("RGB", (30, 70), (9, 9, 9)).save(folder / "tall.png")
+    assert Explain(run, (folder,), data=str(pets), cache_dir=tmp_path / "cache", out=tmp_path / "out").run([]) == 0
+    data = block(tmp_path / "out" / "explanation.html")
+    assert data["images"]["own"] == 2
+    assert dict(zip([Path(name).name for name in data["images"]["name"]], data["images"]["size"], strict=False)) == {
+        "wide.png": [1024, 205], "tall.png": [30, 70],
+    } | {Path(name).name: [20, 16] for name in data["images"]["name"][2:]}  # fmt: skip
+
+
 def test_a_folder_with_other_files_is_left_alone_and_an_explanation_is_replaced(run: Path, pets: Path, tmp_path: Path):
     (tmp_path / "mine.txt").write_text("keep me")
     command = Explain(run, (pets / "cat",), out=tmp_path, max_images=1, top_patches=1)
@@ -149,7 +195,7 @@ def test_an_interrupted_explanation_runs_again_in_its_folder(
     out = tmp_path / "page"
 
     def interrupted(*_: object) -> None:
-        (out / "layer-0-image-7.png").write_bytes(b"half")
+        (out / "layer-7-share.png").write_bytes(b"half")
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -159,7 +205,7 @@ def test_an_interrupted_explanation_runs_again_in_its_folder(
     assert not (out / "explanation.json").exists()
     assert Explain(run, (pets,), max_images=1, top_patches=2, out=out).run(["explain"]) == 0
     assert read(out)["about"]["data"] == "30 of 31 input images"
-    assert not (out / "layer-0-image-7.png").exists()
+    assert not (out / "layer-7-share.png").exists()
     assert not [path.name for path in out.iterdir() if path.name.startswith(".")]
 
 

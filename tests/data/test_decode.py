@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from moesaic.data.decode import InvalidImage, decode_image, pixel_limit, read_image
+from moesaic.data.decode import InvalidImage, decode_image, decode_whole, pixel_limit, read_image
 
 RED, WHITE = [255, 0, 0], [255, 255, 255]
 
@@ -90,6 +90,28 @@ def test_exif_orientation_is_applied(turn, kind):
     exif[0x0112] = turn
     options: dict[str, Any] = {"quality": 98} if kind == "JPEG" else {}
     assert close(decoded(packed(stored, kind, exif=exif, **options)), reference(), 8)
+
+
+@pytest.mark.parametrize("turn", [1, 3, 6, 8])
+def test_the_centre_of_the_whole_image_is_the_square(turn):
+    ways = [None, *(Image.Transpose[name] for name in UNDO)]
+    stored = photograph() if ways[turn - 1] is None else photograph().transpose(ways[turn - 1])
+    exif = Image.Exif()
+    exif[0x0112] = turn
+    content = packed(stored, "JPEG", quality=98, exif=exif)
+    with pixel_limit():
+        whole = decode_whole(content, 1000)
+        assert decode_whole(content, 24).shape == (16, 24, 3)
+    assert whole.shape == (32, 48, 3)
+    assert close(whole[:, 8:40], decoded(content, 32), 8)
+
+
+def test_a_whole_image_has_no_transparency_and_invalid_ones_are_refused():
+    with pixel_limit():
+        assert decode_whole(packed(Image.new("RGBA", (2, 1), (9, 9, 9, 0))), 9).tolist() == [[WHITE] * 2]
+        for content in (b"", b"no image"):
+            with pytest.raises(InvalidImage):
+                decode_whole(content, 9)
 
 
 UNDO = ["FLIP_LEFT_RIGHT", "ROTATE_180", "FLIP_TOP_BOTTOM", "TRANSPOSE", "ROTATE_90", "TRANSVERSE", "ROTATE_270"]

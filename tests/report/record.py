@@ -32,7 +32,9 @@ from moesaic.report.chart import read_charts
 from moesaic.report.chart_drawing import draw
 from moesaic.report.comparison import write_comparison_report
 from moesaic.report.comparison_charts import comparison_charts
-from moesaic.report.explanation import About, Shown, write_explanation
+from moesaic.report.embedded_images import picture_of
+from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explorer_data import CheckpointPass, ShownImage
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.training.paired_comparison import paired_comparisons
 
@@ -67,14 +69,13 @@ def explain_patches(folder: Path) -> None:
     names = ("a class with quite a long name", "dog & co", "frog")
     groups = (torch.arange(36) > 20).long()
     explanation = explain(outputs, names, labels=labels, groups=groups, group_names=("light", "dark"), top_patches=4)
-    first = collect_outputs(model, pixels[:2], lambda x: x / 255)
-    shown = [Shown("one.png", names[0], 0.8, names[1]), Shown("two.png", names[1], 0.55, None)]
+    images = [ShownImage("one.png", 1, picture_of(pixels[0])), ShownImage("two.png", None, picture_of(pixels[1]))]
     about = About(
         "wrn_pmoe", "runs/a", "36 images", notes=("A note.",), skipped=(("bad.jpg", "is empty"),), command="explain a"
     )
     write_explanation(
-        folder, explanation, about, pixels=pixels, classes=labels, shown=shown, shown_pixels=pixels[:2],
-        shown_pass=first,
+        folder, explanation, about, pixels=pixels, classes=labels, images=images,
+        checkpoints=[CheckpointPass("epoch 1", outputs.images(0, 2), outputs)],
     )  # fmt: skip
 
 
@@ -104,7 +105,8 @@ def explain_gates(folder: Path) -> None:
     explanation = explain(forward_pass(45), names, labels=labels)
     write_explanation(
         folder, explanation, About("vgg16_deepmoe", "runs/b", "45 images"), pixels=pixels, classes=labels,
-        shown=[Shown("one.png", names[0], 0.8, names[0])], shown_pixels=pixels[:1], shown_pass=forward_pass(1),
+        images=[ShownImage("one.png", 0, picture_of(pixels[0]))],
+        checkpoints=[CheckpointPass("epoch 1", forward_pass(1), forward_pass(45))],
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """The explanation page is complete and self-contained, and shows the measured numbers."""
 
+import base64
 import io
 import json
 import re
@@ -10,12 +11,15 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor, nn
 
 import moesaic
 from moesaic.insight.explain import Explanation, ForwardPass, collect_outputs, explain
+from moesaic.report.embedded_images import picture_of
 from moesaic.report.expert_figures import draw_class_maps, draw_top_patches, mean_images
-from moesaic.report.explanation import About, Shown, write_explanation
+from moesaic.report.explanation import About, write_explanation
+from moesaic.report.explorer_data import CheckpointPass, ShownImage
 
 NAMES = ("cat <b>", "dog & co")
 
@@ -34,16 +38,18 @@ def found(model: nn.Module, images: int = 6, channels: int = 3) -> tuple[Forward
 def write(
     folder: Path, explanation: Explanation, seen: ForwardPass, pixels: Tensor, classes: Tensor, **about: object
 ) -> str:
-    shown = [Shown("<i>one</i>.png", NAMES[0], 0.8, NAMES[1]), Shown("two.png", NAMES[1], 1.0, None)]
+    images = [
+        ShownImage("<i>one</i>.png", 1, picture_of(pixels[0])),
+        ShownImage("two.png", None, picture_of(pixels[1])),
+    ]
     page = write_explanation(
         folder,
         explanation,
         replace(About("a model", "runs/a", "6 images"), **about),
         pixels=pixels,
         classes=classes,
-        shown=shown,
-        shown_pixels=pixels[:2],
-        shown_pass=seen,
+        images=images,
+        checkpoints=[CheckpointPass("epoch 1", seen.images(0, 2), seen)],
     )
     return page.read_text("utf-8")
 
@@ -61,38 +67,70 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, write(folder, explanation, seen, pixels, labels, skipped=skipped, command="moesaic explain 'a b'")
 
 
-def test_the_page_embeds_all_figures_and_loads_nothing(written: tuple[Path, str]):
+def test_the_page_embeds_its_images_and_loads_nothing(written: tuple[Path, str]):
     folder, page = written
     figures = sorted(path.name for path in folder.glob("*.png"))
-    kinds = ("difference", "gate", "image-0", "image-1", "share", "top-patches")
+    kinds = ("difference", "gate", "share", "top-patches")
     assert figures == [f"layer-0-{kind}.png" for kind in kinds], "and none of an earlier explanation"
-    sources = re.findall(r'src="([^"]*)"', page)
-    assert len(sources) == len(figures)
-    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    files = re.findall(r'id="(image|mean)-\d+" data-type="image/webp">([^<]+)<', page)
+    assert [kind for kind, _ in files] == ["image", "image", "mean", "mean"]
+    assert all(Image.open(io.BytesIO(base64.b64decode(text))).size == (8, 8) for _, text in files)
+    assert not re.findall(r'\s(?:src|href)="', page)
     assert "Content-Security-Policy" in page
-    assert not re.search(r"https?://", page)
+    assert not re.search(r"https?://(?!www.w3.org/2000/svg)", page)
 
 
 def test_names_of_classes_and_files_are_escaped(written: tuple[Path, str]):
     _, page = written
     assert "<b>" not in page
     assert "<i>one" not in page
-    assert "<script" not in page
+    assert "bad<script" not in page
     assert "cat &lt;b&gt;" in page
     assert "bad&lt;script&gt;.jpg" in page
-    assert "&lt;i&gt;one&lt;/i&gt;.png" in page
+    assert r"\u003ci>one\u003c/i>.png" in page, "in the block of data"
 
 
-def test_the_page_has_predictions_labels_accuracies_and_the_command(written: tuple[Path, str]):
+def test_the_page_has_accuracies_and_the_command(written: tuple[Path, str]):
     _, page = written
     text = re.sub(r"<[^>]+>", " ", page).replace("\u00a0", " ").replace("&nbsp;", " ")
-    assert "80 % (true class: dog &amp; co)" in text
-    assert re.search(r"two\.png\s*: dog &amp; co, 100 %\.", text)
     assert "light" in text
     assert "moesaic explain" in text
     assert "could not be read" in text
     assert "A patch covers 4×4 pixels of the image and depends on these pixels alone." in text
     assert "fewer than 20 images of" in text
+
+
+def packed(page: str) -> dict:
+    (block,) = re.findall(r'<script type="application/json" id="explorer-data">(.*?)</script>', page)
+    return json.loads(block)
+
+
+def numbers(field: dict) -> np.ndarray:
+    steps = 2 ** field["bits"] - 1
+    whole = np.frombuffer(base64.b64decode(field["data"]), "<u2" if field["bits"] == 16 else "u1")
+    return field["least"] + whole / steps * (field["most"] - field["least"])
+
+
+def test_the_explorer_has_the_routing_of_its_images(written: tuple[Path, str]):
+    seen, _ = found(network())
+    data = packed(written[1])
+    assert data["images"]["name"] == ["<i>one</i>.png", "two.png"]
+    assert data["images"]["label"] == [1, -1]
+    (checkpoint,) = data["checkpoints"]
+    assert [top[0][0] for top in checkpoint["top"]] == seen.probabilities[:2].argmax(1).tolist()
+    routing, layer = seen.routing["0"], checkpoint["layers"][0]
+    index = np.frombuffer(base64.b64decode(layer["index"]["data"]), "<u2")
+    assert index.tolist() == routing.index[:2].flatten().tolist()
+    np.testing.assert_allclose(numbers(layer["gate"]), routing.gate[:2].detach().flatten(), atol=1e-4)
+    rates = np.array(
+        json.loads((written[0] / "explanation.json").read_text())["explanation"]["layers"][0]["selection_rate"]
+    )
+    np.testing.assert_allclose(numbers(layer["share"]), rates.flatten(), atol=1e-4)
+    scores = routing.scores[:2].masked_fill(~routing.mask[:2], -torch.inf)
+    for expert, top in enumerate(layer["top"]):
+        assert [score for *_, score, _ in top] == pytest.approx(
+            scores[..., expert].amax(1).sort(descending=True).values, abs=1e-3
+        )
 
 
 def test_everything_on_the_page_is_in_the_json(written: tuple[Path, str]):
@@ -118,8 +156,10 @@ def test_a_layer_that_routes_whole_images_has_a_table_and_no_maps(tmp_path: Path
     seen, pixels = found(moesaic.SampleMoE(router, [nn.Sequential(nn.Flatten(), nn.Linear(192, 2)) for _ in range(2)]))
     labels = torch.arange(6) % 2
     page = write(tmp_path, explain(seen, NAMES, labels=labels), seen, pixels, labels)
-    assert "<img" not in page
     assert "load share" in page
+    (layer,) = packed(page)["layers"]
+    assert (layer["kind"], layer["grid"]) == ("sample", None)
+    assert not list(tmp_path.glob("*.png"))
 
 
 def tinted(figure: Figure) -> list[np.ndarray]:

@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -28,8 +29,10 @@ from moesaic.cli.shared import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from moesaic.data.input_images import InputFile
     from moesaic.insight.channel_explanation import ChannelExplanation
     from moesaic.insight.explain import Explanation, ForwardPass
+    from moesaic.report.explorer_data import CheckpointPass, ShownImage
     from moesaic.training.checkpoint import Checkpoint
 
 __all__ = ["Explain"]
@@ -37,6 +40,8 @@ __all__ = ["Explain"]
 _LOG_INTERVAL = 10.0
 """Seconds between progress messages."""
 _OTHER_IMAGES = " (not those of the training run)"
+_RAISE_SAMPLES = "Explain more images of the data: raise --samples."
+_NO_MORE_IMAGES = "These are all test images of the data."
 _MAX_LISTED = 5
 """Skipped files that are logged by name; the page lists more."""
 
@@ -45,10 +50,10 @@ _MAX_LISTED = 5
 class Explain:
     """Explain the routing of a trained network: an HTML page, its figures, and all numbers as JSON.
 
-    The page shows which patches each expert selects, by class and for single images. For networks with channel gates
-    it shows which gates are open and what each image costs. Pass image files or folders to see their routing; an
-    image in a folder named after a class gets that class. Use --data for statistics over many images; without it,
-    statistics are over the images passed.
+    The page opens with an explorer: every image with the patches that each expert selects, mistakes first, then
+    classes and experts. For networks with channel gates it shows which gates are open and what each image costs. Pass
+    image files or folders to see their routing; an image in a folder named after a class gets that class. Use --data
+    for statistics over many images; without it, statistics are over the images passed.
     """
 
     checkpoint: Positional[Annotated[Path, arg(metavar="CHECKPOINT")]]
@@ -63,10 +68,12 @@ class Explain:
     """Cache directory for decoded images."""
     layer: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
     """Name of a routed layer; may be repeated. Default: all routed layers."""
+    checkpoints: Annotated[UseAppendAction[tuple[Path, ...]], arg(metavar="PATH")] = ()
+    """Earlier checkpoint, or a directory of them, for the slider; may be repeated. Default: the run's snapshots."""
     samples: int = 1000
     """Maximum number of images for statistics."""
-    max_images: int = 8
-    """Maximum number of images shown individually."""
+    max_images: int = 1000
+    """Maximum number of images in the explorer."""
     top_patches: int = 12
     """Number of highest-scoring patches shown per expert."""
     router: RouterOption = None
@@ -80,27 +87,59 @@ class Explain:
 
     def run(self, given: Sequence[str]) -> int:
         """Writes the page and prints its path."""
-        from moesaic.insight.explain import explain
-        from moesaic.report.explanation import About, Shown, begin_explanation, is_explanation, write_explanation
+        from moesaic.report.explanation import begin_explanation, is_explanation
 
-        with user_errors("explain"):
-            device = self._checked()
-            check_folder(self.out)
-            checkpoint = self._load(device)
-            out = self.out or checkpoint.path.parent / "explanation"
-            if out.is_dir() and any(out.iterdir()) and not is_explanation(out):
-                raise ValueError(f"--out={str(out)!r} has other files in it; name another directory, or a new one")
-            inputs = self._input_images(checkpoint) if self.images else None
-            tested = None if self.data is None else self._test_images(checkpoint, self.data)
-            make_folder(out)
-            begin_explanation(out)
-        explained, shown = tested or inputs, (inputs or tested)
-        assert explained is not None and shown is not None
-        shown = shown.some(self.max_images, self.seed)
-        log(f"running the network on {len(explained):,} images")
-        found = self._collect(checkpoint, explained.pixels, device)
+        with ExitStack() as stack:
+            with user_errors("explain"):
+                device = self._checked()
+                check_folder(self.out)
+                checkpoint = self._load(self.checkpoint, device)
+                earlier = self._earlier(checkpoint)
+                out = self.out or checkpoint.path.parent / "explanation"
+                if out.is_dir() and any(out.iterdir()) and not is_explanation(out):
+                    raise ValueError(f"--out={str(out)!r} has other files in it; name another directory, or a new one")
+                inputs = self._input_images(checkpoint, stack) if self.images else None
+                tested = None if self.data is None else self._test_images(checkpoint, self.data, stack)
+                make_folder(out)
+                begin_explanation(out)
+            self._explain(checkpoint, earlier, inputs, tested, device, out, shlex.join(["moesaic", *given]))
+        return 0
+
+    def _explain(
+        self,
+        checkpoint: Checkpoint,
+        earlier: Sequence[Path],
+        inputs: _Images | None,
+        tested: _Images | None,
+        device: str,
+        out: Path,
+        command: str,
+    ) -> None:
+        """Runs the networks and writes the page."""
+        from moesaic.insight.explain import explain
+        from moesaic.report.explanation import About, write_explanation
+
+        explained = tested or inputs
+        assert explained is not None
+        shown = inputs or explained
+        rows = shown.some_rows(self.max_images, self.seed)
+        if tested is not None and inputs is not None:
+            shown = inputs.take(rows)
+            pixels = _joined(shown.pixels, tested.pixels)
+            first, count = len(shown), min(len(shown) + len(tested), self.max_images)
+            images = [*shown.images(own=True), *tested.images(own=False)][:count]
+        else:
+            # the images of the explorer first; statistics do not depend on the order
+            others = sorted(set(range(len(shown))) - set(rows))
+            explained = explained.take([*rows, *others]) if others else explained
+            pixels, first, count = explained.pixels, 0, len(rows)
+            images = explained.images(own=tested is None)[:count]
+        log(f"running the network on {len(pixels):,} images")
+        passes = [self._pass(path, checkpoint, pixels, first, count, device) for path in earlier]
+        found = self._collect(checkpoint, pixels, device)
+        statistics = found.images(first, len(pixels))
         explanation = explain(
-            found,
+            statistics,
             checkpoint.class_names,
             labels=explained.labels,
             groups=explained.groups,
@@ -108,13 +147,7 @@ class Explain:
             top_patches=self.top_patches,
             seed=self.seed,
         )
-        shown_pass = self._collect(checkpoint, shown.pixels, device)
-        best = shown_pass.probabilities.max(1)
-        names = checkpoint.class_names
-        records = [
-            Shown(name, names[int(k)], float(share), None if label is None else names[label])
-            for name, k, share, label in zip(shown.names, best.indices, best.values, shown.known, strict=True)
-        ]
+        passes.append(_CheckpointOutputs(checkpoint, found.images(0, count), statistics))
         with user_errors("explain"):
             page = write_explanation(
                 out,
@@ -123,17 +156,17 @@ class Explain:
                     model=checkpoint.spec.name,
                     checkpoint=str(checkpoint.path),
                     data=explained.about,
+                    more_images=explained.more_images,
                     skipped=inputs.skipped if inputs is not None else (),
-                    command=shlex.join(["moesaic", *given]),
+                    command=command,
                 ),
                 pixels=explained.pixels,
-                classes=found.probabilities.argmax(1) if explained.labels is None else explained.labels,
-                shown=records,
-                shown_pixels=shown.pixels,
-                shown_pass=shown_pass,
+                classes=statistics.probabilities.argmax(1) if explained.labels is None else explained.labels,
+                images=images,
+                checkpoints=_named(passes),
+                top_patches=self.top_patches,
             )
         _summarise(explanation, page)
-        return 0
 
     def _checked(self) -> str:
         """Checks the options that do not depend on the network; returns the device."""
@@ -144,10 +177,10 @@ class Explain:
             raise ValueError(f"--seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         return resolve_device("explain", self.device)
 
-    def _load(self, device: str) -> Checkpoint:
+    def _load(self, path: Path, device: str) -> Checkpoint:
         from moesaic.layers.recording import routed_layers
 
-        checkpoint = load_run(self.checkpoint, device, self.router)
+        checkpoint = load_run(path, device, self.router)
         known = tuple(routed_layers(checkpoint.model))
         if not known:
             raise ValueError(
@@ -163,11 +196,29 @@ class Explain:
             )
         return checkpoint
 
-    def _input_images(self, checkpoint: Checkpoint) -> _Images:
+    def _earlier(self, checkpoint: Checkpoint) -> list[Path]:
+        """The files of earlier checkpoints: those of --checkpoints, or the snapshots of the run."""
+        from moesaic.training.snapshots import find_snapshots
+
+        given = self.checkpoints or (checkpoint.path.parent,)
+        paths = [each for path in given for each in find_snapshots(path, required=bool(self.checkpoints))]
+        return [path for path in paths if path.resolve() != checkpoint.path.resolve()]
+
+    def _pass(
+        self, path: Path, checkpoint: Checkpoint, pixels: Tensor, first: int, count: int, device: str
+    ) -> _CheckpointOutputs:
+        """The outputs of an earlier checkpoint, which must be of the same network."""
+        with user_errors("explain"):
+            other = self._load(path, device)
+            _check_network(other, checkpoint)
+        found = self._collect(other, pixels, device)
+        return _CheckpointOutputs(other, found.images(0, count), found.images(first, len(pixels)))
+
+    def _input_images(self, checkpoint: Checkpoint, stack: ExitStack) -> _Images:
         from moesaic.data.input_images import read_input_images
 
         shape, names = checkpoint.input_shape, checkpoint.class_names
-        found = read_input_images(self.images, shape, names, max_images=self.samples, seed=self.seed)
+        found = read_input_images(self.images, shape, names, max_images=self.samples, seed=self.seed, stack=stack)
         for each in found.skipped[:_MAX_LISTED]:
             log(f"skipped: {each.path} {each.reason}")
         if len(found.skipped) > _MAX_LISTED:
@@ -176,9 +227,11 @@ class Explain:
         total = f"{count:,} of {found.files:,}" if count < found.files else f"{count:,}"
         about = f"{total} input image{'' if found.files == 1 else 's'}"
         skipped = tuple((each.path, each.reason) for each in found.skipped)
-        return _Images(found.pixels, found.names, found.labels, about=about, skipped=skipped)
+        return _Images(found.pixels, found.names, found.labels, about=about, skipped=skipped, sources=found.sources)
 
-    def _test_images(self, checkpoint: Checkpoint, data: str) -> _Images:
+    def _test_images(self, checkpoint: Checkpoint, data: str, stack: ExitStack) -> _Images:
+        from moesaic.data.file_sources import open_source, printable
+        from moesaic.data.input_images import InputFile
         from moesaic.data.load import load_images
         from moesaic.data.splits import stratified_order
 
@@ -205,10 +258,17 @@ class Explain:
                 f"note: these are not the test images of the training run; if it was trained on {dataset.name}, "
                 "use the --seed of that run, or some of these images were training images"
             )
+        names, sources = tuple(f"test image {int(row)}" for row in rows), ()
+        if sample.names:
+            source = stack.enter_context(open_source(data))
+            names = tuple(map(printable, sample.names))
+            sources = tuple(InputFile(Path(data) / name, source, name) for name in sample.names)
         return _Images(
             sample.pixels,
-            tuple(f"test image {int(row)}" for row in rows),
+            names,
             tuple(int(label) for label in sample.labels),
+            sources=sources,
+            more_images=_RAISE_SAMPLES if len(rows) < len(dataset.test) else _NO_MORE_IMAGES,
             groups=sample.clusters if has_groups else None,
             group_names=dataset.cluster_names if has_groups else (),
             about=f"{about} test images of {dataset.name}{_OTHER_IMAGES if other else ''}",
@@ -243,6 +303,10 @@ class _Images:
     groups: Tensor | None = None
     group_names: tuple[str, ...] = ()
     skipped: tuple[tuple[str, str], ...] = ()
+    sources: tuple[InputFile, ...] = ()
+    """The files of the images, if they come from files."""
+    more_images: str = "Explain more images, for example with --data."
+    """What to do where there are too few of a class."""
 
     def __len__(self) -> int:
         return len(self.names)
@@ -255,15 +319,71 @@ class _Images:
         known = [label for label in self.known if label is not None]
         return torch.tensor(known) if len(known) == len(self.known) else None
 
-    def some(self, count: int, seed: int) -> _Images:
-        """``count`` of the images, stratified by class if labels are known."""
+    def some_rows(self, count: int, seed: int) -> list[int]:
+        """The rows of ``count`` of the images, stratified by class if labels are known."""
         from moesaic.data.splits import stratified_order
 
-        rows = list(range(min(count, len(self))))
-        if self.labels is not None and len(self) > count:
-            rows = sorted(int(row) for row in stratified_order(self.labels, self.labels, seed)[:count])
-        names, known = tuple(self.names[row] for row in rows), tuple(self.known[row] for row in rows)
-        return replace(self, pixels=self.pixels[rows], names=names, known=known)
+        if self.labels is None or len(self) <= count:
+            return list(range(min(count, len(self))))
+        return sorted(int(row) for row in stratified_order(self.labels, self.labels, seed)[:count])
+
+    def images(self, *, own: bool) -> list[ShownImage]:
+        """The images for the explorer: their files at their own resolution, or their pixels."""
+        from moesaic.report.embedded_images import picture_of
+        from moesaic.report.explorer_data import ShownImage
+
+        pictures = [file.read_whole for file in self.sources] or [picture_of(each) for each in self.pixels]
+        return [ShownImage(*each, own) for each in zip(self.names, self.known, pictures, strict=True)]
+
+    def take(self, rows: Sequence[int]) -> _Images:
+        """The images at ``rows``, in that order."""
+        rows = list(rows)
+        return replace(
+            self,
+            pixels=self.pixels[rows],
+            names=tuple(self.names[row] for row in rows),
+            known=tuple(self.known[row] for row in rows),
+            sources=tuple(self.sources[row] for row in rows) if self.sources else (),
+            groups=None if self.groups is None else self.groups[rows],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _CheckpointOutputs:
+    checkpoint: Checkpoint
+    shown: ForwardPass
+    statistics: ForwardPass
+
+
+def _named(passes: Sequence[_CheckpointOutputs]) -> list[CheckpointPass]:
+    """The outputs with the epochs of their checkpoints, if these differ, else with their paths."""
+    from moesaic.report.explorer_data import CheckpointPass
+
+    known = [each.checkpoint.metrics.get("epochs") for each in passes]
+    epochs = [epoch for epoch in known if isinstance(epoch, int)]
+    if len(set(epochs)) < len(passes):
+        paths = [str(each.checkpoint.path.with_suffix("")) for each in passes]
+        return [CheckpointPass(path, each.shown, each.statistics) for path, each in zip(paths, passes, strict=True)]
+    return [
+        CheckpointPass(f"epoch {epochs[i]}", passes[i].shown, passes[i].statistics)
+        for i in sorted(range(len(passes)), key=lambda i: epochs[i])
+    ]
+
+
+def _check_network(other: Checkpoint, checkpoint: Checkpoint) -> None:
+    """Refuses an earlier checkpoint of another network, whose layers or classes would not be the same."""
+    for what in ("class_names", "input_shape", "spec"):
+        if getattr(other, what) != getattr(checkpoint, what):
+            raise ValueError(
+                f"--checkpoints: {other.path} has another {what.replace('_', ' ')} than {checkpoint.path}; name "
+                "checkpoints of one run"
+            )
+
+
+def _joined(first: Tensor, second: Tensor) -> Tensor:
+    import torch
+
+    return torch.cat([first, second])
 
 
 def _summarise(explanation: Explanation, page: Path) -> None:

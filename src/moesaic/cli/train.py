@@ -124,6 +124,8 @@ class Train(DatasetOptions):
         int | None, arg(metavar="N", help_behavior_hint="(default: such that tests take little time)")
     ] = None
     """Epochs from one test to the next; the last epoch is always tested."""
+    snapshots: int = 0
+    """Snapshots of the network to keep over training, more at its beginning; moesaic explain shows them by a slider."""
     track: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="tensorboard|wandb|trackio")] = ()
     """Experiment tracker to log metrics to; may be repeated; needs moesaic[track]."""
 
@@ -198,6 +200,8 @@ class Train(DatasetOptions):
             raise ValueError(f"train: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
         if self.eval_every is not None:
             check_positive("train", eval_every=self.eval_every)
+        if self.snapshots < 0:
+            raise ValueError(f"train: --snapshots={self.snapshots}; it must be 0 or more")
         if self.convert and self.experts is None:
             raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
         if self.router is not None:
@@ -272,10 +276,12 @@ class Train(DatasetOptions):
         from moesaic.training.freezing import frozen_parameters
         from moesaic.training.gates import resolve_gate_recipe
         from moesaic.training.ranks import join_job, one_per_machine_first
+        from moesaic.training.snapshots import SnapshotCallback, snapshot_epochs
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 
         trackers = [create_tracker(name, out) for name in self.track if launcher.rank() == 0]
+        snapshots = [SnapshotCallback(snapshot_epochs(recipe.epochs, self.snapshots))] if self.snapshots else []
         ranks = join_job(device)
         with user_errors("train"):
             with torch.random.fork_rng(devices=[]):
@@ -300,6 +306,7 @@ class Train(DatasetOptions):
                     progress=progress,
                     trackers=trackers,
                     eval_every=self.eval_every or _default_eval_every(dataset),
+                    callbacks=snapshots,
                     parallel=cast("Any", self.parallel),
                 )
                 progress.end()

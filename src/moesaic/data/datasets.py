@@ -118,15 +118,20 @@ class LabelledImages:
     features: Tensor | None = None
     """(B, …) float: the last maps or tokens of a frozen backbone for these images, where they were computed."""
     names: tuple[str, ...] = ()
-    """Names of the files below the dataset's folder; empty where images are no files of their own."""
+    """Names of the files in their folder or archive; empty if the images do not come from files."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def to(self, device: torch.device | str) -> LabelledImages:
         features = None if self.features is None else self.features.to(device)
-        labels, clusters = self.labels.to(device), self.clusters.to(device)
-        return LabelledImages(self.pixels.to(device), labels, clusters, features, self.names)
+        return replace(
+            self,
+            pixels=self.pixels.to(device),
+            labels=self.labels.to(device),
+            clusters=self.clusters.to(device),
+            features=features,
+        )
 
     def fingerprint(self) -> str:
         """A hash of all labels and a sample of the images; the same on every device."""

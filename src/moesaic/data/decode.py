@@ -1,4 +1,4 @@
-"""Decodes an image file of any common format into a square RGB array.
+"""Decodes an image file of any common format into a square RGB array, or into all of the image.
 
 The largest centred square is resized with antialiasing; an image that already has the right size keeps
 its pixel values. EXIF orientation is applied, transparency is composited on white, 16 bits become 8,
@@ -24,7 +24,7 @@ from moesaic.validated_json import InvalidFile, read_bytes
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["DECODING", "InvalidImage", "decode_image", "pixel_limit", "read_image", "square_image"]
+__all__ = ["DECODING", "InvalidImage", "decode_image", "decode_whole", "pixel_limit", "read_image", "square_image"]
 
 DECODING = 1
 """Version of the decoder: part of cache keys, to be raised when decoded pixels change."""
@@ -77,6 +77,34 @@ def decode_image(content: bytes, size: int) -> NDArray[np.uint8]:
     with _decoding_errors(), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
         _check_pixels(image.size, Image.MAX_IMAGE_PIXELS)
         return _square(image, size)
+
+
+def decode_whole(content: bytes, longest: int) -> NDArray[np.uint8]:
+    """Decodes all of an image file to uint8 (H, W, 3), with at most ``longest`` pixels on its long side.
+
+    Its largest centred square is what `decode_image` returns. Call it inside `pixel_limit`.
+
+    >>> from PIL import Image
+    >>> file = io.BytesIO()
+    >>> Image.new("RGB", (40, 20), "red").save(file, "PNG")
+    >>> decode_whole(file.getvalue(), 10).shape
+    (5, 10, 3)
+    """
+    from PIL import Image
+
+    if not content:
+        raise InvalidImage("is empty")
+    with _decoding_errors(), Image.open(io.BytesIO(content), formats=_known_formats()) as image:
+        _check_pixels(image.size, Image.MAX_IMAGE_PIXELS)
+        orientation = _orientation(image)
+        image.draft(None, (longest, longest))  # a JPEG is decoded at the next larger scale
+        image.load()
+        decoded = _to_8_bit(image)
+        W, H = decoded.size
+        if max(W, H) > longest:
+            size = (max(1, round(W * longest / max(W, H))), max(1, round(H * longest / max(W, H))))
+            decoded = decoded.resize(size, Image.Resampling.LANCZOS, reducing_gap=2.0)
+        return _finished(decoded, orientation)
 
 
 def square_image(image: Image.Image, size: int) -> NDArray[np.uint8]:
@@ -162,10 +190,17 @@ def _square(image: Image.Image, size: int) -> NDArray[np.uint8]:
         side = min(W, H)
         box = ((W - side) / 2, (H - side) / 2, (W + side) / 2, (H + side) / 2)
         decoded = decoded.resize((size, size), Image.Resampling.BICUBIC, box, reducing_gap=2.0)
+    # last, as the square has the fewest pixels; a centred crop commutes with the rotation
+    return _finished(decoded, orientation)
+
+
+def _finished(decoded: Image.Image, orientation: Image.Transpose | None) -> NDArray[np.uint8]:
+    """Composites transparency on white, and rotates as EXIF says."""
+    from PIL import Image
+
     if decoded.mode == "RGBA":
         white = Image.new("RGBA", decoded.size, "white")
         decoded = Image.alpha_composite(white, decoded)
-    # last, as the square has the fewest pixels; a centred crop commutes with the rotation
     if orientation is not None:
         decoded = decoded.transpose(orientation)
     return np.array(decoded.convert("RGB"))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moesaic import keyed_random
 from moesaic.checks import check_positive
-from moesaic.data.decode import InvalidImage, decode_image, pixel_limit
+from moesaic.data.decode import InvalidImage, decode_image, decode_whole, pixel_limit
 from moesaic.data.file_sources import FileSource, FolderSource, SkippedFile, UnreadableFile, open_source, printable
 
 __all__ = [
@@ -46,6 +46,8 @@ class InputImages:
     files: int
     """Number of files, read or skipped."""
     skipped: tuple[SkippedFile, ...]
+    sources: tuple[InputFile, ...]
+    """The files of the images, which can be read again while ``stack`` is open."""
 
 
 def read_input_images(
@@ -55,11 +57,12 @@ def read_input_images(
     *,
     max_images: int | None = None,
     seed: int = 0,
+    stack: ExitStack | None = None,
 ) -> InputImages:
     """Reads image files, and all files in folders and zip files, for a network whose input is ``shape`` (C, H, W).
 
     If there are more than ``max_images`` files, so many are drawn by ``seed``. Files that are not images are
-    skipped; it is an error if no image is left.
+    skipped; it is an error if no image is left. Zip files stay open in ``stack``, if it is given.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -73,10 +76,10 @@ def read_input_images(
     """
     check_readable(shape)
     pixels: list[Tensor] = []
-    read: list[Path] = []
+    read: list[InputFile] = []
     skipped: list[SkippedFile] = []
-    with ExitStack() as stack:
-        files = find_input_files(paths, stack)
+    with ExitStack() as closed:
+        files = find_input_files(paths, stack or closed)
         if max_images is not None and len(files) > max_images:
             check_positive("read_input_images", max_images=max_images)
             order = keyed_random.permutations(keyed_random.keys(seed, [0]), "pictures", len(files))[0]
@@ -84,7 +87,7 @@ def read_input_images(
         for file in files:
             try:
                 pixels.append(file.read(shape))
-                read.append(file.path)
+                read.append(file)
             except (InvalidImage, UnreadableFile) as fault:
                 skipped.append(SkippedFile(printable(str(file.path)), printable(str(fault))))
     if not read:
@@ -95,10 +98,11 @@ def read_input_images(
     label_of = {name: label for label, name in enumerate(class_names)}
     return InputImages(
         torch.stack(pixels),
-        tuple(printable(str(file)) for file in read),
-        tuple(_label(file, label_of) for file in read),
+        tuple(printable(str(file.path)) for file in read),
+        tuple(_label(file.path, label_of) for file in read),
         len(files),
         (*skipped, *ignored_folders(files)),
+        tuple(read),
     )
 
 
@@ -118,6 +122,12 @@ class InputFile:
         content = self.source.read(self.name)
         with pixel_limit():
             return torch.from_numpy(to_channels(decode_image(content, H), C))
+
+    def read_whole(self, longest: int) -> NDArray[np.uint8]:
+        """Returns all of the image as uint8 (H, W, 3), its long side reduced to ``longest`` pixels."""
+        content = self.source.read(self.name)
+        with pixel_limit():
+            return decode_whole(content, longest)
 
 
 def ignored_folders(files: Sequence[InputFile]) -> tuple[SkippedFile, ...]:

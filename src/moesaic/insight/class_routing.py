@@ -17,7 +17,16 @@ from torch import Tensor
 from moesaic.keyed_random import keys, permutations
 from moesaic.routing_record import Routing
 
-__all__ = ["ClassRouting", "Information", "check_labels", "class_routing", "information", "probe_accuracy"]
+__all__ = [
+    "ClassMaps",
+    "ClassRouting",
+    "Information",
+    "check_labels",
+    "class_maps",
+    "class_routing",
+    "information",
+    "probe_accuracy",
+]
 
 MIN_CLASS_IMAGES = 20
 """Numbers about a class with fewer images are unreliable."""
@@ -43,6 +52,19 @@ class Information:
     def significant(self) -> bool:
         """Whether it is above the chance level."""
         return self.bits > self.by_chance
+
+
+@dataclass(frozen=True, eq=False)
+class ClassMaps:
+    """Made by `class_maps`; tensors are float64 on the CPU."""
+
+    images: tuple[int, ...]
+    """(K,): images per class."""
+    selection_rate: Tensor
+    """(K, E, N): share of the images of a class in which the expert selects the patch; for a soft router, the mean
+    dispatch weight of the patch."""
+    gate: Tensor
+    """(K, E, N): mean gate in those images, 0 if there is none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,23 +104,42 @@ def class_routing(routing: Routing, labels: Tensor, classes: int, *, seed: int =
     """
     labels = check_labels("class_routing", labels, routing.batch, classes)
     work_BEN = _work(routing)
-    gate_BEN = routing.weights.detach().cpu().double().mT
-    own_KB = torch.nn.functional.one_hot(labels, classes).double().T
-    count_K = own_KB.sum(1)
-    total_KEN = torch.einsum("kb,ben->ken", own_KB, work_BEN)
-    worked_KEN = torch.einsum("kb,ben->ken", own_KB, routing.mask.cpu().double().mT)
-    gated_KEN = torch.einsum("kb,ben->ken", own_KB, gate_BEN)
+    maps = class_maps(routing, labels, classes)
     soft = routing.dispatch is not None
     return ClassRouting(
-        images=tuple(int(count) for count in count_K),
-        selection_rate=total_KEN / count_K.clamp(min=1)[:, None, None],
-        gate=gated_KEN / worked_KEN.clamp(min=1),
+        images=maps.images,
+        selection_rate=maps.selection_rate,
+        gate=maps.gate,
         information=information(work_BEN.flatten(1), labels, classes, seed=seed),
         expert_information=tuple(
             information(work_BEN[:, e], labels, classes, seed=seed) for e in range(routing.experts)
         ),
         probe_accuracy=None if soft else probe_accuracy(work_BEN.flatten(1), labels, classes, seed=seed),
-        majority_share=float(count_K.max() / max(1, len(labels))),
+        majority_share=max(maps.images) / max(1, len(labels)),
+    )
+
+
+def class_maps(routing: Routing, labels: Tensor, classes: int) -> ClassMaps:
+    """Where experts look in images of each class; ``labels`` (B,) are from 0 to ``classes`` − 1.
+
+    >>> import torch
+    >>> index = torch.tensor([0, 0, 3]).view(3, 1, 1)
+    >>> routing = Routing("patch", torch.zeros(3, 4, 1), index, torch.full((3, 1, 1), 0.5), "expert", grid=(2, 2))
+    >>> maps = class_maps(routing, torch.tensor([0, 1, 1]), classes=2)
+    >>> maps.selection_rate[:, 0].tolist(), maps.gate[1, 0].tolist()
+    ([[1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.0, 0.5]], [0.5, 0.0, 0.0, 0.5])
+    """
+    labels = check_labels("class_maps", labels, routing.batch, classes)
+    gate_BEN = routing.weights.detach().cpu().double().mT
+    own_KB = torch.nn.functional.one_hot(labels, classes).double().T
+    count_K = own_KB.sum(1)
+    total_KEN = torch.einsum("kb,ben->ken", own_KB, _work(routing))
+    worked_KEN = torch.einsum("kb,ben->ken", own_KB, routing.mask.cpu().double().mT)
+    gated_KEN = torch.einsum("kb,ben->ken", own_KB, gate_BEN)
+    return ClassMaps(
+        images=tuple(int(count) for count in count_K),
+        selection_rate=total_KEN / count_K.clamp(min=1)[:, None, None],
+        gate=gated_KEN / worked_KEN.clamp(min=1),
     )
 
 

@@ -9,7 +9,7 @@ channels see `channel_explanation`. `report.write_explanation` writes a page of 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Literal, cast
 
@@ -25,7 +25,16 @@ from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.layers.recording import record_routing, routed_layers
 from moesaic.routing_record import Chooser, Routing, Unit
 
-__all__ = ["Accuracy", "Explanation", "ForwardPass", "LayerExplanation", "TopPatch", "collect_outputs", "explain"]
+__all__ = [
+    "Accuracy",
+    "Explanation",
+    "ForwardPass",
+    "LayerExplanation",
+    "TopPatch",
+    "collect_outputs",
+    "explain",
+    "top_patches",
+]
 
 _FIELD_IMAGES = 4
 """Images that the receptive field is measured on."""
@@ -48,6 +57,15 @@ class ForwardPass:
     """Channels per gate of each layer with gated channels."""
     gated: GatedOutputs | None = None
     """Embeddings and costs, if the network is a `GatedNetwork`."""
+
+    def images(self, start: int, stop: int) -> ForwardPass:
+        """The outputs of the images from ``start`` to ``stop``."""
+        own = slice(start, stop)
+        gated = self.gated
+        if gated is not None:
+            gated = replace(gated, embedding=gated.embedding[own], macs=gated.macs[own])
+        routing = {name: _images(each, own) for name, each in self.routing.items()}
+        return replace(self, probabilities=self.probabilities[own], routing=routing, gated=gated)
 
 
 @dataclass(frozen=True)
@@ -318,7 +336,7 @@ def _accuracies(correct_B: Tensor | None, members_B: Tensor | None, names: Seque
 
 
 def _layer(
-    name: str, routing: Routing, field: ReceptiveField | None, classes_B: Tensor, K: int, top_patches: int, seed: int
+    name: str, routing: Routing, field: ReceptiveField | None, classes_B: Tensor, K: int, count: int, seed: int
 ) -> LayerExplanation:
     by_class = class_routing(routing, classes_B, K, seed=seed)
     totals = summary(routing)
@@ -337,7 +355,7 @@ def _layer(
         expert_information=by_class.expert_information,
         probe_accuracy=by_class.probe_accuracy,
         majority_share=by_class.majority_share,
-        top_patches=tuple(_top_patches(routing, e, classes_B, top_patches) for e in range(routing.experts)),
+        top_patches=tuple(top_patches(routing, e, classes_B, count) for e in range(routing.experts)),
         field=field,
         load_share=totals.load_share,
         dead_experts=totals.dead_experts,
@@ -348,8 +366,25 @@ def _layer(
     )
 
 
-def _top_patches(routing: Routing, expert: int, classes_B: Tensor, count: int) -> tuple[TopPatch, ...]:
-    """At most one patch per image, so that no image fills the list alone."""
+def _images(routing: Routing, own: slice) -> Routing:
+    return replace(
+        routing,
+        scores=routing.scores[own],
+        index=None if routing.index is None else routing.index[own],
+        gate=routing.gate[own],
+        dispatch=None if routing.dispatch is None else routing.dispatch[own],
+    )
+
+
+def top_patches(routing: Routing, expert: int, classes_B: Tensor, count: int) -> tuple[TopPatch, ...]:
+    """The patches with the highest scores of an expert: at most one per image, so that no image fills the list alone.
+
+    >>> import torch
+    >>> scores = torch.tensor([[[0.5], [3.0]], [[2.0], [1.0]]])                      # two images of two patches
+    >>> routing = Routing("patch", scores, torch.tensor([[[1]], [[0]]]), torch.ones(2, 1, 1), "expert", grid=(1, 2))
+    >>> [(each.image, each.patch) for each in top_patches(routing, 0, torch.tensor([0, 1]), 12)]
+    [(0, 1), (1, 0)]
+    """
     scores_BNE = routing.scores if routing.scores.ndim == 3 else routing.scores.mean(-1)
     score_BN = scores_BNE[..., expert].detach().cpu().float()
     score_BN = score_BN.masked_fill(~routing.mask[..., expert].cpu(), -torch.inf)

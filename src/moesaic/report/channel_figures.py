@@ -1,4 +1,4 @@
-"""Figures of channel gates: gate patterns by class, the least and the most expensive images, thumbnails.
+"""Figures of channel gates: gate patterns by class, the least and the most expensive images.
 
 A gate pattern has a row for each class and a column for each gate, sorted by how often the gate is open. If
 all rows of a column have the same colour, the gate does not depend on the class.
@@ -9,7 +9,6 @@ all rows of a column have the same colour, the gate does not depend on the class
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["MAX_LAYERS", "draw_cost_extremes", "draw_patterns", "evenly", "thumbnail"]
+__all__ = ["MAX_LAYERS", "draw_cost_extremes", "draw_patterns", "evenly"]
 
 MAX_LAYERS = 6
 """Layers in a figure, at most."""
@@ -40,9 +39,6 @@ _MARGIN, _GAP = 0.1, 0.12
 _STRIP, _ROW, _HEAD, _KEY = 6.6, 0.15, 0.26, 0.34
 _LETTER = 0.068
 _THUMB, _CAPTION = 0.82, 0.34
-
-_ENLARGED = 64
-"""Minimum size of a thumbnail in pixels, so that browsers do not blur it."""
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -105,17 +101,6 @@ def draw_cost_extremes(costs: Costs, class_names: Sequence[str], classes: Tensor
                 parse_math=False,
             )  # fmt: skip
     return figure
-
-
-def thumbnail(pixels: Tensor) -> bytes:
-    """An image (C, H, W) as PNG; small images are enlarged without interpolation."""
-    from PIL import Image
-
-    image = Image.fromarray((255 * _colours(pixels)).round().astype(np.uint8))
-    times = max(1, -(-_ENLARGED // min(image.size)))
-    file = io.BytesIO()
-    image.resize((image.width * times, image.height * times), Image.Resampling.NEAREST).save(file, "PNG")
-    return file.getvalue()
 
 
 def _key(axes: Axes, left: float) -> None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import Tensor
 
-from moesaic.files import write_atomic
 from moesaic.insight.channel_explanation import ChannelExplanation
 from moesaic.insight.channel_metrics import GateDistances
 from moesaic.insight.class_routing import MIN_CLASS_IMAGES
@@ -21,7 +21,7 @@ from moesaic.insight.image_cost import Costs, MeanCost
 from moesaic.intervals import Estimate
 from moesaic.report.canvas import save_png
 from moesaic.report.channel_charts import gate_charts
-from moesaic.report.channel_figures import MAX_LAYERS, draw_cost_extremes, draw_patterns, evenly, thumbnail
+from moesaic.report.channel_figures import draw_cost_extremes, draw_patterns
 from moesaic.report.chart import Chart
 from moesaic.report.chart_drawing import draw, to_svg
 from moesaic.report.formatting import number, percent
@@ -31,16 +31,11 @@ if TYPE_CHECKING:
 
 __all__ = ["GateFigures", "ShownGates", "channel_section", "draw_gates"]
 
-_MAX_COLUMNS = 16
-"""Layers in the table of images, at most."""
-
 
 @dataclass(frozen=True)
 class ShownGates:
-    """The gates of one shown image."""
+    """The gates of one image of the explorer."""
 
-    image: str
-    """File name of its thumbnail."""
     cost: float | None
     """In percent of the dense network."""
     open_share: tuple[float, ...]
@@ -62,13 +57,12 @@ def draw_gates(
     explanation: Explanation,
     classes: Tensor,
     pixels: Tensor,
-    shown_pixels: Tensor,
-    shown_pass: ForwardPass,
+    shown: ForwardPass,
 ) -> GateFigures | None:
     """Writes the figures of channel gates into ``folder``; returns None if the network has no gates.
 
-    ``classes`` (B,) and ``pixels`` (B, C, H, W) are those of the explanation, the others those of the images that are
-    shown one by one.
+    ``classes`` (B,) and ``pixels`` (B, C, H, W) are those of the explanation, ``shown`` are the outputs for the
+    images of the explorer.
     """
     channels = explanation.channels
     if channels is None:
@@ -86,42 +80,34 @@ def draw_gates(
         patterns = saved(draw_patterns(channels, names, explanation.class_images), "patterns")
     if costs is not None and not costs.constant:
         cost_extremes = saved(draw_cost_extremes(costs, names, classes, pixels), "cost-extremes")
-    shown: list[ShownGates] = []
-    for b, image in enumerate(shown_pixels):
-        path = folder / f"gates-image-{b}.png"
-        write_atomic(path, thumbnail(image))
-        shown.append(ShownGates(path.name, *_gates_of(shown_pass, channels, b)))
-    return GateFigures(patterns, cost_extremes, tuple(charts), tuple(shown))
+    masks = [shown.routing[layer.name].mask for layer in channels.layers]
+    share_BL = cast("list[list[float]]", torch.stack([mask.flatten(1).double().mean(1) for mask in masks], 1).tolist())
+    images = tuple(
+        ShownGates(_cost(shown, b), tuple(round(share, 4) for share in each)) for b, each in enumerate(share_BL)
+    )
+    return GateFigures(patterns, cost_extremes, tuple(charts), images)
 
 
 def channel_section(explanation: Explanation, figures: GateFigures) -> dict[str, Any]:
     """Returns the content of the template: sentences on the gates, figures, and functions that format numbers."""
     channels = explanation.channels
     assert channels is not None
-    layers = len(channels.layers)
     return {
         "channels": channels,
         "summary": _summary(channels),
         "patterns": _patterns(channels.distances, explanation),
-        "drawn_layers": f"{MAX_LAYERS} of {layers} layers are shown; explanation.json contains all."
-        if layers > MAX_LAYERS
-        else "",
         "embedding": _embedding(channels, explanation),
         "costs": "" if channels.costs is None else _costs(channels.costs),
         "figures": figures,
         "drawings": {chart.id: (to_svg(chart, variables=True), chart) for chart in figures.charts},
-        "columns": evenly(layers, _MAX_COLUMNS),
         "points": _points,
         "mean_cost": _mean_cost,
     }
 
 
-def _gates_of(shown: ForwardPass, channels: ChannelExplanation, b: int) -> tuple[float | None, tuple[float, ...]]:
-    """The cost of an image, and the share of open gates of each layer."""
+def _cost(shown: ForwardPass, b: int) -> float | None:
     gated = shown.gated
-    cost = None if gated is None else 100 * float(gated.macs[b]) / gated.dense_macs
-    masks = [shown.routing[layer.name].mask[b] for layer in channels.layers]
-    return cost, tuple(round(float(mask.double().mean()), 4) for mask in masks)
+    return None if gated is None else 100 * float(gated.macs[b]) / gated.dense_macs
 
 
 def _summary(channels: ChannelExplanation) -> str:

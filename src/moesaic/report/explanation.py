@@ -1,14 +1,13 @@
 """Writes an `Explanation` as a self-contained HTML page, PNG figures and `explanation.json`.
 
-The page embeds its figures and forbids the browser to load anything (Content-Security-Policy); names of
-files, classes and layers are escaped.
+The page opens with the routing explorer. It embeds its images and forbids the browser to load anything, or to run any
+other script (Content-Security-Policy); names of files, classes and layers are escaped.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +15,19 @@ from torch import Tensor
 
 from moesaic.files import write_atomic, write_json
 from moesaic.insight.class_routing import MIN_CLASS_IMAGES
-from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation, TopPatch
-from moesaic.insight.overlays import overlay
+from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation
 from moesaic.report.canvas import save_png
 from moesaic.report.channel_section import GateFigures, channel_section, draw_gates
 from moesaic.report.expert_figures import MAX_CLASSES, draw_class_maps, draw_top_patches, mean_images
+from moesaic.report.explorer import Explorer, make_explorer
+from moesaic.report.explorer_data import CheckpointPass, ShownImage, top_class
 from moesaic.report.formatting import listed, percent
 from moesaic.report.templates import render
-from moesaic.routing_record import Routing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["About", "Shown", "begin_explanation", "is_explanation", "write_explanation"]
+__all__ = ["About", "begin_explanation", "is_explanation", "write_explanation"]
 
 _MAX_LISTED = 5
 """Class names listed in a sentence, at most."""
@@ -44,26 +43,17 @@ class About:
     data: str
     """The images: "1,000 of the 2,804 test images of celeba-smiling"."""
     notes: tuple[str, ...] = ()
+    more_images: str = "Explain more images, for example with --data."
+    """What to do where there are too few images of a class."""
     skipped: tuple[tuple[str, str], ...] = ()
     """Path and reason of files that were skipped."""
     command: str = ""
 
 
-@dataclass(frozen=True)
-class Shown:
-    """An image whose routing is shown."""
-
-    name: str
-    predicted: str
-    probability: float
-    label: str | None
-    """True class, if known."""
-
-
 _UNFINISHED = ".explanation.unfinished"
 
 _LayerFigures = dict[str, Any]
-"""File names of the figures of one layer: a list of overlays, the others a name or None."""
+"""File names of the figures of one layer, or None."""
 
 
 def begin_explanation(folder: Path) -> None:
@@ -83,90 +73,77 @@ def write_explanation(
     *,
     pixels: Tensor,
     classes: Tensor,
-    shown: Sequence[Shown],
-    shown_pixels: Tensor,
-    shown_pass: ForwardPass,
+    images: Sequence[ShownImage],
+    checkpoints: Sequence[CheckpointPass],
+    top_patches: int = 12,
 ) -> Path:
     """Writes PNG files, explanation.json and explanation.html into ``folder``; returns the path of the page.
 
-    Figures of an earlier explanation in the folder are replaced. ``pixels`` (B, C, H, W) and ``classes`` (B,) are those
-    of the explanation; ``shown`` are images whose routing is shown one by one, with their pixels and forward pass.
+    Figures of an earlier explanation in the folder are replaced.
+
+    Args:
+        folder: an existing folder.
+        explanation: of the last checkpoint.
+        about: the network and the images in words.
+        pixels: images (B, C, H, W) of the explanation.
+        classes: their classes (B,).
+        images: those of the explorer, the user's own first.
+        checkpoints: the outputs of one or more networks in the order of training; the page has a slider for several.
+        top_patches: patches with the highest scores that the explorer shows for an expert.
     """
     if is_explanation(folder):
         for old in [path for names in _FIGURE_PATTERNS for path in folder.glob(names)]:
             old.unlink()
-    figures = [
-        _draw(folder, i, layer, explanation, pixels, classes, shown, shown_pixels, shown_pass)
-        for i, layer in enumerate(explanation.layers)
-    ]
-    gates = draw_gates(folder, explanation, classes, pixels, shown_pixels, shown_pass)
+    figures = [_draw(folder, i, layer, explanation, pixels, classes) for i, layer in enumerate(explanation.layers)]
+    shown = checkpoints[-1].shown
+    gates = draw_gates(folder, explanation, classes, pixels, shown)
     record = {
         "about": asdict(about),
         "explanation": asdict(explanation),
-        "shown": [asdict(each) for each in shown],
+        "shown": _shown(images, shown, explanation),
         "pictures": figures,
         "gates": None if gates is None else asdict(gates),
     }
     write_json(folder / "explanation.json", record)
     page = folder / "explanation.html"
-    write_atomic(page, _page(folder, explanation, about, shown, figures, gates).encode())
+    explorer = make_explorer(explanation, images, checkpoints, pixels=pixels, classes=classes, top_patches=top_patches)
+    write_atomic(page, _page(explanation, about, explorer, gates).encode())
     (folder / _UNFINISHED).unlink(missing_ok=True)
     return page
 
 
+def _shown(images: Sequence[ShownImage], found: ForwardPass, explanation: Explanation) -> list[dict[str, Any]]:
+    """Name, prediction and true class of every image of the explorer."""
+    best = found.probabilities.max(1)
+    names = explanation.class_names
+    return [
+        {
+            "name": image.name,
+            "predicted": names[int(k)],
+            "probability": float(share),
+            "label": None if image.label is None else names[image.label],
+        }
+        for image, k, share in zip(images, best.indices, best.values, strict=True)
+    ]
+
+
 def _draw(
-    folder: Path,
-    number: int,
-    layer: LayerExplanation,
-    explanation: Explanation,
-    pixels: Tensor,
-    classes: Tensor,
-    shown: Sequence[Shown],
-    shown_pixels: Tensor,
-    shown_pass: ForwardPass,
+    folder: Path, number: int, layer: LayerExplanation, explanation: Explanation, pixels: Tensor, classes: Tensor
 ) -> _LayerFigures:
     def saved(figure: Figure, name: str) -> str:
         return save_png(figure, folder / f"layer-{number}-{name}.png")
 
-    found: _LayerFigures = {"overlays": [], "share": None, "difference": None, "gate": None, "top_patches": None}
+    found: _LayerFigures = {"share": None, "difference": None, "gate": None, "top_patches": None}
     if layer.grid is None:
         return found
     names, images = explanation.class_names, explanation.class_images
     backdrops = mean_images(pixels, classes, len(names))
-    routing = shown_pass.routing[layer.name]
-    overlays = [
-        saved(overlay(_colours(shown_pixels[b : b + 1]), _only(routing, b), titles=[title(each)]), f"image-{b}")
-        for b, each in enumerate(shown)
-    ]
     several = sum(count > 0 for count in images) > 1
     maps = {
         kind: saved(draw_class_maps(layer, names, backdrops, images, kind), kind)
         for kind in (("share", "difference", "gate") if several else ("share", "gate"))
     }
-    top_patches = saved(draw_top_patches(layer, names, _colours(pixels)), "top-patches")
-    return found | maps | {"overlays": overlays, "top_patches": top_patches}
-
-
-def title(image: Shown) -> str:
-    r"""The title of an image: prediction, probability and, if they differ, the true class.
-
-    >>> title(Shown("a.png", "smiling", 0.93, "not smiling"))
-    'smiling, 93\xa0% (true class: not smiling)'
-    """
-    truth = "" if image.label is None or image.label == image.predicted else f" (true class: {image.label})"
-    return f"{image.predicted}, {percent(image.probability)}{truth}"
-
-
-def _only(routing: Routing, b: int) -> Routing:
-    """The routing of one image."""
-    own = slice(b, b + 1)
-    return replace(
-        routing,
-        scores=routing.scores[own],
-        index=None if routing.index is None else routing.index[own],
-        gate=routing.gate[own],
-        dispatch=None if routing.dispatch is None else routing.dispatch[own],
-    )
+    return found | maps | {"top_patches": saved(draw_top_patches(layer, names, _colours(pixels)), "top-patches")}
 
 
 def _colours(pixels: Tensor) -> Tensor:
@@ -174,46 +151,40 @@ def _colours(pixels: Tensor) -> Tensor:
     return pixels[:, :3] if pixels.shape[1] > 3 else pixels[:, :1] if pixels.shape[1] == 2 else pixels
 
 
-def _page(
-    folder: Path,
-    explanation: Explanation,
-    about: About,
-    shown: Sequence[Shown],
-    figures: Sequence[_LayerFigures],
-    gates: GateFigures | None,
-) -> str:
-    def embedded(name: str) -> str:
-        return f"data:image/png;base64,{base64.b64encode((folder / name).read_bytes()).decode()}"
-
+def _page(explanation: Explanation, about: About, explorer: Explorer, gates: GateFigures | None) -> str:
     present = [k for k, images in enumerate(explanation.class_images) if images]
     return render(
         "explanation.html",
         about=about,
         explanation=explanation,
-        shown=[(image, title(image)) for image in shown],
+        explorer=explorer.values,
+        packed=explorer,
+        kind=_kind(explanation),
         layers=[
             {
                 "found": layer,
-                "figures": own,
                 "summary": _summary(layer),
                 "receptive_field": _receptive_field(layer),
                 "class_dependence": _class_dependence(layer, explanation),
                 "numbers": _numbers(layer),
             }
-            for layer, own in zip(explanation.layers, figures, strict=True)
+            for layer in explanation.layers
         ],
         classes=present[:MAX_CLASSES],
         place=_place,
-        top_class=_top_class,
+        top_class=top_class,
         left_out=max(0, len(present) - MAX_CLASSES),
-        notes=(*about.notes, *_warnings(explanation)),
+        notes=(*about.notes, *_warnings(explanation, about)),
         gates=None if gates is None else channel_section(explanation, gates),
-        embedded=embedded,
         percent=percent,
     )
 
 
-def _warnings(explanation: Explanation) -> tuple[str, ...]:
+def _kind(explanation: Explanation) -> str:
+    return "class" if explanation.by == "label" else "predicted class"
+
+
+def _warnings(explanation: Explanation, about: About) -> tuple[str, ...]:
     notes: list[str] = []
     if explanation.by == "prediction":
         notes.append(
@@ -226,7 +197,7 @@ def _warnings(explanation: Explanation) -> tuple[str, ...]:
         names = listed([*shown, f"{more} more classes"] if more else shown)
         notes.append(
             f"There are fewer than {MIN_CLASS_IMAGES} images of {names}: numbers about these classes are unreliable. "
-            "Explain more images, for example with --data."
+            f"{about.more_images}"
         )
     return tuple(notes)
 
@@ -261,7 +232,7 @@ def _receptive_field(layer: LayerExplanation) -> str:
 
 
 def _class_dependence(layer: LayerExplanation, explanation: Explanation) -> str:
-    kind = "class" if explanation.by == "label" else "predicted class"
+    kind = _kind(explanation)
     found = layer.information
     if found.most == 0:
         return ""
@@ -300,12 +271,3 @@ def _place(layer: LayerExplanation, rate_N: Sequence[float]) -> str:
         return "–"
     row, column = divmod(most, layer.grid[1])
     return f"row {row + 1}, column {column + 1}: {percent(rate_N[most])}"
-
-
-def _top_class(patches: Sequence[TopPatch], class_names: Sequence[str]) -> str:
-    """The most frequent class of the top patches of an expert: "11 of 12 smiling"."""
-    labels = [patch.label for patch in patches]
-    if not labels:
-        return "–"
-    most = max(dict.fromkeys(labels), key=labels.count)
-    return f"{labels.count(most)} of {len(labels)} {class_names[most]}"

@@ -10,9 +10,10 @@ __all__ = ["render"]
 
 
 def render(template: str, *, package: str = "moesaic.report", **values: Any) -> str:
-    """Renders a template of a package. The only unescaped values are SVG drawings of matplotlib, which escapes text.
+    """Renders a template of a package; every template may include the shared stylesheet, page.css.
 
-    Every template may include the shared stylesheet, page.css.
+    The only unescaped values are SVG drawings of matplotlib, which escapes text, moesaic's own scripts, and JSON
+    without "<".
     """
     from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 

@@ -38,6 +38,7 @@ from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
 from moesaic.training.saved_predictions import PredictionsCallback
+from moesaic.training.snapshots import SnapshotCallback
 from moesaic.training.trackers import Tracker
 from moesaic.training.trainer import Trainer, evaluate
 
@@ -152,8 +153,9 @@ def fit(
     more = [*([] if out is None else [PredictionsCallback()]), *callbacks]
     _check_names([*default_callbacks(model, recipe, **options), *more])
     config = describe_run(model, dataset, recipe, seed, device, spec, eval_every)
-    if callbacks:
-        config["callbacks"] = [callback.name for callback in callbacks]
+    named = [callback.name for callback in callbacks if not isinstance(callback, SnapshotCallback)]
+    if named:  # snapshots change nothing: a run may be continued with others
+        config["callbacks"] = named
     if teacher is not None:
         config["teacher"] = _fingerprint(teacher)
         teacher.to(device, memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue] # torch types it in part

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -385,10 +386,14 @@ class Trainer:
             self._saved_at = time.monotonic()
 
     def _save(self, run_dir: RunDir, metrics: Mapping[str, Any]) -> None:
+        self.save_network(run_dir.network, {"epochs": len(self.epochs), **metrics})
+
+    def save_network(self, path: Path, metrics: Mapping[str, Any]) -> None:
+        """Write the network as it is now to a file; of several ranks, all call this and the first one writes."""
         weights = self.parallel.gathered(cast("Mapping[str, Tensor]", self.model.state_dict()))
-        if run_dir.writes:
-            metadata = Metadata.of(self.dataset, self.spec, as_json({"epochs": len(self.epochs), **metrics}))
-            save_network(run_dir.network, weights, metadata)
+        if self.run_dir is None or self.run_dir.writes:
+            path.parent.mkdir(exist_ok=True)
+            save_network(path, weights, Metadata.of(self.dataset, self.spec, as_json(dict(metrics))))
 
     def _resume(self) -> None:
         if self.run_dir is None:
