@@ -5,17 +5,19 @@ the site, such as a folder of results, becomes its text.
 """
 
 import re
-
-from markdown import Extension, Markdown
-from markdown.preprocessors import Preprocessor
+from typing import Any
 
 PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 FILES = ("docs/", "benchmarks", "examples", "tools", "src", "tests", *PAGES)
 
 
-def as_page_link(link: re.Match[str]) -> str:
-    """The link as it is on the site."""
+def with_page_links(text: str) -> str:
+    """The text with links as they are on the site."""
+    return LINK.sub(_page_link, text)
+
+
+def _page_link(link: re.Match[str]) -> str:
     text, file, anchor = link[1], link[2], link[3] or ""
     if not file.startswith(FILES):
         return link[0]
@@ -23,20 +25,17 @@ def as_page_link(link: re.Match[str]) -> str:
     return text if page is None else f"[{text}]({page}{anchor})"
 
 
-class RootLinks(Preprocessor):
-    """Rewrites links that are relative to the repository's root, after files were included."""
-
-    def run(self, lines: list[str]) -> list[str]:
-        return [LINK.sub(as_page_link, line) for line in lines]
-
-
-class RootFiles(Extension):
-    """Registers `RootLinks` behind the snippets, whose priority is 32."""
-
-    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802  Python-Markdown's name
-        md.preprocessors.register(RootLinks(md), "root_links", 31)
-
-
-def makeExtension(**_: object) -> RootFiles:  # noqa: N802  Python-Markdown's name
+def makeExtension(**_: object) -> Any:
     """Python-Markdown calls this."""
+    from markdown import Extension, Markdown  # here, so that the rest can be tested without the site's tools
+    from markdown.preprocessors import Preprocessor
+
+    class RootLinks(Preprocessor):
+        def run(self, lines: list[str]) -> list[str]:
+            return [with_page_links(line) for line in lines]
+
+    class RootFiles(Extension):
+        def extendMarkdown(self, md: Markdown) -> None:
+            md.preprocessors.register(RootLinks(md), "root_links", 31)  # behind the snippets, whose priority is 32
+
     return RootFiles()

@@ -121,13 +121,11 @@ def test_every_page_is_in_the_menu():
 
 def test_files_of_the_root_are_pages_of_the_site_with_links_between_pages():
     pages = runpy.run_path(str(DOCS / "root_files.py"))
-    rewrite = pages["RootLinks"](None).run
-    assert rewrite(["[a](docs/heads.md#the-rule) and [b](CONTRIBUTING.md)"]) == [
-        "[a](heads.md#the-rule) and [b](contributing.md)"
-    ]
-    assert rewrite(["[results](benchmarks/results), [x](https://x.org/docs/y), [z](heads.md)"]) == [
-        "results, [x](https://x.org/docs/y), [z](heads.md)"
-    ]
+    rewrite = pages["with_page_links"]
+    found = rewrite("[a](docs/heads.md#the-rule) and [b](CONTRIBUTING.md)")
+    assert found == "[a](heads.md#the-rule) and [b](contributing.md)"
+    found = rewrite("[results](benchmarks/results), [x](https://x.org/docs/y), [z](heads.md)")
+    assert found == "results, [x](https://x.org/docs/y), [z](heads.md)"
     for file, page in pages["PAGES"].items():
         if file != "README.md":
             assert INCLUDE.findall((DOCS / page).read_text("utf-8")) == [file]
