@@ -78,3 +78,78 @@ def test_photo_mosaics_have_one_deciding_tile_unless_the_class_is_neither():
     assert torch.equal(tiles // 10 < len(example["DECIDING"]), mosaics.deciding)
     assert mosaics.deciding.sum(1).tolist() == [int(label < 2) for label in mosaics.labels]
     assert torch.equal((tiles // 10)[mosaics.deciding].long(), mosaics.labels[mosaics.labels < 2])
+
+
+def test_route_your_cnn_compares_a_dense_and_a_routed_network(capsys: pytest.CaptureFixture[str]):
+    example = runpy.run_path(str(EXAMPLES / "route_your_cnn.py"))
+    numbers = example["main"](["--samples", "60", "--epochs", "1"])
+    assert set(numbers) == {"dense", "routed", "reached", "random"}
+    assert all(0 <= value <= 1 for value in numbers.values()), numbers
+    assert numbers["random"] == pytest.approx(1 - (14 / 16) ** 4)  # four experts select two of sixteen digits each
+    out = capsys.readouterr().out
+    assert "753,792 multiply-adds" in out
+    assert "4,849,792 multiply-adds" in out
+
+
+def test_mosaics_of_digits_have_one_deciding_digit_where_they_say_it_is():
+    example = runpy.run_path(str(EXAMPLES / "route_your_cnn.py"))
+    rows = torch.arange(400, 900)
+    images, labels, deciding = example["make_mosaics"](20, rows, seed=5)
+    tiles = images.reshape(20, 4, 8, 4, 8).transpose(2, 3).flatten(1, 2)  # (20, 16, 8, 8)
+    assert deciding.sum(1).tolist() == [1] * 20
+    for tile, label in zip(tiles[deciding], labels.tolist(), strict=True):
+        same = (example["PIXELS"][rows] == tile).all((1, 2)).nonzero()[0]
+        assert example["KINDS"][rows][same].tolist() == [label]
+
+
+def test_convert_timm_checks_the_conversion_and_tells_its_cost(capsys: pytest.CaptureFixture[str], timm):
+    example = runpy.run_path(str(EXAMPLES / "convert_timm.py"))
+    numbers = example["main"](["--model", "test_resnet", "--experts", "4", "--img-size", "64"])
+    assert numbers["check"] < 1e-5
+    assert numbers["routed"] > 100 * numbers["check"]
+    assert 0 < numbers["layer"] < numbers["network"] < 1
+    assert "layers can be converted" in capsys.readouterr().out
+
+
+def test_custom_router_takes_patches_near_its_best_alone():
+    example = runpy.run_path(str(EXAMPLES / "custom_router.py"))
+    router = example["NearBest"](2, experts=1, patches_per_expert=3, margin=1.0)
+    scores = torch.tensor([[5.0, 1.0, 4.5, 4.2], [2.0, 0.0, 0.5, 0.9]])[..., None]  # two images, four patches
+    routing = router.choose(scores)
+    assert routing.index[:, 0].tolist() == [[0, 2, 3], [0, -1, -1]]
+    assert routing.gate[1, 0].tolist() == [1, 0, 0]
+    assert torch.allclose(routing.gate.sum(-1), torch.ones(2, 1))
+
+
+def test_custom_router_is_compared_with_the_built_in_ones(capsys: pytest.CaptureFixture[str]):
+    example = runpy.run_path(str(EXAMPLES / "custom_router.py"))
+    numbers = example["main"](["--samples", "60", "--epochs", "1"])
+    assert numbers["ExpertChoice"]["patches"] == 9
+    assert numbers["TokenChoice"]["patches"] == 16  # 64 patches, each with one of four experts
+    assert 1 <= numbers["NearBest"]["patches"] <= 9
+    assert all(0 <= each["accuracy"] <= 1 for each in numbers.values())
+    assert capsys.readouterr().out.count("\n") == 4
+
+
+def test_sample_mixture_divides_clusters_among_nonlinear_experts(capsys: pytest.CaptureFixture[str]):
+    example = runpy.run_path(str(EXAMPLES / "sample_mixture.py"))
+    numbers = example["main"](["--samples", "500", "--steps", "120"])
+    assert numbers["one network"]["accuracy"] < 0.875 < numbers["four nonlinear experts"]["accuracy"]
+    assert numbers["four nonlinear experts"]["entropy"] < numbers["four linear experts"]["entropy"]
+    assert numbers["one network"]["entropy"] == pytest.approx(math.log(4), abs=0.01)
+    assert "expert 3" in capsys.readouterr().out
+
+
+def test_channel_gates_meet_their_budget_and_run_frozen(capsys: pytest.CaptureFixture[str]):
+    example = runpy.run_path(str(EXAMPLES / "channel_gates_budget.py"))
+    numbers = example["main"](["--samples", "64", "--epochs", "4", "--width", "0.1"])
+    assert numbers["cost"] == pytest.approx(0.5, abs=0.15)
+    assert numbers["difference"] < 1e-3
+    assert "target 50%" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_begins_with_what_it_shows_and_is_on_the_page_of_tutorials(script: Path):
+    page = (EXAMPLES.parent / "docs" / "tutorials" / "index.md").read_text("utf-8")
+    assert script.read_text("utf-8").startswith('"""')
+    assert f"| `{script.name}` |" in page
