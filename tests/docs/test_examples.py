@@ -3,6 +3,7 @@
 import math
 import runpy
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -60,9 +61,37 @@ def test_photo_mosaics_draws_a_figure_and_reports_its_numbers(tmp_path: Path, ca
     assert numbers["random"] == pytest.approx(1 - (15 / 16) ** 4)  # four experts select one of sixteen tiles each
 
     picture = tmp_path / "new" / "folder" / "photo_mosaics.png"
-    assert str(picture) in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert str(picture) in out
     with Image.open(picture) as image:
         assert min(image.size) > 500
+    assert str(picture.with_name("experts_settle.svg")) in out
+    assert "after epoch 1" in picture.with_name("experts_settle.svg").read_text("utf-8")
+
+
+def test_the_figure_of_settling_experts_has_a_frame_for_each_and_both_themes():
+    example = runpy.run_path(str(EXAMPLES / "photo_mosaics.py"))
+    deciding = torch.zeros(2, 16, dtype=torch.bool)
+    deciding[0, 5] = deciding[1, 9] = True
+    mosaics = example["Mosaics"](torch.zeros(2, 3, 256, 256, dtype=torch.uint8), torch.tensor([0, 1]), deciding)
+    before = example["Snapshot"](0, ((0, 1, 2, 3), (4, 4, 4, 4)), 0.3, 0.25)
+    after = example["Snapshot"](7, ((5, 5, 2, 3), (9, 8, 7, 6)), 0.9, 0.5)
+    text = example["draw_settling"](mosaics, [before, after])
+    root = ElementTree.fromstring(text)
+    drawn = [each.attrib for each in root.iter("{http://www.w3.org/2000/svg}rect")]
+    assert sum("stroke" in each for each in drawn) == 2 * 2 * 4 + 4  # columns, mosaics and experts; the legend
+    assert sum(each.get("class") == "veil" for each in drawn) == 12 + 15 + 13 + 12
+    assert sum(each.get("class") == "deciding" for each in drawn) == 4 + 1
+    assert "prefers-color-scheme: dark" in text
+    assert "after epoch 7" in text
+    assert "finds it in 50%" in text
+
+
+def test_the_committed_figure_of_settling_experts_is_small_and_of_this_kind():
+    figure = EXAMPLES.parent / "docs" / "images" / "experts-settle.svg"
+    assert figure.stat().st_size < 300_000
+    assert "prefers-color-scheme: dark" in figure.read_text("utf-8")
+    assert "before training" in figure.read_text("utf-8")
 
 
 def test_photo_mosaics_have_one_deciding_tile_unless_the_class_is_neither():

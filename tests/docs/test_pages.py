@@ -13,7 +13,6 @@ import pytest
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
 from moesaic.papers.engine.findings import read_findings, write_findings
-from moesaic.report import write_figures
 from moesaic.report.chart import read_charts, write_charts
 
 ROOT = Path(__file__).parents[2]
@@ -86,14 +85,25 @@ def test_readme_is_at_most_150_lines_long():
 def test_a_papers_folder_has_its_own_findings_and_a_figure_for_every_chart(folder: Path):
     charts = read_charts(folder / "charts.json")
     assert {each.paper for each in (*charts, *read_findings(folder / "claims.json"))} == {folder.name}
-    figures = {file.name for kind in ("png", "svg") for file in folder.glob(f"*.{kind}")}
-    assert figures == {f"{chart.id}.{kind}" for chart in charts for kind in ("png", "svg")}
+    assert {file.stem for file in folder.glob("*.svg")} == {chart.id for chart in charts}
+    assert list(folder.glob("*.png")) == []
 
 
-def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path):
+SVG_FIGURES = sorted({*ROOT.glob("docs/images/*.svg"), *ROOT.glob("docs/papers/*/*.svg")})
+
+
+@pytest.mark.parametrize("figure", SVG_FIGURES, ids=lambda path: path.stem)
+def test_a_figure_follows_the_theme(figure: Path):
+    text = figure.read_text("utf-8")
+    assert "@media (prefers-color-scheme: dark)" in text
+    assert not re.search(r"(fill|stroke): #333333", text), "ink that a dark page would hide"
+
+
+def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")  # as for a script of that folder
     run, results = tmp_path / "run", tmp_path / "results"
     charts = (CHARTS[2], SECOND_CHARTS[3])
-    write_figures(run / "figures", charts)
+    run.mkdir()
     write_charts(run / "charts.json", charts)
     write_findings(run / "claims.json", (*FINDINGS, *SECOND_FINDINGS))
     verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
@@ -101,7 +111,9 @@ def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path):
     verdicts["take_over"](run)
     assert read_findings(results / "chen2022" / "claims.json") == list(SECOND_FINDINGS)
     assert read_charts(results / "chowdhury2023" / "charts.json") == [CHARTS[2]]
-    assert (results / "chen2022" / "table-1.png").is_file()
+    drawn = (results / "chen2022" / "table-1.svg").read_text("utf-8")
+    assert "prefers-color-scheme: dark" in drawn
+    assert "var(--chart-ink" in drawn
     page = "before <!-- verdicts chen2022 -->old<!-- end of verdicts --> after"
     assert "**holds**: 99.61 [99.40, 99.80]" in verdicts["with_verdicts"](page)
     assert "Figure 5" not in verdicts["with_verdicts"](page)
