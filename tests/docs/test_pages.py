@@ -4,6 +4,7 @@ import doctest
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
+from moesaic.cli import main as moesaic
 from moesaic.papers.engine.findings import read_findings, write_findings
 from moesaic.report.chart import read_charts, write_charts
 
@@ -40,6 +42,27 @@ def test_the_examples_of_a_page_run(
             names = test.globs
         else:  # blank lines before the code give tracebacks the page's own line numbers
             exec(compile("\n" * line + block[1], str(page), "exec"), names)
+
+
+def test_the_commands_of_the_quick_start_run_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
+    (images,) = (block[1] for block in FENCE.finditer(page) if "shapes/" in block[1])
+    exec(images.replace("range(150)", "range(10)"), {})
+    ran = []
+    for line in re.findall(r"^\$ moesaic (.* ?shapes.*)$", page, re.MULTILINE):
+        command = shlex.split(line.replace("--epochs 15", "--epochs 1"))
+        assert moesaic(command) == 0, line
+        ran.append(command[0])
+    assert ran == ["train", "predict", "explain"]
+    out = capsys.readouterr().out
+    assert "Test accuracy" in out
+    assert "multiply-adds" in out
+    (named,) = re.findall(r"^Page: (runs/.*)$", page, re.MULTILINE)
+    assert (tmp_path / named).is_file()
 
 
 def test_the_recipe_of_a_router_works_to_the_letter(tmp_path: Path):
@@ -96,7 +119,7 @@ SVG_FIGURES = sorted({*ROOT.glob("docs/images/*.svg"), *ROOT.glob("docs/papers/*
 def test_a_figure_follows_the_theme(figure: Path):
     text = figure.read_text("utf-8")
     assert "@media (prefers-color-scheme: dark)" in text
-    assert not re.search(r"(fill|stroke): #333333", text), "ink that a dark page would hide"
+    assert not re.search(r"<text[^>]*fill: #333333", text), "ink that a dark page would hide"
 
 
 def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
