@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECOND_FINDINGS
 
+from moesaic.cache_dir import CACHE_ENV_VAR
 from moesaic.cli import main as moesaic
 from moesaic.papers.engine.findings import read_findings, write_findings
 from moesaic.report.chart import read_charts, write_charts
@@ -48,7 +49,7 @@ def test_the_commands_of_the_quick_start_run_one_after_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_ENV_VAR, str(tmp_path / "cache"))
     page = (ROOT / "docs" / "quickstart.md").read_text("utf-8")
     (images,) = (block[1] for block in FENCE.finditer(page) if "shapes/" in block[1])
     exec(images.replace("range(150)", "range(10)"), {})
@@ -120,6 +121,13 @@ def test_a_figure_follows_the_theme(figure: Path):
     text = figure.read_text("utf-8")
     assert "@media (prefers-color-scheme: dark)" in text
     assert not re.search(r"<text[^>]*fill: #333333", text), "ink that a dark page would hide"
+
+
+def test_the_pictures_of_the_idea_are_those_that_the_script_draws():
+    pictures = runpy.run_path(str(ROOT / "docs" / "pictures.py"))
+    for name, draw in pictures["FIGURES"].items():
+        committed = (pictures["IMAGES"] / f"{name}.svg").read_text("utf-8")
+        assert draw() == committed, "run: python docs/pictures.py"
 
 
 def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
