@@ -176,19 +176,23 @@ def check_script(words: list[str]) -> None:
 
 def check(words: list[str]) -> None:
     program, rest = re.sub(r"^(python|pip)[\d.]+$", r"\1", Path(words[0]).name), words[1:]
-    if program == "torchrun" and "-m" in rest:
-        program, rest = "python", rest[rest.index("-m") :]
+    if program in ("torchrun", "srun", "ssh"):  # which start another program
+        inner = [i for i, word in enumerate(rest) if word == "-m" or Path(word).name in ("moesaic", "python")]
+        program, rest = (
+            ("python", rest[inner[0] :]) if rest[inner[0]] == "-m" else (rest[inner[0]], rest[inner[0] + 1 :])
+        )
+        program = Path(program).name
     if program == "moesaic":
         check_moesaic(rest)
     elif program == "make":
         targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)[0].split()
         assert [word for word in rest if "=" not in word and word not in targets] == []
-    elif program in ("python", "torchrun") and rest[0] == "-m":
+    elif program == "python" and rest[0] == "-m":
         if rest[1] == "moesaic":
             check_moesaic(rest[2:])
         else:
             assert rest[1] in ("pip", "pytest", "venv", "http.server", "zensical"), rest[1]
-    elif program in ("python", "torchrun"):
+    elif program == "python":
         script = next(i for i, word in enumerate(rest) if word.endswith(".py"))
         check_script(rest[script:])
     elif program == "pip":
@@ -196,7 +200,20 @@ def check(words: list[str]) -> None:
         asked = [name for word in rest for names in re.findall(r"\[([\w,]+)\]", word) for name in names.split(",")]
         assert [name for name in asked if name not in extras] == []
     else:
-        assert program in ("cd", "eval", "export", "git", "head", "ls", "mkdir", "source", "ssh", "unzip"), words
+        assert program in (
+            "cd",
+            "cp",
+            "eval",
+            "export",
+            "git",
+            "head",
+            "kill",
+            "ls",
+            "mkdir",
+            "rsync",
+            "sbatch",
+            "source",
+        ), words
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=name)
