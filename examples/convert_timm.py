@@ -13,6 +13,7 @@ import argparse
 import copy
 
 import torch
+from torch import nn
 
 from moesaic.models import convert, convertible_layers, count_macs, create_model
 
@@ -29,6 +30,10 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
     torch.manual_seed(args.seed)
     model = create_model(f"timm/{args.model}", num_classes=10, pretrained=args.pretrained).eval()
+    for norm in model.modules():
+        # timm starts the last norm of a residual branch at zero, and what is before it would have no effect
+        if isinstance(norm, nn.BatchNorm2d) and not norm.weight.any():
+            nn.init.ones_(norm.weight)
     layers = convertible_layers(model)
     layer, size = args.layer or layers[-1], args.img_size
     print(f"{args.model}: {len(layers)} layers can be converted; converting {layer} to {args.experts} experts")
