@@ -17,7 +17,7 @@ from moesaic.report.style import COLOURS, INK, RC_PARAMS
 DOCS = Path(__file__).parent
 RESULTS = DOCS.parent / "benchmarks" / "results" / "heads.json"
 PAGE = DOCS / "heads.md"
-FIGURE = DOCS / "images" / "heads"
+FIGURE = DOCS / "images" / "heads.svg"
 PLACE = re.compile(r"<!-- heads ([\w-]+) -->.*?<!-- end of heads -->", re.DOTALL)
 HEADS = {
     "mean": ("grey", "s"),
@@ -28,6 +28,7 @@ HEADS = {
 }
 """Colour and marker of each head."""
 PEERS = tuple(head for head in HEADS if head != "routed")
+GRID = "#E4E4E4"
 SWEEP = "dog or bird, 1 of "
 
 Result = dict[str, Any]
@@ -272,7 +273,7 @@ def draw_task(axes: Any, content: Result, task: str) -> None:
     axes.minorticks_off()
     axes.set_title(f"{task} ({share(content['shares'][task])})", fontsize=9)
     axes.set_xlabel("labels")
-    axes.grid(True, color="#E4E4E4", linewidth=0.6)
+    axes.grid(True, color=GRID, linewidth=0.6)
 
 
 def draw_sweep(axes: Any, content: Result) -> None:
@@ -296,19 +297,14 @@ def draw_sweep(axes: Any, content: Result) -> None:
     axes.set_xticks(list(places), [share(content["shares"][task]) for task in tasks])
     axes.set_title("dog or bird: lead of routed over each", fontsize=9)
     axes.set(xlabel="share of the image that tells", ylabel="points")
-    axes.grid(True, color="#E4E4E4", linewidth=0.6)
+    axes.grid(True, color=GRID, linewidth=0.6)
 
 
-def write_figure(content: Result, stem: Path) -> list[Path]:
-    """As PNG and SVG; the same results give the same bytes."""
-    import matplotlib
+def write_figure(content: Result, path: Path) -> None:
+    """As an SVG that follows the theme; the same results give the same bytes."""
+    from theme import save_figure
 
-    figure = draw(content)
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    with matplotlib.rc_context({**RC_PARAMS, "svg.hashsalt": stem.name}):
-        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
-    return paths
+    save_figure(draw(content), path)
 
 
 if __name__ == "__main__":

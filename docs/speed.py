@@ -419,7 +419,7 @@ def rooflines() -> str:
     """The figures that there are."""
     devices = [device for device in ("cuda", "cpu") if results(f"layer-{device}") is not None]
     alt = "Useful arithmetic a second against arithmetic for each byte, of dense and routed layers, below the roof"
-    return "\n\n".join(f"![{alt}: {device}](images/roofline-{device}.png)" for device in devices) or f"*{NOT_MEASURED}*"
+    return "\n\n".join(f"![{alt}: {device}](images/roofline-{device}.svg)" for device in devices) or f"*{NOT_MEASURED}*"
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -537,22 +537,17 @@ def label(axes: Any, text: str, at: tuple[float, float], colour: str, **how: Any
     )
 
 
-def write_roofline(content: Result, stem: Path) -> list[Path]:
-    """As PNG and SVG; the same results give the same bytes."""
-    import matplotlib
+def write_roofline(content: Result, path: Path) -> None:
+    """As an SVG that follows the theme; the same results give the same bytes."""
+    from theme import save_figure
 
-    figure = draw_roofline(content)
-    paths = [stem.with_suffix(".png"), stem.with_suffix(".svg")]
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context({**RC_PARAMS, "svg.hashsalt": stem.name}):
-        figure.savefig(paths[0], dpi=150, metadata={"Software": None})
-        figure.savefig(paths[1], metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
-    return paths
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_figure(draw_roofline(content), path)
 
 
 if __name__ == "__main__":
     for device in ("cuda", "cpu"):
         content = results(f"layer-{device}")
         if content is not None:
-            write_roofline(content, DOCS / "images" / f"roofline-{device}")
+            write_roofline(content, DOCS / "images" / f"roofline-{device}.svg")
     PAGE.write_text(with_tables(PAGE.read_text("utf-8")), "utf-8")

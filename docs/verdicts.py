@@ -1,6 +1,7 @@
 """Fill the verdicts into README and the papers' pages, from the committed claims.json of each paper.
 
     python docs/verdicts.py results/of/moesaic-reproduce    # first copies the results of a new run into docs/papers
+    python docs/verdicts.py figures                         # first draws the figures of the committed charts again
 
 A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->. README
 has a table with one row per paper, the number of verdicts of each kind, between <!-- verdict counts --> and
@@ -8,14 +9,12 @@ has a table with one row per paper, the number of verdicts of each kind, between
 """
 
 import re
-import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
 from moesaic.papers.engine.claims_markdown import markdown_table
 from moesaic.papers.engine.findings import read_findings, write_findings
-from moesaic.report import figure_name
 from moesaic.report.chart import read_charts, write_charts
 
 DOCS = Path(__file__).parent
@@ -59,20 +58,29 @@ def counts_table() -> str:
 
 
 def take_over(run: Path) -> None:
-    """Copy the findings, charts and figures of a run into each paper's folder."""
+    """Copy the findings and charts of a run into each paper's folder, and draw the charts."""
     findings, charts = read_findings(run / "claims.json"), read_charts(run / "charts.json")
     for paper in dict.fromkeys(finding.paper for finding in findings):
         folder = RESULTS / paper
         folder.mkdir(parents=True, exist_ok=True)
-        own = [chart for chart in charts if chart.paper == paper]
         write_findings(folder / "claims.json", [finding for finding in findings if finding.paper == paper])
-        write_charts(folder / "charts.json", own)
-        for name in (figure_name(chart, kind) for chart in own for kind in ("png", "svg")):
-            shutil.copyfile(run / "figures" / name, RESULTS / name)
+        write_charts(folder / "charts.json", [chart for chart in charts if chart.paper == paper])
+        draw_figures(folder)
+
+
+def draw_figures(folder: Path) -> None:
+    """Draw the charts of a paper's folder as SVG files that follow the theme."""
+    from theme import chart_svg
+
+    for chart in read_charts(folder / "charts.json"):
+        (folder / f"{chart.id}.svg").write_text(chart_svg(chart), "utf-8")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
+    if sys.argv[1:] == ["figures"]:
+        for paper in PAPERS:
+            draw_figures(RESULTS / paper)
+    elif len(sys.argv) > 1:
         take_over(Path(sys.argv[1]))
     for path in PAGES:
         path.write_text(with_verdicts(path.read_text("utf-8")), "utf-8")

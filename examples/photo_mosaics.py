@@ -1,5 +1,8 @@
 """Train a small routed network on mosaics of photographs, and draw which tiles its experts select.
 
+Writes two figures: ``photo_mosaics.png``, what the trained experts select, and ``experts_settle.svg``, what they
+selected before training and after some of the epochs.
+
 A mosaic has sixteen tiles, each a crop of a photograph. Its class is "cat" if one tile shows the cat, "coffee" if one
 shows the coffee cup, and "neither" otherwise; all other tiles come from seven unrelated photographs. The network is
 trained with the class alone, not with the position of the deciding tile. Training tiles are cut from the left half of
@@ -9,10 +12,14 @@ and of the cup are cropped to their subject first.
 The class "neither" matters: without it, the network learns to select the tiles of all classes but one, and infers that
 class from the absence of the others.
 
-The photographs come with scikit-image (``pip install scikit-image``) and are in the public domain or CC0.
+Expect about 99 % test accuracy, and an expert that selects the deciding tile in more than 90 % of the test mosaics.
+The photographs come with scikit-image (``pip install scikit-image``) and are in the public domain or CC0. About two
+minutes on one core; ``--epochs 5`` takes a third and ends lower.
 """
 
 import argparse
+import base64
+import io
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +34,9 @@ from torch.nn import functional as F
 import moesaic
 from moesaic.data import ImageDataset, LabelledImages, Normalize
 from moesaic.insight import agreement, overlay
-from moesaic.training import Recipe, fit
+from moesaic.insight.overlays import expert_colour
+from moesaic.training import Callback, Recipe, fit
+from moesaic.training.trainer import Trainer
 
 CLASSES = ("cat", "coffee", "neither")
 DECIDING = ("chelsea", "coffee")  # scikit-image's names
@@ -134,6 +143,106 @@ def draw(mosaics: Mosaics, model: nn.Module, selected: dict[str, float], accurac
     return figure
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What the experts select at one time of training."""
+
+    epoch: int
+    tiles: tuple[tuple[int, ...], ...]
+    """The tile of each expert, for each of the mosaics in the figure."""
+    accuracy: float
+    reached: float
+    """The share of test mosaics with a deciding tile in which an expert selects it."""
+
+
+def take_snapshot(epoch: int, model: nn.Module, mosaics: Mosaics, images: LabelledImages) -> Snapshot:
+    predicted, routing = predict(model, images)
+    shown = [mosaics.labels.tolist().index(label) for label in range(len(DECIDING))]
+    tiles = tuple(tuple(mosaic) for mosaic in routing.index[shown, :, 0].tolist())
+    accuracy = (predicted == mosaics.labels).float().mean().item()
+    return Snapshot(epoch, tiles, accuracy, agreement(routing, mosaics.deciding).reached)
+
+
+class Snapshots(Callback):
+    """Takes a snapshot after each of ``epochs``."""
+
+    def __init__(self, epochs: tuple[int, ...], mosaics: Mosaics, images: LabelledImages) -> None:
+        self.epochs, self.mosaics, self.images = epochs, mosaics, images
+        self.epoch, self.taken = 0, list[Snapshot]()
+
+    def on_epoch_end(self, trainer: Trainer) -> dict[str, float]:
+        self.epoch += 1
+        if self.epoch in self.epochs:
+            self.taken.append(take_snapshot(self.epoch, trainer.model, self.mosaics, self.images))
+        return {}
+
+
+STYLE = """
+  text { font: 17px system-ui, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; fill: #24292f; }
+  .head { font-weight: 600; } .soft { fill: #57606a; } .veil { fill: #ffffff; fill-opacity: .62; }
+  .deciding { fill: none; stroke: #000; stroke-width: 2; stroke-dasharray: 3 4; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3; } .soft { fill: #9da7b3; } .veil { fill: #0d1117; } .deciding { stroke: #fff; }
+  }
+"""
+
+
+def draw_settling(mosaics: Mosaics, snapshots: list[Snapshot]) -> str:
+    """An SVG with a column for each snapshot: the tiles that experts select, framed; all others are veiled.
+
+    Its texts and veils follow the reader's light or dark theme. Each mosaic is in the file once.
+    """
+    side, gap, left, top = 208, 22, 8, 36
+    unit = side / GRID
+    shown = [mosaics.labels.tolist().index(label) for label in range(len(DECIDING))]
+    width, rows = 2 * left + len(snapshots) * (side + gap) - gap, len(shown)
+    foot = top + rows * (side + gap)
+    height = foot + 84
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">',
+        f"<title>Tiles that {EXPERTS} experts select, from before training to epoch {snapshots[-1].epoch}</title>",
+        f"<style>{STYLE}</style><defs>",
+    ]
+    for row, b in enumerate(shown):
+        file = io.BytesIO()
+        Image.fromarray(mosaics.pixels[b].permute(1, 2, 0).numpy()).save(file, "JPEG", quality=82, optimize=True)
+        data = base64.b64encode(file.getvalue()).decode()
+        parts.append(f'<image id="mosaic{row}" width="{side}" height="{side}" href="data:image/jpeg;base64,{data}"/>')
+    parts.append("</defs>")
+    for column, snapshot in enumerate(snapshots):
+        x0 = left + column * (side + gap)
+        when = "before training" if not snapshot.epoch else f"after epoch {snapshot.epoch}"
+        parts.append(f'<text class="head" x="{x0}" y="24">{when}</text>')
+        for row, b in enumerate(shown):
+            y0, taken = top + row * (side + gap), snapshot.tiles[row]
+            parts.append(f'<use href="#mosaic{row}" x="{x0}" y="{y0}"/>')
+            for n in range(GRID * GRID):
+                x, y = x0 + n % GRID * unit, y0 + n // GRID * unit
+                if n not in taken:
+                    parts.append(f'<rect class="veil" x="{x:g}" y="{y:g}" width="{unit:g}" height="{unit:g}"/>')
+                if mosaics.deciding[b, n]:
+                    inset = f'x="{x + 18:g}" y="{y + 18:g}" width="{unit - 36:g}" height="{unit - 36:g}"'
+                    parts.append(f'<rect class="deciding" {inset}/>')
+                # frames of experts that select the same tile lie inside one another
+                for depth, expert in enumerate(e for e, tile in enumerate(taken) if tile == n):
+                    d = 2 + 5 * depth
+                    frame = f'x="{x + d:g}" y="{y + d:g}" width="{unit - 2 * d:g}" height="{unit - 2 * d:g}"'
+                    parts.append(f'<rect {frame} fill="none" stroke="{expert_colour(expert)}" stroke-width="4"/>')
+        parts.append(f'<text x="{x0}" y="{foot + 6}">finds it in {snapshot.reached:.0%}</text>')
+        parts.append(f'<text class="soft" x="{x0}" y="{foot + 30}">test accuracy {snapshot.accuracy:.1%}</text>')
+    x = left
+    for expert in range(EXPERTS):
+        parts.append(
+            f'<rect x="{x + 2}" y="{foot + 52}" width="18" height="18" fill="none" '
+            f'stroke="{expert_colour(expert)}" stroke-width="4"/>'
+            f'<text class="soft" x="{x + 30}" y="{foot + 67}">expert {expert}</text>'
+        )
+        x += 130
+    parts.append(f'<rect class="deciding" x="{x + 2}" y="{foot + 52}" width="18" height="18"/>')
+    parts.append(f'<text class="soft" x="{x + 30}" y="{foot + 67}">deciding tile</text></svg>')
+    return "\n".join(parts) + "\n"
+
+
 def main(argv: list[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/photo_mosaics"), help="Output folder of the figure.")
@@ -158,8 +267,11 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         patch_size=4,
     )
     _, untrained = predict(model, dataset.test)
+    snapshots = Snapshots(tuple(sorted({1, args.epochs // 3, args.epochs} - {0})), test, dataset.test)
+    first = take_snapshot(0, model, test, dataset.test)
     start = time.perf_counter()
-    fit(model, dataset, Recipe(epochs=args.epochs, batch_size=32), seed=args.seed, eval_every=args.epochs)
+    recipe = Recipe(epochs=args.epochs, batch_size=32)
+    fit(model, dataset, recipe, seed=args.seed, eval_every=args.epochs, callbacks=[snapshots])
     print(f"trained for {args.epochs} epochs in {time.perf_counter() - start:.0f} s", flush=True)
     predicted, routing = predict(model, dataset.test)
 
@@ -172,12 +284,15 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     path = args.out / "photo_mosaics.png"
     draw(test, model, selected, accuracy).savefig(path, dpi=90, bbox_inches="tight", pad_inches=0.2)
 
+    settling = args.out / "experts_settle.svg"
+    settling.write_text(draw_settling(test, [first, *snapshots.taken]), "utf-8")
+
     print(f"test accuracy {accuracy:.1%} (random {1 / len(CLASSES):.1%})")
     print(f"an expert selects the deciding tile in {after.reached:.1%} of the test mosaics that have one", end=" ")
     print(f"(untrained {before.reached:.1%}, random {random:.1%})")
     for expert, hits in enumerate(after.hit_rate.tolist()):
         print(f"    expert {expert} selects it in {hits:.0%}")
-    print(f"figure: {path}")
+    print(f"figures: {path}, {settling}")
     return {"accuracy": accuracy, **selected}
 
 
