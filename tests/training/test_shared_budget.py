@@ -57,3 +57,12 @@ def test_others_that_are_at_work_keep_their_budget_when_the_first_worker_is_gone
     other = budget(tmp_path, asked="something else")
     assert other.join() is None
     other.close()
+
+
+def test_a_budget_without_a_plan_leaves_nothing(tmp_path: Path):
+    out = tmp_path / "runs" / "compare"
+    planless = budget(out)
+    assert planless.join() is None
+    assert out.exists()
+    planless.close()
+    assert list(tmp_path.iterdir()) == []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -57,6 +58,8 @@ class SharedBudget:
         self._lease: Lease | None = None
         self._plan: BudgetPlan | None = None
         self._looks = 0
+        self._made = [path for path in (self._folder, *self._folder.parents) if not path.exists()]
+        """Folders that are not there yet."""
 
     @property
     def _path(self) -> Path:
@@ -93,10 +96,14 @@ class SharedBudget:
         return plan.workers * cast("float", decided.result["seconds"])
 
     def close(self) -> None:
-        """Ends the part of this worker."""
+        """Ends the part of this worker; where it found no plan that fits, the folders are as they were before."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
+        if self._plan is None:
+            for path in self._made:
+                with suppress(OSError):  # others use it
+                    path.rmdir()
 
     def _read(self) -> BudgetPlan | None:
         try:
