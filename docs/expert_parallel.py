@@ -84,7 +84,7 @@ def error_sentences(content: Result) -> str:
         right, total = run["faster side predicted"]
         sentences.append(
             f"With {run['ranks']} processes predictions are off by {100 * run['median error']:.0f} % in the median, by "
-            f"{100 * run['largest error']:.0f} % at most, and names the faster of sharded and replicated experts in "
+            f"{100 * run['largest error']:.0f} % at most, and name the faster of sharded and replicated experts in "
             f"{right} of {total} comparisons."
         )
     return " ".join(sentences)
@@ -149,7 +149,7 @@ def draw() -> Any:
             axes.set_xticks((8, 32, 128, 1024), ("8", "32", "128", "1 024"))
             axes.minorticks_off()
             low, high = axes.get_ylim()
-            ticks = [value for value in (0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if low <= value <= high]
+            ticks = [value for value in (0.2, 0.3, 0.4, 0.5, 0.7, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150) if low <= value <= high]
             axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
             axes.set_title(f"{title},\n{images} images per GPU", fontsize=9)
             axes.grid(True, which="major", color="#E4E4E4", linewidth=0.6)
