@@ -135,6 +135,7 @@ def after_ten_steps(one: nn.Module, model: nn.Module, state: Callable[[], dict[s
     """
     before = copy.deepcopy(one.state_dict())
     batches = torch.randn(10, 2 * dist.get_world_size(), *SHAPE, dtype=torch.float64)
+    batches = batches.to(next(one.parameters()).device)
     expected, y = train(one, batches), train(model, part(batches, 1))
     found = [(part(expected) - y).abs().max().item()]
     gathered = state()
@@ -399,3 +400,16 @@ def test_four_ranks_equal_one_process_on_one_axis_and_on_two():
     found = run_in_process_group(4, four_rank_checks, torch.initial_seed() % 2**32)
     assert max(found.pop("checkpoints")) == 0
     assert {name: max(each) for name, each in found.items() if max(each) >= 1e-8} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["conv map input, concat, norm=True", "MLP sum input", "units choose"])
+def test_sharded_experts_run_over_nccl(name):
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        one = network(CASES[name]).cuda()
+        mesh = init_device_mesh("cuda", (1,), mesh_dim_names=("ep",))
+        sharded = moesaic.shard_experts(copy.deepcopy(one), mesh)
+        assert after_ten_steps(one, sharded, lambda: full(sharded.state_dict())) < 1e-8
+    finally:
+        dist.destroy_process_group()

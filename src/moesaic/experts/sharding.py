@@ -48,6 +48,7 @@ def shard_experts(
         mesh: device mesh with an axis for the experts. Along its other axes experts are replicated, with other images.
         dim: name of that axis.
         uneven_batches: whether ranks may have different numbers of images; they are then exchanged in each pass.
+            Without it different numbers crash gloo ("Received data size doesn't match") and may hang NCCL.
         reduce_gradients: whether the experts' gradients are averaged over the mesh's other axes in the backward pass.
             False where ``fully_shard`` shards the experts over those axes, which does it then.
 

@@ -19,6 +19,12 @@ def all_to_all_rows(rows: Tensor, sent: list[int], received: list[int], group: d
     """Sends the first ``sent[0]`` rows to rank 0, the next ``sent[1]`` to rank 1, …; returns what the ranks sent.
 
     ``received[r]`` is the number of rows that rank r sends to this one.
+
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> group = dist.distributed_c10d._get_default_group()
+    >>> all_to_all_rows(torch.tensor([[1.0], [2.0]]), [2], [2], group).flatten().tolist()    # all to itself
+    [1.0, 2.0]
+    >>> dist.destroy_process_group()
     """
     return cast(Tensor, _AllToAll.apply(rows, sent, received, group))
 
@@ -88,7 +94,9 @@ class _AverageGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
-        grad, divisor = grad_outputs[0], ctx.divisor
+        dtype, divisor = grad_outputs[0].dtype, ctx.divisor
+        # summed in float32 at least: under autocast gradients come in low precision
+        grad = grad_outputs[0].to(torch.promote_types(dtype, torch.float32)) if ctx.groups else grad_outputs[0]
         for group in ctx.groups:
             grad, divisor = all_reduce_sum(grad, group), divisor * group.size()
-        return grad / divisor, None, None
+        return (grad / divisor).to(dtype), None, None
