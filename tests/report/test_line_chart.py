@@ -7,7 +7,7 @@ import pytest
 
 from moesaic.report.line_chart import Line, LineChart, spaced
 
-FRAME = (46, 368, 12, 186)
+FRAME = (54, 366, 12, 182)
 """Left, right, top and bottom of the axes."""
 
 

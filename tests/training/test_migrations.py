@@ -137,3 +137,8 @@ def test_a_comparison_of_the_previous_version_has_the_present_names(tmp_path):
     (tmp_path / "result.json").write_text(json.dumps(content))
     recipe = read_comparison(tmp_path / "result.json").recipe
     assert recipe == {"epochs": 2, "batch_size": 32, "lr": 0.1, "augment": "none"}
+
+
+def test_a_metric_of_ones_own_may_be_called_routing():
+    epoch = Epoch(1, 0.5, 80.0, None, 2.0, 500.0, 0.1, metrics={"routing": 0.25})
+    assert Epoch.from_json(epoch.to_json()) == epoch

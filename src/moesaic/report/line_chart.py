@@ -19,7 +19,7 @@ _COLOURS = ("blue", "vermilion", "green", "purple", "orange", "sky", "grey", "in
 """Names in `style.COLOURS`; none is the ink, so that a line is never taken for an axis."""
 _DASHES = ("", "6 3", "2 2.5", "8 3 2 3")
 _WIDTH, _HEIGHT = 380, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 12, 12, 34
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 12, 38
 _MAX_POINTS = 200
 """Points of a line; of more, equally spaced ones are drawn."""
 _MARKED = 40
@@ -86,7 +86,7 @@ class LineChart:
             y = self._y(tick, ticks)
             parts.append(f'<line class="grid" x1="{_LEFT}" y1="{y}" x2="{_WIDTH - _RIGHT}" y2="{y}"/>')
             parts.append(
-                f'<text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" text-anchor="end">{_short(tick)}</text>'
+                f'<text class="tick" x="{_LEFT - 6}" y="{y + 4.5:.1f}" text-anchor="end">{_short(tick)}</text>'
             )
         for tick in _epoch_ticks(self.x):
             x = self._x(tick)

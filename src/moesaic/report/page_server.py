@@ -11,6 +11,7 @@ import base64
 import errno
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -18,6 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 __all__ = ["LivePage", "PageServer", "live_script"]
@@ -108,8 +110,10 @@ class PageServer(ThreadingHTTPServer):
         """The address of the page."""
         return f"http://{_HOST}:{self.server_port}/"
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that closes a connection is no error."""
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that closes a connection is no error; what else goes wrong is printed."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -58,12 +58,14 @@ class Epoch:
         """Reads what ``to_json`` returned."""
         content = {_OLD_KEYS.get(name, name): value for name, value in content.items()}
         own = {each.name for each in fields(cls)}
+        if not isinstance(content.get("routing"), dict):  # a metric of that name, before there was the field
+            own.remove("routing")
         made: dict[str, Any] = {name: value for name, value in content.items() if name in own}
         made["alarms"] = tuple(content["alarms"])
         made["metrics"] = {name: value for name, value in content.items() if name not in own}
         made["routing"] = {
             name: decode(LayerRouting, value, f"the routing of {name!r}")
-            for name, value in content.get("routing", {}).items()
+            for name, value in made.get("routing", {}).items()
         }
         return cls(**made)
 
