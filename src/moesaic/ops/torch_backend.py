@@ -31,6 +31,7 @@ from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, Pat
 from moesaic.ops.eager import in_vmap, is_eager_cpu, no_grad_needed
 from moesaic.ops.patch.gather import RoutedPixels
 from moesaic.ops.patch.inference import can_run_inference, conv_inference
+from moesaic.ops.patch.onnx_conv import can_run_onnx_conv, onnx_conv
 from moesaic.ops.patch.scatter_conv import (
     ScatterIndex,
     background_output,
@@ -66,6 +67,8 @@ class TorchBackend:
     ) -> Tensor:
         if can_run_inference(x, routing, experts, norm):
             return conv_inference(x, routing, experts, norm, spec)
+        if can_run_onnx_conv(routing, norm, spec):
+            return onnx_conv(x, routing, experts, norm, spec)
         return _conv(x, routing, experts, norm, spec)
 
     def mlp(
