@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import tyro
 
 from moesaic.cli.bench import Bench
+from moesaic.cli.bench_model import BenchModel
 from moesaic.cli.claims import Claims
 from moesaic.cli.compare import Compare
 from moesaic.cli.completion import Completion
@@ -27,7 +28,7 @@ from moesaic.cli.reproduce import Reproduce
 from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
 
-__all__ = ["COMMANDS", "Command", "run_command"]
+__all__ = ["COMMANDS", "Command", "find_command", "run_command"]
 
 _WIDTH = 80
 
@@ -78,8 +79,16 @@ def _parse(given: Sequence[str]) -> Command:
         hint = f"did you mean {near[0]!r}? " if near else ""
         log(f"moesaic: {name!r} is no command; {hint}The commands are {', '.join(COMMANDS)}")
         raise SystemExit(2)
-    command = COMMANDS[name]
-    return tyro.cli(command, prog=f"moesaic {name}", description=_description(command), args=list(given[1:]))
+    command, words = find_command(given)
+    prog = " ".join(["moesaic", *given[:words]])
+    return tyro.cli(command, prog=prog, description=_description(command), args=list(given[words:]))
+
+
+def find_command(given: Sequence[str]) -> tuple[type[Any], int]:
+    """The command that arguments begin with, and by how many words they name it."""
+    if tuple(given[:2]) == ("bench", "model"):
+        return BenchModel, 2
+    return COMMANDS[given[0]], 1
 
 
 def _run(command: Command, given: Sequence[str]) -> int:
