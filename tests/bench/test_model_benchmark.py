@@ -119,7 +119,7 @@ def test_what_cannot_run_here_has_a_note(clock, monkeypatch):
 
 
 def test_other_kinds_of_routing_are_refused():
-    with pytest.raises(ValueError, match=r"has channel gates; only networks that route patches.*benchmarks/channel\.py"):
+    with pytest.raises(ValueError, match=r"has channel gates; only networks that route.*benchmarks/channel\.py"):
         benchmark_model(nn.Sequential(moesaic.ChannelMoE(3, 8, 3)), (3, 8, 8))
 
 

@@ -100,13 +100,13 @@ def test_a_gpu_that_is_not_there_is_refused():
 
 
 def test_a_network_is_timed_against_its_dense_counterpart(capsys: pytest.CaptureFixture[str]):
-    options = ["--image-size", "16", "--batch-size", "1", "--mode", "eager", "--repetitions", "1", "--device", "cpu"]
+    options = ["--img-size", "16", "--batch-size", "1", "--mode", "eager", "--repetitions", "1", "--device", "cpu"]
     assert main(["bench", "model", "wrn10_1_pmoe", *options, "--inference", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["network"] == "wrn10_1_pmoe"
     assert found["image"] == [3, 16, 16]
     assert [each["mode"] for each in found["networks"]] == ["eager"]
-    assert main(["bench", "model", "cifar_cnn", *options, "--image-size", "32", "--inference"]) == 0
+    assert main(["bench", "model", "cifar_cnn", *options, "--img-size", "32", "--inference"]) == 0
     assert "× dense" in capsys.readouterr().out
 
 
@@ -115,8 +115,8 @@ def test_a_run_is_timed_on_images_of_its_size(tmp_path: Path, capsys: pytest.Cap
     options = ["--batch-size", "1", "--mode", "eager", "--repetitions", "1", "--inference", "--device", "cpu"]
     assert main(["bench", "model", run, *options]) == 0
     assert "× dense" in capsys.readouterr().out
-    with pytest.raises(CommandError, match="--image-size=7, but this network takes"):
-        BenchModel(run, image_size=7).run([])
+    with pytest.raises(CommandError, match="--img-size=7, but this network takes"):
+        BenchModel(run, img_size=7).run([])
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_a_run_is_timed_on_images_of_its_size(tmp_path: Path, capsys: pytest.Cap
         ({"mode": "graph"}, "--mode='graph'"),
         ({"mode": "captured", "device": "cpu"}, "--mode=captured needs a GPU"),
         ({"batch_size": 0}, "--batch-size=0"),
-        ({"image_size": 10**9}, "--image-size=1000000000 is more than 4096"),
+        ({"img_size": 10**9}, "--img-size=1000000000 is more than 4096"),
         ({"network": "wrn10_1_pmo"}, "wrn10_1_pmo"),
-        ({"network": "vgg16_deepmoe", "image_size": 32}, "has channel gates"),
+        ({"network": "vgg16_deepmoe", "img_size": 32}, "has channel gates"),
     ],
 )
 def test_bench_model_refuses_in_one_line(options: dict[str, Any], complaint: str):

@@ -39,7 +39,7 @@ class BenchModel:
 
     network: Positional[Annotated[str, arg(metavar="NETWORK")]]
     """Network as moesaic train spells it, such as timm/resnet18:convert=layer4.1.conv2:experts=8, or run directory."""
-    image_size: Annotated[
+    img_size: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: the network's own, otherwise 64)")
     ] = None
     """Height and width of the images."""
@@ -76,11 +76,11 @@ class BenchModel:
 
         with user_errors("bench"):
             counts = {"--batch-size": self.batch_size, "--experts": self.experts, "--repetitions": self.repetitions}
-            optional = {"--image-size": self.image_size, "--patches-per-expert": self.patches_per_expert}
+            optional = {"--img-size": self.img_size, "--patches-per-expert": self.patches_per_expert}
             counts |= {name: value for name, value in optional.items() if value is not None}
             check_positive("bench", **counts)
-            if self.image_size is not None and self.image_size > MAX_SIDE:
-                raise ValueError(f"--image-size={self.image_size} is more than {MAX_SIDE}; use a smaller one")
+            if self.img_size is not None and self.img_size > MAX_SIDE:
+                raise ValueError(f"--img-size={self.img_size} is more than {MAX_SIDE}; use a smaller one")
             device = resolve_device("bench", self.device)
             gpu = torch.device(device).type == "cuda"
             modes, (model, image) = self._modes(gpu), self._network()
@@ -116,11 +116,11 @@ class BenchModel:
         if path.exists():
             checkpoint = load_run(path, "cpu", None)
             C, H, W = checkpoint.input_shape
-            if self.image_size not in (None, H):
-                raise ValueError(f"--image-size={self.image_size}, but this network takes {H}×{W}; leave it out")
+            if self.img_size not in (None, H):
+                raise ValueError(f"--img-size={self.img_size}, but this network takes {H}×{W}; leave it out")
             return checkpoint.model, (C, H, W)
         spec = ModelSpec.parse(self.network)
-        side = self.image_size or spec.pretrained_config().image_size or _IMAGE_SIZE
+        side = self.img_size or spec.pretrained_config().image_size or _IMAGE_SIZE
         known = {"image_size": side} if "image_size" in model_options(spec.name) else {}
         conversions = tuple({"input_size": [3, side, side], **each} for each in spec.conversions)
         arguments = {"num_classes": _CLASSES, **known, **spec.arguments}
