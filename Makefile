@@ -14,7 +14,8 @@ DOCS := $(VENV)/.docs.stamp
 # made anew, because pip trusts the metadata of a package whose files are only partly there.
 UNFINISHED := $(VENV)/.unfinished
 
-pip = $(VPY) -m pip install -qq --disable-pip-version-check -c constraints.txt
+# timm is installed without all that it asks for (below), which pip would report at every later install
+pip = $(VPY) -m pip install -qq --disable-pip-version-check --no-warn-conflicts -c constraints.txt
 install = touch $(UNFINISHED) && $(pip) -e $(1) $(if $(2),&& $(pip) --no-deps $(2)) && rm $(UNFINISHED) && touch $@
 
 # timm for its tests, as it is: pip would look for a torch to go with torchvision, and the tests need no torchvision

@@ -12,7 +12,7 @@ from typing import Any
 
 import tyro
 
-from moesaic.cli.commands import COMMANDS
+from moesaic.cli.commands import COMMANDS, find_command
 
 PAGE = Path(__file__).parent / "cli.md"
 DEFAULT = re.compile(r" ?\((?:default: (?P<default>.*)|(?P<required>required)|(?P<other>[^()]*))\)$", re.DOTALL)
@@ -33,8 +33,19 @@ interrupted. With `MOESAIC_DEBUG=1` in the environment, errors keep their traceb
 
 def page() -> str:
     """The whole page."""
-    rows = [f"| [`{name}`](#moesaic-{name}) | {summary(command)} |\n" for name, command in COMMANDS.items()]
-    return INTRODUCTION + "".join(rows) + "".join(section(name, command) for name, command in COMMANDS.items())
+    commands = {name: command for first in COMMANDS for name, command in named_commands(first).items()}
+    rows = [
+        f"| [`{name}`](#moesaic-{name.replace(' ', '-')}) | {summary(command)} |\n"
+        for name, command in commands.items()
+    ]
+    return INTRODUCTION + "".join(rows) + "".join(section(name, command) for name, command in commands.items())
+
+
+def named_commands(first: str) -> dict[str, type[Any]]:
+    """The commands that begin with this word, by all of their words."""
+    if first == "bench":  # whose subjects have options of their own
+        return {f"bench {subject}": find_command(["bench", subject])[0] for subject in ("layer", "model")}
+    return {first: COMMANDS[first]}
 
 
 def summary(command: type[Any]) -> str:

@@ -1,12 +1,17 @@
-"""`moesaic bench layer`: what it prints, and what it refuses."""
+"""`moesaic bench`: what it prints, and what it refuses."""
 
+import json
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from training.trained import save_run
 
 from moesaic.cli import main
 from moesaic.cli.bench import Bench
+from moesaic.cli.bench_model import BenchModel
 from moesaic.cli.shared import CommandError
 
 SMALL = [
@@ -92,3 +97,39 @@ def test_a_gpu_that_is_not_there_is_refused():
         pytest.skip("there is one")
     with pytest.raises(CommandError, match=r"--device='cuda', but torch finds no GPU here; use 'cpu' or 'auto'"):
         Bench("layer", device="cuda").run([])
+
+
+def test_a_network_is_timed_against_its_dense_counterpart(capsys: pytest.CaptureFixture[str]):
+    options = ["--img-size", "16", "--batch-size", "1", "--mode", "eager", "--repetitions", "1", "--device", "cpu"]
+    assert main(["bench", "model", "wrn10_1_pmoe", *options, "--inference", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["network"] == "wrn10_1_pmoe"
+    assert found["image"] == [3, 16, 16]
+    assert [each["mode"] for each in found["networks"]] == ["eager"]
+    assert main(["bench", "model", "cifar_cnn", *options, "--img-size", "32", "--inference"]) == 0
+    assert "× dense" in capsys.readouterr().out
+
+
+def test_a_run_is_timed_on_images_of_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    run = str(save_run(tmp_path / "run"))
+    options = ["--batch-size", "1", "--mode", "eager", "--repetitions", "1", "--inference", "--device", "cpu"]
+    assert main(["bench", "model", run, *options]) == 0
+    assert "× dense" in capsys.readouterr().out
+    with pytest.raises(CommandError, match="--img-size=7, but this network takes"):
+        BenchModel(run, img_size=7).run([])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"mode": "graph"}, "--mode='graph'"),
+        ({"mode": "captured", "device": "cpu"}, "--mode=captured needs a GPU"),
+        ({"batch_size": 0}, "--batch-size=0"),
+        ({"img_size": 10**9}, "--img-size=1000000000 is more than 4096"),
+        ({"network": "wrn10_1_pmo"}, "wrn10_1_pmo"),
+        ({"network": "vgg16_deepmoe", "img_size": 32}, "has channel gates"),
+    ],
+)
+def test_bench_model_refuses_in_one_line(options: dict[str, Any], complaint: str):
+    with pytest.raises(CommandError, match=f"^moesaic bench: .*{complaint}"):
+        BenchModel(**{"network": "wrn10_1_pmoe", "device": "cpu", **options}).run([])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from moesaic.cli.commands import COMMANDS
+from moesaic.cli.commands import COMMANDS, find_command
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -162,7 +162,8 @@ def check_moesaic(words: list[str]) -> None:
     assert words, "a command of moesaic is missing"
     assert words[0] in COMMANDS, f"moesaic {words[0]}: no such command"
     if "--help" not in words:
-        tyro.cli(COMMANDS[words[0]], prog=f"moesaic {words[0]}", args=words[1:])
+        command, count = find_command(words)
+        tyro.cli(command, prog=" ".join(["moesaic", *words[:count]]), args=words[count:])
 
 
 def check_script(words: list[str]) -> None:
@@ -254,6 +255,6 @@ def test_commands_within_sentences_have_the_options_they_are_given(page: Path):
         if command == "COMMAND":
             continue
         assert command in COMMANDS, f"moesaic {command}"
-        _, known = reference["arguments"](command, COMMANDS[command])
+        _, known = reference["arguments"](command, find_command([command, *rest.split()])[0])
         given = set(re.findall(r"(?<!\S)(--[a-z][a-z0-9-]*)", rest))
         assert given <= {option for each in known for option in each.option_strings} | {"--help"}, command + rest

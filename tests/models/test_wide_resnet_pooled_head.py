@@ -74,3 +74,17 @@ def test_a_map_that_does_not_fit_is_refused_as_by_the_layer():
     layer = moesaic.PatchMoE(4, 6, experts=3, patches_per_expert=2, patch_size=2)
     with pytest.raises(ValueError, match="not divisible into 2×2 patches"):
         pooled_head(layer, torch.randn(2, 4, 7, 7), nn.BatchNorm2d(6))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("options", ["plain", "gate on the input", "summed"])
+@torch.no_grad()
+def test_in_onnx_files_it_equals_layer_norm_relu_and_mean(options, bias, monkeypatch):
+    layer = moesaic.PatchMoE(4, 6, experts=3, bias=bias, **OPTIONS[options]).double().eval()
+    after, x = nn.BatchNorm2d(6).double().eval(), torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    for tensor in (after.weight, after.bias, after.running_mean, after.running_var):
+        tensor.uniform_(0.2, 2)
+    expected = after(layer(x)).relu().mean((2, 3))
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    monkeypatch.setattr(after, "forward", lambda x: pytest.fail("the norm is not a module of its own"))
+    torch.testing.assert_close(pooled_head(layer, x, after), expected, rtol=1e-10, atol=1e-10)

@@ -31,10 +31,12 @@ class Bench:
     moesaic bench layer --channels 640 --size 16 --experts 8 --patches-per-expert 2 --patch-size 4
     --kernel-size 3 prints the time of each backend, the backend that moesaic chooses and why, and
     whether the routed layer is faster than the dense one.
+
+    moesaic bench model NETWORK times a whole network; moesaic bench model --help lists its options.
     """
 
-    what: Positional[Annotated[str, arg(metavar="layer")]]
-    """What to time: layer (a PatchMoE)."""
+    what: Positional[Annotated[str, arg(metavar="layer|model")]]
+    """What to time: layer (a PatchMoE), or model (a whole network)."""
     channels: int = 64
     """Number of input channels."""
     out_channels: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: --channels)")] = None

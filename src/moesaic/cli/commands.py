@@ -17,6 +17,7 @@ import tyro
 
 from moesaic import launcher
 from moesaic.cli.bench import Bench
+from moesaic.cli.bench_model import BenchModel
 from moesaic.cli.cells import Cells
 from moesaic.cli.claims import Claims
 from moesaic.cli.compare import Compare
@@ -30,7 +31,7 @@ from moesaic.cli.theory import Theory
 from moesaic.cli.train import Train
 from moesaic.cli.view import View
 
-__all__ = ["COMMANDS", "Command", "run_command"]
+__all__ = ["COMMANDS", "Command", "find_command", "run_command"]
 
 _WIDTH = 80
 _ON_MANY_RANKS = ("train",)
@@ -84,8 +85,16 @@ def _parse(given: Sequence[str]) -> Command:
         hint = f"did you mean {near[0]!r}? " if near else ""
         log(f"moesaic: {name!r} is no command; {hint}The commands are {', '.join(COMMANDS)}")
         raise SystemExit(2)
-    command = COMMANDS[name]
-    return tyro.cli(command, prog=f"moesaic {name}", description=_description(command), args=list(given[1:]))
+    command, words = find_command(given)
+    prog = " ".join(["moesaic", *given[:words]])
+    return tyro.cli(command, prog=prog, description=_description(command), args=list(given[words:]))
+
+
+def find_command(given: Sequence[str]) -> tuple[type[Any], int]:
+    """The command that arguments begin with, and by how many words they name it."""
+    if tuple(given[:2]) == ("bench", "model"):
+        return BenchModel, 2
+    return COMMANDS[given[0]], 1
 
 
 def _run(command: Command, given: Sequence[str]) -> int:

@@ -133,7 +133,7 @@ class Train(DatasetOptions):
         """Runs the command; ``given`` are its arguments, which are repeated in the hint how to resume."""
         from rich.console import Console
 
-        from moesaic.training.model_for_dataset import spec_for_dataset
+        from moesaic.training.model_for_dataset import head_note, spec_for_dataset
         from moesaic.training.ranks import join_job, one_per_machine_first
 
         with user_errors("train"):
@@ -144,6 +144,8 @@ class Train(DatasetOptions):
             dataset = one_per_machine_first(ranks, lambda: self._load(asked.pretrained_config()))
             recipe = self._pretrained_recipe(recipe, asked, dataset)
             spec, cost = spec_for_dataset(asked, dataset)
+            if (note := head_note(asked, spec)) is not None:
+                log(note)
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{_run_name(asked)}"
             if launcher.rank() == 0:
                 make_folder(out)

@@ -33,6 +33,7 @@ from moesaic.ops.eager import in_vmap, is_eager_cpu, no_grad_needed
 from moesaic.ops.global_batch import global_moments
 from moesaic.ops.patch.gather import RoutedPixels
 from moesaic.ops.patch.inference import can_run_inference, conv_inference
+from moesaic.ops.patch.onnx_conv import can_run_onnx_conv, onnx_conv
 from moesaic.ops.patch.scatter_conv import (
     ScatterIndex,
     background_output,
@@ -77,6 +78,8 @@ class TorchBackend:
     ) -> Tensor:
         if can_run_inference(x, routing, experts, norm):
             return conv_inference(x, routing, experts, norm, spec)
+        if can_run_onnx_conv(routing, norm, spec):
+            return onnx_conv(x, routing, experts, norm, spec)
         return _conv(x, routing, experts, norm, spec)
 
     def mlp(

@@ -15,7 +15,7 @@ import io
 import json
 import logging
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +28,10 @@ from torch import Tensor, nn
 from moesaic.checks import check_choice
 from moesaic.data.datasets import Normalize
 from moesaic.files import atomic_path, write_atomic
+from moesaic.layers import SampleMoE
 from moesaic.models.deepmoe.exportable import exportable_deepmoe
 from moesaic.models.deepmoe.network import DeepMoE
+from moesaic.routing import Router
 from moesaic.training.checkpoint import Checkpoint, save_network
 
 __all__ = ["SUFFIXES", "Batch", "Exported", "Format", "ServingModel", "export", "load_exported"]
@@ -122,6 +124,8 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
             f"export: {checkpoint.path} does not say how pixels become the network's input, so a file of format="
             f"{format!r} could not take images; use format='safetensors' and scale them yourself"
         )
+    if format == "onnx":
+        _check_branches(checkpoint.model)
     served = ServingModel(checkpoint.model, checkpoint.normalize).cpu().eval()
     examples = _examples(checkpoint, batch)
     with torch.no_grad():
@@ -246,6 +250,15 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
     model.metadata_props.update({"moesaic": _json(metadata), "class_names": _json(metadata["class_names"])})
     with atomic_path(path) as unfinished:
         program.save(str(unfinished), external_data=False)
+
+
+def _check_branches(model: nn.Module) -> None:
+    """Refuse mixtures whose experts route: torch traces branches by itself, where it has no ONNX form of routing."""
+    for layer in cast("Iterable[nn.Module]", model.modules()):
+        if isinstance(layer, SampleMoE) and any(isinstance(each, Router) for each in layer.experts.modules()):
+            raise ValueError(
+                "export: a SampleMoE whose experts route patches themselves cannot be written as onnx; use format='pt2'"
+            )
 
 
 def _place_weights(graph: Any) -> None:

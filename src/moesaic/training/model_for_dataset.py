@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from moesaic.data.datasets import ImageDataset
-from moesaic.models.model_cost import ModelCost, count_macs
+from moesaic.layers import RoutedHead
+from moesaic.models.headed_network import HeadedNetwork
+from moesaic.models.model_cost import ModelCost, count_macs, eval_mode
 from moesaic.models.registry import ModelSpec, model_options
 from moesaic.models.spec_limits import check_spec
 
-__all__ = ["spec_for_dataset"]
+__all__ = ["head_note", "spec_for_dataset"]
 
 
 def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
@@ -39,6 +43,8 @@ def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[Mod
     spec = ModelSpec(asked.name, arguments, conversions).with_digest()
     with torch.random.fork_rng(devices=[]):
         model = spec.build()
+        if (fitting := _fit_head(spec, model, (C, H, W))) is not spec:
+            spec, model = fitting, fitting.build()
     check_spec(spec, f"{spec.name}: its checkpoint could not be loaded again")
     try:
         return spec, count_macs(model, (C, H, W))
@@ -48,3 +54,28 @@ def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[Mod
             f"{spec.name} cannot take images of {C} channels and {H}×{W} pixels ({why}); bring them to another size, "
             "or use another network"
         ) from error
+
+
+def head_note(asked: ModelSpec, spec: ModelSpec) -> str | None:
+    """What to tell a user whose routed head selects fewer positions than by default; None if it does not."""
+    option = "patches_per_expert"
+    if option in asked.arguments or "head" not in spec.arguments or option not in spec.arguments:
+        return None
+    return (
+        f"the last map of {spec.name} has few positions at this image size: each expert of the routed head selects "
+        f"{spec.arguments[option]}; another number: --patches-per-expert; larger maps: --img-size"
+    )
+
+
+def _fit_head(spec: ModelSpec, model: nn.Module, shape: tuple[int, int, int]) -> ModelSpec:
+    """The specification, with half of the positions for each expert of a routed head whose default is more than all."""
+    if not isinstance(model, HeadedNetwork) or not isinstance(model.head, RoutedHead):
+        return spec
+    if "patches_per_expert" in spec.arguments:
+        return spec
+    with eval_mode(model), torch.no_grad():
+        features = model.forward_features(torch.zeros(1, *shape))
+    positions = features.shape[1] if features.ndim == 3 else features.shape[2] * features.shape[3]
+    if positions >= cast(int, model.head.moe.patches_per_expert):
+        return spec
+    return replace(spec, arguments={**spec.arguments, "patches_per_expert": max(positions // 2, 1)})

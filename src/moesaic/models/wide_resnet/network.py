@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -275,9 +276,9 @@ class WideResNetPMoE(WideResNet):
         self._assemble(depth, width, num_classes, in_channels, style, last_block)
 
     def features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) to (B, width); on a GPU without writing the routed layer's map (`pooled_head`)."""
+        """(B, C, H, W) to (B, width); on a GPU and in ONNX files by `pooled_head`."""
         body = cast(nn.Sequential, self.body)
-        if not kernels_available(x) or not _can_pool(body):
+        if not (kernels_available(x) or torch.onnx.is_in_onnx_export()) or not _can_pool(body):
             return super().features(x)
         *front, last, norm, _relu, _mean = body
         for part in front:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +16,7 @@ from moesaic.papers.engine.variant_findings import (
     rule_outcome,
     write_variants,
 )
-from moesaic.papers.engine.verdict_text import FIDELITY_LABELS, format_measured, format_published
-from moesaic.report.formatting import number
+from moesaic.papers.engine.verdict_text import FIDELITY_LABELS, format_estimate, format_measured, format_published
 from moesaic.report.templates import render
 
 if TYPE_CHECKING:
@@ -128,23 +127,14 @@ def _rows(variants: Sequence[VariantFinding]) -> list[_Row]:
             continue
         finding = own[0].finding
         rows.append(_Row(label, format_measured(finding), rule_outcome(finding.verdict)))
-        for each in own:
-            measured = replace(finding, measured=each.measured, interval=each.interval)
-            rows.append(_Row(f"  {each.label}", format_measured(measured), each.outcome))
+        rows += [_Row(f"  {each.label}", format_estimate(each.measured, each.interval), each.outcome) for each in own]
     return rows
 
 
 def _cell_table(variant: VariantFinding) -> _CellTable:
-    rows = [(cell.name, _accuracy(cell), "variant" if cell.changed else "paper's") for cell in variant.cells]
+    rows = [
+        (cell.name, format_estimate(cell.accuracy, cell.interval), "variant" if cell.changed else "paper's")
+        for cell in variant.cells
+    ]
     setting = f"{FIDELITY_LABELS[variant.finding.fidelity]}, {variant.label}"
     return _CellTable(setting, rows, variant.adds or variant.outcome.startswith("no rule"))
-
-
-def _accuracy(cell: VariantCell) -> str:
-    if cell.accuracy is None:
-        return "–"
-    if cell.interval is None:
-        return number(cell.accuracy)
-    together = (cell.accuracy, *cell.interval)
-    value, low, high = (number(each, near=together) for each in together)
-    return f"{value} [{low}, {high}]"

@@ -18,6 +18,7 @@ __all__ = [
     "FIDELITY_LABELS",
     "ClaimFindings",
     "fidelities_by_verdict",
+    "format_estimate",
     "format_measured",
     "format_published",
     "group_by_claim",
@@ -85,13 +86,24 @@ def format_measured(finding: Finding, between: str = ", ", brackets: str = "[]")
     >>> format_measured(replace(found, interval=None)), format_measured(replace(found, measured=None, interval=None))
     ('52', '–')
     """
-    if finding.measured is None:
+    return format_estimate(finding.measured, finding.interval, between, brackets)
+
+
+def format_estimate(
+    value: float | None, interval: tuple[float, float] | None, between: str = ", ", brackets: str = "[]"
+) -> str:
+    """Formats a value with its interval, both to the same digits; a dash if there is none.
+
+    >>> format_estimate(52.04, (48.31, 57.9)), format_estimate(52.0, None), format_estimate(None, None)
+    ('52.0 [48.3, 57.9]', '52', '–')
+    """
+    if value is None:
         return "–"
-    if finding.interval is None:
-        return number(finding.measured)
-    together = (finding.measured, *finding.interval)
-    value, low, high = (number(each, near=together) for each in together)
-    return f"{value} {brackets[0]}{low}{between}{high}{brackets[1]}"
+    if interval is None:
+        return number(value)
+    together = (value, *interval)
+    text, low, high = (number(each, near=together) for each in together)
+    return f"{text} {brackets[0]}{low}{between}{high}{brackets[1]}"
 
 
 def verdict_reason(finding: Finding) -> str:

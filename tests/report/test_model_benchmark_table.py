@@ -1,0 +1,73 @@
+"""Tables and advice of a model benchmark."""
+
+import json
+
+import pytest
+from rich.console import Console
+
+from moesaic.bench.model_benchmark import LayerGain, ModelBenchmark, NetworkGain
+from moesaic.bench.timing import Timing
+from moesaic.report.model_benchmark_table import benchmark_json, model_advice, print_model_benchmark
+
+
+def benchmark(routed: float, bound: float = 1.5, **options) -> ModelBenchmark:
+    layer = LayerGain(("a.conv", "b.conv"), "3×3, 8 channels on 4×4", 0.25, {"forward": 2.0}, {"forward": 1.0})
+    network = NetworkGain("eager", "forward", Timing(10, 9, 11), Timing(routed, routed, routed))
+    values = {"converted": None, "routed_share": 0.25, "routed_macs": 0.8, "bounds": {"forward": bound}}
+    return ModelBenchmark(**{**values, "layers": (layer,), "networks": (network,), **options})
+
+
+@pytest.mark.parametrize(
+    ("routed", "sentence"),
+    [
+        (8.0, "Routing is faster: a forward pass is 1.25 times as fast, eager."),
+        (10.2, "No difference: a forward pass takes as long as the dense one, eager."),
+        (20.0, "Do not route this network for the speed of its forward pass: eager, it takes 2.00 times as long"),
+        (5.0, "Measured 2.00, above that bound: the machine is busy; measure again."),
+    ],
+)
+def test_the_advice_says_whether_to_route(routed: float, sentence: str):
+    advice = model_advice(benchmark(routed))
+    assert (
+        advice[1] == "Eager, even routed layers that take no time would make a forward pass at most 1.50 times as fast."
+    )
+    assert advice[-1].startswith(sentence)
+
+
+def test_a_network_without_gain_is_not_to_be_routed():
+    (sentence,) = model_advice(benchmark(8.0, converted=(), networks=()))
+    assert sentence.startswith("Do not route this network for speed")
+
+
+def test_the_tables_have_layers_networks_and_notes():
+    console = Console(width=100, record=True)
+    refused = LayerGain(("c",), "1×1, 6 channels on 4×4", 0.1, note="cannot be shared")
+    failed = NetworkGain("compiled", "forward", None, None, "no compiler")
+    found = benchmark(8.0)
+    print_model_benchmark(
+        "A network",
+        benchmark(8.0, layers=(*found.layers, refused), networks=(*found.networks, failed), converted=("a.conv",)),
+        console,
+    )
+    text = console.export_text()
+    for part in (
+        "A network",
+        "a.conv and 1 more",
+        "25%",
+        "2.00",
+        "forward pass, eager",
+        "10.0 ms",
+        "1.25",
+        "c: cannot be shared",
+        "forward pass, compiled: no compiler",
+        "Converted: a.conv.",
+    ):
+        assert part in text
+
+
+def test_the_json_has_gains_and_advice():
+    content = json.loads(json.dumps(benchmark_json(benchmark(8.0, bound=float("inf"))), allow_nan=False))
+    assert content["networks"][0]["gain"] == 1.25
+    assert content["layers"][0]["gain"] == {"forward": 2.0}
+    assert content["bounds"] == {"forward": None}
+    assert content["advice"]
