@@ -34,18 +34,21 @@ interrupted. With `MOESAIC_DEBUG=1` in the environment, errors keep their traceb
 def page() -> str:
     """The whole page."""
     commands = {name: command for first in COMMANDS for name, command in named_commands(first).items()}
-    rows = [
-        f"| [`{name}`](#moesaic-{name.replace(' ', '-')}) | {summary(command)} |\n"
-        for name, command in commands.items()
-    ]
+    rows = [f"| [`{name}`](#{anchor(name)}) | {summary(command)} |\n" for name, command in commands.items()]
     return INTRODUCTION + "".join(rows) + "".join(section(name, command) for name, command in commands.items())
 
 
 def named_commands(first: str) -> dict[str, type[Any]]:
     """The commands that begin with this word, by all of their words."""
-    if first == "bench":  # whose subjects have options of their own
-        return {f"bench {subject}": find_command(["bench", subject])[0] for subject in ("layer", "model")}
-    return {first: COMMANDS[first]}
+    found = {first: COMMANDS[first]}
+    if first == "bench":  # whose second subject has options of its own
+        found["bench model"] = find_command(["bench", "model"])[0]
+    return found
+
+
+def anchor(name: str) -> str:
+    """Of a command's section."""
+    return f"moesaic-{name.replace(' ', '-')}"
 
 
 def summary(command: type[Any]) -> str:
