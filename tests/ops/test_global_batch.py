@@ -103,6 +103,21 @@ def test_dropout_of_the_whole_batch_is_that_of_one_process(batch):
     assert type(layer) is nn.Dropout
 
 
+def test_layers_that_drop_whole_samples_drop_those_of_one_process(batch):
+    class DropPath(nn.Module):  # as timm has it
+        drop_prob = 0.5
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.new_empty(len(x), 1).bernoulli_(1 - self.drop_prob) / (1 - self.drop_prob)
+
+    layer, x = DropPath(), torch.randn(40, 3)
+    torch.manual_seed(0)
+    expected = layer(x)
+    torch.manual_seed(0)
+    with spread_batch(layer, batch), batch.part(10, 20, 40):
+        torch.testing.assert_close(layer(x[10:30]), expected[10:30])
+
+
 def test_tensors_that_are_not_used_get_zeros():
     used, unused = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
     y = with_zero_gradients(used.exp(), [unused])

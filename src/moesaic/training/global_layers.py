@@ -20,6 +20,8 @@ __all__ = ["spread_batch", "sync_batch_norm"]
 
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_MULTIPLIES = ("DropPath", "StochasticDepth")
+"""Names of layers of timm and torchvision that multiply samples by random numbers."""
 
 
 @contextmanager
@@ -64,7 +66,7 @@ def _bind(model: nn.Module, batch: GlobalBatch, *, random: bool) -> nn.Module:
         if isinstance(module, nn.modules.batchnorm._BatchNorm):  # pyright: ignore[reportPrivateUsage] # of all axes
             if not isinstance(module, nn.SyncBatchNorm):
                 cast("Any", module).__class__ = _global_class(type(module), _batch_norm_forward)
-        elif random and type(module) in _DROPOUTS:
+        elif random and (type(module) in _DROPOUTS or type(module).__name__ in _MULTIPLIES):
             cast("Any", module).__class__ = _global_class(type(module), _dropout_forward)
         if hasattr(type(module), "global_batch"):
             cast("Any", module).global_batch = batch
@@ -79,7 +81,7 @@ def _global_class(plain: type[nn.Module], forward: Callable[[Any, Tensor], Tenso
     if hasattr(plain, "_plain_class"):
         return plain
     known = any(plain.forward is layer.forward for layer in (*_NORMS, *_DROPOUTS))
-    if not known and plain.__name__ != "BatchNormAct2d":
+    if not known and plain.__name__ not in ("BatchNormAct2d", *_MULTIPLIES):
         raise ValueError(
             f"fit: {plain.__name__} has a BatchNorm of its own, whose statistics several processes cannot share; use "
             "nn.BatchNorm2d or a norm without batch statistics, or train in one process"
@@ -105,7 +107,8 @@ def _batch_norm_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _dropout_forward(self: Any, x: Tensor) -> Tensor:
-    if not (self.training and self.p):
+    probability: float = self.drop_prob if hasattr(self, "drop_prob") else self.p
+    if not (self.training and probability):
         return x
     batch: GlobalBatch = self.global_batch
 

@@ -143,14 +143,28 @@ def join_job(device: torch.device | str) -> Ranks | None:
         _share_cores()
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            _dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+            _dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **_own_keys())
         else:
-            _dist.init_process_group("gloo")
+            _dist.init_process_group("gloo", **_own_keys())
     if _dist.get_world_size() == 1:
         return None
     if _Joined.ranks is None or _Joined.ranks.world is not _dist.group.WORLD:
         _Joined.ranks = Ranks(device)
     return _Joined.ranks
+
+
+def _own_keys() -> dict[str, Any]:
+    """Returns the store of a job that torchrun may have restarted.
+
+    torchrun keeps one store for all restarts, in which ranks would find the addresses of processes that are dead. The
+    number of restarts is the same for all ranks of one machine; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes
+    torchrun use another store each time.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or launcher.local_ranks() != launcher.ranks():
+        return {}
+    store, rank, ranks = next(_dist.rendezvous("env://"))
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return {"store": _dist.PrefixStore(f"restart {restarts}", store), "rank": rank, "world_size": ranks}
 
 
 def _share_cores() -> None:
