@@ -1,7 +1,9 @@
 """Workers of one command: their number, their threads, one progress for all, and a job that loses one of them."""
 
 import io
+import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict
@@ -115,6 +117,47 @@ def test_a_bad_number_of_jobs_is_told_before_anything_is_loaded(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CommandError, match="--jobs='0'; it must be a number from 1"):
         tyro.cli(Compare, args=["no-images", "--jobs", "0"]).run(["compare"])
+
+
+def test_a_worker_writes_its_progress_in_lines_of_json(capsys, monkeypatch):
+    monkeypatch.setattr(workers, "_end_with_parent", lambda: None)
+    progress = workers.WorkerProgress()
+    progress.begin("a", 10, 2)
+    progress.advance(3, "loss 0.5")
+    progress.skip(5)
+    progress.log("a message")
+    progress.end()
+    assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
+        ["begin", "a", 10, 2],
+        ["advance", 3, "loss 0.5"],
+        ["skip", 5],
+        ["log", "a message"],
+        ["end"],
+    ]
+
+
+def test_a_worker_ends_with_its_parent_as_a_signal_would_end_it(monkeypatch):
+    received: list[bytes | int] = [b"x", b""]
+    monkeypatch.setattr(os, "read", lambda descriptor, count: received.pop(0))
+    monkeypatch.setattr(signal, "raise_signal", received.append)
+    workers._end_with_parent()
+    assert received == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [(2, r"^moesaic compare: lower lr$"), (1, r"a worker ended with 1:\nTraceback\nmoesaic compare: lower lr")],
+)
+def test_a_worker_that_fails_ends_the_job_with_its_message(code: int, message: str):
+    worker = workers._Worker.__new__(workers._Worker)
+    worker.process = SimpleNamespace(returncode=code)
+    worker._errors = io.BytesIO(b"Traceback\nmoesaic compare: lower lr\n")
+    with pytest.raises(CommandError, match=message):
+        worker.check_end()
+    for code, killed in ((0, False), (-9, True), (143, True)):
+        worker.process.returncode = code
+        worker.check_end()
+        assert worker.was_killed is killed
 
 
 # Imported by every process when it starts. Worker 0 kills itself in the middle of its first cell; worker 1 begins its

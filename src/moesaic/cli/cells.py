@@ -103,6 +103,7 @@ class Cells:
         sys.stdout.write(f"{_counted(count, 'cell')} in {self.out}, {size / 1e6:.1f} MB\n")
 
 
+_COLUMNS = ("cell", "state", "worker", "since", "heartbeat")
 _LISTED = 20
 """Missing cells that the table lists."""
 
@@ -114,16 +115,18 @@ def _print_plan(plan: PlanStatus, console: Console) -> None:
     left = [(state, plan.count(state)) for state in ("running", "abandoned", "damaged", "missing")]
     counts = [f"{plan.count('done')} of {_counted(len(plan.cells), 'cell')} done"]
     counts += [f"{count} {state}" for state, count in left if count]
-    console.print(f"{plan.title}: {', '.join(counts)}", markup=False, highlight=False)
+    console.print(f"{plan.title}: {', '.join(counts)}", markup=False, highlight=False, soft_wrap=True)
     shown = [cell for cell in plan.cells if cell.state != "done"]
     shown.sort(key=lambda cell: cell.state == "missing")
     if not shown:
         return
-    table = Table(box=None, pad_edge=True)
-    for column in ("cell", "state", "worker", "since", "heartbeat"):
-        table.add_column(column)
-    for cell in shown[:_LISTED]:
-        table.add_row(*(Text(each) for each in _row(cell)))  # names come from files: no markup
+    table = Table(box=None)
+    rows = [_row(cell) for cell in shown[:_LISTED]]
+    used = [number for number in range(len(_COLUMNS)) if any(row[number] for row in rows)]
+    for number in used:
+        table.add_column(_COLUMNS[number])
+    for row in rows:
+        table.add_row(*(Text(row[number]) for number in used))  # names come from files: no markup
     console.print(table)
     if len(shown) > _LISTED:
         console.print(f"and {len(shown) - _LISTED} more; --json lists all", markup=False, highlight=False)
@@ -138,7 +141,7 @@ def _row(cell: CellStatus) -> tuple[str, str, str, str, str]:
 
 def _time(seconds: float) -> str:
     try:
-        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+        return time.strftime("%m-%d %H:%M:%S", time.localtime(seconds))
     except (OverflowError, ValueError, OSError):  # from a file of anyone's making
         return "?"
 
