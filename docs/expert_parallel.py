@@ -35,6 +35,8 @@ LAYERS = {
 }
 """Layers of the chart, and images per GPU."""
 GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
+TICKS = (0.2, 0.3, 0.4, 0.5, 0.7, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150)
+"""Milliseconds."""
 LINES: dict[str, tuple[str, str, Callable[[ExpertLayer, int], int]]] = {
     "replicated, gradients exposed": ("vermilion", "s", lambda layer, gpus: 1),
     "sharded over the 8 GPUs of a node": ("blue", "o", lambda layer, gpus: 8),
@@ -149,11 +151,7 @@ def draw() -> Any:
             axes.set_xticks((8, 32, 128, 1024), ("8", "32", "128", "1 024"))
             axes.minorticks_off()
             low, high = axes.get_ylim()
-            ticks = [
-                value
-                for value in (0.2, 0.3, 0.4, 0.5, 0.7, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 70, 100, 150)
-                if low <= value <= high
-            ]
+            ticks = [value for value in TICKS if low <= value <= high]
             axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
             axes.set_title(f"{title},\n{images} images per GPU", fontsize=9)
             axes.grid(True, which="major", color="#E4E4E4", linewidth=0.6)
