@@ -4,7 +4,8 @@
 
 Writes the explanation of a small patch-level mixture on as many images of 288 × 384 pixels, smooth noise that
 compresses as photographs do, and opens it in Chromium from the file. A click is measured from the event to the frame
-that shows its effect, over several clicks of each kind.
+that shows its effect, over several clicks of each kind; "nothing" is the time of a frame in which nothing changes: it
+grows when other programs use the processor.
 """
 
 import argparse
@@ -50,6 +51,13 @@ TIMED = """async (_, i) => {
     await frame();
     return performance.now() - begin;
 }"""
+EMPTY = """async () => {
+    const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
+    await frame();
+    const begin = performance.now();
+    await frame();
+    return performance.now() - begin;
+}"""
 FILTER = """async () => {
     const frame = () => new Promise((done) => requestAnimationFrame(() => setTimeout(done)));
     await frame();
@@ -73,7 +81,7 @@ def photographs(count: int, seed: int) -> Tensor:
     made = torch.empty(count, 3, 288, 384, dtype=torch.uint8)
     for b in range(count):
         total = torch.zeros(1, 3, 288, 384)
-        for size, weight in ((4, 1.0), (16, 0.5), (48, 0.2), (144, 0.08)):
+        for size, weight in ((4, 1.0), (16, 0.5), (48, 0.25), (144, 0.15), (288, 0.1)):
             noise = torch.randn(1, 3, size, size * 4 // 3, generator=generator)
             total += weight * nn.functional.interpolate(noise, (288, 384), mode="bilinear")
         made[b] = (128 + 60 * total[0]).clamp(0, 255).to(torch.uint8)
@@ -97,7 +105,7 @@ def write_page(folder: Path, count: int, seed: int) -> Path:
 
 def measure(page: Path, repeats: int, profile: Path) -> dict[str, Any]:
     paints: list[float] = []
-    clicks: dict[str, list[float]] = {name: [] for name in CLICKS} | {"filter": []}
+    clicks: dict[str, list[float]] = {name: [] for name in CLICKS} | {"filter": [], "nothing": []}
     with Chromium(profile) as browser:
         for _ in range(repeats):
             opened = browser.open(page)
@@ -106,6 +114,7 @@ def measure(page: Path, repeats: int, profile: Path) -> dict[str, Any]:
                 for name, find in CLICKS.items():
                     clicks[name].append(opened.run(TIMED.replace("find(i)", f"({find})(i)"), None, i))
                 clicks["filter"].append(opened.run(FILTER))
+                clicks["nothing"].append(opened.run(EMPTY))
             opened.close()
         return {
             "browser": browser.version,

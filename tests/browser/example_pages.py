@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,13 @@ OWN = 2
 """The first images are the user's own; of the second no class is known."""
 
 
+_REPORT = "moesaic.report"
+
+
+def _unsaved(figure: object, path: Path) -> str:
+    return path.name
+
+
 @dataclass(frozen=True)
 class ExamplePage:
     path: Path
@@ -36,11 +44,18 @@ def _write(folder: Path, passes: list[ForwardPass], labels: Tensor, pixels: Tens
         ShownImage(names[b], None if b == 1 else int(labels[b]), picture_of(pixels[b]), b < OWN) for b in range(B)
     ]
     explanation = explain(passes[-1], CLASSES, labels=labels, top_patches=4)
-    page = write_explanation(
-        folder, explanation, About("a model", "runs/a", f"{B} images", command="moesaic explain"),
-        pixels=pixels, classes=labels, images=images, top_patches=4,
-        checkpoints=[CheckpointPass(f"epoch {i + 1}", each, each) for i, each in enumerate(passes)],
-    )  # fmt: skip
+    # PNG files beside the page are tested elsewhere, and take seconds
+    with patch(f"{_REPORT}.explanation.save_png", _unsaved), patch(f"{_REPORT}.channel_section.save_png", _unsaved):
+        page = write_explanation(
+            folder,
+            explanation,
+            About("a model", "runs/a", f"{B} images", command="moesaic explain"),
+            pixels=pixels,
+            classes=labels,
+            images=images,
+            top_patches=4,
+            checkpoints=[CheckpointPass(f"epoch {i + 1}", each, each) for i, each in enumerate(passes)],
+        )
     return ExamplePage(page, passes, labels, names)
 
 

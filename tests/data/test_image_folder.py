@@ -248,3 +248,13 @@ def test_images_are_of_64_pixels_by_default(tmp_path, cache):
     parts = load_folder(classes(tmp_path / "data", {"a": 2, "b": 2}), None, cache, seed=0)
     assert parts.train.pixels.shape == (2, 3, 64, 64)
     assert parts.train.pixels.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_images_know_the_names_of_their_files(tmp_path, cache):
+    classes(tmp_path / "data", {"a": 6, "b": 5})
+    splits = load_folder(tmp_path / "data", 8, cache, 0)
+    names = (*splits.train.names, *splits.test.names)
+    assert sorted(names) == sorted(path.relative_to(tmp_path / "data").as_posix() for path in tmp_path.glob("data/*/*"))
+    for split in (splits.train, splits.test.to("cpu"), splits.train.take(torch.tensor([4, 0, 2]))):
+        assert [splits.class_names[label] for label in split.labels] == [name.split("/")[0] for name in split.names]
+    assert splits.train.take(torch.tensor([4, 0])).names == (splits.train.names[4], splits.train.names[0])

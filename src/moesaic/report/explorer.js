@@ -230,11 +230,24 @@ const watcher = new IntersectionObserver((entries) => {
 }, { root: find("gallery"), rootMargin: "300px" });
 
 const thumbnails = new Map();
+let described = null;  // the checkpoint whose predictions the thumbnails have
+function describe() {
+  if (described === state.checkpoint) return;
+  described = state.checkpoint;
+  for (let b = 0; b < count; b += 1) {
+    const option = thumbnail(b);
+    option.classList.toggle("wrong", wrong(b));
+    option.setAttribute("aria-label", sentence(b));
+    option.title = sentence(b);
+  }
+}
 function thumbnail(b) {
   if (!thumbnails.has(b)) {
     const small = Math.max(...data.images.size[b]) < 100;
     const image = element("img", { alt: "", "data-image": b, class: small ? "small" : null });
-    thumbnails.set(b, element("div", { role: "option", class: "thumbnail", "data-image": b, id: `option-${b}` }, image));
+    thumbnails.set(b, element("div", {
+      role: "option", class: "thumbnail", "data-image": b, id: `option-${b}`, tabindex: -1, "aria-selected": "false",
+    }, image));
     watcher.observe(image);
   }
   return thumbnails.get(b);
@@ -244,13 +257,8 @@ let listed = [];
 function list() {
   listed = matching();
   if (listed.length && !listed.includes(state.image)) state.image = listed[0];
+  describe();
   const shown = listed.map(thumbnail);
-  for (const b of listed) {
-    const option = thumbnails.get(b);
-    option.classList.toggle("wrong", wrong(b));
-    option.setAttribute("aria-label", sentence(b));
-    option.title = sentence(b);
-  }
   find("gallery").replaceChildren(...shown);
   const wrongs = listed.filter(wrong).length;
   const total = listed.length === count ? plural(count, "image") : `${listed.length.toLocaleString("en")} of ${plural(count, "image")}`;
@@ -259,13 +267,14 @@ function list() {
   mark();
 }
 
+let marked = null;
 function mark() {
-  for (const [b, option] of thumbnails) {
-    const selected = b === state.image;
-    if (option.getAttribute("aria-selected") === String(selected) && option.tabIndex === (selected ? 0 : -1)) continue;
-    option.setAttribute("aria-selected", String(selected));
-    option.tabIndex = selected ? 0 : -1;
+  for (const [b, selected] of [[marked, false], [state.image, true]]) {
+    if (!thumbnails.has(b)) continue;
+    thumbnails.get(b).setAttribute("aria-selected", String(selected));
+    thumbnails.get(b).tabIndex = selected ? 0 : -1;
   }
+  marked = state.image;
 }
 
 function select(b, focus) {
