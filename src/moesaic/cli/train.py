@@ -139,6 +139,7 @@ class Train(DatasetOptions):
             spec, cost = spec_for_dataset(asked, dataset)
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{_run_name(asked)}"
             make_folder(out)
+        log(f"to follow it in the browser: moesaic view {shlex.quote(str(out))}")
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
