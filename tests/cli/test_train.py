@@ -57,7 +57,8 @@ def pets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_it_trains_and_says_how_well_for_what_price_and_what_to_do_next(pets, capsys):
     assert train("pets", *SMALL, "--augment", "flip") == 0
-    said = capsys.readouterr().out
+    said, logged = capsys.readouterr()
+    assert "to follow it in the browser: moesaic view runs/train-pets-wrn10_1_pmoe" in logged
     out = Path("runs/train-pets-wrn10_1_pmoe")
     assert f"Network: {out / 'model.safetensors'}" in said
     assert "wrn10_1_pmoe on pets: 24 images to train on, 2 epochs in" in said

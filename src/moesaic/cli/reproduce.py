@@ -101,7 +101,8 @@ class Reproduce:
             raise CommandError(f"moesaic reproduce: {error}") from error
         except KeyboardInterrupt:
             again = shlex.join([*program(), *given])
-            so_far = f"{table.rows} verdicts so far are in the table above. " if table.rows else ""
+            count = "1 verdict so far is" if table.rows == 1 else f"{table.rows} verdicts so far are"
+            so_far = f"{count} in the table above. " if table.rows else ""
             log(f"\nInterrupted. {so_far}Finished results are in {plan['out']}. To resume:\n  {again}")
             return 130
         return 0

@@ -149,6 +149,7 @@ class Train(DatasetOptions):
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{_run_name(asked)}"
             if launcher.rank() == 0:
                 make_folder(out)
+        log(f"to follow it in the browser: moesaic view {shlex.quote(str(out))}")
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:

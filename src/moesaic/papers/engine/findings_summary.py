@@ -32,7 +32,7 @@ def summary_sentences(findings: Iterable[Finding], papers: Iterable[Source]) -> 
     ... )
     >>> summary_sentences([finding], [Source("p", "A paper (Doe et al. 2023)", headline="a")])
     ['Doe et al. 2023: of 1 claim tested, 1 holds; the main one, that routing needs fewer samples (share), holds as
-    printed (0.40 [0.30, 0.50]).']
+    printed (0.400 [0.300, 0.500]).']
     """
     return [_sentence(paper, own) for paper, own in group_by_paper(findings, papers).items()]
 
