@@ -178,11 +178,10 @@ def check_script(words: list[str]) -> None:
 def check(words: list[str]) -> None:
     program, rest = re.sub(r"^(python|pip)[\d.]+$", r"\1", Path(words[0]).name), words[1:]
     if program in ("torchrun", "srun", "ssh"):  # which start another program
-        inner = [i for i, word in enumerate(rest) if word == "-m" or Path(word).name in ("moesaic", "python")]
-        program, rest = (
-            ("python", rest[inner[0] :]) if rest[inner[0]] == "-m" else (rest[inner[0]], rest[inner[0] + 1 :])
-        )
-        program = Path(program).name
+        started = re.compile(r"-m|(.*/)?(moesaic|python)|.*\.py")
+        first = next(i for i, word in enumerate(rest) if started.fullmatch(word))
+        as_python = rest[first] == "-m" or rest[first].endswith(".py")
+        program, rest = ("python", rest[first:]) if as_python else (Path(rest[first]).name, rest[first + 1 :])
     if program == "moesaic":
         check_moesaic(rest)
     elif program == "make":
