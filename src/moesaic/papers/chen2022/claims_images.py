@@ -23,7 +23,7 @@ from moesaic.intervals import Estimate, mean
 from moesaic.papers.chen2022.experiments_images import FROG, RUNS, SHIP, ImageResult, TaskName, runs_of
 from moesaic.papers.chen2022.figures_images import NETWORKS
 from moesaic.papers.engine import claims
-from moesaic.papers.engine.decision_rules import CheckResult, at_least, at_most
+from moesaic.papers.engine.decision_rules import CheckResult, above_zero, at_least, at_most
 from moesaic.papers.engine.findings import Claim
 
 __all__ = ["CHECKS", "NOTE", "PUBLISHED"]
@@ -98,9 +98,7 @@ def _ahead(task: TaskName, network: str, id: str, statement: str) -> ClaimCheck:
     single, mixture = PUBLISHED["rotate", network]
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
-        found = _lead(experiment, task, network)
-        verdict = "holds" if found.low > 0 else "fails" if found.high < 0 else "partly: undecided, 0 is in the interval"
-        return CheckResult(verdict, found.value, found.interval)
+        return above_zero(_lead(experiment, task, network))
 
     claim = Claim(
         id=f"table2-{id}-{network}",
@@ -146,7 +144,7 @@ def _level(network: str) -> ClaimCheck:
         elif found.high < -1:
             verdict = "fails: the mixture is behind by more than a point"
         else:
-            verdict = "partly: undecided, the interval reaches beyond one point"
+            verdict = "undecided: the interval reaches beyond one point"
         return CheckResult(verdict, found.value, found.interval)
 
     claim = Claim(

@@ -53,6 +53,9 @@ ClaimCheck = claims.ClaimCheck[CellArrays]
 ENGINE = 1
 """Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
+RECORDER = 2
+"""Version of what is measured during training; older cells lack the router at the end of the exploration stage."""
+
 _PROBE = 2000
 """Test samples on which accuracy and expected load are measured during training."""
 
@@ -88,7 +91,8 @@ class MixtureCell:
         return None
 
     def spec(self, runner: Runner) -> dict[str, Any]:
-        return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed}
+        recorder = {"recorder": RECORDER} if self.follow else {}
+        return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed, **recorder}
 
     def result(self, stored: dict[str, Any]) -> CellArrays:
         return to_arrays(stored)
@@ -169,7 +173,7 @@ class _TrainingRecorder:
             if mixtures.model.noise_in_test
             else None
         )
-        outputs, _ = mixtures.predict(probe.patches, tested)
+        outputs, probe_experts = mixtures.predict(probe.patches, tested)
         features, centres = (each.to(keys.device) for each in (self._source.features, self._source.centres))
         rows = router[:, :, None]
         measured: dict[str, Tensor] = {
@@ -180,24 +184,30 @@ class _TrainingRecorder:
             "expert_centre": inner_products(mixtures.weights, centres),
             "router_feature": inner_products(rows, features),
             "router_centre": inner_products(rows, centres),
+            "router_sum": _relative_sum(router),
         }
         if step == 0:
             measured["groups"] = initial_groups(mixtures.weights, features)
         if step <= self._cell.explored:  # of a trial that stops earlier, the last measurement is used
             measured["explored_accuracy"] = _expert_accuracies(mixtures, probe)
+            measured["explored_dispatch"] = _dispatch_counts(probe_experts, probe, E)
         for place, trial in enumerate(trials):
             self._recorded[step, trial] = {name: _rounded(values[place]) for name, values in measured.items()}
 
     def to_arrays(self) -> dict[str, Any]:
         """Returns the measurements at the S regular steps (T, S, …), and those that are made once (T, …)."""
         trials = range(self._cell.trials)
-        names = [name for name in self._recorded[0, 0] if name not in ("groups", "explored_accuracy")]
+        once_explored = ("accuracy", "dispatch")
+        once = ("groups", *(f"explored_{name}" for name in once_explored))
+        names = [name for name in self._recorded[0, 0] if name not in once]
         seen: dict[str, Any] = {
             f"track_{name}": [[self._last(step, t)[name] for step in self._regular] for t in trials] for name in names
         }
         seen["groups"] = [self._recorded[0, t]["groups"] for t in trials]
         if self._cell.explored in self.record_steps:
-            seen["explored_accuracy"] = [self._last(self._cell.explored, t)["explored_accuracy"] for t in trials]
+            explored = [self._last(self._cell.explored, t) for t in trials]
+            seen |= {f"explored_{name}": [each[f"explored_{name}"] for each in explored] for name in once_explored}
+            seen["explored_load"] = [each["load"] for each in explored]
         return {"track_steps": list(self._regular), **seen}
 
     def _last(self, step: int, trial: int) -> dict[str, Any]:
@@ -225,6 +235,11 @@ def _expert_accuracies(mixtures: Mixtures, data: ClusterData) -> Tensor:
     parts = [mixtures.expert_outputs(data.patches[:, start : start + 2000]) for start in starts]
     guesses = (torch.cat(parts, dim=1) > 0).long().transpose(1, 2)
     return expert_accuracy(guesses, data.labels, data.clusters)
+
+
+def _relative_sum(router: Tensor) -> Tensor:
+    """(T,): norm of the sum of a router's rows (T, E, D) over the sum of their norms; 0 for a router of zeros."""
+    return router.sum(dim=1).norm(dim=-1) / router.norm(dim=-1).sum(dim=1).clamp_min(1e-30)
 
 
 def _rounded(values: Tensor) -> Any:
@@ -263,7 +278,7 @@ class Sizes:
 
 SIZES: dict[str, Sizes] = {
     "quick": Sizes(4, 2, 3000, 25, (1,), False, (("identity", 128), ("cubic", 128)), (1,), False),
-    "full": Sizes(
+    "short": Sizes(
         10,
         10,
         16_000,
@@ -275,6 +290,7 @@ SIZES: dict[str, Sizes] = {
         True,
     ),
 }
+SIZES["full"] = SIZES["short"]  # which are the paper's own
 
 
 def plan(preset: str, fidelity: Fidelity) -> Plan:

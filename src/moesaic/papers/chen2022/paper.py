@@ -62,10 +62,10 @@ def notes(preset: str, runner: Runner) -> list[str]:
         "As printed, the rates 0.001 and 0.1 on data of unit scale need more than the released code's 501 steps; "
         "networks get 4000. The initial scale is not printed; σ0 = 0.01 here.",
     ]
-    if preset == "full":
+    if preset != "quick":
         remarks += [claims_images.NOTE, claims_language.NOTE]
     else:
-        remarks.append("Quick: smaller samples and fewer trials than the paper; --preset full has them all.")
+        remarks.append("Quick: smaller samples and fewer trials than the paper; --preset short has them all.")
     return remarks
 
 

@@ -15,6 +15,7 @@ from moesaic.intervals import Estimate, mean, sample_ratio
 from moesaic.papers.chowdhury2023 import claims_training_cost
 from moesaic.papers.chowdhury2023.claims_image_rules import (
     LENGTH,
+    SAVING_RULE,
     Array,
     ClaimCheck,
     ExperimentResults,
@@ -36,7 +37,14 @@ from moesaic.papers.chowdhury2023.experiments_images import (
     runs_of,
     sizes_of,
 )
-from moesaic.papers.engine.decision_rules import CheckResult, above_zero, ahead_everywhere, at_least, below
+from moesaic.papers.engine.decision_rules import (
+    AHEAD_RULE,
+    CheckResult,
+    above_zero,
+    ahead_everywhere,
+    at_least,
+    below,
+)
 
 __all__ = ["CHECKS", "MAJORITY", "MINORITY", "NOTE"]
 
@@ -83,8 +91,7 @@ def _ahead(task: str, fidelities: tuple[Fidelity, ...] = ("released",)) -> Claim
         "ahead at every N",
         f"Mean lead in test accuracy, in points, at each number of samples N; of the networks as printed and as "
         f"released from {SETTLED:,} on, below which Keras' averages have not settled (see best-stable). {LENGTH} The "
-        f"authors' code has N from {figure.paper_sizes}. Shown: the smallest lead. Holds if the interval is above 0 at "
-        "every N, fails if there is no lead at half of them or more.",
+        f"authors' code has N from {figure.paper_sizes}. Shown: the smallest lead. {AHEAD_RULE}",
         cell_prefixes(task),
         evaluate,
         fidelities,
@@ -95,7 +102,7 @@ def _fifth(experiment: ExperimentResults) -> CheckResult:
     ours, theirs = curve(experiment, "celeba-smiling", "pmoe"), curve(experiment, "celeba-smiling", "wrn")
     reached = [bool((accuracies.mean(axis=1) >= _LEVEL).any()) for _, accuracies in (ours, theirs)]
     if not any(reached):
-        return CheckResult(f"partly: undecided, neither network reaches {_LEVEL:g} % with the samples tried")
+        return CheckResult(f"undecided: neither network reaches {_LEVEL:g} % with the samples tried")
     if not reached[0]:
         return CheckResult(f"fails: WRN-pMoE never reaches {_LEVEL:g} % here, and WRN does")
     return saving(sample_ratio(_LEVEL, ours, theirs, logarithmic=True), _FIFTH)
@@ -151,14 +158,7 @@ def _larger_on_local(experiment: ExperimentResults) -> CheckResult:
         )  # the trials that all sets have
 
     more = [mean(lead(task) - lead("cifar10")) for task in ("cifar10-noise", "cifar-vehicles")]
-    least = min(more, key=lambda each: each.value)
-    if all(each.low > 0 for each in more):
-        verdict = "holds"
-    elif all(each.value <= 0 for each in more):
-        verdict = "fails"
-    else:
-        verdict = f"partly: clearly larger on {sum(each.low > 0 for each in more)} of 2 sets"
-    return CheckResult(verdict, least.value, least.interval)
+    return ahead_everywhere(more, "sets")
 
 
 def _as_accurate(task: str) -> ClaimCheck:
@@ -217,7 +217,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         f"Ratio of the samples at which the mean curves reach {_LEVEL:g} %, interpolated over the logarithm of N, "
         "bootstrapped over trials. A network that is there with the fewest samples tried counts with these; a WRN that "
         f"never gets there with the most, which favours it. {LENGTH} Holds if the interval is at or below "
-        f"{_FIFTH:g}, fails if it is at or above 1 or WRN alone gets there, partly in between.",
+        f"{_FIFTH:g}, fails if it is at or above 1 or WRN alone gets there, {SAVING_RULE}",
         cell_prefixes("celeba-smiling"),
         _fifth,
         ("released", "best"),
@@ -272,7 +272,7 @@ CHECKS: tuple[ClaimCheck, ...] = (
         "larger",
         "Mean lead over the numbers of samples and the trials that all three sets have, less that on CIFAR-10, in "
         f"points; photographs of flowers in place of ImageNet's plants. {LENGTH} Shown: the smaller of the two "
-        "differences. Holds if both intervals are above 0, fails if neither difference is.",
+        f"differences. {AHEAD_RULE}",
         cell_prefixes("cifar10", "cifar10-noise", "cifar-vehicles"),
         _larger_on_local,
     ),

