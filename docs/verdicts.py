@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from moesaic.papers.engine.claims_markdown import markdown_table
-from moesaic.papers.engine.findings import read_findings, write_findings
+from moesaic.papers.engine.findings import VERDICTS, read_findings, write_findings
 from moesaic.report import figure_name
 from moesaic.report.chart import read_charts, write_charts
 
@@ -31,7 +31,7 @@ PAPERS = {
     "chen2022": ("Chen et al. 2022", "sample"),
     "wang2019": ("Wang et al. 2019", "channel"),
 }
-KINDS = ("holds", "partly", "fails", "not run here")
+KINDS = VERDICTS
 
 
 def with_verdicts(page: str) -> str:

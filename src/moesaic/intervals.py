@@ -243,11 +243,12 @@ def samples_to_reach(level: float, curve: Curve, *, logarithmic: bool = True) ->
 
 
 def sample_ratio(level: float, ours: Curve, theirs: Curve, *, logarithmic: bool = False) -> Estimate:
-    """Returns the samples that ``ours`` needs to reach the level over those of ``theirs``, with an interval over trials.
+    """Returns the samples that ``ours`` needs to reach the level over those that ``theirs`` needs.
 
-    Five trials or more are bootstrapped; fewer give the geometric mean of the ratios in each trial, with Student's
-    interval of its logarithm. Curves with equally many trials share their data trial by trial and are resampled together. If ``theirs`` never
-    reaches the level it counts with its largest size, which favours it; if ``ours`` never does, the ratio is infinite.
+    The interval is bootstrapped over trials; fewer than five give the geometric mean of the ratios in each trial, with
+    Student's interval of its logarithm. Curves with equally many trials share their data trial by trial and are
+    resampled together. If ``theirs`` never reaches the level it counts with its largest size, which favours it; if
+    ``ours`` never does, the ratio is infinite.
 
     >>> sizes = [100, 200, 400]
     >>> ours, theirs = np.array([[80.0], [90.0], [95.0]]), np.array([[70.0], [80.0], [90.0]])

