@@ -165,9 +165,9 @@ def _sum_kept(experiment: ExperimentResults) -> CheckResult:
 
 
 _EXPLORED = (
-    "The theorem requires early stopping: as printed at the end of the exploration stage, T1 = σ0^½/η = 100 steps, with "
-    "the value after all 4000 steps named beside it; as released where its own rule stops training. It assumes that no "
-    "group is empty: of the trials in which none is. "
+    "The theorem requires early stopping: as printed at the end of the exploration stage, T1 = σ0^½/η = 100 steps, "
+    "with the value after all 4000 steps named beside it; as released where its own rule stops training. It assumes "
+    "that no group is empty: of the trials in which none is. "
 )
 _SETTING = "Setting 3, in which α and γ are alike, as the theorem's proof and Theorem 4.1 have them. "
 
@@ -339,8 +339,8 @@ CHECKS: tuple[ClaimCheck, ...] = (
             "The rows of the router keep their sum, which is 0 at the start (norm of the sum over the sum of norms).",
             0.0,
             "Mixtures of four experts on 1600 samples (Figure 1). The largest share over all trials and all moments "
-            f"recorded in 4000 steps. Holds if it is at most {_ROUNDING:g}, which is rounding, else fails. As printed: as released the gate is no softmax, and "
-            "the lemma does not apply.",
+            f"recorded in 4000 steps. Holds if it is at most {_ROUNDING:g}, which is rounding, else fails. As printed: "
+            "as released the gate is no softmax, and the lemma does not apply.",
         ),
         ("figure1/cubic",),
         _sum_kept,
