@@ -52,7 +52,8 @@ PUBLISHED: dict[tuple[TaskName, str], tuple[float, float]] = {
 
 NOTE = (
     "Images (Table 2, Figure 7), with --preset short: far fewer epochs than the paper's 50 and 200, with rates that "
-    "fall to zero within them, and one to three trials for ten. Networks train by the printed rules; each claim says how long."
+    "fall to zero within them, and one to three trials for ten. Networks train by the printed rules; each claim says "
+    "how long."
 )
 """Remark for the report."""
 

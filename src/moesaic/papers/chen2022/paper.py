@@ -76,6 +76,15 @@ def check_data(data_dir: Path | None) -> None:
         experiments_language.check_data(data_dir)
 
 
+def compact(name: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leaves the first and the last moment of tracks, which are all that claims read, and drops the losses."""
+    kept = {key: value for key, value in result.items() if key != "losses"}
+    for key in kept:
+        if key.startswith("track_") and key not in ("track_steps", "track_probe_accuracy", "track_router_sum"):
+            kept[key] = [[trial[0], trial[-1]] for trial in kept[key]]
+    return kept
+
+
 PAPER: Paper[Any] = Paper(
     id="chen2022",
     title="Towards Understanding Mixture of Experts in Deep Learning (Chen et al. 2022)",
@@ -90,4 +99,5 @@ PAPER: Paper[Any] = Paper(
     check_data=check_data,
     glossary=GLOSSARY,
     letters={"M": "experts", "J": "filters"},
+    compact=compact,
 )

@@ -54,9 +54,9 @@ MINORITY = ("smiling, blond hair", "not smiling, black hair")
 
 NOTE = (
     f"Images (Figures 10 to 12 and 14 to 16, Table 2), with --preset short: {TRIALS[0]} trials of Figures 10 and 16, "
-    f"like the paper, {TRIALS[1]} of the others, and runs that see at most {SEEN[64]:,} faces or {SEEN[32]:,} images of "
-    f"CIFAR-10 where the authors' code takes {EPOCHS} epochs whatever their number. Both networks of a comparison train "
-    "equally, on the same images. Numbers of samples are smaller than the paper's; accuracies are those "
+    f"like the paper, {TRIALS[1]} of the others, and runs that see at most {SEEN[64]:,} faces or {SEEN[32]:,} images "
+    f"of CIFAR-10 where the authors' code takes {EPOCHS} epochs whatever their number. Both networks of a comparison "
+    "train equally, on the same images. Numbers of samples are smaller than the paper's; accuracies are those "
     "after the last epoch."
 )
 """Remark for the report."""

@@ -79,6 +79,16 @@ def check_data(data_dir: Path | None) -> None:
         experiments_images.check_data(data_dir)
 
 
+def compact(name: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leaves the last moment of activation patterns, and the routing of the cells whose routing claims read."""
+    kept = dict(result)
+    if name not in ("fig4/separate/300", "lemma4.1/separate/2000", "classes/separate/2000"):
+        kept.pop("routed", None)
+    if "kept_patterns" in kept:
+        kept["kept_patterns"] = [trial[-1:] for trial in kept["kept_patterns"]]
+    return kept
+
+
 PAPER: Paper[Any] = Paper(
     id="chowdhury2023",
     title="Patch-level Routing in Mixture-of-Experts is Provably Sample-efficient for Convolutional Neural Networks "
@@ -100,4 +110,5 @@ PAPER: Paper[Any] = Paper(
     notes=notes,
     check_data=check_data,
     letters={"k": "experts", "l": "patches_per_expert", "N": "samples"},
+    compact=compact,
 )

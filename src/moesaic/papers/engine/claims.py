@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.cells import Cell
@@ -117,6 +117,8 @@ class Paper(Generic[R]):
     """The paper's own definitions of terms, for the report."""
     letters: Mapping[str, str] = field(default_factory=dict[str, str])
     """The paper's letters of parameters of its cells, by which variants may name them: {"k": "experts"}."""
+    compact: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] = lambda name, result: result
+    """Reduces the stored result of a cell to what claims read, for the file of raw trials."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:

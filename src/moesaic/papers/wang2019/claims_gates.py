@@ -43,8 +43,8 @@ ExperimentResults: TypeAlias = claims.ExperimentResults[Any]
 ClaimCheck: TypeAlias = claims.ClaimCheck[Any]
 
 NOTE = (
-    f"CIFAR-10 (DeepMoE), with --preset short: {EPOCHS} epochs and {TRIALS} trials where gates are compared with static "
-    f"widths at equal cost, {EPOCHS} and {REMEDY_TRIALS} for remedies, {WIDE_EPOCHS} and {WIDE_TRIALS} for the "
+    f"CIFAR-10 (DeepMoE), with --preset short: {EPOCHS} epochs and {TRIALS} trials where gates are compared with "
+    f"static widths at equal cost, {EPOCHS} and {REMEDY_TRIALS} for remedies, {WIDE_EPOCHS} and {WIDE_TRIALS} for the "
     "four widenings, by our recipe. The main paper's tables are not at hand, and nothing here is compared with them."
 )
 """Remark for the report."""
