@@ -150,8 +150,8 @@ def test_steps_are_the_epochs_that_progress_counts(folder, tmp_path):
 
 
 def test_only_the_full_plan_as_printed_has_cells():
-    assert plan("quick", "print") == plan("full", "released") == plan("full", "best") == {}
-    cells = plan("full", "print")
+    assert plan("quick", "print") == plan("short", "released") == plan("short", "best") == {}
+    cells = plan("short", "print")
     for task in ("rotate", "rotate-sharp", "cifar10"):
         for network, least in (("cnn", 3), ("resnet18", 1), ("mobilenetv2", 0 if task == "rotate-sharp" else 1)):
             pair = [[n for n in cells if n.startswith(f"images/{task}/{network}/{kind}/")] for kind in KINDS]
@@ -159,7 +159,7 @@ def test_only_the_full_plan_as_printed_has_cells():
 
 
 def test_single_and_mixture_of_a_trial_train_equally():
-    cells = plan("full", "print")
+    cells = plan("short", "print")
     for name, cell in cells.items():
         other = cells[name.replace("single", "mixture")]
         assert isinstance(cell, ImageCell)
@@ -171,7 +171,7 @@ def test_single_and_mixture_of_a_trial_train_equally():
 
 
 def test_sharp_test_images_are_all_that_differs_from_blurred_ones():
-    cells = plan("full", "print")
+    cells = plan("short", "print")
     sharp = {name: cell for name, cell in cells.items() if cell.task == "rotate-sharp"}
     assert sharp
     for name, cell in sharp.items():
@@ -179,7 +179,7 @@ def test_sharp_test_images_are_all_that_differs_from_blurred_ones():
 
 
 def test_every_claim_has_its_cells_in_the_plan_and_says_how_runs_were_shortened():
-    cells = plan("full", "print")
+    cells = plan("short", "print")
     published = {test.claim.id: test.claim.published for test in CHECKS}
     assert len(published) == len(CHECKS)
     assert published == {

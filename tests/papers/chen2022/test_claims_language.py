@@ -207,9 +207,9 @@ def test_published_values_are_those_of_the_tables():
 
 
 def test_the_full_preset_has_a_cell_for_each_form_of_the_paper_and_quick_has_none():
-    assert [list(plan("full", fidelity)) for fidelity in ("print", "released", "best")] == [["language"]] * 2 + [[]]
+    assert [list(plan("short", fidelity)) for fidelity in ("print", "released", "best")] == [["language"]] * 2 + [[]]
     assert plan("quick", "print") == {}
-    assert plan("full", "print") != plan("full", "released")
+    assert plan("short", "print") != plan("short", "released")
 
 
 # Charts

@@ -151,7 +151,7 @@ def test_claims_show_the_papers_number_or_its_word():
         (97.30, 0.1, "holds"),
         (97.40, 0.1, "partly: it is more accurate than published"),
         (92.99, 5.1, "holds"),
-        (92.99, 5.4, "partly: undecided, the interval is too long"),  # 4 · 2.11 + 2 = 10.44
+        (92.99, 5.4, "undecided: the interval is too long"),  # 4 · 2.11 + 2 = 10.44
         (80.00, 6.0, "fails: it is less accurate"),
     ],
 )

@@ -5,7 +5,7 @@ import pytest
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022.experiments_synthetic import INIT_SCALES, SIZES, MixtureCell, plan
 from moesaic.papers.chen2022.paper import PAPER
-from moesaic.papers.engine.claims import NEEDS_FULL_PRESET
+from moesaic.papers.engine.claims import NEEDS_SHORT_PRESET
 from moesaic.papers.reproduce import PAPERS
 
 
@@ -44,12 +44,12 @@ def synthetic(fidelity: Fidelity) -> list[str]:
 
 @pytest.mark.parametrize("fidelity", ["print", "released"])
 def test_the_quick_preset_decides_all_but_these_claims_and_the_full_one_all(fidelity: Fidelity):
-    quick, full = PAPER.plan("quick", fidelity), PAPER.plan("full", fidelity)
+    quick, full = PAPER.plan("quick", fidelity), PAPER.plan("short", fidelity)
     checks = {check.claim.id: check for check in PAPER.checks}
     left = {name for name in synthetic(fidelity) if not checks[name].can_run(quick, "quick")}
     assert left == BEYOND_QUICK[fidelity]
-    assert all(checks[name].missing == NEEDS_FULL_PRESET for name in left)
-    assert all(checks[name].can_run(full, "full") for name in synthetic(fidelity))
+    assert all(checks[name].missing == NEEDS_SHORT_PRESET for name in left)
+    assert all(checks[name].can_run(full, "short") for name in synthetic(fidelity))
 
 
 def test_the_quick_preset_decides_tables_1_3_7_and_9_theorem_41_and_lemma_51():
@@ -61,7 +61,7 @@ def test_the_quick_preset_decides_tables_1_3_7_and_9_theorem_41_and_lemma_51():
 
 
 def test_numbers_that_depend_on_the_sample_size_are_compared_at_the_papers_only():
-    sized = {check.claim.id for check in PAPER.checks if check.full_only}
+    sized = {check.claim.id for check in PAPER.checks if check.not_quick}
     assert sized == {"table3-singles", "table7-values"}
     check = next(check for check in PAPER.checks if check.claim.id == "table7-values")
     cells = PAPER.plan("quick", "released")
@@ -89,7 +89,7 @@ def test_the_quick_preset_stays_quick():
 
 def test_the_full_preset_has_the_papers_sizes():
     for fidelity in ("print", "released"):
-        cells = plan("full", fidelity)
+        cells = plan("short", fidelity)
         for name, cell in cells.items():
             if name.startswith("theory/"):
                 continue
@@ -127,14 +127,14 @@ def test_cells_are_named_after_what_they_are(preset: str, fidelity: Fidelity):
 
 
 def test_there_is_nothing_of_ours_to_compare_and_nothing_but_the_full_preset_sweeps_the_initial_scale():
-    assert plan("full", "best") == plan("quick", "best") == {}
-    swept = {name for name in plan("full", "print") if name.startswith("init/")}
+    assert plan("short", "best") == plan("quick", "best") == {}
+    swept = {name for name in plan("short", "print") if name.startswith("init/")}
     assert swept == {f"init/{scale}" for scale in INIT_SCALES}
-    assert not any(name.startswith("init/") for name in [*plan("quick", "print"), *plan("full", "released")])
+    assert not any(name.startswith("init/") for name in [*plan("quick", "print"), *plan("short", "released")])
 
 
 def test_tables_share_the_cells_they_have_in_common():
-    cells = plan("full", "released")
+    cells = plan("short", "released")
     for setting in (1, 2):
         for activation in ("identity", "cubic"):
             assert cells[f"table8/{activation}/s{setting}"] == cells[f"single/{activation}-128/s{setting}"]

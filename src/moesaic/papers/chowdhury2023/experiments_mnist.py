@@ -317,7 +317,7 @@ PATTERNS = PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=0.6, pattern_
 """Section 4.2 with l* = 4."""
 COUPLED_WIDTH = 4000
 
-CNN_WIDTHS, PMOE_WIDTHS = (40, 80, 160, 320), (16, 40)
+CNN_WIDTHS, PMOE_WIDTHS = (40, 80, 160), (16, 40)
 """Neurons of the networks that are compared by width, with 300 samples; the paper's have 40."""
 SEPARATIONS = (30, 60, 80, 90)
 """δ_r in hundredths, with δ_d = 0.3: δ = 1/(1 − max(δ_d², δ_r²)) from 1.1 to 5.3."""
