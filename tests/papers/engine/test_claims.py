@@ -91,9 +91,9 @@ def test_ahead_everywhere_needs_a_clear_lead_at_each(leads: list[tuple[float, fl
     [
         (92.0, 1.0, "holds"),
         (92.4, 1.0, "holds"),
-        (94.21, 0.5, "fails: 2.21 points [1.47, 2.95] more accurate than published"),
-        (90.0, 0.5, "fails: 2.00 points [1.26, 2.74] less accurate than published"),
-        (92.0, 4.0, "undecided: the difference may be -2.8 to 2.8"),
+        (94.21, 0.5, "fails: 2.21 points [1.45, 2.97] more accurate than published"),
+        (90.0, 0.5, "fails: 2.00 points [1.24, 2.76] less accurate than published"),
+        (92.0, 4.0, "undecided: the difference may be -2.9 to 2.9"),
     ],
 )
 def test_published_means_are_compared_with_standard_errors(ours: float, deviation: float, verdict: str):

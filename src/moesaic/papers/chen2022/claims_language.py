@@ -61,7 +61,7 @@ def _paper_claim(id: str, where: str, statement: str, published: float | str, ow
     """A claim on the paper's texts, which are not at hand: it is never run, and points to our own on stand-ins."""
     rule = (
         "On Sentiment140, Allociné and RuReviews with embeddings of a multilingual BERT, none of which is at hand. "
-        f"{own} is the same on stand-ins, as a claim of our own."
+        f"Holds if the rule of {own}, which is the same on stand-ins as a claim of our own, is met."
     )
     missing = f"not run here: needs the paper's texts and its BERT; {own} has stand-ins"
     described = Claim(id, "chen2022", where, statement, published, rule)

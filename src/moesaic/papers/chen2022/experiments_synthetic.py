@@ -91,7 +91,7 @@ class MixtureCell:
         return None
 
     def spec(self, runner: Runner) -> dict[str, Any]:
-        recorder = {"recorder": RECORDER} if self.follow else {}
+        recorder = {"recorder": RECORDER} if self.setting == "figure 1" else {}  # of the others no claim reads it
         return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed, **recorder}
 
     def result(self, stored: dict[str, Any]) -> CellArrays:
