@@ -1,7 +1,10 @@
 """Fill the verdicts into README and the papers' pages, from the committed claims.json of each paper.
 
-    python docs/verdicts.py results/of/moesaic-reproduce    # first copies the results of a new run into docs/papers
-    python docs/verdicts.py figures                         # first draws the figures of the committed charts again
+    python docs/verdicts.py RUN [DATA_DIR [DEVICE]]    # first copies the results of a run of moesaic reproduce
+    python docs/verdicts.py figures                    # first draws the figures of the committed charts again
+
+A run is the directory of `moesaic reproduce --preset short`. Its findings and charts go to docs/papers, its raw trials
+to src/moesaic/papers/trials.
 
 A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->. README
 has a table with one row per paper, the number of verdicts of each kind, between <!-- verdict counts --> and
@@ -14,11 +17,15 @@ from collections import Counter
 from pathlib import Path
 
 from moesaic.papers.engine.claims_markdown import markdown_table
-from moesaic.papers.engine.findings import read_findings, write_findings
+from moesaic.papers.engine.findings import VERDICTS, read_findings, write_findings
+from moesaic.papers.engine.trial_files import write_trials
+from moesaic.papers.recompute import pack_trials, without_trials
+from moesaic.papers.reproduce import PAPERS as REPRODUCED
 from moesaic.report.chart import read_charts, write_charts
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "papers"
+TRIALS = DOCS.parent / "src" / "moesaic" / "papers" / "trials"
 README = DOCS.parent / "README.md"
 PAPER_PAGES = tuple(sorted(RESULTS.glob("*.md")))
 PAGES = (README, *PAPER_PAGES)
@@ -30,14 +37,15 @@ PAPERS = {
     "chen2022": ("Chen et al. 2022", "sample"),
     "wang2019": ("Wang et al. 2019", "channel"),
 }
-KINDS = ("holds", "partly", "fails", "not run here")
+KINDS = VERDICTS
 
 
 def with_verdicts(page: str) -> str:
     """The page with the tables and counts of the committed runs."""
 
     def table(place: re.Match[str]) -> str:
-        found = markdown_table(read_findings(RESULTS / place[1] / "claims.json"))
+        summaries = without_trials(place[1])
+        found = markdown_table(read_findings(RESULTS / place[1] / "claims.json"), marked=summaries)
         return f"<!-- verdicts {place[1]} -->\n\n{found}\n\n<!-- end of verdicts -->"
 
     def counts(_: re.Match[str]) -> str:
@@ -57,8 +65,8 @@ def counts_table() -> str:
     return "\n".join(lines)
 
 
-def take_over(run: Path) -> None:
-    """Copy the findings and charts of a run into each paper's folder, and draw the charts."""
+def take_over(run: Path, data_dir: Path | None = None, device: str = "cpu") -> None:
+    """Copy a run's findings and charts into each paper's folder, draw the charts, and pack its raw trials."""
     findings, charts = read_findings(run / "claims.json"), read_charts(run / "charts.json")
     for paper in dict.fromkeys(finding.paper for finding in findings):
         folder = RESULTS / paper
@@ -66,6 +74,7 @@ def take_over(run: Path) -> None:
         write_findings(folder / "claims.json", [finding for finding in findings if finding.paper == paper])
         write_charts(folder / "charts.json", [chart for chart in charts if chart.paper == paper])
         draw_figures(folder)
+        write_trials(TRIALS / f"{paper}.json.gz", pack_trials(REPRODUCED[paper], run, data_dir, device))
 
 
 def draw_figures(folder: Path) -> None:
@@ -81,6 +90,6 @@ if __name__ == "__main__":
         for paper in PAPERS:
             draw_figures(RESULTS / paper)
     elif len(sys.argv) > 1:
-        take_over(Path(sys.argv[1]))
+        take_over(Path(sys.argv[1]), *map(Path, sys.argv[2:3]), *sys.argv[3:4])
     for path in PAGES:
         path.write_text(with_verdicts(path.read_text("utf-8")), "utf-8")

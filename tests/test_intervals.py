@@ -6,14 +6,17 @@ import pytest
 from moesaic.intervals import (
     Curve,
     Estimate,
+    Sample,
     bootstrap,
     difference,
     mean,
+    ratio_estimate,
     sample_ratio,
     samples_at,
     samples_to_reach,
     saved_labels,
     shared_level,
+    welch_difference,
 )
 
 
@@ -157,6 +160,42 @@ def test_labels_saved_in_few_trials_are_covered_as_often_as_the_interval_says():
         found = [saved_labels(level, (sizes, theirs + shift), (sizes, theirs.repeat(trials, 1))) for shift in shifts]
         assert np.mean([each.low <= 0.5 <= each.high for each in found]) == pytest.approx(0.95, abs=0.03)
         assert all(each.high <= 1 for each in found)
+
+
+@pytest.mark.parametrize("trials", [2, 3, 4])
+def test_ratios_of_few_trials_are_covered_as_often_as_their_interval_says(trials: int):
+    # a bootstrap over three covers 74 %
+    rng = np.random.default_rng(trials)
+    logs = rng.normal(np.log(0.5), 0.1, (500, trials))
+    found = [ratio_estimate(lambda a: float(np.exp(np.log(a).mean())), np.exp(each)) for each in logs]
+    assert np.mean([each.low <= 0.5 <= each.high for each in found]) == pytest.approx(0.95, abs=0.03)
+
+
+def test_a_bootstrap_over_three_trials_covers_too_little():
+    rng = np.random.default_rng(1)
+    found = [bootstrap(lambda x: float(x.mean()), rng.normal(size=(1, 3))) for _ in range(60)]
+    assert np.mean([each.low <= 0 <= each.high for each in found]) < 0.9
+
+
+def test_a_ratio_of_unequal_groups_adds_their_variances_and_an_infinite_one_has_no_limit():
+    def ratio(a: np.ndarray, b: np.ndarray) -> float:
+        return float(a.mean() / b.mean())
+
+    few, five = np.array([1.0, 1.1, 0.9]), np.array([2.0, 2.2, 1.8, 2.1, 1.9])
+    both = ratio_estimate(ratio, few, five)
+    alone = ratio_estimate(ratio, few, np.full(5, 2.0))
+    assert both.value == alone.value == pytest.approx(0.5)
+    assert both.low < alone.low < 0.5 < alone.high < both.high
+    never = ratio_estimate(lambda a: float("inf") if a.max() > 1 else float(a.mean()), few)
+    assert never == Estimate(np.inf, 0.0, np.inf)
+    assert ratio_estimate(ratio, five, five[::-1].copy()) == bootstrap(ratio, five, five[::-1].copy())
+
+
+def test_welchs_interval_covers_as_often_as_it_says():
+    rng = np.random.default_rng(2)
+    drawn = [(rng.normal(0, 1, 10), rng.normal(0, 3, 5)) for _ in range(400)]
+    found = [welch_difference(Sample.of(a), Sample.of(b)) for a, b in drawn]
+    assert np.mean([each.low <= 0 <= each.high for each in found]) == pytest.approx(0.95, abs=0.03)
 
 
 def test_a_trial_of_few_that_never_gets_there_leaves_the_saving_open():

@@ -77,7 +77,7 @@ def test_all_claims_get_a_verdict_or_a_reason(tmp_path: Path):
         assert finding.preset == "quick"
         if finding.verdict.startswith("not run here"):
             assert finding.measured is None
-            assert finding.verdict.startswith("not run here: needs --preset full")
+            assert finding.verdict.startswith("not run here: needs --preset short")
         else:
             assert finding.measured is not None
     not_run = {(finding.id, finding.fidelity) for finding in result.findings if finding.decision == "not run here"}
@@ -194,7 +194,7 @@ def test_finished_variants_do_not_run_again(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_variant_that_this_machine_cannot_run_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_mixtures(monkeypatch)
-    given = {"claims": ["table2-rotate-cnn"], "preset": "full", "fidelities": ("print",)}
+    given = {"claims": ["table2-rotate-cnn"], "preset": "short", "fidelities": ("print",)}
     (variant,) = reproduce(out=tmp_path, vary=["epochs=3"], **given).variants
     assert variant.outcome == "not run here: needs CIFAR-10's binary files under --data-dir"
     assert (variant.measured, variant.cells) == (None, ())
@@ -289,7 +289,7 @@ def test_what_is_in_the_way_is_the_verdict_and_nothing_is_run(tmp_path: Path, mo
         (images, "not run here: needs a GPU (--device cuda)"),
     ):
         result = reproduce(
-            out=tmp_path / "out", claims=claims, preset="full", fidelities=("print", "released"), data_dir=data_dir
+            out=tmp_path / "out", claims=claims, preset="short", fidelities=("print", "released"), data_dir=data_dir
         )
         found = {(finding.id, finding.fidelity): finding for finding in result.findings}
         for claim in claims[:2]:
@@ -304,7 +304,7 @@ def bring(out: Path, claims: tuple[str, ...]) -> None:
     """Cells of CIFAR-10 as a machine with a GPU and the images leaves them behind."""
     store = ResultCache(out / "cells")
     elsewhere = Runner(store, None, device="cuda", seed=0, progress=NoProgress())
-    for name, cell in PAPERS["chen2022"].plan("full", "print").items():
+    for name, cell in PAPERS["chen2022"].plan("short", "print").items():
         if name.startswith(claims) and isinstance(cell, ImageCell):
             spec = cell.spec(elsewhere)
             assert spec["data"] == CIFAR10_DIGEST
@@ -316,7 +316,7 @@ def bring(out: Path, claims: tuple[str, ...]) -> None:
 def test_cells_brought_from_elsewhere_need_neither_gpu_nor_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_mixtures(monkeypatch)
     bring(tmp_path, ("images/rotate/cnn/",))
-    result = reproduce(out=tmp_path, claims=["table2-rotate-cnn", "table2-why-low"], preset="full")
+    result = reproduce(out=tmp_path, claims=["table2-rotate-cnn", "table2-why-low"], preset="short")
     first, second = result.findings
     assert (first.id, first.verdict, first.measured) == ("table2-rotate-cnn", "holds", pytest.approx(4.1))
     # of the other claim only half of the cells are here
@@ -326,7 +326,7 @@ def test_cells_brought_from_elsewhere_need_neither_gpu_nor_images(tmp_path: Path
 def test_a_cell_that_is_lacking_of_those_brought_leaves_the_claim_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_mixtures(monkeypatch)
     bring(tmp_path, ("images/rotate/cnn/single/", "images/rotate/cnn/mixture/0", "images/rotate/cnn/mixture/1"))
-    (finding,) = reproduce(out=tmp_path, claims=["table2-rotate-cnn"], preset="full").findings
+    (finding,) = reproduce(out=tmp_path, claims=["table2-rotate-cnn"], preset="short").findings
     assert finding.verdict == "not run here: needs CIFAR-10's binary files under --data-dir"
 
 

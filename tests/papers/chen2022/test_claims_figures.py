@@ -19,7 +19,7 @@ from moesaic.papers.engine.findings import write_findings
     [
         (tables(0.3, 0.1), np.stack([BLIND] * 3), "holds"),
         (tables(0.3, 0.1), tables(0.6, 0.05), "partly: entropy 0.30 against 0.60"),
-        (tables(0.55, 0.2), np.stack([BLIND] * 3), "partly"),
+        (tables(0.55, 0.2), np.stack([BLIND] * 3), "undecided"),
         (tables(0.3, 0.1), tables(0.25, 0.1)[::-1], "partly"),  # the difference varies
         (tables(0.3, 0.001), tables(0.2, 0.001), "fails"),
         (tables(0.3), tables(0.3), "fails"),
@@ -44,10 +44,10 @@ def track(before: float, after: float, half: float = 0.001) -> CellArrays:
     ("kind", "name", "other", "after", "half", "verdict"),
     [
         ("cubic", "nonlinear", 0.1, 0.2, 0.04, "holds"),
-        ("cubic", "nonlinear", 0.1, 0.24, 0.04, "partly"),
+        ("cubic", "nonlinear", 0.1, 0.24, 0.04, "undecided"),
         ("cubic", "nonlinear", 0.1, 0.3, 0.04, "fails"),
         ("identity", "linear", 0.9, 0.6, 0.04, "holds"),
-        ("identity", "linear", 0.9, 0.52, 0.04, "partly"),
+        ("identity", "linear", 0.9, 0.52, 0.04, "undecided"),
         ("identity", "linear", 0.9, 0.4, 0.04, "fails"),
     ],
 )
@@ -71,7 +71,7 @@ def seen(*there: int | None, steps: int = 500) -> CellArrays:
     ("slow", "verdict", "shown"),
     [
         (seen(200, 210, 220), "holds", 210),
-        (seen(300, 500, 500), "partly", 1300 / 3),
+        (seen(300, 500, 500), "undecided", 1300 / 3),
         (seen(3990, 4000, None, steps=4000), "fails", 3996.7),
         (seen(490, 490, None), "partly: 1 of 6 trials never get there", 493.3),
         (seen(None, None, None), "partly: 3 of 6 trials never get there", 500),
@@ -123,7 +123,9 @@ FIGURE_4 = {
 
 
 @pytest.mark.parametrize("claim", FIGURE_4)
-@pytest.mark.parametrize(("ratio", "half", "verdict"), [(0.2, 0.1, "holds"), (0.3, 0.1, "partly"), (0.5, 0.1, "fails")])
+@pytest.mark.parametrize(
+    ("ratio", "half", "verdict"), [(0.2, 0.1, "holds"), (0.3, 0.1, "undecided"), (0.5, 0.1, "fails")]
+)
 def test_what_is_hardly_learnt_is_below_a_third(claim: str, ratio: float, half: float, verdict: str):
     over, under = FIGURE_4[claim]
     found = evaluated(claim, {"moe/cubic/s1": products(around(ratio, half), over=over, under=under)})
@@ -131,7 +133,7 @@ def test_what_is_hardly_learnt_is_below_a_third(claim: str, ratio: float, half: 
 
 
 @pytest.mark.parametrize(
-    ("second", "half", "verdict"), [(0.2, 0.1, "holds"), (0.3, 0.1, "partly"), (0.5, 0.1, "fails")]
+    ("second", "half", "verdict"), [(0.2, 0.1, "holds"), (0.3, 0.1, "undecided"), (0.5, 0.1, "fails")]
 )
 def test_one_feature_means_that_the_second_is_below_a_third(second: float, half: float, verdict: str):
     result = products(0.0, over="expert_centre", under="expert_feature", second=around(second, half))
@@ -144,7 +146,7 @@ def test_one_feature_means_that_the_second_is_below_a_third(second: float, half:
     [
         (around(0.5, 0.1), 0.9, "holds", 0.5),
         (0.9, around(0.5, 0.1), "holds", 0.5),
-        (0.9, around(0.3, 0.1), "partly", 0.3),
+        (0.9, around(0.3, 0.1), "undecided", 0.3),
         (around(0.1, 0.1), 0.9, "fails", 0.1),
         (0.9, around(0.1, 0.1), "fails", 0.1),
     ],

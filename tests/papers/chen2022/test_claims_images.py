@@ -150,8 +150,8 @@ def test_steps_are_the_epochs_that_progress_counts(folder, tmp_path):
 
 
 def test_only_the_full_plan_as_printed_has_cells():
-    assert plan("quick", "print") == plan("full", "released") == plan("full", "best") == {}
-    cells = plan("full", "print")
+    assert plan("quick", "print") == plan("short", "released") == plan("short", "best") == {}
+    cells = plan("short", "print")
     for task in ("rotate", "rotate-sharp", "cifar10"):
         for network, least in (("cnn", 3), ("resnet18", 1), ("mobilenetv2", 0 if task == "rotate-sharp" else 1)):
             pair = [[n for n in cells if n.startswith(f"images/{task}/{network}/{kind}/")] for kind in KINDS]
@@ -159,7 +159,7 @@ def test_only_the_full_plan_as_printed_has_cells():
 
 
 def test_single_and_mixture_of_a_trial_train_equally():
-    cells = plan("full", "print")
+    cells = plan("short", "print")
     for name, cell in cells.items():
         other = cells[name.replace("single", "mixture")]
         assert isinstance(cell, ImageCell)
@@ -171,7 +171,7 @@ def test_single_and_mixture_of_a_trial_train_equally():
 
 
 def test_sharp_test_images_are_all_that_differs_from_blurred_ones():
-    cells = plan("full", "print")
+    cells = plan("short", "print")
     sharp = {name: cell for name, cell in cells.items() if cell.task == "rotate-sharp"}
     assert sharp
     for name, cell in sharp.items():
@@ -179,7 +179,7 @@ def test_sharp_test_images_are_all_that_differs_from_blurred_ones():
 
 
 def test_every_claim_has_its_cells_in_the_plan_and_says_how_runs_were_shortened():
-    cells = plan("full", "print")
+    cells = plan("short", "print")
     published = {test.claim.id: test.claim.published for test in CHECKS}
     assert len(published) == len(CHECKS)
     assert published == {
@@ -240,7 +240,7 @@ def leads(task: str, network: str, *points: float) -> ExperimentResults[ImageRes
     [
         ((2.0, 2.5, 3.0, 2.2, 2.8), "holds"),
         ((-2.0, -2.5, -3.0, -2.2, -2.8), "fails"),
-        ((-2.0, 2.5, 3.0, -1.0, 0.8), "partly"),
+        ((-2.0, 2.5, 3.0, -1.0, 0.8), "undecided"),
     ],
 )
 @pytest.mark.parametrize(("claim", "task"), [("table2-rotate-cnn", "rotate"), ("table2-sharp-cnn", "rotate-sharp")])
@@ -255,7 +255,7 @@ def test_a_mixture_is_ahead_where_the_interval_over_trials_is_above_0(claim, tas
     ("lost", "verdict"),
     [
         ((12.0, 12.5, 13.0), "holds"),
-        ((9.0, 10.0, 13.0), "partly"),
+        ((9.0, 10.0, 13.0), "undecided"),
         ((7.0, 7.5, 8.0), "fails"),
         ((-12.0, -13.0), "fails"),
     ],
@@ -268,7 +268,9 @@ def test_sharp_test_images_explain_low_accuracies_if_they_cost_ten_points(lost, 
     assert found.measured == pytest.approx(np.mean(lost))
 
 
-@pytest.mark.parametrize(("lead", "verdict"), [(1.0, "holds"), (0.5, "partly"), (-0.5, "partly"), (-1.0, "fails")])
+@pytest.mark.parametrize(
+    ("lead", "verdict"), [(1.0, "holds"), (0.5, "undecided"), (-0.5, "undecided"), (-1.0, "fails")]
+)
 def test_one_trial_has_the_interval_of_its_test_images(lead, verdict):
     found = evaluate("table2-rotate-mobilenetv2", leads("rotate", "mobilenetv2", lead))
     assert found.verdict.startswith(verdict)
@@ -291,8 +293,8 @@ def test_two_trials_on_the_same_images_are_known_no_better_than_one():
         ((0.2, -0.1, 0.3, 0.1, 0.0), "holds"),
         ((2.0, 2.1, 1.9, 2.2, 2.0), "fails: the mixture is ahead"),
         ((-2.0, -2.1, -1.9, -2.2, -2.0), "fails: the mixture is behind"),
-        ((1.0, 0.8, 1.1, 0.9, 1.2), "partly"),
-        ((-1.0, -0.8, -1.1, -0.9, -1.2), "partly"),
+        ((1.0, 0.8, 1.1, 0.9, 1.2), "undecided"),
+        ((-1.0, -0.8, -1.1, -0.9, -1.2), "undecided"),
         ((1.0, 1.0, 1.0), "holds"),
         ((-1.0, -1.0, -1.0), "holds"),
         ((1.125, 1.125, 1.125), "fails: the mixture is ahead"),
@@ -340,7 +342,7 @@ def test_the_interval_of_an_entropy_covers_what_sampling_does_to_it():
         ((900, 50, 30, 20), (100, 700, 100, 100), "holds"),
         ((900, 50, 30, 20), (700, 100, 100, 100), "fails: most frogs and most ships go to the same expert"),
         ((900, 50, 30, 20), (300, 400, 200, 100), "fails"),
-        ((900, 50, 30, 20), (200, 500, 200, 100), "partly"),
+        ((900, 50, 30, 20), (200, 500, 200, 100), "undecided"),
     ],
 )
 def test_frogs_and_ships_must_be_many_and_apart(frogs, ships, verdict):

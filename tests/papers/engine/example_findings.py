@@ -105,7 +105,7 @@ FINDINGS: tuple[Finding, ...] = (
             published=None,
             measured=None,
             interval=None,
-            verdict="not run here: needs --preset full",
+            verdict="not run here: needs --preset short",
         )
         for fidelity in ("print", "released")
     ),

@@ -39,7 +39,7 @@ def test_a_verdict_stands_on_the_line_of_its_measurement(width: int):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_reason_of_a_verdict_is_shown(width: int):
     text = " ".join(printed(width).split())
-    assert "not run here: needs --preset full" in text
+    assert "not run here: needs --preset short" in text
     assert "partly: at 300 samples, not at 1000" in text
 
 

@@ -73,7 +73,7 @@ CHART = Chart(
     [
         FINDING,
         replace(FINDING, published="falls with l", fidelity="released", verdict="partly: on one side only"),
-        replace(FINDING, published=None, measured=None, interval=None, verdict="not run here: needs --preset full"),
+        replace(FINDING, published=None, measured=None, interval=None, verdict="not run here: needs --preset short"),
         replace(FINDING, interval=(48.0, math.inf)),
         replace(FINDING, interval=(-math.inf, math.inf)),
     ],

@@ -93,7 +93,7 @@ def test_every_claim_is_there_with_its_numbers_verdicts_and_rule(html: str):
     assert "as printed 60 52.0 (48.3 to 57.9) holds as released 60 31.2 (25.0 to 38.4) holds" in claims["samples"]
     assert "2.31 (0.40 to 4.20) partly at 300 samples, not at 1000" in claims["separate-beats-cnn"]
     part = words(Page(html).text)
-    assert "Not run here: 1 claims 1 claim: needs --preset full" in part
+    assert "Not run here: 1 claims 1 claim: needs --preset short" in part
 
 
 def test_the_summary_comes_first_and_counts_the_verdicts(html: str):

@@ -42,7 +42,7 @@ from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
 CLAIMS = {test.claim.id: test for test in CHECKS}
-PLAN = plan("full", "best")
+PLAN = plan("short", "best")
 PER_FILE = 12
 TINY = (("width", 0.05),)
 
@@ -201,7 +201,7 @@ def test_damaged_files_are_found_before_anything_runs(folder: Path, tmp_path: Pa
 
 
 def test_the_plan_is_for_the_full_preset_and_in_our_form():
-    assert plan("quick", "best") == plan("full", "print") == plan("full", "released") == {}
+    assert plan("quick", "best") == plan("short", "print") == plan("short", "released") == {}
     for test in CHECKS:
         assert test.can_run(PLAN), test.claim.id
         assert not test.can_run({}), test.claim.id
@@ -291,20 +291,20 @@ def test_gates_are_ahead_where_they_are_at_every_cost():
     assert decision("cost-ahead", experiment(cost_gated=1.0)) == "holds"
     assert evaluated("cost-ahead", experiment(cost_gated=1.0)).measured == pytest.approx(1.05)
     some = experiment({f"cost/gated/0.12/{trial}": made(60.0, 0.12) for trial in range(TRIALS)}, cost_gated=1.0)
-    assert evaluated("cost-ahead", some).verdict == "partly: clearly ahead at 2 of 3 costs"
+    assert evaluated("cost-ahead", some).verdict == "partly: clearly ahead at 2 of 3 costs, clearly behind at 1"
     assert decision("cost-ahead", experiment(cost_gated=-1.0)) == "fails"
 
 
-def test_no_lead_at_half_of_the_costs_or_more_is_none():
+def test_a_lead_at_one_cost_of_three_is_a_lead_in_part():
     one = {f"cost/gated/{cost}/{trial}": made(60.0, cost) for cost in COSTS[:2] for trial in range(TRIALS)}
-    assert decision("cost-ahead", experiment(one, cost_gated=1.0)) == "fails"
+    assert decision("cost-ahead", experiment(one, cost_gated=1.0)) == "partly"
 
 
 def test_half_of_the_work_may_cost_a_point():
     for lead, expected in ((3.0, "holds"), (0.0, "fails")):  # at half of the work static networks lose 3.5 points
         assert decision("cost-lossless", experiment(cost_gated=lead)) == expected
     uneven = {f"cost/gated/0.5/{trial}": made(89.0 + trial - 1, 0.5) for trial in range(TRIALS)}
-    assert decision("cost-lossless", experiment(uneven)) == "partly"
+    assert decision("cost-lossless", experiment(uneven)) == "undecided"
 
 
 def test_a_cost_is_met_within_five_percent():
@@ -325,7 +325,7 @@ def test_patterns_depend_on_the_data_where_half_of_the_channels_do():
     assert evaluated("depends-on-data", experiment()).measured == 80
     assert evaluated("depends-on-data", used(40)).verdict == "fails"
     assert evaluated("depends-on-data", used(40, 50)).interval == pytest.approx((29.0, 57.7), abs=0.1)
-    assert decision("depends-on-data", used(40, 50)) == "partly"
+    assert decision("depends-on-data", used(40, 50)) == "undecided"
     assert evaluated("depends-on-data", used(50)).verdict == "holds"
     wide = evaluated("depends-on-data", used(5, 25)).interval
     assert wide is not None
@@ -343,7 +343,7 @@ def test_a_widening_is_judged_against_vgg16_of_the_same_cost():
         id = f"wide-{name.replace('_', '-')}"
         runs = {f"wide/gated/{name}/{trial}": made(92.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
         assert decision(id, experiment(runs)) == "holds"
-        assert decision(id, experiment()) == "partly"
+        assert decision(id, experiment()) == "undecided"
         worse = {f"wide/gated/{name}/{trial}": made(88.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
         assert decision(id, experiment(worse)) == "fails"
         dearer = {key: replace(run, macs=1.2 * VGG16_MACS) for key, run in runs.items()}
@@ -360,7 +360,7 @@ def test_where_channels_are_added_matters_if_the_best_widening_is_clearly_ahead(
     runs |= {f"wide/{kind}/w1_mid/{trial}": made(88.0 + noise(trial)) for trial in range(WIDE_TRIALS)}
     found = evaluated(id, experiment(runs))
     assert (found.verdict, found.measured) == ("holds: W4-Low over W1-Mid", pytest.approx(4))
-    assert decision(id, experiment()) == "partly"
+    assert decision(id, experiment()) == "undecided"
 
 
 @pytest.mark.parametrize("name", REMEDIES)
@@ -376,7 +376,7 @@ def test_a_remedy_is_judged_against_the_static_network(name: str):
 
     id = f"remedy-{name}"
     assert [decision(id, with_lead(lead)) for lead in (1.0, -1.0)] == ["holds", "fails"]
-    assert evaluated(id, experiment()).verdict == "partly: undecided, 0 is in the interval"
+    assert evaluated(id, experiment()).verdict == "undecided: 0 is in the interval"
     assert evaluated("remedies-help", with_lead(1.0)).measured == pytest.approx(1.95)
     assert evaluated("remedies-help", with_lead(1.0)).verdict == f"holds: {name}"
 

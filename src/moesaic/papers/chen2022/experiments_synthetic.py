@@ -53,6 +53,9 @@ ClaimCheck = claims.ClaimCheck[CellArrays]
 ENGINE = 1
 """Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
+RECORDER = 2
+"""Version of what is measured during training; older cells lack the sum of the router's rows."""
+
 _PROBE = 2000
 """Test samples on which accuracy and expected load are measured during training."""
 
@@ -88,7 +91,8 @@ class MixtureCell:
         return None
 
     def spec(self, runner: Runner) -> dict[str, Any]:
-        return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed}
+        recorder = {"recorder": RECORDER} if self.setting == "figure 1" else {}  # of the others no claim reads it
+        return {"engine": ENGINE, "mixture": asdict(self), "probe": _PROBE, "seed": runner.seed, **recorder}
 
     def result(self, stored: dict[str, Any]) -> CellArrays:
         return to_arrays(stored)
@@ -180,6 +184,7 @@ class _TrainingRecorder:
             "expert_centre": inner_products(mixtures.weights, centres),
             "router_feature": inner_products(rows, features),
             "router_centre": inner_products(rows, centres),
+            "router_sum": _relative_sum(router),
         }
         if step == 0:
             measured["groups"] = initial_groups(mixtures.weights, features)
@@ -227,6 +232,11 @@ def _expert_accuracies(mixtures: Mixtures, data: ClusterData) -> Tensor:
     return expert_accuracy(guesses, data.labels, data.clusters)
 
 
+def _relative_sum(router: Tensor) -> Tensor:
+    """(T,): norm of the sum of a router's rows (T, E, D) over the sum of their norms; 0 for a router of zeros."""
+    return router.sum(dim=1).norm(dim=-1) / router.norm(dim=-1).sum(dim=1).clamp_min(1e-30)
+
+
 def _rounded(values: Tensor) -> Any:
     """Returns nested lists of the values with five significant digits, since cells are stored as text."""
     exact: Array = values.double().cpu().numpy()
@@ -263,7 +273,7 @@ class Sizes:
 
 SIZES: dict[str, Sizes] = {
     "quick": Sizes(4, 2, 3000, 25, (1,), False, (("identity", 128), ("cubic", 128)), (1,), False),
-    "full": Sizes(
+    "short": Sizes(
         10,
         10,
         16_000,
@@ -275,6 +285,7 @@ SIZES: dict[str, Sizes] = {
         True,
     ),
 }
+SIZES["full"] = SIZES["short"]  # which are the paper's own
 
 
 def plan(preset: str, fidelity: Fidelity) -> Plan:
@@ -290,6 +301,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
             cells[f"balanced/identity/s{setting}"] = _mixture(sizes, fidelity, "identity", setting, balance=True)
     if fidelity == "released" or sizes.printed_singles:
         cells |= _singles(sizes, fidelity)
+    cells["explored/cubic/s3"] = _explored(sizes, fidelity)
     if fidelity == "print":
         cells |= {f"theory/additive/s{setting}": AdditiveCell(setting) for setting in (*SETTINGS, 7)}
         cells["theory/smoothing"] = SmoothingCell()
@@ -315,6 +327,17 @@ def _mixture(
         sizes.samples,
         follow=0 if balance else schedule.steps // sizes.recordings,
     )
+
+
+def _explored(sizes: Sizes, fidelity: Fidelity) -> MixtureCell:
+    """The mixture where Theorem 4.2 is about it: as printed at T_1, as released when its early stopping ends training.
+
+    T_1 is a formula of the printed rates; the released code has other units, and a rule of its own when to stop.
+    """
+    cell = _mixture(sizes, fidelity, "cubic", 3)
+    if fidelity == "released":
+        return cell
+    return replace(cell, schedule=replace(cell.schedule, steps=cell.explored), follow=cell.explored)
 
 
 def _singles(sizes: Sizes, fidelity: Fidelity) -> dict[str, Cell[CellArrays]]:

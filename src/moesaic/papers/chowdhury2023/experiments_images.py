@@ -3,9 +3,10 @@
 `WideCell` trains one network, dense (WRN) or with a pMoE layer (WRN-pMoE), on one number of samples. `StepCell` times
 a training step of both. `plan` lists the cells of a preset.
 
-The authors train 50 epochs on up to 50 000 images, five times. Here a run sees at most `SEEN` images, so that all
-runs fit on one GPU in twenty minutes: with few samples it has 50 epochs, with more samples fewer epochs and the same
-number of steps. Both networks of a comparison have the same number of epochs and, within a trial, the same images.
+The authors train 50 epochs on up to 50 000 images, five times; so does the full preset, as far as the data hold so
+many. With the short preset a run sees at most `SEEN` images, so that all runs fit on one GPU in twenty minutes: with
+few samples it has 50 epochs, with more samples fewer epochs and the same number of steps. Both networks of a comparison
+have the same number of epochs and, within a trial, the same images.
 """
 
 from __future__ import annotations
@@ -353,6 +354,9 @@ class Figure:
     trials: int = TRIALS[1]
     more_for_wrn: Mapping[Fidelity, tuple[int, ...]] = field(default_factory=dict[Fidelity, tuple[int, ...]])
     """Further numbers of samples for WRN alone, to find how many it needs for the accuracy of WRN-pMoE."""
+    full_sizes: tuple[int, ...] = ()
+    """Numbers of samples as released with the full preset: the paper's, as far as the data hold them."""
+    full_trials: int = TRIALS[0]
 
 
 SEEN = {64: 128_000, 32: 100_000}
@@ -367,6 +371,7 @@ FIGURES: Mapping[str, Figure] = {
         {"released": (1000, 2000, 4000), "best": (250, 1000, 4000)},
         TRIALS[0],
         more_for_wrn={"released": (8000,)},
+        full_sizes=(1000, 2000, 4000, 6000, 8000, 10_000),
     ),
     "celeba-spurious": Figure(
         "Figure 11",
@@ -374,6 +379,8 @@ FIGURES: Mapping[str, Figure] = {
         64,
         "5 000 to 25 000",
         {"released": (3000,)},
+        full_sizes=(3400,),
+        full_trials=10,
     ),
     "celeba-4class": Figure(
         "Figure 12",
@@ -381,6 +388,7 @@ FIGURES: Mapping[str, Figure] = {
         64,
         "4 000 to 16 000",
         {"released": (1250, 5000)},
+        full_sizes=(4000, 5440),
     ),
     "cifar10": Figure(
         "Figure 14",
@@ -388,6 +396,7 @@ FIGURES: Mapping[str, Figure] = {
         32,
         "10 000 to 50 000",
         {"released": (4000, 8000)},
+        full_sizes=(10_000, 20_000, 30_000, 40_000, 50_000),
     ),
     "cifar10-noise": Figure(
         "Figure 15",
@@ -395,6 +404,7 @@ FIGURES: Mapping[str, Figure] = {
         32,
         "10 000 to 50 000",
         {"released": (4000, 8000)},
+        full_sizes=(10_000, 20_000, 30_000, 40_000, 50_000),
     ),
     "cifar-vehicles": Figure(
         "Figure 16",
@@ -403,6 +413,7 @@ FIGURES: Mapping[str, Figure] = {
         "4 000 to 20 000",
         {"released": (1000, 2000, 4000), "best": (4000,), "print": (4000,)},
         TRIALS[0],
+        full_sizes=(4000, 8000, 12_000, 16_000, 20_000),
     ),
 }
 """By the name of the task."""
@@ -425,9 +436,9 @@ def epochs(samples: int, side: int) -> int:
     return max(min(EPOCHS, SEEN[side] // samples), 1)
 
 
-def recipe(fidelity: Fidelity, samples: int, side: int, arm: Arm) -> Recipe:
+def recipe(fidelity: Fidelity, samples: int, side: int, arm: Arm, preset: str = "short") -> Recipe:
     """The authors' recipe, for the network as printed too, since print names none; ours for ours."""
-    long = epochs(samples, side)
+    long = EPOCHS if preset == "full" else epochs(samples, side)
     if fidelity == "best":
         return Recipe(long, router_lr=_ROUTERS if arm == "pmoe" else None)
     return Recipe(long, 128, "sgd", lr=0.1, momentum=0.0, weight_decay=0.0, schedule="constant", warmup_epochs=0.0)
@@ -435,25 +446,26 @@ def recipe(fidelity: Fidelity, samples: int, side: int, arm: Arm) -> Recipe:
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[WideResult | StepResult]:
     """Returns the cells of a preset, by names of task, network, samples and trial."""
-    if preset != "full":
+    if preset == "quick":
         return {}
     cells: dict[str, WideCell | StepCell] = {}
     for task, figure in FIGURES.items():
-        for samples in figure.sizes.get(fidelity, ()):
-            cells |= _runs("wide", task, ("wrn", "pmoe"), fidelity, samples)
-        for samples in figure.more_for_wrn.get(fidelity, ()):
-            cells |= _runs("wide", task, ("wrn",), fidelity, samples)
+        whole = preset == "full" and fidelity == "released"
+        for samples in figure.full_sizes if whole else figure.sizes.get(fidelity, ()):
+            cells |= _runs("wide", task, ("wrn", "pmoe"), fidelity, samples, preset)
+        for samples in () if whole else figure.more_for_wrn.get(fidelity, ()):
+            cells |= _runs("wide", task, ("wrn",), fidelity, samples, preset)
     if fidelity == "released":
         cells["wide-step/both/64"] = StepCell(fidelity)
     if fidelity == "best":  # the released network, for comparison
         for task, sizes in COMPARED.items():
             for samples in sizes:
-                cells |= _runs("wide-released", task, ("pmoe",), "released", samples)
+                cells |= _runs("wide-released", task, ("pmoe",), "released", samples, preset)
     return cells
 
 
 def _runs(
-    start: str, task: str, arms: tuple[Arm, ...], fidelity: Fidelity, samples: int
+    start: str, task: str, arms: tuple[Arm, ...], fidelity: Fidelity, samples: int, preset: str
 ) -> dict[str, WideCell | StepCell]:
     side = FIGURES[task].side
     ours = fidelity == "best"
@@ -464,10 +476,10 @@ def _runs(
             fidelity,
             samples,
             trial,
-            recipe(fidelity, samples, side, arm),
+            recipe(fidelity, samples, side, arm, preset),
             scale="standard" if ours else "unit",
             augment="flip" if ours else "none",
         )
-        for trial in range(FIGURES[task].trials)
+        for trial in range(FIGURES[task].full_trials if preset == "full" else FIGURES[task].trials)
         for arm in arms
     }

@@ -24,6 +24,7 @@ from moesaic.data.mnist import has_digits
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023.data.mnist_patches import DigitPatches
 from moesaic.papers.chowdhury2023.data.synthetic_patterns import PatternPatches
+from moesaic.papers.chowdhury2023.theory.patches_per_expert import suggest_patches_per_expert
 from moesaic.papers.chowdhury2023.theory.proper_routing import proper_routing, routed_share
 from moesaic.papers.chowdhury2023.theory.pseudo_network import coupling
 from moesaic.papers.chowdhury2023.trial_training import Schedule, TrainedNetworks, accuracy, train_trials
@@ -32,18 +33,24 @@ from moesaic.papers.engine import claims
 from moesaic.papers.engine.runner import Runner
 
 __all__ = [
+    "CLASSES",
+    "CNN_WIDTHS",
     "COUPLED_WIDTH",
     "LEVEL",
     "PATTERNS",
+    "PMOE_WIDTHS",
+    "SEPARATIONS",
     "SIZES",
     "ClaimCheck",
     "ExperimentResults",
     "Plan",
     "Result",
     "Sizes",
+    "SuggestionCell",
     "TwoLayerCell",
     "digit_source",
     "plan",
+    "separation",
 ]
 
 Array = NDArray[np.float64]
@@ -163,6 +170,41 @@ class Result:
     """(T, c) joint training: the share of a class whose patch gets the largest gate of the class's best expert."""
     kept_patterns: Array = field(default_factory=lambda: np.empty(0))
     """(T, epochs + 1): share of neurons with their initial activation pattern, before training and after each epoch."""
+    suggested: Array = field(default_factory=lambda: np.empty(0))
+    """(T,) suggested number of patches per expert."""
+
+
+@dataclass(frozen=True)
+class SuggestionCell:
+    """The l that `suggest_patches_per_expert` picks from the training samples of each trial."""
+
+    samples: int
+    trials: int
+
+    @property
+    def steps(self) -> int:
+        return 0
+
+    def missing_requirement(self, runner: Runner) -> str | None:
+        return None
+
+    def spec(self, runner: Runner) -> dict[str, Any]:
+        return {
+            "experiment": "suggested l",
+            "digits": _digest(digit_source(runner)),
+            "seed": runner.seed,
+            **asdict(self),
+        }
+
+    def measure(self, runner: Runner) -> dict[str, Any]:
+        data = digit_source(runner).draw(keyed_random.keys(runner.seed, range(self.trials)), self.samples, "train")
+        # a trial's patches at a time: all of them together are hundreds of megabytes
+        trials = range(self.trials)
+        return {"suggested": [suggest_patches_per_expert(data.pool[data.index[t]], data.labels[t]).l for t in trials]}
+
+    def result(self, stored: dict[str, Any]) -> Result:
+        empty = np.empty(0)
+        return Result(empty, empty, empty, suggested=np.asarray(stored["suggested"], dtype=np.float64))
 
 
 Plan = claims.Plan[Result]
@@ -232,10 +274,12 @@ class Sizes:
     """Whether Figures 5 to 7 also run as released, which always takes 150 epochs."""
     own_comparison: bool
     """Whether our own network is also compared with a CNN and over l."""
+    capacity: bool
+    """Whether networks of other widths, separations of the patterns and numbers of classes also run."""
 
 
 SIZES = {
-    "full": Sizes(
+    "short": Sizes(
         trials=20,
         printed_trials=20,
         fig4=(100, 300, 500, 700, 900, 1000),
@@ -248,6 +292,7 @@ SIZES = {
         best=(50, 100, 200, 300, 500, 700, 900, 1000),
         released_sweeps=True,
         own_comparison=True,
+        capacity=True,
     ),
     "quick": Sizes(
         trials=5,
@@ -262,12 +307,25 @@ SIZES = {
         best=(50, 100, 300),
         released_sweeps=False,
         own_comparison=False,
+        capacity=False,
     ),
 }
+
+SIZES["full"] = SIZES["short"]  # which has the paper's sizes and more trials
 
 PATTERNS = PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=0.6, pattern_sets=8, close=3)
 """Section 4.2 with l* = 4."""
 COUPLED_WIDTH = 4000
+
+CNN_WIDTHS, PMOE_WIDTHS = (40, 80, 160), (16, 40)
+"""Neurons of the networks that are compared by width, with 300 samples; the paper's have 40."""
+SEPARATIONS = (30, 60, 80, 90)
+"""δ_r in hundredths, with δ_d = 0.3: δ = 1/(1 − max(δ_d², δ_r²)) from 1.1 to 5.3."""
+SEPARATION_SAMPLES = (10, 20, 40, 80, 160, 320, 640)
+CLASSES = 4
+"""c of Section M."""
+MANY_CLASSES = PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=0.5, pattern_sets=8, classes=CLASSES)
+"""Section M with l* = 1."""
 
 _CAREFUL_CNN = replace(TwoLayer.cnn("print", neurons=64), train_output=True)
 """The best of about twenty CNNs of the size of `TwoLayer.best`, selected on the same validation samples."""
@@ -291,6 +349,8 @@ def plan(preset: str, fidelity: Fidelity) -> Plan:
             cells[f"fig4/{line}/{n}"] = TwoLayerCell(model, schedule, n, trials)
     if fidelity == "print":
         cells |= _theory_plan()
+        if sizes.capacity:
+            cells |= _capacity_plan(trials)
     elif not sizes.released_sweeps:
         return cells
     for l in sizes.fig5_l:
@@ -331,9 +391,31 @@ def _theory_plan() -> dict[str, TwoLayerCell]:
     }
 
 
+def separation(hundredths: int) -> PatternPatches:
+    """Returns the distribution of Section 4.2 with δ_r = ``hundredths``/100 and l* = 1."""
+    return PatternPatches(patches=16, dim=64, delta_d=0.3, delta_r=hundredths / 100, pattern_sets=8)
+
+
+def _capacity_plan(trials: int) -> dict[str, TwoLayerCell]:
+    """Networks by width (key finding II), by the separation of patterns (III), and of several classes (Section M)."""
+    schedule = Schedule.of("print")
+    cells = {f"width/cnn/{m}": TwoLayerCell(TwoLayer.cnn("print", m), schedule, 300, trials) for m in CNN_WIDTHS}
+    for m in PMOE_WIDTHS:
+        cells[f"width/joint/{m}"] = TwoLayerCell(TwoLayer.joint("print", neurons=m // 8), schedule, 300, trials)
+    models = {"separate": TwoLayer.separate("print"), "joint": TwoLayer.joint("print")}
+    for kind, model in models.items():
+        for delta in SEPARATIONS:
+            for n in SEPARATION_SAMPLES:
+                cells[f"delta-{kind}/r={delta}/{n}"] = TwoLayerCell(model, schedule, n, trials, separation(delta))
+    several = {**models, "separate": TwoLayer.separate("print", classes=CLASSES)}
+    for kind, model in several.items():
+        cells[f"classes/{kind}/2000"] = TwoLayerCell(model, schedule, 2000, 5, MANY_CLASSES)
+    return cells
+
+
 def _best_plan(sizes: Sizes) -> Plan:
     printed, best = Schedule.of("print"), Schedule.of("best")
-    cells: dict[str, TwoLayerCell] = {}
+    cells: dict[str, TwoLayerCell | SuggestionCell] = {}
     for n in sizes.fig4:
         cells[f"printed/joint/{n}"] = TwoLayerCell(TwoLayer.joint("print"), printed, n, sizes.printed_trials)
     for n in sizes.best:
@@ -344,4 +426,5 @@ def _best_plan(sizes: Sizes) -> Plan:
         cells[f"best/cnn/{n}"] = TwoLayerCell(_CAREFUL_CNN, Schedule.of("released"), n, sizes.trials)
     for l in (1, 2, 3, 4, 6, 8, 12, 16):
         cells[f"sweep/l/{l}"] = TwoLayerCell(TwoLayer.best(l), best, 300, sizes.trials)
+    cells["suggested/l/300"] = SuggestionCell(300, sizes.trials)
     return cells

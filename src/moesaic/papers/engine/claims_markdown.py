@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import cast
 
 from moesaic.fidelity import Fidelity
@@ -13,37 +13,57 @@ from moesaic.papers.engine.verdict_text import (
     format_published,
     group_by_claim,
     group_by_paper,
+    verdict_reason,
 )
 
 __all__ = ["markdown_table"]
 
 
-def markdown_table(findings: Iterable[Finding], papers: Iterable[Source] = ()) -> str:
+def markdown_table(
+    findings: Iterable[Finding], papers: Iterable[Source] = (), marked: Collection[tuple[str, Fidelity]] = ()
+) -> str:
     """Returns a table per paper with a row per claim and a column per fidelity; titled if there are several papers.
 
-    >>> found = Finding("a", "p", "Figure 4", "Fewer.", "print", "full", 0.6, 0.4, (0.3, 0.5), "r", "holds", 1.0)
+    Findings whose id and fidelity are in ``marked`` have a dagger.
+
+    >>> from dataclasses import replace
+    >>> found = Finding("a", "p", "Figure 4", "Fewer.", "print", "short", 0.6, 0.4, (0.3, 0.5), "r", "holds", 1.0)
     >>> print(markdown_table([found]))
     | where | claim | paper | as printed |
     | --- | --- | --- | --- |
     | Figure 4 | Fewer. | 0.6 | **holds**: 0.400 [0.300, 0.500] |
+    >>> print(markdown_table([replace(found, verdict="fails: never")], marked={("a", "print")}).splitlines()[-1])
+    | Figure 4 | Fewer. | 0.6 | **fails**†: 0.400 [0.300, 0.500]; never |
     """
-    tables = [(paper.title, _table(own)) for paper, own in group_by_paper(findings, papers).items()]
+    tables = [(paper.title, _table(own, marked)) for paper, own in group_by_paper(findings, papers).items()]
     if len(tables) == 1:
         return tables[0][1]
     return "\n\n".join(f"**{_plain(title)}**\n\n{table}" for title, table in tables)
 
 
-def _table(findings: Iterable[Finding]) -> str:
+def _table(findings: Iterable[Finding], marked: Collection[tuple[str, Fidelity]]) -> str:
     claims = group_by_claim(findings)
     run = {str(each.fidelity) for claim in claims for each in claim}
     fidelities = cast("list[Fidelity]", [fidelity for fidelity in FIDELITY_LABELS if fidelity in run])
     header = _row("where", "claim", "paper", *(FIDELITY_LABELS[fidelity] for fidelity in fidelities))
     lines = [header, _row(*["---"] * (3 + len(fidelities)))]
     for claim in claims:
-        cells: dict[Fidelity, str] = {each.fidelity: f"**{each.decision}**: {format_measured(each)}" for each in claim}
+        cells: dict[Fidelity, str] = {
+            each.fidelity: _verdict(each, "†" if (each.id, each.fidelity) in marked else "") for each in claim
+        }
         published, statement = _plain(format_published(claim[0])), _plain(claim[0].statement)
         lines.append(_row(claim[0].where, statement, published, *(cells.get(fidelity, "–") for fidelity in fidelities)))
     return "\n".join(lines)
+
+
+def _verdict(finding: Finding, mark: str) -> str:
+    """The verdict with the measurement and the reason: **partly**: 0.4 [0.3, 0.5]; the reason."""
+    reason = verdict_reason(finding)
+    parts = [
+        *([format_measured(finding)] if finding.measured is not None else []),
+        *([_plain(reason)] if reason else []),
+    ]
+    return f"**{finding.decision}**{mark}: {'; '.join(parts) or '–'}"
 
 
 def _plain(text: str) -> str:

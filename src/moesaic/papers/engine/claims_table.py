@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GrowingTable", "show_claim_rules", "show_findings_table", "verdict_counts"]
 
-_COLOURS = {"holds": "green", "partly": "yellow", "fails": "red", "not run here": "bright_black"}
+_COLOURS = {"holds": "green", "partly": "yellow", "undecided": "blue", "fails": "red", "not run here": "bright_black"}
 _WIDE = 100
 _VERDICT_WIDTH, _MEASURED_WIDTH = 7, 20
 """Of the columns of a growing table; the claim has the rest."""

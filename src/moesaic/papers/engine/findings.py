@@ -18,8 +18,9 @@ from moesaic.validated_json import read_records
 
 __all__ = ["VERDICTS", "Claim", "Finding", "GlossaryEntry", "Source", "read_findings", "write_findings"]
 
-VERDICTS = ("holds", "partly", "fails", "not run here")
-"""The verdicts, from best to worst."""
+VERDICTS = ("holds", "partly", "undecided", "fails", "not run here")
+"""The verdicts, from best to worst: some parts of the rule are met and others are not (partly), or the interval lies on
+both sides of the limit (undecided)."""
 
 GlossaryEntry: TypeAlias = tuple[str, str, str]
 """A term, the regular expression that finds it, and its definition."""
@@ -57,7 +58,7 @@ class Claim:
     published: float | str | None
     """The paper's value, in the unit that the statement names; text if the paper shows a trend."""
     rule: str
-    """What is measured, and for which values the claim holds, partly holds or fails."""
+    """What is measured, and for which values the claim holds, partly holds, fails or is undecided."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Finding:
     """95 % confidence interval of ``measured``; its ends may be infinite."""
     rule: str
     verdict: str
-    """ "holds", "partly", "fails" or "not run here", optionally with ": " and a reason."""
+    """One of `VERDICTS`, optionally with ": " and a reason."""
     seconds: float
 
     def __post_init__(self) -> None:

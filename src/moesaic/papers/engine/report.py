@@ -46,7 +46,8 @@ NOT_RUN = VERDICTS[-1]
 
 _VERDICT_DESCRIPTIONS = {
     "holds": "the measurement meets the rule that was written down beforehand",
-    "partly": "it meets a part of the rule, or the trials do not decide: the interval lies on both sides of the limit",
+    "partly": "it meets some parts of the rule, and not the others",
+    "undecided": "the trials do not decide: the interval lies on both sides of the limit",
     "fails": "it does not meet the rule",
     "not run here": "it was not measured in this run, for the reason given",
 }

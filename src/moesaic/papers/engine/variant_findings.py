@@ -19,7 +19,7 @@ from moesaic.papers.engine.variants import Variant
 
 __all__ = ["VariantCell", "VariantFinding", "VariantResults", "rule_outcome", "variant_finding", "write_variants"]
 
-_OUTCOMES = {"holds": "rule met", "partly": "rule met in part", "fails": "rule not met"}
+_OUTCOMES = {"holds": "rule met", "partly": "rule met in part", "undecided": "rule undecided", "fails": "rule not met"}
 _NOT_COMPARABLE = "no rule: the settings that it compares became equal"
 
 
@@ -50,7 +50,8 @@ class VariantFinding:
     measured: float | None
     interval: tuple[float, float] | None
     outcome: str
-    """Whether the claim's rule would be met: "rule met", "rule met in part", "rule not met", or why it is not known."""
+    """Whether the claim's rule would be met: "rule met", "rule met in part", "rule undecided", "rule not met", or why
+    it is not known."""
     cells: tuple[VariantCell, ...]
     seconds: float
 
@@ -61,8 +62,8 @@ VariantResults: TypeAlias = Sequence[VariantFinding]
 def rule_outcome(verdict: str) -> str:
     """Returns a verdict in words that cannot be taken for a verdict on the paper.
 
-    >>> rule_outcome("partly: undecided, 0 is in the interval")
-    'rule met in part: undecided, 0 is in the interval'
+    >>> rule_outcome("undecided: 0 is in the interval")
+    'rule undecided: 0 is in the interval'
     """
     decision, colon, reason = verdict.partition(": ")
     return f"{_OUTCOMES.get(decision, decision)}{colon}{reason}"

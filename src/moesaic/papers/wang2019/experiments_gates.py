@@ -55,6 +55,7 @@ from moesaic.training.recipe import Recipe
 __all__ = [
     "COSTS",
     "EPOCHS",
+    "FULL_EPOCHS",
     "HALF",
     "REMEDIES",
     "REMEDY_COST",
@@ -281,6 +282,8 @@ def runs_of(experiment: claims.ExperimentResults[Any], prefix: str) -> list[Gate
 
 COSTS = (0.12, 0.25, 0.5)
 """Shares of VGG-16's multiply-adds at which gates and static widths are compared."""
+FULL_EPOCHS = 100
+"""Epochs of all networks with the full preset; the others are those of the short preset."""
 EPOCHS = 10
 TRIALS = 3
 """Trials of the comparison at equal cost."""
@@ -383,38 +386,40 @@ REMEDIES: Mapping[str, Remedy] = MappingProxyType(
 
 
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[GateResult]:
-    """Returns the cells by name: all in our form, all in the full preset."""
-    if preset != "full" or fidelity != "best":
+    """Returns the cells by name: all in our form, none in the quick preset."""
+    if preset == "quick" or fidelity != "best":
         return {}
     cells: dict[str, GateCell] = {}
+    full = preset == "full"
+    epochs = FULL_EPOCHS if full else EPOCHS
     for trial in range(TRIALS):
-        cells[f"cost/static/1/{trial}"] = GateCell("vgg16", trial, Recipe(EPOCHS))
+        cells[f"cost/static/1/{trial}"] = GateCell("vgg16", trial, Recipe(epochs))
         for cost in COSTS:
             width = static_width(cost)
-            cells[f"cost/static/{cost}/{trial}"] = GateCell("vgg16", trial, Recipe(EPOCHS), (("width", width),))
+            cells[f"cost/static/{cost}/{trial}"] = GateCell("vgg16", trial, Recipe(epochs), (("width", width),))
             gates = GateRecipe(target_macs=cost)
-            cells[f"cost/gated/{cost}/{trial}"] = GateCell("vgg16_deepmoe", trial, Recipe(EPOCHS, gates=gates))
-    for trial in range(WIDE_TRIALS):
-        cells |= _widenings(trial)
-    for trial in range(REMEDY_TRIALS):
+            cells[f"cost/gated/{cost}/{trial}"] = GateCell("vgg16_deepmoe", trial, Recipe(epochs, gates=gates))
+    for trial in range(TRIALS if full else WIDE_TRIALS):
+        cells |= _widenings(trial, FULL_EPOCHS if full else WIDE_EPOCHS)
+    for trial in range(TRIALS if full else REMEDY_TRIALS):
         for name, remedy in REMEDIES.items():
-            recipe = Recipe(EPOCHS, gates=remedy.gates)
+            recipe = Recipe(epochs, gates=remedy.gates)
             cells[f"remedy/{name}/{trial}"] = GateCell(
                 "vgg16_deepmoe", trial, recipe, remedy.options, teacher=remedy.teacher
             )
     return cells
 
 
-def _widenings(trial: int) -> dict[str, GateCell]:
-    plain = Recipe(WIDE_EPOCHS)
-    half = Recipe(WIDE_EPOCHS, gates=GateRecipe(target_macs=HALF))
+def _widenings(trial: int, epochs: int) -> dict[str, GateCell]:
+    plain = Recipe(epochs)
+    half = Recipe(epochs, gates=GateRecipe(target_macs=HALF))
     cells = {
         f"wide/dense/vgg16/{trial}": GateCell("vgg16", trial, plain),
         f"wide/gated/vgg16/{trial}": GateCell("vgg16_deepmoe", trial, half),
     }
     for name in WIDENINGS:
         target, embedding = widened_target(name)
-        recipe = Recipe(WIDE_EPOCHS, gates=GateRecipe(target_macs=target))
+        recipe = Recipe(epochs, gates=GateRecipe(target_macs=target))
         cells[f"wide/dense/{name}/{trial}"] = GateCell(f"vgg16_{name}", trial, plain)
         cells[f"wide/gated/{name}/{trial}"] = GateCell(
             f"vgg16_deepmoe_{name}", trial, recipe, (("embedding_share", embedding),)

@@ -10,7 +10,7 @@ import numpy as np
 from moesaic.intervals import mean
 from moesaic.papers.engine import claims
 from moesaic.papers.wang2019.claims_gates import accuracies, lead_at_equal_cost
-from moesaic.papers.wang2019.experiments_gates import COSTS, REMEDY_COST, REMEDY_TRIALS, GateResult, runs_of
+from moesaic.papers.wang2019.experiments_gates import COSTS, REMEDY_COST, GateResult, runs_of
 from moesaic.papers.wang2019.vgg_widths import WIDENINGS
 from moesaic.report.chart import Chart, Panel, Series
 
@@ -68,7 +68,9 @@ def _remedies(experiment: ExperimentResults) -> Chart:
     panels: list[Panel] = []
     names = {f"cost/gated/{REMEDY_COST}": "none", **{f"remedy/{name}": title for name, title in _TITLES.items()}}
     if experiment.has_results(*_STATIC, *names):
-        leads = [lead_at_equal_cost(experiment, prefix)[:REMEDY_TRIALS] for prefix in names]
+        every = [lead_at_equal_cost(experiment, prefix) for prefix in names]
+        trials = min(map(len, every))
+        leads = [lead[:trials] for lead in every]
         lines = tuple(
             Series(f"{place}: {title}", f"remedy-{place}", (float(place),), (float(lead.mean()),), _deviations(lead))
             for place, (title, lead) in enumerate(zip(names.values(), leads, strict=True))

@@ -45,7 +45,7 @@ def notes(preset: str, runner: Runner) -> list[str]:
         "Wang et al.: Table 1 of the supplement has lost five cells in the copy at hand (Conv11 to Conv13 of W1-High, "
         "Conv3 and Conv4 of W4-Low); they are solved for, so that all four columns have equally many weights."
     )
-    return [lost, claims_gates.NOTE] if preset == "full" else [lost]
+    return [lost, claims_gates.NOTE] if preset != "quick" else [lost]
 
 
 def check_data(data_dir: Path | None) -> None:
