@@ -177,11 +177,10 @@ def check_script(words: list[str]) -> None:
 def check(words: list[str]) -> None:
     program, rest = re.sub(r"^(python|pip)[\d.]+$", r"\1", Path(words[0]).name), words[1:]
     if program in ("torchrun", "srun", "ssh"):  # which start another program
-        inner = [i for i, word in enumerate(rest) if word == "-m" or Path(word).name in ("moesaic", "python")]
-        program, rest = (
-            ("python", rest[inner[0] :]) if rest[inner[0]] == "-m" else (rest[inner[0]], rest[inner[0] + 1 :])
-        )
-        program = Path(program).name
+        starts = [i for i, word in enumerate(rest) if word == "-m" or word.endswith((".py", "moesaic", "python"))]
+        assert starts, f"{program} starts nothing"
+        inner = rest[starts[0] :]
+        return check(inner if inner[0].endswith(("moesaic", "python")) else ["python", *inner])
     if program == "moesaic":
         check_moesaic(rest)
     elif program == "make":
