@@ -30,7 +30,7 @@ INCLUDE = re.compile(r"^--8<-- \"([^\"]+)\"$", re.MULTILINE)
 CROSS_REFERENCE = re.compile(r"\]\[(moesaic(?:\.\w+)+)\]")
 
 
-OTHER_PROGRAMS = "cd cp eval export git head kill ls mkdir rsync sbatch source".split()
+OTHER_PROGRAMS = ["cd", "cp", "eval", "export", "git", "head", "kill", "ls", "mkdir", "rsync", "sbatch", "source"]
 
 
 def name(page: Path) -> str:
