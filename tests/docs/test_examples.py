@@ -193,4 +193,4 @@ def test_channel_gates_meet_their_budget_and_run_frozen(capsys: pytest.CaptureFi
 def test_an_example_begins_with_what_it_shows_and_is_on_the_page_of_tutorials(script: Path):
     page = (EXAMPLES.parent / "docs" / "tutorials" / "index.md").read_text("utf-8")
     assert script.read_text("utf-8").startswith('"""')
-    assert f"| `{script.name}` |" in page
+    assert f"| `{script.name}` |" in page, "add a row to docs/tutorials/index.md"

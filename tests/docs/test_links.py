@@ -30,6 +30,9 @@ INCLUDE = re.compile(r"^--8<-- \"([^\"]+)\"$", re.MULTILINE)
 CROSS_REFERENCE = re.compile(r"\]\[(moesaic(?:\.\w+)+)\]")
 
 
+OTHER_PROGRAMS = ["cd", "cp", "eval", "export", "git", "head", "kill", "ls", "mkdir", "rsync", "sbatch", "source"]
+
+
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -178,11 +181,11 @@ def check_script(words: list[str]) -> None:
 def check(words: list[str]) -> None:
     program, rest = re.sub(r"^(python|pip)[\d.]+$", r"\1", Path(words[0]).name), words[1:]
     if program in ("torchrun", "srun", "ssh"):  # which start another program
-        started = re.compile(r"-m|(.*/)?(moesaic|python)|.*\.py")
-        first = next(i for i, word in enumerate(rest) if started.fullmatch(word))
-        as_python = rest[first] == "-m" or rest[first].endswith(".py")
-        program, rest = ("python", rest[first:]) if as_python else (Path(rest[first]).name, rest[first + 1 :])
-    if program == "moesaic":
+        starts = [i for i, word in enumerate(rest) if word == "-m" or word.endswith((".py", "moesaic", "python"))]
+        assert starts, f"{program} starts nothing"
+        inner = rest[starts[0] :]
+        check(inner if inner[0].endswith(("moesaic", "python")) else ["python", *inner])
+    elif program == "moesaic":
         check_moesaic(rest)
     elif program == "make":
         targets = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text("utf-8"), re.M)[0].split()
@@ -200,20 +203,7 @@ def check(words: list[str]) -> None:
         asked = [name for word in rest for names in re.findall(r"\[([\w,]+)\]", word) for name in names.split(",")]
         assert [name for name in asked if name not in extras] == []
     else:
-        assert program in (
-            "cd",
-            "cp",
-            "eval",
-            "export",
-            "git",
-            "head",
-            "kill",
-            "ls",
-            "mkdir",
-            "rsync",
-            "sbatch",
-            "source",
-        ), words
+        assert program in OTHER_PROGRAMS, words
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(commands(page))], ids=name)

@@ -113,13 +113,19 @@ def test_a_papers_folder_has_its_own_findings_and_a_figure_for_every_chart(folde
     assert list(folder.glob("*.png")) == []
 
 
-SVG_FIGURES = sorted({*ROOT.glob("docs/images/*.svg"), *ROOT.glob("docs/papers/*/*.svg")})
+SVG_FIGURES = sorted(
+    {
+        (page.parent / figure).resolve()
+        for page in PAGES
+        for figure in re.findall(r"!\[[^\]]*\]\(([\w./-]+\.svg)\)", page.read_text("utf-8"))
+    }
+)
 
 
 @pytest.mark.parametrize("figure", SVG_FIGURES, ids=lambda path: path.stem)
-def test_a_figure_follows_the_theme(figure: Path):
+def test_a_figure_of_a_page_follows_the_theme(figure: Path):
     text = figure.read_text("utf-8")
-    assert "@media (prefers-color-scheme: dark)" in text
+    assert "@media (prefers-color-scheme: dark)" in text, "save it with docs/theme.py"
     assert not re.search(r"<text[^>]*fill: #333333", text), "ink that a dark page would hide"
 
 
