@@ -95,12 +95,7 @@ def batch_invariant_matmul(rows: Tensor, columns: Tensor) -> Tensor:
     M, E = rows.shape[0], columns.shape[1]
     # F.pad copies even if it adds nothing; under a compiler a plain test would be a guard on the batch size
     aligned = statically_known_true(M % 16 == 0) if torch.compiler.is_compiling() else M % 16 == 0
-    if not aligned:
-        # in a branch of an exported graph, F.pad by a number that depends on the input cannot be loaded again
-        exporting = torch.compiler.is_exporting()
-        rows = (
-            torch.cat([rows, rows.new_zeros(-M % 16, rows.shape[1])]) if exporting else F.pad(rows, (0, 0, 0, -M % 16))
-        )
+    rows = rows if aligned else F.pad(rows, (0, 0, 0, -M % 16))
     return (rows @ F.pad(columns, (0, -E % 16)))[:M, :E]
 
 

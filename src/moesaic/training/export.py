@@ -124,8 +124,7 @@ def export(checkpoint: Checkpoint, path: str | Path, format: Format, *, batch: B
             f"export: {checkpoint.path} does not say how pixels become the network's input, so a file of format="
             f"{format!r} could not take images; use format='safetensors' and scale them yourself"
         )
-    if format == "onnx":
-        _check_branches(checkpoint.model)
+    _check_branches(checkpoint.model, format)
     served = ServingModel(checkpoint.model, checkpoint.normalize).cpu().eval()
     examples = _examples(checkpoint, batch)
     with torch.no_grad():
@@ -252,12 +251,13 @@ def _write_onnx(path: Path, served: nn.Module, example: Tensor, batch: Batch, me
         program.save(str(unfinished), external_data=False)
 
 
-def _check_branches(model: nn.Module) -> None:
-    """Refuse mixtures whose experts route: torch traces branches by itself, where it has no ONNX form of routing."""
+def _check_branches(model: nn.Module, format: Format) -> None:
+    """Refuse mixtures whose experts route: torch cannot load, or write, branches that pad what is routed."""
     for layer in cast("Iterable[nn.Module]", model.modules()):
         if isinstance(layer, SampleMoE) and any(isinstance(each, Router) for each in layer.experts.modules()):
             raise ValueError(
-                "export: a SampleMoE whose experts route patches themselves cannot be written as onnx; use format='pt2'"
+                f"export: a SampleMoE whose experts route patches themselves cannot be written as {format}; use "
+                "format='safetensors'"
             )
 
 
