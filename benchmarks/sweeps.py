@@ -214,6 +214,7 @@ def campaign(kills: int, seed: int, base: Path) -> tuple[list[dict[str, Any]], l
         if not same:
             faults.append(f"{name}: other results: {(at / 'log.txt').read_text()[-300:]}")
         shutil.rmtree(at)
+        print(f"{name}: {dict(more)}, {'identical' if same else 'other'} results", flush=True)
     columns = ("single workers", "whole jobs", "identical", "other")
     return [{"command": name, **{each: counts[name][each] for each in columns}} for name in KILLED], faults
 

@@ -374,7 +374,7 @@ from papers_tiny import CLAIMS, make_tiny
 out, moment = Path(sys.argv[1]), int(sys.argv[2])
 
 def die(event, arguments):
-    if event == "os.rename" and len(list(out.glob("cells/*.json"))) == moment:
+    if event == "os.link" and str(arguments[1]).endswith(".json") and len(list(out.glob("cells/*.json"))) == moment:
         os.kill(os.getpid(), signal.SIGKILL)
 
 sys.addaudithook(die)

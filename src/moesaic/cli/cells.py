@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from moesaic.checks import check_choice
 from moesaic.cli.shared import check_writable, log, user_errors
@@ -39,7 +39,7 @@ class Cells:
     """Output folders of compare or reproduce; for merge, packed files too."""
     out: Annotated[Path | None, arg(metavar="DIR|FILE", help_behavior_hint="(for merge and pack)")] = None
     """Folder to join the cells in, or zip file to write."""
-    json: bool = False
+    json: FlagCreatePairsOff[bool] = False
     """Print the status as JSON."""
 
     def run(self, given: Sequence[str]) -> int:
