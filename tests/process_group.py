@@ -1,6 +1,7 @@
 """Processes that form a gloo process group, for tests of distributed code."""
 
 import datetime
+import multiprocessing as stdlib_multiprocessing
 import os
 import tempfile
 import warnings
@@ -14,6 +15,8 @@ from torch import multiprocessing
 
 Check = Callable[[], Any]
 
+_PRELOADED = ["torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor"]
+
 
 def run_in_process_group(ranks: int, checks: Callable[[], dict[str, Check]], seed: int) -> dict[str, list[Any]]:
     """Starts processes, runs every check in all of them, in order; returns what each rank returned, by name.
@@ -21,7 +24,11 @@ def run_in_process_group(ranks: int, checks: Callable[[], dict[str, Check]], see
     ``checks`` is a function of a module, so that processes can import it. A check that raises ends all of them.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.spawn(_run, (ranks, checks, seed, folder), nprocs=ranks, join=False)
+        # one process imports everything, and ranks are forks of it
+        stdlib_multiprocessing.set_forkserver_preload([*_PRELOADED, checks.__module__])
+        context = multiprocessing.start_processes(
+            _run, (ranks, checks, seed, folder), nprocs=ranks, join=False, start_method="forkserver"
+        )
         assert context is not None
         while not context.join():
             pass

@@ -1,6 +1,7 @@
 """Experts sharded over ranks give the results of one process, and checkpoints move between numbers of ranks."""
 
 import copy
+import shutil
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -380,6 +381,9 @@ def checkpoints_move(meshes: dict[int, DeviceMesh]) -> float:
             state = on(target, network(patch_moe)).state_dict()
             dcp.load(state, checkpoint_id=Path(folder[0], str(source)), **options(target))
             found.append(largest_difference(expected.state_dict(), full(state)))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
     return torch.tensor(found).max().item()  # NaN if one is
 
 
