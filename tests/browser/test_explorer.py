@@ -166,6 +166,9 @@ def test_a_patch_shows_what_its_expert_likes_best_elsewhere(patches: tuple[Examp
     assert title.startswith(f"{example.names[best]}: predicted")
     page.click(".liked .crop", 0)
     assert shown(example, page) == best
+    page.click("#tab-experts")
+    page.choose(part("which-expert"), str(experts[0]))
+    assert page.run("() => document.querySelectorAll('.crops.large .crop').length") == 4
 
 
 def test_a_page_works_by_keyboard_alone(patches: tuple[ExamplePage, Page]):
@@ -249,6 +252,10 @@ def test_maps_of_a_class_are_its_selection_rates(patches: tuple[ExamplePage, Pag
 
 def test_the_dispatch_of_images_is_shown_over_training(samples: tuple[ExamplePage, Page]):
     example, page = samples
+    b = shown(example, page)
+    found = page.run("() => Object.values(document.querySelector('[data-part=assigned] tr').dataset).map(Number)")
+    ((expert, _, gate),) = selected(example, b)
+    assert found == pytest.approx([expert, gate], abs=0.002)
     page.click("#tab-dispatch")
     tables = np.reshape(values(page, "table.dispatch"), (4, 3, 2))
     expected = [

@@ -369,6 +369,7 @@ function drawImage() {
   find("position").textContent = `${position.toLocaleString("en")} of ${listed.length.toLocaleString("en")}`;
   find("status").textContent = `${sentence(b)}. Image ${position} of ${listed.length}.`;
   drawPrediction(b);
+  drawAssigned(b);
   drawOverlay();
   drawPatch();
   if (find("strips")) drawGates(b);
@@ -393,6 +394,17 @@ function drawPrediction(b) {
       element("span", { class: "note" }, "true class")), element("td", {}, "less"), element("td", {})));
   }
   find("prediction").replaceChildren(...rows);
+}
+
+// the experts of a whole image
+function drawAssigned(b) {
+  const box = find("assigned");
+  if (!box) return;
+  if (layer().kind !== "sample") return box.replaceChildren();
+  const rows = selections(b).map(({ expert, gate }) => element("tr", { "data-expert": expert, "data-gate": gate.toFixed(4) },
+    element("th", { scope: "row" }, swatch(expert), `expert ${expert}`), element("td", {}, brief(gate)),
+    element("td", { class: "bar" }, bar(Math.max(gate, 0), Math.max(routed().gate.most, 1)))));
+  return box.replaceChildren(element("table", { class: "bars" }, element("caption", {}, "Experts that the image is sent to, and their gates"), element("tbody", {}, ...rows)));
 }
 
 function drawOverlay() {
@@ -674,7 +686,7 @@ function drawExpertView() {
   const e = state.expert;
   const facts = layer().facts?.[e] ?? [];
   const parts = [element("dl", { class: "facts" }, ...facts.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]))];
-  const liked = routed().top?.[e] ?? [];
+  const liked = (routed().top?.[e] ?? []).slice(0, data.top_patches);
   if (isMap()) {
     const mean = Array.from({ length: layer().units }, (_, n) => data.present.reduce((sum, _k, r) => sum + data.present_share[r] * number(routed().share, (r * layer().experts + e) * layer().units + n), 0));
     parts.unshift(element("figure", { class: "where" }, drawMap(mean, Math.max(...mean), { title: `Expert ${e}, all classes, share of images`, expert: e, background: null, kind: "share" }),

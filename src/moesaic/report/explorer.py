@@ -130,6 +130,7 @@ def _values(
         "has_experts": bool(others),
         "has_channels": bool(channels),
         "has_dispatch": has_dispatch,
+        "has_samples": any(layer["kind"] == "sample" for layer in layers),
         "note": _note(len(images), given, made),
     }
 

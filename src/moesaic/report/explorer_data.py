@@ -86,6 +86,7 @@ def explorer_data(
         "present": present,
         "present_share": [round(explanation.class_images[k] / max(1, total), 6) for k in present],
         "colours": [expert_colour(e) for e in range(_COLOURS)],
+        "top_patches": count,
         "dashes": [_dash(e * _COLOURS) for e in range(_DASHES)],
         "images": {
             "name": [image.name for image in images],
