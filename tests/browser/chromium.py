@@ -18,7 +18,7 @@ from typing import Any
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
-_TIMEOUT = 120.0
+_TIMEOUT = 300.0
 """Seconds without any answer after which the browser counts as hung."""
 _KEYS = {
     "Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36,
@@ -34,6 +34,9 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 """The protocol is spoken on the descriptors 3 and 4."""
 _TEXTS = {"Enter": "\r", " ": " "}
+
+
+_FAULTS = Path(__file__).with_name("faults.js").read_text("utf-8").partition("\n")[2].strip()
 
 
 class BrowserError(Exception):
@@ -162,6 +165,7 @@ class Page:
 
     def go(self, page: Path) -> None:
         self._loaded = False
+        self.send("Page.bringToFront")  # a tab behind another one draws nothing
         self.send("Page.navigate", url=page.resolve().as_uri())
         while not self._loaded:
             self._browser.receive()
@@ -225,6 +229,20 @@ class Page:
             value,
         )
         self.settle()
+
+    def faults(self) -> tuple[list[str], int]:
+        """Controls without a name, images without a text, texts without contrast; and how many texts there are."""
+        return self.run(_FAULTS)
+
+    def violations(self, axe: str) -> list[str]:
+        """Serious faults of accessibility that axe-core finds; ``axe`` is its script."""
+        if not self.run("() => typeof axe === 'object'"):
+            self.send("Runtime.evaluate", expression=axe)
+        return self.run(
+            """() => axe.run(document, { resultTypes: ["violations"] }).then((found) => found.violations
+                .filter((each) => ["serious", "critical"].includes(each.impact))
+                .map((each) => `${each.id}: ${each.nodes.slice(0, 3).map((node) => node.html.slice(0, 200))}`))"""
+        )
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """Writes a PNG file of the window, or of the whole page."""

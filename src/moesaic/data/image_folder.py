@@ -60,7 +60,7 @@ def load_folder(path: str | Path, size: int | None, cache: DecodedCache, seed: i
     skipped_labels = [file.label for row, file in enumerate(files) if row not in rows]
     is_test = layout.is_test(readable, seed)
     labels = torch.tensor([file.label for file in readable], dtype=torch.int64)
-    images = LabelledImages(decoded.pixels, labels, labels, names=tuple(printable(file.name) for file in readable))
+    images = LabelledImages(decoded.pixels, labels, labels, names=tuple(file.name for file in readable))
     train, test = (images.take(mask.nonzero()[:, 0]) for mask in (~is_test, is_test))
     names = tuple(printable(name) for name in layout.classes)
     _check_images(source.path, names, train, test, dict(zip(skipped_labels, decoded.skipped, strict=True)))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.checks import printable
 from moesaic.tensor_files import open_tensors, write_tensors
 from moesaic.training.callbacks import Callback
 from moesaic.validated_json import InvalidFile, decode, refused_as
@@ -121,6 +122,8 @@ class PredictionsCallback(Callback):
 
     def on_test_end(self, trainer: Trainer) -> None:
         """Writes the file, unless it was written a moment ago."""
+        if not self._batches:  # the test was not made here, but by other processes
+            return
         predicted, labels, top, probability, label_probability = (
             torch.cat(parts).cpu() for parts in zip(*self._batches, strict=True)
         )
@@ -138,7 +141,7 @@ class PredictionsCallback(Callback):
         }
         names = trainer.dataset.test.names
         rows = cast("list[int]", worst.tolist())
-        header = {"epoch": len(trainer.epochs), "names": [names[row] for row in rows] if names else []}
+        header = {"epoch": len(trainer.epochs), "names": [printable(names[row]) for row in rows] if names else []}
         self._unwritten = {name: tensor.to(_DTYPES[name]) for name, tensor in tensors.items()}, header
         if time.monotonic() - self._written_at >= _WRITE_SECONDS:
             self._write(trainer)
