@@ -78,4 +78,4 @@ def test_each_result_is_reported_when_it_is_there_and_finished_ones_first(tmp_pa
     seen: list[tuple[str, int, list[int]]] = []
     named = {"a": Squares(3), "b": Squares(4), "c": Squares(2), "d": Squares(3)}
     runner_in(tmp_path).run(named, lambda name, cell: seen.append((name, cell.result, list(log))))
-    assert seen == [("b", 14, []), ("a", 5, [3]), ("c", 1, [3, 2]), ("d", 5, [3, 2])]
+    assert seen == [("b", 14, []), ("a", 5, [3]), ("d", 5, [3]), ("c", 1, [3, 2])]

@@ -50,13 +50,16 @@ class Runner:
         """
         todo = {cell for name, cell in named.items() if self._cache.find(name, cell.spec(self)) is None}
         self.progress.begin("all experiments", sum(cell.steps for cell in todo))
+        names: dict[Cell[R], list[str]] = {}
+        for name, cell in named.items():
+            names.setdefault(cell, []).append(name)
         completed: dict[Cell[R], CompletedCell[R]] = {}
-        for name, cell in sorted(named.items(), key=lambda item: item[1] in todo):
-            if cell not in completed:
-                stored = self._cache.get_or_run(name, cell.spec(self), self._work(name, cell))
-                completed[cell] = CompletedCell(cell.result(stored.result), stored.seconds)
+        for cell in sorted(names, key=lambda cell: cell in todo):
+            stored = self._cache.get_or_run(names[cell][0], cell.spec(self), self._work(names[cell][0], cell))
+            completed[cell] = CompletedCell(cell.result(stored.result), stored.seconds)
             if on_completed is not None:
-                on_completed(name, completed[cell])
+                for name in names[cell]:
+                    on_completed(name, completed[cell])
         self.progress.end()
         return {name: completed[cell] for name, cell in named.items()}
 
