@@ -58,6 +58,17 @@ def test_a_run_without_a_folder_writes_none_and_a_stopped_one_those_of_its_last_
     assert read_predictions(tmp_path / PREDICTIONS, 2).epoch == 2
 
 
+def test_names_that_no_file_can_hold_are_replaced_and_a_test_without_batches_is_none(tmp_path):
+    names = ("a\udcff\x1b.png", *NAMED.test.names[1:])
+    task = replace(TASK, test=replace(TASK.test, names=names, labels=1 - TASK.test.labels))  # most are mistakes
+    fit(dense(), task, SHORT, out=tmp_path)
+    saved = read_predictions(tmp_path / PREDICTIONS, 2)
+    assert all(mistake.name.isprintable() for mistake in saved.mistakes)
+    callback = saved_predictions.PredictionsCallback()
+    callback.on_test_end(None)
+    callback.final_metrics(None)
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"), [((1, 8, 8), (1, 8, 8)), ((5, 8, 8), (1, 8, 8)), ((3, 150, 300), (3, 56, 112))]
 )

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, cast, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -144,15 +144,16 @@ class LabelledImages:
         """The images at ``rows``, in that order; a view if the rows are consecutive."""
         rows = rows.to(self.labels.device)
         first = int(rows[0]) if len(rows) else 0
-        names = tuple(self.names[row] for row in cast("list[int]", rows.tolist())) if self.names else ()
         if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
             part = slice(first, first + len(rows))
             features = None if self.features is None else self.features[part]
+            names = self.names[part]
             return LabelledImages(self.pixels[part], self.labels[part], self.clusters[part], features, names)
         # channels_last pixels are indexed as (B, H, W, C): each image is then one contiguous copy
         last = self.pixels.is_contiguous(memory_format=torch.channels_last)
         picked = self.pixels.permute(0, 2, 3, 1)[rows].permute(0, 3, 1, 2) if last else self.pixels[rows]
         features = None if self.features is None else self.features[rows]
+        names = tuple(self.names[int(row)] for row in rows) if self.names else ()
         return LabelledImages(picked, self.labels[rows], self.clusters[rows], features, names)
 
 

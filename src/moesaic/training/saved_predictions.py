@@ -122,6 +122,8 @@ class PredictionsCallback(Callback):
 
     def on_test_end(self, trainer: Trainer) -> None:
         """Writes the file, unless it was written a moment ago."""
+        if not self._batches:  # the test was not made here, but by other processes
+            return
         predicted, labels, top, probability, label_probability = (
             torch.cat(parts).cpu() for parts in zip(*self._batches, strict=True)
         )

@@ -70,3 +70,12 @@ def test_what_is_in_the_way_counts_until_the_cell_is_done_elsewhere(tmp_path: Pa
     assert gpu.missing_requirement("a", cell) is None
     gpu.run({"a": cell})
     assert runner_in(tmp_path).missing_requirement("a", cell) is None
+
+
+def test_each_result_is_reported_when_it_is_there_and_finished_ones_first(tmp_path: Path):
+    runner_in(tmp_path).run({"old": Squares(4)})
+    log.clear()
+    seen: list[tuple[str, int, list[int]]] = []
+    named = {"a": Squares(3), "b": Squares(4), "c": Squares(2), "d": Squares(3)}
+    runner_in(tmp_path).run(named, lambda name, cell: seen.append((name, cell.result, list(log))))
+    assert seen == [("b", 14, []), ("a", 5, [3]), ("d", 5, [3]), ("c", 1, [3, 2])]
