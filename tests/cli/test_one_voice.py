@@ -64,6 +64,16 @@ def test_a_lost_rank_is_one_line(text, rank, capfd):
     assert "resumes from the last checkpoint" in line
 
 
+def test_a_rank_ends_where_it_has_written_its_files(rank, monkeypatch):
+    ended: list[int] = []
+    monkeypatch.setattr(one_voice.os, "_exit", ended.append)
+    rank(1)
+    one_voice.end_rank(143)
+    monkeypatch.delenv("WORLD_SIZE")
+    one_voice.end_rank(0)  # on its own, Python ends as always
+    assert ended == [143]
+
+
 def test_other_commands_are_not_for_several_ranks(rank, capfd):
     rank(0)
     with pytest.raises(SystemExit, match="2"):

@@ -28,13 +28,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"moesaic {sys.modules['moesaic'].__version__}\n")
         return 0
     from moesaic.cli.faults import replace_unencodable, signal_handlers
-    from moesaic.cli.one_voice import first_rank_speaks
+    from moesaic.cli.one_voice import end_rank, first_rank_speaks
 
     if arguments is not None:  # called from Python, whose signals are not ours
         return _run(given)
     replace_unencodable()
     with signal_handlers(given, process_ends=True), first_rank_speaks():
-        return _run(given)
+        code = _run(given)
+        end_rank(code)
+        return code
 
 
 def _run(given: list[str]) -> int:

@@ -7,6 +7,7 @@ once, so a rank that still runs a few seconds after its own error is the only on
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ from contextlib import contextmanager
 
 from moesaic import launcher
 
-__all__ = ["first_rank_speaks", "report_failure"]
+__all__ = ["end_rank", "first_rank_speaks", "report_failure"]
 
 _GRACE = 4.0
 """Seconds that torchrun gets to end the other ranks after an error of the first."""
@@ -52,6 +53,18 @@ def report_failure(line: str) -> None:
     _wait()
     sys.__stderr__.write(f"rank {launcher.rank()}: {line}\n")
     sys.__stderr__.flush()
+
+
+def end_rank(code: int) -> None:
+    """End this process here, if it is a rank of a job.
+
+    All files are written by now. Threads of a process group may abort a process that takes itself apart while another
+    rank closes its connections, and torchrun would call a complete job failed.
+    """
+    if launcher.in_job():
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code)
 
 
 def _wait() -> None:
