@@ -611,27 +611,33 @@ function classValues(k, expert) {
   });
 }
 
-function drawMap(values, most, { title, expert, background, kind }) {
+function drawMap(values, most, { title: name, expert, background, kind }) {
   const own = layer();
   const seen = { x: 0, y: 0, side: 100 };
   const written = (value) => (kind === "gate" || kind === "total" ? brief(value) : `${kind === "difference" && value > 0 ? "+" : ""}${Math.round(100 * value)}`.replace("-", "−"));
   const unit = kind === "share" ? " %" : kind === "difference" ? " points" : "";
   const best = values.reduce((top, value, n) => (Math.abs(value) > Math.abs(values[top]) ? n : top), 0);
-  const drawing = shape("svg", { viewBox: "0 0 100 100", role: "img", "aria-label": `${title}: strongest in ${place(best)}, ${written(values[best])}${unit}` });
+  const drawing = shape("svg", { viewBox: "0 0 100 100", role: "img", "aria-label": `${name}: strongest in ${place(best)}, ${written(values[best])}${unit}` });
   if (background) drawing.append(shape("image", { href: address(background), width: 100, height: 100, preserveAspectRatio: "none", style: "image-rendering: auto" }));
   const cell = 100 / Math.max(...own.filled);
+  const hue = kind === "total" ? "#d55e00" : kind === "difference" ? "#e69f00" : colour(expert ?? 0);
+  const cells = shape("g", { fill: hue, stroke: "#ffffff", "stroke-opacity": 0.35, "stroke-width": 0.25 });
+  const texts = shape("g", { class: "on-map", "font-size": Math.min(5, 0.36 * cell), "text-anchor": "middle" });
+  const title = shape("title", {});
   values.forEach((value, n) => {
     const at = rectangle(n, seen, own);
     if (at.width <= 0 || at.height <= 0) return;
     const strength = Math.min(1, Math.abs(value) / (most || 1));
-    const hue = kind === "difference" ? (value > 0 ? "#e69f00" : "#0072b2") : kind === "total" ? "#d55e00" : colour(expert);
-    const box = shape("rect", { ...at, fill: hue, "fill-opacity": (0.82 * strength).toFixed(3), stroke: "#ffffff", "stroke-opacity": 0.35, "stroke-width": 0.25, "data-value": value.toFixed(4), "data-patch": n });
-    box.append(shape("title", {}, `${place(n)}: ${written(value)}${unit}`));
-    drawing.append(box);
-    if (cell >= 9 && strength > 0.12) {
-      drawing.append(shape("text", { x: at.x + at.width / 2, y: at.y + at.height / 2 + 1.4, "font-size": Math.min(5, 0.36 * cell), "text-anchor": "middle", class: "on-map" }, written(value)));
-    }
+    const box = shape("rect", { ...at, "fill-opacity": (0.82 * strength).toFixed(3), "data-value": value.toFixed(4), "data-patch": n });
+    if (value < 0) box.setAttribute("fill", "#0072b2");
+    cells.append(box);
+    if (cell >= 9 && strength > 0.12) texts.append(shape("text", { x: at.x + at.width / 2, y: at.y + at.height / 2 + 1.4 }, written(value)));
   });
+  cells.addEventListener("mouseover", ({ target: { dataset } }) => {
+    if (dataset.patch) title.textContent = `${place(Number(dataset.patch))}: ${written(values[dataset.patch])}${unit}`;
+  });
+  cells.append(title);
+  drawing.append(cells, texts);
   return drawing;
 }
 
