@@ -32,6 +32,7 @@ from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.global_layers import spread_batch, sync_batch_norm
 from moesaic.training.interruption import request_stop
 from moesaic.training.recipe import Recipe
+from moesaic.training.saved_predictions import PREDICTIONS, read_predictions
 
 pytestmark = needs_fork
 
@@ -452,5 +453,8 @@ def test_the_command_trains_on_ranks_that_torchrun_has_started(tmp_path, monkeyp
     results = [json.loads(Path(folder, "result.json").read_text()) for folder in ("one", "two")]
     losses = [[epoch["loss"] for epoch in result["epochs"]] for result in results]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    predictions = [read_predictions(Path(folder, PREDICTIONS), 2) for folder in ("one", "two")]
+    assert torch.equal(predictions[0].labels, predictions[1].labels)  # of all test images, in their order
+    assert Path("two", "report.html").is_file()
     assert json.loads(Path("two", "config.json").read_text())["ranks"] == {"count": 2, "parallel": "ddp"}
     assert main([*command, "two"]) == 0  # complete, also for one process

@@ -234,7 +234,9 @@ def _expert_accuracies(mixtures: Mixtures, data: ClusterData) -> Tensor:
 
 def _relative_sum(router: Tensor) -> Tensor:
     """(T,): norm of the sum of a router's rows (T, E, D) over the sum of their norms; 0 for a router of zeros."""
-    return router.sum(dim=1).norm(dim=-1) / router.norm(dim=-1).sum(dim=1).clamp_min(1e-30)
+    of_sum: Tensor = router.sum(dim=1).norm(dim=-1)
+    of_rows: Tensor = router.norm(dim=-1)
+    return of_sum / of_rows.sum(dim=1).clamp_min(1e-30)
 
 
 def _rounded(values: Tensor) -> Any:
