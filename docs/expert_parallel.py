@@ -66,7 +66,7 @@ def steps_table(content: Result) -> str:
     rows = [
         [
             str(run["ranks"]),
-            row["layer"],
+            row["layer"] + (" (held out)" if row["held out"] else ""),
             "replicated" if row["expert ranks"] == 1 else f"over {row['expert ranks']}",
             f"{row['measured, ms']:.1f}",
             f"{row['predicted, ms']:.1f}",
@@ -83,12 +83,14 @@ def error_sentences(content: Result) -> str:
     machine = content["machine"]
     sentences = [f"Measured with gloo on {machine['processor']}, one thread for each process."]
     for run in content["runs"]:
-        right, total = run["faster side predicted"]
-        sentences.append(
-            f"With {run['ranks']} processes predictions are off by {100 * run['median error']:.0f} % in the median, by "
-            f"{100 * run['largest error']:.0f} % at most, and name the faster of sharded and replicated experts in "
-            f"{right} of {total} comparisons."
-        )
+        for name, words in (("held out", "chosen afterwards and measured once"), ("settled on", "it was settled on")):
+            errors = run[name]
+            right, total = errors["faster side predicted"]
+            sentences.append(
+                f"With {run['ranks']} processes, on the shapes {words}, predictions are off by "
+                f"{100 * errors['median error']:.0f} % in the median, {100 * errors['largest error']:.0f} % at most; "
+                f"they name the faster of sharded and replicated experts in {right} of {total} comparisons."
+            )
     return " ".join(sentences)
 
 
