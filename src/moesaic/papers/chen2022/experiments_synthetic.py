@@ -234,8 +234,8 @@ def _expert_accuracies(mixtures: Mixtures, data: ClusterData) -> Tensor:
 
 def _relative_sum(router: Tensor) -> Tensor:
     """(T,): norm of the sum of a router's rows (T, E, D) over the sum of their norms; 0 for a router of zeros."""
-    of_sum: Tensor = router.sum(dim=1).norm(dim=-1)
-    of_rows: Tensor = router.norm(dim=-1)
+    of_sum = router.sum(dim=1).square().sum(dim=-1).sqrt()
+    of_rows = router.square().sum(dim=-1).sqrt()
     return of_sum / of_rows.sum(dim=1).clamp_min(1e-30)
 
 
