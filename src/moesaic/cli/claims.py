@@ -24,7 +24,7 @@ class Claims:
     Selected claims also list the parameters that `moesaic reproduce --vary` takes.
     """
 
-    paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """Paper to list, such as chen2022. Default: all papers."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """Claims to list: an id, its beginning (fig4) or a pattern (*-ahead). Default: all claims."""
