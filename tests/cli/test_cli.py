@@ -351,7 +351,7 @@ def test_a_full_disk_is_one_line(papers: Papers, capsys: pytest.CaptureFixture[s
         (["reproduce", "--paper", "chen2022", "--paper", "chen"], "use 'chowdhury2023' or 'chen2022'"),
         (["reproduce", "--claim", "sample"], "(did you mean 'samples'?)"),
         (["reproduce", "--paper", "chen2022", "--claim", "phase"], "--claim='phase' is unknown; use 'samples'"),
-        (["reproduce", "--preset", "ful"], "use 'quick' or 'full' (did you mean 'full'?)"),
+        (["reproduce", "--preset", "ful"], "use 'quick', 'short' or 'full' (did you mean 'full'?)"),
         (["reproduce", "--fidelity", "best"], "use 'print', 'released' or 'both'"),
         (["reproduce", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["reproduce", "--device", "gpu"], "use 'auto', 'cpu' or 'cuda'"),

@@ -345,7 +345,7 @@ def test_a_damaged_cell_is_logged_and_run_again(tmp_path: Path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"preset": "fast"}, "preset='fast' is unknown; use 'quick' or 'full'"),
+        ({"preset": "fast"}, "preset='fast' is unknown; use 'quick', 'short' or 'full'"),
         ({"papers": ["chowdhury"]}, "did you mean 'chowdhury2023'"),
         ({"claims": ["fig4-joint"]}, "did you mean 'fig4-joint-"),
         ({"fidelities": ["printed"]}, "did you mean 'print'"),

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import UseAppendAction, arg
+from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
 from moesaic.checks import check_choice
 from moesaic.cli.shared import user_errors
@@ -24,14 +24,14 @@ class Claims:
     Selected claims also list the parameters that `moesaic reproduce --vary` takes.
     """
 
-    paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """Paper to list, such as chen2022. Default: all papers."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """Claims to list: an id, its beginning (fig4) or a pattern (*-ahead). Default: all claims."""
     figure: Annotated[UseAppendAction[tuple[int, ...]], arg(metavar="N")] = ()
     """Figure whose claims are listed. Default: all claims."""
-    recompute: bool = False
-    """Compute the verdicts again from the stored raw trials, without training, and print them in place of the rules."""
+    recompute: FlagCreatePairsOff[bool] = False
+    """Compute verdicts from stored raw trials, without training."""
 
     def run(self, given: Sequence[str]) -> int:
         """Prints the list."""
