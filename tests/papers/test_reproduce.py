@@ -20,6 +20,7 @@ from moesaic.papers.chowdhury2023 import experiments_mnist as chowdhury2023_cell
 from moesaic.papers.chowdhury2023.experiments_mnist import SIZES, Sizes, TwoLayerCell
 from moesaic.papers.chowdhury2023.experiments_mnist import plan as whole_plan
 from moesaic.papers.engine.findings import Finding
+from moesaic.papers.engine.findings import VERDICTS
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.reproduce import PAPERS, ReproduceResult, reproduce
 from moesaic.training import NoProgress, ResultCache
@@ -73,7 +74,7 @@ def test_all_claims_get_a_verdict_or_a_reason(tmp_path: Path):
     claims = {finding.id for finding in result.findings}
     assert claims == {claim.id for claim in PAPERS["chowdhury2023"].claims}
     for finding in result.findings:
-        assert finding.decision in ("holds", "partly", "fails", "not run here")
+        assert finding.decision in VERDICTS
         assert finding.preset == "quick"
         if finding.verdict.startswith("not run here"):
             assert finding.measured is None
@@ -196,7 +197,7 @@ def test_a_variant_that_this_machine_cannot_run_says_what_it_lacks(tmp_path: Pat
     with_mixtures(monkeypatch)
     given = {"claims": ["table2-rotate-cnn"], "preset": "short", "fidelities": ("print",)}
     (variant,) = reproduce(out=tmp_path, vary=["epochs=3"], **given).variants
-    assert variant.outcome == "not run here: needs CIFAR-10's binary files under --data-dir"
+    assert variant.outcome == "not run here: needs CIFAR-10's binary files under --data-dir and a GPU (--device cuda)"
     assert (variant.measured, variant.cells) == (None, ())
 
 
@@ -247,12 +248,12 @@ def test_two_papers_share_one_bar_and_their_cells_carry_the_papers_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     with_mixtures(monkeypatch)
-    progress, claims = Listener(), ["fig4-joint-ahead", "table1-nonlinear-s1", "table1-linear-s1"]
+    progress, claims = Listener(), ["fig4-joint-ahead", "table1-entropy-nonlinear", "table1-entropy-linear"]
     result = reproduce(out=tmp_path, claims=claims, fidelities=("print",), progress=progress)
     assert {(finding.paper, finding.id) for finding in result.findings} == {
         ("chowdhury2023", "fig4-joint-ahead"),
-        ("chen2022", "table1-nonlinear-s1"),
-        ("chen2022", "table1-linear-s1"),
+        ("chen2022", "table1-entropy-nonlinear"),
+        ("chen2022", "table1-entropy-linear"),
     }
     assert all(finding.measured is not None for finding in result.findings)
     names = [name for name, _ in progress.begun]
@@ -267,7 +268,7 @@ def test_two_papers_share_one_bar_and_their_cells_carry_the_papers_names(
 
 def test_notes_and_charts_are_of_the_papers_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_mixtures(monkeypatch)
-    result = reproduce(out=tmp_path, papers=["chen2022"], claims=["table1-nonlinear-s1"], fidelities=("print",))
+    result = reproduce(out=tmp_path, papers=["chen2022"], claims=["table1-entropy-nonlinear"], fidelities=("print",))
     assert [note for note in result.notes if note.startswith("Synthetic data")]
     assert {chart.paper for chart in result.charts} == {"chen2022"}
 
@@ -285,7 +286,7 @@ def test_what_is_in_the_way_is_the_verdict_and_nothing_is_run(tmp_path: Path, mo
     images = cifar_in(tmp_path / "images")
     claims = ["table2-rotate-cnn", "table2-why-low", "table1-nonlinear-s1"]
     for data_dir, reason in (
-        (None, "not run here: needs CIFAR-10's binary files under --data-dir"),
+        (None, "not run here: needs CIFAR-10's binary files under --data-dir and a GPU (--device cuda)"),
         (images, "not run here: needs a GPU (--device cuda)"),
     ):
         result = reproduce(
@@ -320,14 +321,14 @@ def test_cells_brought_from_elsewhere_need_neither_gpu_nor_images(tmp_path: Path
     first, second = result.findings
     assert (first.id, first.verdict, first.measured) == ("table2-rotate-cnn", "holds", pytest.approx(4.1))
     # of the other claim only half of the cells are here
-    assert second.verdict == "not run here: needs CIFAR-10's binary files under --data-dir"
+    assert second.verdict == "not run here: needs CIFAR-10's binary files under --data-dir and a GPU (--device cuda)"
 
 
 def test_a_cell_that_is_lacking_of_those_brought_leaves_the_claim_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with_mixtures(monkeypatch)
     bring(tmp_path, ("images/rotate/cnn/single/", "images/rotate/cnn/mixture/0", "images/rotate/cnn/mixture/1"))
     (finding,) = reproduce(out=tmp_path, claims=["table2-rotate-cnn"], preset="short").findings
-    assert finding.verdict == "not run here: needs CIFAR-10's binary files under --data-dir"
+    assert finding.verdict == "not run here: needs CIFAR-10's binary files under --data-dir and a GPU (--device cuda)"
 
 
 def test_a_damaged_cell_is_logged_and_run_again(tmp_path: Path):

@@ -147,6 +147,7 @@ def test_tracks_have_a_place_for_every_look(found: dict[str, CellArrays], name: 
         "track_expert_centre": (3, 4, E, 4),
         "track_router_feature": (3, 4, E, 4),
         "track_router_centre": (3, 4, E, 4),
+        "track_router_sum": (3, 4),
     }
     assert result["groups"].shape == (3, E)
     assert (result["track_dispatch"].sum((2, 3)) == 120).all()

@@ -274,7 +274,7 @@ class Sizes:
     """Whether Figures 5 to 7 also run as released, which always takes 150 epochs."""
     own_comparison: bool
     """Whether our own network is also compared with a CNN and over l."""
-    capacity: bool
+    capacity: bool = False
     """Whether networks of other widths, separations of the patterns and numbers of classes also run."""
 
 

@@ -110,7 +110,7 @@ def same_mean(ours: Sample, published: Sample, measured: Estimate) -> CheckResul
 
     >>> from moesaic.intervals import Estimate, Sample
     >>> same_mean(Sample(97.2, 0.72, 10), Sample(92.99, 2.11, 10), Estimate(97.2, 96.7, 97.7)).verdict
-    'fails: 4.21 points [2.68, 5.74] more accurate than published'
+    'fails: 4.21 points [2.66, 5.76] more accurate than published'
     """
     difference = welch_difference(ours, published)
     if difference.low <= 0 <= difference.high:
