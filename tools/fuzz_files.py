@@ -261,7 +261,7 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
         SimpleNamespace(
             dataset=ImageDataset(dataset, dataset, two, two, scale, scale),
             epochs=[epoch],
-            run_dir=SimpleNamespace(folder=folder),
+            run_dir=SimpleNamespace(folder=folder, writes=True),
         )
     )
     pages = {

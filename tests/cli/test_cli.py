@@ -154,7 +154,7 @@ def test_the_last_lines_say_what_was_found_and_what_was_not_run(papers: Papers, 
     assert max(map(len, lines[:-1])) <= 80
     assert lines[0].split() == ["verdict", "measured", "[95", "%]", "claim"]
     words = " ".join(" ".join(lines).split())
-    assert "not run here: 1 claim, needs --preset full" in words
+    assert "not run here: 1 claim, needs --preset short" in words
     sentences = words.partition("Patch-level Routing: of ")[2]
     assert " claims tested, " in sentences
     assert "Towards Understanding Mixture of Experts: of " in sentences
@@ -560,7 +560,7 @@ def test_tables_fit_80_columns(given: str, capsys: pytest.CaptureFixture[str], m
         (["xyzzy"], "'xyzzy' is no command; The commands are train, compare"),
         ([], "commands:"),
         (["train", "x", "--epoch", "3"], "--epochs INT"),
-        (["claims", "--papr", "chen2022"], "--paper NAME"),
+        (["claims", "--papr", "chen2022"], "--paper ID"),
     ],
 )
 def test_misspelt_commands_and_options_get_the_nearest_name(

@@ -19,8 +19,7 @@ from moesaic.papers.chen2022.trial_training import MixtureSchedule
 from moesaic.papers.chowdhury2023 import experiments_mnist as chowdhury2023_cells
 from moesaic.papers.chowdhury2023.experiments_mnist import SIZES, Sizes, TwoLayerCell
 from moesaic.papers.chowdhury2023.experiments_mnist import plan as whole_plan
-from moesaic.papers.engine.findings import Finding
-from moesaic.papers.engine.findings import VERDICTS
+from moesaic.papers.engine.findings import VERDICTS, Finding
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.reproduce import PAPERS, ReproduceResult, reproduce
 from moesaic.training import NoProgress, ResultCache

@@ -73,7 +73,9 @@ def write_run(
         names = tuple(f"{classes[label]}/{row}.png" for row, label in enumerate(labels.tolist()))
         images = LabelledImages(pixels, labels, labels, names=names)
         dataset = ImageDataset(images, images, classes, classes, SCALE, SCALE)
-        trainer: Any = SimpleNamespace(dataset=dataset, epochs=lines, run_dir=SimpleNamespace(folder=folder))
+        trainer: Any = SimpleNamespace(
+            dataset=dataset, epochs=lines, run_dir=SimpleNamespace(folder=folder, writes=True)
+        )
         callback = PredictionsCallback()
         logits = torch.nn.functional.one_hot(guesses, len(classes)) * torch.arange(1, count + 1)[:, None]
         callback.on_test_batch(trainer, logits.float(), labels)

@@ -162,8 +162,8 @@ class Reproduce:
         out: Path = plan["out"]
         sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in result.findings)]
         with Leases(out).hold("report"):  # of workers that end together, one writes at a time
-            if any(finding.decision == "not run here" for finding in result.findings):
-                result = reproduce(**plan)  # another machine may have run it meanwhile
+            if _ran_elsewhere(out):
+                result = reproduce(**plan)
             findings = write_results(
                 out,
                 result.findings,
@@ -198,6 +198,15 @@ class Reproduce:
         opened = self.open and open_browser(address)
         ending = " (opened in the browser)" if opened else ""
         console.print(f"\nReport: {address}{ending}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _ran_elsewhere(out: Path) -> bool:
+    """Whether another machine has run a cell that this one could not."""
+    from moesaic.training import ResultCache
+    from moesaic.training.sweep_plan import read_plans
+
+    needed = {cell.digest for plan in read_plans(out) for cell in plan.cells if cell.needs}
+    return bool(needed & set(ResultCache(out / "cells").digests())) if needed else False
 
 
 def _work(plan: dict[str, Any]) -> None:
