@@ -83,6 +83,8 @@ def wrn(name: str, **options: Any) -> Callable[[], nn.Module]:
     return lambda: moesaic.create_model(name, num_classes=2, **options)
 
 
+TIMED = 5
+"""Timed calls in a turn."""
 IMAGE, MAP = (3, SIZE, SIZE), (1280, 7, 7)
 CASES = [
     Case(
@@ -146,20 +148,22 @@ def in_turn(network: Network, images: list[Tensor]) -> Callable[[], object]:
 
 
 def time_sessions(candidates: dict[str, Callable[[], None]], repetitions: int) -> dict[str, Timing]:
-    """Times the candidates alternately, each call after two that are not timed.
+    """Times the candidates alternately, five calls in a turn after two that are not timed.
 
     The threads of a session keep spinning for a while after it has run. With those of the other session still
-    spinning, two cores would have three busy threads, which no one has who runs one network.
+    spinning, two cores would have three busy threads, which no one has who runs one network. Users call one network
+    many times in a row, so that all calls of a turn count.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for repetition in range(-2, repetitions):
         for name, run in candidates.items():
             run()
             run()
-            start = time.perf_counter()
-            run()
-            if repetition >= 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
+            for _ in range(TIMED):
+                start = time.perf_counter()
+                run()
+                if repetition >= 0:
+                    times[name].append(1e3 * (time.perf_counter() - start))
     return {name: Timing(statistics.median(each), *quartiles(each)) for name, each in times.items()}
 
 
