@@ -149,7 +149,7 @@ def test_the_operator_passes_opcheck(where):
 
     *leaves, _ = make(1, 4, 16, 3, 4, *where)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(thin_add, leaves, test_utils=checks)
+    torch.library.opcheck(thin_add.operator, leaves, test_utils=checks)
 
 
 @pytest.mark.parametrize("where", GPU_TYPES)

@@ -119,7 +119,7 @@ def test_the_operator_passes_opcheck(where):
 
     x, weight, _ = make(1, 4, 16, 3, 4, *where)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(thin_conv, (x, weight), test_utils=checks)
+    torch.library.opcheck(thin_conv.operator, (x, weight), test_utils=checks)
 
 
 @pytest.mark.parametrize("where", GPU_TYPES)
