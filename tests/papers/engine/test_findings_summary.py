@@ -1,8 +1,9 @@
 """The sentences at the end of a run say what the findings say."""
 
+import pytest
 from papers.engine.example_findings import finding
 
-from moesaic.papers.engine.findings import Source
+from moesaic.papers.engine.findings import VERDICTS, Source
 from moesaic.papers.engine.findings_summary import not_run_lines, summary_sentences
 
 PAPER = Source("chowdhury2023", "Routing (Doe et al. 2023)", headline="main")
@@ -57,3 +58,10 @@ def test_claims_without_a_verdict_are_named_by_their_reason():
     many = [finding(id=f"c{i}", verdict="not run here: needs a GPU") for i in range(7)]
     lines = not_run_lines([finding(id="a", verdict="not run here: needs data"), finding(id="b"), *many])
     assert lines == ["not run here: 1 claim, needs data (a)", "not run here: 7 claims, needs a GPU"]
+
+
+@pytest.mark.parametrize("verdict", VERDICTS[:-1])
+def test_every_verdict_has_a_verb_and_is_counted(verdict: str):
+    found = sentence(finding(id="main", verdict=f"{verdict}: a reason"), finding(id="a", verdict=verdict))
+    assert found.startswith("Doe et al. 2023: of 2 claims tested, 2 ")
+    assert ", is undecided as printed" in found if verdict == "undecided" else "undecided" not in found

@@ -20,7 +20,13 @@ __all__ = ["not_run_lines", "summary_sentences"]
 _NOT_RUN = VERDICTS[-1]
 _LISTED = 6
 """Claims that are named; of more, their number."""
-_VERBS = {"holds": "holds", "partly": "holds in part", "fails": "fails"}
+_VERBS = {
+    "holds": ("holds", "hold"),
+    "partly": ("holds in part", "hold in part"),
+    "undecided": ("is undecided", "are undecided"),
+    "fails": ("fails", "fail"),
+}
+"""Of one claim, and of several."""
 
 
 def summary_sentences(findings: Iterable[Finding], papers: Iterable[Source]) -> list[str]:
@@ -57,11 +63,7 @@ def _sentence(paper: Source, findings: Sequence[Finding]) -> str:
     decisions = [_decision(claim) for claim in tested]
     counts = [
         f"{count} {verb if count == 1 else plural}"
-        for decision, verb, plural in (
-            ("holds", "holds", "hold"),
-            ("partly", "holds in part", "hold in part"),
-            ("fails", "fails", "fail"),
-        )
+        for decision, (verb, plural) in _VERBS.items()
         if (count := decisions.count(decision))
     ]
     text = f"{paper.short_title}: of {_count(len(tested))} tested, {listed(counts)}"
@@ -71,7 +73,7 @@ def _sentence(paper: Source, findings: Sequence[Finding]) -> str:
     found: dict[str, list[str]] = {}
     for each in main:
         found.setdefault(each.decision, []).append(f"{FIDELITY_LABELS[each.fidelity]} ({format_measured(each)})")
-    forms = [f"{_VERBS[decision]} {listed(labels)}" for decision, labels in found.items()]
+    forms = [f"{_VERBS[decision][0]} {listed(labels)}" for decision, labels in found.items()]
     return f"{text}; the main one, that {_inside(main[0].statement)}, {listed(forms)}."
 
 
