@@ -3,8 +3,9 @@
     python benchmarks/faults.py [--flips 1000] [--kills 100] [--seed 0] [--out FILE.json]
 
 A small network is trained twice: to the end, and until an interruption. Finished cells and decoded images are cached.
-Each trial copies these files, flips one bit of one of them, and uses them as a user would: training is continued, the
-finished run is called again and its checkpoint loaded, the cell is asked for, the images are decoded. A flip is
+Each trial copies these files, flips one bit of one of them, and uses them as a user would: the page of the run is
+made, training is continued, the finished run is called again and its checkpoint loaded, the cell is asked for, the
+images are decoded. A flip is
 
     noticed    if a message names the file, or the damaged cache is computed again
     harmless   if all results are the same as without it
@@ -24,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from moesaic.training.fit import fit
 from moesaic.training.progress import NoProgress
 from moesaic.training.recipe import Recipe
 from moesaic.training.result_cache import ResultCache
+from moesaic.training.run_record import read_run
 from moesaic.validated_json import InvalidFile
 
 SPEC = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})
@@ -86,7 +88,21 @@ def train(folder: Path, progress: NoProgress | None = None) -> Any:
     return losses, found.accuracy, found.class_accuracy, found.stopped, weights
 
 
+def page_of(folder: Path) -> Any:
+    """All that the page of a run shows, but for times."""
+    run = read_run(folder)
+    saved = run.predictions
+    assert saved is not None
+    mistakes = [tuple(vars(mistake).values()) for mistake in saved.mistakes]
+    epochs = [replace(epoch, seconds=0.0, images_per_second=0.0) for epoch in run.epochs]
+    return run.model, run.data, run.recipe, run.seed, epochs, (saved.epoch, saved.labels, saved.predicted, mistakes)
+
+
 def use_run(folder: Path) -> Any:
+    return page_of(folder), use_network(folder)
+
+
+def use_network(folder: Path) -> Any:
     results = train(folder)
     checkpoint = load_checkpoint(folder)
     about = checkpoint.metadata
@@ -120,7 +136,7 @@ class Subject:
 
 def make_subjects(base: Path) -> dict[str, Subject]:
     """The folders that bits are flipped in."""
-    use_run(base / "finished")
+    use_network(base / "finished")
     with suppress(KeyboardInterrupt):
         train(base / "interrupted", Stop())
     assert (base / "interrupted" / "training.safetensors").exists()

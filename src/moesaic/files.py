@@ -161,6 +161,11 @@ def json_digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
+def add_json_digest(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns an object with its checksum under the key ``sha256``; `check_json_digest` verifies it."""
+    return {**content, "sha256": json_digest(content)}
+
+
 def check_json_digest(content: Mapping[str, Any], key: str = "sha256") -> tuple[dict[str, Any], bool]:
     """Returns an object without its checksum, and whether that is right or, as in older files, missing.
 

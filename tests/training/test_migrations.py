@@ -38,6 +38,7 @@ def collapsed(seed: int = 0) -> nn.Module:
 def as_written_before(folder: Path) -> None:
     """Rewrite an interrupted run in the form of the previous version."""
     config = json.loads((folder / "config.json").read_text())
+    del config["sha256"]
     recipe = Recipe.from_json(config["recipe"])
     config["recipe"], config["test_every"] = recipe.cell_spec(), config.pop("eval_every")
     data = config["data"]

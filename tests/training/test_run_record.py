@@ -1,6 +1,7 @@
 """A run's folder is read while the run goes on, and a stranger's folder is checked."""
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -69,9 +70,35 @@ def test_numbers_that_are_none_are_refused(whole, tmp_path, key, value):
     for path in whole[0].iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    del line["sha256"]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({**line, key: value}) + "\n")
-    with pytest.raises(InvalidFile, match="line 1"):
+    with pytest.raises(InvalidFile, match="line 1") as refused:
         read_run(tmp_path)
+    assert "checksum" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "result.json"])
+def test_a_changed_digit_is_noticed(whole, tmp_path, name):
+    for path in whole[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    text = (tmp_path / name).read_text()
+    key = {"config.json": '"seed": 0', "metrics.jsonl": '"number": 1', "result.json": '"number": 1'}[name]
+    assert key in text
+    (tmp_path / name).write_text(text.replace(key, key[:-1] + "5", 1))
+    with pytest.raises(InvalidFile, match="checksum"):
+        read_run(tmp_path)
+
+
+def test_files_of_earlier_versions_have_no_checksum(whole, tmp_path):
+    for path in whole[0].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    for name in ("config.json", "metrics.jsonl", "result.json"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(re.sub(r',\s*"sha256": "\w{64}"', "", text))
+        assert "sha256" not in (tmp_path / name).read_text()
+    run = read_run(tmp_path)
+    assert run.epochs == whole[1].epochs
+    assert run.result is not None
 
 
 def test_another_folder_is_no_run(tmp_path):

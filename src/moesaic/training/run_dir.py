@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset
 from moesaic.files import (
+    add_json_digest,
     as_json,
     check_json_digest,
-    json_digest,
     open_append,
     remove_unfinished,
     write_atomic,
@@ -94,7 +94,7 @@ class RunDir:
             self._lock = None
 
     def read_result(self) -> FitResult | None:
-        """Returns the result of a complete run, else None; files of earlier versions have no checksum."""
+        """Returns the result of a complete run, else None."""
         content = self._first(self._read_result)
         if self._ranks is not None:
             content = self._ranks.from_first(content)
@@ -106,13 +106,7 @@ class RunDir:
     def _read_result(self) -> dict[str, Any] | None:
         if not self.result.exists():
             return None
-        content, whole = check_json_digest(_read(self.result))
-        if not whole:
-            raise CheckpointError(
-                f"fit: the content of {self.result} does not match its checksum; restore it from a copy, or remove the "
-                "folder and train again"
-            )
-        return content
+        return _read(self.result)
 
     def read_state(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Returns the state of the last checkpoint, else None."""
@@ -156,7 +150,7 @@ class RunDir:
         if not self.writes:
             return
         content: dict[str, Any] = json.loads(json.dumps(as_json(result)))  # as it will be read
-        self._guarded(self.result, lambda: write_json(self.result, {**content, "sha256": json_digest(content)}))
+        self._guarded(self.result, lambda: write_json(self.result, add_json_digest(content)))
         self.state.unlink(missing_ok=True)
 
     def _make(self, config: Mapping[str, Any]) -> None:
@@ -183,7 +177,7 @@ class RunDir:
                         f"fit: {stale} is there without a config.json that says what it is of; name another folder, or "
                         "remove it"
                     )
-            self._guarded(path, lambda: write_json(path, config))
+            self._guarded(path, lambda: write_json(path, add_json_digest(config)))
 
     def _first(self, work: Callable[[], T]) -> T | None:
         return work() if self._ranks is None else self._ranks.run_first(work)
@@ -289,13 +283,20 @@ def _flat(content: Mapping[str, Any], stem: str = "") -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Reads JSON and verifies its checksum; files of earlier versions have none."""
     advice = "name another folder, or remove this one"
     with refused_as(f"fit: {path} cannot be read", CheckpointError):
         content = read_json(path, advice=advice)
     if not isinstance(content, dict):
         raise CheckpointError(f"fit: {path} is not what a run writes; {advice}")
-    return cast("dict[str, Any]", content)
+    rest, whole = check_json_digest(cast("dict[str, Any]", content))
+    if not whole:
+        raise CheckpointError(
+            f"fit: the content of {path} does not match its checksum; restore it from a copy, or remove the folder and "
+            "train again"
+        )
+    return rest
 
 
 def _line(content: Mapping[str, Any]) -> str:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(add_json_digest(content), ensure_ascii=False, allow_nan=False) + "\n"

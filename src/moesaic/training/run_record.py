@@ -113,7 +113,7 @@ def read_run(folder: Path) -> RunRecord:
     FileNotFoundError: [Errno 2] No such file or directory: 'nowhere/config.json'
     """
     path = folder / "config.json"
-    content = read_json(path, advice=_ADVICE)
+    content = _whole(read_json(path, advice=_ADVICE), f"{path}")
     with refused_as(f"{path} is not what a run writes"):
         config = cast("_Config", decode(_Config, migrate_config(content), str(path), more=True))
     if not config.data.classes or not all(0 <= count < _LARGEST for count in (config.data.train, config.data.test)):
@@ -137,11 +137,8 @@ def read_run(folder: Path) -> RunRecord:
 def _read_result(path: Path, classes: int) -> FitResult | None:
     if not path.exists():
         return None
-    content = read_json(path, advice=_ADVICE)
+    whole = _whole(read_json(path, advice=_ADVICE), f"{path}")
     with refused_as(f"{path} is not what a run writes"):
-        whole, right = check_json_digest(content)
-        if not right:
-            raise InvalidFile(f"{path}: its content does not match its checksum; restore it from a copy")
         made = FitResult.from_json({**whole, "epochs": []})
         numbers = (made.accuracy, made.seconds, *made.class_accuracy, *made.cluster_accuracy)
         if not all(_is_number(each) for each in numbers) or len(made.class_accuracy) != classes:
@@ -168,10 +165,20 @@ def _read_metrics(path: Path) -> tuple[Epoch, ...]:
     epochs: list[Epoch] = []
     for number, line in enumerate(lines, start=1):
         where = f"{path}, line {number}"
-        content = parse_json(line, where, advice=_ADVICE, limits=_LINE_LIMITS)
+        content = _whole(parse_json(line, where, advice=_ADVICE, limits=_LINE_LIMITS), where)
         with refused_as(f"{where} is not an epoch"):
             epochs.append(_epoch(content, where))
     return tuple(epochs)
+
+
+def _whole(content: Any, where: str) -> dict[str, Any]:
+    """Returns a JSON object without its checksum, which must be right; files of earlier versions have none."""
+    if not isinstance(content, dict):
+        raise InvalidFile(f"{where} is not what a run writes: not a JSON object; {_ADVICE}")
+    rest, right = check_json_digest(cast("dict[str, Any]", content))
+    if not right:
+        raise InvalidFile(f"{where}: its content does not match its checksum; restore it from a copy")
+    return rest
 
 
 def _epoch(content: Mapping[str, Any], where: str) -> Epoch:
