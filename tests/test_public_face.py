@@ -20,6 +20,7 @@ NAMES = [
     "SampleMoE",
     "SoftRouter",
     "TokenChoice",
+    "TokenMoE",
     "__version__",
     "backend",
     "convert",

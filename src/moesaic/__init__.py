@@ -1,4 +1,4 @@
-"""moesaic: mixtures of experts in vision, routed by patch, by sample and by channel.
+"""moesaic: mixtures of experts in vision, routed by patch, by token, by sample and by channel.
 
 >>> import torch, moesaic
 >>> layer = moesaic.PatchMoE(64, 64, experts=8, patches_per_expert=2, patch_size=4, kernel_size=3)
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moesaic.experts import shard_experts
-    from moesaic.layers import ChannelMoE, PatchMoE, RoutedHead, SampleMoE, record_routing
+    from moesaic.layers import ChannelMoE, PatchMoE, RoutedHead, SampleMoE, TokenMoE, record_routing
     from moesaic.models import convert, create_model, freeze, list_models, register_with_timm
     from moesaic.ops import backend
     from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
@@ -32,6 +32,7 @@ __all__ = [
     "SampleMoE",
     "SoftRouter",
     "TokenChoice",
+    "TokenMoE",
     "__version__",
     "backend",
     "convert",
@@ -47,7 +48,7 @@ __all__ = [
 # imported on first use, so that `import moesaic` and `moesaic --version` need not wait for torch
 _NAMES = {
     "experts": ("shard_experts",),
-    "layers": ("ChannelMoE", "PatchMoE", "RoutedHead", "SampleMoE", "record_routing"),
+    "layers": ("ChannelMoE", "PatchMoE", "RoutedHead", "SampleMoE", "TokenMoE", "record_routing"),
     "models": ("convert", "create_model", "freeze", "list_models", "register_with_timm"),
     "ops": ("backend",),
     "routing": ("ChannelGate", "ExpertChoice", "SoftRouter", "TokenChoice"),

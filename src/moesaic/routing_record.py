@@ -5,7 +5,7 @@ import it.
 
 Shapes are named by suffix letters, one legend for the whole project:
 
-    T trials    B batch     N units (patches)         D dimension of a unit    E experts
+    T trials    B batch     N units (patches, tokens) D dimension of a unit    E experts
     L patches per expert    K experts per unit        S slots per expert       M rows of a GEMM
     J hidden neurons of an expert    C channels in    O channels out    H W map    p patch size
 """
@@ -22,7 +22,7 @@ from moesaic.checks import check_choice
 
 __all__ = ["UNASSIGNED", "Chooser", "Routing", "Unit"]
 
-Unit = Literal["patch", "sample", "channel"]
+Unit = Literal["patch", "token", "sample", "channel"]
 Chooser = Literal["expert", "unit", "soft"]
 
 UNASSIGNED = -1
@@ -59,12 +59,14 @@ class Routing:
     gate: Tensor
     chooser: Chooser
     grid: tuple[int, int] | None = None
-    """Rows and columns of patches on the map, N = rows · columns; None for units without a position."""
+    """Rows and columns of units on the map, N = prefix + rows · columns; None for units without a position."""
     dispatch: Tensor | None = None
     may_drop: bool = True
     """Whether ``index`` may contain -1. False saves computing a mask."""
     extent: tuple[float, float] | None = None
     """Rows and columns of patches that the map fills if it was padded, as (3.75, 3.75) of a 4×4 grid; None: all."""
+    prefix: int = 0
+    """Leading units without a position on the grid: class and register tokens."""
 
     def __post_init__(self) -> None:
         check_choice("Routing", "unit", self.unit, get_args(Unit))
@@ -109,6 +111,29 @@ class Routing:
     def load(self) -> Tensor:
         """(E,): number of units of the batch assigned to each expert; their total weight if the routing is soft."""
         return self.weights.sum((0, 1)) if self.index is None else self.mask.sum((0, 1))
+
+    def without_prefix(self) -> Routing:
+        """Returns the record of the units on the grid alone; what experts took of the prefix becomes unassigned.
+
+        >>> import torch
+        >>> scores, index = torch.zeros(1, 5, 2), torch.tensor([[[0, 3], [4, 1]]])                # a class token, 2×2
+        >>> routing = Routing("token", scores, index, torch.ones(1, 2, 2), "expert", grid=(2, 2), prefix=1)
+        >>> routing.without_prefix().index.tolist(), routing.without_prefix().units
+        ([[[-1, 2], [3, 0]]], 4)
+        """
+        if not self.prefix:
+            return self
+        index, gate, dispatch = self.index, self.gate, self.dispatch
+        if self.chooser == "expert":
+            index = (self._index - self.prefix).clamp_min(UNASSIGNED)
+            gate = gate.where(index != UNASSIGNED, 0)
+        else:
+            index = None if index is None else index[:, self.prefix :]
+            gate = gate[:, self.prefix :]
+            dispatch = None if dispatch is None else dispatch[:, self.prefix :]
+        may_drop = self.may_drop or self.chooser == "expert"
+        scores = self.scores[:, self.prefix :]
+        return replace(self, scores=scores, index=index, gate=gate, dispatch=dispatch, may_drop=may_drop, prefix=0)
 
     def detach(self) -> Routing:
         """Returns the record detached from the autograd graph.

@@ -178,3 +178,20 @@ def test_a_routed_head_is_exported_without_a_map_of_logits(tmp_path):
     for other in (x, torch.randn(1, 8, 5, 4)):
         (y,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
         torch.testing.assert_close(torch.from_numpy(y), head(other).detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("prefix", ["join", "bypass"])
+@pytest.mark.parametrize("router", ["expert choice", "soft"])
+def test_onnx_output_of_tokens_equals_torch(router, prefix, tmp_path):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    options = {"capacity": 1.5} if router == "expert choice" else {"router": moesaic.SoftRouter(8, 4, 2)}
+    layer = moesaic.TokenMoE(8, experts=4, hidden_dim=6, prefix_tokens=1, prefix=prefix, **options).eval()
+    x = torch.randn(3, 10, 8)
+    program = torch.onnx.export(layer, (x,), dynamo=True, verbose=False, dynamic_shapes=BATCH)
+    program.save(tmp_path / "tokens.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "tokens.onnx")
+    for other in (x, torch.randn(5, 10, 8), torch.ones(1, 10, 8)):
+        (y,) = session.run(None, {session.get_inputs()[0].name: other.numpy()})
+        torch.testing.assert_close(torch.from_numpy(y), layer(other).detach(), rtol=1e-4, atol=1e-5)

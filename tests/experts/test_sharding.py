@@ -62,6 +62,11 @@ def sample_moe(experts: nn.Module, dim: int, top_k: int = 1) -> nn.Module:
     return nn.Sequential(flat, moesaic.SampleMoE(router, experts, top_k, noise=None))
 
 
+def tokens(layer: nn.Module) -> nn.Module:
+    """A layer on maps of three channels as six tokens of 30 features."""
+    return nn.Sequential(nn.Flatten(), nn.Unflatten(1, (6, 30)), layer)
+
+
 CASES: dict[str, Callable[[], nn.Module]] = {
     **{
         f"conv {context} {gate_on}, {combine}, norm={norm}": partial(
@@ -87,6 +92,8 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "soft": lambda: moesaic.PatchMoE(
         3, 8, experts=4, kernel_size=3, context="patch", router=moesaic.SoftRouter(3, 4, 2, 2)
     ),
+    "tokens": lambda: tokens(moesaic.TokenMoE(30, experts=4, hidden_dim=7, capacity=1.5, prefix_tokens=1)),
+    "tokens choose": lambda: tokens(moesaic.TokenMoE(30, experts=4, router=moesaic.TokenChoice(30, 4, 2))),
     "linear experts of samples": lambda: sample_moe(LinearExperts(4, 180, 8), 180, top_k=2),
     "MLPs of samples": lambda: sample_moe(MLPExperts(4, 180, 7, 8), 180),
     "patch networks of samples": lambda: sample_moe(PatchNetExperts(4, 60, 6, 2, bias=True, init_std=0.1), 60),

@@ -199,7 +199,11 @@ class TestBadInput:
             ({"patches_per_expert": None}, TypeError, "patches_per_expert is missing"),
             ({"patches_per_expert": 0}, ValueError, "patches_per_expert=0; it must be at least 1"),
             ({"kernel_size": 4}, ValueError, "kernel_size=4 has no centre pixel; use an odd size, 3 or 5"),
-            ({"gate": "two"}, ValueError, "gate='two' is unknown; use 'softmax_selected', 'softmax_all' or 'one'"),
+            (
+                {"gate": "two"},
+                ValueError,
+                "gate='two' is unknown; use 'softmax_selected', 'softmax_all', ",
+            ),
             ({"gate_on": "outputs"}, ValueError, "gate_on='outputs' is unknown; use 'output' or 'input'"),
             ({"context": "image"}, ValueError, "context='image' is unknown; use 'map' or 'patch'"),
             ({"combine": "cat"}, ValueError, "combine='cat' is unknown; use 'concat' or 'sum'"),

@@ -199,7 +199,8 @@ class TestSoftRouter:
 
 def test_unknown_options_are_refused_with_the_valid_ones():
     with pytest.raises(
-        ValueError, match=r"ExpertChoice: gate='softmax' is unknown; use 'softmax_selected', 'softmax_all' or"
+        ValueError,
+        match=r"ExpertChoice: gate='softmax' is unknown; use 'softmax_selected', 'softmax_all', ",
     ):
         moesaic.ExpertChoice(3, 2, 1, gate="softmax")
     with pytest.raises(

@@ -20,7 +20,7 @@ from training.squares import seeded, some_images
 from moesaic import create_model
 from moesaic.cli import main
 from moesaic.data.datasets import ImageDataset, Normalize
-from moesaic.layers import PatchMoE, SampleMoE
+from moesaic.layers import PatchMoE, SampleMoE, TokenMoE
 from moesaic.ops.dispatch import Norm, backend
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing import SampleRouter, TokenChoice
@@ -85,6 +85,23 @@ class Capped(nn.Module):
         return self.head(self.drop(self.norm(self.moe(x).mean((2, 3)))))
 
 
+class Tokens(nn.Module):
+    """Patches as tokens behind a class token, experts that choose among them, and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, 8, 2, stride=2)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.moe = TokenMoE(8, experts=3, hidden_dim=6, capacity=1.5, prefix_tokens=1)
+        self.drop = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        tokens = torch.cat([self.class_token.expand(len(tokens), -1, -1), tokens], 1)
+        return self.head(self.drop(tokens + self.moe(tokens)).mean(1))
+
+
 PLAIN = Recipe(epochs=2, batch_size=7, lr=0.005, ema_decay=0.9, clip_grad=1.0, label_smoothing=0.1)
 GATES = GateRecipe(target_macs=0.6, joint_fraction=0.5, noise=0.2)
 CASES: dict[str, tuple[Any, int, Recipe]] = {
@@ -92,12 +109,15 @@ CASES: dict[str, tuple[Any, int, Recipe]] = {
     "PatchMoE": (lambda: create_model("wrn10_1_pmoe", num_classes=2), 16, replace(PLAIN, grad_accum=2)),
     "expert norms": (lambda: create_model("wrn10_1_pmoe", num_classes=2, fidelity="released"), 16, PLAIN),
     "capacity": (Capped, 8, replace(PLAIN, balance_weight=0.1, optimizer="sgd")),
+    "TokenMoE": (Tokens, 8, PLAIN),
     "SampleMoE": (mixture, 8, replace(PLAIN, balance_weight=0.1)),
     "gated": (gated, 16, replace(PLAIN, gates=GATES)),
 }
 
 
-PARALLEL = {name: ("ddp", "fsdp") if name in ("PatchMoE", "SampleMoE", "gated") else ("ddp",) for name in CASES}
+PARALLEL = {
+    name: ("ddp", "fsdp") if name in ("PatchMoE", "TokenMoE", "SampleMoE", "gated") else ("ddp",) for name in CASES
+}
 
 
 def made(name: str) -> nn.Module:

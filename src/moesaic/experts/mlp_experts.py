@@ -14,20 +14,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.experts.sample_experts import check_samples
 from moesaic.experts.stacked_experts import Experts
 from moesaic.ops import MLPWeights, PatchSelection, PatchSpec, Samples, run_mlp, run_stacked
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing
 
-__all__ = ["MLPExperts"]
+__all__ = ["ACTIVATIONS", "ActivationName", "MLPExperts"]
 
-ActivationName = Literal["gelu", "relu", "silu"]
-_ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+ActivationName = Literal["gelu", "relu", "silu", "gelu_tanh", "quick_gelu"]
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """GELU as CLIP's networks have it."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[ActivationName, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "relu": F.relu,
+    "silu": F.silu,
+    "gelu_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+}
 
 
 class MLPExperts(Experts):
     """E two-layer MLPs C → J → O: ``weight_in`` (E, J, C), ``weight_out`` (E, O, J) and their biases.
+
+    ``dropout`` is that of the hidden neurons, in training.
 
     >>> import torch, moesaic
     >>> experts = MLPExperts(16, 768, 3072, 768)
@@ -37,6 +57,9 @@ class MLPExperts(Experts):
     >>> moesaic.SampleMoE(torch.nn.Linear(768, 16), experts)(torch.randn(2, 768)).shape
     torch.Size([2, 768])
     """
+
+    global_batch: GlobalBatch | None = None
+    """The batch of which the input is a part, in training on several processes."""
 
     def __init__(
         self,
@@ -48,6 +71,7 @@ class MLPExperts(Experts):
         activation: ActivationName = "gelu",
         bias: bool = True,
         norm: bool = False,
+        dropout: float = 0.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -55,6 +79,8 @@ class MLPExperts(Experts):
         check_positive("MLPExperts", hidden_channels=hidden_channels)
         self.hidden_channels = hidden_channels
         self.has_bias = bias
+        check_numbers("MLPExperts", "from 0 to below 1", lambda value: 0 <= value < 1, {"dropout": dropout})
+        self.dropout = dropout
         self.activation: ActivationName = check_choice("MLPExperts", "activation", activation, get_args(ActivationName))
         E, C, J, O = experts, in_channels, hidden_channels, out_channels
 
@@ -82,10 +108,20 @@ class MLPExperts(Experts):
         """Runs the experts on the routed patches of a map, or without a ``spec`` on samples (B, …, C)."""
         if spec is None:
             return self._forward_samples(x, routing)
-        weights = MLPWeights(
-            self.weight_in, self.bias_in, self.weight_out, self.bias_out, _ACTIVATIONS[self.activation]
-        )
+        weights = MLPWeights(self.weight_in, self.bias_in, self.weight_out, self.bias_out, self._activation())
         return run_mlp(x, routing, weights, self.norm_tensors(x), spec, selection, self.dispatcher)
+
+    def _activation(self) -> Callable[[Tensor], Tensor]:
+        """The activation, with dropout behind it in training."""
+        function = ACTIVATIONS[self.activation]
+        if not self.dropout or not self.training:
+            return function
+        if self.global_batch is not None:
+            raise ValueError(
+                f"MLPExperts: dropout={self.dropout} of hidden neurons would depend on how processes share a batch; "
+                "use dropout=0, or train in one process"
+            )
+        return lambda hidden: F.dropout(function(hidden), self.dropout)
 
     def _forward_samples(self, x: Tensor, routing: Routing) -> Tensor:
         check_samples("MLPExperts", x, self.weight_in, f"(B, …, {self.in_channels})", axes=max(x.ndim, 2))
@@ -96,7 +132,7 @@ class MLPExperts(Experts):
             )
 
         def expert_forward(values: Tensor, samples: Samples) -> Tensor:
-            hidden = _ACTIVATIONS[self.activation](samples.linear(values, self.weight_in, self.bias_in))
+            hidden = self._activation()(samples.linear(values, self.weight_in, self.bias_in))
             return samples.linear(hidden, self.weight_out, self.bias_out)
 
         return run_stacked(x, routing, expert_forward, self.dispatcher)

@@ -6,6 +6,7 @@ from moesaic.layers.patch_moe import PatchMoE
 from moesaic.layers.recording import RoutedLayer, RoutingHook, record_routing, routed_layers, routing_hook
 from moesaic.layers.routed_head import RoutedHead
 from moesaic.layers.sample_moe import SampleMoE
+from moesaic.layers.token_moe import TokenMoE
 
 __all__ = [
     "AttentionHead",
@@ -16,6 +17,7 @@ __all__ = [
     "RoutedLayer",
     "RoutingHook",
     "SampleMoE",
+    "TokenMoE",
     "create_head",
     "record_routing",
     "routed_layers",

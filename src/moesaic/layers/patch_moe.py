@@ -17,9 +17,9 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts, Experts
 from moesaic.input_checks import check_feature_map, check_tensor
 from moesaic.layers.recording import RoutedLayer
+from moesaic.layers.routed_map import check_agreement, route_map, run_slots
 from moesaic.ops import Combine, Context, GateOn, PatchSelection, PatchSpec, autocast_dtype
 from moesaic.ops.eager import in_vmap
-from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice, Router, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing_record import Routing
@@ -99,7 +99,8 @@ class PatchMoE(RoutedLayer):
         self.pad = pad
         if isinstance(experts, Experts):
             self.experts = experts
-            _check_agreement(
+            check_agreement(
+                "PatchMoE",
                 "its experts have",
                 kernel_size=(kernel_size, 1, experts.kernel_size),
                 expert_norm=(expert_norm, False, experts.norm is not None),
@@ -125,7 +126,8 @@ class PatchMoE(RoutedLayer):
             )
         self.router = router
         self._patch_size = patch_size
-        _check_agreement(
+        check_agreement(
+            "PatchMoE",
             "its router has",
             patches_per_expert=(patches_per_expert, None, self.patches_per_expert),
             patch_size=(patch_size, 1, self.patch_size),
@@ -165,7 +167,8 @@ class PatchMoE(RoutedLayer):
         memory_format = torch.contiguous_format if plain else torch.channels_last
         padded, routing, selection = self.prepare(x)
         if routing.chooser == "soft":
-            y = self._run_soft(padded, routing)
+            self._check_soft()
+            y = run_slots(self.experts, padded, routing, self.patch_size, self.combine)
         else:
             y = self.experts(padded, routing, self.spec, selection)
         if padded.shape != x.shape:
@@ -213,48 +216,10 @@ class PatchMoE(RoutedLayer):
 
     def _route(self, x: Tensor, size: tuple[int, int]) -> tuple[Routing, PatchSelection | None]:
         """The routing of a map that had this size before it was padded."""
-        selection = None
-        router = self.router
-        # a router that has hooks, or a forward of its own (of its class or set on it), is called as a module
-        is_plain = getattr(router.forward, "__func__", None) is ExpertChoice.forward and not has_hooks(router)
-        if isinstance(router, ExpertChoice) and is_plain:
-            routing, selection = router.select(x)
-        else:
-            routing = router(x)
-        if routing.experts != len(self.experts):
-            raise ValueError(
-                f"PatchMoE: the router routes to {routing.experts} experts, but the layer has {len(self.experts)}; "
-                "build both for the same number"
-            )
-        if routing.batch != x.shape[0]:
-            raise ValueError(f"PatchMoE: the router returned {routing.batch} images for a batch of {x.shape[0]}")
-        grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
-        if routing.grid != grid:
-            raise ValueError(
-                f"PatchMoE: the router returned a grid of {routing.grid} for a map of {grid[0]}×{grid[1]} patches; "
-                f"its patch_size must be the layer's, {self.patch_size}"
-            )
+        routing, selection = route_map("PatchMoE", self.router, x, len(self.experts), self.patch_size)
         if size != (x.shape[2], x.shape[3]):
             routing = replace(routing, extent=(size[0] / self.patch_size, size[1] / self.patch_size))
         return routing, selection
-
-    def _run_soft(self, x: Tensor, routing: Routing) -> Tensor:
-        """Mix patches into slots, run each expert on its slots as isolated patches, mix back."""
-        self._check_soft()
-        assert routing.dispatch is not None and routing.grid is not None
-        p, (rows, columns) = self.patch_size, routing.grid
-        B, E, S = routing.batch, routing.experts, routing.dispatch.shape[3]
-        patches = x.reshape(B, self.in_channels, rows, p, columns, p).movedim(4, 3).flatten(2, 3)
-        slots = torch.einsum("bnes,bcnij->bciesj", routing.dispatch.to(x.dtype), patches).flatten(3)
-        own = torch.arange(E * S, device=x.device).view(1, E, S).expand(B, E, S)
-        scores, gate = routing.scores.new_zeros(B, E * S, E), torch.ones_like(own, dtype=routing.gate.dtype)
-        slot_routing = Routing("patch", scores, own, gate, "expert", grid=(1, E * S), may_drop=False)
-        y = self.experts(slots, slot_routing, PatchSpec(p, "output", "patch", "sum"))
-        y = y.view(*y.shape[:3], E, S, p)
-        axes = "eo" if self.combine == "concat" else "o"
-        y = torch.einsum(f"bnes,boiesj->b{axes}nij", routing.gate.to(y.dtype), y)
-        y = y.reshape(B, self.out_channels, rows, columns, p, p)
-        return y.movedim(4, 3).flatten(4, 5).flatten(2, 3)
 
     def _expert_width(self, experts: int) -> int:
         if self.combine == "sum":
@@ -294,11 +259,3 @@ class PatchMoE(RoutedLayer):
                 f"PatchMoE: the map is {x.dtype}, the weights are {weight.dtype}; convert one of them with "
                 ".to(dtype), or run under torch.autocast"
             )
-
-
-def _check_agreement(owner_has: str, **options: tuple[object, object, object]) -> None:
-    """Refuse options that contradict a given router or experts; each is (requested, default, the object's)."""
-    for name, (requested, default, actual) in options.items():
-        if requested not in (default, actual):
-            its_own = "none" if actual is None else f"{name}={actual!r}"
-            raise ValueError(f"PatchMoE: {name}={requested!r}, but {owner_has} {its_own}; leave {name} out")

@@ -184,10 +184,14 @@ class RescaledExpertChoice(ExpertChoice):
         super().__init__(*args, **options)
         self.summed = summed
 
-    def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
-        routing = super().choose(scores, unit=unit, grid=grid)
-        N, L = scores.shape[1], self.patches_per_expert
-        even = {"one": 1, "softmax_selected": 1 / L, "softmax_all": 1 / N}[self.gate]
+    def choose(
+        self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None, mask: Tensor | None = None
+    ) -> Routing:
+        routing = super().choose(scores, unit=unit, grid=grid, mask=mask)
+        N, L = scores.shape[1], self.count(scores.shape[1])
+        even = {"one": 1, "softmax_selected": 1 / L, "softmax_all": 1 / N, "softmax_experts": 1 / self.experts}[
+            self.gate
+        ]
         factor = N / (L * even * (self.experts if self.summed else 1))
         return replace(routing, gate=routing.gate * factor)
 

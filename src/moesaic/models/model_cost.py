@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.experts import MLPExperts, PatchNetExperts
-from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE
+from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
 from moesaic.ops.channel.masked import open_channels
@@ -32,7 +32,7 @@ __all__ = ["LayerCost", "ModelCost", "count_macs", "eval_mode"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ROUTED = (PatchMoE, SampleMoE, ChannelMoE, ConsumerConv, ChannelGate, EmbeddingNetwork)
+_ROUTED = (PatchMoE, TokenMoE, SampleMoE, ChannelMoE, ConsumerConv, ChannelGate, EmbeddingNetwork)
 _COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROUTED)
 
 
@@ -199,7 +199,9 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
         return [replace(row, dense_macs=0, routed=True) for row in rows]
     parameters = _new_parameters(layer, seen)
     if isinstance(layer, PatchMoE):
-        return [_patch_row(name, layer, x, parameters)]
+        return [_patch_row(name, layer, x, parameters, layer.patch_size**2)]
+    if isinstance(layer, TokenMoE):
+        return [_patch_row(name, layer, x, parameters, 1)]
     if isinstance(layer, ChannelGate):
         return [LayerCost(name, kind, parameters, x.shape[0] * layer.weight.numel(), 0, True)]
     if isinstance(layer, ConsumerConv):
@@ -255,11 +257,12 @@ def _open_channel_count(routing: Routing, channels: int, block: int) -> int:
     return min(routing.gate.shape[2] * block, channels)
 
 
-def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerCost:
+def _patch_row(name: str, layer: PatchMoE | TokenMoE, x: Tensor, parameters: int, positions: int) -> LayerCost:
+    """The cost of a layer that routes patches of so many positions; a token has one."""
     routing, experts = layer.route(x), layer.experts
-    pixels = routing.batch * routing.units * layer.patch_size**2  # of all maps, padded, whatever their memory format
+    pixels = routing.batch * routing.units * positions  # of all maps, padded, whatever their memory format
     weights = _matrix_weights(experts)
-    dense, padded = x.numel() // layer.in_channels * weights, pixels * weights
+    dense, padded = x.numel() // experts.in_channels * weights, pixels * weights
     if isinstance(layer.router, Router):
         router = routing.batch * routing.units * layer.router.weight.numel()
     else:
@@ -267,7 +270,7 @@ def _patch_row(name: str, layer: PatchMoE, x: Tensor, parameters: int) -> LayerC
     places = routing.batch * routing.units * routing.experts
     if routing.dispatch is not None:  # slots in place of patches, with dispatch and combine over all patches
         slots = routing.experts * routing.dispatch.shape[3]
-        mixing = slots * pixels * (layer.in_channels + experts.out_channels)
+        mixing = slots * pixels * (experts.in_channels + experts.out_channels)
         macs = padded * slots * routing.batch // places + mixing
     else:
         taken = routing.index.numel() if routing.index is not None and not routing.may_drop else int(routing.load.sum())

@@ -1,26 +1,28 @@
-"""Expert choice: every expert takes its top-scoring patches of each image.
+"""Expert choice: every expert takes its top-scoring patches or tokens of each image.
 
 Chowdhury et al. 2023, Section 3.1 (J_s(x), the top-l patches of expert s) and eqs. 3 and 4, the latter with the
 exponential in the denominator that is missing in print. Each image is routed on its own and every expert takes the same
-number of patches, so shapes are static and loads are balanced.
+number of patches, so shapes are static and loads are balanced. Zhou et al. 2022 for tokens: a softmax over experts
+comes first, and the number is a capacity.
 """
 
 from __future__ import annotations
 
-from typing import get_args
+import math
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.input_checks import check_feature_map
-from moesaic.ops import PatchSelection, Softmax, run_expert_choice
-from moesaic.routing.router import Router, stable_topk
-from moesaic.routing_record import Routing, Unit
+from moesaic.ops import PatchSelection, run_expert_choice
+from moesaic.routing.router import Router, mask_scores, stable_topk
+from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
 __all__ = ["ExpertChoice", "ExpertGate"]
 
-ExpertGate = Softmax
+ExpertGate = Literal["softmax_selected", "softmax_all", "softmax_experts", "one"]
 
 
 class ExpertChoice(Router):
@@ -30,7 +32,11 @@ class ExpertChoice(Router):
 
     - ``"softmax_selected"``: softmax over the expert's selected patches; sums to 1 (print)
     - ``"softmax_all"``: softmax over all patches; the selected ones sum to less than 1 (the released code)
+    - ``"softmax_experts"``: softmax over the experts, which also decides the choice (Zhou et al. 2022); about 1/E
     - ``"one"``: 1; the router then gets no gradient (separate training, eq. 3)
+
+    With ``capacity`` in place of ``patches_per_expert``, an expert selects ``ceil(capacity · N / E)`` of N patches, at
+    least one and at most all: with a capacity of 1, all experts together select as many patches as there are.
 
     >>> import torch, moesaic
     >>> router = moesaic.ExpertChoice(3, experts=4, patches_per_expert=2, patch_size=8)
@@ -43,19 +49,29 @@ class ExpertChoice(Router):
         self,
         in_channels: int,
         experts: int,
-        patches_per_expert: int,
+        patches_per_expert: int | None = None,
         patch_size: int = 1,
         *,
+        capacity: float | None = None,
         gate: ExpertGate = "softmax_selected",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_channels, experts, patch_size, device=device, dtype=dtype)
-        check_positive("ExpertChoice", patches_per_expert=patches_per_expert)
+        if (patches_per_expert is None) == (capacity is None):
+            given = "both are given" if capacity is not None else "both are missing"
+            raise TypeError(f"ExpertChoice: patches_per_expert and capacity: {given}; give one of them")
+        if patches_per_expert is not None:
+            check_positive("ExpertChoice", patches_per_expert=patches_per_expert)
+        if capacity is not None:
+            check_numbers("ExpertChoice", "above 0", lambda value: 0 < value < math.inf, {"capacity": capacity})
         self.patches_per_expert = patches_per_expert
+        self.capacity = capacity
         self.gate: ExpertGate = check_choice("ExpertChoice", "gate", gate, get_args(ExpertGate))
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
+        if mask is not None:
+            return super().forward(x, mask)
         routing, _ = self.select(x)
         return routing
 
@@ -64,25 +80,53 @@ class ExpertChoice(Router):
         selection = None
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
             check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size, self.weight)
-            selection = run_expert_choice(x, self.weight, self.patches_per_expert, self.gate)
+            if self.gate != "softmax_experts":  # for which there is no kernel
+                units = (x.shape[2] // self.patch_size) * (x.shape[3] // self.patch_size)
+                selection = run_expert_choice(x, self.weight, self.count(units), self.gate)
         return (super().forward(x), None) if selection is None else (selection.routing, selection)
 
-    def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
+    def count(self, units: int) -> int:
+        """Returns L, how many of so many patches or tokens of an image an expert selects.
+
+        >>> ExpertChoice(3, experts=4, capacity=1.0).count(49)
+        13
+        """
+        if self.patches_per_expert is not None:
+            return self.patches_per_expert
+        assert self.capacity is not None
+        exact = self.capacity * units / self.experts
+        return min(max(math.ceil(round(exact, 6)), 1), units)  # 1.1 · 100 / 10 is 11.000000000000002
+
+    def choose(
+        self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None, mask: Tensor | None = None
+    ) -> Routing:
         N = scores.shape[1]
-        if self.patches_per_expert > N:
+        L = self.count(N)
+        if L > N:
             where = f"a {grid[0]}×{grid[1]} grid" if grid else "the input"
             raise ValueError(
                 f"ExpertChoice: patches_per_expert={self.patches_per_expert}, but {where} has only {N} patches; "
                 f"take at most {N}, or cut the map into more patches with a smaller patch_size"
             )
-        scores_BEN = scores.transpose(1, 2)
-        index_BEL = stable_topk(scores_BEN, self.patches_per_expert)
+        compared = scores.softmax(-1) if self.gate == "softmax_experts" else scores
+        compared_BEN = mask_scores(compared, mask).transpose(1, 2)
+        index_BEL = stable_topk(compared_BEN, L)
         if self.gate == "softmax_all":
-            gate_BEL = scores_BEN.softmax(-1).gather(-1, index_BEL)
+            gate_BEL = compared_BEN.softmax(-1).gather(-1, index_BEL)
         else:
-            gate_BEL = scores_BEN.gather(-1, index_BEL)
-            gate_BEL = gate_BEL.softmax(-1) if self.gate == "softmax_selected" else torch.ones_like(gate_BEL)
-        return Routing(unit, scores, index_BEL, gate_BEL, "expert", grid=grid, may_drop=False)
+            gate_BEL = compared_BEN.gather(-1, index_BEL)
+            if self.gate == "softmax_selected":
+                gate_BEL = gate_BEL.softmax(-1)
+            elif self.gate == "one":
+                gate_BEL = torch.ones_like(gate_BEL)
+        if mask is not None:  # fewer units than L leave places empty
+            used = mask.unsqueeze(1).expand(compared_BEN.shape).gather(-1, index_BEL)
+            index_BEL, gate_BEL = index_BEL.where(used, UNASSIGNED), gate_BEL.where(used, 0)
+        return Routing(unit, scores, index_BEL, gate_BEL, "expert", grid=grid, may_drop=mask is not None)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, patches_per_expert={self.patches_per_expert}, gate={self.gate!r}"
+        if self.capacity is not None:
+            count = f"capacity={self.capacity}"
+        else:
+            count = f"patches_per_expert={self.patches_per_expert}"
+        return f"{super().extra_repr()}, {count}, gate={self.gate!r}"

@@ -6,6 +6,7 @@ Section 3.1: g = ⟨w_s, x^(j)⟩). To write a router, subclass ``Router`` and i
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Literal
 
@@ -20,7 +21,7 @@ from moesaic.ops import autocast_off
 from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing_record import Routing, Unit
 
-__all__ = ["Noise", "Router", "batch_invariant_matmul", "sample_noise", "stable_topk"]
+__all__ = ["Noise", "Router", "batch_invariant_matmul", "mask_scores", "sample_noise", "stable_topk"]
 
 Noise = Literal["uniform", "gaussian", "gumbel"]
 """Noise on scores for exploration: uniform as in Chen et al. 2022, Gaussian as in Riquelme et al. 2021, or Gumbel,
@@ -70,14 +71,27 @@ class Router(nn.Module):
             N, D, E = (H // p) * (W // p), p * p * C, self.weight.shape[0]
             return batch_invariant_matmul(patches.reshape(B * N, D), kernels.reshape(D, E)).reshape(B, N, E)
 
-    def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
-        """Returns the routing for scores (B, N, E); implemented by subclasses."""
+    def choose(
+        self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None, mask: Tensor | None = None
+    ) -> Routing:
+        """Returns the routing for scores (B, N, E); implemented by subclasses.
+
+        Units where ``mask`` (B, N) is False are padding: no expert gets them, and they do not count. It is passed only
+        if there is one, so that a router for units without padding need not have the parameter.
+        """
         raise TypeError(f"{type(self).__name__} does not implement choose(scores, unit, grid)")
 
-    def forward(self, x: Tensor) -> Routing:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Routing:
         check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size, self.weight)
         grid = (x.shape[2] // self.patch_size, x.shape[3] // self.patch_size)
-        return self.choose(self.scores(x), unit="patch", grid=grid)
+        if mask is None:
+            return self.choose(self.scores(x), unit="patch", grid=grid)
+        if "mask" not in inspect.signature(self.choose).parameters:
+            raise TypeError(
+                f"{type(self).__name__}: choose() has no parameter mask, so it cannot route padded tokens; add "
+                "mask=None to it, or route without a mask"
+            )
+        return self.choose(self.scores(x), unit="patch", grid=grid, mask=mask)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, experts={self.experts}, patch_size={self.patch_size}"
@@ -109,6 +123,16 @@ def stable_topk(scores: Tensor, k: int) -> Tensor:
         # ONNX has no stable sort, but its TopK prefers the lower index; torch.topk leaves ties undefined
         return scores.topk(k).indices
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def mask_scores(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Returns scores (B, N, …) in which units outside of ``mask`` (B, N) come last and have no weight in a softmax.
+
+    They get the lowest finite number rather than -inf, so that a softmax over padding alone is not NaN.
+    """
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask.view(*mask.shape, *[1] * (scores.ndim - 2)), torch.finfo(scores.dtype).min)
 
 
 def sample_noise(

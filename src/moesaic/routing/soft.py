@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_positive
-from moesaic.routing.router import Router
+from moesaic.routing.router import Router, mask_scores
 from moesaic.routing_record import Routing, Unit
 
 __all__ = ["SoftRouter"]
@@ -61,16 +61,21 @@ class SoftRouter(Router):
         kernel_norm = self.weight.to(dtype).square().sum((1, 2, 3)).clamp_min(1e-12).sqrt()
         return dots / patch_norm / kernel_norm * self.scale.to(dtype)
 
-    def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
+    def choose(
+        self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None, mask: Tensor | None = None
+    ) -> Routing:
         shape = (*scores.shape[:2], self.experts, self.slots_per_expert)
+        gate, dispatch = scores.softmax(2), mask_scores(scores, mask).softmax(1)
+        if mask is not None:
+            gate, dispatch = (each.where(mask.unsqueeze(-1), 0) for each in (gate, dispatch))
         return Routing(
             unit,
             scores=scores.view(shape),
             index=None,
-            gate=scores.softmax(2).view(shape),
+            gate=gate.view(shape),
             chooser="soft",
             grid=grid,
-            dispatch=scores.softmax(1).view(shape),
+            dispatch=dispatch.view(shape),
             may_drop=False,
         )
 

@@ -78,7 +78,9 @@ class TokenChoice(Router):
         self.in_eval = in_eval
         self.generator = generator
 
-    def choose(self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None) -> Routing:
+    def choose(
+        self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None, mask: Tensor | None = None
+    ) -> Routing:
         active = self.training or self.in_eval
         noisy = scores
         if self.noise is not None and active:
@@ -89,17 +91,22 @@ class TokenChoice(Router):
         else:
             gate_BNK = scores.gather(-1, index_BNK)
             gate_BNK = gate_BNK.softmax(-1) if self.gate == "softmax_selected" else torch.ones_like(gate_BNK)
+        if mask is not None:
+            index_BNK = index_BNK.where(mask.unsqueeze(-1), UNASSIGNED)
+            gate_BNK = gate_BNK.where(mask.unsqueeze(-1), 0.0)
         dropping = self.capacity_factor is not None and active
         if dropping:
-            probability_BN1 = scores.detach().softmax(-1).gather(-1, index_BNK[..., :1])
+            first_BN1 = index_BNK[..., :1].clamp_min(0)
+            probability_BN1 = scores.detach().softmax(-1).gather(-1, first_BN1)
             if self.global_batch is None:
-                within = self._within_capacity(index_BNK, probability_BN1)
+                within = self._within_capacity(index_BNK, probability_BN1, padded=mask is not None)
             else:  # all images of the batch share the capacity
-                gather = self.global_batch.gather
-                within = self.global_batch.own(self._within_capacity(gather(index_BNK), gather(probability_BN1)))
+                whole = self.global_batch.gather(index_BNK), self.global_batch.gather(probability_BN1)
+                within = self.global_batch.own(self._within_capacity(*whole, padded=mask is not None))
             index_BNK = index_BNK.where(within, UNASSIGNED)
             gate_BNK = gate_BNK.where(within, 0.0)
-        return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=dropping)
+        may_drop = dropping or mask is not None
+        return Routing(unit, scores, index_BNK, gate_BNK, "unit", grid=grid, may_drop=may_drop)
 
     def capacity(self, units: int) -> int:
         """Returns the capacity of an expert for a batch of ``units`` units."""
@@ -108,15 +115,24 @@ class TokenChoice(Router):
         exact = self.capacity_factor * units * self.top_k / self.experts
         return min(units, math.ceil(round(exact, 6)))  # 1.1 · 100 / 10 is 11.000000000000002 in floating point
 
-    def _within_capacity(self, index_BNK: Tensor, probability_BN1: Tensor) -> Tensor:
-        """Whether each choice is within capacity; first choices precede others, likelier units precede others."""
+    def _within_capacity(self, index_BNK: Tensor, probability_BN1: Tensor, padded: bool) -> Tensor:
+        """Whether each choice is within capacity; first choices precede others, likelier units precede others.
+
+        Unassigned units are padding: they take no place, and if there may be some, the capacity is that of the others.
+        """
         B, N, K = index_BNK.shape
+        capacity: int | Tensor = self.capacity(B * N)
+        if padded:  # the same, without waiting for the device
+            units = (index_BNK[..., 0] != UNASSIGNED).sum().double()
+            assert self.capacity_factor is not None
+            exact = self.capacity_factor * units * self.top_k / self.experts
+            capacity = torch.minimum((1e6 * exact).round().div(1e6).ceil(), units)
         order = stable_topk(probability_BN1.flatten(), B * N)
         choice_KU = index_BNK.reshape(B * N, K)[order].T
         one_hot = (choice_KU.reshape(-1, 1) == torch.arange(self.experts, device=order.device)).long()
         position_KU = ((one_hot.cumsum(0) - 1) * one_hot).sum(-1).view(K, B * N)
         within = torch.zeros_like(position_KU, dtype=torch.bool)
-        within = within.scatter(1, order.expand(K, B * N), position_KU < self.capacity(B * N))
+        within = within.scatter(1, order.expand(K, B * N), position_KU < capacity)
         return within.T.reshape(B, N, K)
 
     def extra_repr(self) -> str:

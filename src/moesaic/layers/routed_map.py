@@ -1,0 +1,67 @@
+"""What `PatchMoE` and `TokenMoE` share: routing a map by a router, and running experts on the slots of soft routing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.experts import Experts
+from moesaic.ops import Combine, PatchSelection, PatchSpec
+from moesaic.ops.hooks import has_hooks
+from moesaic.routing import ExpertChoice
+from moesaic.routing_record import Routing
+
+__all__ = ["check_agreement", "route_map", "run_slots"]
+
+
+def route_map(
+    owner: str, router: nn.Module, x: Tensor, experts: int, patch_size: int, mask: Tensor | None = None
+) -> tuple[Routing, PatchSelection | None]:
+    """Returns the routing of a map (B, C, H, W), and the state of the choice where kernels made it."""
+    selection = None
+    # a router that has hooks, or a forward of its own (of its class or set on it), is called as a module
+    is_plain = getattr(router.forward, "__func__", None) is ExpertChoice.forward and not has_hooks(router)
+    if isinstance(router, ExpertChoice) and is_plain and mask is None:
+        routing, selection = router.select(x)
+    else:
+        routing = router(x) if mask is None else router(x, mask=mask)
+    if routing.experts != experts:
+        raise ValueError(
+            f"{owner}: the router routes to {routing.experts} experts, but the layer has {experts}; "
+            "build both for the same number"
+        )
+    if routing.batch != x.shape[0]:
+        raise ValueError(f"{owner}: the router returned {routing.batch} images for a batch of {x.shape[0]}")
+    grid = (x.shape[2] // patch_size, x.shape[3] // patch_size)
+    if routing.grid != grid:
+        raise ValueError(
+            f"{owner}: the router returned a grid of {routing.grid} for a map of {grid[0]}×{grid[1]} patches; "
+            f"its patch_size must be the layer's, {patch_size}"
+        )
+    return routing, selection
+
+
+def run_slots(experts: Experts, x: Tensor, routing: Routing, patch_size: int, combine: Combine) -> Tensor:
+    """Mixes the patches of a map into slots, runs each expert on its slots as isolated patches, and mixes back."""
+    assert routing.dispatch is not None and routing.grid is not None
+    p, (rows, columns) = patch_size, routing.grid
+    B, E, S = routing.batch, routing.experts, routing.dispatch.shape[3]
+    patches = x.reshape(B, x.shape[1], rows, p, columns, p).movedim(4, 3).flatten(2, 3)
+    slots = torch.einsum("bnes,bcnij->bciesj", routing.dispatch.to(x.dtype), patches).flatten(3)
+    own = torch.arange(E * S, device=x.device).view(1, E, S).expand(B, E, S)
+    scores, gate = routing.scores.new_zeros(B, E * S, E), torch.ones_like(own, dtype=routing.gate.dtype)
+    slot_routing = Routing("patch", scores, own, gate, "expert", grid=(1, E * S), may_drop=False)
+    y = experts(slots, slot_routing, PatchSpec(p, "output", "patch", "sum"))
+    y = y.view(*y.shape[:3], E, S, p)
+    axes = "eo" if combine == "concat" else "o"
+    y = torch.einsum(f"bnes,boiesj->b{axes}nij", routing.gate.to(y.dtype), y)
+    y = y.reshape(B, -1 if B else experts.out_channels * (E if combine == "concat" else 1), rows, columns, p, p)
+    return y.movedim(4, 3).flatten(4, 5).flatten(2, 3)
+
+
+def check_agreement(owner: str, owner_has: str, **options: tuple[object, object, object]) -> None:
+    """Refuses options that contradict a given router or experts; each is (requested, default, the object's)."""
+    for name, (requested, default, actual) in options.items():
+        if requested not in (default, actual):
+            its_own = "none" if actual is None else f"{name}={actual!r}"
+            raise ValueError(f"{owner}: {name}={requested!r}, but {owner_has} {its_own}; leave {name} out")

@@ -1,0 +1,268 @@
+"""``TokenMoE``: an MLP whose experts each process the tokens routed to them, for transformers and their like.
+
+Riquelme et al. 2021 (token choice), Zhou et al. 2022 (expert choice), Puigcerver et al. 2024 (soft slots). Tokens
+(B, N, C) are a channels_last map (B, C, 1, N) without a copy, so that routers, experts and kernels are those of
+`PatchMoE`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moesaic.checks import check_choice, check_numbers, check_positive
+from moesaic.experts import Experts, MLPExperts
+from moesaic.experts.mlp_experts import ActivationName
+from moesaic.input_checks import check_tensor
+from moesaic.layers.recording import RoutedLayer
+from moesaic.layers.routed_map import check_agreement, route_map, run_slots
+from moesaic.ops import PatchSelection, PatchSpec, autocast_dtype
+from moesaic.routing import ExpertChoice, Router
+from moesaic.routing.expert_choice import ExpertGate
+from moesaic.routing_record import Routing
+
+__all__ = ["Prefix", "TokenMoE"]
+
+Prefix = Literal["join", "bypass"]
+
+_SPEC = PatchSpec(patch_size=1, gate_on="output", context="patch", combine="sum")
+
+
+class TokenMoE(RoutedLayer):
+    """Routes tokens (B, N, C), or maps (B, H, W, C), to experts; it replaces the MLP of a transformer.
+
+    With S_n the experts that process token n, and g_en their gates:
+
+        y_n = Σ_{e ∈ S_n} g_en · expert_e(x_n)
+
+    A token that no expert processes has the output 0: the residual connection around the layer carries it.
+
+    Args:
+        dim: C, features of a token.
+        experts: Number of MLPs, or an ``Experts`` object such as ``MLPExperts``, which has its own sizes and options.
+        hidden_dim: J, hidden neurons of an expert; None: 4 · dim.
+        out_dim: Features of an output; None: dim.
+        tokens_per_expert: L, tokens of each image that an expert selects; or give ``capacity``.
+        capacity: Tokens per expert as a multiple of N / E, so that ``capacity`` experts process a token on average:
+            L = ceil(capacity · N / E).
+        activation: Of the hidden neurons.
+        bias: Whether the experts have biases.
+        gate: Of expert choice: ``"softmax_experts"``, ``"softmax_selected"``, ``"softmax_all"`` or ``"one"``; see
+            ``ExpertChoice``. Gates of the first kind do not shrink as L grows.
+        dropout: Dropout of the hidden neurons and of the output, in training.
+        prefix_tokens: Leading tokens that have no place on the grid: class and register tokens.
+        prefix: Whether prefix tokens ``"join"`` the others, or ``"bypass"`` the layer; then their output is 0.
+        grid: Rows and columns of the tokens after the prefix, for overlays; None: those of a map (B, H, W, C), and of
+            N tokens a square if there is one.
+        router: Another router in place of expert choice: ``TokenChoice(dim, experts)``, ``SoftRouter(dim, experts)``.
+
+    >>> import torch, moesaic
+    >>> layer = moesaic.TokenMoE(192, experts=8, hidden_dim=384, capacity=2.0, prefix_tokens=1)
+    >>> with moesaic.record_routing(layer) as routing:
+    ...     y = layer(torch.randn(2, 197, 192))
+    >>> y.shape, routing[""].index.shape, routing[""].grid
+    (torch.Size([2, 197, 192]), torch.Size([2, 8, 50]), (14, 14))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        experts: int | Experts,
+        hidden_dim: int | None = None,
+        out_dim: int | None = None,
+        tokens_per_expert: int | None = None,
+        capacity: float | None = None,
+        activation: ActivationName = "gelu",
+        bias: bool = True,
+        gate: ExpertGate = "softmax_experts",
+        dropout: float = 0.0,
+        prefix_tokens: int = 0,
+        prefix: Prefix = "join",
+        grid: tuple[int, int] | None = None,
+        router: Router | nn.Module | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_positive("TokenMoE", dim=dim)
+        check_numbers("TokenMoE", "from 0 to below 1", lambda value: 0 <= value < 1, {"dropout": dropout})
+        if prefix_tokens:
+            check_positive("TokenMoE", prefix_tokens=prefix_tokens)
+        if grid is not None:
+            check_positive("TokenMoE", **dict(zip(("grid[0]", "grid[1]"), grid, strict=True)))
+        self.dim = dim
+        self.prefix_tokens = prefix_tokens
+        self.prefix: Prefix = check_choice("TokenMoE", "prefix", prefix, get_args(Prefix))
+        self.grid = grid
+        if isinstance(experts, Experts):
+            self.experts = experts
+            _check_experts(experts, dim, hidden_dim, out_dim, bias)
+        else:
+            check_positive("TokenMoE", experts=experts)
+            self.experts = MLPExperts(
+                experts,
+                dim,
+                4 * dim if hidden_dim is None else hidden_dim,
+                dim if out_dim is None else out_dim,
+                activation=activation,
+                bias=bias,
+                dropout=dropout,
+                device=device,
+                dtype=dtype,
+            )
+        self.out_dim = self.experts.out_channels
+        self.drop = nn.Dropout(dropout)
+        if router is None:
+            if (tokens_per_expert is None) == (capacity is None):
+                given = "both are given" if capacity is not None else "both are missing"
+                raise TypeError(f"TokenMoE: tokens_per_expert and capacity: {given}; give one of them, or a router")
+            if tokens_per_expert is not None:
+                check_positive("TokenMoE", tokens_per_expert=tokens_per_expert)
+            count = {"patches_per_expert": tokens_per_expert, "capacity": capacity}
+            router = ExpertChoice(dim, len(self.experts), **count, gate=gate, device=device, dtype=dtype)  # pyright: ignore[reportArgumentType]
+        elif not isinstance(router, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeError(
+                f"TokenMoE: router={router!r} is a {type(router).__name__}; give a router object such as "
+                f"moesaic.TokenChoice({dim}, {len(self.experts)})"
+            )
+        self.router = router
+        check_agreement(
+            "TokenMoE",
+            "its router has",
+            tokens_per_expert=(tokens_per_expert, None, self.tokens_per_expert),
+            capacity=(capacity, None, self.capacity),
+            gate=(gate, "softmax_experts", self.gate),
+        )
+        if getattr(router, "patch_size", 1) != 1:
+            raise ValueError(f"TokenMoE: the router has patch_size={router.patch_size}; a token is one position: use 1")
+
+    @property
+    def tokens_per_expert(self) -> int | None:
+        """L, or None if the router has no such number."""
+        return getattr(self.router, "patches_per_expert", None)
+
+    @property
+    def capacity(self) -> float | None:
+        """The capacity of expert choice, or None if the router has none."""
+        found = getattr(self.router, "capacity", None)
+        return found if isinstance(found, int | float) else None  # TokenChoice has a method of that name
+
+    @property
+    def gate(self) -> str | None:
+        return getattr(self.router, "gate", None)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Runs the experts on tokens; those where ``mask`` (B, N) is False are padding and have the output 0."""
+        x_map, routing, selection, grid = self._prepare(x, mask)
+        self._call_routing_hooks(self._record(routing, grid))
+        if routing.chooser == "soft":
+            y = run_slots(self.experts, x_map, routing, 1, "sum")
+        else:
+            y = self.experts(x_map, routing, _SPEC, selection)
+        y = self.drop(y.squeeze(2).transpose(1, 2))
+        if self._bypassed:
+            y = F.pad(y, (0, 0, self._bypassed, 0))
+        return y.reshape(*x.shape[:-1], self.out_dim)
+
+    def route(self, x: Tensor, mask: Tensor | None = None) -> Routing:
+        """The routing of tokens, without running the experts."""
+        _, routing, _, grid = self._prepare(x, mask)
+        return self._record(routing, grid)
+
+    def extra_repr(self) -> str:
+        prefix = f", prefix_tokens={self.prefix_tokens}, prefix={self.prefix!r}" if self.prefix_tokens else ""
+        return f"{self.dim}, {self.out_dim}{prefix}"
+
+    @property
+    def _bypassed(self) -> int:
+        return self.prefix_tokens if self.prefix == "bypass" else 0
+
+    def _prepare(
+        self, x: Tensor, mask: Tensor | None
+    ) -> tuple[Tensor, Routing, PatchSelection | None, tuple[int, int] | None]:
+        """Checks tokens and routes them: the map that experts read, its routing, the state of kernels, the grid."""
+        self._check_input(x, mask)
+        tokens = x.flatten(1, -2)
+        grid = self._grid_of(x, tokens.shape[1])
+        if self._bypassed:
+            tokens = tokens[:, self._bypassed :]
+            mask = None if mask is None else mask.flatten(1)[:, self._bypassed :]
+        mask = None if mask is None else mask.flatten(1)
+        x_map = tokens.contiguous().transpose(1, 2).unsqueeze(2)  # channels_last
+        routing, selection = route_map("TokenMoE", self.router, x_map, len(self.experts), 1, mask)
+        return x_map, routing, selection, grid
+
+    def _record(self, routing: Routing, grid: tuple[int, int] | None) -> Routing:
+        """The routing as one of tokens: experts run on that of a map of one row."""
+        return replace(routing, unit="token", grid=grid, prefix=self.prefix_tokens - self._bypassed)
+
+    def _grid_of(self, x: Tensor, tokens: int) -> tuple[int, int] | None:
+        if x.ndim == 4:
+            return (x.shape[1], x.shape[2])
+        left = tokens - self.prefix_tokens
+        if self.grid is not None:
+            if math.prod(self.grid) != left:
+                raise ValueError(
+                    f"TokenMoE: {tokens} tokens, of which {left} follow the prefix, are no grid of "
+                    f"{self.grid[0]}×{self.grid[1]}; set grid to their rows and columns, or to None"
+                )
+            return self.grid
+        side = math.isqrt(left)
+        return (side, side) if side * side == left else None
+
+    def _check_input(self, x: Tensor, mask: Tensor | None) -> None:
+        weight = next(self.experts.parameters())
+        check_tensor("TokenMoE", x, "tokens (B, N, C)", weight)
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"TokenMoE: takes tokens (B, N, C) or maps (B, H, W, C), got {x.ndim} axes {tuple(x.shape)}; give a "
+                "single image a batch axis with x[None]"
+            )
+        if x.shape[-1] != self.dim:
+            raise ValueError(
+                f"TokenMoE: dim={self.dim}, got tokens of {x.shape[-1]} features {tuple(x.shape)}; features are the "
+                "last axis: x.movedim(1, -1) of a map (B, C, H, W)"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"TokenMoE: takes floating-point tokens, got {x.dtype}; convert with x.float()")
+        tokens = math.prod(x.shape[1:-1])
+        if x.ndim == 4 and self.prefix_tokens:
+            raise ValueError(
+                f"TokenMoE: prefix_tokens={self.prefix_tokens}, but a map {tuple(x.shape)} has none; give tokens "
+                "(B, N, C)"
+            )
+        if tokens <= self.prefix_tokens:
+            raise ValueError(
+                f"TokenMoE: {tokens} tokens, of which prefix_tokens={self.prefix_tokens}; at least one must follow them"
+            )
+        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
+            raise ValueError(
+                f"TokenMoE: mask is {mask.dtype} {tuple(mask.shape)}; it must be torch.bool {tuple(x.shape[:-1])}, "
+                "False for padding"
+            )
+        if x.dtype != weight.dtype and autocast_dtype(x) is None:
+            raise TypeError(
+                f"TokenMoE: the tokens are {x.dtype}, the weights are {weight.dtype}; convert one of them with "
+                ".to(dtype), or run under torch.autocast"
+            )
+
+
+def _check_experts(experts: Experts, dim: int, hidden_dim: int | None, out_dim: int | None, bias: bool) -> None:
+    check_agreement(
+        "TokenMoE",
+        "its experts have",
+        hidden_dim=(hidden_dim, None, getattr(experts, "hidden_channels", None)),
+        out_dim=(out_dim, None, experts.out_channels),
+        bias=(bias, True, experts.has_bias),
+    )
+    if experts.in_channels != dim or experts.kernel_size != 1 or experts.norm is not None:
+        raise ValueError(
+            f"TokenMoE: the experts take {experts.in_channels} features with kernel_size={experts.kernel_size}"
+            f"{' and a norm' * (experts.norm is not None)}; dim={dim} needs {dim} features, kernel_size=1 and no norm"
+        )
