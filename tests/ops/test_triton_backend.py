@@ -279,7 +279,7 @@ def loss(scores, gate, seed):
 
 
 @pytest.mark.parametrize("on", TYPES)
-@pytest.mark.parametrize("softmax", ["softmax_selected", "softmax_all", "one"])
+@pytest.mark.parametrize("softmax", ["softmax_selected", "softmax_all", "softmax_experts", "one"])
 @pytest.mark.parametrize("wide_router", [True, False])
 @pytest.mark.parametrize("shape", [(2, 5, 6, 6, 3, 2, 2), (1, 20, 4, 4, 5, 16, 1), (3, 3, 8, 4, 17, 1, 4)])
 def test_a_map_is_scored_and_every_expert_selects_its_top_patches(shape, wide_router, softmax, on):

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import weakref
 
 import pytest
@@ -49,6 +50,9 @@ LAYERS = [
     {"combine": "sum"},
     {"experts": "mlp", "combine": "sum"},
     {"experts": "mlp", "gate_on": "input", "gate": "softmax_all"},
+    {"experts": "mlp", "combine": "sum", "gate": "softmax_experts"},
+    {"gate": "softmax_experts"},
+    {"patch_size": 2, "kernel_size": 3, "gate": "softmax_experts", "gate_on": "input", "expert_norm": True},
 ]
 
 
@@ -98,12 +102,37 @@ def test_a_layer_equals_the_reference_with_its_router(options, extra, on):
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padded"])
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((2, 7, 8), {"capacity": 1.5}),
+        ((1, 1, 8), {"capacity": 1.0}),
+        ((3, 11, 8), {"capacity": 2.0, "prefix_tokens": 2, "prefix": "bypass", "bias": False}),
+        ((2, 130, 8), {"tokens_per_expert": 3, "activation": "relu"}),  # more than one program ranks at once
+        ((2, 3, 5, 8), {"capacity": 1.0, "gate": "softmax_all"}),
+    ],
+    ids=str,
+)
+def test_tokens_equal_the_reference(shape, options, padded, on):
+    device, dtype = on
+    torch.manual_seed(0)
+    layer = moesaic.TokenMoE(8, experts=3, hidden_dim=16, **options).to(device, dtype)
+    torch.nn.init.normal_(layer.router.weight)
+    x = torch.randn(shape, device=device, dtype=dtype)
+    mask = (torch.arange(math.prod(shape[:-1]), device=device) % 3 != 1).view(shape[:-1]) if padded else None
+    calls = (results(layer, lambda x: layer(x, mask), name, x, device, False) for name in ("triton", "reference"))
+    assert_same(*calls)
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
 @pytest.mark.parametrize(
     ("patch_size", "channels", "experts", "gate", "training"),
     [
         (4, 37, 3, "softmax_all", True),
         (3, 21, 5, "softmax_all", False),
         (3, 5, 3, "softmax_selected", True),
+        (3, 5, 3, "softmax_experts", True),
         (3, 4, 17, "softmax_all", True),  # too many experts to go through their kernels patch by patch
     ],
 )
@@ -210,7 +239,14 @@ def test_channels_last_stores_taps_first_on_a_gpu():
 @pytest.mark.parametrize("on", [CPU_TYPE, *GPU_TYPES[1:]])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"patch_size": 2}, {"patch_size": 6, "patches_per_expert": 1}, {"gate": "softmax_all"}, {"gate": "one"}],
+    [
+        {},
+        {"patch_size": 2},
+        {"patch_size": 6, "patches_per_expert": 1},
+        {"gate": "softmax_all"},
+        {"gate": "softmax_experts"},
+        {"gate": "one"},
+    ],
     ids=str,
 )
 def test_a_layer_of_1x1_experts_equals_the_reference_in_its_dtype(options, on):

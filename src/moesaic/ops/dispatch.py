@@ -35,13 +35,13 @@ __all__ = [
     "Context",
     "ConvWeights",
     "ExpertChoiceBackend",
+    "ExpertGate",
     "GateOn",
     "MLPWeights",
     "Norm",
     "PatchSelection",
     "PatchSpec",
     "Samples",
-    "Softmax",
     "StackedExecutor",
     "backend",
     "backends",
@@ -62,7 +62,7 @@ Context = Literal["map", "patch"]
 Combine = Literal["concat", "sum"]
 Activation = Callable[[Tensor], Tensor]
 ChannelActivation = Literal["relu", "identity"]
-Softmax = Literal["softmax_selected", "softmax_all", "one"]
+ExpertGate = Literal["softmax_selected", "softmax_all", "softmax_experts", "one"]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class PatchSelection:
     routing: Routing
     router: Tensor
     """(E, C, p, p): the kernels the map was scored with."""
-    gate: Softmax
+    gate: ExpertGate
     """How gates come from scores."""
     slots: Tensor
     """(B, E, N): which of its L slots an expert gave to a patch, -1 for none."""
@@ -242,7 +242,7 @@ class Backend(StackedExecutor, Protocol):
 class ExpertChoiceBackend(Protocol):
     """A backend that has kernels for expert choice too."""
 
-    def choose(self, x: Tensor, router: Tensor, patches: int, gate: Softmax) -> PatchSelection | None:
+    def choose(self, x: Tensor, router: Tensor, patches: int, gate: ExpertGate) -> PatchSelection | None:
         """Every expert's top patches of a map (B, C, H, W), or None, which leaves the choice to the router."""
         ...
 
@@ -354,7 +354,7 @@ def explain_backend(x: Tensor, routing: Routing) -> BackendChoice:
     return BackendChoice(name, "; ".join(["the preferred backend of those that fit", *rejected]), refused)
 
 
-def run_expert_choice(x: Tensor, router: Tensor, patches: int, gate: Softmax) -> PatchSelection | None:
+def run_expert_choice(x: Tensor, router: Tensor, patches: int, gate: ExpertGate) -> PatchSelection | None:
     """Every expert's top patches of a map (B, C, H, W) and their gates, or None if no backend has kernels for that."""
     requested = requested_backend()
     names = reversed(_registered) if requested is None else [requested]

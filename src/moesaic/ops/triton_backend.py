@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from moesaic.ops.dispatch import (
     Activation,
     ConvWeights,
+    ExpertGate,
     MLPWeights,
     Norm,
     PatchSelection,
     PatchSpec,
-    Softmax,
     requested_backend,
 )
 from moesaic.ops.eager import in_transform
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["GATE_KINDS", "TritonBackend", "kernel_refusal", "kernels_available", "patch_operands"]
 
 _INSTALLED = find_spec("triton") is not None
-GATE_KINDS: dict[Softmax, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2}
+GATE_KINDS: dict[ExpertGate, int] = {"softmax_selected": 0, "softmax_all": 1, "one": 2, "softmax_experts": 3}
 """Codes of `ExpertChoice`'s gates in kernels."""
 _MAX_PATCHES = 1024
 """Patches of an image, which one program ranks against each other."""
@@ -53,7 +53,7 @@ class TritonBackend(TorchBackend):
             return "its kernels are for patches that experts choose"
         return kernel_refusal(x)
 
-    def choose(self, x: Tensor, router: Tensor, patches: int, gate: Softmax) -> PatchSelection | None:
+    def choose(self, x: Tensor, router: Tensor, patches: int, gate: ExpertGate) -> PatchSelection | None:
         p = router.shape[2]
         grid = (x.shape[2] // p, x.shape[3] // p)
         units = grid[0] * grid[1]

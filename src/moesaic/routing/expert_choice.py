@@ -9,20 +9,18 @@ comes first, and the number is a capacity.
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.input_checks import check_feature_map
-from moesaic.ops import PatchSelection, run_expert_choice
+from moesaic.ops import ExpertGate, PatchSelection, run_expert_choice
 from moesaic.routing.router import Router, mask_scores, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing, Unit
 
 __all__ = ["ExpertChoice", "ExpertGate"]
-
-ExpertGate = Literal["softmax_selected", "softmax_all", "softmax_experts", "one"]
 
 
 class ExpertChoice(Router):
@@ -80,9 +78,8 @@ class ExpertChoice(Router):
         selection = None
         if type(self).scores is Router.scores and type(self).choose is ExpertChoice.choose:
             check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size, self.weight)
-            if self.gate != "softmax_experts":  # for which there is no kernel
-                units = (x.shape[2] // self.patch_size) * (x.shape[3] // self.patch_size)
-                selection = run_expert_choice(x, self.weight, self.count(units), self.gate)
+            units = (x.shape[2] // self.patch_size) * (x.shape[3] // self.patch_size)
+            selection = run_expert_choice(x, self.weight, self.count(units), self.gate)
         return (super().forward(x), None) if selection is None else (selection.routing, selection)
 
     def count(self, units: int) -> int:

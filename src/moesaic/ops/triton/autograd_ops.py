@@ -279,7 +279,7 @@ def _pointwise_backward(
     weight, bias = inputs.weight, contiguous_or_none(inputs.bias)
     dims, taps, gate_dots, grad_scores = routed.dims, weight_to_taps(weight), None, None
     has_router = need_input and routed.router is not None and routed.scores is not None
-    router_columns = pointwise.count_router_columns(dims.p**2) if has_router and not routed.softmax_over_all else 0
+    router_columns = pointwise.count_router_columns(dims.p**2) if has_router and not routed.dense_scores else 0
     gated = None
     if router_columns:
         gated = pointwise.gate_gradients(grad, ungated, dims, routed.index, routed.gate, sums=bias is not None)

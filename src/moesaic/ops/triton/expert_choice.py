@@ -1,6 +1,7 @@
 """Expert choice: scores of patches, each expert's top patches, their gates; and the gradients back.
 
-    scores[b, n, e] = ⟨router[e], patch n of x[b]⟩      gate = softmax(scores) over the selected or all patches, or 1
+    scores[b, n, e] = ⟨router[e], patch n of x[b]⟩
+    gate = softmax(scores) over the selected patches, all patches or the experts, or 1
     grad_x = Σ_e grad_scores · router[e]                grad_router[e] = Σ_b,n grad_scores · patch
 
 Layouts: x (B, H, W, C); router by pixel (E, p², C); scores (B, N, E); index and gate (B, E, L); slots (B, E, N); owners
@@ -11,7 +12,8 @@ Layouts: x (B, H, W, C); router by pixel (E, p², C); scores (B, N, E); index an
     route_kernel                       both at once, where patches are few single pixels
     slots_kernel                       index → slots
     owners_kernel                      slots → owners
-    gate_backward_kernel               gradient of gates → gradient of scores
+    gate_backward_kernel               gradient of gates → gradient of scores, a softmax over patches
+    expert_gate_backward_kernel        the same, a softmax over experts
     score_backward_kernel              gradient of scores → gradient of x, added to an existing one
     router_backward_kernel             gradient of scores → gradient of the router, in splits
     router_backward_selected_kernel    the same where only selected patches have a gradient
@@ -84,9 +86,11 @@ def split_dot(v, w, acc, PIECES: tl.constexpr, ACC: tl.constexpr):
 
 @triton.jit
 def gate_values(score, key, live, selected, GATE_KIND: tl.constexpr, ACC: tl.constexpr, BN: tl.constexpr):
-    """Gates of an expert's patches: see `GATE_KINDS`."""
+    """Gates of an expert's patches: see `GATE_KINDS`. Over experts the softmax was taken before the choice."""
     if GATE_KIND == 2:
         weight = tl.full((BN,), 1.0, ACC)
+    elif GATE_KIND == 3:
+        weight = score
     else:
         among = live
         if GATE_KIND == 0:
@@ -146,6 +150,10 @@ def route_kernel(
         w = tl.load(kernels + j[None, :] * C + c[:, None], mask=cm[:, None] & jm[None, :], other=0)
         total_ = split_dot(v, w, total_, PIECES, ACC)
     tl.store(scores + (b * N + n)[:, None] * E + j[None, :], total_, mask=live[:, None] & jm[None, :])
+    if GATE_KIND == 3:
+        total_ = tl.where(jm[None, :], total_, float("-inf"))
+        total_ = tl.exp(total_ - tl.max(total_, 1)[:, None])
+        total_ = total_ / tl.sum(total_, 1)[:, None]
     for e in tl.static_range(E):
         score = tl.sum(tl.where((j == e)[None, :], total_, 0.0), 1)
         key = tl.where(live, tl.where(score != score, float("inf"), score), float("-inf"))
@@ -177,6 +185,20 @@ def choose_kernel(
         score += tl.load(split_scores + part * (B * N * E) + at, mask=live, other=0)
     if SAVE:
         tl.store(scores + at, score, mask=live)
+    if GATE_KIND == 3:  # two passes over the scores of all experts: their largest, and the sum
+        top_score = score
+        for j in range(E):
+            other = tl.zeros((BN,), ACC)
+            for part in range(S):
+                other += tl.load(split_scores + part * (B * N * E) + at - e + j, mask=live, other=0)
+            top_score = tl.maximum(top_score, other)
+        total_ = tl.zeros((BN,), ACC)
+        for j in range(E):
+            other = tl.zeros((BN,), ACC)
+            for part in range(S):
+                other += tl.load(split_scores + part * (B * N * E) + at - e + j, mask=live, other=0)
+            total_ += tl.exp(other - top_score)
+        score = tl.exp(score - top_score) / total_
     key = tl.where(score != score, float("inf"), score)
     slot = tl.full((BN,), -1, tl.int32)
     for l in range(L):
@@ -261,6 +283,31 @@ def gate_backward_kernel(
             share = tl.where(live, tl.exp(score - tl.max(score, 0)), 0.0)
             share = share / tl.sum(share, 0)
         tl.store(out + (b * N + n) * E + e, own * grad_n - share * inner, mask=live)
+
+
+@triton.jit
+def expert_gate_backward_kernel(
+    gate_dots, gate, scores, slots, out, rows, L,
+    E: tl.constexpr, N: tl.constexpr, A: tl.constexpr, ACC: tl.constexpr, BM: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """Patches of any image, all experts of a patch: out (B, N, E) from ``gate_dots`` (B, E, L, A), summed over A."""
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    e = tl.arange(0, BE)
+    live = (r < rows)[:, None] & (e < E)[None, :]
+    b = r // N
+    slot = tl.load(slots + (b * E * N + r % N)[:, None] + e[None, :] * N, mask=live, other=-1)
+    has = slot >= 0
+    there = (b[:, None] * E + e[None, :]) * L + tl.maximum(slot, 0)
+    own = tl.zeros((BM, BE), ACC)
+    for a in range(A):
+        own += tl.load(gate_dots + there * A + a, mask=has, other=0).to(ACC)
+    own *= tl.load(gate + there, mask=has, other=0).to(ACC)
+    at = r[:, None] * E + e[None, :]
+    score = tl.load(scores + at, mask=live, other=float("-inf")).to(ACC)
+    score = tl.where((r < rows)[:, None], score, 0.0)  # rows behind the last one would be 0 / 0
+    share = tl.exp(score - tl.max(score, 1)[:, None])
+    share = share / tl.sum(share, 1)[:, None]
+    tl.store(out + at, own - share * tl.sum(own, 1)[:, None], mask=live)
 
 
 @triton.jit
@@ -426,7 +473,7 @@ def score_gradient(
     scores: Tensor,
     slots: Tensor,
     gate_kind: int,
-    contiguous_or_none: bool,
+    dense: bool,
     rows: Tensor | None = None,
     router_columns: int = 0,
 ) -> Tensor:
@@ -436,11 +483,19 @@ def score_gradient(
     """
     B, E, L = gate.shape
     N = slots.shape[2]
-    out = torch.empty((B, N, E) if contiguous_or_none else (B, E, L), dtype=acc_dtype(gate.dtype), device=gate.device)
+    out = torch.empty((B, N, E) if dense else (B, E, L), dtype=acc_dtype(gate.dtype), device=gate.device)
+    if gate_kind == GATE_KINDS["softmax_experts"]:
+        BE = power_of_2(E)
+        BM = power_of_2(B * N, most=max(1, 1024 // BE))
+        expert_gate_backward_kernel[(ceil_div(B * N, BM),)](
+            gate_dots, gate, scores, slots, out, B * N, L, E=E, N=N, A=gate_dots.numel() // gate.numel(),
+            ACC=tl_acc(out.dtype), BM=BM, BE=BE, **num_warps(4),
+        )  # fmt: skip
+        return out
     gate_backward_kernel[(B, E)](
         gate_dots, gate, scores, slots, out, rows, L, 0 if rows is None else rows.shape[1],
         STEP=0 if rows is None else rows.shape[2], E=E, N=N, A=gate_dots.numel() // gate.numel(), GATE_KIND=gate_kind,
-        DENSE=contiguous_or_none, ROUTER_COLUMNS=router_columns, ACC=tl_acc(out.dtype), BL=power_of_2(L),
+        DENSE=dense, ROUTER_COLUMNS=router_columns, ACC=tl_acc(out.dtype), BL=power_of_2(L),
         BN=power_of_2(N), **num_warps(1 if N <= 256 else 4),
     )  # fmt: skip
     return out

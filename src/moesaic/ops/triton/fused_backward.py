@@ -44,6 +44,7 @@ from moesaic.ops.triton.launch import (
 )
 from moesaic.ops.triton.norm import norm_backward
 from moesaic.ops.triton.operands import NormTensors, RoutedMap
+from moesaic.ops.triton_backend import GATE_KINDS
 
 __all__ = ["FusedGradients", "applies", "fits", "fused_gradients"]
 
@@ -67,6 +68,8 @@ class FusedGradients:
 def applies(routed: RoutedMap) -> bool:
     """Whether gradients go through norm, gates and router by this module's kernels."""
     has_router = routed.router is not None and routed.scores is not None
+    if routed.options.gate_kind == GATE_KINDS["softmax_experts"]:  # a program goes through the patches of one expert
+        return False
     return routed.norm is not None and routed.options.gate_on_input and has_router and fits(routed.dims)
 
 

@@ -231,6 +231,6 @@ class RoutedMap:
         return None if self.options.gate_on_input else self.gate
 
     @property
-    def softmax_over_all(self) -> bool:
-        """Whether the gate of a patch depends on the scores of all patches."""
-        return self.options.gate_kind == GATE_KINDS["softmax_all"]
+    def dense_scores(self) -> bool:
+        """Whether gates depend on scores of patches that their expert did not select, or on scores of other experts."""
+        return self.options.gate_kind in (GATE_KINDS["softmax_all"], GATE_KINDS["softmax_experts"])

@@ -76,7 +76,7 @@ class InputBackward:
         self.grad_scores: Tensor | None = None
         if self.kernels is not None and gate_dots is not None and routed.scores is not None:
             self.grad_scores = expert_choice.score_gradient(
-                gate_dots, routed.gate, routed.scores, routed.slots, routed.options.gate_kind, routed.softmax_over_all,
+                gate_dots, routed.gate, routed.scores, routed.slots, routed.options.gate_kind, routed.dense_scores,
                 rows, router_columns,
             )  # fmt: skip
 
@@ -86,7 +86,7 @@ class InputBackward:
 
         The former is added while the map's gradient is written; the latter takes a pass of its own.
         """
-        if self.grad_scores is None or self.kernels is None or self.routed.softmax_over_all:
+        if self.grad_scores is None or self.kernels is None or self.routed.dense_scores:
             return None
         return self.grad_scores, self.kernels
 
