@@ -22,7 +22,15 @@ from moesaic.layers.recording import RoutedLayer
 from moesaic.models.model_cost import eval_mode
 from moesaic.ops.hooks import has_hooks
 
-__all__ = ["MapSizes", "convertible_layers", "find_layers", "input_shape", "trace_map_sizes", "why_not_convertible"]
+__all__ = [
+    "MapSizes",
+    "convertible_layers",
+    "find_layers",
+    "input_shape",
+    "trace_map_sizes",
+    "weight_refusal",
+    "why_not_convertible",
+]
 
 MapSizes = Mapping[str, Sequence[tuple[int, int]]]
 """H and W of the maps each layer ran on; empty for layers that ran on other tensors."""
@@ -120,7 +128,7 @@ def why_not_convertible(model: nn.Module, name: str, maps: MapSizes | None = Non
         return f"is a {type(layer).__name__}, which is routed already"
     if not isinstance(layer, (nn.Conv2d, nn.Linear)):
         return f"is a {type(layer).__name__}, neither a Conv2d nor a Linear"
-    return _shape_refusal(layer) or _weight_refusal(model, name, layer) or _map_refusal(name, layer, maps)
+    return _shape_refusal(layer) or weight_refusal(model, name, layer) or _map_refusal(name, layer, maps)
 
 
 def _shape_refusal(layer: nn.Conv2d | nn.Linear) -> str | None:
@@ -145,7 +153,8 @@ def _shape_refusal(layer: nn.Conv2d | nn.Linear) -> str | None:
     return None
 
 
-def _weight_refusal(model: nn.Module, name: str, layer: nn.Conv2d | nn.Linear) -> str | None:
+def weight_refusal(model: nn.Module, name: str, layer: nn.Conv2d | nn.Linear) -> str | None:
+    """Returns why the weights of a layer cannot be those of experts, as the end of a sentence; None if they can."""
     if isinstance(layer.weight, UninitializedParameter):
         return "has no weights yet; run the model once"
     if is_parametrized(layer):
