@@ -20,11 +20,11 @@ from torch.nn import functional as F
 
 from moesaic.experts.mlp_experts import ACTIVATIONS, ActivationName
 from moesaic.layers.recording import RoutedLayer
-from moesaic.models.convert_candidates import weight_refusal
 from moesaic.models.model_cost import eval_mode
+from moesaic.models.weight_refusal import weight_refusal
 from moesaic.ops.hooks import has_hooks
 
-__all__ = ["MLPUnit", "find_mlps", "why_not_mlp"]
+__all__ = ["MLPUnit", "find_mlps", "looks_like_mlp", "why_not_mlp"]
 
 _TOLERANCE = 2e-5
 """Of outputs in float32, relative to the largest."""
@@ -92,7 +92,7 @@ def find_mlps(model: nn.Module) -> dict[str, MLPUnit]:
     (8, 32, 8, 'gelu', 0.1)
     """
     routed = tuple(f"{name}." for name, module in _modules(model) if isinstance(module, RoutedLayer))
-    found = (_examine(model, name) for name, module in _modules(model) if name and _has_layers(model, name, module))
+    found = (_examine(model, name) for name, module in _modules(model) if name and looks_like_mlp(model, name, module))
     return {unit.name: unit for unit in found if isinstance(unit, MLPUnit) and not unit.name.startswith(routed)}
 
 
@@ -102,7 +102,7 @@ def why_not_mlp(model: nn.Module, name: str) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _has_layers(model: nn.Module, name: str, module: nn.Module) -> bool:
+def looks_like_mlp(model: nn.Module, name: str, module: nn.Module) -> bool:
     """Whether a module could be an MLP, by a look at its children alone."""
     layers = [child for child in module.children() if isinstance(child, nn.Linear | nn.Conv2d)]
     return len(layers) == 2 or (len(layers) == 1 and _output_of(model, name) is not None)
