@@ -307,7 +307,7 @@ def test_unknown_names_are_refused_with_suggestions(layer, message):
     [
         ({"experts": 3}, r"'stem' has 8 output channels, which 3 experts cannot share .*; use 2 or 4 experts, or comb"),
         ({"experts": 0}, r"experts=0; it must be at least 1"),
-        ({"init": "warm"}, r"init='warm' is unknown; use 'scratch' or 'upcycle'"),
+        ({"init": "warm"}, r"init='warm' is unknown; use 'scratch', 'upcycle' or 'split'"),
         ({"init": "upcycle", "expert_norm": True}, r"expert_norm=True puts BatchNorm and ReLU before filters"),
         ({"input_size": None}, r"patch_size and patches_per_expert of 'stem' depend on the size of its maps"),
         ({"input_size": None, "patch_size": 2}, r"patches_per_expert of 'stem' depends on the size"),

@@ -26,9 +26,10 @@ from moesaic.routing import ExpertChoice, Router
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing_record import Routing
 
-__all__ = ["Prefix", "TokenMoE"]
+__all__ = ["Prefix", "TokenGrid", "TokenMoE"]
 
 Prefix = Literal["join", "bypass"]
+TokenGrid = tuple[int, int] | Literal["square"] | None
 
 _SPEC = PatchSpec(patch_size=1, gate_on="output", context="patch", combine="sum")
 
@@ -57,8 +58,8 @@ class TokenMoE(RoutedLayer):
         dropout: Dropout of the hidden neurons and of the output, in training.
         prefix_tokens: Leading tokens that have no place on the grid: class and register tokens.
         prefix: Whether prefix tokens ``"join"`` the others, or ``"bypass"`` the layer; then their output is 0.
-        grid: Rows and columns of the tokens after the prefix, for overlays; None: those of a map (B, H, W, C), and of
-            N tokens a square if there is one.
+        grid: Rows and columns of the tokens after the prefix, for overlays; ``"square"``: those of a map (B, H, W, C),
+            and of N tokens a square if there is one; None: N tokens have no grid.
         router: Another router in place of expert choice: ``TokenChoice(dim, experts)``, ``SoftRouter(dim, experts)``.
 
     >>> import torch, moesaic
@@ -84,7 +85,7 @@ class TokenMoE(RoutedLayer):
         dropout: float = 0.0,
         prefix_tokens: int = 0,
         prefix: Prefix = "join",
-        grid: tuple[int, int] | None = None,
+        grid: TokenGrid = "square",
         router: Router | nn.Module | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -94,12 +95,14 @@ class TokenMoE(RoutedLayer):
         check_numbers("TokenMoE", "from 0 to below 1", lambda value: 0 <= value < 1, {"dropout": dropout})
         if prefix_tokens:
             check_positive("TokenMoE", prefix_tokens=prefix_tokens)
-        if grid is not None:
+        if isinstance(grid, str):
+            check_choice("TokenMoE", "grid", grid, ("square",))
+        elif grid is not None:
             check_positive("TokenMoE", **dict(zip(("grid[0]", "grid[1]"), grid, strict=True)))
         self.dim = dim
         self.prefix_tokens = prefix_tokens
         self.prefix: Prefix = check_choice("TokenMoE", "prefix", prefix, get_args(Prefix))
-        self.grid = grid
+        self.grid: TokenGrid = grid
         if isinstance(experts, Experts):
             self.experts = experts
             _check_experts(experts, dim, hidden_dim, out_dim, bias)
@@ -206,7 +209,9 @@ class TokenMoE(RoutedLayer):
         if x.ndim == 4:
             return (x.shape[1], x.shape[2])
         left = tokens - self.prefix_tokens
-        if self.grid is not None:
+        if self.grid is None:
+            return None
+        if self.grid != "square":
             if math.prod(self.grid) != left:
                 raise ValueError(
                     f"TokenMoE: {tokens} tokens, of which {left} follow the prefix, are no grid of "

@@ -1,40 +1,40 @@
-"""Layers of a network that `convert` can replace by a ``PatchMoE``, and why it cannot replace the others.
+"""Layers of a network that `convert` can replace, and why it cannot replace the others.
 
 A ``PatchMoE`` preserves the size of its map, reads all channels and pads with zeros. It can replace convolutions of
-stride 1 with odd square kernels and "same" padding, and linear layers on maps (B, H, W, C), as in ConvNeXt. The size of
-a layer's maps is found by running the model on one image.
+stride 1 with odd square kernels and "same" padding, and linear layers on maps (B, H, W, C), as in ConvNeXt. A
+``TokenMoE`` can replace MLPs on tokens and on maps (`find_mlps`). On what a layer runs is found by running the model.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import cast
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import is_parametrized
+from torch import nn
 
 from moesaic.layers.recording import RoutedLayer
-from moesaic.models.model_cost import eval_mode
-from moesaic.ops.hooks import has_hooks
+from moesaic.models.mlp_candidates import MLPUnit, find_mlps, looks_like_mlp, why_not_mlp
+from moesaic.models.traced_inputs import MapSizes, TokenInput, TracedInputs, input_shape, trace_inputs
+from moesaic.models.weight_refusal import weight_refusal
 
-__all__ = ["MapSizes", "convertible_layers", "find_layers", "input_shape", "trace_map_sizes", "why_not_convertible"]
+__all__ = ["convertible_layers", "find_layers", "why_not_convertible"]
 
-MapSizes = Mapping[str, Sequence[tuple[int, int]]]
-"""H and W of the maps each layer ran on; empty for layers that ran on other tensors."""
+Convertible = nn.Conv2d | nn.Linear | MLPUnit
+_RULE = re.compile(r"(last|every)-(\d{1,4})")
 
 
 def convertible_layers(model: nn.Module, *, input_size: int | Sequence[int] | None = None) -> tuple[str, ...]:
-    """Returns the names of the layers that `convert` can replace.
+    """Returns the names of the layers and MLPs that `convert` can replace.
 
     Args:
         model: any network.
-        input_size: height and width of the images, or (C, H, W). With it the model runs on one image, which finds
-            linear layers on maps and excludes convolutions on maps of one pixel. Models of timm know their own size.
+        input_size: height and width of the images, or (C, H, W). With it the model runs on images, which finds linear
+            layers on maps and excludes convolutions on maps of one pixel and MLPs on vectors. Models of timm and
+            transformers know their own size.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1))
@@ -42,85 +42,94 @@ def convertible_layers(model: nn.Module, *, input_size: int | Sequence[int] | No
     ('2',)
     """
     shape = input_shape(model, input_size)
-    return _convertible(model, None if shape is None else trace_map_sizes(model, shape))
+    units = find_mlps(model)
+    return _convertible(model, units, None if shape is None else trace_inputs(model, shape, units))
 
 
-def input_shape(model: nn.Module, given: int | Sequence[int] | None) -> tuple[int, int, int] | None:
-    """Returns (C, H, W) of the model's images: as given, or from the ``pretrained_cfg`` of a timm model."""
-    if given is None:
-        config: Any = getattr(model, "pretrained_cfg", None)
-        given = cast("Sequence[int] | None", config.get("input_size")) if isinstance(config, dict) else None
-        if given is None:
-            return None
-    if isinstance(given, int):
-        first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
-        given = (3 if first is None else first.in_channels, given, given)
-    if len(given) != 3 or any(size < 1 for size in given):
-        raise ValueError(f"convert: input_size={given!r}; give the side of square images, or (C, H, W)")
-    return given[0], given[1], given[2]
+def find_layers(
+    model: nn.Module, wanted: str | Sequence[str], units: Mapping[str, MLPUnit], traced: TracedInputs | None
+) -> dict[str, Convertible]:
+    """Returns what matches names, patterns or rules, in the model's order; refuses what it cannot convert.
 
-
-def trace_map_sizes(model: nn.Module, shape: tuple[int, int, int]) -> MapSizes:
-    """Runs a model on one image and returns the sizes of the maps its layers ran on."""
-    sizes: dict[str, list[tuple[int, int]]] = {}
-    hooks: list[Any] = []
-    for name, layer in _modules(model):
-        if isinstance(layer, (nn.Conv2d, nn.Linear)):
-
-            def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
-                x = next(iter((*args, *kwargs.values())), None)
-                if isinstance(x, Tensor) and x.ndim == 4:
-                    H, W = x.shape[1:3] if isinstance(layer, nn.Linear) else x.shape[2:]
-                    sizes.setdefault(name, []).append((H, W))
-
-            hooks.append(layer.register_forward_pre_hook(record, with_kwargs=True))
-    like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
-    image = torch.rand(1, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    try:
-        with eval_mode(model), torch.no_grad():
-            model(image)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return sizes
-
-
-def find_layers(model: nn.Module, wanted: str | Sequence[str], maps: MapSizes | None) -> dict[str, nn.Module]:
-    """Returns the layers that match names or patterns, in the model's order; refuses those it cannot convert."""
+    A pattern that matches MLPs, which are ``units``, is for these alone; the rules ``"last-2"`` and ``"every-2"`` count
+    them.
+    """
     patterns = [wanted] if isinstance(wanted, str) else list(wanted)
     modules = dict(_modules(model))
     found: set[str] = set()
     for pattern in patterns:
+        rule = _RULE.fullmatch(pattern)
         if pattern in modules:
             found.add(pattern)
-            continue
-        matched = {
-            name
-            for name, layer in modules.items()
-            if isinstance(layer, (nn.Conv2d, nn.Linear)) and fnmatchcase(name, pattern)
-        }
-        if not matched:
-            raise ValueError(f"convert: {_not_found(type(model).__name__, pattern, modules)}{_suggestion(model, maps)}")
-        found |= matched
+        elif rule is not None:
+            found |= _by_rule(model, pattern, (rule[1], int(rule[2])), units, traced)
+        else:
+            matched = _matching(model, pattern, units)
+            if not matched:
+                raise ValueError(f"convert: {_not_found(model, pattern, modules)}{_suggestion(model, units, traced)}")
+            found |= matched
     if not found:
-        raise ValueError(f"convert: no layer is given{_suggestion(model, maps)}")
-    reasons = {name: why_not_convertible(model, name, maps) for name in modules if name in found}
+        raise ValueError(f"convert: no layer is given{_suggestion(model, units, traced)}")
+    reasons = {name: _refusal(model, name, units, traced) for name in modules if name in found}
     refused = [f"{name!r} {reason}" for name, reason in reasons.items() if reason is not None]
     if refused:
-        raise ValueError(f"convert: {'; '.join(refused)}{_suggestion(model, maps)}")
-    return {name: modules[name] for name in reasons}
+        raise ValueError(f"convert: {'; '.join(refused)}{_suggestion(model, units, traced)}")
+    return {name: units[name] if name in units else cast("Convertible", modules[name]) for name in reasons}
+
+
+def _by_rule(
+    model: nn.Module,
+    pattern: str,
+    rule: tuple[str, int],
+    units: Mapping[str, MLPUnit],
+    traced: TracedInputs | None,
+) -> set[str]:
+    kind, number = rule
+    names = [name for name in units if _token_refusal(units[name], traced) is None]
+    if not names:
+        owner = type(model).__name__
+        raise ValueError(
+            f"convert: {pattern!r} counts MLPs, and {owner} has none that can be converted"
+            f"{_suggestion(model, units, traced)}"
+        )
+    if not 1 <= number <= len(names):
+        raise ValueError(
+            f"convert: {pattern!r}, but {type(model).__name__} has {len(names)} MLPs that can be converted; use "
+            f"{kind}-1 to {kind}-{len(names)}"
+        )
+    return set(names[-number:] if kind == "last" else names[number - 1 :: number])
+
+
+def _matching(model: nn.Module, pattern: str, units: Mapping[str, MLPUnit]) -> set[str]:
+    """Names that match a pattern: those of MLPs, or else of convolutions and linear layers."""
+    matched = {name: module for name, module in _modules(model) if fnmatchcase(name, pattern)}
+    if not matched.keys().isdisjoint(units):
+        inside = tuple(f"{name}." for name in units)
+        mlps = {name for name, module in matched.items() if looks_like_mlp(model, name, module)}
+        return {name for name in mlps if not name.startswith(inside)}
+    return {name for name, module in matched.items() if isinstance(module, nn.Conv2d | nn.Linear)}
+
+
+def _refusal(model: nn.Module, name: str, units: Mapping[str, MLPUnit], traced: TracedInputs | None) -> str | None:
+    if name in units:
+        return _token_refusal(units[name], traced)
+    reason = why_not_convertible(model, name, None if traced is None else traced.maps)
+    owner = next((each for each in units if name.startswith(f"{each}.")), None)
+    return reason if reason is None or owner is None else f"{reason}; it is a part of the MLP {owner!r}"
 
 
 def why_not_convertible(model: nn.Module, name: str, maps: MapSizes | None = None) -> str | None:
-    """Returns why a layer cannot be replaced by a ``PatchMoE``, as the end of a sentence; None if it can."""
+    """Returns why a layer or an MLP cannot be replaced, as the end of a sentence; None if it can."""
     layer = model.get_submodule(name)
     if name == "":
         return "is the model itself; put it into an nn.Sequential and name it '0'"
     if isinstance(layer, RoutedLayer):
         return f"is a {type(layer).__name__}, which is routed already"
     if not isinstance(layer, (nn.Conv2d, nn.Linear)):
-        return f"is a {type(layer).__name__}, neither a Conv2d nor a Linear"
-    return _shape_refusal(layer) or _weight_refusal(model, name, layer) or _map_refusal(name, layer, maps)
+        if looks_like_mlp(model, name, layer):
+            return why_not_mlp(model, name)
+        return f"is a {type(layer).__name__}, neither a Conv2d nor a Linear, nor an MLP of two linear layers"
+    return _shape_refusal(layer) or weight_refusal(model, name, layer) or _map_refusal(name, layer, maps)
 
 
 def _shape_refusal(layer: nn.Conv2d | nn.Linear) -> str | None:
@@ -145,31 +154,6 @@ def _shape_refusal(layer: nn.Conv2d | nn.Linear) -> str | None:
     return None
 
 
-def _weight_refusal(model: nn.Module, name: str, layer: nn.Conv2d | nn.Linear) -> str | None:
-    if isinstance(layer.weight, UninitializedParameter):
-        return "has no weights yet; run the model once"
-    if is_parametrized(layer):
-        return (
-            "has a parametrised weight, such as spectral norm's; remove it first with "
-            "torch.nn.utils.parametrize.remove_parametrizations(layer, 'weight')"
-        )
-    if "weight" not in dict(layer.named_parameters()):
-        return "computes its weight before each run, as weight norm does; remove that first"
-    if has_hooks(layer, include_global=False):
-        return "has forward hooks, which would be lost; remove them first"
-    own = {id(weight) for weight in layer.parameters()}
-    shared = [
-        other
-        for other, weight in model.named_parameters(remove_duplicate=False)
-        if id(weight) in own and other.rpartition(".")[0] != name
-    ]
-    if shared:
-        return f"shares its weights with {shared[0].rpartition('.')[0]!r}; give each a copy of its own first"
-    if type(layer) not in (nn.Conv2d, nn.Linear) and not _computes_plain_layer(layer):
-        return f"is a {type(layer).__name__}, which does not compute the plain layer of its weights"
-    return None
-
-
 def _map_refusal(name: str, layer: nn.Conv2d | nn.Linear, maps: MapSizes | None) -> str | None:
     if maps is None:
         if isinstance(layer, nn.Linear):
@@ -183,45 +167,52 @@ def _map_refusal(name: str, layer: nn.Conv2d | nn.Linear, maps: MapSizes | None)
     return None
 
 
-def _computes_plain_layer(layer: nn.Conv2d | nn.Linear) -> bool:
-    """Whether a subclass of Conv2d or Linear computes what the plain layer with its weights computes."""
-    weight, bias = layer.weight, layer.bias
-    generator = torch.Generator().manual_seed(0)
-    with eval_mode(layer), torch.no_grad():
-        if isinstance(layer, nn.Linear):
-            x = torch.randn(1, 2, 3, layer.in_features, generator=generator).to(weight)
-            expected = F.linear(x, weight, bias)
-        else:
-            side = layer.kernel_size[0] + 2
-            x = torch.randn(1, layer.in_channels, side, side + 1, generator=generator).to(weight)
-            expected = F.conv2d(x, weight, bias, padding=layer.kernel_size[0] // 2)
-        try:
-            output = layer(x)
-        except Exception:  # it does not take a map
-            return False
-    if not isinstance(output, Tensor) or output.shape != expected.shape:
-        return False
-    return bool(torch.allclose(output, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().mean())))
+def _token_refusal(unit: MLPUnit, traced: TracedInputs | None) -> str | None:
+    """Why an MLP cannot be replaced by a ``TokenMoE``, by what it runs on."""
+    if traced is None:
+        return None
+    inputs = traced.tokens.get(unit.name, ())
+    if not inputs:
+        return "did not run, or not on a tensor"
+    return next((reason for found in inputs if (reason := _input_refusal(unit, found)) is not None), None)
 
 
-def _convertible(model: nn.Module, maps: MapSizes | None) -> tuple[str, ...]:
+def _input_refusal(unit: MLPUnit, found: TokenInput) -> str | None:
+    if len(found.shape) == 2:
+        return "runs on vectors (B, C), which have no tokens"
+    if len(found.shape) not in (3, 4):
+        return f"runs on {len(found.shape)} axes {found.shape}, and experts on tokens (B, N, C) or maps"
+    if found.shape[0] % found.batch:
+        return f"runs on {found.shape} for {found.batch} images, which has no batch axis"
+    if math.prod(found.shape[1:]) == unit.in_dim:
+        return "runs on one token of an image, which leaves nothing to choose"
+    return None
+
+
+def _convertible(model: nn.Module, units: Mapping[str, MLPUnit], traced: TracedInputs | None) -> tuple[str, ...]:
     return tuple(
         name
         for name, layer in _modules(model)
-        if isinstance(layer, (nn.Conv2d, nn.Linear)) and why_not_convertible(model, name, maps) is None
+        if (name in units or isinstance(layer, (nn.Conv2d, nn.Linear))) and _refusal(model, name, units, traced) is None
     )
 
 
-def _not_found(owner: str, pattern: str, modules: Mapping[str, nn.Module]) -> str:
+def _not_found(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    owner = type(model).__name__
+    others = [name for name, module in modules.items() if name and fnmatchcase(name, pattern)]
+    reasons = {name: why_not_convertible(model, name) for name in others[:2]}
+    if others:
+        more = f" (and {len(others) - 2} more)" if len(others) > 2 else ""
+        return "; ".join(f"{name!r} {reason}" for name, reason in reasons.items()) + more
     layers = [name for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear))]
     near = get_close_matches(pattern, layers, n=2, cutoff=0.5)
     hint = f" (did you mean {' or '.join(repr(name) for name in near)}?)" if near else ""
-    what = f"no convolution of {owner} matches" if set(pattern) & set("*?[") else f"{owner} has no layer"
+    what = f"no convolution or MLP of {owner} matches" if set(pattern) & set("*?[") else f"{owner} has no layer"
     return f"{what} {pattern!r}{hint}"
 
 
-def _suggestion(model: nn.Module, maps: MapSizes | None) -> str:
-    convertible = _convertible(model, maps)
+def _suggestion(model: nn.Module, units: Mapping[str, MLPUnit], traced: TracedInputs | None) -> str:
+    convertible = _convertible(model, units, traced)
     if not convertible:
         return f"; no layer of this {type(model).__name__} can be converted"
     few = ", ".join(repr(name) for name in convertible[-4:])

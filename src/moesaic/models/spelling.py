@@ -24,7 +24,7 @@ def conversion_options() -> tuple[str, ...]:
     from moesaic.models.convert import convert  # it needs the layers, which a spelling without conversion does not
 
     parameters = inspect.signature(convert).parameters.values()
-    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+    return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "images")
 
 
 def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:

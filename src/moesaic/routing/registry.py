@@ -30,6 +30,7 @@ __all__ = [
     "has_patch_count",
     "import_router",
     "is_built_in",
+    "is_default",
     "join_router_names",
     "list_routers",
     "register_router",
@@ -83,6 +84,11 @@ def register_router(name: str, router: RouterFactory) -> None:
 def is_built_in(name: str) -> bool:
     """Whether a name is that of one of moesaic's own routers."""
     return name in _BUILT_IN
+
+
+def is_default(router: RouterLike) -> bool:
+    """Whether a router is expert choice, by its name or as the class itself."""
+    return router in (DEFAULT_ROUTER, ExpertChoice)
 
 
 def registered_router(name: str) -> RouterFactory:

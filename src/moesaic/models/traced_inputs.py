@@ -1,0 +1,116 @@
+"""On what the layers of a network run: it is run on images, and the shapes of their inputs are recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.models.model_cost import eval_mode
+
+__all__ = ["MapSizes", "TokenInput", "TracedInputs", "input_shape", "trace_inputs"]
+
+MapSizes = Mapping[str, Sequence[tuple[int, int]]]
+"""H and W of the maps each layer ran on; empty for layers that ran on other tensors."""
+
+
+@dataclass(frozen=True)
+class TokenInput:
+    """The input of an MLP in one run."""
+
+    shape: tuple[int, ...]
+    batch: int
+    """Images that the network ran on."""
+    block: tuple[int, ...] = ()
+    """Shape of the input of the module around it."""
+
+
+@dataclass(frozen=True)
+class TracedInputs:
+    """Inputs of the layers of a network in one run."""
+
+    maps: MapSizes
+    tokens: Mapping[str, Sequence[TokenInput]] = field(default_factory=dict[str, Sequence[TokenInput]])
+    """Of each MLP that ran."""
+
+
+def input_shape(model: nn.Module, given: int | Sequence[int] | None) -> tuple[int, int, int] | None:
+    """Returns (C, H, W) of the model's images: as given, or as a model of timm or transformers has it."""
+    if given is None:
+        given = _own_shape(model)
+        if given is None:
+            return None
+    if isinstance(given, int):
+        first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
+        given = (3 if first is None else first.in_channels, given, given)
+    if len(given) != 3 or any(size < 1 for size in given):
+        raise ValueError(f"convert: input_size={given!r}; give the side of square images, or (C, H, W)")
+    return given[0], given[1], given[2]
+
+
+def _own_shape(model: nn.Module) -> int | Sequence[int] | None:
+    timms: Any = getattr(model, "pretrained_cfg", None)
+    if isinstance(timms, dict):
+        return cast("Sequence[int] | None", timms.get("input_size"))
+    side = getattr(getattr(model, "config", None), "image_size", None)  # of transformers
+    return side if isinstance(side, int) else None
+
+
+def trace_inputs(model: nn.Module, shape: tuple[int, int, int], mlps: Collection[str] = ()) -> TracedInputs:
+    """Runs a model on images and records the inputs of its convolutions and linear layers, and of ``mlps``.
+
+    It runs on one image, and on two where there are MLPs, to see whether their inputs have a batch axis.
+    """
+    batch = 2 if mlps else 1
+    maps: dict[str, list[tuple[int, int]]] = {}
+    tokens: dict[str, list[TokenInput]] = {}
+    blocks: dict[str, tuple[int, ...]] = {}
+
+    def record_map(name: str, layer: nn.Module, x: Tensor) -> None:
+        if x.ndim == 4:
+            H, W = x.shape[1:3] if isinstance(layer, nn.Linear) else x.shape[2:]
+            maps.setdefault(name, []).append((H, W))
+
+    def record_block(name: str, _: nn.Module, x: Tensor) -> None:
+        blocks[name] = tuple(x.shape)
+
+    def record_tokens(name: str, _: nn.Module, x: Tensor) -> None:
+        found = TokenInput(tuple(x.shape), batch, blocks.get(name.rpartition(".")[0], ()))
+        tokens.setdefault(name, []).append(found)
+
+    around = {name.rpartition(".")[0] for name in mlps}
+    hooks: list[Any] = []
+    for name, module in _modules(model):
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            hooks.append(_on_input(module, name, record_map))
+        if name in around:
+            hooks.append(_on_input(module, name, record_block))
+        if name in mlps:
+            hooks.append(_on_input(module, name, record_tokens))
+    like = next((weight for weight in model.parameters() if weight.is_floating_point()), torch.zeros(()))
+    images = torch.rand(batch, *shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
+    try:
+        with eval_mode(model), torch.no_grad():
+            model(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return TracedInputs(maps, tokens)
+
+
+def _on_input(module: nn.Module, name: str, record: Callable[[str, nn.Module, Tensor], None]) -> Any:
+    """Calls ``record`` with the first argument of every run of a module."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        x = next(iter((*args, *kwargs.values())), None)
+        if isinstance(x, Tensor):
+            record(name, module, x)
+
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _modules(model: nn.Module) -> Iterable[tuple[str, nn.Module]]:
+    return cast("Iterable[tuple[str, nn.Module]]", model.named_modules(remove_duplicate=False))
