@@ -18,6 +18,7 @@ from moesaic.models.resnet import ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.timm_registry import register_with_timm
 from moesaic.models.vgg import VGG16
+from moesaic.models.vit import ViT, ViTMoE, ViTSkip
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 
 __all__ = [
@@ -39,6 +40,9 @@ __all__ = [
     "ResNet",
     "ResNet18",
     "SmallCNN",
+    "ViT",
+    "ViTMoE",
+    "ViTSkip",
     "WideResNet",
     "WideResNetPMoE",
     "applied_conversions",
