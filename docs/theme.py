@@ -1,8 +1,8 @@
 """Figures of the site as SVG files that follow the reader's light or dark theme.
 
 An SVG in an ``<img>`` chooses by ``prefers-color-scheme``, which browsers take from the ``color-scheme`` of the page
-(docs/stylesheets/site.css). Ink, lines and the colours of lines change to their counterparts of `moesaic.report`;
-colours that are values, such as the cells of a table, stay.
+(docs/stylesheets/site.css). Ink and thin lines change to their counterparts of `moesaic.report`; colours that
+stand for a line, a group of points or a value stay.
 """
 
 import re
@@ -14,7 +14,7 @@ from moesaic.report.chart import Chart
 from moesaic.report.style import COLOURS, ON_DARK, RC_PARAMS
 
 GRID = "#E4E4E4"
-_LIGHT = {**COLOURS, "grid": GRID, "page": "#FFFFFF"}
+_LIGHT = {**{name: COLOURS[name] for name in ON_DARK}, "grid": GRID, "page": "#FFFFFF"}
 _DARK = {**ON_DARK, "grid": "#3a4048", "page": "#1b1f24"}
 _FONT = 'text { font-family: system-ui, "Segoe UI", Roboto, "Noto Sans", "Liberation Sans", sans-serif; }'
 

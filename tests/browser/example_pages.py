@@ -1,10 +1,11 @@
-"""Small pages of the routing explorer: of patches, of whole images and of channel gates."""
+"""Small pages of the routing explorer: of patches, of tokens, of whole images and of channel gates."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from tiny_vit import TinyViT
 from torch import Tensor, nn
 
 import moesaic
@@ -80,6 +81,25 @@ def patch_page(folder: Path) -> ExamplePage:
         model = nn.Sequential(first, second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(9, len(CLASSES)))
         passes.append(collect_outputs(model, pixels, lambda x: x / 255))
     return _write(folder, passes, labels, pixels)
+
+
+def token_page(folder: Path) -> ExamplePage:
+    """Experts choose tokens of a transformer, among them its class token; two checkpoints."""
+    pixels, labels = _images(12)
+    passes = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        moe = moesaic.TokenMoE(8, experts=4, hidden_dim=8, tokens_per_expert=4, prefix_tokens=1)
+        passes.append(collect_outputs(TinyViT(len(CLASSES), moe), pixels, lambda x: x / 255))
+    return _write(folder, passes, labels, pixels)
+
+
+def loose_token_page(folder: Path) -> ExamplePage:
+    """Ten tokens that are no square, so that they have no grid."""
+    pixels, labels = _images(9)
+    torch.manual_seed(0)
+    moe = moesaic.TokenMoE(8, experts=4, hidden_dim=8, router=TokenChoice(8, experts=4, top_k=2))
+    return _write(folder, [collect_outputs(TinyViT(len(CLASSES), moe), pixels, lambda x: x / 255)], labels, pixels)
 
 
 def sample_page(folder: Path) -> ExamplePage:

@@ -5,10 +5,24 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from browser.chromium import Chromium, Page
-from browser.example_pages import CLASSES, ExamplePage, gate_page, patch_page, sample_page
+from browser.example_pages import (
+    CLASSES,
+    ExamplePage,
+    gate_page,
+    loose_token_page,
+    patch_page,
+    sample_page,
+    token_page,
+)
 
 Opened = dict[str, tuple[ExamplePage, Page]]
-KINDS = {"patches": patch_page, "samples": sample_page, "gates": gate_page}
+KINDS = {
+    "patches": patch_page,
+    "tokens": token_page,
+    "tokens without a grid": loose_token_page,
+    "samples": sample_page,
+    "gates": gate_page,
+}
 
 
 @pytest.fixture(scope="module")
@@ -248,6 +262,32 @@ def test_maps_of_a_class_are_its_selection_rates(patches: tuple[ExamplePage, Pag
     found = values(page, ".maps svg[role=img]")
     others = [example.passes[-1].routing["0"].mask[example.labels == k].double().mean(0).T for k in (0, 1)]
     np.testing.assert_allclose(found, mask - (others[0] + others[1]) / 2, atol=1e-3)
+
+
+def test_tokens_are_framed_on_the_grid_and_the_class_token_stands_beside_it(opened: Opened):
+    example, page = fresh(opened, "tokens")
+    b = shown(example, page)
+    every = selected(example, b)
+    assert same(frames(page), {(e, n - 1, gate) for e, n, gate in every if n})
+    found = page.run(
+        """() => [...document.querySelectorAll(".prefix .to")].map(
+            ({ dataset }) => [Number(dataset.expert), Number(dataset.token), Number(dataset.gate)])"""
+    )
+    assert same({(e, n, round(gate, 3)) for e, n, gate in found}, {each for each in every if not each[1]})
+    assert "Class token" in page.text(part("assigned"))
+    page.click("#tab-classes")
+    page.choose(part("which-class"), "2")
+    mask = example.passes[-1].routing["mlp"].mask[example.labels == 2].double().mean(0).T
+    np.testing.assert_allclose(values(page, ".maps svg[role=img]"), mask[:, 1:], atol=1e-3)
+    assert "Class token: expert" in page.text("#view-classes")
+
+
+def test_tokens_without_a_grid_are_counted(opened: Opened):
+    example, page = fresh(opened, "tokens without a grid")
+    mask = example.passes[-1].routing["mlp"].mask[shown(example, page)]
+    (found,) = values(page, f"{part('assigned')} table")
+    assert found == mask.sum(0).tolist()
+    assert frames(page) == set()
 
 
 def test_the_dispatch_of_images_is_shown_over_training(samples: tuple[ExamplePage, Page]):

@@ -13,6 +13,7 @@ from papers.engine.example_findings import CHARTS, FINDINGS, PAPERS, SECOND_CHAR
 from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.report import write_report
 from moesaic.report.chart import Blocks, Chart, Panel
+from moesaic.report.style import COLOURS, ON_DARK
 
 LONG = "a.path.of.a.function.that.is.far.too.long.for.a.line.of.a.telephone.and.cannot.be.broken"
 ALL_CHARTS = CHARTS + SECOND_CHARTS
@@ -113,6 +114,33 @@ def test_the_same_text_and_drawings_are_in_both_themes(page: Page):
     page.look(dark=True)
     assert page.run(shapes) == light
     assert len(light) > 100
+
+
+def test_a_dark_page_exchanges_the_colour_of_ink_and_of_no_mark(page: Page):
+    colours = """() => {
+        const drawn = [...document.querySelectorAll("svg :is(path, use, text)")].map((each) => {
+            const { fill, stroke } = getComputedStyle(each);
+            return [fill, stroke];
+        });
+        const marks = [...document.querySelectorAll(".square i, .scale i:not(.paper, .zero), .key i")].map((each) => {
+            const { backgroundColor, boxShadow } = getComputedStyle(each);
+            return [backgroundColor, boxShadow];
+        });
+        return [drawn, marks];
+    }"""
+    light, light_marks = page.run(colours)
+    page.look(dark=True)
+    dark, dark_marks = page.run(colours)
+    assert dark_marks == light_marks
+    assert len(light_marks) > 10
+    changed = {
+        (a, b) for one, other in zip(light, dark, strict=True) for a, b in zip(one, other, strict=True) if a != b
+    }
+    assert changed == {(rgb(COLOURS[name]), rgb(ON_DARK[name])) for name in ON_DARK}
+
+
+def rgb(colour: str) -> str:
+    return f"rgb({', '.join(str(int(colour[i : i + 2], 16)) for i in (1, 3, 5))})"
 
 
 def test_a_phone_needs_no_sideways_scrolling_whatever_is_open(page: Page):

@@ -18,7 +18,7 @@ from papers.engine.example_findings import CHARTS, SECOND_CHARTS
 from moesaic.report import draw, to_svg, write_figures
 from moesaic.report.chart import Blocks, Chart, Counts, Group, Panel, Points, Regions, Series
 from moesaic.report.chart_drawing import panel_width
-from moesaic.report.style import COLOURS, MANY_POINTS, MAX_ROLES
+from moesaic.report.style import COLOURS, DARK_CARD, MANY_POINTS, MAX_ROLES, ON_DARK, line_styles, role_colours
 
 FIGURE_4, FIGURE_5, FIGURE_8 = CHARTS
 REGIONS, MULTIPLES, TABLE, _ = SECOND_CHARTS
@@ -193,9 +193,38 @@ def test_drawings_on_one_page_share_no_id_and_refer_to_their_own():
 
 def test_colours_can_be_left_to_the_page():
     text = to_svg(FIGURE_4, 0, variables=True)
-    assert "stroke: var(--chart-vermilion, #D55E00)" in text
-    assert not re.search(r"(fill|stroke): #(?!ffffff)", text)
+    assert "fill: var(--chart-ink, #333333)" in text
     assert "var(--" not in to_svg(FIGURE_4, 0)
+
+
+def test_colours_that_stand_for_a_line_stay_where_ink_is_left_to_the_page():
+    for each in (*CHARTS, REGIONS):
+        used = [set(re.findall(r"#[0-9a-f]{6}", to_svg(each, variables=left), re.IGNORECASE)) for left in (False, True)]
+        drawn = {style.colour.lower() for style in line_styles(each.panels).values()} | {
+            colour.lower() for colour in role_colours(each.panels).values()
+        }
+        assert all(drawn <= {colour.lower() for colour in own} for own in used)
+        left = re.findall(r"var\(--chart-(\w+)", to_svg(each, variables=True))
+        assert set(left) <= {"ink", "line"}
+
+
+def test_colours_of_lines_are_legible_on_light_and_dark_pages():
+    """WCAG asks for 3:1 where a mark has no text; orange and sky of Okabe and Ito are lighter on white."""
+    for name, colour in COLOURS.items():
+        if name not in ON_DARK:
+            assert contrast(colour, DARK_CARD) >= 3, name
+            assert contrast(colour, "#ffffff") >= (2.2 if name in ("orange", "sky") else 2.9), name
+
+
+def contrast(first: str, second: str) -> float:
+    low, high = sorted(luminance(each) for each in (first, second))
+    return (high + 0.05) / (low + 0.05)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
 def test_cells_keep_the_colour_of_their_value_where_colours_are_left_to_the_page():

@@ -119,7 +119,7 @@ def test_the_explorer_has_the_routing_of_its_images(written: tuple[Path, str]):
     (checkpoint,) = data["checkpoints"]
     assert [top[0][0] for top in checkpoint["top"]] == seen.probabilities[:2].argmax(1).tolist()
     routing, layer = seen.routing["0"], checkpoint["layers"][0]
-    index = np.frombuffer(base64.b64decode(layer["index"]["data"]), "<u2")
+    index = np.frombuffer(base64.b64decode(layer["index"]["data"]), "u1")
     assert index.tolist() == routing.index[:2].flatten().tolist()
     np.testing.assert_allclose(numbers(layer["gate"]), routing.gate[:2].detach().flatten(), atol=1e-4)
     rates = np.array(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice, check_positive
 from moesaic.insight.channel_explanation import ChannelExplanation, GatedNetwork, GatedOutputs, explain_channels
-from moesaic.insight.class_routing import MIN_CLASS_IMAGES, Information, class_routing
+from moesaic.insight.class_routing import MIN_CLASS_IMAGES, Information, class_maps, class_routing
 from moesaic.insight.metrics import summary
 from moesaic.insight.receptive_field import ReceptiveField, receptive_field
 from moesaic.layers.channel_moe import ChannelMoE
@@ -121,7 +121,7 @@ class LayerExplanation:
     """Rows and columns of patches; None if units have no position."""
     experts: int
     units: int
-    """Patches per image."""
+    """Patches per image; tokens per image on the grid."""
     patches_per_expert: int | None
     """None unless experts choose."""
     selection_rate: Maps
@@ -149,6 +149,14 @@ class LayerExplanation:
     """Mean Jaccard similarity of the patches of two experts: 1 the same patches, 0 disjoint."""
     extent: tuple[float, float] | None = None
     """Rows and columns of patches that the map fills if it was padded; None: all of the grid."""
+    prefix_rate: Maps = ()
+    """(K, E, P): share of the images of a class in which the expert selects each token without a place on the grid,
+    such as the class token; for a soft router, the mean dispatch weight."""
+
+    @property
+    def prefix(self) -> int:
+        """P, tokens of an image without a place on the grid."""
+        return len(self.prefix_rate[0][0]) if self.prefix_rate else 0
 
     @property
     def filled(self) -> tuple[float, float] | None:
@@ -338,8 +346,12 @@ def _accuracies(correct_B: Tensor | None, members_B: Tensor | None, names: Seque
 def _layer(
     name: str, routing: Routing, field: ReceptiveField | None, classes_B: Tensor, K: int, count: int, seed: int
 ) -> LayerExplanation:
+    everything, totals = routing, summary(routing)
+    if routing.grid is not None:
+        routing = routing.without_prefix()
     by_class = class_routing(routing, classes_B, K, seed=seed)
-    totals = summary(routing)
+    prefix = everything.units - routing.units
+    prefix_rate = class_maps(everything, classes_B, K).selection_rate[..., :prefix] if prefix else None
     per_expert = routing.index.shape[2] if routing.index is not None and routing.chooser == "expert" else None
     return LayerExplanation(
         name=name,
@@ -363,6 +375,7 @@ def _layer(
         coverage=totals.coverage,
         overlap=totals.overlap,
         extent=routing.extent,
+        prefix_rate=() if prefix_rate is None else _rounded(prefix_rate),
     )
 
 

@@ -263,7 +263,7 @@ class Summary:
     """Mean over the pairs of different experts; 0 for one expert."""
 
     def __str__(self) -> str:
-        plural = "patches" if self.unit == "patch" else f"{self.unit}s"
+        plural = plural_unit(self.unit)
         who = {"expert": "experts choose", "unit": f"{plural} choose", "soft": "soft routing"}
         experts = len(self.load_share)
         dead = ", ".join(map(str, self.dead_experts)) or "none"
@@ -279,6 +279,11 @@ class Summary:
                 f"overlap          {self.overlap:.3f}  (mean over pairs of experts)",
             ]
         )
+
+
+def plural_unit(unit: Unit) -> str:
+    """The plural of a unit's name, for texts."""
+    return "patches" if unit == "patch" else f"{unit}s"
 
 
 def summary(routing: Routing) -> Summary:

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from moesaic.checks import check_positive
+from moesaic.insight.metrics import plural_unit
 from moesaic.routing_record import Chooser, Routing
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ _FADE = 0.82
 
 # titles above the images, and above the panels without and with numbers
 _HEADERS: dict[Chooser, tuple[str, str, str]] = {
-    "expert": ("Selected patches", "Patches of each expert", "Patches of each expert, with gates"),
-    "unit": ("Routed patches", "Patches of each expert", "Patches of each expert, with gates"),
+    "expert": ("Selected {units}", "{Units} of each expert", "{Units} of each expert, with gates"),
+    "unit": ("Routed {units}", "{Units} of each expert", "{Units} of each expert, with gates"),
     "soft": ("Expert with the largest weight", "Dispatch weights", "Dispatch weights of each expert"),
 }
 
@@ -69,6 +70,7 @@ def overlay(
 
     Numbers on patches are gates; they are omitted if patches are too small. For a soft routing each panel shows the
     dispatch weights of an expert: the larger the weight, the clearer the patch; weights above 1/N are written on it.
+    Tokens are drawn as the patches that they began as; the title names the experts of a class token.
 
     Save it with ``figure.savefig("routing.png")``; a notebook displays it.
 
@@ -92,6 +94,7 @@ def overlay(
 
     check_positive("overlay", max_images=max_images)
     grid, filled = _grid(routing)
+    routing, prefixed = routing.without_prefix(), routing
     picked = _picked_experts(routing, experts)
     pixels = _pixels(images, routing)[:max_images]
     if titles is not None and len(titles) != routing.batch:
@@ -101,14 +104,17 @@ def overlay(
     layout = _Layout(len(pixels), len(picked), pixels.shape[1] / pixels.shape[2])
     legible = layout.fits_numbers(filled)
     figure = Figure(figsize=layout.size, facecolor="white")
-    over_images, over_panels, over_numbers = _HEADERS[routing.chooser]
+    units = plural_unit(routing.unit)
+    over_images, over_panels, over_numbers = (
+        header.format(units=units, Units=units.capitalize()) for header in _HEADERS[routing.chooser]
+    )
     layout.add_header(figure, over_images, over_numbers if legible else over_panels)
     for b, image in enumerate(pixels):
         whole = _ImageAxes(layout.add_image(figure, b), image, grid, filled, layout.image_width)
         whole.fade(np.where(drawn.framed[b].any(0), 0.0, _FADE / 2))
         whole.frames(drawn.framed[b], picked)
-        if titles is not None:
-            whole.title(titles[b])
+        named = (titles[b] if titles is not None else "", prefix_text(prefixed, b))
+        whole.title(" · ".join(filter(None, named)))
         for i, expert in enumerate(picked):
             panel = _ImageAxes(layout.add_panel(figure, b, i), image, grid, filled, layout.panel_width)
             panel.name(expert, idle=not drawn.clear[b, i].any())
@@ -276,6 +282,23 @@ class _ImageAxes:
         self.axes.add_collection(PolyCollection(list(corners), joinstyle="miter", snap=False, **style), autolim=False)
 
 
+def prefix_text(routing: Routing, image: int) -> str:
+    """The experts of an image's tokens that have no place on the grid; empty if there are none, or all experts mix.
+
+    >>> import torch
+    >>> index = torch.tensor([[[0, 3], [4, 1], [0, 2]]])
+    >>> scores, gate = torch.zeros(1, 5, 3), torch.ones(1, 3, 2)
+    >>> prefix_text(Routing("token", scores, index, gate, "expert", grid=(2, 2), prefix=1), 0)
+    'class token: experts 0, 2'
+    """
+    if not routing.prefix or routing.chooser == "soft":
+        return ""
+    taken = routing.mask[image, : routing.prefix].any(0).nonzero().flatten()
+    experts = ", ".join(str(int(e)) for e in taken) or "none"
+    name = "class token" if routing.prefix == 1 else f"{routing.prefix} prefix tokens"
+    return f"{name}: {'expert' if len(taken) == 1 else 'experts'} {experts}"
+
+
 def expert_colour(expert: int) -> str:
     """The colour of an expert in all figures."""
     return _COLOURS[expert % len(_COLOURS)]
@@ -302,7 +325,7 @@ def _grid(routing: Routing) -> tuple[tuple[int, int], tuple[float, float]]:
     if routing.grid is None or routing.filled is None:
         raise ValueError(
             f"overlay: this routing of {routing.unit}s has no grid, so its units have no position in the image; "
-            "only patches can be drawn: give Routing(..., grid=(rows, columns))"
+            "only patches and tokens of a grid can be drawn: give Routing(..., grid=(rows, columns))"
         )
     return routing.grid, routing.filled
 

@@ -81,8 +81,11 @@ def _measured(x: Tensor, features: Tensor, routing: Routing) -> ReceptiveField |
     (H, W), (rows, columns) = x.shape[2:], routing.grid
     tall, wide = H / routing.filled[0], W / routing.filled[1]
     row, column = rows // 2, columns // 2
-    h, w = features.shape[2] // rows, features.shape[3] // columns
-    patch = features[:, :, row * h : (row + 1) * h, column * w : (column + 1) * w]
+    if routing.unit == "token":  # a router sees tokens as a map (B, C, 1, N)
+        patch = features[..., routing.prefix + row * columns + column]
+    else:
+        h, w = features.shape[2] // rows, features.shape[3] // columns
+        patch = features[:, :, row * h : (row + 1) * h, column * w : (column + 1) * w]
     # a random direction, so that channels do not cancel
     weight = torch.randn(patch.shape, generator=torch.Generator().manual_seed(0)).to(patch)
     (gradient,) = torch.autograd.grad((patch * weight).sum(), x, materialize_grads=True)

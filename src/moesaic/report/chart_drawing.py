@@ -20,7 +20,7 @@ from xml.etree import ElementTree
 from moesaic.files import write_atomic
 from moesaic.report.chart import Chart, Panel, Regions
 from moesaic.report.panel_drawing import draw_blocks, draw_counts, draw_lines, draw_points
-from moesaic.report.style import COLOURS, DATA_ID, MAX_ROLES, RC_PARAMS, line_styles, role_colours
+from moesaic.report.style import COLOURS, DATA_ID, MAX_ROLES, ON_DARK, RC_PARAMS, line_styles, role_colours
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -115,9 +115,9 @@ def write_figures(folder: Path, charts: Iterable[Chart]) -> list[Path]:
 def to_svg(chart: Chart, panel: int | Literal["legend"] | None = None, *, variables: bool = False) -> str:
     """Returns the chart, one panel, or its legend as an SVG element for a page.
 
-    Ids start with the ids of paper and chart, so that a page may have several charts. With ``variables`` colours are
-    CSS variables named after `COLOURS`, ``var(--chart-ink, #333333)``, and there is no background; cells whose colour
-    is a value keep it.
+    Ids start with the ids of paper and chart, so that a page may have several charts. With ``variables`` ink and
+    thin lines are CSS variables, ``var(--chart-ink, #333333)``, and there is no background; colours that stand for
+    a line, a group of points or a value stay.
     """
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
@@ -137,13 +137,14 @@ def to_svg(chart: Chart, panel: int | Literal["legend"] | None = None, *, variab
 
 
 def _use_variables(element: ElementTree.Element, *, is_data: bool = False) -> None:
-    """Replaces colours in all styles below by variables, except for data: a cell of value 0.2 is as grey as ink."""
+    """Replaces ink in all styles below by variables, except for data: a cell of value 0.2 is as grey as ink."""
     is_data = is_data or element.get("id", "").startswith(DATA_ID)
     style = element.get("style")
     if style is not None:
         # the font of the page; the font of the layout is wider than most
         style = re.sub(r"font-family: [^;]*;? ?", "", style)
-        for name, colour in () if is_data else COLOURS.items():
+        for name in () if is_data else ON_DARK:
+            colour = COLOURS[name]
             style = re.sub(f": {colour}", f": var(--chart-{name}, {colour})", style, flags=re.IGNORECASE)
         element.set("style", style)
     for child in element:

@@ -16,11 +16,12 @@ from torch import Tensor
 from moesaic.files import write_atomic, write_json
 from moesaic.insight.class_routing import MIN_CLASS_IMAGES
 from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation
+from moesaic.insight.metrics import plural_unit
 from moesaic.report.canvas import save_png
 from moesaic.report.channel_section import GateFigures, channel_section, draw_gates
 from moesaic.report.expert_figures import MAX_CLASSES, draw_class_maps, draw_top_patches, mean_images
 from moesaic.report.explorer import Explorer, make_explorer
-from moesaic.report.explorer_data import CheckpointPass, ShownImage, top_class
+from moesaic.report.explorer_data import CheckpointPass, ShownImage, prefix_name, prefix_rates, top_class
 from moesaic.report.formatting import listed, percent
 from moesaic.report.templates import render
 
@@ -163,7 +164,9 @@ def _page(explanation: Explanation, about: About, explorer: Explorer, gates: Gat
         layers=[
             {
                 "found": layer,
-                "summary": _summary(layer),
+                "place": "share of images" if layer.unit == "sample" else f"most frequent {layer.unit}",
+                "units": plural_unit(layer.unit),
+                "summary": f"{_summary(layer)}{_prefix(layer, explanation)}",
                 "receptive_field": _receptive_field(layer),
                 "class_dependence": _class_dependence(layer, explanation),
                 "numbers": _numbers(layer),
@@ -204,14 +207,32 @@ def _warnings(explanation: Explanation, about: About) -> tuple[str, ...]:
 
 def _summary(layer: LayerExplanation) -> str:
     rows, columns = layer.grid or (1, layer.units)
+    units = plural_unit(layer.unit)
     if layer.unit == "sample":
         return f"The router sends each image to some of the layer's {layer.experts} experts."
-    grid = f"{layer.units} patches ({rows} rows × {columns} columns)" if layer.grid else f"{layer.units} {layer.unit}s"
+    grid = f"{layer.units} {units} ({rows} rows × {columns} columns)" if layer.grid else f"{layer.units} {units}"
+    if layer.prefix:
+        alone = layer.prefix == 1
+        prefix = "the class token" if alone else f"{layer.prefix} prefix tokens (class and register tokens)"
+        grid = f"{layer.units + layer.prefix} {units} ({rows} rows × {columns} columns, and {prefix})"
     if layer.chooser == "expert":
         return f"Each of the {layer.experts} experts selects {layer.patches_per_expert} of the {grid} of an image."
     if layer.chooser == "unit":
         return f"The router sends each of the {grid} of an image to some of the layer's {layer.experts} experts."
     return f"Each of the {layer.experts} experts gets a weighted average of the {grid} of an image."
+
+
+def _prefix(layer: LayerExplanation, explanation: Explanation) -> str:
+    """The experts of the tokens that have no place in the image, over all images."""
+    if layer.chooser == "soft":
+        return ""
+    found: list[str] = []
+    for token in range(layer.prefix):
+        rates = [(prefix_rates(layer, e, explanation)[token], e) for e in range(layer.experts)]
+        most = sorted((each for each in rates if each[0]), key=lambda each: (-each[0], each[1]))[:_MAX_LISTED]
+        experts = listed([f"expert {e} ({percent(rate)} of the images)" for rate, e in most]) or "no expert"
+        found.append(f" The {prefix_name(token, layer.prefix)} goes to {experts}.")
+    return "".join(found)
 
 
 def _receptive_field(layer: LayerExplanation) -> str:
@@ -220,14 +241,14 @@ def _receptive_field(layer: LayerExplanation) -> str:
     if field is None:
         return ""
     height, width = (f"{side:g}" for side in field.patch_size)
-    square = f"A patch covers {height}×{width} pixels of the image"
+    square = f"A {layer.unit} covers {height}×{width} pixels of the image"
     if field.own_share > 0.995:
         return f"{square} and depends on these pixels alone."
     extent = "the whole image" if field.covers_image else f"up to {field.margin} pixels beyond them on each side"
     return (
         f"{square}. Its receptive field is larger: {extent}, as earlier layers mix in the surroundings. Measured by "
-        f"the gradient, {percent(field.own_share)} of its dependence is on its own pixels. A frame shows the patch "
-        "that an expert selected, not everything that the patch depends on."
+        f"the gradient, {percent(field.own_share)} of its dependence is on its own pixels. A frame shows the "
+        f"{layer.unit} that an expert selected, not everything that the {layer.unit} depends on."
     )
 
 
@@ -236,16 +257,17 @@ def _class_dependence(layer: LayerExplanation, explanation: Explanation) -> str:
     found = layer.information
     if found.most == 0:
         return ""
+    units = plural_unit(layer.unit)
     bits = (
-        f"The mutual information of the {kind} and one selected patch is {found.bits:.3f} of at most {found.most:.2f} "
-        f"bits; with shuffled labels it is below {found.by_chance:.3f} bits."
+        f"The mutual information of the {kind} and one selected {layer.unit} is {found.bits:.3f} of at most "
+        f"{found.most:.2f} bits; with shuffled labels it is below {found.by_chance:.3f} bits."
     )
-    verdict = f"The experts select different patches for different {kind}es."
+    verdict = f"The experts select different {units} for different {kind}es."
     if not found.significant:
-        verdict = f"These images do not show that the selected patches depend on the {kind}."
+        verdict = f"These images do not show that the selected {units} depend on the {kind}."
     if found.significant and layer.probe_accuracy is not None:
         verdict += (
-            f" A naive Bayes classifier that sees only the positions of the selected patches, and no pixels, reaches "
+            f" A naive Bayes classifier that sees only the positions of the selected {units}, and no pixels, reaches "
             f"{percent(layer.probe_accuracy)} accuracy on held-out images; always predicting the most frequent class "
             f"would reach {percent(layer.majority_share)}."
         )
@@ -254,20 +276,23 @@ def _class_dependence(layer: LayerExplanation, explanation: Explanation) -> str:
 
 def _numbers(layer: LayerExplanation) -> str:
     parts: list[str] = []
-    if layer.unit == "patch" and layer.chooser != "soft":
-        parts.append(f"{percent(layer.coverage)} of all patches are selected by at least one expert")
-        parts.append(f"two experts share {percent(layer.overlap)} of their patches on average")
+    if layer.unit != "sample" and layer.chooser != "soft":
+        units = plural_unit(layer.unit)
+        parts.append(f"{percent(layer.coverage)} of all {units} are selected by at least one expert")
+        parts.append(f"two experts share {percent(layer.overlap)} of their {units} on average")
     if layer.dead_experts:
         parts.append(f"dead (hardly used): expert {listed([str(e) for e in layer.dead_experts])}")
     return f"{'; '.join(parts)}.".capitalize() if parts else ""
 
 
 def _place(layer: LayerExplanation, rate_N: Sequence[float]) -> str:
-    """The patch that an expert selects most often; without a grid, its share of the images."""
-    if layer.grid is None:
+    """The patch or token that an expert selects most often; of samples, its share of them."""
+    if layer.unit == "sample":
         return percent(rate_N[0])
     most = max(range(len(rate_N)), key=lambda n: rate_N[n])
     if not rate_N[most]:
         return "–"
+    if layer.grid is None:
+        return f"token {most + 1}: {percent(rate_N[most])}"
     row, column = divmod(most, layer.grid[1])
     return f"row {row + 1}, column {column + 1}: {percent(rate_N[most])}"

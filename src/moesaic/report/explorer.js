@@ -70,34 +70,41 @@ const number = (packed, i) => {
 const layer = () => data.layers[state.layer];
 const checkpoint = () => data.checkpoints[state.checkpoint];
 const routed = () => checkpoint().layers[state.layer];
-const NONE = 65535;
+const unit = () => layer().unit;  // patch, token or sample
+const units = () => (unit() === "patch" ? "patches" : `${unit()}s`);
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+// units in the arrays of a layer: first those without a place on the grid, such as the class token
+const total = () => layer().units + layer().prefix;
 
-// the experts and patches of an image: [{expert, patch, gate}]
-function selections(b) {
-  const { chooser, experts, units } = layer();
+// the experts and units of an image: [{expert, patch, gate}]; those without a place are below 0
+function routes(b) {
+  const { chooser, experts, prefix } = layer();
   const found = [];
   if (chooser === "soft") {
     const weight = routed().gate;
-    for (let n = 0; n < units; n += 1) {
+    for (let n = 0; n < total(); n += 1) {
       for (let e = 0; e < experts; e += 1) {
-        const gate = number(weight, (b * units + n) * experts + e);
-        if (gate * units > 1) found.push({ expert: e, patch: n, gate });
+        const gate = number(weight, (b * total() + n) * experts + e);
+        if (gate * total() > 1) found.push({ expert: e, patch: n - prefix, gate });
       }
     }
     return found;
   }
   const index = unpack(routed().index);
+  const none = 2 ** routed().index.bits - 1;
   const [rows, places] = routed().shape;
   for (let row = 0; row < rows; row += 1) {
     for (let place = 0; place < places; place += 1) {
       const at = (b * rows + row) * places + place;
-      if (index[at] === NONE) continue;
+      if (index[at] === none) continue;
       const [expert, patch] = chooser === "expert" ? [row, index[at]] : [index[at], row];
-      found.push({ expert, patch, gate: number(routed().gate, at) });
+      found.push({ expert, patch: patch - prefix, gate: number(routed().gate, at) });
     }
   }
   return found;
 }
+const selections = (b) => routes(b).filter(({ patch }) => patch >= 0);
+const tokenName = (n) => (layer().prefix === 1 ? "class token" : `prefix token ${n + 1}`);
 
 const label = (b) => data.images.label[b];
 const predicted = (b) => checkpoint().top[b][0][0];
@@ -400,11 +407,32 @@ function drawPrediction(b) {
 function drawAssigned(b) {
   const box = find("assigned");
   if (!box) return;
-  if (layer().kind !== "sample") return box.replaceChildren();
+  if (isMap()) return box.replaceChildren(...prefixed(b));
+  if (layer().kind === "channel") return box.replaceChildren();
+  if (layer().kind === "token") return box.replaceChildren(tokensOf(b));
   const rows = selections(b).map(({ expert, gate }) => element("tr", { "data-expert": expert, "data-gate": gate.toFixed(4) },
     element("th", { scope: "row" }, swatch(expert), `expert ${expert}`), element("td", {}, brief(gate)),
     element("td", { class: "bar" }, bar(Math.max(gate, 0), Math.max(routed().gate.most, 1)))));
   return box.replaceChildren(element("table", { class: "bars" }, element("caption", {}, "Experts that the image is sent to, and their gates"), element("tbody", {}, ...rows)));
+}
+
+// the experts of tokens that have no place in the image
+function prefixed(b) {
+  const every = layer().prefix ? routes(b).filter(({ patch }) => patch < 0) : [];
+  return Array.from({ length: layer().prefix }, (_, n) => {
+    const own = every.filter(({ patch }) => patch === n - layer().prefix);
+    const experts = own.flatMap(({ expert, gate }, i) => [i ? ", " : "", element("span", { class: "to", "data-expert": expert, "data-token": n, "data-gate": gate.toFixed(4) }, swatch(expert), `expert ${expert} gate ${brief(gate)}`)]);
+    return element("p", { class: "prefix" }, element("strong", {}, `${capital(tokenName(n))}: `), ...(experts.length ? experts : ["no expert"]));
+  });
+}
+
+// tokens without a grid: how many of them each expert processes
+function tokensOf(b) {
+  const counts = Array.from({ length: layer().experts }, () => 0);
+  for (const { expert } of routes(b)) counts[expert] += 1;
+  const rows = counts.map((own, e) => element("tr", {}, element("th", { scope: "row" }, swatch(e), `expert ${e}`), element("td", {}, String(own)), element("td", { class: "bar" }, bar(own, total()))));
+  const what = layer().chooser === "soft" ? "with a weight above the mean, for each expert" : "of each expert";
+  return element("table", { class: "bars" }, element("caption", {}, `Tokens ${what}, of ${total()} in the image; they have no grid, so none is drawn`), element("tbody", {}, ...rows));
 }
 
 function drawOverlay() {
@@ -421,7 +449,7 @@ function drawOverlay() {
     fill: VEIL, "fill-opacity": 0.72, "fill-rule": "evenodd",
   }));
   if (!isMap()) return;
-  const { units, grid, filled } = layer();
+  const { filled } = layer();
   const chosen = visible(b);
   const patches = byPatch(chosen);
   const experts = new Set(chosen.map(({ expert }) => expert));
@@ -430,7 +458,7 @@ function drawOverlay() {
   const cell = Math.min(seen.side / filled[0], seen.side / filled[1]);
   const deepest = Math.max(1, ...[...patches.values()].map((each) => each.length));
   const pitch = Math.min(0.1 * cell, (0.34 * cell) / deepest, 0.0095 * seen.side);
-  for (let n = 0; n < units; n += 1) {
+  for (let n = 0; n < layer().units; n += 1) {
     const at = rectangle(n, seen, layer());
     if (at.width <= 0 || at.height <= 0) continue;
     const gates = (patches.get(n) ?? []).map(({ gate }) => gate);
@@ -451,7 +479,7 @@ function drawOverlay() {
     });
     if (single) drawNumber(overlay, at, each[0], seen.side);
   }
-  drawTargets(patches, seen, width, height, grid);
+  drawTargets(patches, seen, width, height);
 }
 
 function drawNumber(overlay, at, { expert, gate }, side) {
@@ -523,12 +551,12 @@ function drawPatch() {
   const panel = find("patch");
   if (!panel) return;
   for (const each of find("targets").children) each.classList.toggle("current", Number(each.dataset.patch) === state.patch);
-  if (!isMap() || layer().kind !== "patch") return panel.replaceChildren();
+  if (!isMap()) return panel.replaceChildren();
   const here = state.patch === null ? [] : selections(state.patch === null ? 0 : state.image).filter(({ patch, expert }) => patch === state.patch && !state.hidden.has(expert));
   if (!here.length) {
-    return panel.replaceChildren(element("p", { class: "soft" }, "Point at a framed patch, or move to it with the arrow keys: the patches that its experts like best in other images appear here. A click keeps them."));
+    return panel.replaceChildren(element("p", { class: "soft" }, `Point at a framed ${unit()}, or move to it with the arrow keys: the ${units()} that its experts like best in other images appear here. A click keeps them.`));
   }
-  panel.replaceChildren(element("h3", {}, `Patch in ${place(state.patch)}`), ...here.map(({ expert, gate }) => {
+  panel.replaceChildren(element("h3", {}, `${capital(unit())} in ${place(state.patch)}`), ...here.map(({ expert, gate }) => {
     const liked = routed().top[expert].filter(([image]) => image !== state.image).slice(0, 6);
     return element("div", { class: "liked" },
       element("p", {}, swatch(expert), element("strong", {}, `expert ${expert}`), ` gate ${brief(gate)}. It likes best elsewhere:`),
@@ -546,7 +574,7 @@ function swatch(expert) {
 function drawExperts() {
   const box = find("experts");
   if (!box) return;
-  box.hidden = layer().kind !== "patch";
+  box.hidden = !isMap();
   if (box.hidden) return;
   const chips = Array.from({ length: layer().experts }, (_, e) => {
     const check = element("input", { type: "checkbox", value: e, checked: !state.hidden.has(e) });
@@ -589,24 +617,26 @@ const CLASS_MAPS = {
   share: "share of images", difference: "difference to the other classes", gate: "mean gate",
 };
 
+// where an array of rows, experts and units has a unit of the grid; those in front of it are below 0
+const cellOf = (r, e, n) => (r * layer().experts + e) * total() + layer().prefix + n;
+
 function classValues(k, expert) {
-  const { units, experts } = layer();
+  const { experts } = layer();
   const row = data.present.indexOf(k);
-  const at = (r, e, n) => (r * experts + e) * units + n;
   const share = routed().share;
-  return Array.from({ length: units }, (_, n) => {
+  return Array.from({ length: layer().units }, (_, n) => {
     if (expert === null) {  // the total gate that the experts give to the patch, of an image of the class
-      let total = 0;
+      let sum = 0;
       for (let e = 0; e < experts; e += 1) {
-        total += number(share, at(row, e, n)) * (layer().chooser === "soft" ? 1 : number(routed().mean_gate, at(row, e, n)));
+        sum += number(share, cellOf(row, e, n)) * (layer().chooser === "soft" ? 1 : number(routed().mean_gate, cellOf(row, e, n)));
       }
-      return total;
+      return sum;
     }
-    const value = number(share, at(row, expert, n));
+    const value = number(share, cellOf(row, expert, n));
     if (state.map === "share") return value;
-    if (state.map === "gate") return value >= 0.05 || layer().chooser === "soft" ? number(routed().mean_gate, at(row, expert, n)) : 0;
+    if (state.map === "gate") return value >= 0.05 || layer().chooser === "soft" ? number(routed().mean_gate, cellOf(row, expert, n)) : 0;
     let others = 0;
-    for (let r = 0; r < data.present.length; r += 1) if (r !== row) others += number(share, at(r, expert, n));
+    for (let r = 0; r < data.present.length; r += 1) if (r !== row) others += number(share, cellOf(r, expert, n));
     return value - others / Math.max(1, data.present.length - 1);
   });
 }
@@ -615,9 +645,9 @@ function drawMap(values, most, { title: name, expert, background, kind }) {
   const own = layer();
   const seen = { x: 0, y: 0, side: 100 };
   const written = (value) => (kind === "gate" || kind === "total" ? brief(value) : `${kind === "difference" && value > 0 ? "+" : ""}${Math.round(100 * value)}`.replace("-", "−"));
-  const unit = kind === "share" ? " %" : kind === "difference" ? " points" : "";
+  const suffix = kind === "share" ? " %" : kind === "difference" ? " points" : "";
   const best = values.reduce((top, value, n) => (Math.abs(value) > Math.abs(values[top]) ? n : top), 0);
-  const drawing = shape("svg", { viewBox: "0 0 100 100", role: "img", "aria-label": `${name}: strongest in ${place(best)}, ${written(values[best])}${unit}` });
+  const drawing = shape("svg", { viewBox: "0 0 100 100", role: "img", "aria-label": `${name}: strongest in ${place(best)}, ${written(values[best])}${suffix}` });
   if (background) drawing.append(shape("image", { href: address(background), width: 100, height: 100, preserveAspectRatio: "none", style: "image-rendering: auto" }));
   const cell = 100 / Math.max(...own.filled);
   const hue = kind === "total" ? "#d55e00" : kind === "difference" ? "#e69f00" : colour(expert ?? 0);
@@ -634,7 +664,7 @@ function drawMap(values, most, { title: name, expert, background, kind }) {
     if (cell >= 9 && strength > 0.12) texts.append(shape("text", { x: at.x + at.width / 2, y: at.y + at.height / 2 + 1.4 }, written(value)));
   });
   cells.addEventListener("mouseover", ({ target: { dataset } }) => {
-    if (dataset.patch) title.textContent = `${place(Number(dataset.patch))}: ${written(values[dataset.patch])}${unit}`;
+    if (dataset.patch) title.textContent = `${place(Number(dataset.patch))}: ${written(values[dataset.patch])}${suffix}`;
   });
   cells.append(title);
   drawing.append(cells, texts);
@@ -651,19 +681,19 @@ function drawClass() {
   if (layer().kind === "channel") parts.push(...classGates(k));
   else if (isMap()) {
     const background = `mean-${data.present.indexOf(k)}`;
-    const total = classValues(k, null);
+    const summed = classValues(k, null);
     const experts = Array.from({ length: layer().experts }, (_, e) => e);
     const values = experts.map((e) => classValues(k, e));
     const most = Math.max(...values.flat().map(Math.abs), 1e-9);
     const name = data.classes[k];
     parts.push(element("div", { class: "evidence" },
-      element("figure", {}, drawMap(total, Math.max(...total), { title: `Mean total gate of each patch in images of ${name}`, background, kind: "total" }),
-        element("figcaption", {}, element("strong", {}, "All experts: "), `the mean of the gates that a patch gets in an image of “${name}”. The background is the mean image of the class.`)),
+      element("figure", {}, drawMap(summed, Math.max(...summed), { title: `Mean total gate of each ${unit()} in images of ${name}`, background, kind: "total" }),
+        element("figcaption", {}, element("strong", {}, "All experts: "), `the mean of the gates that a ${unit()} gets in an image of “${name}”. The background is the mean image of the class.`), ...prefixShares(data.present.indexOf(k))),
       element("div", {}, element("h3", {}, "Examples"), exampleRow("wrong", wrongs.slice(0, 6)), exampleRow(wrongs.length ? "correct" : "", right.slice(0, 6)))));
     parts.push(element("p", { class: "soft" }, {
-      share: `How often each expert selects a patch, in percent of the images of “${name}”; the strongest colour is ${percent(most)}.`,
-      difference: `Percentage points by which an expert selects a patch more often (orange) or less often (blue) in images of “${name}” than in those of the other classes; the strongest colour is ${Math.round(100 * most)}.`,
-      gate: `The mean gate of a patch in the images of “${name}” in which the expert selects it, from 5 % of the images on; the strongest colour is ${brief(most)}.`,
+      share: `How often each expert selects a ${unit()}, in percent of the images of “${name}”; the strongest colour is ${percent(most)}.`,
+      difference: `Percentage points by which an expert selects a ${unit()} more often (orange) or less often (blue) in images of “${name}” than in those of the other classes; the strongest colour is ${Math.round(100 * most)}.`,
+      gate: `The mean gate of a ${unit()} in the images of “${name}” in which the expert selects it, from 5 % of the images on; the strongest colour is ${brief(most)}.`,
     }[state.map]));
     parts.push(element("div", { class: "maps" }, ...experts.map((e) => element("figure", {},
       drawMap(values[e], most, { title: `Expert ${e}, ${name}, ${CLASS_MAPS[state.map]}`, expert: e, background, kind: state.map }),
@@ -675,6 +705,15 @@ function drawClass() {
     parts.push(element("h3", {}, "Examples"), exampleRow("wrong", wrongs.slice(0, 8)), exampleRow(wrongs.length ? "correct" : "", right.slice(0, 8)));
   }
   find("class").replaceChildren(...parts.filter(Boolean));
+}
+
+// the experts that get the tokens without a place, in images of a class
+function prefixShares(row) {
+  return Array.from({ length: layer().chooser === "soft" ? 0 : layer().prefix }, (_, n) => {
+    const shares = Array.from({ length: layer().experts }, (_e, e) => number(routed().share, cellOf(row, e, n - layer().prefix)));
+    const most = shares.map((share, e) => ({ share, e })).filter(({ share }) => share > 0.005).sort((a, b) => b.share - a.share || a.e - b.e).slice(0, 4);
+    return element("p", { class: "prefix" }, element("strong", {}, `${capital(tokenName(n))}: `), most.map(({ share, e }) => `expert ${e} in ${percent(share)} of the images`).join(", ") || "no expert");
+  });
 }
 
 function exampleRow(title, images) {
@@ -694,16 +733,18 @@ function drawExpertView() {
   const parts = [element("dl", { class: "facts" }, ...facts.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]))];
   const liked = (routed().top?.[e] ?? []).slice(0, data.top_patches);
   if (isMap()) {
-    const mean = Array.from({ length: layer().units }, (_, n) => data.present.reduce((sum, _k, r) => sum + data.present_share[r] * number(routed().share, (r * layer().experts + e) * layer().units + n), 0));
+    const mean = Array.from({ length: layer().units }, (_, n) => data.present.reduce((sum, _k, r) => sum + data.present_share[r] * number(routed().share, cellOf(r, e, n)), 0));
     parts.unshift(element("figure", { class: "where" }, drawMap(mean, Math.max(...mean), { title: `Expert ${e}, all classes, share of images`, expert: e, background: null, kind: "share" }),
-      element("figcaption", {}, "How often it selects each patch, in percent of all images.")));
+      element("figcaption", {}, `How often it selects each ${unit()}, in percent of all images.`)));
     const box = element("div", { class: "about" }, ...parts);
-    const crops = liked.length ? element("div", { class: "crops large" }, ...liked.map((each) => favourite(each, e, 224))) : element("p", {}, "It selects no patch of these images.");
-    find("expert").replaceChildren(box, element("h3", {}, "The patches with its highest scores, at most one of each image"), crops);
+    const crops = liked.length ? element("div", { class: "crops large" }, ...liked.map((each) => favourite(each, e, 224))) : element("p", {}, `It selects no ${unit()} of these images.`);
+    find("expert").replaceChildren(box, element("h3", {}, `The ${units()} with its highest scores, at most one of each image`), crops);
   } else {
-    const mine = Array.from({ length: count }, (_, b) => ({ b, own: selections(b).find(({ expert }) => expert === e) }))
-      .filter(({ own: found }) => found).sort((x, y) => y.own.gate - x.own.gate).map(({ b }) => b);
-    find("expert").replaceChildren(...parts, element("h3", {}, `${plural(mine.length, "image")} of this expert, the largest gates first`),
+    const gateOf = (b) => Math.max(...routes(b).filter(({ expert }) => expert === e).map(({ gate }) => gate));
+    const mine = Array.from({ length: count }, (_, b) => ({ b, gate: gateOf(b) }))
+      .filter(({ gate }) => gate > -Infinity).sort((x, y) => y.gate - x.gate).map(({ b }) => b);
+    const what = layer().kind === "token" ? "with tokens of this expert" : "of this expert";
+    find("expert").replaceChildren(...parts, element("h3", {}, `${plural(mine.length, "image")} ${what}, the largest gates first`),
       exampleRow("", mine.slice(0, 24)) ?? element("p", {}, "It gets none of these images."));
   }
 }
@@ -711,13 +752,13 @@ function drawExpertView() {
 // ---------------------------------------------------------------- dispatch of samples
 
 function dispatch(c) {
-  const { experts, units } = layer();
+  const { experts } = layer();
   const share = c.layers[state.layer].share;
   return data.present.map((_k, r) => {
     const row = Array.from({ length: experts }, (_, e) => {
-      let total = 0;
-      for (let n = 0; n < units; n += 1) total += number(share, (r * experts + e) * units + n);
-      return total;
+      let sum = 0;
+      for (let n = 0; n < total(); n += 1) sum += number(share, (r * experts + e) * total() + n);
+      return sum;
     });
     const sum = row.reduce((a, b) => a + b, 0) || 1;
     return row.map((value) => value / sum);
@@ -749,7 +790,7 @@ function drawDispatch() {
 
 function classDispatch(k) {
   const row = dispatch(checkpoint())[data.present.indexOf(k)];
-  return [element("p", {}, `Where the router sends the images of “${data.classes[k]}”:`),
+  return [element("p", {}, `Where the router sends the ${layer().kind === "token" ? "tokens of the images" : "images"} of “${data.classes[k]}”:`),
     element("table", { class: "bars" }, element("tbody", {}, ...row.map((share, e) => element("tr", {}, element("th", { scope: "row" }, `expert ${e}`), element("td", {}, percent(share)), element("td", { class: "bar" }, bar(share))))))];
 }
 

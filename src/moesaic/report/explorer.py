@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from moesaic.insight.explain import Explanation
+from moesaic.insight.metrics import plural_unit
 from moesaic.report.embedded_images import LONGEST_SIDE, EmbeddedImage, embed_images, encode_image, reduced
 from moesaic.report.expert_figures import mean_images
 from moesaic.report.explorer_data import (
@@ -77,7 +78,7 @@ def make_explorer(
     data = explorer_data(explanation, images, sizes, checkpoints, classes, top_patches)
     present = mapped_classes(explanation)
     means: list[EmbeddedImage] = []
-    if any(layer["grid"] is not None and layer["kind"] == "patch" for layer in data["layers"]):
+    if any(layer["kind"] == "map" for layer in data["layers"]):
         for grey in mean_images(pixels, classes, len(explanation.class_names))[present]:
             image = np.rint(255 * grey).astype(np.uint8)[..., None].repeat(3, 2)
             means.append(encode_image(reduced(image, _MEAN_SIDE)))
@@ -113,6 +114,7 @@ def _values(
     layers = data["layers"]
     channels = [layer for layer in layers if layer["kind"] == "channel"]
     others = [layer for layer in layers if layer["kind"] != "channel"]
+    unit = "token" if any(layer["unit"] == "token" for layer in layers) else "patch"
     has_dispatch = any(layer["chooser"] != "expert" for layer in others)
     views = {"images": "Images", "classes": "Classes"}
     views |= {"experts": "Experts"} if others else {}
@@ -126,11 +128,14 @@ def _values(
         "filter_classes": [(k, names[k]) for k in count_classes(images, checkpoints[-1].shown.probabilities.argmax(1))],
         "present_classes": [(k, names[k]) for k in data["present"]],
         "has_cost": checkpoints[-1].shown.gated is not None,
-        "has_grid": any(layer["kind"] == "patch" and layer["grid"] for layer in layers),
+        "has_grid": any(layer["kind"] == "map" for layer in layers),
+        "unit": unit,
+        "units": plural_unit(unit),
+        "has_prefix": any(layer["prefix"] for layer in layers),
         "has_experts": bool(others),
         "has_channels": bool(channels),
         "has_dispatch": has_dispatch,
-        "has_samples": any(layer["kind"] == "sample" for layer in layers),
+        "has_unplaced": any(layer["kind"] not in ("map", "channel") for layer in layers),
         "note": _note(len(images), given, made),
     }
 

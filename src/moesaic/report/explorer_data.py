@@ -17,7 +17,8 @@ from torch import Tensor
 
 from moesaic.insight.channel_metrics import class_shares
 from moesaic.insight.class_routing import class_maps
-from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation, TopPatch, top_patches
+from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation, Maps, TopPatch, top_patches
+from moesaic.insight.metrics import plural_unit
 from moesaic.insight.overlays import expert_colour, expert_dash
 from moesaic.report.embedded_images import Picture
 from moesaic.report.formatting import percent
@@ -115,7 +116,7 @@ def image_bytes(checkpoints: Sequence[CheckpointPass]) -> int:
             elif routing.index is None:
                 total += routing.units * routing.experts
             else:
-                total += 4 * routing.index[0].numel()
+                total += (3 if max(routing.units, routing.experts) < 256 else 4) * routing.index[0].numel()
     return round(_BASE64 * total) + 200
 
 
@@ -129,28 +130,37 @@ def top_class(patches: Sequence[TopPatch], class_names: Sequence[str]) -> str:
 
 
 def _layer(name: str, routing: Routing, found: LayerExplanation | None, explanation: Explanation) -> dict[str, Any]:
-    kind = routing.unit if routing.grid is None or routing.unit == "channel" else "patch"
+    kind = routing.unit if routing.grid is None or routing.unit == "channel" else "map"
+    prefix = 0 if routing.grid is None else routing.prefix
     return {
         "name": name or "the network itself",
         "kind": kind,
+        "unit": routing.unit,
         "chooser": routing.chooser,
         "grid": None if routing.grid is None else list(routing.grid),
         "filled": None if routing.filled is None else list(routing.filled),
         "experts": routing.experts,
-        "units": routing.units,
+        "units": routing.units - prefix,
+        "prefix": prefix,
         "facts": [] if found is None else [_facts(found, e, explanation) for e in range(found.experts)],
     }
 
 
 def _facts(layer: LayerExplanation, expert: int, explanation: Explanation) -> list[tuple[str, str]]:
     kind = "class" if explanation.by == "label" else "predicted class"
-    facts = [(f"{kind} of its top patches", top_class(layer.top_patches[expert], explanation.class_names))]
+    units = plural_unit(layer.unit)
+    facts = [(f"{kind} of its top {units}", top_class(layer.top_patches[expert], explanation.class_names))]
     if layer.grid is None:
         facts = []
     if layer.chooser != "expert":
         facts.append(("load share", percent(layer.load_share[expert])))
     if layer.grid is not None:
         facts += _places(layer, expert, explanation)
+        facts += [
+            (prefix_name(p, layer.prefix), f"{percent(rate)} of the images")
+            for p, rate in enumerate(prefix_rates(layer, expert, explanation))
+            if layer.chooser != "soft"
+        ]
     information = layer.expert_information[expert]
     if information.most:
         verdict = "" if information.significant else " (not above chance)"
@@ -164,19 +174,30 @@ def _facts(layer: LayerExplanation, expert: int, explanation: Explanation) -> li
 
 def _places(layer: LayerExplanation, expert: int, explanation: Explanation) -> list[tuple[str, str]]:
     """Where it looks most often, of all images."""
-    total = sum(explanation.class_images)
-    rate_N = sum(
-        np.array(layer.selection_rate[k][expert]) * own / total
-        for k, own in enumerate(explanation.class_images)
-        if own and total
-    )
+    rate_N = _mean_rate(layer.selection_rate, expert, explanation)
     most = int(np.argmax(rate_N))
-    share = float(cast("Any", rate_N)[most])
+    share = float(rate_N[most])
     if not share:
         return []
     assert layer.grid is not None
     row, column = divmod(most, layer.grid[1])
-    return [("most frequent patch", f"row {row + 1}, column {column + 1}: {percent(share)} of the images")]
+    return [(f"most frequent {layer.unit}", f"row {row + 1}, column {column + 1}: {percent(share)} of the images")]
+
+
+def prefix_rates(layer: LayerExplanation, expert: int, explanation: Explanation) -> list[float]:
+    """Share of all images in which the expert selects each token that has no place on the grid."""
+    return [float(rate) for rate in _mean_rate(layer.prefix_rate, expert, explanation)] if layer.prefix else []
+
+
+def prefix_name(token: int, count: int) -> str:
+    """The name of one of ``count`` tokens in front of those on the grid."""
+    return "class token" if count == 1 else f"prefix token {token + 1}"
+
+
+def _mean_rate(rate_KEN: Maps, expert: int, explanation: Explanation) -> NDArray[np.float64]:
+    """(N,): the mean over all images of rates by class."""
+    own_K = np.array(explanation.class_images, dtype=np.float64)
+    return own_K @ np.array([rates[expert] for rates in rate_KEN]) / max(1.0, own_K.sum())
 
 
 def _checkpoint(
@@ -217,14 +238,15 @@ def _routing(
         index = routing.index.detach().cpu().numpy()
         found |= {
             "shape": list(index.shape[1:]),
-            "index": {"data": _text(np.where(index < 0, 65535, index).astype("<u2")), "bits": 16},
+            "index": _packed_index(index),
             "gate": _packed(routing.gate),
         }
     if routing.grid is not None:
+        placed = routing.without_prefix()
         # one more than are shown, as those of the image itself are left out
         found["top"] = [
             [[each.image, each.patch, round(each.score, 4), round(each.gate, 4)] for each in own]
-            for own in (top_patches(routing, e, predicted, count + 1) for e in range(routing.experts))
+            for own in (top_patches(placed, e, predicted, count + 1) for e in range(routing.experts))
         ]
     return found
 
@@ -234,6 +256,13 @@ def _gates(routing: Routing, over: Routing, classes: Tensor, K: int, present: Se
     bits = np.packbits(open_BE, axis=1)
     share = class_shares(over, classes, K)[list(present)]
     return {"open": {"data": _text(bits), "bits": 8}, "row": bits.shape[1], "share": _packed(share)}
+
+
+def _packed_index(index: NDArray[Any]) -> dict[str, Any]:
+    """Indices of experts or units; the largest number of the format stands for unassigned places."""
+    bits = 8 if index.size and int(index.max()) < 255 else 16
+    text = _text(np.where(index < 0, 2**bits - 1, index).astype("u1" if bits == 8 else "<u2"))
+    return {"data": text, "bits": bits}
 
 
 def _packed(values: Tensor, bits: int = 16) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 The CNN, separate training, joint training, our settings, published numbers and the experts have fixed styles; any
 other role gets one that is not used in its chart. The first colours are the colour-blind-safe palette of Okabe and Ito;
-markers and dashes distinguish lines without colour.
+markers and dashes distinguish lines without colour. A colour that stands for a line is the same on light and dark
+pages.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from moesaic.report.chart import Panel
 
 __all__ = [
     "COLOURS",
+    "DARK_CARD",
     "DATA_ID",
     "INK",
     "LINE",
@@ -30,25 +32,26 @@ __all__ = [
 
 INK, LINE, NOT_RUN = "#333333", "#BBBBBB", "#D6E6F2"
 
-_PALETTE = {
-    "ink": (INK, "#d5d8dd"),
-    "line": (LINE, "#5a616b"),
-    "vermilion": ("#D55E00", "#f0873f"),
-    "blue": ("#0072B2", "#6aa5ff"),
-    "green": ("#009E73", "#2cc79a"),
-    "purple": ("#CC79A7", "#e29bc4"),
-    "orange": ("#E69F00", "#f2b632"),
-    "sky": ("#56B4E9", "#8fd0f7"),
-    "grey": ("#8C8C8C", "#a5a9af"),
-    "indigo": ("#332288", "#a99df2"),
-    "olive": ("#999933", "#c8c862"),
-    "wine": ("#882255", "#dd7fa8"),
+COLOURS = {
+    "ink": INK,
+    "line": LINE,
+    "vermilion": "#D55E00",
+    "blue": "#0072B2",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "orange": "#E69F00",
+    "sky": "#56B4E9",
+    "grey": "#8C8C8C",
+    "indigo": "#6A5ACD",
+    "olive": "#999933",
+    "wine": "#B84A7C",
 }
-
-COLOURS = {name: light for name, (light, _) in _PALETTE.items()}
-"""The colours that a page may want to exchange, for a dark background say: name, colour in the drawing."""
-ON_DARK = {name: dark for name, (_, dark) in _PALETTE.items()}
-"""`COLOURS` for a dark page."""
+"""All colours by name. Ink and thin lines follow the theme of a page; the others identify lines and points, and are
+the same on every page: each is legible on white and on `DARK_CARD`."""
+ON_DARK = {"ink": "#d5d8dd", "line": "#5a616b"}
+"""The colours of `COLOURS` that a dark page has others for."""
+DARK_CARD = "#1d2125"
+"""Background of charts on a dark page (page.css)."""
 
 DATA_ID = "data-"
 """Beginning of the ids of SVG elements whose colours are values: they are the same on a dark page."""
@@ -60,7 +63,7 @@ _ROLES = {
     "separate": (COLOURS["blue"], "o"),
     "joint": (COLOURS["green"], "^"),
     "best": (COLOURS["purple"], "D"),
-    "published": (COLOURS["ink"], "*"),
+    "published": (COLOURS["grey"], "*"),
     **{
         f"expert-{i}": (COLOURS[name], marker)
         for i, (name, marker) in enumerate(zip(_EXPERTS, "os^DvPXp", strict=True), start=1)

@@ -117,9 +117,9 @@ class Predictor:
             macs = self._macs(routing, len(x))
         probabilities = cast("list[list[float]]", logits.double().softmax(-1).tolist())
         patches = {
-            name: each
+            name: each.without_prefix()
             for name, each in routing.items()
-            if each.unit == "patch" and each.index is not None and each.grid
+            if each.unit in ("patch", "token") and each.index is not None and each.grid
         }
         selected = {name: _selected(each) for name, each in patches.items()}
         costs = cast("list[int]", macs.tolist())
@@ -157,7 +157,8 @@ class Predictor:
         dense = {layer.name: layer.dense_macs for layer in cost.layers}
         for name, routing in found.items():
             if routing.may_drop and routing.index is not None and name in dense:
-                units = math.prod(routing.filled) if routing.filled else routing.units  # in the map without padding
+                # without the padding of the map
+                units = math.prod(routing.filled) + routing.prefix if routing.filled else routing.units
                 each = round(dense[name] / (units * routing.experts))
                 self._droppable[name] = each, int(routing.load.sum())
 

@@ -16,7 +16,7 @@ from moesaic.papers.engine.findings import Source
 from moesaic.papers.engine.glossary import used_terms
 from moesaic.papers.engine.report import write_report
 from moesaic.report.chart import Chart, Counts, Group, Panel, Points, Series
-from moesaic.report.style import COLOURS, ON_DARK
+from moesaic.report.style import ON_DARK
 
 NASTY = """<script>alert("1")</script><img src=x onerror='alert(2)'>&amp;{{ 7 * 7 }}</style></svg>"""
 
@@ -406,5 +406,9 @@ def test_the_same_results_give_the_same_report_and_no_half_file_stays(tmp_path: 
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_a_dark_page_has_a_colour_for_each_of_the_charts():
-    assert ON_DARK.keys() == COLOURS.keys()
+def test_a_dark_page_exchanges_ink_alone(tmp_path: Path):
+    text = written(tmp_path, charts=CHARTS)
+    assert set(ON_DARK) == {"ink", "line"}
+    exchanged = re.findall(r"--([\w-]+): [^;]*;", text[text.index("prefers-color-scheme: dark") :].split("* {")[0])
+    assert {name.removeprefix("chart-") for name in exchanged if name.startswith("chart-")} == set(ON_DARK)
+    assert not [name for name in exchanged if name.endswith("-mark")]
