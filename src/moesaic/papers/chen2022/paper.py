@@ -18,6 +18,7 @@ from moesaic.papers.chen2022 import (
     claims_released_images,
     claims_synthetic,
     claims_theory,
+    experiments_ensembles,
     experiments_images,
     experiments_language,
     experiments_synthetic,
@@ -37,6 +38,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """Returns the cells on synthetic data, images and sentences."""
     return {
         **experiments_synthetic.plan(preset, fidelity),
+        **experiments_ensembles.plan(preset, fidelity),
         **experiments_images.plan(preset, fidelity),
         **experiments_language.plan(preset, fidelity),
     }
