@@ -141,12 +141,16 @@ class SampleMoE(RoutedLayer):
     def choose(self, scores: Tensor) -> Routing:
         """Returns the routing for scores (B, E)."""
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).unsqueeze(1)
-        noisy = scores
-        if self.noise is not None and (self.training or self.noise_in_eval):
-            noisy = scores + self.noise_scale * sample_noise(self.noise, scores, self.generator, self.global_batch)
+        noisy = self._add_noise(scores)
         index = stable_topk(noisy, self.top_k)
         gate = (scores.softmax(-1) if self.gate == "softmax" else noisy).gather(-1, index)
         return Routing("sample", scores, index, gate, chooser="unit", may_drop=False)
+
+    def _add_noise(self, scores: Tensor) -> Tensor:
+        """Returns scores (B, 1, E) with the noise of this mode, if it has any."""
+        if self.noise is None or not (self.training or self.noise_in_eval):
+            return scores
+        return scores + self.noise_scale * sample_noise(self.noise, scores, self.generator, self.global_batch)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, noise={self.noise!r}, gate={self.gate!r}"

@@ -6,7 +6,7 @@ single network and the mixture, and learning rates fall to zero along a cosine, 
 Details that the paper does not print come from the authors' code: batches of 128, the kernel of the blur. Their code
 differs from print in the coefficient of the balance loss (0.01 instead of 1e-3), blurs training images only, has a
 second softmax on the output, gives every expert a black image for each image of another expert, and reports the best
-epoch on the test images; here all is as printed, with the last epoch.
+epoch on the test images; here all is as printed, with the last epoch. `claims_released_images` has their form.
 """
 
 from __future__ import annotations

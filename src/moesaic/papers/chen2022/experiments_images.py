@@ -1,27 +1,37 @@
-"""Runs of one network on images, alone or as a mixture's experts: cells of Chen et al. 2022, Section 6.2."""
+"""Runs of one network on images, alone or as a mixture's experts: cells of Chen et al. 2022, Section 6.2.
+
+`ImageCell` trains as printed, `ReleasedImageCell` as the authors' code does.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from moesaic import keyed_random
 from moesaic.data.cifar10 import CIFAR10_CLASSES, cifar10_files, find_cifar10, load_cifar10
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.datasets import ImageDataset, Transform
 from moesaic.data.splits import Split
 from moesaic.fidelity import Fidelity
 from moesaic.insight.metrics import entropy_of_counts
-from moesaic.papers.chen2022.data.rotated_cifar import cifar10_dataset, cifar10_rotate_task
-from moesaic.papers.chen2022.image_networks import image_mixture, image_network
-from moesaic.papers.chen2022.image_training import ImageSchedule, ImageTest, embed_images, train_images
+from moesaic.papers.chen2022.data.rotated_cifar import blur_and_normalize, cifar10_dataset, cifar10_rotate_task
+from moesaic.papers.chen2022.image_networks import image_mixture, image_network, released_image_mixture
+from moesaic.papers.chen2022.image_training import (
+    ImageSchedule,
+    ImageTest,
+    ReleasedImageSchedule,
+    embed_images,
+    train_images,
+)
 from moesaic.papers.engine import claims
 from moesaic.papers.engine.runner import Runner
 
@@ -32,14 +42,18 @@ __all__ = [
     "FROG",
     "PRINTED_EPOCHS",
     "PRINTED_TRIALS",
+    "RELEASED_KINDS",
+    "RELEASED_RUNS",
     "RUNS",
     "SHIP",
     "Embedding",
     "ImageCell",
     "ImageResult",
+    "ReleasedImageCell",
     "TaskName",
     "cifar10_digest",
     "plan",
+    "released_runs_of",
     "runs_of",
 ]
 
@@ -90,6 +104,8 @@ class ImageResult:
     entropies: Array
     """After each epoch, eq. 6.1 on the test images; empty for a single network."""
     embedding: Embedding | None
+    blurred_accuracies: Array = field(default_factory=lambda: np.empty(0))
+    """After each epoch, on blurred test images; empty unless they were tested besides sharp ones."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +122,8 @@ class ImageCell:
     images_per_file: int = 10_000
     on_cpu: bool = False
     """Whether it may run without a GPU, which would take days for all but made-up data."""
+    experiment: ClassVar[str] = "images"
+    """Name of the experiment in the specification."""
 
     @property
     def steps(self) -> int:
@@ -124,7 +142,7 @@ class ImageCell:
         )
         described = asdict(self)
         del described["on_cpu"]
-        return {"experiment": "images", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
+        return {"experiment": self.experiment, "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
         assert runner.data_dir is not None, "there is an obstacle"
@@ -132,14 +150,23 @@ class ImageCell:
         seed = int(keyed_random.keys(runner.seed, [self.trial])[0]) & ((1 << 62) - 1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            build = image_mixture if self.mixture else image_network
-            model = build(self.network, task.num_classes)
-        epochs = train_images(model, task, self.schedule, seed=seed, device=runner.device, progress=runner.progress)
+            model = self._model(task.num_classes)
+        epochs = train_images(
+            model,
+            task,
+            self.schedule,
+            seed=seed,
+            device=runner.device,
+            progress=runner.progress,
+            eval_transforms=self._eval_transforms(),
+        )
         measured: dict[str, Any] = {
             "tested": len(task.test),
             "accuracies": [round(epoch.test.accuracy, 4) for epoch in epochs],
             "losses": [round(epoch.loss, 5) for epoch in epochs],
         }
+        for name in epochs[0].others:
+            measured[f"{name}_accuracies"] = [round(epoch.others[name].accuracy, 4) for epoch in epochs]
         if self.mixture:
             tables = [_dispatch(task, epoch.test) for epoch in epochs]
             measured["dispatch"] = tables[-1].tolist()
@@ -153,6 +180,14 @@ class ImageCell:
                 "experts": experts[rows].tolist(),
             }
         return measured
+
+    def _model(self, num_classes: int) -> nn.Module:
+        """Returns the network, initialised from torch's default generator."""
+        return (image_mixture if self.mixture else image_network)(self.network, num_classes)
+
+    def _eval_transforms(self) -> Mapping[str, Transform]:
+        """Returns the transforms with which to test besides that of the task."""
+        return {}
 
     def result(self, stored: dict[str, Any]) -> ImageResult:
         latent = stored.get("embedding")
@@ -170,7 +205,33 @@ class ImageCell:
                 np.asarray(latent["clusters"], dtype=np.int64),
                 np.asarray(latent["experts"], dtype=np.int64),
             ),
+            np.asarray(stored.get("blurred_accuracies", []), dtype=np.float64),
         )
+
+
+@dataclass(frozen=True)
+class ReleasedImageCell(ImageCell):
+    """One run of one network as the authors' code trains it; tested on blurred images, too.
+
+    Blur changes the test images alone, so that one run serves both.
+    """
+
+    black_images: bool = True
+    """Whether the experts of a mixture get black images in the place of those of other experts."""
+    experiment: ClassVar[str] = "images as released"
+
+    def _model(self, num_classes: int) -> nn.Module:
+        if not self.mixture:
+            return image_network(self.network, num_classes)
+        return released_image_mixture(self.network, num_classes, EXPERTS, black_images=self.black_images)
+
+    def _eval_transforms(self) -> Mapping[str, Transform]:
+        return {"blurred": blur_and_normalize}
+
+
+def released_runs_of(experiment: claims.ExperimentResults[ImageResult], network: str, kind: str) -> list[ImageResult]:
+    """The trials of a network as released; ``kind`` is one of `RELEASED_KINDS`."""
+    return experiment.series(f"images/released/{network}/{kind}")[1]
 
 
 def runs_of(
@@ -266,8 +327,19 @@ PRINTED_EPOCHS: dict[TaskName, int] = {"cifar10": 200, "rotate": 50, "rotate-sha
 PRINTED_TRIALS = 10
 
 
+RELEASED_RUNS: dict[str, tuple[int, int]] = {"resnet18": (10, 5), "mobilenetv2": (30, 5)}
+"""Epochs and trials of the authors' code on CIFAR-10-Rotate."""
+
+RELEASED_KINDS = ("single", "mixture", "no-black")
+"""The single network, the mixture, and the mixture whose experts get no black images."""
+
+_RELEASED_RATE = 0.01
+
+
 def plan(preset: str, fidelity: Fidelity) -> claims.Plan[ImageResult]:
-    """The cells there are, by name: task, network, single or mixture, trial."""
+    """The cells there are, by name: task or "released", network, single or mixture, trial."""
+    if fidelity == "released":
+        return _released_plan() if preset == "full" else {}
     if preset == "quick" or fidelity != "print":
         return {}
     cells: dict[str, ImageCell] = {}
@@ -278,4 +350,16 @@ def plan(preset: str, fidelity: Fidelity) -> claims.Plan[ImageResult]:
                 shown = network == "resnet18" and mixture and trial == 0
                 cell = ImageCell(task, network, mixture, ImageSchedule(epochs, rate), trial, embedding=shown)
                 cells[f"images/{task}/{network}/{'mixture' if mixture else 'single'}/{trial}"] = cell
+    return cells
+
+
+def _released_plan() -> dict[str, ReleasedImageCell]:
+    cells: dict[str, ReleasedImageCell] = {}
+    for network, (epochs, trials) in RELEASED_RUNS.items():
+        schedule = ReleasedImageSchedule(epochs, _RELEASED_RATE)
+        for trial in range(trials):
+            for kind in RELEASED_KINDS:
+                cells[f"images/released/{network}/{kind}/{trial}"] = ReleasedImageCell(
+                    "rotate-sharp", network, kind != "single", schedule, trial, black_images=kind != "no-black"
+                )
     return cells

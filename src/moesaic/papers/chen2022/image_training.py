@@ -8,22 +8,32 @@ the schedule of the learning rate and the tests after each epoch are callbacks.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.data.datasets import ImageDataset
+from moesaic.data.datasets import ImageDataset, Transform
 from moesaic.layers import SampleMoE
 from moesaic.layers.recording import record_routing
 from moesaic.training import Callback, Progress, Recipe, evaluate, fit
 from moesaic.training.batches import eval_batches, generator_seed
+from moesaic.training.optim import GradientNorm
 from moesaic.training.trainer import Trainer
 
-__all__ = ["ImageEpoch", "ImageSchedule", "ImageTest", "embed_images", "evaluate_images", "train_images"]
+__all__ = [
+    "ImageEpoch",
+    "ImageSchedule",
+    "ImageTest",
+    "ReleasedImageSchedule",
+    "embed_images",
+    "evaluate_images",
+    "train_images",
+]
 
 Decay = Literal["cosine", "constant"]
 
@@ -50,6 +60,8 @@ class ImageSchedule:
     """Weight of the balance loss of a mixture."""
     decay: Decay = "cosine"
     """Decay of the learning rate, from epoch to epoch."""
+    gradient_norm: ClassVar[GradientNorm] = "print"
+    """By which norm the gradient of an expert is divided (`NormalizedGD`)."""
 
     def __post_init__(self) -> None:
         check_positive("ImageSchedule", epochs=self.epochs, batch=self.batch)
@@ -61,8 +73,12 @@ class ImageSchedule:
         >>> [round(ImageSchedule(epochs=4, learning_rate=0.1).rate(epoch), 4) for epoch in range(4)]
         [0.1, 0.0854, 0.05, 0.0146]
         """
-        left = 1.0 if self.decay == "constant" else 0.5 * (1 + math.cos(math.pi * epoch / self.epochs))
+        left = 1.0 if self.decay == "constant" else 0.5 * (1 + math.cos(math.pi * epoch / self._cosine_epochs()))
         return left * self.learning_rate
+
+    def _cosine_epochs(self) -> int:
+        """Epochs in which a cosine falls to zero."""
+        return self.epochs
 
     def recipe(self, *, mixture: bool, device: torch.device) -> Recipe:
         """Returns the recipe of a mixture, or of a network alone; its learning rates are constant.
@@ -84,6 +100,23 @@ class ImageSchedule:
             balance_weight=self.balance if mixture else 0.0,
             drop_last=True,
         )
+
+
+@dataclass(frozen=True)
+class ReleasedImageSchedule(ImageSchedule):
+    """Hyperparameters of the authors' code: a cosine that ends long after training does, and the sum of norms.
+
+    >>> [round(ReleasedImageSchedule(epochs=10, learning_rate=0.01).rate(epoch), 5) for epoch in (0, 9)]
+    [0.01, 0.00995]
+    """
+
+    balance: float = 1e-2
+    decay_epochs: int = 200
+    """Epochs in which the cosine falls to zero."""
+    gradient_norm: ClassVar[GradientNorm] = "released"
+
+    def _cosine_epochs(self) -> int:
+        return self.decay_epochs
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +141,8 @@ class ImageEpoch:
     loss: float
     """Mean over its batches, without the balance loss."""
     test: ImageTest
+    others: Mapping[str, ImageTest] = field(default_factory=dict[str, ImageTest])
+    """Tests with other transforms of the test images."""
 
 
 def train_images(
@@ -118,16 +153,18 @@ def train_images(
     seed: int = 0,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    eval_transforms: Mapping[str, Transform] | None = None,
 ) -> list[ImageEpoch]:
     """Train the model in place, which moves to the device, and test it after every epoch.
 
     The seed decides the order of the images, their augmentation, and the noise of a mixture's router; the model
     comes with its initial weights. On a GPU, runs of one seed still differ by rounding errors, and what these grow to.
+    ``eval_transforms`` are further transforms of the test images to test with, by name.
     """
     device = torch.device(device)
     if isinstance(model, SampleMoE):
         model.generator = torch.Generator(device).manual_seed(generator_seed(seed, f"noise {device.type}"))
-    tests = _TestEveryEpoch()
+    tests = _TestEveryEpoch(eval_transforms or {})
     fit(
         model,
         dataset,
@@ -136,17 +173,22 @@ def train_images(
         device=device,
         progress=progress,
         eval_every=schedule.epochs,
-        callbacks=[_DecayEveryEpoch(schedule), tests],
+        callbacks=[_Optimization(schedule), tests],
         collapse_alarm=False,
     )
     return tests.epochs
 
 
-class _DecayEveryEpoch(Callback):
-    """Decays the learning rate from epoch to epoch, and leaves that of a router constant."""
+class _Optimization(Callback):
+    """Sets the norm of experts' gradients, and decays the learning rate from epoch to epoch but for routers."""
 
     def __init__(self, schedule: ImageSchedule) -> None:
         self._schedule = schedule
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        for group in trainer.train_step.optimizers[0].param_groups:
+            if "norm" in group:
+                group["norm"] = self._schedule.gradient_norm
 
     def on_step_start(self, trainer: Trainer, epoch: float) -> None:
         network_or_experts = trainer.train_step.optimizers[0]
@@ -157,8 +199,9 @@ class _DecayEveryEpoch(Callback):
 class _TestEveryEpoch(Callback):
     """Records the mean loss of each epoch, and which expert the test images go to."""
 
-    def __init__(self) -> None:
+    def __init__(self, eval_transforms: Mapping[str, Transform]) -> None:
         self.epochs: list[ImageEpoch] = []
+        self._eval_transforms = eval_transforms
         self._loss: Tensor | float = 0.0
 
     def on_epoch_start(self, trainer: Trainer) -> None:
@@ -169,7 +212,11 @@ class _TestEveryEpoch(Callback):
 
     def on_epoch_end(self, trainer: Trainer) -> dict[str, float]:
         loss = float(self._loss / len(trainer.batch_sizes))
-        self.epochs.append(ImageEpoch(loss, evaluate_images(trainer.model, trainer.dataset)))
+        others = {
+            name: evaluate_images(trainer.model, replace(trainer.dataset, eval_transform=transform))
+            for name, transform in self._eval_transforms.items()
+        }
+        self.epochs.append(ImageEpoch(loss, evaluate_images(trainer.model, trainer.dataset), others))
         return {"test": self.epochs[-1].test.accuracy}
 
 

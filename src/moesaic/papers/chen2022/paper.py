@@ -1,8 +1,8 @@
 """Chen et al. 2022, "Towards Understanding Mixture of Experts in Deep Learning".
 
 Routing by sample: synthetic data with clusters (`claims_synthetic`, `claims_theory`), CIFAR-10 and CIFAR-10-Rotate
-(`claims_images`), and sentences in three languages (`claims_language`). Every trial has its own random samples; the
-released code trains ten times on one dataset.
+(`claims_images` as printed, `claims_released_images` as released), and sentences in three languages
+(`claims_language`). Every trial has its own random samples; the released code trains ten times on one dataset.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from moesaic.fidelity import Fidelity
 from moesaic.papers.chen2022 import (
     claims_images,
     claims_language,
+    claims_released_images,
     claims_synthetic,
     claims_theory,
+    experiments_ensembles,
     experiments_images,
     experiments_language,
     experiments_synthetic,
@@ -36,6 +38,7 @@ def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """Returns the cells on synthetic data, images and sentences."""
     return {
         **experiments_synthetic.plan(preset, fidelity),
+        **experiments_ensembles.plan(preset, fidelity),
         **experiments_images.plan(preset, fidelity),
         **experiments_language.plan(preset, fidelity),
     }
@@ -92,7 +95,13 @@ PAPER: Paper[Any] = Paper(
     "feature tells the class: too much for a single network that treats all patches alike, easy for an expert that "
     "sees one cluster only. The paper says that mixtures of nonlinear experts find the clusters by themselves, and "
     "that mixtures of linear experts do not.",
-    checks=(*claims_synthetic.CHECKS, *claims_theory.CHECKS, *claims_images.CHECKS, *claims_language.CHECKS),
+    checks=(
+        *claims_synthetic.CHECKS,
+        *claims_theory.CHECKS,
+        *claims_images.CHECKS,
+        *claims_released_images.CHECKS,
+        *claims_language.CHECKS,
+    ),
     plan=plan,
     charts=charts,
     notes=notes,

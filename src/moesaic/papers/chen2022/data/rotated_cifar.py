@@ -37,6 +37,7 @@ __all__ = [
     "CROP",
     "FLIP_AND_CROP",
     "blur",
+    "blur_and_normalize",
     "cifar10_dataset",
     "cifar10_rotate_task",
     "crop_and_resize",
@@ -185,14 +186,14 @@ def cifar10_rotate_task(data_dir: str | Path, blur_test: bool = True, images_per
         split("test"),
         ("upright", "turned"),
         CIFAR10_CLASSES,
-        _blurred,
-        _blurred if blur_test else CIFAR10_NORMALIZE,
+        blur_and_normalize,
+        blur_and_normalize if blur_test else CIFAR10_NORMALIZE,
         name="cifar10-rotate",
         normalize=None if blur_test else CIFAR10_NORMALIZE,
     )
 
 
-def _blurred(pixels: Tensor, rand: Tensor) -> Tensor:
+def blur_and_normalize(pixels: Tensor, rand: Tensor) -> Tensor:
     """Blurs by a standard deviation of 1.1 to 2.2 pixels, and normalizes; kernel and range as in the authors' code."""
     low, high = _SIGMA
     return normalize_(blur(pixels.float().div_(255.0), low + (high - low) * rand[:, 0].float()), CIFAR10_NORMALIZE)
