@@ -162,7 +162,7 @@ def benchmark_model(
         layers, converted = bench.layers_of(dense, model), None
     else:
         dense = copy.deepcopy(model)
-        log(f"timing {len(convertible_layers(dense, input_size=image))} convertible layers, one of each shape")
+        log(f"timing {len(_map_layers(dense, image))} convertible layers, one of each shape")
         options: dict[str, Any] = {
             "experts": experts,
             "patches_per_expert": patches_per_expert,
@@ -209,7 +209,7 @@ class _Bench:
 
     def candidates(self, dense: nn.Module, options: Mapping[str, Any]) -> tuple[LayerGain, ...]:
         """The convertible layers of a dense network against what `convert` makes of them."""
-        names = convertible_layers(dense, input_size=self.image)
+        names = _map_layers(dense, self.image)
         maps = _inputs(dense, names, self.image)
         pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
         notes: dict[str, str] = {}
@@ -336,6 +336,12 @@ def _check_patch_routing(model: nn.Module) -> None:
                 f"{name or type(model).__name__} {what}; only networks that route patches, or do not route yet, can be "
                 "timed: benchmarks/channel.py times gates, benchmarks/export.py mixtures"
             )
+
+
+def _map_layers(dense: nn.Module, image: Shape) -> tuple[str, ...]:
+    """Convertible layers that run on maps; MLPs are timed by other means."""
+    names = convertible_layers(dense, input_size=image)
+    return tuple(name for name in names if isinstance(dense.get_submodule(name), nn.Conv2d | nn.Linear))
 
 
 def _routed_layers(model: nn.Module) -> dict[str, PatchMoE]:
