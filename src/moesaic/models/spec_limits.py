@@ -16,6 +16,7 @@ from typing import Any, cast
 from moesaic.checks import printable
 from moesaic.layers.heads import HEAD_OPTIONS
 from moesaic.models.registry import ModelSpec, model_options
+from moesaic.models.skip import skip_options
 from moesaic.models.spelling import conversion_options
 from moesaic.validated_json import InvalidFile
 
@@ -80,7 +81,10 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     if len(spec.conversions) > _MAX_CONVERSIONS:
         raise InvalidFile(f"{where}: {len(spec.conversions)} conversions, at most {_MAX_CONVERSIONS} are made")
     for conversion in spec.conversions:
-        _check_arguments("convert", conversion, ("layer", *conversion_options()), where)
+        if "skip" in conversion:
+            _check_arguments("skip", conversion, ("skip", *skip_options()), where)
+        else:
+            _check_arguments("convert", conversion, ("layer", *conversion_options()), where)
 
 
 _BY_HAND = "build the network yourself and use moesaic.training.load_weights(path, model)"
@@ -112,9 +116,9 @@ def _check_arguments(owner: str, arguments: Mapping[str, Any], known: Collection
 
 def _fault(name: str, value: Any) -> str:
     """What is wrong with a value; empty if nothing is."""
-    if isinstance(value, list) and name in ("layer", "input_size"):
+    if isinstance(value, list) and name in ("layer", "skip", "input_size"):
         items = cast("list[Any]", value)
-        if len(items) > (_MAX_LAYERS if name == "layer" else 3):
+        if len(items) > (3 if name == "input_size" else _MAX_LAYERS):
             return f"has {len(items)} values"
         if any(isinstance(item, list) for item in items):
             return "has lists in it"
