@@ -19,7 +19,7 @@ SMALL = {"dim": 16, "heads": 2, "depth": 2, "image_size": 8}
 
 
 def test_the_four_kinds_are_listed():
-    assert NAMES == [f"vit_tiny_patch4_32{kind}" for kind in ("", "_moe", "_skip", "_soft_moe")]
+    assert [f"vit_tiny_patch4_32{kind}" for kind in ("", "_moe", "_skip", "_soft_moe")] == NAMES
     assert len(list_models("vit_small*")) == 4
 
 
@@ -61,7 +61,9 @@ def test_position_embeddings_have_the_size_of_the_image():
     model = create_model("vit_tiny_patch4_32", num_classes=2, depth=1, image_size=48, in_channels=1)
     assert model.pos_embed.shape == (1, 144, 192)
     assert model.forward_features(torch.zeros(1, 1, 48, 48)).shape == (1, 192, 12, 12)
-    with pytest.raises(ValueError, match=r"takes images of 48×48 pixels .* got \(1, 1, 32, 32\); build it with image_s"):
+    with pytest.raises(
+        ValueError, match=r"takes images of 48×48 pixels .* got \(1, 1, 32, 32\); build it with image_s"
+    ):
         model(torch.zeros(1, 1, 32, 32))
 
 

@@ -10,19 +10,19 @@ import math
 import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, get_args
 
 import torch
 from torch import nn
 
-from moesaic.checks import check_positive
+from moesaic.checks import check_choice, check_positive
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
 from moesaic.models.convert_candidates import input_shape
 from moesaic.models.skip_candidates import BlockCall, find_blocks, first_weight, trace_calls, why_not_skippable
 from moesaic.models.skip_record import record_skips
 from moesaic.models.vit import PatchEmbed
-from moesaic.routing.keep_choice import KeepGate
+from moesaic.routing.keep_choice import KeepChoice, KeepGate
 
 __all__ = ["skip", "skip_options"]
 
@@ -74,11 +74,13 @@ def skip(
     """
     shape = _image_shape(model, input_size, dim)
     first = _prefix_tokens(model) if prefix_tokens is None else prefix_tokens
+    check_choice("skip", "prefix", prefix, get_args(SkipPrefix))
+    router = KeepChoice(1, keep, gate=gate, prefix_tokens=first if prefix == "always" else 0, device="meta")
     found = find_blocks(model, blocks)
     calls = None if shape is None else trace_calls(model, shape, "does not run")
     tokens = {name: _tokens(name, calls, dim, first) for name in found}
     faults = {
-        name: why_not_skippable(model, name, None if calls is None else calls[name], tokens[name], first)
+        name: why_not_skippable(model, name, None if calls is None else calls[name], tokens[name], router, first)
         for name in found
     }
     if any(faults.values()):
@@ -132,9 +134,7 @@ def _restored(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[No
         raise
 
 
-def _tokens(
-    name: str, calls: Mapping[str, BlockCall] | None, dim: int | None, prefix_tokens: int
-) -> tuple[int, int]:
+def _tokens(name: str, calls: Mapping[str, BlockCall] | None, dim: int | None, prefix_tokens: int) -> tuple[int, int]:
     """N and C of the tokens of a block; those it is tried on if the model was not run."""
     if prefix_tokens:
         check_positive("skip", prefix_tokens=prefix_tokens)

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from moesaic.layers.recording import RoutedLayer
+from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import TokenSkip
 from moesaic.models.model_cost import eval_mode
+from moesaic.routing.keep_choice import KeepChoice
 
 __all__ = ["BlockCall", "find_blocks", "first_weight", "trace_calls", "why_not_skippable"]
 
@@ -94,11 +96,12 @@ def find_blocks(model: nn.Module, wanted: str | Sequence[str]) -> dict[str, nn.M
 
 
 def why_not_skippable(
-    model: nn.Module, name: str, call: BlockCall | None, tokens: tuple[int, int], prefix_tokens: int
+    model: nn.Module, name: str, call: BlockCall | None, tokens: tuple[int, int], router: KeepChoice, prefix_tokens: int
 ) -> str | None:
     """Returns why a block cannot run on some of the tokens, as the end of a sentence; None if it can.
 
-    ``call`` is what it was called with, if the model was run; ``tokens`` are N and C of the tokens it is tried on.
+    ``call`` is what it was called with, if the model was run; ``tokens`` are N and C of the tokens it is tried on, of
+    which ``router`` would select some.
     """
     block = model.get_submodule(name)
     if isinstance(block, TokenSkip):
@@ -114,7 +117,9 @@ def why_not_skippable(
             return f"gets {' and '.join(call.others)} beside its tokens, which would no longer belong to those selected"
         if tokens[0] <= prefix_tokens:
             return f"runs on {tokens[0]} tokens, of which prefix_tokens={prefix_tokens}; at least one must follow them"
-    return _trial_fault(block, *tokens, prefix_tokens)
+    N, C = tokens
+    selected = router.prefix_tokens + router.count(N - router.prefix_tokens)
+    return None if selected == N else _trial_fault(block, selected, N, C, prefix_tokens)
 
 
 def first_weight(module: nn.Module) -> Tensor:
@@ -122,14 +127,15 @@ def first_weight(module: nn.Module) -> Tensor:
     return next((weight for weight in module.parameters() if weight.is_floating_point()), torch.zeros(()))
 
 
-def _trial_fault(block: nn.Module, tokens: int, dim: int, prefix_tokens: int) -> str | None:
+def _trial_fault(block: nn.Module, some: int, tokens: int, dim: int, prefix_tokens: int) -> str | None:
     """What is wrong with the outputs of a block on some of the tokens, or on the same ones in another order."""
+    block = copy.deepcopy(block).double()  # float64, as residual branches may begin close to 0
     like = first_weight(block)
-    if not like.is_meta:  # float64, as residual branches may begin close to 0
-        block, like = copy.deepcopy(block).double(), like.double()
-    some = prefix_tokens + max((tokens - prefix_tokens) // 2, 1)
+    for inner in block.modules():
+        if isinstance(inner, TokenMoE):
+            inner.grid = None  # as `TokenSkip` does
     x = torch.randn(2, some, dim, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
-    order = [*range(prefix_tokens), *reversed(range(prefix_tokens, some))]
+    order = [*range(min(prefix_tokens, some)), *reversed(range(prefix_tokens, some))]
     with torch.no_grad():
         try:
             block.eval()

@@ -27,7 +27,7 @@ MAX_IMAGE_SIZE = 4096
 """Pixels along the side of an image."""
 _MAX_CHANNELS = 4096
 _MAX_DEPTH, _MAX_WIDTH = 1000, 100
-"""Of wide residual networks, which exist for every depth and width."""
+"""Of networks that exist for every depth and width."""
 _MAX_NUMBER = 1 << 16
 """Of whole numbers that have no limit of their own."""
 _MAX_CONVERSIONS = 1000
@@ -42,6 +42,7 @@ _SIZES: Mapping[str, int] = {
     "patch_size": MAX_IMAGE_SIZE,
     "kernel_size": MAX_IMAGE_SIZE,
     "in_channels": _MAX_CHANNELS,
+    "depth": _MAX_DEPTH,
     "patches_per_expert": MAX_IMAGE_SIZE**2,
     "seed": (1 << 63) - 1,
 }

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from moesaic.checks import check_numbers, check_positive
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.layers.token_inputs import attention_bias
-from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
+from moesaic.models.feature_maps import OutIndices, take_indices
 from moesaic.models.grad_checkpointing import checkpoint_segment
 from moesaic.models.image_classifier import GlobalAvgPool, ImageNetwork, check_classes, new_classifier, new_pooling
 from moesaic.routing.keep_choice import KeepGate
