@@ -61,9 +61,7 @@ def test_position_embeddings_have_the_size_of_the_image():
     model = create_model("vit_tiny_patch4_32", num_classes=2, depth=1, image_size=48, in_channels=1)
     assert model.pos_embed.shape == (1, 144, 192)
     assert model.forward_features(torch.zeros(1, 1, 48, 48)).shape == (1, 192, 12, 12)
-    with pytest.raises(
-        ValueError, match=r"takes images of 48×48 pixels .* got \(1, 1, 32, 32\); build it with image_s"
-    ):
+    with pytest.raises(ValueError, match=r"takes images of 48×48 pixels .* got \(1, 1, 32, 32\); build it with im"):
         model(torch.zeros(1, 1, 32, 32))
 
 
