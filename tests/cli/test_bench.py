@@ -128,6 +128,7 @@ def test_a_run_is_timed_on_images_of_its_size(tmp_path: Path, capsys: pytest.Cap
         ({"img_size": 10**9}, "--img-size=1000000000 is more than 4096"),
         ({"network": "wrn10_1_pmo"}, "wrn10_1_pmo"),
         ({"network": "vgg16_deepmoe", "img_size": 32}, "has channel gates"),
+        ({"network": "vit_tiny_patch4_32_skip:depth=2", "img_size": 32}, "routes tokens"),
     ],
 )
 def test_bench_model_refuses_in_one_line(options: dict[str, Any], complaint: str):

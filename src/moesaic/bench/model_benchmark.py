@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from moesaic.bench.layer_benchmark import Pass
 from moesaic.bench.timing import Timing, capture_cuda_graph, time_interleaved
-from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE
+from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE, TokenSkip
 from moesaic.models.convert import ChannelsLastPatchMoE, convert
 from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.model_cost import count_macs
@@ -330,8 +330,9 @@ def _gains(layer: LayerGain, passes: Iterable[Pass]) -> bool:
 
 def _check_patch_routing(model: nn.Module) -> None:
     for name, layer in cast("Iterable[tuple[str, nn.Module]]", model.named_modules()):
-        if isinstance(layer, (ChannelMoE, SampleMoE)):
-            what = "has channel gates" if isinstance(layer, ChannelMoE) else "is a mixture of networks"
+        if isinstance(layer, (ChannelMoE, SampleMoE, TokenMoE, TokenSkip)):
+            what = "is a mixture of networks" if isinstance(layer, SampleMoE) else "routes tokens"
+            what = "has channel gates" if isinstance(layer, ChannelMoE) else what
             raise ValueError(
                 f"{name or type(model).__name__} {what}; only networks that route patches, or do not route yet, can be "
                 "timed: benchmarks/channel.py times gates, benchmarks/export.py mixtures"

@@ -31,6 +31,7 @@ __all__ = [
     "check_classes",
     "new_classifier",
     "new_pooling",
+    "stacked_biases",
 ]
 
 GlobalPool = Literal["avg", "max", ""]
@@ -107,12 +108,7 @@ class ImageNetwork(nn.Module):
         >>> sorted(moesaic.create_model("wrn10_1_pmoe", num_classes=2).no_weight_decay())
         ['body.group3.0.moe.experts.norm.bias', 'body.group3.0.moe.experts.norm.weight']
         """
-        return {
-            f"{path}.{name}"
-            for path, module in cast("Iterable[tuple[str, nn.Module]]", self.named_modules())
-            for name, _ in module.named_parameters(recurse=False)
-            if isinstance(module, ExpertNorm) or (isinstance(module, Experts) and name.startswith("bias"))
-        }
+        return stacked_biases(self)
 
     def _checkpoints(self) -> bool:
         # torch.func knows no checkpoints
@@ -278,6 +274,16 @@ class GlobalMaxPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.amax((2, 3))
+
+
+def stacked_biases(model: nn.Module) -> set[str]:
+    """Returns the names of biases and norms that are stacked by expert."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+        for name, _ in module.named_parameters(recurse=False)
+        if isinstance(module, ExpertNorm) or (isinstance(module, Experts) and name.startswith("bias"))
+    }
 
 
 def new_pooling(owner: str, global_pool: str, num_classes: int) -> nn.Module:

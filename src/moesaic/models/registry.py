@@ -200,19 +200,23 @@ class ModelSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of `create_model` besides the name; plain JSON, routers by their names."""
     conversions: tuple[Mapping[str, Any], ...] = ()
-    """Arguments of each call of `convert` besides the model; plain JSON, routers by their names."""
+    """Arguments of each call of `convert` besides the model; plain JSON, routers by their names. Entries with a key
+    ``"skip"`` are calls of `moesaic.skip`, with the blocks under that key."""
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
         """Returns the specification of a network as the command line spells it, without ``num_classes``.
 
         A name that `create_model` knows, with options behind colons: a bare option is ``=True``; ``convert=`` names
-        layers to convert, joined by ``+``, and the options of `convert` follow it.
+        layers to convert, joined by ``+``, and the options of `convert` follow it; so does ``skip=`` for blocks that
+        skip tokens.
 
         >>> ModelSpec.parse("wrn10_2_pmoe:experts=8").arguments
         {'experts': 8}
         >>> ModelSpec.parse("timm/resnet18:pretrained:convert=layer4.0.conv2+layer4.1.conv2:experts=8").conversions
         ({'layer': ['layer4.0.conv2', 'layer4.1.conv2'], 'experts': 8},)
+        >>> ModelSpec.parse("timm/vit_tiny_patch16_224:skip=every-2:keep=0.25").conversions
+        ({'skip': ['every-2'], 'keep': 0.25},)
         """
         name, options, conversions = parse_spelling(text)
         for each in (options, *conversions):
@@ -241,9 +245,13 @@ class ModelSpec:
         model = create_model(self.name, **arguments)
         if conversions:
             from moesaic.models.convert import convert
+            from moesaic.models.skip import skip
 
             for conversion in conversions:
-                model = convert(model, **conversion)
+                if "skip" in conversion:
+                    model = skip(model, **{("blocks" if key == "skip" else key): conversion[key] for key in conversion})
+                else:
+                    model = convert(model, **conversion)
         return model
 
     @property

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from moesaic.checks import check_numbers, check_positive
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.layers.token_inputs import attention_bias
-from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
+from moesaic.models.feature_maps import OutIndices, take_indices
 from moesaic.models.grad_checkpointing import checkpoint_segment
 from moesaic.models.image_classifier import GlobalAvgPool, ImageNetwork, check_classes, new_classifier, new_pooling
 from moesaic.routing.keep_choice import KeepGate
@@ -266,7 +266,7 @@ class ViTMoE(ViT):
 
     >>> import moesaic
     >>> model = moesaic.create_model("vit_tiny_patch4_32_moe", num_classes=10, experts=4, depth=2)
-    >>> model.blocks[1].mlp.experts.weight1.shape
+    >>> model.blocks[1].mlp.experts.weight_in.shape
     torch.Size([4, 768, 192])
     """
 
@@ -323,7 +323,7 @@ class ViTSkip(ViT):
     >>> model = moesaic.create_model("vit_tiny_patch4_32_skip", num_classes=10, keep=0.25)
     >>> cost = count_macs(model, (3, 32, 32))
     >>> round(cost.macs / cost.dense_macs, 2)
-    0.63
+    0.62
     """
 
     def __init__(
