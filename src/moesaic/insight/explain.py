@@ -20,6 +20,7 @@ from moesaic.checks import check_choice, check_positive
 from moesaic.insight.channel_explanation import ChannelExplanation, GatedNetwork, GatedOutputs, explain_channels
 from moesaic.insight.class_routing import MIN_CLASS_IMAGES, Information, class_maps, class_routing
 from moesaic.insight.metrics import summary
+from moesaic.insight.patch_features import record_features
 from moesaic.insight.receptive_field import ReceptiveField, receptive_field
 from moesaic.layers.channel_moe import ChannelMoE
 from moesaic.layers.recording import record_routing, routed_layers
@@ -57,6 +58,8 @@ class ForwardPass:
     """Channels per gate of each layer with gated channels."""
     gated: GatedOutputs | None = None
     """Embeddings and costs, if the network is a `GatedNetwork`."""
+    features: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """(B, N, F): what the router of a layer with a grid reads of each patch; see `patch_features`."""
 
     def images(self, start: int, stop: int) -> ForwardPass:
         """The outputs of the images from ``start`` to ``stop``."""
@@ -65,7 +68,8 @@ class ForwardPass:
         if gated is not None:
             gated = replace(gated, embedding=gated.embedding[own], macs=gated.macs[own])
         routing = {name: _images(each, own) for name, each in self.routing.items()}
-        return replace(self, probabilities=self.probabilities[own], routing=routing, gated=gated)
+        features = {name: each[own] for name, each in self.features.items()}
+        return replace(self, probabilities=self.probabilities[own], routing=routing, gated=gated, features=features)
 
 
 @dataclass(frozen=True)
@@ -229,12 +233,13 @@ def collect_outputs(
             "such as wrn10_10_pmoe or vgg16_deepmoe, or add one with moesaic.convert"
         )
     picked = known if layers is None else [check_choice("collect_outputs", "layer", name, known) for name in layers]
+    own = {name: layer for name, layer in routed_layers(model).items() if name in picked}
     training = model.training
     model = model.to(device).eval()
     probabilities: list[Tensor] = []
     gated: list[tuple[Tensor, Tensor]] = []
     try:
-        with torch.no_grad(), record_routing(model, keep="all") as routing:
+        with torch.no_grad(), record_routing(model, keep="all") as routing, record_features(own) as features:
             for start in range(0, len(pixels), batch_size):
                 x = transform(pixels[start : start + batch_size].to(device))
                 if isinstance(model, GatedNetwork):
@@ -254,13 +259,13 @@ def collect_outputs(
     if isinstance(model, GatedNetwork):
         embeddings, macs = zip(*gated, strict=True)
         outputs = GatedOutputs(torch.cat(embeddings), torch.cat(macs), int(model.dense_macs), int(model.fixed_macs))
-    own = {name: layer for name, layer in routed_layers(model).items() if name in picked}
     return ForwardPass(
         torch.cat(probabilities),
         {name: routing[name] for name in picked},
         {name: fields.get(name) for name in picked},
         {name: layer.block for name, layer in own.items() if isinstance(layer, ChannelMoE)},
         outputs,
+        {name: found for name in picked if (found := _features(features[name], routing[name])) is not None},
     )
 
 
@@ -332,6 +337,15 @@ def explain(
         if channels
         else None,
     )
+
+
+def _features(parts: list[Tensor], routing: Routing) -> Tensor | None:
+    """The features of the units of a grid; None if there is none, or its router reads something else than a map."""
+    if routing.grid is None or routing.unit == "channel" or sum(map(len, parts)) != routing.batch:
+        return None
+    if any(part.shape[1] != routing.units for part in parts):
+        return None
+    return torch.cat(parts)[:, routing.prefix :]
 
 
 def _accuracies(correct_B: Tensor | None, members_B: Tensor | None, names: Sequence[str]) -> tuple[Accuracy, ...]:

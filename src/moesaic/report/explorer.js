@@ -547,6 +547,21 @@ find("targets").addEventListener("keydown", (event) => {
   if (ahead.length) ahead[0].each.focus();
 });
 
+// the favourites of an expert that are most similar to a patch; without features, those with the highest scores
+function nearest(expert, b, n) {
+  const liked = routed().top[expert].filter(([image]) => image !== b).slice(0, data.favourites);
+  const packed = routed().features;
+  if (!packed) return liked.slice(0, 6);
+  const all = unpack(packed);
+  const at = (image, patch) => (image * layer().units + patch) * packed.count;
+  const far = ([image, patch]) => {
+    let sum = 0;
+    for (let i = 0; i < packed.count; i += 1) sum += (all[at(image, patch) + i] - all[at(b, n) + i]) ** 2;
+    return sum;
+  };
+  return liked.map((each) => ({ each, distance: far(each) })).sort((x, y) => x.distance - y.distance).slice(0, 6).map(({ each }) => each);
+}
+
 function drawPatch() {
   const panel = find("patch");
   if (!panel) return;
@@ -554,14 +569,14 @@ function drawPatch() {
   if (!isMap()) return panel.replaceChildren();
   const here = state.patch === null ? [] : selections(state.patch === null ? 0 : state.image).filter(({ patch, expert }) => patch === state.patch && !state.hidden.has(expert));
   if (!here.length) {
-    return panel.replaceChildren(element("p", { class: "soft" }, `Point at a framed ${unit()}, or move to it with the arrow keys: the ${units()} that its experts like best in other images appear here. A click keeps them.`));
+    return panel.replaceChildren(element("p", { class: "soft" }, `Point at a framed ${unit()}, or move to it with the arrow keys: of the ${units()} that its experts like best in other images, those most similar to it appear here. A click keeps them.`));
   }
   panel.replaceChildren(element("h3", {}, `${capital(unit())} in ${place(state.patch)}`), ...here.map(({ expert, gate }) => {
-    const liked = routed().top[expert].filter(([image]) => image !== state.image).slice(0, 6);
+    const liked = nearest(expert, state.image, state.patch);
     return element("div", { class: "liked" },
-      element("p", {}, swatch(expert), element("strong", {}, `expert ${expert}`), ` gate ${brief(gate)}. It likes best elsewhere:`),
+      element("p", {}, swatch(expert), element("strong", {}, `expert ${expert}`), ` gate ${brief(gate)}. ${routed().features ? "Its nearest favourites in other images:" : "It likes best elsewhere:"}`),
       element("div", { class: "crops" }, ...liked.map((each) => favourite(each, expert, 112))));
-  }));
+  }), routed().features ? element("p", { class: "soft" }, `Favourites are the ${data.favourites} ${units()} with an expert's highest scores, one of an image; the nearest are those whose features in front of this layer are most similar (Euclidean distance of ${plural(routed().features.count, "principal component")}).`) : "");
 }
 
 function swatch(expert) {

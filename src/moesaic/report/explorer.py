@@ -38,6 +38,8 @@ _ROUTING_BYTES = 7_000_000
 """Bytes of the routing of all images, at most: of more, fewer images are in the explorer."""
 _OTHER_BYTES = 700_000
 """Reserved for the rest of the page."""
+_COMPONENTS = (8, 4, 2)
+"""Numbers for the features of a patch: the first with which the routing of all images fits, or the last."""
 _MEAN_SIDE = 128
 
 
@@ -66,16 +68,21 @@ def make_explorer(
     top_patches: int,
 ) -> Explorer:
     """Packs images and routing; ``pixels`` and ``classes`` are those of the explanation."""
-    room = max(1, _ROUTING_BYTES // image_bytes(checkpoints))
     given = len(images)
+    room, components = 1, _COMPONENTS[-1]
+    for components in _COMPONENTS:
+        room = max(1, _ROUTING_BYTES // image_bytes(checkpoints, components))
+        if given <= room:
+            break
     if given > room:
         images = images[:room]
         checkpoints = [CheckpointPass(each.name, each.shown.images(0, room), each.statistics) for each in checkpoints]
     # sizes are known after the data, whose length they hardly change
-    first = json_block(explorer_data(explanation, images, [(0, 0)] * len(images), checkpoints, classes, top_patches))
+    unsized = [(0, 0)] * len(images)
+    first = json_block(explorer_data(explanation, images, unsized, checkpoints, classes, top_patches, components))
     made = embed_images([image.picture for image in images], max(1, PAGE_BYTES - _OTHER_BYTES - len(first)))
     sizes = [(each.width, each.height) for each in made]
-    data = explorer_data(explanation, images, sizes, checkpoints, classes, top_patches)
+    data = explorer_data(explanation, images, sizes, checkpoints, classes, top_patches, components)
     present = mapped_classes(explanation)
     means: list[EmbeddedImage] = []
     if any(layer["kind"] == "map" for layer in data["layers"]):

@@ -20,6 +20,7 @@ from moesaic.insight.class_routing import class_maps
 from moesaic.insight.explain import Explanation, ForwardPass, LayerExplanation, Maps, TopPatch, top_patches
 from moesaic.insight.metrics import plural_unit
 from moesaic.insight.overlays import expert_colour, expert_dash
+from moesaic.insight.patch_features import principal_components
 from moesaic.report.embedded_images import Picture
 from moesaic.report.formatting import percent
 from moesaic.routing_record import Routing
@@ -30,6 +31,8 @@ MAX_MAPPED_CLASSES = 100
 """Classes with maps, at most: those with the most images."""
 _TOP_CLASSES = 3
 """Predicted classes that are listed for an image."""
+FAVOURITES = 48
+"""Top patches per expert of which the page shows those nearest to a patch, at least."""
 _COLOURS, _DASHES = 8, 4
 _BASE64 = 4 / 3
 
@@ -65,6 +68,7 @@ def explorer_data(
     checkpoints: Sequence[CheckpointPass],
     classes: Tensor,
     count: int,
+    components: int = 0,
 ) -> dict[str, Any]:
     """Returns the content of the page's JSON block.
 
@@ -75,6 +79,7 @@ def explorer_data(
         checkpoints: in the order of training.
         classes: class (B,) of each image of the explanation, true or predicted.
         count: top patches per expert.
+        components: numbers for the features of a patch, by which the page finds the nearest top patches.
     """
     present = mapped_classes(explanation)
     total = sum(explanation.class_images[k] for k in present)
@@ -88,6 +93,7 @@ def explorer_data(
         "present_share": [round(explanation.class_images[k] / max(1, total), 6) for k in present],
         "colours": [expert_colour(e) for e in range(_COLOURS)],
         "top_patches": count,
+        "favourites": max(count, FAVOURITES),
         "dashes": [_dash(e * _COLOURS) for e in range(_DASHES)],
         "images": {
             "name": [image.name for image in images],
@@ -96,7 +102,7 @@ def explorer_data(
             "size": [list(size) for size in sizes],
         },
         "layers": [_layer(name, each, by_name.get(name), explanation) for name, each in routing.items()],
-        "checkpoints": [_checkpoint(each, classes, explanation, present, count) for each in checkpoints],
+        "checkpoints": [_checkpoint(each, classes, explanation, present, count, components) for each in checkpoints],
     }
 
 
@@ -106,10 +112,11 @@ def mapped_classes(explanation: Explanation) -> list[int]:
     return sorted(sorted((k for k, own in enumerate(images) if own), key=lambda k: -images[k])[:MAX_MAPPED_CLASSES])
 
 
-def image_bytes(checkpoints: Sequence[CheckpointPass]) -> int:
-    """Bytes of the page that the routing of one image takes."""
+def image_bytes(checkpoints: Sequence[CheckpointPass], components: int = 0) -> int:
+    """Bytes of the page that the routing of one image takes, with so many numbers for the features of a patch."""
     total = 0
     for each in checkpoints:
+        total += sum(components * features.shape[1] for features in each.shown.features.values())
         for routing in each.shown.routing.values():
             if routing.unit == "channel":
                 total += -(-routing.experts // 8)
@@ -201,7 +208,12 @@ def _mean_rate(rate_KEN: Maps, expert: int, explanation: Explanation) -> NDArray
 
 
 def _checkpoint(
-    each: CheckpointPass, classes: Tensor, explanation: Explanation, present: Sequence[int], count: int
+    each: CheckpointPass,
+    classes: Tensor,
+    explanation: Explanation,
+    present: Sequence[int],
+    count: int,
+    components: int,
 ) -> dict[str, Any]:
     probabilities = each.shown.probabilities
     best = probabilities.topk(min(_TOP_CLASSES, probabilities.shape[1]), dim=1)
@@ -218,6 +230,7 @@ def _checkpoint(
             _gates(routing, each.statistics.routing[name], classes, K, present)
             if routing.unit == "channel"
             else _routing(routing, each.statistics.routing[name], classes, K, present, predicted, count)
+            | _features(each.shown.features.get(name), components)
             for name, routing in each.shown.routing.items()
         ],
     }
@@ -243,12 +256,20 @@ def _routing(
         }
     if routing.grid is not None:
         placed = routing.without_prefix()
-        # one more than are shown, as those of the image itself are left out
+        # one more than are shown, as that of the image itself is left out
         found["top"] = [
             [[each.image, each.patch, round(each.score, 4), round(each.gate, 4)] for each in own]
-            for own in (top_patches(placed, e, predicted, count + 1) for e in range(routing.experts))
+            for own in (top_patches(placed, e, predicted, max(count, FAVOURITES) + 1) for e in range(routing.experts))
         ]
     return found
+
+
+def _features(features: Tensor | None, components: int) -> dict[str, Any]:
+    """The principal components of the features of every patch."""
+    if features is None or not components:
+        return {}
+    reduced = principal_components(features, components)
+    return {"features": _packed(reduced, bits=8) | {"count": reduced.shape[-1]}}
 
 
 def _gates(routing: Routing, over: Routing, classes: Tensor, K: int, present: Sequence[int]) -> dict[str, Any]:

@@ -27,7 +27,9 @@ __all__ = ["draw_blocks", "draw_counts", "draw_lines", "draw_points"]
 _FULL, _ON_LIGHT, _ON_DARK, _ZERO = "#0B4F8A", "#222222", "#FEFEFE", "#8A8F96"
 """Colours of counts."""
 
-_ERROR_BARS: dict[str, Any] = {"linewidth": 1.6, "markersize": 5, "elinewidth": 1, "capsize": 2.5, "capthick": 1}
+_MARKER, _STAR = 5, 9
+"""Sizes of markers: a star has less area than its width says."""
+_ERROR_BARS: dict[str, Any] = {"linewidth": 1.6, "elinewidth": 1, "capsize": 2.5, "capthick": 1}
 _VECTORS = 300
 """More points are rasterised in an SVG, to limit its size."""
 
@@ -50,6 +52,7 @@ def draw_lines(axes: Axes, panel: Panel, shared: Sequence[Panel], styles: Mappin
                 axes.fill_between(line.x, *_ends(panel, line), color=style.colour, alpha=0.18, linewidth=0)
             continue
         look: dict[str, Any] = {"color": style.colour, "marker": style.marker, "linestyle": style.dash}
+        look["markersize"] = _STAR if style.marker == "*" else _MARKER
         low, high = _ends(panel, line)
         bars = None if line.spread is None else np.maximum([np.array(line.y) - low, high - np.array(line.y)], 0)
         handles[line.label] = axes.errorbar(line.x, line.y, yerr=bars, **look, **_ERROR_BARS)
