@@ -1,6 +1,7 @@
 """Wide residual networks, dense and routed."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -59,6 +60,20 @@ def test_as_printed_the_layer_has_as_many_parameters_as_the_convolution_it_repla
     assert moe.experts.weight.numel() == dense.get_submodule("body.group3.0.conv2").weight.numel()
     extra = moe.router.weight.numel() + moe.experts.bias.numel()
     assert parameters(routed) - parameters(dense) == extra
+
+
+@pytest.mark.parametrize(("size", "patches", "dim"), [(32, 64, 128), (64, 16, 128 * 16)])
+def test_as_printed_routers_start_as_in_equation_7(size, patches, dim):
+    weight = WideResNetPMoE(10, 2, 4, image_size=size, fidelity="print").moe.router.weight
+    expected = 1 / (patches**2 * math.log(patches) * math.sqrt(dim))
+    assert float(weight.detach().std()) == pytest.approx(expected, rel=6 / math.sqrt(2 * weight.numel()))
+    own = WideResNetPMoE(10, 2, 4, image_size=size, fidelity="print", router="token-choice").moe.router.weight
+    assert float(own.detach().std()) > 10 * expected
+
+
+def test_a_map_of_one_patch_has_a_finite_router():
+    weight = WideResNetPMoE(10, 1, 2, image_size=4, fidelity="print", experts=1).moe.router.weight
+    assert 0 < float(weight.detach().abs().max()) < 1
 
 
 def test_the_papers_shapes():

@@ -182,6 +182,13 @@ def test_specifications_can_be_had_without_images(folder: Path, tmp_path: Path):
     assert cell.spec(runner(tmp_path, folder))["data"] not in ("not here", "")
 
 
+def test_only_cells_of_the_printed_pmoe_have_the_key_of_its_initial_router(tmp_path: Path):
+    for arm in ("wrn", "pmoe"):
+        for fidelity in ("print", "released", "best"):
+            spec = replace(small("cifar10"), arm=arm, fidelity=fidelity).spec(runner(tmp_path, None))
+            assert ("router_init" in spec) == ((arm, fidelity) == ("pmoe", "print"))
+
+
 def test_bytes_are_scaled_as_the_cell_says(folder: Path):
     task = experiments_images._loaded("celeba-smiling", folder, 16)
     unit, standard = (experiments_images._scaled(task, scale, "flip") for scale in ("unit", "standard"))

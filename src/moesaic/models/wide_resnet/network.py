@@ -9,7 +9,7 @@ Each network exists in three forms:
 
 - ``"print"``: as printed in the papers. The block with the pMoE layer stays residual; the gate is a softmax
   over the selected patches (eq. 4) and scales the experts' outputs; the layer has as many parameters as
-  the convolution it replaces.
+  the convolution it replaces; routers start as in eq. 7.
 - ``"released"``: as in the authors' code. The pMoE layer has no residual connection; each expert has its
   own BatchNorm and ReLU over its gated map; the gate is a softmax over all patches. Convolutions have a
   bias, weights start Glorot-uniform, routers with a standard deviation of 1e-4, and BatchNorm has Keras'
@@ -44,6 +44,7 @@ from moesaic.ops import GateOn, kernels_available
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter
 from moesaic.routing.expert_choice import ExpertGate
+from moesaic.routing.initial_weights import router_init_std
 from moesaic.routing.registry import DEFAULT_ROUTER, build_router, has_patch_count
 
 __all__ = ["WideResNet", "WideResNetPMoE"]
@@ -115,6 +116,7 @@ class _Form:
     expert_norm: bool
     """BatchNorm and ReLU of each expert's gated map, or of the whole map in front of the router."""
     router_std: float | None
+    """Standard deviation of the router's initial weights; None for its own."""
 
 
 _FORMS: dict[Fidelity, _Form] = {
@@ -261,6 +263,8 @@ class WideResNetPMoE(WideResNet):
         given = {"gate": gate, "gate_on": gate_on, "expert_norm": expert_norm, "residual": residual}
         form = replace(_FORMS[fidelity], **{name: value for name, value in given.items() if value is not None})
         plan = _patch_plan(image_size, fidelity, experts, patches_per_expert, patch_size, kernel_size, pad)
+        if fidelity == "print":
+            form = replace(form, router_std=_printed_router_std(image_size, plan["patch_size"], width))
         chosen = None if router in (DEFAULT_ROUTER, ExpertChoice) else router
         if chosen is not None and patches_per_expert is not None and not has_patch_count(chosen):
             raise ValueError(
@@ -324,6 +328,12 @@ def _patch_plan(
         kernel_size = 1 if small and fidelity != "print" else 3
     plan = {"experts": experts, "patches_per_expert": patches_per_expert}
     return {**plan, "patch_size": patch_size, "kernel_size": kernel_size, "pad": pad}
+
+
+def _printed_router_std(image_size: int, patch_size: int, width: int) -> float:
+    """σ_r of eq. 7 for the patches of the last map."""
+    side = -(-image_size // _SHRINK)
+    return router_init_std((-(-side // patch_size)) ** 2, _GROUP_WIDTHS[-1] * width * patch_size**2)
 
 
 def _with_router(

@@ -68,6 +68,9 @@ Arm = Literal["wrn", "pmoe"]
 ENGINE = 1
 """Version of the training code. Raised when results change, so that older cells in the result cache are not used."""
 
+PRINTED_ROUTER_INIT = "eq. 7"
+"""Initial routers of WRN-pMoE as printed. Cells without this entry started from `PatchMoE`'s own weights."""
+
 CONVERGED = 99.0
 """Training accuracy in percent, averaged over an epoch, at which a network counts as converged."""
 
@@ -146,6 +149,8 @@ class WideCell:
         del described["on_cpu"]
         here = runner.data_dir if missing_files(self.task, runner.data_dir) is None else None
         digest = _digest(self.task, here, self.size) if here is not None else "not here"
+        if self.arm == "pmoe" and self.fidelity == "print":
+            described["router_init"] = PRINTED_ROUTER_INIT
         return {"experiment": "wide", "engine": ENGINE, "data": digest, "seed": runner.seed, **described}
 
     def measure(self, runner: Runner) -> dict[str, Any]:
