@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from moesaic.checks import check_choice, check_positive
+from moesaic.layers.token_inputs import TokenGrid
 from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
 from moesaic.models.convert_candidates import input_shape
@@ -89,7 +90,7 @@ def skip(
     with _restored(model, found):
         for name, block in found.items():
             N, C = tokens[name]
-            grid = None if calls is None else _grid(model, N - first)
+            grid = "square" if calls is None else _grid(model, N - first)
             model.set_submodule(name, _wrapped(name, block, C, {**options, "grid": grid}, seed))
         if shape is not None:
             trace_calls(model, shape, f"no longer runs with {', '.join(map(repr, found))} skipping tokens")
@@ -176,7 +177,7 @@ def _prefix_tokens(model: nn.Module) -> int:
     return next((number for number in found if isinstance(number, int)), 0)
 
 
-def _grid(model: nn.Module, tokens: int) -> tuple[int, int] | None:
+def _grid(model: nn.Module, tokens: int) -> TokenGrid:
     """The grid of tokens that are no square, if the model knows it; squares are found whatever the size of images."""
     for module in cast("Iterable[nn.Module]", model.modules()):
         grid: Any = getattr(module, "grid_size", None)
@@ -184,4 +185,4 @@ def _grid(model: nn.Module, tokens: int) -> tuple[int, int] | None:
             rows, columns = cast("tuple[int, int]", grid)
             if rows != columns and math.prod((rows, columns)) == tokens:
                 return rows, columns
-    return None
+    return "square"
