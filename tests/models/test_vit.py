@@ -150,6 +150,14 @@ def test_it_learns_where_the_bright_patch_is(kind):
     assert all(not torch.equal(dict(model.named_parameters())[name], each) for name, each in before.items())
 
 
+@pytest.mark.parametrize("kind", LEARNERS)
+@torch.no_grad()
+def test_an_empty_batch_passes_and_images_do_not_depend_on_their_batch(kind):
+    model, x = LEARNERS[kind]().eval(), torch.randn(3, 3, 8, 8)
+    assert model(x[:0]).shape == (0, 4)
+    torch.testing.assert_close(model(x)[1:2], model(x[1:2]))
+
+
 def test_compiled_and_exported_it_computes_the_same():
     model, x = ViTSkip(3, **SMALL).eval(), torch.randn(2, 3, 8, 8)
     torch._dynamo.reset()

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -163,7 +163,7 @@ class ViT(ImageNetwork):
             )
         self.patch_embed = PatchEmbed(image_size, patch_size, in_channels, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, dim))
-        self.blocks = nn.Sequential(*[Block(dim, heads, mlp_ratio) for _ in range(depth)])
+        self.blocks: nn.Sequential = nn.Sequential(*[Block(dim, heads, mlp_ratio) for _ in range(depth)])
         self.norm = nn.LayerNorm(dim, eps=_EPS)
         self.pool: nn.Module = GlobalAvgPool()
         self.head = new_classifier(dim, num_classes)
@@ -176,7 +176,7 @@ class ViT(ImageNetwork):
     def reset_parameters(self) -> None:
         """Initialises linear layers and position embeddings by truncated normal numbers, as timm does."""
         nn.init.trunc_normal_(self.pos_embed, std=_STD)
-        for module in cast("Sequence[nn.Module]", list(self.modules())):
+        for module in cast("Iterable[nn.Module]", self.modules()):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=_STD)
                 nn.init.zeros_(module.bias)
@@ -213,7 +213,7 @@ class ViT(ImageNetwork):
         wanted = take_indices(len(self.feature_info), indices)
         last = max(wanted)
         self.feature_info = self.feature_info[: last + 1]
-        self.blocks = self.blocks[: last + 1]
+        self.blocks = nn.Sequential(*list(self.blocks)[: last + 1])
         if self.feature_info[-1]["module"] != "norm":
             self.norm = nn.Identity()
         self.head, self.num_classes = nn.Identity(), 0
@@ -245,7 +245,8 @@ class ViT(ImageNetwork):
 
     def _map(self, tokens: Tensor) -> Tensor:
         """Tokens (B, N, C) as a map (B, C, H, W)."""
-        return tokens.transpose(1, 2).unflatten(2, self.patch_embed.grid_size)
+        B, _, C = tokens.shape
+        return tokens.transpose(1, 2).reshape(B, C, *self.patch_embed.grid_size)
 
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint_segment([block], block, x) if self._checkpoints() else block(x)
@@ -300,7 +301,7 @@ class ViTMoE(ViT):
         check_numbers("ViTMoE", "above 0", lambda value: 0 < value < math.inf, {"capacity": capacity})
         _check_every("ViTMoE", every, depth)
         slots = math.ceil(round(capacity * self.patch_embed.num_patches / experts, 6))
-        for block in self.blocks[every - 1 :: every]:
+        for block in list(self.blocks)[every - 1 :: every]:
             assert isinstance(block, Block)
             own: dict[str, Any] = {"capacity": capacity}
             if router != DEFAULT_ROUTER:
