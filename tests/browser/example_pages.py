@@ -83,6 +83,15 @@ def patch_page(folder: Path) -> ExamplePage:
     return _write(folder, passes, labels, pixels)
 
 
+def long_page(folder: Path) -> ExamplePage:
+    """More images than the list shows at first."""
+    pixels, labels = _images(160)
+    torch.manual_seed(0)
+    moe = moesaic.PatchMoE(3, 6, experts=2, patches_per_expert=1, patch_size=8)
+    model = nn.Sequential(moe, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, len(CLASSES)))
+    return _write(folder, [collect_outputs(model, pixels, lambda x: x / 255)], labels, pixels)
+
+
 def token_page(folder: Path) -> ExamplePage:
     """Experts choose tokens of a transformer, among them its class token; two checkpoints."""
     pixels, labels = _images(12)

@@ -1,6 +1,7 @@
 """The routing explorer in a real browser: by mouse, by keyboard, in both themes, and without any request."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from browser.example_pages import (
     CLASSES,
     ExamplePage,
     gate_page,
+    long_page,
     loose_token_page,
     patch_page,
     sample_page,
@@ -259,6 +261,29 @@ def test_mistakes_come_first_and_filters_leave_what_matches(patches: tuple[Examp
     assert len(order(page)) == len(example.labels)
     page.choose(part("search"), "nothing has this name")
     assert page.run(f"() => document.querySelector('{part('viewer')}').hidden")
+
+
+def test_a_long_list_grows_as_it_is_scrolled_and_reaches_its_end_by_keyboard(browser: Chromium, tmp_path: Path):
+    example = long_page(tmp_path)
+    page = browser.open(example.path)
+    page.settle()
+    every = len(example.labels)
+    assert len(order(page)) == 72
+    assert page.run("() => document.querySelector('.thumbnail').getAttribute('aria-setsize')") == str(every)
+    page.run("() => { const { children } = document.querySelector('.gallery'); children[71].scrollIntoView(); }")
+    page.settle()
+    page.settle()
+    assert len(order(page)) == 144
+    page.run("() => document.querySelector('.thumbnail[tabindex=\"0\"]').focus()")
+    page.press("End")
+    found = order(page)
+    assert sorted(found) == list(range(every))
+    assert shown(example, page) == found[-1]
+    assert page.run("() => Number(document.activeElement.getAttribute('aria-posinset'))") == every
+    page.choose(part("verdict"), "wrong")
+    assert len(order(page)) <= 72
+    assert page.complaints == []
+    page.close()
 
 
 def test_maps_of_a_class_are_its_selection_rates(patches: tuple[ExamplePage, Page]):

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +27,7 @@ from moesaic.papers import reproduce as real_papers
 from moesaic.papers.engine.findings import Claim, Finding, Source, read_findings
 from moesaic.papers.engine.variant_findings import VariantCell, VariantFinding
 from moesaic.papers.engine.variants import RefusedVariant, parse_variation
+from moesaic.papers.engine.verdict_text import format_measured
 from moesaic.report.chart import Chart, read_charts
 
 
@@ -145,6 +146,37 @@ def test_reproduce_asks_for_what_the_user_wants(papers: Papers):
         "vary": (),
     }
     assert Path("here/there/report.html").is_file()
+
+
+def test_verdicts_of_workers_are_printed_as_they_come_and_once(
+    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    early = [each for each in FINDINGS if each.interval is not None][:2]
+    printed_before_the_end: list[str] = []
+
+    def run_workers(given, jobs, threads, device, display, on_report) -> None:
+        for _worker in range(jobs):  # each sees the same cells
+            for finding in early:
+                on_report(json.loads(json.dumps(asdict(finding))))
+        printed_before_the_end.append(capsys.readouterr().out)
+
+    monkeypatch.setattr("moesaic.cli.reproduce.run_workers", run_workers)
+    assert main(["reproduce", "--out", "out", "--jobs", "2", "--no-open"]) == 0
+    (before,) = printed_before_the_end
+    after = capsys.readouterr().out.partition("Patch-level Routing: of ")[0]
+    for finding in early:
+        measured = format_measured(finding)
+        assert (before.count(measured), after.count(measured)) == (1, 0)
+    assert before.splitlines()[0].split()[0] == "verdict"
+
+
+def test_a_paper_is_named_by_its_id_or_by_its_authors(papers: Papers, capsys: pytest.CaptureFixture[str]):
+    for name in ("chen2022", "Towards understanding mixture of experts"):
+        assert main(["reproduce", "--paper", name, "--out", "out"]) == 0
+        assert papers.asked["papers"] == ("chen2022",)
+        capsys.readouterr()
+        assert main(["claims", "--paper", name]) == 0
+        assert capsys.readouterr().out.startswith("chen2022: ")
 
 
 def test_the_last_lines_say_what_was_found_and_what_was_not_run(papers: Papers, capsys: pytest.CaptureFixture[str]):

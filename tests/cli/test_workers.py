@@ -126,14 +126,46 @@ def test_a_worker_writes_its_progress_in_lines_of_json(capsys, monkeypatch):
     progress.advance(3, "loss 0.5")
     progress.skip(5)
     progress.log("a message")
+    progress.report({"verdict": "holds"})
     progress.end()
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == [
         ["begin", "a", 10, 2],
         ["advance", 3, "loss 0.5"],
         ["skip", 5],
         ["log", "a message"],
+        ["report", {"verdict": "holds"}],
         ["end"],
     ]
+
+
+def test_what_workers_report_reaches_the_parent_while_they_run(monkeypatch):
+    """Each of two workers reports, and ends only after the parent has had both reports."""
+    running: list[Any] = []
+    got: list[dict[str, Any]] = []
+
+    class Worker:
+        was_killed, row = False, None
+
+        def __init__(self, given, number, threads, device, events) -> None:
+            self.process, self._events = SimpleNamespace(wait=lambda: None), events
+            running.append(self)
+            events.put((self, ["begin", "all", 2, 0]))
+            events.put((self, ["report", {"number": number}]))
+
+        def check_end(self) -> None:
+            pass
+
+    def on_report(content: dict[str, Any]) -> None:
+        got.append(content)
+        if len(got) == len(running):
+            for worker in running:
+                worker._events.put((worker, None))
+
+    monkeypatch.setattr(workers, "_Worker", Worker)
+    shown = SimpleNamespace(show=lambda *event: None, close=lambda worker: None, end=lambda: None)
+    monkeypatch.setattr(workers, "_ShownProgress", lambda display: shown)
+    workers.run_workers(["reproduce"], 2, 1, "cpu", SimpleNamespace(), on_report)
+    assert got == [{"number": 0}, {"number": 1}]
 
 
 def test_a_worker_ends_with_its_parent_as_a_signal_would_end_it(monkeypatch):

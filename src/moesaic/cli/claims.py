@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
-from moesaic.checks import check_choice
-from moesaic.cli.shared import user_errors
+from moesaic.cli.shared import PaperOption, user_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +23,7 @@ class Claims:
     Selected claims also list the parameters that `moesaic reproduce --vary` takes.
     """
 
-    paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
+    paper: PaperOption = ()
     """Paper to list, such as chen2022. Default: all papers."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """Claims to list: an id, its beginning (fig4) or a pattern (*-ahead). Default: all claims."""
@@ -37,32 +36,30 @@ class Claims:
         """Prints the list."""
         from rich.console import Console
 
-        from moesaic.papers.engine.claim_selection import select_claims
+        from moesaic.papers.engine.claim_selection import select_claims, select_papers
         from moesaic.papers.engine.claims_table import show_claim_rules
         from moesaic.papers.reproduce import PAPERS, claim_parameters
 
         with user_errors("claims"):
-            for paper in self.paper:
-                check_choice("claims", "--paper", paper, PAPERS)
-            known = [claim for paper in self.paper or PAPERS for claim in PAPERS[paper].claims]
+            papers = select_papers("claims", [paper.source for paper in PAPERS.values()], self.paper) or tuple(PAPERS)
+            known = [claim for paper in papers for claim in PAPERS[paper].claims]
             selected = select_claims("claims", known, self.claim, self.figure)
         console = Console()
         if self.recompute:
-            return self._recompute(console, selected)
-        for paper in self.paper or PAPERS:
+            return self._recompute(console, papers, selected)
+        for paper in papers:
             claims = [claim for claim in PAPERS[paper].claims if not selected or claim.id in selected]
             if claims:
                 listed = claim_parameters(PAPERS[paper], claims) if selected else {}
                 show_claim_rules(f"{paper}: {PAPERS[paper].title}", claims, console, listed)
         return 0
 
-    def _recompute(self, console: Console, selected: Collection[str]) -> int:
+    def _recompute(self, console: Console, papers: Sequence[str], selected: Collection[str]) -> int:
         """Prints the verdicts from stored trials, and the claims that have none."""
         from moesaic.papers.engine.claims_table import show_findings_table
         from moesaic.papers.recompute import recompute
         from moesaic.papers.reproduce import PAPERS
 
-        papers = tuple(dict.fromkeys(self.paper)) or tuple(PAPERS)
         found = recompute(papers, tuple(selected) or None)
         if found.findings:
             show_findings_table(found.findings, console, [PAPERS[paper].source for paper in papers])

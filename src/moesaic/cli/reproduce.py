@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from moesaic.cli.browser import open_browser
 from moesaic.cli.shared import (
     CommandError,
     JobsOption,
+    PaperOption,
     log,
     program,
     resolve_device,
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
     from moesaic.papers.engine.claims_table import GrowingTable
     from moesaic.papers.engine.findings import Finding, Source
+    from moesaic.report.progress import Bars, Lines
 
 __all__ = ["Reproduce"]
 
@@ -50,7 +53,7 @@ class Reproduce:
     Results are cached under --out: the same command resumes an interrupted run.
     """
 
-    paper: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="NAME")] = ()
+    paper: PaperOption = ()
     """Paper to check, such as chen2022. Default: all papers."""
     claim: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")] = ()
     """Claims to check, as listed by `moesaic claims`: an id, its beginning (fig4) or a pattern (*-ahead)."""
@@ -90,13 +93,14 @@ class Reproduce:
             command, machine = ("", "") if is_worker() else write_config(plan["out"], self, given, plan["device"])
         # of the stream itself: progress bars redirect what is printed to sys.stdout
         table = GrowingTable(Console(file=sys.stdout), [paper.source for paper in PAPERS.values()])
+        show = _once(table.add)
         try:
             if is_worker():
                 _work(plan)
             else:
                 if jobs > 1:
-                    _run_workers(given, jobs, threads, plan["device"])
-                self._reproduce(plan, command, machine, table)
+                    _run_workers(given, jobs, threads, plan["device"], table, show)
+                self._reproduce(plan, command, machine, table, show)
         except RefusedVariant as error:
             raise CommandError(f"moesaic reproduce: {error}") from error
         except KeyboardInterrupt:
@@ -109,14 +113,13 @@ class Reproduce:
 
     def _checked(self) -> dict[str, Any]:
         """What `moesaic.papers.reproduce` takes, with everything the user can get wrong looked at first."""
-        from moesaic.papers.engine.claim_selection import select_claims
+        from moesaic.papers.engine.claim_selection import select_claims, select_papers
         from moesaic.papers.reproduce import PAPERS, PRESETS, check_variations
 
         check_choice("reproduce", "--preset", self.preset, PRESETS)
         check_choice("reproduce", "--fidelity", self.fidelity, FIDELITIES)
-        for paper in self.paper:
-            check_choice("reproduce", "--paper", paper, PAPERS)
-        known = [claim for paper in self.paper or PAPERS for claim in PAPERS[paper].claims]
+        papers = select_papers("reproduce", [paper.source for paper in PAPERS.values()], self.paper)
+        known = [claim for paper in papers or PAPERS for claim in PAPERS[paper].claims]
         selected = select_claims("reproduce", known, self.claim, self.figure)
         if not 0 <= self.seed < 1 << 63:
             raise ValueError(f"reproduce: --seed={self.seed}; it must be from 0 to 2⁶³ − 1")
@@ -124,11 +127,11 @@ class Reproduce:
             raise FileNotFoundError(
                 f"--data-dir={str(self.data_dir)!r} is no directory; name one that exists, or leave it out"
             )
-        for paper in (PAPERS[name] for name in self.paper or PAPERS):
+        for paper in (PAPERS[name] for name in papers or PAPERS):
             if not selected or any(claim.id in selected for claim in paper.claims):
                 paper.check_data(self.data_dir)  # so that damaged files are found before anything runs
         chosen: dict[str, Any] = {
-            "papers": tuple(dict.fromkeys(self.paper)) or None,
+            "papers": papers or None,
             "claims": tuple(selected) or None,
             "preset": self.preset,
             "fidelities": FIDELITIES[self.fidelity],
@@ -144,7 +147,9 @@ class Reproduce:
             "vary": self.vary,
         }
 
-    def _reproduce(self, plan: dict[str, Any], command: str, machine: str, table: GrowingTable) -> None:
+    def _reproduce(
+        self, plan: dict[str, Any], command: str, machine: str, table: GrowingTable, show: Callable[[Finding], None]
+    ) -> None:
         from rich.console import Console
 
         from moesaic.leases import Leases
@@ -152,13 +157,10 @@ class Reproduce:
         from moesaic.papers.engine.variant_report import print_variants, write_variant_files
         from moesaic.papers.reproduce import PAPERS, reproduce
         from moesaic.report import watch_progress
-        from moesaic.report.progress import Bars
 
         console = table.console
-        with watch_progress(Console(stderr=True), _UNIT) as progress:
-            if isinstance(progress, Bars) and console.is_terminal:
-                table.console = progress.display.console  # so that rows and bars do not overwrite each other
-            result = reproduce(**plan, progress=progress, on_finding=table.add)
+        with watch_progress(Console(stderr=True), _UNIT) as progress, _above(progress, table):
+            result = reproduce(**plan, progress=progress, on_finding=show)
         out: Path = plan["out"]
         sources = [PAPERS[paper].source for paper in dict.fromkeys(finding.paper for finding in result.findings)]
         with Leases(out).hold("report"):  # of workers that end together, one writes at a time
@@ -210,16 +212,51 @@ def _ran_elsewhere(out: Path) -> bool:
 
 
 def _work(plan: dict[str, Any]) -> None:
-    """What a worker does: the cells, without the report."""
+    """What a worker does: the cells and the verdicts that they decide, without the report."""
     from moesaic.papers.reproduce import reproduce
 
-    reproduce(**plan, progress=WorkerProgress())
+    progress = WorkerProgress()
+    reproduce(**plan, progress=progress, on_finding=lambda finding: progress.report(asdict(finding)))
 
 
-def _run_workers(given: Sequence[str], jobs: int, threads: int, device: str) -> None:
+def _run_workers(
+    given: Sequence[str], jobs: int, threads: int, device: str, table: GrowingTable, show: Callable[[Finding], None]
+) -> None:
     from rich.console import Console
 
+    from moesaic.papers.engine.findings import Finding
     from moesaic.report import watch_progress
 
-    with watch_progress(Console(stderr=True), _UNIT) as progress:
-        run_workers(given, jobs, threads, device, progress)
+    def show_report(content: dict[str, Any]) -> None:
+        interval = content["interval"]
+        show(Finding(**{**content, "interval": interval if interval is None else tuple(interval)}))
+
+    with watch_progress(Console(stderr=True), _UNIT) as progress, _above(progress, table):
+        run_workers(given, jobs, threads, device, progress, show_report)
+
+
+def _once(show: Callable[[Finding], None]) -> Callable[[Finding], None]:
+    """Shows a verdict once: every worker reports it when it sees the cells, and so does this process."""
+    shown: set[tuple[str, str, str]] = set()
+
+    def show_new(finding: Finding) -> None:
+        key = (finding.paper, finding.id, finding.fidelity)
+        if key not in shown:
+            shown.add(key)
+            show(finding)
+
+    return show_new
+
+
+@contextmanager
+def _above(progress: Bars | Lines, table: GrowingTable) -> Iterator[None]:
+    """Prints the rows of the table above progress bars, so that they do not overwrite each other."""
+    from moesaic.report.progress import Bars
+
+    console = table.console
+    if isinstance(progress, Bars) and console.is_terminal:
+        table.console = progress.display.console
+    try:
+        yield
+    finally:
+        table.console = console

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.cli.faults import DISK_FAULTS, CommandError, log, work_begins
 from moesaic.cli.program import program
@@ -29,6 +29,7 @@ __all__ = [
     "CommandError",
     "DatasetOptions",
     "JobsOption",
+    "PaperOption",
     "RouterOption",
     "TrainableOption",
     "check_folder",
@@ -57,6 +58,7 @@ TrainableOption = Annotated[
     ),
 ]
 JobsOption = Annotated[str, arg(metavar="N|auto")]
+PaperOption = Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="ID")]
 RouterOption = Annotated[str | None, arg(metavar="MODULE:CLASS", help_behavior_hint="(default: none)")]
 
 

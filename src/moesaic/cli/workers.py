@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -103,6 +103,10 @@ class WorkerProgress:
     def log(self, message: str) -> None:
         self._send("log", message)
 
+    def report(self, content: Mapping[str, Any]) -> None:
+        """Hands something found to ``on_report`` of the parent's `run_workers`, as JSON."""
+        self._send("report", content)
+
     def _send(self, *event: Any) -> None:
         with self._lock, suppress(OSError, ValueError):  # without a parent, `_end_with_parent` ends the process
             sys.stdout.write(f"{json.dumps(event)}\n")
@@ -117,8 +121,17 @@ def _end_with_parent() -> None:
     signal.raise_signal(signal.SIGTERM)
 
 
-def run_workers(given: Sequence[str], jobs: int, threads: int, device: str, display: Bars | Lines) -> None:
+def run_workers(
+    given: Sequence[str],
+    jobs: int,
+    threads: int,
+    device: str,
+    display: Bars | Lines,
+    on_report: Callable[[dict[str, Any]], None] = lambda content: None,
+) -> None:
     """Runs the command in so many workers and shows their progress as one, until all have ended.
+
+    ``on_report`` gets what workers `report`; several may report the same.
 
     Raises:
         CommandError: a worker failed; with its message.
@@ -133,9 +146,15 @@ def run_workers(given: Sequence[str], jobs: int, threads: int, device: str, disp
                 worker, event = events.get(timeout=_POLL_SECONDS)
             except queue.Empty:  # a signal is handled between two waits
                 continue
-            if event is not None:
-                shown.show(worker, event)
-                continue
+            match event:
+                case ["report", dict(content)]:
+                    on_report(content)
+                    continue
+                case list():
+                    shown.show(worker, event)
+                    continue
+                case None:
+                    pass
             running.discard(worker)
             shown.close(worker)
             worker.check_end()

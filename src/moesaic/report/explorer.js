@@ -236,50 +236,69 @@ const watcher = new IntersectionObserver((entries) => {
   }
 }, { root: find("gallery"), rootMargin: "300px" });
 
+// The list has as many thumbnails as were scrolled to: a thousand of them make every click slow.
 const thumbnails = new Map();
-let described = null;  // the checkpoint whose predictions the thumbnails have
-function describe() {
-  if (described === state.checkpoint) return;
-  described = state.checkpoint;
-  for (let b = 0; b < count; b += 1) {
-    const option = thumbnail(b);
-    option.classList.toggle("wrong", wrong(b));
-    option.setAttribute("aria-label", sentence(b));
-    option.title = sentence(b);
-  }
-}
+const CHUNK = 72;
 function thumbnail(b) {
   if (!thumbnails.has(b)) {
     const small = Math.max(...data.images.size[b]) < 100;
     const image = element("img", { alt: "", "data-image": b, class: small ? "small" : null });
-    thumbnails.set(b, element("div", {
-      role: "option", class: "thumbnail", "data-image": b, id: `option-${b}`, tabindex: -1, "aria-selected": "false",
-    }, image));
+    thumbnails.set(b, element("div", { role: "option", class: "thumbnail", "data-image": b, id: `option-${b}` }, image));
     watcher.observe(image);
   }
-  return thumbnails.get(b);
+  const option = thumbnails.get(b);
+  option.classList.toggle("wrong", wrong(b));
+  option.setAttribute("aria-label", sentence(b));
+  option.title = sentence(b);
+  return option;
 }
 
 let listed = [];
+const gallery = find("gallery");
+// adds thumbnails to the list, up to this number
+function extend(to) {
+  const from = gallery.childElementCount;
+  const added = listed.slice(from, to).map((b, i) => {
+    const option = thumbnail(b);
+    option.setAttribute("aria-posinset", from + i + 1);
+    option.setAttribute("aria-setsize", listed.length);
+    setSelected(option, b === state.image);
+    return option;
+  });
+  gallery.append(...added);
+}
+function fill() {
+  const near = gallery.scrollTop + gallery.clientHeight > gallery.scrollHeight - 300;
+  if (gallery.clientHeight && near && gallery.childElementCount < listed.length) {
+    extend(gallery.childElementCount + CHUNK);
+    requestAnimationFrame(fill);
+  }
+}
+gallery.addEventListener("scroll", fill, { passive: true });
+new ResizeObserver(fill).observe(gallery);
+
 function list() {
   listed = matching();
   if (listed.length && !listed.includes(state.image)) state.image = listed[0];
-  describe();
-  const shown = listed.map(thumbnail);
-  find("gallery").replaceChildren(...shown);
+  gallery.scrollTop = 0;
+  gallery.replaceChildren();
+  extend(Math.max(CHUNK, listed.indexOf(state.image) + 1));
+  marked = state.image;
   const wrongs = listed.filter(wrong).length;
-  const total = listed.length === count ? plural(count, "image") : `${listed.length.toLocaleString("en")} of ${plural(count, "image")}`;
-  find("count").textContent = `${total}${data.labelled ? `, ${wrongs.toLocaleString("en")} wrong` : ""}`;
+  const images = listed.length === count ? plural(count, "image") : `${listed.length.toLocaleString("en")} of ${plural(count, "image")}`;
+  find("count").textContent = `${images}${data.labelled ? `, ${wrongs.toLocaleString("en")} wrong` : ""}`;
   find("viewer").hidden = !listed.length;
-  mark();
 }
 
 let marked = null;
+function setSelected(option, selected) {
+  option.setAttribute("aria-selected", String(selected));
+  option.tabIndex = selected ? 0 : -1;
+}
 function mark() {
+  extend(listed.indexOf(state.image) + 1);
   for (const [b, selected] of [[marked, false], [state.image, true]]) {
-    if (!thumbnails.has(b)) continue;
-    thumbnails.get(b).setAttribute("aria-selected", String(selected));
-    thumbnails.get(b).tabIndex = selected ? 0 : -1;
+    if (thumbnails.has(b)) setSelected(thumbnails.get(b), selected);
   }
   marked = state.image;
 }
@@ -292,7 +311,7 @@ function select(b, focus) {
   if (focus) {
     const option = thumbnails.get(b);
     option.focus({ preventScroll: true });
-    within(find("gallery"), option);
+    within(gallery, option);
   }
   drawImage();
 }
@@ -308,7 +327,7 @@ function step(by) {
   const at = listed.indexOf(state.image);
   const to = Math.min(Math.max(at + by, 0), listed.length - 1);
   if (to !== at) select(listed[to], false);
-  within(find("gallery"), thumbnails.get(state.image));
+  within(gallery, thumbnails.get(state.image));
 }
 
 function open(b, patch) {
@@ -329,16 +348,16 @@ function open(b, patch) {
 }
 
 const columns = () => {
-  const options = [...find("gallery").children];
+  const options = [...gallery.children];
   const next = options.findIndex((option) => option.offsetTop > options[0].offsetTop);
   return next < 1 ? options.length : next;
 };
 
-find("gallery").addEventListener("click", (event) => {
+gallery.addEventListener("click", (event) => {
   const option = event.target.closest("[data-image]");
   if (option) select(Number(option.dataset.image), true);
 });
-find("gallery").addEventListener("keydown", (event) => {
+gallery.addEventListener("keydown", (event) => {
   const at = listed.indexOf(state.image);
   const wanted = {
     ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: listed.length - 1,

@@ -1,4 +1,4 @@
-"""Selects claims by id, by the beginning of ids, by pattern, or by figure."""
+"""Selects papers by id or name, and claims by id, by the beginning of ids, by pattern, or by figure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from moesaic.checks import check_choice
-from moesaic.papers.engine.findings import Claim
+from moesaic.papers.engine.findings import Claim, Source
 
-__all__ = ["select_claims"]
+__all__ = ["select_claims", "select_papers"]
 
 _FIGURES = re.compile(r"Figures? (\d+)(?: (?:to|and) (\d+))?")
 
@@ -43,6 +43,19 @@ def select_claims(command: str, claims: Sequence[Claim], patterns: Sequence[str]
             )
         found += matches
     return list(dict.fromkeys(found))
+
+
+def select_papers(command: str, papers: Sequence[Source], given: Sequence[str]) -> tuple[str, ...]:
+    """Returns the ids of papers that are given by id or by authors and year; an error lists the ids.
+
+    >>> papers = [Source("chen2022", "Mixtures (Chen et al. 2022)"), Source("wang2019", "Gates (Wang et al. 2019)")]
+    >>> select_papers("claims", papers, ["Wang et al. 2019", "chen2022", "wang2019"])
+    ('wang2019', 'chen2022')
+    """
+    by_name = {paper.short_title.casefold(): paper.id for paper in papers}
+    ids = [paper.id for paper in papers]
+    found = [by_name.get(each.casefold(), each) for each in given]
+    return tuple(dict.fromkeys(check_choice(command, "--paper", each, ids) for each in found))
 
 
 def _figures(claim: Claim) -> range:
