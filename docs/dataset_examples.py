@@ -28,7 +28,7 @@ from moesaic.papers.chowdhury2023.data.cifar_mosaic_datasets import find_backgro
 from moesaic.papers.chowdhury2023.data.cifar_mosaics import on_backgrounds, vehicle_mosaics
 from moesaic.report.style import RC_PARAMS
 
-PAPERS = Path(__file__).parent / "papers"
+IMAGES = Path(__file__).parent / "images"
 SIDE = 32
 SIGMA = 1.65
 """Standard deviation of the blur: the middle of 1.1 to 2.2."""
@@ -117,5 +117,5 @@ def draw(rows: list[list[Tensor]], titles: list[str], labels: list[str]) -> Figu
 
 if __name__ == "__main__":
     images = cifar10(Path(sys.argv[1]), DecodedCache()) if len(sys.argv) > 1 else photographs()
-    save_figure(figure_6(images), PAPERS / "chen2022" / "figure-6.svg")
-    save_figure(figure_13(images), PAPERS / "chowdhury2023" / "figure-13.svg")
+    save_figure(figure_6(images), IMAGES / "cifar10-rotate.svg")
+    save_figure(figure_13(images), IMAGES / "cifar10-mosaics.svg")

@@ -6,7 +6,8 @@
 A run is the directory of `moesaic reproduce --preset short`. Its findings and charts go to docs/papers, its raw trials
 to src/moesaic/papers/trials.
 
-A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->. README
+A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->, and one
+with the causes of verdicts other than "holds" between <!-- causes PAPER --> and <!-- end of causes -->. README
 has a table with one row per paper, the number of verdicts of each kind, between <!-- verdict counts --> and
 <!-- end of verdict counts -->.
 """
@@ -16,7 +17,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from moesaic.papers.engine.claims_markdown import markdown_table
+from moesaic.papers.engine.claims_markdown import causes_legend, causes_table, markdown_table
 from moesaic.papers.engine.findings import VERDICTS, read_findings, write_findings
 from moesaic.papers.engine.trial_files import write_trials
 from moesaic.papers.recompute import pack_trials, without_trials
@@ -30,6 +31,7 @@ README = DOCS.parent / "README.md"
 PAPER_PAGES = tuple(sorted(RESULTS.glob("*.md")))
 PAGES = (README, *PAPER_PAGES)
 TABLE = re.compile(r"<!-- verdicts ([\w-]+) -->.*?<!-- end of verdicts -->", re.DOTALL)
+CAUSES = re.compile(r"<!-- causes ([\w-]+) -->.*?<!-- end of causes -->", re.DOTALL)
 COUNTS = re.compile(r"<!-- verdict counts -->.*?<!-- end of verdict counts -->", re.DOTALL)
 
 PAPERS = {
@@ -48,10 +50,15 @@ def with_verdicts(page: str) -> str:
         found = markdown_table(read_findings(RESULTS / place[1] / "claims.json"), marked=summaries)
         return f"<!-- verdicts {place[1]} -->\n\n{found}\n\n<!-- end of verdicts -->"
 
+    def causes(place: re.Match[str]) -> str:
+        findings = read_findings(RESULTS / place[1] / "claims.json")
+        found = causes_table(findings, REPRODUCED[place[1]].causes)
+        return f"<!-- causes {place[1]} -->\n\n{causes_legend()}\n\n{found}\n\n<!-- end of causes -->"
+
     def counts(_: re.Match[str]) -> str:
         return f"<!-- verdict counts -->\n\n{counts_table()}\n\n<!-- end of verdict counts -->"
 
-    return COUNTS.sub(counts, TABLE.sub(table, page))
+    return COUNTS.sub(counts, CAUSES.sub(causes, TABLE.sub(table, page)))
 
 
 def counts_table() -> str:

@@ -16,7 +16,7 @@ from moesaic.checks import check_choice
 from moesaic.fidelity import Fidelity
 from moesaic.files import json_digest
 from moesaic.papers.engine.claims import ClaimCheck, ExperimentResults, Paper
-from moesaic.papers.engine.findings import Finding
+from moesaic.papers.engine.findings import RECORDED_PRESET, Finding
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.engine.trial_files import StoredCell, Trials, read_trials
 from moesaic.papers.reproduce import PAPERS
@@ -24,7 +24,7 @@ from moesaic.training import NoProgress, ResultCache
 
 __all__ = ["Recomputed", "pack_trials", "recompute", "stored_trials", "without_trials"]
 
-PRESET = "short"
+PRESET = RECORDED_PRESET
 """Preset of the stored trials."""
 
 

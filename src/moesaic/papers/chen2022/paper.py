@@ -26,6 +26,7 @@ from moesaic.papers.chen2022 import (
     figures_language,
     figures_synthetic,
 )
+from moesaic.papers.chen2022.causes import CAUSES
 from moesaic.papers.chen2022.glossary import GLOSSARY
 from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
 from moesaic.papers.engine.runner import Runner
@@ -110,4 +111,5 @@ PAPER: Paper[Any] = Paper(
     glossary=GLOSSARY,
     letters={"M": "experts", "J": "filters"},
     compact=compact,
+    causes=CAUSES,
 )

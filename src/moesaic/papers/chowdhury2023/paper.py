@@ -25,6 +25,7 @@ from moesaic.papers.chowdhury2023 import (
     figures_images,
     figures_mnist,
 )
+from moesaic.papers.chowdhury2023.causes import CAUSES
 from moesaic.papers.chowdhury2023.experiments_mnist import (
     SIZES,
     digit_source,
@@ -112,4 +113,5 @@ PAPER: Paper[Any] = Paper(
     headline="fig4-joint-samples",
     letters={"k": "experts", "l": "patches_per_expert", "N": "samples"},
     compact=compact,
+    causes=CAUSES,
 )

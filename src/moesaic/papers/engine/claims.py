@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.cells import Cell
 from moesaic.papers.engine.decision_rules import CheckResult
-from moesaic.papers.engine.findings import Claim, Finding, GlossaryEntry, Source
+from moesaic.papers.engine.findings import Cause, Claim, Finding, GlossaryEntry, Source
 from moesaic.papers.engine.runner import Runner
 from moesaic.report.chart import Chart
 
@@ -121,6 +121,8 @@ class Paper(Generic[R]):
     """The paper's letters of parameters of its cells, by which variants may name them: {"k": "experts"}."""
     compact: Callable[[str, Mapping[str, Any]], Mapping[str, Any]] = lambda name, result: result
     """Reduces the stored result of a cell to what claims read, for the file of raw trials."""
+    causes: tuple[Cause, ...] = ()
+    """Why claims do not hold in the recorded run."""
 
     @property
     def claims(self) -> tuple[Claim, ...]:
@@ -129,4 +131,4 @@ class Paper(Generic[R]):
     @property
     def source(self) -> Source:
         """The paper as reports introduce it."""
-        return Source(self.id, self.title, self.about, self.glossary, self.headline)
+        return Source(self.id, self.title, self.about, self.glossary, self.headline, self.causes)

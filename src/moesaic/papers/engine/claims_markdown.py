@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import cast
 
 from moesaic.fidelity import Fidelity
-from moesaic.papers.engine.findings import Finding, Source
+from moesaic.papers.engine.findings import CAUSES, Cause, Finding, Source, find_cause
 from moesaic.papers.engine.verdict_text import (
     FIDELITY_LABELS,
     format_measured,
@@ -16,7 +16,7 @@ from moesaic.papers.engine.verdict_text import (
     verdict_reason,
 )
 
-__all__ = ["markdown_table"]
+__all__ = ["causes_legend", "causes_table", "markdown_table"]
 
 
 def markdown_table(
@@ -39,6 +39,36 @@ def markdown_table(
     if len(tables) == 1:
         return tables[0][1]
     return "\n\n".join(f"**{_plain(title)}**\n\n{table}" for title, table in tables)
+
+
+def causes_table(findings: Iterable[Finding], causes: Collection[Cause]) -> str:
+    """Returns a table with a row for each cause, in the order of the findings; findings of one cause share a row.
+
+    >>> found = Finding("a", "p", "Figure 4", "Fewer.", "print", "short", 0.6, 0.7, None, "r", "fails: more", 1.0)
+    >>> print(causes_table([found], [Cause("a", "print", "fails", "code", "As released it holds.")]))
+    | where | claim | verdict | cause | evidence |
+    | --- | --- | --- | --- | --- |
+    | Figure 4 | `a` | fails as printed | code | As released it holds. |
+    """
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for finding in findings:
+        cause = find_cause(finding, causes)
+        if cause is not None:
+            verdicts = rows.setdefault((finding.where, f"`{finding.id}`", cause.kind, cause.evidence), [])
+            verdicts.append(f"{finding.decision} {FIDELITY_LABELS[finding.fidelity]}")
+    lines = [_row("where", "claim", "verdict", "cause", "evidence"), _row(*["---"] * 5)]
+    for (where, id, kind, evidence), verdicts in rows.items():
+        lines.append(_row(where, id, ", ".join(verdicts), kind, _plain(evidence)))
+    return "\n".join(lines)
+
+
+def causes_legend() -> str:
+    """Returns what each kind of cause means, as a list.
+
+    >>> print(causes_legend().splitlines()[-1])
+    - **open**: not known
+    """
+    return "\n".join(f"- **{kind}**: {text}" for kind, text in CAUSES.items())
 
 
 def _table(findings: Iterable[Finding], marked: Collection[tuple[str, Fidelity]]) -> str:

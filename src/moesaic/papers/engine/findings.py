@@ -1,29 +1,74 @@
 """Claims and findings: what a paper states, what was measured, and the verdict.
 
-claims.json is a list of findings. Tables and reports are made from it.
+claims.json is a list of findings. Tables and reports are made from it. Causes of the verdicts of the recorded run are
+data of the papers, beside their claims.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from moesaic.fidelity import Fidelity
 from moesaic.files import write_json
 from moesaic.validated_json import read_records
 
-__all__ = ["VERDICTS", "Claim", "Finding", "GlossaryEntry", "Source", "read_findings", "write_findings"]
+__all__ = [
+    "CAUSES",
+    "RECORDED_PRESET",
+    "VERDICTS",
+    "Cause",
+    "CauseKind",
+    "Claim",
+    "Finding",
+    "GlossaryEntry",
+    "Source",
+    "find_cause",
+    "needs_cause",
+    "read_findings",
+    "write_findings",
+]
 
 VERDICTS = ("holds", "partly", "undecided", "fails", "not run here")
 """The verdicts, from best to worst: some parts of the rule are met and others are not (partly), or the interval lies on
 both sides of the limit (undecided)."""
 
+CauseKind = Literal["paper", "code", "means", "open"]
+
+CAUSES: Mapping[CauseKind, str] = MappingProxyType(
+    {
+        "paper": "the paper: its statement is wrong or too strong, or its text leaves out what the result needs",
+        "code": "the authors' code: it differs from print, and the published result is that of the code",
+        "means": "our means: too few trials, short runs, other data",
+        "open": "not known",
+    }
+)
+"""What keeps a claim from holding."""
+
+RECORDED_PRESET = "short"
+"""Preset of the run whose verdicts are committed, and have causes."""
+
 GlossaryEntry: TypeAlias = tuple[str, str, str]
 """A term, the regular expression that finds it, and its definition."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a claim does not hold in the recorded run."""
+
+    claim: str
+    """Id of the claim."""
+    fidelity: Fidelity
+    decision: str
+    """The verdict that it explains: "fails", "partly" or "undecided"."""
+    kind: CauseKind
+    evidence: str
+    """A sentence that names the experiment or the fact that shows it; if it is open, what is known."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +83,8 @@ class Source:
     """The paper's own definitions of terms."""
     headline: str = ""
     """Id of the paper's main claim."""
+    causes: tuple[Cause, ...] = ()
+    """Causes of the verdicts of the recorded run."""
 
     @property
     def short_title(self) -> str:
@@ -88,6 +135,25 @@ class Finding:
     def decision(self) -> str:
         """The verdict without the reason."""
         return self.verdict.partition(": ")[0]
+
+
+def needs_cause(finding: Finding) -> bool:
+    """Whether a finding was run and does not hold."""
+    return finding.decision in VERDICTS[1:-1]
+
+
+def find_cause(finding: Finding, causes: Iterable[Cause]) -> Cause | None:
+    """Returns the cause of the recorded verdict, if the finding is of the same preset and has the same verdict.
+
+    >>> found = Finding("a", "p", "Figure 4", "Fewer.", "print", "short", 0.6, 0.7, None, "r", "fails: more", 1.0)
+    >>> cause = Cause("a", "print", "fails", "code", "As released it holds.")
+    >>> find_cause(found, [cause]).kind, find_cause(replace(found, preset="quick"), [cause])
+    ('code', None)
+    """
+    for cause in causes:
+        if (cause.claim, cause.fidelity, cause.decision) == (finding.id, finding.fidelity, finding.decision):
+            return cause if finding.preset == RECORDED_PRESET else None
+    return None
 
 
 def write_findings(path: Path, findings: Iterable[Finding]) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from moesaic.fidelity import Fidelity
 from moesaic.files import write_atomic
 from moesaic.papers.engine.claims_table import verdict_counts
-from moesaic.papers.engine.findings import VERDICTS, Finding, Source
+from moesaic.papers.engine.findings import CAUSES, VERDICTS, Cause, Finding, Source, find_cause
 from moesaic.papers.engine.glossary import used_terms
 from moesaic.papers.engine.verdict_text import (
     FIDELITY_DESCRIPTIONS,
@@ -144,6 +144,8 @@ class _Claim:
     rows: list[_FindingRow]
     rules: list[tuple[str, str]]
     """Fidelities, and their rule."""
+    causes: list[tuple[str, str, str]]
+    """Fidelities, what keeps the claim from holding there, and the evidence."""
 
     @property
     def ran(self) -> bool:
@@ -282,7 +284,7 @@ def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequen
     for paper, own in grouped.items():
         drawn = [chart for chart in charts if chart.paper == paper.id]
         anchor = _anchor("paper", paper.id, taken)
-        sections = _sections(paper.id, own, drawn, taken)
+        sections = _sections(paper, own, drawn, taken)
         shown.append(
             _Paper(
                 paper.id,
@@ -299,16 +301,16 @@ def _papers(findings: Sequence[Finding], charts: Sequence[Chart], papers: Sequen
     return shown
 
 
-def _sections(paper: str, findings: Sequence[Finding], charts: Sequence[Chart], taken: set[str]) -> list[_Section]:
+def _sections(paper: Source, findings: Sequence[Finding], charts: Sequence[Chart], taken: set[str]) -> list[_Section]:
     places = group_by_place(findings)
     for chart in charts:
         places.setdefault(chart.where, [])
     return [
         _Section(
             where,
-            _anchor(paper, where, taken),
+            _anchor(paper.id, where, taken),
             [_drawing(chart) for chart in charts if chart.where == where],
-            [_claim(claim, _anchor(f"claim {paper}", claim[0].id, taken)) for claim in claims],
+            [_claim(claim, _anchor(f"claim {paper.id}", claim[0].id, taken), paper.causes) for claim in claims],
         )
         for where, claims in places.items()
     ]
@@ -340,7 +342,7 @@ def _anchor(paper: str, place: str, taken: set[str]) -> str:
     return name
 
 
-def _claim(claim: ClaimFindings, anchor: str) -> _Claim:
+def _claim(claim: ClaimFindings, anchor: str, causes: Sequence[Cause]) -> _Claim:
     first = claim[0]
     scale = _Scale.of(claim)
     decided = fidelities_by_verdict(claim)
@@ -375,7 +377,17 @@ def _claim(claim: ClaimFindings, anchor: str) -> _Claim:
             for each in claim
         ],
         rules=[(_joined(labels) if len(rules) > 1 else "", rule) for rule, labels in rules.items()],
+        causes=_causes(claim, causes),
     )
+
+
+def _causes(claim: ClaimFindings, causes: Sequence[Cause]) -> list[tuple[str, str, str]]:
+    found: dict[tuple[str, str], list[str]] = {}
+    for each in claim:
+        cause = find_cause(each, causes)
+        if cause is not None:
+            found.setdefault((CAUSES[cause.kind], cause.evidence), []).append(FIDELITY_LABELS[each.fidelity])
+    return [(_joined(labels), *cause) for cause, labels in found.items()]
 
 
 def _sentence(claim: ClaimFindings) -> str:

@@ -22,6 +22,7 @@ from moesaic.papers.wang2019 import (
     figures_expressivity,
     figures_gates,
 )
+from moesaic.papers.wang2019.causes import CAUSES
 from moesaic.papers.wang2019.glossary import GLOSSARY
 from moesaic.report.chart import Chart
 
@@ -69,4 +70,5 @@ PAPER: Paper[Any] = Paper(
     headline="rank-dynamic",
     glossary=GLOSSARY,
     letters={"L": "layers", "M": "features", "m": "widths", "n": "open_channels"},
+    causes=CAUSES,
 )
