@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -117,6 +117,18 @@ class Block(nn.Module):
         x = x + self.attn(self.norm1(x), mask)
         mixed = {"mask": mask} if mask is not None and isinstance(self.mlp, TokenMoE) else {}
         return x + self.mlp(self.norm2(x), **mixed)
+
+
+class ViTOptions(TypedDict, total=False):
+    """The options of `ViT`, which its relatives take as well."""
+
+    dim: int
+    heads: int
+    depth: int
+    patch_size: int
+    image_size: int
+    in_channels: int
+    mlp_ratio: float
 
 
 class ViT(ImageNetwork):
@@ -248,6 +260,14 @@ class ViT(ImageNetwork):
         B, _, C = tokens.shape
         return tokens.transpose(1, 2).reshape(B, C, *self.patch_embed.grid_size)
 
+    def _every(self, every: int) -> range:
+        """Numbers of every so many blocks, ending with the last of as many."""
+        owner, depth = type(self).__name__, len(self.blocks)
+        check_positive(owner, every=every)
+        if every > depth:
+            raise ValueError(f"{owner}: every={every}, but there are {depth} blocks; use at most {depth}")
+        return range(every - 1, depth, every)
+
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint_segment([block], block, x) if self._checkpoints() else block(x)
 
@@ -275,38 +295,24 @@ class ViTMoE(ViT):
         self,
         num_classes: int,
         *,
-        dim: int = 192,
-        heads: int = 3,
-        depth: int = 12,
-        patch_size: int = 4,
-        image_size: int = 32,
-        in_channels: int = 3,
-        mlp_ratio: float = 4.0,
         experts: int = 8,
         capacity: float = 1.0,
         every: int = 2,
         router: RouterLike = DEFAULT_ROUTER,
+        **options: Unpack[ViTOptions],
     ) -> None:
-        super().__init__(
-            num_classes,
-            dim=dim,
-            heads=heads,
-            depth=depth,
-            patch_size=patch_size,
-            image_size=image_size,
-            in_channels=in_channels,
-            mlp_ratio=mlp_ratio,
-        )
-        check_positive("ViTMoE", experts=experts, every=every)
+        super().__init__(num_classes, **options)
+        check_positive("ViTMoE", experts=experts)
         check_numbers("ViTMoE", "above 0", lambda value: 0 < value < math.inf, {"capacity": capacity})
-        _check_every("ViTMoE", every, depth)
+        dim = self.num_features
         slots = math.ceil(round(capacity * self.patch_embed.num_patches / experts, 6))
-        for block in list(self.blocks)[every - 1 :: every]:
-            assert isinstance(block, Block)
+        for number in self._every(every):
+            block = self.blocks[number]
+            assert isinstance(block, Block) and isinstance(block.mlp, Mlp)
             own: dict[str, Any] = {"capacity": capacity}
             if router != DEFAULT_ROUTER:
                 own = {"router": build_router(router, dim, experts, 1, slots)}
-            block.mlp = TokenMoE(dim, experts=experts, hidden_dim=round(mlp_ratio * dim), **own)
+            block.mlp = TokenMoE(dim, experts=experts, hidden_dim=block.mlp.fc1.out_features, **own)
 
 
 class ViTSkip(ViT):
@@ -331,33 +337,11 @@ class ViTSkip(ViT):
         self,
         num_classes: int,
         *,
-        dim: int = 192,
-        heads: int = 3,
-        depth: int = 12,
-        patch_size: int = 4,
-        image_size: int = 32,
-        in_channels: int = 3,
-        mlp_ratio: float = 4.0,
         keep: float = 0.5,
         gate: KeepGate = "sigmoid",
         every: int = 2,
+        **options: Unpack[ViTOptions],
     ) -> None:
-        super().__init__(
-            num_classes,
-            dim=dim,
-            heads=heads,
-            depth=depth,
-            patch_size=patch_size,
-            image_size=image_size,
-            in_channels=in_channels,
-            mlp_ratio=mlp_ratio,
-        )
-        _check_every("ViTSkip", every, depth)
-        for number in range(every - 1, depth, every):
-            self.blocks[number] = TokenSkip(self.blocks[number], dim, keep=keep, gate=gate)
-
-
-def _check_every(owner: str, every: int, depth: int) -> None:
-    check_positive(owner, every=every)
-    if every > depth:
-        raise ValueError(f"{owner}: every={every}, but there are {depth} blocks; use at most {depth}")
+        super().__init__(num_classes, **options)
+        for number in self._every(every):
+            self.blocks[number] = TokenSkip(self.blocks[number], self.num_features, keep=keep, gate=gate)
