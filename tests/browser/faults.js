@@ -22,7 +22,7 @@
   const ground = (each) => {
     for (let box = each; box; box = box.parentElement) {
       const colour = getComputedStyle(box).backgroundColor;
-      if (!/, 0\)$/.test(colour)) return colour;
+      if (!/^rgba\(.*, 0\)$/.test(colour)) return colour;
     }
     return "rgb(255, 255, 255)";
   };

@@ -165,7 +165,7 @@ def _page(explanation: Explanation, about: About, explorer: Explorer, gates: Gat
             {
                 "found": layer,
                 "place": "share of images" if layer.unit == "sample" else f"most frequent {layer.unit}",
-                "units": plural_unit(layer.unit),
+                "units": "images" if layer.unit == "sample" else plural_unit(layer.unit),
                 "summary": f"{_summary(layer)}{_prefix(layer, explanation)}",
                 "receptive_field": _receptive_field(layer),
                 "class_dependence": _class_dependence(layer, explanation),
@@ -258,16 +258,20 @@ def _class_dependence(layer: LayerExplanation, explanation: Explanation) -> str:
     if found.most == 0:
         return ""
     units = plural_unit(layer.unit)
+    choice, chosen, seen = f"one selected {layer.unit}", f"selected {units}", f"positions of the selected {units}"
+    verdict = f"The experts select different {units} for different {kind}es."
+    if layer.unit == "sample":
+        choice, chosen, seen = "the expert of an image", "experts of an image", "experts of an image"
+        verdict = f"Images of different {kind}es go to different experts."
+    if not found.significant:
+        verdict = f"These images do not show that the {chosen} depend on the {kind}."
     bits = (
-        f"The mutual information of the {kind} and one selected {layer.unit} is {found.bits:.3f} of at most "
+        f"The mutual information of the {kind} and {choice} is {found.bits:.3f} of at most "
         f"{found.most:.2f} bits; with shuffled labels it is below {found.by_chance:.3f} bits."
     )
-    verdict = f"The experts select different {units} for different {kind}es."
-    if not found.significant:
-        verdict = f"These images do not show that the selected {units} depend on the {kind}."
     if found.significant and layer.probe_accuracy is not None:
         verdict += (
-            f" A naive Bayes classifier that sees only the positions of the selected {units}, and no pixels, reaches "
+            f" A naive Bayes classifier that sees only the {seen}, and no pixels, reaches "
             f"{percent(layer.probe_accuracy)} accuracy on held-out images; always predicting the most frequent class "
             f"would reach {percent(layer.majority_share)}."
         )
