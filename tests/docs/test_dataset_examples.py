@@ -6,6 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from cifar_files import write_cifar10
 from PIL import Image
 
 from moesaic.data.decoded_cache import DecodedCache
@@ -27,12 +28,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.fixture
 def data_dir(tmp_path: Path) -> Path:
-    folder = tmp_path / "data" / "cifar-10-batches-bin"
-    folder.mkdir(parents=True)
-    for number, name in enumerate([f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]):
-        rows = np.random.default_rng(number).integers(256, size=(20, 3073), dtype=np.uint8)
-        rows[:, 0] = np.arange(20) % 10
-        rows.tofile(folder / name)
+    write_cifar10(tmp_path / "data")
     plants = tmp_path / "data" / "plants"
     plants.mkdir()
     for grey in (50, 200):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cifar_files import CIFAR10_NAMES, write_cifar10
 
 from moesaic.data.cifar10 import CIFAR10_CLASSES
 from moesaic.insight.metrics import entropy_of_counts
@@ -32,18 +33,11 @@ from moesaic.training import NoProgress, ResultCache
 SMALL = ImageCell(
     "rotate", "cnn", True, ImageSchedule(2, 0.01, batch=16), trial=0, embedding=True, images_per_file=20, on_cpu=True
 )
-NAMES = [f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("data") / "cifar-10-batches-bin"
-    made.mkdir()
-    for number, name in enumerate(NAMES):
-        rows = np.random.default_rng(number).integers(256, size=(20, 3073), dtype=np.uint8)
-        rows[:, 0] = np.arange(20) % 10
-        rows.tofile(made / name)
-    return made.parent
+    return write_cifar10(tmp_path_factory.mktemp("data"))
 
 
 def runner(out: Path, folder: Path | None, device: str = "cpu", seed: int = 0) -> Runner:
@@ -112,7 +106,7 @@ def test_what_is_measured_and_its_specification_are_plain_json(folder, tmp_path)
 
 def test_a_truncated_file_stops_the_cell_and_leaves_nothing_behind(tmp_path):
     (tmp_path / "test_batch.bin").write_bytes(bytes(100))
-    for name in NAMES[:-1]:
+    for name in CIFAR10_NAMES[:-1]:
         (tmp_path / name).write_bytes(bytes(20 * 3073))
     with pytest.raises(ValueError, match=r"test_batch\.bin: has 100 bytes, expected 20 images"):
         runner(tmp_path / "cells", tmp_path).run({"": SMALL})

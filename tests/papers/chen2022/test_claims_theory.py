@@ -37,6 +37,8 @@ def test_claims_show_the_papers_number_or_its_word():
     assert {name: test.claim.published for name, test in CLAIMS.items()} == {
         "theorem4.1-tight": 87.5,
         "theorem4.1-uncovered": "more difficult",
+        "theorem4.1-ensemble": 87.5,
+        "theorem4.1-ensemble-gain": "no improvement",
         "lemma5.1": 1.0,
         "lemma5.1-sharp": None,
         "theorem4.2-training": 100.0,

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cifar_files import write_cifar10
 from torch import Tensor, nn
 
 from moesaic.data.datasets import ImageDataset, LabelledImages
@@ -204,13 +205,7 @@ SMALL = ReleasedImageCell(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("data") / "cifar-10-batches-bin"
-    made.mkdir()
-    for number, name in enumerate([f"data_batch_{number}.bin" for number in range(1, 6)] + ["test_batch.bin"]):
-        rows = np.random.default_rng(number).integers(256, size=(20, 3073), dtype=np.uint8)
-        rows[:, 0] = np.arange(20) % 10
-        rows.tofile(made / name)
-    return made.parent
+    return write_cifar10(tmp_path_factory.mktemp("data"))
 
 
 class Interrupted(NoProgress):

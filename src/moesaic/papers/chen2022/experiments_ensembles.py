@@ -76,7 +76,7 @@ class EnsembleCell:
         networks = range(self.trials * self.members)
         keys = keyed_random.keys(runner.seed, networks)
         plain = ClusterPatches.setting(self.setting)
-        source = _SharedSamples(**asdict(plain), member_keys=tuple(keys.tolist()), members=self.members)
+        source = _SharedSamples(**asdict(plain), member_keys=tuple(int(key) for key in keys), members=self.members)
         trained = train_mixtures(
             self.model,
             source,
