@@ -303,7 +303,7 @@ def test_a_run_that_ends_before_its_first_checkpoint_promises_none(pets, ends, c
         (["pets", "--seed", "-1"], "--seed=-1; it must be from 0"),
         (["pets", "--device", "tpu"], "--device='tpu' is unknown"),
         (["pets", "--model", "wrn10_1", "--experts", "4"], "wrn10_1 has no option 'experts'"),
-        (["pets", "--model", "wrn10_1", "--convert", "stem"], "--convert needs --experts"),
+        (["pets", "--model", "wrn10_1", "--capacity", "2"], "--capacity 2.0 is for layers that --convert names"),
         (["pets", "--model", "wrn10_1:convert=stem"], "convert=stem without experts="),
         (["pets", "--augment", "flop"], "augment='flop' is unknown"),
         (["pets", "--router", "sofd"], "router='sofd' is unknown .did you mean 'soft'"),

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from moesaic.data.datasets import ImageDataset
+    from moesaic.models.conversion_receipt import ConversionReceipt
     from moesaic.models.model_cost import ModelCost
     from moesaic.models.pretrained import PretrainedConfig
     from moesaic.models.registry import ModelSpec
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Train"]
 
+_OF_CONVERT = ("init", "tokens_per_expert", "capacity", "top_k")
+"""Options that a conversion alone has."""
+_EXPERTS = 8
+"""Of converted layers."""
+_COMPARED = 4
+"""Test images on which a converted network is compared with the original."""
 _LISTED = 20
 """Classes that are listed one by one; of more, the worst."""
 
@@ -100,7 +107,9 @@ class Train(DatasetOptions):
     """Compile the network with torch.compile, which takes a minute and saves time in long runs."""
     fidelity: Annotated[str | None, arg(metavar="best|released|print", help_behavior_hint="(default: best)")] = None
     """Variant of a wide residual network: ours, the authors' released code, or the paper as printed."""
-    experts: Annotated[int | None, arg(metavar="E", help_behavior_hint="(default: the network's)")] = None
+    experts: Annotated[
+        int | None, arg(metavar="E", help_behavior_hint="(default: the network's, 8 with --convert)")
+    ] = None
     """Number of experts."""
     patches_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: the network's)")] = None
     """Number of patches of an image that each expert takes."""
@@ -109,7 +118,15 @@ class Train(DatasetOptions):
     router: Annotated[str | None, arg(metavar="NAME", help_behavior_hint="(default: expert-choice)")] = None
     """Router: expert-choice, token-choice, soft, or module:Class of your own, which is imported."""
     convert: Annotated[UseAppendAction[tuple[str, ...]], arg(metavar="LAYER")] = ()
-    """Convolution to convert into a mixture of experts, such as layer4.1.conv2 of timm/resnet18; may be repeated."""
+    """Convolutions or MLPs to convert into mixtures of experts: layer4.1.conv2, 'blocks.*.mlp', last-2; repeatable."""
+    init: Annotated[str | None, arg(metavar="scratch|upcycle|split", help_behavior_hint="(default: scratch)")] = None
+    """With --convert, weights of the experts: new ones, those of the layer, or a part of an MLP's for each expert."""
+    tokens_per_expert: Annotated[int | None, arg(metavar="L", help_behavior_hint="(default: by --capacity)")] = None
+    """With --convert of MLPs, number of tokens of an image that each expert takes."""
+    capacity: Annotated[float | None, arg(metavar="FACTOR", help_behavior_hint="(default: 1)")] = None
+    """With --convert of MLPs, tokens per expert as a multiple of all tokens divided by the number of experts."""
+    top_k: Annotated[int | None, arg(metavar="K", help_behavior_hint="(default: 2)")] = None
+    """With --convert of MLPs and --router token-choice, number of experts of each token."""
     target_macs: Annotated[float | None, arg(metavar="FRACTION", help_behavior_hint="(default: none)")] = None
     """Target for the mean multiply-adds, relative to the network without channel gates: 0.5; for vgg16_deepmoe, …"""
     gate_l1: Annotated[float | None, arg(metavar="LAMBDA", help_behavior_hint="(default: 0.1)")] = None
@@ -205,8 +222,10 @@ class Train(DatasetOptions):
             check_positive("train", eval_every=self.eval_every)
         if self.snapshots < 0:
             raise ValueError(f"train: --snapshots={self.snapshots}; it must be 0 or more")
-        if self.convert and self.experts is None:
-            raise ValueError("train: --convert needs --experts, the number of experts to make of the layer")
+        for name in () if self.convert else _OF_CONVERT:
+            if getattr(self, name) is not None:
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"train: {option} {getattr(self, name)} is for layers that --convert names; add it")
         if self.router is not None:
             import_router(self.router)
         for name in self.track:
@@ -264,7 +283,8 @@ class Train(DatasetOptions):
                 "a network such as --model timm/resnet18"
             )
         if self.convert:
-            conversions = (*conversions, {"layer": list(self.convert), **mixture})
+            others = {name: value for name in _OF_CONVERT if (value := getattr(self, name)) is not None}
+            conversions = (*conversions, {"layer": list(self.convert), "experts": _EXPERTS, **mixture, **others})
         else:
             options |= mixture
         return ModelSpec(asked.name, {**asked.arguments, **options}, conversions).with_seed(self.seed)
@@ -290,6 +310,8 @@ class Train(DatasetOptions):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 model = one_per_machine_first(ranks, spec.build)  # which may download weights
+            if spec.conversions and launcher.rank() == 0:
+                log(str(self._receipt(model, spec, dataset)))
             frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
             images = dataset
             dataset = one_per_machine_first(ranks, lambda: self._with_features(images, model, recipe, device))
@@ -319,6 +341,19 @@ class Train(DatasetOptions):
             message = " ".join(str(error).split())
             raise CommandError(f"moesaic train: {message.removeprefix('fit: ')}") from error
         return found
+
+    def _receipt(self, model: nn.Module, spec: ModelSpec, dataset: ImageDataset) -> ConversionReceipt:
+        """What the conversion did, on a few test images."""
+        import torch
+
+        from moesaic.models.conversion_receipt import conversion_receipt
+        from moesaic.training.batches import eval_batches
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            original = replace(spec, conversions=()).build()
+        images, _ = next(eval_batches(dataset, torch.device("cpu"), _COMPARED))
+        return conversion_receipt(model, original, images)
 
     def _with_features(self, dataset: ImageDataset, model: nn.Module, recipe: Recipe, device: str) -> ImageDataset:
         """The dataset with the features of a frozen backbone, which the head learns from."""

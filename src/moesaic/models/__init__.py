@@ -1,6 +1,7 @@
 """Architectures, a registry of them (timm's included), conversion to mixtures of experts, and model cost."""
 
 from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
+from moesaic.models.conversion_receipt import ConversionReceipt, conversion_receipt
 from moesaic.models.convert import applied_conversions, convert
 from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
@@ -23,6 +24,7 @@ from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 __all__ = [
     "VGG16",
     "ConvNode",
+    "ConversionReceipt",
     "DeepMoE",
     "DeepMoEOutput",
     "EmbeddingNetwork",
@@ -43,6 +45,7 @@ __all__ = [
     "WideResNetPMoE",
     "applied_conversions",
     "build_channel_graph",
+    "conversion_receipt",
     "convert",
     "convertible_layers",
     "count_macs",

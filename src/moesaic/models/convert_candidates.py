@@ -66,7 +66,9 @@ def find_layers(
         else:
             matched = _matching(model, pattern, units)
             if not matched:
-                raise ValueError(f"convert: {_not_found(model, pattern, modules)}{_suggestion(model, units, traced)}")
+                raise ValueError(
+                    f"convert: {_not_found(model, pattern, modules, units)}{_suggestion(model, units, traced)}"
+                )
             found |= matched
     if not found:
         raise ValueError(f"convert: no layer is given{_suggestion(model, units, traced)}")
@@ -197,14 +199,14 @@ def _convertible(model: nn.Module, units: Mapping[str, MLPUnit], traced: TracedI
     )
 
 
-def _not_found(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module]) -> str:
+def _not_found(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module], units: Mapping[str, MLPUnit]) -> str:
     owner = type(model).__name__
     others = [name for name, module in modules.items() if name and fnmatchcase(name, pattern)]
     reasons = {name: why_not_convertible(model, name) for name in others[:2]}
     if others:
         more = f" (and {len(others) - 2} more)" if len(others) > 2 else ""
         return "; ".join(f"{name!r} {reason}" for name, reason in reasons.items()) + more
-    layers = [name for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear))]
+    layers = [*units, *(name for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear)))]
     near = get_close_matches(pattern, layers, n=2, cutoff=0.5)
     hint = f" (did you mean {' or '.join(repr(name) for name in near)}?)" if near else ""
     what = f"no convolution or MLP of {owner} matches" if set(pattern) & set("*?[") else f"{owner} has no layer"

@@ -42,6 +42,8 @@ _SIZES: Mapping[str, int] = {
     "kernel_size": MAX_IMAGE_SIZE,
     "in_channels": _MAX_CHANNELS,
     "patches_per_expert": MAX_IMAGE_SIZE**2,
+    "tokens_per_expert": MAX_IMAGE_SIZE**2,
+    "top_k": _MAX_NUMBER,
     "seed": (1 << 63) - 1,
 }
 _WEIGHTS = ("weights", "weights_sha256")

@@ -1,0 +1,168 @@
+"""A receipt of what `convert` did to a network: parameters, multiply-adds, and how far its output moved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from moesaic.models.convert import applied_conversions
+from moesaic.models.mlp_candidates import find_mlps
+from moesaic.models.model_cost import ModelCost, count_macs, eval_mode
+
+__all__ = ["ConversionReceipt", "LayerReceipt", "conversion_receipt"]
+
+
+@dataclass(frozen=True)
+class LayerReceipt:
+    """A layer before and after its conversion, or the whole network."""
+
+    name: str
+    parameters: tuple[int, int]
+    """Before and after."""
+    macs: tuple[int, int]
+    """Multiply-adds of one image as `count_macs` counts them, before and after."""
+    difference: float
+    """Largest difference of the outputs for the same input, divided by the largest output before."""
+
+
+@dataclass(frozen=True)
+class ConversionReceipt:
+    """What a conversion did to the layers of a network and to the whole; ``print`` shows a table."""
+
+    layers: tuple[LayerReceipt, ...]
+    """Each with the input that it has in the original network, so that differences do not add up."""
+    total: LayerReceipt
+
+    def __str__(self) -> str:
+        rows = [("layer", "parameters", "after", "multiply-adds", "after", "difference")]
+        rows += [_row(each) for each in (*self.layers, self.total)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        line = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>>>>>", widths, strict=True))
+        return "\n".join(line.format(*row) for row in rows)
+
+
+def conversion_receipt(converted: nn.Module, original: nn.Module, images: Tensor) -> ConversionReceipt:
+    """Compares a converted network with the original on a batch of images, in eval mode.
+
+    Args:
+        converted: a network whose layers `convert` has replaced; neither network is changed.
+        original: the same network before, such as a ``copy.deepcopy`` of it.
+        images: a batch (B, C, H, W) as the networks take them.
+
+    >>> import copy, torch
+    >>> from moesaic.models import ResNet18, convert
+    >>> original = ResNet18(num_classes=10)
+    >>> everything = {"patches_per_expert": 16, "gate": "one", "init": "upcycle"}
+    >>> model = convert(copy.deepcopy(original), "body.9.second.0", experts=8, **everything, input_size=32)
+    >>> receipt = conversion_receipt(model, original, torch.randn(2, 3, 32, 32))
+    >>> receipt.layers[0].parameters, receipt.total.difference < 1e-5
+    ((2359296, 2363392), True)
+    """
+    names = [conversion["layer"] for conversion in applied_conversions(converted)]
+    if not names:
+        raise ValueError(
+            f"conversion_receipt: {type(converted).__name__} has no layer that convert replaced; give the converted "
+            "network first, then the original"
+        )
+    if applied_conversions(original):
+        raise ValueError("conversion_receipt: the original has converted layers too; give a copy from before")
+    if images.ndim != 4 or not len(images):
+        raise ValueError(f"conversion_receipt: images are {tuple(images.shape)}; give a batch (B, C, H, W)")
+    like = next(weight for weight in original.parameters() if weight.is_floating_point())
+    images = images.to(like.device, like.dtype)
+    C, H, W = images.shape[1:]
+    costs = count_macs(original, (C, H, W)), count_macs(converted, (C, H, W))
+    parts = _parts(original, names)
+    with eval_mode(original), eval_mode(converted), torch.no_grad():
+        before, differences = _run_both(original, converted, parts, images)
+        total = _difference(_tensor(converted(images)), before)
+    layers = tuple(
+        LayerReceipt(name, _parameters(parts[name], original, converted), _macs(parts[name], costs), differences[name])
+        for name in names
+    )
+    whole = (costs[0].parameters, costs[1].parameters), (costs[0].macs, costs[1].macs)
+    return ConversionReceipt(layers, LayerReceipt("all", *whole, total))
+
+
+def _parts(original: nn.Module, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """The modules that each converted layer consists of; the output of the last one is its output."""
+    units = find_mlps(original)
+    ends = {name: unit.fc2_name for name, unit in units.items() if unit.output_name is not None}
+    return {name: (name, ends[name]) if name in ends else (name,) for name in names}
+
+
+def _run_both(
+    original: nn.Module, converted: nn.Module, parts: dict[str, tuple[str, ...]], images: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Runs the original, and each converted layer on the input that the original has there."""
+    differences: dict[str, float] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def compute(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            outputs[name] = _tensor(converted.get_submodule(name)(*args, **kwargs))
+
+        return hook
+
+    def compare(name: str) -> Any:
+        def hook(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            found = _difference(outputs.pop(name), _tensor(output))
+            differences[name] = max(found, differences.get(name, 0.0))
+
+        return hook
+
+    hooks: list[Any] = []
+    for name, modules in parts.items():
+        hooks.append(original.get_submodule(name).register_forward_pre_hook(compute(name), with_kwargs=True))
+        hooks.append(original.get_submodule(modules[-1]).register_forward_hook(compare(name)))
+    try:
+        return _tensor(original(images)), differences
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _tensor(output: Any) -> Tensor:
+    """The output of a network: the first tensor in what it returns, as the logits of a network of transformers."""
+    if isinstance(output, Tensor):
+        return output
+    values = cast("Iterable[Any]", output.values() if isinstance(output, dict) else output)
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    largest, scale = float((found - expected).abs().max()), float(expected.abs().max())
+    return largest / scale if scale else (0.0 if not largest else float("inf"))
+
+
+def _parameters(modules: tuple[str, ...], *networks: nn.Module) -> tuple[int, int]:
+    def count(network: nn.Module) -> int:
+        found = [each for name in modules if (each := _submodule(network, name)) is not None]
+        return sum(weight.numel() for module in found for weight in module.parameters())
+
+    before, after = map(count, networks)
+    return before, after
+
+
+def _submodule(network: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return network.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def _macs(modules: tuple[str, ...], costs: tuple[ModelCost, ModelCost]) -> tuple[int, int]:
+    inside = tuple(f"{name}." for name in modules)
+    before, after = (
+        sum(each.macs for each in cost.layers if each.name in modules or each.name.startswith(inside)) for cost in costs
+    )
+    return before, after
+
+
+def _row(layer: LayerReceipt) -> tuple[str, str, str, str, str, str]:
+    numbers = (f"{number:,}".replace(",", " ") for number in (*layer.parameters, *layer.macs))
+    return layer.name, *numbers, f"{layer.difference:.1e}"
