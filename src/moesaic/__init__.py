@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from moesaic.experts import shard_experts
     from moesaic.layers import ChannelMoE, PatchMoE, RoutedHead, SampleMoE, TokenMoE, record_routing
-    from moesaic.models import convert, create_model, freeze, list_models, register_with_timm
+    from moesaic.models import convert, create_model, freeze, list_models, register_with_timm, skip
     from moesaic.ops import backend
     from moesaic.routing import ChannelGate, ExpertChoice, SoftRouter, TokenChoice
     from moesaic.routing_record import Routing
@@ -43,13 +43,14 @@ __all__ = [
     "record_routing",
     "register_with_timm",
     "shard_experts",
+    "skip",
 ]
 
 # imported on first use, so that `import moesaic` and `moesaic --version` need not wait for torch
 _NAMES = {
     "experts": ("shard_experts",),
     "layers": ("ChannelMoE", "PatchMoE", "RoutedHead", "SampleMoE", "TokenMoE", "record_routing"),
-    "models": ("convert", "create_model", "freeze", "list_models", "register_with_timm"),
+    "models": ("convert", "create_model", "freeze", "list_models", "register_with_timm", "skip"),
     "ops": ("backend",),
     "routing": ("ChannelGate", "ExpertChoice", "SoftRouter", "TokenChoice"),
     "routing_record": ("Routing",),

@@ -50,6 +50,7 @@ def assert_threads_agree(model: Callable[[Tensor], Tensor], inputs: Sequence[Ten
 
 def create(name: str) -> nn.Module:
     narrow: dict[str, Any] = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {}
+    narrow = {"depth": 2} if name.startswith("vit") else narrow
     size = {"image_size": image_size(name)} if name.endswith("_pmoe") else {}
     model = moesaic.create_model(name, num_classes=CLASSES, **narrow, **size)
     for gate in model.gates.values() if isinstance(model, DeepMoE) else ():

@@ -13,7 +13,7 @@ from moesaic.models.registry import create_model, list_models
 
 @pytest.mark.parametrize("name", [name for name in list_models() if "deepmoe" not in name and name != "cifar_cnn"])
 def test_every_parameter_is_in_one_layer_and_the_classifier_is_the_last(name):
-    narrow = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {}
+    narrow = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {"depth": 3} if name.startswith("vit") else {}
     model = create_model(name, num_classes=3, **narrow)
     groups = layer_groups(model)
     assert sorted(each for group in groups for each in group) == sorted(each for each, _ in model.named_parameters())

@@ -15,7 +15,7 @@ SMALL = [name for name in list_models() if not name.endswith(("_10", "_10_pmoe",
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_listed_network_can_be_created_and_run(name):
-    narrow = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {}
+    narrow = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {"depth": 2} if name.startswith("vit") else {}
     model = create_model(name, num_classes=7, **narrow).eval()
     with torch.no_grad():
         assert model(torch.randn(2, 3, 32, 32)).shape == (2, 7)

@@ -30,12 +30,12 @@ from moesaic.models.wide_resnet import network
 NAMES = list_models()
 # one of each architecture, with every kind of routed layer
 KINDS = ["cifar_cnn", "cifar_mobilenetv2", "resnet18", "resnet50", "resnet18_deepmoe", "vgg16", "vgg16_deepmoe"]
-KINDS += ["wrn10_1", "wrn16_1", "wrn10_1_pmoe"]
+KINDS += ["wrn10_1", "wrn16_1", "wrn10_1_pmoe", "vit_tiny_patch4_32_moe", "vit_tiny_patch4_32_skip"]
 
 
 def narrow(name: str, num_classes: int = 3, **options) -> nn.Module:
-    width = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {}
-    return create_model(name, num_classes=num_classes, **width, **options)
+    small = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {"depth": 3} if name.startswith("vit") else {}
+    return create_model(name, num_classes=num_classes, **small, **options)
 
 
 def images(name: str, batch: int = 2) -> torch.Tensor:
@@ -314,7 +314,9 @@ def test_stacked_norms_and_biases_have_no_weight_decay():
     assert create_model("wrn10_1", num_classes=2).no_weight_decay() == set()
 
 
-@pytest.mark.parametrize("name", ["wrn10_1", "wrn10_1_pmoe", "resnet18", "vgg16", "cifar_cnn"])
+@pytest.mark.parametrize(
+    "name", ["wrn10_1", "wrn10_1_pmoe", "resnet18", "vgg16", "cifar_cnn", "vit_tiny_patch4_32_moe"]
+)
 def test_every_network_without_channel_gates_takes_a_head_of_ours(name, tmp_path):
     side = 64 if name == "vgg16" else 32  # a map of more than one position
     source, x = narrow(name, num_classes=5).eval(), torch.randn(2, 3, side, side)
@@ -335,7 +337,7 @@ def test_every_network_without_channel_gates_takes_a_head_of_ours(name, tmp_path
     model.train()(torch.cat([x, -x])).sum().backward()
     assert all(weight.grad is not None for weight in model.parameters() if weight.requires_grad)
     assert model.no_weight_decay() == {f"backbone.{each}" for each in source.no_weight_decay()}
-    assert model.feature_info[-1]["module"].startswith("backbone.body.")
+    assert model.feature_info[-1]["module"].startswith("backbone.norm" if "vit" in name else "backbone.body.")
 
 
 def test_a_head_of_a_large_vgg_reads_its_last_map_without_hidden_layers():
@@ -359,7 +361,7 @@ def test_a_gated_foreign_backbone_says_what_it_cannot():
         model.forward_features(torch.zeros(1, 3, 32, 32))
 
 
-@pytest.mark.parametrize("name", ["wrn10_1_pmoe", "vgg16_deepmoe", "cifar_mobilenetv2"])
+@pytest.mark.parametrize("name", ["wrn10_1_pmoe", "vgg16_deepmoe", "cifar_mobilenetv2", "vit_tiny_patch4_32_moe"])
 @torch.no_grad()
 def test_timm_creates_backbones_and_reads_our_configuration(timm, name):
     register_with_timm()

@@ -392,8 +392,9 @@ def _run_name(spec: ModelSpec) -> str:
     sources = ("pretrained", "weights")  # of the same network; a folder of a file would only lengthen the name
     options = [f"{name}-{value}" for name, value in spec.arguments.items() if name not in sources]
     for conversion in spec.conversions:
-        others = (f"{name}-{value}" for name, value in conversion.items() if name not in ("layer", "seed"))
-        options += ["convert-" + "-".join(conversion["layer"]), *others]
+        others = (f"{name}-{value}" for name, value in conversion.items() if name not in ("layer", "skip", "seed"))
+        kind, layers = ("skip", conversion["skip"]) if "skip" in conversion else ("convert", conversion["layer"])
+        options += [f"{kind}-" + "-".join(layers), *others]
     return file_name("-".join([spec.name, *options]))
 
 

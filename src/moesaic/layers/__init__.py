@@ -7,6 +7,7 @@ from moesaic.layers.recording import RoutedLayer, RoutingHook, record_routing, r
 from moesaic.layers.routed_head import RoutedHead
 from moesaic.layers.sample_moe import SampleMoE
 from moesaic.layers.token_moe import TokenMoE
+from moesaic.layers.token_skip import TokenSkip
 
 __all__ = [
     "AttentionHead",
@@ -18,6 +19,7 @@ __all__ = [
     "RoutingHook",
     "SampleMoE",
     "TokenMoE",
+    "TokenSkip",
     "create_head",
     "record_routing",
     "routed_layers",

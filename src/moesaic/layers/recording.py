@@ -29,6 +29,11 @@ class RoutedLayer(nn.Module):
     """Base class of the routed layers; ``forward`` passes each ``Routing`` to ``_call_routing_hooks``."""
 
     @property
+    def selects_units(self) -> bool:
+        """Whether layers inside of this one see some of its units only, whose grid is then unknown."""
+        return False
+
+    @property
     def has_routing_hooks(self) -> bool:
         """Whether the current context has a routing hook on this layer."""
         return any(id(self) in hook.layers for hook in context_stacks.routing_hooks)
@@ -38,7 +43,7 @@ class RoutedLayer(nn.Module):
             found = hook.layers.get(id(self))
             if found is not None:
                 name, layer = found
-                hook.call(name, layer, routing)
+                hook.call(name, layer, replace(routing, grid=None) if id(self) in hook.without_grid else routing)
         return routing
 
 
@@ -49,6 +54,14 @@ class _RegisteredHook:
         self.layers = {id(layer): (name, layer) for name, layer in layers.items()}
         """Name and layer, by the layer's ``id``; the references keep the ids from being reused."""
         self.call = call
+        self.without_grid = {
+            id(inner)
+            for layer in layers.values()
+            if layer.selects_units
+            for inner in cast("Iterable[nn.Module]", layer.modules())
+            if inner is not layer
+        }
+        """Ids of modules that see some of the units of a layer around them."""
 
 
 def routed_layers(model: nn.Module) -> dict[str, RoutedLayer]:

@@ -7,7 +7,6 @@ Riquelme et al. 2021 (token choice), Zhou et al. 2022 (expert choice), Puigcerve
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Literal, get_args
 
@@ -18,10 +17,10 @@ from torch.nn import functional as F
 from moesaic.checks import check_choice, check_numbers, check_positive
 from moesaic.experts import Experts, MLPExperts
 from moesaic.experts.mlp_experts import ActivationName
-from moesaic.input_checks import check_tensor
 from moesaic.layers.recording import RoutedLayer
 from moesaic.layers.routed_map import check_agreement, route_map, run_slots
-from moesaic.ops import PatchSelection, PatchSpec, autocast_dtype
+from moesaic.layers.token_inputs import check_grid, check_tokens, token_grid
+from moesaic.ops import PatchSelection, PatchSpec
 from moesaic.routing import ExpertChoice, Router
 from moesaic.routing.expert_choice import ExpertGate
 from moesaic.routing_record import Routing
@@ -93,12 +92,9 @@ class TokenMoE(RoutedLayer):
         super().__init__()
         check_positive("TokenMoE", dim=dim)
         check_numbers("TokenMoE", "from 0 to below 1", lambda value: 0 <= value < 1, {"dropout": dropout})
-        if prefix_tokens:
-            check_positive("TokenMoE", prefix_tokens=prefix_tokens)
+        check_grid("TokenMoE", None if isinstance(grid, str) else grid, prefix_tokens)
         if isinstance(grid, str):
             check_choice("TokenMoE", "grid", grid, ("square",))
-        elif grid is not None:
-            check_positive("TokenMoE", **dict(zip(("grid[0]", "grid[1]"), grid, strict=True)))
         self.dim = dim
         self.prefix_tokens = prefix_tokens
         self.prefix: Prefix = check_choice("TokenMoE", "prefix", prefix, get_args(Prefix))
@@ -208,54 +204,13 @@ class TokenMoE(RoutedLayer):
     def _grid_of(self, x: Tensor, tokens: int) -> tuple[int, int] | None:
         if x.ndim == 4:
             return (x.shape[1], x.shape[2])
-        left = tokens - self.prefix_tokens
         if self.grid is None:
             return None
-        if self.grid != "square":
-            if math.prod(self.grid) != left:
-                raise ValueError(
-                    f"TokenMoE: {tokens} tokens, of which {left} follow the prefix, are no grid of "
-                    f"{self.grid[0]}×{self.grid[1]}; set grid to their rows and columns, or to None"
-                )
-            return self.grid
-        side = math.isqrt(left)
-        return (side, side) if side * side == left else None
+        return token_grid("TokenMoE", None if self.grid == "square" else self.grid, tokens, self.prefix_tokens)
 
     def _check_input(self, x: Tensor, mask: Tensor | None) -> None:
         weight = next(self.experts.parameters())
-        check_tensor("TokenMoE", x, "tokens (B, N, C)", weight)
-        if x.ndim not in (3, 4):
-            raise ValueError(
-                f"TokenMoE: takes tokens (B, N, C) or maps (B, H, W, C), got {x.ndim} axes {tuple(x.shape)}; give a "
-                "single image a batch axis with x[None]"
-            )
-        if x.shape[-1] != self.dim:
-            raise ValueError(
-                f"TokenMoE: dim={self.dim}, got tokens of {x.shape[-1]} features {tuple(x.shape)}; features are the "
-                "last axis: x.movedim(1, -1) of a map (B, C, H, W)"
-            )
-        if not x.is_floating_point():
-            raise TypeError(f"TokenMoE: takes floating-point tokens, got {x.dtype}; convert with x.float()")
-        tokens = math.prod(x.shape[1:-1])
-        if x.ndim == 4 and self.prefix_tokens:
-            raise ValueError(
-                f"TokenMoE: prefix_tokens={self.prefix_tokens}, but a map {tuple(x.shape)} has none; give tokens "
-                "(B, N, C)"
-            )
-        if tokens <= self.prefix_tokens:
-            raise ValueError(
-                f"TokenMoE: {tokens} tokens, of which prefix_tokens={self.prefix_tokens}; at least one must follow them"
-            )
-        if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:-1]):
-            raise ValueError(
-                f"TokenMoE: mask is {mask.dtype} {tuple(mask.shape)}; it must be torch.bool {tuple(x.shape[:-1])}, "
-                "False for padding"
-            )
-        if x.dtype != weight.dtype and autocast_dtype(x) is None:
-            raise TypeError(
-                f"TokenMoE: the tokens are {x.dtype}, the weights are {weight.dtype}; convert one of them with "
-                ".to(dtype), or run under torch.autocast"
-            )
+        check_tokens("TokenMoE", x, mask, self.dim, self.prefix_tokens, weight, maps=True)
 
 
 def _check_experts(experts: Experts, dim: int, hidden_dim: int | None, out_dim: int | None, bias: bool) -> None:

@@ -16,9 +16,13 @@ from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.pretrained import PretrainedConfig, load_pretrained
 from moesaic.models.registry import ModelSpec, create_model, list_models, model_options
 from moesaic.models.resnet import ResNet, ResNet18
+from moesaic.models.skip import skip
+from moesaic.models.skip_record import applied_skips
 from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.timm_registry import register_with_timm
 from moesaic.models.vgg import VGG16
+from moesaic.models.vit import ViT, ViTMoE, ViTSkip
+from moesaic.models.weight_decay import undecayed_parameters
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 
 __all__ = [
@@ -41,9 +45,13 @@ __all__ = [
     "ResNet",
     "ResNet18",
     "SmallCNN",
+    "ViT",
+    "ViTMoE",
+    "ViTSkip",
     "WideResNet",
     "WideResNetPMoE",
     "applied_conversions",
+    "applied_skips",
     "build_channel_graph",
     "conversion_receipt",
     "convert",
@@ -58,4 +66,6 @@ __all__ = [
     "model_options",
     "nodes_to_gate",
     "register_with_timm",
+    "skip",
+    "undecayed_parameters",
 ]

@@ -23,7 +23,16 @@ from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.grad_checkpointing import checkpoint_segment
 from moesaic.ops.eager import check_vmap, in_transform, in_vmap
 
-__all__ = ["GlobalAvgPool", "GlobalMaxPool", "ImageClassifier", "ImageNetwork", "check_classes"]
+__all__ = [
+    "GlobalAvgPool",
+    "GlobalMaxPool",
+    "ImageClassifier",
+    "ImageNetwork",
+    "check_classes",
+    "new_classifier",
+    "new_pooling",
+    "stacked_biases",
+]
 
 GlobalPool = Literal["avg", "max", ""]
 
@@ -39,6 +48,7 @@ class ImageNetwork(nn.Module):
     """Number of logits; 0: there is no classifier, and ``forward`` returns what it would read."""
     feature_info: list[FeatureDict]
     """The maps of `forward_intermediates`: channels, reduction and module of each."""
+    grad_checkpointing: bool = False
 
     @abstractmethod
     def forward_features(self, x: Tensor) -> Tensor:
@@ -98,12 +108,11 @@ class ImageNetwork(nn.Module):
         >>> sorted(moesaic.create_model("wrn10_1_pmoe", num_classes=2).no_weight_decay())
         ['body.group3.0.moe.experts.norm.bias', 'body.group3.0.moe.experts.norm.weight']
         """
-        return {
-            f"{path}.{name}"
-            for path, module in cast("Iterable[tuple[str, nn.Module]]", self.named_modules())
-            for name, _ in module.named_parameters(recurse=False)
-            if isinstance(module, ExpertNorm) or (isinstance(module, Experts) and name.startswith("bias"))
-        }
+        return stacked_biases(self)
+
+    def _checkpoints(self) -> bool:
+        # torch.func knows no checkpoints
+        return self.grad_checkpointing and torch.is_grad_enabled() and not in_transform()
 
     def _check_vmap(self) -> None:
         """Refuses per-sample gradients in training mode with a clearer error than that of torch."""
@@ -132,12 +141,11 @@ class ImageClassifier(ImageNetwork):
         super().__init__()
         check_classes(type(self).__name__, num_classes)
         self.body = body
-        self.head = nn.Linear(num_features, num_classes) if num_classes else nn.Identity()
+        self.head = new_classifier(num_features, num_classes)
         self.head_hidden_size = num_features
         self.feature_info = list(feature_info)
         self.num_features = self.feature_info[-1]["num_chs"] if self.feature_info else num_features
         self.num_classes = num_classes
-        self.grad_checkpointing = False
 
     def features(self, x: Tensor) -> Tensor:
         """Returns the feature vectors (B, head_hidden_size) that the head reads."""
@@ -190,21 +198,13 @@ class ImageClassifier(ImageNetwork):
         check_classes(type(self).__name__, num_classes)
         if global_pool is not None:
             self._reset_pooling(global_pool, num_classes)
-        weight = next(self.body.parameters())
-        if num_classes:
-            head: nn.Module = nn.Linear(self.head_hidden_size, num_classes, device=weight.device, dtype=weight.dtype)
-        else:
-            head = nn.Identity()
-        self.head = head.train(self.training)
+        self.head = new_classifier(self.head_hidden_size, num_classes, next(self.body.parameters()))
+        self.head.train(self.training)
         self.num_classes = num_classes
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         self._sequence()
         self.grad_checkpointing = enable
-
-    def _checkpoints(self) -> bool:
-        # torch.func knows no checkpoints
-        return self.grad_checkpointing and torch.is_grad_enabled() and not in_transform()
 
     def _run_part(self, part: nn.Module, x: Tensor) -> Tensor:
         """Runs a child of the body; networks may run some children by kernels."""
@@ -250,22 +250,16 @@ class ImageClassifier(ImageNetwork):
         return self.body
 
     def _reset_pooling(self, global_pool: str, num_classes: int) -> None:
-        kinds: dict[str, type[nn.Module]] = {"avg": GlobalAvgPool, "max": GlobalMaxPool, "": nn.Identity}
-        check_choice(f"{type(self).__name__}.reset_classifier", "global_pool", global_pool, tuple(kinds))
+        new = new_pooling(type(self).__name__, global_pool, num_classes)
         pooling = self._pooling()
-        if len(pooling) != 1 or not isinstance(pooling[0], tuple(kinds.values())):
+        if len(pooling) != 1 or not isinstance(pooling[0], (GlobalAvgPool, GlobalMaxPool, nn.Identity)):
             raise ValueError(
                 f"{type(self).__name__}: global_pool={global_pool!r}, but its classifier reads "
                 f"{self.head_hidden_size} values of a map of {self.num_features} channels, not pooled ones; leave "
                 "global_pool out"
             )
-        if not global_pool and num_classes:
-            raise ValueError(
-                f"{type(self).__name__}: global_pool='' leaves num_classes={num_classes} without vectors to read; use "
-                "num_classes=0, or global_pool='avg' or 'max'"
-            )
         name, _ = list(self._sequence().named_children())[-1]
-        self._sequence().set_submodule(name, kinds[global_pool]().train(self.training))
+        self._sequence().set_submodule(name, new.train(self.training))
 
 
 class GlobalAvgPool(nn.Module):
@@ -280,6 +274,44 @@ class GlobalMaxPool(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.amax((2, 3))
+
+
+def stacked_biases(model: nn.Module) -> set[str]:
+    """Returns the names of biases and norms that are stacked by expert."""
+    return {
+        f"{path}.{name}".lstrip(".")
+        for path, module in cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
+        for name, _ in module.named_parameters(recurse=False)
+        if isinstance(module, ExpertNorm) or (isinstance(module, Experts) and name.startswith("bias"))
+    }
+
+
+def new_pooling(owner: str, global_pool: str, num_classes: int) -> nn.Module:
+    """Returns the layer between the last map and a classifier: ``"avg"``, ``"max"``, or ``""`` without classifier.
+
+    >>> new_pooling("ResNet", "max", 10)
+    GlobalMaxPool()
+    """
+    kinds: dict[str, type[nn.Module]] = {"avg": GlobalAvgPool, "max": GlobalMaxPool, "": nn.Identity}
+    check_choice(f"{owner}.reset_classifier", "global_pool", global_pool, tuple(kinds))
+    if not global_pool and num_classes:
+        raise ValueError(
+            f"{owner}: global_pool='' leaves num_classes={num_classes} without vectors to read; use "
+            "num_classes=0, or global_pool='avg' or 'max'"
+        )
+    return kinds[global_pool]()
+
+
+def new_classifier(features: int, num_classes: int, like: Tensor | None = None) -> nn.Module:
+    """Returns a linear layer on the device and in the dtype of ``like``, or an identity for no class.
+
+    >>> new_classifier(8, 2), new_classifier(8, 0)
+    (Linear(in_features=8, out_features=2, bias=True), Identity())
+    """
+    if not num_classes:
+        return nn.Identity()
+    place = {} if like is None else {"device": like.device, "dtype": like.dtype}
+    return nn.Linear(features, num_classes, **place)
 
 
 def check_classes(owner: str, num_classes: int) -> None:

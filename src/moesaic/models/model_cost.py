@@ -1,11 +1,12 @@
 """Parameters and multiply-adds (MACs) of a network for one image, and the part of them that is routed.
 
-Counted: convolutions, linear layers and routed layers, as they run on one image. Not counted: normalisation,
-activations, pooling, additions and biases; the gather of patches; matmuls in functions rather than modules, such as
-those of attention.
+Counted: convolutions, linear layers and routed layers, as they run on one image, and the two matmuls of attention by
+``scaled_dot_product_attention``, as in our transformers and timm's. Not counted: normalisation, activations, pooling,
+additions and biases; the gather of patches; other matmuls in functions rather than modules.
 
 A routed layer has two costs. Sparse MACs, as executed by the `torch` backend: each expert on its own units, plus the
 router's scores. Dense MACs: every expert on every unit, without a router, which is the cost of the layer it replaces.
+Of a block that skips tokens, sparse MACs are those of the selected tokens, dense MACs those of all of them.
 For a convolution with gated channels, sparse MACs are open inputs × open outputs, plus the gates and their embedding.
 """
 
@@ -18,10 +19,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from moesaic.checks import check_positive
 from moesaic.experts import MLPExperts, PatchNetExperts
-from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE
+from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE, TokenSkip
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
 from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
 from moesaic.ops.channel.masked import open_channels
@@ -32,7 +35,7 @@ __all__ = ["LayerCost", "ModelCost", "count_macs", "eval_mode"]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_ROUTED = (PatchMoE, TokenMoE, SampleMoE, ChannelMoE, ConsumerConv, ChannelGate, EmbeddingNetwork)
+_ROUTED = (PatchMoE, TokenMoE, TokenSkip, SampleMoE, ChannelMoE, ConsumerConv, ChannelGate, EmbeddingNetwork)
 _COUNTED = (*_CONVOLUTIONS, *_TRANSPOSED, nn.Linear, Router, SampleRouter, *_ROUTED)
 
 
@@ -144,6 +147,22 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
     """Runs a module on ``x`` and returns the cost of its layers."""
     rows: dict[str, LayerCost] = {}
     seen = set() if seen is None else seen
+    running: list[tuple[str, str] | None] = []  # name and kind of modules; None for those that are counted as a whole
+
+    def add(row: LayerCost) -> None:
+        previous = rows.get(row.name)
+        rows[row.name] = row if previous is None else _add_run(previous, row)
+
+    def count_attention(macs: int) -> None:
+        if running and running[-1] is not None:
+            where, kind = running[-1]
+            add(LayerCost(where, kind, 0, macs, macs))
+
+    def enter(entry: tuple[str, str] | None) -> Callable[..., None]:
+        return lambda *_: running.append(entry)
+
+    def leave(*_: Any) -> None:
+        running.pop()
 
     def count_layer(where: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -154,17 +173,22 @@ def _run(name: str, module: nn.Module, x: Tensor, seen: set[int] | None = None) 
             else:
                 found = _rows(where, layer, x, output, seen)
             for row in found:
-                previous = rows.get(row.name)
-                rows[row.name] = row if previous is None else _add_run(previous, row)
+                add(row)
+            running.pop()  # last: what ran for counting was not the network
 
         return hook
 
-    hooks = [
-        layer.register_forward_hook(count_layer(where), with_kwargs=True)
-        for where, layer in _outermost(name, module, set())
-    ]
+    hooks: list[Any] = []
+    for where, layer in _outermost(name, module, set()):
+        whole = isinstance(layer, _COUNTED)
+        hooks.append(layer.register_forward_pre_hook(enter(None if whole else (where, type(layer).__name__))))
+        if whole:
+            hooks.append(layer.register_forward_hook(count_layer(where), with_kwargs=True))
+        else:
+            hooks.append(layer.register_forward_hook(leave))
     try:
-        module(x)
+        with _AttentionCounter(count_attention):
+            module(x)
     finally:
         for hook in hooks:
             hook.remove()
@@ -177,12 +201,12 @@ def _add_run(total: LayerCost, run: LayerCost) -> LayerCost:
 
 
 def _outermost(name: str, module: nn.Module, seen: set[int]) -> Generator[tuple[str, nn.Module]]:
-    """Yields the counted layers of a module that are in no other counted layer, each once."""
+    """Yields the modules that are in no counted layer, each once."""
     if id(module) in seen:
         return
     seen.add(id(module))
+    yield name, module
     if isinstance(module, _COUNTED):
-        yield name, module
         return
     for child_name, child in cast("Iterable[tuple[str, nn.Module]]", module.named_children()):
         yield from _outermost(f"{name}.{child_name}".lstrip("."), child, seen)
@@ -192,6 +216,8 @@ def _rows(name: str, layer: nn.Module, x: Tensor, y: Any, seen: set[int]) -> lis
     kind = type(layer).__name__
     if isinstance(layer, SampleMoE):
         return _sample_rows(name, layer, x, seen)
+    if isinstance(layer, TokenSkip):
+        return _skip_rows(name, layer, x, seen)
     if isinstance(layer, EmbeddingNetwork):
         embedding, _ = y
         rows = _run(f"{name}.body".lstrip("."), layer.body, x, seen)
@@ -296,6 +322,35 @@ def _sample_rows(name: str, layer: SampleMoE, x: Tensor, seen: set[int]) -> list
         dense = _stacked_macs(layer.experts, x)
         rows.append(LayerCost(f"{inside}experts", type(layer.experts).__name__, parameters, dense * K // E, dense))
     return [replace(row, routed=True) for row in rows]
+
+
+def _skip_rows(name: str, layer: TokenSkip, x: Tensor, seen: set[int]) -> list[LayerCost]:
+    """The router, and the layers of the block on selected tokens; densely, on all tokens."""
+    inside = f"{name}." if name else ""
+    routing = layer.route(x)
+    assert routing.index is not None
+    chosen = x.gather(1, routing.index[:, 0].unsqueeze(-1).expand(-1, -1, x.shape[2]))
+    scores = routing.batch * routing.units * layer.router.weight.numel()
+    parameters = _new_parameters(layer.router, seen)
+    rows = [LayerCost(f"{inside}router", type(layer.router).__name__, parameters, scores, 0, True)]
+    dense = {row.name: row.dense_macs for row in _run(f"{inside}block", layer.block, x, set(seen))}
+    sparse = _run(f"{inside}block", layer.block, chosen, seen)
+    return rows + [replace(row, dense_macs=dense[row.name], routed=True) for row in sparse]
+
+
+class _AttentionCounter(TorchFunctionMode):
+    """Calls ``count`` with the multiply-adds of each ``scaled_dot_product_attention`` inside."""
+
+    def __init__(self, count: Callable[[int], None]) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.scaled_dot_product_attention:
+            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            pairs = named["query"].shape[:-1].numel() * named["key"].shape[-2]
+            self.count(pairs * (named["query"].shape[-1] + named["value"].shape[-1]))
+        return func(*args, **(kwargs or {}))
 
 
 def _stacked_macs(experts: nn.Module, x: Tensor) -> int:

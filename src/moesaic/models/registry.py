@@ -25,6 +25,7 @@ from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
 from moesaic.models.spelling import conversion_options, parse_spelling
 from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
+from moesaic.models.vit import VIT_SIZES, ViT, ViTMoE, ViTSkip
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
 from moesaic.routing.registry import RouterLike, import_router, is_built_in, registered_router
 
@@ -51,12 +52,18 @@ _VGG16 = {
     "": partial(VGG16, widths=VGG16_WIDTHS),
     **{f"_{name}": partial(VGG16, widths=widths) for name, widths in VGG16_WIDENINGS.items()},
 }
+_VIT = {"": ViT, "_moe": ViTMoE, "_soft_moe": partial(ViTMoE, router="soft"), "_skip": ViTSkip}
 _NETWORKS: Mapping[str, Callable[..., nn.Module]] = {
     "cifar_cnn": SmallCNN,
     "cifar_mobilenetv2": MobileNetV2,
     "cifar_resnet18": ResNet18,
     **{f"resnet{depth}": partial(ResNet, depth) for depth in RESNET_DEPTHS},
     **{f"resnet{depth}_deepmoe": partial(_deepmoe, partial(ResNet, depth)) for depth in RESNET_DEPTHS},
+    **{
+        f"vit_{name}_patch4_32{kind}": partial(vit, **size, patch_size=4)
+        for name, size in VIT_SIZES.items()
+        for kind, vit in _VIT.items()
+    },
     **{f"vgg16{name}": vgg16 for name, vgg16 in _VGG16.items()},
     **{f"vgg16_deepmoe{name}": partial(_deepmoe, vgg16) for name, vgg16 in _VGG16.items()},
 }
@@ -92,7 +99,10 @@ def create_model(
     and their like, take ``image_size``, ``in_channels`` and ``width``, which multiplies their channels: see `ResNet`
     and `VGG16`; ``vgg16_w4_low`` is a widening of Wang et al. ``vgg16_deepmoe``, ``vgg16_deepmoe_w4_low`` and
     ``resnet18_deepmoe`` are the same networks with channels that are gated by the image; they take ``block``, ``mode``,
-    ``keep``, ``bias``, ``bottleneck`` and ``embedding_share`` as well: see `deepmoe`. ``timm/resnet18`` is timm's
+    ``keep``, ``bias``, ``bottleneck`` and ``embedding_share`` as well: see `deepmoe`. ``vit_tiny_patch4_32`` and
+    ``vit_small_patch4_32`` are vision transformers, which take ``image_size``, ``in_channels``, ``depth`` and
+    ``mlp_ratio``: see `ViT`; with ``_moe`` and ``_soft_moe`` they have mixtures of experts (``experts``, ``capacity``,
+    ``every``), with ``_skip`` they skip tokens (``keep``, ``gate``, ``every``). ``timm/resnet18`` is timm's
     network of that name, where timm is installed; ``pretrained=True`` downloads its weights.
 
     ``head="routed"``, ``"attention"``, ``"mean"`` or ``"max"`` gives a network without channel gates another head on
@@ -190,19 +200,23 @@ class ModelSpec:
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of `create_model` besides the name; plain JSON, routers by their names."""
     conversions: tuple[Mapping[str, Any], ...] = ()
-    """Arguments of each call of `convert` besides the model; plain JSON, routers by their names."""
+    """Arguments of each call of `convert` besides the model; plain JSON, routers by their names. Entries with a key
+    ``"skip"`` are calls of `moesaic.skip`, with the blocks under that key."""
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
         """Returns the specification of a network as the command line spells it, without ``num_classes``.
 
         A name that `create_model` knows, with options behind colons: a bare option is ``=True``; ``convert=`` names
-        layers to convert, joined by ``+``, and the options of `convert` follow it.
+        layers to convert, joined by ``+``, and the options of `convert` follow it; so does ``skip=`` for blocks that
+        skip tokens.
 
         >>> ModelSpec.parse("wrn10_2_pmoe:experts=8").arguments
         {'experts': 8}
         >>> ModelSpec.parse("timm/resnet18:pretrained:convert=layer4.0.conv2+layer4.1.conv2:experts=8").conversions
         ({'layer': ['layer4.0.conv2', 'layer4.1.conv2'], 'experts': 8},)
+        >>> ModelSpec.parse("timm/vit_tiny_patch16_224:skip=every-2:keep=0.25").conversions
+        ({'skip': ['every-2'], 'keep': 0.25},)
         """
         name, options, conversions = parse_spelling(text)
         for each in (options, *conversions):
@@ -231,9 +245,13 @@ class ModelSpec:
         model = create_model(self.name, **arguments)
         if conversions:
             from moesaic.models.convert import convert
+            from moesaic.models.skip import skip
 
             for conversion in conversions:
-                model = convert(model, **conversion)
+                if "skip" in conversion:
+                    model = skip(model, **{("blocks" if key == "skip" else key): conversion[key] for key in conversion})
+                else:
+                    model = convert(model, **conversion)
         return model
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, cast
 from moesaic.checks import printable
 from moesaic.layers.heads import HEAD_OPTIONS
 from moesaic.models.registry import ModelSpec, model_options
+from moesaic.models.skip import skip_options
 from moesaic.models.spelling import conversion_options
 from moesaic.validated_json import InvalidFile
 
@@ -26,7 +27,7 @@ MAX_IMAGE_SIZE = 4096
 """Pixels along the side of an image."""
 _MAX_CHANNELS = 4096
 _MAX_DEPTH, _MAX_WIDTH = 1000, 100
-"""Of wide residual networks, which exist for every depth and width."""
+"""Of networks that exist for every depth and width."""
 _MAX_NUMBER = 1 << 16
 """Of whole numbers that have no limit of their own."""
 _MAX_CONVERSIONS = 1000
@@ -41,6 +42,7 @@ _SIZES: Mapping[str, int] = {
     "patch_size": MAX_IMAGE_SIZE,
     "kernel_size": MAX_IMAGE_SIZE,
     "in_channels": _MAX_CHANNELS,
+    "depth": _MAX_DEPTH,
     "patches_per_expert": MAX_IMAGE_SIZE**2,
     "tokens_per_expert": MAX_IMAGE_SIZE**2,
     "top_k": _MAX_NUMBER,
@@ -82,7 +84,10 @@ def check_spec(spec: ModelSpec, where: str) -> None:
     if len(spec.conversions) > _MAX_CONVERSIONS:
         raise InvalidFile(f"{where}: {len(spec.conversions)} conversions, at most {_MAX_CONVERSIONS} are made")
     for conversion in spec.conversions:
-        _check_arguments("convert", conversion, ("layer", *conversion_options()), where)
+        if "skip" in conversion:
+            _check_arguments("skip", conversion, ("skip", *skip_options()), where)
+        else:
+            _check_arguments("convert", conversion, ("layer", *conversion_options()), where)
 
 
 _BY_HAND = "build the network yourself and use moesaic.training.load_weights(path, model)"
@@ -114,9 +119,9 @@ def _check_arguments(owner: str, arguments: Mapping[str, Any], known: Collection
 
 def _fault(name: str, value: Any) -> str:
     """What is wrong with a value; empty if nothing is."""
-    if isinstance(value, list) and name in ("layer", "input_size"):
+    if isinstance(value, list) and name in ("layer", "skip", "input_size"):
         items = cast("list[Any]", value)
-        if len(items) > (_MAX_LAYERS if name == "layer" else 3):
+        if len(items) > (3 if name == "input_size" else _MAX_LAYERS):
             return f"has {len(items)} values"
         if any(isinstance(item, list) for item in items):
             return "has lists in it"

@@ -1,7 +1,8 @@
 """The spelling of networks on the command line: ``name:option:option=value:convert=layer+layer:experts=8``.
 
 A bare option is ``=True``; values are numbers, true, false or strings. An option after ``convert=`` that `convert`
-takes belongs to the conversion, until the next ``convert=`` or ``head=``; all others belong to the network.
+takes belongs to the conversion, until the next ``convert=``, ``skip=`` or ``head=``; all others belong to the network.
+``skip=block+block:keep=0.5`` is a call of `moesaic.skip` in the same way.
 """
 
 from __future__ import annotations
@@ -41,18 +42,18 @@ def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]
         option, equals, value = each.partition("=")
         if not option or (equals and not value):
             raise ValueError(f"{text!r} has {each!r} where option or option=value belongs; use name:experts=4")
-        if option == "convert":
-            owner = {"layer": _layers(text, value)}
+        if option in ("convert", "skip"):
+            owner = {"layer" if option == "convert" else "skip": _layers(text, option, value)}
             conversions.append(owner)
             continue
         if option == "head":
             owner = options
-        belongs = owner if owner is options or option in conversion_options() else options
+        belongs = owner if owner is options or option in _options_of(owner) else options
         if option in belongs:
             raise ValueError(f"{text!r} has the option {option!r} twice; leave one out")
         belongs[option] = _value(value) if equals else True
     for conversion in conversions:
-        if "experts" not in conversion:
+        if "experts" not in conversion and "skip" not in conversion:
             others = ", ".join(conversion_options()[1:])
             raise ValueError(
                 f"{text!r} has convert={'+'.join(conversion['layer'])} without experts=, the number of experts to make "
@@ -85,10 +86,22 @@ def spell_router(text: str, router: str, *, in_network: bool) -> str:
     return ":convert=".join([with_router(network) if in_network else network, *map(with_router, conversions)])
 
 
-def _layers(text: str, value: str) -> list[str]:
+def _options_of(conversion: dict[str, Any]) -> tuple[str, ...]:
+    if "skip" not in conversion:
+        return conversion_options()
+    from moesaic.models.skip import skip_options
+
+    return skip_options()
+
+
+def _layers(text: str, option: str, value: str) -> list[str]:
     layers = [layer for layer in value.split("+") if layer]
     if not layers:
-        raise ValueError(f"{text!r} has convert without a layer; use convert=LAYER, or convert=LAYER+LAYER for several")
+        what = "LAYER" if option == "convert" else "BLOCK"
+        raise ValueError(
+            f"{text!r} has {option} without a {what.lower()}; use {option}={what}, or {option}={what}+{what} for "
+            "several"
+        )
     return layers
 
 

@@ -3,6 +3,7 @@
 from moesaic.routing.balance import entropy_loss, importance_loss, load_balance_loss, z_loss
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
 from moesaic.routing.expert_choice import ExpertChoice
+from moesaic.routing.keep_choice import KeepChoice
 from moesaic.routing.registry import RouterLike, list_routers, register_router
 from moesaic.routing.router import Router
 from moesaic.routing.sample_router import SampleRouter
@@ -14,6 +15,7 @@ __all__ = [
     "UNASSIGNED",
     "ChannelGate",
     "ExpertChoice",
+    "KeepChoice",
     "Router",
     "RouterLike",
     "Routing",

@@ -418,7 +418,7 @@ def expand_models(models: Sequence[str]) -> tuple[str, ...]:
     [model] = models
     spec = ModelSpec.parse(model)
     if spec.conversions:
-        return model.partition(":convert=")[0], model
+        return re.split(":convert=|:skip=", model, maxsplit=1)[0], model
     if re.fullmatch(r"wrn\d+_\d+_pmoe", spec.name) and not spec.is_pretrained:
         return spec.name.removesuffix("_pmoe"), model
     if not spec.is_pretrained or not spec.name.startswith("timm/"):

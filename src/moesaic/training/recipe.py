@@ -82,7 +82,8 @@ class Recipe:
     momentum: float = 0.9
     """Momentum of SGD and NormalizedGD."""
     weight_decay: float = OPTIMIZER_DEFAULTS["adamw"].weight_decay
-    """Weight decay."""
+    """Weight decay. In networks with LayerNorm, such as transformers, biases, norms, class tokens and position
+    embeddings have none (`moesaic.models.undecayed_parameters`)."""
     schedule: LRSchedule = "cosine"
     """Learning-rate schedule, updated every step: half a cosine down to 0; a tenth at each of ``milestones``; or
     constant."""

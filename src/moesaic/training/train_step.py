@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from moesaic.layers.recording import routed_layers
+from moesaic.models.weight_decay import undecayed_parameters
 from moesaic.routing import ChannelGate
 from moesaic.training.batches import split
 from moesaic.training.distributed import OneProcess, assign, local, shard_like
@@ -272,7 +273,8 @@ class TrainStep:
 def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> list[Optimizer]:
     """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate."""
     # channels are experts without weights of their own, and what chooses them lies outside of their layer
-    layers = [layer for layer in routed_layers(model).values() if hasattr(layer, "experts")]
+    routed = routed_layers(model).values()
+    layers = [layer for layer in routed if hasattr(layer, "experts")]
     left = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rate, decay = recipe.lr, recipe.weight_decay
     made: list[Optimizer] = []
@@ -287,17 +289,19 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
             group["peak"] = rate
         taken = _parameter_ids(stacks)
         left = [parameter for parameter in left if id(parameter) not in taken]
-    routers = _parameter_ids(cast("nn.Module", layer.router) for layer in layers)
+    routers = _parameter_ids(cast("nn.Module", layer.router) for layer in routed if hasattr(layer, "router"))
     gates = _parameter_ids(module for module in model.modules() if isinstance(module, ChannelGate)) - routers
     router_rate = rate / 10 if recipe.optimizer == "adamw" else rate
     gate_rate = rate
     factors = layer_factors(model, recipe.layer_decay)
+    named = dict(model.named_parameters())
+    spared = {id(named[name]) for name in undecayed_parameters(model)}
     if recipe.router_lr is not None:
         router_rate = gate_rate = recipe.router_lr
     groups = [
-        *_by_factor([each for each in left if id(each) not in routers | gates], rate, factors),
-        *_by_factor([each for each in left if id(each) in routers], router_rate, factors),
-        *_by_factor([each for each in left if id(each) in gates], gate_rate, factors),
+        *_by_factor([each for each in left if id(each) not in routers | gates], rate, factors, spared),
+        *_by_factor([each for each in left if id(each) in routers], router_rate, factors, spared),
+        *_by_factor([each for each in left if id(each) in gates], gate_rate, factors, spared),
     ]
     if made and not groups:
         return made
@@ -307,12 +311,17 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     return [*made, torch.optim.SGD(groups, rate, recipe.momentum, weight_decay=decay, fused=fused)]
 
 
-def _by_factor(parameters: Iterable[nn.Parameter], rate: float, factors: Mapping[int, float]) -> list[dict[str, Any]]:
-    """Parameter groups, one for each layer-wise factor of the peak learning rate."""
-    groups: dict[float, list[nn.Parameter]] = {}
+def _by_factor(
+    parameters: Iterable[nn.Parameter], rate: float, factors: Mapping[int, float], spared: set[int]
+) -> list[dict[str, Any]]:
+    """Parameter groups, one for each layer-wise factor of the peak learning rate, with and without weight decay."""
+    groups: dict[tuple[float, bool], list[nn.Parameter]] = {}
     for parameter in parameters:
-        groups.setdefault(factors.get(id(parameter), 1.0), []).append(parameter)
-    return [{"params": group, "peak": rate * factor} for factor, group in groups.items()]
+        groups.setdefault((factors.get(id(parameter), 1.0), id(parameter) in spared), []).append(parameter)
+    return [
+        {"params": group, "peak": rate * factor, **({"weight_decay": 0.0} if undecayed else {})}
+        for (factor, undecayed), group in groups.items()
+    ]
 
 
 def _parameter_ids(modules: Iterable[nn.Module]) -> set[int]:

@@ -1,0 +1,34 @@
+"""Parameters of transformers that have no weight decay: biases, norms, class tokens and position embeddings."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from moesaic.models.image_classifier import stacked_biases
+
+__all__ = ["undecayed_parameters"]
+
+_TOKENS = ("cls_token", "dist_token", "reg_token", "pos_embed")
+"""timm's names; they have several axes, and scale nothing."""
+
+
+def undecayed_parameters(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters of a network with LayerNorm that have no weight decay, as in timm's recipes.
+
+    They are all parameters of one axis, biases that are stacked by expert, tokens and position embeddings, and what
+    the network's ``no_weight_decay()`` names. A network without LayerNorm has none: convolutional networks were
+    trained here with weight decay on everything, and their recorded results depend on it.
+
+    >>> import moesaic
+    >>> sorted(undecayed_parameters(moesaic.create_model("vit_tiny_patch4_32", num_classes=2, depth=1)))[-4:]
+    ['norm.bias', 'norm.weight', 'patch_embed.proj.bias', 'pos_embed']
+    """
+    if not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in model.modules()):
+        return set()
+    own: Any = getattr(model, "no_weight_decay", set[str])
+    parameters = cast("Iterable[tuple[str, Tensor]]", model.named_parameters())
+    plain = {name for name, each in parameters if each.ndim <= 1 or name.rpartition(".")[2] in _TOKENS}
+    return plain | stacked_biases(model) | set(own())
