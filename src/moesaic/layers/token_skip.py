@@ -86,7 +86,7 @@ class TokenSkip(RoutedLayer):
         mixtures = [inner for inner in block.modules() if isinstance(inner, TokenMoE)]
         for inner in mixtures:
             _check_mixture(inner, prefix_tokens, self.prefix)
-        for inner in mixtures:
+        for inner in mixtures if keep < 1 else ():
             inner.grid = None  # selected tokens are no grid
         self.block = block
         self._mask_name = _mask_parameter(block)
