@@ -46,7 +46,7 @@ def equal_layers(model: nn.Module, shapes: InputShapes) -> list[tuple[str, ...]]
 
 
 def describe_layer(layer: nn.Module, shape: tuple[int, ...]) -> str:
-    """Kernel, channels and map of a dense layer, or features and tokens of an MLP.
+    """Kernel, channels and map of a dense layer, or features and tokens of an MLP or a block.
 
     >>> describe_layer(nn.Conv2d(8, 16, 3), (1, 8, 4, 4))
     '3×3, 8→16 channels on 4×4'
@@ -57,7 +57,9 @@ def describe_layer(layer: nn.Module, shape: tuple[int, ...]) -> str:
     places = shape[2:] if isinstance(parts[0], nn.Conv2d) else shape[1:-1]
     sizes = [each.weight.shape[1::-1] for each in parts]
     where = f"{places[0]} tokens" if len(places) == 1 else "×".join(map(str, places))
-    if len(parts) > 1:
+    if len(parts) > 2:
+        return f"{type(layer).__name__}, {sizes[0][0]} features on {where}"
+    if len(parts) == 2:
         return f"MLP {sizes[0][0]}→{'→'.join(str(after) for _, after in sizes)} on {where}"
     (before, after), first = sizes[0], parts[0]
     kind = f"{first.kernel_size[0]}×{first.kernel_size[1]}" if isinstance(first, nn.Conv2d) else "linear"

@@ -22,7 +22,7 @@ from moesaic.bench.network_timer import LayerGain, LayerPair, Mode, NetworkGain,
 from moesaic.bench.timing import Timing
 from moesaic.experts import MLPExperts
 from moesaic.experts.mlp_experts import ACTIVATIONS, ActivationName
-from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE
+from moesaic.layers import ChannelMoE, PatchMoE, SampleMoE, TokenMoE, TokenSkip
 from moesaic.models.convert import ChannelsLastPatchMoE, applied_conversions
 from moesaic.models.convert_mlp import ChannelsFirstTokenMoE
 from moesaic.models.model_cost import count_macs
@@ -53,8 +53,8 @@ def dense_counterpart(model: nn.Module) -> nn.Module:
     """A copy of a network with a dense layer in place of each routed one, of the same channels and kernel.
 
     Behind BatchNorm and ReLU where the experts have them. In place of a ``TokenMoE`` it is an MLP: as wide as an
-    expert, or as all together if they share out the neurons of one (``init="split"``). Weights are random: times do not
-    depend on them.
+    expert, or as all together if they share out the neurons of one (``init="split"``). In place of a ``TokenSkip`` it
+    is the block. Weights are random: times do not depend on them.
 
     >>> import moesaic
     >>> routed = nn.Sequential(moesaic.PatchMoE(4, 8, experts=2, patches_per_expert=1, patch_size=2, kernel_size=3))
@@ -63,8 +63,13 @@ def dense_counterpart(model: nn.Module) -> nn.Module:
     """
     model = nn.Sequential(copy.deepcopy(model))  # so that the network itself may be the layer
     parts = {each["layer"] for each in applied_conversions(model) if each.get("init") == "split"}
+    for name, layer in _routed(model, TokenSkip).items():
+        model.set_submodule(name, cast("TokenSkip", layer).block)
+        parts |= {f"{name}.{part.removeprefix(f'{name}.block.')}" for part in parts if part.startswith(f"{name}.")}
     for name, layer in routed_layers(model).items():
-        dense = _dense_layer(layer) if isinstance(layer, PatchMoE) else _dense_mlp(layer, shared=name in parts)
+        dense = (
+            _dense_mlp(layer, name in parts) if isinstance(layer, TokenMoE) else _dense_conv(cast("PatchMoE", layer))
+        )
         model.set_submodule(name, dense)
     return model[0]
 
@@ -83,7 +88,7 @@ def benchmark_model(
     """Times a network with routed layers on its device against its dense counterpart.
 
     Args:
-        model: a network with ``PatchMoE`` or ``TokenMoE`` layers; unchanged.
+        model: a network with ``PatchMoE``, ``TokenMoE`` or ``TokenSkip`` layers; unchanged.
         image: (C, H, W).
         batch_size: images per batch.
         modes: ``"captured"`` needs a GPU.
@@ -120,7 +125,7 @@ def benchmark_model(
     for mode in modes:
         for what in passes:
             log(f"timing the {'training step' if what == 'step' else 'forward pass'}, {mode}")
-            networks.append(timer.compare(mode, what, dense, model))
+            networks += timer.compare(mode, what, dense, {"routed": model}).values()
     return ModelBenchmark(
         sum(each.share for each in layers),
         count_macs(model, image).macs / max(cost.macs, 1),
@@ -141,13 +146,20 @@ def check_patch_routing(model: nn.Module) -> None:
             )
 
 
-def routed_layers(model: nn.Module) -> dict[str, PatchMoE | TokenMoE]:
-    """The routed layers of a network by name."""
+def routed_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The routed layers of a network by name, those inside of a block that skips tokens aside."""
+    skips = _routed(model, TokenSkip)
+    inside = tuple(f"{name}." for name in skips)
+    found = _routed(model, PatchMoE, TokenMoE, TokenSkip)
+    return {name: layer for name, layer in found.items() if name in skips or not name.startswith(inside)}
+
+
+def _routed(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, nn.Module]:
     modules = cast("Iterable[tuple[str, nn.Module]]", model.named_modules())
-    return {name: layer for name, layer in modules if isinstance(layer, PatchMoE | TokenMoE)}
+    return {name: layer for name, layer in modules if isinstance(layer, kinds)}
 
 
-def _dense_layer(layer: PatchMoE) -> nn.Module:
+def _dense_conv(layer: PatchMoE) -> nn.Module:
     C, O, ks = layer.in_channels, layer.out_channels, layer.kernel_size
     like: dict[str, Any] = {"device": next(layer.parameters()).device, "dtype": next(layer.parameters()).dtype}
     if isinstance(layer, ChannelsLastPatchMoE):
@@ -170,7 +182,7 @@ class _Activation(nn.Module):
         return self.name
 
 
-def _dense_mlp(layer: TokenMoE, *, shared: bool) -> nn.Module:
+def _dense_mlp(layer: TokenMoE, shared: bool) -> nn.Module:
     experts = layer.experts
     if not isinstance(experts, MLPExperts):
         raise ValueError(f"the TokenMoE has {type(experts).__name__}; only MLPExperts have a dense counterpart")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, cast
 
 import torch
@@ -29,15 +30,20 @@ __all__ = [
     "NetworkGain",
     "NetworkTimer",
     "Shape",
+    "Way",
     "amdahl",
     "share_of_macs",
 ]
 
 Mode = Literal["eager", "compiled", "captured"]
+Way = Literal["patches", "split", "skip", "experts"]
+"""How a layer of a dense network is routed; see `moesaic.bench.advise`."""
 MODES: tuple[Mode, ...] = ("eager", "compiled", "captured")
 NOISE = 1.05
 """Smaller ratios count as equal."""
 Shape = tuple[int, int, int]
+_MORE = 3
+"""Times of a layer for one of a network."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +77,7 @@ class LayerGain:
     routed: Mapping[Pass, float] = field(default_factory=dict[Pass, float])
     note: str | None = None
     """Why it cannot be routed."""
-    way: str = ""
+    way: Way | None = None
     """How a layer of a dense network was routed."""
 
     def gain(self, what: Pass) -> float | None:
@@ -95,7 +101,7 @@ class LayerPair:
     shape: str
     dense: nn.Module
     routed: nn.Module
-    way: str = ""
+    way: Way | None = None
 
 
 def amdahl(total: float, layers: float) -> float:
@@ -124,30 +130,39 @@ class NetworkTimer:
         return {what: self._time(what, {"": network}, x, mode)[""].median for what in self.passes}
 
     def time_layers(self, pairs: Sequence[LayerPair], network: nn.Module, cost: ModelCost) -> list[LayerGain]:
-        """Times one layer of each pair on the input that the first of them gets in the network."""
+        """Times one layer of each pair on the input that the first of them gets in the network.
+
+        Ways to route the same layers, one after the other, are timed in turns.
+        """
         inputs = self._inputs(network, {pair.names[0] for pair in pairs})
         rows: list[LayerGain] = []
-        for pair in pairs:
-            x = inputs[pair.names[0]]
-            layers = {"dense": copy.deepcopy(pair.dense), "routed": copy.deepcopy(pair.routed)}
-            times = {what: self._time(what, layers, x, inside=True) for what in self.passes}
-            dense, routed = ({what: times[what][kind].median for what in self.passes} for kind in layers)
-            share = share_of_macs(cost, pair.names)
-            rows.append(LayerGain(pair.names, pair.shape, share, dense, routed, way=pair.way))
+        for names, group in groupby(pairs, lambda pair: pair.names):
+            same = list(group)
+            layers = {str(place): copy.deepcopy(pair.routed) for place, pair in enumerate(same)}
+            layers["dense"] = copy.deepcopy(same[0].dense)
+            times = {what: self._time(what, layers, inputs[names[0]], inside=True) for what in self.passes}
+            share = share_of_macs(cost, names)
+            dense = {what: each["dense"].median for what, each in times.items()}
+            for place, pair in enumerate(same):
+                routed = {what: each[str(place)].median for what, each in times.items()}
+                rows.append(LayerGain(names, pair.shape, share, dense, routed, way=pair.way))
         return rows
 
-    def compare(self, mode: Mode, what: Pass, dense: nn.Module, routed: nn.Module) -> NetworkGain:
-        """Both networks in turns."""
+    def compare(
+        self, mode: Mode, what: Pass, dense: nn.Module, routed: Mapping[str, nn.Module]
+    ) -> dict[str, NetworkGain]:
+        """The dense network and the routed ones in turns; gains by the names of the routed ones."""
         x = self.images(dense)
         if mode == "captured" and not x.is_cuda:
-            return NetworkGain(mode, what, None, None, "CUDA graphs need a GPU")
-        networks = {"dense": copy.deepcopy(dense), "routed": copy.deepcopy(routed)}
+            return {name: NetworkGain(mode, what, None, None, "CUDA graphs need a GPU") for name in routed}
+        networks = {name: copy.deepcopy(network) for name, network in {"dense": dense, **routed}.items()}
         try:
             times = self._time(what, networks, x, mode)
         except Exception as error:  # compilers raise anything
             lines = str(error).strip().splitlines()
-            return NetworkGain(mode, what, None, None, f"{type(error).__name__}: {lines[0] if lines else ''}")
-        return NetworkGain(mode, what, times["dense"], times["routed"])
+            note = f"{type(error).__name__}: {lines[0] if lines else ''}"
+            return {name: NetworkGain(mode, what, None, None, note) for name in routed}
+        return {name: NetworkGain(mode, what, times["dense"], times[name]) for name in routed}
 
     def images(self, model: nn.Module) -> Tensor:
         """A batch of random images for a network."""
@@ -184,11 +199,13 @@ class NetworkTimer:
         *,
         inside: bool = False,
     ) -> dict[str, Timing]:
+        """Medians in turns; layers ``inside`` of a network take little time, and are timed more often."""
         runs: dict[str, Callable[[], object]] = {}
         for name, model in models.items():
             run = self._run(what, model, x.clone().requires_grad_() if inside else x, compiled=mode == "compiled")
             runs[name] = capture_cuda_graph(run) if mode == "captured" else run
-        return time_interleaved(runs, self.repetitions, self.warm_up, gpu_clock=mode == "captured")
+        repetitions = _MORE * self.repetitions if inside else self.repetitions
+        return time_interleaved(runs, repetitions, self.warm_up, gpu_clock=mode == "captured")
 
     def _run(self, what: Pass, model: nn.Module, x: Tensor, *, compiled: bool) -> Callable[[], object]:
         model.train(what == "step")
