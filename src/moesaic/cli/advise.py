@@ -80,7 +80,7 @@ class Advise(NetworkOptions):
         return 0
 
     def _check(self) -> None:
-        self.check({"--experts": self.experts, "--repetitions": self.repetitions})
+        self.check("advise", {"--experts": self.experts, "--repetitions": self.repetitions})
         if self.capacity is not None and not 0 < self.capacity <= self.experts:
             raise ValueError(f"--capacity={self.capacity}; it must be above 0 and at most --experts {self.experts}")
         if not 0 < self.keep <= 1:

@@ -44,7 +44,7 @@ class BenchModel(NetworkOptions):
         from moesaic.report.model_benchmark_table import benchmark_json, print_model_benchmark
 
         with user_errors("bench"):
-            self.check({"--repetitions": self.repetitions})
+            self.check("bench", {"--repetitions": self.repetitions})
             device = resolve_device("bench", self.device)
             gpu = torch.device(device).type == "cuda"
             modes, network = self._modes(gpu), self.build()

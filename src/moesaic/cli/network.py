@@ -59,10 +59,10 @@ class NetworkOptions:
     json: bool = False
     """Print JSON rather than tables."""
 
-    def check(self, counts: Mapping[str, int | None]) -> None:
+    def check(self, command: str, counts: Mapping[str, int]) -> None:
         """Refuses sizes that are no positive numbers, and images that are too large."""
         given = {"--batch-size": self.batch_size, "--img-size": self.img_size, **counts}
-        check_positive("bench", **{name: value for name, value in given.items() if value is not None})
+        check_positive(command, **{name: value for name, value in given.items() if value is not None})
         if self.img_size is not None and self.img_size > MAX_SIDE:
             raise ValueError(f"--img-size={self.img_size} is more than {MAX_SIDE}; use a smaller one")
 
