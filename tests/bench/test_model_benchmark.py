@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 import moesaic
-from moesaic.bench import model_benchmark
 from moesaic.bench.model_benchmark import benchmark_model, dense_counterpart
-from moesaic.bench.timing import Timing
 from moesaic.models.convert import ChannelsLastPatchMoE
 
 
@@ -18,22 +16,20 @@ def routed_network(**options) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), layer, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2))
 
 
-def dense_network() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 6, 3, padding=1))
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Milliseconds by candidate in place of measured ones; everything runs once."""
-    times = {"dense": 4.0, "routed": 2.0, "": 20.0}
+class Tokens(nn.Module):
+    """Maps as tokens, through an MLP beside a residual connection."""
 
-    def time_interleaved(runs, repetitions, *, gpu_clock=False):
-        for run in runs.values():
-            run()
-        return {name: Timing(times[name], times[name], times[name]) for name in runs}
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mlp = nn.Conv2d(3, 8, 2, 2), mlp()
 
-    monkeypatch.setattr(model_benchmark, "time_interleaved", time_interleaved)
-    return times
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.embed(x).flatten(2).transpose(1, 2)
+        return tokens + self.mlp(tokens)
 
 
 @pytest.mark.parametrize("expert_norm", [True, False])
@@ -59,7 +55,6 @@ def test_a_routed_network_has_its_share_and_the_bound_that_it_sets(clock):
     model = routed_network()
     weights = copy.deepcopy(model.state_dict())
     found = benchmark_model(model, (3, 8, 8), batch_size=2)
-    assert found.converted is None
     assert [layer.names for layer in found.layers] == [("1",)]
     assert found.routed_share == pytest.approx(8 * 8 / (8 * 8 + 3 * 8 + 8 * 2 / (9 * 64)))
     assert found.bounds == {"forward": pytest.approx(20 / 16), "step": pytest.approx(20 / 16)}
@@ -71,33 +66,52 @@ def test_a_routed_network_has_its_share_and_the_bound_that_it_sets(clock):
     torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
 
 
-def test_layers_of_a_dense_network_that_gain_are_converted(clock):
-    model = dense_network()
-    found = benchmark_model(model, (3, 8, 8), batch_size=1, experts=4, passes=["forward"])
-    assert found.converted == ("0", "1")
-    assert found.routed_macs < 0.6
-    assert [each.gain for each in found.networks] == [2.0]
-    assert all(isinstance(layer, nn.Conv2d) for layer in model), "the network is not changed"
+@pytest.mark.parametrize(("init", "hidden"), [("split", 16), ("upcycle", 16), ("scratch", 16)])
+def test_the_counterpart_of_experts_is_the_mlp_that_they_replaced(init, hidden):
+    model = moesaic.convert(Tokens(), "mlp", experts=4, init=init, input_size=8)
+    dense = dense_counterpart(model)
+    first, last = (layer for layer in dense.mlp if isinstance(layer, nn.Linear))
+    assert (first.in_features, first.out_features, last.out_features) == (8, hidden, 8)
+    assert dense(torch.zeros(2, 3, 8, 8)).shape == (2, 16, 8)
 
 
-def test_layers_that_cannot_be_shared_say_why(clock):
-    clock["routed"] = 5.0
-    found = benchmark_model(dense_network(), (3, 8, 8), batch_size=1, experts=4, passes=["forward"])
-    (refused,) = (layer for layer in found.layers if layer.note is not None)
-    assert refused.names == ("2",)
-    assert refused.note.startswith("'2' has 6 output channels, which 4 experts cannot share")
-    assert refused.gain("forward") is None
+def test_an_mlp_of_convolutions_comes_back_as_one():
+    mlp = nn.Sequential(nn.Conv2d(8, 16, 1), nn.ReLU(), nn.Conv2d(16, 8, 1))
+    model = moesaic.convert(nn.Sequential(nn.Conv2d(3, 8, 1), mlp), "1", experts=2, init="split", input_size=4)
+    dense = dense_counterpart(model)
+    assert [layer.out_channels for layer in dense[1] if isinstance(layer, nn.Conv2d)] == [16, 8]
+    assert "relu" in str(dense[1])
 
 
-def test_nothing_is_converted_where_no_layer_gains(clock):
-    clock["routed"] = 4.0
-    found = benchmark_model(dense_network(), (3, 8, 8), batch_size=1, experts=2)
-    assert found.converted == ()
-    assert found.networks == ()
+def test_a_block_that_skips_tokens_has_itself_as_counterpart(clock):
+    model = moesaic.create_model("vit_tiny_patch4_32", num_classes=2, image_size=8, depth=2)
+    moesaic.convert(model, "blocks.1.mlp", experts=4, init="split")
+    moesaic.skip(model, "every-2")
+    dense = dense_counterpart(model)
+    assert [str(each) for each in dense.blocks[1].modules() if isinstance(each, nn.Linear)] == [
+        str(each) for each in dense.blocks[0].modules() if isinstance(each, nn.Linear)
+    ]
+    found = benchmark_model(model, (3, 8, 8), batch_size=1, passes=["forward"])
+    assert [layer.names for layer in found.layers] == [("blocks.1",)]
+    assert found.layers[0].shape == "Block, 192 features on 4 tokens"
+    assert 0.4 < found.routed_share < 0.6
+
+
+def test_experts_on_tokens_are_timed(clock):
+    model = moesaic.convert(Tokens(), "mlp", experts=4, init="split", input_size=8)
+    found = benchmark_model(model, (3, 8, 8), batch_size=2)
+    assert [(layer.names, layer.shape) for layer in found.layers] == [(("mlp",), "MLP 8→16→8 on 16 tokens")]
+    assert found.routed_macs < 0.7
+
+
+def test_a_dense_network_is_for_advise():
+    with pytest.raises(ValueError, match=r"^Conv2d has no routed layers; moesaic advise finds those"):
+        benchmark_model(nn.Conv2d(3, 8, 3), (3, 8, 8))
 
 
 def test_layers_of_one_shape_are_timed_once(clock):
-    model = nn.Sequential(*(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)))
+    options = {"experts": 2, "patches_per_expert": 1, "patch_size": 4, "kernel_size": 3}
+    model = nn.Sequential(*(moesaic.PatchMoE(8, 8, **options) for _ in range(3)))
     found = benchmark_model(model, (8, 8, 8), batch_size=1, passes=["forward"])
     assert [layer.names for layer in found.layers] == [("0", "1", "2")]
     assert found.bounds == {"forward": pytest.approx(20 / (20 - 3 * 4))}

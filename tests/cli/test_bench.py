@@ -106,7 +106,7 @@ def test_a_network_is_timed_against_its_dense_counterpart(capsys: pytest.Capture
     assert found["network"] == "wrn10_1_pmoe"
     assert found["image"] == [3, 16, 16]
     assert [each["mode"] for each in found["networks"]] == ["eager"]
-    assert main(["bench", "model", "cifar_cnn", *options, "--img-size", "32", "--inference"]) == 0
+    assert main(["bench", "model", "wrn10_1_pmoe", *options, "--inference"]) == 0
     assert "× dense" in capsys.readouterr().out
 
 
@@ -128,7 +128,7 @@ def test_a_run_is_timed_on_images_of_its_size(tmp_path: Path, capsys: pytest.Cap
         ({"img_size": 10**9}, "--img-size=1000000000 is more than 4096"),
         ({"network": "wrn10_1_pmo"}, "wrn10_1_pmo"),
         ({"network": "vgg16_deepmoe", "img_size": 32}, "has channel gates"),
-        ({"network": "vit_tiny_patch4_32_skip:depth=2", "img_size": 32}, "routes tokens"),
+        ({"network": "wrn10_1"}, "has no routed layers; moesaic advise finds"),
     ],
 )
 def test_bench_model_refuses_in_one_line(options: dict[str, Any], complaint: str):

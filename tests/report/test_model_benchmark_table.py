@@ -5,7 +5,8 @@ import json
 import pytest
 from rich.console import Console
 
-from moesaic.bench.model_benchmark import LayerGain, ModelBenchmark, NetworkGain
+from moesaic.bench.model_benchmark import ModelBenchmark
+from moesaic.bench.network_timer import LayerGain, NetworkGain
 from moesaic.bench.timing import Timing
 from moesaic.report.model_benchmark_table import benchmark_json, model_advice, print_model_benchmark
 
@@ -13,7 +14,7 @@ from moesaic.report.model_benchmark_table import benchmark_json, model_advice, p
 def benchmark(routed: float, bound: float = 1.5, **options) -> ModelBenchmark:
     layer = LayerGain(("a.conv", "b.conv"), "3×3, 8 channels on 4×4", 0.25, {"forward": 2.0}, {"forward": 1.0})
     network = NetworkGain("eager", "forward", Timing(10, 9, 11), Timing(routed, routed, routed))
-    values = {"converted": None, "routed_share": 0.25, "routed_macs": 0.8, "bounds": {"forward": bound}}
+    values = {"routed_share": 0.25, "routed_macs": 0.8, "bounds": {"forward": bound}}
     return ModelBenchmark(**{**values, "layers": (layer,), "networks": (network,), **options})
 
 
@@ -34,19 +35,13 @@ def test_the_advice_says_whether_to_route(routed: float, sentence: str):
     assert advice[-1].startswith(sentence)
 
 
-def test_a_network_without_gain_is_not_to_be_routed():
-    (sentence,) = model_advice(benchmark(8.0, converted=(), networks=()))
-    assert sentence.startswith("Do not route this network for speed")
-
-
 def test_the_tables_have_layers_networks_and_notes():
     console = Console(width=100, record=True)
-    refused = LayerGain(("c",), "1×1, 6 channels on 4×4", 0.1, note="cannot be shared")
     failed = NetworkGain("compiled", "forward", None, None, "no compiler")
     found = benchmark(8.0)
     print_model_benchmark(
         "A network",
-        benchmark(8.0, layers=(*found.layers, refused), networks=(*found.networks, failed), converted=("a.conv",)),
+        benchmark(8.0, networks=(*found.networks, failed)),
         console,
     )
     text = console.export_text()
@@ -58,9 +53,7 @@ def test_the_tables_have_layers_networks_and_notes():
         "forward pass, eager",
         "10.0 ms",
         "1.25",
-        "c: cannot be shared",
         "forward pass, compiled: no compiler",
-        "Converted: a.conv.",
     ):
         assert part in text
 

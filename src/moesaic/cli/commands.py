@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import tyro
 
 from moesaic import launcher
+from moesaic.cli.advise import Advise
 from moesaic.cli.bench import Bench
 from moesaic.cli.bench_model import BenchModel
 from moesaic.cli.cells import Cells
@@ -48,6 +49,7 @@ class Command(Protocol):
 COMMANDS: dict[str, type[Any]] = {
     "train": Train,
     "compare": Compare,
+    "advise": Advise,
     "view": View,
     "predict": Predict,
     "explain": Explain,

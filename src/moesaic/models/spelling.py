@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moesaic.routing.registry import join_router_names
 
-__all__ = ["conversion_options", "parse_spelling", "spell_router"]
+__all__ = ["conversion_options", "parse_spelling", "spell", "spell_router"]
 
 
 def conversion_options() -> tuple[str, ...]:
@@ -60,6 +61,26 @@ def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]
                 f"of the layer; use convert=LAYER:experts=8 (after it: {others})"
             )
     return name, options, conversions
+
+
+def spell(name: str, options: Mapping[str, Any], conversions: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Returns the spelling of a network, from which `parse_spelling` returns the same.
+
+    >>> spell("timm/resnet18", {"pretrained": True}, [{"layer": ["layer4.*.conv2"], "experts": 8}])
+    'timm/resnet18:pretrained:convert=layer4.*.conv2:experts=8'
+    """
+    parts = [name, *(_spell_option(*each) for each in options.items())]
+    for conversion in conversions:
+        first = "skip" if "skip" in conversion else "layer"
+        parts.append(f"{'convert' if first == 'layer' else first}={'+'.join(conversion[first])}")
+        parts += [_spell_option(option, value) for option, value in conversion.items() if option != first]
+    return ":".join(parts)
+
+
+def _spell_option(option: str, value: Any) -> str:
+    if value is True:
+        return option
+    return f"{option}={json.dumps(value) if isinstance(value, bool | int | float) else value}"
 
 
 def spell_router(text: str, router: str, *, in_network: bool) -> str:

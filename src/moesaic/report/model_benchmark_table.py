@@ -7,14 +7,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from moesaic.bench.layer_benchmark import Pass
-from moesaic.bench.model_benchmark import NOISE, ModelBenchmark
+from moesaic.bench.model_benchmark import ModelBenchmark
+from moesaic.bench.network_timer import NOISE
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["benchmark_json", "model_advice", "print_model_benchmark"]
+__all__ = ["PASSES", "benchmark_json", "model_advice", "print_model_benchmark"]
 
-_NAMES: dict[Pass, str] = {"forward": "forward pass", "step": "training step"}
+PASSES: dict[Pass, str] = {"forward": "forward pass", "step": "training step"}
 
 
 def print_model_benchmark(title: str, found: ModelBenchmark, console: Console | None = None) -> None:
@@ -30,7 +31,7 @@ def print_model_benchmark(title: str, found: ModelBenchmark, console: Console | 
     layers = Table(box=box.SIMPLE_HEAD)
     for name in ("layer", "shape"):
         layers.add_column(name, overflow="fold")
-    for name in ("work", *(f"{_NAMES[what]}, × dense" for what in passes)):
+    for name in ("work", *(f"{PASSES[what]}, × dense" for what in passes)):
         layers.add_column(name, justify="right")
     for layer in found.layers:
         first, *others = layer.names
@@ -38,17 +39,15 @@ def print_model_benchmark(title: str, found: ModelBenchmark, console: Console | 
         gains = (_ratio(layer.gain(what)) for what in passes)
         layers.add_row(Text(first + more), layer.shape, f"{layer.share:.0%}", *gains)
     console.print(layers)
-    if found.networks:
-        networks = Table(box=box.SIMPLE_HEAD)
-        networks.add_column("the whole network")
-        for name in ("dense", "routed", "× dense"):
-            networks.add_column(name, justify="right", no_wrap=True)
-        for each in found.networks:
-            times = (f"{timing.median:.1f} ms" if timing else "–" for timing in (each.dense, each.routed))
-            networks.add_row(f"{_NAMES[each.what]}, {each.mode}", *times, _ratio(each.gain))
-        console.print(networks)
-    notes = [f"{layer.names[0]}: {layer.note}" for layer in found.layers if layer.note is not None]
-    notes += [f"{_NAMES[each.what]}, {each.mode}: {each.note}" for each in found.networks if each.note is not None]
+    networks = Table(box=box.SIMPLE_HEAD)
+    networks.add_column("the whole network")
+    for name in ("dense", "routed", "× dense"):
+        networks.add_column(name, justify="right", no_wrap=True)
+    for each in found.networks:
+        times = (f"{timing.median:.1f} ms" if timing else "–" for timing in (each.dense, each.routed))
+        networks.add_row(f"{PASSES[each.what]}, {each.mode}", *times, _ratio(each.gain))
+    console.print(networks)
+    notes = [f"{PASSES[each.what]}, {each.mode}: {each.note}" for each in found.networks if each.note is not None]
     for line in (*notes, *model_advice(found)):
         console.print(Text(line), highlight=False)
 
@@ -56,34 +55,32 @@ def print_model_benchmark(title: str, found: ModelBenchmark, console: Console | 
 def model_advice(found: ModelBenchmark) -> list[str]:
     """Sentences on the bound and on whether to route this network.
 
-    >>> model_advice(ModelBenchmark((), 0.9, 1.0, {"forward": 8.0}, (), ()))
-    ['Do not route this network for speed: no layer of it is faster routed on this machine.']
+    >>> for sentence in model_advice(ModelBenchmark(0.5, 0.6, {"forward": 2.0}, (), ())):
+    ...     print(sentence)
+    The routed layers are 50% of the dense network's multiply-adds; with them routed 60% of all multiply-adds remain.
+    Eager, even routed layers that take no time would make a forward pass at most 2.00 times as fast.
     """
-    if found.converted is not None and not found.networks:
-        return ["Do not route this network for speed: no layer of it is faster routed on this machine."]
     sentences = [
         f"The routed layers are {found.routed_share:.0%} of the dense network's multiply-adds; with them routed "
         f"{found.routed_macs:.0%} of all multiply-adds remain."
     ]
     for what, bound in found.bounds.items():
         most = f"at most {bound:.2f} times as fast" if math.isfinite(bound) else "of any speed"
-        sentences.append(f"Eager, even routed layers that take no time would make a {_NAMES[what]} {most}.")
+        sentences.append(f"Eager, even routed layers that take no time would make a {PASSES[what]} {most}.")
         best = found.best(what)
         if best is None or best.gain is None:
             continue
         if best.mode == "eager" and best.gain > bound * NOISE:
             sentences.append(f"Measured {best.gain:.2f}, above that bound: the machine is busy; measure again.")
         elif best.gain > NOISE:
-            sentences.append(f"Routing is faster: a {_NAMES[what]} is {best.gain:.2f} times as fast, {best.mode}.")
+            sentences.append(f"Routing is faster: a {PASSES[what]} is {best.gain:.2f} times as fast, {best.mode}.")
         elif best.gain * NOISE < 1:
             sentences.append(
-                f"Do not route this network for the speed of its {_NAMES[what]}: {best.mode}, it takes "
+                f"Do not route this network for the speed of its {PASSES[what]}: {best.mode}, it takes "
                 f"{1 / best.gain:.2f} times as long as the dense one."
             )
         else:
-            sentences.append(f"No difference: a {_NAMES[what]} takes as long as the dense one, {best.mode}.")
-    if found.converted:
-        sentences.append(f"Converted: {', '.join(found.converted)}.")
+            sentences.append(f"No difference: a {PASSES[what]} takes as long as the dense one, {best.mode}.")
     return sentences
 
 
