@@ -125,7 +125,7 @@ def _wrapped(name: str, block: nn.Module, dim: int, options: Mapping[str, Any], 
 def _restored(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[None]:
     """Puts the blocks back if the work inside fails, with the grids of their mixtures of experts."""
     inside = (each for block in blocks.values() for each in cast("Iterable[nn.Module]", block.modules()))
-    grids = [(each, each.grid) for each in inside if isinstance(each, TokenMoE)]
+    grids: list[tuple[TokenMoE, TokenGrid]] = [(each, each.grid) for each in inside if isinstance(each, TokenMoE)]
     try:
         yield
     except BaseException:
