@@ -19,7 +19,10 @@ from moesaic.models.convert_mlp import AddResidual, ChannelsFirstTokenMoE
 from moesaic.models.mlp_candidates import find_mlps
 from moesaic.models.mlp_start import cluster_neurons
 from moesaic.models.model_cost import count_macs
+from moesaic.models.registry import ModelSpec
 from moesaic.models.rescaled_routers import RescaledExpertChoice, RescaledTokenChoice
+from moesaic.models.spec_limits import check_spec
+from moesaic.validated_json import InvalidFile
 
 PATTERNS = {
     "vit": "blocks.*.mlp",
@@ -442,6 +445,27 @@ def test_networks_of_transformers_convert(timm, name):
     expected = {"ViT": (4, 1), "Dinov2WithRegisters": (4, 5), "Swin": (8, 0)}[name]
     first = next(iter(routing.values()))
     assert (first.grid, first.prefix) == ((expected[0],) * 2, expected[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"images": 1}, "'images' is no argument of convert that a file may give"),
+        ({"tokens_per_expert": 0}, "tokens_per_expert=0 of convert is not from 1 to"),
+        ({"tokens_per_expert": 1.5}, "is not a whole number"),
+        ({"top_k": 1 << 40}, "top_k=.* is not from 1 to"),
+        ({"capacity": 1e9}, "capacity=1000000000.0 of convert is beyond"),
+    ],
+)
+def test_options_of_tokens_in_a_file_pass_within_limits_alone(networks, options, message):
+    (*_, conversion) = applied_conversions(converted(networks["vit"], "vit", router="token-choice", init="split"))
+
+    def spec(more):
+        return ModelSpec("timm/test_vit", {"num_classes": 2}, ({**conversion, **more},))
+
+    check_spec(spec({"prefix": "bypass", "capacity": 1.25}), "model.safetensors")
+    with pytest.raises(InvalidFile, match=message):
+        check_spec(spec(options), "model.safetensors")
 
 
 def test_receipts_are_plain_numbers(networks):
