@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import moesaic
+from moesaic import insight
 from moesaic.cli.train import _run_name
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.layers import TokenMoE, TokenSkip
@@ -205,6 +206,19 @@ def test_routers_are_seeded_by_block():
     assert torch.equal(torch.get_rng_state(), state)
     assert model.blocks[0].router.weight.dtype == torch.bfloat16
     assert not any(module.training for module in model.modules())
+
+
+def test_what_blocks_behind_a_class_token_select_is_drawn_and_explained(timm):
+    model = moesaic.skip(timm_vit(timm), "blocks.1", keep=0.25)
+    pixels = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
+    found = insight.collect_outputs(model, pixels, lambda some: some / 255)
+    explanation = insight.explain(found, ["a", "b", "c"], labels=torch.tensor([0, 1, 2, 0]))
+    (layer,) = explanation.layers
+    assert (layer.name, layer.grid, layer.units) == ("blocks.1", (4, 4), 16)
+    assert sum(layer.selection_rate[0][0]) == pytest.approx(4)
+    with moesaic.record_routing(model) as routing:
+        model(pixels / 255)
+    assert len(insight.overlay(pixels, routing["blocks.1"]).axes) == 4 * 2
 
 
 def test_cached_features_are_those_of_the_share_of_tokens():
