@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -226,10 +226,10 @@ def _run_workers(
 
     from moesaic.papers.engine.findings import Finding
     from moesaic.report import watch_progress
+    from moesaic.validated_json import decode
 
-    def show_report(content: dict[str, Any]) -> None:
-        interval = content["interval"]
-        show(Finding(**{**content, "interval": interval if interval is None else tuple(interval)}))
+    def show_report(content: object) -> None:
+        show(decode(Finding, content, "the verdict of a worker"))
 
     with watch_progress(Console(stderr=True), _UNIT) as progress, _above(progress, table):
         run_workers(given, jobs, threads, device, progress, show_report)
@@ -249,7 +249,7 @@ def _once(show: Callable[[Finding], None]) -> Callable[[Finding], None]:
 
 
 @contextmanager
-def _above(progress: Bars | Lines, table: GrowingTable) -> Iterator[None]:
+def _above(progress: Bars | Lines, table: GrowingTable) -> Generator[None]:
     """Prints the rows of the table above progress bars, so that they do not overwrite each other."""
     from moesaic.report.progress import Bars
 

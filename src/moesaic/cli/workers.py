@@ -127,7 +127,7 @@ def run_workers(
     threads: int,
     device: str,
     display: Bars | Lines,
-    on_report: Callable[[dict[str, Any]], None] = lambda content: None,
+    on_report: Callable[[object], None] = lambda content: None,
 ) -> None:
     """Runs the command in so many workers and shows their progress as one, until all have ended.
 
@@ -147,7 +147,7 @@ def run_workers(
             except queue.Empty:  # a signal is handled between two waits
                 continue
             match event:
-                case ["report", dict(content)]:
+                case ["report", content]:
                     on_report(content)
                     continue
                 case list():

@@ -7,7 +7,7 @@ memory; `principal_components` reduces them further.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import cast
@@ -24,7 +24,7 @@ FEATURES = 32
 
 
 @contextmanager
-def record_features(layers: Mapping[str, RoutedLayer]) -> Iterator[dict[str, list[Tensor]]]:
+def record_features(layers: Mapping[str, RoutedLayer]) -> Generator[dict[str, list[Tensor]]]:
     """Records the features (B, N, F) of what routers read, pass by pass, on the CPU; F is at most `FEATURES`.
 
     Tokens are a map of one row, so that class and register tokens come first.
@@ -67,12 +67,13 @@ def principal_components(features: Tensor, count: int) -> Tensor:
     """
     flat = features.double().flatten(0, -2)
     flat = flat - flat.mean(0) if len(flat) else flat
-    directions = torch.linalg.eigh(flat.T @ flat).eigenvectors.flip(-1)[:, :count]
-    return (flat @ directions).unflatten(0, features.shape[:-1]).float()
+    # ascending by how much the features vary along them
+    directions = cast("Tensor", torch.linalg.eigh(flat.T @ flat)[1]).flip(-1)[:, :count]
+    return (flat @ directions).reshape(*features.shape[:-1], directions.shape[1]).float()
 
 
 def _pooled(x: Tensor, patch_size: int) -> Tensor:
-    grid = [-(-side // patch_size) for side in x.shape[2:]]
+    grid = (-(-x.shape[2] // patch_size), -(-x.shape[3] // patch_size))
     pooled = nn.functional.adaptive_avg_pool2d(x.float(), grid).flatten(2).mT
     C = x.shape[1]
     if C > FEATURES:
