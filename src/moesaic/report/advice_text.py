@@ -55,7 +55,7 @@ def verdict(found: Advice, commands: Mapping[str, str]) -> list[str]:
         ]
     others = [plan for plan in found.plans if plan is not best]
     for plan in others:
-        if best is not None and plan.name != "experts" and found.gain(plan) > NOISE:
+        if best is not None and plan.name != "experts" and found.faster(plan):
             lines += [f"Or {_way(plan)}: {_gains(found, plan)}.", _command(commands[plan.name])]
         if plan.name == "experts":
             times = listed(
