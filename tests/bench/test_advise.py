@@ -110,12 +110,10 @@ def test_the_fastest_plan_is_the_best(clock):
     assert forward(vit()).best is None
 
 
-def test_a_plan_must_be_faster_over_all_passes(clock):
+def test_a_plan_is_faster_in_the_passes_in_which_it_was_measured(clock):
     found = advise(vit(), IMAGE, RoutingOptions(experts=4), batch_size=1)
-    (split,) = (layer for layer in found.layers if layer.way == "split")
-    assert split.gains(["forward", "step"])
-    assert found.gain(found.plans[0]) == pytest.approx(2.0)
-    assert found.gain(found.plans[-1]) == 0.0, "not measured"
+    assert found.faster(found.plans[0]) == ("forward", "step")
+    assert found.faster(found.plans[-1]) == (), "not measured"
 
 
 def test_layers_get_what_they_get_in_the_network():

@@ -64,6 +64,16 @@ def test_a_transformer_gets_advice_in_json(capsys: pytest.CaptureFixture[str]):
     assert found["verdict"]
 
 
+def test_a_busy_machine_is_pointed_out(monkeypatch, capsys):
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for load, says in ((8.0, "load 8.0 on 2 cores): times will be unreliable"), (1.0, "")):
+        monkeypatch.setattr("os.getloadavg", lambda load=load: (load, 1.0, 1.0))
+        NetworkOptions("wrn10_1").warn_if_busy("cpu")
+        assert capsys.readouterr().err.strip().endswith(says)
+        NetworkOptions("wrn10_1").warn_if_busy("cuda")
+        assert capsys.readouterr().err == ""
+
+
 def test_a_run_is_continued_from_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     run = save_run(tmp_path / "a run", "wrn10_1")
     network = NetworkOptions(str(run)).build()

@@ -98,6 +98,16 @@ def test_layers_that_gain_in_one_pass_alone_are_pointed_out():
     assert "some are in a forward pass: --inference looks at it alone" in verdict(found, COMMANDS)[1]
 
 
+def test_a_gain_in_one_pass_is_for_that_pass_alone():
+    step = NetworkGain("eager", "step", Timing(10, 9, 11), Timing(20, 20, 20))
+    found = replace(
+        advice(plan(8.0, measured=(gain(8.0), step))), dense={"forward": 9.0, "step": 9.0}, bounds={"forward": 2.0}
+    )
+    line = verdict(found, COMMANDS)[1]
+    assert line.startswith("Worth trying for a forward pass alone, if accuracy holds: ")
+    assert line.endswith("1.25 times as fast in a forward pass and 2.00 times as slow in a training step.")
+
+
 def test_a_gain_above_the_bound_is_noise():
     (line,) = (line for line in verdict(advice(plan(1.0)), COMMANDS) if line.startswith("Worth"))
     assert "(above the bound: the machine is busy, measure again)" in line

@@ -118,15 +118,17 @@ class Advice:
 
     @property
     def best(self) -> Plan | None:
-        """The plan by which the network is fastest, as measured, over all passes; None if it is faster by none."""
-        gains = {plan.name: self.gain(plan) for plan in self.plans}
-        found = max(self.plans, key=lambda plan: gains[plan.name], default=None)
-        return found if found is not None and gains[found.name] > NOISE else None
+        """The plan by which the network is fastest, as measured, over all passes; None if it is faster in none."""
+        faster = [plan for plan in self.plans if self.faster(plan)]
+        return max(faster, key=lambda plan: math.prod(self._gains(plan).values()), default=None)
 
-    def gain(self, plan: Plan) -> float:
-        """Geometric mean of a plan's measured gains over all passes; 0 if it was not measured."""
-        found = [best.gain if (best := plan.best(what)) is not None else None for what in self.dense]
-        return math.prod(each or 0.0 for each in found) ** (1 / len(found))
+    def faster(self, plan: Plan) -> tuple[Pass, ...]:
+        """The passes in which the network is faster by a plan, as measured."""
+        return tuple(what for what, gain in self._gains(plan).items() if gain > NOISE)
+
+    def _gains(self, plan: Plan) -> dict[Pass, float]:
+        """Measured gains; 0 of passes that were not timed."""
+        return {what: (best.gain or 0.0) if (best := plan.best(what)) else 0.0 for what in self.dense}
 
     def bound(self, layer: LayerGain, what: Pass) -> float:
         """How many times as fast the network would be if the layers of one shape took no time."""

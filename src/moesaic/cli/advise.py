@@ -56,6 +56,7 @@ class Advise(NetworkOptions):
             gpu = torch.device(device).type == "cuda"
             network = self.build()
             trained = network.weights is not None or network.spec.is_pretrained
+            self.warn_if_busy(device)
             log(f"{describe_machine(device)}: {self.repetitions} runs, routed and dense in turns")
             found = advise(
                 network.model.to(device),

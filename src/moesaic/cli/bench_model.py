@@ -48,6 +48,7 @@ class BenchModel(NetworkOptions):
             device = resolve_device("bench", self.device)
             gpu = torch.device(device).type == "cuda"
             modes, network = self._modes(gpu), self.build()
+            self.warn_if_busy(device)
             log(f"{describe_machine(device)}: {self.repetitions} runs, routed and dense in turns")
             found = benchmark_model(
                 network.model.to(device),

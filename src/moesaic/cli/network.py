@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import Positional, arg
 
 from moesaic.checks import check_positive
-from moesaic.cli.shared import load_run
+from moesaic.cli.shared import load_run, log
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +23,8 @@ __all__ = ["MAX_SIDE", "Network", "NetworkOptions"]
 
 _CLASSES = 10
 _IMAGE_SIZE = 64
+_BUSY = 1.25
+"""Processes that want to run, for each core."""
 MAX_SIDE = 4096
 """Largest height and width of an image."""
 
@@ -71,6 +74,14 @@ class NetworkOptions:
         if self.training == self.inference:
             return ["forward", "step"]
         return ["step"] if self.training else ["forward"]
+
+    def warn_if_busy(self, device: str) -> None:
+        """Logs that times will be unreliable if other programs use the cores."""
+        if device != "cpu" or not hasattr(os, "getloadavg"):
+            return
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > _BUSY * cores:
+            log(f"other programs use this machine (load {load:.1f} on {cores} cores): times will be unreliable")
 
     def build(self) -> Network:
         """Builds the network with random weights, which times do not depend on; or loads that of a run."""

@@ -49,13 +49,15 @@ def verdict(found: Advice, commands: Mapping[str, str]) -> list[str]:
     if best is None:
         lines.append(f"Not worth it for speed: {_why_not(found)}.")
     else:
+        faster = found.faster(best)
+        alone = "" if len(faster) == len(found.dense) else f" for a {PASSES[faster[0]]} alone"
         lines += [
-            f"Worth trying, if accuracy holds: {_way(best)}: {_gains(found, best)}.",
+            f"Worth trying{alone}, if accuracy holds: {_way(best)}: {_gains(found, best)}.",
             _command(commands[best.name]),
         ]
     others = [plan for plan in found.plans if plan is not best]
     for plan in others:
-        if best is not None and plan.name != "experts" and found.gain(plan) > NOISE:
+        if best is not None and plan.name != "experts" and found.faster(plan):
             lines += [f"Or {_way(plan)}: {_gains(found, plan)}.", _command(commands[plan.name])]
         if plan.name == "experts":
             times = listed(
