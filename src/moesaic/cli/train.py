@@ -462,7 +462,7 @@ def _cost(cost: ModelCost) -> str:
     saved = 100 * cost.routed_macs / max(cost.routed_dense_macs, 1)
     return (
         f"{parameters}, {share:.1f} % of them in the mixture; {work}, {part:.1f} % of them in the mixture, which takes "
-        f"{saved:.1f} % of what its experts would take on everything"
+        f"{saved:.1f} % of what it would take if every expert processed the whole image"
     )
 
 

@@ -29,6 +29,7 @@ def undecayed_parameters(model: nn.Module) -> set[str]:
     if not any(isinstance(module, nn.LayerNorm | nn.RMSNorm) for module in model.modules()):
         return set()
     own: Any = getattr(model, "no_weight_decay", set[str])
-    parameters = cast("Iterable[tuple[str, Tensor]]", model.named_parameters())
-    plain = {name for name, each in parameters if each.ndim <= 1 or name.rpartition(".")[2] in _TOKENS}
-    return plain | stacked_biases(model) | set(own())
+    parameters = dict(cast("Iterable[tuple[str, Tensor]]", model.named_parameters()))
+    plain = {name for name, each in parameters.items() if each.ndim <= 1 or name.rpartition(".")[2] in _TOKENS}
+    named = {name for name in own() if name in parameters}  # timm's ViT names a register token that it may not have
+    return plain | stacked_biases(model) | named
