@@ -91,6 +91,24 @@ def test_a_converted_network_is_trained_as_a_whole(pets):
     assert "trainable" not in json.loads(Path("out/config.json").read_text())["recipe"]
 
 
+def test_mlps_of_a_transformer_are_converted_trained_loaded_and_exported(pets, capsys):
+    small = [*SHORT, "--img-size", "32", "--epochs", "1"]
+    token_choice = ["--convert", "blocks.[45].mlp", "--router", "token-choice", "--top-k", "2", "--init", "upcycle"]
+    assert main(["train", "pets", "--model", "timm/test_vit", *token_choice, *small, "--out", "flags"]) == 0
+    receipt = [line.split() for line in capsys.readouterr().err.splitlines() if line.startswith(("blocks", "all "))]
+    assert [row[0] for row in receipt] == ["blocks.4.mlp", "blocks.5.mlp", "all"]
+    assert all(float(row[-1]) < 1e-5 for row in receipt)
+    network = load_checkpoint("flags")
+    assert len(network.model.blocks[5].mlp.experts) == 8
+    assert network.model.patch_embed.img_size == (32, 32)
+    spelled = "timm/test_vit:convert=last-1:experts=4:capacity=1:init=split"
+    assert main(["train", "pets", "--model", spelled, *small, "--out", "spelled"]) == 0
+    layer = load_checkpoint("spelled").model.blocks[5].mlp
+    assert (len(layer.experts), layer.capacity, layer.experts.hidden_channels) == (4, 1, 48)
+    assert main(["predict", "spelled", "pets/cat/0.png", "--device", "cpu"]) == 0
+    assert main(["export", "spelled", "--format", "pt2"]) == 0
+
+
 def test_a_learning_rate_that_is_given_is_that_of_any_head(pets):
     head = ["--head", "routed", "--lr", "0.02"]
     assert main(["train", "pets", *NETWORK, *SHORT, *head, "--out", "out"]) == 0

@@ -287,7 +287,7 @@ def test_a_subclass_that_computes_something_else_is_refused():
     ("layer", "message"),
     [
         ("layer1.1.conv3", r"Net has no layer 'layer1.1.conv3' \(did you mean 'layer1.1.conv[12]' or 'layer1.1.conv"),
-        ("layer2.*", r"no convolution of Net matches 'layer2.\*'.*; convertible: .*'layer1.1.conv2'"),
+        ("layer2.*", r"no convolution or MLP of Net matches 'layer2.\*'.*; convertible: .*'layer1.1.conv2'"),
         ("", r"'' is the model itself; put it into an nn.Sequential"),
         ([], r"no layer is given; convertible"),
         ("layer1.*", r"'layer1.0.down' has stride 2.*; 'layer1.1.down' has stride 2.*and 1 more \(moesaic.models.conv"),

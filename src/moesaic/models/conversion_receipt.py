@@ -38,7 +38,7 @@ class ConversionReceipt:
     total: LayerReceipt
 
     def __str__(self) -> str:
-        rows = [("layer", "parameters", "after", "multiply-adds", "after", "difference")]
+        rows: list[tuple[str, ...]] = [("layer", "parameters", "after", "multiply-adds", "after", "difference")]
         rows += [_row(each) for each in (*self.layers, self.total)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         line = "  ".join(f"{{:{side}{width}}}" for side, width in zip("<>>>>>", widths, strict=True))
@@ -163,6 +163,6 @@ def _macs(modules: tuple[str, ...], costs: tuple[ModelCost, ModelCost]) -> tuple
     return before, after
 
 
-def _row(layer: LayerReceipt) -> tuple[str, str, str, str, str, str]:
+def _row(layer: LayerReceipt) -> tuple[str, ...]:
     numbers = (f"{number:,}".replace(",", " ") for number in (*layer.parameters, *layer.macs))
     return layer.name, *numbers, f"{layer.difference:.1e}"

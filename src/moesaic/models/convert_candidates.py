@@ -201,7 +201,7 @@ def _convertible(model: nn.Module, units: Mapping[str, MLPUnit], traced: TracedI
 
 def _not_found(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module], units: Mapping[str, MLPUnit]) -> str:
     owner = type(model).__name__
-    others = [name for name, module in modules.items() if name and fnmatchcase(name, pattern)]
+    others = [name for name in modules if name and fnmatchcase(name, pattern)]
     reasons = {name: why_not_convertible(model, name) for name in others[:2]}
     if others:
         more = f" (and {len(others) - 2} more)" if len(others) > 2 else ""

@@ -151,9 +151,10 @@ def _routing_options(unit: MLPUnit, given: Mapping[str, Any], inputs: Sequence[T
     if not has_patch_count(router):
         _refuse(router, tokens_per_expert=L, capacity=capacity)
         return {}
-    if L is None:
-        L = max(math.ceil(round((capacity or 1.0) * _fewest(unit, inputs, router) / E, 6)), 1)
-    return {"tokens_per_expert": L}
+    if L is not None:
+        return {"tokens_per_expert": L}
+    slots = math.ceil(round((capacity or 1.0) * _fewest(unit, inputs, router) / E, 6))
+    return {"tokens_per_expert": max(slots, 1)}
 
 
 def _is_token_choice(router: RouterLike) -> bool:
@@ -191,15 +192,14 @@ def _check_count(unit: MLPUnit, tokens_per_expert: int | None, inputs: Sequence[
 
 def _router(in_dim: int, experts: int, options: Mapping[str, Any], router: RouterLike, init: Init) -> nn.Module:
     L = options.get("tokens_per_expert")
-    trained = init != "scratch"
-    summed = {"summed": init == "upcycle"} if trained else {}
+    # gates of weights that were trained without them: of copies they sum to 1, of parts each is 1 on average
+    rescaled: dict[str, Any] = {} if init == "scratch" else {"summed": init == "upcycle"}
     if is_default(router):
-        choice = RescaledExpertChoice if trained else ExpertChoice
-        return choice(in_dim, experts, L, capacity=options["capacity"], gate=options["gate"], **summed)
+        own = {"capacity": options["capacity"], "gate": options["gate"], **rescaled}
+        return (RescaledExpertChoice if rescaled else ExpertChoice)(in_dim, experts, L, **own)
     if _is_token_choice(router):
-        limit = {"gate": options["gate"], "capacity_factor": options["capacity"]}
-        choice = RescaledTokenChoice if trained else TokenChoice
-        return choice(in_dim, experts, options["top_k"], **limit, **summed)
+        own = {"capacity_factor": options["capacity"], "gate": options["gate"], **rescaled}
+        return (RescaledTokenChoice if rescaled else TokenChoice)(in_dim, experts, options["top_k"], **own)
     return build_router(router, in_dim, experts, 1, L)
 
 
@@ -267,6 +267,8 @@ def _grid(model: nn.Module, unit: MLPUnit, inputs: Sequence[TokenInput], prefix_
 
 def hidden_activations(model: nn.Module, units: Collection[MLPUnit], images: Tensor, seed: int) -> dict[str, Tensor]:
     """Runs a model on images and returns the hidden activations (T, J) of MLPs, of T tokens at random."""
+    if images.ndim != 4 or not len(images):
+        raise ValueError(f"convert: images are {tuple(images.shape)}; give a batch (B, C, H, W)")
     found: dict[str, list[Tensor]] = {unit.name: [] for unit in units}
 
     def record(unit: MLPUnit) -> Any:

@@ -240,14 +240,17 @@ def _run(parts: _Parts) -> MLPUnit | str:
     if any(place < first for place in dropped.values()):
         return "drops its inputs, and experts drop hidden neurons and outputs"
     return MLPUnit(
-        parts.name,
-        parts.modules[parts.name],
-        *(parts.layers[name] for name in order),
-        *order,
-        activation,
-        _dropout(parts.dropouts[name].p for name, place in dropped.items() if place < second),
-        _dropout(parts.dropouts[name].p for name, place in dropped.items() if place > second),
-        *((trial.output, trial.adds_residual) if trial.output else ()),
+        name=parts.name,
+        module=parts.modules[parts.name],
+        fc1=parts.layers[order[0]],
+        fc2=parts.layers[order[1]],
+        fc1_name=order[0],
+        fc2_name=order[1],
+        activation=activation,
+        hidden_dropout=_dropout(parts.dropouts[name].p for name, place in dropped.items() if place < second),
+        dropout=_dropout(parts.dropouts[name].p for name, place in dropped.items() if place > second),
+        output_name=trial.output,
+        adds_residual=trial.adds_residual,
     )
 
 
@@ -308,9 +311,7 @@ class _Trial:
         """The output without dropout, and the names of layers in the order of their calls."""
         calls: list[str] = []
         children = {**self.parts.layers, **self.parts.dropouts}
-        hooks = [
-            child.register_forward_hook(lambda *_, name=name: calls.append(name)) for name, child in children.items()
-        ]
+        hooks = [child.register_forward_hook(_log_call(calls, name)) for name, child in children.items()]
         whole = nn.ModuleDict({str(place): module for place, module in enumerate(self.parts.modules.values())})
         try:
             with eval_mode(whole), torch.no_grad():
@@ -340,6 +341,13 @@ class _Trial:
     def _layer(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
         return F.linear(x, weight, bias) if weight.ndim == 2 else F.conv2d(x, weight, bias)
+
+
+def _log_call(calls: list[str], name: str) -> Callable[[nn.Module, Any, Any], None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        calls.append(name)
+
+    return hook
 
 
 def _arguments(module: nn.Module) -> int:

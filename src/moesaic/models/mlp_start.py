@@ -7,6 +7,7 @@ MoEfication): an MLP is the sum of its hidden neurons, so that E parts of them s
 from __future__ import annotations
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -81,8 +82,8 @@ def cluster_neurons(activations: Tensor, experts: int, seed: int = 0) -> Tensor:
         owner = chosen
         sums = torch.zeros_like(centers).index_add_(0, owner, rows)
         centers = F.normalize(sums, dim=1)
-    clusters = sorted(torch.where(owner == e)[0].tolist() for e in range(experts))
-    return torch.tensor(clusters)
+    clusters = owner.sort(stable=True).indices.view(experts, -1)
+    return clusters[clusters[:, 0].argsort()]
 
 
 def _first_centers(rows: Tensor, count: int, generator: torch.Generator) -> list[int]:
@@ -102,10 +103,10 @@ def _balanced(similarity_JE: Tensor) -> Tensor:
     J, E = similarity_JE.shape
     best = similarity_JE.sort(1, descending=True)
     loss = best.values[:, 0] - best.values[:, min(1, E - 1)]
-    preferred: list[list[int]] = best.indices.tolist()
+    preferred = cast("list[list[int]]", best.indices.tolist())
     room = [J // E] * E
     owner = [0] * J
-    for j in loss.sort(descending=True, stable=True).indices.tolist():
+    for j in cast("list[int]", loss.sort(descending=True, stable=True).indices.tolist()):
         owner[j] = next(e for e in preferred[j] if room[e])
         room[owner[j]] -= 1
     return torch.tensor(owner)
