@@ -31,6 +31,7 @@ NAMES = [
     "record_routing",
     "register_with_timm",
     "shard_experts",
+    "skip",
 ]
 
 LATE = {

@@ -51,7 +51,7 @@ def assert_threads_agree(model: Callable[[Tensor], Tensor], inputs: Sequence[Ten
 def create(name: str) -> nn.Module:
     narrow: dict[str, Any] = {"width": 0.1} if name.startswith(("resnet", "vgg")) else {}
     narrow = {"depth": 2} if name.startswith("vit") else narrow
-    size = {"image_size": image_size(name)} if name.endswith("_pmoe") else {}
+    size = {"image_size": image_size(name)} if name.endswith("_pmoe") or name.startswith("vit") else {}
     model = moesaic.create_model(name, num_classes=CLASSES, **narrow, **size)
     for gate in model.gates.values() if isinstance(model, DeepMoE) else ():
         nn.init.normal_(gate.weight)  # about half of the channels are closed, others for each image
@@ -69,7 +69,7 @@ def lived_in(model: nn.Module, size: int) -> nn.Module:
 
 
 def image_size(name: str) -> int:
-    return 8 if name.startswith("wrn") else 32
+    return 8 if name.startswith("wrn") else 16 if name.startswith("vit") else 32
 
 
 def images(size: int, count: int = 4) -> list[Tensor]:

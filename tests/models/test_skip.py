@@ -9,14 +9,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import moesaic
+from moesaic import insight
 from moesaic.cli.train import _run_name
+from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.models import ModelSpec, ViT, applied_skips, count_macs
 from moesaic.models.spec_limits import check_spec
 from moesaic.models.vit import Block
 from moesaic.training.checkpoint import Metadata, load_checkpoint, save_network
 from moesaic.training.compare import expand_models
+from moesaic.training.features import backbone_digest
 from moesaic.training.freezing import default_trainable
+from moesaic.training.model_for_dataset import spec_for_dataset
 from moesaic.validated_json import InvalidFile
 
 SMALL = {"dim": 16, "heads": 2, "depth": 4, "image_size": 16}
@@ -204,6 +208,26 @@ def test_routers_are_seeded_by_block():
     assert not any(module.training for module in model.modules())
 
 
+def test_what_blocks_behind_a_class_token_select_is_drawn_and_explained(timm):
+    model = moesaic.skip(timm_vit(timm), "blocks.1", keep=0.25)
+    pixels = torch.randint(256, (4, 3, 64, 64), dtype=torch.uint8)
+    found = insight.collect_outputs(model, pixels, lambda some: some / 255)
+    explanation = insight.explain(found, ["a", "b", "c"], labels=torch.tensor([0, 1, 2, 0]))
+    (layer,) = explanation.layers
+    assert (layer.name, layer.grid, layer.units) == ("blocks.1", (4, 4), 16)
+    assert sum(layer.selection_rate[0][0]) == pytest.approx(4)
+    with moesaic.record_routing(model) as routing:
+        model(pixels / 255)
+    assert len(insight.overlay(pixels, routing["blocks.1"]).axes) == 4 * 2
+
+
+def test_cached_features_are_those_of_the_share_of_tokens():
+    half, quarter = (moesaic.skip(vit(), "blocks.1", keep=keep) for keep in (0.5, 0.25))
+    assert all(torch.equal(each, quarter.state_dict()[name]) for name, each in half.state_dict().items())
+    assert backbone_digest(half) != backbone_digest(quarter)
+    assert backbone_digest(half) == backbone_digest(moesaic.skip(vit(), "blocks.1", keep=0.5))
+
+
 def test_costs_are_those_of_selected_tokens():
     dense = {row.name: row.macs for row in count_macs(vit(), (3, 16, 16)).layers}
     assert dense["blocks.1.attn"] == 2 * 16 * 16 * 16, "both matmuls of attention"
@@ -246,6 +270,21 @@ def test_checkpoints_rebuild_it(spec, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(again(x), model(x))
     assert isinstance(again.blocks[0], TokenSkip)
+
+
+def test_a_spelled_network_of_timm_is_made_for_a_dataset_and_loaded_again(timm, tmp_path):
+    labels, scale = torch.arange(4), Normalize((0.5,) * 3, (0.5,) * 3)
+    images = LabelledImages(torch.zeros(4, 3, 48, 48, dtype=torch.uint8), labels, labels)
+    dataset = ImageDataset(images, images, tuple("abcd"), tuple("abcd"), scale, scale, normalize=scale)
+    asked = ModelSpec.parse("timm/test_vit:skip=every-2:keep=0.5").with_seed(1)
+    made, cost = spec_for_dataset(asked, dataset)
+    assert made.conversions[0]["input_size"] == [3, 48, 48]
+    assert cost.routed_macs < 0.6 * cost.routed_dense_macs
+    model = made.build().eval()
+    save_network(tmp_path / "model.safetensors", model, Metadata.of(dataset, made, {}))
+    x = torch.randn(2, 3, 48, 48)
+    with torch.no_grad():
+        torch.testing.assert_close(load_checkpoint(tmp_path).model(x), model(x))
 
 
 def test_commands_spell_it():

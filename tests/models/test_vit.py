@@ -61,9 +61,7 @@ def test_position_embeddings_have_the_size_of_the_image():
     model = create_model("vit_tiny_patch4_32", num_classes=2, depth=1, image_size=48, in_channels=1)
     assert model.pos_embed.shape == (1, 144, 192)
     assert model.forward_features(torch.zeros(1, 1, 48, 48)).shape == (1, 192, 12, 12)
-    with pytest.raises(
-        ValueError, match=r"takes images of 48×48 pixels .* got \(1, 1, 32, 32\); build it with image_s"
-    ):
+    with pytest.raises(ValueError, match=r"takes images of 48×48 pixels .* got \(1, 1, 32, 32\); build it with im"):
         model(torch.zeros(1, 1, 32, 32))
 
 
@@ -150,6 +148,14 @@ def test_it_learns_where_the_bright_patch_is(kind):
         assert (model.eval()(x).argmax(1) == labels).all()
     assert bool(before) == (kind != "dense")
     assert all(not torch.equal(dict(model.named_parameters())[name], each) for name, each in before.items())
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+@torch.no_grad()
+def test_an_empty_batch_passes_and_images_do_not_depend_on_their_batch(kind):
+    model, x = LEARNERS[kind]().eval(), torch.randn(3, 3, 8, 8)
+    assert model(x[:0]).shape == (0, 4)
+    torch.testing.assert_close(model(x)[1:2], model(x[1:2]))
 
 
 def test_compiled_and_exported_it_computes_the_same():

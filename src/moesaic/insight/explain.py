@@ -249,7 +249,7 @@ def collect_outputs(
     own = {name: layer for name, layer in routed_layers(model).items() if name in picked}
     return ForwardPass(
         torch.cat(probabilities),
-        {name: routing[name] for name in picked},
+        {name: _on_grid(routing[name]) for name in picked},
         {name: fields.get(name) for name in picked},
         {name: layer.block for name, layer in own.items() if isinstance(layer, ChannelMoE)},
         outputs,
@@ -364,6 +364,11 @@ def _layer(
         overlap=totals.overlap,
         extent=routing.extent,
     )
+
+
+def _on_grid(routing: Routing) -> Routing:
+    """The units with a place in the image, where there are such: class tokens have none."""
+    return routing if routing.grid is None else routing.without_prefix()
 
 
 def _images(routing: Routing, own: slice) -> Routing:

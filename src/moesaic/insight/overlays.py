@@ -92,6 +92,7 @@ def overlay(
 
     check_positive("overlay", max_images=max_images)
     grid, filled = _grid(routing)
+    routing = routing.without_prefix()
     picked = _picked_experts(routing, experts)
     pixels = _pixels(images, routing)[:max_images]
     if titles is not None and len(titles) != routing.batch:

@@ -310,8 +310,8 @@ def new_classifier(features: int, num_classes: int, like: Tensor | None = None) 
     """
     if not num_classes:
         return nn.Identity()
-    place = {} if like is None else {"device": like.device, "dtype": like.dtype}
-    return nn.Linear(features, num_classes, **place)
+    device, dtype = (None, None) if like is None else (like.device, like.dtype)
+    return nn.Linear(features, num_classes, device=device, dtype=dtype)
 
 
 def check_classes(owner: str, num_classes: int) -> None:

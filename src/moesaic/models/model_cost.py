@@ -347,7 +347,8 @@ class _AttentionCounter(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention:
-            named = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+            named: dict[str, Tensor] = dict(zip(("query", "key", "value"), args, strict=False))
+            named |= kwargs or {}
             pairs = named["query"].shape[:-1].numel() * named["key"].shape[-2]
             self.count(pairs * (named["query"].shape[-1] + named["value"].shape[-1]))
         return func(*args, **(kwargs or {}))

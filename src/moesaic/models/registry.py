@@ -175,7 +175,10 @@ def _options(constructor: Any) -> tuple[str, ...]:
         return tuple(dict.fromkeys([*_options(constructor.args[0]), *_options(deepmoe)]))
     bound: Mapping[str, Any] = getattr(constructor, "keywords", {})
     parameters = inspect.signature(constructor).parameters.values()
-    return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in ("num_classes", *bound))
+    names = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):  # those of the network that it is made from
+        names += _options(getattr(constructor, "func", constructor).__base__)
+    return tuple(name for name in names if name not in ("num_classes", *bound))
 
 
 def _constructor(name: str) -> Callable[..., nn.Module]:

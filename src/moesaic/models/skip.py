@@ -47,8 +47,9 @@ def skip(
     """Puts blocks of ``model`` into `TokenSkip`, in place, and returns the model.
 
     A router for each block sends the best tokens of an image through the block; the others pass by unchanged. Blocks
-    must be residual, x + f(x), as those of transformers are. The block ``name`` becomes ``name.block``, its router is
-    ``name.router``. Mixtures of experts in a block see the selected tokens.
+    must be residual, x + f(x), as those of transformers are: name whole blocks, not their MLPs, beside which a token
+    that passes by would be added to the residual stream once more. The block ``name`` becomes ``name.block``, its
+    router is ``name.router``. Mixtures of experts in a block see the selected tokens.
 
     Args:
         model: any network; it is unchanged if an error is raised.

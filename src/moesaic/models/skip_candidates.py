@@ -164,7 +164,7 @@ def _by_rule(model: nn.Module, rule: str, number: int) -> list[str]:
         for name, module in _modules(model)
         if isinstance(module, nn.Sequential | nn.ModuleList) and _has_equal_blocks(module)
     ]
-    names = max(lists, key=len, default=[])
+    names = max(lists, key=len, default=list[str]())
     if number > len(names):
         raise ValueError(
             f"skip: {rule!r} is a rule for {number} or more blocks of one kind in a list, and {type(model).__name__} "

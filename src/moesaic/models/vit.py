@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,18 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x), **mixed)
 
 
+class ViTOptions(TypedDict, total=False):
+    """The options of `ViT`, which its relatives take as well."""
+
+    dim: int
+    heads: int
+    depth: int
+    patch_size: int
+    image_size: int
+    in_channels: int
+    mlp_ratio: float
+
+
 class ViT(ImageNetwork):
     """A vision transformer for images (B, in_channels, image_size, image_size).
 
@@ -163,7 +175,7 @@ class ViT(ImageNetwork):
             )
         self.patch_embed = PatchEmbed(image_size, patch_size, in_channels, dim)
         self.pos_embed = nn.Parameter(torch.empty(1, self.patch_embed.num_patches, dim))
-        self.blocks = nn.Sequential(*[Block(dim, heads, mlp_ratio) for _ in range(depth)])
+        self.blocks: nn.Sequential = nn.Sequential(*[Block(dim, heads, mlp_ratio) for _ in range(depth)])
         self.norm = nn.LayerNorm(dim, eps=_EPS)
         self.pool: nn.Module = GlobalAvgPool()
         self.head = new_classifier(dim, num_classes)
@@ -176,7 +188,7 @@ class ViT(ImageNetwork):
     def reset_parameters(self) -> None:
         """Initialises linear layers and position embeddings by truncated normal numbers, as timm does."""
         nn.init.trunc_normal_(self.pos_embed, std=_STD)
-        for module in cast("Sequence[nn.Module]", list(self.modules())):
+        for module in cast("Iterable[nn.Module]", self.modules()):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=_STD)
                 nn.init.zeros_(module.bias)
@@ -213,7 +225,7 @@ class ViT(ImageNetwork):
         wanted = take_indices(len(self.feature_info), indices)
         last = max(wanted)
         self.feature_info = self.feature_info[: last + 1]
-        self.blocks = self.blocks[: last + 1]
+        self.blocks = nn.Sequential(*list(self.blocks)[: last + 1])
         if self.feature_info[-1]["module"] != "norm":
             self.norm = nn.Identity()
         self.head, self.num_classes = nn.Identity(), 0
@@ -245,7 +257,16 @@ class ViT(ImageNetwork):
 
     def _map(self, tokens: Tensor) -> Tensor:
         """Tokens (B, N, C) as a map (B, C, H, W)."""
-        return tokens.transpose(1, 2).unflatten(2, self.patch_embed.grid_size)
+        B, _, C = tokens.shape
+        return tokens.transpose(1, 2).reshape(B, C, *self.patch_embed.grid_size)
+
+    def _every(self, every: int) -> range:
+        """Numbers of every so many blocks, ending with the last of as many."""
+        owner, depth = type(self).__name__, len(self.blocks)
+        check_positive(owner, every=every)
+        if every > depth:
+            raise ValueError(f"{owner}: every={every}, but there are {depth} blocks; use at most {depth}")
+        return range(every - 1, depth, every)
 
     def _run(self, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint_segment([block], block, x) if self._checkpoints() else block(x)
@@ -274,38 +295,24 @@ class ViTMoE(ViT):
         self,
         num_classes: int,
         *,
-        dim: int = 192,
-        heads: int = 3,
-        depth: int = 12,
-        patch_size: int = 4,
-        image_size: int = 32,
-        in_channels: int = 3,
-        mlp_ratio: float = 4.0,
         experts: int = 8,
         capacity: float = 1.0,
         every: int = 2,
         router: RouterLike = DEFAULT_ROUTER,
+        **options: Unpack[ViTOptions],
     ) -> None:
-        super().__init__(
-            num_classes,
-            dim=dim,
-            heads=heads,
-            depth=depth,
-            patch_size=patch_size,
-            image_size=image_size,
-            in_channels=in_channels,
-            mlp_ratio=mlp_ratio,
-        )
-        check_positive("ViTMoE", experts=experts, every=every)
+        super().__init__(num_classes, **options)
+        check_positive("ViTMoE", experts=experts)
         check_numbers("ViTMoE", "above 0", lambda value: 0 < value < math.inf, {"capacity": capacity})
-        _check_every("ViTMoE", every, depth)
+        dim = self.num_features
         slots = math.ceil(round(capacity * self.patch_embed.num_patches / experts, 6))
-        for block in self.blocks[every - 1 :: every]:
-            assert isinstance(block, Block)
+        for number in self._every(every):
+            block = self.blocks[number]
+            assert isinstance(block, Block) and isinstance(block.mlp, Mlp)
             own: dict[str, Any] = {"capacity": capacity}
             if router != DEFAULT_ROUTER:
                 own = {"router": build_router(router, dim, experts, 1, slots)}
-            block.mlp = TokenMoE(dim, experts=experts, hidden_dim=round(mlp_ratio * dim), **own)
+            block.mlp = TokenMoE(dim, experts=experts, hidden_dim=block.mlp.fc1.out_features, **own)
 
 
 class ViTSkip(ViT):
@@ -330,33 +337,11 @@ class ViTSkip(ViT):
         self,
         num_classes: int,
         *,
-        dim: int = 192,
-        heads: int = 3,
-        depth: int = 12,
-        patch_size: int = 4,
-        image_size: int = 32,
-        in_channels: int = 3,
-        mlp_ratio: float = 4.0,
         keep: float = 0.5,
         gate: KeepGate = "sigmoid",
         every: int = 2,
+        **options: Unpack[ViTOptions],
     ) -> None:
-        super().__init__(
-            num_classes,
-            dim=dim,
-            heads=heads,
-            depth=depth,
-            patch_size=patch_size,
-            image_size=image_size,
-            in_channels=in_channels,
-            mlp_ratio=mlp_ratio,
-        )
-        _check_every("ViTSkip", every, depth)
-        for number in range(every - 1, depth, every):
-            self.blocks[number] = TokenSkip(self.blocks[number], dim, keep=keep, gate=gate)
-
-
-def _check_every(owner: str, every: int, depth: int) -> None:
-    check_positive(owner, every=every)
-    if every > depth:
-        raise ValueError(f"{owner}: every={every}, but there are {depth} blocks; use at most {depth}")
+        super().__init__(num_classes, **options)
+        for number in self._every(every):
+            self.blocks[number] = TokenSkip(self.blocks[number], self.num_features, keep=keep, gate=gate)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from moesaic.data.datasets import ImageDataset, LabelledImages
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
 from moesaic.data.feature_cache import cached_features, is_cached
+from moesaic.layers.recording import routed_layers
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.layer_groups import classifier_names
 from moesaic.models.model_cost import eval_mode
@@ -123,7 +124,10 @@ def _key(dataset: ImageDataset, backbone: str, images: LabelledImages, split: st
 
 
 def backbone_digest(model: nn.Module) -> str:
-    """Returns a hash of the weights of everything but the classifier, the same under every head."""
+    """Returns a hash of the weights of everything but the classifier, the same under every head.
+
+    Options of routed layers, such as the share of tokens they keep, are no weights and are part of it.
+    """
     heads = tuple(f"{name}." for name in classifier_names(model))
     headed = isinstance(model, HeadedNetwork)
     digest = hashlib.sha256(type(model.backbone if headed else model).__name__.encode())
@@ -133,6 +137,9 @@ def backbone_digest(model: nn.Module) -> str:
         if not name.startswith(heads):
             digest.update(json.dumps([name.removeprefix("backbone.") if headed else name, list(tensor.shape)]).encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    for name, layer in routed_layers(model).items():
+        if not f"{name}.".startswith(heads):
+            digest.update(f"{name.removeprefix('backbone.') if headed else name} {layer}".encode())
     return digest.hexdigest()[:24]
 
 
