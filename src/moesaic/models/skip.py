@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from moesaic.checks import check_choice, check_positive
-from moesaic.layers.token_moe import TokenMoE
+from moesaic.layers.token_moe import TokenGrid, TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
 from moesaic.models.skip_candidates import BlockCall, find_blocks, first_weight, trace_calls, why_not_skippable
 from moesaic.models.skip_record import record_skips
@@ -124,7 +124,7 @@ def _wrapped(name: str, block: nn.Module, dim: int, options: Mapping[str, Any], 
 def _restored(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Generator[None]:
     """Puts the blocks back if the work inside fails, with the grids of their mixtures of experts."""
     inside = (each for block in blocks.values() for each in cast("Iterable[nn.Module]", block.modules()))
-    grids = [(each, each.grid) for each in inside if isinstance(each, TokenMoE)]
+    grids: list[tuple[TokenMoE, TokenGrid]] = [(each, each.grid) for each in inside if isinstance(each, TokenMoE)]
     try:
         yield
     except BaseException:
