@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -244,7 +244,8 @@ def _skipping(network: nn.Module, image: Shape, options: RoutingOptions, cost: M
         skipping = skip(copy.deepcopy(network), _SKIPPED, input_size=image, **options.of_way("skip"))
     except ValueError:
         return []
-    names = [name for name, block in skipping.named_modules() if isinstance(block, TokenSkip)]
+    modules = cast("Iterable[tuple[str, nn.Module]]", skipping.named_modules())
+    names = [name for name, block in modules if isinstance(block, TokenSkip)]
     shapes, _ = trace_shapes(network, names, image)
     after = count_macs(skipping, image)
     more = (after.macs - cost.macs) / len(names), (after.parameters - cost.parameters) / len(names)

@@ -142,9 +142,9 @@ class NetworkTimer:
             layers["dense"] = copy.deepcopy(same[0].dense)
             times = {what: self._time(what, layers, inputs[names[0]], inside=True) for what in self.passes}
             share = share_of_macs(cost, names)
-            dense = {what: each["dense"].median for what, each in times.items()}
+            dense: dict[Pass, float] = {what: times[what]["dense"].median for what in self.passes}
             for place, pair in enumerate(same):
-                routed = {what: each[str(place)].median for what, each in times.items()}
+                routed: dict[Pass, float] = {what: times[what][str(place)].median for what in self.passes}
                 rows.append(LayerGain(names, pair.shape, share, dense, routed, way=pair.way))
         return rows
 

@@ -216,7 +216,8 @@ def _why_not(found: Advice) -> str:
 
 def _hint(found: Advice) -> str:
     """Layers that gain in one pass alone."""
-    alone = [what for what in found.dense if any(layer.gains([what]) for layer in found.layers)]
+    speed = [layer for layer in found.layers if layer.way != "experts"]
+    alone: list[Pass] = [what for what in found.dense if any(layer.gains([what]) for layer in speed)]
     if len(found.dense) < 2 or not alone:
         return ""
     option = {"forward": "--inference", "step": "--training"}[alone[0]]
