@@ -242,7 +242,7 @@ def _receptive_field(layer: LayerExplanation) -> str:
         return ""
     height, width = (f"{side:g}" for side in field.patch_size)
     square = f"A {layer.unit} covers {height}×{width} pixels of the image"
-    if field.own_share > 0.995:
+    if not field.margin:
         return f"{square} and depends on these pixels alone."
     extent = "the whole image" if field.covers_image else f"up to {field.margin} pixels beyond them on each side"
     return (
