@@ -46,7 +46,7 @@ class NetworkOptions:
     """Options of the commands that time a network."""
 
     network: Positional[Annotated[str, arg(metavar="NETWORK")]]
-    """Network as moesaic train spells it, such as timm/resnet18:convert=layer4.1.conv2:experts=8, or run directory."""
+    """Network as moesaic train --model spells it, such as timm/resnet18 or wrn10_2_pmoe:experts=8; or run directory."""
     img_size: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: the network's own, otherwise 64)")
     ] = None
