@@ -147,7 +147,7 @@ class ViT(ImageNetwork):
     >>> import moesaic
     >>> model = moesaic.create_model("vit_tiny_patch4_32", num_classes=10)
     >>> model(torch.zeros(2, 3, 32, 32)).shape, sum(weight.numel() for weight in model.parameters())
-    (torch.Size([2, 10]), 5363338)
+    (torch.Size([2, 10]), 5362378)
     """
 
     def __init__(
