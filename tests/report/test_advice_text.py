@@ -1,6 +1,7 @@
 """The text of advice: what it says when routing pays, and when it does not."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -44,6 +45,11 @@ EXPERTS = plan(
 
 def advice(*plans: Plan, layers: tuple[LayerGain, ...] = (layer(1.0),), bound: float = 1.67) -> Advice:
     return Advice({"forward": 10.0}, 0.5, {"forward": bound}, layers, plans)
+
+
+def test_a_bound_is_unclear_where_layers_took_longer_than_the_network():
+    line = verdict(advice(plan(8.0), bound=math.inf), COMMANDS)[0]
+    assert "a forward pass unclear. Unclear: alone, these layers took longer than the network; measure again" in line
 
 
 def test_a_gain_is_worth_trying_and_has_its_command():

@@ -177,10 +177,13 @@ def _few(names: list[str]) -> str:
 
 def _bound(found: Advice) -> str:
     most = listed([f"a {PASSES[what]} {_times(bound)}" for what, bound in found.bounds.items()])
-    return (
+    sentence = (
         f"{percent(found.share)} of the multiply-adds are in convolutions and MLPs that can be routed. Even if these "
         f"took no time, the network would be at most so many times as fast: {most}."
     )
+    if all(map(math.isfinite, found.bounds.values())):
+        return sentence
+    return f"{sentence} Unclear: alone, these layers took longer than the network; measure again on an idle machine."
 
 
 def _gains(found: Advice, plan: Plan) -> str:
@@ -233,4 +236,4 @@ def _ms(value: float) -> str:
 
 
 def _times(value: float) -> str:
-    return f"{value:.2f}×" if math.isfinite(value) else "∞"
+    return f"{value:.2f}×" if math.isfinite(value) else "unclear"
