@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import moesaic
 from moesaic.experts import MLPExperts
+from moesaic.models.rescaled_routers import RescaledExpertChoice
 from moesaic.ops.dispatch import PatchSpec
 from moesaic.ops.weight_layout import channels_last, is_taps_first, to_taps_first
 from moesaic.routing_record import Routing
@@ -99,6 +100,20 @@ def test_a_layer_equals_the_reference_with_its_router(options, extra, on):
     layer = layer_of(options, device, dtype)
     x = torch.randn(2, 4, 6, 6, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
     assert_same(*(results(layer, layer, name, x, device, extra) for name in ("triton", "reference")))
+
+
+@pytest.mark.parametrize("on", ONE_TYPE)
+def test_rescaled_gates_equal_the_reference(on):
+    device, dtype = on
+    torch.manual_seed(0)
+    router = RescaledExpertChoice(8, 4, capacity=1.5, gate="softmax_experts", summed=True)
+    layer = moesaic.TokenMoE(8, experts=4, hidden_dim=16, router=router).to(device, dtype)
+    torch.nn.init.normal_(router.weight)
+    x = torch.randn(2, 9, 8, device=device, dtype=dtype)
+    with moesaic.backend("triton"):
+        assert router.select(x.transpose(1, 2).unsqueeze(2))[1] is None
+    calls = (results(layer, layer, name, x, device, False) for name in ("triton", "reference"))
+    assert_same(*calls)
 
 
 @pytest.mark.parametrize("on", ONE_TYPE)

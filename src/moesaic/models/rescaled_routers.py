@@ -34,16 +34,10 @@ class RescaledExpertChoice(ExpertChoice):
         super().__init__(*args, **options)
         self.summed = summed
 
-    def choose(
-        self, scores: Tensor, *, unit: Unit = "patch", grid: tuple[int, int] | None = None, mask: Tensor | None = None
-    ) -> Routing:
-        routing = super().choose(scores, unit=unit, grid=grid, mask=mask)
-        N, L = scores.shape[1], self.count(scores.shape[1])
-        even = {"one": 1, "softmax_selected": 1 / L, "softmax_all": 1 / N, "softmax_experts": 1 / self.experts}[
-            self.gate
-        ]
-        factor = N / (L * even * (self.experts if self.summed else 1))
-        return replace(routing, gate=routing.gate * factor)
+    def gate_factor(self, units: int) -> float:
+        L = self.count(units)
+        even = {"one": 1, "softmax_selected": 1 / L, "softmax_all": 1 / units, "softmax_experts": 1 / self.experts}
+        return units / (L * even[self.gate] * (self.experts if self.summed else 1))
 
 
 class RescaledTokenChoice(TokenChoice):

@@ -9,6 +9,7 @@ comes first, and the number is a capacity.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import torch
@@ -80,7 +81,16 @@ class ExpertChoice(Router):
             check_feature_map(type(self).__name__, x, self.in_channels, self.patch_size, self.weight)
             units = (x.shape[2] // self.patch_size) * (x.shape[3] // self.patch_size)
             selection = run_expert_choice(x, self.weight, self.count(units), self.gate)
-        return (super().forward(x), None) if selection is None else (selection.routing, selection)
+        if selection is None:
+            return super().forward(x), None
+        factor = self.gate_factor(selection.routing.units)
+        if factor != 1:  # not the gates that the kernels made, so that these cannot be reused
+            return replace(selection.routing, gate=selection.routing.gate * factor), None
+        return selection.routing, selection
+
+    def gate_factor(self, units: int) -> float:
+        """Returns what gates are multiplied by, for so many patches or tokens of an image; subclasses may rescale."""
+        return 1.0
 
     def count(self, units: int) -> int:
         """Returns L, how many of so many patches or tokens of an image an expert selects.
@@ -116,6 +126,9 @@ class ExpertChoice(Router):
                 gate_BEL = gate_BEL.softmax(-1)
             elif self.gate == "one":
                 gate_BEL = torch.ones_like(gate_BEL)
+        factor = self.gate_factor(N)
+        if factor != 1:
+            gate_BEL = gate_BEL * factor
         if mask is not None:  # fewer units than L leave places empty
             used = mask.unsqueeze(1).expand(compared_BEN.shape).gather(-1, index_BEL)
             index_BEL, gate_BEL = index_BEL.where(used, UNASSIGNED), gate_BEL.where(used, 0)
