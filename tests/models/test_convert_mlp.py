@@ -239,6 +239,30 @@ def test_neurons_that_are_active_together_share_an_expert(networks):
     assert sorted(equal.flatten().tolist()) == list(range(8))
 
 
+def test_neurons_that_lose_least_leave_a_full_expert():
+    patterns = torch.randn(3, 64)
+    like = [0, 0, 0, 0, 1, 1]  # three for each expert, so that one of the first four has to move
+    activations = patterns[like] + 0.01 * torch.randn(6, 64)
+    activations[2] += 0.5 * patterns[1]  # the one that is most like the others
+    scale = torch.tensor([1.0, 30.0, 1.0, 0.1, 1.0, 5.0])  # how active a neuron is does not count
+    found = cluster_neurons((scale[:, None] * activations).T, experts=2)
+    assert found.tolist() == [[0, 1, 3], [2, 4, 5]]
+
+
+def test_a_receipt_of_zeros_has_no_difference():
+    layer = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+    for weight in layer[2].parameters():
+        nn.init.zeros_(weight)
+    model = nn.Sequential(nn.Conv2d(3, 4, 4, stride=4), nn.Flatten(2), Transposed(), layer).eval()
+    new = convert(copy.deepcopy(model), "3", experts=2, init="upcycle", input_size=16)
+    assert conversion_receipt(new, model, torch.randn(2, 3, 16, 16)).total.difference == 0
+
+
+class Transposed(nn.Module):
+    def forward(self, x):
+        return x.transpose(1, 2)
+
+
 def test_clustered_neurons_are_all_of_the_mlps_and_equal_it_together(networks):
     model, x = networks["convnext of convolutions"], images("convnext")
     options = {"init": "split", "capacity": 4.0, "gate": "one", "images": x, "experts": 4}

@@ -114,6 +114,19 @@ def test_routers_of_skipping_blocks_learn_at_the_rate_of_routers():
     assert slow[0] is model.blocks[1].router.weight
 
 
+def test_slots_of_a_soft_mixture_are_rounded_up():
+    model = ViTMoE(2, **SMALL, experts=3, router="soft")
+    assert model.patch_embed.num_patches == 4
+    assert model.blocks[1].mlp.router.slots_per_expert == 2  # of 4 / 3
+    with pytest.raises(ValueError, match="capacity=0; it must be above 0"):
+        ViTMoE(2, **SMALL, experts=3, router="soft", capacity=0)
+
+
+def test_weights_begin_small():
+    model = ViT(2, **{**SMALL, "dim": 64})
+    assert 0.01 < float(model.blocks[0].attn.qkv.weight.detach().std()) < 0.03
+
+
 def test_undecayed_parameters_of_timm(timm):
     model = timm.create_model("test_vit", num_classes=2)
     spared = undecayed_parameters(model)
