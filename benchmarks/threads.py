@@ -5,7 +5,7 @@
 All threads share one model in eval mode and start together, before anything is cached. Each calls it with one of eight
 inputs after the other, single images and pairs. What one thread computes comes from a copy of the model, which has
 caches of its own. Networks with channel gates run as they are and frozen; about half of their channels are closed,
-others for each image. Residual networks and VGG-16 have a tenth of their width.
+others for each image. Residual networks and VGG-16 have a tenth of their width, `vit_small` two of its blocks.
 
 A call is wrong if its output differs from the expected one by more than 1e-5 of that output's largest value. Between
 any two inputs of a model the outputs differ by more than 1e-2 of it, so that a thread which got the gates, the buffers
@@ -81,6 +81,8 @@ def create(name: str) -> nn.Module:
         options["width"] = 0.1
     if name.endswith("_pmoe"):
         options["image_size"] = size
+    if name.startswith("vit_small"):  # a dense block and, where there are such, a routed one
+        options["depth"] = 2
     model: Any = moesaic.create_model(name, num_classes=CLASSES, **options)
     for gate in model.gates.values() if isinstance(model, DeepMoE) else ():
         nn.init.normal_(gate.weight)
