@@ -95,6 +95,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], int, Recipe]] = {
         16,
         BALANCED,
     ),
+    "vit_tiny_patch4_32_moe": (network("vit_tiny_patch4_32_moe", depth=2, image_size=16), 16, STEPS),
+    "vit_tiny_patch4_32_skip": (network("vit_tiny_patch4_32_skip", depth=2, image_size=16), 16, STEPS),
     "SampleMoE, BatchNorm in experts": (mixture, 16, BALANCED),
     "resnet18, converted": (converted, 32, STEPS),
     "vgg16_deepmoe": (network("vgg16_deepmoe", width=0.1, image_size=32), 32, replace(STEPS, gates=GATES)),
