@@ -202,23 +202,22 @@ class _BatchNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch: GlobalBatch
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        values = x.to(torch.promote_types(x.dtype, torch.float32))
-        axes = [0, *range(2, x.ndim)]
+        dtype = torch.promote_types(x.dtype, torch.float32)
         channels = x.shape[1]
         number = x.numel() // max(channels, 1)
-        mean = values.sum(axes) / max(number, 1)
-        squares = (values - _per_channel(mean, x)).square().sum(axes)
-        count = mean.new_full((channels,), number)
-        total, mean, squares = _merge(batch.stack(torch.stack([count, mean, squares])))
+        own_mean = x.sum(_reduced(x), dtype=dtype) / max(number, 1)
+        y = x - _per_channel(own_mean, x)  # of the dtype of the statistics
+        squares = (y * y).sum(_reduced(x))
+        total, mean, squares = _merge(batch.stack(torch.stack([torch.full_like(squares, number), own_mean, squares])))
         var = squares / total.clamp_min(1)
         inverse = torch.rsqrt(var + eps)
         ctx.save_for_backward(x, weight, mean, inverse, total)
         ctx.batch = batch
-        y = (values - _per_channel(mean, x)) * _per_channel(inverse, x)
-        if weight is not None:
-            y = y * _per_channel(weight.to(y.dtype), x)
+        scale = inverse if weight is None else inverse * weight.to(dtype)
+        # in place, as the map is large: every further pass over it costs as much as a part of the convolution
+        y.add_(_per_channel(own_mean - mean, x)).mul_(_per_channel(scale, x))
         if bias is not None:
-            y = y + _per_channel(bias.to(y.dtype), x)
+            y.add_(_per_channel(bias.to(dtype), x))
         total = total[0].clone() if channels else total.sum()
         ctx.mark_non_differentiable(mean, var, total)
         return y.to(x.dtype), mean, var, total
@@ -227,12 +226,13 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, inverse, total = ctx.saved_tensors
         grad = grads[0].to(mean.dtype)
-        axes = [0, *range(2, x.ndim)]
-        normed = (x.to(mean.dtype) - _per_channel(mean, x)) * _per_channel(inverse, x)
-        own = torch.stack([grad.sum(axes), (grad * normed).sum(axes)])
+        centred = x - _per_channel(mean, x)
+        own = torch.stack([grad.sum(_reduced(x)), inverse * (grad * centred).sum(_reduced(x))])
         offset, slope = ctx.batch.sum(own) / total.clamp_min(1)
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
-        grad_x = (grad - _per_channel(offset, x) - normed * _per_channel(slope, x)) * _per_channel(scale, x)
+        # scale · (grad − offset − centred · inverse · slope)
+        grad_x = centred.mul_(_per_channel(-inverse * slope, x)).add_(grad).sub_(_per_channel(offset, x))
+        grad_x.mul_(_per_channel(scale, x))
         grad_weight = None if weight is None else own[1].to(weight.dtype)
         return grad_x.to(x.dtype), grad_weight, None if weight is None else own[0].to(weight.dtype), None, None
 
@@ -254,6 +254,11 @@ def _merge(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     total = count_R.sum(0)
     mean = (count_R * mean_R).sum(0) / total.clamp_min(1)
     return total, mean, squares_R.sum(0) + (count_R * (mean_R - mean).square()).sum(0)
+
+
+def _reduced(x: Tensor) -> list[int]:
+    """The axes over which statistics are taken."""
+    return [0, *range(2, x.ndim)]
 
 
 def _per_channel(values_C: Tensor, x: Tensor) -> Tensor:
