@@ -1,6 +1,7 @@
 """Statistics of a batch that is spread over ranks, on one rank: those of torch. Several ranks: tests/training."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 
 import pytest
 import torch
@@ -41,6 +42,31 @@ def test_one_rank_normalises_as_torch_does(shape, dtype, device, batch):
         torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
     for ours, theirs in zip(*statistics, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_maps_that_are_channels_last_stay_so(device, batch):
+    x = torch.randn(2, 3, 4, 5, device=device).to(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.randn(2, 3, 4, 5, device=device)
+    norm = nn.BatchNorm2d(3, device=device)
+    found = []
+    for each in (norm, sync_batch_norm(deepcopy(norm))):
+        y = each(x)
+        (grad,) = torch.autograd.grad((y * weight).sum(), x)
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        assert grad.is_contiguous(memory_format=torch.channels_last)
+        found.append((y, grad))
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_without_samples_changes_nothing(device, batch):
+    norm = sync_batch_norm(nn.BatchNorm2d(3, device=device))
+    x = torch.randn(0, 3, 4, 5, device=device, requires_grad=True)
+    norm(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert norm.weight.grad.tolist() == norm.bias.grad.tolist() == [0, 0, 0]
+    assert (norm.running_mean.tolist(), norm.running_var.tolist()) == ([0, 0, 0], [1, 1, 1])
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 from moesaic import context_stacks
 from moesaic.checks import check_choice
 from moesaic.ops.autocast import autocast_dtype, autocast_off
-from moesaic.ops.global_batch import GlobalBatch, global_batch_norm
+from moesaic.ops.global_batch import GlobalBatch
+from moesaic.ops.global_batch_norm import global_batch_norm
 from moesaic.routing_record import Routing
 
 if TYPE_CHECKING:

@@ -24,9 +24,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from moesaic.ops.dispatch import Norm
-
-__all__ = ["GlobalBatch", "global_batch_norm", "global_moments", "grad_sync_expected", "with_zero_gradients"]
+__all__ = ["GlobalBatch", "global_moments", "grad_sync_expected", "merge_moments", "with_zero_gradients"]
 
 _dist: Any = torch.distributed  # torch types it in part
 
@@ -141,25 +139,15 @@ def global_moments(
     """
     parts = torch.stack([count.to(mean.dtype).expand(mean.shape), mean, squares, torch.full_like(mean, positions)])
     gathered = cast("Tensor", _Gather.apply(parts, batch))
-    return *_merge(gathered[:, :3]), gathered[:, 3].detach().sum(0)
+    return *merge_moments(gathered[:, :3]), gathered[:, 3].detach().sum(0)
 
 
-def global_batch_norm(x: Tensor, norm: Norm) -> Tensor:
-    """BatchNorm of maps (B, C, …) with the statistics of the whole batch; updates the running ones."""
-    assert norm.batch is not None
-    y, mean, var, count = cast(
-        "tuple[Tensor, Tensor, Tensor, Tensor]",
-        _BatchNorm.apply(x, norm.weight, norm.bias, norm.eps, norm.batch),
-    )
-    if x.device.type == "cpu" and int(count) == 1:  # elsewhere the host would wait for the device
-        raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
-    if norm.running_mean is not None:  # pyright: ignore[reportUnnecessaryComparison] # of a module without statistics
-        with torch.no_grad():
-            any_values = count.clamp_max(1)  # no value anywhere changes nothing
-            unbiased = var * (count / (count - 1).clamp_min(1))
-            for running, value in ((norm.running_mean, mean), (norm.running_var, unbiased)):
-                running.lerp_(value.to(running.dtype), (norm.momentum * any_values).to(running.dtype))
-    return y
+def merge_moments(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Count, mean and squared deviations of all ranks together, from parts (ranks, 3, …)."""
+    count_R, mean_R, squares_R = parts.unbind(1)
+    total = count_R.sum(0)
+    mean = (count_R * mean_R).sum(0) / total.clamp_min(1)
+    return total, mean, squares_R.sum(0) + (count_R * (mean_R - mean).square()).sum(0)
 
 
 def with_zero_gradients(y: Tensor, others: list[Tensor]) -> Tensor:
@@ -195,48 +183,6 @@ class _Gather(torch.autograd.Function):
         return ctx.batch.sum(grads[0].contiguous())[ctx.batch.rank], None
 
 
-class _BatchNorm(torch.autograd.Function):
-    """(x − mean) / √(var + eps) · weight + bias over the whole batch; weights get the gradient of this rank's part."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, batch: GlobalBatch
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        channels = x.shape[1]
-        number = x.numel() // max(channels, 1)
-        own_mean = x.sum(_reduced(x), dtype=dtype) / max(number, 1)
-        y = x - _per_channel(own_mean, x)  # of the dtype of the statistics
-        squares = (y * y).sum(_reduced(x))
-        total, mean, squares = _merge(batch.stack(torch.stack([torch.full_like(squares, number), own_mean, squares])))
-        var = squares / total.clamp_min(1)
-        inverse = torch.rsqrt(var + eps)
-        ctx.save_for_backward(x, weight, mean, inverse, total)
-        ctx.batch = batch
-        scale = inverse if weight is None else inverse * weight.to(dtype)
-        # in place, as the map is large: every further pass over it costs as much as a part of the convolution
-        y.add_(_per_channel(own_mean - mean, x)).mul_(_per_channel(scale, x))
-        if bias is not None:
-            y.add_(_per_channel(bias.to(dtype), x))
-        total = total[0].clone() if channels else total.sum()
-        ctx.mark_non_differentiable(mean, var, total)
-        return y.to(x.dtype), mean, var, total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, inverse, total = ctx.saved_tensors
-        grad = grads[0].to(mean.dtype)
-        centred = x - _per_channel(mean, x)
-        own = torch.stack([grad.sum(_reduced(x)), inverse * (grad * centred).sum(_reduced(x))])
-        offset, slope = ctx.batch.sum(own) / total.clamp_min(1)
-        scale = inverse if weight is None else inverse * weight.to(mean.dtype)
-        # scale · (grad − offset − centred · inverse · slope)
-        grad_x = centred.mul_(_per_channel(-inverse * slope, x)).add_(grad).sub_(_per_channel(offset, x))
-        grad_x.mul_(_per_channel(scale, x))
-        grad_weight = None if weight is None else own[1].to(weight.dtype)
-        return grad_x.to(x.dtype), grad_weight, None if weight is None else own[0].to(weight.dtype), None, None
-
-
 class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, *others: Tensor) -> Tensor:
@@ -246,20 +192,3 @@ class _ZeroGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], *(torch.zeros_like(each) for each in ctx.saved_tensors)
-
-
-def _merge(parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count, mean and squared deviations of all ranks together, from parts (ranks, 3, …)."""
-    count_R, mean_R, squares_R = parts.unbind(1)
-    total = count_R.sum(0)
-    mean = (count_R * mean_R).sum(0) / total.clamp_min(1)
-    return total, mean, squares_R.sum(0) + (count_R * (mean_R - mean).square()).sum(0)
-
-
-def _reduced(x: Tensor) -> list[int]:
-    """The axes over which statistics are taken."""
-    return [0, *range(2, x.ndim)]
-
-
-def _per_channel(values_C: Tensor, x: Tensor) -> Tensor:
-    return values_C.view(1, -1, *[1] * (x.ndim - 2))

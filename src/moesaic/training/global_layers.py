@@ -14,7 +14,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from moesaic.ops.dispatch import Norm
-from moesaic.ops.global_batch import GlobalBatch, global_batch_norm
+from moesaic.ops.global_batch import GlobalBatch
+from moesaic.ops.global_batch_norm import global_batch_norm
 
 __all__ = ["spread_batch", "sync_batch_norm"]
 
