@@ -30,6 +30,7 @@ from torch.nn import functional as F
 from moesaic.ops.channel.masked import masked_conv
 from moesaic.ops.dispatch import ChannelConv, ConvWeights, MLPWeights, Norm, PatchSelection, PatchSpec, Samples
 from moesaic.ops.eager import in_vmap, is_eager_cpu, no_grad_needed
+from moesaic.ops.expert_linear import expert_linear
 from moesaic.ops.global_batch import global_moments
 from moesaic.ops.patch.gather import RoutedPixels
 from moesaic.ops.patch.inference import can_run_inference, conv_inference
@@ -259,7 +260,7 @@ def _mlp(values: Tensor, experts: MLPWeights, pixels: RoutedPixels | None) -> Te
     """Two-layer MLP C → J → O of each expert on its pixels; without ``pixels`` on values (E, M, C)."""
 
     def layer(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = pixels.matmul(values, weight) if pixels else torch.bmm(values, weight.transpose(1, 2))
+        y = pixels.matmul(values, weight) if pixels else expert_linear(values, weight)
         if bias is None:
             return y
         return y + (pixels.broadcast_per_expert(bias) if pixels else bias.unsqueeze(1))

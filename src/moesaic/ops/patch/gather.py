@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moesaic.ops.dispatch import Context, PatchSpec
-from moesaic.ops.grouped_gemm import group_ends, grouped_matmul
+from moesaic.ops.expert_linear import expert_linear
+from moesaic.ops.grouped_gemm import group_ends
 from moesaic.ops.patch.scatter_conv import ScatterIndex
 from moesaic.routing_record import UNASSIGNED, Routing
 
@@ -158,8 +159,7 @@ class RoutedPixels:
 
     def matmul(self, values: Tensor, weight_EOC: Tensor) -> Tensor:
         """Multiplies each expert's pixels by its matrix."""
-        weight_ECO = weight_EOC.transpose(1, 2)
-        return torch.bmm(values, weight_ECO) if self.ends_E is None else grouped_matmul(values, weight_ECO, self.ends_E)
+        return expert_linear(values, weight_EOC, self.ends_E)
 
     def output_index(self) -> Tensor:
         """Returns the output row (R,) of each pixel itself; a dummy row for unused pixels."""

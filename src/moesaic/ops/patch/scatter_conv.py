@@ -197,7 +197,7 @@ class _ScatterConv(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if transpose:
                 grad_weight = torch.bmm(grads.transpose(1, 2), values).view(E, O, ks, ks, C).permute(0, 1, 4, 2, 3)
-            elif weight.is_contiguous():  # the layout closest to contiguous
+            elif ks > 1 and weight.is_contiguous():  # the layout closest to contiguous
                 grad_weight = torch.bmm(values.transpose(1, 2), grads).view(E, C, ks, ks, O).permute(0, 4, 1, 2, 3)
             else:
                 grad_weight = torch.bmm(grads.transpose(1, 2), values).view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
