@@ -93,7 +93,7 @@ class GateRecipe:
     """Weight of the distillation loss, in both stages; the teacher is an argument of `fit`."""
     distill_temperature: float = 4.0
     """Temperature of the distillation loss."""
-    cost_weight: float = 10.0
+    cost_weight: float = 30.0
     """For hard gates with a target: weight κ of the quadratic cost loss; costs are fractions, as ``target_macs``."""
     gate_temperature: float = 2 / 3
     """For hard gates: temperature of the sigmoid whose gradient is passed straight through."""
