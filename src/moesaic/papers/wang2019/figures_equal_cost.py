@@ -94,9 +94,7 @@ def arms_table(charts: Sequence[Chart]) -> str:
     quantities = next((chart for chart in charts if chart.id == QUANTITIES), None)
     lines = [f"| network | arm | {' | '.join(_MEASURED)} |", f"| --- | --- |{' ---: |' * len(_MEASURED)}"]
     if quantities is None:
-        return "\n".join(
-            [*lines, f"| {' and '.join(NETWORKS)} | all | {' | '.join(['not run here'] * len(_MEASURED))} |"]
-        )
+        return "\n".join([*lines, f"| all | all | {' | '.join(['not run here'] * len(_MEASURED))} |"])
     for line, title in enumerate(each.label for each in quantities.panels[0].series):
         for place, arm in enumerate(ARMS.values()):
             cells = [_cell(panel.series[line], float(place)) for panel in quantities.panels]
