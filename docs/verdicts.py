@@ -6,10 +6,11 @@
 A run is the directory of `moesaic reproduce --preset short`. Its findings and charts go to docs/papers, its raw trials
 to src/moesaic/papers/trials.
 
-A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->, and one
-with the causes of verdicts other than "holds" between <!-- causes PAPER --> and <!-- end of causes -->. README
-has a table with one row per paper, the number of verdicts of each kind, between <!-- verdict counts --> and
-<!-- end of verdict counts -->.
+A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->, or with
+the claims whose ids begin with START, after <!-- verdicts PAPER START -->, and one with the causes of verdicts other
+than "holds" between <!-- causes PAPER --> and <!-- end of causes -->. The table of the arms of DeepMoE is between
+<!-- arms PAPER --> and <!-- end of arms -->. README has a table with one row per paper, the number of verdicts of each
+kind, between <!-- verdict counts --> and <!-- end of verdict counts -->.
 """
 
 import re
@@ -22,6 +23,7 @@ from moesaic.papers.engine.findings import VERDICTS, read_findings, write_findin
 from moesaic.papers.engine.trial_files import write_trials
 from moesaic.papers.recompute import pack_trials, without_trials
 from moesaic.papers.reproduce import PAPERS as REPRODUCED
+from moesaic.papers.wang2019.figures_equal_cost import arms_table
 from moesaic.report.chart import read_charts, write_charts
 
 DOCS = Path(__file__).parent
@@ -30,7 +32,8 @@ TRIALS = DOCS.parent / "src" / "moesaic" / "papers" / "trials"
 README = DOCS.parent / "README.md"
 PAPER_PAGES = tuple(sorted(RESULTS.glob("*.md")))
 PAGES = (README, *PAPER_PAGES)
-TABLE = re.compile(r"<!-- verdicts ([\w-]+) -->.*?<!-- end of verdicts -->", re.DOTALL)
+TABLE = re.compile(r"<!-- verdicts ([\w-]+)( [\w-]+)? -->.*?<!-- end of verdicts -->", re.DOTALL)
+ARMS = re.compile(r"<!-- arms ([\w-]+) -->.*?<!-- end of arms -->", re.DOTALL)
 CAUSES = re.compile(r"<!-- causes ([\w-]+) -->.*?<!-- end of causes -->", re.DOTALL)
 COUNTS = re.compile(r"<!-- verdict counts -->.*?<!-- end of verdict counts -->", re.DOTALL)
 
@@ -46,9 +49,14 @@ def with_verdicts(page: str) -> str:
     """The page with the tables and counts of the committed runs."""
 
     def table(place: re.Match[str]) -> str:
-        summaries = without_trials(place[1])
-        found = markdown_table(read_findings(RESULTS / place[1] / "claims.json"), marked=summaries)
-        return f"<!-- verdicts {place[1]} -->\n\n{found}\n\n<!-- end of verdicts -->"
+        summaries, start = without_trials(place[1]), place[2] or ""
+        findings = read_findings(RESULTS / place[1] / "claims.json")
+        found = markdown_table([each for each in findings if each.id.startswith(start.strip())], marked=summaries)
+        return f"<!-- verdicts {place[1]}{start} -->\n\n{found}\n\n<!-- end of verdicts -->"
+
+    def arms(place: re.Match[str]) -> str:
+        found = arms_table(read_charts(RESULTS / place[1] / "charts.json"))
+        return f"<!-- arms {place[1]} -->\n\n{found}\n\n<!-- end of arms -->"
 
     def causes(place: re.Match[str]) -> str:
         findings = read_findings(RESULTS / place[1] / "claims.json")
@@ -58,7 +66,7 @@ def with_verdicts(page: str) -> str:
     def counts(_: re.Match[str]) -> str:
         return f"<!-- verdict counts -->\n\n{counts_table()}\n\n<!-- end of verdict counts -->"
 
-    return COUNTS.sub(counts, CAUSES.sub(causes, TABLE.sub(table, page)))
+    return COUNTS.sub(counts, CAUSES.sub(causes, ARMS.sub(arms, TABLE.sub(table, page))))
 
 
 def counts_table() -> str:

@@ -46,6 +46,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "PReLU": (lambda: small(7, 7, 7, activation=lambda: nn.PReLU(7)), {"block": 2}),
     "VGG-16": (lambda: VGG16(CLASSES, width=0.1), {"image_size": 32}),
     "shortcuts": (lambda: ResNet(18, CLASSES, width=0.1), {"mode": "topk", "keep": 0.5, "block": 2}),
+    "hard gates": (lambda: small(8, 7, 11), {"mode": "hard", "block": 3}),
+    "centred embedding": (lambda: small(8, 7, 6), {"center_embedding": True}),
+    "constant hard gates": (lambda: small(8, 7, 6), {"mode": "hard", "embedding_share": 0.0}),
     "bottlenecks": (lambda: ResNet(50, CLASSES, width=0.05), {"bottleneck": "b"}),
 }
 
@@ -60,12 +63,16 @@ def gated(name: str, shift: float = 0.0) -> DeepMoE:
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.normal_(module.bias, std=0.3)
             nn.init.normal_(module.running_mean, std=0.3)
+        elif isinstance(module, nn.BatchNorm1d):
+            nn.init.normal_(module.running_mean, std=0.3)
+            nn.init.uniform_(module.running_var, 0.5, 2)
     model.double().eval()
     with torch.no_grad():
         embedding, _ = model.embedding(images(16, name))
         for head in model.heads().values():
             nn.init.normal_(head.weight)
-            head.bias.copy_(shift - (embedding @ head.weight.T).mean(0))  # every image opens other channels
+            own = 0.0 if embedding.shape[1] == 1 else (embedding @ head.weight.T).mean(0)
+            head.bias.copy_(shift - own)  # every image opens other channels, unless the embedding is constant
     return model
 
 

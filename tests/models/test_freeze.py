@@ -55,6 +55,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "blocks": (lambda: VGG16(CLASSES, width=0.25), {"mode": "topk", "keep": 0.5, "block": 8}),
     "short blocks": (lambda: VGG16(CLASSES, width=0.25), {"block": 3}),
     "small": (small, {"image_size": 16}),
+    "hard gates": (lambda: VGG16(CLASSES, width=0.25), {"mode": "hard", "block": 2}),
+    "centred embedding": (small, {"image_size": 16, "center_embedding": True}),
+    "constant gates": (small, {"image_size": 16, "embedding_share": 0.0}),
+    "constant hard gates": (small, {"image_size": 16, "embedding_share": 0.0, "mode": "hard"}),
     "shortcuts": (lambda: ResNet(18, CLASSES, width=0.1), {"mode": "topk", "keep": 0.5, "block": 2}),
     "bottlenecks": (lambda: ResNet(50, CLASSES, width=0.05), {"bottleneck": "b"}),
 }
@@ -71,9 +75,10 @@ def gate(network: nn.Module, **options: Any) -> DeepMoE:
     torch.manual_seed(0)
     model = deepmoe(network, num_classes=CLASSES, **options)
     for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            nn.init.uniform_(module.weight, 0.5, 1.5)
-            nn.init.normal_(module.bias, std=0.3)
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm1d):
+            if module.affine:
+                nn.init.uniform_(module.weight, 0.5, 1.5)
+                nn.init.normal_(module.bias, std=0.3)
             nn.init.normal_(module.running_mean, std=0.3)
             nn.init.uniform_(module.running_var, 0.5, 2)
     model.double().eval()
@@ -81,7 +86,10 @@ def gate(network: nn.Module, **options: Any) -> DeepMoE:
         embedding, _ = model.embedding(images(16, size=options.get("image_size", 32)))
         for head in model.heads().values():
             nn.init.normal_(head.weight)
-            head.bias.copy_(-(embedding @ head.weight.T).mean(0))  # every image opens other channels
+            if options.get("embedding_share") != 0:
+                head.bias.copy_(-(embedding @ head.weight.T).mean(0))  # every image opens other channels
+            else:
+                head.bias.zero_()
     return model
 
 

@@ -13,6 +13,7 @@ from training.squares import Notes, lines, run_files, same, seeded, stopped_and_
 from moesaic.training import trainer
 from moesaic.training.batches import eval_batches
 from moesaic.training.checkpoint import load_weights
+from moesaic.training.distillation import Distillation
 from moesaic.training.fit import Diverged, GatesClosed, fit
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.gates import GateTraining
@@ -84,6 +85,7 @@ RUNS = {
         gates=GateRecipe(l1_weight=0.5, joint_fraction=0.55),
     ),
 }
+HARD = replace(LONG, gates=GateRecipe(target_macs=0.5, joint_fraction=0.6, shaping_weight=1.0, cost_weight=30.0))
 
 
 @pytest.mark.parametrize("recipe", RUNS.values(), ids=RUNS)
@@ -95,6 +97,46 @@ def test_a_run_stopped_anywhere_and_called_again_ends_bit_identical(recipe, tmp_
     calls = (3, 9, 6, 5, 100)  # of progress, of which there are seven an epoch: in both stages
     assert same(stopped_and_called_again(gated, TASK, recipe, tmp_path / "parts", calls), undisturbed)
     assert run_files(tmp_path / "parts") == run_files(tmp_path / "whole")
+
+
+def test_a_run_of_hard_gates_is_bit_identical_when_it_is_resumed_and_meets_its_cost(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "_LOG_SECONDS", 0.0)
+    monkeypatch.setattr(trainer, "_CHECKPOINT_STEPS", 2)
+    make = partial(gated, mode="hard", center_embedding=True)
+    undisturbed = make()
+    found = fit(undisturbed, TASK, HARD, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
+    assert same(stopped_and_called_again(make, TASK, HARD, tmp_path / "parts", (9, 100)), undisturbed)
+    assert run_files(tmp_path / "parts") == run_files(tmp_path / "whole")
+    assert found.cost == pytest.approx(0.5, rel=0.05)
+    assert 0 <= found.metrics["gates_differing"] <= 0.51
+    assert 0 <= found.metrics["gate_entropy"] <= 1
+    assert 0 <= found.metrics["embedding_accuracy"] <= 100
+
+
+@pytest.mark.parametrize("mode", ["relu", "hard"])
+def test_constant_gates_meet_their_cost_and_differ_for_no_image(mode):
+    found = fit(gated(embedding_share=0.0, mode=mode), TASK, LONG)
+    assert found.cost == pytest.approx(0.5, rel=0.1)  # every image closes the same gates, of which there are few
+    assert (found.metrics["gates_differing"], found.metrics["gate_entropy"]) == (0, 0)
+    assert "embedding_accuracy" not in found.metrics
+
+
+def test_the_printed_form_is_steered_by_lambda_alone():
+    recipe = replace(LONG, gates=GateRecipe(target_macs=0.3, joint_fraction=0.5, layer_weights="gates"))
+    found = fit(gated(bias=None), TASK, recipe)
+    assert [epoch.metrics["gate_l1"] for epoch in found.epochs][:2] != [0.1, 0.1]
+    assert found.cost is not None
+
+
+def test_a_static_network_learns_from_a_teacher():
+    teacher, recipe = seeded(backbone, 5), replace(LONG, epochs=1, gates=None)
+    taught, alone = seeded(backbone), seeded(backbone)
+    fit(taught, TASK, recipe, callbacks=[Distillation(teacher)])
+    fit(alone, TASK, recipe)
+    assert not same(taught, alone)
+    assert not teacher.training
+    with pytest.raises(ValueError, match=r"weight=0; .*above 0"):
+        Distillation(teacher, weight=0)
 
 
 def test_a_strength_that_closes_every_gate_stops_the_run_with_its_last_good_checkpoint(tmp_path):

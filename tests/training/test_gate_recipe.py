@@ -16,6 +16,18 @@ def test_a_recipe_comes_back_from_json_with_its_gates():
     assert Recipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
 
 
+def test_fields_of_later_versions_are_absent_at_their_defaults():
+    assert not {"cost_weight", "shaping_weight", "gate_temperature"} & GateRecipe().to_json().keys()
+    changed = GateRecipe(shaping_weight=2.0, cost_weight=1.0, target_macs=0.5)
+    assert changed.to_json()["shaping_weight"] == 2.0
+    assert GateRecipe.from_json(changed.cell_spec()) == changed
+
+
+def test_batch_shaping_fades_by_the_end_of_the_joint_stage():
+    gates = GateRecipe(shaping_weight=2.0)
+    assert [gates.shaping_at(progress) for progress in (0.0, 0.25, 1.0, 1.5)] == [2.0, 1.5, 0.0, 0.0]
+
+
 def test_pressure_grows_in_the_warmup_and_ends_with_the_joint_stage():
     gates = GateRecipe(warmup_fraction=0.5, joint_fraction=0.5)
     assert [gates.l1_factor(epoch, 8) for epoch in (0, 1, 2, 3.9, 4, 8)] == [0.0, 0.5, 1.0, 1.0, 0.0, 0.0]

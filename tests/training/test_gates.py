@@ -10,10 +10,14 @@ from torch import nn
 from torch.nn import functional as F
 from training.gated import LONG, backbone, gate_state, gated, images
 
-from moesaic.models.deepmoe.network import DeepMoE
+from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput, deepmoe
+from moesaic.models.vgg import VGG16
+from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.channel_gate import ChannelGate, gate_l1
+from moesaic.training.batch_shaping import batch_shaping_loss
+from moesaic.training.gate_costs import cost_loss, gate_costs, shift_gates
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.gates import ClosedLayer, GateTraining, gate_costs, resolve_gate_recipe, shift_gates
+from moesaic.training.gates import ClosedLayer, GateTraining, resolve_gate_recipe
 from moesaic.training.recipe import Recipe
 
 CPU = torch.device("cpu")
@@ -213,6 +217,118 @@ def test_without_a_target_lambda_stays():
     assert gates.l1_weight == 0.1
 
 
+# hard gates, gates without biases, gates that are the same for all images
+
+
+def test_without_biases_lambda_alone_follows_the_cost():
+    model = gated(bias=None)
+    gates = training(model, target_macs=0.05)
+    before = gate_state(model)
+    gates.observe(model.forward_with_routing(images()).routing, 0)
+    gates.update(1, 4.9)
+    assert gates.l1_weight > 0.1
+    assert gates.freeze(torch.ones(3, model.embedding.dimension)) is None
+    assert all(torch.equal(a, b) for a, b in zip(before[-3:], gate_state(model)[-3:], strict=True))
+
+
+def test_a_closed_layer_that_nothing_can_open_again_is_refused():
+    model = gated(bias=None)
+    with torch.no_grad():
+        next(iter(model.gates.values())).weight.zero_()
+    gates = training(model, target_macs=0.5)
+    gates.observe(model.forward_with_routing(images()).routing, 0)
+    with pytest.raises(ClosedLayer):
+        gates.check_open()
+
+
+def test_the_printed_penalty_is_the_same_for_every_gate():
+    model = deepmoe(VGG16(num_classes=2, width=0.1), num_classes=2)
+    routing = model.forward_with_routing(torch.rand(2, 3, 32, 32)).routing
+    gates = training(model, layer_weights="gates", l1_weight=0.3, embedding_weight=0.0)
+    blocks = sum(each.experts for each in routing.values())
+    printed = sum(each.gate.sum().item() for each in routing.values()) / 2  # of an image
+    output = DeepMoEOutput(torch.zeros(2, 2), torch.zeros(2, 1), torch.zeros(2, 2), routing)
+    assert gates.loss(output, LABELS[:2], None, 1.0).item() == pytest.approx(0.3 * 13 / blocks * printed)
+
+
+def test_the_loss_of_hard_gates_is_the_squared_distance_of_the_expected_cost_from_its_goal():
+    model = gated(mode="hard")
+    gates = training(model, target_macs=0.5, embedding_weight=0.0, cost_weight=3.0)
+    output = model.forward_with_routing(images())
+    found = gates.loss(output, LABELS, None, 4.9)  # the target is due
+    expected = model.expected_macs(output.routing).mean() / model.dense_macs
+    torch.testing.assert_close(found, 3 * (expected - 0.5) ** 2)
+    found.backward()
+    slopes = [head.bias.grad for head in model.heads().values()]
+    assert all(bool((slope > 0).all()) == bool(expected > 0.5) for slope in slopes)
+    assert training(model, embedding_weight=0.0).loss(output, LABELS, None, 4.9) == 0, "no target, no loss"
+
+
+def test_the_expected_cost_is_the_mean_cost_of_gates_with_noise():
+    model = gated(mode="hard", bias=0.3, block=3)
+    for head in model.heads().values():
+        head.noise = 1.0
+    embedding, _ = model.embedding(images(2))
+    many = embedding.detach()[:1].expand(20_000, -1)
+    torch.manual_seed(0)
+    routing = {name: head(many) for name, head in model.heads().items()}
+    expected = model.expected_macs({name: head(many[:1]) for name, head in model.heads().items()})
+    assert float(model.macs(routing).double().mean()) == pytest.approx(expected.item(), rel=0.01)
+
+
+def test_a_part_of_a_batch_has_the_gradients_of_the_cost_of_the_whole():
+    class Parts(GlobalBatch):
+        def __init__(self, total: float, size: int) -> None:
+            self._total = total
+            self._part = (0, 4, size)
+
+        def sum(self, values):
+            return torch.as_tensor(self._total)
+
+    model = gated(mode="hard")
+
+    def slope(first: int, last: int, batch: GlobalBatch | None) -> torch.Tensor:
+        model.zero_grad()
+        model.train().embedding.eval()
+        routing = model.forward_with_routing(images()[first:last]).routing
+        cost_loss(model, routing, 0.5, batch).backward()
+        return next(iter(model.gates.values())).bias.grad.clone()
+
+    total = (model.eval().expected_macs(model.forward_with_routing(images()).routing) / model.dense_macs).sum().item()
+    whole = slope(0, 12, None)
+    parts = [slope(first, last, Parts(total, 12)) * (last - first) / 12 for first, last in ((0, 4), (4, 12))]
+    torch.testing.assert_close(parts[0] + parts[1], whole)
+
+
+def test_batch_shaping_is_part_of_the_loss_and_fades():
+    model = gated(mode="hard")
+    output = model.forward_with_routing(images())
+    gates = training(model, embedding_weight=0.0, shaping_weight=2.0)
+    shaping = batch_shaping_loss(output.routing.values(), 0.6, 0.4)
+    torch.testing.assert_close(gates.loss(output, LABELS, None, 0.0), 2 * shaping)
+    torch.testing.assert_close(gates.loss(output, LABELS, None, 2.5), shaping)  # half of the joint stage is over
+    gates.freeze(None)
+    assert gates.loss(output, LABELS, None, 2.5) == 0
+
+
+def test_hard_gates_have_noise_and_a_temperature_while_they_learn():
+    model = gated(mode="hard")
+    gates = training(model, target_macs=0.5, gate_temperature=0.5)
+    gates.set_noise(0.0)
+    assert {(head.noise, head.temperature) for head in model.heads().values()} == {(1.0, 0.5)}
+    gates.freeze(None)
+    gates.restore_model()
+    assert {(head.noise, head.temperature) for head in model.heads().values()} == {(0.0, 1.0)}
+
+
+def test_a_constant_embedding_has_no_loss_and_no_cost():
+    model = gated(embedding_share=0.0)
+    output = model.forward_with_routing(images())
+    assert training(model, l1_weight=0.0).loss(output, LABELS, None, 1.0) == 0
+    assert model.gate_macs == 48
+    assert model.gate_parameters() == list(model.gates.parameters())
+
+
 # what is refused
 
 
@@ -231,7 +347,9 @@ def test_a_network_with_gates_gets_a_recipe_for_them_and_others_none():
             {"target_macs": 0.36},
             r"which costs 0\.\d+; leave target_macs out .*keep=0.60",
         ),
-        ({"bias": None}, {"target_macs": 0.5}, "these have none; leave it out and use l1_weight"),
+        ({"mode": "hard", "bias": None}, {"target_macs": 0.5}, "biases of hard gates, and these have none"),
+        ({"mode": "hard"}, {"noise": 0.5}, "noise=0.5 is for gates of the modes 'relu' and 'topk'"),
+        ({}, {"shaping_weight": 1.0}, "which gates of mode='relu' do not have; leave it out"),
         ({}, {"straight_through": True}, "straight_through=True has no meaning for gates of mode='relu'"),
     ],
 )

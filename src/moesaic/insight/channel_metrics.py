@@ -12,6 +12,7 @@ of neighbouring channels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -26,10 +27,12 @@ from moesaic.routing_record import Routing
 
 __all__ = [
     "ChannelUsage",
+    "GateDependence",
     "GateDistances",
     "SpecificGate",
     "channel_usage",
     "class_shares",
+    "gate_dependence",
     "gate_distances",
     "open_gates",
     "specific_gates",
@@ -57,6 +60,19 @@ class ChannelUsage:
     """Standard deviation of that share over images."""
     patterns: int
     """Number of distinct patterns of open gates."""
+
+
+@dataclass(frozen=True)
+class GateDependence:
+    """How much gates depend on the image; made by `gate_dependence`. All are 0 if every image opens the same gates."""
+
+    differing: float
+    """Share of gates in which two different images differ, mean over all pairs of images."""
+    entropy: float
+    """Mean over gates of the entropy, in bits, of being open for a random image."""
+    class_information: float
+    """Mean over gates of the mutual information, in bits, of being open and the class of the image. With n images of K
+    classes, gates that do not depend on the class come to about (K − 1) / (2 n ln 2)."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +177,38 @@ def class_shares(routing: Routing | Mapping[str, Routing], labels: Tensor, class
     open_BE = open_gates(routing).double()
     own_KB = _members(check_labels("class_shares", labels, len(open_BE), classes), classes).double()
     return own_KB @ open_BE / own_KB.sum(1, keepdim=True).clamp(min=1)
+
+
+def gate_dependence(routing: Routing | Mapping[str, Routing], labels: Tensor, classes: int) -> GateDependence:
+    """Returns how much the open gates of a layer, or of several layers together, depend on the image.
+
+    ``labels`` (B,) are from 0 to ``classes`` − 1.
+
+    >>> from moesaic.routing.channel_gate import ChannelGate
+    >>> labels = torch.arange(4) % 2
+    >>> scores = torch.stack([2.0 * labels - 1, torch.ones(4)], 1)          # the first gate is open for class 1 alone
+    >>> gate_dependence(ChannelGate(1, channels=2).choose(scores), labels, classes=2)
+    GateDependence(differing=0.333..., entropy=0.5, class_information=0.5)
+    """
+    open_BE = open_gates(routing)
+    B = len(open_BE)
+    if B < 2:
+        raise ValueError(f"gate_dependence: {B} images do not differ; give at least two")
+    labels = check_labels("gate_dependence", labels, B, classes)
+    share_E = open_BE.double().mean(0)
+    share_KE = class_shares(routing, labels, classes)
+    class_share_K = labels.bincount(minlength=classes).double() / B
+    entropy = float(_bits(share_E).mean())
+    return GateDependence(
+        differing=float((2 * share_E * (1 - share_E)).mean()) * B / (B - 1),
+        entropy=entropy,
+        class_information=max(entropy - float((class_share_K @ _bits(share_KE)).mean()), 0.0),
+    )
+
+
+def _bits(share: Tensor) -> Tensor:
+    """The entropy, in bits, of what happens with this probability."""
+    return -(torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)) / math.log(2)
 
 
 def gate_distances(

@@ -7,6 +7,10 @@ which it is open, and a dead channel is a dead expert.
 
 The printed head has no bias, and half of its gates start closed. Here it has a bias with initial value 1: every gate
 starts open, and the loss closes gates (`gate_l1`).
+
+Hard gates are 0 or 1. They learn with logistic noise, which is what a Gumbel softmax of two classes comes to, and by
+the gradient of a sigmoid that is passed straight through the step (Jang et al. 2017, Maddison et al. 2017; for channels
+Bejnordi et al. 2020).
 """
 
 from __future__ import annotations
@@ -26,9 +30,9 @@ from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
 
-__all__ = ["ChannelGate", "ChannelMode", "gate_l1"]
+__all__ = ["ChannelGate", "ChannelMode", "gate_l1", "hard_gates"]
 
-ChannelMode = Literal["relu", "topk"]
+ChannelMode = Literal["relu", "topk", "hard"]
 
 
 class ChannelGate(nn.Module):
@@ -39,17 +43,20 @@ class ChannelGate(nn.Module):
     - ``mode="topk"``: the ``keep`` blocks with the highest scores are open, ties go to the lower index; the gate is the
       softplus of the score, which is never 0: exactly ``keep`` blocks are open, and shapes are static. Closed blocks
       get no gradient from this image, unless ``straight_through``.
+    - ``mode="hard"``: the gate is 1 where the score is above 0, else 0. In training mode every gate has the gradient of
+      the sigmoid of its noisy score over ``gate.temperature``.
 
     Scores are computed in float32 at least, whatever the dtype of the embedding and of autocast.
 
-    ``gate.noise`` is 0 unless training sets it: the standard deviation of Gaussian noise that is added to the scores
-    before the selection, in training mode only. ``routing.scores`` are without noise.
+    ``gate.noise`` is 0 unless training sets it: noise that is added to the scores before the selection, in training
+    mode only. It is Gaussian with this standard deviation, and logistic with this scale under ``"hard"``: with a scale
+    of 1 a gate is open with the probability sigmoid(score). ``routing.scores`` are without noise.
 
     Args:
         embedding: size D of the embedding.
         channels: channels of the gated layer.
         block: consecutive channels that share a gate; the last block may be shorter.
-        mode: ``"relu"`` or ``"topk"``.
+        mode: ``"relu"``, ``"topk"`` or ``"hard"``.
         keep: open blocks under ``"topk"``.
         bias: initial bias; None for the printed form, which has no bias.
         straight_through: under ``"topk"`` and in training mode, closed blocks get the gradient that they would have if
@@ -93,13 +100,14 @@ class ChannelGate(nn.Module):
         self.blocks = math.ceil(channels / block)
         self.mode: ChannelMode = check_choice("ChannelGate", "mode", mode, get_args(ChannelMode))
         self.keep = self._checked(keep)
-        if straight_through and mode == "relu":
+        if straight_through and mode != "topk":
             raise ValueError(
-                "ChannelGate: straight_through=True has no meaning under mode='relu', where open gates have "
-                "gradients anyway; omit it or use mode='topk'"
+                f"ChannelGate: straight_through=True has no meaning under mode={mode!r}, where "
+                f"{'open' if mode == 'relu' else 'all'} gates have gradients anyway; omit it or use mode='topk'"
             )
         self.straight_through = straight_through
         self.noise = 0.0
+        self.temperature = 1.0
         self._start = bias
         self.weight = nn.Parameter(torch.empty(self.blocks, embedding, device=device, dtype=dtype))
         self.bias = None if bias is None else nn.Parameter(torch.empty(self.blocks, device=device, dtype=dtype))
@@ -111,6 +119,12 @@ class ChannelGate(nn.Module):
         nn.init.normal_(self.weight, std=scale / math.sqrt(self.embedding), generator=generator)
         if self.bias is not None and self._start is not None:
             nn.init.constant_(self.bias, self._start)
+
+    def block_sizes(self, like: Tensor) -> Tensor:
+        """(E,): the number of channels of each block, of the dtype and on the device of another tensor."""
+        sizes = like.new_full((self.blocks,), self.block)
+        sizes[-1] = self.channels - self.block * (self.blocks - 1)
+        return sizes
 
     def forward(self, embedding: Tensor) -> Routing:
         check_tensor("ChannelGate", embedding, "embeddings (B, D)", self.weight)
@@ -132,7 +146,7 @@ class ChannelGate(nn.Module):
         """Select the open blocks by their scores (B, E)."""
         noisy = scores
         if self.training and self.noise:
-            random = torch.randn_like
+            random = _logistic_like if self.mode == "hard" else torch.randn_like
             noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
             noisy = scores + self.noise * noise
         if self.mode == "topk":
@@ -143,12 +157,15 @@ class ChannelGate(nn.Module):
             # with this comparison a score of NaN is open, so that it stays visible
             closed = noisy <= 0
             index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, UNASSIGNED)
-            gate = F.relu(noisy)
-        may_drop = self.mode == "relu"
+            gate = hard_gates(noisy.detach()) if self.mode == "hard" else F.relu(noisy)
+        may_drop = self.mode != "topk"
         routing = Routing("channel", scores[:, None], index[:, None], gate[:, None], "unit", may_drop=may_drop)
-        if not (self.training and self.straight_through):
+        if self.mode == "hard" and self.training:
+            would = torch.sigmoid(noisy / self.temperature).unsqueeze(1)
+        elif self.straight_through and self.training:
+            would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the closed blocks
+        else:
             return routing
-        would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the closed blocks
         return _StraightThrough(**vars(routing), estimate=would - would.detach())
 
     def extra_repr(self) -> str:
@@ -158,11 +175,11 @@ class ChannelGate(nn.Module):
         return f"{self.embedding}, {self.channels}, block={self.block}, mode={self.mode!r}{keep}{bias}{through}"
 
     def _checked(self, keep: int | None) -> int | None:
-        if self.mode == "relu":
+        if self.mode != "topk":
             if keep is not None:
                 raise ValueError(
-                    f"ChannelGate: keep={keep} has no meaning under mode='relu', where the number of open blocks "
-                    "depends on the image; omit keep or use mode='topk'"
+                    f"ChannelGate: keep={keep} has no meaning under mode={self.mode!r}, where the number of open "
+                    "blocks depends on the image; omit keep or use mode='topk'"
                 )
             return None
         if keep is None:
@@ -181,7 +198,7 @@ class _StraightThrough(Routing):
     """A routing by channel in which closed blocks have a gradient too."""
 
     estimate: Tensor | None = None
-    """(B, 1, E): zero everywhere, with the gradients of closed gates."""
+    """(B, 1, E): zero everywhere, with the gradients that ``gate`` lacks."""
 
     @property
     def weights(self) -> Tensor:
@@ -190,6 +207,21 @@ class _StraightThrough(Routing):
 
     def detach(self) -> Routing:
         return super(_StraightThrough, replace(self, estimate=None)).detach()
+
+
+def hard_gates(scores: Tensor) -> Tensor:
+    """1 where a score is above 0, else 0; a score of NaN stays visible.
+
+    >>> hard_gates(torch.tensor([2.0, 0.0, -1.0, torch.nan])).tolist()
+    [1.0, 0.0, 0.0, nan]
+    """
+    return (scores > 0).to(scores.dtype).where(scores == scores, scores)
+
+
+def _logistic_like(values: Tensor) -> Tensor:
+    """Random numbers of the standard logistic distribution, the difference of two of Gumbel's."""
+    uniform = torch.rand_like(values).clamp(torch.finfo(values.dtype).tiny, 1 - torch.finfo(values.dtype).eps)
+    return torch.logit(uniform)
 
 
 def gate_l1(routing: Routing) -> Tensor:

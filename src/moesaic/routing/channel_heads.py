@@ -2,8 +2,8 @@
 
 A head per layer costs a dozen operations, which for one image is more than their arithmetic, so the heads are joined
 into one matrix. Under ``mode="relu"`` scores may differ from a single head's by rounding: where that changes the sign
-of a score, the gate is as good as 0 either way. Under ``"topk"`` rounding could change which blocks are open, so rows
-and columns come in multiples of sixteen, as in a single head.
+of a score, the gate is as good as 0 either way. Under ``"topk"`` and ``"hard"`` rounding could change which blocks are
+open, so rows and columns come in multiples of sixteen, as in a single head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.routing.channel_gate import ChannelGate
+from moesaic.routing.channel_gate import ChannelGate, hard_gates
 from moesaic.routing_record import Routing
 
 __all__ = ["FrozenHeads", "OpenBlockList"]
@@ -53,7 +53,7 @@ class FrozenHeads:
         if len({(head.mode, head.embedding) for head in heads}) != 1:
             raise ValueError("FrozenHeads: the gates of all layers must have the same mode and embedding size")
         self._heads = [deepcopy(head).eval() for head in heads]
-        self._topk = heads[0].mode == "topk"
+        self._mode = heads[0].mode
         biases = [head.weight.new_zeros(head.blocks) if head.bias is None else head.bias for head in heads]
         weight, bias = torch.cat([head.weight for head in heads]), torch.cat(biases)
         self.blocks = len(bias)
@@ -66,7 +66,7 @@ class FrozenHeads:
 
     def scores(self, embedding: Tensor) -> Tensor:
         """The scores of all layers, (B, blocks and padding)."""
-        if not self._topk:
+        if self._mode == "relu":
             return torch.addmm(self._bias, embedding, self._weight)
         return torch.addmm(self._bias, _whole_rows(embedding), self._weight)[: len(embedding)]
 
@@ -77,8 +77,9 @@ class FrozenHeads:
 
     def gates(self, scores: Tensor) -> Tensor:
         """(B, blocks): the gates of all layers, 0 where closed."""
-        if not self._topk:
-            return scores[:, : self.blocks].relu()
+        if self._mode != "topk":
+            own = scores[:, : self.blocks]
+            return own.relu() if self._mode == "relu" else hard_gates(own)
         return torch.cat([routing.weights[:, 0] for routing in self.routings(scores)], 1)
 
     def open_blocks(self, scores_1E: Tensor) -> OpenBlockList:
@@ -86,9 +87,12 @@ class FrozenHeads:
         scores: NDArray[np.floating[Any]] = scores_1E.numpy()[0]
         table = self._table
         real = scores[: table.total]
-        if not self._topk:  # a gate that is NaN is not closed
+        if self._mode != "topk":  # a gate that is NaN is not closed
             blocks = np.flatnonzero(~(real <= 0))
-            return OpenBlockList(blocks, real[blocks], np.searchsorted(blocks, table.starts).tolist())
+            gates = real[blocks]
+            if self._mode == "hard":
+                gates = np.where(np.isnan(gates), gates, np.ones_like(gates))
+            return OpenBlockList(blocks, gates, np.searchsorted(blocks, table.starts).tolist())
         rows = scores[table.place]
         least = np.sort(rows, 1)[table.layer, table.best]
         blocks = np.flatnonzero(real >= least[table.layer_of])

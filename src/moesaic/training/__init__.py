@@ -4,6 +4,7 @@ from moesaic.training.callbacks import Callback
 from moesaic.training.checkpoint import Checkpoint, load_checkpoint, load_weights
 from moesaic.training.compare import Grid, compare
 from moesaic.training.comparison_result import Comparison, read_comparison
+from moesaic.training.distillation import Distillation
 from moesaic.training.export import export, load_exported
 from moesaic.training.features import add_features
 from moesaic.training.fit import Diverged, Epoch, FitResult, GatesClosed, evaluate, fit
@@ -23,6 +24,7 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "Comparison",
+    "Distillation",
     "Diverged",
     "Epoch",
     "FitResult",

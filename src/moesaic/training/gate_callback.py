@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from moesaic.insight.channel_metrics import gate_dependence
+from moesaic.models.deepmoe.embedding_network import ConstantEmbedding
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.models.model_cost import eval_mode
 from moesaic.training.batches import eval_batches
 from moesaic.training.callbacks import Callback
-from moesaic.training.gates import ClosedLayer, GateTraining, gate_costs
+from moesaic.training.gates import ClosedLayer, GateTraining
 from moesaic.training.results import Diverged
 
 if TYPE_CHECKING:
@@ -108,10 +110,23 @@ class GateCallback(Callback):
             self._freeze(trainer)
 
     def final_metrics(self, trainer: Trainer) -> Mapping[str, float]:
-        """The mean cost of a test image."""
-        embeddings = self._embeddings(trainer, trainer.dataset)
+        """The mean cost of a test image, the embedding's own accuracy, and how much gates differ between images.
+
+        ``gates_differing`` is the share of gates in which two images differ, ``gate_entropy`` the mean entropy of a
+        gate in bits (`moesaic.insight.channel_metrics.gate_dependence`).
+        """
+        dataset, model = trainer.dataset, self._model
+        embeddings, logits = self._embedded(trainer, dataset)
         with torch.no_grad(), trainer.full_weights():
-            return {"cost": float(gate_costs(self._model, embeddings).mean())}
+            routing = {name: head(embeddings) for name, head in model.heads().items()}
+        found = {"cost": float(model.macs(routing).double().mean()) / model.dense_macs}
+        if not isinstance(model.embedding, ConstantEmbedding):
+            correct = logits.argmax(1).cpu() == dataset.test.labels.cpu()
+            found["embedding_accuracy"] = 100 * float(correct.double().mean())
+        if len(embeddings) > 1:
+            dependence = gate_dependence(routing, dataset.test.labels.cpu(), dataset.num_classes)
+            found |= {"gates_differing": dependence.differing, "gate_entropy": dependence.entropy}
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         return self.gates.state_dict()
@@ -126,7 +141,7 @@ class GateCallback(Callback):
         if target is not None:
             count = len(trainer.dataset.train)
             rows = torch.linspace(0, count - 1, min(count, _CALIBRATION_IMAGES)).long()
-            embeddings = self._embeddings(trainer, replace(trainer.dataset, test=trainer.dataset.train), rows)
+            embeddings, _ = self._embedded(trainer, replace(trainer.dataset, test=trainer.dataset.train), rows)
         cost = self.gates.freeze(embeddings, trainer.full_weights)
         frozen = (self._model.embedding, self._model.gates)
         trainer.train_step.reset_ema(tensor for part in frozen for tensor in (*part.parameters(), *part.buffers()))
@@ -135,12 +150,13 @@ class GateCallback(Callback):
                 f"gates are frozen: {cost:.3f} of the dense network's multiply-adds, target {target:g}"
             )
 
-    def _embeddings(self, trainer: Trainer, dataset: ImageDataset, rows: Tensor | None = None) -> Tensor:
-        """(n, D): embeddings of the test images, or of some of them, in eval mode."""
+    def _embedded(self, trainer: Trainer, dataset: ImageDataset, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Embeddings (n, D) of the test images, or of some of them, and the embedding's own logits, in eval mode."""
         network = self._model.embedding
         with torch.no_grad(), eval_mode(network), trainer.train_step.autocast(), trainer.full_weights():
             batches = eval_batches(dataset, trainer.device, trainer.eval_batch_size, rows)
-            return torch.cat([network(x)[0] for x, _ in batches])
+            embeddings, logits = zip(*(network(x) for x, _ in batches), strict=True)
+            return torch.cat(embeddings), torch.cat(logits)
 
     @contextmanager
     def _stop_if_closed(self, trainer: Trainer) -> Generator[None]:

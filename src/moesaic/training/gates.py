@@ -1,15 +1,16 @@
-"""Training of the channel gates of DeepMoE networks: penalty, control of the cost, a guard, and freezing.
+"""Training of the channel gates of DeepMoE networks: losses, control of the cost, a guard, and freezing.
 
 `GateTraining` computes what is added to the loss, and observes the gates of some batches. At checks, every few steps,
 it waits for the device: λ and the biases of gates are adapted to the target cost, the penalty of layers that are
-nearly closed is relaxed, and a layer that has closed for all images stops the run. `GateCallback` runs it in `fit`.
+nearly closed is relaxed, and a layer that has closed for all images stops the run. Hard gates have noise and a
+quadratic cost loss instead. `GateCallback` runs it in `fit`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,17 +18,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moesaic.models.deepmoe.embedding_network import ConstantEmbedding
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.ops.global_batch import GlobalBatch
-from moesaic.routing.channel_gate import ChannelGate, gate_l1
-from moesaic.routing_record import UNASSIGNED, Routing
+from moesaic.routing.channel_gate import ChannelMode, gate_l1
+from moesaic.routing_record import Routing
+from moesaic.training.batch_shaping import batch_shaping_loss
+from moesaic.training.distillation import distillation_loss, teacher_logits
+from moesaic.training.gate_costs import (
+    FullWeights,
+    all_open_cost,
+    cost_loss,
+    first_blocks_open,
+    has_biases,
+    layer_weights,
+    mean_cost,
+    routing_of,
+    shift_biases,
+    shift_gates,
+)
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
 
-__all__ = ["ClosedLayer", "GateTraining", "gate_costs", "resolve_gate_recipe", "shift_gates"]
-
-FullWeights = Callable[[], AbstractContextManager[None]]
-"""A context in which modules of a network can be called one by one, also if its weights are sharded."""
+__all__ = ["ClosedLayer", "GateTraining", "resolve_gate_recipe"]
 
 _CHECKS = 100
 """Checks in the joint stage, if it has so many steps: control is the same for long and for short runs."""
@@ -80,42 +93,25 @@ def resolve_gate_recipe(model: nn.Module, recipe: Recipe) -> Recipe:
             f"fit: noise={gates.noise} changes at every step, for which a compiled network would be compiled again; "
             "use compile=False, or noise=0"
         )
-    if gates.straight_through and not _is_topk(model):
+    mode = _mode(model)
+    if gates.straight_through and mode != "topk":
         raise ValueError(
-            "fit: straight_through=True has no meaning for gates of mode='relu'; leave it out, or build the network "
+            f"fit: straight_through=True has no meaning for gates of mode={mode!r}; leave it out, or build the network "
             "with mode='topk'"
+        )
+    if gates.noise and mode == "hard":
+        raise ValueError(
+            f"fit: noise={gates.noise} is for gates of the modes 'relu' and 'topk'; those of mode='hard' have logistic "
+            "noise of scale 1 while they learn; leave it out"
+        )
+    if gates.shaping_weight and mode != "hard":
+        raise ValueError(
+            f"fit: shaping_weight={gates.shaping_weight} shapes the probability with which a gate is open, which gates "
+            f"of mode={mode!r} do not have; leave it out, or build the network with mode='hard'"
         )
     if gates.target_macs is not None:
         _check_target(model, gates.target_macs)
     return replace(recipe, gates=gates)
-
-
-def shift_gates(model: DeepMoE, embeddings: Tensor, target: float, full_weights: FullWeights = nullcontext) -> float:
-    """Shift the biases of all gates so that images with these embeddings (B, D) cost the target on average.
-
-    The biases of a layer are shifted by the same amount, such that the number of its open gates changes by a factor
-    that is the same for all layers; at least one gate of each layer stays open on average. Returns the cost that was
-    reached, as a fraction of the dense network's: gates are countable, so it may miss the target by a little. Heads are
-    called inside of ``full_weights()``.
-
-    >>> from moesaic.models import VGG16
-    >>> from moesaic.models.deepmoe.network import deepmoe
-    >>> model = deepmoe(VGG16(num_classes=4, width=0.25), num_classes=4).eval()
-    >>> embeddings = torch.rand(50, model.embedding.dimension)
-    >>> round(shift_gates(model, embeddings, 0.5), 2)
-    0.5
-    """
-    with torch.no_grad():
-        with full_weights():
-            scores = {name: head(embeddings).scores[:, 0] for name, head in model.heads().items()}
-        _shift(model, scores, target)
-        with full_weights():
-            return float(gate_costs(model, embeddings).mean())
-
-
-def gate_costs(model: DeepMoE, embeddings: Tensor) -> Tensor:
-    """(B,) float64: the cost of images with these embeddings, as fractions of the dense network's multiply-adds."""
-    return model.macs({name: head(embeddings) for name, head in model.heads().items()}).double() / model.dense_macs
 
 
 class GateTraining:
@@ -142,15 +138,17 @@ class GateTraining:
         self._teacher = teacher
         self._batch = batch
         self._heads = model.heads()
-        self._penalised = self.recipe.l1_weight > 0 and not _is_topk(model)
+        self._hard = _mode(model) == "hard"
+        self._penalised = self.recipe.l1_weight > 0 and _mode(model) == "relu"
+        self._can_shift = has_biases(model)
         self._check_every = min(
             max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _CHECKS, 1), _MAX_STEPS, steps
         )
         self._scores: dict[str, Tensor] = {}
-        self._dense_cost = _all_open_cost(model)
+        self._dense_cost = all_open_cost(model)
         self._reported: list[str] = []
         self._min_open = [max(self.recipe.min_open, 1 / head.blocks) for head in self._heads.values()]
-        self._weights = _weights(model) if self.recipe.layer_weights == "cost" else [1.0] * len(self._heads)
+        self._weights = layer_weights(model, self.recipe.layer_weights)
         self._penalty_factors = [1.0] * len(self._heads)
         self._penalty_L = torch.tensor(self._weights, device=device)
         # summed over images since the last check, and over those of the epoch: cost, and for each layer the share of
@@ -159,28 +157,28 @@ class GateTraining:
         self._epoch = torch.zeros_like(self._recent)
         self._recent_images = self._epoch_images = 0
         self._gate_parameters = [parameter for parameter in model.gate_parameters() if parameter.requires_grad]
-        self._straight_through = [head.straight_through for head in self._heads.values()]
+        self._before = [(head.straight_through, head.temperature) for head in self._heads.values()]
         for head in self._heads.values():
             head.straight_through |= self.recipe.straight_through
+            head.temperature = self.recipe.gate_temperature
 
     # for the loss
 
     def set_noise(self, epoch: float) -> None:
         """Set the noise on scores for a step at this time."""
-        if self.recipe.noise and self.joint:
+        if self.joint and self._hard:
+            self._set_head_noise(1.0)
+        elif self.joint and self.recipe.noise:
             self._set_head_noise(self.recipe.noise_at(self.recipe.joint_progress(epoch, self._epochs)))
 
     def teacher_logits(self, x: Tensor) -> Tensor | None:
         """Returns the teacher's logits, or None without a teacher."""
-        if self._teacher is None:
-            return None
-        with torch.no_grad():
-            return _float(cast("Tensor", self._teacher(x)))
+        return None if self._teacher is None else teacher_logits(self._teacher, x)
 
-    def loss(self, output: DeepMoEOutput, labels: Tensor, teacher_logits: Tensor | None, epoch: float) -> Tensor:
-        """Returns what is added to the cross-entropy of the network's logits."""
+    def loss(self, output: DeepMoEOutput, labels: Tensor, taught: Tensor | None, epoch: float) -> Tensor:
+        """Returns what is added to the cross-entropy of the network's logits; ``taught`` are the teacher's."""
         total = torch.zeros((), device=labels.device)
-        if self.joint and self.recipe.embedding_weight:
+        if self.joint and self.recipe.embedding_weight and not isinstance(self._model.embedding, ConstantEmbedding):
             own_logits = _float(output.embedding_logits)
             own = F.cross_entropy(own_logits, labels, label_smoothing=self._smoothing) if len(labels) else own_logits
             total = total + self.recipe.embedding_weight * own.sum()
@@ -188,11 +186,24 @@ class GateTraining:
         if pressure:
             mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
             total = total + pressure * (self._penalty_L * mean_L).sum()
-        if teacher_logits is not None and len(labels):
-            T = self.recipe.distill_temperature
-            student, teacher = F.log_softmax(_float(output.logits) / T, 1), F.log_softmax(teacher_logits / T, 1)
-            total = total + self.recipe.distill_weight * T**2 * F.kl_div(
-                student, teacher, reduction="batchmean", log_target=True
+        if self.joint and self._hard:
+            total = total + self._hard_loss(output.routing, epoch)
+        if taught is not None and len(labels):
+            distance = distillation_loss(output.logits, taught, self.recipe.distill_temperature)
+            total = total + self.recipe.distill_weight * distance
+        return total
+
+    def _hard_loss(self, routing: Mapping[str, Routing], epoch: float) -> Tensor | float:
+        """The quadratic cost loss and batch shaping."""
+        gates, total = self.recipe, 0.0
+        progress = gates.joint_progress(epoch, self._epochs)
+        goal = gates.cost_at(progress, self._dense_cost)
+        if goal is not None and gates.cost_weight:
+            total = total + gates.cost_weight * cost_loss(self._model, routing, goal, self._batch)
+        shaping = gates.shaping_at(progress)
+        if shaping:
+            total = total + shaping * batch_shaping_loss(
+                routing.values(), gates.shaping_alpha, gates.shaping_beta, self._batch
             )
         return total
 
@@ -246,9 +257,10 @@ class GateTraining:
     def check_open(self) -> None:
         """Refuse layers that were closed for nearly all images since the last check; waits for the device.
 
-        With a target, the controller opens them again.
+        With a target, the controller opens them again, and so does the noise of hard gates.
         """
-        if not (self.joint and self._recent_images) or self.recipe.target_macs is not None:
+        reopens = self._hard or (self.recipe.target_macs is not None and self._can_shift)
+        if not (self.joint and self._recent_images) or reopens:
             return
         closed_L = self._means(self._recent, self._recent_images)[-1]
         worst = max(range(len(closed_L)), key=closed_L.__getitem__)
@@ -274,7 +286,7 @@ class GateTraining:
         self._set_head_noise(0.0)
         self.joint = False
         self.set_mode()
-        if embeddings is not None and self.recipe.target_macs is not None:
+        if embeddings is not None and self.recipe.target_macs is not None and self._can_shift:
             cost = shift_gates(self._model, embeddings, self.recipe.target_macs, full_weights)
         self._freeze_parameters()
         return cost
@@ -282,8 +294,8 @@ class GateTraining:
     def restore_model(self) -> None:
         """Restore the settings of the network, apart from its weights."""
         self._set_head_noise(0.0)
-        for head, through in zip(self._heads.values(), self._straight_through, strict=True):
-            head.straight_through = through
+        for head, before in zip(self._heads.values(), self._before, strict=True):
+            head.straight_through, head.temperature = before
         for parameter in self._gate_parameters:
             parameter.requires_grad_(True)
 
@@ -327,14 +339,14 @@ class GateTraining:
         """Raise λ where the cost is above its goal, lower it where it is below; shift biases where it is far off."""
         error, start = math.log(cost / goal), self.recipe.l1_weight
         self.l1_weight = min(max(self.l1_weight * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
-        if abs(error) > _TOLERANCE or closed:
+        if self._can_shift and (abs(error) > _TOLERANCE or closed):
             with torch.no_grad():
                 all_scores = self._scores
                 if self._batch is not None:
                     all_scores = {name: self._batch.gather(scores) for name, scores in all_scores.items()}
-                patterns = {name: _routing_of(scores > 0, self._heads[name]) for name, scores in all_scores.items()}
-                now = _mean_cost(self._model, patterns)
-                _shift(self._model, all_scores, now * math.exp(-_CORRECTION * error), _BISECTIONS)
+                patterns = {name: routing_of(scores > 0, self._heads[name]) for name, scores in all_scores.items()}
+                now = mean_cost(self._model, patterns)
+                shift_biases(self._model, all_scores, now * math.exp(-_CORRECTION * error), _BISECTIONS)
 
     def _relax_penalty(self, open_L: Sequence[float], mean_L: Sequence[float]) -> list[str]:
         """Relax the penalty of layers that are nearly closed, or whose gates have shrunk; returns new warnings.
@@ -380,26 +392,26 @@ def _float(values: Tensor) -> Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def _is_topk(model: DeepMoE) -> bool:
-    """Whether gates keep a fixed number of blocks."""
-    return any(head.mode == "topk" for head in model.heads().values())
+def _mode(model: DeepMoE) -> ChannelMode:
+    """The mode of the gates."""
+    return next(iter(model.heads().values())).mode
 
 
 def _check_target(model: DeepMoE, target: float) -> None:
     heads = model.heads()
-    if _is_topk(model):
-        open_blocks = {name: _first_blocks_open(head, head.keep or head.blocks) for name, head in heads.items()}
+    if _mode(model) == "topk":
+        open_blocks = {name: first_blocks_open(head, head.keep or head.blocks) for name, head in heads.items()}
         raise ValueError(
             f"fit: target_macs={target}, but gates of mode='topk' open a fixed number of blocks for every image, "
-            f"which costs {_mean_cost(model, open_blocks):.3f}; leave target_macs out and build the network with "
+            f"which costs {mean_cost(model, open_blocks):.3f}; leave target_macs out and build the network with "
             f"keep={math.sqrt(target):.2f} or so, the square root of the cost, or with mode='relu'"
         )
-    if any(head.bias is None for head in heads.values()):
+    if _mode(model) == "hard" and not has_biases(model):
         raise ValueError(
-            f"fit: target_macs={target} is met by shifting the biases of gates, and these have none; leave it out and "
-            "use l1_weight, or build the network with bias=1.0"
+            f"fit: target_macs={target} is met by shifting the biases of hard gates, and these have none; build the "
+            "network with bias=1.0"
         )
-    least = _mean_cost(model, {name: _first_blocks_open(head, 1) for name, head in heads.items()})
+    least = mean_cost(model, {name: first_blocks_open(head, 1) for name, head in heads.items()})
     if target < least:
         fixed = model.fixed_macs / model.dense_macs
         raise ValueError(
@@ -407,82 +419,3 @@ def _check_target(model: DeepMoE, target: float) -> None:
             f"the dense network, of which {fixed:.3f} are the embedding network, the gate heads and what has no gates; "
             f"use {math.ceil(1000 * least) / 1000:.3f} or more"
         )
-
-
-def _shift(model: DeepMoE, scores: Mapping[str, Tensor], target: float, bisections: int = 30) -> None:
-    """Shift biases so that images with these scores (B, E) cost the target on average, as far as gates allow."""
-    heads = model.heads()
-    layers = {name: _Scores(values) for name, values in scores.items()}
-
-    def shifts(factor: float) -> dict[str, float]:
-        return {name: layer.shift(factor) for name, layer in layers.items()}
-
-    def cost(factor: float) -> float:
-        patterns = {name: _routing_of(scores[name] > shift, heads[name]) for name, shift in shifts(factor).items()}
-        return _mean_cost(model, patterns)
-
-    cheap, dear = 0.0, max(layer.most for layer in layers.values())
-    for _ in range(bisections):
-        middle = 0.5 * (cheap + dear)
-        cheap, dear = (cheap, middle) if cost(middle) > target else (middle, dear)
-    for name, shift in shifts(min(cheap, dear, key=lambda factor: abs(cost(factor) - target))).items():
-        bias = heads[name].bias
-        assert bias is not None, "resolve_gate_recipe refuses gates without"
-        bias.sub_(shift)
-
-
-class _Scores:
-    """The sorted scores (B, E) of a layer: finds the shift with which a number of gates are open."""
-
-    def __init__(self, scores_BE: Tensor) -> None:
-        self._falling = scores_BE.flatten().sort(descending=True).values.cpu()  # read one by one
-        self._ease = 1e-3 * float(self._falling[0] - self._falling[-1]) + 1e-6
-        self._open = int((self._falling > 0).sum())
-        self._min_open = len(scores_BE)  # one for each image
-        self.most = len(self._falling) / max(self._open, 1)
-        """From this factor on, all gates are open."""
-
-    def shift(self, factor: float) -> float:
-        """Returns the shift for ``factor`` times as many open gates; at least one per image on average."""
-        wanted = min(max(round(factor * self._open), self._min_open), len(self._falling))
-        if wanted == self._open:
-            return 0.0
-        last = float(self._falling[wanted - 1])
-        following = float(self._falling[wanted]) if wanted < len(self._falling) else last
-        return 0.5 * (last + following) if following < last else last - self._ease  # of equal ones all are open
-
-
-def _weights(model: DeepMoE) -> list[float]:
-    """Weights of the layers: the cost that closing a layer saves while all others are open, 1 on average."""
-    heads = model.heads()
-    layers = range(len(heads))
-    patterns = {
-        name: _routing_of(torch.tensor([[row != layer] * head.blocks for row in layers]), head)
-        for layer, (name, head) in zip(layers, heads.items(), strict=True)
-    }
-    whole = _all_open_cost(model)
-    saved = cast("list[float]", (whole - model.macs(patterns).double() / model.dense_macs).tolist())
-    return [each * len(saved) / sum(saved) for each in saved]
-
-
-def _all_open_cost(model: DeepMoE) -> float:
-    """Cost of an image with all gates open, as a fraction of the dense network's."""
-    return _mean_cost(model, {name: _first_blocks_open(head, head.blocks) for name, head in model.heads().items()})
-
-
-def _first_blocks_open(head: ChannelGate, blocks: int) -> Routing:
-    """Routing of one image with the first blocks open."""
-    return _routing_of((torch.arange(head.blocks) < blocks)[None], head)
-
-
-def _routing_of(open_BE: Tensor, head: ChannelGate) -> Routing:
-    """Routing with gates of 1 where they are open."""
-    open_BE = open_BE.to(head.weight.device)
-    index = torch.arange(head.blocks, device=open_BE.device).masked_fill(~open_BE, UNASSIGNED)
-    gate = open_BE.float()
-    return Routing("channel", gate[:, None], index[:, None], gate[:, None], chooser="unit")
-
-
-def _mean_cost(model: DeepMoE, routing: Mapping[str, Routing]) -> float:
-    """Mean cost of images as a fraction of the dense network's."""
-    return float(model.macs(routing).double().mean()) / model.dense_macs

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Tensor, nn
 
 from moesaic.checks import check_positive
 from moesaic.models.resnet import LARGE_IMAGE, conv_bn
 
-__all__ = ["EmbeddingNetwork", "embedding_macs", "embedding_widths"]
+__all__ = ["ConstantEmbedding", "EmbeddingNetwork", "embedding_macs", "embedding_widths", "unit_scale"]
 
 _MIN_WIDTH = 8
 _MAX_FACTOR = 8
@@ -32,6 +33,8 @@ class EmbeddingNetwork(nn.Module):
         in_channels: channels of the images.
         widths: output channels of its convolutions; the last is D.
         num_classes: number of classes.
+        center: whether a BatchNorm without affine parameters follows, for the gate heads alone: every number of the
+            embedding then has mean 0 and variance 1 over images, and a head's bias is the mean score of its gate.
 
     >>> import torch
     >>> embedding, logits = EmbeddingNetwork(3, (8, 16, 32), num_classes=10)(torch.zeros(2, 3, 32, 32))
@@ -39,7 +42,9 @@ class EmbeddingNetwork(nn.Module):
     (torch.Size([2, 32]), torch.Size([2, 10]))
     """
 
-    def __init__(self, in_channels: int, widths: Sequence[int], num_classes: int) -> None:
+    center: nn.BatchNorm1d | None
+
+    def __init__(self, in_channels: int, widths: Sequence[int], num_classes: int, *, center: bool = False) -> None:
         super().__init__()
         if not widths:
             raise ValueError("EmbeddingNetwork: widths is empty; give the channels of one convolution or more")
@@ -48,11 +53,45 @@ class EmbeddingNetwork(nn.Module):
         convs = [conv_bn(before, width, 3, stride=2) for before, width in pairwise((in_channels, *widths))]
         self.body = nn.Sequential(*(layer for conv in convs for layer in (*conv, nn.ReLU())))
         self.head: nn.Module = nn.Linear(widths[-1], num_classes)
+        self.center = nn.BatchNorm1d(widths[-1], affine=False) if center else None
         self.dimension = widths[-1]
+        self.in_channels = in_channels
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         embedding = self.body(x).mean((2, 3))
-        return embedding, self.head(embedding)
+        logits = self.head(embedding)
+        return embedding if self.center is None else self.center(embedding), logits
+
+
+class ConstantEmbedding(nn.Module):
+    """The number 1 as the embedding of every image: gates do not depend on the image, and each has a learned score.
+
+    It has no classifier; its logits are 0.
+
+    >>> embedding, logits = ConstantEmbedding(3, num_classes=10)(torch.rand(2, 3, 32, 32))
+    >>> embedding.tolist(), logits.shape
+    ([[1.0], [1.0]], torch.Size([2, 10]))
+    """
+
+    dimension = 1
+
+    def __init__(self, in_channels: int, num_classes: int) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.num_classes = num_classes
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.new_ones(len(x), 1), x.new_zeros(len(x), self.num_classes)
+
+
+def unit_scale(center: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
+    """Mean and factor (D,) with which a centred embedding is (e − mean) · factor in eval mode.
+
+    >>> unit_scale(nn.BatchNorm1d(2, affine=False, eps=0.0))
+    (tensor([0., 0.]), tensor([1., 1.]))
+    """
+    assert center.running_mean is not None and center.running_var is not None
+    return center.running_mean, torch.rsqrt(center.running_var + center.eps)
 
 
 def embedding_macs(widths: Sequence[int], *, in_channels: int, image_size: int, num_classes: int, gates: int) -> int:

@@ -7,10 +7,10 @@ are filled up with zeros.
 
 A runtime lays constant kernels out in advance and gathered ones not, so a gathered multiply-add takes `GATHERED` times
 as long. Where gathering would take longer in all, the convolutions are dense and closed channels multiplied by zero:
-under ``mode="topk"`` that is known at export, and the network is exported as it is; under ``"relu"`` it is decided for
-each image.
+under ``mode="topk"`` that is known at export, and the network is exported as it is; under ``"relu"`` and ``"hard"`` it
+is decided for each image.
 
-Under ``"relu"`` the number of open channels depends on the image, so that shapes inside are dynamic. A layer that is
+Under these two the number of open channels depends on the image, so that shapes inside are dynamic. A layer that is
 all closed computes its first block with a gate of 0, since operations may refuse maps without channels.
 
 The images of a batch open different channels. A scan runs them one after another, so that a batch takes the time of its
@@ -28,9 +28,10 @@ from torch.nn import functional as F
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from moesaic.models.deepmoe.backbone_trace import compact_layers, sparse_modules, trace_layers, with_open_channels
-from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
+from moesaic.models.deepmoe.embedding_network import ConstantEmbedding, EmbeddingNetwork, unit_scale
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.ops.dispatch import ChannelConv
+from moesaic.routing.channel_gate import hard_gates
 from moesaic.routing.router import stable_topk
 
 __all__ = ["ExportableDeepMoE", "OpenBlocks", "SparseConv", "exportable_deepmoe"]
@@ -159,15 +160,24 @@ class ExportableDeepMoE(nn.Module):
     def __init__(self, model: DeepMoE, *, one_image: bool = False) -> None:
         super().__init__()
         self.one_image = one_image
-        self.embedding = _folded(model.embedding)
+        self.embedding = None if isinstance(model.embedding, ConstantEmbedding) else _folded(model.embedding)
         heads = list(model.heads().values())
         self.gated = model.gated
         self._topk = heads[0].mode == "topk"
+        self._gate = hard_gates if heads[0].mode == "hard" else F.relu
         self._blocks = [head.blocks for head in heads]
         self._open = [head.keep or 0 for head in heads]
         biases = [head.weight.new_zeros(head.blocks) if head.bias is None else head.bias for head in heads]
-        self.register_buffer("weight", torch.cat([head.weight.detach() for head in heads]))
-        self.register_buffer("bias", torch.cat([bias.detach() for bias in biases]))
+        weight, bias = (
+            torch.cat([head.weight.detach() for head in heads]),
+            torch.cat([bias.detach() for bias in biases]),
+        )
+        if isinstance(model.embedding, EmbeddingNetwork) and model.embedding.center is not None:
+            mean, factor = unit_scale(model.embedding.center)
+            weight = weight * factor
+            bias = bias - weight @ mean
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", bias)
         self._set_costs(model)
         graph = trace_layers(model.backbone)
         compact_maps = bool(compact_layers(model.backbone))
@@ -224,8 +234,8 @@ class ExportableDeepMoE(nn.Module):
         return bool(self._is_cheaper(torch.cat(is_open)))
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = F.linear(self.embedding(x).mean((2, 3)), self.weight, self.bias)
-        choices = self._best(scores) if self._topk else (F.relu(scores), scores)
+        scores = self._scores(x)
+        choices = self._best(scores) if self._topk else (self._gate(scores), scores)
         if self.one_image:
             return self._run(x, *(choice[0] for choice in choices))
         from torch._higher_order_ops.scan import scan
@@ -237,6 +247,12 @@ class ExportableDeepMoE(nn.Module):
         _, logits = scan(step, x.new_zeros(1), (x, *choices))
         return logits
 
+    def _scores(self, x: Tensor) -> Tensor:
+        """Scores (B, all blocks) of all layers."""
+        if self.embedding is None:
+            return (self.weight[:, 0] + self.bias).expand(x.shape[0], -1)
+        return F.linear(self.embedding(x).mean((2, 3)), self.weight, self.bias)
+
     def _best(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """The gates of the open blocks of all layers under ``"topk"``, and the blocks, numbered from 0 in a layer."""
         parts = _split(scores, self._blocks, 1)
@@ -245,7 +261,7 @@ class ExportableDeepMoE(nn.Module):
         return F.softplus(torch.cat(best, 1)), torch.cat(index, 1)
 
     def _run(self, x: Tensor, gates: Tensor, choice: Tensor) -> Tensor:
-        """The logits of one image: ``choice`` has the open blocks of all layers, or under ``"relu"`` the scores."""
+        """The logits of one image: ``choice`` has the open blocks of all layers under ``"topk"``, else the scores."""
         if self._topk:
             return self._run_gathered(x, gates, choice)
         cheaper = self._is_cheaper(~(choice <= 0))

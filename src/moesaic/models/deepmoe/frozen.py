@@ -77,7 +77,7 @@ class FrozenDeepMoE(FrozenModule):
 
     def __init__(self, model: DeepMoE) -> None:
         super().__init__(check_freezable(model))
-        self.in_channels: int = cast(nn.Conv2d, model.embedding.body[0]).in_channels
+        self.in_channels = model.embedding.in_channels
         self._embedding = FrozenEmbedding(model.embedding)
         self._heads = FrozenHeads(list(model.heads().values()))
         graph = trace_layers(model.backbone)

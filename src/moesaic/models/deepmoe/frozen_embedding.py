@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork
+from moesaic.models.deepmoe.embedding_network import ConstantEmbedding, EmbeddingNetwork, unit_scale
 from moesaic.ops.channel.block_conv import WHOLE_BLOCK, BlockConv, BlockMap, OpenBlocks
 from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm
 from moesaic.ops.channel.workspace import Workspace
@@ -19,12 +19,21 @@ SMALL_MAP = 1024
 
 
 class FrozenEmbedding:
-    """Computes the embeddings (B, D) of images, as an `EmbeddingNetwork` in eval mode does; its weights are copies."""
+    """Computes the embeddings (B, D) of images, as an `EmbeddingNetwork` in eval mode does; its weights are copies.
 
-    def __init__(self, network: EmbeddingNetwork) -> None:
-        layers = list(network.body)
+    A `ConstantEmbedding` stays what it is.
+    """
+
+    def __init__(self, network: EmbeddingNetwork | ConstantEmbedding) -> None:
+        self._center = None
         self._convs: list[ChannelConv] = []
         self._open: list[OpenBlocks] = []
+        if isinstance(network, ConstantEmbedding):
+            return
+        if network.center is not None:
+            mean, factor = unit_scale(network.center)
+            self._center = mean.clone(), factor
+        layers = list(network.body)
         for conv, norm in zip(layers[::3], layers[1::3], strict=True):
             assert isinstance(conv, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
             O, C = conv.weight.shape[:2]
@@ -40,6 +49,15 @@ class FrozenEmbedding:
 
     def run(self, x: Tensor, workspace: Workspace | None) -> Tensor:
         """The embeddings of a batch; with a workspace that of one image. In inference mode."""
+        if not self._convs:
+            return x.new_ones(len(x), 1)
+        embedding = self._embed(x, workspace)
+        if self._center is None:
+            return embedding
+        mean, factor = self._center
+        return (embedding - mean) * factor
+
+    def _embed(self, x: Tensor, workspace: Workspace | None) -> Tensor:
         for layer, conv in enumerate(self._convs):
             if workspace is not None and x.shape[2] * x.shape[3] <= SMALL_MAP:
                 return self._run_blocks(x, layer, workspace)

@@ -23,7 +23,12 @@ from torch import Tensor, fx, nn
 
 from moesaic.checks import check_positive
 from moesaic.models.channel_graph import ConvNode, build_channel_graph, nodes_to_gate
-from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, embedding_macs, embedding_widths
+from moesaic.models.deepmoe.embedding_network import (
+    ConstantEmbedding,
+    EmbeddingNetwork,
+    embedding_macs,
+    embedding_widths,
+)
 from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv, unsupported_conv, unsupported_norm
 from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.image_classifier import ImageNetwork
@@ -79,7 +84,7 @@ class DeepMoE(ImageNetwork):
     True
     """
 
-    embedding: EmbeddingNetwork
+    embedding: EmbeddingNetwork | ConstantEmbedding
     gates: nn.ModuleDict
     """The head of each gated layer, by its name with "_" for "."."""
     backbone: nn.Module
@@ -97,7 +102,7 @@ class DeepMoE(ImageNetwork):
     def __init__(
         self,
         backbone: nn.Module,
-        embedding: EmbeddingNetwork,
+        embedding: EmbeddingNetwork | ConstantEmbedding,
         gates: Mapping[str, ChannelGate],
         active: ActiveGates,
         conv_costs: Sequence[ConvCost],
@@ -162,14 +167,17 @@ class DeepMoE(ImageNetwork):
         return linear[-1] if linear else nn.Identity()
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        network, head = self._network(), self.embedding.head
+        network, embedding = self._network(), self.embedding
         before = network.num_classes
         network.reset_classifier(num_classes, global_pool)
-        weight = next(self.embedding.parameters())
-        made = nn.Linear(self.embedding.dimension, num_classes) if num_classes else nn.Identity()
-        self.embedding.head = made.to(weight.device, weight.dtype).train(head.training)
-        backbone_macs = network.head_hidden_size * (num_classes - before)
-        gate_macs = self.embedding.dimension * (num_classes - before)
+        backbone_macs, gate_macs = network.head_hidden_size * (num_classes - before), 0
+        if isinstance(embedding, ConstantEmbedding):
+            embedding.num_classes = num_classes
+        else:
+            weight = next(embedding.parameters())
+            made = nn.Linear(embedding.dimension, num_classes) if num_classes else nn.Identity()
+            embedding.head = made.to(weight.device, weight.dtype).train(embedding.head.training)
+            gate_macs = embedding.dimension * (num_classes - before)
         self.dense_macs += backbone_macs
         self.gate_macs += gate_macs
         self.fixed_macs += backbone_macs + gate_macs
@@ -222,15 +230,44 @@ class DeepMoE(ImageNetwork):
 
         Gates are given by the names in ``gated``, as in ``DeepMoEOutput.routing``.
         """
+        self._check_routing("macs", routing)
+        return self._macs_of(
+            {
+                name: open_channels(routing[name], gate.channels, gate.block).sum(1)
+                for name, gate in self.heads().items()
+            }
+        )
+
+    def expected_macs(self, routing: Mapping[str, Routing]) -> Tensor:
+        """(B,): expected multiply-adds of each image whose gates open independently with probability sigmoid(score).
+
+        So do gates of ``mode="hard"`` under logistic noise of scale 1. It has gradients.
+
+        >>> import torch
+        >>> from moesaic.models.vgg import VGG16
+        >>> model = deepmoe(VGG16(num_classes=10, width=0.1), num_classes=10, mode="hard", bias=0.0)
+        >>> routing = model.forward_with_routing(torch.zeros(1, 3, 32, 32)).routing     # all open half of the time
+        >>> bool(model.fixed_macs < model.expected_macs(routing) < model.dense_macs / 2)
+        True
+        """
+        self._check_routing("expected_macs", routing)
+        return self._macs_of(
+            {
+                name: (torch.sigmoid(routing[name].scores[:, 0]) * gate.block_sizes(routing[name].scores)).sum(1)
+                for name, gate in self.heads().items()
+            }
+        )
+
+    def _check_routing(self, method: str, routing: Mapping[str, Routing]) -> None:
         missing = [name for name in self.gated if name not in routing]
         if missing:
             raise ValueError(
-                f"DeepMoE.macs: the routing of {missing[0]} is missing (got {', '.join(routing) or 'none'}); give "
+                f"DeepMoE.{method}: the routing of {missing[0]} is missing (got {', '.join(routing) or 'none'}); give "
                 "forward_with_routing(x).routing, which has the names in `gated`"
             )
-        active = {
-            name: open_channels(routing[name], gate.channels, gate.block).sum(1) for name, gate in self.heads().items()
-        }
+
+    def _macs_of(self, active: Mapping[str, Tensor]) -> Tensor:
+        """(B,): multiply-adds from the number (B,) of active channels of each gated layer."""
 
         def channels(of: str | int) -> int | Tensor:
             return active[of] if isinstance(of, str) else of
@@ -261,6 +298,7 @@ def deepmoe(
     bias: float | None = 1.0,
     bottleneck: Literal["a", "b"] = "a",
     embedding_share: float = 0.02,
+    center_embedding: bool = False,
 ) -> DeepMoE:
     """Gate the channels of a network by an embedding of the image.
 
@@ -275,12 +313,15 @@ def deepmoe(
         image_size: side of the images for which costs are counted.
         in_channels: channels of the images.
         block: consecutive channels that share a gate; a layer with fewer channels has one gate.
-        mode: ``"relu"``: the number of open channels depends on the image; ``"topk"``: it is fixed; see `ChannelGate`.
+        mode: ``"relu"``: the number of open channels depends on the image; ``"topk"``: it is fixed; ``"hard"``: as
+            under ``"relu"``, and open gates are 1; see `ChannelGate`.
         keep: fraction of a layer's blocks that is open under ``"topk"``, above 0 and up to 1, rounded to blocks.
         bias: initial bias of the heads; None for the printed form, which has no bias.
         bottleneck: of residual bottlenecks, ``"a"``: the first two convolutions are gated, ``"b"``: the middle one.
         embedding_share: multiply-adds of the embedding network, its classifier and the heads, as a fraction of the
-            backbone's; the widths of its convolutions follow from it, and are at least 8.
+            backbone's; the widths of its convolutions follow from it, and are at least 8. At 0 there is no embedding
+            network: gates are the same for every image, each with a learned score (`ConstantEmbedding`).
+        center_embedding: whether the heads read the embedding through a BatchNorm without affine parameters.
 
     >>> from moesaic.models.resnet import ResNet
     >>> model = deepmoe(ResNet(18, num_classes=10, width=0.25), num_classes=10, block=8)
@@ -291,6 +332,11 @@ def deepmoe(
     """
     check_positive("deepmoe", num_classes=num_classes, image_size=image_size, in_channels=in_channels, block=block)
     _check_shares(mode, keep, embedding_share)
+    if center_embedding and not embedding_share:
+        raise ValueError(
+            "deepmoe: center_embedding=True has nothing to center with embedding_share=0, where the embedding is the "
+            "same for every image; omit it, or use an embedding_share above 0"
+        )
     plan, ungated = _plan(backbone, bottleneck)
     costs = _backbone_macs(backbone, num_classes, (in_channels, image_size, image_size))
     convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
@@ -299,13 +345,18 @@ def deepmoe(
     sizes = {"in_channels": in_channels, "image_size": image_size, "num_classes": num_classes}
     sizes["gates"] = sum(gates.values())
     dense_macs = sum(costs.values())
-    widths = embedding_widths(embedding_share * dense_macs, **sizes)
+    widths = embedding_widths(embedding_share * dense_macs, **sizes) if embedding_share else ()
 
     like = convs[next(iter(plan))].weight
-    embedding = EmbeddingNetwork(in_channels, widths, num_classes).to(like.device, like.dtype).train(backbone.training)
+    embedding = (
+        EmbeddingNetwork(in_channels, widths, num_classes, center=center_embedding)
+        if widths
+        else ConstantEmbedding(in_channels, num_classes)
+    )
+    embedding.to(like.device, like.dtype).train(backbone.training)
     heads = {
         name: ChannelGate(
-            widths[-1],
+            embedding.dimension,
             convs[name].out_channels,
             block=blocks[name],
             mode=mode,
@@ -342,7 +393,7 @@ def deepmoe(
         conv_costs.append(ConvCost(macs_per_pair, conv.in_channels if producer is None else producer, outs))
     for name, module in replaced.items():
         backbone.set_submodule(name, module)
-    gate_macs = embedding_macs(widths, **sizes)
+    gate_macs = embedding_macs(widths, **sizes) if widths else sizes["gates"]
     return DeepMoE(
         backbone,
         embedding,
@@ -360,17 +411,17 @@ def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None
     if mode == "topk" and keep is None:
         raise TypeError("deepmoe: keep is missing; pass the fraction of each layer that is open under mode='topk'")
     if keep is not None:
-        if mode == "relu":
+        if mode != "topk":
             raise ValueError(
-                f"deepmoe: keep={keep} has no meaning under mode='relu', where the number of open channels depends "
+                f"deepmoe: keep={keep} has no meaning under mode={mode!r}, where the number of open channels depends "
                 "on the image; omit keep or use mode='topk'"
             )
         if not 0 < keep <= 1:
             raise ValueError(f"deepmoe: keep={keep}; it is a fraction of each layer's blocks: above 0 and up to 1")
-    if not 0 < embedding_share < 1:
+    if not 0 <= embedding_share < 1:
         raise ValueError(
-            f"deepmoe: embedding_share={embedding_share}; it is a fraction of the backbone's multiply-adds: above 0 "
-            "and below 1"
+            f"deepmoe: embedding_share={embedding_share}; it is a fraction of the backbone's multiply-adds: from 0 "
+            "to below 1"
         )
 
 

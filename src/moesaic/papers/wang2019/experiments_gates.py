@@ -20,6 +20,7 @@ of which needs fourteen times the work. Networks that are compared have equally 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -38,7 +39,7 @@ from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.datasets import ImageDataset
 from moesaic.data.load import load_images
 from moesaic.fidelity import Fidelity
-from moesaic.insight.channel_metrics import channel_usage, gate_distances
+from moesaic.insight.channel_metrics import channel_usage, gate_dependence, gate_distances
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import create_model
@@ -48,6 +49,8 @@ from moesaic.papers.engine.runner import Runner
 from moesaic.papers.wang2019.vgg_widths import WIDENINGS, conv_macs
 from moesaic.routing_record import Routing
 from moesaic.training.batches import eval_batches
+from moesaic.training.callbacks import Callback
+from moesaic.training.distillation import Distillation
 from moesaic.training.fit import fit
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
@@ -77,7 +80,7 @@ __all__ = [
 ]
 
 Array = NDArray[np.float64]
-Option: TypeAlias = tuple[str, float | str]
+Option: TypeAlias = tuple[str, float | str | None]
 """An option of `create_model` and its value."""
 
 ENGINE = 1
@@ -114,6 +117,14 @@ class GateResult:
     """The same of two images of different classes."""
     seconds: float
     """Duration of training. Not comparable between runs, which may share a GPU."""
+    embedding_accuracy: float = math.nan
+    """Test accuracy of the embedding's own classifier, in percent; NaN where there is none."""
+    differing: float = math.nan
+    """Percentage of gates in which two images differ; NaN without gates, and in runs of earlier versions."""
+    entropy: float = math.nan
+    """Mean entropy of a gate over images, in bits."""
+    information: float = math.nan
+    """Mean mutual information of a gate and the class, in bits."""
 
     @property
     def cost(self) -> float:
@@ -138,7 +149,8 @@ class GateCell:
     options: tuple[Option, ...] = ()
     """Further options of `create_model`."""
     teacher: str = ""
-    """Name of the teacher network for distillation, trained first by the same recipe without gates; empty for none."""
+    """Name of the teacher network for distillation, trained first by the same recipe without gates; empty for none. It
+    has the width of a network with gates, and its full width where a static network learns from it."""
     samples: int | None = None
     """Number of training images; None for all."""
     on_cpu: bool = False
@@ -168,12 +180,14 @@ class GateCell:
             task = task.subset(self.samples, seed)
         teacher = None
         if self.teacher:
-            teacher = _network(self.teacher, self._shape_options(), seed)
+            teacher = _network(self.teacher, self._teacher_options(), seed)
             plain = replace(self.recipe, gates=None)
             fit(
                 teacher, task, plain, seed=seed, device=runner.device, progress=runner.progress, eval_every=plain.epochs
             )
         model = _network(self.network, dict(self.options), seed)
+        static = self.recipe.gates is None
+        callbacks: list[Callback] = [Distillation(teacher)] if static and teacher is not None else []
         found = fit(
             model,
             task,
@@ -182,13 +196,15 @@ class GateCell:
             device=runner.device,
             progress=runner.progress,
             eval_every=self.recipe.epochs,
-            teacher=teacher,
+            teacher=None if static else teacher,
+            callbacks=callbacks,
         )
         return {
             "accuracy": round(found.accuracy, 4),
             "training": [round(epoch.train_accuracy, 4) for epoch in found.epochs],
             "losses": [round(epoch.loss, 6) for epoch in found.epochs],
             "seconds": round(found.seconds, 3),
+            "embedding_accuracy": found.metrics.get("embedding_accuracy"),
             **(_gates(model, task, self.recipe) if isinstance(model, DeepMoE) else _static(model, task)),
         }
 
@@ -203,11 +219,15 @@ class GateCell:
             stored["within"],
             stored["between"],
             stored["seconds"],
+            *(_number(stored.get(name)) for name in ("embedding_accuracy", "differing", "entropy", "information")),
         )
 
-    def _shape_options(self) -> dict[str, float | str]:
-        """Options that a network without gates has, too."""
-        return {name: value for name, value in self.options if name == "width"}
+    def _teacher_options(self) -> dict[str, float | str | None]:
+        return {name: value for name, value in self.options if name == "width" and self.recipe.gates is not None}
+
+
+def _number(stored: float | None) -> float:
+    return math.nan if stored is None else stored
 
 
 def _static(model: nn.Module, task: ImageDataset) -> dict[str, Any]:
@@ -234,6 +254,7 @@ def _gates(model: DeepMoE, task: ImageDataset, recipe: Recipe) -> dict[str, Any]
     labels = task.test.labels[: next(iter(together.values())).batch].cpu()
     used = [channel_usage(each) for each in together.values()]
     apart = gate_distances(together, labels, task.num_classes)
+    dependence = gate_dependence(together, labels, task.num_classes)
     cost = torch.cat(macs)
     return {
         "macs": round(float(cost.mean()), 1),
@@ -242,6 +263,9 @@ def _gates(model: DeepMoE, task: ImageDataset, recipe: Recipe) -> dict[str, Any]
         "usage": [[len(each.dead), len(each.always_on), len(each.dynamic)] for each in used],
         "within": round(apart.within or 0.0, 6),
         "between": round(apart.between or 0.0, 6),
+        "differing": round(100 * dependence.differing, 4),
+        "entropy": round(dependence.entropy, 6),
+        "information": round(dependence.class_information, 6),
     }
 
 
@@ -309,13 +333,13 @@ class Remedy:
     teacher: str = ""
 
 
-def static_width(cost: float) -> float:
-    """Returns the factor of all widths of VGG-16 that gives it this share of its multiply-adds.
+def static_width(cost: float, widths: Sequence[int] = VGG16_WIDTHS) -> float:
+    """Returns the factor of all widths of a VGG-16 that gives it this share of the multiply-adds of the usual one.
 
     >>> [static_width(cost) for cost in (0.5, 0.25, 0.12)]
     [0.707, 0.498, 0.3457]
     """
-    return _solved(lambda width: _share([max(round(channels * width), 1) for channels in VGG16_WIDTHS]), cost)
+    return _solved(lambda width: _share([max(round(channels * width), 1) for channels in widths]), cost)
 
 
 def open_channel_share(cost: float) -> float:

@@ -1,8 +1,8 @@
 """Wang et al. 2019, "Deep Mixture of Experts via Shallow Embedding" (DeepMoE).
 
 Routing by channel: the supplement's claims on expressive power and on four widenings of VGG-16 (`claims_expressivity`,
-without training), and gated against static networks of equal cost on CIFAR-10 (`claims_gates`). The main paper's tables
-were not available, and no claim is about them.
+without training), gated against static networks of equal cost on CIFAR-10 (`claims_gates`), and whether it helps that
+gates depend on the image (`claims_equal_cost`). The main paper's tables were not available, and no claim is about them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from moesaic.fidelity import Fidelity
 from moesaic.papers.engine.claims import ExperimentResults, Paper, Plan
 from moesaic.papers.engine.runner import Runner
 from moesaic.papers.wang2019 import (
+    claims_equal_cost,
     claims_expressivity,
     claims_gates,
+    experiments_equal_cost,
     experiments_expressivity,
     experiments_gates,
+    figures_equal_cost,
     figures_expressivity,
     figures_gates,
 )
@@ -31,13 +34,17 @@ __all__ = ["PAPER"]
 
 def plan(preset: str, fidelity: Fidelity) -> Plan[Any]:
     """Returns the cells: as printed, those that train nothing; in our form, those that train."""
-    return experiments_expressivity.plan() if fidelity == "print" else experiments_gates.plan(preset, fidelity)
+    if fidelity == "print":
+        return experiments_expressivity.plan()
+    return {**experiments_gates.plan(preset, fidelity), **experiments_equal_cost.plan(preset, fidelity)}
 
 
 def charts(experiments: Mapping[Fidelity, ExperimentResults[Any]]) -> list[Chart]:
     """Returns the charts for which there are results."""
     drawn = figures_expressivity.charts(experiments["print"]) if "print" in experiments else []
-    return drawn + (figures_gates.charts(experiments["best"]) if "best" in experiments else [])
+    for draw in (figures_gates.charts, figures_equal_cost.charts):
+        drawn += draw(experiments["best"]) if "best" in experiments else []
+    return drawn
 
 
 def notes(preset: str, runner: Runner) -> list[str]:
@@ -46,7 +53,7 @@ def notes(preset: str, runner: Runner) -> list[str]:
         "Wang et al.: Table 1 of the supplement has lost five cells in the copy at hand (Conv11 to Conv13 of W1-High, "
         "Conv3 and Conv4 of W4-Low); they are solved for, so that all four columns have equally many weights."
     )
-    return [lost, claims_gates.NOTE] if preset != "quick" else [lost]
+    return [lost, claims_gates.NOTE, claims_equal_cost.NOTE] if preset != "quick" else [lost]
 
 
 def check_data(data_dir: Path | None) -> None:
@@ -62,7 +69,7 @@ PAPER: Paper[Any] = Paper(
     "channels of every layer work on it. The supplement argues that such a network, though sparse, can tell as much "
     "apart as a dense one, and gives four ways to widen VGG-16. Here its argument is calculated, and networks with "
     "gates are put beside narrower ones of equal cost on CIFAR-10.",
-    checks=(*claims_expressivity.CHECKS, *claims_gates.CHECKS),
+    checks=(*claims_expressivity.CHECKS, *claims_gates.CHECKS, *claims_equal_cost.CHECKS),
     plan=plan,
     charts=charts,
     notes=notes,
