@@ -43,7 +43,8 @@ class ChannelGate(nn.Module):
     Scores are computed in float32 at least, whatever the dtype of the embedding and of autocast.
 
     ``gate.noise`` is 0 unless training sets it: the standard deviation of Gaussian noise that is added to the scores
-    before the selection, in training mode only. ``routing.scores`` are without noise.
+    before the selection, in training mode only; a tensor where it changes under a CUDA graph. ``routing.scores`` are
+    without noise.
 
     Args:
         embedding: size D of the embedding.
@@ -99,7 +100,7 @@ class ChannelGate(nn.Module):
                 "gradients anyway; omit it or use mode='topk'"
             )
         self.straight_through = straight_through
-        self.noise = 0.0
+        self.noise: float | Tensor = 0.0
         self._start = bias
         self.weight = nn.Parameter(torch.empty(self.blocks, embedding, device=device, dtype=dtype))
         self.bias = None if bias is None else nn.Parameter(torch.empty(self.blocks, device=device, dtype=dtype))
@@ -131,7 +132,7 @@ class ChannelGate(nn.Module):
     def choose(self, scores: Tensor) -> Routing:
         """Select the open blocks by their scores (B, E)."""
         noisy = scores
-        if self.training and self.noise:
+        if self.training and (isinstance(self.noise, Tensor) or self.noise):
             random = torch.randn_like
             noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
             noisy = scores + self.noise * noise
