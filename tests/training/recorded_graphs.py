@@ -103,4 +103,3 @@ class FailingGraphs(RecordedGraphs):
     def capture(self, work, generators):
         work()
         raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
-

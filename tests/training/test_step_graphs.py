@@ -18,7 +18,6 @@ from training.squares import (
     LONG,
     TASK,
     Notes,
-    Routed,
     dense,
     mixture,
     routed,
@@ -31,7 +30,8 @@ from training.squares import (
 
 from moesaic import create_model
 from moesaic.data.datasets import ImageDataset
-from moesaic.routing import TokenChoice
+from moesaic.layers import PatchMoE
+from moesaic.routing import SoftRouter
 from moesaic.training import Callback, fit, trainer
 from moesaic.training.callbacks import BalanceLossCallback, CollapseCallback, RoutingCallback
 from moesaic.training.fit import Diverged, FitResult
@@ -55,13 +55,22 @@ def with_graphs(monkeypatch):
     return run
 
 
-def choosing() -> nn.Module:
-    """Units choose with noise from a generator of the layer."""
-    return seeded(
-        lambda: Routed(
-            TokenChoice(8, experts=2, patch_size=4, noise="gumbel", generator=torch.Generator().manual_seed(3))
-        )
-    )
+class Noisy(nn.Module):
+    """A layer with a soft router behind noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = PatchMoE(3, 4, experts=2, router=SoftRouter(3, experts=2, patch_size=4), patch_size=4)
+        self.head = nn.Linear(4, 2)
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = torch.randn(x.shape, generator=self.generator)
+        return self.head(self.moe(x + 0.1 * noise).mean((2, 3)))
+
+
+def noisy() -> nn.Module:
+    return seeded(Noisy)
 
 
 CASES: dict[str, tuple[Any, ImageDataset, Recipe, Any]] = {
@@ -69,13 +78,11 @@ CASES: dict[str, tuple[Any, ImageDataset, Recipe, Any]] = {
     "adamw, everything": (
         routed,
         TASK,
-        replace(
-            SHORT, optimizer="adamw", lr=0.01, ema_decay=0.9, clip_grad=0.1, grad_accum=2, label_smoothing=0.1
-        ),
+        replace(SHORT, optimizer="adamw", lr=0.01, ema_decay=0.9, clip_grad=0.1, grad_accum=2, label_smoothing=0.1),
         None,
     ),
     "normalized_gd, balance loss": (
-        choosing,
+        noisy,
         TASK,
         replace(SHORT, optimizer="normalized_gd", balance_weight=0.1),
         None,
@@ -115,8 +122,7 @@ def test_a_run_from_graphs_equals_an_eager_one_bit_for_bit(make, task, recipe, t
     captured, eager = found.values()
     assert same(*networks.values())
     for one, other in zip(captured.epochs, eager.epochs, strict=True):
-        assert (one.loss, one.train_accuracy, one.test_accuracy) == (other.loss, other.train_accuracy, other.test_accuracy)
-        assert (one.routing, one.metrics, one.alarms) == (other.routing, other.metrics, other.alarms)
+        assert replace(one, seconds=0.0, images_per_second=0.0) == replace(other, seconds=0.0, images_per_second=0.0)
     assert captured.accuracy == eager.accuracy
 
 
@@ -143,7 +149,7 @@ def test_a_stopped_run_goes_on_with_the_same_numbers(tmp_path, monkeypatch):
     recipe = replace(SHORT, optimizer="adamw", ema_decay=0.9)
     undisturbed = routed()
     fit(undisturbed, TASK, recipe, seed=2, out=tmp_path / "whole", checkpoint_seconds=0)
-    parts = stopped_and_called_again(routed, TASK, recipe, tmp_path / "parts", (4, 3, 100))
+    parts = stopped_and_called_again(routed, TASK, recipe, tmp_path / "parts", (4, 100))
     assert same(parts, undisturbed)
     assert run_files(tmp_path / "parts") == run_files(tmp_path / "whole")
 
@@ -301,7 +307,7 @@ def test_fifty_steps_from_cuda_graphs_have_the_losses_of_eager_mode(make, monkey
 @pytest.mark.gpu
 @pytest.mark.parametrize(("make", "task", "recipe", "teacher"), CASES.values(), ids=CASES)
 def test_every_case_is_captured_in_cuda_graphs(make, task, recipe, teacher):
-    if make is choosing:
+    if make is noisy:
         pytest.skip("its generator is the CPU's")
     notes = Notes()
     options = {} if teacher is None else {"teacher": teacher()}

@@ -39,9 +39,9 @@ class Callback:
     ``on_epoch_end`` and ``epoch_routing``; in each test ``on_test_batch`` and ``on_test_end``; before the last test
     ``on_train_end``, after it ``final_metrics``; and ``on_fit_end`` whatever happens.
 
-    On a GPU steps are replayed from CUDA graphs, without their Python code: ``extra_loss`` and hooks on layers are then
-    not called. A callback that overrides ``train_forward``, ``epoch_context``, ``on_step_start`` or ``extra_loss`` makes
-    steps run eagerly, unless it is ``capturable``.
+    On a GPU steps are replayed from CUDA graphs, without their Python code: ``extra_loss`` and hooks on layers are
+    then not called. A callback that overrides ``train_forward``, ``epoch_context``, ``on_step_start`` or
+    ``extra_loss`` makes steps run eagerly, unless it is ``capturable``.
 
     >>> class WeightNorm(Callback):
     ...     def on_epoch_end(self, trainer):

@@ -32,9 +32,8 @@ class CudaGraphs:
         self._pool = torch.cuda.graph_pool_handle()
 
     def generators(self) -> list[torch.Generator]:
-        """Returns the generators of layers that have none of their own."""
-        index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        return [torch.cuda.default_generators[index], torch.default_generator]
+        """Returns the GPU's generator; and the CPU's, whose random numbers a graph would repeat in every step."""
+        return [torch.cuda.default_generators[self._stream.device_index], torch.default_generator]
 
     @contextmanager
     def stream(self) -> Generator[None]:

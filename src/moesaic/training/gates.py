@@ -1,8 +1,9 @@
 """Training of the channel gates of DeepMoE networks: penalty, control of the cost, a guard, and freezing.
 
 `GateTraining` computes what is added to the loss, and observes the gates of some batches. Whatever changes from step to
-step is on the device, so that a CUDA graph can replay it. At checks, every few steps, it waits for the device: λ and the biases of gates are adapted to the target cost, the penalty of layers that are
-nearly closed is relaxed, and a layer that has closed for all images stops the run. `GateCallback` runs it in `fit`.
+step is on the device, so that a CUDA graph can replay it. At checks, every few steps, it waits for the device: λ and
+the biases of gates are adapted to the target cost, the penalty of layers that are nearly closed is relaxed, and a layer
+that has closed for all images stops the run. `GateCallback` runs it in `fit`.
 """
 
 from __future__ import annotations
@@ -156,8 +157,8 @@ class GateTraining:
         self._weights = _weights(model) if self.recipe.layer_weights == "cost" else [1.0] * len(self._heads)
         self._penalty_factors = [1.0] * len(self._heads)
         self._penalty_L = torch.tensor(self._weights, device=device)
-        # since the last check, and in the epoch: the number of images, and summed over them the cost, and for each layer
-        # the share of open gates, the mean gate, and whether all were closed
+        # since the last check, and in the epoch: the number of images, and summed over them the cost, and for each
+        # layer the share of open gates, the mean gate, and whether all were closed
         self._recent = torch.zeros(2 + 3 * len(self._heads), device=device)
         self._epoch = torch.zeros_like(self._recent)
         self._pressure, self._noise = torch.zeros(2, device=device).unbind()

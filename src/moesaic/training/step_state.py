@@ -86,7 +86,9 @@ def _distance(tensor: Tensor, other: Tensor | None) -> float:
     if other is not None and torch.equal(tensor, other):
         return 0.0
     value = tensor.double().nan_to_num()
-    return float(torch.linalg.vector_norm(value if other is None else value - other.double().nan_to_num()))
+    if other is not None:
+        value = value - other.double().nan_to_num()
+    return value.square().sum().sqrt().item()
 
 
 def _epsilon(tensor: Tensor) -> float:

@@ -30,8 +30,8 @@ from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir
-from moesaic.training.trackers import Tracker
 from moesaic.training.step_graphs import DeviceGraphs, GraphPlan
+from moesaic.training.trackers import Tracker
 from moesaic.training.train_step import TrainStep
 from moesaic.validated_json import refused_as
 
