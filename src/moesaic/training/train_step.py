@@ -26,7 +26,7 @@ from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
 from moesaic.training.step_graphs import GraphPlan, StepGraphs
 
-__all__ = ["CompileError", "TrainStep", "build_optimizers"]
+__all__ = ["CompileError", "TrainStep", "build_optimizers", "set_learning_rate"]
 
 T = TypeVar("T")
 
@@ -99,11 +99,7 @@ class TrainStep:
         """Set those of the schedule for a step at this time, counted in epochs."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                rate = group["peak"] * self.recipe.lr_factor(epoch)
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
+                set_learning_rate(group, group["peak"] * self.recipe.lr_factor(epoch))
 
     def parts(self, samples: int) -> list[slice]:
         """Returns the parts of a batch of so many samples that this process computes, one for each micro-batch."""
@@ -316,6 +312,20 @@ class TrainStep:
         modules = cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules())
         found = ((name, getattr(module, "generator", None)) for name, module in modules)
         return {name: generator for name, generator in found if isinstance(generator, torch.Generator)}
+
+
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group, in place where a graph reads it.
+
+    >>> group = {"lr": torch.tensor(1.0)}
+    >>> set_learning_rate(group, 0.5)
+    >>> group
+    {'lr': tensor(0.5000)}
+    """
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
 
 
 def build_optimizers(
