@@ -31,7 +31,13 @@ def test_unknown_parts_are_refused(script):
 
 @pytest.mark.parametrize(
     ("unit", "figure", "reached"),
-    [("× as fast", 1.2, "yes"), ("× as fast", 1.19, "no"), ("ms", 1.2, "yes"), ("× one", 1.21, "no")],
+    [
+        ("× as fast", 1.2, "yes"),
+        ("× as fast", 1.19, "no"),
+        ("of a captured step", 1.21, "yes"),
+        ("ms", 1.2, "yes"),
+        ("× one", 1.21, "no"),
+    ],
 )
 def test_a_bar_is_judged_in_the_direction_of_its_unit(script, unit, figure, reached):
     assert script.Row("a", figure, unit, 1.2, None).reached == reached

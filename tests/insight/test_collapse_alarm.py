@@ -122,6 +122,21 @@ def test_an_alarm_entered_again_goes_on_counting_and_does_not_repeat_itself():
     watch(alarm, layer, collapsed, collapsed)
 
 
+def test_an_alarm_without_an_interval_checks_when_it_is_asked_what_was_not_cleared():
+    events: list[CollapseEvent] = []
+    layer = token_choice(2)
+    alarm = CollapseAlarm(layer, every=None, on_collapse=events.append)
+    watch(alarm, layer, *[favouring(2, [0])] * 3)
+    addresses = {name: tensor.data_ptr() for name, tensor in alarm.tensors().items()}
+    alarm.clear()
+    alarm.check()
+    assert events == [], "nothing is left to check"
+    watch(alarm, layer, *[favouring(2, [0])] * 2)
+    alarm.check()
+    assert [(event.experts, event.window) for event in events] == [((1,), 2)]
+    assert {name: tensor.data_ptr() for name, tensor in alarm.tensors().items()} == addresses
+
+
 def test_an_alarm_cannot_be_entered_twice_at_once():
     with CollapseAlarm(token_choice(2)) as alarm, pytest.raises(RuntimeError, match="already watching"), alarm:
         pass

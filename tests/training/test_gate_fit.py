@@ -156,13 +156,13 @@ def test_a_strength_that_closes_every_gate_stops_the_run_with_its_last_good_chec
 
 def test_gates_that_keep_a_set_number_learn_straight_through(monkeypatch):
     seen: list[bool] = []
-    set_noise = GateTraining.set_noise
+    begin_step = GateTraining.begin_step
 
-    def note(self, epoch):
+    def note(self, steps, epoch):
         seen.append(all(gate.straight_through for gate in self._heads.values()))
-        set_noise(self, epoch)
+        begin_step(self, steps, epoch)
 
-    monkeypatch.setattr(GateTraining, "set_noise", note)
+    monkeypatch.setattr(GateTraining, "begin_step", note)
     model = gated(mode="topk", keep=0.5)
     found = fit(model, TASK, replace(LONG, epochs=2, gates=GateRecipe(straight_through=True)))
     assert seen

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from training.gated import LONG, backbone, gate_state, gated, images
 
@@ -39,6 +39,18 @@ def set_biases(model: DeepMoE, layer: int, *values: float) -> None:
         gate.bias.copy_(torch.tensor(values).repeat(len(gate.bias))[: len(gate.bias)])
 
 
+def observe(gates: GateTraining, model: DeepMoE, steps: int) -> None:
+    gates.begin_step(steps, 1.0)
+    gates.observe(model.forward_with_routing(images()).routing)
+
+
+def loss_of(
+    gates: GateTraining, output: DeepMoEOutput, teacher_logits: Tensor | None = None, epoch: float = 1.0
+) -> Tensor:
+    gates.begin_step(0, epoch)
+    return gates.loss(output, LABELS[: len(output.logits)], teacher_logits)
+
+
 def cost(model: DeepMoE) -> float:
     return float(model.macs(model.forward_with_routing(images()).routing).double().mean()) / model.dense_macs
 
@@ -49,7 +61,7 @@ def cost(model: DeepMoE) -> float:
 def test_the_loss_is_the_pressure_on_gates_and_the_embedding_s_own_loss():
     model = gated()
     output = model.forward_with_routing(images())
-    found = training(model, l1_weight=0.3, embedding_weight=0.5, layer_weights="equal").loss(output, LABELS, None, 1.0)
+    found = loss_of(training(model, l1_weight=0.3, embedding_weight=0.5, layer_weights="equal"), output)
     pressure = 0.3 * sum(gate_l1(routing) for routing in output.routing.values())
     torch.testing.assert_close(found, pressure + 0.5 * F.cross_entropy(output.embedding_logits, LABELS))
 
@@ -58,7 +70,7 @@ def test_layers_are_pressed_by_what_closing_them_saves():
     model = gated()
     output = model.forward_with_routing(images())
     with torch.no_grad():
-        found = training(model, l1_weight=1.0, embedding_weight=0.0).loss(output, LABELS, None, 1.0)
+        found = loss_of(training(model, l1_weight=1.0, embedding_weight=0.0), output)
     # the convolutions cost 3 · 16 on 16² pixels and twice 16 · 16 on 8²; closing one saves its own and its reader's
     saved = torch.tensor([3 * 256 + 16 * 64, 2 * 16 * 64, 16 * 64.0])
     means = torch.stack([gate_l1(routing).detach() for routing in output.routing.values()])
@@ -71,7 +83,7 @@ def test_nothing_presses_once_gates_are_frozen_or_where_they_keep_a_set_number()
     assert gates.l1_weight_at(1.0) == 0.1
     gates.freeze(None)
     assert gates.l1_weight_at(1.0) == 0
-    assert gates.loss(model.forward_with_routing(images()), LABELS, None, 1.0) == 0
+    assert loss_of(gates, model.forward_with_routing(images())) == 0
     assert training(gated(mode="topk", keep=0.5)).l1_weight_at(1.0) == 0
 
 
@@ -81,10 +93,10 @@ def test_a_teacher_that_says_the_same_adds_nothing_and_another_one_pulls():
     output, teacher_logits = model.forward_with_routing(images()), gates.teacher_logits(images())
     assert teacher_logits is not None
     assert not teacher_logits.requires_grad
-    assert gates.loss(output, LABELS, teacher_logits, 1.0).item() == pytest.approx(0, abs=1e-6)
+    assert loss_of(gates, output, teacher_logits).item() == pytest.approx(0, abs=1e-6)
     teacher = torch.tensor([[4.0, -4.0]]).expand(12, 2)
     expected = 2.0 * 16 * F.kl_div((output.logits / 4).log_softmax(1), (teacher / 4).softmax(1), reduction="batchmean")
-    torch.testing.assert_close(gates.loss(output, LABELS, teacher, 1.0), expected)
+    torch.testing.assert_close(loss_of(gates, output, teacher), expected)
 
 
 # the guard
@@ -96,23 +108,23 @@ def test_a_layer_that_is_nearly_closed_is_reported_once_and_relieved():
     gates = training(model, min_open=0.07, embedding_weight=0.0, layer_weights="equal")
     warned: list[str] = []
     for step in range(1, 4):
-        gates.observe(model.forward_with_routing(images()).routing, step - 1)
-        warned += gates.update(step, 1.0)
+        observe(gates, model, step - 1)
+        warned += gates.update(step, 1.0, 12)
     assert len(warned) == 1
     assert re.search(r"only 6.2% of the gates of layer '3' are open on average, minimum 7.0%", warned[0])
     output = model.forward_with_routing(images())
     first, _, last = (gate_l1(routing) for routing in output.routing.values())
     rest = first * min(first.item(), 1) + last * min(last.item(), 1)  # sinking gates are relieved in proportion
-    torch.testing.assert_close(gates.loss(output, LABELS, None, 1.0), 0.1 * rest)
+    torch.testing.assert_close(loss_of(gates, output), 0.1 * rest)
 
 
 def test_a_layer_that_is_closed_for_all_images_is_refused_by_name():
     model = gated()
     set_biases(model, 2, -1.0)
     gates = training(model)
-    gates.observe(model.forward_with_routing(images()).routing, 0)
+    observe(gates, model, 0)
     with pytest.raises(ClosedLayer, match="all gates of layer '6' are closed for 100% of the images"):
-        gates.update(1, 1.0)
+        gates.update(1, 1.0, 12)
     assert "a smaller l1_weight than 0.1, a longer warmup_fraction than 0.0" in gates.advice()
 
 
@@ -120,8 +132,8 @@ def test_where_there_is_a_target_a_closed_layer_is_opened_again():
     model = gated()
     set_biases(model, 2, -1.0, -2.0)
     gates = training(model, target_macs=0.5)
-    gates.observe(model.forward_with_routing(images()).routing, 0)
-    gates.update(1, 1.0)
+    observe(gates, model, 0)
+    gates.update(1, 1.0, 12)
     assert model.forward_with_routing(images()).routing["6"].mask.sum(-1).float().mean() >= 1
 
 
@@ -169,15 +181,15 @@ def test_lambda_follows_the_cost():
     model = gated()
     gates = training(model, target_macs=0.5)
     for step in range(3):
-        gates.observe(model.forward_with_routing(images()).routing, step)
-        gates.update(step + 1, 4.9)  # all gates are open, and the target is due
+        observe(gates, model, step)
+        gates.update(step + 1, 4.9, 12)  # all gates are open, and the target is due
     assert gates.l1_weight > 0.1
     dear = gates.l1_weight
     for layer in range(3):
         set_biases(model, layer, 1.0, *(-0.1 * gate for gate in range(1, 16)))
     cheap = cost(model)
-    gates.observe(model.forward_with_routing(images()).routing, 3)
-    gates.update(4, 4.9)
+    observe(gates, model, 3)
+    gates.update(4, 4.9, 12)
     assert gates.l1_weight < dear
     assert cheap < cost(model) < 0.5, "half of the way at once, for a batch is a matter of chance"
 
@@ -191,9 +203,9 @@ def test_biases_are_shifted_where_the_cost_is_far_off_or_a_layer_is_closed(ratio
         shift = 2.0 if closed and layer == 2 else 0.0
         set_biases(model, layer, *(0.5 - 0.06 * gate - shift for gate in range(16)))
     gates = training(model, target_macs=0.5)
-    gates.observe(model.forward_with_routing(images()).routing, 0)
+    observe(gates, model, 0)
     before = gate_state(model)
-    gates._adapt(0.5 * ratio, 0.5, closed)
+    gates._adapt(0.5 * ratio, 0.5, closed, gates._scores[12])
     changed = not all(torch.equal(a, b) for a, b in zip(before, gate_state(model), strict=True))
     assert changed is acts
 
@@ -203,7 +215,7 @@ def test_an_epoch_reports_cost_and_share_of_open_gates_of_all_layers():
     set_biases(model, 1, 1.0, *[-1.0] * 15)
     gates = training(model)
     for step in range(2):
-        gates.observe(model.forward_with_routing(images()).routing, step)
+        observe(gates, model, step)
     found = gates.epoch_means()
     assert found == pytest.approx((cost(model), (1 + 1 / 16 + 1) / 3))
     assert gates.epoch_means() is None, "a new epoch has begun"
@@ -212,8 +224,8 @@ def test_an_epoch_reports_cost_and_share_of_open_gates_of_all_layers():
 def test_without_a_target_lambda_stays():
     model = gated()
     gates = training(model)
-    gates.observe(model.forward_with_routing(images()).routing, 0)
-    gates.update(1, 1.0)
+    observe(gates, model, 0)
+    gates.update(1, 1.0, 12)
     assert gates.l1_weight == 0.1
 
 
@@ -224,8 +236,8 @@ def test_without_biases_lambda_alone_follows_the_cost():
     model = gated(bias=None)
     gates = training(model, target_macs=0.05)
     before = gate_state(model)
-    gates.observe(model.forward_with_routing(images()).routing, 0)
-    gates.update(1, 4.9)
+    observe(gates, model, 0)
+    gates.update(1, 4.9, 12)
     assert gates.l1_weight > 0.1
     assert gates.freeze(torch.ones(3, model.embedding.dimension)) is None
     assert all(torch.equal(a, b) for a, b in zip(before[-3:], gate_state(model)[-3:], strict=True))
@@ -236,7 +248,7 @@ def test_a_closed_layer_that_nothing_can_open_again_is_refused():
     with torch.no_grad():
         next(iter(model.gates.values())).weight.zero_()
     gates = training(model, target_macs=0.5)
-    gates.observe(model.forward_with_routing(images()).routing, 0)
+    observe(gates, model, 0)
     with pytest.raises(ClosedLayer):
         gates.check_open()
 
@@ -248,20 +260,20 @@ def test_the_printed_penalty_is_the_same_for_every_gate():
     blocks = sum(each.experts for each in routing.values())
     printed = sum(each.gate.sum().item() for each in routing.values()) / 2  # of an image
     output = DeepMoEOutput(torch.zeros(2, 2), torch.zeros(2, 1), torch.zeros(2, 2), routing)
-    assert gates.loss(output, LABELS[:2], None, 1.0).item() == pytest.approx(0.3 * 13 / blocks * printed)
+    assert loss_of(gates, output).item() == pytest.approx(0.3 * 13 / blocks * printed)
 
 
 def test_the_loss_of_hard_gates_is_the_squared_distance_of_the_expected_cost_from_its_goal():
     model = gated(mode="hard")
     gates = training(model, target_macs=0.5, embedding_weight=0.0, cost_weight=3.0)
     output = model.forward_with_routing(images())
-    found = gates.loss(output, LABELS, None, 4.9)  # the target is due
+    found = loss_of(gates, output, epoch=4.9)  # the target is due
     expected = model.expected_macs(output.routing).mean() / model.dense_macs
     torch.testing.assert_close(found, 3 * (expected - 0.5) ** 2)
     found.backward()
     slopes = [head.bias.grad for head in model.heads().values()]
     assert all(bool((slope > 0).all()) == bool(expected > 0.5) for slope in slopes)
-    assert training(model, embedding_weight=0.0).loss(output, LABELS, None, 4.9) == 0, "no target, no loss"
+    assert loss_of(training(model, embedding_weight=0.0), output, epoch=4.9) == 0, "no target, no loss"
 
 
 def test_the_expected_cost_is_the_mean_cost_of_gates_with_noise():
@@ -305,16 +317,16 @@ def test_batch_shaping_is_part_of_the_loss_and_fades():
     output = model.forward_with_routing(images())
     gates = training(model, embedding_weight=0.0, shaping_weight=2.0)
     shaping = batch_shaping_loss(output.routing.values(), 0.6, 0.4)
-    torch.testing.assert_close(gates.loss(output, LABELS, None, 0.0), 2 * shaping)
-    torch.testing.assert_close(gates.loss(output, LABELS, None, 2.5), shaping)  # half of the joint stage is over
+    torch.testing.assert_close(loss_of(gates, output, epoch=0.0), 2 * shaping)
+    torch.testing.assert_close(loss_of(gates, output, epoch=2.5), shaping)  # half of the joint stage is over
     gates.freeze(None)
-    assert gates.loss(output, LABELS, None, 2.5) == 0
+    assert loss_of(gates, output, epoch=2.5) == 0
 
 
 def test_hard_gates_have_noise_and_a_temperature_while_they_learn():
     model = gated(mode="hard")
     gates = training(model, target_macs=0.5, gate_temperature=0.5)
-    gates.set_noise(0.0)
+    gates.begin_step(0, 0.0)
     assert {(head.noise, head.temperature) for head in model.heads().values()} == {(1.0, 0.5)}
     gates.freeze(None)
     gates.restore_model()
@@ -324,7 +336,7 @@ def test_hard_gates_have_noise_and_a_temperature_while_they_learn():
 def test_a_constant_embedding_has_no_loss_and_no_cost():
     model = gated(embedding_share=0.0)
     output = model.forward_with_routing(images())
-    assert training(model, l1_weight=0.0).loss(output, LABELS, None, 1.0) == 0
+    assert loss_of(training(model, l1_weight=0.0), output) == 0
     assert model.gate_macs == 48
     assert model.gate_parameters() == list(model.gates.parameters())
 

@@ -83,12 +83,18 @@ class CollapseWarning(UserWarning):
 
 @dataclass
 class _Window:
-    """Sums over the passes of a layer since the last check, on the layer's device."""
+    """Sums over the passes of a layer since the last check, on the layer's device.
+
+    They are changed in place and nothing is counted in Python, so that a CUDA graph can replay the passes.
+    """
 
     load: Tensor
-    overlap: Tensor
-    overlap_by_chance: Tensor
-    images: int = 0
+    sums: Tensor
+    """(4,): passes, images, and over images the overlap and the overlap by chance."""
+
+    def clear(self) -> None:
+        self.load.zero_()
+        self.sums.zero_()
 
 
 class CollapseAlarm:
@@ -105,11 +111,12 @@ class CollapseAlarm:
       to 1, identical choices. Experts that take all units are no copies: they have no choice.
 
     Passes in eval mode do not count. Between checks nothing waits for the device. An alarm may be entered again
-    (once an epoch, say): it goes on counting and does not repeat itself.
+    (once an epoch, say): it goes on counting and does not repeat itself. With ``every=None`` it checks when `check` is
+    called, as a loop must whose steps are replayed from a CUDA graph: hooks are not called in these.
 
     Args:
         model: a model with routed layers.
-        every: training passes from one check of a layer to the next.
+        every: training passes from one check of a layer to the next; None: `check` is called.
         threshold: share of the equal load below which an expert is dead.
         copies: from 0, random choices, to 1, identical ones: the overlap from which experts are copies.
         on_collapse: is called with each event; by default it is a `CollapseWarning`.
@@ -132,13 +139,14 @@ class CollapseAlarm:
         self,
         model: nn.Module,
         *,
-        every: int = 100,
+        every: int | None = 100,
         threshold: float = 0.1,
         copies: float = 0.9,
         on_collapse: Callable[[CollapseEvent], None] | None = None,
         batch: GlobalBatch | None = None,
     ) -> None:
-        check_positive("CollapseAlarm", every=every)
+        if every is not None:
+            check_positive("CollapseAlarm", every=every)
         check_fraction("CollapseAlarm", "threshold", threshold)
         check_fraction("CollapseAlarm", "copies", copies)
         self.model = model
@@ -148,6 +156,7 @@ class CollapseAlarm:
         self.on_collapse = on_collapse or _warn
         self._batch = batch
         self._passes: dict[str, int] = {}
+        self._unchecked: dict[str, int] = {}
         self._windows: dict[str, _Window] = {}
         self._reported: set[str] = set()
         self._hooked: AbstractContextManager[None] | None = None
@@ -169,56 +178,77 @@ class CollapseAlarm:
         if not layer.training or name in self._reported:
             return
         self._add(name, routing)
-        self._passes[name] = self._passes.get(name, 0) + 1
-        if self._passes[name] % self.every == 0:
-            self._check(name, self._windows.pop(name))
+        self._unchecked[name] = self._unchecked.get(name, 0) + 1
+        if self._unchecked[name] == self.every:
+            self._check(name)
+
+    def check(self) -> None:
+        """Check the passes since the last check of every layer; waits for the device."""
+        for name in self._windows:
+            if name not in self._reported:
+                self._check(name)
+
+    def clear(self) -> None:
+        """Forget the passes since the last check."""
+        self._unchecked.clear()
+        for window in self._windows.values():
+            window.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that training passes change in place."""
+        windows = self._windows.items()
+        return {f"{kind}/{name}": getattr(window, kind) for name, window in windows for kind in ("load", "sums")}
 
     @torch.no_grad()
     def _add(self, name: str, routing: Routing) -> None:
         load_E = routing.load.detach()
         window = self._windows.get(name)
         if window is None:
-            nothing = torch.zeros((), device=load_E.device)
-            window = self._windows[name] = _Window(torch.zeros_like(load_E), nothing, nothing)
-        window.load = window.load + load_E
-        window.images += routing.batch
+            window = self._windows[name] = _Window(torch.zeros_like(load_E), torch.zeros(4, device=load_E.device))
+        window.load += load_E
+        window.sums[0] += 1
+        window.sums[1] += routing.batch
         if routing.chooser == "expert":
-            window.overlap = window.overlap + routing.batch * mean_of_pairs(overlap(routing))
-            window.overlap_by_chance = window.overlap_by_chance + overlap_by_chance(routing)
+            window.sums[2] += routing.batch * mean_of_pairs(overlap(routing))
+            window.sums[3] += overlap_by_chance(routing)
 
-    def _check(self, name: str, window: _Window) -> None:
+    def _check(self, name: str) -> None:
+        window = self._windows[name]
+        load, sums = window.load, window.sums
         if self._batch is not None:
-            window = _sum_over_ranks(window, self._batch)
-        if window.images == 0:
-            return
-        event = self._find(name, window)
+            load, sums = _sum_over_ranks(load, sums, self._batch)
+        load_E, sums_4 = floats(load), floats(sums)
+        window.clear()
+        self._unchecked[name] = 0
+        self._passes[name] = self._passes.get(name, 0) + int(sums_4[0])
+        event = self._find(name, load_E, sums_4) if sums_4[1] else None
         if event is not None:
             # first, because on_collapse may raise an error that a caller catches
             self._reported.add(name)
             self.on_collapse(event)
 
-    def _find(self, name: str, window: _Window) -> CollapseEvent | None:
-        load = floats(window.load)
+    def _find(self, name: str, load: list[float], sums: list[float]) -> CollapseEvent | None:
+        passes, images, overlaps, overlaps_by_chance = sums
+        counts = (int(passes), self._passes[name])
         total = sum(load) or 1
         shares = tuple(each / total for each in load)
         dead = starved(load, self.threshold)
         if dead:
             limit = self.threshold / len(load)
-            return CollapseEvent(name, "dead", tuple(dead), shares, 0.0, 0.0, limit, self.every, self._passes[name])
-        mean = window.overlap.item() / window.images
-        chance = window.overlap_by_chance.item() / window.images
+            return CollapseEvent(name, "dead", tuple(dead), shares, 0.0, 0.0, limit, *counts)
+        mean, chance = overlaps / images, overlaps_by_chance / images
         limit = chance + self.copies * (1 - chance)
         # experts that take all units overlap fully by chance: they have no choice
         if mean < limit - _ROUNDING or chance > 1 - _ROUNDING:
             return None
         experts = tuple(range(len(load)))
-        return CollapseEvent(name, "copies", experts, shares, mean, chance, limit, self.every, self._passes[name])
+        return CollapseEvent(name, "copies", experts, shares, mean, chance, limit, *counts)
 
 
-def _sum_over_ranks(window: _Window, batch: GlobalBatch) -> _Window:
-    load = window.load.double()
-    sums = batch.sum(torch.cat([load, torch.stack([window.overlap, window.overlap_by_chance]).to(load)]))
-    return _Window(sums[:-2], sums[-2], sums[-1], int(batch.sum(torch.tensor(window.images, device=load.device))))
+def _sum_over_ranks(load: Tensor, sums: Tensor, batch: GlobalBatch) -> tuple[Tensor, Tensor]:
+    """Load and sums of all ranks; each has made the same passes."""
+    total = batch.sum(torch.cat([load.double(), sums[1:].double()]))
+    return total[: len(load)], torch.cat([sums[:1].double(), total[len(load) :]])
 
 
 def _warn(event: CollapseEvent) -> None:

@@ -1,6 +1,7 @@
 """The mean routing of a layer over some batches: what `fit` records of each epoch.
 
-Sums stay on the layer's device and are read once, at the end. They are tensors, so that a checkpoint can save them.
+Sums stay on the layer's device and are read once, at the end. They are tensors, so that a checkpoint can save them,
+and are changed in place, so that a CUDA graph can add to them.
 """
 
 from __future__ import annotations
@@ -101,6 +102,16 @@ class RoutingSums:
             chance = overlap_by_chance(routing) / routing.batch
         means = torch.stack([each.double() for each in (zero + 1, score_entropy(routing), covered, pairs, chance)])
         self._sums += routing.batch * means
+
+    @property
+    def images(self) -> int:
+        """The number of images added; waits for the device."""
+        return int(self._sums[0])
+
+    def clear(self) -> None:
+        """Remove all batches."""
+        self._sums.zero_()
+        self._class_load_KE.zero_()
 
     def mean(self) -> LayerRouting:
         """Returns the means; waits for the device."""

@@ -49,8 +49,9 @@ class ChannelGate(nn.Module):
     Scores are computed in float32 at least, whatever the dtype of the embedding and of autocast.
 
     ``gate.noise`` is 0 unless training sets it: noise that is added to the scores before the selection, in training
-    mode only. It is Gaussian with this standard deviation, and logistic with this scale under ``"hard"``: with a scale
-    of 1 a gate is open with the probability sigmoid(score). ``routing.scores`` are without noise.
+    mode only; a tensor where it changes under a CUDA graph. It is Gaussian with this standard deviation, and logistic
+    with this scale under ``"hard"``: with a scale of 1 a gate is open with the probability sigmoid(score).
+    ``routing.scores`` are without noise.
 
     Args:
         embedding: size D of the embedding.
@@ -106,7 +107,7 @@ class ChannelGate(nn.Module):
                 f"{'open' if mode == 'relu' else 'all'} gates have gradients anyway; omit it or use mode='topk'"
             )
         self.straight_through = straight_through
-        self.noise = 0.0
+        self.noise: float | Tensor = 0.0
         self.temperature = 1.0
         self._start = bias
         self.weight = nn.Parameter(torch.empty(self.blocks, embedding, device=device, dtype=dtype))
@@ -145,7 +146,7 @@ class ChannelGate(nn.Module):
     def choose(self, scores: Tensor) -> Routing:
         """Select the open blocks by their scores (B, E)."""
         noisy = scores
-        if self.training and self.noise:
+        if self.training and (isinstance(self.noise, Tensor) or self.noise):
             random = _logistic_like if self.mode == "hard" else torch.randn_like
             noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
             noisy = scores + self.noise * noise

@@ -8,7 +8,7 @@ alarm and the recorded routing are callbacks; `moesaic.training.fit.default_call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,10 +39,18 @@ class Callback:
     ``on_epoch_end`` and ``epoch_routing``; in each test ``on_test_batch`` and ``on_test_end``; before the last test
     ``on_train_end``, after it ``final_metrics``; and ``on_fit_end`` whatever happens.
 
+    On a GPU steps are replayed from CUDA graphs, without their Python code: ``extra_loss`` and hooks on layers are
+    then not called. A callback that overrides ``train_forward``, ``epoch_context``, ``on_step_start`` or
+    ``extra_loss`` makes steps run eagerly, unless it is ``capturable``.
+
     >>> class WeightNorm(Callback):
     ...     def on_epoch_end(self, trainer):
     ...         return {"weight_norm": float(sum(weight.norm() for weight in trainer.model.parameters()))}
     """
+
+    capturable: bool = False
+    """Whether what the callback does within a step can be recorded in a CUDA graph: work on the device alone, on
+    tensors that are changed in place (`step_tensors`) and by Python code that depends on nothing but `graph_key`."""
 
     @property
     def name(self) -> str:
@@ -71,6 +79,17 @@ class Callback:
 
     def on_step_start(self, trainer: Trainer, epoch: float) -> None:
         """Called before a step, with the learning rates set; ``epoch`` counts epochs, with fractions."""
+
+    def graph_key(self) -> Hashable:
+        """Called after ``on_step_start``; returns what the Python code of the step depends on.
+
+        Steps with equal keys share a CUDA graph.
+        """
+        return None
+
+    def step_tensors(self) -> Mapping[str, Tensor]:
+        """Returns the tensors that the callback changes within a step, by names of their own."""
+        return {}
 
     def extra_loss(self, trainer: Trainer, output: Any, x: Tensor, labels: Tensor, epoch: float) -> Tensor | float:
         """Returns what is added to the cross-entropy of a micro-batch.
@@ -122,6 +141,8 @@ class Callback:
 class BalanceLossCallback(Callback):
     """Adds the load-balance loss of routed layers in which units choose, times ``recipe.balance_weight``."""
 
+    capturable = True
+
     def __init__(self) -> None:
         self._routing: Mapping[str, Routing] = {}
 
@@ -143,22 +164,38 @@ class BalanceLossCallback(Callback):
 
 
 class CollapseCallback(Callback):
-    """Reports experts that collapse (`CollapseAlarm`), once for each layer in a run."""
+    """Reports experts that collapse (`CollapseAlarm`), once for each layer in a run.
+
+    Routing is counted on the device in every step, and read at the end of an epoch or of a hundred steps.
+    """
+
+    capturable = True
 
     def __init__(self) -> None:
         self._reported: list[str] = []
 
-    def epoch_context(self, trainer: Trainer) -> AbstractContextManager[object]:
-        """Every epoch has windows of its own, so that none extends over a checkpoint."""
+    def on_fit_start(self, trainer: Trainer) -> None:
+        """Makes one alarm for the run, whose counters keep their addresses."""
 
         def report(event: CollapseEvent) -> None:
             if event.layer not in self._reported:
                 self._reported.append(event.layer)
                 trainer.warn(event.message)
 
-        passes = len(trainer.recipe.micro_batch_sizes(trainer.batch_sizes[0]))
-        window = passes * min(trainer.checkpoint_steps, len(trainer.batch_sizes))
-        return CollapseAlarm(trainer.model, every=window, on_collapse=report, batch=trainer.global_batch)
+        self._alarm = CollapseAlarm(trainer.model, every=None, on_collapse=report, batch=trainer.global_batch)
+
+    def epoch_context(self, trainer: Trainer) -> AbstractContextManager[object]:
+        """Every epoch has windows of its own, so that none extends over a checkpoint."""
+        self._alarm.clear()
+        return self._alarm
+
+    def step_tensors(self) -> Mapping[str, Tensor]:
+        return self._alarm.tensors()
+
+    def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
+        """Checks what was counted, at the end of a window."""
+        if trainer.batches_done % min(trainer.checkpoint_steps, len(trainer.batch_sizes)) == 0:
+            self._alarm.check()
 
     def state_dict(self) -> dict[str, Any]:
         return {"reported": list(self._reported)}
@@ -170,9 +207,11 @@ class CollapseCallback(Callback):
 class RoutingCallback(Callback):
     """Records the mean routing of each epoch (`LayerRouting`) over a few of its training batches."""
 
+    capturable = True
+
     def __init__(self) -> None:
         self._sums: dict[str, RoutingSums] = {}
-        self._routing: Mapping[str, Routing] = {}
+        self._routing: Mapping[str, Routing] | None = None
         self._recording = ExitStack()
 
     def on_fit_start(self, trainer: Trainer) -> None:
@@ -192,9 +231,16 @@ class RoutingCallback(Callback):
         if step in {(2 * i + 1) * steps // (2 * recorded) for i in range(recorded)}:
             self._routing = self._recording.enter_context(record_routing(trainer.model))
 
+    def graph_key(self) -> bool:
+        """Whether the step is recorded."""
+        return self._routing is not None
+
+    def step_tensors(self) -> Mapping[str, Tensor]:
+        return self._tensors()
+
     def extra_loss(self, trainer: Trainer, output: Any, x: Tensor, labels: Tensor, epoch: float) -> float:
         """Adds nothing to the loss: reads the routing of a micro-batch where its labels are known."""
-        for name, routing in self._routing.items():
+        for name, routing in (self._routing or {}).items():
             if len(labels) == routing.batch:
                 if name not in self._sums:
                     self._sums[name] = RoutingSums.empty(routing, trainer.dataset.num_classes)
@@ -203,21 +249,23 @@ class RoutingCallback(Callback):
 
     def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
         """Ends the recording, so that other steps pay nothing."""
-        self._routing = {}
+        self._routing = None
         self._recording.close()
 
     def epoch_routing(self, trainer: Trainer) -> Mapping[str, LayerRouting]:
         """The means of the epoch."""
-        means = {name: sums.mean() for name, sums in self._sums.items()}
-        self._sums = {}
+        means = {name: sums.mean() for name, sums in self._sums.items() if sums.images}
+        for sums in self._sums.values():
+            sums.clear()
         return means
 
     def state_dict(self) -> dict[str, Any]:
-        choosers = {name: sums.chooser for name, sums in self._sums.items()}
-        tensors = {
+        return {"choosers": {name: sums.chooser for name, sums in self._sums.items()}, **self._tensors()}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
             f"{kind}/{name}": tensor for name, sums in self._sums.items() for kind, tensor in sums.state_dict().items()
         }
-        return {"choosers": choosers, **tensors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._sums = {}

@@ -247,6 +247,8 @@ def _first(images: LabelledImages, count: int) -> LabelledImages:
 class _Clock(Callback):
     """The times at which steps begin and end."""
 
+    capturable = True
+
     def __init__(self) -> None:
         self.begun: list[float] = []
         self.ended: list[float] = []
@@ -269,7 +271,16 @@ def _measure(runs: ComparisonRuns, who: Contender, small: ImageDataset) -> RunCo
         model = who.spec.build()
     # steps of length 0 take as long as others, and cannot diverge
     recipe = replace(runs.recipe_of(who), epochs=_EPOCHS, warmup_epochs=None, lr=0.0)
-    fit(model, small, recipe, device=runs.device, callbacks=[clock], eval_every=_EPOCHS, test_features=True)
+    fit(
+        model,
+        small,
+        recipe,
+        device=runs.device,
+        callbacks=[clock],
+        eval_every=_EPOCHS,
+        test_features=True,
+        cuda_graph=True,  # where a GPU has them, although by default so few steps would run eagerly
+    )
     test = (_now() - clock.ended[-1]) * len(runs.dataset.test) / len(small.test)
     steps = len(clock.begun) // _EPOCHS
     taken = [end - begin for begin, end in zip(clock.begun, clock.ended, strict=True)][1:]

@@ -5,7 +5,7 @@ with the same seed are bit-identical, and so is a run that was stopped anywhere 
 rounding errors, and what these grow to.
 
 Images stay uint8 in memory and are prepared many batches at a time on the device; the host waits for the loss every
-few seconds only. Networks and images are channels_last.
+few seconds only. Networks and images are channels_last. On a GPU steps are replayed from CUDA graphs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from moesaic.models.registry import ModelSpec
 from moesaic.training.batches import generator_seed
 from moesaic.training.callbacks import BalanceLossCallback, Callback, CollapseCallback, RoutingCallback
 from moesaic.training.checkpoint import load_weights
+from moesaic.training.cuda_graphs import CudaGraphs
 from moesaic.training.distributed import ParallelName, attached, check_parallel, create_parallel
 from moesaic.training.features import check_features
 from moesaic.training.freezing import freeze_layers, frozen_parameters
@@ -39,6 +40,7 @@ from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir, describe_run
 from moesaic.training.saved_predictions import PredictionsCallback
 from moesaic.training.snapshots import SnapshotCallback
+from moesaic.training.step_graphs import DeviceGraphs, graph_obstacle, is_short
 from moesaic.training.trackers import Tracker
 from moesaic.training.trainer import Trainer, evaluate
 
@@ -66,6 +68,7 @@ def fit(
     collapse_alarm: bool = True,
     test_features: bool = False,
     parallel: ParallelName = "ddp",
+    cuda_graph: bool | None = None,
 ) -> FitResult:
     """Train the model in place, and test it; the model moves to the device.
 
@@ -105,6 +108,8 @@ def fit(
         parallel: on several ranks, ``"ddp"``: every rank has all weights; ``"fsdp"``: every rank has a part of the
             weights, gradients and optimizer states (``fully_shard``), and the model itself stays where it is;
             ``"none"``: every rank trains on its own.
+        cuda_graph: whether steps are recorded in CUDA graphs and replayed from them; None: on a GPU, in runs of 50
+            steps or more. A step that cannot be replayed runs eagerly, and ``progress`` says why.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize
     >>> bright, scale = torch.arange(64) % 2, Normalize((0.5,), (0.3,))
@@ -182,6 +187,8 @@ def fit(
             torch.manual_seed(generator_seed(seed, "fit"))
             trained = stack.enter_context(attached(model, shared))
             stack.enter_context(freeze_layers(trained, recipe.trainable))
+            every = [*default_callbacks(trained, recipe, **options), *more]
+            obstacle = graph_obstacle(recipe, device, every, 1 if shared.ranks is None else shared.ranks.size)
             trainer = Trainer(
                 trained,
                 _placed(dataset, device),
@@ -194,9 +201,10 @@ def fit(
                 trackers,
                 eval_every,
                 checkpoint_seconds,
-                [*default_callbacks(trained, recipe, **options), *more],
+                every,
                 test_features,
                 shared,
+                _graphs(cuda_graph, device, obstacle, is_short(recipe, len(dataset.train)), progress),
             )
             return trainer.train()
 
@@ -221,6 +229,18 @@ def default_callbacks(
     if collapse_alarm and not recipe.compile:  # a routing hook breaks the compiled graph
         found += [CollapseCallback(), RoutingCallback()]
     return found
+
+
+def _graphs(
+    asked: bool | None, device: torch.device, obstacle: str, short: bool, progress: Progress
+) -> DeviceGraphs | None:
+    """What records steps, unless they are to run eagerly; says so where a user may expect graphs."""
+    if asked is False or (asked is None and (device.type != "cuda" or short)):
+        return None
+    if obstacle:
+        progress.log(f"training runs in eager mode, without CUDA graphs: {obstacle}")
+        return None
+    return CudaGraphs(device)
 
 
 def _check_names(callbacks: Sequence[Callback]) -> None:

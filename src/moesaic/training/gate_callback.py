@@ -41,6 +41,7 @@ class GateCallback(Callback):
         teacher: a trained network to distil from, in eval mode and on the model's device.
     """
 
+    capturable = True
     gates: GateTraining
     """The state of the gates' training; there is one from ``on_fit_start`` on."""
 
@@ -69,22 +70,30 @@ class GateCallback(Callback):
         self.gates.set_mode()
 
     def on_step_start(self, trainer: Trainer, epoch: float) -> None:
-        """Freezes the gates when the joint stage is over, and sets the noise on their scores."""
+        """Freezes the gates when the joint stage is over, and sets what changes from step to step."""
         if self.gates.joint_stage_over(epoch):
             self._freeze(trainer)
-        self.gates.set_noise(epoch)
+        self.gates.begin_step(trainer.train_step.steps, epoch)
+
+    def graph_key(self) -> tuple[bool, bool]:
+        """The stage, and whether the gates of the step are observed."""
+        return self.gates.joint, self.gates.observing
+
+    def step_tensors(self) -> Mapping[str, Tensor]:
+        return self.gates.step_tensors()
 
     def extra_loss(self, trainer: Trainer, output: DeepMoEOutput, x: Tensor, labels: Tensor, epoch: float) -> Tensor:
         """The L1 penalty, the embedding's own cross-entropy and the distance to the teacher."""
         with trainer.train_step.autocast():
             teacher_logits = self.gates.teacher_logits(x)
-        self.gates.observe(output.routing, trainer.train_step.steps)
-        return self.gates.loss(output, labels, teacher_logits, epoch)
+        self.gates.observe(output.routing)
+        return self.gates.loss(output, labels, teacher_logits)
 
     def on_step_end(self, trainer: Trainer, epoch: float, loss: Tensor) -> None:
         """Adapts λ and biases, relieves layers that are nearly closed, and stops where one has closed."""
+        last = trainer.train_step.parts(trainer.batch_sizes[trainer.batches_done - 1])[-1]
         with self._stop_if_closed(trainer):
-            messages = self.gates.update(trainer.train_step.steps, epoch)
+            messages = self.gates.update(trainer.train_step.steps, epoch, last.stop - last.start)
         for message in messages:
             trainer.warn(message)
 

@@ -61,7 +61,9 @@ def gate_costs(model: DeepMoE, embeddings: Tensor) -> Tensor:
     return model.macs({name: head(embeddings) for name, head in model.heads().items()}).double() / model.dense_macs
 
 
-def cost_loss(model: DeepMoE, routing: Mapping[str, Routing], goal: float, batch: GlobalBatch | None = None) -> Tensor:
+def cost_loss(
+    model: DeepMoE, routing: Mapping[str, Routing], goal: float | Tensor, batch: GlobalBatch | None = None
+) -> Tensor:
     """(E[cost] − goal)² for hard gates: the mean of `DeepMoE.expected_macs`, as a fraction of the dense network's.
 
     With ``batch``, the images are a part of it, whose loss has the gradients of the mean over the whole batch.

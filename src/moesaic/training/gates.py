@@ -1,9 +1,10 @@
 """Training of the channel gates of DeepMoE networks: losses, control of the cost, a guard, and freezing.
 
-`GateTraining` computes what is added to the loss, and observes the gates of some batches. At checks, every few steps,
-it waits for the device: λ and the biases of gates are adapted to the target cost, the penalty of layers that are
-nearly closed is relaxed, and a layer that has closed for all images stops the run. Hard gates have noise and a
-quadratic cost loss instead. `GateCallback` runs it in `fit`.
+`GateTraining` computes what is added to the loss, and observes the gates of some batches. Whatever changes from step to
+step is on the device, so that a CUDA graph can replay it. At checks, every few steps, it waits for the device: λ and
+the biases of gates are adapted to the target cost, the penalty of layers that are nearly closed is relaxed, and a layer
+that has closed for all images stops the run. Hard gates have noise and a quadratic cost loss instead. `GateCallback`
+runs it in `fit`.
 """
 
 from __future__ import annotations
@@ -144,18 +145,22 @@ class GateTraining:
         self._check_every = min(
             max(int(recipe.epochs * self.recipe.joint_fraction * steps) // _CHECKS, 1), _MAX_STEPS, steps
         )
-        self._scores: dict[str, Tensor] = {}
+        self.observing = False
+        """Whether the gates of the step in progress are observed."""
+        self._scores: dict[int, dict[str, Tensor]] = {}
+        """Scores of the last observed micro-batch of each size, by layer."""
         self._dense_cost = all_open_cost(model)
         self._reported: list[str] = []
         self._min_open = [max(self.recipe.min_open, 1 / head.blocks) for head in self._heads.values()]
         self._weights = layer_weights(model, self.recipe.layer_weights)
         self._penalty_factors = [1.0] * len(self._heads)
         self._penalty_L = torch.tensor(self._weights, device=device)
-        # summed over images since the last check, and over those of the epoch: cost, and for each layer the share of
-        # open gates, the mean gate, and whether all were closed
-        self._recent = torch.zeros(1 + 3 * len(self._heads), device=device)
+        # since the last check, and in the epoch: the number of images, and summed over them the cost, and for each
+        # layer the share of open gates, the mean gate, and whether all were closed
+        self._recent = torch.zeros(2 + 3 * len(self._heads), device=device)
         self._epoch = torch.zeros_like(self._recent)
-        self._recent_images = self._epoch_images = 0
+        self._pressure, self._noise, self._goal, self._shaping = torch.zeros(4, device=device).unbind()
+        """λ, noise on scores, goal of the cost and weight of batch shaping in the step in progress."""
         self._gate_parameters = [parameter for parameter in model.gate_parameters() if parameter.requires_grad]
         self._before = [(head.straight_through, head.temperature) for head in self._heads.values()]
         for head in self._heads.values():
@@ -164,45 +169,56 @@ class GateTraining:
 
     # for the loss
 
-    def set_noise(self, epoch: float) -> None:
-        """Set the noise on scores for a step at this time."""
-        if self.joint and self._hard:
+    def begin_step(self, steps: int, epoch: float) -> None:
+        """Set the weights of losses and the noise on scores for a step at this time, ``steps`` after the start."""
+        self.observing = steps % self._check_every >= self._check_every - _OBSERVED
+        if not self.joint:
+            return
+        gates, progress = self.recipe, self.recipe.joint_progress(epoch, self._epochs)
+        self._pressure.fill_(self.l1_weight_at(epoch))
+        if self._hard:
+            self._shaping.fill_(gates.shaping_at(progress))
+            goal = gates.cost_at(progress, self._dense_cost)
+            if goal is not None:
+                self._goal.fill_(goal)
             self._set_head_noise(1.0)
-        elif self.joint and self.recipe.noise:
-            self._set_head_noise(self.recipe.noise_at(self.recipe.joint_progress(epoch, self._epochs)))
+        elif gates.noise:
+            self._noise.fill_(gates.noise_at(progress))
+            self._set_head_noise(self._noise)
+
+    def step_tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that a step changes."""
+        scores = {f"scores/{size}/{name}": each for size, of in self._scores.items() for name, each in of.items()}
+        return {"recent": self._recent, "epoch": self._epoch, **scores}
 
     def teacher_logits(self, x: Tensor) -> Tensor | None:
         """Returns the teacher's logits, or None without a teacher."""
         return None if self._teacher is None else teacher_logits(self._teacher, x)
 
-    def loss(self, output: DeepMoEOutput, labels: Tensor, taught: Tensor | None, epoch: float) -> Tensor:
+    def loss(self, output: DeepMoEOutput, labels: Tensor, taught: Tensor | None) -> Tensor:
         """Returns what is added to the cross-entropy of the network's logits; ``taught`` are the teacher's."""
         total = torch.zeros((), device=labels.device)
         if self.joint and self.recipe.embedding_weight and not isinstance(self._model.embedding, ConstantEmbedding):
             own_logits = _float(output.embedding_logits)
             own = F.cross_entropy(own_logits, labels, label_smoothing=self._smoothing) if len(labels) else own_logits
             total = total + self.recipe.embedding_weight * own.sum()
-        pressure = self.l1_weight_at(epoch)
-        if pressure:
+        if self.joint and self._penalised:
             mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
-            total = total + pressure * (self._penalty_L * mean_L).sum()
+            total = total + self._pressure * (self._penalty_L * mean_L).sum()
         if self.joint and self._hard:
-            total = total + self._hard_loss(output.routing, epoch)
+            total = total + self._hard_loss(output.routing)
         if taught is not None and len(labels):
             distance = distillation_loss(output.logits, taught, self.recipe.distill_temperature)
             total = total + self.recipe.distill_weight * distance
         return total
 
-    def _hard_loss(self, routing: Mapping[str, Routing], epoch: float) -> Tensor | float:
+    def _hard_loss(self, routing: Mapping[str, Routing]) -> Tensor | float:
         """The quadratic cost loss and batch shaping."""
         gates, total = self.recipe, 0.0
-        progress = gates.joint_progress(epoch, self._epochs)
-        goal = gates.cost_at(progress, self._dense_cost)
-        if goal is not None and gates.cost_weight:
-            total = total + gates.cost_weight * cost_loss(self._model, routing, goal, self._batch)
-        shaping = gates.shaping_at(progress)
-        if shaping:
-            total = total + shaping * batch_shaping_loss(
+        if gates.target_macs is not None and gates.cost_weight:
+            total = total + gates.cost_weight * cost_loss(self._model, routing, self._goal, self._batch)
+        if gates.shaping_weight:
+            total = total + self._shaping * batch_shaping_loss(
                 routing.values(), gates.shaping_alpha, gates.shaping_beta, self._batch
             )
         return total
@@ -212,22 +228,26 @@ class GateTraining:
         return self.l1_weight * self.recipe.l1_factor(epoch, self._epochs) if self.joint and self._penalised else 0.0
 
     @torch.no_grad()
-    def observe(self, routing: Mapping[str, Routing], steps: int) -> None:
-        """Count the gates of a micro-batch, ``steps`` steps after the start, if a check is near."""
-        if steps % self._check_every < self._check_every - _OBSERVED:
+    def observe(self, routing: Mapping[str, Routing]) -> None:
+        """Count the gates of a micro-batch, if a check is near."""
+        if not self.observing:
             return
         cost_B = self._model.macs(routing) / self._model.dense_macs
         open_LB = torch.stack([each.mask[:, 0].float().mean(1) for each in routing.values()])
         mean_L = torch.stack([gate_l1(each) for each in routing.values()])
-        seen = torch.cat([cost_B.sum()[None], open_LB.sum(1), mean_L * len(cost_B), (open_LB == 0).sum(1)])
-        self._scores = {name: each.scores[:, 0] for name, each in routing.items()}
         images = len(cost_B)
+        counts = torch.full((1,), images, dtype=open_LB.dtype, device=open_LB.device)
+        seen = torch.cat([counts, cost_B.sum()[None], open_LB.sum(1), mean_L * images, (open_LB == 0).sum(1)])
+        latest = self._scores.setdefault(images, {})
+        for name, each in routing.items():
+            scores = each.scores[:, 0]
+            if name not in latest:
+                latest[name] = torch.empty_like(scores)
+            latest[name].copy_(scores)
         if self._batch is not None:
-            seen, images = self._batch.sum(seen), self._batch.size
+            seen = self._batch.sum(seen)
         self._recent += seen
         self._epoch += seen
-        self._recent_images += images
-        self._epoch_images += images
 
     # for the training loop
 
@@ -236,22 +256,21 @@ class GateTraining:
         self._model.embedding.train(self.joint)
         self._model.gates.train(self.joint)
 
-    def update(self, steps: int, epoch: float) -> list[str]:
+    def update(self, steps: int, epoch: float, images: int) -> list[str]:
         """Check the gates of the last batches, if a check is due; returns warnings.
 
-        Raises `ClosedLayer` where a layer has closed for good.
+        ``images`` is the size of the last micro-batch. Raises `ClosedLayer` where a layer has closed for good.
         """
-        if steps % self._check_every or not self._recent_images:
+        if steps % self._check_every or (means := self._means(self._recent)) is None:
             return []
         self.check_open()
-        cost, open_L, mean_L, closed_L = self._means(self._recent, self._recent_images)
+        cost, open_L, mean_L, closed_L = means
         self._recent.zero_()
-        self._recent_images = 0
         if not (self.joint and self._penalised):
             return []
         goal = self.recipe.cost_at(self.recipe.joint_progress(epoch, self._epochs), self._dense_cost)
         if goal is not None:
-            self._adapt(cost, goal, max(closed_L) >= _CLOSED)
+            self._adapt(cost, goal, max(closed_L) >= _CLOSED, self._scores[images])
         return self._relax_penalty(open_L, mean_L)
 
     def check_open(self) -> None:
@@ -260,9 +279,9 @@ class GateTraining:
         With a target, the controller opens them again, and so does the noise of hard gates.
         """
         reopens = self._hard or (self.recipe.target_macs is not None and self._can_shift)
-        if not (self.joint and self._recent_images) or reopens:
+        if not self.joint or reopens or (means := self._means(self._recent)) is None:
             return
-        closed_L = self._means(self._recent, self._recent_images)[-1]
+        closed_L = means[-1]
         worst = max(range(len(closed_L)), key=closed_L.__getitem__)
         if closed_L[worst] >= _CLOSED:
             raise ClosedLayer(
@@ -301,33 +320,33 @@ class GateTraining:
 
     def epoch_means(self) -> tuple[float, float] | None:
         """Returns mean cost and share of open gates of the observed images of the epoch, and begins a new one."""
-        if not self._epoch_images:
+        means = self._means(self._epoch)
+        if means is None:
             return None
-        cost, open_L, _, _ = self._means(self._epoch, self._epoch_images)
+        cost, open_L, _, _ = means
         self._epoch.zero_()
-        self._epoch_images = 0
         blocks = [head.blocks for head in self._heads.values()]
         return cost, sum(share * each for share, each in zip(open_L, blocks, strict=True)) / sum(blocks)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on: tensors, and values that JSON can represent."""
         return {
-            "recent": self._recent,
-            "epoch": self._epoch,
+            "recent": self._recent[1:],
+            "epoch": self._epoch[1:],
             "joint": self.joint,
             "l1_weight": self.l1_weight,
             "penalty_factors": list(self._penalty_factors),
             "reported": list(self._reported),
-            "images": [self._recent_images, self._epoch_images],
+            "images": [int(self._recent[0]), int(self._epoch[0])],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores what ``state_dict`` returned."""
-        self._recent.copy_(state["recent"])
-        self._epoch.copy_(state["epoch"])
+        for sums, name, images in zip((self._recent, self._epoch), ("recent", "epoch"), state["images"], strict=True):
+            sums[0] = images
+            sums[1:] = state[name]
         self.l1_weight = state["l1_weight"]
         self._reported = list(state["reported"])
-        self._recent_images, self._epoch_images = state["images"]
         self._set_penalty(state["penalty_factors"])
         if not state["joint"]:
             self.joint = False
@@ -335,13 +354,12 @@ class GateTraining:
 
     # inside
 
-    def _adapt(self, cost: float, goal: float, closed: bool) -> None:
+    def _adapt(self, cost: float, goal: float, closed: bool, all_scores: Mapping[str, Tensor]) -> None:
         """Raise λ where the cost is above its goal, lower it where it is below; shift biases where it is far off."""
         error, start = math.log(cost / goal), self.recipe.l1_weight
         self.l1_weight = min(max(self.l1_weight * math.exp(_GAIN * error), start / _RANGE), start * _RANGE)
         if self._can_shift and (abs(error) > _TOLERANCE or closed):
             with torch.no_grad():
-                all_scores = self._scores
                 if self._batch is not None:
                     all_scores = {name: self._batch.gather(scores) for name, scores in all_scores.items()}
                 patterns = {name: routing_of(scores > 0, self._heads[name]) for name, scores in all_scores.items()}
@@ -371,9 +389,15 @@ class GateTraining:
         pressure = [weight * each for weight, each in zip(self._weights, relief, strict=True)]
         self._penalty_L.copy_(torch.tensor(pressure))
 
-    def _means(self, sums: Tensor, images: int) -> tuple[float, list[float], list[float], list[float]]:
-        """Means over images: cost; for each layer the open share, the mean gate, how often all gates are closed."""
-        cost, *others = (value / images for value in cast("list[float]", sums.tolist()))
+    def _means(self, sums: Tensor) -> tuple[float, list[float], list[float], list[float]] | None:
+        """Means over images: cost; for each layer the open share, the mean gate, how often all gates are closed.
+
+        None without images. Waits for the device.
+        """
+        images, *values = cast("list[float]", sums.tolist())
+        if not images:
+            return None
+        cost, *others = (value / images for value in values)
         layers = len(self._heads)
         return cost, others[:layers], others[layers : 2 * layers], others[2 * layers :]
 
@@ -382,7 +406,7 @@ class GateTraining:
             parameter.requires_grad_(False)
             parameter.grad = None  # without one, optimizers neither move nor decay it
 
-    def _set_head_noise(self, noise: float) -> None:
+    def _set_head_noise(self, noise: float | Tensor) -> None:
         for head in self._heads.values():
             head.noise = noise
 

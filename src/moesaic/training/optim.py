@@ -43,7 +43,8 @@ class NormalizedGD(Optimizer):
 
     Args:
         params: parameters, or groups of them, each with options of its own.
-        lr: the length of a step, where there is neither weight decay nor momentum.
+        lr: the length of a step, where there is neither weight decay nor momentum. The ``lr`` of a parameter group may
+            be set to a tensor on the device of the parameters, as a step in a CUDA graph needs it.
         momentum: of the running direction.
         weight_decay: the share of the weights added to the normalised gradient.
         norm: ``"print"``: the Frobenius norm over all tensors of an expert; ``"released"``: the sum of
@@ -150,7 +151,12 @@ class NormalizedGD(Optimizer):
             _add(directions, params, group["weight_decay"], together)
         if group["momentum"]:
             directions = self._with_momentum(params, directions, group, together)
-        _add(params, directions, -group["lr"], together)
+        lr: float | Tensor = group["lr"]
+        if isinstance(lr, Tensor):  # a graph replays the step, with the rate that the tensor then has
+            directions = _torch._foreach_mul(directions, lr) if together else [each * lr for each in directions]
+            _add(params, directions, -1, together)
+        else:
+            _add(params, directions, -lr, together)
 
     def _with_momentum(
         self, params: list[Tensor], directions: list[Tensor], group: dict[str, Any], together: bool

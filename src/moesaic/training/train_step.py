@@ -1,7 +1,8 @@
 """Training steps: forward, backward, optimizers, EMA of the weights, loss scale, and their state for checkpoints.
 
 The state is tensors and JSON, so that a resumed run goes on as if it had not been stopped. No step waits for the
-device, except once where float16 has to.
+device, except once where float16 has to. What changes from step to step is on the device where steps are replayed from
+graphs (`step_graphs`): learning rates and the weight of the EMA.
 """
 
 from __future__ import annotations
@@ -23,15 +24,23 @@ from moesaic.training.distributed import OneProcess, assign, local, shard_like
 from moesaic.training.freezing import layer_factors
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.recipe import Recipe
+from moesaic.training.step_graphs import GraphPlan, StepGraphs
 
-__all__ = ["CompileError", "TrainStep", "build_optimizers"]
+__all__ = ["CompileError", "TrainStep", "build_optimizers", "set_learning_rate"]
 
 T = TypeVar("T")
+
+_torch: Any = torch  # what torch's own optimizers use to update many tensors at once is not part of its typed face
 
 
 class CompileError(RuntimeError):
     """``torch.compile`` failed on the network."""
 
+
+_ROUNDING = {torch.bfloat16: 1e-2}
+"""Rounding errors of a step in these dtypes, as a fraction of what it changes."""
+_FULL_ROUNDING = 1e-4
+"""The same without autocast; TF32 is in it."""
 
 ExtraLoss = Callable[[Any, Tensor, Tensor, float], "Tensor | float"]
 """``extra_loss(output, x, labels, epoch)``: what is added to the cross-entropy of a micro-batch."""
@@ -48,6 +57,7 @@ class TrainStep:
         forward: computes the outputs of training in place of ``model``: logits, or an object that has ``logits``.
         extra_loss: computes what is added to the cross-entropy.
         parallel: how a step is shared with other processes; by default it is not.
+        graphs: how steps are recorded and replayed; by default they run eagerly.
     """
 
     def __init__(
@@ -59,13 +69,14 @@ class TrainStep:
         forward: Callable[[Tensor], Any] | None = None,
         extra_loss: ExtraLoss | None = None,
         parallel: OneProcess | None = None,
+        graphs: GraphPlan | None = None,
     ) -> None:
         self.model = model
         self.parallel = parallel or OneProcess()
         """How a step is shared with other processes."""
         self.recipe = recipe
         self.device = device
-        self.optimizers = build_optimizers(model, recipe, device)
+        self.optimizers = build_optimizers(model, recipe, device, capturable=graphs is not None)
         """In each of their parameter groups, ``peak`` is the highest learning rate."""
         self.steps = 0
         """Steps taken so far."""
@@ -79,12 +90,16 @@ class TrainStep:
         self._eval_forward: Callable[[Tensor], Tensor] = self._train_forward if forward is None else model
         self._scaler = torch.amp.GradScaler(device.type, enabled=self._autocast_dtype is torch.float16)
         self._ema = None if recipe.ema_decay is None else [tensor.detach().clone() for tensor in self._averaged()]
+        self._ema_weight = torch.zeros((), device=device)
+        self.rounding = _ROUNDING.get(self._autocast_dtype or torch.float32, _FULL_ROUNDING)
+        """Rounding errors of a step, as a fraction of what it changes."""
+        self._graphs = None if graphs is None else StepGraphs(graphs, self)
 
     def set_learning_rates(self, epoch: float) -> None:
         """Set those of the schedule for a step at this time, counted in epochs."""
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * self.recipe.lr_factor(epoch)
+                set_learning_rate(group, group["peak"] * self.recipe.lr_factor(epoch))
 
     def parts(self, samples: int) -> list[slice]:
         """Returns the parts of a batch of so many samples that this process computes, one for each micro-batch."""
@@ -101,9 +116,21 @@ class TrainStep:
 
         ``samples`` is the size of the whole batch where ``x`` has the `parts` of this process.
         """
+        samples = len(x) if samples is None else samples
+        if self._ema is not None and self.recipe.ema_decay is not None:
+            self._ema_weight.fill_(1 - min(self.recipe.ema_decay, (2 + self.steps) / (11 + self.steps)))
+
+        def work(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return self._compute(x, labels, epoch, samples)
+
+        found = work(x, labels) if self._graphs is None else self._graphs.run(work, x, labels)
+        self.steps += 1
+        return found
+
+    def _compute(self, x: Tensor, labels: Tensor, epoch: float, samples: int) -> tuple[Tensor, Tensor]:
+        """A step's work on the device."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        samples = len(x) if samples is None else samples
         sizes = self.recipe.micro_batch_sizes(samples)
         own = [part.stop - part.start for part in self.parts(samples)]
         total, correct = torch.zeros((), device=self.device), torch.zeros((), dtype=torch.int64, device=self.device)
@@ -167,6 +194,23 @@ class TrainStep:
                 "use compile=False"
             ) from error
 
+    def step_tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that a step changes: weights, buffers, their EMA, and the state of optimizers."""
+        tensors: dict[str, Tensor] = {f"weight {name}": each for name, each in self.model.named_parameters()}
+        tensors |= {f"buffer {name}": each for name, each in self.model.named_buffers()}
+        tensors |= {f"ema {i}": tensor for i, tensor in enumerate(self._ema or [])}
+        for k, optimizer in enumerate(self.optimizers):
+            parameters = [each for group in optimizer.param_groups for each in group["params"]]
+            for i, parameter in enumerate(parameters):
+                state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+                tensors |= {f"{name} {k}.{i}": each for name, each in state.items() if isinstance(each, Tensor)}
+        return tensors
+
+    def release_graphs(self) -> None:
+        """Free the memory of recorded steps; gradients go with it."""
+        if self._graphs is not None:
+            self._graphs.release()
+
     def finite(self) -> bool:
         """Whether all weights and statistics are numbers; waits for the device."""
         return self.parallel.all_finite(self._averaged())
@@ -216,7 +260,7 @@ class TrainStep:
         tensors["rng.cpu"] = torch.get_rng_state()
         if self.device.type == "cuda":
             tensors["rng.cuda"] = torch.cuda.get_rng_state(self.device)
-        tensors |= {f"rng.layer.{name}": each.get_state() for name, each in self._generators().items()}
+        tensors |= {f"rng.layer.{name}": each.get_state() for name, each in self.layer_generators().items()}
         content = {"steps": self.steps, "numbers": numbers, "scaler": self._scaler.state_dict()}
         return self.parallel.gathered(tensors), content
 
@@ -234,7 +278,7 @@ class TrainStep:
         torch.set_rng_state(tensors["rng.cpu"])
         if self.device.type == "cuda" and "rng.cuda" in tensors:
             torch.cuda.set_rng_state(tensors["rng.cuda"], self.device)
-        for name, generator in self._generators().items():
+        for name, generator in self.layer_generators().items():
             if f"rng.layer.{name}" in tensors:
                 generator.set_state(tensors[f"rng.layer.{name}"])
 
@@ -247,12 +291,12 @@ class TrainStep:
         for optimizer in self.optimizers:
             self._scaler.step(optimizer)
         self._scaler.update()
-        self.steps += 1
-        if self._ema is not None and self.recipe.ema_decay is not None:
-            decay = min(self.recipe.ema_decay, (1 + self.steps) / (10 + self.steps))
+        if self._ema is not None:
             with torch.no_grad():
                 means, tensors = [local(each) for each in self._ema], [local(each) for each in self._averaged()]
-                torch._foreach_lerp_(means, tensors, 1 - decay)  # pyright: ignore # as torch's optimizers do
+                changes = _torch._foreach_sub(tensors, means)
+                _torch._foreach_mul_(changes, self._ema_weight)
+                _torch._foreach_add_(means, changes)
 
     def _averaged(self) -> list[Tensor]:
         """Weights and floating-point buffers: all but counters."""
@@ -263,15 +307,43 @@ class TrainStep:
             for tensor, value in zip(self._averaged(), values, strict=True):
                 local(tensor).copy_(local(value))
 
-    def _generators(self) -> dict[str, torch.Generator]:
-        """Generators of layers; layers without one use torch's global generator."""
+    def layer_generators(self) -> dict[str, torch.Generator]:
+        """Returns the generators of layers; layers without one use torch's global generator."""
         modules = cast("Iterable[tuple[str, nn.Module]]", self.model.named_modules())
         found = ((name, getattr(module, "generator", None)) for name, module in modules)
         return {name: generator for name, generator in found if isinstance(generator, torch.Generator)}
 
 
-def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> list[Optimizer]:
-    """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate."""
+def set_learning_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of a parameter group, in place where a graph reads it.
+
+    >>> group = {"lr": torch.tensor(1.0)}
+    >>> set_learning_rate(group, 0.5)
+    >>> group
+    {'lr': tensor(0.5000)}
+    """
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def build_optimizers(
+    model: nn.Module, recipe: Recipe, device: torch.device, *, capturable: bool = False
+) -> list[Optimizer]:
+    """The optimizers that a recipe asks for, with groups of their own for routers; each group knows its peak rate.
+
+    A graph can replay the steps of ``capturable`` ones: their learning rates are tensors on the device.
+    """
+    made = _build_optimizers(model, recipe, fused=capturable or device.type == "cuda")
+    if capturable:
+        for group in (group for optimizer in made for group in optimizer.param_groups):
+            group["lr"] = torch.tensor(float(group["lr"]), device=device)
+            group["capturable"] = True
+    return made
+
+
+def _build_optimizers(model: nn.Module, recipe: Recipe, *, fused: bool) -> list[Optimizer]:
     # channels are experts without weights of their own, and what chooses them lies outside of their layer
     routed = routed_layers(model).values()
     layers = [layer for layer in routed if hasattr(layer, "experts")]
@@ -305,7 +377,6 @@ def build_optimizers(model: nn.Module, recipe: Recipe, device: torch.device) -> 
     ]
     if made and not groups:
         return made
-    fused = device.type == "cuda"
     if recipe.optimizer == "adamw":
         return [torch.optim.AdamW(groups, rate, weight_decay=decay, fused=fused)]
     return [*made, torch.optim.SGD(groups, rate, recipe.momentum, weight_decay=decay, fused=fused)]

@@ -30,6 +30,7 @@ from moesaic.training.progress import Progress
 from moesaic.training.recipe import Recipe
 from moesaic.training.results import Diverged, Epoch, FitResult
 from moesaic.training.run_dir import RunDir
+from moesaic.training.step_graphs import DeviceGraphs, GraphPlan
 from moesaic.training.trackers import Tracker
 from moesaic.training.train_step import TrainStep
 from moesaic.validated_json import refused_as
@@ -90,6 +91,8 @@ class Trainer:
     test_features: bool = False
     parallel: OneProcess = field(default_factory=OneProcess)
     """How steps are shared with other processes."""
+    graphs: DeviceGraphs | None = None
+    """What records and replays steps; None: they run eagerly."""
 
     def __post_init__(self) -> None:
         self.batch_sizes = self.recipe.batch_sizes(len(self.dataset.train))
@@ -103,7 +106,14 @@ class Trainer:
             self._features = FeatureBatches.of(self.model, self.dataset)
             forward = self._features.logits
         self.train_step = TrainStep(
-            self.model, self.recipe, self.device, self.dataset.num_classes, forward, self._extra_loss, self.parallel
+            self.model,
+            self.recipe,
+            self.device,
+            self.dataset.num_classes,
+            forward,
+            self._extra_loss,
+            self.parallel,
+            None if self.graphs is None else GraphPlan(self.graphs, self.callbacks, self.progress.log),
         )
         self.epochs: list[Epoch] = []
         """Complete epochs."""
@@ -119,6 +129,7 @@ class Trainer:
     def train(self) -> FitResult:
         """Train to the end."""
         with ExitStack() as stack:
+            stack.callback(self.train_step.release_graphs)
             for callback in self.callbacks:
                 stack.callback(callback.on_fit_end, self)
                 callback.on_fit_start(self)
@@ -138,6 +149,11 @@ class Trainer:
     def global_batch(self) -> GlobalBatch | None:
         """The batch whose samples are spread over processes; None in one process."""
         return None if self.parallel.ranks is None else self.parallel.ranks.batch
+
+    @property
+    def batches_done(self) -> int:
+        """Batches of the epoch in progress that are done."""
+        return self._done
 
     def full_weights(self) -> AbstractContextManager[None]:
         """Returns a context in which modules of the model can be called one by one, also if weights are sharded."""

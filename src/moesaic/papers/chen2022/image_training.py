@@ -23,6 +23,7 @@ from moesaic.layers.recording import record_routing
 from moesaic.training import Callback, Progress, Recipe, evaluate, fit
 from moesaic.training.batches import eval_batches, generator_seed
 from moesaic.training.optim import GradientNorm
+from moesaic.training.train_step import set_learning_rate
 from moesaic.training.trainer import Trainer
 
 __all__ = [
@@ -182,6 +183,8 @@ def train_images(
 class _Optimization(Callback):
     """Sets the norm of experts' gradients, and decays the learning rate from epoch to epoch but for routers."""
 
+    capturable = True
+
     def __init__(self, schedule: ImageSchedule) -> None:
         self._schedule = schedule
 
@@ -193,7 +196,7 @@ class _Optimization(Callback):
     def on_step_start(self, trainer: Trainer, epoch: float) -> None:
         network_or_experts = trainer.train_step.optimizers[0]
         for group in network_or_experts.param_groups:
-            group["lr"] = self._schedule.rate(int(epoch))
+            set_learning_rate(group, self._schedule.rate(int(epoch)))
 
 
 class _TestEveryEpoch(Callback):
