@@ -30,7 +30,7 @@ DOCS = Path(__file__).parent
 RESULTS = DOCS / "papers"
 TRIALS = DOCS.parent / "src" / "moesaic" / "papers" / "trials"
 README = DOCS.parent / "README.md"
-PAPER_PAGES = tuple(sorted(RESULTS.glob("*.md")))
+PAPER_PAGES = (*sorted(RESULTS.glob("*.md")), DOCS / "tokens.md")
 PAGES = (README, *PAPER_PAGES)
 TABLE = re.compile(r"<!-- verdicts ([\w-]+)( [\w-]+)? -->.*?<!-- end of verdicts -->", re.DOTALL)
 ARMS = re.compile(r"<!-- arms ([\w-]+) -->.*?<!-- end of arms -->", re.DOTALL)
@@ -38,10 +38,12 @@ CAUSES = re.compile(r"<!-- causes ([\w-]+) -->.*?<!-- end of causes -->", re.DOT
 COUNTS = re.compile(r"<!-- verdict counts -->.*?<!-- end of verdict counts -->", re.DOTALL)
 
 PAPERS = {
-    "chowdhury2023": ("Chowdhury et al. 2023", "patch"),
-    "chen2022": ("Chen et al. 2022", "sample"),
-    "wang2019": ("Wang et al. 2019", "channel"),
+    "chowdhury2023": ("Chowdhury et al. 2023", "patch", "docs/papers/chowdhury2023.md"),
+    "chen2022": ("Chen et al. 2022", "sample", "docs/papers/chen2022.md"),
+    "wang2019": ("Wang et al. 2019", "channel", "docs/papers/wang2019.md"),
+    "token_routing": ("claims of our own", "token", "docs/tokens.md#what-to-expect"),
 }
+"""Name, unit of routing and page."""
 KINDS = VERDICTS
 
 
@@ -49,9 +51,10 @@ def with_verdicts(page: str) -> str:
     """The page with the tables and counts of the committed runs."""
 
     def table(place: re.Match[str]) -> str:
-        summaries, start = without_trials(place[1]), place[2] or ""
-        findings = read_findings(RESULTS / place[1] / "claims.json")
-        found = markdown_table([each for each in findings if each.id.startswith(start.strip())], marked=summaries)
+        start, findings = place[2] or "", read_findings(RESULTS / place[1] / "claims.json")
+        lacking = {(each.id, each.fidelity) for each in findings if each.verdict.startswith("not run here: needs")}
+        marked = set(without_trials(place[1])) - lacking
+        found = markdown_table([each for each in findings if each.id.startswith(start.strip())], marked=marked)
         return f"<!-- verdicts {place[1]}{start} -->\n\n{found}\n\n<!-- end of verdicts -->"
 
     def arms(place: re.Match[str]) -> str:
@@ -72,11 +75,9 @@ def with_verdicts(page: str) -> str:
 def counts_table() -> str:
     """One row per paper with the number of verdicts of each kind."""
     lines = [f"| paper | routes by | {' | '.join(KINDS)} |", f"| --- | --- |{' ---: |' * len(KINDS)}"]
-    for paper, (name, unit) in PAPERS.items():
+    for paper, (name, unit, page) in PAPERS.items():
         count = Counter(finding.decision for finding in read_findings(RESULTS / paper / "claims.json"))
-        lines.append(
-            f"| [{name}](docs/papers/{paper}.md) | {unit} | {' | '.join(str(count[kind]) for kind in KINDS)} |"
-        )
+        lines.append(f"| [{name}]({page}) | {unit} | {' | '.join(str(count[kind]) for kind in KINDS)} |")
     return "\n".join(lines)
 
 
@@ -84,12 +85,14 @@ def take_over(run: Path, data_dir: Path | None = None, device: str = "cpu") -> N
     """Copy a run's findings and charts into each paper's folder, draw the charts, and pack its raw trials."""
     findings, charts = read_findings(run / "claims.json"), read_charts(run / "charts.json")
     for paper in dict.fromkeys(finding.paper for finding in findings):
+        own = [finding for finding in findings if finding.paper == paper]
         folder = RESULTS / paper
         folder.mkdir(parents=True, exist_ok=True)
-        write_findings(folder / "claims.json", [finding for finding in findings if finding.paper == paper])
+        write_findings(folder / "claims.json", own)
         write_charts(folder / "charts.json", [chart for chart in charts if chart.paper == paper])
         draw_figures(folder)
-        write_trials(TRIALS / f"{paper}.json.gz", pack_trials(REPRODUCED[paper], run, data_dir, device))
+        packed = pack_trials(REPRODUCED[paper], run, data_dir, device, preset=own[0].preset)
+        write_trials(TRIALS / f"{paper}.json.gz", packed)
 
 
 def draw_figures(folder: Path) -> None:

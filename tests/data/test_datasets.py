@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moesaic.data.augment import train_transform
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize, RandomFlipCrop
 from moesaic.data.splits import stratified_order
 from moesaic.papers.chen2022.data.rotated_cifar import (
@@ -158,16 +159,16 @@ def test_images_of_other_channels_are_refused():
 def test_an_augment_is_nothing_or_mirroring_or_mirroring_and_shifts_by_an_eighth():
     scale, x = Normalize((0.0,) * 3, (1.0,) * 3), pixels(1)
     low, corner = torch.tensor([[0.1, 0.5, 0.5]]), torch.tensor([[0.9, 0.0, 0.0]])
-    plain, flip, both = (RandomFlipCrop.from_augment(augment, scale, 32) for augment in ("none", "flip", "flip-crop"))
+    plain, flip, both = (train_transform(augment, scale, 32) for augment in ("none", "flip", "flip-crop"))
     assert torch.equal(plain(x, low), scale(x))
     assert torch.equal(flip(x, low), scale(x).flip(3))
     assert torch.equal(flip(x, corner), scale(x))
     assert torch.equal(both(x, low), scale(x).flip(3))
     assert torch.equal(both(x, corner)[..., 4:, 4:], scale(x)[..., :28, :28])
     assert not both(x, corner)[..., :4, :].any()
-    assert RandomFlipCrop.from_augment("flip-crop", scale, 64).padding == 8
+    assert train_transform("flip-crop", scale, 64).padding == 8
     with pytest.raises(ValueError, match=r"augment='flipp' is unknown; .*did you mean 'flip'"):
-        RandomFlipCrop.from_augment("flipp", scale, 64)  # pyright: ignore[reportArgumentType]
+        train_transform("flipp", scale, 64)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])

@@ -171,7 +171,7 @@ def test_what_is_not_there_is_reported(tmp_path, source, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"augment": "crop"}, "augment='crop' is unknown; use 'none', 'flip' or 'flip-crop'"),
+        ({"augment": "crop"}, "augment='crop' is unknown; use 'none', 'flip', 'flip-crop' or 'strong'"),
         ({"normalize": "units"}, r"normalize='units' is unknown; use 'unit' or 'standard' \(did you mean 'unit'"),
         ({"size": 0}, "size=0; it must be at least 1"),
         ({"seed": -1}, "seed=-1; it must be from 0"),

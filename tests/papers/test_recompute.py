@@ -83,6 +83,15 @@ def test_a_run_is_packed_into_what_claims_read(tmp_path: Path):
     assert read_trials(tmp_path / "a.json.gz") == packed
 
 
+def test_a_run_of_another_preset_is_packed_as_such(tmp_path: Path):
+    paper = PAPERS["token_routing"]
+    cache = ResultCache(tmp_path / "cells")
+    spec = paper.plan("full", "best")["costs"].spec(Runner(cache, None, device="cpu", seed=0, progress=NoProgress()))
+    cache.get_or_run("costs", spec, lambda: {"dense": 5})
+    packed = pack_trials(paper, tmp_path, None, preset="full")
+    assert (packed.preset, [(each.name, each.result) for each in packed.cells]) == ("full", [("costs", {"dense": 5})])
+
+
 def test_tracks_are_reduced_to_their_ends():
     compact = PAPERS["chen2022"].compact
     made = {"losses": [1.0], "track_steps": [0, 1, 2], "track_load": [[[1], [2], [3]]], "accuracy": [90.0]}

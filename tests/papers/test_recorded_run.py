@@ -76,12 +76,12 @@ def test_verdicts_that_come_early_are_those_of_the_end(repeated, early):
 
 
 def test_the_main_claim_of_each_paper_comes_before_the_others(repeated, early):
-    """In one form at least, apart from claims that come of the same cells."""
+    """In one form at least, apart from claims that come of the same cells, and where it needs no GPU."""
     first = {}
     for place, finding in enumerate(early):
         if finding.id == PAPERS[finding.paper].headline:
             first.setdefault(finding.paper, place)
-    assert first.keys() == PAPERS.keys()
+    assert first.keys() == PAPERS.keys() - {"token_routing"}
     assert early[0].id == PAPERS[early[0].paper].headline
     assert max(first.values()) < len(early) / 2
 

@@ -226,8 +226,9 @@ class DatasetOptions:
 
     data: Positional[Annotated[str, arg(metavar="DATA")]]
     """Folder of images with a subfolder for each class, a zip file of one, or a dataset name such as cifar10."""
-    augment: Annotated[str, arg(metavar="none|flip|flip-crop")] = "none"
-    """Augmentation of the training images: none, random horizontal flips, or flips and random crops."""
+    augment: Annotated[str, arg(metavar="none|flip|flip-crop|strong")] = "none"
+    """Augmentation of the training images: none, random horizontal flips, flips and random crops, or strong:
+    these with changes of shape and colours and an erased square."""
     img_size: Annotated[
         int | None,
         arg(metavar="PIXELS", help_behavior_hint="(default: the pretrained network's or the dataset's, else 64)"),

@@ -11,13 +11,13 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.checks import check_positive
 from moesaic.data.cifar10 import load_cifar10
 from moesaic.data.file_sources import SkippedFile
 from moesaic.data.splits import Split, stratified_order
@@ -41,11 +41,9 @@ RANDS_PER_IMAGE = 3
 Transform = Callable[[Tensor, Tensor], Tensor]
 """Maps uint8 pixels (B, C, H, W) and ``rand`` (B, 3) to float32 images."""
 
-Augment = Literal["none", "flip", "flip-crop"]
-"""Data augmentation: none, random horizontal flip, or random flip and random crop."""
+Augment = Literal["none", "flip", "flip-crop", "strong"]
+"""Data augmentation: none, random horizontal flip, random flip and random crop, or `StrongAugment`."""
 
-_CROP_FRACTION = 8
-"""The padding of random crops is the image size over this."""
 _FINGERPRINTED = 32
 """Images that a fingerprint reads, at least."""
 
@@ -95,14 +93,12 @@ class RandomFlipCrop:
     padding: int = 0
     """Zero padding on each side before the crop; 0 for no crop."""
 
-    @classmethod
-    def from_augment(cls, augment: Augment, normalize: Normalize, size: int) -> RandomFlipCrop:
-        """The transform of an `Augment` for images of ``size`` pixels; crops are padded by an eighth of the size."""
-        check_choice("load_images", "augment", augment, get_args(Augment))
-        return cls(normalize, augment != "none", size // _CROP_FRACTION if augment == "flip-crop" else 0)
-
     def __call__(self, pixels: Tensor, rand: Tensor) -> Tensor:
-        return self.normalize(_flipped_and_cropped(pixels, rand, self.flip, self.padding))
+        return self.normalize(self.flipped_and_cropped(pixels, rand))
+
+    def flipped_and_cropped(self, pixels: Tensor, rand: Tensor) -> Tensor:
+        """Returns the uint8 pixels before normalization."""
+        return _flipped_and_cropped(pixels, rand, self.flip, self.padding)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moesaic.cache_dir import default_cache_dir
 from moesaic.checks import check_choice, check_positive
+from moesaic.data.augment import train_transform
 from moesaic.data.builtin_datasets import DATASETS
-from moesaic.data.datasets import Augment, ImageDataset, ImageSplits, Normalize, RandomFlipCrop
+from moesaic.data.datasets import Augment, ImageDataset, ImageSplits, Normalize
 from moesaic.data.decoded_cache import DecodedCache, Log, no_log
 from moesaic.data.file_sources import printable
 from moesaic.data.hub import PREFIX, load_hub
@@ -94,7 +95,7 @@ def build_dataset(
         splits.test,
         splits.class_names,
         splits.cluster_names,
-        train_transform=RandomFlipCrop.from_augment(augment, normalization, splits.train.pixels.shape[-1]),
+        train_transform=train_transform(augment, normalization, splits.train.pixels.shape[-1]),
         eval_transform=normalization,
         name=name,
         digest=_digest(splits),

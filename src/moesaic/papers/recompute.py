@@ -24,9 +24,6 @@ from moesaic.training import NoProgress, ResultCache
 
 __all__ = ["Recomputed", "pack_trials", "recompute", "stored_trials", "without_trials"]
 
-PRESET = RECORDED_PRESET
-"""Preset of the stored trials."""
-
 
 @dataclass(frozen=True)
 class Recomputed:
@@ -100,7 +97,14 @@ def _experiment(paper: Paper[Any], trials: Trials, fidelity: Fidelity) -> Experi
     )
 
 
-def pack_trials(paper: Paper[Any], run: Path, data_dir: Path | None, device: str = "cpu", seed: int = 0) -> Trials:
+def pack_trials(
+    paper: Paper[Any],
+    run: Path,
+    data_dir: Path | None,
+    device: str = "cpu",
+    seed: int = 0,
+    preset: str = RECORDED_PRESET,
+) -> Trials:
     """Returns the finished cells of a run of `reproduce`, reduced to what claims read.
 
     Cells that cannot run on the device are left out without reading their data.
@@ -111,12 +115,13 @@ def pack_trials(paper: Paper[Any], run: Path, data_dir: Path | None, device: str
         data_dir: Directory of the datasets with which it ran; specifications have their digests.
         device: Device with which it ran.
         seed: Seed of the run.
+        preset: Preset of the run.
     """
     cache = ResultCache(run / "cells")
     runner = Runner(cache, data_dir, device=device, seed=seed, progress=NoProgress())
     cells: list[StoredCell] = []
     for fidelity in get_args(Fidelity):
-        for name, cell in paper.plan(PRESET, fidelity).items():
+        for name, cell in paper.plan(preset, fidelity).items():
             if cell.missing_requirement(runner) is not None:
                 continue
             spec = cell.spec(runner)
@@ -124,4 +129,4 @@ def pack_trials(paper: Paper[Any], run: Path, data_dir: Path | None, device: str
             if found is not None:
                 digest, seconds = json_digest(spec)[:16], round(found.seconds, 3)
                 cells.append(StoredCell(fidelity, name, digest, seconds, paper.compact(name, found.result)))
-    return Trials(PRESET, tuple(cells))
+    return Trials(preset, tuple(cells))

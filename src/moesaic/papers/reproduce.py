@@ -29,6 +29,7 @@ from moesaic.papers.engine.variants import (
     make_variants,
     parse_variation,
 )
+from moesaic.papers.token_routing.paper import PAPER as TOKEN_ROUTING
 from moesaic.papers.wang2019.paper import PAPER as WANG2019
 from moesaic.report.chart import Chart
 from moesaic.training import NoProgress, Progress, ResultCache
@@ -37,7 +38,10 @@ from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
 
 __all__ = ["PAPERS", "PRESETS", "ReproduceResult", "check_variations", "claim_parameters", "reproduce"]
 
-PAPERS: Mapping[str, Paper[Any]] = MappingProxyType({paper.id: paper for paper in (CHOWDHURY2023, CHEN2022, WANG2019)})
+PAPERS: Mapping[str, Paper[Any]] = MappingProxyType(
+    {paper.id: paper for paper in (CHOWDHURY2023, CHEN2022, WANG2019, TOKEN_ROUTING)}
+)
+"""By id: the papers, and ``token_routing``, claims of our own."""
 
 PRESETS = ("quick", "short", "full")
 

@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 from moesaic import keyed_random
+from moesaic.data.augment import train_transform
 from moesaic.data.builtin_datasets import missing_files
 from moesaic.data.celeba import read_celeba
 from moesaic.data.cifar10 import load_cifar10
-from moesaic.data.datasets import Augment, ImageDataset, LabelledImages, Normalize, RandomFlipCrop
+from moesaic.data.datasets import Augment, ImageDataset, LabelledImages, Normalize
 from moesaic.data.load import Normalization, load_images
 from moesaic.fidelity import Fidelity
 from moesaic.models.model_cost import count_macs
@@ -307,7 +308,7 @@ def _scaled(task: ImageDataset, scale: Normalization, augment: Augment) -> Image
     chosen = task.normalize if scale == "standard" else Normalize((0.0,) * channels, (1.0,) * channels)
     return replace(
         task,
-        train_transform=RandomFlipCrop.from_augment(augment, chosen, side),
+        train_transform=train_transform(augment, chosen, side),
         eval_transform=chosen,
         normalize=chosen,
     )

@@ -24,7 +24,8 @@ def markdown_table(
 ) -> str:
     """Returns a table per paper with a row per claim and a column per fidelity; titled if there are several papers.
 
-    Findings whose id and fidelity are in ``marked`` have a dagger.
+    Findings whose id and fidelity are in ``marked`` have a dagger. Claims of our own, without published values, have
+    no column for them.
 
     >>> from dataclasses import replace
     >>> found = Finding("a", "p", "Figure 4", "Fewer.", "print", "short", 0.6, 0.4, (0.3, 0.5), "r", "holds", 1.0)
@@ -75,14 +76,16 @@ def _table(findings: Iterable[Finding], marked: Collection[tuple[str, Fidelity]]
     claims = group_by_claim(findings)
     run = {str(each.fidelity) for claim in claims for each in claim}
     fidelities = cast("list[Fidelity]", [fidelity for fidelity in FIDELITY_LABELS if fidelity in run])
-    header = _row("where", "claim", "paper", *(FIDELITY_LABELS[fidelity] for fidelity in fidelities))
-    lines = [header, _row(*["---"] * (3 + len(fidelities)))]
+    own = all(each.published is None for claim in claims for each in claim)  # claims of no paper
+    header = _row("where", "claim", *([] if own else ["paper"]), *(FIDELITY_LABELS[each] for each in fidelities))
+    lines = [header, _row(*["---"] * (header.count("|") - 1))]
     for claim in claims:
         cells: dict[Fidelity, str] = {
             each.fidelity: _verdict(each, "†" if (each.id, each.fidelity) in marked else "") for each in claim
         }
-        published, statement = _plain(format_published(claim[0])), _plain(claim[0].statement)
-        lines.append(_row(claim[0].where, statement, published, *(cells.get(fidelity, "–") for fidelity in fidelities)))
+        published = [] if own else [_plain(format_published(claim[0]))]
+        verdicts = (cells.get(fidelity, "–") for fidelity in fidelities)
+        lines.append(_row(claim[0].where, _plain(claim[0].statement), *published, *verdicts))
     return "\n".join(lines)
 
 
