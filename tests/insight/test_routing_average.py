@@ -64,3 +64,16 @@ def test_an_empty_batch_adds_nothing():
     sums = RoutingSums.empty(record, classes=2)
     sums.add(record, torch.zeros(0, dtype=torch.long))
     assert sums.mean().load == (0.0, 0.0, 0.0)
+
+
+def test_cleared_sums_begin_again_at_the_same_addresses():
+    record = routing("expert", torch.randn(7, 3, 8, 8))
+    sums = RoutingSums.empty(record, classes=3)
+    sums.add(record, LABELS)
+    once, addresses = sums.mean(), [tensor.data_ptr() for tensor in sums.state_dict().values()]
+    sums.clear()
+    assert sums.images == 0
+    sums.add(record, LABELS)
+    assert sums.images == 7
+    assert sums.mean() == once
+    assert [tensor.data_ptr() for tensor in sums.state_dict().values()] == addresses

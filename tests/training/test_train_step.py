@@ -88,6 +88,17 @@ def test_the_ema_weights_are_there_for_a_test_and_gone_after_it():
     assert not same(train_step.model, trained)
 
 
+def test_the_ema_follows_the_weights_at_the_decay_of_the_step():
+    train_step = TrainStep(dense(), replace(LONG, ema_decay=0.25), CPU, 2)
+    mean = next(train_step.model.parameters()).detach().clone()
+    for steps in range(1, 4):
+        losses_of(train_step, 1)
+        decay = min(0.25, (1 + steps) / (10 + steps))
+        mean = decay * mean + (1 - decay) * next(train_step.model.parameters()).detach()
+    with train_step.ema_weights():
+        torch.testing.assert_close(next(train_step.model.parameters()).detach(), mean)
+
+
 def test_all_weights_that_learn_have_an_optimizer_and_only_one():
     for make in (dense, routed, mixture):
         for optimizer in ("sgd", "adamw", "normalized_gd"):

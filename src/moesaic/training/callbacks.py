@@ -40,8 +40,8 @@ class Callback:
     ``on_train_end``, after it ``final_metrics``; and ``on_fit_end`` whatever happens.
 
     On a GPU steps are replayed from CUDA graphs, without their Python code: ``extra_loss`` and hooks on layers are
-    then not called. A callback that overrides ``train_forward``, ``epoch_context``, ``on_step_start`` or
-    ``extra_loss`` makes steps run eagerly, unless it is ``capturable``.
+    then not called. A callback that overrides ``train_forward``, ``on_epoch_start``, ``epoch_context``,
+    ``on_step_start`` or ``extra_loss`` makes steps run eagerly, unless it is ``capturable``.
 
     >>> class WeightNorm(Callback):
     ...     def on_epoch_end(self, trainer):
@@ -49,8 +49,8 @@ class Callback:
     """
 
     capturable: bool = False
-    """Whether what the callback does within a step can be recorded in a CUDA graph: work on the device alone, on
-    tensors that are changed in place (`step_tensors`) and by Python code that depends on nothing but `graph_key`."""
+    """Whether steps can be replayed from a CUDA graph: what the callback does within them is work on the device alone,
+    changes tensors in place (`step_tensors`), and its Python code depends on nothing but `graph_key`."""
 
     @property
     def name(self) -> str:

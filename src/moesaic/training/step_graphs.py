@@ -2,8 +2,8 @@
 
 A replay does the work of a step on the device, at the same addresses and without its Python code. So batches are copied
 into buffers of the graph, and whatever changes from step to step is in tensors: weights, learning rates, statistics,
-counters of callbacks, and the states of random generators. There is a graph for each layout of a batch and each
-`Callback.graph_key`.
+counters of callbacks, and the states of random generators. There is a graph for each layout of a batch, each
+`Callback.graph_key` and all settings that are in Python: options of optimizers, modes of modules, frozen weights.
 
 Before a graph is used, two replays are compared with two eager steps from the same state, which is then restored. If
 they differ by more than rounding, or the step cannot be recorded, it runs eagerly from there on, and a message says
@@ -40,7 +40,10 @@ _COMPARED = 2
 """Steps that are compared: a second one shows what the first one leaves behind."""
 _MIN_STEPS = 50
 """With fewer steps in a run, recording one takes longer than it saves."""
-_STEP_HOOKS = ("train_forward", "epoch_context", "on_step_start", "extra_loss")
+_MAX_GRAPHS = 24
+"""With more graphs, something in Python changes all the time."""
+_STEP_HOOKS = ("train_forward", "on_epoch_start", "epoch_context", "on_step_start", "extra_loss")
+"""Hooks that run within steps, or are there to change what steps do."""
 
 
 class DeviceGraph(Protocol):
@@ -101,6 +104,10 @@ class GraphedStep(Protocol):
         """Returns the tensors that a step changes."""
         ...
 
+    def settings(self) -> Hashable:
+        """Returns the values in Python that a step depends on and a callback may change."""
+        ...
+
     def layer_generators(self) -> Mapping[str, torch.Generator]:
         """Returns the random generators of layers."""
         ...
@@ -150,7 +157,7 @@ class StepGraphs:
         with self._plan.graphs.stream():
             if self._eager:
                 return work(x, labels)
-            key = (_layout(x), _layout(labels), self._plan.key())
+            key = (_layout(x), _layout(labels), self._plan.key(), self._step.settings())
             graph = self._graphs.get(key) or self._add(key, work, x, labels)
             if graph is None:
                 return work(x, labels)
@@ -170,8 +177,11 @@ class StepGraphs:
         """Records and checks the step; None if steps run eagerly from now on."""
         start, graph, problem = None, None, ""
         try:
-            start = StepState(self._tensors(), self._generators())
-            graph, problem = self._record(work, (x, labels), start)
+            if len(self._graphs) < _MAX_GRAPHS:
+                start = StepState(self._tensors(), self._generators())
+                graph, problem = self._record(work, (x, labels), start)
+            else:
+                problem = f"settings of steps have changed {_MAX_GRAPHS} times; keep them in tensors"
         except Exception as error:  # a device fails in ways of its own
             problem = _describe(error)
         if problem:
@@ -235,7 +245,7 @@ def graph_obstacle(recipe: Recipe, device: torch.device, callbacks: Sequence[Cal
     for callback in callbacks:
         hooks = [name for name in _STEP_HOOKS if _overrides(callback, name)]
         if hooks and not callback.capturable:
-            return f"{hooks[0]} of the callback {callback.name} runs in every step; set capturable=True if it may not"
+            return f"{hooks[0]} of the callback {callback.name} may change steps; set capturable=True if it does not"
     return ""
 
 

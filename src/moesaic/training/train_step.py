@@ -7,7 +7,7 @@ graphs (`step_graphs`): learning rates and the weight of the EMA.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -94,6 +94,7 @@ class TrainStep:
         self.rounding = _ROUNDING.get(self._autocast_dtype or torch.float32, _FULL_ROUNDING)
         """Rounding errors of a step, as a fraction of what it changes."""
         self._graphs = None if graphs is None else StepGraphs(graphs, self)
+        self._modules, self._parameters = list(model.modules()), list(model.parameters())
 
     def set_learning_rates(self, epoch: float) -> None:
         """Set those of the schedule for a step at this time, counted in epochs."""
@@ -205,6 +206,16 @@ class TrainStep:
                 state: Mapping[str, Any] = optimizer.state.get(parameter, {})
                 tensors |= {f"{name} {k}.{i}": each for name, each in state.items() if isinstance(each, Tensor)}
         return tensors
+
+    def settings(self) -> Hashable:
+        """Returns modes of modules, which weights learn, and the options of optimizers; tensors by identity."""
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        options = [(name, value) for group in groups for name, value in group.items() if name != "params"]
+        return (
+            tuple(module.training for module in self._modules),
+            tuple(parameter.requires_grad for parameter in self._parameters),
+            tuple((name, id(value) if isinstance(value, Tensor) else value) for name, value in options),
+        )
 
     def release_graphs(self) -> None:
         """Free the memory of recorded steps; gradients go with it."""

@@ -202,6 +202,8 @@ class _Optimization(Callback):
 class _TestEveryEpoch(Callback):
     """Records the mean loss of each epoch, and which expert the test images go to."""
 
+    capturable = True
+
     def __init__(self, eval_transforms: Mapping[str, Transform]) -> None:
         self.epochs: list[ImageEpoch] = []
         self._eval_transforms = eval_transforms
