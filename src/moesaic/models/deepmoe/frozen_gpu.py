@@ -60,10 +60,13 @@ class FrozenGPUDeepMoE(FrozenModule):
         modules = sparse_modules(model.backbone, graph, fused)
         fuse_followers(graph, modules)
         self._gated = [cast(FusedConv, modules[name]) for name in model.gated]
-        self.backbone = with_open_channels(graph, modules, FusedConv).to(memory_format=torch.channels_last)
+        for module in modules.values():
+            if isinstance(module, nn.Conv2d):
+                module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
+        self.backbone = with_open_channels(graph, modules, FusedConv)
         self._embedding = _embedding_convs(model.embedding)
         self._dimension = model.embedding.dimension
-        for module in (*self.backbone.modules(), *self._embedding):
+        for module in (*modules.values(), *self._embedding):
             if isinstance(module, FusedConv):
                 module.lay_out(self.dtype, kernels=self.uses_kernels)
 
@@ -72,7 +75,7 @@ class FrozenGPUDeepMoE(FrozenModule):
         with autocast_off(x), torch.inference_mode():
             scores = self._heads.scores(self._embed(x))
             self._call_routing_hooks(scores)
-            logits = self.backbone(x, self._open(scores))
+            logits: Tensor = self.backbone(x, self._open(scores))
         return logits.clone()  # a normal tensor, that autograd may save
 
     def _embed(self, x: Tensor) -> Tensor:
