@@ -12,7 +12,9 @@ starts open, and the loss closes gates (`gate_l1`).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal, get_args
 
 import torch
@@ -26,7 +28,7 @@ from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
 
-__all__ = ["ChannelGate", "ChannelMode", "gate_l1"]
+__all__ = ["ChannelGate", "ChannelMode", "gate_l1", "gate_l1_of_layers"]
 
 ChannelMode = Literal["relu", "topk"]
 
@@ -130,26 +132,33 @@ class ChannelGate(nn.Module):
 
     def choose(self, scores: Tensor) -> Routing:
         """Select the open blocks by their scores (B, E)."""
-        noisy = scores
-        if self.training and self.noise:
-            random = torch.randn_like
-            noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
-            noisy = scores + self.noise * noise
-        if self.mode == "topk":
-            assert self.keep is not None
-            index = stable_topk(noisy, self.keep)
-            gate = F.softplus(noisy.gather(1, index))
-        else:
-            # with this comparison a score of NaN is open, so that it stays visible
-            closed = noisy <= 0
-            index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, UNASSIGNED)
-            gate = F.relu(noisy)
+        noisy = self.with_noise(scores)
+        index, gate = self.select(noisy)
         may_drop = self.mode == "relu"
         routing = Routing("channel", scores[:, None], index[:, None], gate[:, None], "unit", may_drop=may_drop)
         if not (self.training and self.straight_through):
             return routing
         would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the closed blocks
         return _StraightThrough(**vars(routing), estimate=would - would.detach())
+
+    def with_noise(self, scores: Tensor) -> Tensor:
+        """The scores (B, E) by which blocks are selected: with noise in training, where it is set."""
+        if not (self.training and self.noise):
+            return scores
+        random = torch.randn_like
+        noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
+        return scores + self.noise * noise
+
+    def select(self, noisy: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices and gates (…, K) of the open blocks, from scores (…, E)."""
+        if self.mode == "topk":
+            assert self.keep is not None
+            index = stable_topk(noisy, self.keep)
+            return index, F.softplus(noisy.gather(-1, index))
+        # with this comparison a score of NaN is open, so that it stays visible
+        closed = noisy <= 0
+        blocks = torch.arange(noisy.shape[-1], device=noisy.device)
+        return blocks.masked_fill(closed, UNASSIGNED), F.relu(noisy)
 
     def extra_repr(self) -> str:
         keep = f", keep={self.keep}" if self.mode == "topk" else ""
@@ -203,9 +212,34 @@ def gate_l1(routing: Routing) -> Tensor:
     >>> float(gate_l1(routing))
     0.625
     """
+    _check_unit(routing)
+    return routing.gate.abs().sum() / max(routing.batch * routing.experts, 1)
+
+
+def gate_l1_of_layers(routings: Sequence[Routing]) -> Tensor:
+    """(layers,): `gate_l1` of each layer, with one set of operations for neighbours of equal size.
+
+    >>> import torch
+    >>> routing = ChannelGate(1, channels=4).choose(torch.tensor([[2.0, -1.0, 0.5, -3.0]]))
+    >>> gate_l1_of_layers([routing, routing]).tolist()
+    [0.625, 0.625]
+    """
+    means: list[Tensor] = []
+    for _, group in groupby(routings, lambda each: (each.unit, each.gate.shape, each.gate.dtype, each.experts)):
+        neighbours = list(group)
+        first = neighbours[0]
+        if len(neighbours) == 1:
+            means.append(gate_l1(first).unsqueeze(0))
+            continue
+        _check_unit(first)
+        gates = torch.stack([each.gate for each in neighbours])
+        means.append(gates.abs().flatten(1).sum(1) / max(first.batch * first.experts, 1))
+    return torch.cat(means)
+
+
+def _check_unit(routing: Routing) -> None:
     if routing.unit != "channel":
         raise ValueError(
             f"gate_l1: takes the routing of channels, got that of a {routing.unit}; for other units use "
             "moesaic.routing.load_balance_loss"
         )
-    return routing.gate.abs().sum() / max(routing.batch * routing.experts, 1)

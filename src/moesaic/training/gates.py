@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.ops.global_batch import GlobalBatch
-from moesaic.routing.channel_gate import ChannelGate, gate_l1
+from moesaic.routing.channel_gate import ChannelGate, gate_l1_of_layers
 from moesaic.routing_record import UNASSIGNED, Routing
 from moesaic.training.gate_recipe import GateRecipe
 from moesaic.training.recipe import Recipe
@@ -186,7 +186,7 @@ class GateTraining:
             total = total + self.recipe.embedding_weight * own.sum()
         pressure = self.l1_weight_at(epoch)
         if pressure:
-            mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
+            mean_L = gate_l1_of_layers(list(output.routing.values()))
             total = total + pressure * (self._penalty_L * mean_L).sum()
         if teacher_logits is not None and len(labels):
             T = self.recipe.distill_temperature
@@ -207,7 +207,7 @@ class GateTraining:
             return
         cost_B = self._model.macs(routing) / self._model.dense_macs
         open_LB = torch.stack([each.mask[:, 0].float().mean(1) for each in routing.values()])
-        mean_L = torch.stack([gate_l1(each) for each in routing.values()])
+        mean_L = gate_l1_of_layers(list(routing.values()))
         seen = torch.cat([cost_B.sum()[None], open_LB.sum(1), mean_L * len(cost_B), (open_LB == 0).sum(1)])
         self._scores = {name: each.scores[:, 0] for name, each in routing.items()}
         images = len(cost_B)

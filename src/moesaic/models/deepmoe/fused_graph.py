@@ -15,7 +15,7 @@ from moesaic.models.deepmoe.fused_conv import FusedConv
 
 __all__ = ["fuse_followers"]
 
-_ADDITIONS: tuple[Any, ...] = (operator.add, operator.iadd, torch.add)
+_ADDITIONS = cast("tuple[Any, ...]", (operator.add, operator.iadd, torch.add))
 _RELUS = (F.relu, torch.relu)
 
 
