@@ -9,6 +9,7 @@ once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def _scores(heads: Sequence[ChannelGate], embedding: Tensor) -> Tensor:
     dtype = torch.promote_types(embedding.dtype, torch.float32)
     weight = torch.cat([head.weight for head in heads]).to(dtype)
     scores = batch_invariant_matmul(embedding.to(dtype), weight.T)
-    biases = [head.bias for head in heads if head.bias is not None]
+    biases: list[Tensor] = [head.bias for head in heads if head.bias is not None]
     return scores + torch.cat(biases).to(dtype) if biases else scores
 
 
@@ -82,14 +83,15 @@ def _with_noise(heads: Sequence[ChannelGate], scores: Tensor) -> Tensor:
     """The scores that select; each head draws its own noise."""
     if not any(head.training and head.noise for head in heads):
         return scores
-    parts = scores.split([head.blocks for head in heads], 1)  # pyright: ignore[reportUnknownMemberType]
+    parts = cast("tuple[Tensor, ...]", scores.split([head.blocks for head in heads], 1))
     return torch.cat([head.with_noise(part) for head, part in zip(heads, parts, strict=True)], 1)
 
 
 def _route_equal(heads: Sequence[ChannelGate], scores: Tensor, noisy: Tensor, map_dtype: torch.dtype) -> list[Routing]:
     """The routing of neighbouring layers of equal size, from their scores (B, layers · E)."""
     head, n = heads[0], len(heads)
-    scores, noisy = scores.unflatten(1, (n, head.blocks)), noisy.unflatten(1, (n, head.blocks))  # (B, n, E)
+    B = scores.shape[0]
+    scores, noisy = scores.view(B, n, head.blocks), noisy.view(B, n, head.blocks)
     index, gate = head.select(noisy)
     block_gates = gate
     if head.mode == "topk":
@@ -98,7 +100,7 @@ def _route_equal(heads: Sequence[ChannelGate], scores: Tensor, noisy: Tensor, ma
             closed = F.softplus(noisy).scatter(2, index, 0.0)
             block_gates = block_gates + (closed - closed.detach())
     wide = block_gates if head.block == 1 else block_gates.repeat_interleave(head.block, 2)[:, :, : head.channels]
-    parts = (each.unbind(1) for each in (scores, index, gate, block_gates, wide.to(map_dtype)))
+    parts = [_layers(each) for each in (scores, index, gate, block_gates, wide.to(map_dtype))]
     return [
         JointRouting(
             "channel",
@@ -112,3 +114,8 @@ def _route_equal(heads: Sequence[ChannelGate], scores: Tensor, noisy: Tensor, ma
         )
         for score, chosen, values, dense, channels in zip(*parts, strict=True)
     ]
+
+
+def _layers(values: Tensor) -> tuple[Tensor, ...]:
+    """(B, …) of each layer, from (B, layers, …)."""
+    return values.unbind(1)
