@@ -71,6 +71,26 @@ class Residual(nn.Module):
         return self.head((x + y).relu().mean((2, 3)))
 
 
+@pytest.mark.parametrize(
+    "followers",
+    [
+        [nn.ReLU(), nn.MaxPool2d(3, 2, 1)],
+        [nn.ReLU(), nn.MaxPool2d(2, ceil_mode=True)],
+        [nn.MaxPool2d(2), nn.Tanh(), nn.MaxPool2d(2)],
+        [nn.MaxPool2d(2), nn.MaxPool2d(2), nn.ReLU()],
+        [nn.PReLU(), nn.MaxPool2d(2, 1)],
+    ],
+    ids=str,
+)
+@torch.no_grad()
+def test_what_cannot_be_fused_runs_behind_the_convolution(followers):
+    convs = (nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1))
+    end = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
+    model = gate(nn.Sequential(convs[0], *followers, convs[1], *end), block=4, image_size=17)
+    x = images(2, size=17)
+    torch.testing.assert_close(FrozenGPUDeepMoE(model)(x), model(x), rtol=1e-10, atol=1e-10)
+
+
 class InPlace(nn.Module):
     """The ReLU between a convolution and the addition to its output changes the convolution's input."""
 

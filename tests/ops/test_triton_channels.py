@@ -18,11 +18,11 @@ from triton_cases import INTERPRETED, ONE_TYPE, TYPES, Named, assert_captured, a
 if not (INTERPRETED or torch.cuda.is_available()):
     pytest.skip("needs a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from moesaic.ops.channel.blocked_conv import BlockedConv, LayerBlocks, OpenBlockLists
+from moesaic.ops.channel.blocked_conv import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.triton import channel_conv as kernels
 from moesaic.ops.triton.channel_blocks import list_open_blocks
-from moesaic.ops.triton.channel_conv import Epilogue, Gating, channel_conv
+from moesaic.ops.triton.channel_conv import channel_conv
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.channel_heads import FrozenHeads
 
@@ -97,6 +97,18 @@ def dense_gates(lists: OpenBlockLists, layer: LayerBlocks, block: int, channels:
     dense = torch.zeros(gates.shape, dtype=torch.float64).scatter(1, order.long(), gates.double())
     assert torch.equal((dense != 0).sum(1), lists.counts[:, layer.layer].cpu())
     return dense.repeat_interleave(block, 1)[:, :channels, None, None]
+
+
+SHORT = [
+    pytest.param(("cpu", dtype), marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1"))
+    for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize("place", SHORT, ids=str)
+def test_16_bit_numbers_are_summed_in_float32(place):
+    case = Case(residual=True, pool=True, batch=1)
+    test_a_convolution_of_open_blocks_equals_the_masked_one(case, place)
 
 
 @pytest.mark.parametrize("place", TYPES)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moesaic.layers.recording import RoutedLayer
-from moesaic.ops.channel.blocked_conv import BlockedConv, LayerBlocks, OpenBlockLists
+from moesaic.ops.channel.blocked_conv import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.channel.bn_folding import batch_norm_tensors, fold_norm
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.routing_record import Routing
@@ -56,6 +56,8 @@ class FusedConv(RoutedLayer):
         self.pool = False
         """Whether max pooling of 2×2 at stride 2 follows."""
         self._weights: BlockedConv | _DenseWeights | None = None
+        self._gating: Gating | None = None
+        self._epilogue: Epilogue | None = None
 
     def absorb_norm(self, norm: nn.BatchNorm2d) -> bool:
         """Fold a BatchNorm that reads its output; False where that would change the network."""
@@ -90,6 +92,8 @@ class FusedConv(RoutedLayer):
         if kernels:
             gated = {"gated_input": self.ins is not None, "gated_output": self.outs is not None}
             self._weights = BlockedConv.of(self.conv, dtype, **gated)
+            self._gating = Gating(self.ins, self.outs, write_closed=not self.compact)
+            self._epilogue = Epilogue(self.relu, self.pool)
         else:
             assert self.conv.bias is not None
             self._weights = _DenseWeights(self.conv.weight.to(dtype), self.conv.bias.to(dtype))
@@ -101,14 +105,13 @@ class FusedConv(RoutedLayer):
         if not isinstance(weights, BlockedConv):
             assert weights is not None and not isinstance(opened, OpenBlockLists)
             return self._masked(x, weights, opened, residual)
-        from moesaic.ops.triton.channel_conv import Epilogue, Gating, channel_conv
+        from moesaic.ops.triton.channel_conv import channel_conv
 
-        assert not isinstance(opened, Tensor)
+        assert not isinstance(opened, Tensor) and self._gating is not None and self._epilogue is not None
         if residual is not None:
             size = x.shape[0], weights.out_channels, *weights.output_size(*x.shape[2:])
             residual = residual.expand(size).contiguous(memory_format=torch.channels_last)
-        gating = Gating(self.ins, self.outs, write_closed=not self.compact)
-        return channel_conv(x, weights, gating, opened, Epilogue(self.relu, self.pool), residual)
+        return channel_conv(x, weights, self._gating, opened, self._epilogue, residual)
 
     def call_routing_hooks(self, routing: Routing) -> None:
         """Report the gates of a batch."""

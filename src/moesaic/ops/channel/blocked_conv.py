@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.dispatch import ChannelConv
 
-__all__ = ["BlockedConv", "LayerBlocks", "OpenBlockLists"]
+__all__ = ["BlockedConv", "Epilogue", "Gating", "LayerBlocks", "OpenBlockLists"]
 
 _UNGATED_BLOCK = 64
 """Channels that are not gated are in blocks of at most this many, and of at least 16: the sides of a tile."""
@@ -45,6 +45,27 @@ class LayerBlocks:
     blocks: int
     most: int
     """The largest number of blocks that an image opens."""
+
+
+@dataclass(frozen=True)
+class Gating:
+    """Which channels of a convolution are gated."""
+
+    ins: LayerBlocks | None
+    """The layer whose gates select its input channels; None where all are read."""
+    outs: LayerBlocks | None
+    """The same for its output channels."""
+    write_closed: bool
+    """Whether closed output channels are written."""
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What follows the convolution in the same kernel."""
+
+    relu: bool = False
+    pool: bool = False
+    """Max pooling of 2×2 at stride 2, without padding."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,39 +22,16 @@ times as long. A 2×2 map fills 4 of the 16 rows that tensor cores take, but it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.ops.channel.blocked_conv import BlockedConv, LayerBlocks, OpenBlockLists
+from moesaic.ops.channel.blocked_conv import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.tile_sizes import Tile, tile
 from moesaic.ops.triton.launch import INTERPRETED, PROGRAMS, ceil_div, num_warps_and_stages, power_of_2, tl_acc
 
-__all__ = ["Epilogue", "Gating", "channel_conv"]
-
-
-@dataclass(frozen=True)
-class Gating:
-    """Which channels of a convolution are gated."""
-
-    ins: LayerBlocks | None
-    """The layer whose gates select its input channels; None where all are read."""
-    outs: LayerBlocks | None
-    """The same for its output channels."""
-    write_closed: bool
-    """Whether closed output channels are written."""
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What follows the convolution in the same kernel."""
-
-    relu: bool = False
-    pool: bool = False
-    """Max pooling of 2×2 at stride 2, without padding."""
+__all__ = ["channel_conv"]
 
 
 @triton.jit(do_not_specialize=["in_layer", "in_start", "out_layer", "out_start"])
