@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 from importlib.util import find_spec
 
 import pytest
@@ -88,6 +89,15 @@ def test_what_cannot_be_fused_runs_behind_the_convolution(followers):
     end = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4))
     model = gate(nn.Sequential(convs[0], *followers, convs[1], *end), block=4, image_size=17)
     x = images(2, size=17)
+    torch.testing.assert_close(FrozenGPUDeepMoE(model)(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+def test_a_module_is_taken_for_what_it_is_whatever_its_name():
+    layers = {"conv": nn.Conv2d(3, 8, 3, padding=1), "relu": nn.PReLU(), "next": nn.Conv2d(8, 8, 3, padding=1)}
+    end = {"mean": nn.AdaptiveAvgPool2d(1), "flat": nn.Flatten(), "head": nn.Linear(8, 4)}
+    model = gate(nn.Sequential(OrderedDict({**layers, **end})), block=4, image_size=16)
+    x = images(2, size=16)
     torch.testing.assert_close(FrozenGPUDeepMoE(model)(x), model(x), rtol=1e-10, atol=1e-10)
 
 

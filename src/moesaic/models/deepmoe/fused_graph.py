@@ -59,7 +59,8 @@ def _absorbs(module: FusedConv, follower: fx.Node, modules: dict[str, Any]) -> b
         return True
     if type(following) is nn.BatchNorm2d:
         return following.track_running_stats and following.affine and module.absorb_norm(following)
-    if type(following) is nn.ReLU or follower.target in _RELUS or follower.target in ("relu", "relu_"):
+    by_name = follower.op == "call_method" and follower.target in ("relu", "relu_")
+    if type(following) is nn.ReLU or follower.target in _RELUS or by_name:
         return module.absorb_relu()
     return _is_pool_of_2(following) and module.absorb_pool()
 
