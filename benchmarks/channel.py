@@ -20,12 +20,13 @@ A layer is its convolution with BatchNorm, ReLU and the pooling after it. The pl
 is faster end to end) and ours alternate after one image, the clock is read between layers, and a network's layers are
 scaled by one factor, so that with the rest they add up to the network's end-to-end time in the same run without clocks.
 
-On a GPU, a batch of 256 in blocks of 64, masked (`moesaic.ops.channel.gathered_conv` says why). ``--costs`` measures
+On a GPU, a batch of 256 in blocks of 32 and 64: masked, and frozen, in eager mode. ``--costs`` measures
 `moesaic.ops.channel.costs.CPU_COSTS`.
 """
 
 import argparse
 import copy
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -124,7 +125,7 @@ def in_order(model: Callable[[Tensor], object], images: list[Tensor], burst: int
 def check(model: DeepMoE, x: Tensor, tolerance: float) -> float:
     """The share of multiply-adds, after a check of the output against the reference."""
     output = model.forward_with_routing(x)
-    logits = moesaic.freeze(model)(x) if x.device.type == "cpu" else output.logits
+    logits = moesaic.freeze(model)(x)
     with moesaic.backend("reference"):
         torch.testing.assert_close(logits, model(x), rtol=tolerance, atol=tolerance)
     return float(model.macs(output.routing).float().mean()) / model.dense_macs
@@ -344,12 +345,14 @@ def on_gpu(repetitions: int, dtype: torch.dtype, batch: int) -> dict[str, Any]:
             network = copy.deepcopy(peer).to(memory_format=memory_format)
             candidates[f"{kind}, {label}"] = in_order(network, [image])
     macs: dict[str, float] = {}
-    for share in SHARES:
-        for label, memory_format in FORMATS.items():
-            name = f"blocks of 64, {share:.0%}, {label}"
-            model = gated_vgg(64, share).to(**where).to(memory_format=memory_format)
-            macs[name] = check(model, x, 1e-2 if dtype == torch.float32 else 0.5)
-            candidates[name] = in_order(model, [x.contiguous(memory_format=memory_format)])
+    last = x.contiguous(memory_format=torch.channels_last)
+    for share, block in itertools.product(SHARES, (32, 64)):
+        model = gated_vgg(block, share).to(**where).to(memory_format=torch.channels_last)
+        share_of_macs = check(model, x, 1e-2 if dtype == torch.float32 else 0.5)
+        for kind, network in (("masked", model), ("frozen", moesaic.freeze(model))):
+            name = f"blocks of {block}, {share:.0%}, {kind}"
+            macs[name] = share_of_macs
+            candidates[name] = in_order(network, [last])
     timings = time_interleaved(candidates, repetitions, warm_up=10)
     best = min(timing.median for name, timing in timings.items() if name.startswith("VGG-16, c"))
     rows = [

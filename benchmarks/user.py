@@ -304,7 +304,7 @@ def _elapsed(run: Run, times: int) -> float:
 
 
 def channels(options: Options) -> Iterator[Row]:
-    """Gated VGG-16 as users run it: `moesaic.freeze` where it applies, else the network in eval mode."""
+    """Gated VGG-16 as users run it: `moesaic.freeze` for inference, the network itself for training."""
     torch.manual_seed(0)
     plain = VGG16(10)
     gated = deepmoe(VGG16(10), num_classes=10, image_size=32, block=32, mode="topk", keep=0.25)
@@ -315,7 +315,7 @@ def channels(options: Options) -> Iterator[Row]:
         setattr(folded.body, f"norm{number}", nn.Identity())
     dtype = options.dtype
     gated, plain, folded = (on_device(model, options, dtype).eval() for model in (gated, plain, folded))
-    ours = moesaic.freeze(gated) if options.device == "cpu" else gated
+    ours = moesaic.freeze(gated)
     large = options.pick(256, 2)
     for batch, bar, goal in ((large, 1.5, 2.5), (1, 1.0, 2.0)):
         x = images(batch, 32, options, dtype)

@@ -211,7 +211,7 @@ class FrozenChannelMoE(FrozenModule, _ChannelLayer):
     """
 
     def __init__(self, layer: ChannelMoE) -> None:
-        super().__init__(check_freezable(layer))
+        super().__init__(*check_freezable(layer))
         self.in_channels, self.out_channels = layer.in_channels, layer.out_channels
         self.kernel_size, self.stride, self.padding = layer.kernel_size, layer.stride, layer.padding
         self.activation, self.block, self.block_in = layer.activation, layer.block, layer.block_in

@@ -16,7 +16,9 @@ Bejnordi et al. 2020).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal, get_args
 
 import torch
@@ -30,7 +32,7 @@ from moesaic.ops.global_batch import GlobalBatch
 from moesaic.routing.router import batch_invariant_matmul, stable_topk
 from moesaic.routing_record import UNASSIGNED, Routing
 
-__all__ = ["ChannelGate", "ChannelMode", "gate_l1", "hard_gates"]
+__all__ = ["ChannelGate", "ChannelMode", "gate_l1", "gate_l1_of_layers", "hard_gates"]
 
 ChannelMode = Literal["relu", "topk", "hard"]
 
@@ -145,29 +147,49 @@ class ChannelGate(nn.Module):
 
     def choose(self, scores: Tensor) -> Routing:
         """Select the open blocks by their scores (B, E)."""
-        noisy = scores
-        if self.training and (isinstance(self.noise, Tensor) or self.noise):
-            random = _logistic_like if self.mode == "hard" else torch.randn_like
-            noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
-            noisy = scores + self.noise * noise
+        noisy = self.with_noise(scores)
+        index, gate = self.select(noisy)
+        may_drop = self.mode != "topk"
+        routing = Routing("channel", scores[:, None], index[:, None], gate[:, None], "unit", may_drop=may_drop)
+        estimate = self.gradient_estimate(noisy, index)
+        return routing if estimate is None else _StraightThrough(**vars(routing), estimate=estimate[:, None])
+
+    def with_noise(self, scores: Tensor) -> Tensor:
+        """The scores (B, E) by which blocks are selected: with noise in training, where it is set."""
+        if not (self.training and (isinstance(self.noise, Tensor) or self.noise)):
+            return scores
+        random = _logistic_like if self.mode == "hard" else torch.randn_like
+        noise = random(scores) if self.global_batch is None else self.global_batch.draw(scores, random)
+        return scores + self.noise * noise
+
+    def select(self, noisy: Tensor) -> tuple[Tensor, Tensor]:
+        """Indices and gates (…, K) of the open blocks, from scores (…, E)."""
         if self.mode == "topk":
             assert self.keep is not None
             index = stable_topk(noisy, self.keep)
-            gate = F.softplus(noisy.gather(1, index))
+            return index, F.softplus(noisy.gather(-1, index))
+        # with this comparison a score of NaN is open, so that it stays visible
+        closed = noisy <= 0
+        blocks = torch.arange(noisy.shape[-1], device=noisy.device)
+        gate = hard_gates(noisy.detach()) if self.mode == "hard" else F.relu(noisy)
+        return blocks.masked_fill(closed, UNASSIGNED), gate
+
+    def gradient_estimate(self, noisy: Tensor, index: Tensor) -> Tensor | None:
+        """Zeros (…, E) with the gradients of gates that have none of their own; None where there is no estimate.
+
+        Args:
+            noisy: the scores (…, E) by which blocks are selected.
+            index: what `select` returns for them.
+        """
+        if not self.training:
+            return None
+        if self.mode == "hard":
+            would = torch.sigmoid(noisy / self.temperature)
+        elif self.straight_through:
+            would = F.softplus(noisy).scatter(-1, index, 0.0)  # of the closed blocks
         else:
-            # with this comparison a score of NaN is open, so that it stays visible
-            closed = noisy <= 0
-            index = torch.arange(scores.shape[1], device=scores.device).masked_fill(closed, UNASSIGNED)
-            gate = hard_gates(noisy.detach()) if self.mode == "hard" else F.relu(noisy)
-        may_drop = self.mode != "topk"
-        routing = Routing("channel", scores[:, None], index[:, None], gate[:, None], "unit", may_drop=may_drop)
-        if self.mode == "hard" and self.training:
-            would = torch.sigmoid(noisy / self.temperature).unsqueeze(1)
-        elif self.straight_through and self.training:
-            would = F.softplus(noisy).scatter(1, index, 0.0).unsqueeze(1)  # of the closed blocks
-        else:
-            return routing
-        return _StraightThrough(**vars(routing), estimate=would - would.detach())
+            return None
+        return would - would.detach()
 
     def extra_repr(self) -> str:
         keep = f", keep={self.keep}" if self.mode == "topk" else ""
@@ -236,9 +258,34 @@ def gate_l1(routing: Routing) -> Tensor:
     >>> float(gate_l1(routing))
     0.625
     """
+    _check_unit(routing)
+    return routing.gate.abs().sum() / max(routing.batch * routing.experts, 1)
+
+
+def gate_l1_of_layers(routings: Sequence[Routing]) -> Tensor:
+    """(layers,): `gate_l1` of each layer, with one set of operations for neighbours of equal size.
+
+    >>> import torch
+    >>> routing = ChannelGate(1, channels=4).choose(torch.tensor([[2.0, -1.0, 0.5, -3.0]]))
+    >>> gate_l1_of_layers([routing, routing]).tolist()
+    [0.625, 0.625]
+    """
+    means: list[Tensor] = []
+    for _, group in groupby(routings, lambda each: (each.unit, each.gate.shape, each.gate.dtype, each.experts)):
+        neighbours = list(group)
+        first = neighbours[0]
+        if len(neighbours) == 1:
+            means.append(gate_l1(first).unsqueeze(0))
+            continue
+        _check_unit(first)
+        gates = torch.stack([each.gate for each in neighbours])
+        means.append(gates.abs().flatten(1).sum(1) / max(first.batch * first.experts, 1))
+    return torch.cat(means)
+
+
+def _check_unit(routing: Routing) -> None:
     if routing.unit != "channel":
         raise ValueError(
             f"gate_l1: takes the routing of channels, got that of a {routing.unit}; for other units use "
             "moesaic.routing.load_balance_loss"
         )
-    return routing.gate.abs().sum() / max(routing.batch * routing.experts, 1)

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.ops.channel.blocked_conv import LayerBlocks, OpenBlockLists
 from moesaic.routing.channel_gate import ChannelGate, hard_gates
 from moesaic.routing_record import Routing
 
@@ -55,9 +56,13 @@ class FrozenHeads:
         self._heads = [deepcopy(head).eval() for head in heads]
         self._mode = heads[0].mode
         biases = [head.weight.new_zeros(head.blocks) if head.bias is None else head.bias for head in heads]
-        weight, bias = torch.cat([head.weight for head in heads]), torch.cat(biases)
+        dtype = torch.promote_types(heads[0].weight.dtype, torch.float32)
+        weight, bias = torch.cat([head.weight for head in heads]).to(dtype), torch.cat(biases).to(dtype)
         self.blocks = len(bias)
         """Of all layers."""
+        starts = np.cumsum([0, *(head.blocks for head in heads)]).tolist()
+        layers = [(start, head.blocks, head.keep or head.blocks) for start, head in zip(starts, heads, strict=False)]
+        self._layers = torch.tensor(layers, dtype=torch.int32, device=weight.device)
         # at least one column of padding, with a score that is never among the best
         padding = _MULTIPLE - self.blocks % _MULTIPLE
         self._weight = F.pad(weight, (0, 0, 0, padding)).T.contiguous()
@@ -66,6 +71,7 @@ class FrozenHeads:
 
     def scores(self, embedding: Tensor) -> Tensor:
         """The scores of all layers, (B, blocks and padding)."""
+        embedding = embedding.to(self._weight.dtype)
         if self._mode == "relu":
             return torch.addmm(self._bias, embedding, self._weight)
         return torch.addmm(self._bias, _whole_rows(embedding), self._weight)[: len(embedding)]
@@ -81,6 +87,18 @@ class FrozenHeads:
             own = scores[:, : self.blocks]
             return own.relu() if self._mode == "relu" else hard_gates(own)
         return torch.cat([routing.weights[:, 0] for routing in self.routings(scores)], 1)
+
+    def layer_blocks(self) -> list[LayerBlocks]:
+        """Where the blocks of each layer are among those of all."""
+        layers = cast("list[list[int]]", self._layers.tolist())
+        return [LayerBlocks(number, *layer) for number, layer in enumerate(layers)]
+
+    def open_lists(self, scores: Tensor) -> OpenBlockLists:
+        """The open blocks of a batch, listed by a kernel: on a GPU."""
+        from moesaic.ops.triton.channel_blocks import list_open_blocks
+
+        most = max(head.blocks for head in self._heads)
+        return list_open_blocks(scores, self._layers, self.blocks, most, self._mode)
 
     def open_blocks(self, scores_1E: Tensor) -> OpenBlockList:
         """The open blocks of one image, computed in numpy, where a dozen small operations take the time of one."""

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from moesaic.models.deepmoe.embedding_network import ConstantEmbedding
 from moesaic.models.deepmoe.network import DeepMoE, DeepMoEOutput
 from moesaic.ops.global_batch import GlobalBatch
-from moesaic.routing.channel_gate import ChannelMode, gate_l1
+from moesaic.routing.channel_gate import ChannelMode, gate_l1_of_layers
 from moesaic.routing_record import Routing
 from moesaic.training.batch_shaping import batch_shaping_loss
 from moesaic.training.distillation import distillation_loss, teacher_logits
@@ -203,7 +203,7 @@ class GateTraining:
             own = F.cross_entropy(own_logits, labels, label_smoothing=self._smoothing) if len(labels) else own_logits
             total = total + self.recipe.embedding_weight * own.sum()
         if self.joint and self._penalised:
-            mean_L = torch.stack([gate_l1(routing) for routing in output.routing.values()])
+            mean_L = gate_l1_of_layers(list(output.routing.values()))
             total = total + self._pressure * (self._penalty_L * mean_L).sum()
         if self.joint and self._hard:
             total = total + self._hard_loss(output.routing)
@@ -234,7 +234,7 @@ class GateTraining:
             return
         cost_B = self._model.macs(routing) / self._model.dense_macs
         open_LB = torch.stack([each.mask[:, 0].float().mean(1) for each in routing.values()])
-        mean_L = torch.stack([gate_l1(each) for each in routing.values()])
+        mean_L = gate_l1_of_layers(list(routing.values()))
         images = len(cost_B)
         counts = torch.full((1,), images, dtype=open_LB.dtype, device=open_LB.device)
         seen = torch.cat([counts, cost_B.sum()[None], open_LB.sum(1), mean_L * images, (open_LB == 0).sum(1)])

@@ -44,3 +44,14 @@ def test_a_folded_convolution_shares_no_memory_with_its_layer(with_norm):
         values.zero_()
     assert torch.equal(folded.weight, weight)
     assert torch.equal(folded.bias, bias)
+
+
+@torch.no_grad()
+def test_16_bit_weights_are_folded_in_float32():
+    conv, norm = (module.bfloat16() for module in layers(bias=True))
+    folded = fold_norm(ChannelConv(conv.weight, conv.bias, batch_norm_tensors(norm), 1, 1, "relu", 1, 1))
+    scale = norm.weight.double() / (norm.running_var.double() + norm.eps).sqrt()
+    shift = norm.bias.double() + (conv.bias.double() - norm.running_mean.double()) * scale
+    assert folded.weight.dtype == folded.bias.dtype == torch.float32
+    torch.testing.assert_close(folded.weight.double(), conv.weight.double() * scale[:, None, None, None])
+    torch.testing.assert_close(folded.bias.double(), shift)

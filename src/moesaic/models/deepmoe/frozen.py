@@ -6,6 +6,7 @@ channels can be gathered without asking whether a weight has changed, a hook is 
 - one image through a sequential network: GEMMs of the open blocks (`moesaic.models.deepmoe.frozen_sequence`)
 - a batch, or a network with shortcuts: convolutions of the channels that any sample opens
   (`moesaic.ops.channel.gathered_conv`); samples that open the same channels run together where that is cheaper
+- on a GPU: kernels in which every image has its own open blocks (`moesaic.models.deepmoe.frozen_gpu`)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from moesaic.layers.channel_moe import ChannelMoE, FrozenChannelMoE
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
 from moesaic.models.deepmoe.backbone_trace import sparse_modules, trace_layers, with_open_channels
 from moesaic.models.deepmoe.frozen_embedding import FrozenEmbedding
+from moesaic.models.deepmoe.frozen_gpu import FrozenGPUDeepMoE
 from moesaic.models.deepmoe.frozen_sequence import FrozenConv, FrozenSequence
 from moesaic.models.deepmoe.network import DeepMoE
 from moesaic.ops import autocast_off
@@ -36,13 +38,13 @@ __all__ = ["FrozenDeepMoE", "freeze"]
 
 
 @overload
-def freeze(model: DeepMoE) -> FrozenDeepMoE: ...
+def freeze(model: DeepMoE) -> FrozenDeepMoE | FrozenGPUDeepMoE: ...
 @overload
 def freeze(model: ChannelMoE) -> FrozenChannelMoE: ...
 @overload
 def freeze(model: nn.Module) -> FrozenModule: ...
 def freeze(model: nn.Module) -> FrozenModule:
-    """Returns an inference module for the CPU that computes only the open channels of a network with channel gates.
+    """Returns an inference module that computes only the open channels of a network with channel gates.
 
     Its output equals that of ``model`` in eval mode up to rounding. BatchNorm is folded into the convolutions and all
     weights are laid out once. They are copies: after training or loading weights, freeze the model again. The frozen
@@ -50,8 +52,8 @@ def freeze(model: nn.Module) -> FrozenModule:
     once. `moesaic.record_routing` records its gates under the names that the model's layers have.
 
     Args:
-        model: a `DeepMoE` (such as ``create_model("vgg16_deepmoe", …)``) or a single `ChannelMoE` layer, in eval mode,
-            on the CPU, in float32 or float64, without hooks.
+        model: a `DeepMoE` (such as ``create_model("vgg16_deepmoe", …)``) in eval mode without hooks, on the CPU in
+            float32 or float64, or on a CUDA device in any floating dtype; or a single `ChannelMoE` layer on the CPU.
 
     >>> import torch, moesaic
     >>> model = moesaic.create_model("vgg16_deepmoe", num_classes=10, width=0.1).eval()
@@ -60,7 +62,8 @@ def freeze(model: nn.Module) -> FrozenModule:
     True
     """
     if isinstance(model, DeepMoE):
-        return FrozenDeepMoE(model)
+        on_gpu = next(model.parameters()).device.type == "cuda"
+        return FrozenGPUDeepMoE(model) if on_gpu else FrozenDeepMoE(model)
     if isinstance(model, ChannelMoE):
         return FrozenChannelMoE(model)
     raise TypeError(
@@ -76,7 +79,7 @@ class FrozenDeepMoE(FrozenModule):
     """
 
     def __init__(self, model: DeepMoE) -> None:
-        super().__init__(check_freezable(model))
+        super().__init__(*check_freezable(model))
         self.in_channels = model.embedding.in_channels
         self._embedding = FrozenEmbedding(model.embedding)
         self._heads = FrozenHeads(list(model.heads().values()))

@@ -33,9 +33,11 @@ from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedCo
 from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.image_classifier import ImageNetwork
 from moesaic.models.model_cost import count_macs
+from moesaic.ops import autocast_dtype
 from moesaic.ops.channel.masked import open_channels
 from moesaic.ops.global_batch import grad_sync_expected, with_zero_gradients
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
+from moesaic.routing.joint_heads import route_channels
 from moesaic.routing_record import Routing
 
 __all__ = ["DeepMoE", "DeepMoEOutput", "deepmoe"]
@@ -135,7 +137,7 @@ class DeepMoE(ImageNetwork):
         """Returns the logits, the embedding with its own logits, and the gates of every layer."""
         self._check_vmap()
         embedding, embedding_logits = self.embedding(x)
-        routing = {name: gate(embedding) for name, gate in self.heads().items()}
+        routing = self._route(embedding, x)
         with self._gated_by(routing):
             logits = self.backbone(x)
         return DeepMoEOutput(logits, embedding, embedding_logits, routing)
@@ -214,8 +216,14 @@ class DeepMoE(ImageNetwork):
         """Inside, the backbone runs with the gates of these images."""
         network = self._network()
         embedding, _ = self.embedding(x)
-        with self._gated_by({name: gate(embedding) for name, gate in self.heads().items()}):
+        with self._gated_by(self._route(embedding, x)):
             yield network
+
+    def _route(self, embedding: Tensor, x: Tensor) -> dict[str, Routing]:
+        """The gates of each layer for these images."""
+        heads = self.heads()
+        found = route_channels(list(heads.values()), embedding, autocast_dtype(x) or x.dtype)
+        return dict(zip(heads, found, strict=True))
 
     @contextmanager
     def _gated_by(self, routing: Mapping[str, Routing]) -> Generator[None]:

@@ -22,7 +22,9 @@ def batch_norm_tensors(norm: nn.BatchNorm2d) -> Norm:
 
 @torch.no_grad()
 def fold_norm(conv: ChannelConv) -> ChannelConv:
-    """Returns a copy of a convolution without BatchNorm and with the same output; its bias is always a tensor.
+    """Returns a copy of a convolution without BatchNorm and with the same output, in float32 at least.
+
+    Its bias is always a tensor.
 
     >>> from moesaic.layers import ChannelMoE
     >>> layer, x = ChannelMoE(3, 8, 3).eval(), torch.randn(1, 3, 5, 5)
@@ -31,10 +33,12 @@ def fold_norm(conv: ChannelConv) -> ChannelConv:
     >>> torch.allclose(y, layer.norm(layer.conv(x)), atol=1e-5)
     True
     """
-    weight, norm = conv.weight.detach(), conv.norm
-    bias: Tensor = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach().clone()
+    dtype = torch.promote_types(conv.weight.dtype, torch.float32)
+    weight, norm = conv.weight.detach().to(dtype), conv.norm
+    bias: Tensor = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach().to(dtype).clone()
     if norm is None:
         return replace(conv, weight=weight.clone(memory_format=torch.contiguous_format), bias=bias)
-    scale = norm.weight * torch.rsqrt(norm.running_var + norm.eps)
+    scale = norm.weight.to(dtype) * torch.rsqrt(norm.running_var.to(dtype) + norm.eps)
     weight = (weight * scale[:, None, None, None]).contiguous()
-    return replace(conv, weight=weight, bias=norm.bias + (bias - norm.running_mean) * scale, norm=None)
+    shift = norm.bias.to(dtype) + (bias - norm.running_mean.to(dtype)) * scale
+    return replace(conv, weight=weight, bias=shift, norm=None)

@@ -8,11 +8,12 @@ A gathered convolution of one image is a GEMM with the unfolded map wherever the
 very few pixels and many weights, which it reorders at every call; for large maps of few channels; and for channels
 gated one by one, since it prepares itself for every new number of channels.
 
-All of this is for CPUs. On a GPU masked execution is faster, which was measured (VGG-16 of 32×32 images in batches of
-256, bfloat16, H200: ``benchmarks/results/channel-cuda.json``): the dense network takes 1.28 ms, at 126 TFLOP/s. With
-every sample's own blocks of 64 channels gathered, unfolded, sorted by pairs of blocks and multiplied in one grouped
-GEMM it takes 8 to 14 times as long: unfolding writes nine times the bytes of the map, which a dense convolution never
-does, and the groups are small. The channels that any sample of a batch opens are soon all channels.
+All of this is for CPUs. On a GPU gathering is slower than masked execution, which was measured (VGG-16 of 32×32 images
+in batches of 256, bfloat16, H200: ``benchmarks/results/channel-cuda.json``): the dense network takes 1.28 ms, at 126
+TFLOP/s. With every sample's own blocks of 64 channels gathered, unfolded, sorted by pairs of blocks and multiplied in
+one grouped GEMM it takes 8 to 14 times as long: unfolding writes nine times the bytes of the map, which a dense
+convolution never does, and the groups are small. The channels that any sample of a batch opens are soon all channels.
+So on a GPU a kernel reads open blocks where they lie (`moesaic.ops.triton.channel_conv`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.ops.channel.joint_routing import JointRouting
 from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.eager import in_vmap
 from moesaic.routing_record import Routing
@@ -22,6 +23,8 @@ __all__ = ["channel_gates", "check_closed", "masked_conv", "open_channels"]
 
 def channel_gates(routing: Routing, channels: int, block: int) -> Tensor:
     """(B, C): the gate of every channel, 0 where it is closed."""
+    if isinstance(routing, JointRouting) and routing.channel_gates is not None:
+        return routing.channel_gates
     return _expand_blocks(routing.weights[:, 0], channels, block)
 
 

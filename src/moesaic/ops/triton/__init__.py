@@ -1,4 +1,4 @@
-"""Patch routing by Triton kernels, for CUDA devices.
+"""Patch routing, and convolutions with channel gates, by Triton kernels, for CUDA devices.
 
 Nothing here is imported before a map on a GPU needs it (`moesaic.ops.triton_backend`). Only this package and
 `moesaic.models.wide_resnet.triton` import triton.
@@ -34,4 +34,9 @@ background map.
     mlp               matmuls of expert MLPs
     patch_backward    backward pass through the matmuls to map, gates, router, norm and weights
     autograd_ops      all of it as torch operators with gradients
+
+Channel gates, for inference alone (`moesaic.models.deepmoe.frozen_gpu`); their files say how tensors are laid out:
+
+    channel_blocks    scores → lists of the open blocks of all layers
+    channel_conv      convolution of the open blocks of each image
 """
