@@ -280,8 +280,10 @@ class Compare(DatasetOptions):
         runs = ComparisonRuns.of(dataset, recipe, out, self.seed, device, settings, cache_dir, log, self.lr is None)
         contenders = grid.contenders(dataset)
         costs = measure_costs(runs, contenders, grid, log)
+        left = self._seconds_left(start)
+        spent = 0.0 if self.minutes is None or left is None else 60 * self.minutes - left
         try:
-            return plan_comparison(runs, contenders, grid, costs, self._seconds_left(start), jobs)
+            return plan_comparison(runs, contenders, grid, costs, left, jobs, spent)
         except OverBudget as error:
             raise CommandError(f"moesaic compare: --minutes {self.minutes:g} is too little: {error}") from error
 
