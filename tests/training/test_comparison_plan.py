@@ -102,7 +102,7 @@ def test_a_budget_that_holds_no_plan_is_told_with_what_it_takes(tmp_path):
 
 def test_the_advised_budget_holds_what_was_spent_before_the_plan(tmp_path):
     runs, contenders = runs_in(tmp_path), GRID.contenders(TASK)
-    with pytest.raises(OverBudget, match="takes about 1.5; use --minutes 5 or more"):
+    with pytest.raises(OverBudget, match=r"takes about 1\.5; use --minutes 5 or more"):
         plan_comparison(runs, contenders, GRID, COSTS, budget=30, spent=140)
     assert plan_comparison(runs, contenders, GRID, COSTS, budget=4199, spent=140).full_seconds == 4340
 
