@@ -339,3 +339,9 @@ def test_onnx_output_equals_torch(tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "skip.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: x[:2].numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x[:2]).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_mlps_of_blocks_that_skip_are_converted_before():
+    model = moesaic.skip(vit(), "blocks.1")
+    with pytest.raises(ValueError, match=r"is inside 'blocks.1', a TokenSkip, .*; convert first, then skip"):
+        moesaic.convert(model, "blocks.1.block.mlp", experts=2, input_size=16)
