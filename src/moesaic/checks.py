@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:  # commands import this module, and print their help without waiting for torch
     import torch
 
-__all__ = ["check_choice", "check_device", "check_numbers", "check_positive", "printable"]
+__all__ = ["check_choice", "check_device", "check_numbers", "check_positive", "either", "nearest_divisors", "printable"]
 
 T = TypeVar("T")
 
@@ -75,3 +75,14 @@ def printable(name: str) -> str:
     ('Äpfel & Birnen', 'two�lines')
     """
     return "".join(letter if letter.isprintable() else "\ufffd" for letter in name)
+
+
+def nearest_divisors(number: int, near: int) -> str:
+    """The two divisors of a number that are closest to another number, as words."""
+    divisors = (each for each in range(1, number + 1) if number % each == 0)
+    return either(sorted(sorted(divisors, key=lambda each: abs(each - near))[:2]))
+
+
+def either(numbers: Sequence[int]) -> str:
+    """Numbers as words: ``1, 2 or 4``."""
+    return " or ".join(filter(None, [", ".join(map(str, numbers[:-1])), str(numbers[-1])]))

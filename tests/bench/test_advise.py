@@ -9,7 +9,7 @@ from torch import nn
 import moesaic
 from moesaic.bench.advise import Advice, RoutingOptions, advise
 from moesaic.bench.network_timer import NetworkTimer, amdahl
-from moesaic.models import ModelSpec
+from moesaic.models import ModelSpec, convert, count_macs
 
 IMAGE = (3, 8, 8)
 
@@ -163,3 +163,30 @@ def test_routed_networks_are_for_bench_model():
 
 def test_a_bound_is_infinite_where_layers_take_all_of_the_time():
     assert amdahl(3.0, 4.0) == float("inf")
+
+
+def test_layers_are_converted_together(clock, monkeypatch):
+    """Each conversion runs the network three times, which is slow for a network of many shapes."""
+    conversions = []
+
+    def logged(model, layer, **options):
+        conversions.append(layer)
+        return convert(model, layer, **options)
+
+    monkeypatch.setattr("moesaic.bench.advise.convert", logged)
+    model = nn.Sequential(*[nn.Conv2d(C, C + 4, 3, padding=1) for C in range(4, 36, 4)])
+    found = advise(model, (4, 8, 8), RoutingOptions(experts=4), batch_size=2, passes=["forward"])
+    assert conversions[0] == [str(place) for place in range(8)]
+    assert len(conversions) == 2, "once for the layers, once for the whole network"
+    (plan,) = found.plans
+    dense, routed = count_macs(model, (4, 8, 8)), count_macs(convert(model, "*", experts=4, input_size=8), (4, 8, 8))
+    assert plan.macs == pytest.approx(routed.macs / dense.macs)
+    assert plan.parameters == pytest.approx(routed.parameters / dense.parameters)
+
+
+def test_a_layer_that_cannot_be_routed_leaves_the_others_as_they_are(clock):
+    model = nn.Sequential(*[nn.Conv2d(C, C + 4, 3, padding=1) for C in (4, 8, 12)], nn.Conv2d(16, 6, 1))
+    found = advise(model, (4, 8, 8), RoutingOptions(experts=4), batch_size=2, passes=["forward"])
+    notes = {layer.names: layer.note for layer in found.layers}
+    assert [notes[name,] for name in "012"] == [None] * 3
+    assert notes["3",].startswith("'3' has 6 output channels")

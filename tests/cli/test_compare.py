@@ -118,6 +118,7 @@ def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeyp
     assert pair.ahead == routed
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"wrn10_1_pmoe\S* is \S+ \[.*\] points more accurate", said)
+    assert f"Next: moesaic train mosaics --model {routed} --img-size 32 # {routed}, trained on all images" in said
     # with a part of the arithmetic of the dense network
     assert found.models[1].macs < found.models[0].macs
 

@@ -220,6 +220,7 @@ def test_what_cannot_be_explained_is_refused(run: Path, pets: Path, tmp_path: Pa
     refused("--device='tpu' is unknown", Explain(run, (image,), device="tpu"))
     plain = save(tmp_path / "plain", "wrn10_1")
     refused("has no routed layer, so there is no routing to explain", Explain(plain, (image,)))
+    refused("or a pretrained one with --head routed", Explain(plain, (image,)))
     unscaled = save(tmp_path / "unscaled", scale=None)
     refused("does not contain the normalization", Explain(unscaled, (image,)))
     (tmp_path / "text.safetensors").write_text("hello")

@@ -153,7 +153,7 @@ def test_a_name_is_looked_up_before_folders(folder, tmp_path, monkeypatch):
         (
             "cifar",
             ValueError,
-            r"source='cifar' is unknown; use 'mnist', .*did you mean 'cifar10'.*or the path of an image fol",
+            r"'cifar' is unknown; use 'mnist', .*did you mean 'cifar10'.*an image folder, as there is none called",
         ),
         (
             "no/such/folder",

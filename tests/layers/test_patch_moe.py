@@ -191,8 +191,8 @@ class TestBadInput:
         ("options", "error", "says"),
         [
             ({"experts": 3}, ValueError, "out_channels=8 cannot be shared by experts=3 under combine='concat'"),
-            ({"experts": 3}, ValueError, "use out_channels=6 or 9, another number of experts, or combine='sum'"),
-            ({"experts": 9}, ValueError, "use out_channels=9, another"),
+            ({"experts": 3}, ValueError, "use experts=2 or 4, out_channels=6 or 9, or combine='sum'"),
+            ({"experts": 9}, ValueError, "use experts=4 or 8, out_channels=9, or"),
             ({"experts": 0}, ValueError, "PatchMoE: experts=0; it must be at least 1"),
             ({"experts": 2.0}, TypeError, "PatchMoE: experts=2.0 is a float; it must be a whole number"),
             ({"experts": MLPExperts(4, 5, 7, 2)}, ValueError, "experts map 5 to 2 channels each, but in_channels=3"),

@@ -1,4 +1,5 @@
 import asyncio
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import moesaic
+from moesaic import insight
 from moesaic.layers import routed_layers, routing_hook
 
 
@@ -204,3 +206,16 @@ def test_new_recorders_do_not_recompile_a_model(model):
         compiled(x)
     assert sizes == 4 * [recorded]
     assert len(graphs) == recorded + 1, "without recorder it is another graph, without hooks"
+
+
+def test_the_routing_of_all_layers_in_place_of_one_names_the_layers():
+    model = nn.Sequential(moesaic.PatchMoE(4, 4, experts=2, patches_per_expert=1))
+    with moesaic.record_routing(model) as routing:
+        with pytest.raises(KeyError, match="no routed layer '0' has run; run the model inside the block first"):
+            routing["0"]
+        model(torch.zeros(1, 4, 2, 2))
+    with pytest.raises(AttributeError, match=r"of one layer; take one, as routing\['0'\], of '0'"):
+        insight.summary(routing)
+    with pytest.raises(KeyError, match="no routed layer '' has run; take one"):
+        routing[""]
+    assert copy.copy(routing).keys() == {"0"}

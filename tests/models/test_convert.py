@@ -312,6 +312,7 @@ def test_unknown_names_are_refused_with_suggestions(layer, message):
         ({"input_size": None}, r"patch_size and patches_per_expert of 'stem' depend on the size of its maps"),
         ({"input_size": None, "patch_size": 2}, r"patches_per_expert of 'stem' depends on the size"),
         ({"input_size": (32, 32)}, r"input_size=\(32, 32\); give the side of square images, or \(C, H, W\)"),
+        ({"input_size": "big"}, r"input_size='big'; give the side of square images, or \(C, H, W\)"),
         ({"input_size": (4, 32, 32)}, r"Net does not run on an image of 4×32×32: "),
         (
             {"patch_size": 5},

@@ -155,3 +155,10 @@ def test_a_spelled_conversion_is_built_with_the_seed_it_is_given():
     assert torch.equal(layers[0].experts.weight, layers[1].experts.weight)
     assert not torch.equal(layers[0].experts.weight, layers[2].experts.weight)
     assert spec.with_seed(3).with_seed(4) == spec.with_seed(3)
+
+
+def test_networks_without_classifier_need_no_number_of_classes():
+    (first, *_) = create_model("wrn10_1", features_only=True)(torch.zeros(1, 3, 16, 16))
+    assert first.shape[0] == 1
+    with pytest.raises(TypeError, match="num_classes is missing; give it, or 0 for a network without classifier"):
+        create_model("wrn10_1")

@@ -157,6 +157,12 @@ def test_plain_modules_take_part_where_their_dim_is_given():
         (vit(), "blocks.1", {"dim": 8}, "dim=8, but 'blocks.1' runs on tokens of 16 features; leave dim out"),
         (vit(), "blocks.1", {"keep": 0.0}, "keep=0.0; it must be above 0"),
         (vit(), "blocks.1", {"prefix_tokens": 16}, "runs on 16 tokens, of which prefix_tokens=16; at least one"),
+        (
+            nn.Sequential(*4 * [nn.Sequential(nn.Conv2d(3, 3, 1))]),
+            "[0-2]",
+            {"input_size": 8},
+            r"\(and 2 more blocks\)$",
+        ),
         (vit(), "patch_embed", {}, r"'patch_embed' runs on a tensor \(1, 3, 16, 16\), not on tokens"),
     ],
 )
@@ -333,3 +339,9 @@ def test_onnx_output_equals_torch(tmp_path):
     session = onnxruntime.InferenceSession(tmp_path / "skip.onnx")
     (found,) = session.run(None, {session.get_inputs()[0].name: x[:2].numpy()})
     torch.testing.assert_close(torch.from_numpy(found), model(x[:2]).detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_mlps_of_blocks_that_skip_are_converted_before():
+    model = moesaic.skip(vit(), "blocks.1")
+    with pytest.raises(ValueError, match=r"is inside 'blocks.1', a TokenSkip, .*; convert first, then skip"):
+        moesaic.convert(model, "blocks.1.block.mlp", experts=2, input_size=16)

@@ -20,6 +20,7 @@ from moesaic.models.convert import ChannelsLastPatchMoE, applied_conversions, co
 from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import ModelSpec, create_model, list_models
+from moesaic.models.skip import skip
 from moesaic.models.timm_registry import register_with_timm, timm_model
 
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
@@ -255,3 +256,17 @@ def test_other_errors_of_timm_are_its_own(monkeypatch, tmp_path):
     (tmp_path / "timm" / "__init__.py").write_text("raise RuntimeError('of its own')\n")
     with pytest.raises(RuntimeError, match="of its own"):
         create_model("timm/resnet18", num_classes=2)
+
+
+def test_a_transformer_that_was_built_for_other_images_is_run_on_those(timm):
+    built = {"img_size": 32, "in_chans": 1, "depth": 2, "embed_dim": 24, "num_heads": 2}
+    model = convert(timm.create_model("vit_tiny_patch16_224", **built), "last-1", experts=4)
+    model = skip(model, "blocks.0")
+    assert model(torch.randn(2, 1, 32, 32)).shape == (2, 1000)
+
+
+def test_a_network_that_does_not_run_on_its_default_size_asks_for_another(timm):
+    grey = timm.create_model("resnet10t", in_chans=1)
+    for change in (lambda: convert(grey, "layer1.0.conv2", experts=4), lambda: skip(grey, "every-1")):
+        with pytest.raises(ValueError, match=r"; give input_size=\(C, H, W\) if its images have another size$"):
+            change()

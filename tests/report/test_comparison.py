@@ -190,6 +190,16 @@ def test_of_frozen_backbones_the_time_is_told_and_not_the_operations(tmp_path):
     assert "FLOP" not in printed(frozen)
 
 
+def test_heads_and_their_learning_rates_are_explained_in_words(tmp_path):
+    found = comparison(SIZES, CNN, AHEAD)
+    head = replace(found.models[1], spelling="timm/resnet18:pretrained:head=routed")
+    rates = {"routed": 0.03, "mean": 0.003}
+    found = replace(found, models=(found.models[0], head), recipe={**found.recipe, "head_lrs": rates})
+    text = words_of(page_of(tmp_path, found))
+    assert "head=routed: a head that has experts, each of which selects a few positions of the last map" in text
+    assert "head lrs routed 0.03; mean 0.003" in text
+
+
 def test_what_follows_from_the_runs_is_in_result_json_and_does_not_depend_on_seconds(tmp_path):
     found = comparison(SIZES, CNN, AHEAD)
     slower = replace(

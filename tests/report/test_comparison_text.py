@@ -171,6 +171,13 @@ def test_the_answers_name_a_network_and_say_whether_routing_helps():
     )
 
 
+@pytest.mark.parametrize("pair", [PAIR, UNDECIDED, replace(PAIR, lead=Estimate(-2.0, -3.5, -1.0))])
+def test_the_recommended_network_is_named_apart_from_the_sentence(pair: PairedComparison):
+    first = answers(FOUND, [pair])[0]
+    assert first.model == ("pmoe" if pair.lead.low > 0 else "cnn")
+    assert first.answer.startswith(first.model)
+
+
 def test_of_several_networks_the_one_that_is_furthest_ahead_is_named():
     found = comparison((250,), [[70.0, 71.0]], [[72.0, 73.0]], [[75.0, 76.0]])
     third = replace(PAIR, model="third", lead=Estimate(5.0, 4.0, 6.0))
@@ -185,6 +192,7 @@ def test_of_several_networks_the_one_that_is_furthest_ahead_is_named():
 def test_networks_that_only_guess_are_not_recommended():
     found = comparison((250,), [[50.0, 50.0]], [[49.0, 50.0]], guessing=50.0)
     [only] = two_answers(UNDECIDED, found=found)
+    assert answers(found, [UNDECIDED])[0].model is None
     assert only.startswith("None of them: no network gets beyond guessing, 50 %.")
 
 

@@ -116,6 +116,11 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
         load_checkpoint(tmp_path)
     with pytest.raises(FileNotFoundError, match="is not there"):
         load_checkpoint(tmp_path / "nowhere")
+    for run in ("first", "networks/second"):
+        (tmp_path / "runs" / run).mkdir(parents=True)
+        save_network(tmp_path / "runs" / run / "model.safetensors", network(), CARD)
+    with pytest.raises(FileNotFoundError, match=r"no folder of a run.*; use \S+/first, \S+/networks/second$"):
+        load_checkpoint(tmp_path / "runs")
     (tmp_path / "text").write_text("hello")
     with pytest.raises(ValueError, match="not a whole safetensors file"):
         load_checkpoint(tmp_path / "text")

@@ -100,6 +100,13 @@ def test_a_budget_that_holds_no_plan_is_told_with_what_it_takes(tmp_path):
         plan(tmp_path, budget=85)
 
 
+def test_the_advised_budget_holds_what_was_spent_before_the_plan(tmp_path):
+    runs, contenders = runs_in(tmp_path), GRID.contenders(TASK)
+    with pytest.raises(OverBudget, match=r"takes about 1\.5; use --minutes 5 or more"):
+        plan_comparison(runs, contenders, GRID, COSTS, budget=30, spent=140)
+    assert plan_comparison(runs, contenders, GRID, COSTS, budget=4199, spent=140).full_seconds == 4340
+
+
 def test_few_epochs_and_two_trials_stay_what_they_are(tmp_path):
     grid, recipe = Grid(MODELS, (8, 16), 2), Recipe(epochs=4, batch_size=8)
     runs = runs_in(tmp_path, recipe)

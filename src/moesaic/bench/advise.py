@@ -18,6 +18,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, cast
 
 import torch
@@ -41,10 +42,10 @@ from moesaic.bench.network_timer import (
 from moesaic.layers import TokenSkip
 from moesaic.models.convert import convert
 from moesaic.models.convert_candidates import convertible_layers, find_layers
-from moesaic.models.mlp_candidates import find_mlps
+from moesaic.models.mlp_candidates import MLPUnit, find_mlps
 from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.skip import skip
-from moesaic.models.traced_inputs import trace_inputs
+from moesaic.models.traced_inputs import TracedInputs, trace_inputs
 
 __all__ = ["Advice", "Plan", "RoutingOptions", "advise"]
 
@@ -221,21 +222,68 @@ def _candidates(
     shapes, cost = trace_shapes(network, names, image)
     found: list[_Candidate] = []
     refused: list[LayerGain] = []
-    for alike in equal_layers(network, shapes):
-        layer = network.get_submodule(alike[0])
-        shape = describe_layer(layer, shapes[alike[0]])
-        ways: tuple[Way, ...] = ("split", "experts") if alike[0] in units else ("patches",)
-        for way in ways:
-            try:
-                converted = convert(copy.deepcopy(network), alike[0], input_size=image, **options.of_way(way))
-            except ValueError as refusal:
-                note = str(refusal).removeprefix("convert: ")
-                refused.append(LayerGain(alike, shape, share_of_macs(cost, alike), note=note, way=way))
+    alike = equal_layers(network, shapes)
+    ways: dict[Way, list[str]] = {"patches": [], "split": [], "experts": []}
+    for name, *_ in alike:
+        for way in _ways(name, units):
+            ways[way].append(name)
+    routed = {way: _routed_layers(network, image, names, options.of_way(way)) for way, names in ways.items() if names}
+    for each in alike:
+        name = each[0]
+        layer = network.get_submodule(name)
+        shape = describe_layer(layer, shapes[name])
+        for way in _ways(name, units):
+            converted = routed[way][name]
+            if isinstance(converted, str):
+                refused.append(LayerGain(each, shape, share_of_macs(cost, each), note=converted, way=way))
                 continue
-            after = count_macs(converted, image)
-            pair = LayerPair(alike, shape, layer, converted.get_submodule(alike[0]), way)
-            found.append(_Candidate(pair, way, after.macs - cost.macs, after.parameters - cost.parameters))
+            output = units[name].output_name if name in units else None
+            own = [name] if output is None else [name, output]
+            before = sum(weight.numel() for part in own for weight in network.get_submodule(part).parameters())
+            more = converted.macs - _macs(cost, own), converted.parameters - before
+            found.append(_Candidate(LayerPair(each, shape, layer, converted.layer, way), way, *more))
     return [*found, *_skipping(network, image, options, cost)], refused, cost
+
+
+def _ways(name: str, units: Mapping[str, MLPUnit]) -> tuple[Way, ...]:
+    return ("split", "experts") if name in units else ("patches",)
+
+
+@dataclass(frozen=True)
+class _RoutedLayer:
+    layer: nn.Module
+    macs: int
+    parameters: int
+
+
+def _routed_layers(
+    network: nn.Module, image: Shape, names: Sequence[str], options: Mapping[str, Any]
+) -> dict[str, _RoutedLayer | str]:
+    """Layers routed in one copy of the network, or why one of them cannot be.
+
+    Each conversion runs the network, so that layers are converted together; those with a refused one among them, in
+    halves.
+    """
+    try:
+        converted = convert(copy.deepcopy(network), names, input_size=image, **options)
+    except ValueError as refusal:
+        if len(names) == 1:
+            return {names[0]: str(refusal).removeprefix("convert: ")}
+        halves = names[: len(names) // 2], names[len(names) // 2 :]
+        return {name: each for half in halves for name, each in _routed_layers(network, image, half, options).items()}
+    cost = count_macs(converted, image)
+    layers = {name: converted.get_submodule(name) for name in names}
+    return {
+        name: _RoutedLayer(layer, _macs(cost, [name]), sum(weight.numel() for weight in layer.parameters()))
+        for name, layer in layers.items()
+    }
+
+
+def _macs(cost: ModelCost, names: Iterable[str]) -> int:
+    """Multiply-adds of layers and of whatever is inside of them."""
+    wanted = tuple(names)
+    inside = tuple(f"{name}." for name in wanted)
+    return sum(layer.macs for layer in cost.layers if layer.name in wanted or layer.name.startswith(inside))
 
 
 def _skipping(network: nn.Module, image: Shape, options: RoutingOptions, cost: ModelCost) -> list[_Candidate]:
@@ -322,10 +370,15 @@ class _Planner:
             for way, each in names.items()
         )
 
+    @cached_property
+    def _inputs(self) -> tuple[dict[str, MLPUnit], TracedInputs]:
+        """The MLPs, and the inputs of the layers."""
+        units = find_mlps(self.network)
+        return units, trace_inputs(self.network, self.image, units)
+
     def _patterns(self, names: Sequence[str]) -> list[str]:
         """Names of layers for `convert`, by patterns where these match the same layers and no others."""
-        units = find_mlps(self.network)
-        traced = trace_inputs(self.network, self.image, units)
+        units, traced = self._inputs
         groups: dict[str, list[str]] = {}
         for name in names:
             groups.setdefault(".".join("*" if part.isdecimal() else part for part in name.split(".")), []).append(name)

@@ -121,7 +121,22 @@ class Compare(DatasetOptions):
                 budget.close()
         if not is_worker():
             _write(found, out, command)
+            self._print_next(found, models)
         return 0
+
+    def _print_next(self, found: Comparison, models: Sequence[str]) -> None:
+        """Prints the command that trains the recommended network on all images."""
+        from moesaic.report.comparison_text import answers
+        from moesaic.training.paired_comparison import paired_comparisons
+
+        best = answers(found, paired_comparisons(found))[0].model
+        if best is None:
+            return
+        spelled = next(name for name, model in zip(models, found.models, strict=True) if model.name == best)
+        options = {"--data-dir": self.data_dir, "--img-size": self.img_size}
+        given = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        command = shlex.join(["moesaic", "train", self.data, "--model", spelled, *given])
+        sys.stdout.write(f"Next:\n  {command}  # {best}, trained on all images\n")
 
     def _run_workers(self, given: Sequence[str], jobs: int, threads: int, device: str) -> None:
         from rich.console import Console
@@ -280,8 +295,10 @@ class Compare(DatasetOptions):
         runs = ComparisonRuns.of(dataset, recipe, out, self.seed, device, settings, cache_dir, log, self.lr is None)
         contenders = grid.contenders(dataset)
         costs = measure_costs(runs, contenders, grid, log)
+        left = self._seconds_left(start)
+        spent = 0.0 if self.minutes is None or left is None else 60 * self.minutes - left
         try:
-            return plan_comparison(runs, contenders, grid, costs, self._seconds_left(start), jobs)
+            return plan_comparison(runs, contenders, grid, costs, left, jobs, spent)
         except OverBudget as error:
             raise CommandError(f"moesaic compare: --minutes {self.minutes:g} is too little: {error}") from error
 

@@ -185,7 +185,7 @@ class Explain:
         if not known:
             raise ValueError(
                 f"{checkpoint.spec.name} of {checkpoint.path} has no routed layer, so there is no routing to explain; "
-                "train a network with one, such as wrn10_10_pmoe or vgg16_deepmoe"
+                "train a network with one, such as wrn10_2_pmoe, or a pretrained one with --head routed"
             )
         for layer in self.layer:
             check_choice("explain", "--layer", layer, known)

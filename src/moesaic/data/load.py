@@ -112,7 +112,7 @@ def _existing(source: str | Path) -> Path:
         try:
             check_choice("load_images", "source", source, DATASETS)
         except ValueError as unknown:
-            raise ValueError(f"{unknown}, or the path of an image folder") from None
+            raise ValueError(f"{unknown}, or the path of an image folder, as there is none called {source!r}") from None
     raise FileNotFoundError(
         f"load_images: there is no folder or zip file {source}; give one with a subfolder of images per class"
     )

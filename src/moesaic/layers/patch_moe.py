@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moesaic.checks import check_choice, check_positive
+from moesaic.checks import check_choice, check_positive, nearest_divisors
 from moesaic.experts import ConvExperts, Experts
 from moesaic.input_checks import check_feature_map, check_tensor
 from moesaic.layers.recording import RoutedLayer
@@ -227,9 +227,10 @@ class PatchMoE(RoutedLayer):
         if self.out_channels % experts:
             lower, upper = self.out_channels // experts * experts, (self.out_channels // experts + 1) * experts
             fits = f"{lower} or {upper}" if lower else f"{upper}"
+            divisors = nearest_divisors(self.out_channels, experts)
             raise ValueError(
                 f"PatchMoE: out_channels={self.out_channels} cannot be shared by experts={experts} under "
-                f"combine='concat'; use out_channels={fits}, another number of experts, or combine='sum'"
+                f"combine='concat'; use experts={divisors}, out_channels={fits}, or combine='sum'"
             )
         return self.out_channels // experts
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal, cast
+from typing import Literal, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,21 @@ def routing_hook(model: nn.Module, hook: RoutingHook) -> Generator[None]:
         context_stacks.pop("routing_hooks", registered)
 
 
+class _Records(dict[str, Routing]):
+    """Routing by layer. Metrics and overlays take that of one layer, so given all of them they name the layers."""
+
+    def __missing__(self, name: str) -> Routing:
+        raise KeyError(f"record_routing: no routed layer {name!r} has run; {self._layers()}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"record_routing: {name!r} is an attribute of the routing of one layer; {self._layers()}")
+
+    def _layers(self) -> str:
+        if not self:
+            return "run the model inside the block first"
+        return f"take one, as routing[{next(iter(self))!r}], of {', '.join(map(repr, self))}"
+
+
 @contextmanager
 def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> Generator[dict[str, Routing]]:
     """Collects the routing of every routed layer of ``model``: ``{module name: Routing}``.
@@ -124,7 +139,7 @@ def record_routing(model: nn.Module, keep: Literal["last", "all"] = "last") -> G
     (torch.Size([5, 2, 3]), (4, 4))
     """
     check_choice("record_routing", "keep", keep, ("last", "all"))
-    records: dict[str, Routing] = {}
+    records = _Records()
     passes: dict[str, list[Routing]] = {}
 
     def collect(name: str, layer: RoutedLayer, routing: Routing) -> None:

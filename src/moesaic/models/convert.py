@@ -20,7 +20,7 @@ from moesaic.models.convert_mlp import hidden_activations, plan_mlp
 from moesaic.models.convert_plan import Init, Replacement
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps
 from moesaic.models.rescaled_routers import RescaledExpertChoice
-from moesaic.models.traced_inputs import TracedInputs, input_shape, trace_inputs
+from moesaic.models.traced_inputs import OTHER_SIZE, TracedInputs, input_shape, trace_inputs
 from moesaic.ops import Combine, Context, GateOn
 from moesaic.routing import RouterLike
 from moesaic.routing.expert_choice import ExpertGate
@@ -142,7 +142,7 @@ def convert(
         )
     shape = input_shape(model, input_size)
     units = find_mlps(model)
-    traced = None if shape is None else _trace(model, shape, "does not run", units)
+    traced = None if shape is None else _trace(model, shape, "does not run", units, "" if input_size else OTHER_SIZE)
     found = find_layers(model, layer, units, traced)
     mlps = [each for each in found.values() if isinstance(each, MLPUnit)]
     _refuse_options(given, [name for name, each in found.items() if not isinstance(each, MLPUnit)], mlps)
@@ -224,10 +224,12 @@ def applied_conversions(model: nn.Module) -> tuple[dict[str, Any], ...]:
     )
 
 
-def _trace(model: nn.Module, shape: tuple[int, int, int], failure: str, mlps: Collection[str] = ()) -> TracedInputs:
+def _trace(
+    model: nn.Module, shape: tuple[int, int, int], failure: str, mlps: Collection[str] = (), hint: str = ""
+) -> TracedInputs:
     try:
         return trace_inputs(model, shape, mlps)
     except Exception as error:
         size = "×".join(map(str, shape))
         why = str(error).strip() or type(error).__name__
-        raise ValueError(f"convert: {type(model).__name__} {failure} on an image of {size}: {why}") from error
+        raise ValueError(f"convert: {type(model).__name__} {failure} on an image of {size}: {why}{hint}") from error

@@ -17,6 +17,7 @@ from typing import cast
 from torch import nn
 
 from moesaic.layers.recording import RoutedLayer
+from moesaic.layers.token_skip import TokenSkip
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps, looks_like_mlp, why_not_mlp
 from moesaic.models.traced_inputs import MapSizes, TokenInput, TracedInputs, input_shape, trace_inputs
 from moesaic.models.weight_refusal import weight_refusal
@@ -129,9 +130,19 @@ def why_not_convertible(model: nn.Module, name: str, maps: MapSizes | None = Non
         return f"is a {type(layer).__name__}, which is routed already"
     if not isinstance(layer, (nn.Conv2d, nn.Linear)):
         if looks_like_mlp(model, name, layer):
-            return why_not_mlp(model, name)
+            return why_not_mlp(model, name) or _inside_refusal(model, name)
         return f"is a {type(layer).__name__}, neither a Conv2d nor a Linear, nor an MLP of two linear layers"
     return _shape_refusal(layer) or weight_refusal(model, name, layer) or _map_refusal(name, layer, maps)
+
+
+def _inside_refusal(model: nn.Module, name: str) -> str | None:
+    """Why an MLP inside of a routed layer is none that `find_mlps` returns."""
+    for outer, module in _modules(model):
+        if isinstance(module, RoutedLayer) and name.startswith(f"{outer}."):
+            kind = type(module).__name__
+            way_out = "convert first, then skip" if isinstance(module, TokenSkip) else "convert its networks before"
+            return f"is inside {outer!r}, a {kind}, which is routed already; {way_out}"
+    return None
 
 
 def _shape_refusal(layer: nn.Conv2d | nn.Linear) -> str | None:

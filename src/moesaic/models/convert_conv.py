@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_positive
+from moesaic.checks import check_positive, either, nearest_divisors
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
-from moesaic.models.convert_plan import Init, Replacement, either, nearest_divisors, new_weights
+from moesaic.models.convert_plan import Init, Replacement, new_weights
 from moesaic.models.rescaled_routers import RescaledExpertChoice
 from moesaic.models.traced_inputs import MapSizes
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter

@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic.checks import check_numbers, check_positive
+from moesaic.checks import check_numbers, check_positive, nearest_divisors
 from moesaic.experts import MLPExperts
 from moesaic.layers import TokenMoE
 from moesaic.layers.token_moe import TokenGrid
-from moesaic.models.convert_plan import Init, Replacement, nearest_divisors, new_weights
+from moesaic.models.convert_plan import Init, Replacement, new_weights
 from moesaic.models.mlp_candidates import MLPUnit
 from moesaic.models.mlp_start import cluster_neurons, copy_mlp, neurons_in_order, split_mlp
 from moesaic.models.model_cost import eval_mode

@@ -84,7 +84,7 @@ def list_models(pattern: str = "*") -> list[str]:
 def create_model(
     name: str,
     *,
-    num_classes: int,
+    num_classes: int | None = None,
     weights: str | Path | None = None,
     weights_sha256: str | None = None,
     features_only: bool = False,
@@ -107,8 +107,8 @@ def create_model(
 
     ``head="routed"``, ``"attention"``, ``"mean"`` or ``"max"`` gives a network without channel gates another head on
     its last map: see `RoutedHead`, whose ``experts``, ``patches_per_expert`` and ``gate`` then are options too.
-    ``num_classes=0`` leaves the classifier out, and ``features_only=True`` returns the maps of the network instead, all
-    or those of ``out_indices``: see `FeatureMaps`.
+    ``num_classes`` is required; 0 leaves the classifier out. ``features_only=True``, which needs none, returns the maps
+    of the network instead, all or those of ``out_indices``: see `FeatureMaps`.
 
     ``weights`` is a file of pretrained weights for any of these networks: safetensors, or what
     ``torch.load(weights_only=True)`` reads. Names and shapes must be those of the network; a classifier of another
@@ -118,6 +118,10 @@ def create_model(
     >>> len(model.moe.experts), model.moe.patches_per_expert
     (4, 16)
     """
+    if num_classes is None:
+        if not features_only:
+            raise TypeError("create_model: num_classes is missing; give it, or 0 for a network without classifier")
+        num_classes = 0
     check_classes("create_model", num_classes)
     if features_only and options.get("head") is not None:
         raise ValueError(f"create_model: features_only=True has no head, got head={options['head']!r}; leave one out")

@@ -21,7 +21,7 @@ from moesaic.layers.token_moe import TokenMoE
 from moesaic.layers.token_skip import SkipPrefix, TokenSkip
 from moesaic.models.skip_candidates import BlockCall, find_blocks, first_weight, trace_calls, why_not_skippable
 from moesaic.models.skip_record import record_skips
-from moesaic.models.traced_inputs import input_shape
+from moesaic.models.traced_inputs import OTHER_SIZE, input_shape
 from moesaic.models.vit import PatchEmbed
 from moesaic.routing.keep_choice import KeepChoice, KeepGate
 
@@ -79,14 +79,15 @@ def skip(
     check_choice("skip", "prefix", prefix, get_args(SkipPrefix))
     router = KeepChoice(1, keep, gate=gate, prefix_tokens=first if prefix == "always" else 0, device="meta")
     found = find_blocks(model, blocks)
-    calls = None if shape is None else trace_calls(model, shape, "does not run")
+    calls = None if shape is None else trace_calls(model, shape, "does not run", "" if input_size else OTHER_SIZE)
     tokens = {name: _tokens(name, calls, dim, first) for name in found}
     faults = {
         name: why_not_skippable(model, name, None if calls is None else calls[name], tokens[name], router, first)
         for name in found
     }
-    if any(faults.values()):
-        raise ValueError(f"skip: {'; '.join(f'{name!r} {fault}' for name, fault in faults.items() if fault)}")
+    refused = [f"{name!r} {fault}" for name, fault in faults.items() if fault]
+    if refused:
+        raise ValueError(f"skip: {refused[0]}" + (f" (and {len(refused) - 1} more blocks)" if refused[1:] else ""))
     options: dict[str, Any] = {"keep": keep, "gate": gate, "prefix": prefix, "prefix_tokens": first}
     with _restored(model, found):
         for name, block in found.items():

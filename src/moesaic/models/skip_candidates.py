@@ -39,7 +39,7 @@ class BlockCall:
     """Further arguments that are not None: names, or places such as ``"argument 2"``."""
 
 
-def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str) -> dict[str, BlockCall]:
+def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str, hint: str = "") -> dict[str, BlockCall]:
     """Runs a model on one image (C, H, W), and returns what its modules were called with."""
     calls: dict[str, BlockCall] = {}
     hooks: list[Any] = []
@@ -59,7 +59,9 @@ def trace_calls(model: nn.Module, shape: tuple[int, int, int], failure: str) -> 
             model(image)
     except Exception as error:
         size = "×".join(map(str, shape))
-        raise ValueError(f"skip: {type(model).__name__} {failure} on an image of {size}: {_why(error)}") from error
+        raise ValueError(
+            f"skip: {type(model).__name__} {failure} on an image of {size}: {_why(error)}{hint}"
+        ) from error
     finally:
         for hook in hooks:
             hook.remove()
@@ -112,7 +114,7 @@ def why_not_skippable(
     if call is not None:
         if call.shape is None or len(call.shape) != 3:
             found = "no tensor" if call.shape is None else f"a tensor {call.shape}"
-            return f"runs on {found}, not on tokens (B, N, C)"
+            return f"runs on {found}, not on tokens (B, N, C) as the blocks of a ViT; convert routes maps by patches"
         if call.others:
             return f"gets {' and '.join(call.others)} beside its tokens, which would no longer belong to those selected"
         if tokens[0] <= prefix_tokens:

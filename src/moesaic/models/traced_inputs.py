@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from moesaic.models.model_cost import eval_mode
 
-__all__ = ["MapSizes", "TokenInput", "TracedInputs", "input_shape", "trace_inputs"]
+__all__ = ["OTHER_SIZE", "MapSizes", "TokenInput", "TracedInputs", "input_shape", "trace_inputs"]
 
+OTHER_SIZE = "; give input_size=(C, H, W) if its images have another size"
+"""Ends the error of a network that does not run on images of the size that it seems to have."""
 MapSizes = Mapping[str, Sequence[tuple[int, int]]]
 """H and W of the maps each layer ran on; empty for layers that ran on other tensors."""
 
@@ -46,7 +48,7 @@ def input_shape(model: nn.Module, given: int | Sequence[int] | None) -> tuple[in
     if isinstance(given, int):
         first = next((layer for layer in model.modules() if isinstance(layer, nn.Conv2d)), None)
         given = (3 if first is None else first.in_channels, given, given)
-    if len(given) != 3 or any(size < 1 for size in given):
+    if len(given) != 3 or any(not hasattr(size, "__index__") or size < 1 for size in given):
         raise ValueError(f"convert: input_size={given!r}; give the side of square images, or (C, H, W)")
     return given[0], given[1], given[2]
 
@@ -54,9 +56,20 @@ def input_shape(model: nn.Module, given: int | Sequence[int] | None) -> tuple[in
 def _own_shape(model: nn.Module) -> int | Sequence[int] | None:
     timms: Any = getattr(model, "pretrained_cfg", None)
     if isinstance(timms, dict):
-        return cast("Sequence[int] | None", timms.get("input_size"))
+        default = cast("Sequence[int] | None", timms.get("input_size"))
+        return default if default is None else _built_shape(model, default)
     side = getattr(getattr(model, "config", None), "image_size", None)  # of transformers
     return side if isinstance(side, int) else None
+
+
+def _built_shape(model: nn.Module, default: Sequence[int]) -> Sequence[int]:
+    """The shape for which a transformer of timm was built, where that is not the default of its architecture."""
+    embed: Any = getattr(model, "patch_embed", None)
+    sides: Any = getattr(embed, "img_size", None)
+    if not isinstance(sides, tuple):
+        return default
+    channels: int = getattr(getattr(embed, "proj", None), "in_channels", default[0])
+    return channels, *cast("tuple[int, int]", sides)
 
 
 def trace_inputs(model: nn.Module, shape: tuple[int, int, int], mlps: Collection[str] = ()) -> TracedInputs:

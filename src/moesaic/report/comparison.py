@@ -7,11 +7,11 @@ escaped.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from moesaic.files import write_atomic
 from moesaic.intervals import Estimate
@@ -102,6 +102,7 @@ def write_comparison_report(
         costs=_cost_rows(found, compared),
         work=next((pair.work for pair in compared if pair.work is not None), None),
         groups=_group_rows(found),
+        meaning=text.meaning,
         recipe=_recipe(found),
         command=command,
         machine=machine or found.machine,
@@ -164,6 +165,8 @@ def _recipe(found: Comparison) -> str:
 def _plain(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        return "; ".join(f"{name} {each}" for name, each in cast("Mapping[str, Any]", value).items())
     return ", ".join(map(_plain, value)) if isinstance(value, list | tuple) else str(value)  # pyright: ignore
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesaic.intervals import Estimate
 from moesaic.report.formatting import listed, number
-from moesaic.training.comparison_result import Comparison
+from moesaic.training.comparison_result import ComparedModel, Comparison
 from moesaic.training.paired_comparison import NARROW, PairedComparison, Saving, Work, accuracies
 from moesaic.training.sequential_trials import LEVEL_MARGIN, MANY_TRIALS
 
@@ -18,6 +19,7 @@ __all__ = [
     "flops",
     "is_level",
     "lead",
+    "meaning",
     "on_frozen_backbones",
     "outcome",
     "points",
@@ -37,6 +39,13 @@ _CHEAPER = 0.9
 """Of models that are level, one is preferred that has at most so many of the other's multiply-adds."""
 _UNCERTAIN = 100.0
 """A ratio whose interval spans more than this factor is given without it."""
+_HEAD = re.compile(r":head=(\w+)")
+_HEADS = {
+    "mean": "takes the mean over all positions of the last map",
+    "max": "takes the maximum over all positions of the last map",
+    "attention": "takes a mean of all positions of the last map, weighted by attention",
+    "routed": "has experts, each of which selects a few positions of the last map",
+}
 _PREFIXES = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
@@ -82,11 +91,22 @@ def is_level(pair: PairedComparison) -> bool:
 
 def answers(found: Comparison, compared: Sequence[PairedComparison]) -> list[Answer]:
     """What a reader wants to know first: which network to use, and whether routing helps."""
-    made = [Answer("Which network should I use?", _choice(found, compared))]
+    model, why = _choice(found, compared)
+    made = [Answer("Which network should I use?", why if model is None else f"{model}{why}", model)]
     routed = [pair for pair in compared if found.model(pair.model).routed_share > 0]
-    if routed and found.models[0].routed_share == 0 and not made[0].answer.startswith("None"):
+    if routed and found.models[0].routed_share == 0 and model is not None:
         made.append(Answer("Does routing help on these images?", _routing(routed)))
     return made
+
+
+def meaning(model: ComparedModel) -> str:
+    """What a short name of a network stands for.
+
+    >>> meaning(ComparedModel("head=mean", 9, 9, 0.0, "timm/resnet18:pretrained:head=mean"))
+    'timm/resnet18:pretrained:head=mean: a head that takes the mean over all positions of the last map'
+    """
+    head = _HEAD.search(model.spelling)
+    return f"{model.spelling}: a head that {_HEADS[head[1]]}" if head and head[1] in _HEADS else model.spelling
 
 
 @dataclass(frozen=True)
@@ -95,37 +115,39 @@ class Answer:
 
     question: str
     answer: str
+    model: str | None = None
+    """The network that it recommends."""
 
 
-def _choice(found: Comparison, compared: Sequence[PairedComparison]) -> str:
+def _choice(found: Comparison, compared: Sequence[PairedComparison]) -> tuple[str | None, str]:
+    """The network to use, and the rest of the sentence; or why none is."""
     baseline = found.models[0]
     best_mean = max(each.value for model in found.models for each in accuracies(found, model.name))
     if best_mean <= found.guessing:
-        return (
+        return None, (
             f"None of them: no network gets beyond guessing, {number(found.guessing)} %. Train with more labels or "
             "more epochs, or begin with a pretrained network."
         )
     ahead = [pair for pair in compared if pair.ahead == pair.model]
     if ahead:
         best = max(ahead, key=lambda pair: pair.lead.value)
-        return (
-            f"{best.model}: it is {points(best.lead)} points more accurate than {baseline.name} with the same labels."
-        )
+        gain = points(best.lead)
+        return best.model, f": it is {gain} points more accurate than {baseline.name} with the same labels."
     cheap = [pair for pair in compared if is_level(pair) and found.model(pair.model).macs <= _CHEAPER * baseline.macs]
     if cheap:
         least = min(cheap, key=lambda pair: found.model(pair.model).macs)
         share = 100 * found.model(least.model).macs / baseline.macs
-        return (
-            f"{least.model}: it is level with {baseline.name} within {_rounded_up(least.within)} points and has "
-            f"{share:.0f} % of its multiply-adds."
+        return least.model, (
+            f": it is level with {baseline.name} within {_rounded_up(least.within)} points and has {share:.0f} % of "
+            "its multiply-adds."
         )
     if all(pair.ahead == baseline.name for pair in compared):
         others = listed([pair.model for pair in compared])
-        return f"{baseline.name}: it is more accurate than {others} with the same labels."
+        return baseline.name, f": it is more accurate than {others} with the same labels."
     undecided = [pair.model for pair in compared if pair.ahead is None and not is_level(pair)]
     if undecided:
-        return f"{baseline.name}, for now: {listed(undecided)} may be better or worse, {_outlook(compared)}."
-    return f"{baseline.name}: no other network is more accurate."
+        return baseline.name, f", for now: {listed(undecided)} may be better or worse, {_outlook(compared)}."
+    return baseline.name, ": no other network is more accurate."
 
 
 def _outlook(compared: Sequence[PairedComparison]) -> str:

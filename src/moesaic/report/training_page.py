@@ -281,7 +281,8 @@ def _load_lines(loads: Sequence[Sequence[float]], experts: int) -> tuple[Line, .
 
 
 def _layer_summary(last: Any, experts: int) -> str:
-    parts = [f"{experts} experts; in the last epoch {percent(last.coverage)} of the units had an expert"]
+    what = "patches" if last.chooser == "expert" else "units"
+    parts = [f"{experts} experts; in the last epoch {percent(last.coverage)} of the {what} had an expert"]
     if last.overlap is not None and last.chance is not None:
         parts.append(
             f"two experts shared {percent(last.overlap)} of their patches, where random choices share "

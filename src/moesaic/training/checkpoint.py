@@ -46,7 +46,7 @@ NETWORK = "model.safetensors"
 _FORMAT = 1
 _MAX_CHANNELS = 4096
 _SHOWN = 3
-"""Names of tensors that an error lists of each kind."""
+"""Names that an error lists of each kind."""
 
 
 class CheckpointError(InvalidFile):
@@ -272,6 +272,12 @@ class _Network:
     """Reads the tensors, and verifies the checksum."""
 
 
+def _runs_inside(folder: Path) -> str:
+    """Names runs in a folder of runs, or in that of a comparison, as the end of a sentence."""
+    found = sorted(each.parent for pattern in ("*", "networks/*") for each in folder.glob(f"{pattern}/{NETWORK}"))
+    return f"; use {_few([str(each) for each in found])}" if found else ""
+
+
 @contextmanager
 def _open_network(path: Path) -> Generator[_Network]:
     """Opens the file of a network, or that in the folder of a run."""
@@ -280,7 +286,7 @@ def _open_network(path: Path) -> Generator[_Network]:
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is not there; {path.parent} is no folder of a run, or its run has not come to a first "
-                "checkpoint yet"
+                f"checkpoint yet{_runs_inside(path.parent)}"
             )
     elif not path.exists():
         raise FileNotFoundError(f"{path} is not there; name the folder of a run, or its {NETWORK}")

@@ -95,7 +95,7 @@ class ComparisonPlan:
     left_out: tuple[str, ...] = ()
     """What does not fit the budget."""
     full_seconds: float = 0.0
-    """Of the first trials with nothing left out."""
+    """Of the first trials with nothing left out, with what was spent of the budget before them."""
     workers: int = 1
     """Processes that share the runs; what they take is divided among them, as if no run had to wait for others."""
 
@@ -117,8 +117,18 @@ def plan_comparison(
     costs: Mapping[str, RunCost],
     budget: float | None = None,
     workers: int = 1,
+    spent: float = 0.0,
 ) -> ComparisonPlan:
-    """Returns the largest plan that fits a budget in seconds, or that of the whole grid, for so many workers.
+    """Returns the largest plan that fits a budget, or that of the whole grid.
+
+    Args:
+        runs: what all runs have in common.
+        contenders: the networks.
+        grid: samples and trials.
+        costs: what the runs of each network take.
+        budget: seconds that are left; None: no limit.
+        workers: processes that share the runs.
+        spent: seconds of the budget that are gone, which a larger budget would spend again.
 
     Raises:
         OverBudget: not even the smallest plan fits; the message says what it takes.
@@ -130,13 +140,13 @@ def plan_comparison(
     for smaller, recipe in _smaller(grid, runs.recipe):
         smallest = _plan(replace(runs, recipe=recipe), contenders, smaller, costs, workers)
         if smallest.seconds <= budget:
-            return replace(smallest, left_out=_left_out(full, smallest), full_seconds=full.seconds)
+            return replace(smallest, left_out=_left_out(full, smallest), full_seconds=full.seconds + spent)
     least = smallest.grid
     raise OverBudget(
         f"{max(budget, 0) / 60:.1f} minutes are left, and the smallest plan ({len(contenders)} networks with "
         f"{least.samples[0]:,} labels, {least.trials} trials, {smallest.recipe.epochs} epochs) takes about "
-        f"{smallest.seconds / 60:.1f}; use --minutes {-(-smallest.seconds // 60) + 1:.0f} or more, fewer networks or "
-        "smaller images"
+        f"{smallest.seconds / 60:.1f}; use --minutes {-(-(smallest.seconds + spent) // 60) + 1:.0f} or more, fewer "
+        "networks or smaller images"
     )
 
 
