@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import NoHostSync, assert_same, run
+from strategies import NoHostSync, assert_same, no_cuda_sync, run
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -280,7 +280,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "state": (Counting, "Counting has a state"),
     "random": (Lucky, "Lucky draws random numbers"),
     "dropout": (lambda: nn.Dropout(0.5), "a Dropout draws random numbers"),
-    "batch size": (Sized, "truediv runs one expert at a time"),
+    "batch size": (Sized, "truediv with these arguments runs one expert at a time"),
     "channels": (Rolled, "roll runs one expert at a time"),
     "branch": (Branched, "Branched cannot be traced"),
     "index": (Spread, "getitem with these arguments runs one expert at a time"),
@@ -377,6 +377,30 @@ def test_on_a_cpu_experts_run_one_by_one_unless_told(monkeypatch):
         layer(x)
     torch.vmap(layer.eval())(x[:, None])
     assert layer(x[:0]).shape == (0, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_gpu_groups_experts_by_default_and_waits_once(memory_format, monkeypatch):
+    calls = []
+
+    def counted(*args: Any) -> Any:
+        calls.append(args)
+        return sample_groups.run_grouped(*args)
+
+    monkeypatch.setattr(sample_moe, "run_grouped", counted)
+    layer = layer_of(IMAGES["residual"], grouped=None).to("cuda", memory_format=memory_format)
+    x = samples_for([3, 0, 2, 4], (3, 6, 6)).to("cuda", memory_format=memory_format)
+    assert_equal_to_the_loop(layer, x)
+    assert len(calls) == 2
+    layer, x = layer.float(), x.float()
+    with torch.autocast("cuda", torch.bfloat16):
+        y, expected = layer(x), one_by_one(layer)(x)
+    assert y.is_contiguous(memory_format=memory_format)
+    torch.testing.assert_close(y, expected, rtol=0.1, atol=0.1)
+    monkeypatch.setattr(sample_groups, "group_sizes", lambda _: [3, 0, 2, 4])
+    with no_cuda_sync():
+        layer(x).sum().backward()
 
 
 def test_copies_and_weights_know_nothing_of_the_grouping():

@@ -61,7 +61,7 @@ def trace_expert(expert: nn.Module, known: Callable[[nn.Module], bool]) -> list[
         known: whether a layer can be an operation; other modules are traced through if they are not torch's.
 
     >>> network = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
-    >>> [operation.kind for operation in trace_expert(network, lambda module: True)]
+    >>> [operation.kind for operation in trace_expert(network, lambda module: module is not network)]
     ['call_module', 'call_module', 'output']
     """
     graph = fx.Graph()

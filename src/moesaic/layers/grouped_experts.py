@@ -82,8 +82,8 @@ class GroupedExperts:
         ]
         for step in self._steps:
             _check_step(step)
-        norms = [id(norm) for step in self._steps for norm in step.modules[:1] if isinstance(norm, _BATCH_NORMS)]
-        if len(norms) > len(set(norms)):
+        self._norms = [step.modules for step in self._steps if step.modules and type(step.modules[0]) in _BATCH_NORMS]
+        if len({id(norm[0]) for norm in self._norms}) < len(self._norms):
             raise UngroupableError("a BatchNorm runs more than once")
 
     def __call__(self, group: SampleGroup, stacked: Tensor) -> Tensor:
@@ -92,6 +92,7 @@ class GroupedExperts:
         Running statistics move once all has run: a pass that cannot be grouped leaves no trace.
         """
         stacked_pass = StackedPass(group)
+        stacked_pass.stack_norms([[norm[e] for e in group.experts] for norm in self._norms])
         results: list[Any] = [stacked]
         for step in self._steps[:-1]:
             results.append(_run(step, stacked_pass, results))

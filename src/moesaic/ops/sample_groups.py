@@ -11,8 +11,7 @@ whatever works channel by channel runs unchanged.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,19 +37,23 @@ class SampleGroup:
     capacity: int
     """S, the slots of each expert."""
     device: torch.device
+    _used: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _share: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @cached_property
-    def share_SE(self) -> Tensor:
-        """Share of a slot in the mean of its expert, in float64: 1 / count, or 0 of a repeated sample."""
-        slot_S = torch.arange(self.capacity, device=self.device)
-        # counts are on the host: a tensor of them would wait for the device
-        shares = [(slot_S < count).double() / count for count in self.counts]
-        return torch.stack(shares, 1)
+    def used_SE(self, dtype: torch.dtype) -> Tensor:
+        """Returns 1 for slots that have a sample of their own, else 0."""
+        if dtype not in self._used:
+            slot_S = torch.arange(self.capacity, device=self.device)
+            # counts are on the host: a tensor of them would wait for the device
+            self._used[dtype] = torch.stack([(slot_S < count).to(dtype) for count in self.counts], 1)
+        return self._used[dtype]
 
-    @cached_property
-    def share_float32_SE(self) -> Tensor:
-        """The same in float32, for statistics of maps of that dtype and below."""
-        return self.share_SE.float()
+    def share_SE(self, dtype: torch.dtype) -> Tensor:
+        """Returns the share of a slot in the mean of its expert: 1 / count, or 0 of a repeated sample."""
+        if dtype not in self._share:
+            used_SE = self.used_SE(dtype)
+            self._share[dtype] = used_SE / used_SE.sum(0)
+        return self._share[dtype]
 
     def gather(self, x: Tensor, samples: SortedSamples, starts: Sequence[int]) -> Tensor:
         """Returns the samples of the experts, (S, E·C, …), in the memory format of the batch (B, C, …).

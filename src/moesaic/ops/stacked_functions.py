@@ -117,7 +117,9 @@ _RULES: dict[Any, Callable[[Any, _Args, _Kwargs], bool]] = {
     **dict.fromkeys((F.relu, F.relu6, F.leaky_relu, F.elu, F.gelu, F.silu, F.mish, F.hardswish), _each_value),
     **dict.fromkeys((F.hardsigmoid, F.sigmoid, F.tanh, torch.relu, torch.tanh, torch.sigmoid), _each_value),
     **dict.fromkeys(("relu", "relu_", "tanh", "sigmoid", "clone", "contiguous"), _each_value),
-    **dict.fromkeys(cast("_Args", (operator.add, operator.iadd, operator.sub, operator.mul)), _arithmetic),
+    **dict.fromkeys(
+        cast("_Args", (operator.add, operator.iadd, operator.sub, operator.mul, operator.truediv)), _arithmetic
+    ),
     **dict.fromkeys((torch.add, torch.sub, torch.mul, "add", "add_", "sub", "mul", "mul_"), _arithmetic),
     **dict.fromkeys((F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d), _pooling),
     **dict.fromkeys((torch.mean, torch.sum, torch.amax, "mean", "sum", "amax"), _reduction),

@@ -1,9 +1,10 @@
 """Layers of equal experts as one: values are stacked along the channels, (S, E·C, …), weights along their outputs.
 
-A convolution of E experts is a grouped convolution with E times as many groups, a linear layer a batched matmul. For
-ResNet-18 that is a quarter of the launches of four experts one after the other; loops over experts inside of a layer
-would save those of norms and activations alone. `torch.func.vmap` over stacked weights arrives at the same convolution,
-but has no BatchNorm that leaves samples out.
+A convolution of E experts is a grouped convolution with E times as many groups, a linear layer a batched matmul: both
+read values where they lie, and torch issues one of the expensive operators, with its autocast and its gradients, where
+a loop over experts issues E. BatchNorm over each expert's own samples takes more, but small ones. `torch.func.vmap`
+over stacked weights arrives at the same convolutions, but has no BatchNorm that leaves samples out; a loop over experts
+inside of each layer would need copies to and from every convolution.
 """
 
 from __future__ import annotations
@@ -43,10 +44,27 @@ class StackedPass:
 
     group: SampleGroup
     _moments: list[_Moments] = field(default_factory=list, init=False)
+    _stacked: dict[tuple[int, str], Tensor] = field(default_factory=dict, init=False)
+    """Tensors of norms, by the first expert's norm and their name."""
 
     @property
     def experts(self) -> int:
         return len(self.group.experts)
+
+    def stack_norms(self, norms: Sequence[Sequence[Any]]) -> None:
+        """Concatenates what all BatchNorms have, in one launch for each name rather than for each norm."""
+        names = ["weight", "bias"]
+        if norms and not norms[0][0].training:
+            names += ["running_mean", "running_var"]
+        for name in names:
+            tensors = [_tensors(norm, name) for norm in norms if getattr(norm[0], name) is not None]
+            joined = [each for norm in tensors for each in norm]
+            if len({each.dtype for each in joined}) != 1:
+                continue
+            sizes = [sum(map(len, norm)) for norm in tensors]
+            parts = cast("tuple[Tensor, ...]", torch.cat(joined).split(sizes))
+            owners = [id(norm[0]) for norm in norms if getattr(norm[0], name) is not None]
+            self._stacked |= {(owner, name): part for owner, part in zip(owners, parts, strict=True)}
 
     def conv(self, modules: Sequence[Any], x: Tensor) -> Tensor:
         first = modules[0]
@@ -109,8 +127,8 @@ class StackedPass:
             if count * values <= 1:
                 raise too_few_samples(e, count)
         weight, bias = (None if each is None else each.view(self.experts, -1) for each in (weight, bias))
-        share_SE = self.group.share_SE if x.dtype == torch.float64 else self.group.share_float32_SE
-        y, mean, var = masked_batch_norm(x, weight, bias, share_SE, first.eps)
+        share_SE = self.group.share_SE(torch.promote_types(x.dtype, torch.float32))
+        y, mean, var = masked_batch_norm(x, weight, bias, self.group.used_SE(x.dtype), share_SE, first.eps)
         if tracked:
             for norm, mean_C, var_C, count in zip(modules, mean, var, self.group.counts, strict=True):
                 number = count * values
@@ -119,7 +137,10 @@ class StackedPass:
 
     def stack(self, modules: Sequence[nn.Module], name: str) -> Tensor | None:
         """Concatenates a parameter or buffer of all experts along its first axis."""
-        return None if getattr(modules[0], name) is None else torch.cat(_tensors(modules, name))
+        if getattr(modules[0], name) is None:
+            return None
+        known = self._stacked.get((id(modules[0]), name))
+        return torch.cat(_tensors(modules, name)) if known is None else known
 
     @torch.no_grad()
     def update_statistics(self) -> None:
