@@ -120,8 +120,7 @@ class SampleMoE(RoutedLayer):
         if self._stacked:
             return self.experts(x, routing)
         found = self._run_grouped(x, routing)
-        y, used = self._run_one_by_one(x, routing) if found is None else found
-        idle = set(range(self._count)) - used
+        y, idle = self._run_one_by_one(x, routing) if found is None else found
         if not idle or not grad_sync_expected(self) or (self.global_batch is not None and self.global_batch.has_part):
             return y
         assert isinstance(self.experts, nn.ModuleList)
@@ -162,14 +161,15 @@ class SampleMoE(RoutedLayer):
         return f"top_k={self.top_k}, noise={self.noise!r}, gate={self.gate!r}"
 
     def _run_grouped(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]] | None:
-        """Runs the experts of a list as one network, and returns which ran; None: they run one by one."""
+        """Runs the experts of a list as one network, and returns which did not run; None: they run one by one."""
         if not self._may_group(x, routing):
             return None
         assert isinstance(self.experts, nn.ModuleList)
         network = self._grouping.find(self.experts)
         if isinstance(network, GroupedExperts):
             try:
-                return run_grouped(x, routing, network)
+                y, used = run_grouped(x, routing, network)
+                return y, set(range(self._count)) - used
             except UngroupableError as error:
                 self._grouping.refuse(error)
                 network = error
@@ -180,7 +180,7 @@ class SampleMoE(RoutedLayer):
         return None
 
     def _may_group(self, x: Tensor, routing: Routing) -> bool:
-        # a grouped convolution of a CPU is slower than one after the other: what it saves are launches of kernels
+        # a CPU has no launches and few plans to save, and pays for the repeated samples: the loop is faster there
         if self.grouped is False or (self.grouped is None and x.device.type != "cuda"):
             return False
         if self.global_batch is not None or not is_plain_eager(x) or requested_backend() == "reference":
@@ -188,19 +188,19 @@ class SampleMoE(RoutedLayer):
         return self._count > 1 and x.ndim > 1 and x.is_floating_point() and routing.batch > 0
 
     def _run_one_by_one(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]]:
-        """Runs the experts of a list one after the other, and returns which ran."""
-        used: set[int] = set()
+        """Runs the experts of a list one after the other, and returns which did not run."""
+        idle = set(range(self._count))
 
         def run_expert(e: int, samples: Tensor) -> Tensor:
-            used.add(e)
+            idle.discard(e)
             return self._run_expert(e, samples)
 
         if self.global_batch is None:
-            return run_each(x, routing, run_expert), used
+            return run_each(x, routing, run_expert), idle
         # an expert runs on all ranks or on none: its norms exchange statistics, and a gradient is None everywhere
         loads = cast("list[int]", self.global_batch.sum(routing.load).tolist())
         with self.global_batch.subset():
-            return run_each(x, routing, run_expert, [e for e, load in enumerate(loads) if load]), used
+            return run_each(x, routing, run_expert, [e for e, load in enumerate(loads) if load]), idle
 
     def _run_expert(self, e: int, samples: Tensor) -> Tensor:
         """Runs expert e of a list on its samples and checks its output."""
