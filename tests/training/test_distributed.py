@@ -350,16 +350,20 @@ def test_torchs_own_wrappers_train_our_layers(loop, of_two):
 
 
 def test_an_expert_without_samples_has_a_zero_gradient_on_several_ranks_only():
-    def work() -> list[bool]:
-        layer = SampleMoE(nn.Linear(3, 2, bias=False), [nn.Linear(3, 2) for _ in range(2)], noise=None)
-        with torch.no_grad():
-            layer.router.weight.zero_()
-        layer(torch.ones(4, 3)).sum().backward()
-        weight = layer.experts[1].weight
-        return [weight.grad is None, weight.grad is not None and not weight.grad.any()]
+    def work() -> list[list[bool]]:
+        found: list[list[bool]] = []
+        for grouped in (False, True):
+            experts = [nn.Linear(3, 2) for _ in range(2)]
+            layer = SampleMoE(nn.Linear(3, 2, bias=False), experts, noise=None, grouped=grouped)
+            with torch.no_grad():
+                layer.router.weight.zero_()
+            layer(torch.ones(4, 3)).sum().backward()
+            weight = layer.experts[1].weight
+            found.append([weight.grad is None, weight.grad is not None and not weight.grad.any()])
+        return found
 
-    assert work() == [True, False]
-    assert run_ranks(2, work) == [[False, True]] * 2
+    assert work() == [[True, False]] * 2
+    assert run_ranks(2, work) == [[[False, True]] * 2] * 2
 
 
 def test_the_reference_backend_has_the_statistics_of_the_whole_batch():

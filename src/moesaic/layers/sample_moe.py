@@ -6,7 +6,7 @@ and π is the softmax of the scores. The released code's gate is ``gate="raw"``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Literal, cast, get_args
 
 import torch
@@ -15,9 +15,14 @@ from torch import Tensor, nn
 from moesaic.checks import check_choice, check_positive
 from moesaic.experts import ConvExperts
 from moesaic.input_checks import check_tensor
+from moesaic.layers.grouped_experts import ExpertGrouping, GroupedExperts
 from moesaic.layers.recording import RoutedLayer
-from moesaic.ops import run_each
+from moesaic.ops import requested_backend, run_each
+from moesaic.ops.eager import is_plain_eager
 from moesaic.ops.global_batch import GlobalBatch, grad_sync_expected, with_zero_gradients
+from moesaic.ops.sample_groups import run_grouped
+from moesaic.ops.stacked_functions import UngroupableError
+from moesaic.ops.stacked_layers import too_few_samples
 from moesaic.routing.router import Noise, sample_noise, stable_topk
 from moesaic.routing_record import Routing
 
@@ -52,6 +57,14 @@ class SampleMoE(RoutedLayer):
         noise_scale: factor of the noise.
         noise_in_eval: whether noise is added in eval mode too, as in the released code.
         generator: random number generator of the noise.
+        grouped: whether experts in a list that are of one architecture run as one network; see below. None: on GPUs
+            only; True: on every device, and an error if the experts cannot; False: never.
+
+    Grouped, all experts take one pass, in which a layer is called once: convolutions as a grouped one, BatchNorm over
+    each expert's own samples. It equals the loop over experts. Samples fill up few repeated sizes, at most half as many
+    rows again. Experts run one after the other if they differ, draw random numbers, route, have hooks or do what cannot
+    be grouped; under ``torch.compile``, export and transforms; and in batches that are spread over processes. Code of
+    an expert's own ``forward`` runs when it is traced, not in every pass.
 
     >>> import torch, moesaic
     >>> from torch import nn
@@ -77,6 +90,7 @@ class SampleMoE(RoutedLayer):
         noise_scale: float = 1.0,
         noise_in_eval: bool = False,
         generator: torch.Generator | None = None,
+        grouped: bool | None = None,
     ) -> None:
         super().__init__()
         if not isinstance(router, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -97,25 +111,16 @@ class SampleMoE(RoutedLayer):
         self.noise_scale = noise_scale
         self.noise_in_eval = noise_in_eval
         self.generator = generator
+        self.grouped: bool | None = check_choice("SampleMoE", "grouped", grouped, (None, True, False))
+        self._grouping = ExpertGrouping()
         self._count = count
 
     def forward(self, x: Tensor) -> Tensor:
         routing = self._call_routing_hooks(self.route(x))
         if self._stacked:
             return self.experts(x, routing)
-        idle = set(range(self._count))
-
-        def run_expert(e: int, samples: Tensor) -> Tensor:
-            idle.discard(e)
-            return self._run_expert(e, samples)
-
-        if self.global_batch is None:
-            y = run_each(x, routing, run_expert)
-        else:
-            # an expert runs on all ranks or on none: its norms exchange statistics, and a gradient is None everywhere
-            loads = cast("list[int]", self.global_batch.sum(routing.load).tolist())
-            with self.global_batch.subset():
-                y = run_each(x, routing, run_expert, [e for e, load in enumerate(loads) if load])
+        found = self._run_grouped(x, routing)
+        y, idle = self._run_one_by_one(x, routing) if found is None else found
         if not idle or not grad_sync_expected(self) or (self.global_batch is not None and self.global_batch.has_part):
             return y
         assert isinstance(self.experts, nn.ModuleList)
@@ -155,6 +160,48 @@ class SampleMoE(RoutedLayer):
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, noise={self.noise!r}, gate={self.gate!r}"
 
+    def _run_grouped(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]] | None:
+        """Runs the experts of a list as one network, and returns which did not run; None: they run one by one."""
+        if not self._may_group(x, routing):
+            return None
+        assert isinstance(self.experts, nn.ModuleList)
+        network = self._grouping.find(self.experts)
+        if isinstance(network, GroupedExperts):
+            try:
+                y, used = run_grouped(x, routing, network)
+                return y, set(range(self._count)) - used
+            except UngroupableError as error:
+                self._grouping.refuse(error)
+                network = error
+        if self.grouped:
+            raise ValueError(
+                f"SampleMoE: grouped=True, but {network}; use grouped=None, with which such experts run one by one"
+            )
+        return None
+
+    def _may_group(self, x: Tensor, routing: Routing) -> bool:
+        # a CPU has no launches and few plans to save, and pays for the repeated samples: the loop is faster there
+        if self.grouped is False or (self.grouped is None and x.device.type != "cuda"):
+            return False
+        if self.global_batch is not None or not is_plain_eager(x) or requested_backend() == "reference":
+            return False
+        return self._count > 1 and x.ndim > 1 and x.is_floating_point() and routing.batch > 0
+
+    def _run_one_by_one(self, x: Tensor, routing: Routing) -> tuple[Tensor, Set[int]]:
+        """Runs the experts of a list one after the other, and returns which did not run."""
+        idle = set(range(self._count))
+
+        def run_expert(e: int, samples: Tensor) -> Tensor:
+            idle.discard(e)
+            return self._run_expert(e, samples)
+
+        if self.global_batch is None:
+            return run_each(x, routing, run_expert), idle
+        # an expert runs on all ranks or on none: its norms exchange statistics, and a gradient is None everywhere
+        loads = cast("list[int]", self.global_batch.sum(routing.load).tolist())
+        with self.global_batch.subset():
+            return run_each(x, routing, run_expert, [e for e, load in enumerate(loads) if load]), idle
+
     def _run_expert(self, e: int, samples: Tensor) -> Tensor:
         """Runs expert e of a list on its samples and checks its output."""
         assert isinstance(self.experts, nn.ModuleList)
@@ -164,10 +211,7 @@ class SampleMoE(RoutedLayer):
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
-            raise ValueError(
-                f"SampleMoE: expert {e} got {n} sample{'s' * (n != 1)} of the batch, too few for its BatchNorm to "
-                "train on; use larger batches (and drop a last one that is small), a balance loss, or GroupNorm"
-            ) from error
+            raise too_few_samples(e, n) from error
         if not isinstance(output, Tensor):
             raise TypeError(
                 f"SampleMoE: expert {e} returned a {type(output).__name__}; experts must return one tensor: "

@@ -12,22 +12,28 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-__all__ = ["check_vmap", "has_vmap_axis", "in_transform", "in_vmap", "is_eager_cpu", "no_grad_needed"]
+__all__ = ["check_vmap", "has_vmap_axis", "in_transform", "in_vmap", "is_eager_cpu", "is_plain_eager", "no_grad_needed"]
 
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
     """Whether all tensors are plain float32 or float64 CPU tensors, outside tracing, compilation and transforms."""
+    return is_plain_eager(*tensors) and all(
+        tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64) for tensor in tensors
+    )
+
+
+def is_plain_eager(*tensors: Tensor) -> bool:
+    """Whether all tensors are plain ones, outside tracing, compilation and transforms.
+
+    >>> is_plain_eager(torch.ones(2)), torch.vmap(lambda x: x * is_plain_eager(x))(torch.ones(2)).tolist()
+    (True, [0.0, 0.0])
+    """
     traced = torch._C._get_tracing_state() is not None  # pyright: ignore
     if traced or torch.compiler.is_compiling() or torch.onnx.is_in_onnx_export():
         return False
     if in_transform() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return False
-    return all(
-        type(tensor) in (Tensor, nn.Parameter)
-        and tensor.device.type == "cpu"
-        and tensor.dtype in (torch.float32, torch.float64)
-        for tensor in tensors
-    )
+    return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
 
 
 def in_transform() -> bool:

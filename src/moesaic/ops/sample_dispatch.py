@@ -19,7 +19,7 @@ from moesaic.ops.eager import in_vmap
 from moesaic.ops.grouped_gemm import group_ends, group_sizes, grouped_matmul
 from moesaic.routing_record import Routing
 
-__all__ = ["SortedSamples", "check_outputs", "gated_sum", "run_all", "run_each"]
+__all__ = ["SortedSamples", "check_outputs", "gated_sum", "is_channels_last", "run_all", "run_each", "select_rows"]
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,7 @@ class SortedSamples:
     def gather(self, x: Tensor) -> Tensor:
         """Gathers the sample of every row from a batch (B, …)."""
         K = self.gate_BK.shape[1]
-        sample_R = self.order_R if K == 1 else self.order_R // K
-        if _is_channels_last(x):  # index_select would return a contiguous tensor
-            return x.movedim(1, 3).index_select(0, sample_R).movedim(3, 1)
-        return x.index_select(0, sample_R)
+        return select_rows(x, self.order_R if K == 1 else self.order_R // K)
 
     def linear(self, values: Tensor, weight_EOC: Tensor, bias_EO: Tensor | None = None) -> Tensor:
         y = grouped_matmul(values, weight_EOC.to(values.dtype).transpose(1, 2), self.ends_E)
@@ -56,7 +53,7 @@ class SortedSamples:
 
     def combine(self, outputs: Tensor) -> Tensor:
         """Returns the gated sum of each sample's outputs, (B, …)."""
-        if _is_channels_last(outputs):
+        if is_channels_last(outputs):
             return self.combine(outputs.movedim(1, 3)).movedim(3, 1)
         B, K = self.gate_BK.shape
         row_R = torch.arange(B * K, device=outputs.device)
@@ -64,10 +61,18 @@ class SortedSamples:
         return gated_sum(outputs.index_select(0, inverse).view(B, K, *outputs.shape[1:]), self.gate_BK)
 
 
-def _is_channels_last(x: Tensor) -> bool:
+def is_channels_last(x: Tensor) -> bool:
+    """Whether maps (B, C, H, W) are in channels_last alone, so that a gather has to be told to preserve it."""
     if x.ndim != 4 or in_vmap():
         return False
     return not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+
+
+def select_rows(x: Tensor, index_R: Tensor) -> Tensor:
+    """Returns the rows of ``x`` with these numbers, in its memory format."""
+    if is_channels_last(x):  # index_select would return a contiguous tensor
+        return x.movedim(1, 3).index_select(0, index_R).movedim(3, 1)
+    return x.index_select(0, index_R)
 
 
 def gated_sum(outputs_BK: Tensor, gate_BK: Tensor) -> Tensor:
