@@ -55,7 +55,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "blocks": (lambda: VGG16(CLASSES, width=0.25), {"mode": "topk", "keep": 0.5, "block": 8}),
     "short blocks": (lambda: VGG16(CLASSES, width=0.25), {"block": 3}),
     "small": (small, {"image_size": 16}),
-    "hard gates": (lambda: VGG16(CLASSES, width=0.25), {"mode": "hard", "block": 2}),
+    "hard gates": (small, {"image_size": 16, "mode": "hard", "block": 2}),
     "centred embedding": (small, {"image_size": 16, "center_embedding": True}),
     "constant gates": (small, {"image_size": 16, "embedding_share": 0.0}),
     "constant hard gates": (small, {"image_size": 16, "embedding_share": 0.0, "mode": "hard"}),

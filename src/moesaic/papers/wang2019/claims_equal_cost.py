@@ -58,6 +58,7 @@ _STEERED = "steered"
 _GATED_HOURS, _STATIC_HOURS, _TEACHER_HOURS, _DENSE_HOURS = 0.8, 0.1, 0.2, 0.2
 GPU_HOURS: Mapping[str, float] = {
     "dense": _DENSE_HOURS,
+    "narrow": _STATIC_HOURS,
     **{
         name: (_STATIC_HOURS if arm.gates is None else _GATED_HOURS) + (_TEACHER_HOURS if arm.teacher else 0.0)
         for name, arm in ARMS.items()
@@ -74,7 +75,7 @@ def static_leads(experiment: ExperimentResults, arm: str, network: str) -> Array
     same architecture; beyond them that of the closest counts.
     """
     alike = [name for name in networks_of(experiment) if NETWORKS[name].backbone == NETWORKS[network].backbone]
-    static = [arm_runs(experiment, "static", name) for name in alike] + [arm_runs(experiment, "dense", alike[0])]
+    static = [arm_runs(experiment, kind, name) for name in alike for kind in ("narrow", "static", "dense")]
     found: list[float] = []
     for trial, run in enumerate(arm_runs(experiment, arm, network)):
         peers = sorted((runs[trial] for runs in static), key=lambda peer: peer.cost)
@@ -139,8 +140,8 @@ _RUNS = (
     f"{FULL_EPOCHS} epochs of SGD and {TRIALS} trials with --preset full; VGG-16 at 0.25 alone and {SHORT_EPOCHS} "
     "epochs with --preset short. "
     "Costs are multiply-adds of a test image, embedding network and gate heads included; each side counts by its lead "
-    "over a static network of its own cost, interpolated over the logarithm of the cost. Student's interval over the "
-    "pairs of networks and trials, "
+    "over a static network of its own cost, interpolated over the logarithm of the cost between static networks of "
+    "half the cost, of the cost, and in full. Student's interval over the pairs of networks and trials, "
 )
 _ONE = f"{_RUNS}95 %. "
 _SIGN = f"Holds if it is above 0, fails if it is below {MARGIN:g} points, else undecided."
@@ -156,7 +157,7 @@ def _many(arms: Sequence[str]) -> str:
 def _check(
     id: str, statement: str, rule: str, arms: Sequence[str], evaluate: Callable[[ExperimentResults], CheckResult]
 ) -> ClaimCheck:
-    read = dict.fromkeys((*arms, "static", "dense"))
+    read = dict.fromkeys((*arms, "narrow", "static", "dense"))
     hours = sum(GPU_HOURS[arm] for arm in read)
     return ClaimCheck(
         Claim(f"equal-cost-{id}", "wang2019", "Our own", statement, None, rule),
