@@ -55,12 +55,16 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "blocks": (lambda: VGG16(CLASSES, width=0.25), {"mode": "topk", "keep": 0.5, "block": 8}),
     "short blocks": (lambda: VGG16(CLASSES, width=0.25), {"block": 3}),
     "small": (small, {"image_size": 16}),
-    "hard gates": (small, {"image_size": 16, "mode": "hard", "block": 2}),
-    "centred embedding": (small, {"image_size": 16, "center_embedding": True}),
-    "constant gates": (small, {"image_size": 16, "embedding_share": 0.0}),
-    "constant hard gates": (small, {"image_size": 16, "embedding_share": 0.0, "mode": "hard"}),
     "shortcuts": (lambda: ResNet(18, CLASSES, width=0.1), {"mode": "topk", "keep": 0.5, "block": 2}),
     "bottlenecks": (lambda: ResNet(50, CLASSES, width=0.05), {"bottleneck": "b"}),
+}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "hard gates": {"mode": "hard", "block": 2},
+    "centred embedding": {"center_embedding": True},
+    "constant gates": {"embedding_share": 0.0},
+    "constant hard gates": {"embedding_share": 0.0, "mode": "hard"},
 }
 
 
@@ -117,6 +121,19 @@ def test_a_frozen_network_equals_the_masked_one(name, batch, execution):
     assert (frozen._sequence is None) == (name in ("shortcuts", "bottlenecks"))
     for seed, size in ((0, 32), (1, 32), (2, 40), (3, 32)):  # memory is reused from image to image
         assert_frozen_equals_masked(frozen, model, images(batch, seed, size))
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_every_form_of_gates_equals_the_masked_network(options, monkeypatch):
+    monkeypatch.setattr(costs, "CPU_COSTS", FREE)
+    model = gate(small(), image_size=16, **options)
+    frozen = moesaic.freeze(model)
+    opened = [
+        routing.mask.float().mean() for routing in model.forward_with_routing(images(3, size=16)).routing.values()
+    ]
+    assert all(0 < share < 1 for share in opened)
+    for batch in (0, 1, 3):
+        assert_frozen_equals_masked(frozen, model, images(batch, size=16))
 
 
 @pytest.mark.parametrize("name", ["blocks", "shortcuts"])
