@@ -1,6 +1,7 @@
 """Gates that depend on the image against controls: the plan, the rules at their limits, charts and the table."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,9 +81,9 @@ def test_all_arms_of_a_network_are_brought_to_the_same_cost(network: str):
 # rules
 
 
-def made(accuracy: float, cost: float, **more: float) -> GateResult:
+def made(accuracy: float, cost: float, *, training: float = 95.0, **more: float) -> GateResult:
     usage = np.array([[10.0, 10.0, 80.0]])
-    return GateResult(accuracy, np.array([50.0]), cost * VGG16_MACS, 0.0, VGG16_MACS, usage, 0.1, 0.2, 1.0, **more)
+    return GateResult(accuracy, np.array([training]), cost * VGG16_MACS, 0.0, VGG16_MACS, usage, 0.1, 0.2, 1.0, **more)
 
 
 def experiment(
@@ -140,6 +141,15 @@ def test_dependence_on_the_image_helps_where_one_form_is_ahead_of_its_control(le
     assert found.verdict.startswith(verdict)
     if lead > 0:
         assert found.measured == pytest.approx(lead)
+
+
+def test_nothing_is_judged_on_a_network_that_failed_to_train():
+    found = experiment(noisy("hard", lead=1.0))
+    broken = {**found.results, "equal-cost/hard/w13-all/1": made(10.0, 1.0, training=11.0)}
+    judged = {id: CLAIMS[id].evaluate(replace(found, results=broken)) for id in ("depends-hard", "depends", "teacher")}
+    for id in ("depends-hard", "depends"):
+        assert judged[id] == CheckResult("undecided: networks that failed to train: hard/w13-all/1")
+    assert judged["teacher"].verdict == "fails"  # of other networks
 
 
 def test_the_best_of_five_forms_has_a_wider_interval_than_one_alone():

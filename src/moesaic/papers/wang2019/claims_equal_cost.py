@@ -12,7 +12,7 @@ worth an embedding network. Half a point is what nine pairs can tell from none i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -48,6 +48,8 @@ NOTE = (
 
 MARGIN = 0.5
 """The smallest lead, in points, that is worth the gates."""
+_TRAINED = 50.0
+"""Training accuracy, in percent, of a network that has trained; ten classes by chance are 10."""
 _TOLERANCE = 0.05
 """Tolerance of the cost around its target."""
 _FORMS = ("constant", "constant-hard", *DEPENDENT)
@@ -114,9 +116,23 @@ def _best_of(arms: Sequence[str], other: Callable[[str], str]) -> Callable[[Expe
     confidence = 1 - (1 - LEVEL) / len(arms)
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
+        failed = _failed(experiment, dict.fromkeys([*arms, *map(other, arms)]))
+        if failed:
+            return CheckResult(f"undecided: networks that failed to train: {', '.join(failed)}")
         return _decide({arm: difference(leads(experiment, arm, other(arm)), confidence) for arm in arms})
 
     return evaluate
+
+
+def _failed(experiment: ExperimentResults, arms: Iterable[str]) -> list[str]:
+    """The cells of arms whose network failed to train."""
+    return [
+        f"{arm}/{network}/{trial}"
+        for arm in arms
+        for network in networks_of(experiment)
+        for trial, run in enumerate(arm_runs(experiment, arm, network))
+        if run.training[-1] < _TRAINED
+    ]
 
 
 def _met(experiment: ExperimentResults) -> CheckResult:
@@ -144,13 +160,15 @@ _RUNS = (
     "half the cost, of the cost, and in full. Student's interval over the pairs of networks and trials, "
 )
 _ONE = f"{_RUNS}95 %. "
-_SIGN = f"Holds if it is above 0, fails if it is below {MARGIN:g} points, else undecided."
+_FAILED = f"Undecided if a network of either side has less than {_TRAINED:g} % training accuracy in the end."
+_SIGN = f"Holds if it is above 0, fails if it is below {MARGIN:g} points, else undecided. {_FAILED}"
 
 
 def _many(arms: Sequence[str]) -> str:
     return (
         f"{_RUNS}{100 - 5 / len(arms):.3g} % for each of {len(arms)} forms. Holds if that of a form is above 0, fails "
-        f"if all are below {MARGIN:g} points, else undecided. Shown: the form of the largest mean lead."
+        f"if all are below {MARGIN:g} points, else undecided. {_FAILED} Shown: the form of the largest mean "
+        "lead."
     )
 
 
