@@ -39,12 +39,16 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "blocks": (lambda: VGG16(CLASSES, width=0.25), {"mode": "topk", "keep": 0.5, "block": 8}),
     "short blocks": (lambda: VGG16(CLASSES, width=0.25), {"block": 3}),
     "small": (small, {"image_size": 16}),
-    "hard gates": (lambda: VGG16(CLASSES, width=0.25), {"mode": "hard", "block": 2}),
-    "centred embedding": (small, {"image_size": 16, "center_embedding": True}),
-    "constant gates": (small, {"image_size": 16, "embedding_share": 0.0}),
-    "constant hard gates": (small, {"image_size": 16, "embedding_share": 0.0, "mode": "hard"}),
     "shortcuts": (lambda: ResNet(18, CLASSES, width=0.1), {"mode": "topk", "keep": 0.5, "block": 2}),
     "bottlenecks": (lambda: ResNet(50, CLASSES, width=0.05), {"bottleneck": "b"}),
+}
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "hard gates": {"mode": "hard", "block": 2},
+    "centred embedding": {"center_embedding": True},
+    "constant gates": {"embedding_share": 0.0},
+    "constant hard gates": {"embedding_share": 0.0, "mode": "hard"},
 }
 
 

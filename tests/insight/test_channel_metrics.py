@@ -8,7 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import moesaic
-from moesaic.insight.channel_metrics import channel_usage, class_shares, gate_distances, open_gates, specific_gates
+from moesaic.insight.channel_metrics import (
+    channel_usage,
+    class_shares,
+    gate_dependence,
+    gate_distances,
+    open_gates,
+    specific_gates,
+)
 from moesaic.insight.embedding_map import embedding_map
 from moesaic.insight.explain import collect_outputs, explain
 from moesaic.insight.image_cost import image_costs
@@ -97,6 +104,18 @@ def test_chance_alone_seldom_looks_real():
     labels = torch.arange(40) % 2
     looks_real = [gate_distances(gates(drawn(40, 10, seed=seed)), labels, 2).significant for seed in range(40)]
     assert sum(looks_real) <= 6  # one in twenty
+
+
+def test_dependence_is_the_mean_over_pairs_entropy_and_information():
+    gate, labels = ChannelGate(1, channels=3), torch.tensor([0, 0, 1, 1])
+    open_BE = torch.tensor([[1, 1, 1], [1, 0, 1], [0, 1, 1], [0, 0, 1]])  # the class, half of each class, always on
+    routing = gate.choose(2.0 * open_BE - 1)
+    found = gate_dependence({"a": routing, "b": routing}, labels, classes=2)
+    pairs = [float((open_BE[i] != open_BE[j]).float().mean()) for i, j in combinations(range(4), 2)]
+    assert found.differing == pytest.approx(sum(pairs) / len(pairs))
+    assert (found.entropy, found.class_information) == pytest.approx((2 / 3, 1 / 3))
+    with pytest.raises(ValueError, match="1 images do not differ"):
+        gate_dependence(gate.choose(torch.ones(1, 3)), labels[:1], classes=2)
 
 
 def test_layers_together_have_the_mean_distance_of_their_gates():

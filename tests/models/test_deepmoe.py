@@ -472,7 +472,9 @@ def test_a_network_in_which_nothing_can_be_paired_is_refused_with_the_reason(net
         ({"mode": "topk", "keep": 0.0}, ValueError, "keep=0.0; it is a fraction .* above 0 and up to 1"),
         ({"mode": "topk", "keep": 1.5}, ValueError, "keep=1.5"),
         ({"keep": 0.5}, ValueError, "keep=0.5 has no meaning under mode='relu'"),
-        ({"embedding_share": 0}, ValueError, "embedding_share=0; .* above 0 and below 1"),
+        ({"embedding_share": -0.1}, ValueError, "embedding_share=-0.1; .* from 0 to below 1"),
+        ({"embedding_share": 0, "center_embedding": True}, ValueError, "nothing to center with embedding_share=0"),
+        ({"mode": "hard", "keep": 0.5}, ValueError, "keep=0.5 has no meaning under mode='hard'"),
         ({"image_size": 8}, ValueError, "image_size=8; 4 convolutions halve the map 4 times, .* at least 16"),
         ({"num_classes": 7}, ValueError, r"returns \(1, 6\) for one image, not logits \(1, 7\)"),
         ({"bottleneck": "c"}, ValueError, "bottleneck='c' is unknown"),
@@ -499,3 +501,40 @@ def test_of_convolutions_that_cannot_be_gated_three_are_named(convs: int, named:
     reasons = str(refused.value).split("can drop channels: ")[1].split(". It can")[0]
     assert reasons.endswith(more)
     assert len(reasons.removesuffix(more).split("; ")) == named
+
+
+def test_a_centred_embedding_has_mean_0_and_variance_1_for_the_heads_alone():
+    torch.manual_seed(0)
+    plain = deepmoe(VGG16(num_classes=4, width=0.1), num_classes=4)
+    torch.manual_seed(0)
+    model = deepmoe(VGG16(num_classes=4, width=0.1), num_classes=4, center_embedding=True)
+    added = model.state_dict().keys() - plain.state_dict().keys()
+    assert added == {f"embedding.center.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")}
+    model.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.rand(16, 3, 32, 32)
+    (embedding, logits), (_, expected) = model.embedding(x), plain.embedding(x)
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(embedding.mean(0), torch.zeros(model.embedding.dimension), rtol=0, atol=1e-5)
+    assert ((embedding.std(0, correction=0) - 1).abs() < 0.1).float().mean() > 0.5  # up to the norm's eps
+    assert model.gate_macs == plain.gate_macs
+
+
+def test_a_constant_embedding_costs_its_heads_and_gives_every_image_the_same_gates():
+    model = deepmoe(VGG16(num_classes=4, width=0.1), num_classes=4, embedding_share=0)
+    output = model.forward_with_routing(torch.rand(3, 3, 32, 32))
+    for routing in output.routing.values():
+        assert torch.equal(routing.weights[:1].expand_as(routing.weights), routing.weights)
+    assert model.gate_macs == sum(head.blocks for head in model.heads().values())
+    counted = count_macs(model.eval(), (3, 32, 32)).macs
+    assert counted == int(model.macs(model.forward_with_routing(torch.zeros(1, 3, 32, 32)).routing))
+    model.reset_classifier(7)
+    assert model(torch.rand(2, 3, 32, 32)).shape == (2, 7)
+    assert model.forward_with_routing(torch.rand(2, 3, 32, 32)).embedding_logits.shape == (2, 7)
+
+
+def test_expected_costs_count_short_blocks_and_refuse_missing_layers():
+    model = deepmoe(VGG16(num_classes=4, width=0.1), num_classes=4, mode="hard", block=4, bias=100.0).eval()
+    routing = model.forward_with_routing(torch.zeros(1, 3, 32, 32)).routing
+    assert model.expected_macs(routing).item() == pytest.approx(int(model.macs(routing)), rel=1e-5)
+    with pytest.raises(ValueError, match=r"DeepMoE\.expected_macs: the routing of body\.conv1 is missing"):
+        model.expected_macs({})

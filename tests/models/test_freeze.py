@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepmoe_cases import CLASSES, NETWORKS, build, gate, images, small
+from deepmoe_cases import CLASSES, FORMS, NETWORKS, build, gate, images, small
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -48,6 +48,19 @@ def test_a_frozen_network_equals_the_masked_one(name, batch, execution):
     assert (frozen._sequence is None) == (name in ("shortcuts", "bottlenecks"))
     for seed, size in ((0, 32), (1, 32), (2, 40), (3, 32)):  # memory is reused from image to image
         assert_frozen_equals_masked(frozen, model, images(batch, seed, size))
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_every_form_of_gates_equals_the_masked_network(options, monkeypatch):
+    monkeypatch.setattr(costs, "CPU_COSTS", FREE)
+    model = gate(small(), image_size=16, **options)
+    frozen = moesaic.freeze(model)
+    opened = [
+        routing.mask.float().mean() for routing in model.forward_with_routing(images(3, size=16)).routing.values()
+    ]
+    assert all(0 < share < 1 for share in opened)
+    for batch in (0, 1, 3):
+        assert_frozen_equals_masked(frozen, model, images(batch, size=16))
 
 
 @pytest.mark.parametrize("name", ["blocks", "shortcuts"])

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from deepmoe_cases import NETWORKS, build, gate, images, small
+from deepmoe_cases import FORMS, NETWORKS, build, gate, images, small
 from torch import nn
 from triton_interpreter import INTERPRETED
 
@@ -44,6 +44,13 @@ def test_without_kernels_it_equals_the_masked_network(name, batch):
     frozen = FrozenGPUDeepMoE(model)
     assert not frozen.uses_kernels
     torch.testing.assert_close(frozen(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+@torch.no_grad()
+def test_without_kernels_it_equals_every_form_of_gates(options):
+    model, x = gate(small(), image_size=16, **options), images(3, size=16)
+    torch.testing.assert_close(FrozenGPUDeepMoE(model)(x), model(x), rtol=1e-10, atol=1e-10)
 
 
 def test_what_follows_a_convolution_is_fused_into_it():

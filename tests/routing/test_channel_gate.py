@@ -119,6 +119,8 @@ def test_metrics_read_gates_as_experts():
         ({"mode": "topk", "keep": 5, "block": 2}, ValueError, "are 4 blocks; use 1 to 4"),
         ({"keep": 2}, ValueError, "keep=2 has no meaning under mode='relu'"),
         ({"straight_through": True}, ValueError, "straight_through=True has no meaning under mode='relu'"),
+        ({"mode": "hard", "keep": 2}, ValueError, "keep=2 has no meaning under mode='hard'"),
+        ({"mode": "hard", "straight_through": True}, ValueError, "under mode='hard', where all gates have gradients"),
     ],
 )
 def test_options_that_cannot_be(options, error, message):
@@ -175,6 +177,37 @@ def test_noise_changes_the_choice_in_training_mode_alone_and_not_the_scores():
     assert 0.7 < noisy.mask.float().mean() < 0.95, "a normal number is below −1 in 16 of 100 cases"
     torch.testing.assert_close(noisy.weights, noisy.weights.relu())
     assert torch.equal(gate.eval()(embeddings()).weights, quiet.weights)
+
+
+def test_hard_gates_are_steps_with_the_gradient_of_a_sigmoid_in_training():
+    gate = ChannelGate(3, channels=3, mode="hard")
+    gate.temperature = 0.5
+    scores = torch.tensor([[1.0, -1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    routing = gate.choose(scores)
+    assert routing.weights.tolist() == [[[1.0, 0.0, 0.0]]]
+    assert routing.index.tolist() == [[[0, UNASSIGNED, UNASSIGNED]]]
+    assert routing.gate.tolist() == [[[1.0, 0.0, 0.0]]]
+    pull = torch.tensor([0.5, -2.0, 3.0], dtype=torch.float64)
+    (routing.weights * pull).sum().backward()
+    p = (scores.detach() / 0.5).sigmoid()
+    torch.testing.assert_close(scores.grad, p * (1 - p) / 0.5 * pull)
+    assert not gate.eval().choose(scores).weights.requires_grad
+
+
+def test_hard_gates_with_noise_are_open_with_the_probability_of_their_score():
+    gate = ChannelGate(1, channels=3, mode="hard")
+    gate.noise = 1.0
+    torch.manual_seed(0)
+    scores = torch.tensor([-1.0, 0.0, 2.0]).expand(20_000, -1)
+    routing = gate.choose(scores)
+    torch.testing.assert_close(routing.mask[:, 0].float().mean(0), scores[0].sigmoid(), rtol=0, atol=0.015)
+    assert torch.equal(routing.scores[:, 0], scores)
+    assert torch.equal(gate.eval().choose(scores).mask[:, 0], scores > 0)
+
+
+def test_a_hard_gate_whose_score_is_not_a_number_is_not_hidden():
+    routing = ChannelGate(1, channels=2, mode="hard").eval().choose(torch.tensor([[torch.nan, -1.0]]))
+    assert routing.weights.isnan().tolist() == [[[True, False]]]
 
 
 def test_noise_lets_other_blocks_into_the_top_k():

@@ -9,6 +9,7 @@ from moesaic.routing.channel_heads import FrozenHeads
 HEADS = {
     "relu": lambda: {name: ChannelGate(6, width) for name, width in (("a", 7), ("b", 16), ("c", 3))},
     "without bias": lambda: {name: ChannelGate(6, 8, bias=None) for name in "ab"},
+    "hard": lambda: {name: ChannelGate(6, width, block=2, mode="hard") for name, width in (("a", 7), ("b", 16))},
     "topk": lambda: {
         name: ChannelGate(6, width, block=2, mode="topk", keep=keep)
         for name, width, keep in (("a", 8, 2), ("b", 8, 2), ("c", 5, 1))

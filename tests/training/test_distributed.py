@@ -5,6 +5,7 @@ import json
 import os
 import socket
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class Tokens(nn.Module):
 
 PLAIN = Recipe(epochs=2, batch_size=7, lr=0.005, ema_decay=0.9, clip_grad=1.0, label_smoothing=0.1)
 GATES = GateRecipe(target_macs=0.6, joint_fraction=0.5, noise=0.2)
+SHAPED = GateRecipe(target_macs=0.6, joint_fraction=0.5, shaping_weight=1.0)
 CASES: dict[str, tuple[Any, int, Recipe]] = {
     "dense": (lambda: create_model("wrn10_1", num_classes=2), 8, PLAIN),
     "PatchMoE": (lambda: create_model("wrn10_1_pmoe", num_classes=2), 16, replace(PLAIN, grad_accum=2)),
@@ -112,6 +114,7 @@ CASES: dict[str, tuple[Any, int, Recipe]] = {
     "TokenMoE": (Tokens, 8, PLAIN),
     "SampleMoE": (mixture, 8, replace(PLAIN, balance_weight=0.1)),
     "gated": (gated, 16, replace(PLAIN, gates=GATES)),
+    "hard gates": (partial(gated, mode="hard", center_embedding=True), 16, replace(PLAIN, gates=SHAPED)),
 }
 
 
@@ -185,7 +188,13 @@ def test_all_ranks_return_the_same_result(of_two):
 
 
 def test_batches_with_fewer_images_than_ranks_leave_some_ranks_without_any():
-    jobs = (("expert norms", "ddp"), ("SampleMoE", "ddp"), ("SampleMoE", "fsdp"), ("gated", "ddp"))
+    jobs = (
+        ("expert norms", "ddp"),
+        ("SampleMoE", "ddp"),
+        ("SampleMoE", "fsdp"),
+        ("gated", "ddp"),
+        ("hard gates", "ddp"),
+    )
     few: dict[str, Any] = {"epochs": 1, "batch_size": 3, "images": 8}
     expected = {name: trained(name, "none", **few)[0] for name, _ in jobs}
 

@@ -167,10 +167,7 @@ def explain_channels(
         ),
         distances=gate_distances(routing, classes, K, seed=seed),
         specific=specific_gates(routing, classes, K, seed=seed),
-        # a constant embedding has nothing to map
-        map=None
-        if gated is None or gated.embedding.shape[1] == 1
-        else embedding_map(gated.embedding, classes, seed=seed),
+        map=None if gated is None else embedding_map(gated.embedding, classes, seed=seed),
         costs=costs,
     )
 

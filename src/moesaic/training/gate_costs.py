@@ -72,7 +72,7 @@ def cost_loss(
     >>> from moesaic.models.deepmoe.network import deepmoe
     >>> model = deepmoe(VGG16(num_classes=4, width=0.25), num_classes=4, mode="hard", bias=100.0)
     >>> routing = model.forward_with_routing(torch.zeros(2, 3, 32, 32)).routing
-    >>> round(float(cost_loss(model, routing, 0.5)), 2)                              # all gates are open: (1.02 − 0.5)²
+    >>> round(cost_loss(model, routing, 0.5).item(), 2)                              # all gates are open: (1.02 − 0.5)²
     0.27
     """
     cost_B = model.expected_macs(routing) / model.dense_macs

@@ -1,6 +1,7 @@
 """Gates that depend on the image against controls: the plan, the rules at their limits, charts and the table."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,8 @@ W13_COST = 1 / 0.3841302206107252
 
 
 def test_the_full_preset_has_every_arm_network_and_trial_and_the_quick_one_none():
-    assert len(PLAN) == (len(ARMS) + 1) * len(NETWORKS) * TRIALS == 99
+    assert len(PLAN) == (len(ARMS) + 2) * len(NETWORKS) * TRIALS == 108
+    assert len(set(PLAN.values())) == 102  # the two VGG-16 share the one in full, and that at a quarter
     assert {cell.recipe.epochs for cell in PLAN.values()} == {FULL_EPOCHS}
     assert {cell.recipe.optimizer for cell in PLAN.values()} == {"sgd"}
     assert plan("quick", "best") == plan("full", "print") == {}
@@ -42,7 +44,7 @@ def test_the_full_preset_has_every_arm_network_and_trial_and_the_quick_one_none(
         assert check.can_run(short, "short")
         assert "GPU hours" in check.missing
     assert {name for check in CHECKS for name in check.cells(PLAN)} == set(PLAN)
-    assert GPU_HOURS.keys() == {"dense", *ARMS}
+    assert GPU_HOURS.keys() == {"dense", "narrow", *ARMS}
 
 
 def test_arms_differ_in_what_they_are_named_for():
@@ -61,7 +63,7 @@ def test_arms_differ_in_what_they_are_named_for():
     assert {arm.control for name, arm in ARMS.items() if name in DEPENDENT} == {"constant", "constant-hard"}
     for name, cell in PLAN.items():
         assert bool(cell.teacher) == ("teacher" in name)
-        assert (cell.recipe.gates is None) == (name.split("/")[1] in ("static", "dense", "static-teacher"))
+        assert (cell.recipe.gates is None) == (name.split("/")[1] in ("static", "dense", "narrow", "static-teacher"))
 
 
 @pytest.mark.parametrize("network", NETWORKS)
@@ -79,9 +81,9 @@ def test_all_arms_of_a_network_are_brought_to_the_same_cost(network: str):
 # rules
 
 
-def made(accuracy: float, cost: float, **more: float) -> GateResult:
+def made(accuracy: float, cost: float, *, training: float = 95.0, **more: float) -> GateResult:
     usage = np.array([[10.0, 10.0, 80.0]])
-    return GateResult(accuracy, np.array([50.0]), cost * VGG16_MACS, 0.0, VGG16_MACS, usage, 0.1, 0.2, 1.0, **more)
+    return GateResult(accuracy, np.array([training]), cost * VGG16_MACS, 0.0, VGG16_MACS, usage, 0.1, 0.2, 1.0, **more)
 
 
 def experiment(
@@ -93,10 +95,12 @@ def experiment(
     for name in cells:
         _, arm, network, trial = name.split("/")
         at = NETWORKS[network].cost * (cost if arm in DEPENDENT else 1.0)
+        if arm == "narrow":
+            at /= 2
         if arm == "dense":
             at = W13_COST if network == "w13-all" else 1.0
         pair = list(NETWORKS).index(network) * TRIALS + int(trial)
-        more = {} if arm in ("static", "dense") else {"differing": 12.0, "entropy": 0.3}
+        more = {} if arm in ("static", "dense", "narrow") else {"differing": 12.0, "entropy": 0.3}
         results[name] = made(90 + 2 * np.log(at) + 0.1 * int(trial) + lead(arm, pair), at, **more)
     runner = Runner(ResultCache(Path("nowhere")), None, device="cpu", seed=0, progress=NoProgress())
     return ExperimentResults(cells, results, runner)
@@ -116,8 +120,10 @@ def test_a_lead_is_over_a_static_network_of_the_cost_that_was_measured():
         assert static_leads(cheaper, "steered", network) == pytest.approx([1.0] * TRIALS)
     assert leads(cheaper, "steered", "constant") == pytest.approx([1.0] * 9)
     assert leads(cheaper, "steered", "static") == pytest.approx([1.0] * 9)
-    below = static_leads(experiment(cost=0.5), "steered", "vgg16-0.25")  # none is narrower than at 0.25
-    assert below == pytest.approx([2 * np.log(0.5)] * TRIALS)
+    half = experiment(noisy("steered", lead=1.0, spread=0.0), cost=0.7)
+    assert static_leads(half, "steered", "w13-all") == pytest.approx([1.0] * TRIALS)
+    below = static_leads(experiment(cost=0.4), "steered", "vgg16-0.25")  # none is narrower than at half of the cost
+    assert below == pytest.approx([2 * np.log(0.8)] * TRIALS)
 
 
 @pytest.mark.parametrize(
@@ -135,6 +141,15 @@ def test_dependence_on_the_image_helps_where_one_form_is_ahead_of_its_control(le
     assert found.verdict.startswith(verdict)
     if lead > 0:
         assert found.measured == pytest.approx(lead)
+
+
+def test_nothing_is_judged_on_a_network_that_failed_to_train():
+    found = experiment(noisy("hard", lead=1.0))
+    broken = {**found.results, "equal-cost/hard/w13-all/1": made(10.0, 1.0, training=11.0)}
+    judged = {id: CLAIMS[id].evaluate(replace(found, results=broken)) for id in ("depends-hard", "depends", "teacher")}
+    for id in ("depends-hard", "depends"):
+        assert judged[id] == CheckResult("undecided: networks that failed to train: hard/w13-all/1")
+    assert judged["teacher"].verdict == "fails"  # of other networks
 
 
 def test_the_best_of_five_forms_has_a_wider_interval_than_one_alone():

@@ -93,6 +93,9 @@ def test_a_gated_network_tells_what_its_gates_do(folder: Path, tmp_path: Path):
     assert found.spread >= 0
     assert 0 <= found.dynamic <= 100
     assert 0 <= found.within <= 1
+    assert 0 <= found.embedding_accuracy <= 100
+    assert 0 <= found.differing <= 60
+    assert 0 <= found.information <= found.entropy <= 1
     assert found.cost == found.macs / VGG16_MACS
 
 
@@ -137,6 +140,29 @@ def test_a_teacher_is_trained_first_and_learned_from(folder: Path, tmp_path: Pat
     runner(tmp_path, folder).run({"": cell})
     assert seen == [("VGG16", None, "NoneType"), ("DeepMoE", GateRecipe(distill_weight=1.0), "VGG16")]
     assert cell.steps == 2 * gated().steps == 4
+
+
+def test_a_static_network_learns_from_a_teacher_of_full_width(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    built, taught = [], []
+    real = experiments_gates.fit
+
+    def small(name, options, seed):
+        built.append((name, dict(options)))
+        return create_model(name, num_classes=10, width=0.05)
+
+    def watch(model, task, recipe, *, teacher=None, callbacks=(), **more):
+        taught.append((teacher, [type(each).__name__ for each in callbacks]))
+        return real(model, task, recipe, teacher=teacher, callbacks=callbacks, **more)
+
+    monkeypatch.setattr(experiments_gates, "_network", small)
+    monkeypatch.setattr(experiments_gates, "fit", watch)
+    cell = GateCell("vgg16", 0, Recipe(1, batch_size=20), (("width", 0.5),), teacher="vgg16", on_cpu=True)
+    found = runner(tmp_path, folder).run({"": cell})[""].result
+    assert built == [("vgg16", {}), ("vgg16", {"width": 0.5})]
+    assert taught == [(None, []), (None, ["Distillation"])]
+    assert np.isnan([found.embedding_accuracy, found.differing, found.entropy, found.information]).all()
 
 
 def test_top_k_gates_cost_the_same_for_every_image(folder: Path, tmp_path: Path):

@@ -12,7 +12,7 @@ worth an embedding network. Half a point is what nine pairs can tell from none i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import numpy as np
@@ -48,6 +48,8 @@ NOTE = (
 
 MARGIN = 0.5
 """The smallest lead, in points, that is worth the gates."""
+_TRAINED = 50.0
+"""Training accuracy, in percent, of a network that has trained; ten classes by chance are 10."""
 _TOLERANCE = 0.05
 """Tolerance of the cost around its target."""
 _FORMS = ("constant", "constant-hard", *DEPENDENT)
@@ -58,6 +60,7 @@ _STEERED = "steered"
 _GATED_HOURS, _STATIC_HOURS, _TEACHER_HOURS, _DENSE_HOURS = 0.8, 0.1, 0.2, 0.2
 GPU_HOURS: Mapping[str, float] = {
     "dense": _DENSE_HOURS,
+    "narrow": _STATIC_HOURS,
     **{
         name: (_STATIC_HOURS if arm.gates is None else _GATED_HOURS) + (_TEACHER_HOURS if arm.teacher else 0.0)
         for name, arm in ARMS.items()
@@ -74,7 +77,7 @@ def static_leads(experiment: ExperimentResults, arm: str, network: str) -> Array
     same architecture; beyond them that of the closest counts.
     """
     alike = [name for name in networks_of(experiment) if NETWORKS[name].backbone == NETWORKS[network].backbone]
-    static = [arm_runs(experiment, "static", name) for name in alike] + [arm_runs(experiment, "dense", alike[0])]
+    static = [arm_runs(experiment, kind, name) for name in alike for kind in ("narrow", "static", "dense")]
     found: list[float] = []
     for trial, run in enumerate(arm_runs(experiment, arm, network)):
         peers = sorted((runs[trial] for runs in static), key=lambda peer: peer.cost)
@@ -113,9 +116,23 @@ def _best_of(arms: Sequence[str], other: Callable[[str], str]) -> Callable[[Expe
     confidence = 1 - (1 - LEVEL) / len(arms)
 
     def evaluate(experiment: ExperimentResults) -> CheckResult:
+        failed = _failed(experiment, dict.fromkeys([*arms, *map(other, arms)]))
+        if failed:
+            return CheckResult(f"undecided: networks that failed to train: {', '.join(failed)}")
         return _decide({arm: difference(leads(experiment, arm, other(arm)), confidence) for arm in arms})
 
     return evaluate
+
+
+def _failed(experiment: ExperimentResults, arms: Iterable[str]) -> list[str]:
+    """The cells of arms whose network failed to train."""
+    return [
+        f"{arm}/{network}/{trial}"
+        for arm in arms
+        for network in networks_of(experiment)
+        for trial, run in enumerate(arm_runs(experiment, arm, network))
+        if run.training[-1] < _TRAINED
+    ]
 
 
 def _met(experiment: ExperimentResults) -> CheckResult:
@@ -139,24 +156,26 @@ _RUNS = (
     f"{FULL_EPOCHS} epochs of SGD and {TRIALS} trials with --preset full; VGG-16 at 0.25 alone and {SHORT_EPOCHS} "
     "epochs with --preset short. "
     "Costs are multiply-adds of a test image, embedding network and gate heads included; each side counts by its lead "
-    "over a static network of its own cost, interpolated over the logarithm of the cost. Student's interval over the "
-    "pairs of networks and trials, "
+    "over a static network of its own cost, interpolated over the logarithm of the cost between static networks of "
+    "half the cost, of the cost, and in full. Student's interval over the pairs of networks and trials, "
 )
 _ONE = f"{_RUNS}95 %. "
-_SIGN = f"Holds if it is above 0, fails if it is below {MARGIN:g} points, else undecided."
+_FAILED = f"Undecided if a network of either side has less than {_TRAINED:g} % training accuracy in the end."
+_SIGN = f"Holds if it is above 0, fails if it is below {MARGIN:g} points, else undecided. {_FAILED}"
 
 
 def _many(arms: Sequence[str]) -> str:
     return (
         f"{_RUNS}{100 - 5 / len(arms):.3g} % for each of {len(arms)} forms. Holds if that of a form is above 0, fails "
-        f"if all are below {MARGIN:g} points, else undecided. Shown: the form of the largest mean lead."
+        f"if all are below {MARGIN:g} points, else undecided. {_FAILED} Shown: the form of the largest mean "
+        "lead."
     )
 
 
 def _check(
     id: str, statement: str, rule: str, arms: Sequence[str], evaluate: Callable[[ExperimentResults], CheckResult]
 ) -> ClaimCheck:
-    read = dict.fromkeys((*arms, "static", "dense"))
+    read = dict.fromkeys((*arms, "narrow", "static", "dense"))
     hours = sum(GPU_HOURS[arm] for arm in read)
     return ClaimCheck(
         Claim(f"equal-cost-{id}", "wang2019", "Our own", statement, None, rule),

@@ -3,7 +3,9 @@
 Each of `ARMS` trains each of `NETWORKS` to one cost: VGG-16 at a quarter and at half of its multiply-adds, and VGG-16
 widened everywhere (W13-All) at those of VGG-16, which is the paper's own case. The controls are gates that are the same
 for every image, trained by the same recipe, and static networks of smaller width. A cell is named
-``equal-cost/ARM/NETWORK/TRIAL``; networks of a trial share their seed and the order of images.
+``equal-cost/ARM/NETWORK/TRIAL``; networks of a trial share their seed and the order of images. Beside the arms run the
+network in full ("dense") and static networks of half of the cost ("narrow"), so that there is a static network on
+either side of a cost that misses its target.
 
 All train by SGD with the learning rate and weight decay that are the library's defaults for it, on one cosine schedule,
 with random flips and shifts.
@@ -155,6 +157,7 @@ def plan(preset: str, fidelity: Fidelity) -> claims.Plan[GateResult]:
         for name in networks:
             network = NETWORKS[name]
             cells[f"equal-cost/dense/{name}/{trial}"] = GateCell(network.backbone, trial, sgd(epochs))
+            cells[f"equal-cost/narrow/{name}/{trial}"] = _static(network, network.cost / 2, trial, epochs)
             for arm_name, arm in ARMS.items():
                 cells[f"equal-cost/{arm_name}/{name}/{trial}"] = _cell(arm, network, trial, epochs)
     return cells
@@ -163,8 +166,7 @@ def plan(preset: str, fidelity: Fidelity) -> claims.Plan[GateResult]:
 def _cell(arm: Arm, network: Network, trial: int, epochs: int) -> GateCell:
     teacher = network.backbone if arm.teacher else ""
     if arm.gates is None:
-        width = static_width(network.cost, network.widths)
-        return GateCell(network.backbone, trial, sgd(epochs), (("width", width),), teacher)
+        return _static(network, network.cost, trial, epochs, teacher)
     target, embedding = network.cost, _EMBEDDING
     if network.backbone != "vgg16":
         target, embedding = widened_target(network.backbone.removeprefix("vgg16_"))
@@ -176,11 +178,16 @@ def _cell(arm: Arm, network: Network, trial: int, epochs: int) -> GateCell:
     return GateCell(network.gated, trial, sgd(epochs, gates), tuple(options.items()), teacher)
 
 
+def _static(network: Network, cost: float, trial: int, epochs: int, teacher: str = "") -> GateCell:
+    width = static_width(cost, network.widths)
+    return GateCell(network.backbone, trial, sgd(epochs), (("width", width),), teacher)
+
+
 def networks_of(experiment: claims.ExperimentResults[Any]) -> list[str]:
     """Returns the names of the networks that the plan has."""
     return [name for name in NETWORKS if any(cell.startswith(f"equal-cost/static/{name}/") for cell in experiment.plan)]
 
 
 def arm_runs(experiment: claims.ExperimentResults[Any], arm: str, network: str) -> list[GateResult]:
-    """Returns the trials of an arm; "dense" is the network in full."""
+    """Returns the trials of an arm, or of "dense" or "narrow"."""
     return runs_of(experiment, f"equal-cost/{arm}/{network}")

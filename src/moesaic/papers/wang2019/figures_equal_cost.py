@@ -33,7 +33,7 @@ _MEASURED: dict[str, Callable[[GateResult], float]] = {
 def charts(experiment: ExperimentResults) -> list[Chart]:
     """Returns the charts if there are results."""
     networks = networks_of(experiment)
-    names = [f"equal-cost/{arm}/{network}" for arm in ("dense", *ARMS) for network in networks]
+    names = [f"equal-cost/{arm}/{network}" for arm in ("dense", "narrow", *ARMS) for network in networks]
     if not networks or not experiment.has_results(*names):
         return []
     return [_leads(experiment, networks), _quantities(experiment, networks)]
