@@ -1,10 +1,11 @@
 """Fill the verdicts into README and the papers' pages, from the committed claims.json of each paper.
 
-    python docs/verdicts.py RUN [DATA_DIR [DEVICE]]    # first copies the results of a run of moesaic reproduce
+    python docs/verdicts.py RUN [DATA_DIR [DEVICE]]    # first merges the results of a run of moesaic reproduce
     python docs/verdicts.py figures                    # first draws the figures of the committed charts again
 
-A run is the directory of `moesaic reproduce --preset short`. Its findings and charts go to docs/papers, its raw trials
-to src/moesaic/papers/trials.
+A run is the directory of `moesaic reproduce --preset short`, and may have some of the cells. They replace those of the
+same name among the raw trials in src/moesaic/papers/trials. In docs/papers, findings of which all cells are then there
+are computed from them, and charts are replaced where the run has all that they show; everything else stays.
 
 A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->, and one
 with the causes of verdicts other than "holds" between <!-- causes PAPER --> and <!-- end of causes -->. README
@@ -15,14 +16,15 @@ has a table with one row per paper, the number of verdicts of each kind, between
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from moesaic.papers.engine.claims_markdown import causes_legend, causes_table, markdown_table
 from moesaic.papers.engine.findings import VERDICTS, read_findings, write_findings
-from moesaic.papers.engine.trial_files import write_trials
-from moesaic.papers.recompute import pack_trials, without_trials
+from moesaic.papers.engine.trial_files import merge_trials, read_trials, write_trials
+from moesaic.papers.recompute import merge_findings, pack_trials, without_trials
 from moesaic.papers.reproduce import PAPERS as REPRODUCED
-from moesaic.report.chart import read_charts, write_charts
+from moesaic.report.chart import Chart, read_charts, write_charts
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "papers"
@@ -73,15 +75,42 @@ def counts_table() -> str:
 
 
 def take_over(run: Path, data_dir: Path | None = None, device: str = "cpu") -> None:
-    """Copy a run's findings and charts into each paper's folder, draw the charts, and pack its raw trials."""
+    """Merge a run's raw trials, findings and charts into those of each paper, and draw the charts."""
     findings, charts = read_findings(run / "claims.json"), read_charts(run / "charts.json")
-    for paper in dict.fromkeys(finding.paper for finding in findings):
-        folder = RESULTS / paper
+    for id in dict.fromkeys(finding.paper for finding in findings):
+        paper, folder, stored = REPRODUCED[id], RESULTS / id, TRIALS / f"{id}.json.gz"
         folder.mkdir(parents=True, exist_ok=True)
-        write_findings(folder / "claims.json", [finding for finding in findings if finding.paper == paper])
-        write_charts(folder / "charts.json", [chart for chart in charts if chart.paper == paper])
+        trials = pack_trials(paper, run, data_dir, device)
+        if stored.is_file():
+            trials = merge_trials(read_trials(stored), trials)
+        write_trials(stored, trials)
+        claims, figures = folder / "claims.json", folder / "charts.json"
+        known = read_findings(claims) if claims.is_file() else []
+        drawn = read_charts(figures) if figures.is_file() else []
+        found = [finding for finding in findings if finding.paper == id]
+        write_findings(claims, merge_findings(paper, known, found, trials))
+        write_charts(figures, merge_charts(drawn, [chart for chart in charts if chart.paper == id]))
         draw_figures(folder)
-        write_trials(TRIALS / f"{paper}.json.gz", pack_trials(REPRODUCED[paper], run, data_dir, device))
+
+
+def merge_charts(known: Iterable[Chart], run: Iterable[Chart]) -> list[Chart]:
+    """The known charts, replaced by those of the run that show at least as much, and the run's new ones."""
+    merged = {chart.id: chart for chart in known}
+    for chart in run:
+        if chart.id not in merged or shown(merged[chart.id]) <= shown(chart):
+            merged[chart.id] = chart
+    return list(merged.values())
+
+
+def shown(chart: Chart) -> set[tuple[int, str, int]]:
+    """The places of a chart's values: panel, line, and the number of the value on it."""
+    lines = {
+        (panel, line.label, place)
+        for panel, content in enumerate(chart.panels)
+        for line in content.series
+        for place in range(len(line.x))
+    }
+    return lines | {(panel, "", 0) for panel in range(len(chart.panels))}
 
 
 def draw_figures(folder: Path) -> None:

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,16 @@ def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path, mo
     drawn = (results / "chen2022" / "table-1.svg").read_text("utf-8")
     assert "prefers-color-scheme: dark" in drawn
     assert "var(--chart-ink" in drawn
+    fuller, poorer = replace(CHARTS[2], title="fuller"), replace(CHARTS[2], panels=CHARTS[2].panels[:-1])
+    for chart, expected in ((fuller, fuller), (poorer, fuller)):
+        write_charts(run / "charts.json", [chart])
+        write_findings(run / "claims.json", [replace(each, verdict="fails") for each in FINDINGS])
+        verdicts["take_over"](run)
+        assert read_charts(results / "chowdhury2023" / "charts.json") == [expected]
+    found = read_findings(results / "chowdhury2023" / "claims.json")
+    assert found[0].id == "lemmaK.1-inseparable", "which reads no cells"
+    assert found[1:] == list(FINDINGS), "the run has none of the cells"
+    assert read_charts(results / "chen2022" / "charts.json") == [SECOND_CHARTS[3]]
     page = "before <!-- verdicts chen2022 -->old<!-- end of verdicts --> after"
     assert "**holds**: 99.61 [99.40, 99.80]" in verdicts["with_verdicts"](page)
     assert "Figure 5" not in verdicts["with_verdicts"](page)
