@@ -18,10 +18,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from moesaic.papers.engine.claims import Paper
 from moesaic.papers.engine.claims_markdown import causes_legend, causes_table, markdown_table
-from moesaic.papers.engine.findings import VERDICTS, read_findings, write_findings
-from moesaic.papers.engine.trial_files import merge_trials, read_trials, write_trials
+from moesaic.papers.engine.findings import VERDICTS, Finding, read_findings, write_findings
+from moesaic.papers.engine.trial_files import Trials, merge_trials, read_trials, write_trials
 from moesaic.papers.recompute import merge_findings, pack_trials, without_trials
 from moesaic.papers.reproduce import PAPERS as REPRODUCED
 from moesaic.report.chart import Chart, read_charts, write_charts
@@ -75,22 +77,29 @@ def counts_table() -> str:
 
 
 def take_over(run: Path, data_dir: Path | None = None, device: str = "cpu") -> None:
-    """Merge a run's raw trials, findings and charts into those of each paper, and draw the charts."""
-    findings, charts = read_findings(run / "claims.json"), read_charts(run / "charts.json")
-    for id in dict.fromkeys(finding.paper for finding in findings):
-        paper, folder, stored = REPRODUCED[id], RESULTS / id, TRIALS / f"{id}.json.gz"
-        folder.mkdir(parents=True, exist_ok=True)
+    """Merge the raw trials, findings and charts of a run, finished or not, into those of each paper."""
+    findings = read_findings(run / "claims.json") if (run / "claims.json").is_file() else []
+    charts = read_charts(run / "charts.json") if (run / "charts.json").is_file() else []
+    for id, paper in REPRODUCED.items():
         trials = pack_trials(paper, run, data_dir, device)
-        if stored.is_file():
-            trials = merge_trials(read_trials(stored), trials)
-        write_trials(stored, trials)
-        claims, figures = folder / "claims.json", folder / "charts.json"
-        known = read_findings(claims) if claims.is_file() else []
-        drawn = read_charts(figures) if figures.is_file() else []
         found = [finding for finding in findings if finding.paper == id]
-        write_findings(claims, merge_findings(paper, known, found, trials))
-        write_charts(figures, merge_charts(drawn, [chart for chart in charts if chart.paper == id]))
-        draw_figures(folder)
+        if trials.cells or found:
+            merge_paper(paper, trials, found, [chart for chart in charts if chart.paper == id])
+
+
+def merge_paper(paper: Paper[Any], trials: Trials, found: Iterable[Finding], charts: Iterable[Chart]) -> None:
+    """Merge what a run has of a paper into its files, and draw the charts."""
+    folder, stored = RESULTS / paper.id, TRIALS / f"{paper.id}.json.gz"
+    folder.mkdir(parents=True, exist_ok=True)
+    if stored.is_file():
+        trials = merge_trials(read_trials(stored), trials)
+    write_trials(stored, trials)
+    claims, figures = folder / "claims.json", folder / "charts.json"
+    known = read_findings(claims) if claims.is_file() else []
+    drawn = read_charts(figures) if figures.is_file() else []
+    write_findings(claims, merge_findings(paper, known, found, trials))
+    write_charts(figures, merge_charts(drawn, charts))
+    draw_figures(folder)
 
 
 def merge_charts(known: Iterable[Chart], run: Iterable[Chart]) -> list[Chart]:
