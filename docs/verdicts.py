@@ -88,7 +88,7 @@ def take_over(run: Path, data_dir: Path | None = None, device: str = "cpu") -> N
 
 
 def merge_paper(paper: Paper[Any], trials: Trials, found: Iterable[Finding], charts: Iterable[Chart]) -> None:
-    """Merge what a run has of a paper into its files, and draw the charts."""
+    """Merge what a run has of a paper into its files, and draw the charts if one is new."""
     folder, stored = RESULTS / paper.id, TRIALS / f"{paper.id}.json.gz"
     folder.mkdir(parents=True, exist_ok=True)
     if stored.is_file():
@@ -98,8 +98,10 @@ def merge_paper(paper: Paper[Any], trials: Trials, found: Iterable[Finding], cha
     known = read_findings(claims) if claims.is_file() else []
     drawn = read_charts(figures) if figures.is_file() else []
     write_findings(claims, merge_findings(paper, known, found, trials))
-    write_charts(figures, merge_charts(drawn, charts))
-    draw_figures(folder)
+    merged = merge_charts(drawn, charts)
+    if merged != drawn:
+        write_charts(figures, merged)
+        draw_figures(folder)
 
 
 def merge_charts(known: Iterable[Chart], run: Iterable[Chart]) -> list[Chart]:
