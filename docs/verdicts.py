@@ -1,10 +1,11 @@
 """Fill the verdicts into README and the papers' pages, from the committed claims.json of each paper.
 
-    python docs/verdicts.py RUN [DATA_DIR [DEVICE]]    # first copies the results of a run of moesaic reproduce
+    python docs/verdicts.py RUN [DATA_DIR [DEVICE]]    # first merges the results of a run of moesaic reproduce
     python docs/verdicts.py figures                    # first draws the figures of the committed charts again
 
-A run is the directory of `moesaic reproduce --preset short`. Its findings and charts go to docs/papers, its raw trials
-to src/moesaic/papers/trials.
+A run is the directory of `moesaic reproduce --preset short`, and may have some of the cells. They replace those of the
+same name among the raw trials in src/moesaic/papers/trials. In docs/papers, findings of which all cells are then there
+are computed from them, and charts are replaced where the run has all that they show; everything else stays.
 
 A paper's page has a table with one row per claim between <!-- verdicts PAPER --> and <!-- end of verdicts -->, or with
 the claims whose ids begin with START, after <!-- verdicts PAPER START -->, and one with the causes of verdicts other
@@ -16,15 +17,18 @@ kind, between <!-- verdict counts --> and <!-- end of verdict counts -->.
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+from moesaic.papers.engine.claims import Paper
 from moesaic.papers.engine.claims_markdown import causes_legend, causes_table, markdown_table
-from moesaic.papers.engine.findings import VERDICTS, read_findings, write_findings
-from moesaic.papers.engine.trial_files import write_trials
-from moesaic.papers.recompute import pack_trials, without_trials
+from moesaic.papers.engine.findings import RECORDED_PRESET, VERDICTS, Finding, read_findings, write_findings
+from moesaic.papers.engine.trial_files import Trials, merge_trials, read_trials, write_trials
+from moesaic.papers.recompute import merge_findings, pack_trials, without_trials
 from moesaic.papers.reproduce import PAPERS as REPRODUCED
 from moesaic.papers.wang2019.figures_equal_cost import arms_table
-from moesaic.report.chart import read_charts, write_charts
+from moesaic.report.chart import Chart, read_charts, write_charts
 
 DOCS = Path(__file__).parent
 RESULTS = DOCS / "papers"
@@ -82,17 +86,59 @@ def counts_table() -> str:
 
 
 def take_over(run: Path, data_dir: Path | None = None, device: str = "cpu") -> None:
-    """Copy a run's findings and charts into each paper's folder, draw the charts, and pack its raw trials."""
-    findings, charts = read_findings(run / "claims.json"), read_charts(run / "charts.json")
-    for paper in dict.fromkeys(finding.paper for finding in findings):
-        own = [finding for finding in findings if finding.paper == paper]
-        folder = RESULTS / paper
-        folder.mkdir(parents=True, exist_ok=True)
-        write_findings(folder / "claims.json", own)
-        write_charts(folder / "charts.json", [chart for chart in charts if chart.paper == paper])
+    """Merge the raw trials, findings and charts of a run, finished or not, into those of each paper."""
+    findings = read_findings(run / "claims.json") if (run / "claims.json").is_file() else []
+    charts = read_charts(run / "charts.json") if (run / "charts.json").is_file() else []
+    for id, paper in REPRODUCED.items():
+        found = [finding for finding in findings if finding.paper == id]
+        preset = found[0].preset if found else RECORDED_PRESET
+        trials = pack_trials(paper, run, data_dir, device, preset=preset)
+        if trials.cells or found:
+            merge_paper(paper, trials, found, [chart for chart in charts if chart.paper == id])
+
+
+def merge_paper(paper: Paper[Any], trials: Trials, found: Iterable[Finding], charts: Iterable[Chart]) -> None:
+    """Merge what a run has of a paper into its files, and draw the charts if one is new.
+
+    A file of trials has those of one preset: trials and findings of a run of another preset replace those before.
+    """
+    folder, stored = RESULTS / paper.id, TRIALS / f"{paper.id}.json.gz"
+    folder.mkdir(parents=True, exist_ok=True)
+    claims, figures = folder / "claims.json", folder / "charts.json"
+    known, found = read_findings(claims) if claims.is_file() else [], list(found)
+    before = read_trials(stored) if stored.is_file() else None
+    if before is not None and before.preset == trials.preset:
+        trials = merge_trials(before, trials)
+    else:
+        replaced = {(finding.id, finding.fidelity) for finding in found}
+        known = [finding for finding in known if (finding.id, finding.fidelity) not in replaced]
+    write_trials(stored, trials)
+    drawn = read_charts(figures) if figures.is_file() else []
+    write_findings(claims, merge_findings(paper, known, found, trials))
+    merged = merge_charts(drawn, charts)
+    if merged != drawn:
+        write_charts(figures, merged)
         draw_figures(folder)
-        packed = pack_trials(REPRODUCED[paper], run, data_dir, device, preset=own[0].preset)
-        write_trials(TRIALS / f"{paper}.json.gz", packed)
+
+
+def merge_charts(known: Iterable[Chart], run: Iterable[Chart]) -> list[Chart]:
+    """The known charts, replaced by those of the run that show at least as much, and the run's new ones."""
+    merged = {chart.id: chart for chart in known}
+    for chart in run:
+        if chart.id not in merged or shown(merged[chart.id]) <= shown(chart):
+            merged[chart.id] = chart
+    return list(merged.values())
+
+
+def shown(chart: Chart) -> set[tuple[int, str, int]]:
+    """The places of a chart's values: panel, line, and the number of the value on it."""
+    lines = {
+        (panel, line.label, place)
+        for panel, content in enumerate(chart.panels)
+        for line in content.series
+        for place in range(len(line.x))
+    }
+    return lines | {(panel, "", 0) for panel in range(len(chart.panels))}
 
 
 def draw_figures(folder: Path) -> None:

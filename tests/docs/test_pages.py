@@ -8,6 +8,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,22 @@ def test_a_run_of_two_papers_is_taken_over_into_a_folder_each(tmp_path: Path, mo
     drawn = (results / "chen2022" / "table-1.svg").read_text("utf-8")
     assert "prefers-color-scheme: dark" in drawn
     assert "var(--chart-ink" in drawn
+    found = read_findings(results / "chowdhury2023" / "claims.json")
+    assert found[0].id == "lemmaK.1-inseparable", "which reads no cells"
+    assert found[1:] == list(FINDINGS)
     page = "before <!-- verdicts chen2022 -->old<!-- end of verdicts --> after"
     assert "**holds**: 99.61 [99.40, 99.80]" in verdicts["with_verdicts"](page)
     assert "Figure 5" not in verdicts["with_verdicts"](page)
+
+
+def test_a_chart_is_replaced_by_one_that_shows_as_much():
+    merge = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))["merge_charts"]
+    chart, other = CHARTS[0], SECOND_CHARTS[3]
+    newer, fewer_panels = replace(chart, title="newer"), replace(chart, panels=chart.panels[:-1])
+    line = chart.panels[0].series[0]
+    shorter = replace(line, x=line.x[:-1], y=line.y[:-1])
+    panel = replace(chart.panels[0], series=(shorter, *chart.panels[0].series[1:]))
+    shorter_line = replace(chart, panels=(panel, *chart.panels[1:]))
+    assert merge([chart], [newer, other]) == [newer, other]
+    assert merge([chart, other], [fewer_panels]) == [chart, other]
+    assert merge([chart], [shorter_line]) == [chart]

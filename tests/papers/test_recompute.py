@@ -11,8 +11,15 @@ from moesaic.cli import main
 from moesaic.files import json_digest
 from moesaic.papers.engine.findings import Finding, read_findings
 from moesaic.papers.engine.runner import Runner
-from moesaic.papers.engine.trial_files import StoredCell, Trials, read_trials, write_trials
-from moesaic.papers.recompute import Recomputed, pack_trials, recompute, stored_trials, without_trials
+from moesaic.papers.engine.trial_files import StoredCell, Trials, merge_trials, read_trials, write_trials
+from moesaic.papers.recompute import (
+    Recomputed,
+    merge_findings,
+    pack_trials,
+    recompute,
+    stored_trials,
+    without_trials,
+)
 from moesaic.papers.reproduce import PAPERS
 from moesaic.training import NoProgress, ResultCache
 from moesaic.validated_json import InvalidFile
@@ -119,6 +126,40 @@ def test_a_claim_with_some_of_its_cells_has_no_trials(monkeypatch: pytest.Monkey
     found = recompute(["wang2019"], ["rank-static", "rank-dense"])
     assert [each.id for each in found.findings] == ["rank-dense"]
     assert found.without_trials == (("wang2019", "rank-static", "print"),)
+
+
+def test_cells_of_a_run_replace_those_of_their_name_and_others_stay():
+    old = StoredCell("print", "a", "0", 1.0, {"accuracy": [90.0]})
+    kept = (replace(old, name="b"), replace(old, fidelity="released"))
+    new = replace(old, seconds=2.0, result={"accuracy": [91.0]})
+    added = replace(old, name="c")
+    merged = merge_trials(Trials("short", (old, *kept)), Trials("short", (added, new)))
+    assert merged == Trials("short", (new, kept[0], added, kept[1]))
+    assert merged == merge_trials(Trials("short", (kept[1], added)), Trials("short", (new, kept[0])))
+    with pytest.raises(ValueError, match="'short', the run has 'full'"):
+        merge_trials(Trials("short", (old,)), Trials("full", (new,)))
+
+
+def test_findings_of_which_a_run_completes_the_cells_are_computed_and_others_stay():
+    paper, trials = PAPERS["wang2019"], stored_trials("wang2019")
+    committed = read_findings(DOCS / "wang2019" / "claims.json")
+    before = [replace(each, measured=-1.0) for each in committed]
+    run = [replace(each, measured=-2.0) for each in committed]
+    stored = Trials("short", tuple(cell for cell in trials.cells if cell.name.startswith("widths/")))
+    added = Trials("short", tuple(cell for cell in trials.cells if cell.name in ("ranks/L=1", "blind")))
+
+    def values(known: list[Finding]) -> dict[str, float | None]:
+        merged = merge_findings(paper, known, run, merge_trials(stored, added))
+        assert [(each.id, each.fidelity) for each in merged] == [(each.id, each.fidelity) for each in committed]
+        return {each.id: each.measured for each in merged}
+
+    found, measured = values(before), {each.id: each.measured for each in committed}
+    for complete in ("rank-dense", "pair-told-apart"):  # of stored cells, and of those of the run
+        assert found[complete] == pytest.approx(measured[complete])
+    assert found["rank-static"] == -1.0, "one of its cells ran, others are missing"
+    assert found["cost-met"] == -1.0
+    unknown = values([each for each in before if each.id != "cost-met"])
+    assert unknown["cost-met"] == -2.0, "a new claim has the verdict of the run"
 
 
 def test_the_command_prints_verdicts_and_what_has_no_trials(capsys: pytest.CaptureFixture[str]):

@@ -6,7 +6,7 @@ rule; the others have no raw trials, and their recorded verdicts rest on summari
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -22,7 +22,7 @@ from moesaic.papers.engine.trial_files import StoredCell, Trials, read_trials
 from moesaic.papers.reproduce import PAPERS
 from moesaic.training import NoProgress, ResultCache
 
-__all__ = ["Recomputed", "pack_trials", "recompute", "stored_trials", "without_trials"]
+__all__ = ["Recomputed", "merge_findings", "pack_trials", "recompute", "stored_trials", "without_trials"]
 
 
 @dataclass(frozen=True)
@@ -54,17 +54,43 @@ def recompute(papers: Sequence[str] | None = None, claims: Sequence[str] | None 
     missing: list[tuple[str, str, Fidelity]] = []
     for id in papers or PAPERS:
         paper, trials = PAPERS[check_choice("recompute", "paper", id, PAPERS)], stored_trials(id)
-        experiments = {fidelity: _experiment(paper, trials, fidelity) for fidelity in get_args(Fidelity)}
+        findings += _findings(paper, trials, claims)
         for check, fidelity, cells in _checks(paper, trials):
-            if claims is not None and check.claim.id not in claims:
-                continue
-            if cells is None:
+            if cells is None and (claims is None or check.claim.id in claims):
                 missing.append((id, check.claim.id, fidelity))
-                continue
+    return Recomputed(tuple(findings), tuple(missing))
+
+
+def merge_findings(
+    paper: Paper[Any], known: Iterable[Finding], run: Iterable[Finding], trials: Trials
+) -> list[Finding]:
+    """Returns the findings of a paper after a run, in the order of its claims.
+
+    A finding comes from the trials where they have all of its cells. Another one stays as it was known; what the run
+    found counts only where nothing was known.
+
+    Args:
+        paper: The paper.
+        known: Findings before the run.
+        run: Findings of the run.
+        trials: Trials that were stored before, merged with those of the run.
+    """
+    found = {(each.id, each.fidelity): each for each in run}
+    found |= {(each.id, each.fidelity): each for each in known}
+    found |= {(each.id, each.fidelity): each for each in _findings(paper, trials)}
+    order = [(check.claim.id, fidelity) for check in paper.checks for fidelity in check.fidelities]
+    place = {key: number for number, key in enumerate(order)}
+    return sorted(found.values(), key=lambda each: place.get((each.id, each.fidelity), len(place)))
+
+
+def _findings(paper: Paper[Any], trials: Trials, claims: Sequence[str] | None = None) -> Iterator[Finding]:
+    """Yields the findings of the claims that have all of their cells."""
+    experiments = {fidelity: _experiment(paper, trials, fidelity) for fidelity in get_args(Fidelity)}
+    for check, fidelity, cells in _checks(paper, trials):
+        if cells is not None and (claims is None or check.claim.id in claims):
             experiment = experiments[fidelity]
             seconds = round(sum(experiment.seconds[name] for name in cells), 3)
-            findings.append(check.finding(check.evaluate(experiment), fidelity, trials.preset, seconds))
-    return Recomputed(tuple(findings), tuple(missing))
+            yield check.finding(check.evaluate(experiment), fidelity, trials.preset, seconds)
 
 
 def without_trials(paper: str) -> list[tuple[str, Fidelity]]:

@@ -19,7 +19,7 @@ from moesaic.fidelity import Fidelity
 from moesaic.files import write_atomic
 from moesaic.validated_json import InvalidFile, decode, parse_json, read_bytes, read_stream
 
-__all__ = ["StoredCell", "Trials", "read_trials", "write_trials"]
+__all__ = ["StoredCell", "Trials", "merge_trials", "read_trials", "write_trials"]
 
 _MAX_BYTES = 64 << 20
 _ADVICE = "write it again with docs/verdicts.py"
@@ -48,6 +48,23 @@ class Trials:
     def of(self, fidelity: Fidelity) -> dict[str, StoredCell]:
         """Returns the cells of a fidelity by name."""
         return {cell.name: cell for cell in self.cells if cell.fidelity == fidelity}
+
+
+def merge_trials(stored: Trials, run: Trials) -> Trials:
+    """Returns all cells, by fidelity and name; those of the run replace stored ones of the same fidelity and name.
+
+    >>> old = [StoredCell("print", name, "0ab1", 1.5, {"accuracy": [90.0]}) for name in ("b", "a")]
+    >>> new = StoredCell("print", "b", "0ab1", 2.5, {"accuracy": [91.0]})
+    >>> merged = merge_trials(Trials("short", tuple(old)), Trials("short", (new,)))
+    >>> [(cell.name, cell.seconds) for cell in merged.cells]
+    [('a', 1.5), ('b', 2.5)]
+    """
+    if stored.preset != run.preset:
+        raise ValueError(
+            f"merge_trials: stored trials of the preset {stored.preset!r}, the run has {run.preset!r}; run that preset"
+        )
+    cells = {(cell.fidelity, cell.name): cell for cell in (*stored.cells, *run.cells)}
+    return Trials(stored.preset, tuple(cells[key] for key in sorted(cells)))
 
 
 def write_trials(path: Path, trials: Trials) -> None:
