@@ -47,4 +47,4 @@ def test_gradients_of_experts_have_the_layout_of_their_weights(router):
 def test_a_gradient_of_1x1_convolutions_has_the_layout_of_their_weights():
     layer = PatchMoE(4, 6, experts=2, patches_per_expert=2, patch_size=2)
     (grad,) = torch.autograd.grad(layer(torch.randn(2, 4, 4, 4)).square().sum(), layer.experts.weight)
-    assert grad.flatten(2).is_contiguous()
+    assert grad.stride() == layer.experts.weight.stride()  # DistributedDataParallel warns of any other

@@ -197,7 +197,7 @@ def test_a_callback_can_set_learning_rates():
 def test_callbacks_of_your_own_come_beside_those_of_channel_gates():
     found = fit(gated(), GATED_TASK, Recipe(epochs=2, batch_size=35), callbacks=[Counter()])
     assert found.epochs[1].metrics.keys() == {"cost", "open_share", "gate_l1", "steps"}
-    assert found.metrics.keys() == {"cost"}
+    assert found.metrics.keys() == {"cost", "embedding_accuracy", "gates_differing", "gate_entropy"}
 
 
 class Counter(Callback):

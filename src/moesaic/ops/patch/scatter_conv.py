@@ -195,9 +195,11 @@ class _ScatterConv(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_values = torch.bmm(grads, matrix)
         if ctx.needs_input_grad[1]:
-            if transpose:
+            if ks == 1:
+                grad_weight = torch.bmm(grads.transpose(1, 2), values).view(weight.shape)
+            elif transpose:
                 grad_weight = torch.bmm(grads.transpose(1, 2), values).view(E, O, ks, ks, C).permute(0, 1, 4, 2, 3)
-            elif ks > 1 and weight.is_contiguous():  # the layout closest to contiguous
+            elif weight.is_contiguous():  # the layout closest to contiguous
                 grad_weight = torch.bmm(values.transpose(1, 2), grads).view(E, C, ks, ks, O).permute(0, 4, 1, 2, 3)
             else:
                 grad_weight = torch.bmm(grads.transpose(1, 2), values).view(E, ks, ks, O, C).permute(0, 3, 4, 1, 2)
