@@ -27,6 +27,7 @@ from moesaic.papers.engine.findings import RECORDED_PRESET, VERDICTS, Finding, r
 from moesaic.papers.engine.trial_files import Trials, merge_trials, read_trials, write_trials
 from moesaic.papers.recompute import merge_findings, pack_trials, without_trials
 from moesaic.papers.reproduce import PAPERS as REPRODUCED
+from moesaic.papers.reproduce import PRESETS
 from moesaic.papers.wang2019.figures_equal_cost import arms_table
 from moesaic.report.chart import Chart, read_charts, write_charts
 
@@ -100,7 +101,8 @@ def take_over(run: Path, data_dir: Path | None = None, device: str = "cpu") -> N
 def merge_paper(paper: Paper[Any], trials: Trials, found: Iterable[Finding], charts: Iterable[Chart]) -> None:
     """Merge what a run has of a paper into its files, and draw the charts if one is new.
 
-    A file of trials has those of one preset: trials and findings of a run of another preset replace those before.
+    A file of trials has those of one preset. A run of a larger one replaces the findings that it has, and the trials if
+    it has all of their cells; a run of a smaller one is refused.
     """
     folder, stored = RESULTS / paper.id, TRIALS / f"{paper.id}.json.gz"
     folder.mkdir(parents=True, exist_ok=True)
@@ -109,9 +111,15 @@ def merge_paper(paper: Paper[Any], trials: Trials, found: Iterable[Finding], cha
     before = read_trials(stored) if stored.is_file() else None
     if before is not None and before.preset == trials.preset:
         trials = merge_trials(before, trials)
-    else:
+    elif before is not None:
+        if PRESETS.index(trials.preset) < PRESETS.index(before.preset):
+            raise ValueError(
+                f"{paper.id}: the run is of the preset {trials.preset!r}, and {before.preset!r} is stored, which is "
+                "larger; run that one"
+            )
         replaced = {(finding.id, finding.fidelity) for finding in found}
         known = [finding for finding in known if (finding.id, finding.fidelity) not in replaced]
+        trials = trials if names(before) <= names(trials) else before
     write_trials(stored, trials)
     drawn = read_charts(figures) if figures.is_file() else []
     write_findings(claims, merge_findings(paper, known, found, trials))
@@ -119,6 +127,11 @@ def merge_paper(paper: Paper[Any], trials: Trials, found: Iterable[Finding], cha
     if merged != drawn:
         write_charts(figures, merged)
         draw_figures(folder)
+
+
+def names(trials: Trials) -> set[tuple[str, str]]:
+    """Fidelity and name of each cell."""
+    return {(cell.fidelity, cell.name) for cell in trials.cells}
 
 
 def merge_charts(known: Iterable[Chart], run: Iterable[Chart]) -> list[Chart]:

@@ -17,6 +17,7 @@ from papers.engine.example_findings import CHARTS, FINDINGS, SECOND_CHARTS, SECO
 from moesaic.cache_dir import CACHE_ENV_VAR
 from moesaic.cli import main as moesaic
 from moesaic.papers.engine.findings import read_findings, write_findings
+from moesaic.papers.engine.trial_files import Trials
 from moesaic.report.chart import read_charts, write_charts
 
 ROOT = Path(__file__).parents[2]
@@ -171,3 +172,22 @@ def test_a_chart_is_replaced_by_one_that_shows_as_much():
     assert merge([chart], [newer, other]) == [newer, other]
     assert merge([chart, other], [fewer_panels]) == [chart, other]
     assert merge([chart], [shorter_line]) == [chart]
+
+
+def test_a_part_of_a_larger_run_leaves_the_stored_trials_and_a_smaller_run_is_refused(tmp_path):
+    verdicts = runpy.run_path(str(ROOT / "docs" / "verdicts.py"))
+    shutil.copytree(ROOT / "docs" / "papers" / "wang2019", tmp_path / "wang2019")
+    stored = tmp_path / "wang2019.json.gz"
+    shutil.copy(verdicts["TRIALS"] / stored.name, stored)
+    verdicts["merge_paper"].__globals__.update(RESULTS=tmp_path, TRIALS=tmp_path)
+    paper, before = verdicts["REPRODUCED"]["wang2019"], stored.read_bytes()
+    claims = tmp_path / "wang2019" / "claims.json"
+    known = read_findings(claims)
+    new = replace(next(each for each in known if each.id == "equal-cost-met"), verdict="holds", preset="full")
+
+    verdicts["merge_paper"](paper, Trials("full", ()), [new], [])
+    assert stored.read_bytes() == before
+    assert read_findings(claims) == [new if each.id == new.id else each for each in known]
+    with pytest.raises(ValueError, match=r"'quick'.*'short' is stored, which is larger"):
+        verdicts["merge_paper"](paper, Trials("quick", ()), [replace(new, preset="quick")], [])
+    assert stored.read_bytes() == before
