@@ -43,7 +43,7 @@ from moesaic.training.fit import fit
 from moesaic.training.progress import NoProgress
 from moesaic.training.recipe import Recipe
 from moesaic.training.result_cache import ResultCache
-from moesaic.training.run_record import read_run
+from moesaic.training.run_reader import read_run
 from moesaic.validated_json import InvalidFile
 
 SPEC = ModelSpec("wrn10_1_pmoe", {"num_classes": 2, "image_size": 16})

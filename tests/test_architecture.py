@@ -31,7 +31,7 @@ LAYERS = (
         "input_checks",
         "intervals",
         "keyed_random",
-        "launcher",
+        "torchrun_env",
         "write_errors",
     },
 )
@@ -58,7 +58,7 @@ CORE = {
     "input_checks",
     "intervals",
     "keyed_random",
-    "launcher",
+    "torchrun_env",
     "write_errors",
 }
 CORE_PACKAGES = {"torch", "numpy", "safetensors", "moesaic"} | sys.stdlib_module_names

@@ -208,10 +208,10 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
     from moesaic.training.result_cache import ResultCache
     from moesaic.training.results import Epoch, FitResult
     from moesaic.training.run_dir import RunDir
-    from moesaic.training.run_record import read_run
+    from moesaic.training.run_reader import read_run
     from moesaic.training.saved_predictions import PREDICTIONS, PredictionsCallback
-    from moesaic.training.shared_budget import BudgetPlan, SharedBudget
     from moesaic.training.sweep_plan import PlannedCell, SweepPlan, add_to_plan
+    from moesaic.training.time_budget import BudgetPlan, SharedTimeBudget
     from moesaic.validated_json import parse_json
 
     config = {"model": {"class": "x"}, "data": {"name": "pets"}, "recipe": Recipe(epochs=2).to_json(), "seed": 0}
@@ -299,7 +299,7 @@ def run_targets(folder: Path) -> Mapping[str, Target]:
         return folder_status(at / "sweep")
 
     def a_budget(content: bytes, at: Path) -> object:
-        budget = SharedBudget(at / "budget", "asked", Leases(at / "budget"))
+        budget = SharedTimeBudget(at / "budget", "asked", Leases(at / "budget"))
         written(at / "budget" / "plans" / "budget" / f"{json_digest('asked')[:16]}.json", content)
         found = budget.join()
         budget.close()

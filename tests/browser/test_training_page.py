@@ -13,7 +13,7 @@ from report.example_run import epochs, write_run
 from moesaic.report import write_training_page
 from moesaic.report.page_server import live_script
 from moesaic.report.training_page import training_page
-from moesaic.training.run_record import read_run
+from moesaic.training.run_reader import read_run
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 

@@ -13,7 +13,7 @@ from moesaic.bench.advise import Plan
 from moesaic.cli import main
 from moesaic.cli.advise import Advise, train_command
 from moesaic.cli.commands import find_command
-from moesaic.cli.network import Network, NetworkOptions
+from moesaic.cli.network_argument import Network, NetworkOptions
 from moesaic.cli.shared import CommandError
 from moesaic.models import ModelSpec
 

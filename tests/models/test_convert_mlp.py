@@ -17,11 +17,11 @@ from moesaic.models.convert import applied_conversions, convert
 from moesaic.models.convert_candidates import convertible_layers
 from moesaic.models.convert_mlp import AddResidual, ChannelsFirstTokenMoE
 from moesaic.models.mlp_candidates import find_mlps
-from moesaic.models.mlp_start import cluster_neurons
+from moesaic.models.mlp_expert_init import cluster_neurons
 from moesaic.models.model_cost import count_macs
 from moesaic.models.registry import ModelSpec
 from moesaic.models.rescaled_routers import RescaledExpertChoice, RescaledTokenChoice
-from moesaic.models.spec_limits import check_spec
+from moesaic.models.spec_validation import check_spec
 from moesaic.validated_json import InvalidFile
 
 PATTERNS = {

@@ -14,7 +14,7 @@ from moesaic.cli.train import _run_name
 from moesaic.data.datasets import ImageDataset, LabelledImages, Normalize
 from moesaic.layers import TokenMoE, TokenSkip
 from moesaic.models import ModelSpec, ViT, applied_skips, count_macs
-from moesaic.models.spec_limits import check_spec
+from moesaic.models.spec_validation import check_spec
 from moesaic.models.vit import Block
 from moesaic.training.checkpoint import Metadata, load_checkpoint, save_network
 from moesaic.training.compare import expand_models

@@ -10,7 +10,7 @@ from torch import distributed, nn
 from moesaic.layers import PatchMoE
 from moesaic.ops.dispatch import Norm
 from moesaic.ops.global_batch import GlobalBatch, global_moments, with_zero_gradients
-from moesaic.training.global_layers import spread_batch, sync_batch_norm
+from moesaic.training.global_batch_layers import spread_batch, sync_batch_norm
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

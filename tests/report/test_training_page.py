@@ -11,7 +11,7 @@ from report.example_run import epochs, write_run
 from moesaic.report import training_page as training_page_module
 from moesaic.report import write_training_page
 from moesaic.report.training_page import training_page
-from moesaic.training.run_record import read_run
+from moesaic.training.run_reader import read_run
 
 
 def page_of(folder: Path, **options) -> str:

@@ -30,7 +30,7 @@ from moesaic.training.callbacks import Callback
 from moesaic.training.distributed import attached, create_parallel
 from moesaic.training.fit import fit
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.global_layers import spread_batch, sync_batch_norm
+from moesaic.training.global_batch_layers import spread_batch, sync_batch_norm
 from moesaic.training.interruption import request_stop
 from moesaic.training.recipe import Recipe
 from moesaic.training.saved_predictions import PREDICTIONS, read_predictions

@@ -14,7 +14,7 @@ from training.squares import TASK
 from training.trained import save_run
 
 from moesaic.models.registry import ModelSpec
-from moesaic.models.spec_limits import check_spec
+from moesaic.models.spec_validation import check_spec
 from moesaic.training.checkpoint import load_checkpoint, load_weights
 from moesaic.training.load import load
 from moesaic.training.model_for_dataset import spec_for_dataset

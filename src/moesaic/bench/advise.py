@@ -42,10 +42,10 @@ from moesaic.bench.network_timer import (
 from moesaic.layers import TokenSkip
 from moesaic.models.convert import convert
 from moesaic.models.convert_candidates import convertible_layers, find_layers
+from moesaic.models.layer_inputs import LayerInputs, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps
 from moesaic.models.model_cost import ModelCost, count_macs
 from moesaic.models.skip import skip
-from moesaic.models.traced_inputs import TracedInputs, trace_inputs
 
 __all__ = ["Advice", "Plan", "RoutingOptions", "advise"]
 
@@ -371,7 +371,7 @@ class _Planner:
         )
 
     @cached_property
-    def _inputs(self) -> tuple[dict[str, MLPUnit], TracedInputs]:
+    def _inputs(self) -> tuple[dict[str, MLPUnit], LayerInputs]:
         """The MLPs, and the inputs of the layers."""
         units = find_mlps(self.network)
         return units, trace_inputs(self.network, self.image, units)

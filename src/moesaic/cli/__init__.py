@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(f"moesaic {sys.modules['moesaic'].__version__}\n")
         return 0
     from moesaic.cli.faults import replace_unencodable, signal_handlers
-    from moesaic.cli.one_voice import end_rank, first_rank_speaks
+    from moesaic.cli.rank_output import end_rank, silence_other_ranks
 
     if arguments is not None:  # called from Python, whose signals are not ours
         return _run(given)
     replace_unencodable()
-    with signal_handlers(given, process_ends=True), first_rank_speaks():
+    with signal_handlers(given, process_ends=True), silence_other_ranks():
         code = _run(given)
         end_rank(code)
         return code

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from tyro.conf import arg
 
-from moesaic.cli.network import Network, NetworkOptions
+from moesaic.cli.network_argument import Network, NetworkOptions
 from moesaic.cli.shared import log, resolve_device, user_errors
 
 if TYPE_CHECKING:
@@ -93,11 +93,11 @@ class Advise(NetworkOptions):
 
 def train_command(plan: Plan, network: Network) -> list[str]:
     """The words of `moesaic train` that follow a plan: one conversion by its options, others in the network's name."""
-    from moesaic.models.spelling import spell
+    from moesaic.models.model_string import format_model_string
 
     conversions = [*network.spec.conversions, *plan.conversions]
     as_options = len(conversions) == 1 and "skip" not in conversions[0]
-    name = spell(network.spec.name, network.spec.arguments, () if as_options else conversions)
+    name = format_model_string(network.spec.name, network.spec.arguments, () if as_options else conversions)
     weights = [] if network.weights is None else ["--weights", str(network.weights)]
     words = ["moesaic", "train", "DATA", "--img-size", str(network.image[1]), "--model", name, *weights]
     return [*words, *(_options(conversions[0]) if as_options else ())]

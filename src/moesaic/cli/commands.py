@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import tyro
 
-from moesaic import launcher
+from moesaic import torchrun_env
 from moesaic.cli.advise import Advise
 from moesaic.cli.bench import Bench
 from moesaic.cli.bench_model import BenchModel
@@ -100,7 +100,7 @@ def find_command(given: Sequence[str]) -> tuple[type[Any], int]:
 
 
 def _run(command: Command, given: Sequence[str]) -> int:
-    if launcher.in_job() and given[0] not in _ON_MANY_RANKS:
+    if torchrun_env.in_job() and given[0] not in _ON_MANY_RANKS:
         log(f"moesaic {given[0]}: every rank would do the same; torchrun is for moesaic train, so start it without")
         raise SystemExit(2)
     if given[0] != "completion":

@@ -22,8 +22,8 @@ from moesaic.cli.shared import (
     TrainableOption,
     check_folder,
     file_name,
+    invocation,
     log,
-    program,
     resolve_device,
     use_threads,
     user_errors,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from moesaic.training.comparison_result import Comparison
     from moesaic.training.progress import Progress
     from moesaic.training.recipe import Recipe
-    from moesaic.training.shared_budget import SharedBudget
+    from moesaic.training.time_budget import SharedTimeBudget
 
 __all__ = ["Compare"]
 
@@ -113,7 +113,7 @@ class Compare(DatasetOptions):
                     self._run_workers(given, jobs, threads, device)
                 found = self._compare(dataset, grid, recipe, out, device, machine, budget)
         except KeyboardInterrupt:
-            again = shlex.join([*program(), *given])
+            again = shlex.join([*invocation(), *given])
             log(f"\nInterrupted. Finished runs are in {out}. To resume:\n  {again}")
             return 130
         finally:
@@ -146,13 +146,13 @@ class Compare(DatasetOptions):
         with report.watch_progress(Console(stderr=True)) as progress:
             run_workers(given, jobs, threads, device, progress)
 
-    def _budget(self, out: Path, dataset: ImageDataset) -> SharedBudget:
+    def _budget(self, out: Path, dataset: ImageDataset) -> SharedTimeBudget:
         from moesaic.leases import Leases
-        from moesaic.training.shared_budget import SharedBudget
+        from moesaic.training.time_budget import SharedTimeBudget
 
         elsewhere = ("out", "device", "data", "data_dir", "cache_dir", "jobs", "dry_run")
         options = {name: value for name, value in asdict(self).items() if name not in elsewhere}
-        return SharedBudget(out, [dataset.digest, options], Leases(out / "cells"))
+        return SharedTimeBudget(out, [dataset.digest, options], Leases(out / "cells"))
 
     def _print_plan(
         self, dataset: ImageDataset, grid: Grid, recipe: Recipe, out: Path, device: str, start: float, jobs: int
@@ -172,7 +172,7 @@ class Compare(DatasetOptions):
         device: str,
         start: float,
         jobs: int,
-        budget: SharedBudget | None,
+        budget: SharedTimeBudget | None,
     ) -> tuple[Grid, Recipe]:
         """The grid and the recipe: as asked for, or what fits the budget; measured by the first worker alone."""
         from moesaic.leases import Leases
@@ -249,15 +249,15 @@ class Compare(DatasetOptions):
         )
 
     def _with_router(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """The spellings of the networks with --router."""
+        """The model strings of the networks, with --router."""
+        from moesaic.models.model_string import insert_router
         from moesaic.models.registry import ModelSpec, model_options
-        from moesaic.models.spelling import spell_router
 
         if self.router is None:
             return names
         specs = [ModelSpec.parse(name) for name in names]
         takes = ["router" in model_options(spec.name) for spec in specs]
-        made = tuple(spell_router(name, self.router, in_network=own) for name, own in zip(names, takes, strict=True))
+        made = tuple(insert_router(name, self.router, in_network=own) for name, own in zip(names, takes, strict=True))
         if made == names:
             raise ValueError(
                 f"compare: --router={self.router!r}, but none of {', '.join(names)} lacks one; use a network such as "
@@ -314,7 +314,7 @@ class Compare(DatasetOptions):
         out: Path,
         device: str,
         machine: str,
-        budget: SharedBudget | None,
+        budget: SharedTimeBudget | None,
     ) -> Comparison:
         from moesaic.cache_dir import default_cache_dir
         from moesaic.training.compare import compare

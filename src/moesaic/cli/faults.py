@@ -22,8 +22,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from unicodedata import category
 
-from moesaic import launcher
-from moesaic.cli.one_voice import report_failure
+from moesaic import torchrun_env
+from moesaic.cli.rank_output import report_failure
 
 __all__ = [
     "DISK_FAULTS",
@@ -89,7 +89,7 @@ def signal_handlers(given: Sequence[str], *, process_ends: bool = False) -> Gene
         if not _signals.working:
             _write_line(f"\nInterrupted before anything was done. To run it:\n  {_again(given)}")
             os._exit(128 + number)
-        if launcher.in_job() and _signals.received is not None:
+        if torchrun_env.in_job() and _signals.received is not None:
             return  # torchrun passes on what its ranks have got themselves, and kills them if they do not end
         if _signals.raised:
             os._exit(128 + number)
@@ -225,7 +225,7 @@ def _lost_rank(error: BaseException) -> bool:
     if type(error).__name__ in ("RankError", "DistBackendError", "DistNetworkError"):
         return True
     texts = ("onnection closed by peer", "onnection reset by peer", "gloo", "Timed out waiting")
-    return launcher.in_job() and isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    return torchrun_env.in_job() and isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 def _first_line(error: BaseException) -> str:
@@ -244,9 +244,9 @@ def _text(path: str | bytes) -> str:
 
 
 def _again(given: Sequence[str]) -> str:
-    from moesaic.cli.program import program
+    from moesaic.cli.invocation import invocation
 
-    return shlex.join([*program(), *given])
+    return shlex.join([*invocation(), *given])
 
 
 def log(message: str) -> None:

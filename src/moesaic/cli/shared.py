@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from tyro.conf import Positional, UseAppendAction, arg
 
 from moesaic.cli.faults import DISK_FAULTS, CommandError, log, work_begins
-from moesaic.cli.program import program
+from moesaic.cli.invocation import invocation
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,11 +36,11 @@ __all__ = [
     "check_writable",
     "earlier_threads",
     "file_name",
+    "invocation",
     "load_run",
     "log",
     "make_folder",
     "normalized",
-    "program",
     "register_datasets",
     "resolve_device",
     "use_threads",

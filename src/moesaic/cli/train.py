@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from tyro.conf import UseAppendAction, arg
 
-from moesaic import launcher
+from moesaic import torchrun_env
 from moesaic.checks import check_choice, check_positive
 from moesaic.cli.faults import escaped
 from moesaic.cli.shared import (
@@ -19,10 +19,10 @@ from moesaic.cli.shared import (
     TrainableOption,
     check_folder,
     file_name,
+    invocation,
     log,
     make_folder,
     normalized,
-    program,
     resolve_device,
     user_errors,
 )
@@ -166,21 +166,21 @@ class Train(DatasetOptions):
             if (note := head_note(asked, spec)) is not None:
                 log(note)
             out = self.out or Path("runs") / f"train-{file_name(dataset.name)}-{_run_name(asked)}"
-            if launcher.rank() == 0:
+            if torchrun_env.rank() == 0:
                 make_folder(out)
         log(f"to follow it in the browser: moesaic view {shlex.quote(str(out))}")
         try:
             found = self._train(dataset, spec, recipe, device, out)
         except KeyboardInterrupt:
-            if launcher.rank() == 0:
+            if torchrun_env.rank() == 0:
                 _write_page(out, "stopped")
-            again = shlex.join([*program(), *given])
+            again = shlex.join([*invocation(), *given])
             if (out / "model.safetensors").exists():
                 log(f"\nInterrupted. The last checkpoint is in {out}. To resume:\n  {again}")
             else:
                 log(f"\nInterrupted before the first checkpoint. To begin again:\n  {again}")
             return 130
-        if launcher.rank() == 0:
+        if torchrun_env.rank() == 0:
             page = _write_page(out)
             _show(Console(), dataset, spec, cost, found, out)
             if page is not None:
@@ -236,8 +236,8 @@ class Train(DatasetOptions):
             except (ImportError, ValueError) as error:
                 raise ValueError(f"train: --track: {error}") from error
         check_choice("train", "--parallel", self.parallel, ("ddp", "fsdp"))
-        if launcher.in_job():
-            check_parallel(recipe, cast("Any", self.parallel), launcher.ranks())
+        if torchrun_env.in_job():
+            check_parallel(recipe, cast("Any", self.parallel), torchrun_env.ranks())
         return recipe, str(local_device(torch.device(resolve_device("train", self.device))))
 
     def _gates(self) -> dict[str, Any]:
@@ -305,14 +305,14 @@ class Train(DatasetOptions):
         from moesaic.training.trackers import create_tracker
         from moesaic.training.train_step import CompileError
 
-        trackers = [create_tracker(name, out) for name in self.track if launcher.rank() == 0]
+        trackers = [create_tracker(name, out) for name in self.track if torchrun_env.rank() == 0]
         snapshots = [SnapshotCallback(snapshot_epochs(recipe.epochs, self.snapshots))] if self.snapshots else []
         ranks = join_job(device)
         with user_errors("train"):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self.seed)
                 model = one_per_machine_first(ranks, spec.build)  # which may download weights
-            if spec.conversions and launcher.rank() == 0:
+            if spec.conversions and torchrun_env.rank() == 0:
                 log(str(self._receipt(model, spec, dataset)))
             frozen_parameters(model, recipe.trainable)  # refuses what the network cannot freeze
             images = dataset

@@ -66,7 +66,7 @@ def _page_of(folder: Path) -> LivePage:
     """The page of a folder, by what its config.json says it is."""
     from moesaic.report.page_server import LivePage
     from moesaic.report.training_page import training_page
-    from moesaic.training.run_record import RUN_FILES, is_run, read_run
+    from moesaic.training.run_reader import RUN_FILES, is_run, read_run
     from moesaic.validated_json import InvalidFile
 
     advice = "name the output folder of moesaic train, compare or reproduce"

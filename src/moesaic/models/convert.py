@@ -18,9 +18,9 @@ from moesaic.models.convert_candidates import find_layers
 from moesaic.models.convert_conv import ChannelsLastPatchMoE, plan_conv
 from moesaic.models.convert_mlp import hidden_activations, plan_mlp
 from moesaic.models.convert_plan import Init, Replacement
+from moesaic.models.layer_inputs import OTHER_SIZE, LayerInputs, input_shape, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps
 from moesaic.models.rescaled_routers import RescaledExpertChoice
-from moesaic.models.traced_inputs import OTHER_SIZE, TracedInputs, input_shape, trace_inputs
 from moesaic.ops import Combine, Context, GateOn
 from moesaic.routing import RouterLike
 from moesaic.routing.expert_choice import ExpertGate
@@ -226,7 +226,7 @@ def applied_conversions(model: nn.Module) -> tuple[dict[str, Any], ...]:
 
 def _trace(
     model: nn.Module, shape: tuple[int, int, int], failure: str, mlps: Collection[str] = (), hint: str = ""
-) -> TracedInputs:
+) -> LayerInputs:
     try:
         return trace_inputs(model, shape, mlps)
     except Exception as error:

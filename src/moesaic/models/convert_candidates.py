@@ -18,9 +18,9 @@ from torch import nn
 
 from moesaic.layers.recording import RoutedLayer
 from moesaic.layers.token_skip import TokenSkip
+from moesaic.models.convertible_weights import weight_refusal
+from moesaic.models.layer_inputs import LayerInputs, MapSizes, TokenInput, input_shape, trace_inputs
 from moesaic.models.mlp_candidates import MLPUnit, find_mlps, looks_like_mlp, why_not_mlp
-from moesaic.models.traced_inputs import MapSizes, TokenInput, TracedInputs, input_shape, trace_inputs
-from moesaic.models.weight_refusal import weight_refusal
 
 __all__ = ["convertible_layers", "find_layers", "why_not_convertible"]
 
@@ -48,7 +48,7 @@ def convertible_layers(model: nn.Module, *, input_size: int | Sequence[int] | No
 
 
 def find_layers(
-    model: nn.Module, wanted: str | Sequence[str], units: Mapping[str, MLPUnit], traced: TracedInputs | None
+    model: nn.Module, wanted: str | Sequence[str], units: Mapping[str, MLPUnit], traced: LayerInputs | None
 ) -> dict[str, Convertible]:
     """Returns what matches names, patterns or rules, in the model's order; refuses what it cannot convert.
 
@@ -85,7 +85,7 @@ def _by_rule(
     pattern: str,
     rule: tuple[str, int],
     units: Mapping[str, MLPUnit],
-    traced: TracedInputs | None,
+    traced: LayerInputs | None,
 ) -> set[str]:
     kind, number = rule
     names = [name for name in units if _token_refusal(units[name], traced) is None]
@@ -113,7 +113,7 @@ def _matching(model: nn.Module, pattern: str, units: Mapping[str, MLPUnit]) -> s
     return {name for name, module in matched.items() if isinstance(module, nn.Conv2d | nn.Linear)}
 
 
-def _refusal(model: nn.Module, name: str, units: Mapping[str, MLPUnit], traced: TracedInputs | None) -> str | None:
+def _refusal(model: nn.Module, name: str, units: Mapping[str, MLPUnit], traced: LayerInputs | None) -> str | None:
     if name in units:
         return _token_refusal(units[name], traced)
     reason = why_not_convertible(model, name, None if traced is None else traced.maps)
@@ -180,7 +180,7 @@ def _map_refusal(name: str, layer: nn.Conv2d | nn.Linear, maps: MapSizes | None)
     return None
 
 
-def _token_refusal(unit: MLPUnit, traced: TracedInputs | None) -> str | None:
+def _token_refusal(unit: MLPUnit, traced: LayerInputs | None) -> str | None:
     """Why an MLP cannot be replaced by a ``TokenMoE``, by what it runs on."""
     if traced is None:
         return None
@@ -202,7 +202,7 @@ def _input_refusal(unit: MLPUnit, found: TokenInput) -> str | None:
     return None
 
 
-def _convertible(model: nn.Module, units: Mapping[str, MLPUnit], traced: TracedInputs | None) -> tuple[str, ...]:
+def _convertible(model: nn.Module, units: Mapping[str, MLPUnit], traced: LayerInputs | None) -> tuple[str, ...]:
     return tuple(
         name
         for name, layer in _modules(model)
@@ -224,7 +224,7 @@ def _not_found(model: nn.Module, pattern: str, modules: Mapping[str, nn.Module],
     return f"{what} {pattern!r}{hint}"
 
 
-def _suggestion(model: nn.Module, units: Mapping[str, MLPUnit], traced: TracedInputs | None) -> str:
+def _suggestion(model: nn.Module, units: Mapping[str, MLPUnit], traced: LayerInputs | None) -> str:
     convertible = _convertible(model, units, traced)
     if not convertible:
         return f"; no layer of this {type(model).__name__} can be converted"

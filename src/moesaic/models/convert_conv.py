@@ -15,8 +15,8 @@ from moesaic.checks import check_positive, either, nearest_divisors
 from moesaic.experts import ConvExperts
 from moesaic.layers import PatchMoE
 from moesaic.models.convert_plan import Init, Replacement, new_weights
+from moesaic.models.layer_inputs import MapSizes
 from moesaic.models.rescaled_routers import RescaledExpertChoice
-from moesaic.models.traced_inputs import MapSizes
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter
 from moesaic.routing.registry import build_router, has_patch_count, is_default
 from moesaic.routing_record import Routing

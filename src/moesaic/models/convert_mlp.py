@@ -14,11 +14,11 @@ from moesaic.experts import MLPExperts
 from moesaic.layers import TokenMoE
 from moesaic.layers.token_moe import TokenGrid
 from moesaic.models.convert_plan import Init, Replacement, new_weights
+from moesaic.models.layer_inputs import LayerInputs, TokenInput
 from moesaic.models.mlp_candidates import MLPUnit
-from moesaic.models.mlp_start import cluster_neurons, copy_mlp, neurons_in_order, split_mlp
+from moesaic.models.mlp_expert_init import cluster_neurons, copy_mlp, neurons_in_order, split_mlp
 from moesaic.models.model_cost import eval_mode
 from moesaic.models.rescaled_routers import RescaledExpertChoice, RescaledTokenChoice
-from moesaic.models.traced_inputs import TokenInput, TracedInputs
 from moesaic.routing import ExpertChoice, RouterLike, SoftRouter, TokenChoice
 from moesaic.routing.registry import build_router, has_patch_count, is_default
 from moesaic.routing_record import Routing
@@ -62,7 +62,7 @@ def plan_mlp(
     model: nn.Module,
     unit: MLPUnit,
     given: Mapping[str, Any],
-    traced: TracedInputs | None,
+    traced: LayerInputs | None,
     activations: Tensor | None,
 ) -> Replacement:
     """Plans the ``TokenMoE`` in place of an MLP, with the options of `convert` that are ``given``."""

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from moesaic.experts.mlp_experts import ACTIVATIONS, ActivationName
 from moesaic.layers.recording import RoutedLayer
+from moesaic.models.convertible_weights import weight_refusal
 from moesaic.models.model_cost import eval_mode
-from moesaic.models.weight_refusal import weight_refusal
 from moesaic.ops.hooks import has_hooks
 
 __all__ = ["MLPUnit", "find_mlps", "looks_like_mlp", "why_not_mlp"]

@@ -20,10 +20,10 @@ from moesaic.models.feature_maps import FeatureMaps, OutIndices
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.image_classifier import ImageNetwork, check_classes
 from moesaic.models.mobilenet import MobileNetV2
+from moesaic.models.model_string import conversion_options, parse_model_string
 from moesaic.models.pretrained import PretrainedConfig, file_sha256, load_pretrained, read_config
 from moesaic.models.resnet import RESNET_DEPTHS, ResNet, ResNet18
 from moesaic.models.small_cnn import SmallCNN
-from moesaic.models.spelling import conversion_options, parse_spelling
 from moesaic.models.vgg import VGG16, VGG16_WIDENINGS, VGG16_WIDTHS
 from moesaic.models.vit import VIT_SIZES, ViT, ViTMoE, ViTSkip
 from moesaic.models.wide_resnet.network import WideResNet, WideResNetPMoE
@@ -212,9 +212,9 @@ class ModelSpec:
 
     @classmethod
     def parse(cls, text: str) -> ModelSpec:
-        """Returns the specification of a network as the command line spells it, without ``num_classes``.
+        """Parses a model string of the command line; ``num_classes`` is not part of it.
 
-        A name that `create_model` knows, with options behind colons: a bare option is ``=True``; ``convert=`` names
+        A name that `create_model` knows, with options after colons: a bare option is ``=True``; ``convert=`` names
         layers to convert, joined by ``+``, and the options of `convert` follow it; so does ``skip=`` for blocks that
         skip tokens.
 
@@ -225,7 +225,7 @@ class ModelSpec:
         >>> ModelSpec.parse("timm/vit_tiny_patch16_224:skip=every-2:keep=0.25").conversions
         ({'skip': ['every-2'], 'keep': 0.25},)
         """
-        name, options, conversions = parse_spelling(text)
+        name, options, conversions = parse_model_string(text)
         for each in (options, *conversions):
             if isinstance(each.get("router"), str):
                 import_router(each["router"])  # the user's own words; build looks names up and imports nothing

@@ -4,7 +4,7 @@ from moesaic.report.chart_drawing import draw, figure_name, to_svg, write_figure
 from moesaic.report.comparison import print_comparison, write_comparison_report
 from moesaic.report.explanation import write_explanation
 from moesaic.report.layer_benchmark_table import print_layer_times
-from moesaic.report.machine import describe_machine
+from moesaic.report.machine_info import describe_machine
 from moesaic.report.progress import watch_progress
 from moesaic.report.training_page import write_training_page
 

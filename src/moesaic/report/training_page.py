@@ -24,7 +24,7 @@ from moesaic.report.formatting import number, percent
 from moesaic.report.line_chart import Line, LineChart, spaced
 from moesaic.report.templates import render
 from moesaic.training.results import Epoch
-from moesaic.training.run_record import RunRecord, read_run
+from moesaic.training.run_reader import RunRecord, read_run
 from moesaic.training.saved_predictions import Mistake, SavedPredictions
 
 __all__ = ["training_page", "write_training_page"]

@@ -199,7 +199,7 @@ def has_patch_count(router: RouterLike) -> bool:
 
 
 def join_router_names(parts: Sequence[str]) -> list[str]:
-    """Joins ``"router=module"`` and ``"Class"``, parts of a model's spelling that was split at its colons.
+    """Joins ``"router=module"`` and ``"Class"``, parts of a model string that was split at its colons.
 
     >>> join_router_names(["experts=4", "router=my_routers", "Nearest", "patch_size=2"])
     ['experts=4', 'router=my_routers:Nearest', 'patch_size=2']

@@ -9,7 +9,7 @@ from moesaic.training.export import export, load_exported
 from moesaic.training.features import add_features
 from moesaic.training.fit import Diverged, Epoch, FitResult, GatesClosed, evaluate, fit
 from moesaic.training.gate_recipe import GateRecipe
-from moesaic.training.global_layers import sync_batch_norm
+from moesaic.training.global_batch_layers import sync_batch_norm
 from moesaic.training.load import TrainedNetwork, load
 from moesaic.training.optim import NormalizedGD
 from moesaic.training.predict import Prediction, SelectedPatches, predict

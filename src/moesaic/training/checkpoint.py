@@ -24,7 +24,7 @@ from moesaic.checks import printable
 from moesaic.data.datasets import ImageDataset, Normalize
 from moesaic.files import as_json
 from moesaic.models.registry import ModelSpec
-from moesaic.models.spec_limits import MAX_CLASSES, MAX_IMAGE_SIZE, check_spec
+from moesaic.models.spec_validation import MAX_CLASSES, MAX_IMAGE_SIZE, check_spec
 from moesaic.routing import RouterLike
 from moesaic.tensor_files import open_tensors, write_tensors
 from moesaic.validated_json import InvalidFile, decode, refused_as

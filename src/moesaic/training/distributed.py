@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from moesaic.checks import check_choice
 from moesaic.layers.recording import RoutedLayer
-from moesaic.training.global_layers import spread_batch
+from moesaic.training.global_batch_layers import spread_batch
 from moesaic.training.gradient_reducer import GradientReducer
 from moesaic.training.ranks import Ranks, join_job, tensors_of
 from moesaic.training.recipe import Recipe

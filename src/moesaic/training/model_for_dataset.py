@@ -13,7 +13,7 @@ from moesaic.layers import RoutedHead
 from moesaic.models.headed_network import HeadedNetwork
 from moesaic.models.model_cost import ModelCost, count_macs, eval_mode
 from moesaic.models.registry import ModelSpec, model_options
-from moesaic.models.spec_limits import check_spec
+from moesaic.models.spec_validation import check_spec
 
 __all__ = ["head_note", "spec_for_dataset"]
 
@@ -21,7 +21,7 @@ __all__ = ["head_note", "spec_for_dataset"]
 def spec_for_dataset(asked: ModelSpec | str, dataset: ImageDataset) -> tuple[ModelSpec, ModelCost]:
     """Returns the specification of a network for a dataset's images and classes, and its cost for one image.
 
-    ``asked`` is a specification without what follows from the dataset, or its spelling (`ModelSpec.parse`). The
+    ``asked`` is a specification without what follows from the dataset, or a model string (`ModelSpec.parse`). The
     network is built and run on one image, so that a network that does not fit is refused at once.
 
     >>> from moesaic.data.datasets import LabelledImages, Normalize

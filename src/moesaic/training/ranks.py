@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from moesaic import launcher
+from moesaic import torchrun_env
 from moesaic.ops.global_batch import GlobalBatch
 
 __all__ = ["RankError", "Ranks", "join_job", "local_device", "one_per_machine_first", "tensors_of"]
@@ -138,7 +138,7 @@ def join_job(device: torch.device | str) -> Ranks | None:
         return None
     device = torch.device(device)
     if not _dist.is_initialized():
-        if not launcher.in_job():
+        if not torchrun_env.in_job():
             return None
         _share_cores()
         if device.type == "cuda":
@@ -160,7 +160,7 @@ def _own_keys() -> dict[str, Any]:
     number of restarts is the same for all ranks of one machine; on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes
     torchrun use another store each time.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or launcher.local_ranks() != launcher.ranks():
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torchrun_env.local_ranks() != torchrun_env.ranks():
         return {}
     store, rank, ranks = next(_dist.rendezvous("env://"))
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -175,14 +175,14 @@ def _share_cores() -> None:
     if os.environ.get("OMP_NUM_THREADS", "1") == "1":
         affinity: Any = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity else os.cpu_count() or 1
-        torch.set_num_threads(max(cores // launcher.local_ranks(), 1))
+        torch.set_num_threads(max(cores // torchrun_env.local_ranks(), 1))
 
 
 def one_per_machine_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
     """Returns what ``work`` returns; the first rank of every machine runs it before the others, and fills caches."""
     if ranks is None:
         return work()
-    first, result, error = launcher.local_rank() == 0, None, None
+    first, result, error = torchrun_env.local_rank() == 0, None, None
     if first:
         try:
             result = work()
@@ -199,9 +199,9 @@ def one_per_machine_first(ranks: Ranks | None, work: Callable[[], T]) -> T:
 def local_device(device: torch.device) -> torch.device:
     """Returns the device of this rank: GPUs are numbered by the local rank."""
     numbered = ":" in str(device)
-    if device.type != "cuda" or numbered or not launcher.in_job():
+    if device.type != "cuda" or numbered or not torchrun_env.in_job():
         return device
-    return torch.device("cuda", launcher.local_rank())
+    return torch.device("cuda", torchrun_env.local_rank())
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:

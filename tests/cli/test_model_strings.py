@@ -15,7 +15,7 @@ from torch import nn
 from moesaic import PatchMoE, TokenChoice
 from moesaic.cli import main
 from moesaic.models import HeadedNetwork, ModelSpec, convert, create_model
-from moesaic.models.spelling import spell_router
+from moesaic.models.model_string import insert_router
 from moesaic.routing import registry as of_routers
 from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.comparison_result import read_comparison
@@ -224,5 +224,5 @@ def test_a_router_that_no_network_takes_is_told(pets, given, fault, capsys):
 def test_every_conversion_without_a_router_gets_the_one_that_is_given():
     text = "timm/x:convert=a:experts=8:convert=b:experts=2:router=soft:head=routed:experts=4"
     expected = "timm/x:convert=a:router=token-choice:experts=8:convert=b:experts=2:router=soft:head=routed:experts=4"
-    assert spell_router(text, "token-choice", in_network=False) == expected
-    assert spell_router("wrn10_1_pmoe", "my:Class", in_network=True) == "wrn10_1_pmoe:router=my:Class"
+    assert insert_router(text, "token-choice", in_network=False) == expected
+    assert insert_router("wrn10_1_pmoe", "my:Class", in_network=True) == "wrn10_1_pmoe:router=my:Class"

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from moesaic.leases import Leases
-from moesaic.training.shared_budget import BudgetPlan, SharedBudget
+from moesaic.training.time_budget import BudgetPlan, SharedTimeBudget
 
 
-def budget(out: Path, now: float = 0.0, asked: str = "asked") -> SharedBudget:
-    return SharedBudget(out, asked, Leases(out / "cells"), clock=lambda: now)
+def budget(out: Path, now: float = 0.0, asked: str = "asked") -> SharedTimeBudget:
+    return SharedTimeBudget(out, asked, Leases(out / "cells"), clock=lambda: now)
 
 
 def test_the_first_worker_plans_and_the_others_follow(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What ``torchrun`` says to the processes that it starts, in their environment. This module imports nothing slow."""
+"""Environment variables of ``torchrun``: rank and number of ranks of this process. Imports nothing slow."""
 
 from __future__ import annotations
 

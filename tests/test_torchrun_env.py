@@ -2,8 +2,8 @@
 
 import pytest
 
-from moesaic import launcher
-from moesaic.cli.program import program
+from moesaic import torchrun_env
+from moesaic.cli.invocation import invocation
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -18,13 +18,23 @@ def job(monkeypatch):
 def test_a_process_on_its_own_is_rank_0_of_1(monkeypatch):
     for name in TORCHRUN:
         monkeypatch.delenv(name, raising=False)
-    assert not launcher.in_job()
-    assert (launcher.rank(), launcher.ranks(), launcher.local_rank(), launcher.local_ranks()) == (0, 1, 0, 1)
+    assert not torchrun_env.in_job()
+    assert (torchrun_env.rank(), torchrun_env.ranks(), torchrun_env.local_rank(), torchrun_env.local_ranks()) == (
+        0,
+        1,
+        0,
+        1,
+    )
 
 
 def test_a_rank_of_a_job_knows_its_place(job):
-    assert launcher.in_job()
-    assert (launcher.rank(), launcher.ranks(), launcher.local_rank(), launcher.local_ranks()) == (5, 8, 1, 4)
+    assert torchrun_env.in_job()
+    assert (torchrun_env.rank(), torchrun_env.ranks(), torchrun_env.local_rank(), torchrun_env.local_ranks()) == (
+        5,
+        8,
+        1,
+        4,
+    )
 
 
 @pytest.mark.parametrize(
@@ -35,11 +45,11 @@ def test_a_rank_of_a_job_knows_its_place(job):
 def test_an_environment_that_starts_no_job_is_none(changes, job, monkeypatch):
     for name, value in changes.items():
         monkeypatch.delenv(name) if value is None else monkeypatch.setenv(name, value)
-    assert not launcher.in_job()
-    assert launcher.rank() == 0
+    assert not torchrun_env.in_job()
+    assert torchrun_env.rank() == 0
 
 
 def test_the_command_to_resume_is_that_of_the_job(job, monkeypatch):
-    assert program() == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "-m", "moesaic"]
+    assert invocation() == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "-m", "moesaic"]
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert program() == ["torchrun", "--nproc-per-node", "4", "-m", "moesaic"]
+    assert invocation() == ["torchrun", "--nproc-per-node", "4", "-m", "moesaic"]

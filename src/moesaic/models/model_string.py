@@ -1,4 +1,4 @@
-"""The spelling of networks on the command line: ``name:option:option=value:convert=layer+layer:experts=8``.
+"""Model strings, the networks of the command line: ``name:option:option=value:convert=layer+layer:experts=8``.
 
 A bare option is ``=True``; values are numbers, true, false or strings. An option after ``convert=`` that `convert`
 takes belongs to the conversion, until the next ``convert=``, ``skip=`` or ``head=``; all others belong to the network.
@@ -14,25 +14,25 @@ from typing import Any
 
 from moesaic.routing.registry import join_router_names
 
-__all__ = ["conversion_options", "parse_spelling", "spell", "spell_router"]
+__all__ = ["conversion_options", "format_model_string", "insert_router", "parse_model_string"]
 
 
 def conversion_options() -> tuple[str, ...]:
-    """Returns the options of `convert` that a spelling may give.
+    """Returns the options of `convert` that a model string may contain.
 
     >>> conversion_options()[:3]
     ('experts', 'patches_per_expert', 'patch_size')
     """
-    from moesaic.models.convert import convert  # it needs the layers, which a spelling without conversion does not
+    from moesaic.models.convert import convert  # imports the layers, which are not needed without a conversion
 
     parameters = inspect.signature(convert).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name != "images")
 
 
-def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
+def parse_model_string(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]]:
     """Returns the name, the options of the network and those of each conversion.
 
-    >>> parse_spelling("timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8")
+    >>> parse_model_string("timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8")
     ('timm/resnet18', {'pretrained': True}, [{'layer': ['layer4.1.conv2'], 'experts': 8}])
     """
     name, *given = text.split(":")
@@ -63,39 +63,39 @@ def parse_spelling(text: str) -> tuple[str, dict[str, Any], list[dict[str, Any]]
     return name, options, conversions
 
 
-def spell(name: str, options: Mapping[str, Any], conversions: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Returns the spelling of a network, from which `parse_spelling` returns the same.
+def format_model_string(name: str, options: Mapping[str, Any], conversions: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Returns the model string of a network; the inverse of `parse_model_string`.
 
-    >>> spell("timm/resnet18", {"pretrained": True}, [{"layer": ["layer4.*.conv2"], "experts": 8}])
+    >>> format_model_string("timm/resnet18", {"pretrained": True}, [{"layer": ["layer4.*.conv2"], "experts": 8}])
     'timm/resnet18:pretrained:convert=layer4.*.conv2:experts=8'
     """
-    parts = [name, *(_spell_option(*each) for each in options.items())]
+    parts = [name, *(_format_option(*each) for each in options.items())]
     for conversion in conversions:
         first = "skip" if "skip" in conversion else "layer"
         parts.append(f"{'convert' if first == 'layer' else first}={'+'.join(conversion[first])}")
-        parts += [_spell_option(option, value) for option, value in conversion.items() if option != first]
+        parts += [_format_option(option, value) for option, value in conversion.items() if option != first]
     return ":".join(parts)
 
 
-def _spell_option(option: str, value: Any) -> str:
+def _format_option(option: str, value: Any) -> str:
     if value is True:
         return option
     return f"{option}={json.dumps(value) if isinstance(value, bool | int | float) else value}"
 
 
-def spell_router(text: str, router: str, *, in_network: bool) -> str:
-    """Returns a spelling with a router for every conversion that names none, or for a network that takes one.
+def insert_router(text: str, router: str, *, in_network: bool) -> str:
+    """Returns the model string with ``router`` in every conversion without a router, and in the network if it has one.
 
     Args:
-        text: the spelling.
+        text: the model string.
         router: the name of the router.
         in_network: whether the network itself takes a router.
 
-    >>> spell_router("timm/resnet18:convert=layer4.1.conv2:experts=8", "soft", in_network=False)
+    >>> insert_router("timm/resnet18:convert=layer4.1.conv2:experts=8", "soft", in_network=False)
     'timm/resnet18:convert=layer4.1.conv2:router=soft:experts=8'
-    >>> spell_router("wrn10_2_pmoe:experts=8", "soft", in_network=True)
+    >>> insert_router("wrn10_2_pmoe:experts=8", "soft", in_network=True)
     'wrn10_2_pmoe:router=soft:experts=8'
-    >>> spell_router("wrn10_2", "soft", in_network=False)
+    >>> insert_router("wrn10_2", "soft", in_network=False)
     'wrn10_2'
     """
     network, *conversions = text.split(":convert=")

@@ -8,7 +8,7 @@ import pytest
 from training.squares import LONG, TASK, Notes, dense, routed
 
 from moesaic.training.fit import fit
-from moesaic.training.run_record import is_run, read_run
+from moesaic.training.run_reader import is_run, read_run
 from moesaic.validated_json import InvalidFile
 
 

@@ -1,4 +1,4 @@
-"""A network as `moesaic train` spells it, or that of a run, for commands that time it."""
+"""The NETWORK argument of the commands that time a network: a model string as in `moesaic train`, or a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class NetworkOptions:
     """Options of the commands that time a network."""
 
     network: Positional[Annotated[str, arg(metavar="NETWORK")]]
-    """Network as moesaic train --model spells it, such as timm/resnet18 or wrn10_2_pmoe:experts=8; or run directory."""
+    """Network as in moesaic train --model, such as timm/resnet18 or wrn10_2_pmoe:experts=8, or a run directory."""
     img_size: Annotated[
         int | None, arg(metavar="INT", help_behavior_hint="(default: the network's own, otherwise 64)")
     ] = None

@@ -1,4 +1,4 @@
-"""A budget of time that workers share: one of them plans, and all decide the same at every look.
+"""The time budget of ``compare --minutes``, shared by workers: one of them plans, and all make the same decisions.
 
 How much fits into a budget depends on measured times, so workers that planned on their own would disagree. The first
 worker plans and publishes what it chose; those that join follow it. Whether there is time for another trial is decided
@@ -22,7 +22,7 @@ from moesaic.training.result_cache import ResultCache
 from moesaic.training.sweep_plan import PLANS
 from moesaic.validated_json import InvalidFile, decode, read_json
 
-__all__ = ["BudgetPlan", "SharedBudget"]
+__all__ = ["BudgetPlan", "SharedTimeBudget"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class BudgetPlan:
     """Tells budgets apart: the same command has a new one each time, unless others are at work."""
 
 
-class SharedBudget:
+class SharedTimeBudget:
     """The budget of the workers of one comparison.
 
     Args:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from moesaic.cli import one_voice
+from moesaic.cli import rank_output
 from moesaic.cli.commands import run_command
 from moesaic.cli.faults import CommandError, run_guarded, signal_handlers, work_begins
 from moesaic.training.interruption import stop_requested, stoppable
@@ -15,7 +15,7 @@ from moesaic.training.interruption import stop_requested, stoppable
 def rank(monkeypatch):
     """Makes this process a rank of two, for which torchrun has no patience."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    monkeypatch.setattr(one_voice, "_GRACE", 0.0)
+    monkeypatch.setattr(rank_output, "_GRACE", 0.0)
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "29500")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -37,7 +37,7 @@ def fail() -> int:
 @pytest.mark.parametrize(("number", "expected"), [(0, ("result\n", "note\n")), (1, ("", ""))])
 def test_the_first_rank_speaks(number, expected, rank, capfd):
     rank(number)
-    with one_voice.first_rank_speaks():
+    with rank_output.silence_other_ranks():
         assert run_guarded("train", ["train"], speak) == 0
     assert capfd.readouterr() == expected
 
@@ -46,7 +46,7 @@ def test_the_first_rank_speaks(number, expected, rank, capfd):
 def test_an_error_of_any_rank_is_reported_in_one_line(number, expected, rank, capfd, monkeypatch):
     rank(number)
     monkeypatch.setattr(sys, "__stderr__", sys.stderr)
-    with one_voice.first_rank_speaks():
+    with rank_output.silence_other_ranks():
         assert run_guarded("train", ["train"], fail) == 2
     assert capfd.readouterr().err == f"{expected}moesaic train: the images are gone\n"
 
@@ -66,11 +66,11 @@ def test_a_lost_rank_is_one_line(text, rank, capfd):
 
 def test_a_rank_ends_where_it_has_written_its_files(rank, monkeypatch):
     ended: list[int] = []
-    monkeypatch.setattr(one_voice.os, "_exit", ended.append)
+    monkeypatch.setattr(rank_output.os, "_exit", ended.append)
     rank(1)
-    one_voice.end_rank(143)
+    rank_output.end_rank(143)
     monkeypatch.delenv("WORLD_SIZE")
-    one_voice.end_rank(0)  # on its own, Python ends as always
+    rank_output.end_rank(0)  # on its own, Python ends as always
     assert ended == [143]
 
 

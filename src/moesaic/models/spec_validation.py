@@ -1,4 +1,4 @@
-"""The gate for specifications of networks that come from files: which arguments pass, and within which limits.
+"""Validation of model specifications that come from files: an allow-list of arguments, and limits of their values.
 
 A specification in a checkpoint may be a stranger's. Its arguments reach constructors, timm's among them, so that only
 names on a list pass: of our networks the options in their signatures, of timm's a fixed list, without those that name
@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from moesaic.checks import printable
 from moesaic.layers.heads import HEAD_OPTIONS
+from moesaic.models.model_string import conversion_options
 from moesaic.models.registry import ModelSpec, model_options
 from moesaic.models.skip import skip_options
-from moesaic.models.spelling import conversion_options
 from moesaic.validated_json import InvalidFile
 
 __all__ = ["MAX_CLASSES", "MAX_IMAGE_SIZE", "TIMM_OPTIONS", "check_spec"]

@@ -1,6 +1,6 @@
-"""Reads the folder of a training run, complete or in progress, without taking part in it.
+"""Reads the folder of a training run, complete or in progress, for pages about the run.
 
-`RunDir` belongs to the run itself and locks the folder; this reads it from outside, as a page about the run needs it.
+`RunDir` belongs to the run itself and locks the folder; this module only reads.
 The folder may be a stranger's: everything is checked, and what is wrong raises `InvalidFile`. Files that are not there
 yet are left out.
 """

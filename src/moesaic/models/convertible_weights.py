@@ -1,4 +1,4 @@
-"""Whether a layer's weights can become those of experts: it has them itself, alone, and computes the plain layer."""
+"""Whether the weights of a layer can become those of experts: not shared, parametrised or used in another way."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Of several ranks that ``torchrun`` has started, the first speaks.
+"""Console output under ``torchrun``: only rank 0 prints.
 
-The others are silent, but for an error that the first does not have: when a rank fails, torchrun ends all others at
-once, so a rank that still runs a few seconds after its own error is the only one that knows of it.
+Other ranks print nothing except an error that rank 0 does not have: when a rank fails, torchrun ends all others at
+once, so a rank that still runs a few seconds after its own error is the only one that can report it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from moesaic import launcher
+from moesaic import torchrun_env
 
-__all__ = ["end_rank", "first_rank_speaks", "report_failure"]
+__all__ = ["end_rank", "report_failure", "silence_other_ranks"]
 
 _GRACE = 4.0
 """Seconds that torchrun gets to end the other ranks after an error of the first."""
@@ -27,9 +27,9 @@ class _Silent:
 
 
 @contextmanager
-def first_rank_speaks() -> Generator[None]:
-    """Inside, ranks other than the first write nothing."""
-    if launcher.rank() == 0:
+def silence_other_ranks() -> Generator[None]:
+    """Context in which ranks other than 0 print nothing."""
+    if torchrun_env.rank() == 0:
         yield
         return
     streams = sys.stdout, sys.stderr
@@ -47,21 +47,21 @@ def first_rank_speaks() -> Generator[None]:
 
 
 def report_failure(line: str) -> None:
-    """Write the error of a silent rank, if the first has not ended the job for the same reason."""
+    """Prints the error of a silent rank, unless rank 0 ends the job for the same reason."""
     if _Silent.stream is None or sys.__stderr__ is None:
         return
     _wait()
-    sys.__stderr__.write(f"rank {launcher.rank()}: {line}\n")
+    sys.__stderr__.write(f"rank {torchrun_env.rank()}: {line}\n")
     sys.__stderr__.flush()
 
 
 def end_rank(code: int) -> None:
-    """End this process here, if it is a rank of a job.
+    """Exits this process at once if it is a rank of a job.
 
-    All files are written by now. Threads of a process group may abort a process that takes itself apart while another
-    rank closes its connections, and torchrun would call a complete job failed.
+    All files are written by now. Threads of a process group may abort a process during its regular shutdown while
+    another rank closes its connections, and torchrun would report a complete job as failed.
     """
-    if launcher.in_job():
+    if torchrun_env.in_job():
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(code)

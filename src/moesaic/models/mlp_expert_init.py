@@ -1,4 +1,4 @@
-"""Weights of experts from those of the MLP they replace: copies of it, or parts of it.
+"""Initial weights of experts from the MLP that they replace: copies of it, or parts of it.
 
 Copies are those of Komatsuzaki et al. 2023 (sparse upcycling). Parts share out the hidden neurons (Zhang et al. 2022,
 MoEfication): an MLP is the sum of its hidden neurons, so that E parts of them sum to it.

@@ -1,4 +1,4 @@
-"""On what the layers of a network run: it is run on images, and the shapes of their inputs are recorded."""
+"""Shapes of the inputs of a network's layers, recorded in a forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from moesaic.models.model_cost import eval_mode
 
-__all__ = ["OTHER_SIZE", "MapSizes", "TokenInput", "TracedInputs", "input_shape", "trace_inputs"]
+__all__ = ["OTHER_SIZE", "LayerInputs", "MapSizes", "TokenInput", "input_shape", "trace_inputs"]
 
 OTHER_SIZE = "; give input_size=(C, H, W) if its images have another size"
 """Ends the error of a network that does not run on images of the size that it seems to have."""
@@ -31,7 +31,7 @@ class TokenInput:
 
 
 @dataclass(frozen=True)
-class TracedInputs:
+class LayerInputs:
     """Inputs of the layers of a network in one run."""
 
     maps: MapSizes
@@ -72,7 +72,7 @@ def _built_shape(model: nn.Module, default: Sequence[int]) -> Sequence[int]:
     return channels, *cast("tuple[int, int]", sides)
 
 
-def trace_inputs(model: nn.Module, shape: tuple[int, int, int], mlps: Collection[str] = ()) -> TracedInputs:
+def trace_inputs(model: nn.Module, shape: tuple[int, int, int], mlps: Collection[str] = ()) -> LayerInputs:
     """Runs a model on images and records the inputs of its convolutions and linear layers, and of ``mlps``.
 
     It runs on one image, and on two where there are MLPs, to see whether their inputs have a batch axis.
@@ -111,7 +111,7 @@ def trace_inputs(model: nn.Module, shape: tuple[int, int, int], mlps: Collection
     finally:
         for hook in hooks:
             hook.remove()
-    return TracedInputs(maps, tokens)
+    return LayerInputs(maps, tokens)
 
 
 def _on_input(module: nn.Module, name: str, record: Callable[[str, nn.Module, Tensor], None]) -> Any:
