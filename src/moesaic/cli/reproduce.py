@@ -14,12 +14,12 @@ from tyro.conf import UseAppendAction, arg
 
 from moesaic.checks import check_choice
 from moesaic.cli.browser import open_browser
+from moesaic.cli.invocation import invocation
 from moesaic.cli.shared import (
     CommandError,
     JobsOption,
     PaperOption,
     log,
-    program,
     resolve_device,
     use_threads,
     user_errors,
@@ -104,7 +104,7 @@ class Reproduce:
         except RefusedVariant as error:
             raise CommandError(f"moesaic reproduce: {error}") from error
         except KeyboardInterrupt:
-            again = shlex.join([*program(), *given])
+            again = shlex.join([*invocation(), *given])
             count = "1 verdict so far is" if table.rows == 1 else f"{table.rows} verdicts so far are"
             so_far = f"{count} in the table above. " if table.rows else ""
             log(f"\nInterrupted. {so_far}Finished results are in {plan['out']}. To resume:\n  {again}")
