@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import INTERPRETED, acc_dtype, ceil_div, power_of_2, sum_splits, tl_acc
 
 __all__ = [
@@ -102,6 +103,7 @@ def activation_grad(v, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     return acc
 
 
+@cached_launch
 @triton.jit
 def activate_kernel(
     hidden, bias, out, M,
@@ -120,6 +122,7 @@ def activate_kernel(
     tl.store(out + at, apply_activation(v, ACTIVATION, EXACT).to(out.dtype.element_ty), mask=mask)
 
 
+@cached_launch
 @triton.jit
 def activate_backward_kernel(
     grad, hidden, bias, out, sums, M, E,

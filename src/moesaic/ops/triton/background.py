@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.gather import norm_scale_shift
 from moesaic.ops.triton.launch import (
     PatchDims,
@@ -42,6 +43,7 @@ from moesaic.ops.triton.scatter import ScatterSpec, dividing_tile
 __all__ = ["background_gradients", "background_map"]
 
 
+@cached_launch
 @triton.jit
 def background_taps_kernel(
     taps, weight, bias, mean, var, out, eps,
@@ -62,6 +64,7 @@ def background_taps_kernel(
     tl.store(out + e * K + k, tl.sum(acc, 1), mask=km)
 
 
+@cached_launch
 @triton.jit
 def background_map_kernel(
     tap_outputs, bias, out,
@@ -92,6 +95,7 @@ def background_map_kernel(
     tl.store(out + (e * HW + i)[:, None] * O + o[None, :], acc, mask=(i < HW)[:, None] & om[None, :])
 
 
+@cached_launch
 @triton.jit
 def sum_images_kernel(
     grad, slots, gate, out, B, CHUNK,
@@ -136,6 +140,7 @@ def sum_images_kernel(
         tl.store(out + to[:, None] + o[None, :], acc, mask=mask)
 
 
+@cached_launch
 @triton.jit
 def tap_gradient_kernel(
     sums, out, S,

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.channel.blocked_conv import OpenBlockLists
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import num_warps, power_of_2
 
 __all__ = ["list_open_blocks"]
@@ -40,6 +41,7 @@ def softplus(x):
     return tl.maximum(x, 0) + tl.where(near_one, small, log1p)
 
 
+@cached_launch
 @triton.jit
 def list_open_blocks_kernel(
     scores, layers, order, gates, counts, STEP, BLOCKS, LAYERS,

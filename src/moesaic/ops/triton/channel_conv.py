@@ -29,11 +29,13 @@ from torch import Tensor
 
 from moesaic.ops.channel.blocked_conv import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.tile_sizes import Tile, tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import INTERPRETED, PROGRAMS, ceil_div, num_warps_and_stages, power_of_2, tl_acc
 
 __all__ = ["channel_conv"]
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["in_layer", "in_start", "out_layer", "out_start"])
 def channel_conv_kernel(
     x, weight, bias, residual, order, gates, counts, y,

@@ -35,6 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import (
     INTERPRETED,
     PatchDims,
@@ -100,6 +101,7 @@ def gate_values(score, key, live, selected, GATE_KIND: tl.constexpr, ACC: tl.con
     return weight
 
 
+@cached_launch
 @triton.jit
 def scores_kernel(
     x, kernels, out, rows,
@@ -130,6 +132,7 @@ def scores_kernel(
     tl.store(out + to, total_, mask=live[:, None] & em[None, :])
 
 
+@cached_launch
 @triton.jit
 def route_kernel(
     x, kernels, scores, index, gate, slots, L,
@@ -166,6 +169,7 @@ def route_kernel(
         tl.store(gate + to, gate_values(score, key, live, selected, GATE_KIND, ACC, BN), mask=selected)
 
 
+@cached_launch
 @triton.jit
 def choose_kernel(
     split_scores, scores, index, gate, slots, B, S, L,
@@ -213,6 +217,7 @@ def choose_kernel(
     tl.store(gate + to, gate_values(score, key, live, selected, GATE_KIND, ACC, BN), mask=selected)
 
 
+@cached_launch
 @triton.jit
 def slots_kernel(index, slots, N, L, BN: tl.constexpr):
     be = tl.program_id(0)
@@ -224,6 +229,7 @@ def slots_kernel(index, slots, N, L, BN: tl.constexpr):
     tl.store(slots + be * N + n, acc, mask=n < N)
 
 
+@cached_launch
 @triton.jit
 def owners_kernel(slots, owners, owner_count, rows, N, E, L, BN: tl.constexpr):
     """For each patch e·L + l of its owners, in order of e, and how many there are."""
@@ -238,6 +244,7 @@ def owners_kernel(slots, owners, owner_count, rows, N, E, L, BN: tl.constexpr):
     tl.store(owner_count + r, count, mask=live)
 
 
+@cached_launch
 @triton.jit
 def gate_backward_kernel(
     gate_dots, gate, scores, slots, out, rows, L, M,
@@ -285,6 +292,7 @@ def gate_backward_kernel(
         tl.store(out + (b * N + n) * E + e, own * grad_n - share * inner, mask=live)
 
 
+@cached_launch
 @triton.jit
 def expert_gate_backward_kernel(
     gate_dots, gate, scores, slots, out, rows, L,
@@ -310,6 +318,7 @@ def expert_gate_backward_kernel(
     tl.store(out + at, own - share * tl.sum(own, 1)[:, None], mask=live)
 
 
+@cached_launch
 @triton.jit
 def score_backward_kernel(
     grad, kernels, base, out, rows,
@@ -339,6 +348,7 @@ def score_backward_kernel(
         tl.store(out + at[:, None] + c[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
+@cached_launch
 @triton.jit
 def router_backward_kernel(
     grad, x, out, rows, CHUNK,
@@ -367,6 +377,7 @@ def router_backward_kernel(
     tl.store(out + to, acc, mask=em[:, None] & cm[None, :])
 
 
+@cached_launch
 @triton.jit
 def router_backward_selected_kernel(
     grad, x, index, out, rows, CHUNK,

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.expert_choice import router_by_channel, router_by_pixel
 from moesaic.ops.triton.gather import norm_scale_shift
 from moesaic.ops.triton.launch import (
@@ -79,6 +80,7 @@ def fits(dims: PatchDims) -> bool:
     return dims.p**2 in _PIXELS and dims.E <= _MAX_EXPERTS and places <= _MAX_PLACES
 
 
+@cached_launch
 @triton.jit
 def patch_sums_kernel(
     grad, x, index, gate, weight, bias, mean, var, out, gate_dots, first_out, second_out, eps, places, M1, CHUNK, S,
@@ -129,6 +131,7 @@ def patch_sums_kernel(
     tl.store(out + 2 * S * (E * C) + to, active_gu, mask=cm)
 
 
+@cached_launch
 @triton.jit
 def score_gradient_kernel(
     gate_dots, first_sums, second_sums, norm, gate, scores, slots, out, B,
@@ -188,6 +191,7 @@ def split_bfloat16(s, i, E: tl.constexpr, HALVES: tl.constexpr, OPERAND: tl.cons
     return rounded
 
 
+@cached_launch
 @triton.jit
 def fused_backward_kernel(
     grad, x, index, gate, score_grad, kernels, norm, out, router_out, B, M1, CHUNK,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import PatchDims, acc_dtype, ceil_div, num_warps, pixel_of_patch, power_of_2, tl_acc
 from moesaic.ops.triton.operands import RoutedMap
 
@@ -54,6 +55,7 @@ def norm_scale_shift(weight, bias, mean, var, eps, at, mask, ACC: tl.constexpr):
     return scale, shift
 
 
+@cached_launch
 @triton.jit
 def gather_kernel(
     x, index, gate, weight, bias, mean, var, out, eps, M, M1, FIRST,
@@ -88,6 +90,7 @@ def gather_kernel(
         tl.store(out + to[:, None] + c[None, :], v.to(out.dtype.element_ty), mask=live[:, None] & cm[None, :])
 
 
+@cached_launch
 @triton.jit
 def gather_backward_kernel(
     grad, x, owners, owner_count, gate, router_grad, kernels, norm, out, grad_gate, B, M1, FIRST, LAST,
@@ -172,6 +175,7 @@ def gather_backward_kernel(
             tl.store(grad_gate + to, gate_dots, mask=mine)
 
 
+@cached_launch
 @triton.jit
 def sum_over_experts_kernel(
     rows, owners, owner_count, gate, bias, unselected, out, B, M1,

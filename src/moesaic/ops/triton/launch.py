@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.ops.triton.cached_launch import cached_launch
+
 __all__ = [
     "INTERPRETED",
     "PatchDims",
@@ -172,6 +174,7 @@ def pixel_of_patch(b, n, a, P: tl.constexpr, GW: tl.constexpr, HW: tl.constexpr,
     return b * HW + ((n // GW) * P + a // P) * W + (n % GW) * P + a % P
 
 
+@cached_launch
 @triton.jit
 def sum_splits_kernel(parts, out, S, X, ACC: tl.constexpr, BS: tl.constexpr, BX: tl.constexpr):
     """Out (X,): parts (S, X), summed in one order."""

@@ -41,6 +41,7 @@ from moesaic.ops.triton.activation import (
     apply_activation,
     launch_options,
 )
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import INTERPRETED, ceil_div, contiguous_or_none, power_of_2, sum_splits
 
 __all__ = [
@@ -92,6 +93,7 @@ def _tile_position(tile, M, J: tl.constexpr, BM: tl.constexpr, BJ: tl.constexpr,
     return e, (first + tile % height) * BM, tile // height * BJ
 
 
+@cached_launch
 @triton.jit
 def matmul_kernel(
     left, right, bias, before, out, sums, M, E,
@@ -151,6 +153,7 @@ def matmul_kernel(
     tl.store(out + to, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@cached_launch
 @triton.jit
 def descriptor_matmul_kernel(
     left, right, bias, before, out, sums, M, E,

@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.gather import norm_scale_shift, pixel_of_row
 from moesaic.ops.triton.launch import (
     PatchDims,
@@ -66,6 +67,7 @@ def selected_pixels(
     return u, used
 
 
+@cached_launch
 @triton.jit
 def moments_kernel(
     x, index, gate, mean_out, m2_out, count_out, M, CHUNK,
@@ -100,6 +102,7 @@ def moments_kernel(
         tl.store(count_out + s * E + e, count)
 
 
+@cached_launch
 @triton.jit
 def merge_moments_kernel(
     mean_in, m2_in, count_in, mean_out, var_out, running_mean, running_var, momentum, S, positions,
@@ -132,6 +135,7 @@ def merge_moments_kernel(
     tl.store(running_var + to, (before + momentum * (unbiased - before)).to(running_var.dtype.element_ty), mask=cm)
 
 
+@cached_launch
 @triton.jit
 def norm_sums_kernel(
     grad, x, index, gate, weight, bias, mean, var, out, eps, M, M1, CHUNK, S,
@@ -164,6 +168,7 @@ def norm_sums_kernel(
     tl.store(out + 2 * S * (E * C) + to, tl.sum(active_gu, 0), mask=cm)
 
 
+@cached_launch
 @triton.jit
 def norm_backward_kernel(
     sums, grad, weight, bias, mean, var, out, weight_out, bias_out, eps, S, M, M1, positions,

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.gather import pixel_of_row
 from moesaic.ops.triton.launch import (
     PatchDims,
@@ -82,6 +83,7 @@ def zero_unselected(
                      mask=empty[:, None] & (o2 < O)[None, :])  # fmt: skip
 
 
+@cached_launch
 @triton.jit
 def forward_kernel(
     x, weight, bias, index, slots, gate, y, ungated, M, positions, SHARE,
@@ -141,6 +143,7 @@ def forward_kernel(
         zero_unselected(y, slots, e, tl.program_id(0), first, positions, SHARE, E, O, P, GW, N, HW, W, BQ, B1, B2)
 
 
+@cached_launch
 @triton.jit
 def gate_backward_kernel(
     grad, ungated, index, gate, rows, scores, sums, M,
@@ -211,6 +214,7 @@ def zero_unowned(
                      mask=empty[:, None] & (c < C)[None, :])  # fmt: skip
 
 
+@cached_launch
 @triton.jit
 def input_backward_kernel(
     grad, weight, index, slots, router_grad, kernels, rows, out, M, positions, SHARE,
@@ -259,6 +263,7 @@ def input_backward_kernel(
         zero_unowned(out, slots, part, positions, SHARE, E, C, P, GW, N, HW, W, BQ, BC)
 
 
+@cached_launch
 @triton.jit
 def shared_pixels_kernel(
     rows, slots, out, M, positions,
@@ -288,6 +293,7 @@ def shared_pixels_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=mask)
 
 
+@cached_launch
 @triton.jit
 def weight_backward_kernel(
     grad, x, index, out, M, CHUNK,
@@ -326,6 +332,7 @@ def weight_backward_kernel(
         tl.store(out + (to + o2)[:, None] * C + c[None, :], acc2, mask=m2[:, None] & cm[None, :])
 
 
+@cached_launch
 @triton.jit
 def sum_weight_splits_kernel(
     parts, weight, router, S, X,

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.gather import pixel_of_row
 from moesaic.ops.triton.launch import (
     PatchDims,
@@ -64,6 +65,7 @@ class ScatterSpec:
     """Experts are summed instead of concatenated."""
 
 
+@cached_launch
 @triton.jit
 def transpose_taps_kernel(
     weight, taps,
@@ -89,6 +91,7 @@ def transpose_taps_kernel(
         tl.store(by_tap, tl.trans(tl.load(by_channel, mask=tl.trans(mask), other=0)), mask=mask)
 
 
+@cached_launch
 @triton.jit
 def fold_kernel(
     contributions, out, PATCHES, M1,
@@ -113,6 +116,7 @@ def fold_kernel(
     tl.store(out + to[:, None] + o[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
+@cached_launch
 @triton.jit
 def scatter_kernel(
     folded, slots, gate, bias, background, unselected, y, ungated_out, M, STEP,
@@ -194,6 +198,7 @@ def scatter_kernel(
     tl.store(y + at[:, None] + o[None, :], acc.to(y.dtype.element_ty), mask=live[:, None] & om[None, :])
 
 
+@cached_launch
 @triton.jit
 def scatter_backward_kernel(
     grad, index, slots, gate, out, M, M1, FIRST,
@@ -232,6 +237,7 @@ def scatter_backward_kernel(
                  mask=(m < M1)[:, None] & om[None, :])  # fmt: skip
 
 
+@cached_launch
 @triton.jit
 def output_gate_backward_kernel(
     grad, own, index, gate, bias, dots_out, rows_out, sums_out, M, M1, OWN_ROWS,

@@ -36,6 +36,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.gather import pixel_of_row
 
 __all__ = [
@@ -109,6 +110,7 @@ def sum_parts(sums, S, STEP, at, mask, ACC: tl.constexpr, BS: tl.constexpr, BO: 
     return tl.sum(acc, 0)
 
 
+@cached_launch
 @triton.jit
 def covered_rows_kernel(
     folded, index, slots, gate, base, rows_out, place_out, sums_out, MR, STEP, CHUNK, S, BSTEP, QSTEP, PIVOT,
@@ -191,6 +193,7 @@ def covered_rows_kernel(
         tl.store(sums_out + S * (E * O) + to, tl.sum(second, 0), mask=om)
 
 
+@cached_launch
 @triton.jit
 def channel_table_kernel(
     sums, base, weight, bias, mean_in, var_in, table, moments, eps, S, B, BSTEP, QSTEP, PIVOT,
@@ -248,6 +251,7 @@ def channel_table_kernel(
     tl.store(moments + X + at, var, mask=om)
 
 
+@cached_launch
 @triton.jit
 def mean_kernel(
     rows, place, gate, base, table, pooled, counts, MR, STEP, BSTEP, QSTEP, B,
@@ -302,6 +306,7 @@ def mean_kernel(
         tl.store(counts + B * X + to, total_active_sum, mask=om)
 
 
+@cached_launch
 @triton.jit
 def grad_terms_kernel(
     grad, counts, table, moments, out, weight_out, bias_out, eps, B,
@@ -359,6 +364,7 @@ def gradient_of_y(y, d, mean, scale, shift, offset, slope):
     return tl.where(deviation * scale + shift > 0, d * scale, 0.0) - offset - slope * deviation
 
 
+@cached_launch
 @triton.jit
 def row_backward_kernel(
     grad, rows, base, place, gate, grad_terms, rows_out, sums_out, MR, M1, STEP, BSTEP, QSTEP, CHUNK,
@@ -432,6 +438,7 @@ def row_backward_kernel(
         tl.store(sums_out + to[:, None] + o[None, :], acc, mask=(taps < KS * KS)[:, None] & om[None, :])
 
 
+@cached_launch
 @triton.jit
 def tap_gradient_kernel(
     sums, base, grad_terms, out, S, B, BSTEP, QSTEP,
@@ -470,6 +477,7 @@ def tap_gradient_kernel(
     tl.store(out + (e * (KS * KS) + t) * O + o, total, mask=om)
 
 
+@cached_launch
 @triton.jit
 def scatter_backward_kernel(
     grad, index, slots, tap_grad, out, M, M1, FIRST, STEP,
@@ -520,6 +528,7 @@ def scatter_backward_kernel(
             tl.store(out + tap, acc[tx], mask=(m < M1)[:, None] & om[None, :])
 
 
+@cached_launch
 @triton.jit
 def gate_dots_kernel(
     grad, rows, base, place, gate, grad_terms, out, M, STEP, BSTEP, QSTEP,

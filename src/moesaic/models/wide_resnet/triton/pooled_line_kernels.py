@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from moesaic.models.wide_resnet.triton.pooled_kernels import terms
+from moesaic.ops.triton.cached_launch import cached_launch
 
 __all__ = ["line_backward_kernel", "line_rows_kernel"]
 
@@ -70,6 +71,7 @@ def store_positions(
     tl.store(place_out + number[:, None] + hx, q, mask=live[:, None] & (hx < P + 2 * HALO))
 
 
+@cached_launch
 @triton.jit
 def line_rows_kernel(
     contributions, index, slots, gate, base, rows_out, place_out, sums_out, PATCHES, M1, CHUNK, S, PIVOT,
@@ -194,6 +196,7 @@ def line_rows_kernel(
         tl.store(to + S * (E * O), tl.sum(second, 0), mask=o < O)
 
 
+@cached_launch
 @triton.jit
 def line_backward_kernel(
     grad, rows, base, index, place, gate, grad_terms, rows_out, sums_out, PATCHES, CHUNK,

@@ -22,6 +22,7 @@ from torch import Tensor
 from moesaic.models.wide_resnet.triton.thin_conv import two_tiles
 from moesaic.ops.direct_operator import direct_operator
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import (
     acc_dtype,
     ceil_div,
@@ -38,6 +39,7 @@ from moesaic.ops.triton.launch import (
 __all__ = ["thin_add"]
 
 
+@cached_launch
 @triton.jit
 def forward_kernel(
     y, x, weight, out, positions,
@@ -69,6 +71,7 @@ def forward_kernel(
         tl.store(out + at + o2[None, :], acc2.to(out.dtype.element_ty), mask=inside2)
 
 
+@cached_launch
 @triton.jit
 def backward_kernel(
     grad, x, weight, grad_x, out, positions, CHUNK,

@@ -32,6 +32,7 @@ from torch import Tensor
 
 from moesaic.ops.direct_operator import direct_operator
 from moesaic.ops.tile_sizes import tile
+from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import (
     acc_dtype,
     ceil_div,
@@ -107,6 +108,7 @@ def add_group(
     return acc1, acc2
 
 
+@cached_launch
 @triton.jit
 def forward_kernel(
     x, weight, out, positions,
@@ -139,6 +141,7 @@ def forward_kernel(
         tl.store(to + o2[None, :], acc2.to(out.dtype.element_ty), mask=live[:, None] & (o2 < O)[None, :])
 
 
+@cached_launch
 @triton.jit
 def weight_backward_kernel(
     grad, x, out, positions, CHUNK,
@@ -196,6 +199,7 @@ def weight_backward_kernel(
             tl.store(to + 2 * K * O + o2[None, :], acc2c, mask=mask2)
 
 
+@cached_launch
 @triton.jit
 def input_backward_kernel(
     taps, out, positions,
