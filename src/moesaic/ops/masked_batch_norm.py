@@ -82,27 +82,23 @@ class _MaskedBatchNorm(torch.autograd.Function):
             return *_differentiable_grads(ctx, grad), None, None, None
         x, weight_EC, bias_EC, share_SE, mean_EC, var_EC = ctx.saved_tensors
         moments = mean_EC.flatten(), var_EC.flatten()
-        _, slope, offset = _backward(grad, x, moments, None, ctx.eps, [False, True, True])
+        inverse = torch.rsqrt(moments[1] + ctx.eps)
+        scale = _filled(weight_EC, mean_EC, 1)
+        # torch reads the moments from the running statistics on a CPU, from the saved ones on CUDA
+        _, slope, offset = torch.ops.aten.native_batch_norm_backward(
+            grad, x, scale, *moments, moments[0], inverse, False, ctx.eps, [False, True, True]
+        )
         # grad − (offset + normalised x · slope) / values of the expert; then in eval mode
         S, E = share_SE.shape
         one_value_E1 = share_SE[0].unsqueeze(1) / x.shape[2:].numel()
         slope_mean, offset_mean = ((each.view(E, -1) * one_value_E1).flatten() for each in (slope, offset))
-        through_moments = F.batch_norm(x, *moments, slope_mean, offset_mean, False, 0.0, ctx.eps)
-        used = ctx.used_SE.view(S, E, *[1] * (x.ndim - 1))
-        grad = torch.addcmul(by_expert(grad, E), by_expert(through_moments, E), used, value=-1)
-        grad_x, _, _ = _backward(grad.reshape(x.shape), x, moments, weight_EC, ctx.eps, [True, False, False])
+        grad_x = F.batch_norm(x, *moments, slope_mean, offset_mean, False, 0.0, ctx.eps)  # what follows is in place
+        through_moments, used = by_expert(grad_x, E), ctx.used_SE.view(S, E, *[1] * (x.ndim - 1))
+        torch.addcmul(by_expert(grad, E), through_moments, used, value=-1, out=through_moments)
+        grad_x.mul_(_per_channel(scale * inverse, x))
         grad_weight = None if weight_EC is None else slope.view_as(weight_EC).to(weight_EC.dtype)
         grad_bias = None if bias_EC is None else offset.view_as(bias_EC).to(bias_EC.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
-
-
-def _backward(
-    grad: Tensor, x: Tensor, moments: tuple[Tensor, Tensor], weight_EC: Tensor | None, eps: float, mask: list[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, weight and bias in eval mode, those that the mask asks for."""
-    mean, var = moments
-    scale = _filled(weight_EC, mean, 1)
-    return torch.ops.aten.native_batch_norm_backward(grad, x, scale, mean, var, None, None, False, eps, mask)
 
 
 def _differentiable_grads(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
