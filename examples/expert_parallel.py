@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> float:
     torch.manual_seed(0)
     model = moesaic.shard_experts(build().to(device), mesh)
     network = nn.parallel.DistributedDataParallel(model)  # all but the experts
-    experts = expert_parameters(model)
+    experts = expert_parameters(model)  # a group of their own: optimizers on GPUs do not mix DTensors and plain tensors
     others = [each for each in model.parameters() if all(each is not expert for expert in experts)]
     optimizer = torch.optim.AdamW([{"params": others}, {"params": experts}], lr=1e-2, weight_decay=0)
 

@@ -112,7 +112,12 @@ def network(make: Callable[[], nn.Module]) -> nn.Module:
 def train(model: nn.Module, batches: Tensor) -> Tensor:
     """Ten steps of SGD; the last output. Steps are small enough not to amplify rounding errors."""
     whole_samples = any(isinstance(module, moesaic.SampleMoE) for module in model.modules())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.003 if whole_samples else 0.3, momentum=0.9)
+    experts = expert_parameters(model)
+    others = [each for each in model.parameters() if all(each is not expert for expert in experts)]
+    # many tensors in one call, as by default on CUDA: torch takes no DTensors beside plain tensors there
+    optimizer = torch.optim.SGD(
+        [{"params": others}, {"params": experts}], lr=0.003 if whole_samples else 0.3, momentum=0.9, foreach=True
+    )
     y = batches
     for x in batches:
         optimizer.zero_grad()

@@ -40,6 +40,10 @@ def shard_experts(
     model in ``DistributedDataParallel`` or ``fully_shard`` afterwards, for its other parameters; DDP leaves the experts
     alone. Every rank must run every forward and backward pass.
 
+    Give the optimizer two parameter groups, the experts and all else (`expert_parameters`): torch's optimizers update
+    the tensors of a group in one call on CUDA, which fails ("got mixed torch.Tensor and DTensor") where experts and
+    others share a group. ``foreach=False`` avoids it too, with a launch for every tensor.
+
     Sharded are `ConvExperts`, `MLPExperts`, `LinearExperts` and `PatchNetExperts`; a list of modules as experts of a
     ``SampleMoE`` stays on every rank.
 
@@ -110,7 +114,8 @@ def unshard_experts(model: nn.Module) -> nn.Module:
 def expert_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Returns the sharded parameters of a model: a group of their own for an optimizer.
 
-    Optimizers that process many tensors in one call cannot mix DTensors with plain tensors:
+    Optimizers that update all tensors of a group in one call, as torch's do on CUDA, cannot mix DTensors with plain
+    tensors ("got mixed torch.Tensor and DTensor"), so that experts and all else need a group each:
 
         experts = expert_parameters(model)
         others = [p for p in model.parameters() if all(p is not e for e in experts)]
