@@ -159,11 +159,13 @@ def test_a_router_in_front_of_a_norm_and_patches_of_many_pixels(patch_size, chan
         gate_on="input", gate=gate, expert_norm=True,
     ).to(device, dtype)  # fmt: skip
     torch.nn.init.normal_(layer.router.weight, std=(channels * patch_size**2) ** -0.5)
+    with torch.no_grad():  # these choose the same patches, so that three or five experts leave some of eight to none
+        layer.router.weight[1 : experts // 2 + 1] = layer.router.weight[0]
     layer.train(training)
     x = torch.randn(2, channels, 2 * patch_size, 4 * patch_size, device=device, dtype=dtype)
     x = x.contiguous(memory_format=torch.channels_last)
     owners = F.one_hot(layer.route(x).index, 8).sum((1, 2))
-    assert owners.max() > 1
+    assert owners.max() > experts // 2
     assert experts > 8 or owners.min() == 0
     assert_same(*(results(layer, layer, name, x, device, False) for name in ("triton", "reference")))
 
