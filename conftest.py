@@ -1,5 +1,6 @@
 """What every test shares, doctests in src included: seeds, the order of tests, and global state put back afterwards."""
 
+import gc
 import importlib
 import os
 import random
@@ -88,6 +89,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for group in groups:
         rng.shuffle(group)
     items[:] = [item for group in groups for item in group]
+
+
+def pytest_collection_finish() -> None:
+    """Modules and collected tests stay to the end: garbage collection need not look through them in every test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
