@@ -361,8 +361,9 @@ def test_what_is_unknown_is_refused_before_anything_runs(tmp_path: Path, argumen
     assert not (tmp_path / "out").exists()
 
 
-# Run by the next test in a process of its own: the tiny paper, its findings as JSON. It kills itself when it is about
-# to write a file while as many cells exist as its second argument says: by what is done, not by the clock.
+# Run by the next test in a process of its own: the tiny paper, its findings as JSON, in a fork for each folder and
+# moment that it is given. A fork kills itself when it is about to write a file while as many cells exist as its moment
+# says: by what is done, not by the clock. Forks need no imports, and the process they come from computes nothing.
 SCRIPT = """
 import json, os, signal, sys
 from dataclasses import asdict
@@ -371,33 +372,50 @@ sys.path[:0] = {path!r}
 import pytest
 from moesaic.papers.reproduce import reproduce
 from papers_tiny import CLAIMS, make_tiny
-out, moment = Path(sys.argv[1]), int(sys.argv[2])
 
-def die(event, arguments):
-    if event == "os.link" and str(arguments[1]).endswith(".json") and len(list(out.glob("cells/*.json"))) == moment:
-        os.kill(os.getpid(), signal.SIGKILL)
+def run(out, moment):
+    def die(event, arguments):
+        if event == "os.link" and str(arguments[1]).endswith(".json") and len(list(out.glob("cells/*.json"))) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-sys.addaudithook(die)
-make_tiny(pytest.MonkeyPatch())
-result = reproduce(out=out, claims=CLAIMS)
-Path(out, "claims.json").write_text(json.dumps([asdict(f) | {{"seconds": None}} for f in result.findings]))
+    sys.addaudithook(die)
+    make_tiny(pytest.MonkeyPatch())
+    result = reproduce(out=out, claims=CLAIMS)
+    Path(out, "claims.json").write_text(json.dumps([asdict(f) | {{"seconds": None}} for f in result.findings]))
+
+for line in sys.stdin:
+    out, moment = json.loads(line)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            run(Path(out), moment)
+            code = 0
+        finally:
+            os._exit(code)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_run_that_is_killed_and_repeated_ends_like_one_that_was_not(tmp_path: Path):
     (tmp_path / "papers_tiny.py").write_text(Path(__file__).read_text(encoding="utf-8"), encoding="utf-8")
     script = SCRIPT.format(path=[str(tmp_path), *sys.path])
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, text=True, stdin=pipe, stdout=pipe) as forks:
 
-    def start(out: str, dies_at: int = -1) -> int:
-        command = [sys.executable, "-c", script, str(tmp_path / out), str(dies_at)]
-        return subprocess.run(command, env=environment).returncode
+        def start(out: str, dies_at: int = -1) -> int:
+            assert forks.stdin is not None
+            assert forks.stdout is not None
+            print(json.dumps([str(tmp_path / out), dies_at]), file=forks.stdin, flush=True)
+            return int(forks.stdout.readline())
 
-    assert start("undisturbed") == 0
-    cells = len(list((tmp_path / "undisturbed" / "cells").glob("*.json")))
-    for moment in sorted(random.Random(0).sample(range(1, 3 * cells // 4), 2)):
-        assert start("disturbed", moment) == -signal.SIGKILL
-        assert len(list((tmp_path / "disturbed" / "cells").glob("*.json"))) == moment
-    assert start("disturbed") == 0
+        assert start("undisturbed") == 0
+        cells = len(list((tmp_path / "undisturbed" / "cells").glob("*.json")))
+        for moment in sorted(random.Random(0).sample(range(1, 3 * cells // 4), 2)):
+            assert start("disturbed", moment) == -signal.SIGKILL
+            assert len(list((tmp_path / "disturbed" / "cells").glob("*.json"))) == moment
+        assert start("disturbed") == 0
     expected = json.loads((tmp_path / "undisturbed" / "claims.json").read_text())
     assert json.loads((tmp_path / "disturbed" / "claims.json").read_text()) == expected
