@@ -52,7 +52,7 @@ def brighter(pixels: Tensor, rand: Tensor) -> Tensor:
     return SCALE(pixels) + 0.1 * rand[:, 0, None, None, None].double()
 
 
-def task(size: int, images: int = 33) -> ImageDataset:
+def task(size: int, images: int = 19) -> ImageDataset:
     def enlarged(count: int, seed: int) -> Any:
         found = some_images(count, seed)
         return replace(found, pixels=found.pixels.repeat_interleave(size // 8, 2).repeat_interleave(size // 8, 3))
@@ -127,8 +127,8 @@ def made(name: str) -> nn.Module:
     return seeded(CASES[name][0]).double()
 
 
-def trained(name: str, parallel: Any, images: int = 33, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and results of ten steps."""
+def trained(name: str, parallel: Any, images: int = 19, **changes: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and results of six steps."""
     _, size, recipe = CASES[name]
     model = made(name)
     result = fit(model, task(size, images), replace(recipe, **changes), seed=3, parallel=parallel)
@@ -228,7 +228,7 @@ def test_a_checkpoint_of_any_number_of_ranks_is_continued_by_any_other(tmp_path)
         with torch.no_grad():
             if stop != 2 and out == "run":  # a checkpoint replaces the weights
                 next(model.parameters()).zero_()
-        fit(model, task(size), recipe, seed=3, out=tmp_path / out, callbacks=[StopAfter(stop)], parallel=parallel)
+        fit(model, task(size, 33), recipe, seed=3, out=tmp_path / out, callbacks=[StopAfter(stop)], parallel=parallel)
         return model.state_dict()
 
     def stops(stop: int, parallel: Any) -> bool:
