@@ -21,7 +21,7 @@ from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.comparison_result import read_comparison
 from moesaic.training.paired_comparison import paired_comparisons
 
-TILES, SIDE = 4, 4
+TILES, SIDE = 3, 4
 CROSS = np.array([[1, 0, 0, 1], [0, 1, 1, 0], [0, 1, 1, 0], [1, 0, 0, 1]])
 KINDS = {"cross": CROSS, "ring": 1 - CROSS}
 
@@ -32,7 +32,7 @@ def compare(*given: str) -> int:
 
 
 def write_mosaics(folder: Path, parts: dict[str, int], seed: int = 0) -> None:
-    """JPEGs of 4×4 tiles of random pixels, of which one, anywhere, is a cross or a ring."""
+    """JPEGs of 3×3 tiles of random pixels, of which one, anywhere, is a cross or a ring."""
     rng = np.random.default_rng(seed)
     for part, count in parts.items():
         for i in range(count):
@@ -43,7 +43,7 @@ def write_mosaics(folder: Path, parts: dict[str, int], seed: int = 0) -> None:
             noisy = np.clip(50 + 155 * picture + rng.normal(0, 25, picture.shape), 0, 255).astype(np.uint8)
             path = folder / part / kind / f"{i}.jpg"
             path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(noisy).resize((32, 32), Image.Resampling.NEAREST).save(path, quality=95)
+            Image.fromarray(noisy).resize((24, 24), Image.Resampling.NEAREST).save(path, quality=95)
 
 
 SMALL = [
@@ -108,17 +108,17 @@ def timeless(content: Any) -> Any:
 
 def test_it_finds_the_mixture_ahead_where_the_pattern_is_local(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_mosaics(tmp_path / "mosaics", {"train": 400, "test": 200})
+    write_mosaics(tmp_path / "mosaics", {"train": 240, "test": 200})
     routed = "wrn10_1_pmoe:patch_size=2:experts=8:patches_per_expert=2:kernel_size=3"  # a patch for each tile
-    given = ["--models", f"wrn10_1,{routed}", "--samples", "240", "--trials", "3"]
-    given += ["--epochs", "8", "--batch-size", "16", "--img-size", "32", "--device", "cpu"]
+    given = ["--models", f"wrn10_1,{routed}", "--samples", "200", "--trials", "3"]
+    given += ["--epochs", "6", "--batch-size", "16", "--img-size", "24", "--device", "cpu"]
     assert compare("mosaics", *given, "--cache-dir", "cache") == 0
     found = read_comparison(OUT / "result.json")
     [pair] = paired_comparisons(found)
     assert pair.ahead == routed
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"wrn10_1_pmoe\S* is \S+ \[.*\] points more accurate", said)
-    assert f"Next: moesaic train mosaics --model {routed} --img-size 32 # {routed}, trained on all images" in said
+    assert f"Next: moesaic train mosaics --model {routed} --img-size 24 # {routed}, trained on all images" in said
     # with a part of the arithmetic of the dense network
     assert found.models[1].macs < found.models[0].macs
 
