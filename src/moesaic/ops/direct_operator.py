@@ -8,15 +8,18 @@ not: there a `DirectOperator` runs the same implementation, with the same gradie
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.library import custom_op
 
+from moesaic.ops.launch_plan import LaunchPlans
+
 __all__ = ["DirectOperator", "direct_operator"]
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter}
 _C: Any = torch._C  # pyright: ignore[reportPrivateUsage] # the state of the dispatcher has no public name
 _VIEWS = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
 
@@ -31,9 +34,15 @@ class DirectOperator:
     """
 
     def __init__(self, name: str, implementation: Callable[..., Any], mutates: Sequence[str] = ()) -> None:
-        self.operator: Any = custom_op(name, implementation, mutates_args=tuple(mutates))
+        plans = LaunchPlans(implementation, mutates=bool(mutates))
+
+        @wraps(implementation)
+        def planned(*arguments: Any) -> Any:
+            return plans(*arguments)
+
+        self.operator: Any = custom_op(name, planned, mutates_args=tuple(mutates))
         self.__doc__ = implementation.__doc__
-        self._implementation = implementation
+        self._implementation = plans
         self._function: type[torch.autograd.Function] | None = None
         parameters = implementation.__code__.co_varnames[: implementation.__code__.co_argcount]
         self._mutated = tuple(parameters.index(each) for each in mutates)
@@ -73,9 +82,10 @@ class DirectOperator:
         self._function = Direct
 
     def __call__(self, *arguments: Any) -> Any:
-        if _needs_dispatch(arguments):
+        tensors = _tensors(arguments)
+        if _needs_dispatch(tensors):
             return self.operator(*arguments)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in _tensors(arguments)):
+        if torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors]):  # noqa: C419  faster
             if self._function is None:  # has no gradient: the dispatcher says so when one is asked for
                 return self.operator(*arguments)
             return cast("Any", self._function).apply(*arguments)
@@ -94,13 +104,13 @@ def direct_operator(name: str, mutates: Sequence[str] = ()) -> Callable[[Callabl
     return decorate
 
 
-def _needs_dispatch(arguments: tuple[Any, ...]) -> bool:
+def _needs_dispatch(tensors: list[Tensor]) -> bool:
     """Whether something watches or replaces operators: a compiler, a mode, a transform, a subclass of tensors."""
     if torch.compiler.is_compiling():
         return True
     if _C._len_torch_dispatch_stack() or _C._are_functorch_transforms_active() or _C._get_tracing_state() is not None:
         return True
-    return any(type(tensor) not in _PLAIN for tensor in _tensors(arguments))
+    return not _PLAIN.issuperset(map(type, tensors))
 
 
 def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from moesaic.cache_dir import default_cache_dir
 from moesaic.files import write_json
 from moesaic.validated_json import InvalidFile, decode, read_json
 
-__all__ = ["CANDIDATES", "Tile", "forget_tiles", "tile", "tile_file", "tune"]
+__all__ = ["CANDIDATES", "Tile", "forget_tiles", "tile", "tile_file", "tune", "version"]
 
 Tile = tuple[int, ...]
 
@@ -71,6 +71,7 @@ _MAX_SIDE = 2**16
 
 _trial: dict[str, Tile] = {}
 _requested: dict[str, tuple[str, Tile]] | None = None
+_version = 0
 _resolved: dict[tuple[Any, ...], Tile] = {}
 """Tiles that were looked up before: a launch must not spend time on paths and names."""
 
@@ -94,6 +95,11 @@ def tile(kernel: str, default: Tile, *sizes: int) -> Tile:
     if not tuning:
         _resolved[key] = found
     return found
+
+
+def version() -> int | None:
+    """A number that changes when tiles may change; None while they are timed."""
+    return None if _requested is not None or _trial else _version
 
 
 def tile_file() -> Path:
@@ -239,5 +245,7 @@ def _write_cache(file: Path, found: dict[str, Tile]) -> None:
 
 def forget_tiles() -> None:
     """Read the cache file anew at the next launch."""
+    global _version
+    _version += 1
     _read_cache.cache_clear()
     _resolved.clear()

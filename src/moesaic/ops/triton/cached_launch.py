@@ -18,9 +18,12 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes  # pyright: ignore[reportPrivateUsage]
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["CachedKernel", "cached_launch"]
+from moesaic.ops.launch_plan import Place, Step, bypass_plans_if, plan_on, recorder
+
+__all__ = ["CachedKernel", "InterpretedKernel", "cached_launch"]
 
 _MOST = 1 << 14
 """Launches that are remembered per kernel; sizes that change all the time must not fill the memory."""
@@ -70,18 +73,23 @@ class CachedKernel:
                 return self._launch(grid, *arguments, **constants)
         key += (device, *constants, *constants.values())
         launch = self._launches.get(found := tuple(key))
-        if launch is None or _runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls:  # of profilers
-            self._first_launch(found, grid, arguments, constants)
-            return None
-        run, function, metadata, last = launch
-        x, y, z = (*grid, 1, 1)[:3]
-        stream = _C._cuda_getCurrentRawStream(device)
-        run(x, y, z, stream, function, metadata, None, None, None, *given, *last)
+        if launch is None or _is_watched():
+            launch = self._first_launch(found, grid, arguments, constants)
+        else:
+            run, function, metadata, last = launch
+            x, y, z = (*grid, 1, 1)[:3]
+            stream = _C._cuda_getCurrentRawStream(device)
+            run(x, y, z, stream, function, metadata, None, None, None, *given, *last)
+        recording = recorder()
+        if recording is not None:
+            if any(isinstance(each, TensorDescriptor) for each in arguments):
+                recording.fail("a descriptor has the address of its tensor")
+            recording.add_launch(lambda placed: _replay(grid, placed, launch), arguments)
         return None
 
     def _first_launch(
         self, key: tuple[Any, ...], grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]
-    ) -> None:
+    ) -> tuple[Any, ...]:
         """Launches by Triton, which compiles the kernel if need be, and remembers what it has found."""
         compiled = self.jitted[grid](*arguments, **constants)
         compiled = compiled.result() if hasattr(compiled, "result") else compiled  # was compiled in another thread
@@ -91,9 +99,64 @@ class CachedKernel:
         last = tuple(constants.get(each.name, each.default) for each in parameters)
         if any(isinstance(each, Tensor) for each in last):
             raise TypeError(f"{self.jitted.__name__}: give tensors by position; the key has not those given by name")
-        self._launches[key] = (compiled.run, compiled.function, compiled.packed_metadata, last)
+        self._launches[key] = launch = (compiled.run, compiled.function, compiled.packed_metadata, last)
+        return launch
+
+
+class InterpretedKernel:
+    """A kernel in Triton's interpreter, whose launches are recorded as those on a GPU are."""
+
+    def __init__(self, jitted: Any) -> None:
+        self.jitted = jitted
+        self.__doc__ = jitted.__doc__
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+        with _disable_current_modes():  # a recorder must not see the interpreter's own operators
+            self.jitted[grid](*arguments, **constants)
+
+        def make(placed: list[Any]) -> Step:
+            def replay(slots: list[Any], addresses: list[int], stream: int) -> None:
+                given = [each.tensor(slots) if isinstance(each, Place) else each for each in placed]
+                self.jitted[grid](*given, **constants)
+
+            return replay
+
+        recording = recorder()
+        if recording is not None:
+            recording.add_launch(make, arguments, as_tensors=True)
+
+
+def _replay(grid: tuple[int, ...], placed: list[Any], launch: tuple[Any, ...]) -> Step:
+    """Returns the step that launches a kernel on the memory of a plan."""
+    run, function, metadata, last = launch
+    values = [0 if isinstance(each, Place) else each for each in placed]
+    call = [*(*grid, 1, 1)[:3], 0, function, metadata, None, None, None, *values, *last]
+    first = len(call) - len(values) - len(last)
+    patches = [(first + number, each.slot, each.byte) for number, each in enumerate(placed) if isinstance(each, Place)]
+
+    def replay(slots: list[Any], addresses: list[int], stream: int) -> None:
+        given = call.copy()
+        given[3] = stream
+        for place, slot, byte in patches:
+            given[place] = addresses[slot] + byte
+        run(*given)
+
+    return replay
+
+
+def _is_watched() -> bool:
+    """Whether a profiler wants to be told of launches."""
+    return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
+
+
+bypass_plans_if(_is_watched)
+if _runtime.interpret:
+    plan_on("cpu")
 
 
 def cached_launch(jitted: Any) -> Any:
-    """Decorates a kernel above ``triton.jit``; in Triton's interpreter, which compiles nothing, it stays as it is."""
-    return jitted if _runtime.interpret else CachedKernel(jitted)
+    """Decorates a kernel, above ``triton.jit``."""
+    return InterpretedKernel(jitted) if _runtime.interpret else CachedKernel(jitted)

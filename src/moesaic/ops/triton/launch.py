@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesaic.ops.launch_plan import recorder
 from moesaic.ops.triton.cached_launch import cached_launch
 
 __all__ = [
@@ -142,7 +143,7 @@ class SideStream:
         return tensor
 
     def __enter__(self) -> None:
-        if INTERPRETED:
+        if INTERPRETED or recorder() is not None:  # a plan's launches go to one stream
             return
         self.main = torch.cuda.current_stream()
         self.side = _side_stream(self.main)

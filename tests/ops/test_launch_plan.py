@@ -1,0 +1,293 @@
+"""A launch plan does again what an operator did, on other tensors of the same kind."""
+
+import ctypes
+import gc
+import weakref
+
+import pytest
+import torch
+from launch_plans import record
+from torch import Tensor
+
+from moesaic.ops import launch_plan, tile_sizes
+from moesaic.ops.launch_plan import LaunchPlans, Place, Recorder, recorder
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(launch_plan, "_planned", {"cpu"})
+    monkeypatch.setattr(LaunchPlans, "_record", record)  # without the replay that other tests add
+
+
+def add_doubles(source: int, target: int, count: int) -> None:
+    """A kernel: adds doubles at one address to those at another."""
+    pointer = ctypes.POINTER(ctypes.c_double)
+    x, y = ctypes.cast(source, pointer), ctypes.cast(target, pointer)
+    for i in range(count):
+        y[i] += x[i]
+
+
+def launch(source: Tensor, target: Tensor) -> None:
+    """Launches the kernel as a cached launch does."""
+    count = source.numel()
+    add_doubles(source.data_ptr(), target.data_ptr(), count)
+
+    def make(placed):
+        one, other = placed
+        assert isinstance(one, Place)
+        assert isinstance(other, Place)
+
+        def replay(slots, addresses, stream):
+            add_doubles(addresses[one.slot] + one.byte, addresses[other.slot] + other.byte, count)
+
+        return replay
+
+    recording = recorder()
+    if recording is not None:
+        recording.add_launch(make, (source, target))
+
+
+class Counted:
+    """An implementation whose Python code counts its runs."""
+
+    def __init__(self, work):
+        self.work, self.runs = work, 0
+
+    def __call__(self, *arguments):
+        self.runs += 1
+        return self.work(*arguments)
+
+
+def mixed(x: Tensor, others: list[Tensor | None], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocations, views, kernels on views, and torch operators, in and out of place."""
+    small = torch.empty(3, 4, dtype=torch.float64)  # for kernels alone
+    workspace = torch.empty(2, 3, 4, dtype=torch.float64)
+    small.zero_() if others[0] is None else small.copy_(others[0])
+    launch(x[1:].T.contiguous().view(-1)[:6], small.view(-1)[6:])
+    torch.mul(small, scale, out=workspace[1])
+    workspace[0] = small
+    launch(workspace[1], workspace[0])
+    y = torch.bmm(workspace, x.expand(2, 4, 4)[:, :, :2])
+    return y.permute(0, 2, 1), x.new_empty(0), workspace[1]
+
+
+def arguments(seed: int, other: bool = True):
+    torch.manual_seed(seed)
+    x, other_ = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    return x, [other_ if other else None, None], 0.5 + seed
+
+
+def assert_same(found, expected):
+    for one, two in zip(found, expected, strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (two.shape, two.stride(), two.dtype)
+        assert torch.equal(one, two)
+
+
+def test_a_replay_equals_the_code_on_other_numbers():
+    work = Counted(mixed)
+    planned = LaunchPlans(work)
+    x, others, _ = arguments(0)
+    for seed in range(5):
+        x, others, _ = arguments(seed)
+        assert_same(planned(x, others, 0.5), mixed(x, others, 0.5))
+    assert work.runs == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, others, scale: (x, others, scale + 1),
+        lambda x, others, scale: (x.T, others, scale),
+        lambda x, others, scale: (x, [None, None], scale),
+        lambda x, others, scale: (torch.cat([x, x])[::2], others, scale),
+        lambda x, others, scale: (torch.zeros(17, dtype=x.dtype)[1:].view(4, 4).copy_(x), others, scale),
+    ],
+    ids=["number", "transposed", "None", "strided", "alignment"],
+)
+def test_arguments_of_another_kind_have_a_plan_of_their_own(change):
+    work = Counted(mixed)
+    planned = LaunchPlans(work)
+    planned(*arguments(0))
+    for seed in (1, 2):
+        given = change(*arguments(seed)[:2], 0.5)
+        assert_same(planned(*given), mixed(*given))
+    assert work.runs == 2
+
+
+def test_outputs_of_replays_are_their_own():
+    planned = LaunchPlans(mixed)
+    given = arguments(0)
+    planned(*given)
+    first, second = planned(*given), planned(*given)
+    assert first[0].data_ptr() != second[0].data_ptr()
+    first[0].zero_()
+    assert_same(second, mixed(*given))
+
+
+def test_an_argument_changed_in_place_is_changed_in_every_call():
+    def count(x: Tensor, counter: Tensor) -> Tensor:
+        counter.add_(1)
+        launch(x, counter)
+        return x + counter
+
+    planned = LaunchPlans(count, mutates=True)
+    x, counter = torch.ones(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    sums = [planned(x, counter).tolist() for _ in range(3)]
+    assert sums == [[3.0] * 3, [5.0] * 3, [7.0] * 3]
+    assert counter.tolist() == [6.0] * 3
+
+
+def test_code_that_reads_values_is_not_planned():
+    def branch(x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+    work = Counted(branch)
+    planned = LaunchPlans(work)
+    assert planned(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert planned(-torch.ones(2)).tolist() == [-2.0, -2.0]
+    assert work.runs == 2
+
+
+def test_code_that_uses_other_tensors_is_not_planned():
+    outside = torch.ones(2)
+    planned = LaunchPlans(lambda x: x + outside)
+    planned(torch.zeros(2))
+    outside = torch.full((2,), 5.0)
+    assert planned(torch.zeros(2)).tolist() == [5.0, 5.0]
+
+
+def test_inputs_that_are_one_tensor_need_not_be_one_the_next_time():
+    planned = LaunchPlans(lambda x, y: x * 2 + y)
+    x = torch.ones(3)
+    assert planned(x, x).tolist() == [3.0] * 3
+    assert planned(x, torch.zeros(3)).tolist() == [2.0] * 3
+    assert planned(x, x).tolist() == [3.0] * 3
+
+
+def test_overlapping_inputs_are_not_planned():
+    planned = LaunchPlans(lambda x, y: x * 2 + y)
+    both = torch.arange(4.0)
+    assert planned(both[:2], both[2:]).tolist() == [2.0, 5.0]
+    assert planned(both[2:], both[:2]).tolist() == [4.0, 7.0]
+
+
+def test_workspaces_are_released_after_their_last_use():
+    alive: list[int] = []
+    made: list[weakref.ref] = []
+
+    def look(tensor: Tensor) -> None:
+        gc.collect()
+        alive.append(sum(each() is not None for each in made))
+
+        def replay(slots, addresses, stream):
+            gc.collect()
+            alive.append(sum(isinstance(each, Tensor) for each in slots) - 1)
+
+        recording = recorder()
+        if recording is not None:
+            recording.add_launch(lambda placed: replay, (tensor,))
+
+    def work(x: Tensor) -> Tensor:
+        for _ in range(4):
+            large = torch.empty(1 << 19, dtype=torch.float64)
+            made.append(weakref.ref(large))
+            look(large)
+            del large
+        return x + 1
+
+    planned = LaunchPlans(work)
+    planned(torch.ones(1))
+    planned(torch.ones(1))
+    assert alive == [1] * 8
+
+
+def test_small_workspaces_of_kernels_share_an_allocation():
+    def work(x: Tensor) -> Tensor:
+        parts = [torch.empty(5, dtype=torch.float64) for _ in range(3)]
+        for part in parts:
+            launch(part, part)  # whatever was there
+        y = torch.zeros(5, dtype=torch.float64)
+        launch(x, y)
+        return y
+
+    planned = LaunchPlans(work)
+    x = torch.arange(5.0, dtype=torch.float64)
+    planned(x)
+    (plan,) = planned._plans.values()
+    assert plan is not None
+    sizes: list[int] = []
+    allocate = torch.empty
+
+    def spy(*args, **kwargs):
+        sizes.append(args[0])
+        return allocate(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty", spy)
+        assert torch.equal(planned(x), x)
+    assert sizes == [3 * 512]
+
+
+def test_a_nested_operator_is_part_of_the_plan_around_it():
+    inner = Counted(lambda x: x * 2)
+    nested = LaunchPlans(inner)
+    outer = LaunchPlans(lambda x: nested(x) + 1)
+    for value in (1.0, 2.0):
+        assert outer(torch.full((2,), value)).tolist() == [2 * value + 1] * 2
+    assert inner.runs == 1
+    assert not nested._plans
+
+
+def test_an_error_leaves_nothing_behind():
+    def work(x: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    planned = LaunchPlans(work)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no"):
+            planned(torch.ones(1))
+    assert recorder() is None
+    assert not planned._plans
+
+
+def test_new_tiles_make_new_plans():
+    work = Counted(lambda x: x + 1)
+    planned = LaunchPlans(work)
+    planned(torch.ones(1))
+    tile_sizes.forget_tiles()
+    planned(torch.ones(1))
+    assert work.runs == 2
+
+
+def test_plans_rest_while_tiles_are_timed_and_where_somebody_watches(monkeypatch):
+    work = Counted(lambda x: x + 1)
+    planned = LaunchPlans(work)
+    with tile_sizes._recording():
+        planned(torch.ones(1))
+    assert not planned._plans
+    monkeypatch.setattr(launch_plan, "_bypass", [lambda: True])
+    planned(torch.ones(1))
+    assert not planned._plans
+    assert work.runs == 2
+
+
+def test_only_so_many_plans_are_kept(monkeypatch):
+    monkeypatch.setattr(launch_plan, "_MOST", 3)
+    planned = LaunchPlans(lambda x: x + 1)
+    for size in range(1, 7):
+        assert planned(torch.ones(size)).tolist() == [2.0] * size
+    assert len(planned._plans) == 3
+
+
+def test_other_devices_run_the_code(monkeypatch):
+    monkeypatch.setattr(launch_plan, "_planned", {"cuda"})
+    planned = LaunchPlans(lambda x: x + 1)
+    planned(torch.ones(1))
+    assert not planned._plans
+
+
+def test_a_view_as_another_dtype_is_not_planned():
+    with Recorder([x := torch.ones(2)]) as recorded:
+        y = x.view(torch.int32) + 1
+    assert recorded.plan(y) is None
+    assert "dtype" in recorded.problem
