@@ -136,8 +136,9 @@ class ExportableDeepMoE(nn.Module):
         model: the network, in eval mode.
         one_image: whether it takes a single image only; otherwise a scan runs over the batch.
 
-    >>> import moesaic
-    >>> model = moesaic.create_model("vgg16_deepmoe", num_classes=10, width=0.1).eval()
+    >>> from moesaic.models import deepmoe
+    >>> network = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    >>> model = deepmoe(network, num_classes=10).eval()
     >>> x = torch.randn(2, 3, 32, 32)
     >>> torch.allclose(ExportableDeepMoE(model)(x), model(x), atol=1e-4)
     True
