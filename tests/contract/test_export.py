@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 import moesaic
 from moesaic.experts import MLPExperts
@@ -77,12 +78,20 @@ def test_token_choice_compiles_into_one_graph(dtype):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_inductor_equals_eager(x):
+    """A step through a normed layer in eval mode and a plain one in training; they share the time that g++ takes."""
     torch.compiler.reset()
-    layer = moesaic.PatchMoE(
-        8, 8, experts=4, patches_per_expert=2, patch_size=2, kernel_size=3, expert_norm=True, gate_on="input"
-    )
-    compiled = torch.compile(layer.eval(), fullgraph=True)
-    torch.testing.assert_close(compiled(x), layer(x))
+    options = {"experts": 4, "patches_per_expert": 2, "patch_size": 2, "kernel_size": 3}
+    normed = moesaic.PatchMoE(8, 8, expert_norm=True, gate_on="input", **options).eval()
+    layers = nn.Sequential(normed, moesaic.PatchMoE(8, 16, **options))
+    found = []
+    for call in (layers, torch.compile(layers, fullgraph=True)):
+        layers.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = call(leaf)
+        y.square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(weight.grad for weight in layers.parameters())])
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-4, atol=1e-5)
 
 
 def test_a_compiled_layer_uses_the_requested_backend(x):
