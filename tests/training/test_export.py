@@ -183,7 +183,10 @@ def test_gated_networks_are_exported_with_their_open_channels(tmp_path: Path, ba
 def test_a_compiled_file_computes_what_the_network_computes(tmp_path: Path):
     if shutil.which("g++") is None:
         pytest.skip("AOTInductor needs a C++ compiler")
-    done = export(checkpoint(), tmp_path / "a.aoti.pt2", "aoti")
+    # compiled headers and a fast wrapper take longer to compile than they save here
+    quick = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    with torch._inductor.config.patch(quick):
+        done = export(checkpoint(), tmp_path / "a.aoti.pt2", "aoti")
     network, metadata = load_exported(done.path)
     assert done.difference(tuple(network(images) for images in done.examples)) < 1e-5
     assert metadata["class_names"] == list(NAMES)
