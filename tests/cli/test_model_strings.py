@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -21,10 +22,10 @@ from moesaic.training.checkpoint import load_checkpoint
 from moesaic.training.comparison_result import read_comparison
 
 SHORT = ["--epochs", "1", "--batch-size", "8", "--img-size", "16", "--device", "cpu", "--cache-dir", "cache"]
-LARGER = [*SHORT, "--img-size", "64"]  # of which the last map of resnet18 has four positions
+LARGER = [*SHORT, "--img-size", "64"]  # of which the last map of resnet10t has four positions
 HEAD = ["--head", "routed", "--experts", "2", "--patches-per-expert", "1"]
 ROUTERS = ["expert-choice", "token-choice", "soft", "my_router:Mine"]
-CONVERTED = "timm/resnet18:pretrained:convert=layer4.1.conv2:experts=8"
+CONVERTED = "timm/resnet10t:pretrained:convert=layer4.0.conv2:experts=8"
 
 
 @pytest.fixture
@@ -38,6 +39,13 @@ def pets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             Image.fromarray(pixels.numpy()).save(f"pets/{kind}/{number}.png")
 
 
+@cache
+def some_weights() -> dict[str, torch.Tensor]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return import_module("timm").create_model("resnet10t", num_classes=1000).state_dict()
+
+
 @pytest.fixture
 def hub(timm, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A hub that has random weights for every network; the names of those that were asked for."""
@@ -45,9 +53,7 @@ def hub(timm, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def load(name: str, *given, **options) -> dict[str, torch.Tensor]:
         asked.append(name)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            return timm.create_model("resnet18", num_classes=1000).state_dict()
+        return dict(some_weights())
 
     builder = import_module("timm.models._builder")
     monkeypatch.setattr(builder, "load_state_dict_from_hf", load)
@@ -66,19 +72,19 @@ def mine(monkeypatch: pytest.MonkeyPatch):
 
 
 def stem(weights: nn.Module) -> torch.Tensor:
-    return weights.state_dict()["conv1.weight"]
+    return weights.state_dict()["conv1.0.weight"]
 
 
 @pytest.mark.parametrize(
     ("given", "pretrained"),
     [
-        (["--model", "timm/resnet18"], False),
-        (["--model", "timm/resnet18:pretrained"], True),
-        (["--model", "timm/resnet18:pretrained=True"], True),
-        (["--model", "timm/resnet18", "--pretrained"], True),
+        (["--model", "timm/resnet10t"], False),
+        (["--model", "timm/resnet10t:pretrained"], True),
+        (["--model", "timm/resnet10t:pretrained=True"], True),
+        (["--model", "timm/resnet10t", "--pretrained"], True),
         (["--model", CONVERTED], True),
-        (["--model", "timm/resnet18", "--pretrained", "--convert", "layer4.1.conv2", "--experts", "8"], True),
-        (["--model", "timm/resnet18:pretrained", *HEAD], True),
+        (["--model", "timm/resnet10t", "--pretrained", "--convert", "layer4.0.conv2", "--experts", "8"], True),
+        (["--model", "timm/resnet10t:pretrained", *HEAD], True),
     ],
 )
 def test_networks_of_timm_in_train(pets, hub, given, pretrained):
@@ -89,7 +95,7 @@ def test_networks_of_timm_in_train(pets, hub, given, pretrained):
     assert not hub, "a checkpoint has its weights"
     assert found.spec.is_pretrained == pretrained
     text = " ".join(given)
-    layer = dict(found.model.named_modules()).get("layer4.1.conv2")
+    layer = dict(found.model.named_modules()).get("layer4.0.conv2")
     assert isinstance(layer, PatchMoE) == ("convert" in text)
     if isinstance(layer, PatchMoE):
         assert len(layer.experts) == 8
@@ -99,7 +105,7 @@ def test_networks_of_timm_in_train(pets, hub, given, pretrained):
 
 
 def test_networks_of_timm_in_compare(pets, hub):
-    models = f"timm/resnet18,timm/resnet18:pretrained,{CONVERTED}"
+    models = f"timm/resnet10t,timm/resnet10t:pretrained,{CONVERTED}"
     given = ["--models", models, "--samples", "4", "--trials", "2", "--out", "out"]
     assert main(["compare", "pets", *given, *LARGER]) == 0
     assert hub
@@ -111,16 +117,16 @@ def test_networks_of_timm_in_compare(pets, hub):
 def test_a_converted_network_has_the_pretrained_weights_of_all_its_other_layers(hub):
     spec = ModelSpec.parse(CONVERTED)
     model = ModelSpec(spec.name, {**spec.arguments, "num_classes": 2}, ({**spec.conversions[0], "input_size": 64},))
-    first, again = model.build(), create_model("timm/resnet18", num_classes=2, pretrained=True)
+    first, again = model.build(), create_model("timm/resnet10t", num_classes=2, pretrained=True)
     assert len(hub) == 2
     assert torch.equal(stem(first), stem(again))
-    assert not torch.equal(stem(first), stem(create_model("timm/resnet18", num_classes=2)))
-    assert isinstance(first.layer4[1].conv2, PatchMoE)
+    assert not torch.equal(stem(first), stem(create_model("timm/resnet10t", num_classes=2)))
+    assert isinstance(first.layer4[0].conv2, PatchMoE)
 
 
 @pytest.mark.parametrize(
     "given",
-    [["timm/resnet18:pretrained"], ["timm/resnet18", "--pretrained"], [CONVERTED]],
+    [["timm/resnet10t:pretrained"], ["timm/resnet10t", "--pretrained"], [CONVERTED]],
     ids=["name", "flag", "more"][:3],
 )
 def test_a_hub_that_cannot_be_reached_is_told_in_one_line(pets, timm, given, monkeypatch, capsys):
@@ -132,7 +138,7 @@ def test_a_hub_that_cannot_be_reached_is_told_in_one_line(pets, timm, given, mon
     monkeypatch.setattr(builder, "has_hf_hub", lambda necessary=False: True)
     assert main(["train", "pets", "--model", *given, *SHORT]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "downloaded" in line]
-    assert re.search(r"^moesaic train: .*resnet18 cannot be downloaded \(no route to host\); .*--weights FILE", line)
+    assert re.search(r"^moesaic train: .*resnet10t cannot be downloaded \(no route to host\); .*--weights FILE", line)
     if len(given) == 1:
         assert main(["compare", "pets", "--models", f"wrn10_1,{given[0]}", "--samples", "4", *SHORT]) == 2
         (line,) = [line for line in capsys.readouterr().err.splitlines() if "downloaded" in line]
@@ -197,9 +203,9 @@ def test_routers_in_compare(pets, mine, router):
 def test_routers_in_python(timm, tmp_path, monkeypatch, mine_here, router):
     model = create_model("wrn10_1_pmoe", num_classes=2, router=router)
     assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 2)
-    network = create_model("timm/resnet18", num_classes=2, image_size=64)
-    convert(network, "layer3.1.conv2", experts=4, router=router)
-    assert type(network.layer3[1].conv2.router) is type(model.moe.router)
+    network = create_model("timm/resnet10t", num_classes=2, image_size=64)
+    convert(network, "layer3.0.conv2", experts=4, router=router)
+    assert type(network.layer3[0].conv2.router) is type(model.moe.router)
     assert network(torch.zeros(1, 3, 64, 64)).shape == (1, 2)
 
 
