@@ -40,7 +40,7 @@ def assert_frozen_equals_masked(frozen: FrozenDeepMoE, model: DeepMoE, x: Tensor
     torch.testing.assert_close(frozen(x), model(x), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("batch", [0, 1, 2, 5])
+@pytest.mark.parametrize("batch", [0, 1, 3])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_frozen_network_equals_the_masked_one(name, batch, execution):
     model = build(name)
