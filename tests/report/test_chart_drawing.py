@@ -199,12 +199,13 @@ def test_colours_can_be_left_to_the_page():
 
 def test_colours_that_stand_for_a_line_stay_where_ink_is_left_to_the_page():
     for each in (*CHARTS, REGIONS):
-        used = [set(re.findall(r"#[0-9a-f]{6}", to_svg(each, variables=left), re.IGNORECASE)) for left in (False, True)]
+        drawings = [to_svg(each, variables=left) for left in (False, True)]
+        used = [set(re.findall(r"#[0-9a-f]{6}", drawing, re.IGNORECASE)) for drawing in drawings]
         drawn = {style.colour.lower() for style in line_styles(each.panels).values()} | {
             colour.lower() for colour in role_colours(each.panels).values()
         }
         assert all(drawn <= {colour.lower() for colour in own} for own in used)
-        left = re.findall(r"var\(--chart-(\w+)", to_svg(each, variables=True))
+        left = re.findall(r"var\(--chart-(\w+)", drawings[1])
         assert set(left) <= {"ink", "line"}
 
 
