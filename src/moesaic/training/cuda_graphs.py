@@ -5,18 +5,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 import torch
 
-from moesaic.training.step_graphs import DeviceGraph
+from moesaic.ops.graph_capture import DeviceGraph, capture
 
 __all__ = ["CudaGraphs"]
 
 T = TypeVar("T")
-
-_failed: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture failed: the allocator goes on asking them which streams are theirs."""
 
 
 class CudaGraphs:
@@ -58,22 +55,10 @@ class CudaGraphs:
 
     def capture(self, work: Callable[[], T], generators: Sequence[torch.Generator]) -> tuple[DeviceGraph, T]:
         """Records ``work`` without running it; returns its graph and what it returns, which a replay fills."""
-        graph = torch.cuda.CUDAGraph()
-        own = [cast("Any", each) for each in generators if each.device.type == "cuda"]
-        for generator in own:
-            cast("Any", graph).register_generator_state(generator)
-        # a failed capture leaves generators in the state of one, in which they give no random numbers outside of it
-        spare = [generator.clone_state() for generator in own]
-        try:
-            # other threads may use the GPU meanwhile
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                found = work()
-        except BaseException:
-            _failed.append(graph)
-            for generator, state in zip(own, spare, strict=True):
-                generator.graphsafe_set_state(state)
-            raise
-        return graph, found
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # a graph cannot use what the allocator keeps for eager steps
+        own = [generator for generator in generators if generator.device.type == "cuda"]
+        return capture(work, self._pool, self._stream, own)
 
 
 def _set_sync_debug_mode(mode: int | str) -> None:

@@ -12,23 +12,22 @@ why. `cuda_graphs` has the graphs of GPUs; the tests have others.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from moesaic.ops.graph_capture import DeviceGraph, capture_failure
 from moesaic.training.step_state import StepState
 
 if TYPE_CHECKING:
     from moesaic.training.callbacks import Callback
     from moesaic.training.recipe import Recipe
 
-__all__ = ["DeviceGraph", "DeviceGraphs", "GraphPlan", "StepGraphs", "graph_obstacle", "is_short"]
+__all__ = ["DeviceGraphs", "GraphPlan", "StepGraphs", "graph_obstacle", "is_short"]
 
 T = TypeVar("T")
 
@@ -44,14 +43,6 @@ _MAX_GRAPHS = 24
 """With more graphs, something in Python changes all the time."""
 _STEP_HOOKS = ("train_forward", "on_epoch_start", "epoch_context", "on_step_start", "extra_loss")
 """Hooks that run within steps, or are there to change what steps do."""
-
-
-class DeviceGraph(Protocol):
-    """Recorded work of a device."""
-
-    def replay(self) -> None:
-        """Do the work again."""
-        ...
 
 
 class DeviceGraphs(Protocol):
@@ -183,7 +174,7 @@ class StepGraphs:
             else:
                 problem = f"settings of steps have changed {_MAX_GRAPHS} times; keep them in tensors"
         except Exception as error:  # a device fails in ways of its own
-            problem = _describe(error)
+            problem = capture_failure(error)
         if problem:
             graph = None
             self.release()
@@ -262,13 +253,3 @@ def _overrides(callback: Callback, name: str) -> bool:
 
 def _layout(tensor: Tensor) -> Hashable:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _describe(error: BaseException) -> str:
-    """The first line of the error that came first, and where outside of torch it was raised."""
-    while error.__context__ is not None:  # ending a capture that has failed raises another one
-        error = error.__context__
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = next((frame for frame in reversed(frames) if "torch" not in Path(frame.filename).parts), None)
-    return lines[0] if own is None else f"{lines[0]} ({Path(own.filename).name}, line {own.lineno})"
