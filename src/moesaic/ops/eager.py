@@ -11,8 +11,18 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
-__all__ = ["check_vmap", "has_vmap_axis", "in_transform", "in_vmap", "is_eager_cpu", "is_plain_eager", "no_grad_needed"]
+__all__ = [
+    "check_vmap",
+    "has_vmap_axis",
+    "in_mode",
+    "in_transform",
+    "in_vmap",
+    "is_eager_cpu",
+    "is_plain_eager",
+    "no_grad_needed",
+]
 
 
 def is_eager_cpu(*tensors: Tensor) -> bool:
@@ -34,6 +44,24 @@ def is_plain_eager(*tensors: Tensor) -> bool:
     if in_transform() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage]
         return False
     return all(type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+
+
+def in_mode() -> bool:
+    """Whether a mode sees the operators or functions of torch that are called, other than a default device.
+
+    >>> from torch.utils.flop_counter import FlopCounterMode
+    >>> with torch.device("cpu"):
+    ...     in_mode()
+    False
+    >>> with FlopCounterMode(display=False):
+    ...     in_mode()
+    True
+    """
+    private = cast("Any", torch)._C
+    if private._len_torch_dispatch_stack():
+        return True
+    modes = range(private._len_torch_function_stack())
+    return any(not isinstance(private._get_function_stack_at(place), DeviceContext) for place in modes)
 
 
 def in_transform() -> bool:

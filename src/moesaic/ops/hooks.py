@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-__all__ = ["has_hooks"]
+__all__ = ["has_hooks", "hook_tables"]
 
 _KINDS = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
 
@@ -23,3 +26,16 @@ def has_hooks(module: nn.Module, *, include_global: bool = True) -> bool:
     if any(getattr(module, f"_{kind}") for kind in _KINDS):
         return True
     return include_global and any(getattr(nn_module, f"_global_{kind}") for kind in _KINDS)
+
+
+def hook_tables(module: nn.Module) -> list[Mapping[int, Any]]:
+    """Returns what `has_hooks` looks at, for code that asks often: tables that stay the same objects.
+
+    >>> layer = nn.ReLU()
+    >>> tables = hook_tables(layer)
+    >>> handle = layer.register_forward_hook(print)
+    >>> any(tables)
+    True
+    """
+    own = [getattr(module, f"_{kind}") for kind in _KINDS]
+    return own + [getattr(nn_module, f"_global_{kind}") for kind in _KINDS]

@@ -2,8 +2,8 @@
 
 Nothing is decided on the host: the lists of open blocks are made on the device (`moesaic.ops.triton.channel_blocks`),
 and convolutions read them there (`moesaic.ops.triton.channel_conv`). So a batch runs without waiting for the GPU, and
-can be captured in a CUDA graph. Where the kernels do not apply (no Triton, float64, blocks of fewer than `LEAST_BLOCK`
-channels) closed channels are computed and multiplied by zero.
+is replayed from a CUDA graph (`moesaic.layers.inference_graphs`). Where the kernels do not apply (no Triton, float64,
+blocks of fewer than `LEAST_BLOCK` channels) closed channels are computed and multiplied by zero.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from moesaic import context_stacks
 from moesaic.layers.frozen_module import FrozenModule, check_freezable
+from moesaic.layers.inference_graphs import CudaInference, InferenceGraphs
 from moesaic.models.deepmoe.backbone_trace import sparse_modules, trace_layers, with_open_channels
 from moesaic.models.deepmoe.embedding_network import EmbeddingNetwork, unit_scale
 from moesaic.models.deepmoe.fused_conv import FusedConv, OpenedBlocks
@@ -62,7 +63,7 @@ class FrozenGPUDeepMoE(FrozenModule):
         for module in modules.values():
             if isinstance(module, nn.Conv2d):
                 module.weight.data = module.weight.data.contiguous(memory_format=torch.channels_last)
-        self.backbone = with_open_channels(graph, modules, FusedConv)
+        self.backbone = with_open_channels(graph, modules, FusedConv).eval()
         self._embedding, self._center = list[FusedConv](), None
         if isinstance(model.embedding, EmbeddingNetwork):
             self._embedding = _embedding_convs(model.embedding)
@@ -72,14 +73,21 @@ class FrozenGPUDeepMoE(FrozenModule):
         for module in (*modules.values(), *self._embedding):
             if isinstance(module, FusedConv):
                 module.lay_out(self.dtype, kernels=self.uses_kernels)
+        self.graphs = InferenceGraphs(CudaInference(self.device)) if self.device.type == "cuda" else None
+        """The CUDA graphs from which it runs; None: it runs eagerly."""
 
     def forward(self, x: Tensor) -> Tensor:
         self._check_input(x, self.in_channels)
+        if self.graphs is None or self._has_routing_hooks():
+            return self._run(x).clone()  # a normal tensor, that autograd may save
+        return self.graphs.run(self, self._run, x)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """The logits, an inference tensor."""
         with autocast_off(x), torch.inference_mode():
             scores = self._heads.scores(self._embed(x))
             self._call_routing_hooks(scores)
-            logits: Tensor = self.backbone(x, self._open(scores))
-        return logits.clone()  # a normal tensor, that autograd may save
+            return self.backbone(x, self._open(scores))
 
     def _embed(self, x: Tensor) -> Tensor:
         """The embeddings (B, D)."""
@@ -96,8 +104,11 @@ class FrozenGPUDeepMoE(FrozenModule):
     def _open(self, scores: Tensor) -> OpenedBlocks:
         return self._heads.open_lists(scores) if self.uses_kernels else self._heads.gates(scores)
 
+    def _has_routing_hooks(self) -> bool:
+        return bool(context_stacks.routing_hooks) and any(layer.has_routing_hooks for layer in self._gated)
+
     def _call_routing_hooks(self, scores: Tensor) -> None:
-        if not context_stacks.routing_hooks or not any(layer.has_routing_hooks for layer in self._gated):
+        if not self._has_routing_hooks():
             return
         with torch.inference_mode(False):
             for layer, routing in zip(self._gated, self._heads.routings(scores.clone()), strict=True):
