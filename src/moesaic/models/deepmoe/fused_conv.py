@@ -109,7 +109,8 @@ class FusedConv(RoutedLayer):
 
         assert not isinstance(opened, Tensor) and self._gating is not None and self._epilogue is not None
         if residual is not None:
-            size = x.shape[0], weights.out_channels, *weights.output_size(*x.shape[2:])
+            geometry = weights.geometry
+            size = x.shape[0], geometry.out_channels, *geometry.output_size(*x.shape[2:])
             residual = residual.expand(size).contiguous(memory_format=torch.channels_last)
         return channel_conv(x, weights, self._gating, opened, self._epilogue, residual)
 

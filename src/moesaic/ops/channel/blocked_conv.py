@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from moesaic.ops.dispatch import ChannelConv
 
-__all__ = ["BlockedConv", "Epilogue", "Gating", "LayerBlocks", "OpenBlockLists"]
+__all__ = ["BlockedConv", "ConvGeometry", "Epilogue", "Gating", "LayerBlocks", "OpenBlockLists"]
 
 _UNGATED_BLOCK = 64
 """Channels that are not gated are in blocks of at most this many, and of at least 16: the sides of a tile."""
@@ -68,6 +68,23 @@ class Epilogue:
     """Max pooling of 2×2 at stride 2, without padding."""
 
 
+class ConvGeometry(NamedTuple):
+    """What a kernel knows of a `BlockedConv` besides its weights."""
+
+    out_channels: int
+    in_channels: int
+    kernel_size: int
+    stride: int
+    padding: int
+    block_out: int
+    block_in: int
+
+    def output_size(self, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the output for a map of that size."""
+        rows, columns = ((side + 2 * self.padding - self.kernel_size) // self.stride + 1 for side in (height, width))
+        return rows, columns
+
+
 @dataclass(frozen=True, eq=False)
 class BlockedConv:
     """A folded convolution whose weights are laid out in blocks.
@@ -82,11 +99,7 @@ class BlockedConv:
     weight: Tensor
     bias: Tensor
     """(O,), in float32 at least."""
-    out_channels: int
-    in_channels: int
-    kernel_size: int
-    stride: int
-    padding: int
+    geometry: ConvGeometry
 
     @staticmethod
     def of(conv: ChannelConv, dtype: torch.dtype, *, gated_input: bool, gated_output: bool) -> BlockedConv:
@@ -98,20 +111,8 @@ class BlockedConv:
         padded = F.pad(conv.weight, (0, 0, 0, 0, 0, -C % in_, 0, -O % out))
         pieces = padded.view(len(padded) // out, out, padded.shape[1] // in_, in_, ks * ks).permute(0, 2, 4, 1, 3)
         bias = conv.bias.to(torch.promote_types(dtype, torch.float32))
-        return BlockedConv(pieces.to(dtype).contiguous(), bias.contiguous(), O, C, ks, conv.stride, conv.padding)
-
-    @property
-    def block_out(self) -> int:
-        return self.weight.shape[3]
-
-    @property
-    def block_in(self) -> int:
-        return self.weight.shape[4]
-
-    def output_size(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width of the output for a map of that size."""
-        rows, columns = ((side + 2 * self.padding - self.kernel_size) // self.stride + 1 for side in (height, width))
-        return rows, columns
+        geometry = ConvGeometry(O, C, ks, conv.stride, conv.padding, out, in_)
+        return BlockedConv(pieces.to(dtype).contiguous(), bias.contiguous(), geometry)
 
 
 def _ungated_block(channels: int) -> int:

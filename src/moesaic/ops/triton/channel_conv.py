@@ -22,12 +22,17 @@ times as long. A 2×2 map fills 4 of the 16 rows that tensor cores take, but it 
 
 from __future__ import annotations
 
+import math
+from functools import lru_cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesaic.ops.channel.blocked_conv import BlockedConv, Epilogue, Gating, LayerBlocks, OpenBlockLists
+from moesaic.ops import tile_sizes
+from moesaic.ops.channel.blocked_conv import BlockedConv, ConvGeometry, Epilogue, Gating, LayerBlocks, OpenBlockLists
 from moesaic.ops.tile_sizes import Tile, tile
 from moesaic.ops.triton.cached_launch import cached_launch
 from moesaic.ops.triton.launch import INTERPRETED, PROGRAMS, ceil_div, num_warps_and_stages, power_of_2, tl_acc
@@ -157,35 +162,100 @@ def channel_conv(
         epilogue: what follows.
         residual: maps (B, O, H', W') in channels_last, before pooling, that are added before the ReLU.
     """
-    B, C, H, W = x.shape
+    tiles = tile_sizes.version()
+    plan = _plan if tiles is not None else _plan.__wrapped__  # tiles that are being timed change all the time
+    launch = plan(
+        x.shape,
+        x.stride(),
+        x.dtype,
+        x.device,
+        tiles,
+        conv.geometry,
+        gating,
+        epilogue,
+        residual is not None,
+        _precision(),
+    )
+    y = torch.empty(launch.size, dtype=x.dtype, device=x.device)
+    if launch.programs:
+        if lists is None:
+            order = gates = counts = y  # not read
+        else:
+            order, gates, counts = lists
+        channel_conv_kernel[(launch.programs,)](
+            x, conv.weight, conv.bias, None if residual is None else residual.permute(0, 2, 3, 1),
+            order, gates, counts, y, *launch.sizes, order.stride(0), counts.stride(0), *launch.layers,
+            **launch.constants,
+        )  # fmt: skip
+    return y.permute(0, 3, 1, 2)
+
+
+class _Launch(NamedTuple):
+    """A launch of the kernel but for its tensors."""
+
+    programs: int
+    size: tuple[int, ...]
+    """Of the output, in NHWC."""
+    sizes: tuple[int, ...]
+    layers: tuple[int, ...]
+    constants: dict[str, Any]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    tiles: int | None,
+    conv: ConvGeometry,
+    gating: Gating,
+    epilogue: Epilogue,
+    adds: bool,
+    precision: str,
+) -> _Launch:
+    """The launch for maps of a layout; working it out takes the host longer than the kernel takes the GPU.
+
+    Args:
+        shape: of the maps.
+        strides: of the maps.
+        dtype: of the maps.
+        device: of the maps, whose tiles were measured.
+        tiles: the version of the measured tiles.
+        conv: the convolution.
+        gating: which of its channels are gated.
+        epilogue: what follows.
+        adds: whether a residual is added.
+        precision: of products of float32.
+    """
+    B, C, H, W = shape
     OH, OW = conv.output_size(H, W)
     PH, PW = (OH // 2, OW // 2) if epilogue.pool else (OH, OW)
-    y = torch.empty(B, PH, PW, conv.out_channels, dtype=x.dtype, device=x.device)
-    if not y.numel():
-        return y.permute(0, 3, 1, 2)
+    size = (B, PH, PW, conv.out_channels)
+    if not math.prod(size):
+        return _Launch(0, size, (), (), {})
     rows = PH * PW * (4 if epilogue.pool else 1)
-    if lists is None:
-        order = gates = counts = y  # not read
-    else:
-        order, gates, counts = lists
     ins, outs = gating.ins or _NOT_GATED, gating.outs or _NOT_GATED
     BO, BI = conv.block_out, conv.block_in
     columns = conv.out_channels if gating.outs is None or gating.write_closed else outs.most * BO
     depth = C if gating.ins is None else ins.most * BI
-    BM, BN, BK, warps, stages = _tile(B, rows, columns, depth, BI, x.element_size())
+    BM, BN, BK, warps, stages = _tile(B, rows, columns, depth, BI, dtype.itemsize)
     row_tiles, column_tiles = ceil_div(rows, BM), ceil_div(columns, BN)
-    xb, xc, xh, xw = x.stride()
-    channel_conv_kernel[(B * row_tiles * column_tiles,)](
-        x, conv.weight, conv.bias, None if residual is None else residual.permute(0, 2, 3, 1), order, gates, counts, y,
-        xb, xh, xw, xc, H, W, C, conv.out_channels, OH, OW, row_tiles, column_tiles, order.stride(0), counts.stride(0),
-        ins.layer, ins.start, outs.layer, outs.start,
-        KS=conv.kernel_size, STRIDE=conv.stride, PADDING=conv.padding, BO=BO, BI=BI,
-        GATED_IN=gating.ins is not None, GATED_OUT=gating.outs is not None, CLOSED_OUT=gating.write_closed,
-        RESIDUAL=residual is not None, RELU=epilogue.relu, POOL=epilogue.pool, RUN_IN=min(_power_of_2_in(BI), BK),
-        PRECISION=_precision(), UPCAST=INTERPRETED and x.element_size() == 2, ACC=tl_acc(x.dtype),
-        BM=BM, BN=BN, BK=BK, **num_warps_and_stages(warps, stages),
-    )  # fmt: skip
-    return y.permute(0, 3, 1, 2)
+    xb, xc, xh, xw = strides
+    constants = {
+        "KS": conv.kernel_size, "STRIDE": conv.stride, "PADDING": conv.padding, "BO": BO, "BI": BI,
+        "GATED_IN": gating.ins is not None, "GATED_OUT": gating.outs is not None, "CLOSED_OUT": gating.write_closed,
+        "RESIDUAL": adds, "RELU": epilogue.relu, "POOL": epilogue.pool, "RUN_IN": min(_power_of_2_in(BI), BK),
+        "PRECISION": precision, "UPCAST": INTERPRETED and dtype.itemsize == 2, "ACC": tl_acc(dtype),
+        "BM": BM, "BN": BN, "BK": BK, **num_warps_and_stages(warps, stages),
+    }  # fmt: skip
+    return _Launch(
+        B * row_tiles * column_tiles,
+        size,
+        (xb, xh, xw, xc, H, W, C, conv.out_channels, OH, OW, row_tiles, column_tiles),
+        (ins.layer, ins.start, outs.layer, outs.start),
+        constants,
+    )
 
 
 _NOT_GATED = LayerBlocks(0, 0, 0, 0)
@@ -198,7 +268,9 @@ def _power_of_2_in(size: int) -> int:
 
 def _precision() -> str:
     """Of float32: TF32 where torch's own convolutions use it."""
-    return "tf32" if torch.backends.cudnn.conv.fp32_precision == "tf32" else "ieee"
+    # torch.backends.cudnn.conv.fp32_precision, in a tenth of the time
+    setting = torch._C._get_fp32_precision_getter("cuda", "conv")
+    return "tf32" if setting == "tf32" else "ieee"
 
 
 def _tile(batch: int, rows: int, columns: int, depth: int, block: int, itemsize: int) -> Tile:
