@@ -3,7 +3,10 @@
 import copy
 import pickle
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ from torch import nn
 from triton_interpreter import INTERPRETED
 
 import moesaic
+from moesaic.layers import inference_graphs
+from moesaic.layers.inference_graphs import CudaInference, InferenceGraphs
 from moesaic.models.deepmoe import frozen_gpu
 from moesaic.models.deepmoe.frozen_gpu import FrozenGPUDeepMoE
 from moesaic.models.deepmoe.fused_conv import FusedConv
@@ -185,6 +190,156 @@ def test_freeze_takes_the_kernels_on_a_gpu_and_is_captured_in_a_graph():
     assert frozen.uses_kernels
     x = images(3).float().cuda()
     assert_captured(lambda: [frozen(x)], x)
+
+
+def on_gpu(name: str = "blocks", dtype: torch.dtype = torch.float32) -> tuple[FrozenGPUDeepMoE, FrozenGPUDeepMoE]:
+    """A frozen network that runs from graphs, and the same one that runs eagerly."""
+    frozen = moesaic.freeze(build(name).to("cuda", dtype))
+    assert isinstance(frozen, FrozenGPUDeepMoE)
+    eager = copy.deepcopy(frozen)
+    eager.graphs = None
+    return frozen, eager
+
+
+def graphs_of(frozen: FrozenGPUDeepMoE) -> InferenceGraphs:
+    assert frozen.graphs is not None
+    assert frozen.graphs.problem == ""
+    return frozen.graphs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", ["blocks", "shortcuts", "bottlenecks"])
+def test_calls_from_cuda_graphs_equal_eager_ones_bit_for_bit(name, dtype, context, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    frozen, eager = on_gpu(name, dtype)
+    found, expected = [], []
+    with context():
+        for seed in range(5):
+            for batch, size in ((1, 32), (3, 32), (8, 40)):
+                x = images(batch, seed, size).to("cuda", dtype)
+                for each in (x, x.contiguous(memory_format=torch.channels_last)):
+                    found.append(frozen(each))
+                    expected.append(eager(each))
+    assert all(map(torch.equal, found, expected))
+    assert len(graphs_of(frozen)._graphs) == 6
+    frozen.to("cuda")
+    assert torch.equal(frozen(x), eager(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("streams", ["one", "own"])
+def test_threads_share_cuda_graphs_or_have_those_of_their_streams(streams):
+    frozen, eager = on_gpu()
+    inputs = [images(1 + seed % 2, seed).float().cuda() for seed in range(4)]
+    with torch.no_grad():
+        expected = [eager(x) for x in inputs]
+    torch.cuda.synchronize()
+
+    def run(thread: int) -> bool:
+        stream = torch.cuda.Stream() if streams == "own" else torch.cuda.current_stream()
+        with torch.no_grad(), torch.cuda.stream(stream):
+            found = [frozen(inputs[(thread + call) % 4]) for call in range(40)]
+            stream.synchronize()
+            return all(torch.equal(y, expected[(thread + call) % 4]) for call, y in enumerate(found))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(run, range(4)))
+    assert len(graphs_of(frozen)._graphs) == (8 if streams == "own" else 2)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_many_batch_sizes_do_not_fill_the_memory():
+    frozen, eager = on_gpu()
+    reserved = []
+    for _ in range(3):
+        for batch in range(1, 41):
+            x = images(batch).float().cuda()
+            for _ in range(3):
+                assert torch.equal(frozen(x), eager(x))
+        torch.cuda.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert len(graphs_of(frozen)._graphs) == inference_graphs._MOST_GRAPHS
+    assert reserved[2] <= reserved[1] * 1.1
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_released_cuda_graphs_are_captured_again():
+    frozen, eager = on_gpu()
+    x = images(2).float().cuda()
+    for _ in range(3):
+        for _ in range(4):
+            assert torch.equal(frozen(x), eager(x))
+        assert len(graphs_of(frozen)._graphs) == 1
+        frozen.graphs.release()
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_hooks_and_records_see_calls_after_a_capture():
+    frozen, eager = on_gpu()
+    x = images(2).float().cuda()
+    for _ in range(3):
+        frozen(x)
+    with moesaic.record_routing(frozen) as found, moesaic.record_routing(eager) as expected:
+        frozen(x)
+        eager(x)
+    assert found
+    assert all(torch.equal(found[name].gate, routing.gate) for name, routing in expected.items())
+    seen: list[int] = []
+    inner = next(module for module in frozen.modules() if isinstance(module, nn.Linear))
+    handle = inner.register_forward_hook(lambda *_: seen.append(1))
+    frozen(x)
+    handle.remove()
+    frozen(x)
+    assert seen == [1]
+
+
+def captured_work(
+    work: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[InferenceGraphs, Callable[[torch.Tensor], Any]]:
+    graphs, module = InferenceGraphs(CudaInference(torch.device("cuda", 0))), nn.Identity().eval()
+    return graphs, lambda x: graphs.run(module, work, x)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_capture_that_fails_leaves_nothing_in_a_capturing_state():
+    graphs, call = captured_work(lambda x: torch.rand_like(x) * 0 + x * x.sum().item())
+    x = torch.randn(64, 64, device="cuda")
+    stream = torch.cuda.current_stream()
+    for _ in range(4):
+        torch.testing.assert_close(call(x), x * x.sum())
+    assert graphs.problem
+    assert torch.cuda.current_stream() == stream
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.rand(5, device="cuda").isfinite().all()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    frozen, eager = on_gpu()
+    x = images(2).float().cuda()
+    for _ in range(4):
+        assert torch.equal(frozen(x), eager(x))
+    assert len(graphs_of(frozen)._graphs) == 1
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_random_numbers_of_a_replay_are_those_of_the_generator():
+    graphs, call = captured_work(lambda x: x + torch.rand_like(x))
+    x = torch.zeros(100, device="cuda")
+    for _ in range(2):
+        call(x)
+    torch.cuda.manual_seed(3)
+    expected = [torch.rand_like(x) for _ in range(3)]
+    torch.cuda.manual_seed(3)
+    found = [call(x) for _ in range(3)]
+    assert graphs.problem == ""
+    assert len(graphs._graphs) == 1
+    assert all(map(torch.equal, found, expected))
 
 
 def run_on(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
