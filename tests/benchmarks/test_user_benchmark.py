@@ -41,3 +41,17 @@ def test_unknown_parts_are_refused(script):
 )
 def test_a_bar_is_judged_in_the_direction_of_its_unit(script, unit, figure, reached):
     assert script.Row("a", figure, unit, 1.2, None).reached == reached
+
+
+def test_a_part_that_fails_costs_no_other_its_rows(script, tmp_path: Path, monkeypatch, capsys):
+    def failing(options):
+        yield script.Row("first", 1.0, "ms", None, None)
+        raise RuntimeError("no memory")
+
+    monkeypatch.setitem(script.PARTS, "mlp", failing)
+    out = tmp_path / "user.json"
+    with pytest.raises(SystemExit, match="failed: mlp"):
+        script.main(["--small", "--repetitions", "1", "--only", "mlp,layers", "--out", str(out)])
+    assert [row["what"] for row in json.loads(out.read_text())["rows"]][0] == "first"
+    assert len(json.loads(out.read_text())["rows"]) == 6
+    assert "RuntimeError: no memory" in capsys.readouterr().err
