@@ -431,6 +431,9 @@ def _release(released: tuple[int, ...]) -> Step:
 
 
 def _call(func: Callable[..., Any], given: list[Any], named: dict[str, Any], made: list[int]) -> Step:
+    if func is _aten._to_copy.default and set(named) == {"dtype"}:
+        func, given, named = Tensor.to, [*given, named["dtype"]], {}
+
     def filled(value: Any, slots: list[Any]) -> Any:
         if isinstance(value, Place):
             return value.tensor(slots)
