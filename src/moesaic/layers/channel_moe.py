@@ -186,13 +186,17 @@ class ChannelMoE(_ChannelLayer):
             )
         if self.norm is not None and self.norm.training and self.norm.num_batches_tracked is not None:
             self.norm.num_batches_tracked.add_(1)
-        return run_channels(x, self._call_routing_hooks(gate_out), gate_in, self.weights())
+        return self._run(x, self._call_routing_hooks(gate_out), gate_in)
 
-    def weights(self) -> ChannelConv:
-        """The convolution and BatchNorm in the form that backends take."""
+    def _run(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> Tensor:
+        return run_channels(x, gate_out, gate_in, self.weights())
+
+    def weights(self, activation: ChannelActivation | None = None) -> ChannelConv:
+        """The convolution and BatchNorm in the form that backends take; with another activation, if one is given."""
         conv, norm = self.conv, None if self.norm is None else batch_norm_tensors(self.norm)
+        activation = activation or self.activation
         return ChannelConv(
-            conv.weight, conv.bias, norm, self.stride, self.padding, self.activation, self.block, self.block_in
+            conv.weight, conv.bias, norm, self.stride, self.padding, activation, self.block, self.block_in
         )
 
 

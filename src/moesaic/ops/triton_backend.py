@@ -1,6 +1,7 @@
-"""The ``triton`` backend: expert choice over patches by Triton kernels on CUDA devices, everything else as ``torch``.
+"""The ``triton`` backend: Triton kernels on CUDA devices for expert choice over patches and for gated channels.
 
-The kernels are in `moesaic.ops.triton` and are imported when the first map needs them.
+Of a convolution with gated channels they run what follows it: BatchNorm, gates and ReLU. Everything else is as in
+``torch``. The kernels are in `moesaic.ops.triton` and are imported when the first map needs them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from moesaic.ops.channel.masked import apply_gates, dense_conv
 from moesaic.ops.dispatch import (
     Activation,
+    ChannelConv,
     ConvWeights,
     ExpertGate,
     MLPWeights,
@@ -22,7 +25,7 @@ from moesaic.ops.dispatch import (
     PatchSpec,
     requested_backend,
 )
-from moesaic.ops.eager import in_transform
+from moesaic.ops.eager import in_transform, is_plain_eager
 from moesaic.ops.torch_backend import TorchBackend
 from moesaic.routing_record import Routing
 
@@ -49,8 +52,9 @@ class TritonBackend(TorchBackend):
     name = "triton"
 
     def refusal(self, x: Tensor, routing: Routing) -> str | None:
-        if routing.unit != "patch" or routing.chooser != "expert" or routing.index is None:
-            return "its kernels are for patches that experts choose"
+        chosen = routing.unit == "patch" and routing.chooser == "expert" and routing.index is not None
+        if not chosen and routing.unit != "channel":
+            return "its kernels are for patches that experts choose, and for gated channels"
         return kernel_refusal(x)
 
     def choose(self, x: Tensor, router: Tensor, patches: int, gate: ExpertGate) -> PatchSelection | None:
@@ -103,6 +107,27 @@ class TritonBackend(TorchBackend):
         operands = operands._replace(options=operands.options._replace(activation=ACTIVATIONS.index(activation)))
         y, *_ = patch_mlp(x, *weights, *operands.flatten())
         return y
+
+    def channels(self, x: Tensor, gate_out: Routing, gate_in: Routing | None, conv: ChannelConv) -> Tensor:
+        y = dense_conv(x, conv)
+        norm = conv.norm
+        if norm is None or _is_global(norm) or not _fits_gated_norm(y):  # a compiler fuses such passes itself
+            return apply_gates(y, gate_out, conv)
+        from moesaic.ops.triton.channel_ops import gated_norm, map_statistics
+
+        mean, var = norm.running_mean, norm.running_var
+        if norm.training:
+            with torch.no_grad():
+                mean, var = map_statistics(y, mean, var, norm.momentum)
+        options = (conv.block_out, int(conv.activation == "relu"), int(norm.training))
+        gates = gate_out.weights.squeeze(1)  # a selection's gradient would be a copy into zeros
+        return gated_norm(y, norm.weight, norm.bias, gates, mean, var, options, norm.eps)
+
+
+def _fits_gated_norm(y: Tensor) -> bool:
+    """Whether the kernels for what follows a convolution run on its output."""
+    values = y.numel() // max(y.shape[1], 1)
+    return values > 1 and y.is_contiguous(memory_format=torch.channels_last) and is_plain_eager(y)
 
 
 def _is_global(norm: Norm | None) -> bool:

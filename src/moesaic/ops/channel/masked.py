@@ -18,7 +18,7 @@ from moesaic.ops.dispatch import ChannelConv
 from moesaic.ops.eager import in_vmap
 from moesaic.routing_record import Routing
 
-__all__ = ["channel_gates", "check_closed", "masked_conv", "open_channels"]
+__all__ = ["apply_gates", "channel_gates", "check_closed", "dense_conv", "masked_conv", "open_channels"]
 
 
 def channel_gates(routing: Routing, channels: int, block: int) -> Tensor:
@@ -35,7 +35,16 @@ def open_channels(routing: Routing, channels: int, block: int) -> Tensor:
 
 def masked_conv(x: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
     """The definition: a dense convolution, BatchNorm, and the gates as a mask."""
-    y = F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
+    return apply_gates(dense_conv(x, conv), gate_out, conv)
+
+
+def dense_conv(x: Tensor, conv: ChannelConv) -> Tensor:
+    """The convolution alone."""
+    return F.conv2d(x, conv.weight, conv.bias, conv.stride, conv.padding)
+
+
+def apply_gates(y: Tensor, gate_out: Routing, conv: ChannelConv) -> Tensor:
+    """What follows the convolution: BatchNorm, gates and activation."""
     if conv.norm is not None:
         y = conv.norm.apply(y)
     y = y * channel_gates(gate_out, y.shape[1], conv.block_out).to(y.dtype)[:, :, None, None]
