@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
-from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv
+from moesaic.models.deepmoe.gated_conv import ConsumerConv, GatedConv, GatedReLU
 from moesaic.ops.channel.bn_folding import fold_norm
 from moesaic.ops.dispatch import ChannelConv
 
@@ -20,10 +20,10 @@ gates select its output and its input channels, and whether its output has only 
 
 
 class _LayerTracer(fx.Tracer):
-    """Treats gated convolutions and their consumers as leaves."""
+    """Treats gated convolutions, their activations and their consumers as leaves."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (GatedConv, ConsumerConv)) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (GatedConv, GatedReLU, ConsumerConv)) or super().is_leaf_module(m, module_qualified_name)
 
 
 def trace_layers(backbone: nn.Module) -> fx.Graph:
@@ -46,6 +46,8 @@ def sparse_modules(backbone: nn.Module, graph: fx.Graph, make: MakeConv) -> dict
             found[name] = make(fold_norm(module.weights()), module.name, module.producer, module.name in compact).eval()
         elif isinstance(module, ConsumerConv):
             found[name] = make(fold_norm(_channel_conv(module)), None, module.producer, False).eval()
+        elif isinstance(module, GatedReLU):
+            found[name] = module.plain()
         else:
             found[name] = deepcopy(module, copies)
             found[name].requires_grad_(False)

@@ -11,12 +11,17 @@ import threading
 from collections.abc import Mapping
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
 from moesaic.layers import ChannelMoE
+from moesaic.ops import kernels_available
+from moesaic.ops.dispatch import run_channels
+from moesaic.ops.eager import is_plain_eager
+from moesaic.ops.hooks import has_hooks
 from moesaic.routing_record import Routing
 
-__all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "unsupported_conv", "unsupported_norm"]
+__all__ = ["ActiveGates", "ConsumerConv", "GatedConv", "GatedReLU", "unsupported_conv", "unsupported_norm"]
 
 
 class ActiveGates:
@@ -48,6 +53,17 @@ class ActiveGates:
             )
         return routing[name]
 
+    def set_rectified(self, y: Tensor) -> None:
+        """Remembers a map to which ReLU was applied already."""
+        self._thread.rectified = y
+
+    def take_rectified(self) -> Tensor | None:
+        """The last such map, once."""
+        y = getattr(self._thread, "rectified", None)
+        if y is not None:
+            self._thread.rectified = None
+        return y
+
     def __reduce__(self) -> tuple[type[ActiveGates], tuple[()]]:
         return ActiveGates, ()  # copies start without gates, and layers that share one share its copy
 
@@ -63,6 +79,8 @@ class GatedConv(ChannelMoE):
         producer: the name of the gates of its input channels; None where these are not gated.
         block: consecutive output channels that share a gate.
         block_in: consecutive input channels that share a gate.
+        before_relu: whether nothing but a `GatedReLU` reads its output. Where GPU kernels run what follows the
+            convolution, they apply ReLU as well.
     """
 
     def __init__(
@@ -75,6 +93,7 @@ class GatedConv(ChannelMoE):
         producer: str | None = None,
         block: int = 1,
         block_in: int = 1,
+        before_relu: bool = False,
     ) -> None:
         super().__init__(
             conv.in_channels,
@@ -93,6 +112,7 @@ class GatedConv(ChannelMoE):
         self.norm = norm
         self.name = name
         self.producer = producer
+        self.before_relu = before_relu
         self._active = active
         self.train(conv.training)
 
@@ -109,6 +129,35 @@ class GatedConv(ChannelMoE):
         if gate_out is None:
             gate_out, gate_in = self.gates()
         return super().forward(x, gate_out, gate_in)
+
+    def _run(self, x: Tensor, gate_out: Routing, gate_in: Routing | None) -> Tensor:
+        fuses = self.before_relu and self.norm is not None and is_plain_eager(x) and kernels_available(x)
+        if not fuses or has_hooks(self):  # a hook sees what it sees elsewhere
+            return super()._run(x, gate_out, gate_in)
+        y = run_channels(x, gate_out, gate_in, self.weights("relu"))
+        self._active.set_rectified(y)
+        return y
+
+
+class GatedReLU(nn.ReLU):
+    """The ReLU of a gated network: it passes on what its convolution has rectified already.
+
+    >>> GatedReLU(ActiveGates())(torch.tensor([-1.0, 2.0])).tolist()
+    [0.0, 2.0]
+    """
+
+    def __init__(self, active: ActiveGates, *, inplace: bool = False) -> None:
+        super().__init__(inplace)
+        self._active = active
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and self._active.take_rectified() is input:
+            return input
+        return super().forward(input)
+
+    def plain(self) -> nn.ReLU:
+        """The same function of torch."""
+        return nn.ReLU(self.inplace).train(self.training)
 
 
 class ConsumerConv(nn.Conv2d):

@@ -29,13 +29,21 @@ from moesaic.models.deepmoe.embedding_network import (
     embedding_macs,
     embedding_widths,
 )
-from moesaic.models.deepmoe.gated_conv import ActiveGates, ConsumerConv, GatedConv, unsupported_conv, unsupported_norm
+from moesaic.models.deepmoe.gated_conv import (
+    ActiveGates,
+    ConsumerConv,
+    GatedConv,
+    GatedReLU,
+    unsupported_conv,
+    unsupported_norm,
+)
 from moesaic.models.feature_maps import FeatureDict, OutIndices, take_indices
 from moesaic.models.image_classifier import ImageNetwork
 from moesaic.models.model_cost import count_macs
 from moesaic.ops import autocast_dtype
 from moesaic.ops.channel.masked import open_channels
 from moesaic.ops.global_batch import grad_sync_expected, with_zero_gradients
+from moesaic.ops.hooks import has_hooks
 from moesaic.routing.channel_gate import ChannelGate, ChannelMode
 from moesaic.routing.joint_heads import route_channels
 from moesaic.routing_record import Routing
@@ -345,7 +353,7 @@ def deepmoe(
             "deepmoe: center_embedding=True has nothing to center with embedding_share=0, where the embedding is the "
             "same for every image; omit it, or use an embedding_share above 0"
         )
-    plan, ungated = _plan(backbone, bottleneck)
+    plan, ungated, next_module = _plan(backbone, bottleneck)
     costs = _backbone_macs(backbone, num_classes, (in_channels, image_size, image_size))
     convs = {name: _conv(backbone, name) for name in costs if isinstance(backbone.get_submodule(name), nn.Conv2d)}
     blocks = {name: min(block, convs[name].out_channels) for name in plan}
@@ -382,6 +390,7 @@ def deepmoe(
         block_in = 1 if producer is None else blocks[producer]
         if name in plan:
             norm = plan[name].norm
+            relu = None if norm is None else _relu_after(backbone, norm, next_module)
             replaced[name] = GatedConv(
                 conv,
                 None if norm is None else cast(nn.BatchNorm2d, backbone.get_submodule(norm)),
@@ -390,8 +399,12 @@ def deepmoe(
                 producer=producer,
                 block=blocks[name],
                 block_in=block_in,
+                before_relu=relu is not None,
             )
             replaced |= {} if norm is None else {norm: nn.Identity().train(conv.training)}
+            if relu is not None:
+                before = cast(nn.ReLU, backbone.get_submodule(relu))
+                replaced[relu] = GatedReLU(active, inplace=before.inplace).train(before.training)
         elif producer is not None and unsupported_conv(conv) is None:
             replaced[name] = ConsumerConv(conv, active, producer, block_in=block_in)
         else:
@@ -433,8 +446,10 @@ def _check_shares(mode: str, keep: float | None, embedding_share: float) -> None
         )
 
 
-def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str, ConvNode], dict[str, str]]:
-    """The convolutions to gate, and the reasons why the others are not."""
+def _plan(
+    backbone: nn.Module, bottleneck: Literal["a", "b"]
+) -> tuple[dict[str, ConvNode], dict[str, str], dict[str, str | None]]:
+    """The convolutions to gate, the reasons why the others are not, and what alone reads each module's output."""
     graph = build_channel_graph(backbone)
     wanted = {node.conv for node in nodes_to_gate(graph, bottleneck)}
     next_module, calls = _module_order(backbone)
@@ -462,7 +477,7 @@ def _plan(backbone: nn.Module, bottleneck: Literal["a", "b"]) -> tuple[dict[str,
             f"deepmoe: no convolution of {name} can drop channels: {reasons}{more}. It can where one convolution "
             "or linear layer alone reads them, or at the end of a residual branch"
         )
-    return plan, ungated
+    return plan, ungated, next_module
 
 
 def _norm_refusal(backbone: nn.Module, node: ConvNode, following: str | None, calls: Mapping[str, int]) -> str | None:
@@ -474,6 +489,13 @@ def _norm_refusal(backbone: nn.Module, node: ConvNode, following: str | None, ca
     if calls[node.norm] > 1:
         return f"shares its BatchNorm {node.norm}"
     return unsupported_norm(cast(nn.BatchNorm2d, backbone.get_submodule(node.norm)))
+
+
+def _relu_after(backbone: nn.Module, norm: str, next_module: Mapping[str, str | None]) -> str | None:
+    """The name of the ReLU that alone reads the output of a BatchNorm, if that is so."""
+    name = next_module[norm]
+    relu = None if name is None else backbone.get_submodule(name)
+    return name if type(relu) is nn.ReLU and not has_hooks(relu, include_global=False) else None
 
 
 def _module_order(backbone: nn.Module) -> tuple[dict[str, str | None], Counter[str]]:
