@@ -3,19 +3,22 @@
 Each head alone takes two dozen small operations forward and backward, and a network of thirteen gated layers then takes
 nearly four times as many as the plain one: on a GPU the host's time to issue them is what a step takes. Here all scores
 come from one matmul, and neighbouring layers with the same number of blocks are selected and expanded to channels at
-once.
+once. Where Triton kernels run, one of them makes the top-k gates of all layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from moesaic.ops import autocast_off
+from moesaic.ops import autocast_off, kernels_available
 from moesaic.ops.channel.joint_routing import JointRouting
+from moesaic.ops.eager import is_plain_eager
 from moesaic.ops.hooks import has_hooks
 from moesaic.routing.channel_gate import ChannelGate
 from moesaic.routing.router import batch_invariant_matmul
@@ -41,6 +44,8 @@ def route_channels(heads: Sequence[ChannelGate], embedding: Tensor, map_dtype: t
     if not _alike(heads) or torch.onnx.is_in_onnx_export():
         return [head(embedding) for head in heads]
     with autocast_off(embedding):
+        if _fits_kernels(heads, embedding):
+            return _route_by_kernels(heads, embedding)
         scores = _scores(heads, embedding)
         noisy = _with_noise(heads, scores)
         found: list[Routing] = []
@@ -81,12 +86,77 @@ def _scores(heads: Sequence[ChannelGate], embedding: Tensor) -> Tensor:
     return scores + torch.cat(biases).to(dtype) if biases else scores
 
 
-def _with_noise(heads: Sequence[ChannelGate], scores: Tensor) -> Tensor:
-    """The scores that select; each head draws its own noise."""
+_MULTIPLE = 16
+"""Rows and columns of a GEMM whose results do not depend on their number (`moesaic.routing.router`)."""
+_MOST_BLOCKS = 1024
+"""Of a layer, all of which one program compares."""
+
+
+def _fits_kernels(heads: Sequence[ChannelGate], embedding: Tensor) -> bool:
+    """Whether one kernel can make the gates of all layers."""
+    head = heads[0]
+    if head.mode != "topk" or (head.straight_through and head.training):  # in which closed gates have gradients
+        return False
+    if max(each.blocks for each in heads) > _MOST_BLOCKS or not is_plain_eager(embedding):
+        return False
+    return kernels_available(embedding)
+
+
+def _route_by_kernels(heads: Sequence[ChannelGate], embedding: Tensor) -> list[Routing]:
+    from moesaic.ops.triton.channel_ops import topk_gates
+
+    sizes = [head.blocks for head in heads]
+    keeps = [cast("int", head.keep) for head in heads]
+    blocks = sum(sizes)
+    scores = _padded_scores(heads, embedding)
+    noisy = _with_noise(heads, scores, scores.shape[1] - blocks)
+    layers = _layer_table(tuple(zip(sizes, keeps, strict=True)), embedding.device)
+    index, gate, dense = topk_gates(noisy, layers, (blocks, max(sizes), sum(keeps)))
+    parts = [
+        *(each.unsqueeze(1).split_with_sizes(keeps, 2) for each in (index, gate)),
+        dense.unsqueeze(1).split_with_sizes(sizes, 2),
+    ]
+    own = scores.unsqueeze(1)[:, :, :blocks].split_with_sizes(sizes, 2)
+    return [
+        JointRouting("channel", score, chosen, values, "unit", may_drop=False, block_gates=weights)
+        for score, chosen, values, weights in zip(own, *parts, strict=True)
+    ]
+
+
+def _padded_scores(heads: Sequence[ChannelGate], embedding: Tensor) -> Tensor:
+    """`_scores` with columns of padding, which is part of the weights: so their gradient is one matrix, not copied."""
+    dtype = torch.promote_types(embedding.dtype, torch.float32)
+    padding = -sum(head.blocks for head in heads) % _MULTIPLE
+    weights: list[Tensor] = [head.weight for head in heads]
+    biases: list[Tensor] = [head.bias for head in heads if head.bias is not None]
+    if padding:
+        none = weights[0].new_zeros(padding, heads[0].embedding)
+        weights.append(none)
+        biases += [none[:, 0]] if biases else []
+    weight = torch.cat(weights).to(dtype).T
+    B = len(embedding)
+    rows = embedding.to(dtype)
+    rows = rows if B % _MULTIPLE == 0 else torch.nn.functional.pad(rows, (0, 0, 0, -B % _MULTIPLE))
+    scores = torch.addmm(torch.cat(biases).to(dtype), rows, weight) if biases else rows @ weight
+    return scores if len(scores) == B else scores[:B]
+
+
+@lru_cache(maxsize=64)
+def _layer_table(layers: tuple[tuple[int, int], ...], device: torch.device) -> Tensor:
+    """(layers, 4), of each: its first block, number of blocks, open blocks, and the first place of its open ones."""
+    starts, places = ([0, *accumulate(each)] for each in zip(*layers, strict=True))
+    rows = [[start, *layer, place] for start, layer, place in zip(starts, layers, places, strict=False)]
+    return torch.tensor(rows, dtype=torch.int32, device=device)
+
+
+def _with_noise(heads: Sequence[ChannelGate], scores: Tensor, padding: int = 0) -> Tensor:
+    """The scores that select; each head draws its own noise. The last columns may be padding."""
     if not any(head.training and (isinstance(head.noise, Tensor) or head.noise) for head in heads):
         return scores
-    parts = cast("tuple[Tensor, ...]", scores.split([head.blocks for head in heads], 1))
-    return torch.cat([head.with_noise(part) for head, part in zip(heads, parts, strict=True)], 1)
+    sizes = [head.blocks for head in heads]
+    parts = cast("tuple[Tensor, ...]", scores.split([*sizes, padding] if padding else sizes, 1))
+    noisy = [head.with_noise(part) for head, part in zip(heads, parts, strict=False)]
+    return torch.cat([*noisy, *parts[len(heads) :]], 1)
 
 
 def _route_equal(heads: Sequence[ChannelGate], scores: Tensor, noisy: Tensor, map_dtype: torch.dtype) -> list[Routing]:
